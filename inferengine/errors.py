@@ -22,21 +22,35 @@ class ErrorKind(NamedTuple):
 
 KINDS: dict[str, ErrorKind] = {
     "invalid_request": ErrorKind(400, "invalid_request_error", False, "Correct the named field."),
-    "unsupported": ErrorKind(400, "invalid_request_error", False, "Leave the named field out; this engine cannot honour it."),
-    "context_length_exceeded": ErrorKind(400, "invalid_request_error", False, "Shorten the prompt or lower max_tokens."),
-    "prompt_never_fits": ErrorKind(400, "invalid_request_error", False, "Shorten the prompt, or give the engine more KV blocks."),
-    "unauthorized": ErrorKind(401, "authentication_error", False, "Send a valid API key as 'Authorization: Bearer KEY'."),
+    "unsupported": ErrorKind(
+        400, "invalid_request_error", False, "Leave the named field out; this engine cannot honour it."
+    ),
+    "context_length_exceeded": ErrorKind(
+        400, "invalid_request_error", False, "Shorten the prompt or lower max_tokens."
+    ),
+    "prompt_never_fits": ErrorKind(
+        400, "invalid_request_error", False, "Shorten the prompt, or give the engine more KV blocks."
+    ),
+    "unauthorized": ErrorKind(
+        401, "authentication_error", False, "Send a valid API key as 'Authorization: Bearer KEY'."
+    ),
     "forbidden": ErrorKind(403, "permission_error", False, "Use a key that may do this."),
     "model_not_found": ErrorKind(404, "invalid_request_error", False, "Use a name that /v1/models lists."),
-    "not_found": ErrorKind(404, "invalid_request_error", False, "Check the id; finished requests are kept for resume_ttl_s."),
+    "not_found": ErrorKind(
+        404, "invalid_request_error", False, "Check the id; finished requests are kept for resume_ttl_s."
+    ),
     "conflict": ErrorKind(409, "invalid_request_error", False, "Choose another id, or attach to the running request."),
     "request_too_large": ErrorKind(413, "invalid_request_error", False, "Send a smaller body."),
     "unprocessable": ErrorKind(422, "invalid_request_error", False, "Correct the named field."),
     "rate_limited": ErrorKind(429, "rate_limit_error", True, "Wait for Retry-After, then try again."),
     "cancelled": ErrorKind(499, "cancelled", False, "The client went away or cancelled."),
     "overloaded": ErrorKind(503, "overloaded_error", True, "Wait for Retry-After, then try again."),
-    "draining": ErrorKind(503, "overloaded_error", True, "Send the request to another engine, or wait for the restart."),
-    "engine_unavailable": ErrorKind(503, "overloaded_error", True, "Wait until the engine is up; see 'inferengine check'."),
+    "draining": ErrorKind(
+        503, "overloaded_error", True, "Send the request to another engine, or wait for the restart."
+    ),
+    "engine_unavailable": ErrorKind(
+        503, "overloaded_error", True, "Wait until the engine is up; see 'inferengine check'."
+    ),
     "engine_restarted": ErrorKind(503, "overloaded_error", True, "Submit the request again."),
     "deadline_exceeded": ErrorKind(504, "timeout_error", True, "Allow more time, or ask for fewer tokens."),
     "engine_error": ErrorKind(500, "server_error", True, "Try again; the engine's log has the cause."),
@@ -56,7 +70,9 @@ def bounded(message: str) -> str:
 class InferEngineError(Exception):
     """An error with a stable code. `field` names what the caller must change, where there is such a thing."""
 
-    def __init__(self, code: str, message: str, *, field: str | None = None, retry_after_s: float | None = None) -> None:
+    def __init__(
+        self, code: str, message: str, *, field: str | None = None, retry_after_s: float | None = None
+    ) -> None:
         if code not in KINDS:
             raise KeyError(f"unknown error code {code!r}: add it to errors.KINDS")
         super().__init__(bounded(message))

@@ -1,0 +1,365 @@
+"""One configuration for every process: frozen dataclasses, filled from TOML, environment and flags.
+
+Precedence: flags over environment over file over defaults. Every key exists three times under one name:
+`[http] port` in the file, `--http.port` on the command line, `INFERENGINE_HTTP_PORT` in the environment.
+An unknown key anywhere is an error that names it. This is the only module that reads the environment.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import os
+import tomllib
+import typing
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from inferengine.errors import ConfigError
+
+ENVIRONMENT_PREFIX = "INFERENGINE_"
+
+
+def _key(default: Any, help: str, choices: tuple[Any, ...] = (), minimum: float | None = None) -> Any:
+    return field(default=default, metadata={"help": help, "choices": choices, "minimum": minimum})
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    path: str = _key("", "checkpoint folder or hub id in the local cache; empty: the embedded model")
+    served_name: str = _key("", "name on /v1/models; empty: the folder's name")
+    dtype: str = _key(
+        "auto", "auto: fp32 on CPU, the checkpoint's own on CUDA", ("auto", "float32", "float16", "bfloat16")
+    )
+    max_model_len: int = _key(0, "longest prompt + output in tokens; 0: what the model was made for", minimum=0)
+    load_format: str = _key(
+        "auto", "dummy: random weights of the config's shapes, for measuring speed", ("auto", "dummy")
+    )
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    name: str = _key("engine", "name of this engine, part of the socket's file name")
+    device: str = _key("auto", "where the model runs", ("auto", "cpu", "cuda"))
+    threads: int = _key(0, "CPU threads for the model; 0: all cores", minimum=0)
+    max_num_seqs: int = _key(0, "most sequences in one step; 0: 64 on CPU, 256 on CUDA", minimum=0)
+    max_num_batched_tokens: int = _key(0, "token budget of one step; 0: 512 on CPU, 8192 on CUDA", minimum=0)
+    overlap: str = _key("auto", "schedule step n+1 while step n runs; auto: on CUDA", ("auto", "on", "off"))
+    cuda_graphs: bool = _key(True, "replay decode steps as one CUDA graph launch")
+    deterministic: bool = _key(False, "bit-equal outputs whatever else is in the batch")
+    seed: int = _key(0, "seed of requests that bring none; 0: a new one for each start", minimum=0)
+    drain_timeout_s: float = _key(30.0, "how long SIGTERM lets running requests finish", minimum=0)
+    frozen_after_s: float = _key(60.0, "a loop that has not turned for so long counts as frozen", minimum=0.1)
+
+
+@dataclass(frozen=True)
+class CacheConfig:
+    block_size: int = _key(16, "tokens per KV block", (8, 16, 32, 64, 128))
+    num_blocks: int = _key(0, "KV blocks; 0: from measured free memory", minimum=0)
+    memory_fraction: float = _key(
+        0.0, "share of the device's memory to use; 0: 0.92 on CUDA, 0.25 of free RAM on CPU", minimum=0
+    )
+    prefix_caching: bool = _key(True, "reuse the KV of equal prefixes")
+    watermark: float = _key(0.01, "share of blocks kept free when admitting a waiting request", minimum=0)
+
+
+@dataclass(frozen=True)
+class SchedulerConfig:
+    policy: str = _key("fcfs", "order of the waiting queue", ("fcfs",))
+    chunked_prefill: bool = _key(True, "split long prompts over steps so that decodes go on")
+    prefill_chunk: int = _key(0, "most prompt tokens of one request in one step; 0: the step's budget", minimum=0)
+    max_queued_requests: int = _key(1024, "waiting requests before new ones are rejected", minimum=1)
+    max_queued_tokens: int = _key(2_000_000, "waiting prompt tokens before new requests are rejected", minimum=1)
+
+
+@dataclass(frozen=True)
+class WireConfig:
+    socket: str = _key("", "the engine's ZeroMQ address; empty: ipc in the runtime directory")
+    tcp: str = _key("", "a further address such as tcp://127.0.0.1:5555")
+    window: int = _key(64, "STEP messages that a peer may leave unacknowledged", minimum=1)
+    stall_limit_s: float = _key(30.0, "a peer without credit for so long has its requests cancelled", minimum=0.1)
+    heartbeat_s: float = _key(2.0, "interval of keep-alive; 3 silent intervals end a peer's lease", minimum=0.05)
+    resume_ttl_s: float = _key(60.0, "how long finished outputs wait for ATTACH", minimum=0)
+    max_message_bytes: int = _key(16 * 1024 * 1024, "largest frame accepted", minimum=4096)
+    status_interval_s: float = _key(0.25, "interval of STATUS on PUB while something runs", minimum=0.05)
+
+
+@dataclass(frozen=True)
+class LimitsConfig:
+    max_n: int = _key(16, "choices per request", minimum=1)
+    max_stop_strings: int = _key(16, "stop strings per request", minimum=0)
+    max_stop_characters: int = _key(256, "length of one stop string", minimum=1)
+    max_logit_bias: int = _key(1024, "entries of logit_bias", minimum=0)
+    max_logprobs: int = _key(20, "alternatives per position", minimum=0)
+    max_prompts: int = _key(256, "prompts in one /v1/completions call", minimum=1)
+    max_text_characters: int = _key(4_000_000, "characters of one prompt before it is tokenized", minimum=1)
+
+
+@dataclass(frozen=True)
+class HttpConfig:
+    host: str = _key("127.0.0.1", "address to listen on")
+    port: int = _key(8000, "port; 0: any free one", minimum=0)
+    max_body_bytes: int = _key(8 * 1024 * 1024, "largest request body", minimum=1024)
+    request_timeout_s: float = _key(600.0, "longest that one request may take", minimum=0.1)
+    keep_alive_s: float = _key(15.0, "interval of SSE keep-alive comments", minimum=1)
+    uds: str = _key("", "listen on this unix socket instead")
+
+
+@dataclass(frozen=True)
+class WsConfig:
+    host: str = _key("127.0.0.1", "address to listen on")
+    port: int = _key(8001, "port; 0: any free one", minimum=0)
+    max_requests: int = _key(64, "requests in flight on one socket", minimum=1)
+    max_message_bytes: int = _key(4 * 1024 * 1024, "largest frame accepted", minimum=1024)
+    send_queue_messages: int = _key(256, "frames waiting for a slow reader before its requests pause", minimum=1)
+
+
+@dataclass(frozen=True)
+class LogConfig:
+    level: str = _key("info", "least level written", ("debug", "info", "warning", "error"))
+    format: str = _key("text", "text for people, json for collectors", ("text", "json"))
+
+
+@dataclass(frozen=True)
+class Config:
+    model: ModelConfig = field(default_factory=ModelConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    wire: WireConfig = field(default_factory=WireConfig)
+    limits: LimitsConfig = field(default_factory=LimitsConfig)
+    http: HttpConfig = field(default_factory=HttpConfig)
+    ws: WsConfig = field(default_factory=WsConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+
+    def with_values(self, **sections: Mapping[str, Any]) -> Config:
+        """A copy with some keys changed: `config.with_values(http={"port": 0})`. Checked like any other input."""
+        flat = {f"{section}.{key}": value for section, values in sections.items() for key, value in values.items()}
+        return _apply(self, flat, "call")
+
+    def resolved(self) -> dict[str, dict[str, Any]]:
+        """Every key with its value, as printed at start and served by /stats."""
+        return dataclasses.asdict(self)
+
+
+def keys() -> dict[str, dataclasses.Field[Any]]:
+    """Every `section.key` of the configuration with its dataclass field, in the file's order."""
+    table: dict[str, dataclasses.Field[Any]] = {}
+    for section in dataclasses.fields(Config):
+        for item in dataclasses.fields(_section_type(section.name)):
+            table[f"{section.name}.{item.name}"] = item
+    return table
+
+
+def load(
+    file: str | os.PathLike[str] | None = None,
+    flags: Mapping[str, str] | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> Config:
+    """Build the configuration. `flags` maps `section.key` to text; `environment` defaults to the process's.
+
+    Raises ConfigError naming the key for unknown keys, wrong types and values out of range.
+    """
+    config = Config()
+    if file is not None:
+        config = _apply(config, _flatten(_read_toml(Path(file))), "file")
+    variables = os.environ if environment is None else environment
+    config = _apply(config, _from_environment(variables), "environment")
+    return _apply(config, dict(flags or {}), "flag")
+
+
+def parse_flags(arguments: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+    """Split `--section.key value` and `--section.key=value` from the rest. A bool flag may stand alone."""
+    known = keys()
+    flags: dict[str, str] = {}
+    rest: list[str] = []
+    position = 0
+    while position < len(arguments):
+        argument = arguments[position]
+        position += 1
+        name, equals, value = argument.removeprefix("--").partition("=")
+        if not argument.startswith("--") or "." not in name:
+            rest.append(argument)
+            continue
+        if name not in known:
+            raise ConfigError(f"--{name}", f"no such key{_suggestion(name, known)}")
+        if not equals:
+            follows = arguments[position] if position < len(arguments) else None
+            if known[name].type == "bool" and (follows is None or follows.startswith("--")):
+                value = "true"
+            elif follows is None:
+                raise ConfigError(f"--{name}", "a value must follow")
+            else:
+                value = follows
+                position += 1
+        flags[name] = value
+    return flags, rest
+
+
+def runtime_directory() -> Path:
+    """The folder for sockets: systemd's RUNTIME_DIRECTORY, XDG_RUNTIME_DIR, else a private folder in /tmp. Mode 0750."""
+    if systemd := os.environ.get("RUNTIME_DIRECTORY"):
+        return Path(systemd.split(":")[0])
+    base = os.environ.get("XDG_RUNTIME_DIR")
+    folder = Path(base) / "inferengine" if base and Path(base).is_dir() else Path(f"/tmp/inferengine-{os.getuid()}")
+    folder.mkdir(mode=0o750, exist_ok=True)
+    if folder.stat().st_uid != os.getuid():
+        raise ConfigError("wire.socket", "the runtime directory belongs to another user: set wire.socket")
+    return folder
+
+
+def cache_directory() -> Path:
+    """The folder for what may be kept between runs: systemd's CACHE_DIRECTORY, XDG_CACHE_HOME, else ~/.cache."""
+    if systemd := os.environ.get("CACHE_DIRECTORY"):
+        return Path(systemd.split(":")[0])
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "inferengine"
+
+
+def engine_address(config: Config) -> str:
+    """The ROUTER address that clients connect to."""
+    return config.wire.socket or f"ipc://{runtime_directory() / (config.engine.name + '.sock')}"
+
+
+def status_address(config: Config) -> str:
+    """The PUB address, always derived from the engine's: `<engine address>.status`, or the next TCP port."""
+    address = engine_address(config)
+    if address.startswith("tcp://"):
+        host, _, port = address.rpartition(":")
+        return f"{host}:{int(port) + 1}"
+    return f"{address}.status"
+
+
+def notify_socket() -> str | None:
+    """systemd's notification socket, where there is one."""
+    return os.environ.get("NOTIFY_SOCKET")
+
+
+def watchdog_interval_s() -> float | None:
+    """How often systemd wants a sign of life (half of WatchdogSec), or None."""
+    microseconds = os.environ.get("WATCHDOG_USEC")
+    if not microseconds or os.environ.get("WATCHDOG_PID", str(os.getpid())) != str(os.getpid()):
+        return None
+    return int(microseconds) / 2e6
+
+
+def listen_fds() -> list[int]:
+    """File descriptors that systemd opened for us (socket activation), from 3 on."""
+    if os.environ.get("LISTEN_PID") != str(os.getpid()):
+        return []
+    return list(range(3, 3 + int(os.environ.get("LISTEN_FDS", "0"))))
+
+
+def child_environment(config: Config) -> dict[str, str]:
+    """The environment for a child process that must run with exactly this configuration."""
+    variables = {name: value for name, value in os.environ.items() if not name.startswith(ENVIRONMENT_PREFIX)}
+    for section, values in config.resolved().items():
+        for key, value in values.items():
+            text = str(value).lower() if isinstance(value, bool) else str(value)
+            variables[f"{ENVIRONMENT_PREFIX}{section}_{key}".upper()] = text
+    return variables
+
+
+def to_toml(config: Config) -> str:
+    """The resolved configuration as a TOML file with each key's help as a comment."""
+    lines: list[str] = []
+    table = keys()
+    for section, values in config.resolved().items():
+        lines.append(f"[{section}]")
+        for key, value in values.items():
+            text = (
+                f'"{value}"'
+                if isinstance(value, str)
+                else str(value).lower()
+                if isinstance(value, bool)
+                else str(value)
+            )
+            lines.append(f"{key} = {text}  # {table[f'{section}.{key}'].metadata['help']}")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    try:
+        with path.open("rb") as handle:
+            return tomllib.load(handle)
+    except FileNotFoundError:
+        raise ConfigError("--config", f"no such file: {path}") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError("--config", f"{path.name} is not valid TOML: {error}") from None
+
+
+def _flatten(document: Mapping[str, Any]) -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for section, values in document.items():
+        if not isinstance(values, dict):
+            raise ConfigError(section, "keys stand inside a [section]")
+        for key, value in values.items():
+            flat[f"{section}.{key}"] = value
+    return flat
+
+
+def _from_environment(variables: Mapping[str, str]) -> dict[str, str]:
+    names = {f"{ENVIRONMENT_PREFIX}{name.replace('.', '_')}".upper(): name for name in keys()}
+    found: dict[str, str] = {}
+    for variable, value in variables.items():
+        if not variable.startswith(ENVIRONMENT_PREFIX):
+            continue
+        if variable not in names:
+            raise ConfigError(variable, f"no such key{_suggestion(variable, names)}")
+        found[names[variable]] = value
+    return found
+
+
+def _apply(config: Config, values: Mapping[str, Any], source: str) -> Config:
+    table = keys()
+    changed: dict[str, dict[str, Any]] = {}
+    for name, raw in values.items():
+        if name not in table:
+            raise ConfigError(name, f"no such key in the {source}{_suggestion(name, table)}")
+        section, _, key = name.partition(".")
+        changed.setdefault(section, {})[key] = _convert(name, table[name], raw)
+    sections = {name: dataclasses.replace(getattr(config, name), **items) for name, items in changed.items()}
+    return dataclasses.replace(config, **sections)
+
+
+def _convert(name: str, item: dataclasses.Field[Any], raw: Any) -> Any:
+    value = _typed(name, str(item.type), raw)
+    choices, minimum = item.metadata["choices"], item.metadata["minimum"]
+    if choices and value not in choices:
+        raise ConfigError(name, f"must be one of {', '.join(map(str, choices))}; got {value!r}")
+    if minimum is not None and value < minimum:
+        raise ConfigError(name, f"must be at least {minimum}; got {value}")
+    return value
+
+
+def _typed(name: str, kind: str, raw: Any) -> Any:
+    if kind == "bool":
+        lowered = str(raw).lower()
+        if lowered in ("true", "1", "yes", "on"):
+            return True
+        if lowered in ("false", "0", "no", "off"):
+            return False
+        raise ConfigError(name, f"must be true or false; got {raw!r}")
+    if kind == "str":
+        if not isinstance(raw, str):
+            raise ConfigError(name, f"must be text; got {raw!r}")
+        return raw
+    if isinstance(raw, bool):
+        raise ConfigError(name, f"must be a number; got {raw!r}")
+    try:
+        return int(raw) if kind == "int" else float(raw)
+    except (TypeError, ValueError):
+        raise ConfigError(name, f"must be {'a whole number' if kind == 'int' else 'a number'}; got {raw!r}") from None
+
+
+def _section_type(name: str) -> type[Any]:
+    hints = typing.get_type_hints(Config)
+    return typing.cast("type[Any]", hints[name])
+
+
+def _suggestion(name: str, known: Mapping[str, Any]) -> str:
+    close = difflib.get_close_matches(name, list(known), n=1)
+    return f"; did you mean {close[0]}?" if close else ""

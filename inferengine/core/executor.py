@@ -1,0 +1,59 @@
+"""The only door to the device. Torch, the simulator and any remote runtime stand behind these five methods."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+from inferengine.core.plan import StepPlan, StepResult
+
+
+class KVGroup(NamedTuple):
+    """Layers whose KV lives in one block table. `window` is None for full attention, else its length in tokens."""
+
+    num_blocks: int
+    window: int | None = None
+
+
+class Capacity(NamedTuple):
+    """What the device can hold, measured after loading. The scheduler plans within it and never beyond."""
+
+    block_size: int
+    groups: list[KVGroup]
+    max_num_seqs: int  # slots
+    max_num_batched_tokens: int
+    max_model_len: int
+    vocab_size: int
+
+
+class StepFuture(Protocol):
+    """The result of a step under way."""
+
+    def done(self) -> bool: ...
+
+    def result(self) -> StepResult:
+        """Wait for the step. Raises what the step raised."""
+        ...
+
+
+Progress = Callable[[str, float], None]  # phase name, share done in [0, 1]
+
+
+class Executor(Protocol):
+    """Steps are executed in the order of the calls. At most `max_in_flight` may be under way: 1 without overlap."""
+
+    max_in_flight: int
+
+    def load(self, progress: Progress) -> Capacity: ...
+
+    def execute(self, plan: StepPlan) -> StepFuture: ...
+
+    def warm_up(self, progress: Progress) -> None:
+        """Capture graphs, compile kernels, touch memory: whatever the first step must not pay for."""
+        ...
+
+    def flush(self) -> None:
+        """Forget everything kept between requests beyond the cache blocks themselves (grammar states, drafts)."""
+        ...
+
+    def close(self) -> None: ...

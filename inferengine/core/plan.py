@@ -1,0 +1,76 @@
+"""What crosses the line between the scheduler and the device: plain ints in flat columns.
+
+The device keeps state per *slot* (tokens, block table, sampling parameters), so a plan carries only what changed: new
+slots, new blocks, and which rows to compute. A decode row costs three ints. Nothing here holds a tensor; the same plan
+drives torch, the simulator and a remote executor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+from typing import NamedTuple
+
+from inferengine.params import SamplingParams
+
+
+class SlotInit(NamedTuple):
+    """State that a slot starts with: sent once, when a sequence is admitted or resumed after preemption."""
+
+    slot: int
+    token_ids: SequenceOf[int]  # prompt, and on resumption the output so far
+    num_prompt: int  # how many of them are the prompt (penalties tell prompt from output)
+    params: SamplingParams
+    seed: int
+    stop_token_ids: SequenceOf[int]  # EOS and stop ids: suppressed on the device until min_tokens are out
+
+
+class BlockUpdates(NamedTuple):
+    """Entries to write into the block tables of one KV group: table[slots[i], indices[i]] = block_ids[i]."""
+
+    slots: list[int]
+    indices: list[int]
+    block_ids: list[int]
+
+
+class StepPlan(NamedTuple):
+    """One step. Row r computes tokens [starts[r], starts[r] + counts[r]) of the sequence in slots[r].
+
+    Rows [0, num_decodes) have count 1 and sample; the rest are prompt chunks, of which `samples[r]` says whether the
+    chunk reaches the last known token, so that the next one is drawn. The input of a decode row is the token that the
+    device itself wrote at starts[r]; the host may not know it yet.
+    """
+
+    step: int
+    slots: list[int]
+    starts: list[int]
+    counts: list[int]
+    samples: list[bool]
+    num_decodes: int
+    num_tokens: int  # sum of counts
+    admitted: list[SlotInit]
+    block_updates: list[BlockUpdates]  # one per KV group
+
+    @property
+    def num_sampled(self) -> int:
+        return sum(self.samples)
+
+
+class TokenLogprobs(NamedTuple):
+    """Log-probabilities of one sampled position: the token's own, its rank (1 = most likely), the best alternatives."""
+
+    logprob: float
+    rank: int
+    top_ids: list[int]
+    top_logprobs: list[float]
+
+
+class StepResult(NamedTuple):
+    """What the device drew: one token per sampling row, in row order.
+
+    `failed_rows` maps a row of the plan to the message of an error that concerns this row alone (NaN logits, say); its
+    token is meaningless.
+    """
+
+    token_ids: list[int]
+    logprobs: dict[int, TokenLogprobs] | None = None  # by plan row, only where asked for
+    failed_rows: dict[int, str] | None = None

@@ -1,0 +1,35 @@
+"""Request: what was accepted, frozen. Everything that changes while it runs lives in Sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+
+from inferengine.params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Request:
+    """One choice of one accepted submission. The link has validated every field.
+
+    `uid` is the engine's own short name for it, unique for the life of the process. `choice` numbers the `n` choices
+    of one submission; they share everything but their draws. `deadline_s` is on the engine's clock.
+    """
+
+    uid: int
+    prompt_ids: SequenceOf[int]
+    params: SamplingParams
+    max_tokens: int  # resolved: never None, never past the model's context
+    eos_token_ids: frozenset[int] = frozenset()
+    seed: int = 0  # resolved: the client's, or drawn by the link
+    choice: int = 0
+    priority: int = 0  # lower runs first
+    tenant: str = ""
+    cache_salt: bytes = b""
+    arrival_s: float = 0.0
+    deadline_s: float | None = None
+    request_id: str = ""  # as the client names it, for logs only
+
+    @property
+    def num_prompt(self) -> int:
+        return len(self.prompt_ids)
