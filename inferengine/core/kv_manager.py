@@ -1,0 +1,241 @@
+"""KVCacheManager: blocks for sequences, over one or several KV groups.
+
+A group is a set of layers that share a block table: all full-attention layers, or all layers of one sliding window.
+Each group has its own pool. `lookup` reads and changes nothing; `allocate` is all or nothing; `release` is the only
+way back.
+"""
+
+from __future__ import annotations
+
+from inferengine.core.block_pool import BlockPool
+from inferengine.core.executor import KVGroup
+from inferengine.core.plan import BlockUpdates
+from inferengine.core.prefix_cache import PrefixCache, block_hash, root_hash
+from inferengine.core.sequence import Sequence
+
+
+class PrefixHit:
+    """What `lookup` found: `num_tokens` need no computing; `block_ids[g]` hold them (None: left of the window)."""
+
+    __slots__ = ("block_hashes", "block_ids", "num_tokens")
+
+    def __init__(self, num_tokens: int, block_ids: list[list[int | None]], block_hashes: list[bytes]) -> None:
+        self.num_tokens = num_tokens
+        self.block_ids = block_ids
+        self.block_hashes = block_hashes
+
+
+class KVCacheManager:
+    """Owns the pools and the prefix caches; writes each change of a block table into `updates` for the next plan."""
+
+    def __init__(self, groups: list[KVGroup], block_size: int, *, max_chunk: int, prefix_caching: bool = True) -> None:
+        self.block_size = block_size
+        self.groups = groups
+        self.max_chunk = max_chunk  # most tokens of one sequence in one step: what a window needs beyond itself
+        self.prefix_caching = prefix_caching
+        self.pools = [BlockPool(group.num_blocks) for group in groups]
+        self.caches = [PrefixCache(group.num_blocks) for group in groups]
+        self.num_evictions = 0
+        self.num_lookup_tokens = 0
+        self.num_hit_tokens = 0
+        self._roots: dict[bytes, bytes] = {}
+        self._updates = self._empty_updates()
+
+    # -- questions ---------------------------------------------------------------------------------------------------
+
+    @property
+    def num_tokens_total(self) -> int:
+        """Tokens that the smallest full group can hold: the longest sequence that could ever run."""
+        full = [group.num_blocks for group in self.groups if group.window is None]
+        return min(full or [group.num_blocks for group in self.groups]) * self.block_size
+
+    def blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    def could_ever_hold(self, num_tokens: int) -> bool:
+        """Whether a sequence of this length fits an empty pool."""
+        return all(self.blocks_needed(group, num_tokens) <= group.num_blocks for group in self.groups)
+
+    def blocks_needed(self, group: KVGroup, num_tokens: int) -> int:
+        """The most blocks that a sequence of this length holds at one time in this group."""
+        needed = self.blocks_for(num_tokens)
+        return needed if group.window is None else min(needed, self.blocks_for(group.window + self.max_chunk) + 1)
+
+    @property
+    def usage(self) -> float:
+        """Share of blocks held by live sequences, of the fullest group."""
+        return max(pool.num_held / pool.num_blocks if pool.num_blocks else 0.0 for pool in self.pools)
+
+    def lookup(self, sequence: Sequence) -> PrefixHit:
+        """The longest cached prefix that all groups can serve. The last token is never part of it: something has to be
+        computed for there to be a next token."""
+        if not self.prefix_caching:
+            return PrefixHit(0, [[] for _ in self.groups], [])
+        hashes: list[bytes] = []
+        memo = sequence.block_hashes  # a waiting sequence is looked up at every step: hash each block once
+        parent = self._root(sequence.request.cache_salt)
+        tokens, size = sequence.tokens, self.block_size
+        for index in range((len(tokens) - 1) // size):
+            if index == len(memo):
+                memo.append(block_hash(parent, tokens[index * size : (index + 1) * size]))
+            parent = memo[index]
+            if not any(parent in cache for cache in self.caches):
+                break
+            hashes.append(parent)
+        count = len(hashes)
+        while count:
+            shorter = min(
+                self._usable(cache, group, hashes, count) for cache, group in zip(self.caches, self.groups, strict=True)
+            )
+            if shorter == count:
+                break
+            count = shorter
+        block_ids = [
+            [
+                cache.get(digest) if index >= self._first_needed(group, count) else None
+                for index, digest in enumerate(hashes[:count])
+            ]
+            for cache, group in zip(self.caches, self.groups, strict=True)
+        ]
+        return PrefixHit(count * size, block_ids, hashes[:count])
+
+    def _first_needed(self, group: KVGroup, num_blocks: int) -> int:
+        """Index of the first block that the token after `num_blocks` full blocks can see."""
+        if group.window is None:
+            return 0
+        return max(0, (num_blocks * self.block_size - group.window + 1) // self.block_size)
+
+    def _usable(self, cache: PrefixCache, group: KVGroup, hashes: list[bytes], count: int) -> int:
+        """The largest number of blocks <= count with which this group could go on."""
+        if group.window is None:
+            for index in range(count):
+                if cache.get(hashes[index]) is None:
+                    return index
+            return count
+        while count:
+            missing = [i for i in range(self._first_needed(group, count), count) if cache.get(hashes[i]) is None]
+            if not missing:
+                return count
+            count = missing[-1]
+        return 0
+
+    # -- changes -----------------------------------------------------------------------------------------------------
+
+    def adopt(self, sequence: Sequence, hit: PrefixHit) -> None:
+        """Give the sequence the blocks of a hit. Nothing else may have happened since `lookup`."""
+        for group_index, block_ids in enumerate(hit.block_ids):
+            held = [block_id for block_id in block_ids if block_id is not None]
+            self.pools[group_index].share(held)
+            released = len(block_ids) - len(held)
+            sequence.block_tables[group_index] = [-1 if block_id is None else block_id for block_id in block_ids]
+            sequence.num_blocks_released[group_index] = released
+            self._record(group_index, sequence.slot, released, held)
+        sequence.num_computed = hit.num_tokens
+        sequence.capacity = hit.num_tokens
+        sequence.block_hashes = list(hit.block_hashes)
+        sequence.next_hash_at = hit.num_tokens + self.block_size
+        self.num_lookup_tokens += len(sequence.tokens)
+        self.num_hit_tokens += hit.num_tokens
+
+    def allocate(self, sequence: Sequence, num_tokens: int) -> bool:
+        """Make room for the first `num_tokens` tokens in every group. False if it does not fit: no block was taken."""
+        needed = -(-num_tokens // self.block_size)
+        for group, pool, table in zip(self.groups, self.pools, sequence.block_tables, strict=True):
+            if group.window is not None:
+                continue
+            if needed - len(table) > pool.num_free:
+                return False
+        if len(self.groups) > 1 or self.groups[0].window is not None:
+            self._release_left_of_window(sequence)
+            for pool, table in zip(self.pools, sequence.block_tables, strict=True):
+                if needed - len(table) > pool.num_free:
+                    return False
+        for group_index, table in enumerate(sequence.block_tables):
+            missing = needed - len(table)
+            if missing > 0:
+                blocks, evicted = self.pools[group_index].take(missing)
+                for block_id in evicted:
+                    self.caches[group_index].evict(block_id)
+                self.num_evictions += len(evicted)
+                self._record(group_index, sequence.slot, len(table), blocks)
+                table.extend(blocks)
+        sequence.capacity = needed * self.block_size
+        return True
+
+    def cache_full_blocks(self, sequence: Sequence, num_computed: int) -> None:
+        """Hash the blocks that became full with `num_computed` tokens done, and offer them for reuse."""
+        size = self.block_size
+        hashes = sequence.block_hashes
+        full = min(num_computed, len(sequence.tokens)) // size
+        sequence.next_hash_at = (full + 1) * size
+        if not self.prefix_caching:
+            return
+        for index in range(len(hashes), full):
+            parent = hashes[-1] if hashes else self._root(sequence.request.cache_salt)
+            digest = block_hash(parent, sequence.tokens[index * size : (index + 1) * size])
+            hashes.append(digest)
+            for pool, cache, table in zip(self.pools, self.caches, sequence.block_tables, strict=True):
+                block_id = table[index]
+                if block_id >= 0 and cache.insert(digest, block_id):
+                    pool.mark_cached(block_id)
+
+    def release(self, sequence: Sequence) -> None:
+        """Give back every block of the sequence; cached content stays until it is evicted."""
+        for group_index, table in enumerate(sequence.block_tables):
+            released = sequence.num_blocks_released[group_index]
+            self.pools[group_index].release(reversed(table[released:] if released else table))
+            sequence.block_tables[group_index] = []
+            sequence.num_blocks_released[group_index] = 0
+        sequence.capacity = 0
+
+    def take_updates(self) -> list[BlockUpdates]:
+        """Block-table entries written since the last call, for the next plan."""
+        updates, self._updates = self._updates, self._empty_updates()
+        return updates
+
+    def flush(self) -> int:
+        """Drop all cached prefixes. Blocks in use stay in use. Returns the number of blocks forgotten."""
+        count = 0
+        for pool, cache in zip(self.pools, self.caches, strict=True):
+            pool.forget_cached()
+            count += cache.clear()
+        return count
+
+    def check(self) -> None:
+        """Available + evictable + held = total in every pool, and only cached blocks are evictable."""
+        for pool, cache in zip(self.pools, self.caches, strict=True):
+            pool.check()
+            cached_free = sum(1 for block in cache.block_ids() if pool.reference_count(block) == 0)
+            if cached_free != pool.num_evictable:
+                raise RuntimeError(f"{cached_free} cached free blocks, pool counts {pool.num_evictable}")
+
+    # -- inside ------------------------------------------------------------------------------------------------------
+
+    def _release_left_of_window(self, sequence: Sequence) -> None:
+        for group_index, group in enumerate(self.groups):
+            if group.window is None:
+                continue
+            table = sequence.block_tables[group_index]
+            first = min(max(0, (sequence.num_computed - group.window + 1) // self.block_size), len(table))
+            begin = sequence.num_blocks_released[group_index]
+            if first > begin:
+                self.pools[group_index].release(reversed(table[begin:first]))
+                table[begin:first] = [-1] * (first - begin)
+                sequence.num_blocks_released[group_index] = first
+
+    def _record(self, group_index: int, slot: int, first_index: int, block_ids: list[int]) -> None:
+        updates = self._updates[group_index]
+        updates.slots.extend([slot] * len(block_ids))
+        updates.indices.extend(range(first_index, first_index + len(block_ids)))
+        updates.block_ids.extend(block_ids)
+
+    def _root(self, salt: bytes) -> bytes:
+        root = self._roots.get(salt)
+        if root is None:
+            if len(self._roots) >= 4096:  # salts come from outside: the memo must not grow without end
+                self._roots.clear()
+            root = self._roots[salt] = root_hash(salt)
+        return root
+
+    def _empty_updates(self) -> list[BlockUpdates]:
+        return [BlockUpdates([], [], []) for _ in self.groups]

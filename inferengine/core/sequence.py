@@ -1,0 +1,95 @@
+"""Sequence: one request on its way. `tokens` is the log of its output; everything else is bookkeeping about it.
+
+There are no phases. A sequence has tokens, and some of them are computed (their KV is in the cache, or will be when the
+steps under way have run). Prefill, chunked prefill, decode and recomputation after preemption are all "compute the next
+k of those not computed yet".
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from inferengine.core.request import Request
+
+
+class Status(Enum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    PREEMPTED = "preempted"  # waits again, with its output kept
+    FINISHED = "finished"
+
+
+class Sequence:
+    """Mutable state of one request. Owned by the scheduler; the loop thread alone touches it."""
+
+    __slots__ = (
+        "block_hashes",
+        "block_tables",
+        "capacity",
+        "first_scheduled_s",
+        "first_token_s",
+        "last_token_s",
+        "max_total",
+        "min_total",
+        "next_hash_at",
+        "num_blocks_released",
+        "num_cached",
+        "num_computed",
+        "num_inflight",
+        "num_preemptions",
+        "num_prompt",
+        "request",
+        "slot",
+        "status",
+        "stop_ids",
+        "tokens",
+        "uid",
+    )
+
+    def __init__(self, request: Request, *, num_groups: int = 1) -> None:
+        self.request = request
+        self.uid = request.uid
+        self.tokens: list[int] = list(request.prompt_ids)
+        self.num_prompt = len(self.tokens)
+        self.max_total = self.num_prompt + request.max_tokens
+        self.min_total = self.num_prompt + request.params.min_tokens
+        stop_ids = frozenset(request.params.stop_token_ids)
+        self.stop_ids = stop_ids if request.params.ignore_eos else stop_ids | request.eos_token_ids
+        self.num_computed = 0  # tokens that some step has computed or is computing
+        self.num_inflight = 0  # tokens drawn on the device that the host has not seen yet
+        self.slot = -1
+        self.block_tables: list[list[int]] = [[] for _ in range(num_groups)]
+        self.num_blocks_released: list[int] = [0] * num_groups  # leading blocks that left a sliding window
+        self.capacity = 0  # tokens that the allocated blocks hold
+        self.block_hashes: list[bytes] = []  # chained hash of each full, computed block
+        self.next_hash_at = 0  # number of computed tokens at which the next block is full; set by the KV manager
+        self.status = Status.WAITING
+        self.num_cached = 0  # prompt tokens found in the prefix cache when first admitted
+        self.num_preemptions = 0
+        self.first_scheduled_s: float | None = None
+        self.first_token_s: float | None = None
+        self.last_token_s: float | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that exist, on the host or only on the device."""
+        return len(self.tokens) + self.num_inflight
+
+    @property
+    def num_pending(self) -> int:
+        """Tokens not computed yet."""
+        return len(self.tokens) + self.num_inflight - self.num_computed
+
+    @property
+    def num_output(self) -> int:
+        return len(self.tokens) - self.num_prompt
+
+    @property
+    def output_ids(self) -> list[int]:
+        return self.tokens[self.num_prompt :]
+
+    def __repr__(self) -> str:
+        return (
+            f"Sequence(uid={self.uid}, {self.status.value}, tokens={len(self.tokens)}+{self.num_inflight}, "
+            f"computed={self.num_computed}, slot={self.slot})"
+        )

@@ -1,0 +1,47 @@
+"""Counters of the scheduler: plain numbers, written by the loop, read by anyone. Percentiles are made elsewhere."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class SchedulerStats:
+    """Totals since the start."""
+
+    num_steps: int = 0
+    num_scheduled_tokens: int = 0
+    num_scheduled_rows: int = 0
+    max_batch: int = 0
+    num_prompt_tokens: int = 0  # of admitted requests
+    num_cached_tokens: int = 0  # of those, found in the prefix cache
+    num_output_tokens: int = 0
+    num_submitted: int = 0
+    num_finished: int = 0
+    num_preemptions: int = 0
+    num_pressure_events: int = 0  # times that an allocation did not fit at first
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerSnapshot:
+    """Gauges at one moment."""
+
+    num_running: int
+    num_waiting: int
+    num_waiting_tokens: int
+    num_blocks: int
+    num_blocks_held: int
+    num_blocks_cached: int  # free, with content that a prefix may reuse
+    num_blocks_free: int  # free and empty
+    kv_usage: float  # share of blocks held
+    num_tokens_held: int  # tokens in the held blocks
+    block_size: int
+    num_evictions: int
+    num_prefix_lookup_tokens: int
+    num_prefix_hit_tokens: int
+
+    @property
+    def internal_fragmentation(self) -> float:
+        """Share of the slots of held blocks that hold no token."""
+        slots = self.num_blocks_held * self.block_size
+        return max(0.0, 1.0 - self.num_tokens_held / slots) if slots else 0.0

@@ -1,0 +1,54 @@
+"""When a sequence ends by itself. Stop *strings* are not here: text lives at the edge."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from inferengine.core.sequence import Sequence
+
+FinishDetail = int | tuple[str, str] | None  # a stop token id, or (error code, message)
+
+
+class Finished(NamedTuple):
+    """The terminal event of a sequence: exactly one for each that was submitted."""
+
+    uid: int
+    reason: str  # stop | length | abort | error
+    detail: FinishDetail
+    num_prompt: int
+    num_cached: int
+    num_output: int
+    queued_s: float | None  # from arrival to the first step; None: never ran
+    first_token_s: float | None  # from arrival
+    total_s: float
+    tenant: str
+    num_preemptions: int
+
+
+def stop_reason(sequence: Sequence, token_id: int) -> tuple[str, FinishDetail] | None:
+    """Whether the token just appended ends the sequence. EOS reports no detail, another stop id reports itself."""
+    length = len(sequence.tokens)
+    if token_id in sequence.stop_ids and length >= sequence.min_total:
+        return "stop", None if token_id in sequence.request.eos_token_ids else token_id
+    if length >= sequence.max_total:
+        return "length", None
+    return None
+
+
+def terminal_row(sequence: Sequence, reason: str, detail: FinishDetail, now: float) -> Finished:
+    """The terminal event with the sequence's figures."""
+    arrival = sequence.request.arrival_s
+    started, first = sequence.first_scheduled_s, sequence.first_token_s
+    return Finished(
+        uid=sequence.uid,
+        reason=reason,
+        detail=detail,
+        num_prompt=sequence.num_prompt,
+        num_cached=sequence.num_cached,
+        num_output=sequence.num_output,
+        queued_s=None if started is None else started - arrival,
+        first_token_s=None if first is None else first - arrival,
+        total_s=now - arrival,
+        tenant=sequence.request.tenant,
+        num_preemptions=sequence.num_preemptions,
+    )

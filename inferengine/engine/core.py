@@ -1,0 +1,139 @@
+"""EngineCore: one step at a time, and nothing else. No sockets, no threads, no clock of its own.
+
+With an executor that takes two steps at a time, step n+1 is planned and launched while step n runs; `step` then returns
+the news of step n. Every request that was submitted ends with exactly one `Finished`, whatever the executor does.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Callable
+
+from inferengine.core.executor import Capacity, Executor, StepFuture
+from inferengine.core.request import Request
+from inferengine.core.scheduler import ScheduledStep, Scheduler, SchedulerOptions, StepOutput
+from inferengine.core.stopping import FinishDetail, Finished
+
+
+class StepFailed(RuntimeError):
+    """Raised by an executor that knows which rows of the plan are at fault. Any other exception blames the whole step."""
+
+    def __init__(self, message: str, rows: list[int]) -> None:
+        super().__init__(message)
+        self.rows = rows
+
+
+class EngineCore:
+    """The scheduler, the executor and the steps under way between them."""
+
+    def __init__(
+        self,
+        executor: Executor,
+        capacity: Capacity,
+        options: SchedulerOptions,
+        *,
+        clock: Callable[[], float],
+        on_failure: Callable[[BaseException], None] | None = None,
+    ) -> None:
+        self.executor = executor
+        self.scheduler = Scheduler(capacity, options)
+        self.num_failed_steps = 0
+        self.last_error: str | None = None
+        self._clock = clock
+        self._on_failure = on_failure
+        self._in_flight: deque[tuple[ScheduledStep, StepFuture]] = deque()
+        self._deadlines: list[tuple[float, int]] = []
+
+    def submit(self, request: Request) -> None:
+        """Queue an accepted request."""
+        self.scheduler.add(request)
+        if request.deadline_s is not None:
+            heapq.heappush(self._deadlines, (request.deadline_s, request.uid))
+
+    def cancel(
+        self, uid: int, reason: str = "abort", detail: FinishDetail = ("cancelled", "cancelled")
+    ) -> Finished | None:
+        """End a request now; its blocks are free on return. None if it has ended already."""
+        return self.scheduler.cancel(uid, reason, detail, self._clock())
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_unfinished or bool(self._in_flight)
+
+    def step(self) -> StepOutput | None:
+        """Launch the next step and return the news of the oldest one under way; None when there is no news yet."""
+        now = self._clock()
+        expired = self._expire(now) if self._deadlines else []
+        scheduled = self.scheduler.schedule(now)
+        failed: list[Finished] = []
+        if scheduled is not None:
+            try:
+                self._in_flight.append((scheduled, self.executor.execute(scheduled.plan)))
+            except Exception as error:
+                failed = self._fail(scheduled, error)
+            else:
+                if len(self._in_flight) < self.executor.max_in_flight:
+                    return self._news(None, expired)
+        if failed or not self._in_flight:
+            return self._news(None, expired + failed)
+        scheduled, future = self._in_flight.popleft()
+        try:
+            result = future.result()
+        except Exception as error:
+            return self._news(None, expired + self._fail(scheduled, error))
+        return self._news(self.scheduler.commit(scheduled, result, self._clock()), expired)
+
+    def flush(self) -> int:
+        """Drop the prefix cache. Returns the number of blocks forgotten."""
+        self.executor.flush()
+        return self.scheduler.kv.flush()
+
+    def abort_all(self, reason: str, detail: FinishDetail) -> list[Finished]:
+        """End every request."""
+        uids = list(self.scheduler.sequences)
+        rows = [self.cancel(uid, reason, detail) for uid in uids]
+        return [row for row in rows if row is not None]
+
+    def _expire(self, now: float) -> list[Finished]:
+        finished: list[Finished] = []
+        while self._deadlines and self._deadlines[0][0] <= now:
+            _, uid = heapq.heappop(self._deadlines)
+            row = self.cancel(uid, "error", ("deadline_exceeded", "The request's deadline passed."))
+            if row is not None:
+                finished.append(row)
+        return finished
+
+    def _fail(self, scheduled: ScheduledStep, error: Exception) -> list[Finished]:
+        """End the culprits. Steps launched after the failed one stand on its tokens: they are discarded, and what they
+        computed for innocent requests is computed again."""
+        self.num_failed_steps += 1
+        self.last_error = f"{type(error).__name__}: {error}"
+        if self._on_failure is not None:
+            self._on_failure(error)
+        now = self._clock()
+        rows = error.rows if isinstance(error, StepFailed) else None
+        message = "The engine failed while computing this request."
+        later = [step for step, _ in self._in_flight if step.plan.step > scheduled.plan.step]
+        for step, future in list(self._in_flight):
+            if step.plan.step > scheduled.plan.step:
+                self._settle(future)
+        self._in_flight = deque(item for item in self._in_flight if item[0].plan.step < scheduled.plan.step)
+        finished = self.scheduler.fail(scheduled, rows, message, now)
+        for step in later:
+            finished += self.scheduler.fail(step, [], message, now)
+        return finished
+
+    def _settle(self, future: StepFuture) -> None:
+        """Wait for a step whose result nobody wants, so that the device is done with its blocks."""
+        try:
+            future.result()
+        except Exception as error:
+            self.last_error = f"{type(error).__name__}: {error}"
+
+    def _news(self, output: StepOutput | None, extra: list[Finished]) -> StepOutput | None:
+        if not extra:
+            return output
+        if output is None:
+            return StepOutput(0, [], [], extra, -1)
+        return output._replace(finished=extra + output.finished)

@@ -1,0 +1,85 @@
+"""SimulatedExecutor: the device's side of the contract without a device.
+
+Tokens are a cheap function of (seed, position), a step takes a given time. It drives the real scheduler, loop, wire and
+front ends at any speed, which shows what they cost by themselves (benchmarks/).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from inferengine.core.executor import Capacity, KVGroup, Progress
+from inferengine.core.plan import StepPlan, StepResult
+
+
+class _Done:
+    """A step that will be over at a given time."""
+
+    def __init__(self, result: StepResult, ready_s: float, clock: Callable[[], float]) -> None:
+        self._result = result
+        self._ready_s = ready_s
+        self._clock = clock
+
+    def done(self) -> bool:
+        return self._clock() >= self._ready_s
+
+    def result(self) -> StepResult:
+        remaining = self._ready_s - self._clock()
+        if remaining > 0:
+            time.sleep(remaining)
+        return self._result
+
+
+class SimulatedExecutor:
+    """Implements `core.executor.Executor`. `step_s` is the time of one step, `token_s` that of each token in it."""
+
+    def __init__(
+        self, capacity: Capacity, *, step_s: float = 0.0, token_s: float = 0.0, max_in_flight: int = 1
+    ) -> None:
+        self.max_in_flight = max_in_flight
+        self._capacity = capacity
+        self._step_s = step_s
+        self._token_s = token_s
+        self._seeds = [0] * capacity.max_num_seqs
+        self._busy_until = 0.0
+
+    def load(self, progress: Progress) -> Capacity:
+        progress("simulated", 1.0)
+        return self._capacity
+
+    def warm_up(self, progress: Progress) -> None:
+        progress("warm", 1.0)
+
+    def execute(self, plan: StepPlan) -> _Done:
+        for item in plan.admitted:
+            self._seeds[item.slot] = item.seed & 0x7FFFFFFF
+        vocab, seeds = self._capacity.vocab_size, self._seeds
+        tokens = [
+            (seeds[slot] + (start + count) * 7919) % vocab
+            for slot, start, count, draws in zip(plan.slots, plan.starts, plan.counts, plan.samples, strict=True)
+            if draws
+        ]
+        duration = self._step_s + self._token_s * plan.num_tokens
+        self._busy_until = max(self._busy_until, time.monotonic()) + duration
+        return _Done(StepResult(tokens), self._busy_until, time.monotonic)
+
+    def flush(self) -> None:
+        """Nothing is kept between requests."""
+
+    def close(self) -> None:
+        """Nothing to give back."""
+
+
+def make_capacity(
+    *, num_blocks: int = 4096, block_size: int = 16, max_num_seqs: int = 256, max_model_len: int = 8192
+) -> Capacity:
+    """A device of one full-attention group, for simulations and benchmarks."""
+    return Capacity(
+        block_size=block_size,
+        groups=[KVGroup(num_blocks)],
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=8192,
+        max_model_len=max_model_len,
+        vocab_size=32000,
+    )
