@@ -1,0 +1,222 @@
+"""Chat templates: the operator's Jinja text, rendered in a sandbox with limits, as `transformers` would render it.
+
+The environment (trim_blocks, lstrip_blocks, loop controls, tojson without HTML escapes, `raise_exception`,
+`strftime_now`, the `generation` tag) follows transformers' apply_chat_template, because templates are written for it.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+from typing import Any
+
+import jinja2
+import jinja2.ext
+import jinja2.meta
+import jinja2.nodes
+import jinja2.parser
+import jinja2.sandbox
+
+from inferengine.errors import InferEngineError, InvalidRequest
+from inferengine.text.tokenizer import read_json, special_token_strings
+
+MAX_OUTPUT_CHARACTERS = 8_000_000
+TIME_LIMIT_S = 10.0
+# Names with a meaning of their own: a request's chat_template_kwargs may not replace them.
+RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now"})
+_CONTINUE_MARK = "\ue000CONTINUE\ue001"  # private use characters: no template and no message contains them by chance
+
+
+class ChatTemplate:
+    """One compiled template. Rendering is thread-safe."""
+
+    def __init__(
+        self,
+        source: str,
+        special_tokens: Mapping[str, str],
+        *,
+        max_output_characters: int = MAX_OUTPUT_CHARACTERS,
+        time_limit_s: float = TIME_LIMIT_S,
+        now: Callable[[], datetime] = datetime.now,
+    ) -> None:
+        self.source = source
+        self._special_tokens = dict(special_tokens)
+        self._max_output_characters = max_output_characters
+        self._time_limit_s = time_limit_s
+        self._environment = _Environment(now)
+        try:
+            self._template = self._environment.from_string(source)
+            tree = self._environment.parse(source)
+        except (jinja2.TemplateError, RecursionError) as error:
+            raise InferEngineError("engine_error", f"the model's chat template does not compile: {error}") from None
+        self.variables = frozenset(jinja2.meta.find_undeclared_variables(tree)) - RESERVED
+
+    @classmethod
+    def from_files(cls, files: Mapping[str, bytes]) -> ChatTemplate | None:
+        """The template of a checkpoint: `chat_template.jinja`, else `chat_template` of tokenizer_config.json (a text,
+        or a list of named ones of which `default` is taken). None when the model has none."""
+        special_tokens = special_token_strings(files)
+        if (content := files.get("chat_template.jinja")) is not None:
+            return cls(content.decode(errors="replace"), special_tokens)
+        source = read_json(files, "tokenizer_config.json").get("chat_template")
+        if isinstance(source, list):
+            source = {item["name"]: item["template"] for item in source}.get("default")
+        return cls(source, special_tokens) if isinstance(source, str) else None
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        **kwargs: Any,
+    ) -> str:
+        """The prompt text of a conversation. `kwargs` that the template does not read are left out; a reserved one is
+        an InvalidRequest, and so is whatever the template itself refuses by `raise_exception`."""
+        for name in kwargs:
+            if name in RESERVED:
+                raise InvalidRequest("chat_template_kwargs", f"{name} cannot be set this way")
+        chat = [{key: value for key, value in message.items() if value is not None} for message in messages]
+        if continue_final_message:
+            if add_generation_prompt:
+                raise InvalidRequest("continue_final_message", "needs add_generation_prompt = false")
+            chat[-1]["content"] = f"{chat[-1].get('content', '')}{_CONTINUE_MARK}"
+        context = {
+            **self._special_tokens,
+            **{name: value for name, value in kwargs.items() if name in self.variables},
+            "messages": chat,
+            "tools": tools or None,
+            "documents": documents or None,
+            "add_generation_prompt": add_generation_prompt,
+        }
+        text = self._run(context)
+        if continue_final_message:
+            text, mark, _ = text.rpartition(_CONTINUE_MARK)
+            if not mark:
+                raise InvalidRequest("continue_final_message", "the chat template does not show the final message")
+        return text
+
+    def _run(self, context: dict[str, Any]) -> str:
+        parts: list[str] = []
+        length = 0
+        self._environment.start_clock(self._time_limit_s)
+        try:
+            for part in self._template.generate(context):
+                length += len(part)
+                if length > self._max_output_characters:
+                    raise _refused(f"gives more than {self._max_output_characters} characters")
+                parts.append(part)
+        except InferEngineError:
+            raise
+        except jinja2.TemplateError as error:
+            raise InvalidRequest("messages", f"refused by the chat template: {error}") from None
+        except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError, RecursionError) as error:
+            raise _refused(f"cannot render these messages ({type(error).__name__})") from None
+        return "".join(parts)
+
+
+def check_messages(messages: Any, path: str = "messages") -> list[dict[str, Any]]:
+    """Messages of a request as templates read them: a role and a content string each. Typed text parts are joined by
+    newlines; parts of another type, and anything of the wrong shape, are an InvalidRequest that names its place."""
+    if not isinstance(messages, list) or not messages:
+        raise InvalidRequest(path, "must be a list of at least one message")
+    return [_message(message, f"{path}[{position}]") for position, message in enumerate(messages)]
+
+
+def _message(message: Any, path: str) -> dict[str, Any]:
+    if not isinstance(message, dict):
+        raise InvalidRequest(path, "must be an object with role and content")
+    role = message.get("role")
+    if not isinstance(role, str) or not role:
+        raise InvalidRequest(f"{path}.role", "must be a string such as user, assistant or system")
+    content = message.get("content")
+    if content is None and role != "assistant":
+        raise InvalidRequest(f"{path}.content", "is missing")
+    if isinstance(content, list):
+        content = "\n".join(_part(part, f"{path}.content[{place}]") for place, part in enumerate(content))
+    elif content is not None and not isinstance(content, str):
+        raise InvalidRequest(f"{path}.content", "must be a string or a list of text parts")
+    return {**message, "content": content}
+
+
+def _part(part: Any, path: str) -> str:
+    if isinstance(part, str):
+        return part
+    if not isinstance(part, dict):
+        raise InvalidRequest(path, "must be an object such as {type: text, text: ...}")
+    if part.get("type", "text") not in ("text", "input_text", "output_text"):
+        raise InvalidRequest(path, f"parts of type {str(part.get('type'))[:40]} cannot be read", code="unsupported")
+    if not isinstance(part.get("text"), str):
+        raise InvalidRequest(f"{path}.text", "must be a string")
+    text: str = part["text"]
+    return text
+
+
+def _refused(what: str) -> InvalidRequest:
+    return InvalidRequest("messages", f"the chat template {what}")
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(str(message))
+
+
+def _tojson(
+    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+class _Generation(jinja2.ext.Extension):
+    """`{% generation %} ... {% endgeneration %}` marks the assistant's text for training; here it only groups."""
+
+    tags = {"generation"}  # noqa: RUF012  (jinja2 declares it as a plain attribute)
+
+    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return jinja2.nodes.Scope(body, lineno=line)
+
+
+class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
+    """The sandbox, with a clock that every turn of a loop and every call of a macro looks at."""
+
+    intercepted_binops = frozenset({"*", "**"})
+
+    def __init__(self, now: Callable[[], datetime]) -> None:
+        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols])
+        self.filters["tojson"] = _tojson
+        self.globals["raise_exception"] = _raise_exception
+        self.globals["strftime_now"] = lambda form: now().strftime(form)
+        self._clock = threading.local()
+
+    def start_clock(self, time_limit_s: float) -> None:
+        """For the calling thread: rendering stops when `time_limit_s` is over."""
+        self._clock.deadline = time.monotonic() + time_limit_s
+
+    def turn(self) -> str:
+        """Called by the compiled template wherever it could go on for ever."""
+        if time.monotonic() > self._clock.deadline:
+            raise _refused("takes too long")
+        return ""
+
+    def _parse(self, source: str, name: str | None, filename: str | None) -> jinja2.nodes.Template:
+        tree = super()._parse(source, name, filename)
+        for node in tree.find_all((jinja2.nodes.For, jinja2.nodes.Macro, jinja2.nodes.CallBlock)):
+            call = jinja2.nodes.Call(jinja2.nodes.EnvironmentAttribute("turn"), [], [], None, None)
+            node.body.insert(0, jinja2.nodes.ExprStmt(call).set_lineno(node.lineno))  # type: ignore[attr-defined]
+        return tree
+
+    def call_binop(self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any) -> Any:
+        """Products cannot grow beyond what an output may hold, whatever the operands are."""
+        if operator == "**" and not (abs(left) <= 1000 and abs(right) <= 100):
+            raise _refused("computes a power that is too large")
+        for sized, times in ((left, right), (right, left)):
+            repeats = isinstance(sized, str | list | tuple) and isinstance(times, int)
+            if repeats and len(sized) * times > MAX_OUTPUT_CHARACTERS:
+                raise _refused("repeats a value too often")
+        return super().call_binop(context, operator, left, right)

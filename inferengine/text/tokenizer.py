@@ -1,0 +1,136 @@
+"""Text to token ids and back, from the files of a checkpoint that travel over the wire. Needs `tokenizers` alone."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tokenizers import Tokenizer as FastTokenizer
+
+from inferengine.errors import InferEngineError
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "generation_config.json",
+)
+
+
+def fingerprint(files: Mapping[str, bytes]) -> str:
+    """SHA-256 over names and contents in the order of the names, hex: two engines with the same files agree on it."""
+    digest = hashlib.sha256()
+    for name in sorted(files):
+        for part in (name.encode(), files[name]):
+            digest.update(len(part).to_bytes(8, "little"))
+            digest.update(part)
+    return digest.hexdigest()
+
+
+def read_json(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
+    """The named file as a map; empty when it is absent. Raises InferEngineError when it holds anything else."""
+    content = files.get(name)
+    if content is None:
+        return {}
+    try:
+        document = json.loads(content)
+    except ValueError:
+        raise InferEngineError("engine_error", f"{name} of the model is not valid JSON") from None
+    if not isinstance(document, dict):
+        raise InferEngineError("engine_error", f"{name} of the model does not hold a JSON object")
+    return document
+
+
+def special_token_strings(files: Mapping[str, bytes]) -> dict[str, str]:
+    """`bos_token`, `eos_token`, ... as strings, which is how chat templates read them."""
+    named: dict[str, str] = {}
+    for name in ("special_tokens_map.json", "tokenizer_config.json"):
+        for key, value in read_json(files, name).items():
+            text = value.get("content") if isinstance(value, dict) else value
+            if key.endswith("_token") and isinstance(text, str):
+                named[key] = text
+    return named
+
+
+class Tokenizer:
+    """A vocabulary and its rules. Safe to share between threads: nothing changes after construction."""
+
+    def __init__(self, fast: FastTokenizer, special_tokens: Mapping[str, str], files_fingerprint: str) -> None:
+        fast.no_truncation()  # some tokenizer.json carry the training run's settings
+        fast.no_padding()
+        self._fast = fast
+        self.special_tokens = dict(special_tokens)
+        self.fingerprint = files_fingerprint
+        self.vocab_size: int = fast.get_vocab_size(with_added_tokens=True)
+        self._added = {token_id: token.content for token_id, token in fast.get_added_tokens_decoder().items()}
+        self._special_ids = frozenset(
+            token_id for token_id, token in fast.get_added_tokens_decoder().items() if token.special
+        )
+        self._byte_level = "ByteLevel" in _decoder_types(json.loads(fast.to_str()).get("decoder"))
+
+    @classmethod
+    def from_files(cls, files: Mapping[str, bytes]) -> Tokenizer:
+        """`files` maps file names to contents; `tokenizer.json` must be among them."""
+        content = files.get("tokenizer.json")
+        if content is None:
+            raise InferEngineError("engine_error", "the model has no tokenizer.json")
+        try:
+            fast = FastTokenizer.from_buffer(content)
+        except Exception:  # the library raises plain Exception
+            raise InferEngineError("engine_error", "tokenizer.json of the model cannot be read") from None
+        return cls(fast, special_token_strings(files), fingerprint(files))
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of `text`. Releases the GIL, so that long texts can go to a thread."""
+        ids: list[int] = self._fast.encode(text, add_special_tokens=add_special_tokens).ids
+        return ids
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Text of `token_ids`. Ids beyond the vocabulary (padding rows of the model's head) have no text."""
+        text: str = self._fast.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        return text
+
+    def is_special(self, token_id: int) -> bool:
+        return token_id in self._special_ids
+
+    def token_to_id(self, token: str) -> int | None:
+        found: int | None = self._fast.token_to_id(token)
+        return found
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that a token stands for inside a text; empty for an id without a token."""
+        if token_id in self._added:
+            return self._added[token_id].encode()
+        token: str | None = self._fast.id_to_token(token_id)
+        if token is None:
+            return b""
+        if self._byte_level:
+            try:
+                return bytes(map(_BYTE_OF_CHARACTER.__getitem__, token))
+            except KeyError:  # the decoder, too, takes such a token literally
+                return token.encode()
+        if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+            return bytes.fromhex(token[3:5])
+        return token.replace("▁", " ").encode()
+
+
+def _decoder_types(decoder: Any) -> set[str]:
+    if not isinstance(decoder, dict):
+        return set()
+    nested = (_decoder_types(item) for item in decoder.get("decoders", ()))
+    return {str(decoder.get("type"))}.union(*nested)
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """GPT-2's printable stand-in for each byte (Radford et al. 2019, encoder.py)."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    table = {chr(byte): byte for byte in printable}
+    hidden = [byte for byte in range(256) if byte not in set(printable)]
+    table.update({chr(256 + rank): byte for rank, byte in enumerate(hidden)})
+    return table
+
+
+_BYTE_OF_CHARACTER = _byte_alphabet()
