@@ -41,7 +41,7 @@ class StopStrings:
             state = self._next[state].get(character, 0)
             stop = self._match[state]
             if stop is not None:
-                seen = self._held + text[: position + 1]
+                seen, self._held = self._held + text[: position + 1], ""
                 return StopMatch(seen if self._include else seen[: len(seen) - len(stop)], stop)
         self._state = state
         seen = self._held + text

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from inferengine.text.detokenizer import Detokenizer
+from inferengine.text.detokenizer import make_detokenizer
 from inferengine.text.stop_strings import StopStrings
 from inferengine.text.tokenizer import Tokenizer
 
@@ -36,7 +36,8 @@ class TextStream:
         min_tokens: int = 0,
         context_ids: Sequence[int] = (),
     ) -> None:
-        self._detokenizer = Detokenizer(tokenizer, skip_special_tokens=skip_special_tokens, context_ids=context_ids)
+        detokenizer = make_detokenizer(tokenizer, skip_special_tokens=skip_special_tokens, context_ids=context_ids)
+        self._push_token, self._flush = detokenizer.push, detokenizer.flush
         self._stops = StopStrings(stop, include=include_stop) if stop else None
         self._include_stop = include_stop
         self._min_tokens = min_tokens
@@ -47,25 +48,28 @@ class TextStream:
         """Take the next tokens; `final` says that these are the last, so nothing stays held back. `stop_token`: the
         last of them ended the output by its id, and has no text unless stops are to be included. Tokens after a stop
         string are ignored and not counted."""
-        if self.stopped is not None:
-            return TextDelta("", self.stopped, self.num_tokens)
-        hidden = 1 if stop_token and not self._include_stop else 0
+        hidden = 1 if stop_token and token_ids and not self._include_stop else 0
+        shown = token_ids[:-1] if hidden else token_ids
+        if self._stops is None:
+            text = "".join(map(self._push_token, shown))
+            self.num_tokens += len(token_ids)
+            return TextDelta(text + self._flush() if final else text, None, self.num_tokens)
         parts: list[str] = []
-        for token_id in token_ids[: len(token_ids) - hidden]:
-            self.num_tokens += 1
-            text = self._detokenizer.push(token_id)
-            if self._look(text, parts):
-                return TextDelta("".join(parts), self.stopped, self.num_tokens)
-        self.num_tokens += min(hidden, len(token_ids))
-        if final and not self._look(self._detokenizer.flush(), parts) and self._stops is not None:
-            parts.append(self._stops.flush())
+        for token_id in shown:
+            if self.stopped is None:
+                self.num_tokens += 1
+                self._look(self._push_token(token_id), parts)
+        if self.stopped is None:
+            self.num_tokens += hidden
+            if final:
+                self._look(self._flush(), parts)
+                parts.append(self._stops.flush())
         return TextDelta("".join(parts), self.stopped, self.num_tokens)
 
-    def _look(self, text: str, parts: list[str]) -> bool:
-        """Append what of `text` may be shown; True when a stop string ended the output."""
+    def _look(self, text: str, parts: list[str]) -> None:
+        """Append what of `text` may be shown, and note the stop string that it completes."""
         if self._stops is None or self.num_tokens < self._min_tokens:
             parts.append(text)
-            return False
+            return
         shown, self.stopped = self._stops.push(text)
         parts.append(shown)
-        return self.stopped is not None

@@ -65,11 +65,11 @@ class Tokenizer:
         self.special_tokens = dict(special_tokens)
         self.fingerprint = files_fingerprint
         self.vocab_size: int = fast.get_vocab_size(with_added_tokens=True)
-        self._added = {token_id: token.content for token_id, token in fast.get_added_tokens_decoder().items()}
         self._special_ids = frozenset(
             token_id for token_id, token in fast.get_added_tokens_decoder().items() if token.special
         )
-        self._byte_level = "ByteLevel" in _decoder_types(json.loads(fast.to_str()).get("decoder"))
+        self.is_byte_level = _decoder_types(json.loads(fast.to_str()).get("decoder")) == {"ByteLevel"}
+        self._bytes: dict[int, bytes] = {}
 
     @classmethod
     def from_files(cls, files: Mapping[str, bytes]) -> Tokenizer:
@@ -102,12 +102,16 @@ class Tokenizer:
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that a token stands for inside a text; empty for an id without a token."""
-        if token_id in self._added:
-            return self._added[token_id].encode()
+        found = self._bytes.get(token_id)
+        if found is None:
+            found = self._bytes[token_id] = self._token_bytes(token_id)
+        return found
+
+    def _token_bytes(self, token_id: int) -> bytes:
         token: str | None = self._fast.id_to_token(token_id)
         if token is None:
             return b""
-        if self._byte_level:
+        if self.is_byte_level:
             try:
                 return bytes(map(_BYTE_OF_CHARACTER.__getitem__, token))
             except KeyError:  # the decoder, too, takes such a token literally
@@ -121,7 +125,8 @@ def _decoder_types(decoder: Any) -> set[str]:
     if not isinstance(decoder, dict):
         return set()
     nested = (_decoder_types(item) for item in decoder.get("decoders", ()))
-    return {str(decoder.get("type"))}.union(*nested)
+    own = set() if "decoders" in decoder else {str(decoder.get("type"))}
+    return own.union(*nested)
 
 
 def _byte_alphabet() -> dict[str, int]:
