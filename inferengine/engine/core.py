@@ -17,7 +17,7 @@ from inferengine.core.stopping import FinishDetail, Finished
 
 
 class StepFailed(RuntimeError):
-    """Raised by an executor that knows which rows of the plan are at fault. Any other exception blames the whole step."""
+    """Raised by an executor that knows which rows of the plan are at fault. Any other exception blames every row."""
 
     def __init__(self, message: str, rows: list[int]) -> None:
         super().__init__(message)

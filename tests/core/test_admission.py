@@ -1,0 +1,55 @@
+"""Admission: refused at once and by name, or taken."""
+
+from __future__ import annotations
+
+import pytest
+
+from inferengine.core.admission import AdmissionLimits, admit, resolve_max_tokens
+from inferengine.errors import InferEngineError, InvalidRequest
+
+LIMITS = AdmissionLimits(max_model_len=100, num_kv_tokens=80, max_queued_requests=4, max_queued_tokens=1000)
+
+
+def test_an_open_length_is_cut_to_what_context_and_pool_allow() -> None:
+    assert resolve_max_tokens(30, None, LIMITS) == 50
+
+
+def test_an_explicit_length_is_honoured() -> None:
+    assert resolve_max_tokens(30, 20, LIMITS) == 20
+
+
+@pytest.mark.parametrize(
+    ("num_prompt", "max_tokens", "code", "field"),
+    [
+        (0, 5, "invalid_request", "prompt"),
+        (100, None, "context_length_exceeded", "prompt"),
+        (90, None, "prompt_never_fits", "prompt"),
+        (40, 50, "prompt_never_fits", "max_tokens"),
+        (30, 71, "prompt_never_fits", "max_tokens"),
+    ],
+)
+def test_what_cannot_run_is_refused_by_name(num_prompt: int, max_tokens: int | None, code: str, field: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        resolve_max_tokens(num_prompt, max_tokens, LIMITS)
+    assert (caught.value.code, caught.value.field) == (code, field)
+
+
+def test_a_context_too_long_says_how_much_is_left() -> None:
+    roomy = AdmissionLimits(max_model_len=100, num_kv_tokens=1000, max_queued_requests=4, max_queued_tokens=1000)
+    with pytest.raises(InvalidRequest, match="at most 60"):
+        resolve_max_tokens(40, 61, roomy)
+
+
+def test_an_empty_queue_takes_any_request() -> None:
+    admit(5000, 9, queued_requests=0, queued_tokens=0, tokens_per_s=0.0, limits=LIMITS)
+    with pytest.raises(InferEngineError):
+        admit(5000, 9, queued_requests=1, queued_tokens=5, tokens_per_s=0.0, limits=LIMITS)
+
+
+@pytest.mark.parametrize(("queued_requests", "queued_tokens"), [(4, 10), (1, 995)])
+def test_a_full_queue_says_when_to_come_back(queued_requests: int, queued_tokens: int) -> None:
+    with pytest.raises(InferEngineError) as caught:
+        admit(10, 1, queued_requests=queued_requests, queued_tokens=queued_tokens, tokens_per_s=100.0, limits=LIMITS)
+    assert caught.value.code == "overloaded"
+    assert caught.value.retry_after_s is not None
+    assert 1.0 <= caught.value.retry_after_s <= 60.0

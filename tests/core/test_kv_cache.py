@@ -1,0 +1,167 @@
+"""Blocks and prefixes: reuse is exact, isolation holds, every block comes back."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from inferengine.core.block_pool import BlockPool
+from inferengine.core.prefix_cache import PrefixCache, block_hash, root_hash
+from tests.core.builders import Run, expected_output, make_capacity, make_request
+
+
+def test_blocks_without_content_are_taken_before_cached_ones() -> None:
+    pool = BlockPool(3)
+    blocks, _ = pool.take(3)
+    pool.mark_cached(blocks[0])
+    pool.release(blocks)
+    taken, evicted = pool.take(2)
+    assert set(taken) == {blocks[1], blocks[2]}
+    assert evicted == []
+    assert pool.take(1) == ([blocks[0]], [blocks[0]])
+
+
+def test_the_least_recently_released_prefix_is_evicted_first() -> None:
+    pool = BlockPool(2)
+    (first, second), _ = pool.take(2)
+    pool.mark_cached(first)
+    pool.mark_cached(second)
+    pool.release([second])
+    pool.release([first])
+    assert pool.take(1) == ([second], [second])
+
+
+def test_check_catches_a_block_that_is_released_twice() -> None:
+    pool = BlockPool(2)
+    blocks, _ = pool.take(1)
+    pool.release(blocks)
+    pool.release(blocks)
+    with pytest.raises(RuntimeError, match="more often"):
+        pool.check()
+
+
+def test_a_hash_names_the_tokens_and_everything_before_them() -> None:
+    root = root_hash(b"")
+    assert block_hash(block_hash(root, [1, 2]), [3, 4]) != block_hash(block_hash(root, [1, 9]), [3, 4])
+    assert root_hash(b"tenant a") != root_hash(b"tenant b")
+
+
+def test_a_second_block_of_equal_content_stays_private() -> None:
+    cache = PrefixCache(2)
+    assert cache.insert(b"x", 0)
+    assert not cache.insert(b"x", 1)
+    assert cache.evict(0) == b"x"
+    assert cache.get(b"x") is None
+
+
+def test_an_equal_prompt_reuses_all_but_what_holds_its_last_token() -> None:
+    prompt = list(range(16))
+    run = Run().submit(make_request(1, prompt)).to_end()
+    before = run.executor.num_computed_tokens
+    run.submit(make_request(2, prompt)).to_end()
+    assert run.rows[2].num_cached == 12  # type: ignore[attr-defined]
+    assert run.executor.num_computed_tokens - before == 4 + 3
+    assert run.outputs[1] == run.outputs[2]
+
+
+def test_generated_tokens_are_reused_by_the_next_turn() -> None:
+    first = make_request(1, prompt=10, max_tokens=10)
+    run = Run().submit(first).to_end()
+    second = make_request(2, [*first.prompt_ids, *run.outputs[1], 1, 2, 3])
+    run.submit(second).to_end()
+    assert run.rows[2].num_cached == 16  # type: ignore[attr-defined]
+    assert run.outputs[2] == expected_output(second)
+
+
+def test_another_salt_misses_and_the_same_salt_hits() -> None:
+    prompt = list(range(20))
+    run = Run().submit(make_request(1, prompt, salt=b"a")).to_end()
+    run.submit(make_request(2, prompt, salt=b"b")).to_end()
+    run.submit(make_request(3, prompt, salt=b"a")).to_end()
+    assert run.rows[2].num_cached == 0  # type: ignore[attr-defined]
+    assert run.rows[3].num_cached == 16  # type: ignore[attr-defined]
+
+
+def test_running_requests_share_the_blocks_of_their_common_prompt() -> None:
+    prompt = list(range(40))
+    run = Run(make_capacity(64)).submit(make_request(1, prompt, max_tokens=30))
+    run.step()
+    run.submit(*(make_request(uid, prompt, max_tokens=30) for uid in range(2, 6)))
+    run.step()
+    assert run.scheduler.kv.pools[0].num_held < 11 + 4 * 4
+    run.to_end()
+    assert all(run.outputs[uid] == run.outputs[1] for uid in range(2, 6))
+
+
+def test_an_evicted_prefix_is_a_miss_and_then_a_hit_again() -> None:
+    run = Run(make_capacity(8))
+    prompt = list(range(12))
+    run.submit(make_request(1, prompt)).to_end()
+    run.submit(make_request(2, prompt=24, max_tokens=8)).to_end()
+    run.submit(make_request(3, prompt)).to_end()
+    run.submit(make_request(4, prompt)).to_end()
+    assert (run.rows[3].num_cached, run.rows[4].num_cached) == (0, 8)  # type: ignore[attr-defined]
+    assert run.scheduler.kv.num_evictions > 0
+
+
+def test_flush_forgets_every_prefix() -> None:
+    prompt = list(range(20))
+    run = Run().submit(make_request(1, prompt)).to_end()
+    assert run.core.flush() > 0
+    run.submit(make_request(2, prompt)).to_end()
+    assert run.rows[2].num_cached == 0  # type: ignore[attr-defined]
+
+
+def test_a_window_group_reuses_a_prefix_of_which_it_kept_only_the_window() -> None:
+    capacity = make_capacity(64, window=6, window_blocks=16)
+    prompt = [token % 97 for token in range(41)]
+    run = Run(capacity, budget=8).submit(make_request(1, prompt)).to_end()
+    request = make_request(2, [*prompt, 5, 6])
+    run.submit(request).to_end()
+    assert run.rows[2].num_cached == 40  # type: ignore[attr-defined]
+    assert run.outputs[2] == expected_output(request)
+
+
+def test_a_cached_prefix_of_thousands_of_blocks_needs_no_recursion() -> None:
+    capacity = make_capacity(3000, max_model_len=12_000)
+    prompt = [token % 97 for token in range(9_000)]
+    run = Run(capacity, budget=20_000).submit(make_request(1, prompt, max_tokens=2)).to_end()
+    run.submit(make_request(2, prompt, max_tokens=2)).to_end()
+    assert run.rows[2].num_cached == 8_996  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_any_history_of_requests_leaves_no_block_and_changes_no_output(seed: int) -> None:
+    draw = random.Random(seed)
+    capacity = make_capacity(
+        draw.choice([16, 24, 48]),
+        max_num_seqs=draw.choice([2, 5, 8]),
+        window=draw.choice([None, 7]),
+        window_blocks=60,
+    )
+    run = Run(capacity, budget=draw.choice([9, 16, 64]), max_in_flight=draw.choice([1, 2]))
+    shared = [draw.randrange(97) for _ in range(40)]
+    requests = {}
+    for uid in range(1, 61):
+        prompt = shared[: draw.randrange(1, 30)] + [draw.randrange(97) for _ in range(draw.randrange(0, 9))]
+        requests[uid] = make_request(
+            uid, prompt, draw.randrange(1, 20), eos=draw.random() < 0.5, salt=draw.choice([b"", b"t"])
+        )
+    waiting = list(requests)
+    cancelled = set()
+    while waiting or run.core.has_work:
+        for _ in range(draw.randrange(0, 4)):
+            if waiting:
+                run.submit(requests[waiting.pop(0)])
+        if draw.random() < 0.05 and run.outputs:
+            uid = draw.choice(list(run.outputs))
+            cancelled |= {uid} - set(run.finished)
+            run.cancel(uid)
+        run.step()
+    for uid, request in requests.items():
+        expected = expected_output(request)
+        got = run.outputs[uid]
+        assert got == (expected[: len(got)] if uid in cancelled else expected)
+    assert set(run.finished) == set(requests)
+    assert all(pool.num_held == 0 for pool in run.scheduler.kv.pools)
