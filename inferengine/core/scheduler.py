@@ -140,15 +140,11 @@ class Scheduler:
                 dropped.add(index)
                 continue
             token_id = token_ids[index]
+            tokens = sequence.tokens
+            tokens.append(token_id)
             sequence.num_inflight -= 1
-            sequence.tokens.append(token_id)
-            length = len(sequence.tokens)
-            if sequence.first_token_s is None:
-                sequence.first_token_s = now
-            if length > sequence.next_hash_at and sequence.status is Status.RUNNING:
-                kv.cache_full_blocks(sequence, length - 1)
-            if length >= sequence.max_total or token_id in sequence.stop_ids:
-                stopped = stop_reason(sequence, token_id)
+            if len(tokens) >= sequence.next_event_at or token_id in sequence.stop_ids:
+                stopped = self._look_at(sequence, token_id, now)
                 if stopped is not None:
                     finished.append(self._finish(sequence, *stopped, now))
         if dropped:
@@ -409,6 +405,16 @@ class Scheduler:
                 return False
             self._preempt(victim)
         return True
+
+    def _look_at(self, sequence: Sequence, token_id: int, now: float) -> tuple[str, FinishDetail] | None:
+        """A committed token that is the first, may end the sequence, or fills a block."""
+        length = len(sequence.tokens)
+        if sequence.first_token_s is None:
+            sequence.first_token_s = now
+        if length > sequence.next_hash_at and sequence.status is Status.RUNNING:
+            self.kv.cache_full_blocks(sequence, length - 1)
+        sequence.next_event_at = min(sequence.max_total, sequence.next_hash_at + 1)
+        return stop_reason(sequence, token_id)
 
     # -- life and death ----------------------------------------------------------------------------------------------
 

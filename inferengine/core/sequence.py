@@ -28,9 +28,9 @@ class Sequence:
         "capacity",
         "first_scheduled_s",
         "first_token_s",
-        "last_token_s",
         "max_total",
         "min_total",
+        "next_event_at",
         "next_hash_at",
         "num_blocks_released",
         "num_cached",
@@ -63,12 +63,12 @@ class Sequence:
         self.capacity = 0  # tokens that the allocated blocks hold
         self.block_hashes: list[bytes] = []  # chained hash of each full, computed block
         self.next_hash_at = 0  # number of computed tokens at which the next block is full; set by the KV manager
+        self.next_event_at = 0  # number of tokens below which a committed token needs no second look
         self.status = Status.WAITING
         self.num_cached = 0  # prompt tokens found in the prefix cache when first admitted
         self.num_preemptions = 0
         self.first_scheduled_s: float | None = None
         self.first_token_s: float | None = None
-        self.last_token_s: float | None = None
 
     @property
     def num_tokens(self) -> int:

@@ -1,0 +1,91 @@
+"""What schedule + commit cost, in CPU time per step, at steady decode and with turnover.
+
+python benchmarks/scheduler.py [--running 256 1024] [--json FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import time
+from array import array
+from pathlib import Path
+
+from inferengine.core.executor import Capacity, KVGroup
+from inferengine.core.plan import StepResult
+from inferengine.core.request import Request
+from inferengine.core.scheduler import Scheduler, SchedulerOptions
+from inferengine.params import SamplingParams
+
+PARAMS = SamplingParams(ignore_eos=True)
+
+
+def make_scheduler(running: int, cached_blocks: int) -> Scheduler:
+    blocks = running * 40 + cached_blocks
+    capacity = Capacity(16, [KVGroup(blocks)], running, 65536, 8192, 32000)
+    return Scheduler(capacity, SchedulerOptions(65536, running))
+
+
+def add(scheduler: Scheduler, uid: int, max_tokens: int, prompt_length: int = 128) -> None:
+    prompt = array("I", ((uid * 7919 + i) % 32000 for i in range(prompt_length)))
+    scheduler.add(Request(uid=uid, prompt_ids=prompt, params=PARAMS, max_tokens=max_tokens))
+
+
+def measure(running: int, *, steps: int, lifetime: int | None) -> dict[str, float]:
+    """Milliseconds per step. `lifetime`: output tokens per request, each replaced when it ends; None: nobody ends."""
+    scheduler = make_scheduler(running, cached_blocks=20_000)
+    uid = 0
+    for uid in range(running):
+        add(scheduler, uid, lifetime + uid % lifetime if lifetime else 10**6)
+    times: list[float] = []
+    finished = 0
+    for step in range(steps + 20):
+        begin = time.thread_time()
+        scheduled = scheduler.schedule(0.0)
+        assert scheduled is not None
+        middle = time.thread_time()
+        result = StepResult([5 + step % 1000] * len(scheduled.sampled))
+        commit_begin = time.thread_time()
+        output = scheduler.commit(scheduled, result, 0.0)
+        end = time.thread_time()
+        for _ in output.finished:
+            uid += 1
+            finished += 1
+            add(scheduler, uid, lifetime or 1)
+        if step >= 20:
+            times.append((middle - begin + end - commit_begin) * 1e3)
+    return {
+        "running": running,
+        "lifetime_tokens": lifetime or 0,
+        "finished": finished,
+        "median_ms": round(statistics.median(times), 4),
+        "p99_ms": round(sorted(times)[int(len(times) * 0.99)], 4),
+        "mean_ms": round(statistics.fmean(times), 4),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--running", type=int, nargs="+", default=[1, 32, 256, 1024])
+    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    rows = []
+    for running in arguments.running:
+        for lifetime in (None, 128):
+            rows.append(measure(running, steps=arguments.steps, lifetime=lifetime))
+            print(rows[-1], flush=True)
+    if arguments.json:
+        report = {
+            "benchmark": "scheduler",
+            "python": platform.python_version(),
+            "machine": platform.machine(),
+            "rows": rows,
+        }
+        arguments.json.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
