@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import json
 import os
 import tomllib
 import typing
@@ -270,7 +271,7 @@ def to_toml(config: Config) -> str:
         lines.append(f"[{section}]")
         for key, value in values.items():
             text = (
-                f'"{value}"'
+                json.dumps(value, ensure_ascii=False)  # a TOML basic string escapes as JSON does
                 if isinstance(value, str)
                 else str(value).lower()
                 if isinstance(value, bool)

@@ -1,0 +1,71 @@
+"""The command line: `inferengine COMMAND ...`. It finds the command and nothing more.
+
+Each command is one module of `inferengine.commands` with `run(arguments) -> exit code`; its docstring is its help text.
+A module is imported only when its command is asked for, so that `inferengine config` does not wait for torch.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import sys
+from collections.abc import Sequence
+
+from inferengine.errors import ExitCode, InferEngineError
+
+COMMANDS = {
+    "up": "engine and front ends together, in one terminal",
+    "engine": "the engine alone: model, KV cache, batching loop, ZeroMQ socket",
+    "http": "the HTTP front end: OpenAI-compatible routes and Server-Sent Events",
+    "ws": "the websocket front end and its chat page",
+    "chat": "talk to a running engine in this terminal",
+    "check": "look for what would keep the service from working, with remedies",
+    "config": "print the resolved configuration as TOML",
+}
+
+
+def usage() -> str:
+    """The text of `inferengine --help`."""
+    width = max(len(name) for name in COMMANDS)
+    listing = "\n".join(f"  {name:<{width}}  {summary}" for name, summary in COMMANDS.items())
+    return (
+        "usage: inferengine COMMAND [MODEL] [--config FILE] [--section.key VALUE ...]\n\n"
+        f"commands:\n{listing}\n\n"
+        "Every key of the configuration is a flag (--http.port 9000) and an environment variable\n"
+        "(INFERENGINE_HTTP_PORT=9000): `inferengine config` lists them all.\n"
+        "`inferengine COMMAND --help` tells more about one command."
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command line and return the process's exit code (see errors.ExitCode)."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(usage())
+        return ExitCode.OK if words else ExitCode.USAGE
+    if words[0] in ("-V", "--version"):
+        from inferengine import __version__
+
+        print(f"inferengine {__version__}")
+        return ExitCode.OK
+    name = words[0]
+    if name not in COMMANDS:
+        close = difflib.get_close_matches(name, COMMANDS, n=1, cutoff=0.5)
+        hint = f"; did you mean '{close[0]}'?" if close else f"; commands are {', '.join(COMMANDS)}"
+        print(f"inferengine: no command '{name}'{hint}", file=sys.stderr)
+        return ExitCode.USAGE
+    command = importlib.import_module(f"inferengine.commands.{name}")
+    if any(word in ("-h", "--help") for word in words[1:]):
+        print(str(command.__doc__).strip())
+        return ExitCode.OK
+    try:
+        return int(command.run(words[1:]))
+    except InferEngineError as error:
+        print(f"inferengine {name}: {error}", file=sys.stderr)
+        return ExitCode.USAGE if error.code == "invalid_request" else ExitCode.CRASH
+    except KeyboardInterrupt:
+        return ExitCode.ABORTED
+
+
+if __name__ == "__main__":
+    sys.exit(main())

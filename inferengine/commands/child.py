@@ -1,0 +1,155 @@
+"""One supervised process: started with a listening socket and a notification socket, as systemd would start it.
+
+The child speaks systemd's notification protocol (sd_notify(3)): READY=1, STATUS=text, WATCHDOG=1. So the same lines in
+the engine and the front ends serve `inferengine up` and the systemd units alike.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+MAX_LINE_BYTES = 64 * 1024
+FIRST_INHERITED_DESCRIPTOR = 3
+PR_SET_PDEATHSIG = 1
+
+
+class ChildSpec(NamedTuple):
+    """What to run. `listener` is handed over as descriptor 3; `watchdog_s` 0 means that nobody watches."""
+
+    name: str
+    command: Sequence[str]
+    environment: Mapping[str, str]
+    listener: socket.socket | None = None
+    watchdog_s: float = 0.0
+
+
+class Notification(NamedTuple):
+    """One datagram of sd_notify; `status` is None where it said nothing about it."""
+
+    ready: bool
+    alive: bool
+    status: str | None
+
+
+class Child:
+    """One run of a ChildSpec, from start to exit. Knows nothing about restarts: that is the supervisor's."""
+
+    def __init__(self, spec: ChildSpec, folder: Path, now: float) -> None:
+        self.spec = spec
+        self.started_at = now
+        self.last_sign_at: float | None = None
+        self.ready = False
+        self._pending = b""
+        self._notify_path = folder / f"{spec.name}.notify"
+        self._notify_path.unlink(missing_ok=True)
+        self.notify = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
+        self.notify.bind(str(self._notify_path))
+        self.output, writer = os.pipe()
+        os.set_blocking(self.output, False)
+        self.pid = self._spawn(writer)
+        os.close(writer)
+
+    def _spawn(self, writer: int) -> int:
+        parent = os.getpid()
+        environment = dict(self.spec.environment)
+        for name in ("LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES", "WATCHDOG_PID", "WATCHDOG_USEC"):
+            environment.pop(name, None)
+        environment["NOTIFY_SOCKET"] = str(self._notify_path)
+        if self.spec.watchdog_s:
+            environment["WATCHDOG_USEC"] = str(int(self.spec.watchdog_s * 1e6))
+        tie_to_parent = _parent_death_signal()
+        pid = os.fork()
+        if pid:
+            return pid
+        try:  # the child: nothing but system calls until exec
+            os.setpgid(0, 0)  # a terminal's Ctrl-C is for the supervisor alone, which passes it on
+            tie_to_parent()
+            if os.getppid() != parent:
+                os._exit(1)
+            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+            os.dup2(writer, 1)
+            os.dup2(writer, 2)
+            if self.spec.listener is not None:
+                _hand_over(self.spec.listener.fileno())
+                environment["LISTEN_PID"] = str(os.getpid())
+                environment["LISTEN_FDS"] = "1"
+            os.execve(self.spec.command[0], list(self.spec.command), environment)
+        finally:
+            os._exit(127)
+
+    def read_lines(self) -> list[str] | None:
+        """Whole lines that the child has written since the last call; None at the end of its output."""
+        chunks: list[bytes] = []
+        ended = False
+        with contextlib.suppress(BlockingIOError):
+            while chunk := os.read(self.output, 65536):
+                chunks.append(chunk)
+                if len(chunks) >= 16:
+                    break
+            else:
+                ended = True
+        *lines, self._pending = (self._pending + b"".join(chunks)).split(b"\n")
+        if ended and not lines and not self._pending:
+            return None
+        if ended or len(self._pending) > MAX_LINE_BYTES:
+            lines.append(self._pending)
+            self._pending = b""
+        return [line.decode("utf-8", "replace").rstrip("\r") for line in lines if line]
+
+    def read_notifications(self, now: float) -> list[Notification]:
+        """What the child has notified since the last call, oldest first."""
+        notifications: list[Notification] = []
+        with contextlib.suppress(BlockingIOError):
+            while datagram := self.notify.recv(8192):
+                notifications.append(parse_notification(datagram))
+        for notification in notifications:
+            self.ready = self.ready or notification.ready
+            if notification.alive:
+                self.last_sign_at = now
+        return notifications
+
+    def watchdog_expires_at(self) -> float | None:
+        """When this child counts as frozen unless it gives a sign; None while it has not given a first one."""
+        if not self.spec.watchdog_s or not self.ready or self.last_sign_at is None:
+            return None
+        return self.last_sign_at + self.spec.watchdog_s
+
+    def kill(self, number: int) -> None:
+        """Send a signal; a child that is gone already is fine."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, number)
+
+    def close(self) -> None:
+        """Release the descriptors after the child has been reaped."""
+        os.close(self.output)
+        self.notify.close()
+        self._notify_path.unlink(missing_ok=True)
+
+
+def parse_notification(datagram: bytes) -> Notification:
+    """Read one sd_notify datagram: lines of NAME=value; unknown names are ignored."""
+    fields = dict(line.partition("=")[::2] for line in datagram.decode("utf-8", "replace").splitlines())
+    return Notification(fields.get("READY") == "1", fields.get("WATCHDOG") == "1", fields.get("STATUS"))
+
+
+def _hand_over(descriptor: int) -> None:
+    if descriptor == FIRST_INHERITED_DESCRIPTOR:
+        os.set_inheritable(descriptor, True)
+    else:
+        os.dup2(descriptor, FIRST_INHERITED_DESCRIPTOR)
+
+
+def _parent_death_signal() -> Callable[[], object]:
+    """A call that makes the kernel stop the calling process when its parent dies; does nothing outside Linux."""
+    if not sys.platform.startswith("linux"):
+        return lambda: None
+    prctl = ctypes.CDLL(None, use_errno=True).prctl
+    return lambda: prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)

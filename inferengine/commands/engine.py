@@ -1,0 +1,23 @@
+"""usage: inferengine engine [MODEL] [--config FILE] [--section.key VALUE ...]
+
+Run the engine alone. It loads the model, binds its ZeroMQ socket and serves until SIGTERM, which lets running requests
+finish (engine.drain_timeout_s); a second SIGTERM ends at once. MODEL is a checkpoint folder or a hub id in the local
+cache; without it the embedded model is served.
+
+Exit codes: 0 drained, 1 crash, 2 configuration, 3 the model cannot be loaded, 4 it does not fit in memory,
+5 the socket cannot be bound, 6 the loop stopped turning, 130 drain cut short.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from inferengine.commands.arguments import resolve
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run the engine until it is told to stop."""
+    config = resolve(arguments, takes_model=True)
+    from inferengine.engine.startup import run_engine
+
+    return run_engine(config)

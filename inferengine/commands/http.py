@@ -1,0 +1,20 @@
+"""usage: inferengine http [--config FILE] [--section.key VALUE ...]
+
+Run the HTTP front end: OpenAI-compatible routes, Server-Sent Events, health and metrics (http.host, http.port).
+It needs no model files: tokenizer and chat template come from the engine over the wire. It may start before the
+engine and outlive it. A listening socket handed over by systemd is used instead of http.host and http.port.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from inferengine.commands.arguments import resolve
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run the HTTP front end until it is told to stop."""
+    config = resolve(arguments)
+    from frontends.http.server import run_http
+
+    return run_http(config)

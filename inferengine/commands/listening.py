@@ -1,0 +1,80 @@
+"""Listening sockets that a supervisor binds and hands to its children, as systemd does with a .socket unit.
+
+Binding here has three effects: a port in use is one clear sentence before anything is loaded; port 0 becomes a number
+that can be printed; and connections that arrive while a front end restarts wait in the backlog, not refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import socket
+import stat
+
+BACKLOG = 1024
+
+
+class AddressTaken(Exception):
+    """A socket cannot be bound. The message is a whole sentence with the remedy."""
+
+
+def listen_tcp(host: str, port: int, key: str) -> socket.socket:
+    """Bind and listen on `host:port`; `key` ("http", "ws") names the flags of the remedy. Raises AddressTaken."""
+    try:
+        candidates = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except (OSError, UnicodeError):
+        raise AddressTaken(f"{host!r} is no address of this machine: choose another with --{key}.host") from None
+    family, kind, protocol, _, address = candidates[0]
+    listener = socket.socket(family, kind, protocol)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind(address)
+        listener.listen(BACKLOG)
+    except (OSError, OverflowError) as error:
+        listener.close()
+        raise AddressTaken(_sentence(error, host, port, key)) from None
+    return listener
+
+
+def listen_unix(path: str) -> socket.socket:
+    """Bind and listen on the unix socket `path`, replacing one that nobody listens on. Raises AddressTaken."""
+    with contextlib.suppress(OSError):
+        if stat.S_ISSOCK(os.stat(path).st_mode) and not _answers(path):
+            os.unlink(path)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        listener.bind(path)
+        listener.listen(BACKLOG)
+    except OSError as error:
+        listener.close()
+        cause = "is in use" if error.errno == errno.EADDRINUSE else (error.strerror or "cannot be made").lower()
+        raise AddressTaken(f"the unix socket {path} {cause}: choose another with --http.uds") from None
+    return listener
+
+
+def url(listener: socket.socket, *, path: str = "") -> str:
+    """How to reach a TCP listener from this machine; a wildcard address becomes loopback."""
+    host, port = listener.getsockname()[:2]
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}{path}"
+
+
+def _answers(path: str) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        return probe.connect_ex(path) == 0
+
+
+def _sentence(error: OSError | OverflowError, host: str, port: int, key: str) -> str:
+    if isinstance(error, OverflowError):
+        return f"{port} is no port: --{key}.port takes 0 to 65535"
+    if error.errno == errno.EADDRINUSE:
+        return (
+            f"port {port} on {host} is in use by another program: stop it, or choose another port with "
+            f"--{key}.port N (0 takes any free one)"
+        )
+    if error.errno == errno.EACCES:
+        return f"this user may not listen on port {port}: choose one above 1023 with --{key}.port N"
+    if error.errno == errno.EADDRNOTAVAIL:
+        return f"{host} is no address of this machine: choose another with --{key}.host"
+    return f"cannot listen on {host}:{port} ({error.strerror}): choose another with --{key}.host and --{key}.port"

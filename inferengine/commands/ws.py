@@ -1,0 +1,20 @@
+"""usage: inferengine ws [--config FILE] [--section.key VALUE ...]
+
+Run the websocket front end: many requests over one socket, and the chat page (ws.host, ws.port). It needs no model
+files, may start before the engine and outlive it. A listening socket handed over by systemd is used instead of
+ws.host and ws.port.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from inferengine.commands.arguments import resolve
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run the websocket front end until it is told to stop."""
+    config = resolve(arguments)
+    from frontends.websocket.server import run_websocket
+
+    return run_websocket(config)
