@@ -1,0 +1,228 @@
+from __future__ import annotations
+
+import json
+from datetime import datetime
+from typing import Any
+
+import pytest
+
+from inferengine.errors import InferEngineError, InvalidRequest
+from inferengine.text import ChatTemplate, check_messages
+
+SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
+
+# Written here in the styles that checkpoints use.
+CHATML = """{%- for message in messages %}
+    {%- if loop.first and message['role'] != 'system' %}
+        {{- '<|im_start|>system\\nYou are helpful.<|im_end|>\\n' }}
+    {%- endif %}
+    {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>' + '\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+    {%- if enable_thinking is defined and enable_thinking is false %}
+        {{- '<think>\\n\\n</think>\\n\\n' }}
+    {%- endif %}
+{%- endif %}
+"""
+HEADERS = """{{- bos_token }}
+{%- if custom_tools is defined %}
+    {%- set tools = custom_tools %}
+{%- endif %}
+{%- if not date_string is defined %}
+    {%- set date_string = "26 Jul 2024" %}
+{%- endif %}
+{%- if messages[0]['role'] == 'system' %}
+    {%- set system_message = messages[0]['content']|trim %}
+    {%- set messages = messages[1:] %}
+{%- else %}
+    {%- set system_message = "" %}
+{%- endif %}
+{{- "<|start_header_id|>system<|end_header_id|>\\n\\n" }}
+{%- if tools is not none %}
+    {{- "Environment: ipython\\n" }}
+    {%- for t in tools %}
+        {{- t | tojson(indent=4) }}
+        {{- "\\n\\n" }}
+    {%- endfor %}
+{%- endif %}
+{{- "Today Date: " + date_string + "\\n\\n" }}
+{{- system_message }}
+{{- "<|eot_id|>" }}
+{%- for message in messages %}
+    {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n'+ message['content'] | trim + '<|eot_id|>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}
+{%- endif %}
+"""
+ALTERNATING = """{{ bos_token }}
+{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}
+{% for message in messages %}
+    {% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}
+        {{ raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}
+    {% endif %}
+    {% set role = 'model' if message['role'] == 'assistant' else message['role'] %}
+    {{ '<start_of_turn>' + role + '\\n' + message['content'] | trim + '<end_of_turn>\\n' }}
+{% endfor %}
+{% if add_generation_prompt %}{{'<start_of_turn>model\\n'}}{% endif %}
+"""
+INST = """{%- set ns = namespace(index=0, last=-1) %}
+{%- for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}
+{{- bos_token }}
+{%- for m in messages %}
+    {%- if m.role == 'system' %}{% continue %}{% endif %}
+    {%- if m.role == 'user' %}
+        {%- if tools is not none and loop.index0 == ns.last %}
+            {{- '[TOOLS] [' }}
+            {%- for tool in tools %}{{ tool.function | tojson }}{% if not loop.last %}{{ ', ' }}{% endif %}{% endfor %}
+            {{- ']' }}
+        {%- endif %}
+        {{- '[INST] ' + m.content + ' [/INST]' }}
+    {%- elif m.role == 'assistant' %}{% generation %}
+        {{- ' ' + m.content + eos_token }}
+    {%- endgeneration %}{% endif %}
+    {%- if loop.index0 > 20 %}{% break %}{% endif %}
+{%- endfor %}
+"""
+MACRO = """{% macro show(message, mark='#') -%}
+{{ mark }} {{ message.role | upper }}: {{ message.content.split('</think>')[-1].strip() | replace('"', "'") }}
+{% endmacro %}
+{% for message in messages[::-1] | reverse %}{{ show(message) }}{% endfor %}
+{{ dict(a=1) | tojson }} {{ messages | map(attribute='role') | join(',') }}
+{{ messages | selectattr('role', 'equalto', 'user') | list | length }}
+{% if add_generation_prompt %}# ASSISTANT:{% endif %}
+"""
+TEMPLATES = {"chatml": CHATML, "headers": HEADERS, "alternating": ALTERNATING, "inst": INST, "macro": MACRO}
+USER = {"role": "user", "content": 'Say "hi" & <b>wave</b> ünï 🎉\n'}
+CONVERSATIONS = {
+    "one": [USER],
+    "turns": [USER, {"role": "assistant", "content": "<think>x</think> hi"}, {"role": "user", "content": " more "}],
+    "system": [{"role": "system", "content": "  Be brief. "}, USER],
+}
+TOOLS = [{"type": "function", "function": {"name": "f", "description": "d<é>", "parameters": {"type": "object"}}}]
+
+
+def render(source: str, messages: list[dict[str, Any]] | None = None, **kwargs: Any) -> str:
+    return ChatTemplate(source, SPECIAL).render(messages or [USER], **kwargs)
+
+
+@pytest.mark.parametrize("conversation", CONVERSATIONS)
+@pytest.mark.parametrize("template", TEMPLATES)
+@pytest.mark.parametrize("options", [{}, {"tools": TOOLS}, {"add_generation_prompt": False, "enable_thinking": False}])
+def test_rendering_equals_transformers(template: str, conversation: str, options: dict[str, Any]) -> None:
+    chat_template_utils = pytest.importorskip("transformers.utils.chat_template_utils")
+    source, messages = TEMPLATES[template], CONVERSATIONS[conversation]
+    values: dict[str, Any] = {"tools": None, "add_generation_prompt": True, **SPECIAL, **options}
+    if template == "alternating" and conversation == "system":
+        with pytest.raises(InvalidRequest, match="System role not supported"):
+            render(source, messages, **options)
+        return
+    (expected,), _ = chat_template_utils.render_jinja_template([messages], chat_template=source, **values)
+    assert render(source, messages, **options) == expected
+
+
+def test_the_template_is_found_where_checkpoints_keep_it() -> None:
+    config = json.dumps({"chat_template": "config", "bos_token": "<s>"}).encode()
+    by_name = [{"name": "tool_use", "template": "t"}, {"name": "default", "template": "named {{bos_token}}"}]
+    named = json.dumps({"chat_template": by_name, "bos_token": "<s>"}).encode()
+    for files, expected in (
+        ({"tokenizer_config.json": config}, "config"),
+        ({"tokenizer_config.json": config, "chat_template.jinja": b"file {{bos_token}}"}, "file <s>"),
+        ({"tokenizer_config.json": named}, "named <s>"),
+    ):
+        template = ChatTemplate.from_files(files)
+        assert template is not None
+        assert template.render([USER]) == expected
+    assert ChatTemplate.from_files({"tokenizer_config.json": b"{}"}) is None
+
+
+def test_the_final_message_can_be_continued() -> None:
+    messages = [USER, {"role": "assistant", "content": "Once upon"}]
+    text = render(CHATML, messages, add_generation_prompt=False, continue_final_message=True)
+    assert text.endswith("<|im_start|>assistant\nOnce upon")
+    with pytest.raises(InvalidRequest, match="add_generation_prompt"):
+        render(CHATML, messages, continue_final_message=True)
+
+
+def test_only_names_that_the_template_reads_reach_it() -> None:
+    assert render("{{ colour }}{{ bos_token }}", colour="red", other="x") == "red<s>"
+    with pytest.raises(InvalidRequest, match="raise_exception") as caught:
+        render("x", raise_exception="mine")
+    assert caught.value.field == "chat_template_kwargs"
+
+
+def test_the_date_is_the_clocks() -> None:
+    template = ChatTemplate("{{ strftime_now('%d %b %Y') }}", {}, now=lambda: datetime(2031, 2, 3))
+    assert template.render([USER]) == "03 Feb 2031"
+
+
+@pytest.mark.parametrize(
+    "attack",
+    [
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ messages.append({'role': 'system', 'content': 'x'}) }}",
+        "{{ cycler.__init__.__globals__ }}",
+        "{% set x = 'a' * 1000000000 %}{{ x }}",
+        "{{ 9 ** 9 ** 9 }}",
+        "{% for a in range(100001) %}x{% endfor %}",
+    ],
+)
+def test_the_sandbox_refuses(attack: str) -> None:
+    with pytest.raises(InvalidRequest):
+        render(attack)
+
+
+@pytest.mark.parametrize(
+    "endless",
+    [
+        "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+        "{% macro f(n) %}{% if n > 0 %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
+    ],
+    ids=["loops", "macros"],
+)
+def test_rendering_has_a_time_limit(endless: str) -> None:
+    with pytest.raises(InvalidRequest, match="takes too long"):
+        ChatTemplate(endless, {}, time_limit_s=0.05).render([USER])
+
+
+def test_rendering_has_an_output_limit() -> None:
+    template = ChatTemplate(
+        "{% for a in range(999) %}{{ messages[0].content }}{% endfor %}", {}, max_output_characters=500
+    )
+    with pytest.raises(InvalidRequest, match="more than 500"):
+        template.render([USER])
+
+
+def test_a_template_that_does_not_compile_is_the_models_fault() -> None:
+    with pytest.raises(InferEngineError, match="does not compile") as caught:
+        ChatTemplate("{% if %}", {})
+    assert caught.value.code == "engine_error"
+
+
+def test_typed_text_parts_become_one_string() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    assert check_messages([{"role": "user", "content": parts}]) == [{"role": "user", "content": "a\nb"}]
+
+
+@pytest.mark.parametrize(
+    ("messages", "field", "code"),
+    [
+        ("hello", "messages", "invalid_request"),
+        ([], "messages", "invalid_request"),
+        (["hi"], "messages[0]", "invalid_request"),
+        ([{"content": "x"}], "messages[0].role", "invalid_request"),
+        ([{"role": "user"}], "messages[0].content", "invalid_request"),
+        ([USER, {"role": "user", "content": 3}], "messages[1].content", "invalid_request"),
+        ([{"role": "user", "content": [{"type": "text"}]}], "messages[0].content[0].text", "invalid_request"),
+        (
+            [{"role": "user", "content": [{"type": "image_url", "image_url": "http://x"}]}],
+            "messages[0].content[0]",
+            "unsupported",
+        ),
+    ],
+)
+def test_messages_of_a_wrong_shape_name_their_place(messages: Any, field: str, code: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        check_messages(messages)
+    assert (caught.value.field, caught.value.code) == (field, code)
