@@ -1,0 +1,23 @@
+"""Clients of the engine's wire: what front ends and producers use. Needs pyzmq and msgpack alone."""
+
+from inferengine.client.async_client import AsyncClient, Stream, Submission
+from inferengine.client.blocking import Client
+from inferengine.client.pool import EnginePool
+from inferengine.client.streams import Delta, Finish, TokenLogprobs
+from inferengine.wire.messages import Accept, ModelFiles, ModelInfo, Pong, Welcome
+
+__all__ = [
+    "Accept",
+    "AsyncClient",
+    "Client",
+    "Delta",
+    "EnginePool",
+    "Finish",
+    "ModelFiles",
+    "ModelInfo",
+    "Pong",
+    "Stream",
+    "Submission",
+    "TokenLogprobs",
+    "Welcome",
+]

@@ -1,0 +1,393 @@
+"""AsyncClient: the wire for asyncio programs (front ends, producers). One instance per engine, for the program's life.
+
+The DEALER's file descriptor sits in the event loop and is drained without waiting: measured five times cheaper than
+zmq.asyncio. The descriptor is edge-triggered, so the drain ends only at an empty queue and is repeated after each send.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from functools import partial
+from types import TracebackType
+from typing import Any, TypeVar
+
+import msgpack
+import zmq
+from zmq.utils.monitor import parse_monitor_message
+
+from inferengine.client.session import Phase, Session
+from inferengine.client.streams import Answer, Call, Collector, Delta
+from inferengine.errors import InferEngineError
+from inferengine.params import SamplingParams
+from inferengine.wire import sockets
+from inferengine.wire.messages import READY, Accept, ModelFiles, Pong, Welcome
+
+T = TypeVar("T")
+
+REQUEST_TIMEOUT_S = 30.0  # of questions (model files, admin, ping); outputs have no limit of this client's
+_DRAIN_BATCH = 64  # messages handled before the event loop's other work has its turn
+_CLOSE_LINGER_MS = 200
+
+
+class Stream:
+    """The output of one choice. Iterate it: each delta holds all that came while the reader was away."""
+
+    def __init__(self, client: AsyncClient, collector: Collector) -> None:
+        self._client = client
+        self._collector = collector
+
+    def __aiter__(self) -> Stream:
+        return self
+
+    async def __anext__(self) -> Delta:
+        collector = self._collector
+        while not collector.has_news:
+            if collector.exhausted:
+                raise StopAsyncIteration
+            waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            collector.on_news = partial(_wake, waiter)
+            await waiter
+        return collector.take()
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens received so far: the cursor for `attach`."""
+        return self._collector.num_tokens
+
+    @property
+    def finished(self) -> bool:
+        """The terminal event has arrived (and may not have been read)."""
+        return self._collector.finished
+
+    def cancel(self) -> None:
+        """Fire and forget; the stream ends with `abort`. Any number of times, at any time."""
+        self._client._cancel([self._collector])
+
+
+class Submission:
+    """A submitted or attached request. As a context manager it cancels on leaving what has not finished."""
+
+    def __init__(self, client: AsyncClient, call: Call) -> None:
+        self._client = client
+        self._call = call
+        self.streams = [Stream(client, collector) for collector in call.collectors]
+
+    @property
+    def id(self) -> bytes:
+        return self._call.id
+
+    async def accepted(self) -> Accept:
+        """The engine's answer. Raises InferEngineError when it was refused."""
+        accept = await _wait(self._call.accepted)
+        known = len(self.streams)  # an attached request may have more choices than the caller knew
+        self.streams += [Stream(self._client, collector) for collector in self._call.collectors[known:]]
+        return accept
+
+    def cancel(self) -> None:
+        """Cancel every choice. Fire and forget."""
+        self._client._cancel(self._call.collectors)
+
+    async def __aenter__(self) -> Submission:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.cancel()
+
+
+class AsyncClient:
+    """A connection to one engine that survives reconnects; see the module docstring of `session`."""
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        status_address: str | None = None,
+        role: str = "client",
+        name: str = "",
+        window: int | None = None,
+    ) -> None:
+        """`status_address`: the engine's PUB; None derives it from `address`, "" does not subscribe."""
+        self.address = address
+        self.status: dict[str, Any] | None = None
+        self.status_received_s: float | None = None  # on the event loop's clock
+        self._status_address = sockets.default_status_address(address) if status_address is None else status_address
+        self._role, self._name, self._window = role, name, window
+        self._session: Session | None = None
+        self._waiters: set[asyncio.Future[None]] = set()
+        self._timer: asyncio.TimerHandle | None = None
+        self._closed = False
+
+    # -- connection --------------------------------------------------------------------------------------------------
+
+    async def connect(self, timeout_s: float = 5.0) -> Welcome:
+        """Connect and wait for WELCOME, whatever state the engine is in. Raises engine_unavailable."""
+        self.start()
+        await self._until(lambda session: session.phase is Phase.UP, timeout_s, "The engine does not answer.")
+        return self.welcome
+
+    def start(self) -> None:
+        """Open the sockets and let them connect in the background. Needs a running event loop."""
+        if self._session is not None:
+            return
+        if self._closed:
+            raise RuntimeError("the client is closed")
+        self._loop = asyncio.get_running_loop()
+        self._session = Session(role=self._role, name=self._name, window=self._window, now=self._loop.time())
+        self._session.on_change = self._wake_waiters
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._dealer = sockets.client_dealer(self._context, sockets.routing_id(self._role))
+        self._monitor = sockets.connection_monitor(self._dealer)
+        self._sources: list[tuple[zmq.Socket[bytes], Callable[[], None]]] = [
+            (self._monitor, self._drain_monitor),
+            (self._dealer, self._drain),
+        ]
+        self._dealer.connect(self.address)
+        if self._status_address:
+            self._subscriber = sockets.status_subscriber(self._context)
+            self._subscriber.connect(self._status_address)
+            self._sources.append((self._subscriber, self._drain_status))
+        for source, drain in self._sources:
+            self._loop.add_reader(source.fileno(), drain)
+            self._loop.call_soon(drain)
+        self._tick()
+
+    async def wait_ready(self, timeout_s: float) -> Welcome:
+        """Wait until the engine is READY. Raises engine_unavailable."""
+        self.start()
+        await self._until(lambda session: self.ready, timeout_s, "The engine is not ready.")
+        return self.welcome
+
+    @property
+    def ready(self) -> bool:
+        """Connected, and the engine takes requests."""
+        session = self._session
+        return bool(session and session.phase is Phase.UP and session.welcome and session.welcome.state == READY)
+
+    @property
+    def connected(self) -> bool:
+        return self._session is not None and self._session.phase is Phase.UP
+
+    @property
+    def welcome(self) -> Welcome:
+        """The latest WELCOME. Raises engine_unavailable before the first."""
+        if self._session is None or self._session.welcome is None:
+            raise InferEngineError("engine_unavailable", "The engine has not answered yet.")
+        return self._session.welcome
+
+    @property
+    def last_pong(self) -> Pong | None:
+        """The engine's answer to the latest heartbeat."""
+        return None if self._session is None else self._session.last_pong
+
+    async def close(self) -> None:
+        """Say BYE and close. Open streams end with engine_unavailable; requests that are not detached are cancelled."""
+        self._closed = True
+        session, self._session = self._session, None
+        if session is None:
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+        session.on_change = lambda: None
+        session.close()
+        self._flush(session)
+        for source, _ in self._sources:
+            self._loop.remove_reader(source.fileno())
+        self._dealer.disable_monitor()
+        self._context.destroy(linger=_CLOSE_LINGER_MS)
+        self._wake_waiters()
+
+    async def __aenter__(self) -> AsyncClient:
+        await self.connect()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    # -- requests ----------------------------------------------------------------------------------------------------
+
+    def submit(
+        self,
+        prompt_ids: Sequence[int] | None = None,
+        params: SamplingParams | None = None,
+        *,
+        text: str | None = None,
+        messages: list[dict[str, Any]] | None = None,
+        request_id: bytes | None = None,
+        priority: int = 0,
+        tenant: str = "",
+        salt: bytes = b"",
+        deadline_s: float | None = None,
+        detached: bool = False,
+        reply: str = "tokens",
+        label: str = "",
+    ) -> Submission:
+        """Send a request; see `Session.submit`. Returns at once: await `accepted()` for the answer, or just iterate
+        the streams, which end with an error if it is refused."""
+        call = self._open_session().submit(
+            prompt_ids,
+            params or SamplingParams(),
+            text=text,
+            messages=messages,
+            request_id=request_id,
+            priority=priority,
+            tenant=tenant,
+            salt=salt,
+            deadline_s=deadline_s,
+            detached=detached,
+            reply=reply,
+            label=label,
+        )
+        self._after_sending()
+        return Submission(self, call)
+
+    def attach(self, request_id: bytes, cursors: Sequence[int] = (), n: int = 1, reply: str = "tokens") -> Submission:
+        """Read a request on from `cursors`: tokens already held of each choice (with reply "text": characters)."""
+        call = self._open_session().attach(request_id, cursors, n, reply)
+        self._after_sending()
+        return Submission(self, call)
+
+    def cancel_request(self, request_id: bytes) -> None:
+        """Cancel a request by its id, whoever submitted it. Fire and forget."""
+        self._open_session().cancel_request(request_id)
+        self._after_sending()
+
+    async def model_files(self, files: Sequence[str] | None = None) -> ModelFiles:
+        """The model's tokenizer, template and configuration files: all, or the named ones."""
+        return await self._ask(lambda session: session.model_files(files))
+
+    async def admin(self, op: str, **arguments: Any) -> Any:
+        """An ADMIN operation's result. Raises InferEngineError when it is refused."""
+        return await self._ask(lambda session: session.admin(op, arguments))
+
+    async def ping(self, timeout_s: float = REQUEST_TIMEOUT_S) -> Pong:
+        return await self._ask(lambda session: session.ping(), timeout_s)
+
+    # -- inside ------------------------------------------------------------------------------------------------------
+
+    def _open_session(self) -> Session:
+        if self._session is None:
+            raise InferEngineError("engine_unavailable", "The client is not connected: await connect() first.")
+        return self._session
+
+    async def _ask(self, question: Callable[[Session], Answer[T]], timeout_s: float = REQUEST_TIMEOUT_S) -> T:
+        answer = question(self._open_session())
+        self._after_sending()
+        try:
+            return await asyncio.wait_for(_wait(answer), timeout_s)
+        except TimeoutError:
+            raise InferEngineError("engine_unavailable", "The engine did not answer in time.") from None
+
+    def _cancel(self, collectors: Sequence[Collector]) -> None:
+        if self._session is not None:
+            self._session.cancel(collectors)
+            self._after_sending()
+
+    def _after_sending(self) -> None:
+        """Send now, and drain: a send may have swallowed the descriptor's edge."""
+        if self._session is not None and self._session.outgoing:
+            self._drain()
+
+    def _drain(self) -> None:
+        session = self._session
+        if session is None:
+            return
+        now = self._loop.time()
+        for _ in range(_DRAIN_BATCH):
+            self._flush(session)
+            if not sockets.readable(self._dealer):
+                break
+            session.receive(self._dealer.recv_multipart(zmq.NOBLOCK), now)
+        else:
+            self._loop.call_soon(self._drain)
+        self._flush(session)
+        self._plan_tick(session.tick(now))
+
+    def _flush(self, session: Session) -> None:
+        while session.outgoing:
+            try:
+                self._dealer.send_multipart(session.outgoing[0], zmq.NOBLOCK)
+            except zmq.Again:
+                return  # not connected, or a full pipe: tried again at the next tick
+            session.outgoing.popleft()
+
+    def _drain_monitor(self) -> None:
+        session = self._session
+        while session is not None and sockets.readable(self._monitor):
+            event = parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))["event"]
+            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                session.connected(self._loop.time())
+            elif event == zmq.EVENT_DISCONNECTED:
+                self._drain()  # what arrived before it
+                session.disconnected(self._loop.time())
+        self._after_sending()
+
+    def _drain_status(self) -> None:
+        while self._session is not None and sockets.readable(self._subscriber):
+            frames = self._subscriber.recv_multipart(zmq.NOBLOCK)
+            try:
+                values = msgpack.unpackb(frames[-1])
+            except Exception:  # not from an engine of ours; STATUS may be lost anyway
+                continue
+            if isinstance(values, dict):
+                self.status, self.status_received_s = values, self._loop.time()
+
+    def _tick(self) -> None:
+        self._timer = None
+        self._drain()
+
+    def _plan_tick(self, due_s: float) -> None:
+        timer = self._timer
+        if timer is not None:
+            if timer.when() <= due_s:
+                return
+            timer.cancel()
+        self._timer = self._loop.call_at(due_s, self._tick)
+
+    def _wake_waiters(self) -> None:
+        for waiter in self._waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+
+    async def _until(self, condition: Callable[[Session], bool], timeout_s: float, complaint: str) -> None:
+        deadline = asyncio.get_running_loop().time() + timeout_s
+        while True:
+            session = self._session
+            if session is None:
+                raise InferEngineError("engine_unavailable", "The client was closed.")
+            if condition(session):
+                return
+            waiter: asyncio.Future[None] = self._loop.create_future()
+            self._waiters.add(waiter)
+            try:
+                async with asyncio.timeout_at(deadline):
+                    await waiter
+            except TimeoutError:
+                raise InferEngineError("engine_unavailable", complaint) from None
+            finally:
+                self._waiters.discard(waiter)
+
+
+def _wake(waiter: asyncio.Future[None]) -> None:
+    if not waiter.done():  # its reader may have been cancelled meanwhile
+        waiter.set_result(None)
+
+
+async def _wait(answer: Answer[T]) -> T:
+    if not answer.done:
+        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        previous = answer.on_done
+
+        def wake() -> None:
+            if previous is not None:
+                previous()
+            if not waiter.done():
+                waiter.set_result(None)
+
+        answer.on_done = wake
+        await waiter
+    return answer.result()
