@@ -1,0 +1,63 @@
+"""The rules of DESIGN, applied to this repository."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.architecture import rules
+
+ROOT = Path(__file__).resolve().parents[2]
+PRODUCT = rules.read_tree(ROOT, "inferengine", "frontends")
+TESTS = [source for source in rules.read_tree(ROOT, "tests") if source.module.rpartition(".")[2].startswith("test_")]
+
+
+def test_the_tree_was_read() -> None:
+    modules = {source.module for source in PRODUCT}
+    assert {"inferengine.cli", "inferengine.config", "inferengine.core.scheduler"} <= modules
+    assert TESTS
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        rules.broken_layers,
+        rules.heavy_imports,
+        rules.cycles,
+        rules.clocks_in_core,
+        rules.environment_reads,
+        rules.unsafe_code,
+        rules.requests_made_elsewhere,
+        rules.missing_docstrings,
+    ],
+    ids=lambda rule: rule.__name__,
+)
+def test_product_keeps_the_rule(rule) -> None:  # type: ignore[no-untyped-def]
+    assert rule(PRODUCT) == []
+
+
+def test_every_test_can_fail() -> None:
+    assert rules.tests_that_cannot_fail(TESTS) == []
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        "inferengine.cli",
+        "inferengine.commands.up",
+        "inferengine.client",
+        "frontends.http.server",
+        "frontends.websocket.server",
+    ],
+)
+def test_light_processes_really_load_no_heavy_library(module: str) -> None:
+    program = f"import sys, {module}\nprint(sorted(set(sys.modules) & {rules.HEAVY!r}))\nprint('zmq' in sys.modules)"
+    loaded, zmq = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT
+    ).stdout.splitlines()
+    assert loaded == "[]"
+    if module in ("inferengine.cli", "inferengine.commands.up"):
+        assert zmq == "False"

@@ -1,0 +1,118 @@
+"""Each rule of rules.py finds its small counterexample and leaves its innocent twin alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import pytest
+
+from tests.architecture import rules
+
+Rule = Callable[[Iterable[rules.Source]], list[str]]
+
+CASES: list[tuple[Rule, str, str, str]] = [  # rule, module, guilty text, innocent text
+    (
+        rules.broken_layers,
+        "inferengine.wire.link",
+        "from inferengine.core.request import Request",
+        "from inferengine.errors import bounded",
+    ),
+    (
+        rules.broken_layers,
+        "inferengine.core.scheduler",
+        "import inferengine.wire.codec",
+        "from inferengine.core import plan",
+    ),
+    (
+        rules.broken_layers,
+        "frontends.http.app",
+        "from inferengine.engine.link import Link",
+        "from inferengine.client import Client",
+    ),
+    (
+        rules.broken_layers,
+        "frontends.http.app",
+        "from frontends.websocket import server",
+        "from frontends.common import auth",
+    ),
+    (
+        rules.broken_layers,
+        "inferengine.layers.attention",
+        "def f():\n    from inferengine.models import llama",
+        "def f():\n    from inferengine.kernels import ops",
+    ),
+    (
+        rules.broken_layers,
+        "inferengine.core.scheduler",
+        "from ..engine import service",
+        "from .plan import StepPlan",
+    ),
+    (
+        rules.broken_layers,
+        "inferengine.engine.core",
+        "from inferengine.wire import codec",
+        "from inferengine.core.plan import StepPlan",
+    ),
+    (rules.heavy_imports, "inferengine.text.stream", "import torch", "import tokenizers"),
+    (rules.heavy_imports, "frontends.http.app", "def f():\n    import transformers.models", "import starlette"),
+    (
+        rules.heavy_imports,
+        "inferengine.engine.startup",
+        "from inferengine.runtime.runner import Runner",
+        "def f():\n    from inferengine.runtime.runner import Runner",
+    ),
+    (rules.clocks_in_core, "inferengine.core.queues", "from time import monotonic", "import heapq"),
+    (rules.clocks_in_core, "inferengine.core.queues", "import random", "import bisect"),
+    (rules.environment_reads, "inferengine.engine.service", "import os\nos.environ['A']", "import os\nos.getpid()"),
+    (rules.environment_reads, "frontends.http.app", "import os\nx = os.getenv('A')", "import os\nx = os.sep"),
+    (rules.environment_reads, "frontends.http.app", "from os import environ", "from os import path"),
+    (rules.unsafe_code, "inferengine.wire.codec", "import pickle", "import msgpack"),
+    (rules.unsafe_code, "inferengine.wire.codec", "from marshal import loads", "from json import loads"),
+    (rules.unsafe_code, "inferengine.wire.codec", "eval('1')", "model.eval()"),
+    (rules.unsafe_code, "inferengine.wire.codec", "exec(code)", "executor.execute(code)"),
+    (rules.unsafe_code, "inferengine.models.weights", "import torch\ntorch.load(f)", "import torch\ntorch.zeros(1)"),
+    (rules.unsafe_code, "inferengine.models.weights", "from torch import load", "from torch import zeros"),
+    (rules.unsafe_code, "inferengine.wire.sockets", "socket.recv_pyobj()", "socket.recv()"),
+    (rules.unsafe_code, "inferengine.commands.up", "run('x', shell=True)", "run('x', shell=False)"),
+    (rules.unsafe_code, "inferengine.commands.up", "run('x', shell=yes)", "run(['x'])"),
+    (
+        rules.unsafe_code,
+        "inferengine.models.weights",
+        "from_pretrained(p, trust_remote_code=True)",
+        "from_pretrained(p, local_files_only=True)",
+    ),
+    (
+        rules.requests_made_elsewhere,
+        "inferengine.engine.outbox",
+        "from inferengine.wire import codec\nfrom inferengine.core.request import Request\nr = Request(1)",
+        "from inferengine.wire import codec\nfrom inferengine.core.request import Request\ndef f(r: Request): ...",
+    ),
+    (rules.missing_docstrings, "inferengine.wire.codec", "x = 1", '"""What it is."""\nx = 1'),
+    (rules.tests_that_cannot_fail, "tests.core.test_x", "def test_a():\n    run()", "def test_a():\n    assert run()"),
+    (
+        rules.tests_that_cannot_fail,
+        "tests.core.test_x",
+        "class T:\n    async def test_a(self):\n        x = 1",
+        "class T:\n    async def test_a(self):\n        with pytest.raises(E):\n            x()",
+    ),
+]
+
+
+@pytest.mark.parametrize(("rule", "module", "guilty", "innocent"), CASES)
+def test_rule_tells_guilty_from_innocent(rule: Rule, module: str, guilty: str, innocent: str) -> None:
+    assert len(rule([rules.parse(module, guilty)])) == 1
+    assert rule([rules.parse(module, innocent)]) == []
+
+
+def test_a_cycle_is_found_through_a_lazy_import() -> None:
+    a = rules.parse("inferengine.core.a", "from inferengine.core import b")
+    b = rules.parse("inferengine.core.b", "def f():\n    from inferengine.core.c import g")
+    c = rules.parse("inferengine.core.c", "from inferengine.core.a import x")
+    alone = rules.parse("inferengine.core.alone", "from inferengine.core import a")
+    assert rules.cycles([a, b, c, alone]) == ["inferengine.core.a <-> inferengine.core.b <-> inferengine.core.c"]
+    assert rules.cycles([a, b, alone]) == []
+
+
+def test_engine_link_may_make_requests() -> None:
+    text = "from inferengine.wire import codec\nfrom inferengine.core.request import Request\nr = Request(1)"
+    assert rules.requests_made_elsewhere([rules.parse("inferengine.engine.link", text)]) == []

@@ -1,0 +1,74 @@
+"""What the markers need, checked in one place, and `--no-skips` for machines where everything must run."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+NODE_PACKAGES = Path(__file__).parent / "node" / "node_modules"
+
+
+def _missing(marker: str) -> str:
+    """What this machine lacks for tests of a marker; empty when nothing is missing."""
+    if marker == "gpu":
+        return "" if Path("/dev/nvidiactl").exists() else "no CUDA device"
+    if marker == "browser":
+        if not any(shutil.which(name) for name in BROWSERS):
+            return "no chromium: apt install chromium"
+        return "" if importlib.util.find_spec("playwright") else "no playwright: pip install playwright"
+    if marker == "node":
+        if not shutil.which("node"):
+            return "no Node.js"
+        return "" if (NODE_PACKAGES / "zeromq").is_dir() else "no zeromq for Node: npm install --prefix tests/node"
+    if marker == "systemd":
+        if not sys.platform.startswith("linux") or os.geteuid() != 0:
+            return "needs Linux and root"
+        if Path("/run/systemd/system").exists():
+            return "this machine runs systemd itself: boot a second one in a container"
+        tools = [name for name in ("systemd-analyze", "systemctl", "unshare", "nsenter") if not shutil.which(name)]
+        return f"no {', '.join(tools)}: apt install systemd util-linux" if tools else ""
+    return ""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--no-skips", action="store_true", help="a skipped test is a failure, unless it needs a GPU")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    reasons = {marker: _missing(marker) for marker in ("gpu", "browser", "node", "systemd")}
+    for item in items:
+        for marker, reason in reasons.items():
+            if reason and item.get_closest_marker(marker):
+                item.add_marker(pytest.mark.skip(reason=f"{marker}: {reason}"))
+
+
+def _skipped(session: pytest.Session) -> Counter[str]:
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    reports = reporter.stats.get("skipped", []) if reporter else []
+    return Counter(report.longrepr[2].removeprefix("Skipped: ") for report in reports)
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    forbidden = [reason for reason in _skipped(session) if not reason.startswith("gpu:")]
+    if session.config.getoption("--no-skips") and forbidden and exitstatus == pytest.ExitCode.OK:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    counts = Counter(
+        report.longrepr[2].removeprefix("Skipped: ") for report in terminalreporter.stats.get("skipped", [])
+    )
+    if not counts:
+        return
+    terminalreporter.section("not run on this machine")
+    for reason, number in counts.most_common():
+        terminalreporter.line(f"{number:4d}  {reason}")
+    if config.getoption("--no-skips") and any(not reason.startswith("gpu:") for reason in counts):
+        terminalreporter.line("--no-skips: skipped tests count as failures here", red=True)
