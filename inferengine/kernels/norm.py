@@ -1,0 +1,84 @@
+"""RMSNorm, and residual add + RMSNorm in one pass over the row. One program per token, statistics in float32."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from inferengine.kernels.pdl import allow_next, launch_options, supports_pdl, wait_for_previous
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor | None = None) -> torch.Tensor:
+    """x [T, E] -> weight * x / sqrt(mean(x^2) + eps), same dtype (Zhang and Sennrich, 2019)."""
+    out = torch.empty_like(x) if out is None else out
+    _launch(x, None, weight, eps, out)
+    return out
+
+
+def add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """residual += x in place, then the norm of the sum. Returns (normed, residual), both [T, E].
+
+    The norm is taken of the sum as stored, so that what is normed is what the next layer adds to.
+    """
+    out = torch.empty_like(x) if out is None else out
+    _launch(x, residual, weight, eps, out)
+    return out, residual
+
+
+def _launch(
+    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float, out: torch.Tensor
+) -> None:
+    num_tokens, width = x.shape
+    if num_tokens == 0:
+        return
+    block = triton.next_power_of_2(width)
+    _rms_norm_kernel[(num_tokens,)](
+        x,
+        x if residual is None else residual,
+        weight,
+        out,
+        x.stride(0),
+        0 if residual is None else residual.stride(0),
+        out.stride(0),
+        eps,
+        WIDTH=width,
+        BLOCK=block,
+        RESIDUAL=residual is not None,
+        num_warps=min(16, max(1, block // 512)),
+        **launch_options(supports_pdl(x.device)),
+    )
+
+
+@triton.jit
+def _rms_norm_kernel(
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    out_ptr,
+    x_stride,
+    residual_stride,
+    out_stride,
+    eps,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    allow_next(PDL)
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    mask = columns < WIDTH
+    weight = tl.load(weight_ptr + columns, mask=mask, other=0.0).to(tl.float32)
+    wait_for_previous(PDL)
+    x = tl.load(x_ptr + token * x_stride + columns, mask=mask, other=0.0).to(tl.float32)
+    if RESIDUAL:
+        residual_row = residual_ptr + token * residual_stride + columns
+        total = x + tl.load(residual_row, mask=mask, other=0.0).to(tl.float32)
+        stored = total.to(residual_ptr.dtype.element_ty)
+        tl.store(residual_row, stored, mask=mask)
+        x = stored.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(x * x, axis=0) / WIDTH + eps)
+    tl.store(out_ptr + token * out_stride + columns, (x * scale * weight).to(out_ptr.dtype.element_ty), mask=mask)

@@ -1,0 +1,51 @@
+"""The ops table: which function does each job on this device, resolved once when a model is built.
+
+A model never asks where it runs; it calls `ops.rms_norm` and so on. A new kernel is a new entry here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from inferengine.kernels import reference
+
+
+@dataclass(frozen=True)
+class Ops:
+    """Functions by job; signatures in docs/runtime.md and kernels/reference.py."""
+
+    name: str
+    rms_norm: Callable[..., torch.Tensor]
+    add_rms_norm: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+    layer_norm: Callable[..., torch.Tensor]
+    silu_and_mul: Callable[..., torch.Tensor]
+    gelu_tanh_and_mul: Callable[..., torch.Tensor]
+    linear: Callable[..., torch.Tensor]
+    pack_linear: Callable[[torch.Tensor], torch.Tensor]
+    qkv_rope_write: Callable[..., torch.Tensor]
+    prepare_attention: Callable[..., Any]
+    attention: Callable[..., torch.Tensor]
+
+
+REFERENCE = Ops(
+    name="torch",
+    rms_norm=reference.rms_norm,
+    add_rms_norm=reference.add_rms_norm,
+    layer_norm=reference.layer_norm,
+    silu_and_mul=reference.silu_and_mul,
+    gelu_tanh_and_mul=reference.gelu_tanh_and_mul,
+    linear=reference.linear,
+    pack_linear=reference.pack_linear,
+    qkv_rope_write=reference.qkv_rope_write,
+    prepare_attention=reference.prepare_attention,
+    attention=reference.attention,
+)
+
+
+def resolve(device: torch.device) -> Ops:
+    """The table for a device."""
+    return REFERENCE

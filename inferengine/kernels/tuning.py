@@ -1,0 +1,46 @@
+"""Launch parameters by shape, found once on an H200 with benchmarks/kernels.py. Nothing is tuned at start-up.
+
+Every table is a plain function of the shape, so that the same launch is taken every time. A launch that is not listed
+falls to the nearest class; wrong speed is possible there, wrong results are not.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+TARGET_PROGRAMS = 264  # two programs on each of 132 multiprocessors
+
+
+class DecodeTuning(NamedTuple):
+    """Decode attention: tokens per tile, programs per (row, KV head)."""
+
+    block_tokens: int
+    num_splits: int
+    num_warps: int
+    num_stages: int
+
+
+def decode_tuning(num_rows: int, num_kv_heads: int, head_dim: int) -> DecodeTuning:
+    splits = 1
+    while splits < 32 and num_rows * num_kv_heads * splits < TARGET_PROGRAMS:
+        splits *= 2
+    if head_dim > 128:
+        return DecodeTuning(32, splits, 4, 2)
+    return DecodeTuning(64, splits, 4, 3)
+
+
+class PrefillTuning(NamedTuple):
+    """Prefill attention: rows (tokens x heads of a group) and keys per tile."""
+
+    block_rows: int
+    block_tokens: int
+    num_warps: int
+    num_stages: int
+
+
+def prefill_tuning(head_dim: int, max_count: int, group: int) -> PrefillTuning:
+    if head_dim > 128:
+        return PrefillTuning(64, 32, 4, 2)
+    if max_count * group <= 64:
+        return PrefillTuning(64, 64, 4, 3)
+    return PrefillTuning(128, 64, 8, 3)

@@ -1,0 +1,123 @@
+import pytest
+import torch
+
+from inferengine.kernels.attention_decode import DecodeWorkspace, decode_attention, decode_attention_qkv
+from inferengine.kernels.attention_prefill import prefill_attention
+from inferengine.kernels.tuning import PrefillTuning
+from tests.kernels.builders import (
+    make_paged_case,
+    reference_attention,
+    reference_norm,
+    reference_rope,
+    relative_error,
+    tolerance,
+)
+
+# heads, kv heads, head dim, block size, window, softcap
+SHAPES = [
+    (8, 2, 32, 16, None, None),
+    (4, 4, 64, 32, None, None),
+    (7, 1, 16, 16, 20, None),
+    (4, 2, 24, 64, None, 20.0),
+    (2, 1, 128, 64, 70, 30.0),
+]
+DTYPES = [torch.float32, torch.float16]
+
+
+def make_workspace(rows: int, heads: int, kv_heads: int, head_dim: int, device: torch.device) -> DecodeWorkspace:
+    return DecodeWorkspace(rows, heads, kv_heads, head_dim, device)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim", "block_size", "window", "softcap"), SHAPES)
+def test_decode_attention(heads, kv_heads, head_dim, block_size, window, softcap, dtype, device):
+    row_lens = [1, 150, 0, 64]
+    case = make_paged_case(row_lens, [1] * len(row_lens), kv_heads, head_dim, block_size, dtype, device)
+    q = torch.randn(len(row_lens), heads, head_dim, device=device).to(dtype)
+    expected = reference_attention(q, case, 0.2, window, softcap)
+    workspace = make_workspace(len(row_lens), heads, kv_heads, head_dim, device)
+    for num_splits in (1, 4):
+        out = torch.full((len(row_lens), heads * head_dim), float("nan"), device=device, dtype=dtype)
+        decode_attention(
+            q, case.kv, case.row_slot, case.row_len, case.block_table, 0.2, window, softcap, workspace, out=out,
+            num_splits=num_splits,
+        )  # fmt: skip
+        assert relative_error(out, expected) < tolerance(dtype)
+        assert not workspace.arrived.any(), "a launch must leave the arrival counters at zero"
+
+
+@pytest.mark.parametrize("qk_norm", [False, True])
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim", "block_size", "window", "softcap"), SHAPES[::2])
+def test_decode_attention_from_packed_qkv_writes_the_new_token(
+    heads, kv_heads, head_dim, block_size, window, softcap, qk_norm, device
+):
+    row_lens = [1, 150, 0, 64]
+    case = make_paged_case(row_lens, [1] * len(row_lens), kv_heads, head_dim, block_size, torch.float32, device)
+    qkv = torch.randn(len(row_lens), (heads + 2 * kv_heads) * head_dim, device=device)
+    cos_sin = torch.randn(256, head_dim, device=device)
+    q_norm = torch.randn(head_dim, device=device) if qk_norm else None
+    k_norm = torch.randn(head_dim, device=device) if qk_norm else None
+
+    q, k, v = qkv.view(len(row_lens), -1, head_dim).split([heads, kv_heads, kv_heads], 1)
+    positions = (case.row_len - 1).clamp_min(0)
+    if q_norm is not None and k_norm is not None:
+        q, k = reference_norm(q, q_norm, 1e-6), reference_norm(k, k_norm, 1e-6)
+    q, k = reference_rope(q, cos_sin, positions), reference_rope(k, cos_sin, positions)
+    expected_kv = case.kv.clone()
+    for row, length in enumerate(row_lens):
+        if length:
+            block = int(case.block_table[int(case.row_slot[row]), (length - 1) // block_size])
+            expected_kv[block, 0, :, (length - 1) % block_size] = k[row].float()
+            expected_kv[block, 1, :, (length - 1) % block_size] = v[row]
+    workspace = make_workspace(len(row_lens), heads, kv_heads, head_dim, device)
+    actual_kv = case.kv.clone()
+    for num_splits in (1, 4):
+        actual_kv.copy_(case.kv)
+        out = decode_attention_qkv(
+            qkv, q_norm, k_norm, 1e-6, cos_sin, actual_kv, case.row_slot, case.row_len, case.block_table, heads, 0.2,
+            window, softcap, workspace, num_splits=num_splits,
+        )  # fmt: skip
+        torch.testing.assert_close(actual_kv, expected_kv, rtol=1e-4, atol=1e-4)
+        case.kv.copy_(expected_kv)
+        expected = reference_attention(q, case, 0.2, window, softcap)
+        assert relative_error(out, expected) < 1e-4
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim", "block_size", "window", "softcap"), SHAPES)
+def test_prefill_attention(heads, kv_heads, head_dim, block_size, window, softcap, dtype, device):
+    row_lens, counts = [30, 17, 50, 100, 5], [1, 1, 50, 30, 5]
+    case = make_paged_case(row_lens, counts, kv_heads, head_dim, block_size, dtype, device)
+    q = torch.randn(sum(counts), heads, head_dim, device=device).to(dtype)
+    expected = reference_attention(q, case, 0.2, window, softcap)
+    for first_row in (0, 2):
+        skipped = sum(counts[:first_row])
+        out = torch.zeros(sum(counts), heads * head_dim, device=device, dtype=dtype)
+        prefill_attention(
+            q, case.kv, case.row_slot, case.row_start, case.query_start, case.block_table, 0.2, window, softcap,
+            first_row=first_row, num_tokens=sum(counts) - skipped, max_count=50, out=out,
+            tuning=PrefillTuning(32, 32, 4, 2),
+        )  # fmt: skip
+        assert relative_error(out[skipped:], expected[skipped:]) < tolerance(dtype)
+        assert not out[:skipped].any(), "decode rows belong to the decode kernel"
+
+
+def test_prefill_attention_does_not_depend_on_chunking(device):
+    case = make_paged_case([90], [90], 2, 32, 16, torch.float32, device)
+    q = torch.randn(90, 4, 32, device=device)
+
+    def run(first: int, last: int) -> torch.Tensor:
+        out = torch.zeros(last - first, 128, device=device)
+        bounds = torch.tensor([0, last - first], dtype=torch.int32, device=device)
+        start = torch.tensor([first], dtype=torch.int32, device=device)
+        prefill_attention(
+            q[first:last], case.kv, case.row_slot, start, bounds, case.block_table, 0.2, None, None, first_row=0,
+            num_tokens=last - first, max_count=90, out=out, tuning=PrefillTuning(32, 32, 4, 2),
+        )  # fmt: skip
+        return out
+
+    chunks = torch.cat([run(0, 33), run(33, 34), run(34, 90)])
+    if device.type == "cuda":
+        assert torch.equal(chunks, run(0, 90)), "deterministic mode stands on equal bits"
+    else:  # the interpreter multiplies with numpy, whose rounding depends on the shape
+        torch.testing.assert_close(chunks, run(0, 90))

@@ -1,0 +1,73 @@
+import pytest
+import torch
+
+from inferengine.kernels.activation import gelu_tanh_and_mul, silu_and_mul
+from inferengine.kernels.norm import add_rms_norm, rms_norm
+from inferengine.kernels.rope_cache import qkv_rope_write
+from tests.kernels.builders import reference_norm, reference_rope, relative_error, tolerance
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [64, 1000, 4096])
+def test_rms_norm(width, dtype, device):
+    x = torch.randn(3, width, device=device).to(dtype)
+    weight = torch.randn(width, device=device).to(dtype)
+    assert relative_error(rms_norm(x, weight, 1e-5), reference_norm(x, weight, 1e-5)) < tolerance(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_add_rms_norm_adds_in_place(dtype, device):
+    x, residual = torch.randn(2, 3, 320, device=device).to(dtype).unbind()
+    residual = residual.clone()
+    weight = torch.randn(320, device=device).to(dtype)
+    expected_sum = (x.double() + residual.double()).to(dtype)
+    normed, returned = add_rms_norm(x, residual, weight, 1e-5)
+    assert returned.data_ptr() == residual.data_ptr()
+    assert relative_error(residual, expected_sum.double()) < tolerance(dtype)
+    assert relative_error(normed, reference_norm(expected_sum, weight, 1e-5)) < tolerance(dtype)
+
+
+def test_norm_of_a_strided_view(device):
+    x = torch.randn(4, 256, device=device)[:, 64:192]
+    weight = torch.randn(128, device=device)
+    assert relative_error(rms_norm(x, weight, 1e-5), reference_norm(x, weight, 1e-5)) < 1e-5
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [48, 1500])
+def test_gated_activations(width, dtype, device):
+    x = torch.randn(3, 2 * width, device=device).to(dtype)
+    left, right = x.double().chunk(2, -1)
+    silu = torch.nn.functional.silu(left) * right
+    gelu = torch.nn.functional.gelu(left, approximate="tanh") * right
+    assert relative_error(silu_and_mul(x), silu) < tolerance(dtype)
+    assert relative_error(gelu_tanh_and_mul(x), gelu) < tolerance(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("qk_norm", [False, True])
+@pytest.mark.parametrize("rope", [False, True])
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 2, 32), (7, 1, 24)])
+def test_qkv_rope_write(heads, kv_heads, head_dim, rope, qk_norm, dtype, device):
+    tokens, block_size = 5, 16
+    qkv = torch.randn(tokens, (heads + 2 * kv_heads) * head_dim, device=device).to(dtype)
+    positions = torch.tensor([0, 3, 17, 40, 2], device=device, dtype=torch.int32)
+    slots = torch.tensor([5, 47, 16, -1, 0], device=device)
+    cos_sin = torch.randn(64, head_dim, device=device) if rope else None
+    norms = torch.randn(2, head_dim, device=device).to(dtype) if qk_norm else (None, None)
+    q, k, v = qkv.view(tokens, -1, head_dim).double().split([heads, kv_heads, kv_heads], 1)
+    if qk_norm:
+        q, k = reference_norm(q, norms[0], 1e-6), reference_norm(k, norms[1], 1e-6)
+    if cos_sin is not None:
+        q, k = reference_rope(q, cos_sin, positions), reference_rope(k, cos_sin, positions)
+    kv = torch.zeros(3, 2, kv_heads, block_size, head_dim, device=device, dtype=dtype)
+    expected = kv.double()
+    for token, slot in enumerate(slots.tolist()):
+        if slot >= 0:  # a negative slot is a padding token
+            expected[slot // block_size, 0, :, slot % block_size] = k[token]
+            expected[slot // block_size, 1, :, slot % block_size] = v[token]
+    actual = qkv_rope_write(qkv, norms[0], norms[1], 1e-6, cos_sin, positions, slots, kv, heads, kv_heads)
+    assert relative_error(actual, q) < tolerance(dtype)
+    assert relative_error(kv, expected) < tolerance(dtype)
