@@ -88,6 +88,11 @@ class Submission:
         """Cancel every choice. Fire and forget."""
         self._client._cancel(self._call.collectors)
 
+    def abandon(self, error: InferEngineError) -> None:
+        """Cancel, and end every choice on this side at once with `error`, whatever the engine does about it."""
+        self.cancel()
+        self._call.fail(error)
+
     async def __aenter__(self) -> Submission:
         return self
 

@@ -1,0 +1,51 @@
+"""Errors as HTTP shows them: `{"error": {message, type, param, code}}`, whatever went wrong."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from typing import Any
+
+from inferengine.errors import InferEngineError, InvalidRequest, bounded
+
+# Whatever looks like a place on this machine: paths of two or more parts, and socket addresses.
+_PLACES = re.compile(r"(?:[a-z]+://[^\s\"']+)|(?<![\w<./])/(?:[\w.+-]+/)+[\w.+-]*")
+
+
+def scrubbed(message: str) -> str:
+    """A message fit for strangers: bounded, without paths or addresses."""
+    return bounded(_PLACES.sub("...", message))
+
+
+def error_object(error: InferEngineError) -> dict[str, Any]:
+    """The value of `error` in a body or an event."""
+    return {
+        "message": scrubbed(error.message),
+        "type": error.kind.openai_type,
+        "param": error.field,
+        "code": error.code,
+    }
+
+
+def error_body(error: InferEngineError) -> bytes:
+    return json.dumps({"error": error_object(error)}, ensure_ascii=False).encode()
+
+
+def retry_after(error: InferEngineError) -> str | None:
+    """The Retry-After header in whole seconds, for the statuses that promise one."""
+    if error.http_status not in (429, 503):
+        return None
+    return str(max(1, math.ceil(error.retry_after_s or 1.0)))
+
+
+def unexpected() -> InferEngineError:
+    """What a client learns of a bug here; the log has the rest."""
+    return InferEngineError("engine_error", "The server failed on this request.")
+
+
+def as_unprocessable(error: InvalidRequest) -> InferEngineError:
+    """The same complaint for dialects that answer 422 to a field of the wrong type or range."""
+    if error.code != "invalid_request":
+        return error
+    return InferEngineError("unprocessable", error.message, field=error.field)

@@ -1,0 +1,113 @@
+"""What a front end knows of the model: tokenizer, chat template and generation defaults, fetched from the engine.
+
+Front ends hold no model files. They ask for them once, and again when an engine announces another fingerprint.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from inferengine.client import ModelFiles, ModelInfo, Welcome
+from inferengine.config import LimitsConfig
+from inferengine.errors import InferEngineError, InvalidRequest
+from inferengine.text import ChatTemplate, Tokenizer
+from inferengine.text.tokenizer import read_json
+
+# Texts below this many characters are tokenized on the event loop: well under a millisecond, less than a thread costs.
+SHORT_TEXT_CHARACTERS = 2000
+# Of generation_config.json, the sampling defaults for requests that do not say (as vLLM takes them).
+GENERATION_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+class Engine(Protocol):
+    """What the model's context needs of an AsyncClient or EnginePool."""
+
+    @property
+    def welcome(self) -> Welcome: ...
+
+    @property
+    def connected(self) -> bool: ...
+
+    async def model_files(self, files: Sequence[str] | None = None) -> ModelFiles: ...
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """One model, ready to turn requests into tokens. Shared by all requests."""
+
+    info: ModelInfo
+    tokenizer: Tokenizer
+    template: ChatTemplate | None
+    defaults: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        return self.info.name
+
+    async def encode(self, text: str, limits: LimitsConfig, *, name: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a prompt; long ones are tokenized in a thread, so that nobody else waits."""
+        if len(text) > limits.max_text_characters:
+            raise InvalidRequest(name, f"must have at most {limits.max_text_characters} characters")
+        if len(text) <= SHORT_TEXT_CHARACTERS:
+            return self.tokenizer.encode(text, add_special_tokens)
+        return await asyncio.to_thread(self.tokenizer.encode, text, add_special_tokens)
+
+    async def render(self, messages: list[dict[str, Any]], **options: Any) -> str:
+        """The prompt text of a conversation, by the model's chat template."""
+        if self.template is None:
+            raise InvalidRequest(
+                "messages", "this model has no chat template: use /v1/completions with a prompt", code="unsupported"
+            )
+        template, size = self.template, sum(len(str(message.get("content") or "")) for message in messages)
+        if size <= SHORT_TEXT_CHARACTERS and len(messages) <= 32:
+            return template.render(messages, **options)
+        return await asyncio.to_thread(lambda: template.render(messages, **options))
+
+
+class ModelContext:
+    """The model of the engine behind this front end, kept up to date."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._served: ServedModel | None = None
+        self._lock = asyncio.Lock()
+
+    @property
+    def served(self) -> ServedModel | None:
+        """The model as last fetched, without asking the engine: what is known even while it is away."""
+        return self._served
+
+    async def get(self) -> ServedModel:
+        """The current model; fetched when the engine announces one that is not at hand. Raises engine_unavailable
+        while there is no engine, or it is still loading."""
+        info = self._announced()
+        served = self._served
+        if served is not None and served.info == info:
+            return served
+        async with self._lock:
+            info = self._announced()
+            served = self._served
+            if served is not None and served.info.fingerprint == info.fingerprint:
+                self._served = ServedModel(info, served.tokenizer, served.template, served.defaults)
+            else:
+                files = (await self._engine.model_files()).files
+                self._served = await asyncio.to_thread(load_model, info, files)
+            return self._served
+
+    def _announced(self) -> ModelInfo:
+        if not self._engine.connected:
+            raise InferEngineError("engine_unavailable", "The engine is not reachable.", retry_after_s=1.0)
+        welcome = self._engine.welcome
+        if welcome.model is None:
+            raise InferEngineError("engine_unavailable", "The engine is still loading the model.", retry_after_s=2.0)
+        return welcome.model
+
+
+def load_model(info: ModelInfo, files: dict[str, bytes]) -> ServedModel:
+    """Read the files of a checkpoint that travelled over the wire."""
+    wanted = read_json(files, "generation_config.json")
+    defaults = {name: wanted[name] for name in GENERATION_DEFAULTS if isinstance(wanted.get(name), int | float)}
+    return ServedModel(info, Tokenizer.from_files(files), ChatTemplate.from_files(files), defaults)
