@@ -13,6 +13,7 @@ class KVGroup(NamedTuple):
 
     num_blocks: int
     window: int | None = None
+    num_host_blocks: int = 0  # host memory to swap to
 
 
 class Capacity(NamedTuple):
@@ -24,6 +25,8 @@ class Capacity(NamedTuple):
     max_num_batched_tokens: int
     max_model_len: int
     vocab_size: int
+    swap_block_s: float = 0.0  # measured time to move one block of all layers between host and device; 0: unknown
+    prefill_token_s: float = 0.0  # measured time to compute one prompt token; 0: unknown
 
 
 class StepFuture(Protocol):

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from inferengine.core.block_pool import BlockPool
 from inferengine.core.executor import KVGroup
-from inferengine.core.plan import BlockUpdates
+from inferengine.core.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
+from inferengine.core.plan import BlockCopies, BlockUpdates
 from inferengine.core.prefix_cache import PrefixCache, block_hash, root_hash
 from inferengine.core.sequence import Sequence
+from inferengine.core.swap import CopyList, SwapSpace
 
 
 class PrefixHit:
@@ -28,18 +30,30 @@ class PrefixHit:
 class KVCacheManager:
     """Owns the pools and the prefix caches; writes each change of a block table into `updates` for the next plan."""
 
-    def __init__(self, groups: list[KVGroup], block_size: int, *, max_chunk: int, prefix_caching: bool = True) -> None:
+    def __init__(
+        self,
+        groups: list[KVGroup],
+        block_size: int,
+        *,
+        max_chunk: int,
+        prefix_caching: bool = True,
+        eviction: str = "lru",
+        record_events: bool = False,
+    ) -> None:
         self.block_size = block_size
         self.groups = groups
         self.max_chunk = max_chunk  # most tokens of one sequence in one step: what a window needs beyond itself
         self.prefix_caching = prefix_caching
-        self.pools = [BlockPool(group.num_blocks) for group in groups]
+        self.pools = [BlockPool(group.num_blocks, eviction) for group in groups]
+        self.swap = SwapSpace(groups)
         self.caches = [PrefixCache(group.num_blocks) for group in groups]
         self.num_evictions = 0
         self.num_lookup_tokens = 0
         self.num_hit_tokens = 0
+        self.events: list[KVEvent] | None = [] if record_events else None
         self._roots: dict[bytes, bytes] = {}
         self._updates = self._empty_updates()
+        self._copies = CopyList(len(groups))
 
     # -- questions ---------------------------------------------------------------------------------------------------
 
@@ -154,9 +168,8 @@ class KVCacheManager:
             missing = needed - len(table)
             if missing > 0:
                 blocks, evicted = self.pools[group_index].take(missing)
-                for block_id in evicted:
-                    self.caches[group_index].evict(block_id)
-                self.num_evictions += len(evicted)
+                if evicted:
+                    self._evict(group_index, evicted)
                 self._record(group_index, sequence.slot, len(table), blocks)
                 table.extend(blocks)
         sequence.capacity = needed * self.block_size
@@ -174,10 +187,7 @@ class KVCacheManager:
             parent = hashes[-1] if hashes else self._root(sequence.request.cache_salt)
             digest = block_hash(parent, sequence.tokens[index * size : (index + 1) * size])
             hashes.append(digest)
-            for pool, cache, table in zip(self.pools, self.caches, sequence.block_tables, strict=True):
-                block_id = table[index]
-                if block_id >= 0 and cache.insert(digest, block_id):
-                    pool.mark_cached(block_id)
+            self._insert(sequence, index, digest)
 
     def release(self, sequence: Sequence) -> None:
         """Give back every block of the sequence; cached content stays until it is evicted."""
@@ -187,6 +197,58 @@ class KVCacheManager:
             sequence.block_tables[group_index] = []
             sequence.num_blocks_released[group_index] = 0
         sequence.capacity = 0
+
+    def fork(self, parent: Sequence, child: Sequence) -> PrefixHit | None:
+        """The full blocks of a running sequence's prompt, for a child with the same prompt. None where a window group
+        has already given back what the child would need."""
+        full = (child.num_prompt - 1) // self.block_size
+        for group_index, group in enumerate(self.groups):
+            if parent.num_blocks_released[group_index] > self._first_needed(group, full):
+                return None
+        block_ids = [
+            [block if i >= self._first_needed(group, full) else None for i, block in enumerate(table[:full])]
+            for group, table in zip(self.groups, parent.block_tables, strict=True)
+        ]
+        return PrefixHit(full * self.block_size, block_ids, parent.block_hashes[:full])
+
+    def copy_partial(self, parent: Sequence, child: Sequence) -> int:
+        """Copy the block in which the shared prompt ends (copy on write: both will write into theirs). Returns the
+        number of the child's tokens that need no computing: all of the prompt but the last."""
+        index = (child.num_prompt - 1) // self.block_size
+        if child.num_prompt - 1 > index * self.block_size:
+            for group_index, (source, target) in enumerate(zip(parent.block_tables, child.block_tables, strict=True)):
+                self._copies.add(group_index, [source[index]], [target[index]])
+        child.num_computed = child.num_prompt - 1
+        return child.num_computed
+
+    def swap_out(self, sequence: Sequence) -> None:
+        """Move the KV of a sequence to the host and give its blocks back. The caller has asked `swap.has_room`."""
+        self.swap.store(sequence)
+        self.release(sequence)
+
+    def swap_in(self, sequence: Sequence) -> None:
+        """Bring the KV of a sequence back. The caller has made sure that it fits."""
+        for group_index, table in enumerate(sequence.host_tables or []):
+            released = table.count(-1)
+            targets, evicted = self.pools[group_index].take(len(table) - released)
+            if evicted:
+                self._evict(group_index, evicted)
+            sequence.block_tables[group_index] = [-1] * released + targets
+            sequence.num_blocks_released[group_index] = released
+            self._record(group_index, sequence.slot, released, targets)
+        self.swap.load(sequence)
+        sequence.capacity = len(sequence.block_tables[0]) * self.block_size
+
+    def take_copies(self) -> list[BlockCopies]:
+        """Block copies asked for since the last call, for the next plan."""
+        return self._copies.take()
+
+    def take_events(self) -> list[KVEvent]:
+        """What became reusable or was lost since the last call."""
+        if not self.events:
+            return []
+        events, self.events = self.events, []
+        return events
 
     def take_updates(self) -> list[BlockUpdates]:
         """Block-table entries written since the last call, for the next plan."""
@@ -199,10 +261,13 @@ class KVCacheManager:
         for pool, cache in zip(self.pools, self.caches, strict=True):
             pool.forget_cached()
             count += cache.clear()
+        if self.events is not None:
+            self.events.append(AllBlocksCleared())
         return count
 
     def check(self) -> None:
         """Available + evictable + held = total in every pool, and only cached blocks are evictable."""
+        self.swap.check()
         for pool, cache in zip(self.pools, self.caches, strict=True):
             pool.check()
             cached_free = sum(1 for block in cache.block_ids() if pool.reference_count(block) == 0)
@@ -210,6 +275,26 @@ class KVCacheManager:
                 raise RuntimeError(f"{cached_free} cached free blocks, pool counts {pool.num_evictable}")
 
     # -- inside ------------------------------------------------------------------------------------------------------
+
+    def _insert(self, sequence: Sequence, index: int, digest: bytes) -> None:
+        stored = False
+        for pool, cache, table in zip(self.pools, self.caches, sequence.block_tables, strict=True):
+            block_id = table[index]
+            if block_id >= 0 and cache.insert(digest, block_id):
+                pool.mark_cached(block_id)
+                stored = True
+        if stored and self.events is not None:
+            size = self.block_size
+            parent = sequence.block_hashes[index - 1] if index else None
+            self.events.append(BlockStored([digest], parent, sequence.tokens[index * size : (index + 1) * size], size))
+
+    def _evict(self, group_index: int, block_ids: list[int]) -> None:
+        digests = [self.caches[group_index].evict(block_id) for block_id in block_ids]
+        self.num_evictions += len(block_ids)
+        if self.events is not None:
+            gone = [digest for digest in digests if not any(digest in cache for cache in self.caches)]
+            if gone:
+                self.events.append(BlockRemoved(gone))
 
     def _release_left_of_window(self, sequence: Sequence) -> None:
         for group_index, group in enumerate(self.groups):

@@ -32,12 +32,22 @@ class BlockUpdates(NamedTuple):
     block_ids: list[int]
 
 
+class BlockCopies(NamedTuple):
+    """Whole blocks of one KV group to copy: sources[i] -> targets[i]."""
+
+    sources: list[int]
+    targets: list[int]
+
+
 class StepPlan(NamedTuple):
     """One step. Row r computes tokens [starts[r], starts[r] + counts[r]) of the sequence in slots[r].
 
     Rows [0, num_decodes) have count 1 and sample; the rest are prompt chunks, of which `samples[r]` says whether the
     chunk reaches the last known token, so that the next one is drawn. The input of a decode row is the token that the
     device itself wrote at starts[r]; the host may not know it yet.
+
+    Order of execution: `swap_out` (device -> host blocks), `copies` (device -> device), `swap_in` (host -> device),
+    then slot and block-table writes, then the computation. Each is empty or has one entry per KV group.
     """
 
     step: int
@@ -49,6 +59,9 @@ class StepPlan(NamedTuple):
     num_tokens: int  # sum of counts
     admitted: list[SlotInit]
     block_updates: list[BlockUpdates]  # one per KV group
+    swap_out: SequenceOf[BlockCopies] = ()
+    copies: SequenceOf[BlockCopies] = ()
+    swap_in: SequenceOf[BlockCopies] = ()
 
     @property
     def num_sampled(self) -> int:

@@ -23,6 +23,7 @@ class Request:
     eos_token_ids: frozenset[int] = frozenset()
     seed: int = 0  # resolved: the client's, or drawn by the link
     choice: int = 0
+    fork_of: int | None = None  # uid of the first choice of the same submission, whose prompt blocks this one shares
     priority: int = 0  # lower runs first
     tenant: str = ""
     cache_salt: bytes = b""

@@ -15,37 +15,38 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from inferengine.core.chunk_control import ChunkController
 from inferengine.core.executor import Capacity
+from inferengine.core.forks import ForkRoom
 from inferengine.core.kv_manager import KVCacheManager, PrefixHit
-from inferengine.core.plan import SlotInit, StepPlan, StepResult, TokenLogprobs
+from inferengine.core.plan import StepResult, TokenLogprobs
+from inferengine.core.pressure import Relief, choose_relief
 from inferengine.core.queues import POLICIES, WaitingQueue
 from inferengine.core.request import Request
 from inferengine.core.sequence import Sequence, Status
 from inferengine.core.stats import SchedulerSnapshot, SchedulerStats
+from inferengine.core.step_draft import ScheduledStep, StepDraft
 from inferengine.core.stopping import FinishDetail, Finished, stop_reason, terminal_row
+
+__all__ = ["ScheduledStep", "Scheduler", "SchedulerOptions", "StepOutput"]
 
 
 @dataclass(frozen=True, slots=True)
 class SchedulerOptions:
-    """Limits of one step and the order of waiting."""
+    """Limits of one step, the order of waiting, and what gives way under pressure. 0 means: no limit of its own."""
 
     max_num_batched_tokens: int
     max_num_seqs: int
     policy: str = "fcfs"
     chunked_prefill: bool = True
-    prefill_chunk: int = 0  # 0: the whole budget
+    prefill_chunk: int = 0  # most prompt tokens of one sequence in a step
+    max_num_decodes: int = 0  # most decode rows in a step
+    itl_target_s: float = 0.0  # keep steps that carry decodes under this time by cutting prompt chunks
     prefix_caching: bool = True
+    eviction: str = "lru"
+    pressure: str = "preempt"
     watermark: float = 0.01
-
-
-class ScheduledStep(NamedTuple):
-    """A plan with the sequences behind its rows. The executor sees only the plan."""
-
-    plan: StepPlan
-    rows: list[Sequence]
-    sampled: list[Sequence]  # sequences of the sampling rows, in row order
-    uids: list[int]  # their uids
-    layout: int  # equal for two steps only if `uids` is the same list
+    kv_events: bool = False
 
 
 class StepOutput(NamedTuple):
@@ -70,13 +71,20 @@ class Scheduler:
             capacity.block_size,
             max_chunk=options.max_num_batched_tokens if options.chunked_prefill else capacity.max_model_len,
             prefix_caching=options.prefix_caching,
+            eviction=options.eviction,
+            record_events=options.kv_events,
         )
         self.waiting: WaitingQueue = POLICIES[options.policy]()
+        self.forks = ForkRoom()
         self.running: list[Sequence] = []
         self.sequences: dict[int, Sequence] = {}
         self.stats = SchedulerStats()
-        self._free_slots = list(range(min(capacity.max_num_seqs, options.max_num_seqs) - 1, -1, -1))
+        self.rejected: list[Finished] = []  # ended under pressure while a step was planned; the caller takes them
+        self._chunks = ChunkController(options.itl_target_s) if options.itl_target_s else None
+        self._num_slots = min(capacity.max_num_seqs, options.max_num_seqs)
+        self._free_slots = list(range(self._num_slots - 1, -1, -1))
         self._watermark_blocks = int(options.watermark * min(group.num_blocks for group in capacity.groups))
+        self._decode_offset = 0
         self._step = 0
         self._layout = 0
         self._last_uids: list[int] = []
@@ -88,7 +96,11 @@ class Scheduler:
         """Queue an accepted request. It fits the empty pool: admission has seen to that."""
         sequence = Sequence(request, num_groups=len(self.capacity.groups))
         self.sequences[request.uid] = sequence
-        self.waiting.push(sequence)
+        parent = self.sequences.get(request.fork_of) if request.fork_of is not None else None
+        if parent is not None and parent.first_token_s is None:
+            self.forks.hold(parent.uid, sequence)
+        else:
+            self.waiting.push(sequence)
         self.stats.num_submitted += 1
         return sequence
 
@@ -105,20 +117,18 @@ class Scheduler:
 
     def schedule(self, now: float) -> ScheduledStep | None:
         """Plan the next step, or None when nothing can be computed now (idle, or all wait for tokens under way)."""
-        rows: list[Sequence] = []
-        starts: list[int] = []
-        admitted: list[SlotInit] = []
-        prefilling: list[Sequence] = []
-        budget = self._plan_decodes(rows, starts, prefilling)
-        num_decodes = len(rows)
-        counts = [1] * num_decodes
+        draft = StepDraft(self.options.max_num_batched_tokens)
         preempted_before = self.stats.num_preemptions
-        budget = self._plan_chunks(prefilling, rows, starts, counts, budget)
+        prefilling = self._plan_decodes(draft, now)
+        draft.end_decodes()
+        if self._chunks is not None:
+            draft.budget = self._chunks.limit(draft.num_decodes, draft.budget)
+        self._plan_chunks(draft, prefilling, now)
         if self.stats.num_preemptions == preempted_before:
-            self._admit(rows, starts, counts, admitted, budget, now)
-        if not rows:
+            self._admit(draft, now)
+        if not draft.rows:
             return None
-        return self._finish_plan(rows, starts, counts, num_decodes, admitted)
+        return self._finish_plan(draft)
 
     def commit(self, scheduled: ScheduledStep, result: StepResult, now: float) -> StepOutput:
         """Append the tokens of a finished step, end what stopped, and offer full blocks for reuse."""
@@ -151,16 +161,22 @@ class Scheduler:
             keep = [index for index in range(len(uids)) if index not in dropped]
             uids, token_ids = [uids[i] for i in keep], [token_ids[i] for i in keep]
             layout = self._new_layout()
+        if self.waiting.wants_charges:
+            for sequence in scheduled.sampled:
+                self.waiting.charge(sequence, 1)
         self.stats.num_output_tokens += len(uids)
         logprobs = None
         if result.logprobs:
             live = set(uids)
-            logprobs = {
-                scheduled.rows[row].uid: item
-                for row, item in result.logprobs.items()
-                if scheduled.rows[row].uid in live
-            }
+            by_uid = ((scheduled.rows[row].uid, item) for row, item in result.logprobs.items())
+            logprobs = {uid: item for uid, item in by_uid if uid in live}
         return StepOutput(plan.step, uids, token_ids, finished, layout, logprobs)
+
+    def observe(self, scheduled: ScheduledStep, duration_s: float) -> None:
+        """How long the device took for a step: what the chunk controller learns from."""
+        if self._chunks is not None:
+            plan = scheduled.plan
+            self._chunks.observe(plan.num_decodes, plan.num_tokens - plan.num_decodes, duration_s)
 
     def fail(self, scheduled: ScheduledStep, rows: list[int] | None, message: str, now: float) -> list[Finished]:
         """A step did not give a result: end the requests of `rows`, or of the whole step where no culprit is known.
@@ -172,11 +188,14 @@ class Scheduler:
                 continue
             if row in culprits:
                 finished.append(self._finish(sequence, "error", ("engine_error", message), now))
-            else:
-                if scheduled.plan.samples[row]:
-                    sequence.num_inflight -= 1
-                if sequence.status is Status.RUNNING:
-                    self._preempt(sequence)
+                continue
+            if scheduled.plan.samples[row]:
+                sequence.num_inflight -= 1
+            if sequence.status is Status.RUNNING:
+                self._wait_again(sequence)
+            elif sequence.host_tables is not None:  # what was swapped out lacks this step's KV
+                self.kv.swap.drop(sequence)
+                sequence.num_computed = 0
         return finished
 
     # -- questions ---------------------------------------------------------------------------------------------------
@@ -187,7 +206,7 @@ class Scheduler:
         cached = sum(pool.num_evictable for pool in pools)
         return SchedulerSnapshot(
             num_running=len(self.running),
-            num_waiting=len(self.waiting),
+            num_waiting=len(self.waiting) + len(self.forks),
             num_waiting_tokens=self.waiting.num_tokens,
             num_blocks=sum(pool.num_blocks for pool in pools),
             num_blocks_held=held,
@@ -197,6 +216,8 @@ class Scheduler:
             num_tokens_held=sum(sequence.num_computed for sequence in self.running) * len(pools),
             block_size=self.capacity.block_size,
             num_evictions=self.kv.num_evictions,
+            num_blocks_swapped_out=self.kv.swap.num_blocks_out,
+            num_blocks_swapped_in=self.kv.swap.num_blocks_in,
             num_prefix_lookup_tokens=self.kv.num_lookup_tokens,
             num_prefix_hit_tokens=self.kv.num_hit_tokens,
         )
@@ -204,22 +225,28 @@ class Scheduler:
     def check(self) -> None:
         """Invariants, for tests and for an idle engine. Raises RuntimeError."""
         self.kv.check()
-        slots = [sequence.slot for sequence in self.running]
-        if len(set(slots)) != len(slots) or len(slots) + len(self._free_slots) != min(
-            self.capacity.max_num_seqs, self.options.max_num_seqs
-        ):
+        slots = {sequence.slot for sequence in self.running}
+        if len(slots) != len(self.running) or len(slots) + len(self._free_slots) != self._num_slots:
             raise RuntimeError(f"slots leak: {len(slots)} in use, {len(self._free_slots)} free")
-        if len(self.running) + len(self.waiting) != len(self.sequences):
+        if len(self.running) + len(self.waiting) + len(self.forks) != len(self.sequences):
             raise RuntimeError("a sequence is neither running nor waiting")
-        if not self.sequences and any(pool.num_held for pool in self.kv.pools):
+        for sequence in self.running:
+            if sequence.num_computed > sequence.capacity or sequence.num_pending < 0:
+                raise RuntimeError(f"{sequence} has computed more than its blocks hold, or than it has tokens")
+        if not self.running and any(pool.num_held for pool in self.kv.pools):
             raise RuntimeError("blocks are held and nothing runs")
+        if not self.sequences and any(pool.num_held for pool in self.kv.swap.pools):
+            raise RuntimeError("host blocks are held and nothing waits")
 
     # -- inside a step -----------------------------------------------------------------------------------------------
 
-    def _plan_decodes(self, rows: list[Sequence], starts: list[int], prefilling: list[Sequence]) -> int:
-        """Give one token to every running sequence that has one pending. Collects those with more in `prefilling`."""
-        budget = self.options.max_num_batched_tokens
-        running = self.running
+    def _plan_decodes(self, draft: StepDraft, now: float) -> list[Sequence]:
+        """Give one token to every running sequence that has one pending. Returns those that have more."""
+        prefilling: list[Sequence] = []
+        running, rows, starts = self.running, draft.rows, draft.starts
+        budget = draft.budget
+        if self.options.max_num_decodes:
+            return self._plan_capped_decodes(draft, now)
         index = 0
         while index < len(running):
             sequence = running[index]
@@ -235,104 +262,101 @@ class Scheduler:
                 continue
             if budget == 0:
                 break
-            if total > sequence.capacity and not self._make_room(sequence, total):
-                continue  # the sequence itself was preempted: `index` is at the next one
+            if total > sequence.capacity and not self._make_room(sequence, total, now):
+                continue  # the sequence itself had to go: `index` is at the next one
             rows.append(sequence)
             starts.append(computed)
             budget -= 1
             index += 1
-        # a victim may have been collected before it was preempted
-        prefilling[:] = [sequence for sequence in prefilling if sequence.status is Status.RUNNING]
-        return budget
+        draft.budget = budget
+        return prefilling
 
-    def _plan_chunks(
-        self, prefilling: list[Sequence], rows: list[Sequence], starts: list[int], counts: list[int], budget: int
-    ) -> int:
+    def _plan_capped_decodes(self, draft: StepDraft, now: float) -> list[Sequence]:
+        """As above with at most `max_num_decodes` rows, taking turns among the running sequences."""
+        prefilling = [sequence for sequence in self.running if sequence.num_pending > 1]
+        ready = [s for s in self.running if s.num_pending == 1 and s.num_tokens < s.max_total]
+        cap = min(self.options.max_num_decodes, draft.budget)
+        begin = self._decode_offset % len(ready) if len(ready) > cap else 0
+        for sequence in (ready[begin:] + ready[:begin])[:cap]:
+            if sequence.status is Status.RUNNING and self._make_room_beside(draft, sequence, sequence.num_tokens, now):
+                draft.rows.append(sequence)
+                draft.starts.append(sequence.num_computed)
+        self._decode_offset = begin + cap
+        draft.budget -= len(draft.rows)
+        return prefilling
+
+    def _plan_chunks(self, draft: StepDraft, prefilling: list[Sequence], now: float) -> None:
         """Go on with prompts that are partly computed, in order of admission."""
         for sequence in prefilling:
-            if budget == 0 or sequence.status is not Status.RUNNING:
-                continue
-            count = self._chunk(sequence.num_pending, budget)
-            if count == 0:
-                continue
-            if not self._make_room_for_chunk(sequence, sequence.num_computed + count, prefilling, rows):
-                continue
-            rows.append(sequence)
-            starts.append(sequence.num_computed)
-            counts.append(count)
-            budget -= count
-        return budget
+            if draft.budget == 0:
+                return
+            if sequence.status is not Status.RUNNING:
+                continue  # a victim of this very step
+            count = self._chunk(sequence.num_pending, draft)
+            if count and self._make_room_beside(draft, sequence, sequence.num_computed + count, now):
+                draft.add_chunk(sequence, count)
 
-    def _admit(
-        self,
-        rows: list[Sequence],
-        starts: list[int],
-        counts: list[int],
-        admitted: list[SlotInit],
-        budget: int,
-        now: float,
-    ) -> None:
+    def _admit(self, draft: StepDraft, now: float) -> None:
         """Admit waiting sequences while budget, slots and blocks last."""
-        while budget > 0 and self._free_slots:
-            sequence = self.waiting.peek(now)
+        while draft.budget > 0 and self._free_slots:
+            sequence = self.waiting.peek(now, len(self.running))
             if sequence is None or sequence.num_inflight:
                 return
-            hit = self.kv.lookup(sequence)
-            count = self._chunk(len(sequence.tokens) - hit.num_tokens, budget)
-            if count == 0 or not self._fits(hit, len(sequence.tokens)):
+            admitted = self._admit_swapped if sequence.host_tables is not None else self._admit_fresh
+            count = admitted(sequence, draft)
+            if count == 0:
                 return
-            self.waiting.pop()
-            sequence.slot = self._free_slots.pop()
-            self.kv.adopt(sequence, hit)
-            if not self.kv.allocate(sequence, hit.num_tokens + count):
-                raise RuntimeError("an admitted sequence does not fit: _fits and allocate disagree")
-            self._start(sequence, hit.num_tokens, admitted, now)
-            rows.append(sequence)
-            starts.append(hit.num_tokens)
-            counts.append(count)
-            budget -= count
+            if sequence.first_scheduled_s is None:
+                sequence.first_scheduled_s = now
+                sequence.num_cached = min(sequence.num_computed, sequence.num_prompt)
+                self.stats.num_prompt_tokens += sequence.num_prompt
+                self.stats.num_cached_tokens += sequence.num_cached
+            sequence.status = Status.RUNNING
+            self.running.append(sequence)
+            draft.add_admitted(sequence, count)
 
-    def _start(self, sequence: Sequence, num_hit: int, admitted: list[SlotInit], now: float) -> None:
-        request = sequence.request
-        if sequence.first_scheduled_s is None:
-            sequence.first_scheduled_s = now
-            sequence.num_cached = min(num_hit, sequence.num_prompt)
-            self.stats.num_prompt_tokens += sequence.num_prompt
-            self.stats.num_cached_tokens += sequence.num_cached
-        sequence.status = Status.RUNNING
-        self.running.append(sequence)
-        admitted.append(
-            SlotInit(
-                sequence.slot,
-                list(sequence.tokens) if sequence.num_output else request.prompt_ids,
-                sequence.num_prompt,
-                request.params,
-                request.seed,
-                sorted(sequence.stop_ids) if request.params.min_tokens else (),
-            )
-        )
+    def _admit_fresh(self, sequence: Sequence, draft: StepDraft) -> int:
+        """Give a sequence a slot, the blocks of its cached prefix, and room for its first chunk. 0: not now."""
+        parent = self._fork_parent(sequence)
+        hit = self.kv.fork(parent, sequence) if parent is not None else None
+        if hit is None:
+            parent, hit = None, self.kv.lookup(sequence)
+        num_known = sequence.num_prompt - 1 if parent is not None else hit.num_tokens
+        count = self._chunk(len(sequence.tokens) - num_known, draft)
+        if count == 0 or not self._fits(hit, len(sequence.tokens)):
+            return 0
+        self.waiting.pop()
+        sequence.slot = self._free_slots.pop()
+        self.kv.adopt(sequence, hit)
+        if not self.kv.allocate(sequence, num_known + count):
+            raise RuntimeError("an admitted sequence does not fit: _fits and allocate disagree")
+        if parent is not None:
+            self.kv.copy_partial(parent, sequence)
+        return count
 
-    def _finish_plan(
-        self,
-        rows: list[Sequence],
-        starts: list[int],
-        counts: list[int],
-        num_decodes: int,
-        admitted: list[SlotInit],
-    ) -> ScheduledStep:
-        sampled: list[Sequence] = rows[:num_decodes]
-        samples = [True] * num_decodes
-        for sequence in sampled:
-            sequence.num_computed += 1
-            sequence.num_inflight += 1
-        for row in range(num_decodes, len(rows)):
-            sequence = rows[row]
-            sequence.num_computed += counts[row]
-            draws = sequence.num_computed == len(sequence.tokens) + sequence.num_inflight
-            samples.append(draws)
-            if draws:
-                sequence.num_inflight += 1
-                sampled.append(sequence)
+    def _admit_swapped(self, sequence: Sequence, draft: StepDraft) -> int:
+        """Bring back a sequence whose KV waits on the host. 0: not now."""
+        count = self._chunk(sequence.num_pending, draft)
+        if count == 0 or not self._fits_again(sequence, sequence.num_computed + count):
+            return 0
+        self.waiting.pop()
+        sequence.slot = self._free_slots.pop()
+        self.kv.swap_in(sequence)
+        if not self.kv.allocate(sequence, sequence.num_computed + count):
+            raise RuntimeError("a swapped sequence does not fit: _fits_again and allocate disagree")
+        return count
+
+    def _fork_parent(self, sequence: Sequence) -> Sequence | None:
+        """The running first choice whose prompt blocks can be shared, for a choice that has not begun."""
+        if sequence.request.fork_of is None or sequence.num_output:
+            return None
+        parent = self.sequences.get(sequence.request.fork_of)
+        if parent is None or parent.status is not Status.RUNNING or parent.num_computed < sequence.num_prompt:
+            return None
+        return parent
+
+    def _finish_plan(self, draft: StepDraft) -> ScheduledStep:
+        samples, sampled = draft.advance()
         uids = [sequence.uid for sequence in sampled]
         if uids == self._last_uids:
             uids, layout = self._last_uids, self._last_layout
@@ -340,32 +364,22 @@ class Scheduler:
             layout = self._new_layout()
             self._last_uids, self._last_layout = uids, layout
         self._step += 1
-        num_tokens = sum(counts)
+        plan = draft.plan(self._step, samples, self.kv)
         stats = self.stats
         stats.num_steps += 1
-        stats.num_scheduled_tokens += num_tokens
-        stats.num_scheduled_rows += len(rows)
-        stats.max_batch = max(stats.max_batch, len(rows))
-        plan = StepPlan(
-            step=self._step,
-            slots=[sequence.slot for sequence in rows],
-            starts=starts,
-            counts=counts,
-            samples=samples,
-            num_decodes=num_decodes,
-            num_tokens=num_tokens,
-            admitted=admitted,
-            block_updates=self.kv.take_updates(),
-        )
-        return ScheduledStep(plan, rows, sampled, uids, layout)
+        stats.num_scheduled_tokens += plan.num_tokens
+        stats.num_scheduled_rows += len(draft.rows)
+        stats.max_batch = max(stats.max_batch, len(draft.rows))
+        return ScheduledStep(plan, draft.rows, sampled, uids, layout)
 
-    def _chunk(self, pending: int, budget: int) -> int:
+    def _chunk(self, pending: int, draft: StepDraft) -> int:
         """How many of the pending tokens go into this step."""
-        limit = self.options.prefill_chunk
         if not self.options.chunked_prefill:
-            whole = budget >= self.options.max_num_batched_tokens  # a prompt longer than the budget runs alone
-            return pending if pending <= budget or whole else 0
-        return min(pending, budget, limit) if limit else min(pending, budget)
+            return pending if pending <= draft.budget or not draft.rows else 0  # too long for any budget: runs alone
+        limit = self.options.prefill_chunk
+        return min(pending, draft.budget, limit) if limit else min(pending, draft.budget)
+
+    # -- room --------------------------------------------------------------------------------------------------------
 
     def _fits(self, hit: PrefixHit, num_tokens: int) -> bool:
         """Whether a waiting sequence can be admitted: all of its known tokens beside the blocks of its hit (not only
@@ -381,67 +395,95 @@ class Scheduler:
                 return False
         return True
 
-    def _make_room(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Allocate for a decode; preempt from the tail until it fits. False: the sequence itself had to go."""
+    def _fits_again(self, sequence: Sequence, num_tokens: int) -> bool:
+        reserve = self._watermark_blocks if self.running else 0
+        needed = self.kv.blocks_for(num_tokens)
+        for pool, table in zip(self.kv.pools, sequence.host_tables or [], strict=True):
+            if needed - table.count(-1) + reserve > pool.num_free:
+                self.stats.num_pressure_events += 1
+                return False
+        return True
+
+    def _make_room(self, sequence: Sequence, num_tokens: int, now: float) -> bool:
+        """Allocate for a decode; the sequence admitted last gives way until it fits. False: that was the sequence."""
         while not self.kv.allocate(sequence, num_tokens):
             self.stats.num_pressure_events += 1
             victim = self.running[-1]
-            self._preempt(victim)
+            self._give_way(victim, now)
             if victim is sequence:
                 return False
         return True
 
-    def _make_room_for_chunk(
-        self, sequence: Sequence, num_tokens: int, prefilling: list[Sequence], rows: list[Sequence]
-    ) -> bool:
-        """Allocate for a prompt chunk. Rows already planned are never preempted: their step is being built."""
+    def _make_room_beside(self, draft: StepDraft, sequence: Sequence, num_tokens: int, now: float) -> bool:
+        """Allocate beside rows already planned, which never give way: their step is being built."""
         while not self.kv.allocate(sequence, num_tokens):
             self.stats.num_pressure_events += 1
             victim = self.running[-1]
-            if victim is sequence and not rows:
-                self._preempt(victim)
+            if victim in draft.rows or (victim is sequence and draft.rows):
                 return False
-            if victim is sequence or victim in rows:
+            self._give_way(victim, now)
+            if victim is sequence:
                 return False
-            self._preempt(victim)
         return True
+
+    def _give_way(self, victim: Sequence, now: float) -> None:
+        relief = choose_relief(self.options.pressure, victim, self.kv.swap, self.capacity)
+        if relief is Relief.REJECT:
+            message = "The KV cache is full. Try again later, or ask for fewer tokens."
+            self.rejected.append(self._finish(victim, "error", ("overloaded", message), now))
+        else:
+            self._wait_again(victim, swap=relief is Relief.SWAP)
+
+    # -- life and death ----------------------------------------------------------------------------------------------
 
     def _look_at(self, sequence: Sequence, token_id: int, now: float) -> tuple[str, FinishDetail] | None:
         """A committed token that is the first, may end the sequence, or fills a block."""
         length = len(sequence.tokens)
         if sequence.first_token_s is None:
             sequence.first_token_s = now
+            self._release_forks(sequence)
         if length > sequence.next_hash_at and sequence.status is Status.RUNNING:
             self.kv.cache_full_blocks(sequence, length - 1)
         sequence.next_event_at = min(sequence.max_total, sequence.next_hash_at + 1)
         return stop_reason(sequence, token_id)
 
-    # -- life and death ----------------------------------------------------------------------------------------------
-
-    def _preempt(self, sequence: Sequence) -> None:
-        """Give everything back and wait again. The tokens stay; what was computed may still be in the prefix cache."""
+    def _wait_again(self, sequence: Sequence, *, swap: bool = False) -> None:
+        """Give everything back and wait. The tokens stay; the KV goes to the host or is computed again, as far as it is
+        not found in the prefix cache."""
         self.running.remove(sequence)
-        self._give_back(sequence)
-        sequence.num_computed = 0
+        if swap:
+            self.kv.swap_out(sequence)
+        else:
+            self.kv.release(sequence)
+            sequence.num_computed = 0
+        self._free_slot(sequence)
         sequence.status = Status.PREEMPTED
         sequence.num_preemptions += 1
         self.stats.num_preemptions += 1
         self.waiting.push_back(sequence)
 
     def _finish(self, sequence: Sequence, reason: str, detail: FinishDetail, now: float) -> Finished:
-        was_running = sequence.status is Status.RUNNING
+        was_running, was_held = sequence.status is Status.RUNNING, self.forks.holds(sequence)
         sequence.status = Status.FINISHED
         if was_running:
             self.running.remove(sequence)
-            self._give_back(sequence)
+            self.kv.release(sequence)
+            self._free_slot(sequence)
+        elif was_held:
+            self.forks.remove(sequence)
         else:
             self.waiting.remove(sequence)
+            self.kv.swap.drop(sequence)
+        self._release_forks(sequence)
         del self.sequences[sequence.uid]
         self.stats.num_finished += 1
         return terminal_row(sequence, reason, detail, now)
 
-    def _give_back(self, sequence: Sequence) -> None:
-        self.kv.release(sequence)
+    def _release_forks(self, parent: Sequence) -> None:
+        for sequence in self.forks.release(parent.uid):
+            self.waiting.push(sequence)
+
+    def _free_slot(self, sequence: Sequence) -> None:
         self._free_slots.append(sequence.slot)
         sequence.slot = -1
 

@@ -28,6 +28,7 @@ class Sequence:
         "capacity",
         "first_scheduled_s",
         "first_token_s",
+        "host_tables",
         "max_total",
         "min_total",
         "next_event_at",
@@ -60,6 +61,7 @@ class Sequence:
         self.slot = -1
         self.block_tables: list[list[int]] = [[] for _ in range(num_groups)]
         self.num_blocks_released: list[int] = [0] * num_groups  # leading blocks that left a sliding window
+        self.host_tables: list[list[int]] | None = None  # where its KV waits while it is swapped out
         self.capacity = 0  # tokens that the allocated blocks hold
         self.block_hashes: list[bytes] = []  # chained hash of each full, computed block
         self.next_hash_at = 0  # number of computed tokens at which the next block is full; set by the KV manager

@@ -37,6 +37,8 @@ class SchedulerSnapshot:
     num_tokens_held: int  # tokens in the held blocks
     block_size: int
     num_evictions: int
+    num_blocks_swapped_out: int
+    num_blocks_swapped_in: int
     num_prefix_lookup_tokens: int
     num_prefix_hit_tokens: int
 

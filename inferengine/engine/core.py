@@ -43,6 +43,7 @@ class EngineCore:
         self._clock = clock
         self._on_failure = on_failure
         self._in_flight: deque[tuple[ScheduledStep, StepFuture]] = deque()
+        self._busy_since = 0.0  # when the device began with the oldest step under way
         self._deadlines: list[tuple[float, int]] = []
 
     def submit(self, request: Request) -> None:
@@ -66,8 +67,13 @@ class EngineCore:
         now = self._clock()
         expired = self._expire(now) if self._deadlines else []
         scheduled = self.scheduler.schedule(now)
+        if self.scheduler.rejected:
+            expired += self.scheduler.rejected
+            self.scheduler.rejected = []
         failed: list[Finished] = []
         if scheduled is not None:
+            if not self._in_flight:
+                self._busy_since = now
             try:
                 self._in_flight.append((scheduled, self.executor.execute(scheduled.plan)))
             except Exception as error:
@@ -82,7 +88,10 @@ class EngineCore:
             result = future.result()
         except Exception as error:
             return self._news(None, expired + self._fail(scheduled, error))
-        return self._news(self.scheduler.commit(scheduled, result, self._clock()), expired)
+        now = self._clock()
+        self.scheduler.observe(scheduled, now - self._busy_since)
+        self._busy_since = now
+        return self._news(self.scheduler.commit(scheduled, result, now), expired)
 
     def flush(self) -> int:
         """Drop the prefix cache. Returns the number of blocks forgotten."""

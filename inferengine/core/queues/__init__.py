@@ -1,0 +1,22 @@
+"""In which order waiting sequences are admitted. A policy is a file and one line in POLICIES."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from inferengine.core.queues.fair_share import FairShare
+from inferengine.core.queues.first_come import FirstComeFirstServed
+from inferengine.core.queues.ordered import OrderedQueue, deadline_key, priority_key, shortest_key
+from inferengine.core.queues.static_batch import StaticBatch
+from inferengine.core.queues.waiting_queue import WaitingQueue
+
+__all__ = ["POLICIES", "WaitingQueue"]
+
+POLICIES: dict[str, Callable[[], WaitingQueue]] = {
+    "fcfs": FirstComeFirstServed,
+    "priority": lambda: OrderedQueue(priority_key),
+    "shortest": lambda: OrderedQueue(shortest_key),
+    "deadline": lambda: OrderedQueue(deadline_key),
+    "fair": FairShare,
+    "static": StaticBatch,
+}

@@ -1,0 +1,93 @@
+"""StepDraft: a step while it is being planned, and the plan with the sequences behind it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from inferengine.core.kv_manager import KVCacheManager
+from inferengine.core.plan import SlotInit, StepPlan
+from inferengine.core.sequence import Sequence
+
+
+class ScheduledStep(NamedTuple):
+    """A plan with the sequences behind its rows. The executor sees only the plan."""
+
+    plan: StepPlan
+    rows: list[Sequence]
+    sampled: list[Sequence]  # sequences of the sampling rows, in row order
+    uids: list[int]  # their uids
+    layout: int  # equal for two steps only if `uids` is the same list
+
+
+class StepDraft:
+    """Rows collected so far, decodes first, and what is left of the token budget."""
+
+    __slots__ = ("admitted", "budget", "counts", "num_decodes", "rows", "starts")
+
+    def __init__(self, budget: int) -> None:
+        self.budget = budget
+        self.rows: list[Sequence] = []
+        self.starts: list[int] = []
+        self.counts: list[int] = []
+        self.num_decodes = 0
+        self.admitted: list[SlotInit] = []
+
+    def end_decodes(self) -> None:
+        """All rows so far were decodes; the following are not."""
+        self.num_decodes = len(self.rows)
+        self.counts = [1] * self.num_decodes
+
+    def add_chunk(self, sequence: Sequence, count: int) -> None:
+        self.rows.append(sequence)
+        self.starts.append(sequence.num_computed)
+        self.counts.append(count)
+        self.budget -= count
+
+    def add_admitted(self, sequence: Sequence, count: int) -> None:
+        """A row of a sequence whose state the device does not have."""
+        request = sequence.request
+        self.admitted.append(
+            SlotInit(
+                sequence.slot,
+                list(sequence.tokens) if sequence.num_output else request.prompt_ids,
+                sequence.num_prompt,
+                request.params,
+                request.seed,
+                sorted(sequence.stop_ids) if request.params.min_tokens else (),
+            )
+        )
+        self.add_chunk(sequence, count)
+
+    def advance(self) -> tuple[list[bool], list[Sequence]]:
+        """Count the step's tokens as computed and its draws as under way. Returns (samples, sampled sequences)."""
+        num_decodes, rows = self.num_decodes, self.rows
+        sampled = rows[:num_decodes]
+        samples = [True] * num_decodes
+        for sequence in sampled:
+            sequence.num_computed += 1
+            sequence.num_inflight += 1
+        for row in range(num_decodes, len(rows)):
+            sequence = rows[row]
+            sequence.num_computed += self.counts[row]
+            draws = sequence.num_computed == len(sequence.tokens) + sequence.num_inflight
+            samples.append(draws)
+            if draws:
+                sequence.num_inflight += 1
+                sampled.append(sequence)
+        return samples, sampled
+
+    def plan(self, step: int, samples: list[bool], kv: KVCacheManager) -> StepPlan:
+        return StepPlan(
+            step=step,
+            slots=[sequence.slot for sequence in self.rows],
+            starts=self.starts,
+            counts=self.counts,
+            samples=samples,
+            num_decodes=self.num_decodes,
+            num_tokens=sum(self.counts),
+            admitted=self.admitted,
+            block_updates=kv.take_updates(),
+            swap_out=kv.swap.out.take(),
+            copies=kv.take_copies(),
+            swap_in=kv.swap.back.take(),
+        )
