@@ -64,15 +64,27 @@ class CacheConfig:
     )
     prefix_caching: bool = _key(True, "reuse the KV of equal prefixes")
     watermark: float = _key(0.01, "share of blocks kept free when admitting a waiting request", minimum=0)
+    eviction: str = _key("lru", "which cached prefix goes first", ("lru", "fifo"))
+    layout: str = _key(
+        "paged", "contiguous: each sequence reserves the longest length (to measure paging)", ("paged", "contiguous")
+    )
+    swap_gib: float = _key(0.0, "host memory for the KV of preempted requests (scheduler.pressure = swap)", minimum=0)
+    events: bool = _key(False, "publish block stored / removed for cache-aware routers")
 
 
 @dataclass(frozen=True)
 class SchedulerConfig:
-    policy: str = _key("fcfs", "order of the waiting queue", ("fcfs",))
+    policy: str = _key(
+        "fcfs", "order of the waiting queue", ("fcfs", "priority", "shortest", "deadline", "fair", "static")
+    )
+    pressure: str = _key("preempt", "what gives way when KV blocks run out", ("preempt", "swap", "reject"))
     chunked_prefill: bool = _key(True, "split long prompts over steps so that decodes go on")
     prefill_chunk: int = _key(0, "most prompt tokens of one request in one step; 0: the step's budget", minimum=0)
+    itl_target_ms: float = _key(0.0, "cut prompt chunks so that steps with decodes stay below; 0: never", minimum=0)
+    max_num_decodes: int = _key(0, "most decode rows in one step; 0: no limit of its own", minimum=0)
     max_queued_requests: int = _key(1024, "waiting requests before new ones are rejected", minimum=1)
     max_queued_tokens: int = _key(2_000_000, "waiting prompt tokens before new requests are rejected", minimum=1)
+    max_tenant_requests: int = _key(0, "unfinished requests of one tenant; 0: no limit of its own", minimum=0)
 
 
 @dataclass(frozen=True)

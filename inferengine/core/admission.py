@@ -18,6 +18,7 @@ class AdmissionLimits:
     num_kv_tokens: int  # what the KV pool holds when empty
     max_queued_requests: int
     max_queued_tokens: int
+    max_tenant_requests: int = 0  # 0: no limit of its own
 
 
 def resolve_max_tokens(num_prompt: int, max_tokens: int | None, limits: AdmissionLimits) -> int:
@@ -60,8 +61,25 @@ def admit(
     queued_tokens: int,
     tokens_per_s: float,
     limits: AdmissionLimits,
+    tenant_requests: int = 0,
+    time_left_s: float | None = None,
 ) -> None:
-    """Raise `overloaded` with a hint when to come back, or return. An empty queue takes any request."""
+    """Raise `overloaded`, `rate_limited` or `deadline_exceeded` with a hint when to come back, or return.
+
+    `tokens_per_s` is the measured rate at which prompts are taken in (0: not known yet), `tenant_requests` how many
+    requests of the same tenant have not ended. An empty queue takes any request of a tenant below its limit. A deadline
+    that the queue alone would use up is refused now: waiting for it would only delay those that can still make theirs.
+    """
+    cap = limits.max_tenant_requests
+    if cap and tenant_requests + num_choices > cap:
+        message = f"This tenant has {tenant_requests} unfinished requests; at most {cap} may be."
+        raise InferEngineError("rate_limited", message, field="tenant", retry_after_s=1.0)
+    wait_s = queued_tokens / tokens_per_s if tokens_per_s > 0 else 0.0
+    if time_left_s is not None:
+        needed_s = wait_s + (num_prompt / tokens_per_s if tokens_per_s > 0 else 0.0)
+        if needed_s > time_left_s or time_left_s <= 0:
+            message = f"The first token is about {needed_s:.2f} s away, the deadline {max(0.0, time_left_s):.2f} s."
+            raise InferEngineError("deadline_exceeded", message, field="deadline", retry_after_s=max(1.0, wait_s))
     if queued_requests == 0:
         return
     over_requests = queued_requests + num_choices > limits.max_queued_requests
@@ -69,5 +87,5 @@ def admit(
     if not over_requests and not over_tokens:
         return
     what = f"{queued_requests} requests" if over_requests else f"{queued_tokens} prompt tokens"
-    seconds = queued_tokens / tokens_per_s if tokens_per_s > 0 else 1.0
-    raise InferEngineError("overloaded", f"The queue is full: {what} wait.", retry_after_s=min(60.0, max(1.0, seconds)))
+    retry_after_s = min(60.0, max(1.0, wait_s if wait_s else 1.0))
+    raise InferEngineError("overloaded", f"The queue is full: {what} wait.", retry_after_s=retry_after_s)

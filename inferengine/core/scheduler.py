@@ -47,6 +47,7 @@ class SchedulerOptions:
     pressure: str = "preempt"
     watermark: float = 0.01
     kv_events: bool = False
+    contiguous: bool = False  # every sequence reserves blocks for the longest length: what paging is measured against
 
 
 class StepOutput(NamedTuple):
@@ -323,12 +324,13 @@ class Scheduler:
             parent, hit = None, self.kv.lookup(sequence)
         num_known = sequence.num_prompt - 1 if parent is not None else hit.num_tokens
         count = self._chunk(len(sequence.tokens) - num_known, draft)
-        if count == 0 or not self._fits(hit, len(sequence.tokens)):
+        reserved = self.capacity.max_model_len if self.options.contiguous else 0
+        if count == 0 or not self._fits(hit, max(reserved, len(sequence.tokens))):
             return 0
         self.waiting.pop()
         sequence.slot = self._free_slots.pop()
         self.kv.adopt(sequence, hit)
-        if not self.kv.allocate(sequence, num_known + count):
+        if not self.kv.allocate(sequence, max(reserved, num_known + count)):
             raise RuntimeError("an admitted sequence does not fit: _fits and allocate disagree")
         if parent is not None:
             self.kv.copy_partial(parent, sequence)

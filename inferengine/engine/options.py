@@ -1,0 +1,47 @@
+"""From the configuration and the measured capacity to what the scheduler and admission are told."""
+
+from __future__ import annotations
+
+from inferengine.config import Config
+from inferengine.core.admission import AdmissionLimits
+from inferengine.core.executor import Capacity
+from inferengine.core.scheduler import SchedulerOptions
+from inferengine.errors import ConfigError
+
+
+def scheduler_options(config: Config, capacity: Capacity) -> SchedulerOptions:
+    """Every key of [scheduler] and [cache] that decides about a step. Raises ConfigError where two keys contradict."""
+    scheduler, cache = config.scheduler, config.cache
+    if scheduler.pressure == "swap" and not cache.swap_gib:
+        raise ConfigError("cache.swap_gib", "must be above 0 where scheduler.pressure is swap")
+    contiguous = cache.layout == "contiguous"
+    if contiguous and max(group.num_blocks for group in capacity.groups) * capacity.block_size < capacity.max_model_len:
+        raise ConfigError("cache.layout", "contiguous needs room for one sequence of model.max_model_len tokens")
+    return SchedulerOptions(
+        max_num_batched_tokens=capacity.max_num_batched_tokens,
+        max_num_seqs=capacity.max_num_seqs,
+        policy=scheduler.policy,
+        chunked_prefill=scheduler.chunked_prefill,
+        prefill_chunk=scheduler.prefill_chunk,
+        max_num_decodes=scheduler.max_num_decodes,
+        itl_target_s=scheduler.itl_target_ms / 1e3,
+        prefix_caching=cache.prefix_caching and not contiguous,
+        eviction=cache.eviction,
+        pressure=scheduler.pressure,
+        watermark=cache.watermark,
+        kv_events=cache.events,
+        contiguous=contiguous,
+    )
+
+
+def admission_limits(config: Config, capacity: Capacity) -> AdmissionLimits:
+    """What the link refuses at once."""
+    full = [group.num_blocks for group in capacity.groups if group.window is None]
+    blocks = min(full or [group.num_blocks for group in capacity.groups])
+    return AdmissionLimits(
+        max_model_len=capacity.max_model_len,
+        num_kv_tokens=blocks * capacity.block_size,
+        max_queued_requests=config.scheduler.max_queued_requests,
+        max_queued_tokens=config.scheduler.max_queued_tokens,
+        max_tenant_requests=config.scheduler.max_tenant_requests,
+    )
