@@ -212,7 +212,7 @@ def parse_flags(arguments: Sequence[str]) -> tuple[dict[str, str], list[str]]:
 
 
 def runtime_directory() -> Path:
-    """The folder for sockets: systemd's RUNTIME_DIRECTORY, XDG_RUNTIME_DIR, else a private folder in /tmp. Mode 0750."""
+    """Where sockets live, mode 0750: systemd's RUNTIME_DIRECTORY, XDG_RUNTIME_DIR, else a private folder in /tmp."""
     if systemd := os.environ.get("RUNTIME_DIRECTORY"):
         return Path(systemd.split(":")[0])
     base = os.environ.get("XDG_RUNTIME_DIR")
@@ -229,6 +229,16 @@ def cache_directory() -> Path:
         return Path(systemd.split(":")[0])
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "inferengine"
+
+
+def hub_cache_directory() -> Path:
+    """Where Hugging Face's tools keep downloaded models: HF_HUB_CACHE, HF_HOME/hub, else ~/.cache/huggingface/hub."""
+    if cache := os.environ.get("HF_HUB_CACHE"):
+        return Path(cache)
+    if home := os.environ.get("HF_HOME"):
+        return Path(home) / "hub"
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "huggingface" / "hub"
 
 
 def engine_address(config: Config) -> str:

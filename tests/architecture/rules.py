@@ -12,12 +12,19 @@ from pathlib import Path
 from typing import NamedTuple
 
 # Who may import whom: a part may import itself and what stands here. Longest prefix wins.
-FOUNDATION = ("inferengine", "inferengine.errors", "inferengine.config", "inferengine.params")
+FOUNDATION = (
+    "inferengine",
+    "inferengine.errors",
+    "inferengine.config",
+    "inferengine.params",
+    "inferengine.model_folder",
+)
 LAYERS: dict[str, tuple[str, ...]] = {
     "inferengine": (),
     "inferengine.errors": (),
     "inferengine.config": ("inferengine.errors",),
     "inferengine.params": ("inferengine.errors", "inferengine.config"),
+    "inferengine.model_folder": ("inferengine.errors", "inferengine.config"),
     "inferengine.core": FOUNDATION,
     "inferengine.wire": FOUNDATION,
     "inferengine.text": FOUNDATION,
@@ -72,6 +79,7 @@ LIGHT_PARTS = (
     "inferengine.errors",
     "inferengine.config",
     "inferengine.params",
+    "inferengine.model_folder",
     "inferengine.core",
     "inferengine.wire",
     "inferengine.text",

@@ -1,0 +1,193 @@
+"""usage: inferengine check [MODEL] [--config FILE] [--section.key VALUE ...]
+
+Look for what would keep the service from working on this machine, with this configuration: Python packages, the
+configuration, the model's files, the device, the engine's socket, the ports, and whether an engine answers. One line
+each: ok, note (worth knowing) or problem (with its remedy). The exit code is 1 when there is a problem, 2 when the
+configuration itself cannot be used.
+"""
+
+from __future__ import annotations
+
+import http.client
+import os
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import NamedTuple
+
+from inferengine.commands import listening, model_files
+from inferengine.commands.arguments import resolve
+from inferengine.config import Config, engine_address, status_address
+from inferengine.errors import ConfigError, ExitCode, InferEngineError
+from inferengine.model_folder import model_folder
+
+OK, NOTE, PROBLEM = "ok", "note", "problem"
+ENGINE_TIMEOUT_S = 1.0
+LONGEST_UNIX_PATH = 107  # bytes, sockaddr_un
+REQUIREMENT = re.compile(r"^([A-Za-z0-9._-]+)\s*>=\s*([0-9.]+)\s*(;.*)?$")
+
+
+class Finding(NamedTuple):
+    """One line: what was looked at, what was found, and for a problem what to do about it."""
+
+    grade: str
+    subject: str
+    text: str
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Print every finding; the exit code tells whether there was a problem."""
+    findings = list(packages())
+    try:
+        config = resolve(arguments, takes_model=True)
+    except ConfigError as error:
+        _print([*findings, Finding(PROBLEM, "config", f"{error.field}: {error.message}")])
+        return ExitCode.USAGE
+    findings.append(Finding(OK, "config", "every key is known and in range"))
+    for look in (model, device, engine_socket, ports, engine):
+        findings += look(config)
+    _print(findings)
+    return ExitCode.CRASH if any(finding.grade == PROBLEM for finding in findings) else ExitCode.OK
+
+
+def packages() -> Iterator[Finding]:
+    """Whether what pyproject.toml asks for is installed and new enough."""
+    yield Finding(OK, "python", sys.version.split()[0])
+    found = 0
+    for requirement in metadata.requires("inferengine") or []:
+        match = REQUIREMENT.match(requirement.replace('"', "'"))
+        marker = match.group(3) or "" if match else "extra"
+        if match is None or "extra" in marker or ("Linux" in marker and not sys.platform.startswith("linux")):
+            continue
+        name, least = match.group(1), match.group(2)
+        try:
+            version = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            yield Finding(PROBLEM, "packages", f"{name} is not installed: run scripts/install")
+            continue
+        if _numbers(version) < _numbers(least):
+            yield Finding(PROBLEM, "packages", f"{name} {version} is older than {least}: run scripts/install")
+            continue
+        found += 1
+    yield Finding(OK, "packages", f"{found} installed and new enough")
+
+
+def model(config: Config) -> Iterator[Finding]:
+    """Whether the checkpoint is whole."""
+    if config.model.load_format == "dummy":
+        yield Finding(NOTE, "model", "load_format is dummy: random weights, for measuring speed only")
+    try:
+        folder = model_folder(config)
+        found = model_files.inspect(folder)
+    except (model_files.BadModel, ConfigError) as error:
+        text = error.message if isinstance(error, ConfigError) else str(error)
+        yield Finding(PROBLEM, "model", f"{config.model.path or 'embedded model'}: {text}")
+        return
+    yield Finding(
+        OK,
+        "model",
+        f"{folder.name}: {found.model_type}, {found.num_parameters / 1e6:,.1f} M parameters in "
+        f"{found.num_tensors} tensors, {'/'.join(found.dtypes)}, {found.num_bytes / 1e6:,.1f} MB",
+    )
+    if not found.has_chat_template:
+        yield Finding(NOTE, "model", "it has no chat template: completions work, chat is refused")
+
+
+def device(config: Config) -> Iterator[Finding]:
+    """Whether the device that is asked for is there."""
+    nvidia = Path("/dev/nvidiactl").exists()
+    if config.engine.device == "cuda" and not nvidia:
+        yield Finding(PROBLEM, "device", "engine.device is cuda and there is no NVIDIA driver: use --engine.device cpu")
+    elif nvidia and config.engine.device != "cpu":
+        yield Finding(OK, "device", "NVIDIA driver is there")
+    else:
+        yield Finding(OK, "device", f"CPU, {len(os.sched_getaffinity(0))} cores")
+
+
+def engine_socket(config: Config) -> Iterator[Finding]:
+    """Whether the engine can bind its sockets here."""
+    try:
+        address = engine_address(config)
+    except (ConfigError, OSError) as error:
+        yield Finding(PROBLEM, "socket", f"{error}: set --wire.socket ipc:///some/folder/engine.sock")
+        return
+    if not address.startswith("ipc://"):
+        yield Finding(OK, "socket", address)
+        return
+    path = Path(address.removeprefix("ipc://"))
+    longest = status_address(config).removeprefix("ipc://")
+    if len(os.fsencode(longest)) > LONGEST_UNIX_PATH:
+        yield Finding(PROBLEM, "socket", f"{path} is longer than a unix socket may be: set a shorter --wire.socket")
+    elif not path.parent.is_dir():
+        yield Finding(PROBLEM, "socket", f"there is no folder {path.parent}: make it, or set --wire.socket")
+    elif not os.access(path.parent, os.W_OK | os.X_OK):
+        yield Finding(PROBLEM, "socket", f"this user may not write to {path.parent}: set --wire.socket")
+    elif path.parent.stat().st_mode & 0o007:
+        yield Finding(NOTE, "socket", f"every user of this machine may enter {path.parent}: chmod 0750 keeps them out")
+    else:
+        yield Finding(OK, "socket", address)
+
+
+def ports(config: Config) -> Iterator[Finding]:
+    """Whether the front ends can listen, or listen already."""
+    for name, host, port in (("http", config.http.host, config.http.port), ("ws", config.ws.host, config.ws.port)):
+        if name == "http" and config.http.uds:
+            continue
+        try:
+            listening.listen_tcp(host, port, name).close()
+        except listening.AddressTaken as error:
+            if _is_ours(host, port):
+                yield Finding(OK, name, f"an InferEngine front end serves {host}:{port}")
+            else:
+                yield Finding(PROBLEM, name, str(error))
+        else:
+            yield Finding(OK, name, f"{host}:{port} is free")
+
+
+def engine(config: Config) -> Iterator[Finding]:
+    """Whether an engine answers, and in which state it is."""
+    from inferengine.client import Client  # zmq is among the packages that may be missing
+
+    client = Client(engine_address(config), status_address="", role="check")
+    try:
+        welcome = client.connect(ENGINE_TIMEOUT_S)
+        age_ms = client.ping(ENGINE_TIMEOUT_S).loop_age_ms
+    except InferEngineError:
+        yield Finding(NOTE, "engine", f"none answers at {client.address}; 'inferengine up' starts one")
+        return
+    finally:
+        client.close()
+    name = welcome.model.name if welcome.model else "no model yet"
+    phase, share = welcome.progress
+    progress = f", {phase} {share:.0%}" if welcome.state == "STARTING" and phase else ""
+    if age_ms > config.engine.frozen_after_s * 1000:
+        yield Finding(PROBLEM, "engine", f"its loop has not turned for {age_ms / 1000:.0f} s: restart it")
+    else:
+        yield Finding(OK, "engine", f"{welcome.engine} is {welcome.state}{progress}: {name}; loop age {age_ms:.0f} ms")
+
+
+def _is_ours(host: str, port: int) -> bool:
+    connection = http.client.HTTPConnection(host, port, timeout=ENGINE_TIMEOUT_S)
+    try:
+        connection.request("GET", "/health")
+        return "inferengine" in (connection.getresponse().getheader("Server") or "").lower()
+    except (OSError, http.client.HTTPException):
+        return False
+    finally:
+        connection.close()
+
+
+def _numbers(version: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", version.partition("+")[0])]
+
+
+def _print(findings: Sequence[Finding]) -> None:
+    width = max(len(finding.subject) for finding in findings)
+    colours = {OK: "32", NOTE: "33", PROBLEM: "1;31"} if sys.stdout.isatty() else {}
+    for grade, subject, text in findings:
+        shown = f"{grade:<7}"
+        if grade in colours:
+            shown = f"\x1b[{colours[grade]}m{shown}\x1b[0m"
+        print(f"{shown}  {subject:<{width}}  {text}")

@@ -1,0 +1,129 @@
+"""Looks at a checkpoint folder without loading it: which files are there, and whether the tensors are whole.
+
+Reads only JSON and the headers of safetensors files, so it needs no torch and takes milliseconds for any size.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections import Counter
+from pathlib import Path
+from typing import Any, NamedTuple
+
+MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+WEIGHTS_INDEX = "model.safetensors.index.json"
+TOKENIZER = "tokenizer.json"
+
+
+class ModelSummary(NamedTuple):
+    """What a folder holds. `dtypes` counts parameters per type, most first."""
+
+    model_type: str
+    num_tensors: int
+    num_parameters: int
+    num_bytes: int
+    dtypes: list[str]
+    has_chat_template: bool
+
+
+class BadModel(Exception):
+    """The folder cannot be served. The message names the file and the remedy."""
+
+
+def inspect(folder: Path) -> ModelSummary:
+    """Read a checkpoint folder's tables of contents. Raises BadModel."""
+    if not folder.is_dir():
+        raise BadModel("there is no such folder: name a checkpoint folder, or a hub id that is in the local cache")
+    config = _read_json(folder, "config.json")
+    if not isinstance(config.get("model_type"), str):
+        raise BadModel("config.json has no model_type: this is no Hugging Face checkpoint")
+    if not (folder / TOKENIZER).is_file():
+        raise BadModel(f"{TOKENIZER} is missing: copy it from where the model came from")
+    _read_json(folder, TOKENIZER)
+    tensors: dict[str, dict[str, Any]] = {}
+    num_bytes = 0
+    for path in _weight_files(folder):
+        header = read_header(path)
+        for name in header.keys() & tensors.keys():
+            raise BadModel(f"{path.name} holds the tensor {name!r} a second time: the files do not belong together")
+        tensors |= header
+        num_bytes += path.stat().st_size
+    _check_index(folder, tensors)
+    counts: Counter[str] = Counter()
+    for tensor in tensors.values():
+        counts[tensor["dtype"]] += _num_elements(tensor["shape"])
+    return ModelSummary(
+        model_type=config["model_type"],
+        num_tensors=len(tensors),
+        num_parameters=sum(counts.values()),
+        num_bytes=num_bytes,
+        dtypes=[dtype for dtype, _ in counts.most_common()],
+        has_chat_template=_has_chat_template(folder),
+    )
+
+
+def read_header(path: Path) -> dict[str, dict[str, Any]]:
+    """The tensors of a safetensors file: name → {dtype, shape, data_offsets}. Raises BadModel when the file is cut."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        start = file.read(8)
+        length = struct.unpack("<Q", start)[0] if len(start) == 8 else MAX_HEADER_BYTES + 1
+        if length > min(MAX_HEADER_BYTES, size - 8):
+            raise BadModel(f"{path.name} is no whole safetensors file: fetch it again")
+        try:
+            header = json.loads(file.read(length))
+        except (UnicodeDecodeError, json.JSONDecodeError):
+            raise BadModel(f"{path.name} has a broken table of contents: fetch it again") from None
+    header.pop("__metadata__", None)
+    end = max((tensor["data_offsets"][1] for tensor in header.values()), default=0)
+    if 8 + length + end != size:
+        raise BadModel(f"{path.name} has {size} bytes where its tensors need {8 + length + end}: fetch it again")
+    return dict(header)
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    if (folder / WEIGHTS_INDEX).is_file():
+        names = sorted(set(_read_json(folder, WEIGHTS_INDEX).get("weight_map", {}).values()))
+        missing = [name for name in names if not (folder / name).is_file()]
+        if missing:
+            raise BadModel(f"{missing[0]} is missing ({len(missing)} of {len(names)} weight files): fetch it again")
+        return [folder / name for name in names]
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise BadModel("there are no *.safetensors files: other formats are not read, convert the weights")
+    return files
+
+
+def _check_index(folder: Path, tensors: dict[str, dict[str, Any]]) -> None:
+    if not (folder / WEIGHTS_INDEX).is_file():
+        return
+    listed = set(_read_json(folder, WEIGHTS_INDEX).get("weight_map", {}))
+    if absent := sorted(listed - tensors.keys()):
+        raise BadModel(f"the tensor {absent[0]!r} stands in {WEIGHTS_INDEX} but in no file: fetch the weights again")
+
+
+def _has_chat_template(folder: Path) -> bool:
+    if (folder / "chat_template.jinja").is_file():
+        return True
+    path = folder / "tokenizer_config.json"
+    return path.is_file() and bool(_read_json(folder, path.name).get("chat_template"))
+
+
+def _read_json(folder: Path, name: str) -> dict[str, Any]:
+    try:
+        document = json.loads((folder / name).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise BadModel(f"{name} is missing: this is no whole checkpoint folder") from None
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise BadModel(f"{name} is not valid JSON ({error}): fetch it again") from None
+    if not isinstance(document, dict):
+        raise BadModel(f"{name} is not a JSON object: fetch it again")
+    return document
+
+
+def _num_elements(shape: list[int]) -> int:
+    product = 1
+    for size in shape:
+        product *= size
+    return product
