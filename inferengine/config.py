@@ -97,6 +97,7 @@ class WireConfig:
     resume_ttl_s: float = _key(60.0, "how long finished outputs wait for ATTACH", minimum=0)
     max_message_bytes: int = _key(16 * 1024 * 1024, "largest frame accepted", minimum=4096)
     status_interval_s: float = _key(0.25, "interval of STATUS on PUB while something runs", minimum=0.05)
+    engines: str = _key("", "for front ends: addresses of several engines, with commas; empty: wire.socket")
 
 
 @dataclass(frozen=True)
@@ -118,6 +119,8 @@ class HttpConfig:
     request_timeout_s: float = _key(600.0, "longest that one request may take", minimum=0.1)
     keep_alive_s: float = _key(15.0, "interval of SSE keep-alive comments", minimum=1)
     uds: str = _key("", "listen on this unix socket instead")
+    workers: int = _key(1, "processes that share the listening socket", minimum=1)
+    cors_origins: str = _key("", "web origins that may call this API, with commas; * for any; empty: none")
 
 
 @dataclass(frozen=True)
@@ -244,6 +247,11 @@ def hub_cache_directory() -> Path:
 def engine_address(config: Config) -> str:
     """The ROUTER address that clients connect to."""
     return config.wire.socket or f"ipc://{runtime_directory() / (config.engine.name + '.sock')}"
+
+
+def engine_addresses(config: Config) -> list[str]:
+    """The ROUTER addresses of all engines that a front end spreads its requests over."""
+    return [address.strip() for address in config.wire.engines.split(",") if address.strip()] or [engine_address(config)]
 
 
 def status_address(config: Config) -> str:
