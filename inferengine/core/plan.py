@@ -46,8 +46,9 @@ class StepPlan(NamedTuple):
     chunk reaches the last known token, so that the next one is drawn. The input of a decode row is the token that the
     device itself wrote at starts[r]; the host may not know it yet.
 
-    Order of execution: `swap_out` (device -> host blocks), `copies` (device -> device), `swap_in` (host -> device),
-    then slot and block-table writes, then the computation. Each is empty or has one entry per KV group.
+    Order of execution: `swap_out` (device -> host blocks), `swap_in` (host -> device), `copies` (device -> device: a
+    source may just have been swapped in), then slot and block-table writes, then the computation. Each is empty or has
+    one entry per KV group.
     """
 
     step: int

@@ -86,6 +86,7 @@ class Scheduler:
         self._free_slots = list(range(self._num_slots - 1, -1, -1))
         self._watermark_blocks = int(options.watermark * min(group.num_blocks for group in capacity.groups))
         self._decode_offset = 0
+        self._swapped_out: list[Sequence] = []  # since the last plan
         self._step = 0
         self._layout = 0
         self._last_uids: list[int] = []
@@ -194,9 +195,10 @@ class Scheduler:
                 sequence.num_inflight -= 1
             if sequence.status is Status.RUNNING:
                 self._wait_again(sequence)
-            elif sequence.host_tables is not None:  # what was swapped out lacks this step's KV
-                self.kv.swap.drop(sequence)
-                sequence.num_computed = 0
+            else:
+                self._forget_host_copy(sequence)  # it lacks this step's KV
+        for sequence in scheduled.swapped_out:
+            self._forget_host_copy(sequence)  # it may never have been made
         return finished
 
     # -- questions ---------------------------------------------------------------------------------------------------
@@ -372,7 +374,8 @@ class Scheduler:
         stats.num_scheduled_tokens += plan.num_tokens
         stats.num_scheduled_rows += len(draft.rows)
         stats.max_batch = max(stats.max_batch, len(draft.rows))
-        return ScheduledStep(plan, draft.rows, sampled, uids, layout)
+        swapped_out, self._swapped_out = self._swapped_out, []
+        return ScheduledStep(plan, draft.rows, sampled, uids, layout, swapped_out)
 
     def _chunk(self, pending: int, draft: StepDraft) -> int:
         """How many of the pending tokens go into this step."""
@@ -455,6 +458,7 @@ class Scheduler:
         self.running.remove(sequence)
         if swap:
             self.kv.swap_out(sequence)
+            self._swapped_out.append(sequence)
         else:
             self.kv.release(sequence)
             sequence.num_computed = 0
@@ -463,6 +467,11 @@ class Scheduler:
         sequence.num_preemptions += 1
         self.stats.num_preemptions += 1
         self.waiting.push_back(sequence)
+
+    def _forget_host_copy(self, sequence: Sequence) -> None:
+        if sequence.host_tables is not None:
+            self.kv.swap.drop(sequence)
+            sequence.num_computed = 0
 
     def _finish(self, sequence: Sequence, reason: str, detail: FinishDetail, now: float) -> Finished:
         was_running, was_held = sequence.status is Status.RUNNING, self.forks.holds(sequence)

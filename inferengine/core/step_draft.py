@@ -17,6 +17,7 @@ class ScheduledStep(NamedTuple):
     sampled: list[Sequence]  # sequences of the sampling rows, in row order
     uids: list[int]  # their uids
     layout: int  # equal for two steps only if `uids` is the same list
+    swapped_out: list[Sequence]  # sequences whose KV this plan moves to the host
 
 
 class StepDraft:

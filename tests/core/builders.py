@@ -1,8 +1,9 @@
 """Builders for tests of the core, and an executor whose memory is as real as a device's.
 
-MemoryExecutor keeps "KV" (the token ids themselves) in numbered blocks and draws each next token from *all* tokens that
-it reads back through the block table. One wrong block, one reused too early, one token computed twice or never, and the
-output differs from `expected_output`.
+MemoryExecutor keeps "KV" in numbered blocks: at each position the token with a checksum of everything before it, read
+from the block of the position before. It draws each next token from *all* tokens that it reads back through the block
+table. One wrong block, one reused too early or for another context, one token computed twice or never, and it raises or
+the output differs from `expected_output`.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import zlib
 from array import array
 
 from inferengine.core.executor import Capacity, KVGroup, Progress
-from inferengine.core.plan import StepPlan, StepResult
+from inferengine.core.plan import BlockCopies, StepPlan, StepResult
 from inferengine.core.request import Request
 from inferengine.core.scheduler import Scheduler, SchedulerOptions
 from inferengine.engine.core import EngineCore
@@ -19,11 +20,17 @@ from inferengine.params import SamplingParams
 
 VOCAB_SIZE = 97
 EOS = 7
+EMPTY = [(-1, -1)]  # KV that was never written
 
 
-def next_token(tokens: list[int]) -> int:
-    """The "model": a token from everything before it."""
-    return zlib.crc32(array("I", tokens).tobytes()) % VOCAB_SIZE
+def next_token(tokens: list[int], seed: int = 0) -> int:
+    """The "model": a token from everything before it, and from the request's seed."""
+    return zlib.crc32(array("I", tokens).tobytes(), seed) % VOCAB_SIZE
+
+
+def extend(checksum: int, token: int) -> int:
+    """The checksum of a context with one token more."""
+    return (checksum * 1_000_003 + token + 1) % 2_147_483_647
 
 
 def expected_output(request: Request) -> list[int]:
@@ -31,7 +38,7 @@ def expected_output(request: Request) -> list[int]:
     tokens = list(request.prompt_ids)
     stops = set(request.params.stop_token_ids) | (set() if request.params.ignore_eos else request.eos_token_ids)
     while len(tokens) - request.num_prompt < request.max_tokens:
-        tokens.append(next_token(tokens))
+        tokens.append(next_token(tokens, request.seed))
         if tokens[-1] in stops:
             break
     return tokens[request.num_prompt :]
@@ -45,6 +52,11 @@ def make_request(
     eos: bool = False,
     salt: bytes = b"",
     deadline_s: float | None = None,
+    arrival_s: float = 0.0,
+    priority: int = 0,
+    tenant: str = "",
+    fork_of: int | None = None,
+    seed: int = 0,
     **params: object,
 ) -> Request:
     """A request; `prompt` is token ids or a length."""
@@ -57,6 +69,11 @@ def make_request(
         eos_token_ids=frozenset({EOS}) if eos else frozenset(),
         cache_salt=salt,
         deadline_s=deadline_s,
+        arrival_s=arrival_s,
+        priority=priority,
+        tenant=tenant,
+        fork_of=fork_of,
+        seed=seed,
     )
 
 
@@ -68,10 +85,11 @@ def make_capacity(
     window: int | None = None,
     window_blocks: int = 0,
     max_model_len: int = 1024,
+    host_blocks: int = 0,
 ) -> Capacity:
-    groups = [KVGroup(num_blocks)]
+    groups = [KVGroup(num_blocks, None, host_blocks)]
     if window is not None:
-        groups.append(KVGroup(window_blocks or num_blocks, window))
+        groups.append(KVGroup(window_blocks or num_blocks, window, host_blocks))
     return Capacity(block_size, groups, max_num_seqs, 1024, max_model_len, VOCAB_SIZE)
 
 
@@ -87,8 +105,10 @@ class MemoryExecutor:
     def __init__(self, capacity: Capacity, *, max_in_flight: int = 1) -> None:
         self.capacity = capacity
         self.max_in_flight = max_in_flight
-        self.blocks = [[[-1] * capacity.block_size for _ in range(group.num_blocks)] for group in capacity.groups]
+        self.blocks = [[EMPTY * capacity.block_size for _ in range(group.num_blocks)] for group in capacity.groups]
+        self.host_blocks = [[EMPTY * capacity.block_size] * group.num_host_blocks for group in capacity.groups]
         self.tables: list[dict[int, dict[int, int]]] = [{} for _ in capacity.groups]
+        self.seeds: dict[int, int] = {}
         self.tokens: dict[int, dict[int, int]] = {}
         self.fail_on_step: int | None = None
         self.fail_with: Exception | None = None
@@ -115,8 +135,16 @@ class MemoryExecutor:
     def run(self, plan: StepPlan) -> StepResult:
         if self.fail_with is not None and (self.fail_on_step is None or plan.step == self.fail_on_step):
             error, self.fail_with = self.fail_with, None
+            error.injected = True  # type: ignore[attr-defined]
             raise error
+        for memory, copies in zip(zip(self.blocks, self.host_blocks, strict=True), plan.swap_out, strict=False):
+            _copy(memory[0], memory[1], copies)
+        for memory, copies in zip(zip(self.host_blocks, self.blocks, strict=True), plan.swap_in, strict=False):
+            _copy(memory[0], memory[1], copies)
+        for blocks, copies in zip(self.blocks, plan.copies, strict=False):
+            _copy(blocks, blocks, copies)
         for item in plan.admitted:
+            self.seeds[item.slot] = item.seed
             self.tokens[item.slot] = dict(enumerate(item.token_ids))
             for table in self.tables:
                 table[item.slot] = {}
@@ -135,9 +163,12 @@ class MemoryExecutor:
         return StepResult(drawn)
 
     def _write(self, slot: int, position: int) -> None:
-        size = self.capacity.block_size
+        size, token = self.capacity.block_size, self.tokens[slot][position]
         for blocks, table in zip(self.blocks, self.tables, strict=True):
-            blocks[table[slot][position // size]][position % size] = self.tokens[slot][position]
+            before = 0
+            if position:
+                before = blocks[table[slot][(position - 1) // size]][(position - 1) % size][1]
+            blocks[table[slot][position // size]][position % size] = (token, extend(before, token))
 
     def _draw(self, slot: int, length: int) -> int:
         """The next token, from the KV of every group; a window group must agree on what it can see."""
@@ -147,11 +178,22 @@ class MemoryExecutor:
             first = 0 if group.window is None else max(0, length - group.window)
             seen = [blocks[table[slot][p // size]][p % size] for p in range(first, length)]
             if full is None:
-                full = seen
-            elif full[first:] != seen:
-                raise AssertionError(f"window KV of slot {slot} differs from the full group's")
+                full, checksum = [token for token, _ in seen], 0
+                checksums = [checksum := extend(checksum, token) for token in full]
+            if seen != list(zip(full, checksums, strict=True))[first:]:
+                raise AssertionError(f"slot {slot} sees KV of another context")
         assert full is not None
-        return next_token(full)
+        return next_token(full, self.seeds[slot])
+
+
+Memory = list[list[tuple[int, int]]]
+
+
+def _copy(sources: Memory, targets: Memory, copies: BlockCopies) -> None:
+    """All sources are read before any target is written, as a device's gather and scatter would."""
+    read = [list(sources[source]) for source in copies.sources]
+    for target, content in zip(copies.targets, read, strict=True):
+        targets[target] = content
 
 
 class _Pending:
@@ -191,7 +233,9 @@ class Run:
             self.capacity,
             SchedulerOptions(budget, self.capacity.max_num_seqs, **options),  # type: ignore[arg-type]
             clock=lambda: self.now,
+            on_failure=self._on_failure,
         )
+        self.surprises: list[BaseException] = []  # what the executor raised without having been told to
         self.outputs: dict[int, list[int]] = {}
         self.finished: dict[int, tuple[str, object]] = {}
         self.rows: dict[int, object] = {}
@@ -218,6 +262,12 @@ class Run:
                 self.finished[row.uid] = (row.reason, row.detail)
                 self.rows[row.uid] = row
         self.scheduler.check()
+        if self.surprises:
+            raise self.surprises[0]
+
+    def _on_failure(self, error: BaseException) -> None:
+        if not getattr(error, "injected", False):
+            self.surprises.append(error)
 
     def cancel(self, uid: int) -> None:
         row = self.core.cancel(uid)

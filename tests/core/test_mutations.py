@@ -1,0 +1,119 @@
+"""The proof is worth what it catches: each mutation breaks one promise of the core, and the random walk must notice."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from inferengine.core import kv_manager
+from inferengine.core.block_pool import BlockPool
+from inferengine.core.forks import ForkRoom
+from inferengine.core.kv_manager import KVCacheManager, PrefixHit
+from inferengine.core.prefix_cache import PrefixCache
+from inferengine.core.queues.first_come import FirstComeFirstServed
+from inferengine.core.scheduler import Scheduler
+from inferengine.core.step_draft import StepDraft
+from inferengine.core.swap import SwapSpace
+from tests.core.test_random_machine import walk
+
+Wrap = Callable[..., Any]
+MUTATIONS: dict[str, tuple[Any, str, Callable[[Wrap], Wrap]]] = {
+    "a released block is forgotten": (
+        BlockPool,
+        "release",
+        lambda release: lambda self, blocks: release(self, list(blocks)[1:]),
+    ),
+    "a shared block is not counted": (BlockPool, "share", lambda share: lambda self, blocks: share(self, blocks[1:])),
+    "a block table entry is not sent": (
+        KVCacheManager,
+        "_record",
+        lambda record: lambda self, group, slot, first, blocks: record(self, group, slot, first, blocks[:-1]),
+    ),
+    "a hash does not cover what came before": (
+        kv_manager,
+        "block_hash",
+        lambda block_hash: lambda parent, tokens: block_hash(b"", tokens),
+    ),
+    "an evicted prefix is still found": (
+        PrefixCache,
+        "evict",
+        lambda evict: lambda self, block: next((d for d, b in self._blocks.items() if b == block), b""),
+    ),
+    "a prefix is offered before it is computed": (
+        KVCacheManager,
+        "adopt",
+        lambda adopt: (
+            lambda self, sequence, hit: (
+                adopt(self, sequence, hit),
+                setattr(sequence, "num_computed", min(hit.num_tokens + 1, len(sequence.tokens) - 1)),
+            )
+        ),
+    ),
+    "the window is released one block early": (
+        KVCacheManager,
+        "_first_needed",
+        lambda first: lambda self, group, count: first(self, group, count) + (group.window is not None),
+    ),
+    "the copy on write is left out": (
+        KVCacheManager,
+        "copy_partial",
+        lambda _: lambda self, parent, child: setattr(child, "num_computed", child.num_prompt - 1),
+    ),
+    "a swapped block comes back in another's place": (
+        SwapSpace,
+        "load",
+        lambda load: (
+            lambda self, sequence: (
+                [table.reverse() for table in sequence.host_tables if -1 not in table],
+                load(self, sequence),
+            )
+        ),
+    ),
+    "host blocks leak when a waiting sequence ends": (SwapSpace, "drop", lambda _: lambda self, sequence: None),
+    "a slot is not given back": (
+        Scheduler,
+        "_free_slot",
+        lambda free: lambda self, sequence: None if sequence.uid % 7 == 0 else free(self, sequence),
+    ),
+    "a draw under way is not counted": (
+        StepDraft,
+        "advance",
+        lambda advance: (
+            lambda self: (
+                result := advance(self),
+                [setattr(s, "num_inflight", 0) for s in result[1][:1]],
+            )[0]
+        ),
+    ),
+    "forks are not released when their parent ends": (
+        ForkRoom,
+        "release",
+        lambda release: lambda self, parent: [] if parent % 3 == 0 else release(self, parent),
+    ),
+    "a removed waiting sequence is still counted": (
+        FirstComeFirstServed,
+        "remove",
+        lambda _: lambda self, sequence: None,
+    ),
+    "the last token is taken from the cache": (
+        KVCacheManager,
+        "lookup",
+        lambda lookup: (
+            lambda self, sequence: (
+                hit := lookup(self, sequence),
+                PrefixHit(min(hit.num_tokens + self.block_size, len(sequence.tokens)), hit.block_ids, hit.block_hashes),
+            )[1 if sequence.uid % 2 else 0]
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS)
+def test_the_walk_notices(mutation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    owner, name, mutate = MUTATIONS[mutation]
+    monkeypatch.setattr(owner, name, mutate(getattr(owner, name)))
+    with pytest.raises(Exception):  # noqa: B017 - any way of noticing counts
+        walk(random.Random(0), min_steps=30_000)
