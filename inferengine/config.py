@@ -130,6 +130,7 @@ class WsConfig:
     max_requests: int = _key(64, "requests in flight on one socket", minimum=1)
     max_message_bytes: int = _key(4 * 1024 * 1024, "largest frame accepted", minimum=1024)
     send_queue_messages: int = _key(256, "frames waiting for a slow reader before its requests pause", minimum=1)
+    origins: str = _key("", "further web origins that may open the socket, comma-separated; *: all")
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-from inferengine.client import Delta, Finish, Stream, Submission, TokenLogprobs
+from inferengine.client import Delta, Finish, Submission, TokenLogprobs
 from inferengine.client.streams import error_from
 from inferengine.errors import InferEngineError
 from inferengine.params import SamplingParams
@@ -29,6 +29,14 @@ class Submitter(Protocol):
     def submit(
         self, prompt_ids: Sequence[int] | None = None, params: SamplingParams | None = None, **arguments: Any
     ) -> Submission: ...
+
+
+class Source(Protocol):
+    """Where a choice's tokens come from: a Stream, or a view on a log that several readers share."""
+
+    def __aiter__(self) -> AsyncIterator[Delta]: ...
+
+    def cancel(self) -> None: ...
 
 
 class Piece(NamedTuple):
@@ -69,7 +77,7 @@ class Options:
 class Choice:
     """One stream of output tokens and the text made of it."""
 
-    def __init__(self, index: int, prompt_ids: Sequence[int], stream: Stream, text: TextStream) -> None:
+    def __init__(self, index: int, prompt_ids: Sequence[int], stream: Source, text: TextStream) -> None:
         self.index = index
         self.prompt_ids = prompt_ids
         self.num_tokens = 0

@@ -1,0 +1,249 @@
+"""One request on one socket: from its frame to its last frame. Exactly one end for each choice, or one error for all.
+
+generate -> tokens -> SUBMIT -> accepted -> delta ... -> done      (a task for each choice)
+resume   ------------> ATTACH -> accepted -> delta ... -> done     (the text up to the cursor is made and dropped)
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from frontends.common.generation import CONTEXT_TOKENS, Choice, Piece
+from frontends.common.model_context import ModelContext, ServedModel
+from frontends.websocket.channel import Channel
+from frontends.websocket.frames import Generate, Resume
+from frontends.websocket.registry import Registry
+from frontends.websocket.request_log import ChoiceLog, RequestLog
+from inferengine.client import Finish, TokenLogprobs
+from inferengine.config import LimitsConfig
+from inferengine.errors import InferEngineError, InvalidRequest
+from inferengine.params import SamplingParams, from_map, validate
+from inferengine.text import TextStream
+from inferengine.text.chat_template import check_messages
+from inferengine.wire.messages import Accept
+
+USAGE_WAIT_S = 1.0  # after a stop string: how long the engine may take to say what it had counted
+
+
+@dataclass(frozen=True)
+class Desk:
+    """What every answer of this process uses."""
+
+    models: ModelContext
+    registry: Registry
+    limits: LimitsConfig
+
+
+class _Prepared(NamedTuple):
+    log: RequestLog
+    params: SamplingParams
+    cursors: Sequence[int]
+
+
+class Answer:
+    """Run `run()` as a task; `cancel()` stops the generation, not the task: the end is still told."""
+
+    def __init__(self, frame: Generate | Resume, channel: Channel, desk: Desk) -> None:
+        self.frame = frame
+        self._channel = channel
+        self._desk = desk
+        self._log: RequestLog | None = None
+        self._cancelled = False
+
+    def cancel(self) -> None:
+        """Stop generating; the done frames say `cancelled`. Any number of times."""
+        self._cancelled = True
+        if self._log is not None:
+            self._log.cancel()
+
+    async def run(self) -> None:
+        """Raises InferEngineError for what ends the whole request; then nothing runs on."""
+        model = await self._desk.models.get()
+        prepared = await self._prepare(model)
+        if prepared is None:
+            return
+        self._log, refused = prepared.log, False
+        try:
+            if self._cancelled:
+                self._log.cancel()
+            try:
+                accept = await self._log.accepted()
+            except InferEngineError:
+                refused = True
+                raise
+            await self._channel.plain(self._accepted(accept))
+            await self._choices(prepared, accept, model)
+        except InferEngineError as error:
+            if error.code != "client_stalled":  # whoever is merely slow may come back for the rest
+                self._log.cancel()
+            raise
+        finally:
+            self._desk.registry.leave(self._log, forget=refused)
+
+    # -- before the engine -------------------------------------------------------------------------------------------
+
+    async def _prepare(self, model: ServedModel) -> _Prepared | None:
+        """The request's log. None when it was cancelled before the engine heard of it; that is told then."""
+        frame, desk = self.frame, self._desk
+        if isinstance(frame, Resume):
+            params = from_map(frame.params)
+            log = desk.registry.resume(
+                frame.request_id, len(frame.cursors), detached=frame.detached, context_ids=frame.context_ids
+            )
+            return _Prepared(log, params, frame.cursors)
+        if frame.model is not None and frame.model != model.name:
+            raise InferEngineError("model_not_found", f"this engine serves {model.name}", field="model")
+        params = from_map({**model.defaults, **frame.params})
+        validate(params, vocab_size=model.info.vocab_size, limits=desk.limits)
+        prompt_ids = await _prompt_ids(frame, model, desk.limits)
+        if self._cancelled:
+            for choice in range(params.n):
+                await self._channel.done(_unheard(frame.id, choice, len(prompt_ids)))
+            return None
+        log = desk.registry.submit(
+            prompt_ids,
+            params,
+            request_id=frame.request_id,
+            detached=frame.detached,
+            context_ids=() if frame.messages is not None else prompt_ids[-CONTEXT_TOKENS:],
+            priority=frame.priority,
+            salt=frame.cache_salt.encode(),
+            deadline_s=frame.deadline_s,
+            label=frame.label,
+        )
+        return _Prepared(log, params, ())
+
+    def _accepted(self, accept: Accept) -> dict[str, Any]:
+        assert self._log is not None
+        return {
+            "type": "accepted",
+            "id": self.frame.id,
+            "request_id": self._log.id.hex(),
+            "prompt_tokens": accept.prompt_tokens,
+            "n": accept.n,
+            "attached": accept.attached,
+            "context_ids": list(self._log.context_ids),
+        }
+
+    # -- what comes out ----------------------------------------------------------------------------------------------
+
+    async def _choices(self, prepared: _Prepared, accept: Accept, model: ServedModel) -> None:
+        choices = []
+        for index, log in enumerate(prepared.log.choices):
+            cursor = prepared.cursors[index] if index < len(prepared.cursors) else 0
+            choices.append(self._choice(index, cursor, log, prepared, accept, model))
+        if len(choices) == 1:
+            await choices[0]
+            return
+        tasks = [asyncio.create_task(choice) for choice in choices]
+        try:
+            await asyncio.gather(*tasks)
+        finally:  # one that failed takes the others with it
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _choice(
+        self, index: int, cursor: int, log: ChoiceLog, prepared: _Prepared, accept: Accept, model: ServedModel
+    ) -> None:
+        params, name, channel = prepared.params, self.frame.id, self._channel
+        text = TextStream(
+            model.tokenizer,
+            stop=params.stop,
+            include_stop=params.include_stop_str_in_output,
+            skip_special_tokens=params.skip_special_tokens,
+            min_tokens=params.min_tokens,
+            context_ids=prepared.log.context_ids,
+        )
+        choice = Choice(index, (), log.view(cursor), text)
+        repeats = cursor > 0  # the first piece ends at the cursor: the client has its text
+        async for (piece,) in choice.pieces(per_token=False):
+            if piece.error is not None:
+                raise piece.error
+            if repeats:
+                repeats, piece = False, piece._replace(text="", token_ids=[], logprobs=None)
+                if not piece.is_last:
+                    continue
+            extra = self._extra(piece)
+            if not (piece.text or piece.is_last or extra):
+                continue
+            if not piece.is_last:
+                await channel.room()
+                await channel.delta(name, index, piece.num_tokens, piece.text, extra)
+                continue
+            finish = choice.finish or await _finish_after_stop(log)
+            await channel.room()
+            await channel.done(_done(name, index, piece, accept, finish, extra))
+
+    def _extra(self, piece: Piece) -> dict[str, Any]:
+        extra: dict[str, Any] = {}
+        if self.frame.return_token_ids:
+            extra["token_ids"] = list(piece.token_ids)
+        if piece.logprobs is not None:
+            extra["logprobs"] = [_logprob(row) for row in piece.logprobs]
+        return extra
+
+
+async def _prompt_ids(frame: Generate, model: ServedModel, limits: LimitsConfig) -> list[int]:
+    if frame.prompt_ids is not None:
+        name, token_ids = "prompt_ids", frame.prompt_ids
+    elif frame.prompt is not None:
+        name, token_ids = "prompt", await model.encode(frame.prompt, limits, name="prompt")
+    else:
+        name, messages = "messages", check_messages(frame.messages)
+        if sum(len(message["content"] or "") for message in messages) > limits.max_text_characters:
+            raise InvalidRequest(name, f"must have at most {limits.max_text_characters} characters")
+        text = await model.render(messages)
+        token_ids = await model.encode(text, limits, name=name, add_special_tokens=False)
+    if not token_ids:
+        raise InvalidRequest(name, "must hold at least one token")
+    return token_ids
+
+
+async def _finish_after_stop(log: ChoiceLog) -> Finish | None:
+    """The engine's own account of a choice that a stop string ended here."""
+    try:
+        return await asyncio.wait_for(log.ended(), USAGE_WAIT_S)
+    except TimeoutError:
+        return None
+
+
+def _done(
+    name: str, index: int, piece: Piece, accept: Accept, finish: Finish | None, extra: dict[str, Any]
+) -> dict[str, Any]:
+    """The last text of a choice travels with its end: a client that has the one has the other."""
+    return {
+        "type": "done",
+        "id": name,
+        "choice": index,
+        "cursor": piece.num_tokens,
+        "text": piece.text,
+        "finish_reason": "cancelled" if piece.finish_reason == "abort" else piece.finish_reason,
+        "stop": piece.stop_reason,
+        "usage": {
+            "prompt_tokens": accept.prompt_tokens,
+            "cached_tokens": 0 if finish is None else finish.cached_tokens,
+            "completion_tokens": piece.num_tokens,
+        },
+        "timings": None
+        if finish is None
+        else {
+            "queued_ms": finish.queued_ms,
+            "first_token_ms": finish.first_token_ms,
+            "total_ms": finish.total_ms,
+        },
+        **extra,
+    }
+
+
+def _unheard(name: str, index: int, prompt_tokens: int) -> dict[str, Any]:
+    """The end of a choice that was cancelled before the engine had it."""
+    piece = Piece("", [], None, 0, "abort")
+    return _done(name, index, piece, Accept(b"", 0, prompt_tokens), None, {})
+
+
+def _logprob(row: TokenLogprobs) -> dict[str, Any]:
+    return {"logprob": row.logprob, "rank": row.rank, "top": [*zip(row.top_ids, row.top_logprobs, strict=True)]}

@@ -1,0 +1,133 @@
+"""The ASGI application: the socket at /v1/ws, the chat page at /, and /health and /ready for whoever watches."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Sequence
+
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse
+from starlette.routing import Route, WebSocketRoute
+from starlette.types import ASGIApp
+from starlette.websockets import WebSocket
+
+from frontends.common.model_context import ModelContext
+from frontends.websocket.answer import Desk
+from frontends.websocket.codec import JSON_SUBPROTOCOL, MSGPACK_SUBPROTOCOL, choose_codec
+from frontends.websocket.connection import Connection, SocketGone
+from frontends.websocket.engine_view import EngineView
+from frontends.websocket.origin import may_connect, read_origins
+from frontends.websocket.pages import Pages
+from frontends.websocket.registry import Registry
+from inferengine.client import EnginePool
+from inferengine.config import Config, engine_address
+
+logger = logging.getLogger(__name__)
+
+SOCKET_PATH = "/v1/ws"
+_IDLE_LOOK_S = 0.05
+
+
+class WebsocketFrontEnd:
+    """All sockets of this process and the engine behind them. `lifespan` must run around everything."""
+
+    def __init__(self, config: Config, addresses: Sequence[str] = ()) -> None:
+        """`addresses` of the engines; empty: the configuration's one."""
+        self._config = config
+        self._origins = read_origins(config.ws.origins)
+        self._engine = EnginePool(list(addresses) or [engine_address(config)], role="ws")
+        models = ModelContext(self._engine)
+        self._desk = Desk(models, Registry(self._engine, config.wire.resume_ttl_s), config.limits)
+        self.view = EngineView(self._engine, config, models)
+        self._connections: set[Connection] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def app(self) -> ASGIApp:
+        pages = Pages()
+        return Starlette(
+            routes=[
+                WebSocketRoute(SOCKET_PATH, self.socket),
+                Route("/health", self.health),
+                Route("/ready", self.ready),
+                Route("/", pages.serve),
+                Route("/{name}", pages.serve),
+            ],
+            lifespan=self.lifespan,
+        )
+
+    @contextlib.asynccontextmanager
+    async def lifespan(self, _: Starlette) -> AsyncIterator[None]:
+        for client in self._engine.clients:
+            client.start()  # in the background: this front end may start before its engine
+        watch = asyncio.create_task(self.view.watch(self._tell_state))
+        try:
+            yield
+        finally:
+            watch.cancel()
+            await asyncio.gather(watch, return_exceptions=True)
+            self._desk.registry.close()
+            await self._engine.close()
+
+    @property
+    def num_answers(self) -> int:
+        """Requests that some socket is reading."""
+        return sum(connection.num_answers for connection in self._connections)
+
+    async def drain(self, timeout_s: float) -> None:
+        """Refuse new requests and let the open ones end, at most for `timeout_s`."""
+        self.view.draining = True
+        for connection in self._connections:
+            connection.draining = True
+        self._tell_state()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while self.num_answers:
+                    await asyncio.sleep(_IDLE_LOOK_S)
+
+    # -- routes ------------------------------------------------------------------------------------------------------
+
+    async def socket(self, websocket: WebSocket) -> None:
+        headers = websocket.headers
+        if not may_connect(headers.get("origin"), headers.get("host"), self._origins):
+            text = "This page's origin may not open the socket. The operator can list it in ws.origins."
+            await websocket.send_denial_response(PlainTextResponse(text, 403))
+            return
+        codec = choose_codec(websocket.scope["subprotocols"])
+        if codec is None:
+            text = f"Speak one of the subprotocols {JSON_SUBPROTOCOL} and {MSGPACK_SUBPROTOCOL}, or name none for JSON."
+            await websocket.send_denial_response(PlainTextResponse(text, 400))
+            return
+        await websocket.accept(subprotocol=codec.subprotocol if websocket.scope["subprotocols"] else None)
+        receive, send = websocket._receive, websocket._send  # without Starlette's checks on each message
+        connection = Connection(receive, send, codec, self._desk, self.view, self._config)
+        connection.draining = self.view.draining
+        self._connections.add(connection)
+        try:
+            await connection.run()
+        finally:
+            self._connections.discard(connection)
+
+    async def health(self, _: Request) -> JSONResponse:
+        """This process answers; what the engine does is told beside it."""
+        return JSONResponse({"status": "ok", "engine": self.view.engine_state, "sockets": len(self._connections)})
+
+    async def ready(self, _: Request) -> JSONResponse:
+        """200 only when a request sent now would be taken."""
+        state = self.view.engine_state
+        return JSONResponse({"ready": state == "READY", "engine": state}, 200 if state == "READY" else 503)
+
+    # -- inside ------------------------------------------------------------------------------------------------------
+
+    def _tell_state(self) -> None:
+        for connection in self._connections:
+            task = asyncio.create_task(_tell(connection))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+
+async def _tell(connection: Connection) -> None:
+    with contextlib.suppress(SocketGone):
+        await connection.tell_state()

@@ -1,0 +1,116 @@
+"""Frames to websocket messages and back: JSON in text messages, msgpack in binary ones, chosen by subprotocol."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from json.encoder import encode_basestring_ascii
+from typing import Any, Protocol
+
+import msgpack
+
+from inferengine.errors import InferEngineError
+
+JSON_SUBPROTOCOL = "inferengine.v1.json"
+MSGPACK_SUBPROTOCOL = "inferengine.v1.msgpack"
+MAX_DEPTH = 32
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+
+Message = dict[str, Any]  # an ASGI websocket.send event
+
+
+class Codec(Protocol):
+    subprotocol: str
+
+    def decode(self, message: Mapping[str, Any]) -> Any:
+        """The document in an ASGI websocket.receive event. Raises InferEngineError protocol_error."""
+
+    def encode(self, frame: Mapping[str, Any]) -> Message:
+        """Any frame as an ASGI event."""
+
+    def encode_delta(self, name: str, choice: int, cursor: int, text: str) -> Message:
+        """The frame that carries nearly all traffic, without a dictionary on the way."""
+
+
+class JsonCodec:
+    subprotocol = JSON_SUBPROTOCOL
+
+    def decode(self, message: Mapping[str, Any]) -> Any:
+        text = message.get("text")
+        if text is None:
+            raise _broken("this socket speaks JSON in text messages; binary ones need the msgpack subprotocol")
+        try:
+            document = json.loads(text, parse_constant=_no_constant)
+        except RecursionError:
+            raise _broken("the JSON is nested too deep") from None
+        except ValueError as error:
+            raise _broken(f"not valid JSON: {error}") from None
+        if _SURROGATE.search(text) and not _encodable(document):
+            raise _broken("a string holds half of a surrogate pair, which is no character")
+        return document
+
+    def encode(self, frame: Mapping[str, Any]) -> Message:
+        return {"type": "websocket.send", "text": json.dumps(frame, separators=(",", ":"))}
+
+    def encode_delta(self, name: str, choice: int, cursor: int, text: str) -> Message:
+        return {
+            "type": "websocket.send",
+            "text": f'{{"type":"delta","id":{encode_basestring_ascii(name)},"choice":{choice},'
+            f'"cursor":{cursor},"text":{encode_basestring_ascii(text)}}}',
+        }
+
+
+class MsgpackCodec:
+    subprotocol = MSGPACK_SUBPROTOCOL
+
+    def decode(self, message: Mapping[str, Any]) -> Any:
+        body = message.get("bytes")
+        if body is None:
+            raise _broken("this socket speaks msgpack in binary messages")
+        try:
+            return msgpack.unpackb(body, raw=False, strict_map_key=True, ext_hook=_no_extension)
+        except (ValueError, RecursionError, msgpack.UnpackException) as error:
+            raise _broken(f"not valid msgpack: {type(error).__name__}") from None
+
+    def encode(self, frame: Mapping[str, Any]) -> Message:
+        return {"type": "websocket.send", "bytes": msgpack.packb(frame)}
+
+    def encode_delta(self, name: str, choice: int, cursor: int, text: str) -> Message:
+        frame = {"type": "delta", "id": name, "choice": choice, "cursor": cursor, "text": text}
+        return {"type": "websocket.send", "bytes": msgpack.packb(frame)}
+
+
+def choose_codec(offered: list[str]) -> Codec | None:
+    """The first subprotocol of the client's list that is spoken here; JSON for a client that offers none; None when
+    it offers only others."""
+    for name in offered:
+        if name == JSON_SUBPROTOCOL:
+            return JsonCodec()
+        if name == MSGPACK_SUBPROTOCOL:
+            return MsgpackCodec()
+    return None if offered else JsonCodec()
+
+
+def _broken(message: str) -> InferEngineError:
+    return InferEngineError("protocol_error", message)
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _no_extension(code: int, data: bytes) -> Any:
+    raise ValueError("extension types are refused")
+
+
+def _encodable(document: Any, depth: int = 0) -> bool:
+    if isinstance(document, str):
+        return not any("\ud800" <= character <= "\udfff" for character in document)
+    if depth > MAX_DEPTH:
+        return False
+    if isinstance(document, dict):
+        return all(_encodable(key, depth + 1) and _encodable(value, depth + 1) for key, value in document.items())
+    if isinstance(document, list):
+        return all(_encodable(item, depth + 1) for item in document)
+    return True

@@ -1,0 +1,42 @@
+"""Which web pages may open the socket. Browsers let any page of any site try, and name it in `Origin`.
+
+A page may when this server served it (same host and port) under a name that cannot be rebound to this machine by
+somebody else's DNS: an IP address or localhost. Every other origin must be listed. Programs send no Origin and may.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Sequence
+from urllib.parse import urlsplit
+
+ANY = "*"
+
+
+def read_origins(text: str) -> tuple[str, ...]:
+    """The comma-separated list of the configuration."""
+    return tuple(item.strip().rstrip("/").lower() for item in text.split(",") if item.strip())
+
+
+def may_connect(origin: str | None, host: str | None, listed: Sequence[str]) -> bool:
+    """`origin` and `host` are the request's headers, None where absent."""
+    if origin is None or ANY in listed or origin.lower() in listed:
+        return True
+    try:
+        parts = urlsplit(origin)
+        name = parts.hostname
+    except ValueError:
+        return False
+    if parts.scheme not in ("http", "https") or name is None or host is None:
+        return False
+    return parts.netloc.lower() == host.lower() and _is_local_name(name)
+
+
+def _is_local_name(name: str) -> bool:
+    if name == "localhost" or name.endswith(".localhost"):
+        return True
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,135 @@
+"""The output of a request as a log that any number of sockets read, each from its own place.
+
+What a socket has sent may be lost with the connection, so tokens are kept here until nobody can ask for them again.
+A reader that comes back reads the log from the start and drops the text it had: tokens alone make the text, so what
+follows is exactly what was missed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from typing import Protocol
+
+from inferengine.client import Delta, Finish, TokenLogprobs
+from inferengine.errors import InferEngineError
+from inferengine.wire.messages import Accept
+
+
+class TokenStream(Protocol):
+    """What a log needs of a client's Stream."""
+
+    async def __anext__(self) -> Delta: ...
+
+    def cancel(self) -> None: ...
+
+
+class EngineRequest(Protocol):
+    """What a log needs of a Submission or a PooledAttachment."""
+
+    @property
+    def id(self) -> bytes: ...
+
+    @property
+    def streams(self) -> Sequence[TokenStream]: ...
+
+    async def accepted(self) -> Accept: ...
+
+    def cancel(self) -> None: ...
+
+
+class ChoiceLog:
+    """The tokens of one choice so far. The reader that finds nothing new reads the stream for all of them."""
+
+    def __init__(self, stream: TokenStream) -> None:
+        self.token_ids: list[int] = []
+        self.logprobs: list[TokenLogprobs] | None = None
+        self.finish: Finish | None = None
+        self._stream = stream
+        self._being_read: asyncio.Event | None = None
+
+    def view(self, cursor: int = 0) -> LogView:
+        """A reader of its own. Its first delta ends at `cursor` exactly, unless the log ends before."""
+        return LogView(self, cursor)
+
+    def cancel(self) -> None:
+        self._stream.cancel()
+
+    async def wait(self, num_tokens: int) -> None:
+        """Until there are more than `num_tokens` tokens, or the last one is there."""
+        while len(self.token_ids) <= num_tokens and self.finish is None:
+            if self._being_read is not None:
+                await self._being_read.wait()
+                continue
+            self._being_read = asyncio.Event()
+            try:
+                self._append(await self._stream.__anext__())
+            finally:  # a reader whose socket has gone leaves the stream to the next
+                self._being_read.set()
+                self._being_read = None
+
+    async def ended(self) -> Finish:
+        """How it ended, once it has."""
+        while self.finish is None:
+            await self.wait(len(self.token_ids))
+        return self.finish
+
+    def _append(self, delta: Delta) -> None:
+        self.token_ids += delta.token_ids
+        if delta.logprobs is not None:
+            self.logprobs = (self.logprobs or []) + delta.logprobs
+        self.finish = delta.finish
+
+
+class LogView:
+    """An iterator over a ChoiceLog: each delta holds all that was added while its reader was busy."""
+
+    def __init__(self, log: ChoiceLog, cursor: int) -> None:
+        self._log = log
+        self._cursor = cursor
+        self._position = 0
+        self._ended = False
+
+    def __aiter__(self) -> AsyncIterator[Delta]:
+        return self
+
+    async def __anext__(self) -> Delta:
+        log, start = self._log, self._position
+        if self._ended:
+            raise StopAsyncIteration
+        await log.wait(max(start, self._cursor - 1))
+        stop = self._cursor if start < self._cursor <= len(log.token_ids) else len(log.token_ids)
+        self._position = stop
+        repeats = start < self._cursor
+        self._ended = log.finish is not None and not repeats
+        if repeats and len(log.token_ids) < self._cursor:
+            raise InferEngineError("invalid_request", f"there are only {stop} tokens", field="cursors")
+        logprobs = None if log.logprobs is None else log.logprobs[start:stop]
+        return Delta(log.token_ids[start:stop], "", logprobs, log.finish if self._ended else None)
+
+    def cancel(self) -> None:
+        self._log.cancel()
+
+
+class RequestLog:
+    """One request of the engine and the logs of its choices. `context_ids`: the end of the prompt, for decoders that
+    look at what precedes a text."""
+
+    def __init__(self, request: EngineRequest, *, detached: bool, context_ids: Sequence[int] = ()) -> None:
+        self.id = request.id
+        self.detached = detached
+        self.context_ids = context_ids
+        self.choices: list[ChoiceLog] = []
+        self.num_readers = 0
+        self._request = request
+
+    async def accepted(self) -> Accept:
+        """The engine's answer; `choices` is filled afterwards. Raises InferEngineError when it was refused."""
+        accept = await self._request.accepted()
+        if not self.choices:  # of two that waited, the first fills it
+            self.choices = [ChoiceLog(stream) for stream in self._request.streams]
+        return accept
+
+    def cancel(self) -> None:
+        """Fire and forget, any number of times."""
+        self._request.cancel()

@@ -1,0 +1,134 @@
+"""The process of the websocket front end: uvicorn around the application, systemd's protocol, and an orderly end.
+
+The first SIGTERM or SIGINT drains, a second one stops at once. Sockets that are still open at the end are closed with
+1012 (service restart); clients come back to the next process and resume what was detached.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+import sys
+
+import uvicorn
+
+from frontends.common.notify import notify
+from frontends.websocket.app import WebsocketFrontEnd
+from inferengine.config import Config, listen_fds, watchdog_interval_s
+from inferengine.errors import ExitCode
+
+logger = logging.getLogger(__name__)
+
+PING_INTERVAL_S = 20.0  # a peer that answers no ping for PING_TIMEOUT_S is gone
+PING_TIMEOUT_S = 20.0
+BACKLOG = 1024
+STOP_TIMEOUT_S = 3
+_LOOK_S = 0.02
+
+
+def run_websocket(config: Config) -> int:
+    """Serve until a signal. Returns an exit code of ExitCode."""
+    try:
+        listener = _listener(config)
+    except (OSError, OverflowError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        print(
+            f"inferengine ws: cannot listen on {config.ws.host}:{config.ws.port} ({reason}): choose another address "
+            "with --ws.host and --ws.port (0 takes any free port)",
+            file=sys.stderr,
+        )
+        return ExitCode.ADDRESS
+    front_end = WebsocketFrontEnd(config)
+    server = uvicorn.Server(server_config(config, front_end))
+    with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:
+        return runner.run(_serve(config, front_end, server, listener))
+
+
+def server_config(config: Config, front_end: WebsocketFrontEnd) -> uvicorn.Config:
+    """What uvicorn is told. Messages are not compressed: deltas are too short to gain, and it costs memory a socket."""
+    return uvicorn.Config(
+        front_end.app(),
+        ws="websockets-sansio",
+        ws_max_size=config.ws.max_message_bytes,
+        ws_ping_interval=PING_INTERVAL_S,
+        ws_ping_timeout=PING_TIMEOUT_S,
+        ws_per_message_deflate=False,
+        lifespan="on",
+        access_log=False,
+        log_config=None,
+        server_header=False,
+        backlog=BACKLOG,
+        timeout_graceful_shutdown=STOP_TIMEOUT_S,
+    )
+
+
+async def _serve(config: Config, front_end: WebsocketFrontEnd, server: uvicorn.Server, listener: socket.socket) -> int:
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    while not server.started and not serving.done():
+        await asyncio.sleep(_LOOK_S)
+    end = _End()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):  # after uvicorn has set its own handlers, which drain nothing
+        loop.add_signal_handler(number, end.on_signal)
+    host, port = listener.getsockname()[:2]
+    logger.info("listening on %s port %s", host, port)
+    notify(f"READY=1\nSTATUS=listening on {host} port {port}")
+    alive = asyncio.create_task(_feed_watchdog())
+    stopping = asyncio.create_task(end.wait())
+    await asyncio.wait([serving, stopping], return_when=asyncio.FIRST_COMPLETED)
+    notify("STOPPING=1\nSTATUS=letting open requests finish")
+    draining = asyncio.create_task(front_end.drain(config.engine.drain_timeout_s))
+    aborted = asyncio.create_task(end.wait(2))
+    await asyncio.wait([serving, draining, aborted], return_when=asyncio.FIRST_COMPLETED)
+    server.should_exit = True
+    with contextlib.suppress(asyncio.CancelledError):
+        await serving
+    for task in (alive, stopping, draining, aborted):
+        task.cancel()
+    await asyncio.gather(alive, stopping, draining, aborted, return_exceptions=True)
+    return ExitCode.ABORTED if end.num_signals > 1 else ExitCode.OK
+
+
+class _End:
+    """Counts the signals to stop."""
+
+    def __init__(self) -> None:
+        self.num_signals = 0
+        self._changed = asyncio.Event()
+
+    def on_signal(self) -> None:
+        self.num_signals += 1
+        self._changed.set()
+
+    async def wait(self, wanted: int = 1) -> None:
+        while self.num_signals < wanted:
+            self._changed.clear()
+            await self._changed.wait()
+
+
+async def _feed_watchdog() -> None:
+    interval_s = watchdog_interval_s()
+    while interval_s is not None:
+        notify("WATCHDOG=1")
+        await asyncio.sleep(interval_s)
+
+
+def _listener(config: Config) -> socket.socket:
+    """The socket that a supervisor handed over, else one of our own."""
+    descriptors = listen_fds()
+    if descriptors:
+        return socket.socket(fileno=descriptors[0])
+    family, kind, protocol, _, address = socket.getaddrinfo(
+        config.ws.host, config.ws.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )[0]
+    listener = socket.socket(family, kind, protocol)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind(address)
+    except BaseException:
+        listener.close()
+        raise
+    return listener

@@ -1,0 +1,359 @@
+// @ts-check
+/** The chat page: wires the browser client, the store and the parts of the page together. */
+
+import { InferEngineError, InferEngineSocket } from "./client.js";
+import { icon, make } from "./markdown.js";
+import { MessageList } from "./messages.js";
+import { Panel, stateText } from "./panel.js";
+import { SettingsDrawer } from "./settings.js";
+import { Store, paramsOf } from "./store.js";
+
+const EXAMPLES = [
+  ["A question about itself", "Who are you?"],
+  ["A short story", "Tell me a story about a fox"],
+  ["How serving works", "What is continuous batching?"],
+  ["Text to JSON", "Extract the name and city as JSON: My name is Anna and I live in Lisbon."],
+];
+const NEAR_END_PX = 80;
+const WIDE = matchMedia("(min-width: 1181px)");
+
+const $ = (id) => document.getElementById(id);
+const store = new Store();
+const panel = new Panel(document);
+const drawer = new SettingsDrawer(document, store);
+const engine = new InferEngineSocket(new URL("ws", location.href.replace(/^http/, "ws")).href);
+const messages = new MessageList($("log"), { copy, edit, retry });
+/** Answers being written: conversation id → generation. A conversation in the background goes on. */
+const running = new Map();
+let current = store.find(location.hash.slice(1));
+let following = true; // the view stays at the end until the reader scrolls up
+
+// -- conversations ------------------------------------------------------------------------------------------------
+
+function open(conversation) {
+  current = conversation;
+  history.replaceState(null, "", conversation ? `#${conversation.id}` : location.pathname);
+  following = true;
+  document.body.classList.remove("sidebar-open");
+  draw();
+  $("composer-input").focus();
+}
+
+function draw() {
+  const empty = !current || !current.messages.length;
+  $("empty").hidden = !empty;
+  messages.show(current?.messages ?? [], running.has(current?.id));
+  document.title = current ? `${current.title} · InferEngine` : "InferEngine";
+  const last = current?.messages.findLast((message) => message.figures);
+  panel.showAnswer(last?.figures);
+  drawConversations();
+  drawComposer();
+  drawScrim();
+  stayAtEnd();
+}
+
+function drawConversations() {
+  const items = store.conversations.map((conversation) => {
+    const item = make("li", "conversation");
+    item.classList.toggle("current", conversation === current);
+    item.classList.toggle("busy", running.has(conversation.id));
+    const name = make("button", "open", conversation.title);
+    name.type = "button";
+    if (conversation === current) name.setAttribute("aria-current", "page");
+    name.addEventListener("click", () => open(conversation));
+    const remove = make("button", "icon delete");
+    remove.type = "button";
+    remove.setAttribute("aria-label", `Delete “${conversation.title}”`);
+    remove.append(icon("trash"));
+    remove.addEventListener("click", () => {
+      running.get(conversation.id)?.cancel();
+      running.delete(conversation.id);
+      store.remove(conversation.id);
+      if (conversation === current) open(null);
+      else drawConversations();
+    });
+    item.append(name, remove);
+    return item;
+  });
+  $("conversations").replaceChildren(...items);
+}
+
+// -- asking and answering -------------------------------------------------------------------------------------------
+
+function send(text) {
+  const conversation = current ?? store.create(text);
+  conversation.messages.push({ role: "user", content: text });
+  if (!current) {
+    current = conversation;
+    history.replaceState(null, "", `#${conversation.id}`);
+  }
+  following = true;
+  answer(conversation);
+}
+
+function edit(index, text) {
+  stop();
+  current.messages.length = index;
+  send(text);
+}
+
+function retry(index) {
+  stop();
+  current.messages.length = index;
+  answer(current);
+}
+
+function answer(conversation) {
+  const history = conversation.messages
+    .filter((message) => message.role === "user" || message.content)
+    .map(({ role, content }) => ({ role, content }));
+  const system = store.settings.system.trim();
+  const params = paramsOf(store.settings);
+  const generation = engine.generate({
+    messages: system ? [{ role: "system", content: system }, ...history] : history,
+    params,
+    label: "chat",
+  });
+  const message = { role: "assistant", content: "", pending: { requestId: generation.requestId, params } };
+  conversation.messages.push(message);
+  store.touch(conversation);
+  follow(conversation, message, generation, performance.now());
+}
+
+/** Read a generation into its message until it ends. `started` is null for one that is resumed. */
+async function follow(conversation, message, generation, started) {
+  running.set(conversation.id, generation);
+  if (conversation === current) draw();
+  else drawConversations();
+  let first = null;
+  try {
+    for await (const delta of generation) {
+      first ??= performance.now();
+      message.content += delta.text;
+      message.pending.cursor = delta.cursor;
+      store.save();
+      if (conversation === current) messages.updateLast(message);
+    }
+    const [choice] = (await generation.result).choices;
+    message.finishReason = choice.finishReason;
+    message.figures = figuresOf(choice, started, first);
+  } catch (error) {
+    if (!(error instanceof InferEngineError)) throw error;
+    message.failure = { message: sentence(error.message), remedy: error.remedy };
+  }
+  delete message.pending;
+  if (running.get(conversation.id) === generation) running.delete(conversation.id);
+  store.saveNow();
+  if (conversation === current) {
+    draw();
+    $("live").textContent = message.failure ? "The answer failed." : "Answer complete.";
+  } else drawConversations();
+}
+
+/** What this page saw, where it saw it; of a resumed answer, what the engine measured. */
+function figuresOf({ usage, timings }, started, first) {
+  const seconds = (timings.total_ms - timings.first_token_ms) / 1000;
+  return {
+    firstTokenMs: started !== null && first !== null ? first - started : timings.first_token_ms,
+    tokensPerS: usage.completion_tokens > 1 && seconds > 0 ? (usage.completion_tokens - 1) / seconds : null,
+    promptTokens: usage.prompt_tokens,
+    tokens: usage.completion_tokens,
+  };
+}
+
+function sentence(text) {
+  const whole = text.charAt(0).toUpperCase() + text.slice(1);
+  return /[.!?]$/.test(whole) ? whole : `${whole}.`;
+}
+
+function stop() {
+  running.get(current?.id)?.cancel();
+}
+
+/** Answers that were being written when the page was left go on where they were. */
+function resumePending() {
+  for (const conversation of store.conversations) {
+    const message = conversation.messages.at(-1);
+    if (!message?.pending || running.has(conversation.id)) continue;
+    const { requestId, cursor = 0, params } = message.pending;
+    follow(conversation, message, engine.resume({ requestId, cursors: [cursor], params }), null);
+  }
+}
+
+// -- composer -------------------------------------------------------------------------------------------------------
+
+function drawComposer() {
+  const busy = running.has(current?.id);
+  const button = $("send");
+  button.classList.toggle("busy", busy);
+  button.setAttribute("aria-label", busy ? "Stop" : "Send");
+  button.disabled = !busy && !$("composer-input").value.trim();
+}
+
+function grow() {
+  const input = $("composer-input");
+  input.style.height = "auto";
+  input.style.height = `${input.scrollHeight}px`;
+  drawComposer();
+}
+
+$("composer").addEventListener("submit", (event) => {
+  event.preventDefault();
+  const input = $("composer-input");
+  if (running.has(current?.id)) {
+    if (event.submitter) stop(); // the button; Enter alone must not stop an answer
+    return;
+  }
+  const text = input.value.trim();
+  if (!text) return;
+  input.value = "";
+  grow();
+  send(text);
+});
+$("composer-input").addEventListener("input", grow);
+$("composer-input").addEventListener("keydown", (event) => {
+  if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+  event.preventDefault();
+  $("composer").requestSubmit();
+});
+
+document.addEventListener("keydown", (event) => {
+  if (event.defaultPrevented || drawer.isOpen) return;
+  const typing = event.target instanceof HTMLElement && event.target.matches("input, textarea, select");
+  if (event.key === "/" && !typing && !event.ctrlKey && !event.metaKey && !event.altKey) {
+    event.preventDefault();
+    $("composer-input").focus();
+  } else if (event.key === "Escape") {
+    if (!closeDrawers()) stop();
+  }
+});
+
+// -- page -----------------------------------------------------------------------------------------------------------
+
+async function copy(text, button) {
+  try {
+    await navigator.clipboard.writeText(text);
+  } catch {
+    return; // no permission, or not a secure context
+  }
+  const use = button.querySelector("use");
+  const before = use.getAttribute("href");
+  if (before === "#i-check") return;
+  use.setAttribute("href", "#i-check");
+  $("live").textContent = "Copied.";
+  setTimeout(() => use.setAttribute("href", before), 1200);
+}
+
+function stayAtEnd() {
+  const scroll = $("scroll");
+  if (following) scroll.scrollTop = scroll.scrollHeight;
+  $("to-end").hidden = following;
+}
+messages.onDrawn = stayAtEnd;
+
+$("scroll").addEventListener("scroll", () => {
+  const { scrollTop, scrollHeight, clientHeight } = $("scroll");
+  following = scrollHeight - scrollTop - clientHeight < NEAR_END_PX;
+  $("to-end").hidden = following;
+}, { passive: true });
+$("to-end").addEventListener("click", () => {
+  following = true;
+  stayAtEnd();
+  $("composer-input").focus();
+});
+$("log").addEventListener("click", (event) => {
+  const button = event.target instanceof Element ? event.target.closest("[data-copy]") : null;
+  if (button) copy(button.closest("pre").querySelector("code").textContent, button);
+});
+
+function drawScrim() {
+  const { classList } = document.body;
+  $("scrim").hidden = !classList.contains("sidebar-open") && (WIDE.matches || !classList.contains("panel-open"));
+  const shown = WIDE.matches ? !classList.contains("panel-closed") : classList.contains("panel-open");
+  $("toggle-panel").setAttribute("aria-expanded", String(shown));
+  engine.subscribeStats(shown ? 1 : 0);
+}
+
+function closeDrawers() {
+  const { classList } = document.body;
+  const wasOpen = classList.contains("sidebar-open") || (!WIDE.matches && classList.contains("panel-open"));
+  classList.remove("sidebar-open");
+  if (!WIDE.matches) classList.remove("panel-open");
+  drawScrim();
+  return wasOpen;
+}
+
+$("new-chat").addEventListener("click", () => open(null));
+$("open-sidebar").addEventListener("click", () => {
+  document.body.classList.add("sidebar-open");
+  drawScrim();
+  $("close-sidebar").focus();
+});
+for (const id of ["close-sidebar", "close-panel", "scrim"]) $(id).addEventListener("click", closeDrawers);
+$("toggle-panel").addEventListener("click", () => {
+  document.body.classList.toggle(WIDE.matches ? "panel-closed" : "panel-open");
+  drawScrim();
+});
+WIDE.addEventListener("change", closeDrawers);
+$("toggle-theme").addEventListener("click", () => {
+  const dark = document.documentElement.dataset.theme
+    ? document.documentElement.dataset.theme === "dark"
+    : matchMedia("(prefers-color-scheme: dark)").matches;
+  const theme = dark ? "light" : "dark";
+  document.documentElement.dataset.theme = theme;
+  try {
+    localStorage.setItem("inferengine.theme", theme);
+  } catch {
+    // it holds for this page
+  }
+});
+drawer.onClose = () => $("composer-input").focus();
+
+for (const [kind, text] of EXAMPLES) {
+  const example = make("button", "example");
+  example.type = "button";
+  example.append(make("small", "", kind), text);
+  example.addEventListener("click", () => send(text));
+  $("examples").append(example);
+}
+
+// -- engine ---------------------------------------------------------------------------------------------------------
+
+let lostTimer = null;
+
+function showEngine() {
+  const state = engine.status === "open" ? engine.hello?.engine.state ?? "" : "";
+  const name = engine.hello?.model?.name;
+  $("engine-dot").dataset.state = state || (engine.hello ? "UNAVAILABLE" : "");
+  $("model-name").textContent = name ?? (state ? "Engine" : "Connecting");
+  const progress = engine.hello?.engine.progress;
+  const share = state === "STARTING" && progress?.[1] ? ` ${Math.round(progress[1] * 100)} %` : "";
+  $("model-state").textContent = state === "READY" ? "" : `${stateText(state)}${share}`;
+  if (name) $("empty-note").textContent = `Answers come from ${name}, served by this engine.`;
+  panel.showState(state);
+}
+
+engine.addEventListener("hello", () => {
+  showEngine();
+  resumePending();
+});
+engine.addEventListener("state", showEngine);
+engine.addEventListener("stats", (event) => panel.show(event.detail));
+engine.addEventListener("problem", (event) => console.warn(event.detail));
+engine.addEventListener("status", () => {
+  showEngine();
+  clearTimeout(lostTimer);
+  if (engine.status === "open") $("notice").hidden = true;
+  else if (engine.hello) {
+    // A blink is not worth a word.
+    lostTimer = setTimeout(() => {
+      $("notice").textContent = "The connection was lost. Trying again…";
+      $("notice").hidden = false;
+    }, 700);
+  }
+});
+
+draw();
+showEngine();
+grow();
+if (!matchMedia("(pointer: coarse)").matches) $("composer-input").focus();

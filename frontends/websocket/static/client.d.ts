@@ -1,0 +1,162 @@
+/** Types of client.js, the browser client of the InferEngine websocket. Protocol: docs/websocket.md. */
+
+export type Message = { role: "system" | "user" | "assistant" | string; content: string };
+
+/** As in docs/parameters.md. What is left out has the engine's default. */
+export interface SamplingParams {
+  max_tokens?: number;
+  min_tokens?: number;
+  temperature?: number;
+  top_p?: number;
+  top_k?: number;
+  min_p?: number;
+  repetition_penalty?: number;
+  presence_penalty?: number;
+  frequency_penalty?: number;
+  seed?: number;
+  n?: number;
+  stop?: string | string[];
+  include_stop_str_in_output?: boolean;
+  skip_special_tokens?: boolean;
+  stop_token_ids?: number[];
+  ignore_eos?: boolean;
+  logit_bias?: Record<string, number>;
+  allowed_token_ids?: number[];
+  logprobs?: number;
+}
+
+export interface GenerateOptions {
+  /** Exactly one of these three. */
+  prompt?: string;
+  messages?: Message[];
+  promptIds?: number[];
+  params?: SamplingParams;
+  /** 32 hexadecimal digits; sending the same one again attaches instead of running twice. */
+  requestId?: string;
+  model?: string;
+  /** Lower is sooner. */
+  priority?: number;
+  cacheSalt?: string;
+  deadlineSeconds?: number;
+  /** Run on while the connection is away (default: true). */
+  detached?: boolean;
+  returnTokenIds?: boolean;
+  label?: string;
+}
+
+export interface ResumeOptions {
+  requestId: string;
+  /** Tokens already received, one count per choice. */
+  cursors?: number[];
+  /** The parameters of the request: its stop strings and special tokens shape the text. */
+  params?: SamplingParams;
+  returnTokenIds?: boolean;
+}
+
+export interface Delta {
+  choice: number;
+  text: string;
+  /** Tokens of this choice so far: what `resume` wants. */
+  cursor: number;
+  tokenIds?: number[];
+  logprobs?: unknown[];
+}
+
+export interface Usage {
+  prompt_tokens: number;
+  cached_tokens: number;
+  completion_tokens: number;
+}
+
+export interface Timings {
+  queued_ms: number;
+  first_token_ms: number;
+  total_ms: number;
+}
+
+export interface Choice {
+  text: string;
+  finishReason: "stop" | "length" | "cancelled";
+  /** The stop string or stop token id that ended it, or null. */
+  stop?: string | number | null;
+  usage: Usage;
+  timings: Timings;
+}
+
+export interface Result {
+  requestId: string;
+  choices: Choice[];
+}
+
+export interface EngineState {
+  state: "STARTING" | "READY" | "DRAINING" | "STOPPING" | "UNAVAILABLE";
+  /** Phase and share, while STARTING. */
+  progress: [string, number] | null;
+  /** Changes with every start of the engine. */
+  epoch: string | null;
+  name: string | null;
+}
+
+export interface ModelInfo {
+  name: string;
+  fingerprint: string;
+  vocab_size: number;
+  max_model_len: number;
+  chat: boolean;
+}
+
+export interface StateFrame {
+  type: "hello" | "state";
+  engine: EngineState;
+  model: ModelInfo | null;
+  limits: Record<string, number>;
+}
+
+/** Every figure is null where the engine does not tell it. */
+export interface Stats {
+  type: "stats";
+  state: EngineState["state"];
+  running: number | null;
+  waiting: number | null;
+  tokens_per_s: number | null;
+  prompt_tokens_per_s: number | null;
+  /** Shares from 0 to 1. */
+  kv_usage: number | null;
+  prefix_hit_rate: number | null;
+  preemptions: number | null;
+  completed: number | null;
+  uptime_s: number | null;
+}
+
+export class InferEngineError extends Error {
+  code: string;
+  field: string | null;
+  retryable: boolean;
+  retryAfterSeconds: number | null;
+  remedy: string;
+}
+
+export class Generation implements AsyncIterable<Delta> {
+  readonly id: string;
+  readonly requestId: string;
+  /** Kept up to date: store them to resume from another page. */
+  readonly cursors: number[];
+  readonly accepted: { request_id: string; prompt_tokens: number; n: number; attached: boolean } | null;
+  /** Rejects with InferEngineError. */
+  readonly result: Promise<Result>;
+  cancel(): void;
+  [Symbol.asyncIterator](): AsyncIterator<Delta>;
+}
+
+export class InferEngineSocket extends EventTarget {
+  constructor(url: string, options?: { window?: number; WebSocket?: typeof WebSocket });
+  readonly url: string;
+  readonly hello: StateFrame | null;
+  readonly status: "connecting" | "open" | "closed";
+  generate(options: GenerateOptions): Generation;
+  resume(options: ResumeOptions): Generation;
+  subscribeStats(intervalSeconds?: number): void;
+  close(): void;
+}
+
+export function newRequestId(): string;

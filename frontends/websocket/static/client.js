@@ -1,0 +1,303 @@
+// @ts-check
+/**
+ * Browser client of the InferEngine websocket: many generations over one socket, in one module without a build step.
+ * It reconnects by itself, resumes what was running without a lost or doubled character, and acknowledges what it
+ * handled so that a slow page never piles up frames. Types: client.d.ts. Protocol: docs/websocket.md.
+ *
+ *   const engine = new InferEngineSocket("ws://127.0.0.1:8001/ws");
+ *   const answer = engine.generate({ messages: [{ role: "user", content: "Who are you?" }] });
+ *   for await (const delta of answer) console.log(delta.text);
+ *   console.log((await answer.result).choices[0].usage);
+ */
+
+const SUBPROTOCOL = "inferengine.v1.json";
+const WINDOW = 64;
+const FIRST_RETRY_MS = 250;
+const LONGEST_RETRY_MS = 5000;
+const SILENCE_MS = 20_000; // after so long without a frame the connection is asked for a sign of life
+const PONG_WAIT_MS = 8_000;
+
+/** An error of the service: `code` is stable, `field` names what to change. */
+export class InferEngineError extends Error {
+  constructor({ code, message, field = null, retryable = false, retry_after_s = null, remedy = "" }) {
+    super(message);
+    this.name = "InferEngineError";
+    this.code = code;
+    this.field = field;
+    this.retryable = retryable;
+    this.retryAfterSeconds = retry_after_s;
+    this.remedy = remedy;
+  }
+}
+
+/** 128 random bits as 32 hexadecimal digits: names a request for ever, and makes sending it again harmless. */
+export function newRequestId() {
+  const bytes = crypto.getRandomValues(new Uint8Array(16));
+  return Array.from(bytes, (byte) => byte.toString(16).padStart(2, "0")).join("");
+}
+
+/** One request: iterate it for its deltas, await `result` for the whole, call `cancel()` to stop it. */
+export class Generation {
+  constructor(socket, id, frame, cursors) {
+    this.id = id;
+    this.requestId = frame.request_id;
+    this.accepted = null; // the accepted frame, once it came
+    this.cursors = cursors;
+    this.frame = frame;
+    this._socket = socket;
+    this._queue = [];
+    this._wake = null;
+    this._over = false;
+    this._error = null;
+    this._choices = [];
+    this.result = new Promise((resolve, reject) => {
+      this._resolve = resolve;
+      this._reject = reject;
+    });
+    this.result.catch(() => {}); // whoever iterates sees the error there
+  }
+
+  /** Stop; the result then says finish_reason "cancelled" and keeps the text so far. */
+  cancel() {
+    if (!this._over) this._socket._send({ type: "cancel", id: this.id });
+  }
+
+  async *[Symbol.asyncIterator]() {
+    while (true) {
+      while (this._queue.length) yield this._queue.shift();
+      if (this._error) throw this._error;
+      if (this._over) return;
+      await new Promise((wake) => (this._wake = wake));
+    }
+  }
+
+  _choice(index) {
+    return (this._choices[index] ??= { text: "", finishReason: null, usage: null, timings: null });
+  }
+
+  _delta(frame) {
+    this.cursors[frame.choice] = frame.cursor;
+    this._choice(frame.choice).text += frame.text;
+    const delta = { choice: frame.choice, text: frame.text, cursor: frame.cursor };
+    if (frame.token_ids) delta.tokenIds = frame.token_ids;
+    if (frame.logprobs) delta.logprobs = frame.logprobs;
+    this._queue.push(delta);
+    this._notify();
+  }
+
+  _done(frame) {
+    const choice = this._choice(frame.choice);
+    choice.finishReason = frame.finish_reason;
+    choice.stop = frame.stop;
+    choice.usage = frame.usage;
+    choice.timings = frame.timings;
+    const wanted = this.accepted?.n ?? this.cursors.length;
+    for (let index = 0; index < wanted; index++) if (!this._choices[index]?.finishReason) return false;
+    this._over = true;
+    this._resolve({ requestId: this.requestId, choices: this._choices });
+    this._notify();
+    return true;
+  }
+
+  _fail(error) {
+    if (this._over) return;
+    this._over = true;
+    this._error = error;
+    this._reject(error);
+    this._notify();
+  }
+
+  _notify() {
+    this._wake?.();
+    this._wake = null;
+  }
+}
+
+/**
+ * The connection. Events: `status` (detail: "connecting" | "open" | "closed"), `hello` and `state` (detail: the
+ * frame), `stats` (detail: the figures), `problem` (detail: InferEngineError that belongs to no request).
+ */
+export class InferEngineSocket extends EventTarget {
+  constructor(url, { window = WINDOW, WebSocket = globalThis.WebSocket } = {}) {
+    super();
+    this.url = url;
+    this.hello = null; // the last hello frame: model, limits, engine
+    this.status = "connecting";
+    this._window = window;
+    this._WebSocket = WebSocket;
+    this._socket = null;
+    this._generations = new Map();
+    this._statsInterval = null;
+    this._nextId = 1;
+    this._retries = 0;
+    this._numHandled = 0;
+    this._numAcknowledged = 0;
+    this._timer = null;
+    this._life = null;
+    this._closed = false;
+    globalThis.addEventListener?.("online", () => this._retryNow());
+    this._connect();
+  }
+
+  /** Start a request. `detached` (the default here) lets it run on while the connection is away. */
+  generate({ requestId = newRequestId(), detached = true, params = {}, ...rest }) {
+    const frame = { type: "generate", request_id: requestId, detached, params };
+    const names = { promptIds: "prompt_ids", cacheSalt: "cache_salt", deadlineSeconds: "deadline_s",
+      returnTokenIds: "return_token_ids" };
+    for (const [name, value] of Object.entries(rest)) if (value !== undefined) frame[names[name] ?? name] = value;
+    return this._start(frame, new Array(params.n ?? 1).fill(0));
+  }
+
+  /** Go on with a request of before, from this page or another, at `cursors`. */
+  resume({ requestId, cursors = [0], params = {}, returnTokenIds = false }) {
+    const frame = { type: "resume", request_id: requestId, detached: true, params, return_token_ids: returnTokenIds };
+    return this._start(frame, [...cursors]);
+  }
+
+  /** Ask for the engine's figures every so often; 0 ends it. They arrive as `stats` events. */
+  subscribeStats(intervalSeconds = 1) {
+    this._statsInterval = intervalSeconds || null;
+    this._send(this._statsFrame());
+  }
+
+  /** Leave for good. Detached requests run on. */
+  close() {
+    this._closed = true;
+    clearTimeout(this._timer);
+    clearTimeout(this._life);
+    this._socket?.close(1000);
+  }
+
+  _start(frame, cursors) {
+    const id = `r${this._nextId++}`;
+    const generation = new Generation(this, id, frame, cursors);
+    this._generations.set(id, generation);
+    this._sendGeneration(generation);
+    return generation;
+  }
+
+  /** What was not accepted yet is sent again as it was (its id makes that harmless); the rest is resumed. */
+  _sendGeneration(generation) {
+    const { id, frame, cursors } = generation;
+    if (!generation.accepted && frame.type === "generate") {
+      this._send({ ...frame, id });
+      return;
+    }
+    const { request_id, params, detached, return_token_ids } = frame;
+    this._send({ type: "resume", id, request_id, cursors, params, detached, return_token_ids });
+  }
+
+  _connect() {
+    this._setStatus("connecting");
+    const socket = new this._WebSocket(this.url, SUBPROTOCOL);
+    this._socket = socket;
+    socket.onopen = () => this._opened();
+    socket.onmessage = (event) => this._socket === socket && this._received(event.data);
+    socket.onclose = () => this._socket === socket && this._lost();
+  }
+
+  _opened() {
+    this._retries = 0;
+    this._numHandled = this._numAcknowledged = 0;
+    this._setStatus("open");
+    this._send({ type: "hello", window: this._window });
+    if (this._statsInterval) this._send(this._statsFrame());
+    for (const generation of this._generations.values()) this._sendGeneration(generation);
+    this._expectLife();
+  }
+
+  _lost() {
+    clearTimeout(this._life);
+    this._socket = null;
+    this._setStatus("closed");
+    for (const [id, generation] of this._generations) {
+      if (generation.frame.detached || !generation.accepted) continue;
+      this._generations.delete(id);
+      generation._fail(new InferEngineError({ code: "cancelled", message: "the connection was lost" }));
+    }
+    if (this._closed) return;
+    const longest = Math.min(LONGEST_RETRY_MS, FIRST_RETRY_MS * 2 ** this._retries++);
+    this._timer = setTimeout(() => this._connect(), longest * (0.5 + Math.random() / 2));
+  }
+
+  _retryNow() {
+    if (this._socket || this._closed) return;
+    clearTimeout(this._timer);
+    this._connect();
+  }
+
+  /** A connection can die without a word: silence is answered with a ping, and a silent ping with a new connection. */
+  _expectLife() {
+    clearTimeout(this._life);
+    this._life = setTimeout(() => {
+      this._send({ type: "ping", nonce: "life" });
+      this._life = setTimeout(() => {
+        const socket = this._socket;
+        this._lost();
+        socket?.close();
+      }, PONG_WAIT_MS);
+    }, SILENCE_MS);
+  }
+
+  _received(data) {
+    this._expectLife();
+    const frame = JSON.parse(data);
+    const generation = frame.id == null ? null : this._generations.get(frame.id);
+    switch (frame.type) {
+      case "hello":
+        this.hello = frame;
+        this._emit("hello", frame);
+        break;
+      case "state":
+        if (this.hello) Object.assign(this.hello, { engine: frame.engine, model: frame.model, limits: frame.limits });
+        this._emit("state", frame);
+        break;
+      case "stats":
+        this._emit("stats", frame);
+        break;
+      case "accepted":
+        if (generation) generation.accepted = frame;
+        break;
+      case "delta":
+        generation?._delta(frame);
+        this._acknowledge();
+        break;
+      case "done":
+        if (generation?._done(frame)) this._generations.delete(frame.id);
+        this._acknowledge();
+        break;
+      case "error": {
+        const error = new InferEngineError(frame.error);
+        if (!generation) this._emit("problem", error);
+        this._generations.delete(frame.id);
+        generation?._fail(error);
+        break;
+      }
+    }
+  }
+
+  _acknowledge() {
+    this._numHandled++;
+    if (this._numHandled - this._numAcknowledged < this._window / 2) return;
+    this._numAcknowledged = this._numHandled;
+    this._send({ type: "ack", frames: this._numHandled });
+  }
+
+  _statsFrame() {
+    const on = this._statsInterval !== null;
+    return { type: "stats", subscribe: on, ...(on && { interval_s: this._statsInterval }) };
+  }
+
+  _send(frame) {
+    if (this._socket?.readyState === 1) this._socket.send(JSON.stringify(frame));
+  }
+
+  _setStatus(status) {
+    this.status = status;
+    this._emit("status", status);
+  }
+
+  _emit(type, detail) {
+    this.dispatchEvent(new CustomEvent(type, { detail }));
+  }
+}

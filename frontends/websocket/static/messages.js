@@ -1,0 +1,153 @@
+// @ts-check
+/** One conversation on the page: builds and updates its messages. What the buttons do is decided in chat.js. */
+
+import { codeElement, icon, make, renderMarkdown } from "./markdown.js";
+
+export class MessageList {
+  /** `actions`: copy(message), edit(index, text), retry(index). */
+  constructor(log, actions) {
+    this._log = log;
+    this._actions = actions;
+    this._views = [];
+    this._frame = null;
+    this._dirty = new Set();
+  }
+
+  /** Draw all of `messages`; `busy` says that the last one is still being written. */
+  show(messages, busy) {
+    this._dirty.clear();
+    this._views = messages.map((message, index) => this._build(message, index, busy && index === messages.length - 1));
+    this._log.replaceChildren(...this._views.map((view) => view.element));
+  }
+
+  /** Draw the last message again, at most once for each frame of the screen. */
+  updateLast(message) {
+    this._dirty.add(message);
+    this._frame ??= requestAnimationFrame(() => {
+      this._frame = null;
+      const view = this._views.at(-1);
+      if (view && this._dirty.has(view.message)) renderMarkdown(view.body, view.message.content);
+      this._dirty.clear();
+      this.onDrawn?.();
+    });
+  }
+
+  _build(message, index, busy) {
+    const element = make("article", `message ${message.role}${busy ? " streaming" : ""}`);
+    element.setAttribute("aria-label", message.role === "user" ? "You" : "Answer");
+    if (busy) element.setAttribute("aria-busy", "true");
+    const body = make("div", "body");
+    element.append(body);
+    if (message.role === "user") {
+      body.textContent = message.content;
+      element.append(this._userFoot(message, index, element));
+    } else {
+      if (!busy && isJson(message.content)) body.append(codeElement(pretty(message.content), "JSON"));
+      else renderMarkdown(body, message.content);
+      if (message.failure) element.append(failure(message.failure));
+      element.append(busy ? make("div", "message-foot") : this._assistantFoot(message, index));
+    }
+    return { message, element, body };
+  }
+
+  _userFoot(message, index, element) {
+    const foot = make("div", "message-foot");
+    foot.append(
+      button("Edit", "edit", () => this._edit(message, index, element)),
+      button("Copy", "copy", (target) => this._actions.copy(message.content, target)),
+    );
+    return foot;
+  }
+
+  _assistantFoot(message, index) {
+    const foot = make("div", "message-foot");
+    if (message.content) foot.append(button("Copy answer", "copy", (target) => this._actions.copy(message.content, target)));
+    foot.append(button("Try again", "retry", () => this._actions.retry(index)));
+    const line = figuresLine(message);
+    if (line) foot.append(make("span", "figures-line", line));
+    return foot;
+  }
+
+  _edit(message, index, element) {
+    const box = make("form", "edit-box");
+    const input = make("textarea");
+    input.value = message.content;
+    input.setAttribute("aria-label", "Edit the message");
+    const buttons = make("div");
+    const cancel = make("button", "plain", "Cancel");
+    cancel.type = "button";
+    buttons.append(cancel, make("button", "primary", "Send"));
+    box.append(input, buttons);
+    const close = () => {
+      const view = this._build(message, index, false);
+      this._views[index] = view;
+      element.replaceWith(view.element);
+      view.element.querySelector("button")?.focus();
+    };
+    cancel.addEventListener("click", close);
+    box.addEventListener("submit", (event) => {
+      event.preventDefault();
+      if (input.value.trim()) this._actions.edit(index, input.value);
+    });
+    input.addEventListener("keydown", (event) => {
+      if (event.key === "Escape") close();
+      else if (event.key === "Enter" && !event.shiftKey && !event.isComposing) box.requestSubmit();
+      else return;
+      event.preventDefault();
+      event.stopPropagation();
+    });
+    element.classList.add("editing");
+    element.replaceChildren(box);
+    input.focus();
+    input.setSelectionRange(input.value.length, input.value.length);
+  }
+}
+
+function button(label, symbol, action) {
+  const element = make("button", "icon");
+  element.type = "button";
+  element.title = label;
+  element.setAttribute("aria-label", label);
+  element.append(icon(symbol));
+  element.addEventListener("click", () => action(element));
+  return element;
+}
+
+function failure({ message, remedy }) {
+  const element = make("div", "failure", message);
+  element.setAttribute("role", "alert");
+  if (remedy) element.append(make("small", "", remedy));
+  return element;
+}
+
+function figuresLine(message) {
+  const { figures, finishReason } = message;
+  const parts = [];
+  if (figures?.firstTokenMs != null) parts.push(`first token ${formatMs(figures.firstTokenMs)}`);
+  if (figures?.tokensPerS != null) parts.push(`${formatRate(figures.tokensPerS)} tokens/s`);
+  if (figures?.tokens != null) parts.push(`${figures.tokens} tokens`);
+  if (finishReason === "length") parts.push("stopped at the token limit");
+  if (finishReason === "cancelled") parts.push("stopped");
+  return parts.join("  ·  ");
+}
+
+export function formatMs(ms) {
+  return ms < 1000 ? `${Math.round(ms)} ms` : `${(ms / 1000).toFixed(1)} s`;
+}
+
+export function formatRate(rate) {
+  return rate >= 100 ? Math.round(rate).toLocaleString("en") : rate.toFixed(rate >= 10 ? 0 : 1);
+}
+
+function isJson(text) {
+  if (!/^\s*[{[]/.test(text)) return false;
+  try {
+    return typeof JSON.parse(text) === "object";
+  } catch {
+    return false;
+  }
+}
+
+function pretty(text) {
+  return JSON.stringify(JSON.parse(text), null, 2);
+}

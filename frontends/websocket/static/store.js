@@ -1,0 +1,105 @@
+// @ts-check
+/** Conversations and settings, kept in this browser. Knows nothing of the page. */
+
+const CONVERSATIONS = "inferengine.conversations";
+const SETTINGS = "inferengine.settings";
+const MOST_CONVERSATIONS = 200;
+const TITLE_CHARACTERS = 60;
+
+export const DEFAULT_SETTINGS = { system: "", temperature: 0.7, top_p: 1, top_k: null, max_tokens: null, seed: null };
+
+/**
+ * @typedef {{ role: "user" | "assistant", content: string, figures?: object, finishReason?: string,
+ *   failure?: { message: string, remedy?: string }, pending?: { requestId: string, params: object } }} StoredMessage
+ * @typedef {{ id: string, title: string, updated: number, messages: StoredMessage[] }} Conversation
+ */
+
+export class Store {
+  constructor(storage = safeStorage()) {
+    this._storage = storage;
+    this._timer = null;
+    /** @type {Conversation[]} newest first */
+    this.conversations = this._read(CONVERSATIONS, []).filter((item) => item?.id && Array.isArray(item.messages));
+    this.settings = { ...DEFAULT_SETTINGS, ...this._read(SETTINGS, {}) };
+    globalThis.addEventListener?.("pagehide", () => this.saveNow());
+  }
+
+  find(id) {
+    return this.conversations.find((conversation) => conversation.id === id) ?? null;
+  }
+
+  create(firstText) {
+    const conversation = { id: crypto.randomUUID?.() ?? String(Math.random()).slice(2), title: titleOf(firstText), updated: Date.now(), messages: [] };
+    this.conversations.unshift(conversation);
+    this.conversations.length = Math.min(this.conversations.length, MOST_CONVERSATIONS);
+    return conversation;
+  }
+
+  remove(id) {
+    this.conversations = this.conversations.filter((conversation) => conversation.id !== id);
+    this.saveNow();
+  }
+
+  touch(conversation) {
+    conversation.updated = Date.now();
+    this.conversations = [conversation, ...this.conversations.filter((item) => item !== conversation)];
+    this.save();
+  }
+
+  saveSettings(settings) {
+    this.settings = settings;
+    this._write(SETTINGS, settings);
+  }
+
+  /** Soon: an answer that streams changes many times a second. */
+  save() {
+    this._timer ??= setTimeout(() => this.saveNow(), 400);
+  }
+
+  saveNow() {
+    clearTimeout(this._timer);
+    this._timer = null;
+    let kept = this.conversations;
+    while (!this._write(CONVERSATIONS, kept) && kept.length > 1) kept = kept.slice(0, Math.ceil(kept.length / 2)); // full
+  }
+
+  _read(key, otherwise) {
+    try {
+      return JSON.parse(this._storage.getItem(key)) ?? otherwise;
+    } catch {
+      return otherwise;
+    }
+  }
+
+  _write(key, value) {
+    try {
+      this._storage.setItem(key, JSON.stringify(value));
+      return true;
+    } catch {
+      return false;
+    }
+  }
+}
+
+/** What the engine is asked for: the settings that are set. */
+export function paramsOf(settings) {
+  const params = { temperature: settings.temperature, top_p: settings.top_p };
+  for (const name of ["top_k", "max_tokens", "seed"]) if (settings[name] !== null) params[name] = settings[name];
+  return params;
+}
+
+export function titleOf(text) {
+  const line = text.trim().split("\n")[0];
+  return line.length > TITLE_CHARACTERS ? `${line.slice(0, TITLE_CHARACTERS - 1).trimEnd()}…` : line;
+}
+
+/** localStorage where it may be used, else a memory that lasts as long as the page. */
+function safeStorage() {
+  try {
+    localStorage.getItem("");
+    return localStorage;
+  } catch {
+    const items = new Map();
+    return { getItem: (key) => items.get(key) ?? null, setItem: (key, value) => void items.set(key, value) };
+  }
+}
