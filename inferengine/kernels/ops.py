@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from inferengine.kernels import reference
+from inferengine.kernels import reference, reference_sampling
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,7 @@ class Ops:
     qkv_rope_write: Callable[..., torch.Tensor]
     prepare_attention: Callable[..., Any]
     attention: Callable[..., torch.Tensor]
+    sample: Callable[..., torch.Tensor]
 
 
 REFERENCE = Ops(
@@ -43,6 +44,7 @@ REFERENCE = Ops(
     qkv_rope_write=reference.qkv_rope_write,
     prepare_attention=reference.prepare_attention,
     attention=reference.attention,
+    sample=reference_sampling.sample,
 )
 
 

@@ -1,0 +1,75 @@
+"""Batch: the tensors of one step, as model and ops read them. Shapes are those of docs/runtime.md; runtime/ fills it in."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+
+class StepColumns(NamedTuple):
+    """The plan as host arrays, int32: by row (R), by token (T), by sampling row (N)."""
+
+    row_slot: np.ndarray
+    row_start: np.ndarray
+    row_len: np.ndarray
+    query_start: np.ndarray
+    token_row: np.ndarray
+    positions: np.ndarray
+    sample_rows: np.ndarray
+    sample_tokens: np.ndarray
+
+
+class Batch:
+    """The tensors of one step, as model and ops read them. `plans[group]` is what the ops prepared for attention."""
+
+    __slots__ = (
+        "block_size",
+        "block_tables",
+        "columns",
+        "input_ids",
+        "max_query_len",
+        "max_row_len",
+        "num_decodes",
+        "num_rows",
+        "num_samples",
+        "num_tokens",
+        "plans",
+        "positions",
+        "query_start",
+        "row_len",
+        "row_slot",
+        "row_start",
+        "sample_positions",
+        "sample_rows",
+        "sample_slots",
+        "sample_tokens",
+        "slot_mapping",
+        "token_row",
+        "token_slot",
+    )
+
+    num_tokens: int
+    num_rows: int
+    num_decodes: int
+    num_samples: int
+    max_query_len: int  # longest chunk of this step
+    max_row_len: int  # longest context after this step
+    block_size: int
+    columns: StepColumns | None  # host copies; None where only the device knows
+    row_slot: torch.Tensor  # [R] int32
+    row_start: torch.Tensor  # [R] int32, first position computed
+    row_len: torch.Tensor  # [R] int32, tokens of KV visible after this step
+    query_start: torch.Tensor  # [R + 1] int32
+    token_row: torch.Tensor  # [T] int32
+    token_slot: torch.Tensor  # [T] int32
+    positions: torch.Tensor  # [T] int32
+    input_ids: torch.Tensor  # [T] int32
+    slot_mapping: list[torch.Tensor]  # per group [T] int64: block * block_size + offset
+    block_tables: list[torch.Tensor]  # per group [S + 1, max_blocks] int32
+    sample_rows: torch.Tensor  # [N] int32
+    sample_tokens: torch.Tensor  # [N] int32, index of the row's last token in [0, T)
+    sample_slots: torch.Tensor  # [N] int32
+    sample_positions: torch.Tensor  # [N] int32, index of the token to be drawn
+    plans: list[Any]

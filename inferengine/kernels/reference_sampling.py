@@ -1,0 +1,148 @@
+"""Sampling in plain torch: the definition that every sampling kernel is tested against, and the CPU path.
+
+Order: penalties, bias, masks (allowed ids, stop ids below min_tokens); then, for rows with a temperature, logits / T,
+top-k, top-p over what top-k left, min-p; then the Gumbel draw. Filters are thresholds: tokens that tie with the last one
+kept are kept too, so that the outcome does not depend on the order of a sort. Random numbers are docs/runtime.md's.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+RANDOM, FILTER, PENALTY, BIAS, ALLOWED, MIN_TOKENS, LOGPROBS = (1 << bit for bit in range(7))  # what a step needs
+PROCESSED = PENALTY | BIAS | ALLOWED | MIN_TOKENS
+FIRST_CANDIDATES = 256  # tried before a whole vocabulary is sorted
+_MASK = 0xFFFFFFFF
+
+
+def sample(logits: torch.Tensor, slots: Any, rows: torch.Tensor, positions: torch.Tensor, needs: int) -> torch.Tensor:
+    """logits [N, V] of the slots `rows` [N] -> drawn ids [N] int32, also written to slots.tokens[row, position].
+
+    `positions` [N] are those of the tokens drawn; `needs` are the feature bits that some row uses. A row without a
+    finite winner gives -1 (and 0 in slots.tokens). `logits` may be overwritten.
+    """
+    rows, positions = rows.long(), positions.long()
+    scores = logits.float()
+    if needs & PROCESSED:
+        process(scores, slots, rows, positions, needs)
+    if needs & RANDOM:
+        best, ids = draw(scores, slots, rows, positions, needs)
+    else:
+        best, ids = scores.max(-1)
+    ids = ids.masked_fill(~(best > float("-inf")), -1).int()
+    slots.tokens[rows, positions] = ids.clamp_min(0)
+    return ids
+
+
+def process(scores: torch.Tensor, slots: Any, rows: torch.Tensor, positions: torch.Tensor, needs: int) -> None:
+    """Penalties, bias and masks, in place on scores [N, V]."""
+    if needs & PENALTY:
+        _penalize(scores, slots, rows, positions)
+    if needs & BIAS:
+        ids = slots.bias_ids[rows].long()
+        scores.scatter_add_(1, ids.clamp_min(0), slots.bias_values[rows].masked_fill(ids < 0, 0.0))
+    if needs & ALLOWED:
+        bits = slots.allowed[rows].unsqueeze(-1) >> torch.arange(32, dtype=torch.int32, device=scores.device)
+        scores.masked_fill_((bits & 1).flatten(1)[:, : scores.shape[1]] == 0, float("-inf"))
+    if needs & MIN_TOKENS:
+        early = positions < slots.num_prompt[rows] + slots.min_tokens[rows]
+        ids = slots.stop_ids[rows].long().masked_fill(~early.unsqueeze(1), -1)
+        hidden = torch.zeros(scores.shape[0], scores.shape[1] + 1, dtype=torch.bool, device=scores.device)
+        hidden.scatter_(1, torch.where(ids < 0, scores.shape[1], ids), True)
+        scores.masked_fill_(hidden[:, :-1], float("-inf"))
+
+
+def draw(
+    scores: torch.Tensor, slots: Any, rows: torch.Tensor, positions: torch.Tensor, needs: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(winning score, id) of each row: the argmax for rows of temperature 0, else the Gumbel draw."""
+    temperature = slots.temperature[rows].unsqueeze(1)
+    is_random = temperature > 0
+    scaled = scores / torch.where(is_random, temperature, 1.0)
+    if needs & FILTER:
+        top_k = torch.where(is_random.squeeze(1), slots.top_k[rows], 1)  # a greedy row needs no long list
+        values, ids = candidates(scaled, top_k, slots.top_p[rows], slots.min_p[rows])
+        best, place = (values + gumbel(slots.seed[rows], positions, ids)).max(-1)
+        drawn = ids.gather(1, place.unsqueeze(1)).squeeze(1)
+    else:
+        best, drawn = (scaled + gumbel(slots.seed[rows], positions, scores.shape[1])).max(-1)
+    top, top_id = scores.max(-1)
+    is_random = is_random.squeeze(1)
+    return torch.where(is_random, best, top), torch.where(is_random, drawn, top_id)
+
+
+def candidates(
+    scaled: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The best tokens of every row, [N, C] values (-inf where filtered out) and ids; at least all that pass the filters.
+
+    Tries a short list first: it suffices when every row's filters end within it. Ids are ascending among equal values.
+    """
+    vocab_size = scaled.shape[1]
+    limit = torch.where(top_k > 0, top_k, vocab_size).clamp_max(vocab_size).unsqueeze(1).long()
+    for count in (FIRST_CANDIDATES, vocab_size):
+        if count < vocab_size:
+            values, ids = scaled.topk(count, dim=-1)
+        else:
+            values, ids = scaled.sort(dim=-1, descending=True, stable=True)
+        count = values.shape[1]
+        at_k = values.gather(1, limit.clamp_max(count) - 1)
+        within_k = (limit > count) | (values >= at_k)
+        by_k = values.masked_fill(~within_k, float("-inf"))
+        # mass of what top-k leaves: of the whole vocabulary where top-k is off or ends beyond this list
+        total = torch.where(limit > count, scaled.logsumexp(-1, keepdim=True), by_k.logsumexp(-1, keepdim=True))
+        mass = (by_k - total).exp()
+        before = mass.cumsum(-1) - mass
+        first_of_ties = torch.searchsorted(-values, -values)  # ties stand or fall together
+        kept = before.gather(1, first_of_ties) < top_p.unsqueeze(1)
+        kept &= within_k & (values - values[:, :1] >= min_p.unsqueeze(1).log())
+        kept[:, 0] = True
+        if count == vocab_size or not bool(kept[:, -1].any()):
+            return values.masked_fill(~kept, float("-inf")), ids
+    raise AssertionError("the whole vocabulary is always enough")
+
+
+def gumbel(seeds: torch.Tensor, positions: torch.Tensor, tokens: int | torch.Tensor) -> torch.Tensor:
+    """Noise [N, V] for the whole vocabulary (`tokens` = V), or [N, C] for the given ids."""
+    if isinstance(tokens, int):
+        blocks = torch.arange(-(-tokens // 4), device=seeds.device)
+        words = torch.stack(philox(seeds, positions, blocks.unsqueeze(0)), -1).flatten(1)[:, :tokens]
+    else:
+        four = torch.stack(philox(seeds, positions, tokens // 4), -1)
+        words = four.gather(-1, (tokens % 4).unsqueeze(-1)).squeeze(-1)
+    uniform = (words.float() + 0.5) * 2.0**-32
+    return -torch.log(-torch.log1p(-uniform))
+
+
+def philox(
+    seeds: torch.Tensor, positions: torch.Tensor, blocks: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Philox-4x32-10 (Salmon et al. 2011) with key `seeds` [N] and counter (block, position, 0, 0): four words in
+    [0, 2^32) as int64, each [N, B]. Products wrap in int64, which leaves both halves right."""
+    key0, key1 = (seeds & _MASK).unsqueeze(1), ((seeds >> 32) & _MASK).unsqueeze(1)
+    c0, c1 = blocks, positions.unsqueeze(1)
+    c2 = c3 = torch.zeros_like(c1)
+    for _ in range(10):
+        product0, product1 = c0 * 0xD2511F53, c2 * 0xCD9E8D57
+        c0 = ((product1 >> 32) & _MASK) ^ c1 ^ key0
+        c2 = ((product0 >> 32) & _MASK) ^ c3 ^ key1
+        c1, c3 = product1 & _MASK, product0 & _MASK
+        key0, key1 = (key0 + 0x9E3779B9) & _MASK, (key1 + 0xBB67AE85) & _MASK
+    shape = torch.broadcast_shapes(c0.shape, c1.shape, c2.shape, c3.shape)
+    return c0.expand(shape), c1.expand(shape), c2.expand(shape), c3.expand(shape)
+
+
+def _penalize(scores: torch.Tensor, slots: Any, rows: torch.Tensor, positions: torch.Tensor) -> None:
+    longest = int(positions.max())
+    known = slots.tokens[rows, :longest].long()
+    place = torch.arange(longest, device=scores.device)
+    exists = place < positions.unsqueeze(1)
+    is_output = exists & (place >= slots.num_prompt[rows].unsqueeze(1))
+    seen = torch.zeros_like(scores).scatter_add_(1, known, exists.to(scores.dtype)) > 0
+    repetition = slots.repetition_penalty[rows].unsqueeze(1)
+    scores.copy_(torch.where(seen, torch.where(scores > 0, scores / repetition, scores * repetition), scores))
+    counts = torch.zeros_like(scores).scatter_add_(1, known, is_output.to(scores.dtype))
+    scores.sub_(counts * slots.frequency_penalty[rows].unsqueeze(1))
+    scores.sub_((counts > 0) * slots.presence_penalty[rows].unsqueeze(1))

@@ -1,0 +1,51 @@
+"""Token embedding and the output head, which may share one weight."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from inferengine.kernels.ops import Ops
+
+
+class Embedding(nn.Module):
+    """[T] ids -> [T, E]. `scale` multiplies the rows (Gemma), rounded to the weight's type as transformers does."""
+
+    def __init__(self, vocab_size: int, hidden_size: int, *, scale: float | None = None) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(vocab_size, hidden_size), requires_grad=False)
+        self.scale = scale
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        rows = self.weight.index_select(0, ids)
+        if self.scale is not None:
+            rows.mul_(torch.tensor(self.scale, dtype=self.weight.dtype).item())
+        return rows
+
+
+class Head(nn.Module):
+    """[N, E] -> logits [N, V]. With `tied` it has no weight of its own and reads the embedding's."""
+
+    def __init__(
+        self, ops: Ops, vocab_size: int, hidden_size: int, *, tied: Embedding | None, softcap: float | None = None
+    ) -> None:
+        super().__init__()
+        self.ops = ops
+        self.softcap = softcap
+        self._tied = [tied] if tied is not None else []  # in a list: not a submodule, its weight is counted once
+        self.weight = (
+            None if tied is not None else nn.Parameter(torch.empty(vocab_size, hidden_size), requires_grad=False)
+        )
+        self.packed: torch.Tensor | None = None
+
+    def finish(self) -> None:
+        """After loading: pack for the device. A tied weight is shared where the device reads the plain layout."""
+        source = self._tied[0].weight.data if self._tied else self.weight.data
+        self.packed = self.ops.pack_linear(source)
+        self.weight = None
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        logits = self.ops.linear(hidden, self.packed, None)
+        if self.softcap is not None:
+            logits = logits.div_(self.softcap).tanh_().mul_(self.softcap)
+        return logits

@@ -1,0 +1,24 @@
+"""Gated feed-forward: gate and up projections as one matrix product (Shazeer 2020)."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from inferengine.kernels.ops import Ops
+from inferengine.layers.linear import Linear
+
+
+class GatedMLP(nn.Module):
+    """down(activation(gate(x)) * up(x)). `activation` is silu or gelu_tanh."""
+
+    def __init__(
+        self, ops: Ops, hidden_size: int, intermediate_size: int, *, activation: str = "silu", bias: bool = False
+    ) -> None:
+        super().__init__()
+        self.gate_up = Linear(ops, hidden_size, [intermediate_size, intermediate_size], bias=bias)
+        self.down = Linear(ops, intermediate_size, hidden_size, bias=bias)
+        self.activate = {"silu": ops.silu_and_mul, "gelu_tanh": ops.gelu_tanh_and_mul}[activation]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.activate(self.gate_up(x)))

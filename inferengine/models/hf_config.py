@@ -1,0 +1,198 @@
+"""Reads a checkpoint's config.json strictly: every key is either understood, known to be without effect, or refused.
+
+A value that the code does not support is an error that names it; nothing is ignored silently, because an ignored key is
+a model that computes something else than its authors meant.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from inferengine.errors import ConfigError
+from inferengine.layers.rotary import RopeConfig
+
+KEY = "model.path"  # the configuration key that a user must change when a checkpoint cannot be used
+_REQUIRED: Any = object()
+
+# Keys without effect on what a decoder computes: metadata, training, generation defaults, other tasks' heads.
+HARMLESS = frozenset(
+    """_name_or_path _attn_implementation _attn_implementation_autoset architectures attention_dropout attn_pdrop auto_map
+    begin_suppress_tokens bos_token_id cache_implementation chunk_size_feed_forward dtype embd_pdrop eos_token_id
+    finetuning_task gradient_checkpointing hidden_dropout id2label initializer_range is_decoder is_encoder_decoder
+    keys_to_ignore_at_inference label2id max_window_layers model_type n_ctx output_attentions output_hidden_states
+    pad_token_id prefix pretraining_tp problem_type resid_pdrop return_dict sep_token_id summary_activation
+    summary_first_dropout summary_proj_to_labels summary_type summary_use_proj task_specific_params tokenizer_class
+    torch_dtype torchscript transformers_version unsloth_version unsloth_fixed use_cache use_return_dict""".split()
+)
+DTYPES = ("float32", "float16", "bfloat16")
+
+
+def refused(message: str) -> ConfigError:
+    """The error for a checkpoint that cannot be used."""
+    return ConfigError(KEY, message)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a checkpoint folder. Raises ConfigError naming the file."""
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise refused(f"{path.name} is missing: this is no whole checkpoint folder") from None
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise refused(f"{path.name} is not valid JSON ({error}): fetch it again") from None
+    if not isinstance(document, dict):
+        raise refused(f"{path.name} is not a JSON object: fetch it again")
+    return document
+
+
+class ConfigReader:
+    """Typed access to config.json that remembers what was read. `finish` refuses whatever is left."""
+
+    def __init__(self, values: dict[str, Any], where: str = "config.json") -> None:
+        self.values = values
+        self.where = where
+        self._seen: set[str] = set()
+
+    def integer(self, name: str, default: Any = _REQUIRED) -> int:
+        return int(self._typed(name, int, default, "a whole number"))
+
+    def number(self, name: str, default: Any = _REQUIRED) -> float:
+        return float(self._typed(name, (int, float), default, "a number"))
+
+    def optional_number(self, name: str) -> float | None:
+        return None if self.value(name) is None else self.number(name)
+
+    def flag(self, name: str, default: bool) -> bool:
+        return bool(self._typed(name, bool, default, "true or false"))
+
+    def text(self, name: str, default: Any = _REQUIRED) -> str:
+        return str(self._typed(name, str, default, "text"))
+
+    def value(self, name: str) -> Any:
+        """The raw value, None where there is none."""
+        self._seen.add(name)
+        return self.values.get(name)
+
+    def expect(self, name: str, *allowed: Any) -> None:
+        """Refuse any value but these; an absent key and null are fine."""
+        value = self.value(name)
+        if value is not None and value not in allowed:
+            choices = " or ".join(json.dumps(item) for item in allowed)
+            raise refused(f"{self.where}: {name} = {json.dumps(value)} is not supported; only {choices} is")
+
+    def finish(self) -> None:
+        """Refuse keys that nobody read, unless they say nothing (null, false, empty) or are known to have no effect."""
+        for name, value in self.values.items():
+            if name not in self._seen and name not in HARMLESS and value not in (None, False, {}, []):
+                raise refused(f"{self.where}: {name} = {_shown(value)} is not supported by this engine")
+
+    def dtype(self) -> str:
+        """The checkpoint's number format under either of its names; float32 where it says nothing."""
+        name = str(self.values.get("dtype") or self.values.get("torch_dtype") or "float32").removeprefix("torch.")
+        if name not in DTYPES:
+            raise refused(f"{self.where}: dtype = {name!r} is not supported; only {', '.join(DTYPES)} are")
+        return name
+
+    def _typed(self, name: str, kind: Any, default: Any, wanted: str) -> Any:
+        value = self.value(name)
+        if value is None:
+            if default is _REQUIRED:
+                raise refused(f"{self.where}: {name} is missing")
+            return default
+        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+            raise refused(f"{self.where}: {name} must be {wanted}; got {_shown(value)}")
+        return value
+
+
+def read_rope(config: ConfigReader, head_dim: int, max_position: int, *, layer_type: str | None = None) -> RopeConfig:
+    """The rotation, from `rope_parameters` (transformers 5; by layer type for some models) or `rope_theta` with
+    `rope_scaling` (before)."""
+    values = config.value("rope_parameters")
+    if values is None:
+        values = dict(config.value("rope_scaling") or {})
+        values.setdefault("rope_theta", config.number("rope_theta", 10_000.0))
+    elif layer_type is not None and layer_type in values:
+        values = values[layer_type]
+    config.value("rope_theta"), config.value("rope_scaling")  # transformers 5 may repeat what rope_parameters says
+    if not isinstance(values, dict):
+        raise refused(f"{config.where}: rope_parameters must be an object")
+    rope = ConfigReader(values, f"{config.where}: rope_parameters")
+    kind = str(rope.value("rope_type") or rope.value("type") or "default")
+    rope.value("type")
+    rope.expect("partial_rotary_factor", 1.0)
+    theta = rope.number("rope_theta", 10_000.0)
+    if kind == "default":
+        rope.value("factor"), rope.value("original_max_position_embeddings")
+        result = RopeConfig(theta, head_dim)
+    elif kind == "linear":
+        result = RopeConfig(theta, head_dim, kind, factor=rope.number("factor"))
+    elif kind == "dynamic":
+        rope.value("original_max_position_embeddings")
+        result = RopeConfig(theta, head_dim, kind, factor=rope.number("factor"), original_max_position=max_position)
+    elif kind == "llama3":
+        result = RopeConfig(
+            theta,
+            head_dim,
+            kind,
+            factor=rope.number("factor"),
+            original_max_position=rope.integer("original_max_position_embeddings"),
+            low_freq_factor=rope.number("low_freq_factor"),
+            high_freq_factor=rope.number("high_freq_factor"),
+        )
+    elif kind == "yarn":
+        result = RopeConfig(
+            theta,
+            head_dim,
+            kind,
+            factor=rope.number("factor"),
+            original_max_position=rope.integer("original_max_position_embeddings", max_position),
+            attention_factor=rope.optional_number("attention_factor"),
+            beta_fast=rope.optional_number("beta_fast") or 32.0,
+            beta_slow=rope.optional_number("beta_slow") or 1.0,
+            mscale=rope.optional_number("mscale"),
+            mscale_all_dim=rope.optional_number("mscale_all_dim"),
+            truncate=rope.flag("truncate", True),
+        )
+    else:
+        raise refused(
+            f"{rope.where}: rope_type = {kind!r} is not supported; default, linear, dynamic, llama3, yarn are"
+        )
+    rope.finish()
+    if head_dim % 2:
+        raise refused(f"{config.where}: head_dim = {head_dim} must be even for rotary embeddings")
+    return result
+
+
+def read_windows(config: ConfigReader, num_layers: int, window: int | None) -> tuple[int | None, ...]:
+    """Each layer's window from `layer_types`; without that list every layer has `window`."""
+    layer_types = config.value("layer_types")
+    if layer_types is None:
+        return (window,) * num_layers
+    known = {"full_attention": None, "sliding_attention": window}
+    for name in layer_types:
+        if name not in known:
+            raise refused(f"{config.where}: layer_types has {name!r}; only full_attention and sliding_attention are")
+        if name == "sliding_attention" and window is None:
+            raise refused(f"{config.where}: layer_types has sliding_attention, but sliding_window is not set")
+    if len(layer_types) != num_layers:
+        raise refused(f"{config.where}: layer_types has {len(layer_types)} entries for {num_layers} layers")
+    return tuple(known[name] for name in layer_types)
+
+
+def read_eos(folder: Path, config: dict[str, Any]) -> tuple[int, ...]:
+    """Token ids that end a generation: generation_config.json's, one or several, else config.json's."""
+    path = folder / "generation_config.json"
+    value = read_json(path).get("eos_token_id") if path.is_file() else None
+    if value is None:
+        value = config.get("eos_token_id")
+    ids = [] if value is None else value if isinstance(value, list) else [value]
+    if not all(isinstance(item, int) and not isinstance(item, bool) for item in ids):
+        raise refused("generation_config.json: eos_token_id must be a token id or a list of them")
+    return tuple(ids)
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 80 else text[:77] + "..."

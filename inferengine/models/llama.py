@@ -1,0 +1,111 @@
+"""Llama (Touvron et al. 2023; 3.x), and what differs from it only in the config: Mistral (sliding window), Qwen 2
+(biases on q, k, v), Qwen 3 (norms on q and k).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from inferengine.kernels.batch import Batch
+from inferengine.kernels.ops import Ops
+from inferengine.layers.attention import Attention
+from inferengine.layers.decoder_config import DecoderConfig
+from inferengine.layers.embedding import Embedding, Head
+from inferengine.layers.mlp import GatedMLP
+from inferengine.layers.norm import RMSNorm
+from inferengine.models.hf_config import ConfigReader, read_rope, read_windows
+from inferengine.models.weight_map import Target, WeightMap, attention_targets, gated_mlp_targets
+
+
+def read_config(config: ConfigReader) -> DecoderConfig:
+    """LlamaForCausalLM and MistralForCausalLM."""
+    num_layers, num_heads = config.integer("num_hidden_layers"), config.integer("num_attention_heads")
+    hidden_size = config.integer("hidden_size")
+    head_dim = config.integer("head_dim", hidden_size // num_heads)
+    max_position = config.integer("max_position_embeddings", 2048)
+    config.expect("hidden_act", "silu")
+    window = config.value("sliding_window") and config.integer("sliding_window")
+    bias = config.flag("attention_bias", False)
+    return DecoderConfig(
+        model_type=config.text("model_type"),
+        vocab_size=config.integer("vocab_size"),
+        hidden_size=hidden_size,
+        intermediate_size=config.integer("intermediate_size"),
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=config.integer("num_key_value_heads", num_heads),
+        head_dim=head_dim,
+        max_position=max_position,
+        norm_eps=config.number("rms_norm_eps", 1e-6),
+        windows=read_windows(config, num_layers, window or None),
+        attention_scale=head_dim**-0.5,
+        rope=read_rope(config, head_dim, max_position),
+        qkv_bias=bias,
+        out_bias=bias,
+        mlp_bias=config.flag("mlp_bias", False),
+        tied_embeddings=config.flag("tie_word_embeddings", False),
+        dtype=config.dtype(),
+    )
+
+
+class DecoderLayer(nn.Module):
+    """Pre-norm attention and feed-forward around a residual stream."""
+
+    def __init__(self, ops: Ops, config: DecoderConfig, layer: int) -> None:
+        super().__init__()
+        self.attention_norm = RMSNorm(ops, config.hidden_size, config.norm_eps)
+        self.attention = Attention(ops, config, layer)
+        self.mlp_norm = RMSNorm(ops, config.hidden_size, config.norm_eps)
+        self.mlp = GatedMLP(
+            ops, config.hidden_size, config.intermediate_size, activation=config.activation, bias=config.mlp_bias
+        )
+
+    def forward(
+        self, x: torch.Tensor, residual: torch.Tensor | None, batch: Batch
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(what the block before added, residual stream so far) -> the same after this layer."""
+        x, residual = self.attention_norm.add(x, residual)
+        x = self.attention(x, batch)
+        x, residual = self.mlp_norm.add(x, residual)
+        return self.mlp(x), residual
+
+
+class Llama(nn.Module):
+    """Token ids of a batch -> final hidden states; `head` turns the rows that sample into logits."""
+
+    def __init__(self, ops: Ops, config: DecoderConfig) -> None:
+        super().__init__()
+        self.embed = Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(DecoderLayer(ops, config, layer) for layer in range(config.num_layers))
+        self.norm = RMSNorm(ops, config.hidden_size, config.norm_eps)
+        tied = self.embed if config.tied_embeddings else None
+        self.head = Head(ops, config.vocab_size, config.hidden_size, tied=tied, softcap=config.logits_softcap)
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        """[T] ids -> [T, E], normed."""
+        x, residual = self.embed(batch.input_ids), None
+        for layer in self.layers:
+            x, residual = layer(x, residual, batch)
+        return self.norm.add(x, residual)[0]
+
+
+def build(ops: Ops, config: DecoderConfig) -> nn.Module:
+    return Llama(ops, config)
+
+
+def weight_map(config: DecoderConfig) -> WeightMap:
+    return WeightMap(
+        {
+            "model.embed_tokens.weight": Target("embed.weight"),
+            "model.layers.{}.input_layernorm.weight": Target("layers.{}.attention_norm.weight"),
+            "model.layers.{}.post_attention_layernorm.weight": Target("layers.{}.mlp_norm.weight"),
+            "model.layers.{}.self_attn.q_norm.weight": Target("layers.{}.attention.q_norm.weight"),
+            "model.layers.{}.self_attn.k_norm.weight": Target("layers.{}.attention.k_norm.weight"),
+            **attention_targets("model.layers.{}.self_attn", "layers.{}.attention"),
+            **gated_mlp_targets("model.layers.{}.mlp", "layers.{}.mlp"),
+            "model.norm.weight": Target("norm.weight"),
+            "lm_head.weight": Target("head.weight"),
+        },
+        ignored=(r".*\.rotary_emb\.inv_freq",),
+    )

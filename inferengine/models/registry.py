@@ -1,0 +1,72 @@
+"""Which module knows an architecture. A new family is a new file and a line here; nothing is imported before it is used.
+
+A family module has `read_config(reader) -> DecoderConfig`, `build(ops, config) -> nn.Module` and
+`weight_map(config) -> WeightMap`. A model has `forward(batch) -> hidden [T, E]`, `head(hidden) -> logits`,
+and Attention modules whose `kv` and `cos_sin` are bound after loading.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from inferengine.layers.decoder_config import DecoderConfig
+from inferengine.models.hf_config import ConfigReader, read_eos, read_json, refused
+
+MODULES = {
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "llama",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+    "Gemma3ForCausalLM": "gemma3",
+    "GPT2LMHeadModel": "gpt2",
+}
+BY_MODEL_TYPE = {  # for configs that name no architecture
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
+    "gpt2": "GPT2LMHeadModel",
+}
+
+
+def family(values: dict[str, Any]) -> ModuleType:
+    """The module for the architecture that config.json names."""
+    names = values.get("architectures") or [BY_MODEL_TYPE.get(str(values.get("model_type")), values.get("model_type"))]
+    name = names[0] if isinstance(names, list) and names else names
+    if name not in MODULES:
+        raise refused(f"config.json: the architecture {name} is not supported; {', '.join(MODULES)} are")
+    return importlib.import_module(f"inferengine.models.{MODULES[name]}")
+
+
+def read_model_config(folder: Path) -> tuple[DecoderConfig, ModuleType]:
+    """A checkpoint's configuration and its family. Raises ConfigError naming what is not supported."""
+    values = read_json(folder / "config.json")
+    module = family(values)
+    config = config_of(values, module)
+    return dataclasses.replace(config, eos_token_ids=read_eos(folder, values)), module
+
+
+def config_of(values: dict[str, Any], module: ModuleType) -> DecoderConfig:
+    """A decoded config.json as a DecoderConfig, every key accounted for and every number sane."""
+    reader = ConfigReader(values)
+    config: DecoderConfig = module.read_config(reader)
+    reader.finish()
+    for name in (
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "num_layers",
+        "num_heads",
+        "num_kv_heads",
+        "head_dim",
+    ):
+        if getattr(config, name) < 1:
+            raise refused(f"config.json: {name} must be at least 1; got {getattr(config, name)}")
+    if config.num_heads % config.num_kv_heads:
+        raise refused(f"config.json: {config.num_heads} heads do not divide among {config.num_kv_heads} KV heads")
+    return config

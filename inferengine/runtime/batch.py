@@ -1,0 +1,87 @@
+"""From a StepPlan to the tensors of one step: every column of the plan packed into one int32 buffer, one upload.
+
+The host computes only what depends on the plan's integers (numpy, no loop over tokens). What depends on device state,
+the input tokens and the block tables, is looked up on the device. Shapes are those of docs/runtime.md.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from inferengine.core.plan import StepPlan
+from inferengine.kernels.batch import Batch, StepColumns
+from inferengine.runtime.slots import Slots
+
+
+def columns_of(plan: StepPlan) -> StepColumns:
+    """The plan's columns, expanded to tokens. A few numpy calls whatever the batch."""
+    row_slot = np.array(plan.slots, dtype=np.int32)
+    row_start = np.array(plan.starts, dtype=np.int32)
+    num_rows = len(row_slot)
+    query_start = np.zeros(num_rows + 1, dtype=np.int32)
+    if plan.num_tokens == num_rows:  # one token each: nothing to expand
+        row_len = row_start + 1
+        query_start[1:] = _arange(num_rows + 1)[1:]
+        token_row = _arange(num_rows)
+        positions = row_start
+    else:
+        counts = np.array(plan.counts, dtype=np.int32)
+        row_len = row_start + counts
+        np.cumsum(counts, out=query_start[1:])
+        token_row = np.repeat(_arange(num_rows), counts)
+        positions = _arange(plan.num_tokens) + np.repeat(row_start - query_start[:-1], counts)
+    if plan.num_decodes == num_rows:
+        sample_rows = token_row
+    else:
+        sample_rows = np.flatnonzero(np.array(plan.samples, dtype=np.bool_)).astype(np.int32)
+    sample_tokens = query_start[1:][sample_rows] - 1
+    return StepColumns(row_slot, row_start, row_len, query_start, token_row, positions, sample_rows, sample_tokens)
+
+
+def make_batch(plan: StepPlan, columns: StepColumns, slots: Slots, device: torch.device) -> Batch:
+    """Upload the columns (one copy) and look the rest up on the device. Eager path: CPU, prefill and mixed steps."""
+    batch = Batch()
+    batch.columns = columns
+    batch.num_tokens, batch.num_rows, batch.num_decodes = plan.num_tokens, len(columns.row_slot), plan.num_decodes
+    batch.num_samples = len(columns.sample_rows)
+    batch.max_query_len = 1 if plan.num_tokens == batch.num_rows else max(plan.counts)
+    batch.max_row_len = int(columns.row_len.max())
+    parts = _upload(columns, device)
+    batch.row_slot, batch.row_start, batch.row_len, batch.query_start = parts[0], parts[1], parts[2], parts[3]
+    batch.token_row, batch.positions, batch.sample_rows, batch.sample_tokens = parts[4], parts[5], parts[6], parts[7]
+    look_up(batch, slots)
+    return batch
+
+
+def look_up(batch: Batch, slots: Slots) -> None:
+    """Fill in what device state decides: input tokens, KV places, positions to draw. Device operations only."""
+    batch.block_size = slots.block_size
+    batch.block_tables = slots.block_tables
+    one_each = batch.num_tokens == batch.num_rows
+    batch.token_slot = batch.row_slot if one_each else batch.row_slot.index_select(0, batch.token_row)
+    token_slot = batch.token_slot.long()
+    positions = batch.positions.long()
+    batch.input_ids = slots.tokens[token_slot, positions]
+    block, offset = positions // slots.block_size, positions % slots.block_size
+    batch.slot_mapping = [table[token_slot, block] * slots.block_size + offset for table in slots.block_tables]
+    if batch.num_samples == batch.num_rows:
+        batch.sample_slots, batch.sample_positions = batch.row_slot, batch.row_len
+    else:
+        batch.sample_slots = batch.row_slot.index_select(0, batch.sample_rows)
+        batch.sample_positions = batch.row_len.index_select(0, batch.sample_rows)
+    batch.plans = []
+
+
+def _upload(columns: StepColumns, device: torch.device) -> list[torch.Tensor]:
+    if device.type == "cpu":
+        return [torch.from_numpy(column) for column in columns]
+    packed = torch.from_numpy(np.concatenate(columns)).pin_memory().to(device, non_blocking=True)
+    return list(packed.split([len(column) for column in columns]))
+
+
+_ARANGE = np.arange(1 << 16, dtype=np.int32)
+
+
+def _arange(count: int) -> np.ndarray:
+    return _ARANGE[:count] if count <= len(_ARANGE) else np.arange(count, dtype=np.int32)

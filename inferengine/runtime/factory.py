@@ -1,0 +1,56 @@
+"""From the configuration to an executor: every `auto` and every 0 is decided here."""
+
+from __future__ import annotations
+
+import torch
+
+from inferengine.config import Config
+from inferengine.errors import ConfigError
+from inferengine.model_folder import model_folder
+from inferengine.runtime.runner import ExecutorSettings, TorchExecutor
+
+DEFAULTS = {"cpu": (64, 512), "cuda": (256, 8192)}  # max_num_seqs, max_num_batched_tokens
+
+
+def build_executor(config: Config) -> TorchExecutor:
+    """An executor that has not loaded anything yet. Sets torch's number of threads for the process.
+
+    Raises ConfigError naming the key where the configuration cannot be met.
+    """
+    settings = executor_settings(config)
+    if settings.device.type == "cpu" and config.engine.threads:
+        torch.set_num_threads(config.engine.threads)
+    return TorchExecutor(settings)
+
+
+def executor_settings(config: Config) -> ExecutorSettings:
+    """The configuration as the executor sees it."""
+    device = choose_device(config.engine.device)
+    max_num_seqs, max_num_batched_tokens = DEFAULTS[device.type]
+    return ExecutorSettings(
+        folder=model_folder(config),
+        device=device,
+        dtype=_dtype(config.model.dtype, device),
+        random_weights=config.model.load_format == "dummy",
+        max_num_seqs=config.engine.max_num_seqs or max_num_seqs,
+        max_num_batched_tokens=config.engine.max_num_batched_tokens or max_num_batched_tokens,
+        max_model_len=config.model.max_model_len,
+        block_size=config.cache.block_size,
+        num_blocks=config.cache.num_blocks,
+        memory_fraction=config.cache.memory_fraction,
+        swap_bytes=int(config.cache.swap_gib * (1 << 30)) if config.scheduler.pressure == "swap" else 0,
+        chunked_prefill=config.scheduler.chunked_prefill,
+        overlap=config.engine.overlap == "on" or (config.engine.overlap == "auto" and device.type == "cuda"),
+    )
+
+
+def choose_device(name: str) -> torch.device:
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("engine.device", "torch sees no CUDA device: use cpu, or install a CUDA build of torch")
+    return torch.device("cuda" if name == "cuda" or (name == "auto" and torch.cuda.is_available()) else "cpu")
+
+
+def _dtype(name: str, device: torch.device) -> torch.dtype | None:
+    if name != "auto":
+        return getattr(torch, name)
+    return torch.float32 if device.type == "cpu" else None

@@ -1,0 +1,81 @@
+"""The KV tensors of a model, their host twins for swapping, and the block copies that a plan asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+
+import numpy as np
+import torch
+from torch import nn
+
+from inferengine.core.executor import KVGroup
+from inferengine.core.plan import BlockCopies, StepPlan
+from inferengine.layers.attention import Attention
+from inferengine.layers.decoder_config import DecoderConfig
+from inferengine.layers.rotary import RopeConfig, cos_sin_table
+
+
+class KVCache:
+    """One tensor per layer, [num_blocks + 1, 2, K, block_size, D]; the last block is scratch for padded rows."""
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        groups: list[KVGroup],
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.groups = groups
+        shape = (2, config.num_kv_heads, block_size, config.head_dim)
+        self.layer_groups = [config.group_windows.index(window) for window in config.windows]
+        self.layers = [
+            torch.zeros(groups[group].num_blocks + 1, *shape, dtype=dtype, device=device) for group in self.layer_groups
+        ]
+        self.host_layers = [
+            torch.zeros(groups[group].num_host_blocks, *shape, dtype=dtype, pin_memory=device.type == "cuda")
+            for group in self.layer_groups
+        ]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(layer.numel() * layer.element_size() for layer in self.layers)
+
+    def bind(self, model: nn.Module, num_positions: int) -> None:
+        """Give every attention layer its cache tensor and its rotation table; equal tables are shared."""
+        tables: dict[RopeConfig, torch.Tensor] = {}
+        attentions = [module for module in model.modules() if isinstance(module, Attention)]
+        for attention, kv in zip(attentions, self.layers, strict=True):
+            attention.kv = kv
+            if attention.rope is not None:
+                if attention.rope not in tables:
+                    tables[attention.rope] = cos_sin_table(attention.rope, num_positions, kv.device)
+                attention.cos_sin = tables[attention.rope]
+
+    def copy_blocks(self, plan: StepPlan) -> None:
+        """Out to the host, within the device, back from the host: in this order."""
+        if plan.swap_out:
+            self._copy(plan.swap_out, self.layers, self.host_layers)
+        if plan.copies:
+            self._copy(plan.copies, self.layers, self.layers)
+        if plan.swap_in:
+            self._copy(plan.swap_in, self.host_layers, self.layers)
+
+    def _copy(self, copies: SequenceOf[BlockCopies], sources: list[torch.Tensor], targets: list[torch.Tensor]) -> None:
+        for group, copy in enumerate(copies):
+            if not copy.sources:
+                continue
+            runs = _runs(copy)
+            for layer_group, source, target in zip(self.layer_groups, sources, targets, strict=True):
+                if layer_group == group:
+                    for begin, to, count in runs:
+                        target[to : to + count].copy_(source[begin : begin + count], non_blocking=True)
+
+
+def _runs(copy: BlockCopies) -> list[tuple[int, int, int]]:
+    """Copies joined where both source and target blocks are neighbours: (source, target, number of blocks)."""
+    sources, targets = np.array(copy.sources), np.array(copy.targets)
+    breaks = np.flatnonzero((np.diff(sources) != 1) | (np.diff(targets) != 1)) + 1
+    begins = np.concatenate(([0], breaks))
+    counts = np.diff(np.concatenate((begins, [len(sources)])))
+    return [(int(sources[begin]), int(targets[begin]), int(count)) for begin, count in zip(begins, counts, strict=True)]

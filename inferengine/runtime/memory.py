@@ -1,0 +1,86 @@
+"""How many KV blocks fit: from the configuration, or from what memory is free once the weights are in place."""
+
+from __future__ import annotations
+
+import os
+from typing import NamedTuple
+
+import torch
+
+from inferengine.core.executor import KVGroup
+from inferengine.errors import ConfigError
+from inferengine.layers.decoder_config import DecoderConfig
+
+GIB = 1 << 30
+DEFAULT_CPU_SHARE = 0.25  # of free memory
+DEFAULT_CPU_LIMIT_BYTES = GIB  # a model on a CPU is bound by arithmetic long before it needs more
+DEFAULT_CUDA_SHARE = 0.92  # of all memory, weights and activations included
+TYPICAL_TOKENS = 4096  # how long a sequence is taken to be when groups share the memory
+
+
+class CacheSettings(NamedTuple):
+    """The part of the configuration that decides the cache's size. 0 means: decide here."""
+
+    block_size: int
+    num_blocks: int
+    memory_fraction: float
+    swap_bytes: int
+    max_num_seqs: int
+    max_model_len: int
+    max_chunk: int  # most tokens of one sequence in a step
+
+
+def block_bytes(config: DecoderConfig, group: int, block_size: int, dtype: torch.dtype) -> int:
+    """Bytes of one block over all layers of a group."""
+    return block_size * config.kv_bytes_per_token(group, dtype.itemsize)
+
+
+def plan_groups(config: DecoderConfig, settings: CacheSettings, dtype: torch.dtype, budget_bytes: int) -> list[KVGroup]:
+    """Blocks per KV group within `budget_bytes`, no more than all slots could ever use.
+
+    Raises ConfigError when not even one sequence of one step fits.
+    """
+    windows = config.group_windows
+    size = settings.block_size
+    longest = [_blocks_of(window, settings.max_model_len, settings) for window in windows]
+    if settings.num_blocks:
+        counts = [settings.num_blocks] * len(windows)
+    else:
+        typical = min(TYPICAL_TOKENS, settings.max_model_len)
+        share = [_blocks_of(window, typical, settings) for window in windows]
+        costs = [block_bytes(config, group, size, dtype) for group in range(len(windows))]
+        units = budget_bytes / sum(count * cost for count, cost in zip(share, costs, strict=True))
+        counts = [
+            min(int(units * count), most * settings.max_num_seqs) for count, most in zip(share, longest, strict=True)
+        ]
+    if min(counts) < 2:
+        raise ConfigError(
+            "cache.memory_fraction",
+            f"{budget_bytes / GIB:.2f} GiB for the KV cache hold no sequence: raise it, or set cache.num_blocks",
+        )
+    host = [0] * len(windows)
+    if settings.swap_bytes:
+        costs = [count * block_bytes(config, group, size, dtype) for group, count in enumerate(counts)]
+        host = [int(count * settings.swap_bytes / sum(costs)) for count in counts]
+    return [KVGroup(count, window, num_host) for count, window, num_host in zip(counts, windows, host, strict=True)]
+
+
+def budget_bytes(device: torch.device, memory_fraction: float, activation_bytes: int) -> int:
+    """Memory for the KV cache, weights being loaded. `activation_bytes` is what the largest step needs beside it."""
+    if device.type == "cpu":
+        free = _free_host_bytes()
+        if memory_fraction:
+            return int(free * memory_fraction)
+        return min(int(free * DEFAULT_CPU_SHARE), DEFAULT_CPU_LIMIT_BYTES)
+    free, total = torch.cuda.mem_get_info(device)
+    return int(free - (1 - (memory_fraction or DEFAULT_CUDA_SHARE)) * total - activation_bytes)
+
+
+def _blocks_of(window: int | None, num_tokens: int, settings: CacheSettings) -> int:
+    """Blocks that a sequence of this length holds at most: the scheduler's own rule."""
+    needed = -(-num_tokens // settings.block_size)
+    return needed if window is None else min(needed, -(-(window + settings.max_chunk) // settings.block_size) + 1)
+
+
+def _free_host_bytes() -> int:
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
