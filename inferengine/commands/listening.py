@@ -21,6 +21,8 @@ class AddressTaken(Exception):
 
 def listen_tcp(host: str, port: int, key: str) -> socket.socket:
     """Bind and listen on `host:port`; `key` ("http", "ws") names the flags of the remedy. Raises AddressTaken."""
+    if not 0 <= port <= 65535:  # getaddrinfo would take it modulo 65536
+        raise AddressTaken(f"{port} is no port: --{key}.port takes 0 to 65535")
     try:
         candidates = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, UnicodeError):
@@ -31,7 +33,7 @@ def listen_tcp(host: str, port: int, key: str) -> socket.socket:
     try:
         listener.bind(address)
         listener.listen(BACKLOG)
-    except (OSError, OverflowError) as error:
+    except OSError as error:
         listener.close()
         raise AddressTaken(_sentence(error, host, port, key)) from None
     return listener
@@ -65,9 +67,7 @@ def _answers(path: str) -> bool:
         return probe.connect_ex(path) == 0
 
 
-def _sentence(error: OSError | OverflowError, host: str, port: int, key: str) -> str:
-    if isinstance(error, OverflowError):
-        return f"{port} is no port: --{key}.port takes 0 to 65535"
+def _sentence(error: OSError, host: str, port: int, key: str) -> str:
     if error.errno == errno.EADDRINUSE:
         return (
             f"port {port} on {host} is in use by another program: stop it, or choose another port with "

@@ -1,0 +1,84 @@
+"""`inferengine COMMAND ...`: what is understood, what is refused, and with which exit code."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from inferengine import __version__, cli, config
+from inferengine.commands.arguments import resolve
+from inferengine.errors import ConfigError, ExitCode
+
+
+def test_every_command_explains_itself(capsys: pytest.CaptureFixture[str]) -> None:
+    for name in cli.COMMANDS:
+        assert cli.main([name, "--help"]) == ExitCode.OK
+        assert capsys.readouterr().out.startswith(f"usage: inferengine {name}")
+
+
+def test_the_general_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--help"]) == ExitCode.OK
+    shown = capsys.readouterr().out
+    assert all(f"  {name} " in shown for name in cli.COMMANDS)
+
+
+def test_no_command_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([]) == ExitCode.USAGE
+    assert "usage:" in capsys.readouterr().out
+
+
+def test_the_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--version"]) == ExitCode.OK
+    assert capsys.readouterr().out == f"inferengine {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        (["uo"], "no command 'uo'; did you mean 'up'?"),
+        (["config", "--http.prot", "1"], "--http.prot: no such key; did you mean"),
+        (["config", "--port", "1"], "did you mean --http.port or --ws.port?"),
+        (["config", "--http.port", "many"], "http.port: must be a whole number"),
+        (["config", "--http.port"], "--http.port: a value must follow"),
+        (["config", "--config", "missing.toml"], "no such file: missing.toml"),
+        (["config", "one", "two"], "one model at most, and 'one' was given already"),
+        (["config", "one", "--model.path", "two"], "was given twice"),
+        (["http", "a-model"], "this command takes no bare word"),
+    ],
+)
+def test_a_mistake_names_the_word_and_the_remedy(
+    words: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(words) == ExitCode.USAGE
+    assert complaint in capsys.readouterr().err
+
+
+def test_config_prints_what_it_can_read_back(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("INFERENGINE_WS_PORT", "7001")
+    assert cli.main(["config", "some/model", "--http.port", "9000", "--cache.prefix_caching", "false"]) == ExitCode.OK
+    printed = capsys.readouterr().out
+    (tmp_path / "printed.toml").write_text(printed)
+    read = config.load(tmp_path / "printed.toml", environment={})
+    assert (read.model.path, read.http.port, read.ws.port) == ("some/model", 9000, 7001)
+    assert read.cache.prefix_caching is False
+    assert set(tomllib.loads(printed)) == {name.partition(".")[0] for name in list(config.keys())}
+
+
+def test_flags_win_over_environment_over_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "service.toml"
+    file.write_text("[http]\nport = 1\n[ws]\nport = 1\n[engine]\nthreads = 1\n")
+    monkeypatch.setenv("INFERENGINE_HTTP_PORT", "2")
+    monkeypatch.setenv("INFERENGINE_WS_PORT", "2")
+    resolved = resolve(["--config", str(file), "--http.port", "3"])
+    assert (resolved.http.port, resolved.ws.port, resolved.engine.threads) == (3, 2, 1)
+
+
+def test_an_unknown_key_in_the_file_is_an_error(tmp_path: Path) -> None:
+    file = tmp_path / "service.toml"
+    file.write_text("[http]\nprot = 1\n")
+    with pytest.raises(ConfigError, match=r"http\.prot: no such key in the file; did you mean"):
+        resolve([f"--config={file}"])
