@@ -1,0 +1,30 @@
+# One image for every part: `docker run IMAGE engine`, `... http`, `... ws`, or `... up` for all of them.
+# CPU:  docker build -t inferengine .
+# GPU:  docker build -t inferengine:gpu --build-arg TORCH_INDEX=https://download.pytorch.org/whl/cu130 .
+FROM python:3.12-slim
+
+ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
+# gcc: Triton compiles its launcher on the first start of a GPU engine.
+RUN apt-get update \
+    && apt-get install -y --no-install-recommends gcc libc6-dev \
+    && rm -rf /var/lib/apt/lists/* \
+    && useradd --system --create-home --home-dir /var/lib/inferengine inferengine \
+    && install -d -o inferengine -g inferengine -m 0750 /run/inferengine
+
+WORKDIR /opt/inferengine
+COPY constraints.txt pyproject.toml README.md LICENSE ./
+COPY inferengine inferengine
+COPY frontends frontends
+RUN pip install --no-cache-dir --extra-index-url "$TORCH_INDEX" --constraint constraints.txt .
+
+USER inferengine
+WORKDIR /var/lib/inferengine
+ENV PYTHONUNBUFFERED=1 \
+    HF_HOME=/var/lib/inferengine/huggingface \
+    INFERENGINE_WIRE_SOCKET=ipc:///run/inferengine/engine.sock
+VOLUME ["/run/inferengine", "/var/lib/inferengine"]
+EXPOSE 8000 8001
+# Longer than engine.drain_timeout_s: stop with `docker stop --time 45`.
+STOPSIGNAL SIGTERM
+ENTRYPOINT ["inferengine"]
+CMD ["up", "--http.host", "0.0.0.0", "--ws.host", "0.0.0.0"]
