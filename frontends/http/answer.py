@@ -1,0 +1,99 @@
+"""A generation as an HTTP answer: one document, or Server-Sent Events; cancelled when the client goes away."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import AsyncIterator
+
+from sse_starlette import EventSourceResponse, ServerSentEvent
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from frontends.common.errors import error_object, unexpected
+from frontends.common.generation import Generation
+from frontends.common.sse import DONE, dumps, event
+from frontends.http.formats import Format
+from frontends.http.service import Call, Service
+from inferengine.errors import InferEngineError
+
+logger = logging.getLogger(__name__)
+
+
+class JsonBytes(Response):
+    """A JSON document, encoded without going through ASCII."""
+
+    media_type = "application/json"
+
+    def __init__(self, document: object, status_code: int = 200) -> None:
+        super().__init__(dumps(document), status_code)
+
+
+async def answer(
+    service: Service, request: Request, generation: Generation, format: Format, *, stream: bool, usage: bool
+) -> Response:
+    """Wait until the engine has taken the request, so that a refusal still has its HTTP status; then answer."""
+    with contextlib.ExitStack() as stack:
+        call = stack.enter_context(service.call(generation, request.receive))
+        await generation.accepted()
+        if stream:
+            return EventStream(service, generation, format, call, stack.pop_all(), usage=usage)
+        outputs = await generation.collect()
+        return JsonBytes(format.document(outputs, generation.usage()))
+
+
+class EventStream(Response):
+    """The ASGI application that relays a generation as events."""
+
+    def __init__(
+        self,
+        service: Service,
+        generation: Generation,
+        format: Format,
+        call: Call,
+        resources: contextlib.ExitStack,
+        *,
+        usage: bool,
+    ) -> None:
+        self._service = service
+        self._generation = generation
+        self._format = format
+        self._call = call
+        self._resources = resources
+        self._usage = usage
+        self._complete = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._resources:
+            response = EventSourceResponse(
+                self._events(),
+                ping=self._service.config.http.keep_alive_s,
+                ping_message_factory=_keep_alive,
+                sep="\n",
+            )
+            await response(scope, receive, send)
+            if self._call.client_gone and not self._complete:
+                scope["status"] = 499
+
+    async def _events(self) -> AsyncIterator[bytes]:
+        generation, format = self._generation, self._format
+        try:
+            async for choice, pieces in generation.merged():
+                if body := format.events(generation, choice, pieces):
+                    yield body
+                if (error := pieces[-1].error) is not None:
+                    self._complete = True
+                    yield event({"error": error_object(generation.error or error)}) + DONE
+                    return
+            self._complete = not self._call.client_gone
+            yield (format.usage_event(generation.usage()) if self._usage else b"") + DONE
+        except InferEngineError as error:
+            yield event({"error": error_object(error)}) + DONE
+        except Exception:
+            logger.exception("a stream failed")
+            yield event({"error": error_object(unexpected())}) + DONE
+
+
+def _keep_alive() -> ServerSentEvent:
+    return ServerSentEvent(comment="keep-alive", sep="\n")

@@ -1,0 +1,122 @@
+"""The routes, and how errors leave: always `{"error": {message, type, param, code}}`."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import AsyncIterator
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp
+
+from frontends.common.errors import error_object, retry_after, unexpected
+from frontends.http import operations
+from frontends.http.answer import JsonBytes
+from frontends.http.chat import chat_completions
+from frontends.http.completions import completions
+from frontends.http.edge import Edge
+from frontends.http.metrics import HttpMetrics
+from frontends.http.native import generate
+from frontends.http.service import Service
+from frontends.http.tokens import detokenize, tokenize
+from inferengine.client import EnginePool
+from inferengine.config import Config, engine_addresses
+from inferengine.errors import InferEngineError
+
+logger = logging.getLogger(__name__)
+
+ROUTES = (
+    Route("/v1/completions", completions, methods=["POST"]),
+    Route("/v1/chat/completions", chat_completions, methods=["POST"]),
+    Route("/v1/generate", generate, methods=["POST"]),
+    Route("/tokenize", tokenize, methods=["POST"]),
+    Route("/detokenize", detokenize, methods=["POST"]),
+    Route("/v1/models", operations.models),
+    Route("/v1/models/{model:path}", operations.model),
+    Route("/health", operations.health),
+    Route("/ready", operations.ready),
+    Route("/ping", operations.ping, methods=["GET", "POST"]),
+    Route("/version", operations.version),
+    Route("/load", operations.load),
+    Route("/stats", operations.stats),
+    Route("/metrics", operations.metrics),
+)
+
+
+def make_metrics(num_workers: int = 1) -> HttpMetrics:
+    return HttpMetrics([route.path for route in ROUTES], num_workers)
+
+
+def make_service(config: Config, metrics: HttpMetrics | None = None) -> Service:
+    engines = EnginePool(engine_addresses(config), role="http")
+    return Service(config, engines, metrics or make_metrics())
+
+
+def make_app(service: Service) -> ASGIApp:
+    """The ASGI application of one worker."""
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        service.start()
+        yield
+        await service.close()
+
+    app = Starlette(
+        routes=ROUTES,
+        lifespan=lifespan,
+        middleware=_cors(service.config),
+        exception_handlers={InferEngineError: _refused, HTTPException: _no_route, Exception: _failed},
+    )
+    app.state.service = service
+    app.router.redirect_slashes = False  # a redirected POST loses its body in many clients
+    return Edge(app, service.metrics)
+
+
+async def _refused(request: Request, error: Exception) -> Response:
+    if not isinstance(error, InferEngineError):
+        raise error
+    response = JsonBytes({"error": error_object(error)}, error.http_status)
+    if (wait := retry_after(error)) is not None:
+        response.headers["Retry-After"] = wait
+    if error.http_status == 401:
+        response.headers["WWW-Authenticate"] = "Bearer"
+    return response
+
+
+async def _no_route(request: Request, error: Exception) -> Response:
+    status = error.status_code if isinstance(error, HTTPException) else 500
+    if status == 405:
+        message, code = f"{request.method} is not allowed on this path.", "method_not_allowed"
+    elif status == 404:
+        message, code = "There is no such path.", "not_found"
+    else:
+        message, code = str(getattr(error, "detail", "The request cannot be served."))[:200], "invalid_request"
+    body = {"message": message, "type": "invalid_request_error", "param": None, "code": code}
+    response = JsonBytes({"error": body}, status)
+    response.headers.update(getattr(error, "headers", None) or {})
+    return response
+
+
+async def _failed(request: Request, error: Exception) -> Response:
+    return JsonBytes({"error": error_object(unexpected())}, 500)
+
+
+def _cors(config: Config) -> list[Middleware]:
+    origins = [origin.strip() for origin in config.http.cors_origins.split(",") if origin.strip()]
+    if not origins:
+        return []
+    return [
+        Middleware(
+            CORSMiddleware,
+            allow_origins=origins,
+            allow_methods=["GET", "POST", "DELETE"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id", "retry-after"],
+        )
+    ]

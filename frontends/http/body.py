@@ -1,0 +1,45 @@
+"""A request's body as a JSON object, within limits of size and time."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from starlette.requests import ClientDisconnect, Request
+
+from frontends.common.fields import parse_object
+from inferengine.errors import InferEngineError, InvalidRequest
+
+BODY_TIMEOUT_S = 60.0  # for a client that sends its body drop by drop
+
+
+async def read_json(request: Request, most_bytes: int) -> dict[str, Any]:
+    """Raises request_too_large, invalid_request, or `cancelled` when the client left in the middle."""
+    kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
+    if kind != "application/json" and not kind.endswith("+json"):
+        raise InvalidRequest("Content-Type", "must be application/json")
+    declared = request.headers.get("content-length", "")
+    if declared.isdigit() and int(declared) > most_bytes:
+        raise _too_large(most_bytes)
+    try:
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            return parse_object(await _read(request, most_bytes))
+    except TimeoutError:
+        raise InferEngineError("deadline_exceeded", "The body did not arrive in time.") from None
+    except ClientDisconnect:
+        raise InferEngineError("cancelled", "The client went away.") from None
+
+
+async def _read(request: Request, most_bytes: int) -> bytes:
+    parts: list[bytes] = []
+    size = 0
+    async for part in request.stream():
+        size += len(part)
+        if size > most_bytes:
+            raise _too_large(most_bytes)
+        parts.append(part)
+    return b"".join(parts)
+
+
+def _too_large(most_bytes: int) -> InferEngineError:
+    return InferEngineError("request_too_large", f"The body must have at most {most_bytes} bytes.")

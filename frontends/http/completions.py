@@ -1,0 +1,89 @@
+"""POST /v1/completions."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from frontends.common import fields
+from frontends.common.generation import Generation
+from frontends.common.model_context import ServedModel
+from frontends.http import fields as dialect
+from frontends.http.answer import answer
+from frontends.http.body import read_json
+from frontends.http.formats import Answer, CompletionFormat
+from frontends.http.service import Service
+from inferengine.config import LimitsConfig
+from inferengine.errors import InvalidRequest
+
+
+async def completions(request: Request) -> Response:
+    service: Service = request.app.state.service
+    config = service.config
+    body = await read_json(request, config.http.max_body_bytes)
+    served = await service.served()
+    dialect.check_model(body, served)
+    dialect.refuse_unsupported(body)
+    streaming, extras = dialect.read_streaming(body), dialect.read_extras(body)
+    echo = fields.flag(body, "echo")
+    logprobs = fields.integer(body, "logprobs", least=0, most=config.limits.max_logprobs)
+    if echo and logprobs is not None:
+        raise InvalidRequest("echo", "together with logprobs is not supported by this engine", code="unsupported")
+    max_tokens = fields.integer(body, "max_tokens", dialect.COMPLETION_MAX_TOKENS, least=1)
+    params = dialect.read_params(body, served, config, max_tokens=max_tokens, logprobs=logprobs)
+    label = dialect.read_label(body, request.scope["request_id"])
+    options = dialect.read_options(body, config, label=label, continues_prompt=True)
+    prompts = await read_prompts(body, served, config.limits)
+    prompts = [dialect.truncate(body, prompt_ids, served, max_tokens) for prompt_ids in prompts]
+    texts = _echoed(body["prompt"], prompts, served) if echo else None
+    num_choices = len(prompts) * params.n
+    reply = Answer(f"cmpl-{label}", int(time.time()), served.name, served.tokenizer, streaming, extras, logprobs)
+    generation = Generation(service.engines, served.tokenizer, prompts, params, options)
+    return await answer(
+        service,
+        request,
+        generation,
+        CompletionFormat(reply, texts, num_choices),
+        stream=streaming.stream,
+        usage=streaming.include_usage,
+    )
+
+
+async def read_prompts(body: dict[str, Any], served: ServedModel, limits: LimitsConfig) -> list[list[int]]:
+    """`prompt` in its four shapes: a text, a list of texts, a list of token ids, a list of such lists."""
+    prompt = body.get("prompt")
+    add_special_tokens = fields.flag(body, "add_special_tokens", True)
+    if prompt is None:
+        raise InvalidRequest("prompt", "is required")
+    if isinstance(prompt, str):
+        items: list[Any] = [prompt]
+    elif isinstance(prompt, list) and prompt:
+        items = [prompt] if type(prompt[0]) is int else prompt
+    else:
+        raise InvalidRequest("prompt", "must be a text or a list of token ids, or a list of either, not empty")
+    if len(items) > limits.max_prompts:
+        raise InvalidRequest("prompt", f"at most {limits.max_prompts} prompts in one call")
+    prompts = []
+    for place, item in enumerate(items):
+        name = "prompt" if len(items) == 1 else f"prompt[{place}]"
+        if not isinstance(item, str):
+            prompts.append(fields.token_ids(item, name))
+            continue
+        token_ids = await served.encode(item, limits, name=name, add_special_tokens=add_special_tokens)
+        if not token_ids:
+            raise InvalidRequest(name, "must not be empty")
+        prompts.append(token_ids)
+    return prompts
+
+
+def _echoed(prompt: Any, prompts: list[list[int]], served: ServedModel) -> list[str]:
+    """The texts to repeat: as they were sent, token ids decoded."""
+    if isinstance(prompt, str):
+        return [prompt]
+    return [
+        item if isinstance(item, str) else served.tokenizer.decode(token_ids)
+        for item, token_ids in zip([prompt] if type(prompt[0]) is int else prompt, prompts, strict=True)
+    ]

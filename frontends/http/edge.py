@@ -1,0 +1,88 @@
+"""The outermost ASGI layer: request ids, the access log, counting. Adds no coroutine to the path of a chunk."""
+
+from __future__ import annotations
+
+import logging
+import re
+import secrets
+import time
+from collections.abc import Awaitable, MutableMapping
+from typing import Any
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from frontends.http.metrics import OTHER, HttpMetrics
+
+logger = logging.getLogger("inferengine.access")
+
+MAX_HEADER_BYTES = 64 * 1024
+QUIET_PATHS = frozenset({"/health", "/ready", "/ping", "/metrics", "/load"})  # asked every few seconds by machines
+_GOOD_ID = re.compile(rb"[\w.:-]{1,128}")
+
+
+class Edge:
+    """Wraps the application. Sets `scope["request_id"]`; reads `scope["route_name"]` and `scope["status"]` if set."""
+
+    def __init__(self, app: ASGIApp, metrics: HttpMetrics) -> None:
+        self._app = app
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        started = time.monotonic()
+        given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
+        request_id = given if _GOOD_ID.fullmatch(given) else secrets.token_hex(16).encode()
+        scope["request_id"] = request_id.decode()
+        status = 0
+
+        def send_named(message: MutableMapping[str, Any]) -> Awaitable[None]:
+            if message["type"] == "http.response.start":
+                nonlocal status
+                status = message["status"]
+                message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id)]
+            return send(message)
+
+        self._metrics.request_started()
+        try:
+            if sum(len(name) + len(value) for name, value in scope["headers"]) > MAX_HEADER_BYTES:
+                await _headers_too_large(send_named)
+            else:
+                await self._app(scope, receive, send_named)
+        except Exception:
+            status = status or 500
+            logger.exception("a request failed", extra={"fields": {"request_id": scope["request_id"]}})
+        finally:
+            seconds = time.monotonic() - started
+            status = scope.get("status") or status or 499
+            route = scope.get("route")
+            self._metrics.request_ended(getattr(route, "path", OTHER), status, seconds)
+            self._log(scope, status, seconds)
+
+    def _log(self, scope: Scope, status: int, seconds: float) -> None:
+        level = logging.DEBUG if scope["path"] in QUIET_PATHS and status < 400 else logging.INFO
+        if not logger.isEnabledFor(level):
+            return
+        client = scope.get("client")
+        logger.log(
+            level,
+            "request",
+            extra={
+                "fields": {
+                    "request_id": scope["request_id"],
+                    "client": client[0] if client else "-",
+                    "method": scope["method"],
+                    "path": scope["path"][:200].encode("unicode_escape").decode(),
+                    "status": status,
+                    "ms": round(seconds * 1000, 1),
+                }
+            },
+        )
+
+
+async def _headers_too_large(send: Send) -> None:
+    body = b'{"error":{"message":"The headers are too large.","type":"invalid_request_error","param":null,"code":431}}'
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": 431, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

@@ -1,0 +1,183 @@
+"""Fields of OpenAI's dialect (with vLLM's and SGLang's extensions) as sampling parameters and options.
+
+Every field either works, or is refused by name when it asks for something: the table below. Unknown ones are ignored,
+because clients of other servers send their own.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from frontends.common import fields
+from frontends.common.generation import Options
+from frontends.common.model_context import ServedModel
+from inferengine.config import Config
+from inferengine.errors import InferEngineError, InvalidRequest
+from inferengine.params import SamplingParams, from_map, validate
+from inferengine.wire.codec import MAX_NAME_CHARACTERS, MAX_SALT_BYTES
+
+COMPLETION_MAX_TOKENS = 16  # OpenAI's default for /v1/completions
+
+# What these fields ask for does not exist here. Values listed ask for nothing, and null never does.
+REFUSED: dict[str, tuple[Any, ...]] = {
+    "suffix": ("",),
+    "best_of": (1,),
+    "use_beam_search": (False,),
+    "length_penalty": (1, 1.0),
+    "early_stopping": (False,),
+    "prompt_logprobs": (),
+    "logprob_token_ids": ([],),
+    "bad_words": ([],),
+    "stream_interval": (1,),
+    "spaces_between_special_tokens": (True,),
+    "truncation_side": ("left",),
+    "response_format": ({"type": "text"},),
+    "structured_outputs": ({},),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "json_schema": (),
+    "regex": (),
+    "ebnf": (),
+    "stop_regex": ([],),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "prompt_embeds": (),
+    "chat_template": (),
+    "mm_processor_kwargs": ({},),
+    "media_io_kwargs": ({},),
+    "audio": (),
+    "modalities": (["text"], []),
+    "prediction": (),
+    "web_search_options": (),
+    "store": (False,),
+    "thinking_token_budget": (-1,),
+    "repetition_detection": (),
+    "kv_transfer_params": ({},),
+    "ec_transfer_params": ({},),
+    "vllm_xargs": ({},),
+    "lora_path": (),
+    "session_params": ({},),
+    "custom_logit_processor": (),
+    "return_hidden_states": (False,),
+}
+SAMPLING = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "seed",
+    "n",
+    "stop",
+    "include_stop_str_in_output",
+    "skip_special_tokens",
+    "stop_token_ids",
+    "ignore_eos",
+    "min_tokens",
+    "logit_bias",
+    "allowed_token_ids",
+)
+
+
+class Streaming(NamedTuple):
+    """How the answer travels."""
+
+    stream: bool
+    include_usage: bool = False
+    continuous_usage: bool = False
+
+
+class Extras(NamedTuple):
+    """What each choice carries beside its text."""
+
+    token_ids: bool = False
+    tokens_as_ids: bool = False
+
+
+def refuse_unsupported(body: dict[str, Any]) -> None:
+    """Raise for the first field that asks for what cannot be had."""
+    for name in body.keys() & REFUSED.keys():
+        value = body[name]
+        if value is not None and not any(type(value) is type(idle) and value == idle for idle in REFUSED[name]):
+            raise InvalidRequest(name, "is not supported by this engine: leave it out", code="unsupported")
+
+
+def check_model(body: dict[str, Any], served: ServedModel) -> None:
+    """Raise model_not_found for a name that is not served; none at all means the only one there is."""
+    name = fields.string(body, "model")
+    if name and name != served.name:
+        raise InferEngineError(
+            "model_not_found", f"The model `{name[:200]}` does not exist. It is called `{served.name}`.", field="model"
+        )
+
+
+def read_streaming(body: dict[str, Any]) -> Streaming:
+    stream = fields.flag(body, "stream")
+    options = fields.mapping(body, "stream_options")
+    if options and not stream:
+        raise InvalidRequest("stream_options", "is only allowed when stream is true")
+    return Streaming(
+        stream,
+        _option(options, "include_usage"),
+        _option(options, "continuous_usage_stats"),
+    )
+
+
+def read_extras(body: dict[str, Any]) -> Extras:
+    return Extras(fields.flag(body, "return_token_ids"), fields.flag(body, "return_tokens_as_token_ids"))
+
+
+def read_params(
+    body: dict[str, Any], served: ServedModel, config: Config, *, max_tokens: int | None, logprobs: int | None
+) -> SamplingParams:
+    """The model's own defaults, overlaid with what the request says, validated as the engine will do again."""
+    wanted = {name: body[name] for name in SAMPLING if body.get(name) is not None}
+    params = from_map({**served.defaults, **wanted, "max_tokens": max_tokens, "logprobs": logprobs}, path="")
+    validate(params, vocab_size=served.info.vocab_size, limits=config.limits, path="")
+    return params
+
+
+def read_options(body: dict[str, Any], config: Config, *, label: str, continues_prompt: bool) -> Options:
+    salt = fields.string(body, "cache_salt")
+    if salt is not None and not 1 <= len(salt.encode()) <= MAX_SALT_BYTES:
+        raise InvalidRequest("cache_salt", f"must have 1 to {MAX_SALT_BYTES} bytes")
+    return Options(
+        priority=fields.integer(body, "priority", 0, least=-(2**31), most=2**31 - 1) or 0,
+        salt=(salt or "").encode(),
+        deadline_s=config.http.request_timeout_s,
+        label=label,
+        continues_prompt=continues_prompt,
+    )
+
+
+def read_label(body: dict[str, Any], request_id: str) -> str:
+    """The request's name in ids and logs: its own, or the one of the HTTP exchange."""
+    label = fields.string(body, "request_id") or request_id
+    if len(label) > MAX_NAME_CHARACTERS // 2 or not label.isprintable():
+        raise InvalidRequest("request_id", f"must have at most {MAX_NAME_CHARACTERS // 2} printable characters")
+    return label
+
+
+def truncate(body: dict[str, Any], prompt_ids: list[int], served: ServedModel, max_tokens: int | None) -> list[int]:
+    """Keep the last `truncate_prompt_tokens` tokens; -1 keeps what leaves room for the output."""
+    keep = fields.integer(body, "truncate_prompt_tokens", least=-1)
+    if keep is None:
+        return prompt_ids
+    if keep == 0:
+        raise InvalidRequest("truncate_prompt_tokens", "must be -1 or at least 1")
+    if keep == -1:
+        keep = max(1, served.info.max_model_len - (max_tokens or 1))
+    return prompt_ids[-keep:]
+
+
+def _option(options: dict[str, Any], name: str) -> bool:
+    try:
+        return fields.flag(options, name)
+    except InvalidRequest as error:
+        raise InvalidRequest(f"stream_options.{name}", error.message) from None

@@ -1,0 +1,83 @@
+"""One worker process: uvicorn over sockets that are open already, until a signal; then streams finish first."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable
+
+import uvicorn
+from sse_starlette.sse import AppStatus
+
+from frontends.http.app import make_app, make_service
+from frontends.http.metrics import HttpMetrics
+from frontends.http.service import Service
+from inferengine.config import Config
+from inferengine.errors import ExitCode
+
+logger = logging.getLogger(__name__)
+
+TURN_S = 0.25
+GRACE_S = 2.0  # for the last events to leave after the drain's end
+KEEP_ALIVE_S = 75  # idle connections: longer than balancers keep theirs, so that they close first
+
+
+def run_worker(
+    config: Config, sockets: list[socket.socket], metrics: HttpMetrics, on_turn: Callable[[bool], None]
+) -> int:
+    """Serve until SIGTERM or SIGINT. `on_turn(stopping)` is called from the event loop, first when it accepts."""
+    AppStatus.enable_automatic_graceful_drain = False  # it would cut the streams at once
+    # uvicorn raises its signals again when it is done, for whoever handled them before; nobody else is to hear them.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: None)
+    service = make_service(config, metrics)
+    server = uvicorn.Server(
+        uvicorn.Config(
+            make_app(service),
+            loop="uvloop",
+            http="httptools",
+            ws="none",
+            lifespan="on",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_keep_alive=KEEP_ALIVE_S,
+            timeout_graceful_shutdown=int(config.engine.drain_timeout_s + 2 * GRACE_S) + 1,
+        )
+    )
+    with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:
+        return runner.run(_serve(server, service, sockets, config.engine.drain_timeout_s, on_turn))
+
+
+async def _serve(
+    server: uvicorn.Server,
+    service: Service,
+    sockets: list[socket.socket],
+    drain_timeout_s: float,
+    on_turn: Callable[[bool], None],
+) -> int:
+    serving = asyncio.create_task(server.serve(sockets=sockets))
+    parent = os.getppid()
+    drain_until: float | None = None
+    gc.collect()
+    gc.freeze()  # what was loaded stays: no need to look through it again
+    while not serving.done():
+        now = time.monotonic()
+        if server.started:
+            service.metrics.beat(now)
+            on_turn(server.should_exit)
+        if os.getppid() != parent:
+            server.should_exit = True  # the process that would restart us is gone
+        if server.should_exit and drain_until is None:
+            drain_until = now + drain_timeout_s
+            service.drain()
+        if drain_until is not None and (now >= drain_until or len(server._captured_signals) > 1):
+            service.abandon_all()
+        await asyncio.wait([serving], timeout=TURN_S if server.started else 0.01)
+    await serving
+    return ExitCode.OK if server.started else ExitCode.CRASH
