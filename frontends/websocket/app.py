@@ -24,11 +24,13 @@ from frontends.websocket.pages import Pages
 from frontends.websocket.registry import Registry
 from inferengine.client import EnginePool
 from inferengine.config import Config, engine_address
+from inferengine.errors import InferEngineError
 
 logger = logging.getLogger(__name__)
 
 SOCKET_PATH = "/v1/ws"
 _IDLE_LOOK_S = 0.05
+_READY_WAIT_S, _RETRY_S = 3600.0, 0.5
 
 
 class WebsocketFrontEnd:
@@ -62,12 +64,13 @@ class WebsocketFrontEnd:
     async def lifespan(self, _: Starlette) -> AsyncIterator[None]:
         for client in self._engine.clients:
             client.start()  # in the background: this front end may start before its engine
-        watch = asyncio.create_task(self.view.watch(self._tell_state))
+        tasks = [asyncio.create_task(self.view.watch(self._tell_state)), asyncio.create_task(self._fetch_model())]
         try:
             yield
         finally:
-            watch.cancel()
-            await asyncio.gather(watch, return_exceptions=True)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
             self._desk.registry.close()
             await self._engine.close()
 
@@ -120,6 +123,16 @@ class WebsocketFrontEnd:
         return JSONResponse({"ready": state == "READY", "engine": state}, 200 if state == "READY" else 503)
 
     # -- inside ------------------------------------------------------------------------------------------------------
+
+    async def _fetch_model(self) -> None:
+        """Have the tokenizer at hand before the first request asks for it."""
+        while self._desk.models.served is None:
+            try:
+                await self._engine.wait_ready(_READY_WAIT_S)
+                await self._desk.models.get()
+            except InferEngineError as error:
+                logger.debug("the model is not at hand yet: %s", error)
+                await asyncio.sleep(_RETRY_S)
 
     def _tell_state(self) -> None:
         for connection in self._connections:

@@ -9,13 +9,13 @@ what two requests send while the transport is full may leave in either order. Kn
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from typing import Any
 
 from frontends.websocket.codec import Codec
 from inferengine.errors import InferEngineError, InvalidRequest
 
-Send = Callable[[Mapping[str, Any]], Awaitable[None]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 
 class Channel:

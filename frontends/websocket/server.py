@@ -15,6 +15,7 @@ import sys
 
 import uvicorn
 
+from frontends.common.logs import configure
 from frontends.common.notify import notify
 from frontends.websocket.app import WebsocketFrontEnd
 from inferengine.config import Config, listen_fds, watchdog_interval_s
@@ -31,6 +32,7 @@ _LOOK_S = 0.02
 
 def run_websocket(config: Config) -> int:
     """Serve until a signal. Returns an exit code of ExitCode."""
+    configure(config.log)
     try:
         listener = _listener(config)
     except (OSError, OverflowError) as error:

@@ -1,0 +1,177 @@
+"""The websocket front end in this process on a free port, and a client that speaks its frames."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import uvicorn
+from websockets.sync.client import ClientConnection, connect
+
+from frontends.websocket.app import SOCKET_PATH, WebsocketFrontEnd
+from frontends.websocket.codec import JSON_SUBPROTOCOL, MSGPACK_SUBPROTOCOL
+from frontends.websocket.server import server_config
+from inferengine.config import Config
+from tests.frontends.websocket.scripted_engine import ScriptedEngine
+from tests.text.vocabularies import byte_level, sentencepiece
+
+TEMPLATE = "{% for message in messages %}<{{ message.role }}>{{ message.content }}\n{% endfor %}<assistant>"
+ANSWER = "The quick brown fox 🎉 jumps over 你好 the lazy dog, and then it rests. "
+
+
+def model_files(kind: str = "byte_level") -> dict[str, bytes]:
+    """The files of a small model that has a chat template."""
+    fast = byte_level() if kind == "byte_level" else sentencepiece()
+    settings = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": TEMPLATE}
+    return {"tokenizer.json": fast.to_str().encode(), "tokenizer_config.json": json.dumps(settings).encode()}
+
+
+def make_engine(folder: Path, script: Any = None, **options: Any) -> ScriptedEngine:
+    """`script(prompt, choice)` answers; without one the answer is ANSWER."""
+    files = options.pop("files", None) or model_files()
+    address = f"ipc://{folder}/engine.sock"
+    return ScriptedEngine(address, files, script or (lambda prompt, choice: ANSWER), **options)
+
+
+class Server:
+    """One front end at work."""
+
+    def __init__(self, front_end: WebsocketFrontEnd, config: Config) -> None:
+        self.front_end = front_end
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.port = self.listener.getsockname()[1]
+        self._server = uvicorn.Server(server_config(config, front_end))
+        self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [self.listener]}, name="server")
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def start(self) -> None:
+        self._thread.start()
+        while not self._server.started:
+            assert self._thread.is_alive()
+            time.sleep(0.002)
+
+    def stop(self) -> None:
+        self._server.should_exit = True
+        self._thread.join(10)
+        assert not self._thread.is_alive()
+
+
+@contextlib.contextmanager
+def serving(engine: ScriptedEngine | str, **sections: Any) -> Iterator[Server]:
+    """A front end for `engine` (or an address), ready to be asked."""
+    address = engine if isinstance(engine, str) else engine.address
+    config = Config().with_values(wire={"socket": address, **sections.pop("wire", {})}, **sections)
+    server = Server(WebsocketFrontEnd(config), config)
+    server.start()
+    try:
+        if isinstance(engine, ScriptedEngine):
+            wait_until(lambda: server.front_end.view.engine_state == "READY")
+        yield server
+    finally:
+        server.stop()
+
+
+class Socket:
+    """A client: frames out, frames in."""
+
+    def __init__(self, connection: ClientConnection, *, binary: bool) -> None:
+        self.connection = connection
+        self._binary = binary
+        self.hello = self.next()
+
+    def send(self, **frame: Any) -> None:
+        self.send_raw(msgpack.packb(frame) if self._binary else json.dumps(frame))
+
+    def send_raw(self, message: str | bytes) -> None:
+        self.connection.send(message)
+
+    def next(self, timeout_s: float = 5.0) -> dict[str, Any]:
+        message = self.connection.recv(timeout_s)
+        frame = msgpack.unpackb(message) if isinstance(message, bytes) else json.loads(message)
+        assert isinstance(message, bytes) == self._binary
+        return frame
+
+    def until(self, *kinds: str, **values: Any) -> dict[str, Any]:
+        """The next frame of one of `kinds` with these values; others before it are dropped."""
+        while True:
+            frame = self.next()
+            if frame["type"] in kinds and all(frame.get(name) == value for name, value in values.items()):
+                return frame
+
+    def generate(self, name: str = "r1", prompt: str = "hello", **rest: Any) -> None:
+        self.send(type="generate", id=name, prompt=prompt, **rest)
+
+    def read(self, *names: str) -> dict[str, Reading]:
+        """All frames of these requests until each has ended, n choices each."""
+        readings = {name: Reading() for name in names}
+        while not all(reading.ended for reading in readings.values()):
+            frame = self.next()
+            if frame.get("id") in readings:
+                readings[frame["id"]].take(frame)
+        return readings
+
+    def close(self) -> None:
+        self.connection.close()
+
+    def drop(self) -> None:
+        """Lose the connection without a word, as a phone in a tunnel does."""
+        self.connection.socket.shutdown(socket.SHUT_RDWR)
+        self.connection.close()
+
+
+class Reading:
+    """What a client knows of one request."""
+
+    def __init__(self) -> None:
+        self.accepted: dict[str, Any] | None = None
+        self.error: dict[str, Any] | None = None
+        self.text: dict[int, str] = {}
+        self.cursors: dict[int, int] = {}
+        self.done: dict[int, dict[str, Any]] = {}
+        self.token_ids: list[int] = []
+
+    @property
+    def ended(self) -> bool:
+        return self.error is not None or (self.accepted is not None and len(self.done) == self.accepted["n"])
+
+    def take(self, frame: dict[str, Any]) -> None:
+        match frame["type"]:
+            case "accepted":
+                self.accepted = frame
+            case "error":
+                self.error = frame["error"]
+            case "delta" | "done":
+                choice = frame["choice"]
+                assert frame["cursor"] >= self.cursors.get(choice, 0)
+                self.text[choice] = self.text.get(choice, "") + frame["text"]
+                self.cursors[choice] = frame["cursor"]
+                self.token_ids += frame.get("token_ids", [])
+                if frame["type"] == "done":
+                    assert choice not in self.done
+                    self.done[choice] = frame
+
+
+@contextlib.contextmanager
+def open_socket(server: Server, *, binary: bool = False, **options: Any) -> Iterator[Socket]:
+    protocol = MSGPACK_SUBPROTOCOL if binary else JSON_SUBPROTOCOL
+    with connect(
+        f"ws://127.0.0.1:{server.port}{SOCKET_PATH}", subprotocols=[protocol], compression=None, **options
+    ) as connection:
+        yield Socket(connection, binary=binary)
+
+
+def wait_until(condition: Any, timeout_s: float = 5.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "it never came true"
+        time.sleep(0.005)

@@ -1,0 +1,154 @@
+"""Whatever a client sends: an error that names the field, and the socket goes on."""
+
+from __future__ import annotations
+
+import json
+
+import msgpack
+import pytest
+from websockets.exceptions import ConnectionClosed
+
+from inferengine.wire.messages import Reject
+from tests.frontends.websocket.builders import ANSWER, make_engine, open_socket, serving
+
+GENERATE = {"type": "generate", "id": "r1", "prompt": "hello"}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    with make_engine(tmp_path_factory.mktemp("engine")) as engine, serving(engine) as server:
+        yield server
+
+
+@pytest.mark.parametrize(
+    ("frame", "code", "field"),
+    [
+        ([], "protocol_error", None),
+        ("generate", "protocol_error", None),
+        ({}, "protocol_error", "type"),
+        ({"type": "genrate"}, "protocol_error", "type"),
+        ({"type": ["generate"]}, "protocol_error", "type"),
+        ({"type": "generate", "prompt": "hello"}, "invalid_request", "id"),
+        ({**GENERATE, "id": ""}, "invalid_request", "id"),
+        ({**GENERATE, "id": 7}, "invalid_request", "id"),
+        ({**GENERATE, "id": "x" * 129}, "invalid_request", "id"),
+        ({"type": "generate", "id": "r1"}, "invalid_request", "prompt"),
+        ({**GENERATE, "prompt": ""}, "invalid_request", "prompt"),
+        ({**GENERATE, "prompt": 5}, "invalid_request", "prompt"),
+        ({**GENERATE, "prompt_ids": [1]}, "invalid_request", "prompt"),
+        ({"type": "generate", "id": "r1", "prompt_ids": []}, "invalid_request", "prompt_ids"),
+        ({"type": "generate", "id": "r1", "prompt_ids": [-1]}, "invalid_request", "prompt_ids"),
+        ({"type": "generate", "id": "r1", "prompt_ids": [1.5]}, "invalid_request", "prompt_ids"),
+        ({"type": "generate", "id": "r1", "messages": []}, "invalid_request", "messages"),
+        ({"type": "generate", "id": "r1", "messages": [{"content": "x"}]}, "invalid_request", "messages[0].role"),
+        ({**GENERATE, "params": []}, "invalid_request", "params"),
+        ({**GENERATE, "params": {"temperature": 3}}, "invalid_request", "params.temperature"),
+        ({**GENERATE, "params": {"temperature": True}}, "invalid_request", "params.temperature"),
+        ({**GENERATE, "params": {"max_tokens": 0}}, "invalid_request", "params.max_tokens"),
+        ({**GENERATE, "params": {"n": 99, "temperature": 1}}, "invalid_request", "params.n"),
+        ({**GENERATE, "params": {"stop": ""}}, "invalid_request", "params.stop"),
+        ({**GENERATE, "params": {"logit_bias": {"999999": 1}}}, "invalid_request", "params.logit_bias"),
+        ({**GENERATE, "params": {"temprature": 1}}, "invalid_request", "params.temprature"),
+        ({**GENERATE, "max_tokens": 5}, "invalid_request", "max_tokens"),
+        ({**GENERATE, "model": "gpt-5"}, "model_not_found", "model"),
+        ({**GENERATE, "request_id": "ABC"}, "invalid_request", "request_id"),
+        ({**GENERATE, "deadline_s": -1}, "invalid_request", "deadline_s"),
+        ({**GENERATE, "detached": "yes"}, "invalid_request", "detached"),
+        ({"type": "resume", "id": "r1"}, "invalid_request", "request_id"),
+        ({"type": "resume", "id": "r1", "request_id": "ab" * 16, "cursors": [-1]}, "invalid_request", "cursors"),
+        ({"type": "cancel"}, "invalid_request", "id"),
+        ({"type": "ack"}, "invalid_request", "frames"),
+        ({"type": "ack", "frames": 10**6}, "invalid_request", "frames"),
+        ({"type": "hello", "window": -1}, "invalid_request", "window"),
+        ({"type": "ping", "nonce": []}, "invalid_request", "nonce"),
+        ({"type": "stats", "interval_s": 0}, "invalid_request", "interval_s"),
+    ],
+    ids=lambda value: json.dumps(value)[:50] if not isinstance(value, str) else value,
+)  # fmt: skip
+def test_a_bad_frame_names_its_field_and_the_socket_goes_on(server, frame, code, field):
+    with open_socket(server) as client:
+        client.send_raw(json.dumps(frame))
+        answer = client.until("error")
+        assert (answer["error"]["code"], answer["error"]["field"]) == (code, field)
+        assert answer["error"]["message"]
+        client.generate("good")
+        assert client.read("good")["good"].text == {0: ANSWER}
+
+
+@pytest.mark.parametrize(
+    "message",
+    ["", "{", "nonsense", "[" * 100_000, '{"type":"ping","nonce":NaN}', '{"type": "\\ud800"}', "1" * 5000, b"\x00\x01"],
+)
+def test_what_is_no_json_is_refused(server, message):
+    with open_socket(server) as client:
+        client.send_raw(message)
+        assert client.until("error")["error"]["code"] == "protocol_error"
+        client.send(type="ping", nonce=1)
+        assert client.next()["type"] == "pong"
+
+
+@pytest.mark.parametrize(
+    "message",
+    [b"", b"\xc1", b"\x81", msgpack.packb({1: 2}), msgpack.packb(msgpack.ExtType(4, b"x")), b"\x91" * 5000, "text"],
+)
+def test_what_is_no_msgpack_is_refused(server, message):
+    with open_socket(server, binary=True) as client:
+        client.send_raw(message)
+        assert client.until("error")["error"]["code"] == "protocol_error"
+        client.send(type="ping", nonce=1)
+        assert client.next()["type"] == "pong"
+
+
+def test_a_misspelt_parameter_is_told_its_right_name(server):
+    with open_socket(server) as client:
+        client.generate(params={"temprature": 1})
+        assert "temperature" in client.until("error")["error"]["message"]
+
+
+def test_an_id_in_use_is_refused_and_its_request_goes_on(tmp_path):
+    with make_engine(tmp_path) as engine, serving(engine) as server, open_socket(server) as client:
+        engine.hold()
+        client.generate()
+        client.until("accepted")
+        client.generate()
+        frame = client.until("error")
+        assert (frame["id"], frame["error"]["code"], frame["error"]["field"]) == (None, "conflict", "id")
+        engine.release()
+        assert client.until("done")["finish_reason"] == "stop"
+
+
+def test_more_requests_than_a_socket_may_have_are_refused_with_a_time(tmp_path):
+    with (
+        make_engine(tmp_path) as engine,
+        serving(engine, ws={"max_requests": 2}) as server,
+        open_socket(server) as client,
+    ):
+        engine.hold()
+        for name in ("r1", "r2", "r3"):
+            client.generate(name)
+        error = client.until("error", id="r3")["error"]
+        assert (error["code"], error["retryable"], error["retry_after_s"]) == ("rate_limited", True, 1.0)
+
+
+def test_a_message_over_the_limit_closes_the_socket_with_1009(tmp_path):
+    with (
+        make_engine(tmp_path) as engine,
+        serving(engine, ws={"max_message_bytes": 2048}) as server,
+        open_socket(server) as client,
+    ):
+        client.generate(prompt="x" * 4000)
+        with pytest.raises(ConnectionClosed) as closed:
+            client.until("never")
+        assert closed.value.rcvd.code == 1009
+
+
+def test_the_engines_refusal_arrives_with_its_remedy(tmp_path):
+    with make_engine(tmp_path) as engine, serving(engine) as server, open_socket(server) as client:
+        engine.refuse = Reject(b"", 0, "overloaded", "The queue is full.", None, True, 2500)
+        client.generate()
+        error = client.until("error")["error"]
+        assert (error["code"], error["retry_after_s"]) == ("overloaded", 2.5)
+        assert "Retry-After" in error["remedy"]
+        engine.refuse = None
+        client.generate("again")
+        assert client.read("again")["again"].text == {0: ANSWER}
