@@ -1,8 +1,8 @@
 """Sampling in plain torch: the definition that every sampling kernel is tested against, and the CPU path.
 
 Order: penalties, bias, masks (allowed ids, stop ids below min_tokens); then, for rows with a temperature, logits / T,
-top-k, top-p over what top-k left, min-p; then the Gumbel draw. Filters are thresholds: tokens that tie with the last one
-kept are kept too, so that the outcome does not depend on the order of a sort. Random numbers are docs/runtime.md's.
+top-k, top-p over what top-k left, min-p; then the Gumbel draw. Filters are thresholds: tokens that tie with the last
+one kept are kept too, so that the outcome does not depend on the order of a sort. Random numbers are docs/runtime.md's.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def draw(
 def candidates(
     scaled: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The best tokens of every row, [N, C] values (-inf where filtered out) and ids; at least all that pass the filters.
+    """The best tokens of every row, [N, C] values (-inf where filtered out) and ids: at least all that pass.
 
     Tries a short list first: it suffices when every row's filters end within it. Ids are ascending among equal values.
     """

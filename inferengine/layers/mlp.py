@@ -1,9 +1,10 @@
-"""Gated feed-forward: gate and up projections as one matrix product (Shazeer 2020)."""
+"""Feed-forward blocks. Gate and up projections are one matrix product (Shazeer 2020)."""
 
 from __future__ import annotations
 
 import torch
 from torch import nn
+from torch.nn import functional
 
 from inferengine.kernels.ops import Ops
 from inferengine.layers.linear import Linear
@@ -22,3 +23,15 @@ class GatedMLP(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.down(self.activate(self.gate_up(x)))
+
+
+class MLP(nn.Module):
+    """down(gelu_tanh(up(x))), with biases (GPT-2)."""
+
+    def __init__(self, ops: Ops, hidden_size: int, intermediate_size: int) -> None:
+        super().__init__()
+        self.up = Linear(ops, hidden_size, intermediate_size, bias=True)
+        self.down = Linear(ops, intermediate_size, hidden_size, bias=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(functional.gelu(self.up(x), approximate="tanh"))

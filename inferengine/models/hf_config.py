@@ -17,15 +17,20 @@ KEY = "model.path"  # the configuration key that a user must change when a check
 _REQUIRED: Any = object()
 
 # Keys without effect on what a decoder computes: metadata, training, generation defaults, other tasks' heads.
-HARMLESS = frozenset(
-    """_name_or_path _attn_implementation _attn_implementation_autoset architectures attention_dropout attn_pdrop auto_map
-    begin_suppress_tokens bos_token_id cache_implementation chunk_size_feed_forward dtype embd_pdrop eos_token_id
-    finetuning_task gradient_checkpointing hidden_dropout id2label initializer_range is_decoder is_encoder_decoder
-    keys_to_ignore_at_inference label2id max_window_layers model_type n_ctx output_attentions output_hidden_states
-    pad_token_id prefix pretraining_tp problem_type resid_pdrop return_dict sep_token_id summary_activation
-    summary_first_dropout summary_proj_to_labels summary_type summary_use_proj task_specific_params tokenizer_class
-    torch_dtype torchscript transformers_version unsloth_version unsloth_fixed use_cache use_return_dict""".split()
-)
+# fmt: off
+HARMLESS = frozenset((
+    "_name_or_path", "_attn_implementation", "_attn_implementation_autoset", "architectures",
+    "attention_dropout", "attn_pdrop", "auto_map", "begin_suppress_tokens", "bos_token_id",
+    "cache_implementation", "chunk_size_feed_forward", "dtype", "embd_pdrop", "eos_token_id", "finetuning_task",
+    "gradient_checkpointing", "hidden_dropout", "id2label", "initializer_range", "is_decoder",
+    "is_encoder_decoder", "keys_to_ignore_at_inference", "label2id", "max_window_layers", "model_type", "n_ctx",
+    "output_attentions", "output_hidden_states", "pad_token_id", "prefix", "pretraining_tp", "problem_type",
+    "resid_pdrop", "return_dict", "sep_token_id", "summary_activation", "summary_first_dropout",
+    "summary_proj_to_labels", "summary_type", "summary_use_proj", "task_specific_params", "tokenizer_class",
+    "torch_dtype", "torchscript", "transformers_version", "unsloth_version", "unsloth_fixed", "use_cache",
+    "use_return_dict",
+))
+# fmt: on
 DTYPES = ("float32", "float16", "bfloat16")
 
 

@@ -19,13 +19,20 @@ from inferengine.models.weight_map import Target, WeightMap, attention_targets, 
 
 
 def read_config(config: ConfigReader) -> DecoderConfig:
-    """LlamaForCausalLM and MistralForCausalLM."""
+    """LlamaForCausalLM and MistralForCausalLM, whose every layer slides when the config sets a window."""
+    window = config.integer("sliding_window") if config.value("sliding_window") else None
+    return read_decoder(config, read_windows(config, config.integer("num_hidden_layers"), window))
+
+
+def read_decoder(
+    config: ConfigReader, windows: tuple[int | None, ...], *, head_dim: int | None = None
+) -> DecoderConfig:
+    """The keys that Llama-like families share. `head_dim` is the family's default (None: hidden / heads)."""
     num_layers, num_heads = config.integer("num_hidden_layers"), config.integer("num_attention_heads")
     hidden_size = config.integer("hidden_size")
-    head_dim = config.integer("head_dim", hidden_size // num_heads)
+    head_dim = config.integer("head_dim", head_dim or hidden_size // num_heads)
     max_position = config.integer("max_position_embeddings", 2048)
     config.expect("hidden_act", "silu")
-    window = config.value("sliding_window") and config.integer("sliding_window")
     bias = config.flag("attention_bias", False)
     return DecoderConfig(
         model_type=config.text("model_type"),
@@ -38,7 +45,7 @@ def read_config(config: ConfigReader) -> DecoderConfig:
         head_dim=head_dim,
         max_position=max_position,
         norm_eps=config.number("rms_norm_eps", 1e-6),
-        windows=read_windows(config, num_layers, window or None),
+        windows=windows,
         attention_scale=head_dim**-0.5,
         rope=read_rope(config, head_dim, max_position),
         qkv_bias=bias,

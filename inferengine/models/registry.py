@@ -1,4 +1,4 @@
-"""Which module knows an architecture. A new family is a new file and a line here; nothing is imported before it is used.
+"""Which module knows an architecture. A new family is a new file and a line here; nothing is imported before use.
 
 A family module has `read_config(reader) -> DecoderConfig`, `build(ops, config) -> nn.Module` and
 `weight_map(config) -> WeightMap`. A model has `forward(batch) -> hidden [T, E]`, `head(hidden) -> logits`,

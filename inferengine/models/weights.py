@@ -1,7 +1,7 @@
 """Loads safetensors into a model built on `meta`: by mmap, file by file, every tensor accounted for.
 
-A tensor that is missing, unexpected, misshaped or stored twice is one sentence that names it. Only safetensors are read:
-other formats can carry code.
+A tensor that is missing, unexpected, misshaped or stored twice is one sentence that names it. Only safetensors are
+read: other formats can carry code.
 """
 
 from __future__ import annotations
@@ -17,9 +17,11 @@ from torch import nn
 
 from inferengine.layers.linear import Linear
 from inferengine.models.hf_config import read_json, refused
-from inferengine.models.weight_map import Target, WeightMap
+from inferengine.models.weight_map import WeightMap
 
 INDEX = "model.safetensors.index.json"
+LAYER = re.compile(r"\.(\d+)\.")
+READABLE = (torch.float32, torch.float16, torch.bfloat16)
 Progress = Callable[[float], None]  # share done in [0, 1]
 
 
@@ -39,37 +41,21 @@ def load_weights(
     device: torch.device,
     progress: Progress = lambda share: None,
 ) -> None:
-    """Fill every parameter of `model` from the folder's safetensors files. Raises ConfigError naming a tensor or file."""
-    missing = _pieces(model)
+    """Fill every parameter of `model` from the folder's safetensors. Raises ConfigError naming a tensor or file."""
     _materialise(model, dtype, device)
+    loader = _Loader(model, weight_map)
     files = weight_files(folder)
     total, done = sum(path.stat().st_size for path in files), 0
-    origin: dict[str, str] = {}
-    stored_head: torch.Tensor | None = None
-    try:
-        for path in files:
+    for path in files:
+        try:
             with safe_open(path, framework="pt", device="cpu") as shard:
-                for name in shard.keys():  # noqa: SIM118: safe_open is no mapping
-                    if name in origin:
-                        raise refused(f"the tensor {name} stands in {origin[name]} and again in {path.name}")
-                    origin[name] = path.name
-                    short = _without_prefix(name, weight_map)
-                    if any(re.fullmatch(pattern, short) for pattern in weight_map.ignored):
-                        continue
-                    if short == weight_map.head and "head.weight" not in _names(model):
-                        stored_head = shard.get_tensor(name)
-                        continue
-                    done += _load(model, weight_map, shard, name, short, missing)
+                for name in list(shard.keys()):
+                    done += loader.load(shard, name, path.name)
                     progress(min(1.0, done / total))
-    except SafetensorError as error:
-        raise refused(f"{path.name} is no whole safetensors file ({error}): fetch it again") from None
-    _check_index(folder, origin)
-    if missing:
-        raise refused(
-            f"the tensor {_checkpoint_name(min(missing, key=str), weight_map)} is missing from the checkpoint"
-        )
-    if stored_head is not None:
-        _check_tied(model, weight_map, stored_head)
+        except SafetensorError as error:
+            raise refused(f"{path.name} is no whole safetensors file ({error}): fetch it again") from None
+    _check_index(folder, loader.origin)
+    loader.check_complete()
     progress(1.0)
 
 
@@ -126,58 +112,81 @@ def _check_index(folder: Path, origin: dict[str, str]) -> None:
         raise refused(f"the tensor {extra[0]} stands in {origin[extra[0]]} but not in {INDEX}: fetch the weights again")
 
 
-def _load(
-    model: nn.Module, weight_map: WeightMap, shard: Any, name: str, short: str, missing: dict[Piece, None]
-) -> int:
-    """Copy one tensor to its place. Returns its size in bytes."""
-    number = re.search(r"\.(\d+)\.|^(\d+)\.", short)
-    layer = next(group for group in number.groups() if group is not None) if number else ""
-    template = short.replace(f"{layer}.", "{}.", 1) if number and short.startswith(f"{layer}.") else short
-    template = re.sub(r"\.\d+\.", ".{}.", template, count=1)
-    target = weight_map.targets.get(template)
-    parameter_name = target.parameter.replace("{}", layer) if target else ""
-    if target is None or parameter_name not in _names(model):
-        raise refused(f"the tensor {name} is unexpected: the model that config.json describes has no place for it")
-    place = _place(model, parameter_name, target)
-    shape = list(shard.get_slice(name).get_shape())
-    if (shape[::-1] if target.transpose else shape) != list(place.shape):
-        wanted = list(place.shape)[::-1] if target.transpose else list(place.shape)
-        raise refused(f"the tensor {name} has shape {shape} where config.json asks for {wanted}")
-    tensor = shard.get_tensor(name)
-    if not tensor.is_floating_point() or tensor.element_size() < 2:
-        raise refused(f"the tensor {name} is stored as {tensor.dtype}, which this engine does not read")
-    source = tensor.t() if target.transpose else tensor
-    place.copy_(source.float().add_(1.0) if target.plus_one else source)
-    for piece in _covered(model, parameter_name, target):
-        if piece not in missing:
-            raise refused(f"the tensor {name} fills a place that another tensor has filled already")
-        del missing[piece]
-    return tensor.numel() * tensor.element_size()
+class _Loader:
+    """Puts tensors in their places and keeps count of the places still empty."""
 
+    def __init__(self, model: nn.Module, weight_map: WeightMap) -> None:
+        self.model, self.map = model, weight_map
+        self.parameters = dict(model.named_parameters())
+        self.missing = {piece: None for name in self.parameters for piece in self._covered(name, None)}
+        self.origin: dict[str, str] = {}  # file of each tensor
+        self.stored_head: torch.Tensor | None = None  # a tied head that the checkpoint holds all the same
 
-def _names(model: nn.Module) -> dict[str, nn.Parameter]:
-    return dict(model.named_parameters())
+    def load(self, shard: Any, name: str, file: str) -> int:
+        """Copy one tensor to its place. Returns its size in bytes."""
+        if name in self.origin:
+            raise refused(f"the tensor {name} stands in {self.origin[name]} and again in {file}")
+        self.origin[name] = file
+        short = next((name.removeprefix(p) for p in self.map.prefixes if name.startswith(p)), name)
+        if any(re.fullmatch(pattern, short) for pattern in self.map.ignored):
+            return 0
+        if short == self.map.head and "head.weight" not in self.parameters:
+            self.stored_head = shard.get_tensor(name)
+            return self.stored_head.numel() * self.stored_head.element_size()
+        number = LAYER.search(short)
+        target = self.map.targets.get(LAYER.sub(".{}.", short, count=1))
+        parameter = target.parameter.replace("{}", number.group(1) if number else "") if target else ""
+        if target is None or parameter not in self.parameters:
+            raise refused(f"the tensor {name} is unexpected: the model that config.json describes has no place for it")
+        place = self._place(parameter, target.part)
+        shape, wanted = list(shard.get_slice(name).get_shape()), list(place.shape)
+        if target.transpose:
+            wanted.reverse()
+        if shape != wanted:
+            raise refused(f"the tensor {name} has shape {shape} where config.json asks for {wanted}")
+        tensor = shard.get_tensor(name)
+        if tensor.dtype not in READABLE:
+            raise refused(f"the tensor {name} is stored as {tensor.dtype}, which this engine does not read")
+        for piece in self._covered(parameter, target.part):
+            if piece not in self.missing:
+                raise refused(f"the tensor {name} fills a place that another tensor has filled already")
+            del self.missing[piece]
+        source = tensor.t() if target.transpose else tensor
+        place.copy_(source.float().add_(1.0) if target.plus_one else source)
+        return tensor.numel() * tensor.element_size()
 
+    def check_complete(self) -> None:
+        for piece in self.missing:
+            raise refused(f"the tensor {self._checkpoint_name(piece)} is missing from the checkpoint")
+        if self.stored_head is not None:
+            embedding = self.parameters["embed.weight"].data.cpu()
+            head = self.stored_head.to(embedding.dtype)
+            if head.shape != embedding.shape or not torch.equal(head, embedding):
+                names = f"the tensor {self.map.head} differs from {self.map.embedding}"
+                raise refused(f"{names}, though config.json ties the two")
 
-def _place(model: nn.Module, name: str, target: Target) -> torch.Tensor:
-    data = _names(model)[name].data
-    if target.part is None:
-        return data
-    owner = model.get_submodule(name.rpartition(".")[0])
-    begin = sum(owner.parts[: target.part])
-    return data[begin : begin + owner.parts[target.part]]
+    def _place(self, name: str, part: int | None) -> torch.Tensor:
+        data = self.parameters[name].data
+        if part is None:
+            return data
+        parts = self.model.get_submodule(name.rpartition(".")[0]).parts
+        return data.split(parts)[part]
 
+    def _covered(self, name: str, part: int | None) -> list[Piece]:
+        """The pieces that a tensor for this part of a parameter fills."""
+        owner = self.model.get_submodule(name.rpartition(".")[0])
+        if not isinstance(owner, Linear) or len(owner.parts) == 1:
+            return [Piece(name, None)]
+        return [Piece(name, index) for index in range(len(owner.parts)) if part in (None, index)]
 
-def _pieces(model: nn.Module) -> dict[Piece, None]:
-    return {piece: None for name in _names(model) for piece in _covered(model, name, Target(name))}
-
-
-def _covered(model: nn.Module, name: str, target: Target) -> list[Piece]:
-    owner = model.get_submodule(name.rpartition(".")[0])
-    num_parts = len(owner.parts) if isinstance(owner, Linear) else 1
-    if num_parts == 1:
-        return [Piece(name, None)]
-    return [Piece(name, part) for part in range(num_parts) if target.part in (None, part)]
+    def _checkpoint_name(self, piece: Piece) -> str:
+        """The name under which a checkpoint would hold a piece."""
+        number = LAYER.search(piece.parameter)
+        template = LAYER.sub(".{}.", piece.parameter, count=1)
+        for name, target in self.map.targets.items():
+            if target.parameter == template and target.part in (None, piece.part):
+                return name.replace("{}", number.group(1) if number else "")
+        raise RuntimeError(f"no entry of the weight map fills {piece}")
 
 
 def _materialise(model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
@@ -185,28 +194,3 @@ def _materialise(model: nn.Module, dtype: torch.dtype, device: torch.device) -> 
         for name, parameter in list(module.named_parameters(recurse=False)):
             data = torch.empty(parameter.shape, dtype=dtype, device=device)
             module.register_parameter(name, nn.Parameter(data, requires_grad=False))
-
-
-def _without_prefix(name: str, weight_map: WeightMap) -> str:
-    for prefix in weight_map.prefixes:
-        if name.startswith(prefix):
-            return name.removeprefix(prefix)
-    return name
-
-
-def _checkpoint_name(piece: Piece, weight_map: WeightMap) -> str:
-    """The name under which a checkpoint would hold a piece."""
-    template = re.sub(r"\.\d+\.", ".{}.", piece.parameter, count=1)
-    number = re.search(r"\.(\d+)\.", piece.parameter)
-    for name, target in weight_map.targets.items():
-        if target.parameter == template and target.part in (None, piece.part):
-            return name.replace("{}", number.group(1) if number else "")
-    raise RuntimeError(f"no entry of the weight map fills {piece}")
-
-
-def _check_tied(model: nn.Module, weight_map: WeightMap, head: torch.Tensor) -> None:
-    embedding = _names(model)["embed.weight"].data
-    if head.shape != embedding.shape or not torch.equal(head.to(embedding.dtype), embedding.cpu()):
-        raise refused(
-            f"the tensor {weight_map.head} differs from {weight_map.embedding}, though config.json ties the two"
-        )

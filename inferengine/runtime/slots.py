@@ -19,7 +19,6 @@ import torch
 from inferengine.core.plan import BlockUpdates, SlotInit
 from inferengine.kernels.reference_sampling import ALLOWED, BIAS, FILTER, LOGPROBS, MIN_TOKENS, PENALTY, RANDOM
 
-
 _FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 _INTS = ("num_prompt", "top_k", "min_tokens")
 
@@ -138,7 +137,7 @@ class Slots:
         self.host_top_k[item.slot] = max(0, params.top_k)
 
     def _admit_lists(self, admitted: list[SlotInit], rows: torch.Tensor) -> None:
-        """Sparse per-slot lists, padded with -1 to the widest seen so far (in powers of two); nothing if nobody asks."""
+        """Sparse per-slot lists, padded with -1 to the widest seen so far (powers of two); nothing if nobody asks."""
         biases = [item.params.logit_bias for item in admitted]
         if any(biases):
             ids, values = _padded([[pair[0] for pair in bias] for bias in biases], -1, np.int32), None

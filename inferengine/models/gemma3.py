@@ -1,0 +1,130 @@
+"""Gemma 3, text (Gemma team 2025): norms before and after both blocks, norms on q and k, five sliding layers to one
+full layer with a rotation of its own, embeddings scaled by sqrt(E). Norms multiply by 1 + w: folded in at load."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from inferengine.kernels.batch import Batch
+from inferengine.kernels.ops import Ops
+from inferengine.layers.attention import Attention
+from inferengine.layers.decoder_config import DecoderConfig
+from inferengine.layers.embedding import Embedding, Head
+from inferengine.layers.mlp import GatedMLP
+from inferengine.layers.norm import RMSNorm
+from inferengine.layers.rotary import RopeConfig
+from inferengine.models.hf_config import ConfigReader, read_rope, read_windows
+from inferengine.models.weight_map import Target, WeightMap, attention_targets, gated_mlp_targets
+
+
+def read_config(config: ConfigReader) -> DecoderConfig:
+    num_layers, num_heads = config.integer("num_hidden_layers", 26), config.integer("num_attention_heads", 8)
+    hidden_size, head_dim = config.integer("hidden_size", 2304), config.integer("head_dim", 256)
+    max_position = config.integer("max_position_embeddings", 131_072)
+    config.expect("hidden_activation", "gelu_pytorch_tanh")
+    config.expect("use_bidirectional_attention", False)
+    window = config.integer("sliding_window", 4096)
+    pattern = config.integer("sliding_window_pattern", config.integer("_sliding_window_pattern", 6))
+    if config.value("layer_types") is not None:
+        windows = read_windows(config, num_layers, window)
+    else:
+        windows = tuple(None if (layer + 1) % pattern == 0 else window for layer in range(num_layers))
+    local_theta = config.number("rope_local_base_freq", 10_000.0)
+    by_layer_type = config.value("rope_parameters") is not None
+    bias = config.flag("attention_bias", False)
+    return DecoderConfig(
+        model_type=config.text("model_type"),
+        vocab_size=config.integer("vocab_size", 262_208),
+        hidden_size=hidden_size,
+        intermediate_size=config.integer("intermediate_size", 9216),
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=config.integer("num_key_value_heads", 4),
+        head_dim=head_dim,
+        max_position=max_position,
+        norm_eps=config.number("rms_norm_eps", 1e-6),
+        windows=windows,
+        attention_scale=config.number("query_pre_attn_scalar", 256) ** -0.5,
+        rope=read_rope(config, head_dim, max_position, layer_type="full_attention"),
+        local_rope=(
+            read_rope(config, head_dim, max_position, layer_type="sliding_attention")
+            if by_layer_type
+            else RopeConfig(local_theta, head_dim)
+        ),
+        qkv_bias=bias,
+        out_bias=bias,
+        qk_norm=True,
+        tied_embeddings=config.flag("tie_word_embeddings", True),
+        activation="gelu_tanh",
+        attention_softcap=config.optional_number("attn_logit_softcapping"),
+        logits_softcap=config.optional_number("final_logit_softcapping"),
+        embedding_scale=hidden_size**0.5,
+        dtype=config.dtype(),
+    )
+
+
+class DecoderLayer(nn.Module):
+    """Each block's output is normed again before it joins the residual stream."""
+
+    def __init__(self, ops: Ops, config: DecoderConfig, layer: int) -> None:
+        super().__init__()
+        size, eps = config.hidden_size, config.norm_eps
+        self.attention_norm, self.attention_out_norm = RMSNorm(ops, size, eps), RMSNorm(ops, size, eps)
+        self.attention = Attention(ops, config, layer)
+        self.mlp_norm, self.mlp_out_norm = RMSNorm(ops, size, eps), RMSNorm(ops, size, eps)
+        self.mlp = GatedMLP(ops, size, config.intermediate_size, activation=config.activation)
+
+    def forward(
+        self, x: torch.Tensor, residual: torch.Tensor | None, batch: Batch
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        x, residual = self.attention_norm.add(x, residual)
+        x = self.attention_out_norm(self.attention(x, batch))
+        x, residual = self.mlp_norm.add(x, residual)
+        return self.mlp_out_norm(self.mlp(x)), residual
+
+
+class Gemma3(nn.Module):
+    """Token ids of a batch -> final hidden states; `head` turns the rows that sample into logits."""
+
+    def __init__(self, ops: Ops, config: DecoderConfig) -> None:
+        super().__init__()
+        self.embed = Embedding(config.vocab_size, config.hidden_size, scale=config.embedding_scale)
+        self.layers = nn.ModuleList(DecoderLayer(ops, config, layer) for layer in range(config.num_layers))
+        self.norm = RMSNorm(ops, config.hidden_size, config.norm_eps)
+        tied = self.embed if config.tied_embeddings else None
+        self.head = Head(ops, config.vocab_size, config.hidden_size, tied=tied, softcap=config.logits_softcap)
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        x, residual = self.embed(batch.input_ids), None
+        for layer in self.layers:
+            x, residual = layer(x, residual, batch)
+        return self.norm.add(x, residual)[0]
+
+
+def build(ops: Ops, config: DecoderConfig) -> nn.Module:
+    return Gemma3(ops, config)
+
+
+def weight_map(config: DecoderConfig) -> WeightMap:
+    norms = {
+        "input_layernorm": "attention_norm",
+        "post_attention_layernorm": "attention_out_norm",
+        "pre_feedforward_layernorm": "mlp_norm",
+        "post_feedforward_layernorm": "mlp_out_norm",
+        "self_attn.q_norm": "attention.q_norm",
+        "self_attn.k_norm": "attention.k_norm",
+    }
+    return WeightMap(
+        {
+            "model.embed_tokens.weight": Target("embed.weight"),
+            **{
+                f"model.layers.{{}}.{here}.weight": Target(f"layers.{{}}.{there}.weight", plus_one=True)
+                for here, there in norms.items()
+            },
+            **attention_targets("model.layers.{}.self_attn", "layers.{}.attention"),
+            **gated_mlp_targets("model.layers.{}.mlp", "layers.{}.mlp"),
+            "model.norm.weight": Target("norm.weight", plus_one=True),
+            "lm_head.weight": Target("head.weight"),
+        }
+    )

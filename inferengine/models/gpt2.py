@@ -1,0 +1,115 @@
+"""GPT-2 (Radford et al. 2019): learned positions, layer norms with biases, a plain feed-forward with tanh GELU.
+Checkpoints store linear weights as [in, out]."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from inferengine.kernels.batch import Batch
+from inferengine.kernels.ops import Ops
+from inferengine.layers.attention import Attention
+from inferengine.layers.decoder_config import DecoderConfig
+from inferengine.layers.embedding import Embedding, Head
+from inferengine.layers.mlp import MLP
+from inferengine.layers.norm import LayerNorm
+from inferengine.models.hf_config import ConfigReader
+from inferengine.models.weight_map import Target, WeightMap
+
+
+def read_config(config: ConfigReader) -> DecoderConfig:
+    hidden_size, num_heads = config.integer("n_embd", 768), config.integer("n_head", 12)
+    num_layers = config.integer("n_layer", 12)
+    config.expect("activation_function", "gelu_new", "gelu_pytorch_tanh")
+    config.expect("scale_attn_weights", True)
+    config.expect("scale_attn_by_inverse_layer_idx", False)
+    config.expect("reorder_and_upcast_attn", False)
+    config.expect("add_cross_attention", False)
+    return DecoderConfig(
+        model_type=config.text("model_type"),
+        vocab_size=config.integer("vocab_size", 50_257),
+        hidden_size=hidden_size,
+        intermediate_size=config.integer("n_inner", 4 * hidden_size),
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=num_heads,
+        head_dim=hidden_size // num_heads,
+        max_position=config.integer("n_positions", 1024),
+        norm_eps=config.number("layer_norm_epsilon", 1e-5),
+        windows=(None,) * num_layers,
+        attention_scale=(hidden_size // num_heads) ** -0.5,
+        qkv_bias=True,
+        out_bias=True,
+        mlp_bias=True,
+        tied_embeddings=config.flag("tie_word_embeddings", True),
+        activation="gelu_tanh",
+        dtype=config.dtype(),
+    )
+
+
+class DecoderLayer(nn.Module):
+    """Pre-norm attention and feed-forward around a residual stream."""
+
+    def __init__(self, ops: Ops, config: DecoderConfig, layer: int) -> None:
+        super().__init__()
+        self.attention_norm = LayerNorm(ops, config.hidden_size, config.norm_eps)
+        self.attention = Attention(ops, config, layer)
+        self.mlp_norm = LayerNorm(ops, config.hidden_size, config.norm_eps)
+        self.mlp = MLP(ops, config.hidden_size, config.intermediate_size)
+
+    def forward(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
+        x = x.add_(self.attention(self.attention_norm(x), batch))
+        return x.add_(self.mlp(self.mlp_norm(x)))
+
+
+class GPT2(nn.Module):
+    """Token ids of a batch -> final hidden states; `head` turns the rows that sample into logits."""
+
+    def __init__(self, ops: Ops, config: DecoderConfig) -> None:
+        super().__init__()
+        self.embed = Embedding(config.vocab_size, config.hidden_size)
+        self.positions = Embedding(config.max_position, config.hidden_size)
+        self.layers = nn.ModuleList(DecoderLayer(ops, config, layer) for layer in range(config.num_layers))
+        self.norm = LayerNorm(ops, config.hidden_size, config.norm_eps)
+        tied = self.embed if config.tied_embeddings else None
+        self.head = Head(ops, config.vocab_size, config.hidden_size, tied=tied)
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        x = self.embed(batch.input_ids).add_(self.positions(batch.positions))
+        for layer in self.layers:
+            x = layer(x, batch)
+        return self.norm(x)
+
+
+def build(ops: Ops, config: DecoderConfig) -> nn.Module:
+    return GPT2(ops, config)
+
+
+def weight_map(config: DecoderConfig) -> WeightMap:
+    linears = {
+        "attn.c_attn": "attention.qkv",
+        "attn.c_proj": "attention.out",
+        "mlp.c_fc": "mlp.up",
+        "mlp.c_proj": "mlp.down",
+    }
+    norms = {"h.{}.ln_1": "layers.{}.attention_norm", "h.{}.ln_2": "layers.{}.mlp_norm", "ln_f": "norm"}
+    return WeightMap(
+        {
+            "wte.weight": Target("embed.weight"),
+            "wpe.weight": Target("positions.weight"),
+            **{
+                f"h.{{}}.{here}.weight": Target(f"layers.{{}}.{there}.weight", transpose=True)
+                for here, there in linears.items()
+            },
+            **{f"h.{{}}.{here}.bias": Target(f"layers.{{}}.{there}.bias") for here, there in linears.items()},
+            **{
+                f"{here}.{kind}": Target(f"{there}.{kind}")
+                for here, there in norms.items()
+                for kind in ("weight", "bias")
+            },
+            "lm_head.weight": Target("head.weight"),
+        },
+        prefixes=("transformer.",),
+        ignored=(r"h\.\d+\.attn\.(bias|masked_bias)",),
+        embedding="wte.weight",
+    )

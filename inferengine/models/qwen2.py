@@ -1,0 +1,29 @@
+"""Qwen 2 and 2.5 (Qwen team 2024): Llama with biases on q, k and v, and a sliding window in the upper layers where the
+config turns it on."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from inferengine.layers.decoder_config import DecoderConfig
+from inferengine.models import llama
+from inferengine.models.hf_config import ConfigReader, read_windows
+
+build, weight_map = llama.build, llama.weight_map
+
+
+def read_config(config: ConfigReader) -> DecoderConfig:
+    return dataclasses.replace(llama.read_decoder(config, read_upper_windows(config)), qkv_bias=True)
+
+
+def read_upper_windows(config: ConfigReader) -> tuple[int | None, ...]:
+    """`layer_types`, or before transformers 5: layers from `max_window_layers` on slide if `use_sliding_window`."""
+    num_layers = config.integer("num_hidden_layers")
+    on = config.flag("use_sliding_window", False)
+    window = config.integer("sliding_window", 4096)
+    if not on:
+        window = None
+    if window is None or config.value("layer_types") is not None:
+        return read_windows(config, num_layers, window)
+    first = config.integer("max_window_layers", num_layers)
+    return tuple(window if layer >= first else None for layer in range(num_layers))
