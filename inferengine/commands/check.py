@@ -9,6 +9,7 @@ configuration itself cannot be used.
 from __future__ import annotations
 
 import http.client
+import json
 import os
 import re
 import sys
@@ -25,6 +26,7 @@ from inferengine.model_folder import model_folder
 
 OK, NOTE, PROBLEM = "ok", "note", "problem"
 ENGINE_TIMEOUT_S = 1.0
+MAX_HEALTH_BYTES = 65536
 LONGEST_UNIX_PATH = 107  # bytes, sockaddr_un
 REQUIREMENT = re.compile(r"^([A-Za-z0-9._-]+)\s*>=\s*([0-9.]+)\s*(;.*)?$")
 
@@ -172,8 +174,9 @@ def _is_ours(host: str, port: int) -> bool:
     connection = http.client.HTTPConnection(host, port, timeout=ENGINE_TIMEOUT_S)
     try:
         connection.request("GET", "/health")
-        return "inferengine" in (connection.getresponse().getheader("Server") or "").lower()
-    except (OSError, http.client.HTTPException):
+        health = json.loads(connection.getresponse().read(MAX_HEALTH_BYTES))
+        return isinstance(health, dict) and ("engines" in health or "engine" in health)
+    except (OSError, http.client.HTTPException, ValueError):
         return False
     finally:
         connection.close()

@@ -1,0 +1,61 @@
+"""What the documents say about the code is read off the code."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from inferengine import cli, config
+from inferengine.errors import KINDS, ExitCode
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def test_the_configuration_reference_is_up_to_date() -> None:
+    ran = subprocess.run(
+        [sys.executable, str(ROOT / "scripts" / "configuration_reference"), "--check"], capture_output=True, text=True
+    )
+    assert ran.returncode == 0, ran.stderr
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_every_local_link_leads_somewhere(document: Path) -> None:
+    targets = re.findall(r"\]\((?!https?://|#)([^)#]+)", document.read_text(encoding="utf-8"))
+    assert [target for target in targets if not (document.parent / target).exists()] == []
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_every_flag_and_command_that_is_named_exists(document: Path) -> None:
+    text = document.read_text(encoding="utf-8")
+    keys = config.keys()
+    flags = set(re.findall(r"--([a-z]+\.[a-z_]+)", text))
+    assert [flag for flag in flags if flag not in keys] == []
+    commands = set(re.findall(r"[`/ ]inferengine ([a-z-]+)\b(?= |`)", text)) - {"is", "may"}
+    assert [command for command in commands if command not in cli.COMMANDS] == []
+
+
+def test_every_key_that_operations_names_exists() -> None:
+    text = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
+    sections = {name.partition(".")[0] for name in list(config.keys())}
+    named = {word for word in re.findall(r"`([a-z]+\.[a-z_]+)", text) if word.partition(".")[0] in sections}
+    assert named
+    assert [word for word in named if word not in config.keys() and not word.endswith(".target")] == []  # noqa: SIM118
+
+
+def test_operations_lists_every_exit_code() -> None:
+    text = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
+    table = text[text.index("## Exit codes") : text.index("## Signals")]
+    listed = {int(number) for number in re.findall(r"^\| (\d+) \|", table, re.MULTILINE)}
+    assert listed == {value for name, value in vars(ExitCode).items() if name.isupper()}
+
+
+def test_error_codes_named_in_operations_exist() -> None:
+    text = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"[45]\d\d `([a-z_]+)`", text))
+    assert named
+    assert named <= set(KINDS)
