@@ -92,6 +92,12 @@ CASES: list[tuple[Rule, str, str, str]] = [  # rule, module, guilty text, innoce
     (
         rules.tests_that_cannot_fail,
         "tests.core.test_x",
+        "def walk():\n    run()\ndef test_a():\n    walk()",
+        "def walk():\n    assert run()\ndef test_a():\n    walk()",
+    ),
+    (
+        rules.tests_that_cannot_fail,
+        "tests.core.test_x",
         "class T:\n    async def test_a(self):\n        x = 1",
         "class T:\n    async def test_a(self):\n        with pytest.raises(E):\n            x()",
     ),
