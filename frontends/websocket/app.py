@@ -17,7 +17,7 @@ from starlette.websockets import WebSocket
 from frontends.common.model_context import ModelContext
 from frontends.websocket.answer import Desk
 from frontends.websocket.codec import JSON_SUBPROTOCOL, MSGPACK_SUBPROTOCOL, choose_codec
-from frontends.websocket.connection import Connection, SocketGone
+from frontends.websocket.connection import Connection
 from frontends.websocket.engine_view import EngineView
 from frontends.websocket.origin import may_connect, read_origins
 from frontends.websocket.pages import Pages
@@ -45,7 +45,6 @@ class WebsocketFrontEnd:
         self._desk = Desk(models, Registry(self._engine, config.wire.resume_ttl_s), config.limits)
         self.view = EngineView(self._engine, config, models)
         self._connections: set[Connection] = set()
-        self._tasks: set[asyncio.Task[None]] = set()
 
     def app(self) -> ASGIApp:
         pages = Pages()
@@ -135,12 +134,6 @@ class WebsocketFrontEnd:
                 await asyncio.sleep(_RETRY_S)
 
     def _tell_state(self) -> None:
+        facts = self.view.facts()
         for connection in self._connections:
-            task = asyncio.create_task(_tell(connection))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
-
-
-async def _tell(connection: Connection) -> None:
-    with contextlib.suppress(SocketGone):
-        await connection.tell_state()
+            connection.tell(facts)

@@ -13,6 +13,7 @@ from frontends.websocket.channel import Channel
 from frontends.websocket.codec import Codec
 from frontends.websocket.engine_view import EngineView
 from frontends.websocket.frames import (
+    PROTOCOL,
     Ack,
     Cancel,
     Frame,
@@ -56,6 +57,7 @@ class Connection:
         self._answers: dict[str, Answer] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._stats: asyncio.Task[None] | None = None
+        self._told: dict[str, Any] = {}
         self.draining = False
 
     @property
@@ -65,7 +67,8 @@ class Connection:
     async def run(self) -> None:
         """Serve the socket, which has been accepted."""
         try:
-            await self._channel.plain(self._view.hello())
+            self._told = self._view.facts()
+            await self._channel.plain({"type": "hello", "protocol": PROTOCOL, **self._told})
             while (message := await self._receive())["type"] == "websocket.receive":
                 await self._on_message(message)
         except SocketGone:
@@ -73,9 +76,17 @@ class Connection:
         finally:
             await self._end_tasks()
 
-    async def tell_state(self) -> None:
-        """The engine's state has changed."""
-        await self._channel.plain(self._view.state())
+    def tell(self, facts: dict[str, Any]) -> None:
+        """What is true of the engine now: sent when this socket was told something else."""
+        if facts != self._told:
+            self._told = facts
+            self._spawn(self._send_state(facts))
+
+    async def _send_state(self, facts: dict[str, Any]) -> None:
+        try:
+            await self._channel.plain({"type": "state", **facts})
+        except SocketGone:
+            return
 
     # -- frames of the client ----------------------------------------------------------------------------------------
 

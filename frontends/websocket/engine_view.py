@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from frontends.common.model_context import ModelContext
-from frontends.websocket.frames import PROTOCOL
 from inferengine.client import Welcome
 from inferengine.config import Config
 
@@ -48,14 +47,6 @@ class EngineView:
         self._samples: deque[tuple[float, float, float]] = deque()  # time, output tokens, prompt tokens
         self.draining = False  # this front end, whatever the engine does
 
-    def hello(self) -> dict[str, Any]:
-        """The first frame of a socket."""
-        return {"type": "hello", "protocol": PROTOCOL, **self._facts()}
-
-    def state(self) -> dict[str, Any]:
-        """Sent to every socket when it changes."""
-        return {"type": "state", **self._facts()}
-
     @property
     def engine_state(self) -> str:
         if not self._engine.connected:
@@ -82,16 +73,12 @@ class EngineView:
             "uptime_s": number(status, "uptime_s"),
         }
 
-    async def watch(self, on_change: Callable[[], None]) -> None:
-        """Look at the engine for ever; `on_change` is called when its state is another than before."""
-        before = self._facts()
+    async def watch(self, look: Callable[[], None]) -> None:
+        """For ever: note the engine's counters and call `look`, which tells sockets whose knowledge is old."""
         while True:
             await asyncio.sleep(WATCH_INTERVAL_S)
             self.sample()
-            facts = self._facts()
-            if facts != before:
-                before = facts
-                on_change()
+            look()
 
     def sample(self) -> None:
         """Note the counters of now; rates are differences over the last RATE_WINDOW_S."""
@@ -117,7 +104,8 @@ class EngineView:
             return None, None
         return (last[1] - first[1]) / seconds, (last[2] - first[2]) / seconds
 
-    def _facts(self) -> dict[str, Any]:
+    def facts(self) -> dict[str, Any]:
+        """What hello and state frames tell."""
         connected = self._engine.connected
         welcome = self._engine.welcome if connected else None
         model = welcome.model if welcome is not None else None

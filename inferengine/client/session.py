@@ -265,10 +265,11 @@ class Session:
             answer.fail(error)
 
     def _on_welcome(self, welcome: Welcome, now: float) -> None:
-        previous, self.welcome = self.welcome, welcome
+        if self.phase is Phase.UP and self.welcome is not None and self.welcome.epoch != welcome.epoch:
+            self._greet(now)  # another engine speaks at this address; what to resume is still the old one's
+            return
+        self.welcome = welcome
         if self.phase is Phase.UP:
-            if previous is not None and previous.epoch != welcome.epoch:
-                self._greet(now)  # another engine speaks at this address
             self.on_change()
             return
         if self._resume is not None and welcome.resumed is None and welcome.epoch == self._resume[0]:

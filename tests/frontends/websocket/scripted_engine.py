@@ -222,9 +222,7 @@ class ScriptedEngine:
             return
         self._join(peer, message.stream, message.id, job, message.cursors, True)
 
-    def _join(
-        self, peer: bytes, stream: int, name: bytes, job: Job, cursors: tuple[int, ...], attached: bool
-    ) -> None:
+    def _join(self, peer: bytes, stream: int, name: bytes, job: Job, cursors: tuple[int, ...], attached: bool) -> None:
         accept = Accept(name, stream, len(job.prompt_ids), len(job.outputs), attached)
         if self.accepting:
             self._send(peer, accept)

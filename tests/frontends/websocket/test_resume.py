@@ -34,7 +34,10 @@ def resume(client, reading, **rest):
 @pytest.mark.parametrize("seed", range(4))
 def test_a_dropped_connection_loses_and_doubles_nothing(tmp_path, kind, seed):
     generator = random.Random(seed)
-    with make_engine(tmp_path, lambda prompt, choice: TEXT, files=model_files(kind)) as engine, serving(engine) as server:
+    with (
+        make_engine(tmp_path, lambda prompt, choice: TEXT, files=model_files(kind)) as engine,
+        serving(engine) as server,
+    ):
         reading = Reading()
         with open_socket(server) as client:
             client.generate("r1", "the quick", detached=True)
