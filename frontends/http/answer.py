@@ -67,7 +67,7 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with self._resources:
             response = EventSourceResponse(
-                self._events(),
+                self._relay(scope.get("plain_send", send)),
                 ping=self._service.config.http.keep_alive_s,
                 ping_message_factory=_keep_alive,
                 sep="\n",
@@ -76,23 +76,26 @@ class EventStream(Response):
             if self._call.client_gone and not self._complete:
                 scope["status"] = 499
 
-    async def _events(self) -> AsyncIterator[bytes]:
+    async def _relay(self, send: Send) -> AsyncIterator[bytes]:
+        """Gives the response nothing and sends by itself: a chunk through sse-starlette costs 20 us more than this.
+        The library does the rest: headers, keep-alive comments, the client's leaving, the end."""
         generation, format = self._generation, self._format
         try:
             async for choice, pieces in generation.merged():
                 if body := format.events(generation, choice, pieces):
-                    yield body
+                    await send({"type": "http.response.body", "body": body, "more_body": True})
                 if (error := pieces[-1].error) is not None:
-                    self._complete = True
-                    yield event({"error": error_object(generation.error or error)}) + DONE
-                    return
-            self._complete = not self._call.client_gone
-            yield (format.usage_event(generation.usage()) if self._usage else b"") + DONE
+                    last = event({"error": error_object(generation.error or error)})
+                    break
+            else:
+                last = format.usage_event(generation.usage()) if self._usage else b""
         except InferEngineError as error:
-            yield event({"error": error_object(error)}) + DONE
+            last = event({"error": error_object(error)})
         except Exception:
             logger.exception("a stream failed")
-            yield event({"error": error_object(unexpected())}) + DONE
+            last = event({"error": error_object(unexpected())})
+        self._complete = not self._call.client_gone
+        yield last + DONE
 
 
 def _keep_alive() -> ServerSentEvent:

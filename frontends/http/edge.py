@@ -21,7 +21,7 @@ _GOOD_ID = re.compile(rb"[\w.:-]{1,128}")
 
 
 class Edge:
-    """Wraps the application. Sets `scope["request_id"]`; reads `scope["route_name"]` and `scope["status"]` if set."""
+    """Wraps the application. Sets `request_id` and `plain_send` in the scope; reads `route` and `status` from it."""
 
     def __init__(self, app: ASGIApp, metrics: HttpMetrics) -> None:
         self._app = app
@@ -35,6 +35,7 @@ class Edge:
         given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
         request_id = given if _GOOD_ID.fullmatch(given) else secrets.token_hex(16).encode()
         scope["request_id"] = request_id.decode()
+        scope["plain_send"] = send  # for chunks of a body, which no layer in between has anything to add to
         status = 0
 
         def send_named(message: MutableMapping[str, Any]) -> Awaitable[None]:

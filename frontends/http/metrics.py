@@ -32,7 +32,7 @@ class HttpMetrics:
         self._histogram = len(BUCKETS_S) + 2  # buckets, +Inf, sum
         self._size = self._counts + len(self.handlers) * self._histogram + 2
         self._memory = mmap.mmap(-1, max(1, num_workers * self._size * _DOUBLE))
-        self._all: memoryview[float] = memoryview(self._memory).cast("d")  # type: ignore[assignment]  # of doubles
+        self._all: memoryview[float] = memoryview(self._memory).cast("d")
         self._num_workers = num_workers
         self.worker = 0
         self._own: Any = self._slab(0)

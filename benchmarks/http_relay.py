@@ -1,0 +1,284 @@
+"""What one HTTP front-end worker relays: SSE events per second of one core, and what it costs to start.
+
+A peer that really speaks the wire (ROUTER over ipc, STEP in columns, credit) sends every stream one token per step; the
+front end runs as `inferengine http`; a light client counts events. The engine is simulated, nothing else is.
+Two figures: *paced*, where steps come so slowly that each token is its own write (the cost of an event at its highest),
+and *saturated*, where steps come as fast as credit allows and tokens of one stream share a write.
+
+    python -m benchmarks.http_relay [--streams 256] [--tokens 200] [--step-ms 20] [--json FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import multiprocessing
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from array import array
+from pathlib import Path
+from typing import Any
+
+import zmq
+from tokenizers import Tokenizer as FastTokenizer
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from inferengine.text import fingerprint
+from inferengine.wire import codec, sockets
+from inferengine.wire.credit import CreditWindow
+from inferengine.wire.messages import (
+    READY,
+    Accept,
+    Admin,
+    AdminReply,
+    Cancel,
+    Credit,
+    Done,
+    Hello,
+    Model,
+    ModelFiles,
+    ModelInfo,
+    Ping,
+    Pong,
+    Step,
+    Submit,
+    Welcome,
+)
+
+WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "while", "engines", "stream", "tokens"]
+EPOCH = b"relaybch"
+TICKS = os.sysconf("SC_CLK_TCK")
+
+
+def tokenizer_files() -> dict[str, bytes]:
+    """A byte-level vocabulary like those of Llama 3, Qwen and GPT-2, small enough to be trained here."""
+    fast = FastTokenizer(models.BPE())
+    fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    fast.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    fast.train_from_iterator([" ".join(WORDS)] * 8, trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet))
+    return {"tokenizer.json": fast.to_str().encode()}
+
+
+class Peer:
+    """The engine's side of the wire, stepping all streams together."""
+
+    def __init__(self, address: str, step_s: float) -> None:
+        self._files = tokenizer_files()
+        fast = FastTokenizer.from_buffer(self._files["tokenizer.json"])
+        self._tokens = fast.encode(" ".join(["", *WORDS])).ids
+        self._info = ModelInfo("relay", fingerprint(self._files), 400, 100_000, (), 16, 10**7, "none")
+        self._step_s = step_s
+        self._router = sockets.engine_router(zmq.Context.instance(), 2**24)
+        self._router.bind(address)
+        self._streams: dict[int, list[int]] = {}  # stream -> [sent, wanted]
+        self._waiting: list[tuple[int, int]] = []
+        self._window = CreditWindow(64)
+        self._peer = b""
+        self._batch = 1
+
+    def run(self) -> None:
+        due = 0.0
+        while True:
+            now = time.monotonic()
+            may_step = bool(self._streams) and self._window.open
+            wait_ms = 100 if not may_step else max(0, int((due - now) * 1000))
+            while self._router.poll(wait_ms):
+                self._receive(self._router.recv_multipart())
+                wait_ms = 0
+            if self._streams and self._window.open and time.monotonic() >= due:
+                due = max(due + self._step_s, time.monotonic() - self._step_s) if due else time.monotonic()
+                self._step()
+
+    def _receive(self, frames: list[bytes]) -> None:
+        peer, *rest = frames
+        message = codec.decode(rest)
+        if isinstance(message, Hello):
+            self._peer, self._window = peer, CreditWindow(64)
+            self._streams.clear()
+            self._send(Welcome("relay", EPOCH, READY, model=self._info, window=64, resumed=None))
+        elif isinstance(message, Submit):
+            self._send(Accept(message.id, message.stream, len(message.prompt or b"") // 4, 1))
+            self._waiting.append((message.stream, int(message.params["max_tokens"])))
+            self._batch = int(message.label.partition("-")[0])  # all of a round begin in the same step
+            if len(self._waiting) >= self._batch:
+                self._streams.update({stream: [0, wanted] for stream, wanted in self._waiting})
+                self._waiting.clear()
+        elif isinstance(message, Cancel):
+            for stream in message.streams:
+                self._streams.pop(stream, None)
+        elif isinstance(message, Credit):
+            self._window.give(message.seq)
+        elif isinstance(message, Model):
+            self._send(ModelFiles(self._info.fingerprint, self._files))
+        elif isinstance(message, Ping):
+            self._send(Pong(message.nonce, 0.0, READY, EPOCH))
+        elif isinstance(message, Admin):
+            self._send(AdminReply(message.op, message.nonce, True, {}))
+
+    def _step(self) -> None:
+        tokens, done = array("I"), []
+        for stream, state in self._streams.items():
+            tokens.append(self._tokens[(stream + state[0]) % len(self._tokens)])
+            state[0] += 1
+            if state[0] >= state[1]:
+                done.append(Done(stream, "length", None, 4, 0, state[0]))
+        seq = self._window.take(time.monotonic())
+        self._send(Step(seq, seq, array("I", self._streams), tokens, None, done))
+        for row in done:
+            del self._streams[row.stream]
+
+    def _send(self, message: Any) -> None:
+        self._router.send_multipart([self._peer, *codec.encode(message)])
+
+
+class Counter(asyncio.Protocol):
+    """Sends one request and counts the events of its answer."""
+
+    def __init__(self, request: bytes, done: asyncio.Future[None]) -> None:
+        self._request = request
+        self._done = done
+        self._tail = b""
+        self.events = 0
+        self.reads = 0
+
+    def connection_made(self, transport: Any) -> None:
+        transport.write(self._request)
+
+    def data_received(self, data: bytes) -> None:
+        self.reads += 1
+        self.events += data.count(b"data: {")
+        self._tail = (self._tail + data)[-64:]
+        if b"data: [DONE]" in self._tail and not self._done.done():
+            self._done.set_result(None)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if not self._done.done():
+            self._done.set_exception(ConnectionError("the front end closed a stream before its end"))
+
+
+async def one_round(port: int, streams: int, tokens: int, path: str, name: str) -> dict[str, float]:
+    loop = asyncio.get_running_loop()
+    prompt = '"messages":[{"role":"user","content":"go"}]' if "chat" in path else '"prompt":"go"'
+    body = f'{{{prompt},"max_tokens":{tokens},"stream":true,"request_id":"{streams}-{name}"}}'.encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    started, counters, ends = time.monotonic(), [], []
+    for _ in range(streams):
+        end: asyncio.Future[None] = loop.create_future()
+        transport, counter = await loop.create_connection(
+            lambda end=end: Counter(head.encode() + body, end), "127.0.0.1", port
+        )
+        counters.append((transport, counter))
+        ends.append(end)
+    await asyncio.gather(*ends)
+    seconds = time.monotonic() - started
+    for transport, _ in counters:
+        transport.abort()
+    events = sum(counter.events for _, counter in counters)
+    return {"seconds": seconds, "events": events, "reads": sum(counter.reads for _, counter in counters)}
+
+
+def cpu_s(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
+    return (int(fields[11]) + int(fields[12])) / TICKS
+
+
+def memory_mib(pid: int) -> float:
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS")) / 1024
+
+
+def wait_ready(port: int) -> None:
+    for _ in range(200):
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/ready", timeout=1):
+                return
+        except OSError:
+            time.sleep(0.05)
+    raise RuntimeError("the front end did not become ready")
+
+
+def measure(arguments: argparse.Namespace, mode: str, step_s: float, port: int) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        address = f"ipc://{folder}/engine.sock"
+        peer = multiprocessing.get_context("spawn").Process(target=run_peer, args=(address, step_s), daemon=True)
+        peer.start()
+        command = [sys.executable, "-m", "inferengine.cli", "http"]
+        flags = ["--wire.socket", address, "--http.port", str(port), "--log.level", "error"]
+        server = subprocess.Popen([*command, *flags])
+        try:
+            wait_ready(port)
+            idle_mib = memory_mib(server.pid)
+            rounds = []
+            for number in range(arguments.rounds + 1):
+                before = cpu_s(server.pid)
+                name = f"{mode}-{number}"
+                result = asyncio.run(one_round(port, arguments.streams, arguments.tokens, arguments.path, name))
+                result["cpu_s"] = cpu_s(server.pid) - before
+                rounds.append(result)
+            rounds = rounds[1:]  # the first one warms up
+            return {
+                "mode": mode,
+                "step_ms": step_s * 1000,
+                "events_per_s": statistics.median(one["events"] / one["seconds"] for one in rounds),
+                "events_per_core_s": statistics.median(one["events"] / one["cpu_s"] for one in rounds),
+                "cpu_us_per_event": statistics.median(one["cpu_s"] * 1e6 / one["events"] for one in rounds),
+                "worker_core_share": statistics.median(one["cpu_s"] / one["seconds"] for one in rounds),
+                "events_per_read": statistics.median(one["events"] / one["reads"] for one in rounds),
+                "rss_idle_mib": idle_mib,
+                "rss_after_mib": memory_mib(server.pid),
+            }
+        finally:
+            server.terminate()
+            server.wait(20)
+            peer.kill()
+            peer.join()
+
+
+def run_peer(address: str, step_s: float) -> None:
+    Peer(address, step_s).run()
+
+
+def import_seconds() -> float:
+    program = "import time; t = time.perf_counter(); import frontends.http.server; print(time.perf_counter() - t)"
+    runs = [float(subprocess.check_output([sys.executable, "-c", program])) for _ in range(3)]
+    return statistics.median(runs)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--streams", type=int, default=256)
+    parser.add_argument("--tokens", type=int, default=200)
+    parser.add_argument("--step-ms", type=float, default=20.0, help="of the paced run")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--path", default="/v1/completions")
+    parser.add_argument("--port", type=int, default=8911)
+    parser.add_argument("--json", default="", help="write the results here")
+    arguments = parser.parse_args()
+    results = {
+        "benchmark": "http_relay",
+        "machine": {"cpus": os.cpu_count(), "python": platform.python_version(), "system": platform.platform()},
+        "streams": arguments.streams,
+        "tokens": arguments.tokens,
+        "path": arguments.path,
+        "import_s": import_seconds(),
+        "runs": [
+            measure(arguments, "paced", arguments.step_ms / 1000, arguments.port),
+            measure(arguments, "saturated", 0.0, arguments.port + 1),
+        ],
+    }
+    text = json.dumps(results, indent=2)
+    if arguments.json:
+        Path(arguments.json).write_text(text + "\n")
+    print(text)
+
+
+if __name__ == "__main__":
+    main()
