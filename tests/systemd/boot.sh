@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
 # Boots systemd as PID 1 over a throw-away copy of this machine's files. usage: boot.sh CGROUP UNITS
 #
-# Run by: unshare --fork --pid --mount --kill-child boot.sh CGROUP UNITS
+# Run by: unshare --fork --pid --mount --net --kill-child boot.sh CGROUP UNITS
 # Root is an overlay whose writes go to memory, /run, /tmp and /var/tmp are empty, the cgroup tree is a subtree of
-# CGROUP, and the only units are those of the folder UNITS. So nothing outside is started, changed or cleaned up.
+# CGROUP, the network is a loopback of its own, and the only units are those of the folder UNITS. So nothing outside is
+# started, changed or cleaned up.
 set -euo pipefail
 cgroup="$1" units="$2"
 echo $$ > "$cgroup/cgroup.procs"
@@ -18,7 +19,7 @@ mount --rbind /sys "$root/sys"
 unshare --cgroup mount -t cgroup2 cgroup2 "$root/sys/fs/cgroup"
 mount -t tmpfs -o mode=755 tmpfs "$root/run"
 mkdir "$root/run/units" "$root/run/lock"
-cp "$units"/* "$root/run/units/"
+cp -r "$units"/* "$root/run/units/"
 mount -t tmpfs -o mode=755 tmpfs "$root/var/log"
 for folder in tmp var/tmp; do mount -t tmpfs -o mode=1777 tmpfs "$root/$folder"; done
 exec env -i PATH=/usr/sbin:/usr/bin:/sbin:/bin container=inferengine-test SYSTEMD_UNIT_PATH=/run/units \

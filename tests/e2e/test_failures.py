@@ -1,0 +1,128 @@
+"""Parts that die, and the end: what goes on, what comes back, what clients are told."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import httpx
+
+from inferengine.client import Client
+from tests.e2e.service import WAIT_S, Service, events
+
+LONG = {"prompt": "Once upon a time", "max_tokens": 300, "ignore_eos": True, "stream": True}
+
+
+class Streaming:
+    """A streamed request in a thread of its own: what arrived so far, and how it ended."""
+
+    def __init__(self, service: Service, **fields: object) -> None:
+        self.text = ""
+        self.failure: Exception | None = None
+        self._url = service.http + "/v1/completions"
+        self._body = {**LONG, **fields}
+        self._thread = threading.Thread(target=self._read)
+        self._thread.start()
+        service.wait_for(lambda: "data:" in self.text or self.failure is not None)
+
+    def _read(self) -> None:
+        try:
+            with httpx.stream("POST", self._url, json=self._body, timeout=WAIT_S) as response:
+                for part in response.iter_text():
+                    self.text += part
+        except httpx.HTTPError as error:
+            self.failure = error
+
+    def join(self) -> str:
+        self._thread.join(WAIT_S)
+        assert not self._thread.is_alive()
+        return self.text
+
+
+def test_sigkill_of_the_http_front_end_leaves_the_engine_serving(own_service: Service) -> None:
+    engine = own_service.child("engine")
+    with Client(own_service.engine, status_address=own_service.engine + ".status") as client:
+        client.wait_ready(WAIT_S)
+        submission = client.submit(text="Once upon a time", reply="text")
+        own_service.kill("http")
+        text = "".join(delta.text for delta in submission.streams[0])
+        assert text
+    own_service.wait_serving()
+    assert own_service.child("engine") == engine
+    assert own_service.wait_idle()["cache"]["used_pages"] == 0
+
+
+def test_sigkill_of_the_engine_is_told_clearly_and_mended(own_service: Service) -> None:
+    stream = Streaming(own_service)
+    before = own_service.kill("engine")
+    *_, error, last = events(stream.join())
+    assert last == "[DONE]"
+    assert error["error"]["code"] in ("engine_restarted", "engine_unavailable")
+    answer = own_service.complete()
+    if answer.status_code != 200:  # it is not back yet
+        assert answer.status_code == 503
+        assert answer.json()["error"]["code"] == "engine_unavailable"
+        assert int(answer.headers["retry-after"]) >= 1
+    own_service.wait_serving()
+    assert own_service.child("engine") != before
+    assert "engine ended with killed by SIGKILL; starting it again" in own_service.log()
+
+
+def test_a_frozen_engine_is_killed_and_started_again(tmp_path: Path) -> None:
+    service = Service(tmp_path / "frozen", ["--engine.frozen_after_s", "3"])
+    try:
+        service.wait_ready()
+        before = service.child("engine")
+        os.kill(before, signal.SIGSTOP)
+        service.wait_for(lambda: "gave no sign of life" in service.log())
+        service.wait_serving()
+        assert service.child("engine") != before
+    finally:
+        service.stop()
+
+
+def test_sigterm_lets_running_requests_finish_and_exits_0(own_service: Service) -> None:
+    stream = Streaming(own_service)
+    own_service.process.send_signal(signal.SIGTERM)
+    *chunks, last = events(stream.join())
+    assert last == "[DONE]"
+    assert chunks[-1]["choices"][0]["finish_reason"] == "length"
+    assert own_service.process.wait(WAIT_S) == 0
+    assert not list((own_service.folder / "run").rglob("*.sock"))
+
+
+def test_a_second_sigterm_ends_at_once(own_service: Service) -> None:
+    stream = Streaming(own_service, max_tokens=1500)
+    began = time.monotonic()
+    own_service.process.send_signal(signal.SIGTERM)
+    own_service.wait_for(lambda: "running requests have" in own_service.log())
+    own_service.process.send_signal(signal.SIGTERM)
+    assert own_service.process.wait(WAIT_S) == 130
+    assert time.monotonic() - began < 10
+    stream.join()
+
+
+def test_a_client_that_leaves_frees_its_blocks(service: Service) -> None:
+    with httpx.stream("POST", service.http + "/v1/completions", json={**LONG, "max_tokens": 1500}) as response:
+        next(response.iter_text())
+        assert service.stats()["cache"]["used_pages"] > 0
+    assert service.wait_idle()["cache"]["used_pages"] == 0
+
+
+def test_bad_input_is_a_clear_error_and_nothing_else_is_disturbed(service: Service) -> None:
+    stream = Streaming(service)
+    with service.client() as client:
+        broken = client.post("/v1/completions", content=b"{", headers={"content-type": "application/json"})
+        wrong = client.post("/v1/completions", json={"prompt": "x", "max_tokens": "many"})
+        empty = client.post("/v1/chat/completions", json={"messages": []})
+        unknown = client.post("/v1/completions", json={"prompt": "x", "model": "gpt-9"})
+    assert [answer.status_code for answer in (broken, wrong, empty, unknown)] == [400, 400, 400, 404]
+    assert wrong.json()["error"]["param"] == "max_tokens"
+    assert all(json.loads(answer.text)["error"]["message"] for answer in (broken, wrong, empty, unknown))
+    *chunks, last = events(stream.join())
+    assert last == "[DONE]"
+    assert chunks[-1]["choices"][0]["finish_reason"] == "length"

@@ -1,0 +1,109 @@
+"""The units: verified, scored, and booted once for real with systemd as PID 1."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.systemd.machine import ROOT, Machine
+
+UNITS = sorted(path for path in (ROOT / "systemd").iterdir() if path.suffix in (".service", ".socket", ".target"))
+SERVICES = [path for path in UNITS if path.suffix == ".service"]
+WORST_EXPOSURE = {"inferengine-engine.service": 1.6, "inferengine-http.service": 1.3, "inferengine-ws.service": 1.3}
+TOML = '[engine]\ndevice = "cpu"\ndrain_timeout_s = 20\n'
+needs_analyze = pytest.mark.skipif(
+    not shutil.which("systemd-analyze"), reason="no systemd-analyze: apt install systemd"
+)
+
+
+@pytest.fixture
+def installed(tmp_path: Path) -> Path:
+    """The units with the interpreter of this test in place of /opt's, which is not there."""
+    for path in UNITS:
+        text = path.read_text().replace("/opt/inferengine/.venv/bin/", f"{Path(sys.executable).parent}/")
+        (tmp_path / path.name).write_text(text)
+    return tmp_path
+
+
+@needs_analyze
+def test_systemd_finds_nothing_to_complain_about(installed: Path) -> None:
+    names = [str(installed / path.name) for path in UNITS]
+    ran = subprocess.run(["systemd-analyze", "verify", "--man=no", *names], capture_output=True, text=True)
+    assert (ran.returncode, ran.stdout, ran.stderr) == (0, "", "")
+
+
+@needs_analyze
+@pytest.mark.parametrize("service", SERVICES, ids=lambda path: path.name)
+def test_the_exposure_stays_low(installed: Path, service: Path) -> None:
+    ran = subprocess.run(
+        ["systemd-analyze", "security", "--offline=true", str(installed / service.name)], capture_output=True, text=True
+    )
+    found = re.search(r"Overall exposure level .*: ([\d.]+)", ran.stdout)
+    assert found, ran.stdout + ran.stderr
+    assert float(found.group(1)) <= WORST_EXPOSURE[service.name]
+
+
+@pytest.mark.parametrize("service", SERVICES, ids=lambda path: path.name)
+def test_systemd_waits_longer_than_the_drain(service: Path) -> None:
+    from inferengine.config import EngineConfig
+
+    found = re.search(r"^TimeoutStopSec=(\d+)$", service.read_text(), re.MULTILINE)
+    assert found
+    assert int(found.group(1)) > EngineConfig().drain_timeout_s
+
+
+def test_every_example_configuration_is_valid() -> None:
+    from inferengine.config import load
+
+    examples = sorted((ROOT / "systemd" / "examples").glob("*.toml"))
+    assert len(examples) >= 3
+    for example in examples:
+        assert load(example, environment={}).log.format == "json"
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Iterator[Machine]:
+    with Machine(tmp_path, TOML) as booted:
+        yield booted
+
+
+@pytest.mark.systemd
+@pytest.mark.timeout(240)
+def test_the_units_start_serve_restart_and_drain_under_a_real_systemd(machine: Machine) -> None:
+    machine.run("systemctl", "start", "inferengine-http.socket", "inferengine-ws.socket", "inferengine.target")
+    machine.wait_for(lambda: machine.show("inferengine-engine.service", "ActiveState") == "active", 60)
+    for name in ("http", "ws"):
+        machine.wait_for(lambda name=name: machine.show(f"inferengine-{name}.service", "ActiveState") == "active")
+
+    body = json.dumps({"prompt": "Once upon a time", "max_tokens": 16})
+    ask = ("curl", "-sS", "--fail-with-body", "--retry", "20", "--retry-delay", "1", "--retry-all-errors")
+    ask += ("-H", "Content-Type: application/json", "-d", body, "http://127.0.0.1:8000/v1/completions")
+    assert json.loads(machine.run(*ask))["usage"]["completion_tokens"] > 0
+    assert "<html" in machine.run("curl", "-sS", "http://127.0.0.1:8001/").lower()
+    assert machine.run("stat", "-c", "%a %U", "/run/inferengine").strip() == "750 inferengine"
+
+    engine = machine.show("inferengine-engine.service", "MainPID")
+    machine.run("systemctl", "kill", "--signal=KILL", "inferengine-http.service")
+    machine.wait_for(lambda: machine.show("inferengine-http.service", "NRestarts") == "1")
+    assert json.loads(machine.run(*ask))["usage"]["completion_tokens"] > 0
+    assert machine.show("inferengine-engine.service", "MainPID") == engine
+
+    machine.run("systemctl", "kill", "--signal=KILL", "inferengine-engine.service")
+    machine.wait_for(lambda: machine.show("inferengine-engine.service", "NRestarts") == "1")
+    assert json.loads(machine.run(*ask))["usage"]["completion_tokens"] > 0
+
+    began = time.monotonic()
+    machine.run("systemctl", "stop", "inferengine.target")
+    for name in ("http", "ws", "engine"):
+        machine.wait_for(lambda name=name: machine.show(f"inferengine-{name}.service", "ActiveState") == "inactive")
+        assert machine.show(f"inferengine-{name}.service", "Result") == "success"
+        assert machine.show(f"inferengine-{name}.service", "ExecMainStatus") == "0"
+    assert time.monotonic() - began < 20
