@@ -12,7 +12,7 @@ from pathlib import Path
 from inferengine.config import Config, hub_cache_directory
 from inferengine.errors import ConfigError
 
-EMBEDDED = Path(__file__).parent / "assets" / "model"
+EMBEDDED = Path(__file__).parent / "assets" / "embedded"
 HUB_ID = re.compile(r"^([A-Za-z0-9][\w.-]*/)?[A-Za-z0-9][\w.-]*(@[\w./-]+)?$")
 
 
