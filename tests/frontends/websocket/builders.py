@@ -54,6 +54,11 @@ class Server:
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
+    @property
+    def is_blocked(self) -> bool:
+        """Some connection's transport takes no more."""
+        return any(not connection.writable.is_set() for connection in list(self._server.server_state.connections))
+
     def start(self) -> None:
         self._thread.start()
         while not self._server.started:

@@ -1,0 +1,123 @@
+"""The chat page as files over HTTP, and who may open the socket from a browser."""
+
+from __future__ import annotations
+
+import httpx
+import pytest
+from websockets.exceptions import InvalidStatus
+from websockets.sync.client import connect
+
+from frontends.websocket.origin import may_connect, read_origins
+from frontends.websocket.pages import FOLDER
+from tests.frontends.websocket.builders import make_engine, open_socket, serving
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    with make_engine(tmp_path_factory.mktemp("engine")) as engine, serving(engine) as server:
+        yield server
+
+
+@pytest.fixture
+def http(server):
+    with httpx.Client(base_url=server.url) as client:
+        yield client
+
+
+def test_the_page_is_at_the_root_and_runs_only_its_own_scripts(http):
+    answer = http.get("/")
+    assert answer.headers["content-type"] == "text/html; charset=utf-8"
+    policy = answer.headers["content-security-policy"]
+    assert "default-src 'none'" in policy
+    assert "unsafe" not in policy
+    assert answer.headers["x-content-type-options"] == "nosniff"
+
+
+@pytest.mark.parametrize("path", sorted(FOLDER.iterdir()), ids=lambda path: path.name)
+def test_every_file_is_served_as_it_is_on_disk(http, path):
+    answer = http.get(f"/{path.name}")
+    assert answer.content == path.read_bytes()
+    assert answer.headers["content-encoding"] == "gzip"
+
+
+def test_a_browser_that_has_the_file_gets_no_second_copy(http):
+    first = http.get("/chat.js")
+    again = http.get("/chat.js", headers={"if-none-match": first.headers["etag"]})
+    assert (again.status_code, again.content) == (304, b"")
+
+
+@pytest.mark.parametrize("path", ["/nothing.js", "/..%2fserver.py", "/%2e%2e/server.py", "/static/chat.js", "/.env"])
+def test_nothing_else_is_served(http, path):
+    assert http.get(path).status_code == 404
+
+
+def test_nothing_of_the_page_comes_from_elsewhere():
+    for path in FOLDER.iterdir():
+        text = path.read_text().replace("http://www.w3.org/2000/svg", "")
+        for line in text.splitlines():
+            assert "//" not in line.replace("://127.0.0.1", "") or not any(
+                mark in line for mark in ('src="http', 'href="http', "url(http", "@import", 'from "http')
+            )
+
+
+def test_no_model_text_can_become_markup():
+    scripts = "".join(path.read_text() for path in FOLDER.glob("*.js"))
+    for way in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(", "new Function", "DOMParser"):
+        assert way not in scripts
+
+
+def test_health_and_readiness_tell_the_engines_state(http):
+    assert http.get("/health").json()["status"] == "ok"
+    assert http.get("/ready").json() == {"ready": True, "engine": "READY"}
+
+
+def test_not_ready_without_an_engine(tmp_path):
+    with serving(f"ipc://{tmp_path}/nobody.sock") as server:
+        assert httpx.get(f"{server.url}/ready").status_code == 503
+        assert httpx.get(f"{server.url}/health").status_code == 200
+
+
+def test_a_strange_pages_socket_is_refused_with_the_remedy(server):
+    url = f"ws://127.0.0.1:{server.port}/v1/ws"
+    with pytest.raises(InvalidStatus) as refused, connect(url, origin="https://evil.example"):
+        pass
+    assert refused.value.response.status_code == 403
+    assert b"ws.origins" in refused.value.response.body
+
+
+def test_the_servers_own_page_and_programs_may_connect(server):
+    for origin in (f"http://127.0.0.1:{server.port}", None):
+        with open_socket(server, origin=origin) as client:
+            assert client.hello["type"] == "hello"
+
+
+def test_an_unknown_subprotocol_is_refused(server):
+    url = f"ws://127.0.0.1:{server.port}/v1/ws"
+    with pytest.raises(InvalidStatus) as refused, connect(url, subprotocols=["graphql-ws"]):
+        pass
+    assert refused.value.response.status_code == 400
+
+
+@pytest.mark.parametrize(
+    ("origin", "host", "allowed"),
+    [
+        (None, "anything", True),
+        ("http://localhost:8001", "localhost:8001", True),
+        ("http://[::1]:8001", "[::1]:8001", True),
+        ("https://192.168.1.7", "192.168.1.7", True),
+        ("https://chat.example", "127.0.0.1:8001", True),
+        ("http://localhost:9999", "localhost:8001", False),
+        ("http://rebound.example:8001", "rebound.example:8001", False),
+        ("http://localhost.evil.example:8001", "localhost.evil.example:8001", False),
+        ("null", "localhost:8001", False),
+        ("file://", "", False),
+        ("http://[::1", "[::1", False),
+        ("", "", False),
+    ],
+)
+def test_origins(origin, host, allowed):
+    assert may_connect(origin, host, read_origins("https://chat.example/, ")) is allowed
+
+
+def test_a_star_allows_every_origin():
+    assert may_connect("https://evil.example", "127.0.0.1:8001", read_origins("*"))
