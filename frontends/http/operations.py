@@ -137,7 +137,11 @@ async def _engine_stats(client: AsyncClient) -> dict[str, Any]:
             answer = await client.admin("stats")
     except (TimeoutError, InferEngineError):
         answer = {**(client.status or {}), "stale": True}
-    return {"running": True, **answer} if isinstance(answer, dict) else {"running": True}
+    if not isinstance(answer, dict):
+        return {"running": True}
+    # the wire has bytes (the epoch), JSON has not
+    readable = {name: value.hex() if isinstance(value, bytes) else value for name, value in answer.items()}
+    return {"running": True, **readable}
 
 
 async def _engine_metrics(client: AsyncClient) -> str:
