@@ -492,6 +492,19 @@ def _encode_step(message: Step) -> tuple[int, Any, Frames]:
     return Kind.STEP, body, [to_u32(message.tokens)]
 
 
+def step_frames(
+    seq: int,
+    step: int,
+    streams: bytes,
+    counts: bytes | None,
+    done: Sequence[Done],
+    extras: Mapping[str, Any] | None,
+    tokens: bytes,
+) -> Frames:
+    """A STEP whose columns are u32[] already: what the engine sends at every step, without the arrays in between."""
+    return [_HEADER[Kind.STEP], pack([seq, step, streams, counts, done, extras]), tokens]
+
+
 def _decode_model_files(body: Any, raw: Sequence[bytes]) -> ModelFiles:
     body = _map(body)
     names = _each(body.get("files", []), "files", _str)

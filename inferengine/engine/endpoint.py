@@ -1,0 +1,111 @@
+"""The engine's addresses: checked, and bound only where it is safe."""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import os
+import socket as plain_socket
+from collections.abc import Iterator
+
+import zmq
+
+from inferengine.config import Config, engine_address
+from inferengine.errors import ConfigError
+from inferengine.wire import sockets
+
+LONGEST_UNIX_PATH = 107  # bytes, sockaddr_un
+_PROBE_TIMEOUT_S = 0.5
+
+
+class AddressTaken(Exception):
+    """A socket cannot be bound. The message says which, why, and what to do."""
+
+
+class Endpoint:
+    """The bound ROUTER and PUB. They belong to the thread that uses them, which must also close them."""
+
+    def __init__(self, config: Config) -> None:
+        """Raises ConfigError for an address that may not be used and AddressTaken for one that cannot."""
+        self.addresses = [engine_address(config), *([config.wire.tcp] if config.wire.tcp else [])]
+        for key, address in zip(("wire.socket", "wire.tcp"), self.addresses, strict=False):
+            _check(key, address)
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.router = sockets.engine_router(self.context, config.wire.max_message_bytes)
+        self.publisher = sockets.engine_publisher(self.context)
+        try:
+            for address in self.addresses:
+                _bind(self.router, address)
+                _bind(self.publisher, sockets.default_status_address(address))
+        except AddressTaken:
+            self.context.destroy(linger=0)
+            raise
+
+    def close(self, linger_ms: int) -> None:
+        """What has not been sent after `linger_ms` is lost."""
+        self.context.destroy(linger=linger_ms)
+        for address in self.addresses:
+            for bound in (address, sockets.default_status_address(address)):
+                if bound.startswith("ipc://"):
+                    with contextlib.suppress(OSError):
+                        os.unlink(bound.removeprefix("ipc://"))
+
+
+def _check(key: str, address: str) -> None:
+    if address.startswith("ipc://"):
+        path = address.removeprefix("ipc://")
+        if len(os.fsencode(f"{path}.status")) > LONGEST_UNIX_PATH:
+            raise ConfigError(
+                key, f"a unix socket's path has at most {LONGEST_UNIX_PATH - 7} bytes: choose a shorter one"
+            )
+        if not os.path.isdir(os.path.dirname(path) or "."):
+            raise ConfigError(key, "the folder of the socket does not exist: create it with mode 0750")
+        return
+    if not address.startswith("tcp://"):
+        raise ConfigError(key, "must begin with ipc:// or tcp://")
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    if not port.isdigit() or not 0 < int(port) < 65535:
+        raise ConfigError(key, "must be tcp://HOST:PORT with a port from 1 to 65534")
+    if not _is_loopback(host):
+        raise ConfigError(key, "without encryption only a loopback address may be bound: use 127.0.0.1 or ipc://")
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+def _bind(socket: zmq.Socket[bytes], address: str) -> None:
+    path = address.removeprefix("ipc://")
+    if path != address and _answers(path):  # ZeroMQ would take the name away from the engine that has it
+        raise AddressTaken(f"another engine serves {address}: stop it, or set engine.name or wire.socket")
+    try:
+        with _private_files():
+            socket.bind(address)
+    except zmq.ZMQError as error:
+        raise AddressTaken(f"{address} cannot be bound ({error.strerror}): choose another wire.socket") from None
+
+
+def _answers(path: str) -> bool:
+    """Whether somebody listens on this unix socket; a file left by a dead engine does not count."""
+    with plain_socket.socket(plain_socket.AF_UNIX) as probe:
+        probe.settimeout(_PROBE_TIMEOUT_S)
+        try:
+            probe.connect(path)
+        except OSError:
+            return False
+        return True
+
+
+@contextlib.contextmanager
+def _private_files() -> Iterator[None]:
+    """Socket files for the owner and the group alone, whatever the folder's mode."""
+    before = os.umask(0o007)
+    try:
+        yield
+    finally:
+        os.umask(before)

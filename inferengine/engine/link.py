@@ -1,0 +1,358 @@
+"""Link: where a wire message becomes a core Request, and the only place where it does.
+
+Everything is validated again: a direct producer skips the front ends. A SUBMIT is answered at once, by ACCEPT or by a
+REJECT that names the field and the remedy, whatever the loop is doing. Only the I/O thread comes here.
+"""
+
+from __future__ import annotations
+
+import random
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from inferengine.config import Config
+from inferengine.core.admission import AdmissionLimits, admit, resolve_max_tokens
+from inferengine.core.request import Request
+from inferengine.engine.lifecycle import Lifecycle
+from inferengine.engine.loop import EngineLoop
+from inferengine.engine.model_card import ModelCard
+from inferengine.engine.outbox import Outbox
+from inferengine.engine.output_log import Log, Submission
+from inferengine.engine.peer import Peer
+from inferengine.engine.telemetry import Telemetry
+from inferengine.engine.text_service import CONTEXT_TOKENS, TextService
+from inferengine.errors import InferEngineError, InvalidRequest, bounded
+from inferengine.params import SamplingParams, from_map, validate
+from inferengine.wire import codec
+from inferengine.wire.messages import DRAINING, READY, Accept, Attach, Cancel, Reject, Submit
+
+CANCELLED = ("cancelled", "The request was cancelled.")
+_MASK = 2**64 - 1
+
+
+@dataclass(frozen=True)
+class Engine:
+    """What exists once the model is loaded."""
+
+    loop: EngineLoop
+    limits: AdmissionLimits
+    vocab_size: int
+
+
+@dataclass
+class _Waiting:
+    """A submission whose prompt is being tokenized, and who wants to read it."""
+
+    submission: Submission
+    message: Submit
+    deadline_s: float | None
+    readers: list[tuple[Peer, Submit | Attach]]
+
+
+class Link:
+    """Requests of all peers. `alive(peer)`: whether it has not been dropped meanwhile."""
+
+    def __init__(
+        self,
+        config: Config,
+        lifecycle: Lifecycle,
+        card: ModelCard,
+        outbox: Outbox,
+        telemetry: Telemetry,
+        texts: TextService,
+        alive: Callable[[Peer], bool],
+    ) -> None:
+        self.engine: Engine | None = None  # set when the model is loaded
+        self._config = config
+        self._lifecycle = lifecycle
+        self._outbox = outbox
+        self._telemetry = telemetry
+        self._texts = texts
+        self._alive = alive
+        self._eos = frozenset(card.eos_token_ids)
+        self._seeds = random.Random(config.engine.seed or None)
+        self._next_uid = 1
+        self._waiting: dict[bytes, _Waiting] = {}
+
+    @property
+    def has_unanswered(self) -> bool:
+        """Whether prompts are being tokenized."""
+        return bool(self._waiting)
+
+    # -- messages ----------------------------------------------------------------------------------------------------
+
+    def submit(self, peer: Peer, message: Submit, now: float) -> None:
+        """Answered by ACCEPT or REJECT; with an id that is known already, by attaching to it."""
+        known = self._outbox.submissions.get(message.id)
+        if known is not None:
+            self._attach(peer, message, known, now)
+            return
+        submission: Submission | None = None
+        try:
+            engine, params = self._check(peer, message)
+            submission = Submission(
+                message.id, params, tenant=message.tenant, detached=message.detached, label=message.label
+            )
+            deadline_s = None if message.deadline_ms is None else now + message.deadline_ms / 1e3
+            self._outbox.register(submission)
+            if message.prompt is not None:
+                prompt = codec.from_u32(message.prompt, "prompt")
+                self._accept(engine, submission, message, prompt, deadline_s, now)
+                self._greet_reader(peer, message, submission, now, attached=False)
+            else:
+                self._tokenize(engine, peer, submission, message, deadline_s, now)
+        except InferEngineError as error:
+            if submission is not None:
+                self._outbox.forget(submission)
+            self._reject(peer, message, error, now)
+
+    def attach(self, peer: Peer, message: Attach, now: float) -> None:
+        """Read a request on from a cursor."""
+        known = self._outbox.submissions.get(message.id)
+        if known is None:
+            error = InferEngineError("not_found", "There is no such request, or it is not kept any more.", field="id")
+            self._reject(peer, message, error, now)
+        else:
+            self._attach(peer, message, known, now)
+
+    def cancel(self, peer: Peer, message: Cancel, now: float) -> None:
+        """End streams of this peer, or requests by id. Unknown ones are ignored."""
+        logs: list[Log] = [peer.streams[stream].log for stream in message.streams if stream in peer.streams]
+        for id in message.ids:
+            submission = self._outbox.submissions.get(id)
+            if submission is not None:
+                logs += submission.logs
+        waiting = set(message.ids)
+        for item in self._waiting.values():
+            if any(reader is peer and wanted.stream in message.streams for reader, wanted in item.readers):
+                waiting.add(item.submission.id)
+        for id in waiting & self._waiting.keys():
+            self._refuse(self._waiting.pop(id), InferEngineError(*CANCELLED), now)
+        self._end([log.uid for log in logs if log.ended is None], "abort", CANCELLED)
+
+    def abandon(self, submissions: Sequence[Submission], detail: tuple[str, str]) -> None:
+        """Nobody reads these any more, or nobody may."""
+        self._end([log.uid for each in submissions for log in each.logs if log.ended is None], "abort", detail)
+
+    def abandon_unread(self) -> None:
+        """Prompts being tokenized whose readers are all gone."""
+        for item in list(self._waiting.values()):
+            if not item.submission.detached and not any(self._alive(reader) for reader, _ in item.readers):
+                del self._waiting[item.submission.id]
+                self._outbox.forget(item.submission)
+
+    def refuse_waiting(self, error: InferEngineError, now: float) -> None:
+        """Answer everything that is being tokenized."""
+        for item in list(self._waiting.values()):
+            del self._waiting[item.submission.id]
+            self._refuse(item, error, now)
+
+    # -- from message to request -------------------------------------------------------------------------------------
+
+    def _check(self, peer: Peer, message: Submit) -> tuple[Engine, SamplingParams]:
+        """What can be said without the prompt's tokens."""
+        state, engine, limits = self._lifecycle.state, self.engine, self._config.limits
+        if state != READY or engine is None:
+            code, retry_after_s = ("draining", 5.0) if state == DRAINING else ("engine_unavailable", 2.0)
+            raise InferEngineError(code, f"The engine is {state}.", retry_after_s=retry_after_s)
+        params = from_map(message.params)
+        validate(params, vocab_size=engine.vocab_size, limits=limits)
+        self._check_streams(peer, message.stream, params.n)
+        if message.reply == "tokens" and params.stop:
+            raise InvalidRequest("params.stop", 'stop strings need reply "text" or "both"')
+        if (message.reply != "tokens" or message.prompt is None) and not self._texts.available:
+            raise InvalidRequest("reply", "this model has no tokenizer: send and read token ids", code="unsupported")
+        if message.text is not None and not message.text:
+            raise InvalidRequest("text", "must not be empty")
+        if message.messages is not None and not message.messages:
+            raise InvalidRequest("messages", "must not be empty")
+        most = limits.max_text_characters
+        if len(message.text or "") > most or _characters(message.messages) > most:
+            raise InvalidRequest("prompt", f"must have at most {most} characters", code="request_too_large")
+        return engine, params
+
+    def _check_streams(self, peer: Peer, stream: int, count: int) -> None:
+        if stream + count > codec.MAX_U32:
+            raise InvalidRequest("stream", f"must be at most {codec.MAX_U32 - count}")
+        taken = any(stream + choice in peer.streams for choice in range(count))
+        if taken or any(
+            reader is peer and wanted.stream <= stream + count - 1 and stream <= wanted.stream
+            for item in self._waiting.values()
+            for reader, wanted in item.readers
+        ):
+            raise InvalidRequest("stream", "is in use on this connection: choose another number", code="conflict")
+
+    def _tokenize(
+        self,
+        engine: Engine,
+        peer: Peer,
+        submission: Submission,
+        message: Submit,
+        deadline_s: float | None,
+        now: float,
+    ) -> None:
+        self._admit(engine, submission, 1, deadline_s, now)
+        self._waiting[submission.id] = _Waiting(submission, message, deadline_s, [(peer, message)])
+        self._texts.tokenize(message.text, message.messages, partial(self._tokenized, submission))
+
+    def _tokenized(self, submission: Submission, result: list[int] | InferEngineError) -> None:
+        item = self._waiting.pop(submission.id, None)
+        if item is None:
+            return  # cancelled meanwhile, and answered
+        now = self._lifecycle.clock()
+        if isinstance(result, InferEngineError):
+            self._refuse(item, result, now)
+            return
+        try:
+            if self.engine is None or self._lifecycle.state != READY:
+                raise InferEngineError("draining", f"The engine is {self._lifecycle.state}.", retry_after_s=5.0)
+            if item.message.text is not None:
+                submission.context_ids = result[-CONTEXT_TOKENS:]
+            self._accept(self.engine, submission, item.message, array("I", result), item.deadline_s, now)
+        except InferEngineError as error:
+            self._refuse(item, error, now)
+            return
+        for place, (peer, wanted) in enumerate(item.readers):
+            if self._alive(peer):
+                self._greet_reader(peer, wanted, submission, now, attached=place > 0)
+
+    def _accept(
+        self,
+        engine: Engine,
+        submission: Submission,
+        message: Submit,
+        prompt: array[int],
+        deadline_s: float | None,
+        now: float,
+    ) -> None:
+        """Hand the choices to the loop. Raises InferEngineError; then nothing has happened."""
+        params = submission.params
+        if (highest := max(prompt)) >= engine.vocab_size:
+            raise InvalidRequest(
+                "prompt",
+                f"token id {highest} is outside the vocabulary of {engine.vocab_size}: use the model's tokenizer",
+            )
+        max_tokens = resolve_max_tokens(len(prompt), params.max_tokens, engine.limits)
+        self._admit(engine, submission, len(prompt), deadline_s, now)
+        seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
+        first = self._next_uid
+        self._next_uid += params.n
+        requests = [
+            Request(
+                uid=first + choice,
+                prompt_ids=prompt,
+                params=params,
+                max_tokens=max_tokens,
+                eos_token_ids=self._eos,
+                seed=choice_seed(seed, choice),
+                choice=choice,
+                fork_of=first if choice else None,
+                priority=message.priority,
+                tenant=message.tenant,
+                cache_salt=message.salt,
+                arrival_s=now,
+                deadline_s=deadline_s,
+                request_id=message.label or message.id.hex(),
+            )
+            for choice in range(params.n)
+        ]
+        submission.num_prompt = len(prompt)
+        if message.prompt is not None:
+            submission.context_ids = prompt[-CONTEXT_TOKENS:].tolist()
+        self._outbox.open(submission, range(first, first + params.n), now)
+        self._telemetry.accepted(params.n, max_tokens)
+        engine.loop.submit(requests)
+
+    def _admit(
+        self, engine: Engine, submission: Submission, num_prompt: int, deadline_s: float | None, now: float
+    ) -> None:
+        requests, tokens = engine.loop.queued()
+        tenant_requests = 0
+        if engine.limits.max_tenant_requests:
+            tenant_requests = sum(log.submission.tenant == submission.tenant for log in self._outbox.open_logs())
+        admit(
+            num_prompt,
+            submission.params.n,
+            queued_requests=requests + len(self._waiting),
+            queued_tokens=tokens,
+            tokens_per_s=engine.loop.prefill_tokens_per_s,
+            limits=engine.limits,
+            tenant_requests=tenant_requests,
+            time_left_s=None if deadline_s is None else deadline_s - now,
+        )
+
+    # -- answers -----------------------------------------------------------------------------------------------------
+
+    def _attach(self, peer: Peer, message: Submit | Attach, submission: Submission, now: float) -> None:
+        waiting = self._waiting.get(submission.id)
+        if waiting is not None:
+            if not any(reader is peer and wanted.stream == message.stream for reader, wanted in waiting.readers):
+                waiting.readers.append((peer, message))
+            return
+        own = peer.streams.get(message.stream)
+        if own is not None and own.log.submission is submission:  # the ACCEPT was lost; the stream goes on
+            self._send_accept(peer, message, submission, now, attached=True)
+            return
+        try:
+            self._check_streams(peer, message.stream, len(submission.logs))
+            if message.reply != "tokens" and not self._texts.available:
+                raise InvalidRequest("reply", "this model has no tokenizer: read token ids", code="unsupported")
+        except InferEngineError as error:
+            self._reject(peer, message, error, now)
+        else:
+            self._greet_reader(peer, message, submission, now, attached=True)
+
+    def _greet_reader(
+        self, peer: Peer, message: Submit | Attach, submission: Submission, now: float, *, attached: bool
+    ) -> None:
+        self._send_accept(peer, message, submission, now, attached=attached)
+        cursors = message.cursors if isinstance(message, Attach) else ()
+        self._outbox.subscribe(peer, submission, message.stream, cursors, message.reply)
+        self._outbox.flush(peer, now)
+
+    def _send_accept(
+        self, peer: Peer, message: Submit | Attach, submission: Submission, now: float, *, attached: bool
+    ) -> None:
+        answer = Accept(message.id, message.stream, submission.num_prompt, len(submission.logs), attached)
+        peer.answer(codec.encode(answer), now)
+
+    def _refuse(self, item: _Waiting, error: InferEngineError, now: float) -> None:
+        self._outbox.forget(item.submission)
+        for peer, wanted in item.readers:
+            if self._alive(peer):
+                self._reject(peer, wanted, error, now)
+
+    def _reject(self, peer: Peer, message: Submit | Attach, error: InferEngineError, now: float) -> None:
+        self._telemetry.rejected[error.code] += 1
+        after_ms = None if error.retry_after_s is None else int(error.retry_after_s * 1e3)
+        answer = Reject(
+            message.id,
+            message.stream,
+            error.code,
+            bounded(error.message),
+            error.field,
+            error.kind.retryable,
+            after_ms,
+        )
+        peer.answer(codec.encode(answer), now)
+
+    def _end(self, uids: list[int], reason: str, detail: tuple[str, str]) -> None:
+        if uids and self.engine is not None:
+            self.engine.loop.cancel(uids, reason, detail)
+
+
+def choice_seed(seed: int, choice: int) -> int:
+    """The seed of choice `choice`: the request's own for the first, else mixed with it (splitmix64, Steele et al.
+    2014), so that neighbouring seeds do not share draws."""
+    if choice == 0:
+        return seed
+    mixed = (seed + choice * 0x9E3779B97F4A7C15) & _MASK
+    mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _MASK
+    return (mixed ^ (mixed >> 31)) >> 1
+
+
+def _characters(messages: list[dict[str, object]] | None) -> int:
+    return sum(len(str(message.get("content") or "")) for message in messages or ())

@@ -1,0 +1,223 @@
+"""The engine's loop: takes commands, steps the core, posts the news. Its thread alone touches the core.
+
+It blocks in the executor while there is work and in its inbox while there is none; it never polls.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from queue import Empty, SimpleQueue
+from typing import Any, NamedTuple
+
+from inferengine.core.executor import DeviceLost
+from inferengine.core.kv_events import KVEvent
+from inferengine.core.request import Request
+from inferengine.core.scheduler import StepOutput
+from inferengine.core.stats import SchedulerSnapshot, SchedulerStats
+from inferengine.core.stopping import FinishDetail, Finished
+from inferengine.engine.core import EngineCore
+from inferengine.engine.lifecycle import Lifecycle
+
+logger = logging.getLogger(__name__)
+
+IDLE_TURN_S = 1.0  # how often a waiting loop shows that it is alive
+SNAPSHOT_S = 0.1
+STUCK_WAIT_S = 0.01  # nothing can be computed though something waits: for time to pass, or a command
+RATE_MEMORY = 0.8
+
+
+class Submit(NamedTuple):
+    requests: list[Request]
+
+
+class Cancel(NamedTuple):
+    uids: list[int]
+    reason: str
+    detail: FinishDetail
+
+
+class CancelAll(NamedTuple):
+    reason: str
+    detail: FinishDetail
+
+
+class Flush(NamedTuple):
+    reply: Callable[[int], None]
+
+
+class Stop(NamedTuple):
+    pass
+
+
+Command = Submit | Cancel | CancelAll | Flush | Stop
+
+
+class News(NamedTuple):
+    """What the loop posts: a step's output, when it was known, and what changed in the prefix cache."""
+
+    output: StepOutput
+    time_s: float
+    kv_events: list[KVEvent]
+
+
+class EngineLoop:
+    """Everything between the link and the core. The methods above `run` may be called from any thread."""
+
+    def __init__(
+        self,
+        core: EngineCore,
+        lifecycle: Lifecycle,
+        *,
+        post: Callable[[News], None],
+        on_turn: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`post` must not block; `on_turn` is called at each turn (the watchdog)."""
+        self._core = core
+        self._lifecycle = lifecycle
+        self._clock = lifecycle.clock
+        self._post = post
+        self._on_turn = on_turn
+        self._inbox: SimpleQueue[Command] = SimpleQueue()
+        self._stopping = False
+        self._fatal: BaseException | None = None
+        # Submitted by the link and not yet taken by the loop: each counter has one writer.
+        self._sent = self._taken = self._sent_tokens = self._taken_tokens = 0
+        self.prefill_tokens_per_s = 0.0
+        self.snapshot: SchedulerSnapshot = core.scheduler.snapshot()
+        self._snapshot_s = 0.0
+
+    def submit(self, requests: list[Request]) -> None:
+        """Hand over the choices of one accepted submission."""
+        self._sent += len(requests)
+        self._sent_tokens += sum(request.num_prompt for request in requests)
+        self._inbox.put(Submit(requests))
+
+    def cancel(self, uids: list[int], reason: str, detail: FinishDetail) -> None:
+        """End these if they have not ended; their terminal rows are posted."""
+        self._inbox.put(Cancel(uids, reason, detail))
+
+    def cancel_all(self, reason: str, detail: FinishDetail) -> None:
+        self._inbox.put(CancelAll(reason, detail))
+
+    def flush(self, reply: Callable[[int], None]) -> None:
+        """Drop the prefix cache; `reply` gets the number of blocks, in the loop's thread."""
+        self._inbox.put(Flush(reply))
+
+    def stop(self) -> None:
+        """Leave `run` at the next turn. What has not ended stays so."""
+        self._inbox.put(Stop())
+
+    def queued(self) -> tuple[int, int]:
+        """Requests and prompt tokens that wait, with those that the loop has not seen yet as far as no slot is free
+        for them."""
+        scheduler = self._core.scheduler
+        unseen = self._sent - self._taken
+        unseen_tokens = self._sent_tokens - self._taken_tokens
+        free = max(0, scheduler.options.max_num_seqs - len(scheduler.running) - len(scheduler.waiting))
+        over = max(0, unseen - free)
+        waiting = len(scheduler.waiting) + len(scheduler.forks)
+        tokens = scheduler.waiting.num_tokens + (unseen_tokens * over // unseen if unseen > 0 else 0)
+        return waiting + over, tokens
+
+    @property
+    def stats(self) -> SchedulerStats:
+        return self._core.scheduler.stats
+
+    @property
+    def num_failed_steps(self) -> int:
+        return self._core.num_failed_steps
+
+    @property
+    def last_error(self) -> str | None:
+        return self._core.last_error
+
+    # -- in the loop's thread ----------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Turn until stopped. Raises what the core raises (a bug), and DeviceLost when the device is gone."""
+        core, lifecycle = self._core, self._lifecycle
+        while True:
+            lifecycle.turned_s = self._clock()
+            self._on_turn()
+            for command in self._commands(0.0):
+                self._obey(command)
+            if self._stopping:
+                return
+            if not core.has_work:
+                self._wait()
+                continue
+            self._step()
+            if self._fatal is not None:
+                raise DeviceLost("the device is gone") from self._fatal
+
+    def observe_failure(self, error: BaseException) -> None:
+        """A step failed: what EngineCore calls. Errors after which the device answers nothing any more are fatal."""
+        logger.error("a step failed: %s: %s", type(error).__name__, error, exc_info=error)
+        self._lifecycle.last_error = f"{type(error).__name__}: {error}"
+        if isinstance(error, DeviceLost) or type(error).__name__ == "AcceleratorError":  # torch's, for CUDA errors
+            self._fatal = error
+
+    def _step(self) -> None:
+        core, stats = self._core, self._core.scheduler.stats
+        tokens, rows, begin = stats.num_scheduled_tokens, stats.num_scheduled_rows, self._clock()
+        output = core.step()
+        now = self._clock()
+        if output is not None:
+            self._publish(output, now)
+            self._measure(stats.num_scheduled_tokens - tokens, stats.num_scheduled_rows - rows, now - begin)
+        elif not core.num_in_flight and core.has_work:
+            for command in self._commands(STUCK_WAIT_S):
+                self._obey(command)
+        if now - self._snapshot_s > SNAPSHOT_S:
+            self._take_snapshot(now)
+
+    def _measure(self, num_tokens: int, num_rows: int, duration_s: float) -> None:
+        """The rate at which prompts are taken in, from steps that mostly do that."""
+        if num_tokens > 2 * num_rows and duration_s > 0:
+            rate, old = num_tokens / duration_s, self.prefill_tokens_per_s
+            self.prefill_tokens_per_s = RATE_MEMORY * old + (1 - RATE_MEMORY) * rate if old else rate
+
+    def _wait(self) -> None:
+        self._take_snapshot(self._clock())
+        for command in self._commands(IDLE_TURN_S):
+            self._obey(command)
+
+    def _commands(self, timeout_s: float) -> Iterator[Command]:
+        """All that is there; waits for the first at most `timeout_s`."""
+        inbox = self._inbox
+        try:
+            yield inbox.get(timeout=timeout_s) if timeout_s else inbox.get_nowait()
+            while True:
+                yield inbox.get_nowait()
+        except Empty:
+            return
+
+    def _obey(self, command: Command) -> None:
+        core = self._core
+        match command:
+            case Submit(requests):
+                for request in requests:
+                    core.submit(request)
+                self._taken += len(requests)
+                self._taken_tokens += sum(request.num_prompt for request in requests)
+            case Cancel(uids, reason, detail):
+                self._post_ends([core.cancel(uid, reason, detail) for uid in uids])
+            case CancelAll(reason, detail):
+                self._post_ends(list(core.abort_all(reason, detail)))
+            case Flush(reply):
+                reply(core.flush())
+            case Stop():
+                self._stopping = True
+
+    def _post_ends(self, rows: list[Any]) -> None:
+        ended: list[Finished] = [row for row in rows if row is not None]
+        if ended:
+            self._publish(StepOutput(0, [], [], ended, -1), self._clock())
+
+    def _publish(self, output: StepOutput, now: float) -> None:
+        self._post(News(output, now, self._core.scheduler.kv.take_events()))
+
+    def _take_snapshot(self, now: float) -> None:
+        self.snapshot = self._core.scheduler.snapshot()
+        self._snapshot_s = now

@@ -1,0 +1,361 @@
+"""Outbox: from the news of a step to one STEP message per peer, with cursors instead of queues.
+
+A peer without credit costs nothing: its subscriptions are marked dirty, their cursors wait, and a later STEP carries
+more. Coalescing for a slow reader, resuming, and attaching are therefore the same operation.
+
+The step that everybody waits for is short: while the same sequences run (equal `layout`), the stream column of each
+peer is a constant, and sending is one conversion of the drawn tokens. Only the I/O thread comes here.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from inferengine.core.scheduler import StepOutput
+from inferengine.core.stopping import Finished
+from inferengine.engine.output_log import Log, MakeText, Submission, Subscription, TextLog
+from inferengine.engine.peer import Peer
+from inferengine.engine.telemetry import Telemetry
+from inferengine.wire import codec
+from inferengine.wire.messages import Done
+
+MAX_KEPT_TOKENS = 8_000_000  # of finished logs: 32 MB
+
+
+class _Group:
+    """The rows of one layout that go to one peer. `indices` is None where those are all rows."""
+
+    __slots__ = ("indices", "peer", "plain", "streams", "subscriptions")
+
+    def __init__(self, peer: Peer, subscriptions: list[Subscription], indices: list[int] | None) -> None:
+        self.peer = peer
+        self.subscriptions = subscriptions
+        self.indices = indices
+        self.streams = codec.to_u32([subscription.stream for subscription in subscriptions])
+        self.plain = all(subscription.plain for subscription in subscriptions)
+
+
+class _Layout:
+    """What can be prepared once for all steps that draw tokens for the same sequences, `logs[i]` for the i-th token. A
+    log stands there as often as it gets tokens in one step."""
+
+    __slots__ = ("_counts", "appends", "groups", "key", "num_logs", "texts", "time_s")
+
+    def __init__(self, key: int, logs: list[Log], time_s: float) -> None:
+        self.key = key
+        self.time_s = time_s  # of the last step
+        self.num_logs = len(set(logs))
+        self.appends = [log.tokens.append for log in logs]
+        self.groups = _groups(logs)
+        self._counts = Counter(logs) if self.num_logs != len(logs) else None
+        self.texts: dict[Log, list[int]] = {}  # with the indices of their tokens
+        for index, log in enumerate(logs):
+            if log.text is not None:
+                self.texts.setdefault(log, []).append(index)
+
+    def tokens_of(self, log: Log) -> int:
+        """How many tokens this log gets in one step."""
+        return 1 if self._counts is None else self._counts[log]
+
+
+class Outbox:
+    """All submissions that run or are kept, their logs, and the peers' cursors on them."""
+
+    def __init__(
+        self, *, telemetry: Telemetry, make_text: MakeText, stop: Callable[[int], None], resume_ttl_s: float
+    ) -> None:
+        """`stop(uid)` ends a choice whose stop string was found."""
+        self.submissions: dict[bytes, Submission] = {}
+        self.num_open = 0  # choices that have not ended
+        self._telemetry = telemetry
+        self._make_text = make_text
+        self._stop = stop
+        self._resume_ttl_s = resume_ttl_s
+        self._logs: dict[int, Log] = {}
+        self._layout: _Layout | None = None
+        self._layout_valid = False
+        self._finished: deque[tuple[float, Submission, int]] = deque()
+        self._kept_tokens = 0
+        self._step = 0
+
+    # -- submissions and subscriptions -------------------------------------------------------------------------------
+
+    def register(self, submission: Submission) -> None:
+        """From now on its id is taken."""
+        self.submissions[submission.id] = submission
+
+    def forget(self, submission: Submission) -> None:
+        """It was rejected: its id is free again."""
+        self.submissions.pop(submission.id, None)
+
+    def open(self, submission: Submission, uids: Iterable[int], now: float) -> None:
+        """It was accepted: one log for each choice."""
+        submission.logs = [Log(uid, submission, choice, now) for choice, uid in enumerate(uids)]
+        for log in submission.logs:
+            self._logs[log.uid] = log
+        self.num_open += len(submission.logs)
+
+    def subscribe(self, peer: Peer, submission: Submission, stream: int, cursors: tuple[int, ...], reply: str) -> None:
+        """Choice i speaks to `peer` as `stream + i`, from `cursors[i]` on: tokens, or characters with reply "text"."""
+        for log in submission.logs:
+            subscription = Subscription(peer, log, stream + log.choice, reply)
+            start = cursors[log.choice] if log.choice < len(cursors) else 0
+            if subscription.wants_text:
+                self._add_text(log, search=log.ended is None and not log.tokens)
+            if subscription.wants_tokens:
+                subscription.cursor = min(start, len(log.tokens))
+                if log.text is not None and subscription.cursor:
+                    subscription.characters = self._characters_of(log, subscription.cursor)
+            elif log.text is not None:
+                subscription.characters = min(start, len(log.text.text))
+            log.subscribe(subscription)
+            peer.streams[subscription.stream] = subscription
+            if log.tokens or log.ended is not None:
+                peer.dirty[subscription.stream] = subscription
+        self._layout_valid = False
+
+    def drop(self, peer: Peer) -> list[Submission]:
+        """Forget a peer's cursors. Returns the submissions that nobody reads now, not ended and not detached."""
+        orphans: dict[bytes, Submission] = {}
+        for subscription in list(peer.streams.values()):
+            submission = subscription.log.submission
+            self._close(subscription)
+            if not submission.detached and not submission.ended and not submission.num_subscriptions:
+                orphans[submission.id] = submission
+        self._layout_valid = False
+        return list(orphans.values())
+
+    # -- a step ------------------------------------------------------------------------------------------------------
+
+    def publish(self, output: StepOutput, now: float) -> None:
+        """Append the news to the logs and send to every peer what it may have."""
+        finished = {row.uid: row for row in output.finished} if output.finished else {}
+        self._step = output.step or self._step
+        layout = None
+        if output.uids:
+            layout = self._layout
+            if layout is None or not self._layout_valid or layout.key != output.layout:
+                layout = self._enter_layout(output, now)
+            else:
+                self._telemetry.token_gap_s.observe(now - layout.time_s, layout.num_logs)
+                layout.time_s = now
+            token_ids = output.token_ids
+            for append, token_id in zip(layout.appends, token_ids, strict=True):
+                append(token_id)
+            if output.logprobs:
+                self._append_logprobs(output)
+            for log, indices in layout.texts.items():
+                self._push_text(log, [token_ids[index] for index in indices], finished.get(log.uid))
+        ended = self._end_rows(output.finished, now) if finished else []
+        touched: set[Peer] = set()
+        if layout is not None:
+            for group in layout.groups:
+                self._send_group(group, layout, output, ended, touched, now)
+        for log in ended:
+            for subscription in log.subscriptions:
+                self._mark(subscription, touched, len(log.tokens))
+        for peer in touched:
+            self.flush(peer, now)
+
+    def flush(self, peer: Peer, now: float) -> None:
+        """Send what waits for this peer, if it may have it."""
+        if peer.backlog:
+            peer.flush_backlog(now)
+        if not peer.dirty or not peer.can_step:
+            return
+        streams, counts, tokens = array("I"), array("I"), array("I")
+        done: list[Done] = []
+        text: list[tuple[int, str]] = []
+        logprobs: list[tuple[int, list[Any]]] = []
+        waiting = list(peer.dirty.values())
+        for subscription in waiting:
+            log = subscription.log
+            if subscription.wants_tokens and (count := len(log.tokens) - subscription.cursor) > 0:
+                streams.append(subscription.stream)
+                counts.append(count)
+                tokens.extend(log.tokens[subscription.cursor :])
+            if log.logprobs is not None and (rows := log.logprobs[subscription.cursor :]):
+                logprobs.append((subscription.stream, rows))
+            if subscription.wants_text and log.text is not None and (new := log.text.text[subscription.characters :]):
+                text.append((subscription.stream, new))
+            if log.ended is not None:
+                done.append(subscription.terminal_row())
+        extras: dict[str, Any] = {}
+        if text:
+            extras["text"] = text
+        if logprobs:
+            extras["logprobs"] = logprobs
+        columns = (codec.to_u32(streams), codec.to_u32(counts), done, extras or None, codec.to_u32(tokens))
+        if not peer.send_step(codec.step_frames(peer.window.seq + 1, self._step, *columns), now):
+            return
+        peer.dirty.clear()
+        for subscription in waiting:
+            log = subscription.log
+            subscription.cursor = len(log.tokens)
+            subscription.characters = 0 if log.text is None else len(log.text.text)
+            if log.ended is not None:
+                self._close(subscription)
+
+    def expire(self, now: float) -> None:
+        """Forget what has ended long enough ago, or is too much to keep."""
+        while self._finished:
+            due_s, submission, num_tokens = self._finished[0]
+            if due_s > now and self._kept_tokens <= MAX_KEPT_TOKENS:
+                return
+            self._finished.popleft()
+            self._kept_tokens -= num_tokens
+            self.submissions.pop(submission.id, None)
+
+    def open_logs(self) -> list[Log]:
+        """Choices that have not ended."""
+        return list(self._logs.values())
+
+    # -- inside ------------------------------------------------------------------------------------------------------
+
+    def _send_group(
+        self,
+        group: _Group,
+        layout: _Layout,
+        output: StepOutput,
+        ended: list[Log],
+        touched: set[Peer],
+        now: float,
+    ) -> None:
+        peer = group.peer
+        if group.plain and not peer.dirty and peer.can_step and self._layout_valid:
+            token_ids, indices = output.token_ids, group.indices
+            tokens = codec.to_u32(token_ids if indices is None else [token_ids[index] for index in indices])
+            closing = [s for log in ended for s in log.subscriptions if s.peer is peer]
+            if all(subscription.plain for subscription in closing):
+                done = [subscription.terminal_row() for subscription in closing]
+                seq = peer.window.seq + 1
+                frames = codec.step_frames(seq, output.step, group.streams, None, done, None, tokens)
+                if peer.send_step(frames, now):
+                    for subscription in closing:
+                        self._close(subscription)
+                    return
+        for subscription in group.subscriptions:
+            log = subscription.log
+            self._mark(subscription, touched, len(log.tokens) - layout.tokens_of(log))
+
+    def _mark(self, subscription: Subscription, touched: set[Peer], cursor: int) -> None:
+        """There is news that was not sent; a plain subscription had everything up to `cursor`."""
+        peer = subscription.peer
+        if subscription.stream not in peer.dirty:
+            if subscription.plain:
+                subscription.cursor = cursor
+            elif not subscription.behind:
+                return  # its token has no character yet
+            peer.dirty[subscription.stream] = subscription
+        touched.add(peer)
+
+    def _enter_layout(self, output: StepOutput, now: float) -> _Layout:
+        """Other sequences draw tokens now, or other peers read them."""
+        logs = [self._live(uid) for uid in output.uids]
+        old = self._layout
+        layout = _Layout(output.layout, logs, now)
+        num_continued = 0
+        gap, first = self._telemetry.token_gap_s, self._telemetry.first_token_s
+        for log in logs:
+            if log.layout is layout:
+                continue
+            if log.layout is old and old is not None:
+                num_continued += 1
+            elif log.layout is not None:
+                gap.observe(now - log.layout.time_s)
+            else:
+                first.observe(now - log.arrival_s)
+            log.layout = layout
+        if num_continued and old is not None:
+            gap.observe(now - old.time_s, num_continued)
+        self._layout, self._layout_valid = layout, True
+        return layout
+
+    def _live(self, uid: int) -> Log:
+        """The log of a sequence. One that a stop string has ended gets a log that nobody reads: the core draws on
+        until it has heard of it."""
+        log = self._logs[uid]
+        if not log.stopped:
+            return log
+        ignored = Log(uid, log.submission, log.choice, log.arrival_s)
+        ignored.layout, ignored.logprobs = log.layout, None
+        return ignored
+
+    def _append_logprobs(self, output: StepOutput) -> None:
+        for uid, rows in (output.logprobs or {}).items():
+            log = self._logs[uid]
+            if log.logprobs is not None and not log.stopped:
+                log.logprobs += rows
+
+    def _push_text(self, log: Log, token_ids: list[int], row: Finished | None) -> None:
+        if log.text is None or log.stopped:
+            return
+        stop_token = row is not None and row.reason == "stop"
+        if log.text.push(token_ids, final=row is not None, stop_token=stop_token):
+            self._layout_valid = False
+            log.cut(log.text.stopped_at)
+            if row is None:
+                self._stop(log.uid)
+
+    def _add_text(self, log: Log, *, search: bool) -> None:
+        if log.text is not None:
+            return
+        log.text = TextLog(self._make_text(log.submission, search))
+        ended = log.ended
+        stop_token = ended is not None and ended.reason == "stop" and not isinstance(ended.detail, str)
+        log.text.push(log.tokens.tolist(), final=ended is not None, stop_token=stop_token)
+
+    def _characters_of(self, log: Log, num_tokens: int) -> int:
+        """How much text a reader has seen who holds the first `num_tokens` tokens."""
+        text = TextLog(self._make_text(log.submission, True))
+        text.push(log.tokens[:num_tokens].tolist(), final=False, stop_token=False)
+        return len(text.text)
+
+    def _end_rows(self, rows: list[Finished], now: float) -> list[Log]:
+        logs = [self._end(row, now) for row in rows]
+        return [log for log in logs if log is not None]
+
+    def _end(self, row: Finished, now: float) -> Log | None:
+        log = self._logs.pop(row.uid, None)
+        if log is None:
+            return None
+        if log.text is not None and not log.stopped:
+            log.text.push([], final=True, stop_token=False)  # what was held back; nothing if its last token is in
+        log.end(row)
+        self.num_open -= 1
+        ended = log.ended
+        if ended is not None:
+            self._telemetry.ended(row, ended.reason, ended.completion_tokens)
+        submission = log.submission
+        if submission.ended:
+            num_tokens = sum(len(each.tokens) for each in submission.logs)
+            self._kept_tokens += num_tokens
+            self._finished.append((now + self._resume_ttl_s, submission, num_tokens))
+        return log
+
+    def _close(self, subscription: Subscription) -> None:
+        peer = subscription.peer
+        peer.streams.pop(subscription.stream, None)
+        peer.dirty.pop(subscription.stream, None)
+        subscription.log.unsubscribe(subscription)
+
+
+def _groups(logs: list[Log]) -> list[_Group]:
+    """The rows of each peer. Mostly there is one peer, and every log has one reader."""
+    sole = [log.sole for log in logs]
+    first = sole[0]
+    if first is not None:
+        peer = first.peer
+        own = [subscription for subscription in sole if subscription is not None and subscription.peer is peer]
+        if len(own) == len(logs):
+            return [_Group(peer, own, None)]
+    by_peer: dict[Peer, tuple[list[Subscription], list[int]]] = {}
+    for index, log in enumerate(logs):
+        for subscription in log.subscriptions:
+            subscriptions, indices = by_peer.setdefault(subscription.peer, ([], []))
+            subscriptions.append(subscription)
+            indices.append(index)
+    return [_Group(peer, subscriptions, indices) for peer, (subscriptions, indices) in by_peer.items()]

@@ -1,0 +1,173 @@
+"""A request's output is a log; a stream is a cursor on it. The state behind the outbox, without any of its sending."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable
+from typing import Any
+
+from inferengine.core.plan import TokenLogprobs
+from inferengine.core.stopping import Finished
+from inferengine.engine.peer import Peer
+from inferengine.errors import bounded
+from inferengine.params import SamplingParams
+from inferengine.text import TextStream
+from inferengine.wire.messages import Done
+
+MakeText = Callable[["Submission", bool], TextStream]  # of a submission; whether stop strings are to be looked for
+
+
+class Submission:
+    """One SUBMIT: its choices and what all of them share. Kept for `resume_ttl_s` after its end."""
+
+    __slots__ = ("context_ids", "detached", "id", "label", "logs", "num_prompt", "params", "tenant")
+
+    def __init__(
+        self, id: bytes, params: SamplingParams, *, tenant: str = "", detached: bool = False, label: str = ""
+    ) -> None:
+        self.id = id
+        self.params = params
+        self.tenant = tenant
+        self.detached = detached
+        self.label = label
+        self.num_prompt = 0
+        self.context_ids: list[int] = []  # last tokens of the prompt, where the output continues its text
+        self.logs: list[Log] = []  # one per choice; none while its prompt is being tokenized
+
+    @property
+    def accepted(self) -> bool:
+        return bool(self.logs)
+
+    @property
+    def ended(self) -> bool:
+        return self.accepted and all(log.ended is not None for log in self.logs)
+
+    @property
+    def num_subscriptions(self) -> int:
+        return sum(len(log.subscriptions) for log in self.logs)
+
+
+class TextLog:
+    """The text of a log, as far as it may be shown."""
+
+    __slots__ = ("_stream", "stopped_at", "stopped_by", "text")
+
+    def __init__(self, stream: TextStream) -> None:
+        self._stream = stream
+        self.text = ""
+        self.stopped_by: str | None = None
+        self.stopped_at = 0  # number of tokens up to and with the one that completed the stop string
+
+    def push(self, token_ids: list[int], *, final: bool, stop_token: bool) -> bool:
+        """Take more tokens. True: they completed a stop string."""
+        delta = self._stream.push(token_ids, final, stop_token)
+        self.text += delta.text
+        if delta.stop is None or self.stopped_by is not None:
+            return False
+        self.stopped_by, self.stopped_at = delta.stop, delta.num_tokens
+        return True
+
+
+class Log:
+    """The output of one choice: tokens, and where asked for their log-probabilities and their text."""
+
+    __slots__ = (
+        "arrival_s",
+        "choice",
+        "ended",
+        "layout",
+        "logprobs",
+        "sole",
+        "submission",
+        "subscriptions",
+        "text",
+        "tokens",
+        "uid",
+    )
+
+    def __init__(self, uid: int, submission: Submission, choice: int, arrival_s: float) -> None:
+        self.uid = uid
+        self.submission = submission
+        self.choice = choice
+        self.arrival_s = arrival_s
+        self.tokens: array[int] = array("I")
+        self.logprobs: list[TokenLogprobs] | None = [] if submission.params.logprobs is not None else None
+        self.text: TextLog | None = None
+        self.ended: Done | None = None  # its terminal row, still without a stream
+        self.subscriptions: list[Subscription] = []
+        self.sole: Subscription | None = None  # the only subscription, where there is exactly one
+        self.layout: Any = None  # the outbox's, of the last step that had a token for it
+
+    @property
+    def stopped(self) -> bool:
+        """A stop string was found: whatever the core still draws is not part of the output."""
+        return self.text is not None and self.text.stopped_by is not None
+
+    def cut(self, num_tokens: int) -> None:
+        """Drop what came after the stop string."""
+        del self.tokens[num_tokens:]
+        if self.logprobs is not None:
+            del self.logprobs[num_tokens:]
+
+    def end(self, row: Finished) -> None:
+        """The core's terminal event becomes the log's; a stop string found on the way is the true reason."""
+        text = self.text
+        reason, num_tokens = row.reason, row.num_output
+        detail: Any = [row.detail[0], bounded(row.detail[1])] if isinstance(row.detail, tuple) else row.detail
+        if text is not None and text.stopped_by is not None:
+            reason, detail, num_tokens = "stop", text.stopped_by, text.stopped_at
+            self.cut(num_tokens)
+        queued_s = row.total_s if row.queued_s is None else row.queued_s
+        self.ended = Done(
+            0,
+            reason,
+            detail,
+            row.num_prompt,
+            row.num_cached,
+            num_tokens,
+            round(queued_s * 1e3, 3),
+            round((row.first_token_s or 0.0) * 1e3, 3),
+            round(row.total_s * 1e3, 3),
+        )
+
+    def subscribe(self, subscription: Subscription) -> None:
+        self.subscriptions.append(subscription)
+        self.sole = subscription if len(self.subscriptions) == 1 else None
+
+    def unsubscribe(self, subscription: Subscription) -> None:
+        self.subscriptions.remove(subscription)
+        self.sole = self.subscriptions[0] if len(self.subscriptions) == 1 else None
+
+
+class Subscription:
+    """One peer's cursor on one log. A plain one (tokens alone) that is not dirty stands at the end of its log by
+    definition, so that the step that everybody waits for moves no cursors."""
+
+    __slots__ = ("characters", "cursor", "log", "peer", "plain", "stream", "wants_text", "wants_tokens")
+
+    def __init__(self, peer: Peer, log: Log, stream: int, reply: str) -> None:
+        self.peer = peer
+        self.log = log
+        self.stream = stream
+        self.wants_tokens = reply != "text"
+        self.wants_text = reply != "tokens"
+        self.plain = not self.wants_text and log.logprobs is None
+        self.cursor = 0  # tokens sent
+        self.characters = 0  # characters of text sent
+
+    @property
+    def behind(self) -> bool:
+        """Whether there is something in the log that was not sent. Only for those whose cursor is kept."""
+        log = self.log
+        if log.ended is not None:
+            return True
+        if self.cursor < len(log.tokens) and (self.wants_tokens or log.logprobs is not None):
+            return True
+        return self.wants_text and log.text is not None and self.characters < len(log.text.text)
+
+    def terminal_row(self) -> Done:
+        """The log's terminal event under this stream's number. Only when it has ended."""
+        ended = self.log.ended
+        if ended is None:
+            raise RuntimeError("the log has not ended")
+        return ended._replace(stream=self.stream)

@@ -1,0 +1,116 @@
+"""What the engine says about itself: STATUS for everybody, statistics and configuration for operators."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from inferengine.config import Config
+from inferengine.engine.lifecycle import Lifecycle
+from inferengine.engine.link import Engine
+from inferengine.engine.model_card import ModelCard
+from inferengine.engine.outbox import Outbox
+from inferengine.engine.telemetry import Telemetry
+from inferengine.wire.messages import READY
+
+SECRET_WORDS = ("secret", "password", "api_key")
+
+
+class Reports:
+    """Reads the loop's latest snapshot and counters; never waits for the loop."""
+
+    def __init__(
+        self, config: Config, lifecycle: Lifecycle, card: ModelCard, outbox: Outbox, telemetry: Telemetry
+    ) -> None:
+        self._config = config
+        self._lifecycle = lifecycle
+        self._card = card
+        self._outbox = outbox
+        self._telemetry = telemetry
+
+    def status(self, engine: Engine | None, num_peers: int) -> dict[str, Any]:
+        """Small and often: what choosing an engine and a live panel need."""
+        lifecycle, outbox = self._lifecycle, self._outbox
+        values: dict[str, Any] = {
+            "engine": lifecycle.engine,
+            "epoch": lifecycle.epoch,
+            "state": lifecycle.state,
+            "progress": list(lifecycle.progress),
+            "model": self._card.name,
+            "loop_age_ms": round(lifecycle.loop_age_s() * 1e3, 1),
+            "uptime_s": round(lifecycle.clock() - lifecycle.started_s, 3),
+            "peers": num_peers,
+            "active_requests": outbox.num_open,
+        }
+        if engine is None:
+            return values
+        loop, stats = engine.loop, engine.loop.stats
+        snapshot = loop.snapshot
+        waiting, waiting_tokens = loop.queued()
+        return values | {
+            "running_requests": snapshot.num_running,
+            "waiting_requests": waiting,
+            "waiting_tokens": waiting_tokens,
+            "kv_usage": snapshot.kv_usage,
+            "free_blocks": snapshot.num_blocks_free + snapshot.num_blocks_cached,
+            "steps": stats.num_steps,
+            "prompt_tokens": stats.num_prompt_tokens,
+            "cached_tokens": stats.num_cached_tokens,
+            "output_tokens": stats.num_output_tokens,
+            "finished_requests": stats.num_finished,
+            "preemptions": stats.num_preemptions,
+            "failed_steps": loop.num_failed_steps,
+            "prefill_tokens_per_s": round(loop.prefill_tokens_per_s, 1),
+        }
+
+    def stats(self, engine: Engine | None, num_peers: int) -> dict[str, Any]:
+        """Everything: counters and gauges of STATUS, the cache, histograms, percentiles, configuration."""
+        telemetry = self._telemetry
+        values = self.status(engine, num_peers) | {
+            "running": self._lifecycle.state == READY,
+            "last_error": self._lifecycle.last_error,
+            "accepted_requests": telemetry.num_accepted,
+            "rejected_requests": dict(telemetry.rejected),
+            "finished_by_reason": dict(telemetry.finished),
+            "protocol_errors": telemetry.num_protocol_errors,
+            "percentiles": telemetry.percentiles(),
+            "histograms": telemetry.histograms(),
+            "config": self.config(),
+        }
+        if engine is None:
+            return values
+        loop, stats, snapshot = engine.loop, engine.loop.stats, engine.loop.snapshot
+        return values | {
+            "completed_requests": stats.num_finished,
+            "decode_steps": stats.num_steps,
+            "scheduled_tokens": stats.num_scheduled_tokens,
+            "average_batch_size": stats.num_scheduled_rows / stats.num_steps if stats.num_steps else 0.0,
+            "max_batch_observed": stats.max_batch,
+            "last_error": self._lifecycle.last_error or loop.last_error,
+            "prefix_cache_queries": snapshot.num_prefix_lookup_tokens,
+            "prefix_cache_hits": snapshot.num_prefix_hit_tokens,
+            "cache": {
+                "page_size": snapshot.block_size,
+                "max_pages": snapshot.num_blocks,
+                "used_pages": snapshot.num_blocks_held,
+                "free_pages": snapshot.num_blocks_free + snapshot.num_blocks_cached,
+                "cached_pages": snapshot.num_blocks_cached,
+                "active_sequences": snapshot.num_running,
+                "pressure_events": stats.num_pressure_events,
+                "evictions": snapshot.num_evictions,
+                "utilization": snapshot.kv_usage,
+                "internal_fragmentation": snapshot.internal_fragmentation,
+                "policy": self._config.cache.eviction,
+                "swapped_out_pages": snapshot.num_blocks_swapped_out,
+                "swapped_in_pages": snapshot.num_blocks_swapped_in,
+            },
+        }
+
+    def config(self) -> dict[str, dict[str, Any]]:
+        """The resolved configuration without its secrets."""
+        return {
+            section: {
+                key: "(hidden)" if value and any(word in key for word in SECRET_WORDS) else value
+                for key, value in values.items()
+            }
+            for section, values in self._config.resolved().items()
+        }

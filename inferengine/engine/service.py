@@ -1,0 +1,371 @@
+"""EngineService: the engine process without its signals. Three threads and what passes between them.
+
+    I/O thread    sockets, switchboard, link, outbox: answers at once, whatever the loop does
+    loop thread   loads the model, then turns: commands in, steps, news out
+    main thread   states: STARTING -> READY -> DRAINING -> STOPPING, frozen loops, the exit code
+
+Sockets answer from the first moment, with state STARTING and the loading progress.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import logging
+import secrets
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from inferengine.config import Config
+from inferengine.core.executor import Capacity, Executor
+from inferengine.core.scheduler import StepOutput
+from inferengine.core.stopping import Finished
+from inferengine.engine.core import EngineCore
+from inferengine.engine.endpoint import Endpoint
+from inferengine.engine.kv_publisher import KVPublisher
+from inferengine.engine.lifecycle import Lifecycle
+from inferengine.engine.link import Engine, Link
+from inferengine.engine.loop import EngineLoop, News
+from inferengine.engine.model_card import ModelCard
+from inferengine.engine.notify import Notifier, Watchdog
+from inferengine.engine.options import admission_limits, scheduler_options
+from inferengine.engine.outbox import Outbox
+from inferengine.engine.reports import Reports
+from inferengine.engine.switchboard import Switchboard
+from inferengine.engine.telemetry import Telemetry
+from inferengine.engine.text_service import TextService
+from inferengine.engine.wire_thread import RETRY_S, TICK_S, WireThread
+from inferengine.errors import ExitCode, InferEngineError
+from inferengine.wire import codec
+from inferengine.wire.messages import DRAINING, EPOCH_BYTES, READY, STOPPING, ModelInfo, Status
+
+logger = logging.getLogger(__name__)
+
+DELIVERY_S = 2.0  # for the last messages to reach their readers
+SWITCH_INTERVAL_S = 0.001  # the I/O thread must not wait long for a loop that computes in Python
+_CHECK_S = 0.02
+
+Build = Callable[[], Executor]
+ExitCodeOf = Callable[[BaseException], int]
+
+
+class EngineService:
+    """One engine. `start`, then `wait` for the exit code; `drain` and `abort` from any thread end it."""
+
+    def __init__(
+        self,
+        config: Config,
+        card: ModelCard,
+        build: Build,
+        *,
+        notifier: Notifier | None = None,
+        watchdog: Watchdog | None = None,
+        exit_code_of: ExitCodeOf = lambda error: ExitCode.CRASH,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`build` makes the executor, in the loop's thread: it may import what takes long. `exit_code_of` an error of
+        `build` or loading. Raises AddressTaken and ConfigError: the sockets are bound here."""
+        self.config = config
+        self.core: EngineCore | None = None  # once loaded; belongs to the loop's thread
+        self.lifecycle = Lifecycle(engine=config.engine.name, epoch=secrets.token_bytes(EPOCH_BYTES), clock=clock)
+        self.telemetry = Telemetry()
+        self._card = card
+        self._build = build
+        self._notifier = notifier or Notifier(None)
+        self._watchdog = watchdog or Watchdog(self._notifier, None, clock)
+        self._exit_code_of = exit_code_of
+        self._engine: Engine | None = None
+        self._ended = threading.Event()
+        self._exit_code = ExitCode.OK
+        self._drain_by_s: float | None = None
+        self._aborting = threading.Event()
+        self._failed = threading.Event()
+        self._over = False  # the I/O thread has ended everything: what the loop still posts is too late
+        self._endpoint = Endpoint(config)
+        self._wire = WireThread(self._endpoint, self.lifecycle)
+        self._wire.on_crash = self._on_wire_crash
+        self._texts = TextService(card.files, self._wire.call)
+        self.outbox = Outbox(
+            telemetry=self.telemetry,
+            make_text=self._texts.stream,
+            stop=self._stop_choice,
+            resume_ttl_s=config.wire.resume_ttl_s,
+        )
+        self.switchboard = Switchboard(config, self.lifecycle, card, self.outbox, self.telemetry, self._wire.send)
+        self.link = Link(config, self.lifecycle, card, self.outbox, self.telemetry, self._texts, self.switchboard.alive)
+        self.switchboard.link = self.link
+        self._reports = Reports(config, self.lifecycle, card, self.outbox, self.telemetry)
+        self._kv_publisher = KVPublisher(config.engine.name, card.name, self._wire.publish)
+        self.switchboard.admin_ops = self._admin_ops()
+        self._status_due_s = 0.0
+        self._loop_thread = threading.Thread(target=self._run_loop, name="inferengine-loop", daemon=True)
+        self._main_thread = threading.Thread(target=self._supervise, name="inferengine-supervisor", daemon=True)
+        self._news = threading.Event()  # something for the supervisor
+        self.on_end: Callable[[], None] = lambda: None  # called once, when the exit code is known
+
+    # -- from outside ------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Begin to answer and to load."""
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
+        self.lifecycle.on_change = self._on_change
+        self._wire.start(self.switchboard.receive, self._tick)
+        self._loop_thread.start()
+        self._main_thread.start()
+
+    def drain(self) -> None:
+        """Finish what runs, reject what comes, then end with exit code 0. Any number of times."""
+        if self._drain_by_s is None:
+            self._drain_by_s = self.lifecycle.clock() + self.config.engine.drain_timeout_s
+        if self.lifecycle.state != STOPPING:
+            self.lifecycle.enter(DRAINING if self.lifecycle.state in (READY, DRAINING) else STOPPING)
+        self._news.set()
+
+    def abort(self) -> None:
+        """End now: what runs ends with `abort`. Exit code 130."""
+        self._exit_code = ExitCode.ABORTED
+        self._aborting.set()
+        self.drain()
+
+    def wait(self, timeout_s: float | None = None) -> int | None:
+        """The exit code, or None when it has not ended in time."""
+        return self._exit_code if self._ended.wait(timeout_s) else None
+
+    @property
+    def loop_has_ended(self) -> bool:
+        """False while the loop's thread cannot be ended: in the middle of loading, or frozen."""
+        return not self._loop_thread.is_alive()
+
+    # -- the loop's thread -------------------------------------------------------------------------------------------
+
+    def _run_loop(self) -> None:
+        executor: Executor | None = None
+        try:
+            executor = self._build()
+            capacity = executor.load(self.lifecycle.report)
+            executor.warm_up(self.lifecycle.report)
+            loop = self._make_loop(executor, capacity)
+            gc.collect()
+            gc.freeze()
+            loop.run()
+        except BaseException as error:
+            self._on_failure(error)
+        finally:
+            if executor is not None and not self._failed.is_set():
+                executor.close()
+
+    def _make_loop(self, executor: Executor, capacity: Capacity) -> EngineLoop:
+        core = EngineCore(
+            executor,
+            capacity,
+            scheduler_options(self.config, capacity),
+            clock=self.lifecycle.clock,
+            on_failure=lambda error: loop.observe_failure(error),
+        )
+        loop = EngineLoop(core, self.lifecycle, post=self._post, on_turn=self._watchdog.feed)
+        limits = admission_limits(self.config, capacity)
+        self._texts.wait()
+        info = ModelInfo(
+            self._card.name,
+            self._card.fingerprint,
+            capacity.vocab_size,
+            capacity.max_model_len,
+            self._card.eos_token_ids,
+            capacity.block_size,
+            limits.num_kv_tokens,
+            str(getattr(executor, "dtype", self.config.model.dtype)).removeprefix("torch."),
+        )
+        self.core = core
+        self._engine = Engine(loop, limits, capacity.vocab_size)
+        self._wire.call(lambda: self._on_loaded(info))
+        return loop
+
+    def _post(self, news: News) -> None:
+        self._wire.call(lambda: self._publish(news))
+
+    def _on_failure(self, error: BaseException) -> None:
+        """Loading failed, or the loop: the engine cannot go on."""
+        loading = self._engine is None
+        if loading and isinstance(error, InferEngineError):
+            logger.critical("%s", error)
+        else:
+            logger.critical("the engine %s", "cannot load the model" if loading else "loop failed", exc_info=error)
+        self.lifecycle.last_error = f"{type(error).__name__}: {error}"
+        self._exit_code = self._exit_code_of(error) if loading else ExitCode.CRASH
+        self._failed.set()
+        self._news.set()
+
+    # -- the I/O thread ----------------------------------------------------------------------------------------------
+
+    def _on_loaded(self, info: ModelInfo) -> None:
+        self.switchboard.model = info
+        self.link.engine = self._engine
+        self.lifecycle.progress = ("ready", 1.0)
+        if self._drain_by_s is None:
+            self.lifecycle.enter(READY)
+            self._notifier.send("READY=1", f"STATUS=serving {info.name}")
+            logger.info("ready: %s after %.1f s", info.name, self.lifecycle.clock() - self.lifecycle.started_s)
+
+    def _publish(self, news: News) -> None:
+        if self._over:
+            return
+        self.outbox.publish(news.output, news.time_s)
+        if news.kv_events:
+            self._kv_publisher.publish(news.kv_events)
+
+    def _tick(self, now: float) -> float:
+        self.switchboard.tell_state(now)
+        self.switchboard.tick(now)
+        if now >= self._status_due_s:
+            self._status_due_s = now + self.config.wire.status_interval_s
+            values = self._reports.status(self._engine, len(self.switchboard.peers))
+            self._wire.publish([b"status." + self.lifecycle.engine.encode(), *codec.encode(Status(values))])
+        retry = any(peer.backlog for peer in self.switchboard.peers.values())
+        return min(self._status_due_s, now + (RETRY_S if retry else TICK_S))
+
+    def _stop_choice(self, uid: int) -> None:
+        if self._engine is not None:
+            self._engine.loop.cancel([uid], "stop", None)
+
+    def _admin_ops(self) -> dict[str, Callable[[dict[str, Any], Callable[[Any], None]], None]]:
+        def peers() -> int:
+            return len(self.switchboard.peers)
+
+        def drain(arguments: dict[str, Any], reply: Callable[[Any], None]) -> None:
+            reply({"active_requests": self.outbox.num_open})
+            if arguments.get("exit", True):
+                self.drain()
+            elif self.lifecycle.state == READY:
+                self.lifecycle.enter(DRAINING)
+
+        def resume(arguments: dict[str, Any], reply: Callable[[Any], None]) -> None:
+            if self._drain_by_s is not None or self.lifecycle.state not in (READY, DRAINING):
+                raise InferEngineError("draining", "The engine is about to exit, or has not begun.")
+            self.lifecycle.enter(READY)
+            reply({"state": READY})
+
+        def flush(arguments: dict[str, Any], reply: Callable[[Any], None]) -> None:
+            loop = self._loaded().loop
+            loop.flush(lambda blocks: self._wire.call(lambda: reply({"blocks": blocks})))
+
+        def cancel_all(arguments: dict[str, Any], reply: Callable[[Any], None]) -> None:
+            count = self.outbox.num_open
+            self._loaded().loop.cancel_all("abort", ("cancelled", "An operator cancelled all requests."))
+            reply({"requests": count})
+
+        return {
+            "stats": lambda arguments, reply: reply(self._reports.stats(self._engine, peers())),
+            "config": lambda arguments, reply: reply(self._reports.config()),
+            "flush": flush,
+            "cancel_all": cancel_all,
+            "drain": drain,
+            "resume": resume,
+        }
+
+    def _loaded(self) -> Engine:
+        if self._engine is None:
+            raise InferEngineError("engine_unavailable", "The engine is still loading.")
+        return self._engine
+
+    def _end_everything(self, reason: str, code: str, message: str) -> None:
+        """Terminal rows for all that is open, without the loop's help."""
+        self._over = True
+        now = self.lifecycle.clock()
+        self.link.refuse_waiting(InferEngineError(code, message), now)
+        rows = [
+            Finished(
+                uid=log.uid,
+                reason=reason,
+                detail=(code, message),
+                num_prompt=log.submission.num_prompt,
+                num_cached=0,
+                num_output=len(log.tokens),
+                queued_s=None,
+                first_token_s=None,
+                total_s=now - log.arrival_s,
+                tenant=log.submission.tenant,
+                num_preemptions=0,
+            )
+            for log in self.outbox.open_logs()
+        ]
+        self.outbox.publish(StepOutput(0, [], [], rows, -1), now)
+
+    # -- the supervisor's thread -------------------------------------------------------------------------------------
+
+    def _on_change(self) -> None:
+        phase, share = self.lifecycle.progress
+        state = self.lifecycle.state
+        if state == READY:
+            self._notifier.status(f"serving {self._card.name}")
+        else:
+            self._notifier.status(state.lower() if state != "STARTING" else f"{phase} {share:.0%}")
+        now = self.lifecycle.clock()
+        self._wire.call(lambda: self.switchboard.tell_state(now))
+
+    def _supervise(self) -> None:
+        try:
+            self._watch()
+            self._shut_down()
+        except BaseException:
+            logger.critical("the supervisor failed", exc_info=True)
+            self._exit_code = ExitCode.CRASH
+        finally:
+            self._ended.set()
+            self.on_end()
+
+    def _watch(self) -> None:
+        """Return when the engine is to end: drained, timed out, aborted, failed or frozen."""
+        frozen_after_s = self.config.engine.frozen_after_s
+        while not self._failed.is_set() and not self._aborting.is_set():
+            if self.lifecycle.loop_age_s() > frozen_after_s:
+                logger.critical("the loop has not turned for %g s", frozen_after_s)
+                faulthandler.dump_traceback(all_threads=True)
+                self._exit_code = ExitCode.FROZEN
+                self._failed.set()
+                return
+            drain_by_s = self._drain_by_s
+            if drain_by_s is None:
+                self._news.wait(min(1.0, frozen_after_s / 4))
+                self._news.clear()
+                continue
+            if self._engine is None or self.lifecycle.clock() >= drain_by_s or self._is_drained():
+                return
+            time.sleep(_CHECK_S)
+
+    def _is_drained(self) -> bool:
+        answer: list[bool] = []
+        asked = threading.Event()
+
+        def ask() -> None:
+            answer.append(not self.outbox.num_open and not self.link.has_unanswered and self.switchboard.all_sent)
+            asked.set()
+
+        self._wire.call(ask)
+        return asked.wait(1.0) and answer[0]
+
+    def _shut_down(self) -> None:
+        self._notifier.send("STOPPING=1", "STATUS=stopping")
+        failed = self._failed.is_set()
+        self.lifecycle.enter(STOPPING)
+        if self._engine is not None and not failed:
+            self._engine.loop.stop()
+            self._loop_thread.join(DELIVERY_S)
+        code = "engine_error" if failed else "draining"
+        message = "The engine failed." if failed else "The engine is shutting down."
+        self._wire.call(lambda: self._end_everything("error" if failed else "abort", code, message))
+        deadline_s = self.lifecycle.clock() + DELIVERY_S
+        while self.lifecycle.clock() < deadline_s and not self._is_drained():
+            time.sleep(_CHECK_S)
+        self._wire.call(lambda: self.switchboard.goodbye(message, self.lifecycle.clock()))
+        self._texts.close()
+        self._wire.stop()
+        self._notifier.close()
+
+    def _on_wire_crash(self, error: BaseException) -> None:
+        self.lifecycle.last_error = f"{type(error).__name__}: {error}"
+        self._exit_code = ExitCode.CRASH
+        self._failed.set()
+        self._news.set()

@@ -1,0 +1,104 @@
+"""From a configuration to a running engine process, and from its end to an exit code."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import time
+from queue import SimpleQueue
+from types import FrameType
+
+from inferengine.config import Config
+from inferengine.core.executor import Executor
+from inferengine.engine import logs
+from inferengine.engine.endpoint import AddressTaken
+from inferengine.engine.model_card import read_model_card
+from inferengine.engine.notify import Notifier, Watchdog
+from inferengine.engine.service import EngineService
+from inferengine.errors import ConfigError, ExitCode, InferEngineError
+
+logger = logging.getLogger(__name__)
+
+MEMORY_ERRORS = ("OutOfMemoryError", "MemoryError")
+
+
+def run_engine(config: Config) -> int:
+    """Serve until a signal, and return the exit code. Must be called in the main thread."""
+    logs.configure(config.log)
+    notifier = Notifier.from_environment()
+    try:
+        card = read_model_card(config)
+        service = EngineService(
+            config,
+            card,
+            lambda: _build(config),
+            notifier=notifier,
+            watchdog=Watchdog.from_environment(notifier, time.monotonic),
+            exit_code_of=exit_code_of,
+        )
+    except AddressTaken as error:
+        return _refuse(notifier, str(error), ExitCode.ADDRESS)
+    except ConfigError as error:
+        return _refuse(notifier, str(error), ExitCode.MODEL if error.field == "model.path" else ExitCode.USAGE)
+    except InferEngineError as error:
+        return _refuse(notifier, str(error), ExitCode.MODEL)
+    return _serve(service)
+
+
+def exit_code_of(error: BaseException) -> int:
+    """Which exit code an error while loading deserves."""
+    if isinstance(error, ConfigError):
+        return ExitCode.MODEL if error.field == "model.path" else ExitCode.USAGE
+    if type(error).__name__ in MEMORY_ERRORS:
+        return ExitCode.MEMORY
+    if isinstance(error, InferEngineError | OSError | ValueError | KeyError):
+        return ExitCode.MODEL
+    return ExitCode.CRASH
+
+
+def _build(config: Config) -> Executor:
+    from inferengine.runtime.factory import build_executor
+
+    executor: Executor = build_executor(config)
+    return executor
+
+
+def _serve(service: EngineService) -> int:
+    events: SimpleQueue[int | None] = SimpleQueue()  # its put is safe inside a signal handler
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        events.put(number)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, on_signal)
+    service.on_end = lambda: events.put(None)
+    service.start()
+    num_signals = 0
+    while (event := events.get()) is not None:
+        num_signals += 1
+        if num_signals == 1:
+            logger.info("%s: finishing what runs", signal.Signals(event).name)
+            service.drain()
+        else:
+            service.abort()
+    code = service.wait(0.0)
+    _leave(service, ExitCode.CRASH if code is None else code)
+    return ExitCode.CRASH if code is None else code
+
+
+def _leave(service: EngineService, code: int) -> None:
+    """Where a thread is stuck in the device or in loading, the interpreter's own end would wait for it."""
+    logging.shutdown()
+    if not service.loop_has_ended:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _refuse(notifier: Notifier, message: str, code: int) -> int:
+    print(f"inferengine engine: {message}", file=sys.stderr, flush=True)
+    notifier.send(f"STATUS={message}")
+    notifier.close()
+    return code

@@ -1,0 +1,128 @@
+"""The I/O thread: owns the sockets, and with them the switchboard, the link and the outbox.
+
+It sleeps until a message, news of the loop, or a timer is there. News go before messages and messages come in bounded
+turns, so a flood of them delays nobody's tokens. Answers work while a step runs.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import math
+import os
+import threading
+from collections import deque
+from collections.abc import Callable
+
+import zmq
+
+from inferengine.engine.endpoint import Endpoint
+from inferengine.engine.lifecycle import Lifecycle
+from inferengine.engine.peer import Sent
+from inferengine.wire import sockets
+from inferengine.wire.codec import Frames
+
+logger = logging.getLogger(__name__)
+
+MESSAGES_PER_TURN = 128
+TICK_S = 0.25  # leases, stalls, retries
+RETRY_S = 0.02  # while a full pipe keeps an answer waiting
+LINGER_MS = 1000
+
+
+class WireThread:
+    """Runs calls given to `call` and the handlers given to `start`, all in one thread."""
+
+    def __init__(self, endpoint: Endpoint, lifecycle: Lifecycle) -> None:
+        self._endpoint = endpoint
+        self._lifecycle = lifecycle
+        self._calls: deque[Callable[[], None]] = deque()
+        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._thread: threading.Thread | None = None
+        self._stopping = False
+        self._lock = threading.Lock()  # guards the descriptor, which other threads write to
+        self._receive: Callable[[list[bytes], float], None] = lambda frames, now: None
+        self._tick: Callable[[float], float] = lambda now: now + TICK_S
+        self.on_crash: Callable[[BaseException], None] = lambda error: None
+
+    def start(self, receive: Callable[[list[bytes], float], None], tick: Callable[[float], float]) -> None:
+        """`tick` does what is due and returns when it wants to be called next."""
+        self._receive, self._tick = receive, tick
+        self._thread = threading.Thread(target=self._run, name="inferengine-wire", daemon=True)
+        self._thread.start()
+
+    def call(self, function: Callable[[], None]) -> None:
+        """Have this called in the I/O thread, soon. Does not block; from any thread."""
+        self._calls.append(function)
+        with self._lock:
+            if self._wake_fd >= 0:
+                os.eventfd_write(self._wake_fd, 1)
+
+    def send(self, routing_id: bytes, frames: Frames) -> Sent:
+        """Only in the I/O thread."""
+        try:
+            self._endpoint.router.send_multipart([routing_id, *frames], zmq.NOBLOCK)
+        except zmq.Again:
+            return Sent.FULL
+        except zmq.ZMQError as error:
+            if error.errno == errno.EHOSTUNREACH:
+                return Sent.GONE
+            raise
+        return Sent.OK
+
+    def publish(self, frames: Frames) -> None:
+        """To whoever listens on PUB. Only in the I/O thread."""
+        self._endpoint.publisher.send_multipart(frames, zmq.NOBLOCK)
+
+    def stop(self, timeout_s: float = 5.0) -> None:
+        """End the thread after what it was called for so far, and close the sockets."""
+        if self._thread is None:
+            self._endpoint.close(0)
+            self._close_wake_fd()
+            return
+        self.call(self._stop)
+        self._thread.join(timeout_s)
+
+    def _stop(self) -> None:
+        self._stopping = True
+
+    def _close_wake_fd(self) -> None:
+        with self._lock:
+            descriptor, self._wake_fd = self._wake_fd, -1
+        os.close(descriptor)
+
+    def _run(self) -> None:
+        try:
+            self._turn_until_stopped()
+        except BaseException as error:
+            logger.critical("the I/O thread failed", exc_info=error)
+            self.on_crash(error)
+        finally:
+            self._endpoint.close(LINGER_MS)
+            self._close_wake_fd()
+
+    def _turn_until_stopped(self) -> None:
+        clock, router = self._lifecycle.clock, self._endpoint.router
+        poller = zmq.Poller()
+        poller.register(router, zmq.POLLIN)
+        poller.register(self._wake_fd, zmq.POLLIN)
+        due_s = clock()
+        waiting = False
+        while not self._stopping:
+            wait_s = 0.0 if waiting or self._calls else max(0.0, due_s - clock())
+            for source, _ in poller.poll(math.ceil(wait_s * 1e3)):
+                if source == self._wake_fd:
+                    os.eventfd_read(self._wake_fd)
+            while self._calls:
+                self._calls.popleft()()
+            waiting = True
+            for _ in range(MESSAGES_PER_TURN):
+                if not sockets.readable(router):
+                    waiting = False
+                    break
+                self._receive(router.recv_multipart(zmq.NOBLOCK), clock())
+                if self._calls:
+                    break
+            now = clock()
+            if now >= due_s:
+                due_s = self._tick(now)
