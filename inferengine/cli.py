@@ -20,6 +20,7 @@ COMMANDS = {
     "ws": "the websocket front end and its chat page",
     "chat": "talk to a running engine in this terminal",
     "check": "look for what would keep the service from working, with remedies",
+    "simulate": "the scheduler in virtual time: capacity, policies, fleets, without a device",
     "config": "print the resolved configuration as TOML",
 }
 

@@ -39,6 +39,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "inferengine.structured",
         "inferengine.runtime",
     ),
+    "inferengine.simulation": (*FOUNDATION, "inferengine.core", "inferengine.engine.core", "inferengine.client"),
     "inferengine.runtime": (
         *FOUNDATION,
         "inferengine.core",
@@ -62,6 +63,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "inferengine.wire",
         "inferengine.text",
         "inferengine.engine",
+        "inferengine.simulation",
         "frontends",
     ),
     "frontends": (*FOUNDATION, "inferengine.client", "inferengine.wire", "inferengine.text"),
@@ -88,6 +90,7 @@ LIGHT_PARTS = (
     "inferengine.cli",
     "inferengine.commands",
     "inferengine.engine",
+    "inferengine.simulation",
     "frontends",
 )
 # Where the engine meets the device, inside a function, once everything cheap has been checked.

@@ -1,0 +1,180 @@
+"""VirtualEngine: the engine's own EngineCore and admission, on a clock that jumps to the end of each step.
+
+Nothing of the scheduler is imitated. The executor's future moves the clock instead of waiting for a device, so order,
+batching, chunks, blocks, preemption, overlap and deadlines are the service's own.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from inferengine.core.admission import AdmissionLimits, admit, resolve_max_tokens
+from inferengine.core.executor import Capacity, Progress
+from inferengine.core.plan import StepPlan, StepResult
+from inferengine.core.request import Request
+from inferengine.core.scheduler import SchedulerOptions, StepOutput
+from inferengine.engine.core import EngineCore
+from inferengine.simulation.cost_model import CostModel, shape_of
+
+_RATE_MEMORY = 0.8  # as in engine.loop
+
+
+class VirtualClock:
+    """The time of one engine."""
+
+    __slots__ = ("now",)
+
+    def __init__(self, now: float = 0.0) -> None:
+        self.now = now
+
+    def read(self) -> float:
+        return self.now
+
+
+class _VirtualStep:
+    """A step that is over at `ready_s`. Waiting for it moves the clock there."""
+
+    __slots__ = ("_clock", "_ready_s", "_result")
+
+    def __init__(self, result: StepResult, ready_s: float, clock: VirtualClock) -> None:
+        self._result, self._ready_s, self._clock = result, ready_s, clock
+
+    def done(self) -> bool:
+        return self._clock.now >= self._ready_s
+
+    def result(self) -> StepResult:
+        if self._clock.now < self._ready_s:
+            self._clock.now = self._ready_s
+        return self._result
+
+
+class VirtualExecutor:
+    """Implements `core.executor.Executor`. A request's tokens are all its seed: cheap, and known to the workload."""
+
+    def __init__(self, capacity: Capacity, cost: CostModel, clock: VirtualClock, max_in_flight: int = 1) -> None:
+        self.max_in_flight = max_in_flight
+        self.busy_s = 0.0
+        self._capacity = capacity
+        self._cost = cost
+        self._clock = clock
+        self._busy_until = 0.0
+        self._seeds = [0] * capacity.max_num_seqs
+
+    def load(self, progress: Progress) -> Capacity:
+        return self._capacity
+
+    def warm_up(self, progress: Progress) -> None:
+        """Nothing to warm."""
+
+    def execute(self, plan: StepPlan) -> _VirtualStep:
+        seeds = self._seeds
+        for item in plan.admitted:
+            seeds[item.slot] = item.seed
+        decodes = plan.num_decodes
+        tokens = [seeds[slot] for slot in plan.slots[:decodes]]
+        samples = plan.samples
+        for row in range(decodes, len(plan.slots)):
+            if samples[row]:
+                tokens.append(seeds[plan.slots[row]])
+        duration = self._cost.seconds(shape_of(plan))
+        self.busy_s += duration
+        self._busy_until = max(self._busy_until, self._clock.now) + duration
+        return _VirtualStep(StepResult(tokens), self._busy_until, self._clock)
+
+    def flush(self) -> None:
+        """Nothing is kept between requests."""
+
+    def close(self) -> None:
+        """Nothing to give back."""
+
+
+class EngineOptions(NamedTuple):
+    """One kind of engine; a fleet is made of any number of them."""
+
+    capacity: Capacity
+    cost: CostModel
+    scheduler: SchedulerOptions
+    limits: AdmissionLimits
+    max_in_flight: int = 1
+
+
+class VirtualEngine:
+    """One engine in virtual time. Requests that come while a step runs join the queue when it ends, as they do in the
+    service, where the loop looks for them between steps."""
+
+    def __init__(self, options: EngineOptions, now: float = 0.0) -> None:
+        self.options = options
+        self.clock = VirtualClock(now)
+        self.executor = VirtualExecutor(options.capacity, options.cost, self.clock, options.max_in_flight)
+        self.core = EngineCore(self.executor, options.capacity, options.scheduler, clock=self.clock.read)
+        self.scheduler = self.core.scheduler
+        self.stepping = False  # a step is under way; set by whoever drives the engine
+        self._inbox: list[Request] = []
+        self._inbox_tokens = 0
+        self._tenants: dict[str, int] = {}
+        self._prompt_rate = 0.0
+
+    def queued(self) -> tuple[int, int]:
+        """Requests and prompt tokens that wait: in the queue, and of those that the core has not seen yet the share for
+        which no slot is free (as `engine.loop.EngineLoop.queued`)."""
+        waiting, unseen = self.scheduler.waiting, len(self._inbox)
+        if not unseen:
+            return len(waiting), waiting.num_tokens
+        free = max(0, self.options.scheduler.max_num_seqs - len(self.scheduler.running) - len(waiting))
+        over = max(0, unseen - free)
+        return len(waiting) + over, waiting.num_tokens + self._inbox_tokens * over // unseen
+
+    @property
+    def num_requests(self) -> int:
+        return len(self.scheduler.sequences) + len(self._inbox)
+
+    @property
+    def has_work(self) -> bool:
+        return self.core.has_work or bool(self._inbox)
+
+    def submit(self, request: Request, now: float) -> None:
+        """Accept a request or raise the InferEngineError that the service would answer with."""
+        limits = self.options.limits
+        resolve_max_tokens(request.num_prompt, request.max_tokens, limits)
+        queued_requests, queued_tokens = self.queued()
+        admit(
+            request.num_prompt,
+            1,
+            queued_requests=queued_requests,
+            queued_tokens=queued_tokens,
+            tokens_per_s=self._prompt_rate,
+            limits=limits,
+            tenant_requests=self._tenants.get(request.tenant, 0) if limits.max_tenant_requests else 0,
+            time_left_s=None if request.deadline_s is None else request.deadline_s - now,
+        )
+        if limits.max_tenant_requests:
+            self._tenants[request.tenant] = self._tenants.get(request.tenant, 0) + 1
+        self._inbox.append(request)
+        self._inbox_tokens += request.num_prompt
+
+    def step(self, now: float) -> StepOutput | None:
+        """Run the core until it has news; `clock.now` is then the time of the news. None: nothing can be computed."""
+        self.clock.now = now
+        if self._inbox:
+            for request in self._inbox:
+                self.core.submit(request)
+            self._inbox.clear()
+            self._inbox_tokens = 0
+        core, stats = self.core, self.scheduler.stats
+        tokens, rows = stats.num_scheduled_tokens, stats.num_scheduled_rows
+        output = core.step()
+        if output is None and core.num_in_flight:
+            output = core.step()  # overlap: the first step of a busy period was launched, its news come now
+        if output is None:
+            return None
+        self._measure_rate(stats.num_scheduled_tokens - tokens, stats.num_scheduled_rows - rows, self.clock.now - now)
+        if output.finished and self.options.limits.max_tenant_requests:
+            for row in output.finished:
+                self._tenants[row.tenant] -= 1
+        return output
+
+    def _measure_rate(self, num_tokens: int, num_rows: int, duration_s: float) -> None:
+        """The rate at which prompts are taken in, from steps that mostly do that: what Retry-After is made of."""
+        if num_tokens > 2 * num_rows and duration_s > 0:
+            rate, old = num_tokens / duration_s, self._prompt_rate
+            self._prompt_rate = _RATE_MEMORY * old + (1 - _RATE_MEMORY) * rate if old else rate

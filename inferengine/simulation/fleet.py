@@ -1,0 +1,310 @@
+"""Fleet: engines in virtual time behind the client's chooser. One heap of events, one clock that jumps.
+
+As in the service: an engine looks for new requests between its steps; STATUS tells the chooser what an engine has to do
+every 250 ms, and in between it counts what it sent; a refused request is tried elsewhere; when an engine dies, requests
+that had not begun go on elsewhere and the others end with `engine_restarted`.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from inferengine.client.chooser import Chooser
+from inferengine.core.request import Request
+from inferengine.core.scheduler import StepOutput
+from inferengine.core.stopping import Finished
+from inferengine.errors import InferEngineError
+from inferengine.params import SamplingParams
+from inferengine.simulation.engine import EngineOptions, VirtualEngine
+from inferengine.simulation.report import Recorder, Sample, TokenIntervals, summarize
+from inferengine.simulation.workload import Arrival, Workload
+
+STATUS_INTERVAL_S = 0.25
+DETECTION_S = 1.0  # from an engine's death until clients send nothing there any more
+MAX_ATTEMPTS = 3  # engines tried for one request after the first
+_GAUGE_STEPS = 64
+_PARAMS = SamplingParams(ignore_eos=True)
+
+_STEP, _ARRIVAL, _STATUS, _FAILURE, _DETECTION, _RETURN = range(6)
+
+
+class Failure(NamedTuple):
+    """An engine dies at `time_s` and is back, empty, `restart_s` later (None: never)."""
+
+    time_s: float
+    engine: int
+    restart_s: float | None = None
+
+
+class _Host:
+    """An engine, what runs on it, and how it fares."""
+
+    __slots__ = ("alive", "arrivals", "begun", "engine", "incarnation", "index", "intervals", "stranded")
+
+    def __init__(self, index: int, engine: VirtualEngine, intervals: TokenIntervals) -> None:
+        self.index = index
+        self.engine = engine
+        self.intervals = intervals
+        self.alive = True
+        self.incarnation = 0
+        self.arrivals: dict[int, Arrival] = {}
+        self.begun: set[int] = set()
+        self.stranded: list[Arrival] = []  # not begun when the engine died, or sent to it since
+
+
+class Fleet:
+    """Runs one workload to its end; what each request came to goes to the recorder at once."""
+
+    def __init__(
+        self,
+        options: EngineOptions,
+        workload: Workload,
+        *,
+        num_engines: int = 1,
+        choice: str = "power_of_two",
+        failures: Sequence[Failure] = (),
+        recorder: Recorder | None = None,
+        seed: int = 0,
+        affinity_tokens: int = 256,
+    ) -> None:
+        self.recorder = recorder or Recorder()
+        self.now = 0.0
+        self._options = options
+        self._workload = workload
+        self._hosts = [_Host(index, VirtualEngine(options), self.recorder.intervals()) for index in range(num_engines)]
+        names = [f"engine-{index}" for index in range(num_engines)]
+        self.chooser = Chooser(names, choice, generator=random.Random(seed), affinity_tokens=affinity_tokens)
+        self._events: list[tuple[float, int, int, Any]] = []
+        self._sequence = 0
+        self._status_planned = False
+        self._num_steps = 0
+        self._num_stepping = 0
+        self._last_news_s = 0.0
+        self._first_arrival_s: float | None = None
+        self._totals: dict[str, float] = dict.fromkeys(_TOTALS, 0.0)
+        self._totals["engines"] = num_engines
+        for failure in failures:
+            if not 0 <= failure.engine < num_engines:
+                raise ValueError(f"engine {failure.engine} of {num_engines} cannot fail")
+            self._plan(failure.time_s, _FAILURE, failure)
+
+    def run(self) -> dict[str, Any]:
+        """Everything from the first arrival to the last terminal event; returns the report."""
+        handlers: dict[int, Callable[[Any], None]] = {
+            _STEP: self._on_step,
+            _ARRIVAL: self._on_arrival,
+            _STATUS: self._on_status,
+            _FAILURE: self._on_failure,
+            _DETECTION: self._on_detection,
+            _RETURN: self._on_return,
+        }
+        arrivals = self._workload.arrivals()
+        arrival = next(arrivals, None)
+        events = self._events
+        while arrival is not None or events:
+            if arrival is not None and (not events or arrival.arrival_s <= events[0][0]):
+                self.now = arrival.arrival_s
+                self._on_arrival(arrival)
+                arrival = next(arrivals, None)
+                continue
+            self.now, _, kind, payload = heapq.heappop(events)
+            handlers[kind](payload)
+        for host in self._hosts:
+            self._count(host.engine)
+        begin = self._first_arrival_s or 0.0
+        return summarize(self.recorder, self._last_news_s - begin, self._totals)
+
+    # -- events ------------------------------------------------------------------------------------------------------
+
+    def _on_arrival(self, arrival: Arrival) -> None:
+        if self._first_arrival_s is None:
+            self._first_arrival_s = arrival.arrival_s
+        self.recorder.num_submitted += 1
+        self._dispatch(arrival, ())
+
+    def _on_step(self, payload: tuple[_Host, int, StepOutput | None]) -> None:
+        """A step's news are out; the next one begins."""
+        host, incarnation, output = payload
+        if incarnation != host.incarnation:
+            return  # the engine died while it ran
+        host.engine.stepping = False
+        self._num_stepping -= 1
+        if output is not None:
+            self._last_news_s = self.now
+            host.intervals.add(output, self.now)
+            if output.layout != -1:
+                host.begun.update(output.uids)
+            for row in output.finished:
+                self._finish(host, row)
+        self._begin_step(host)
+
+    def _on_status(self, payload: None) -> None:
+        table = self.chooser.table
+        for host in self._hosts:
+            if host.alive:
+                engine = host.engine
+                table.report(host.index, engine.queued()[1], engine.num_requests)
+        self._status_planned = False
+        if self._num_stepping:
+            self._plan_status()
+
+    def _on_failure(self, failure: Failure) -> None:
+        host = self._hosts[failure.engine]
+        if not host.alive:
+            return
+        host.alive = False
+        host.incarnation += 1
+        if host.engine.stepping:
+            self._num_stepping -= 1
+        self._count(host.engine)
+        self._totals["failures"] += 1
+        for uid, arrival in host.arrivals.items():
+            if uid in host.begun:
+                self.recorder.refused("engine_restarted")
+            else:
+                host.stranded.append(arrival)
+        host.arrivals, host.begun = {}, set()
+        self._plan(self.now + DETECTION_S, _DETECTION, host)
+        if failure.restart_s is not None:
+            self._plan(self.now + failure.restart_s, _RETURN, host)
+
+    def _on_detection(self, host: _Host) -> None:
+        self._tell_available()
+        stranded, host.stranded = host.stranded, []
+        for arrival in stranded:
+            self.recorder.num_moved += 1
+            self._dispatch(arrival, ())
+
+    def _on_return(self, host: _Host) -> None:
+        host.alive = True
+        host.engine = VirtualEngine(self._options, self.now)
+        host.intervals = self.recorder.intervals()
+        self.chooser.table.report(host.index, 0, 0)
+        self._tell_available()
+        stranded, host.stranded = host.stranded, []  # back before anyone noticed: another epoch, sent again
+        for arrival in stranded:
+            self.recorder.num_moved += 1
+            self._dispatch(arrival, ())
+
+    # -- inside ------------------------------------------------------------------------------------------------------
+
+    def _dispatch(self, arrival: Arrival, refused_by: tuple[int, ...]) -> None:
+        """Send a request to the engine that the chooser names; when that refuses, to another one."""
+        code = "engine_unavailable"
+        while len(refused_by) <= MAX_ATTEMPTS:
+            index = (
+                0 if len(self._hosts) == 1 else self.chooser.choose(arrival.prompt_ids, arrival.salt, avoid=refused_by)
+            )
+            if index is None or (refused_by and index in refused_by):
+                break
+            host = self._hosts[index]
+            self.chooser.table.sent(index, len(arrival.prompt_ids))
+            if not host.alive:
+                if len(self._hosts) == 1 and index not in self.chooser.table.available:
+                    break
+                host.stranded.append(arrival)
+                return
+            try:
+                host.engine.submit(self._request(arrival), self.now)
+            except InferEngineError as error:
+                code = error.code
+                if code not in ("overloaded", "rate_limited", "draining"):
+                    break
+                refused_by = (*refused_by, index)
+                continue
+            self.recorder.num_moved += bool(refused_by)
+            host.arrivals[arrival.uid] = arrival
+            if not host.engine.stepping:
+                self._begin_step(host)
+            if len(self._hosts) > 1 and not self._status_planned:
+                self._plan_status()
+            return
+        self.recorder.refused(code)
+        self._follow_up(arrival)
+
+    def _begin_step(self, host: _Host) -> None:
+        engine = host.engine
+        if not engine.has_work:
+            return
+        output = engine.step(self.now)
+        engine.stepping = True
+        self._num_stepping += 1
+        self._num_steps += 1
+        # Nothing can be computed though something waits (a deadline, a policy that holds back): look again soon.
+        ready_s = engine.clock.now if output is not None else self.now + 0.01
+        self._plan(ready_s, _STEP, (host, host.incarnation, output))
+        if self._num_steps % _GAUGE_STEPS == 0:
+            kv = engine.scheduler.snapshot()
+            self.recorder.gauge(kv.kv_usage, kv.internal_fragmentation)
+        if self.now >= self.recorder.timeline.due_s:
+            self._sample()
+
+    def _finish(self, host: _Host, row: Finished) -> None:
+        arrival = host.arrivals.pop(row.uid)
+        host.begun.discard(row.uid)
+        self.recorder.finished(row)
+        self._follow_up(arrival)
+
+    def _follow_up(self, arrival: Arrival) -> None:
+        following = self._workload.follow_up(arrival, self.now)
+        if following is not None:
+            self._plan(following.arrival_s, _ARRIVAL, following)
+
+    def _request(self, arrival: Arrival) -> Request:
+        return Request(
+            uid=arrival.uid,
+            prompt_ids=arrival.prompt_ids,
+            params=_PARAMS,
+            max_tokens=arrival.num_output,
+            seed=arrival.seed,
+            priority=arrival.priority,
+            tenant=arrival.tenant,
+            cache_salt=arrival.salt,
+            arrival_s=arrival.arrival_s,
+            deadline_s=None if arrival.deadline_s is None else arrival.arrival_s + arrival.deadline_s,
+        )
+
+    def _tell_available(self) -> None:
+        self.chooser.table.set_available([host.index for host in self._hosts if host.alive])
+
+    def _plan(self, time_s: float, kind: int, payload: Any) -> None:
+        self._sequence += 1
+        heapq.heappush(self._events, (time_s, self._sequence, kind, payload))
+
+    def _plan_status(self) -> None:
+        self._status_planned = True
+        self._plan((self.now // STATUS_INTERVAL_S + 1) * STATUS_INTERVAL_S, _STATUS, None)
+
+    def _sample(self) -> None:
+        running = waiting = 0
+        usage = 0.0
+        for host in self._hosts:
+            scheduler = host.engine.scheduler
+            running += len(scheduler.running)
+            waiting += host.engine.queued()[0]
+            usage += scheduler.kv.usage
+        tokens = self.recorder.num_output_tokens
+        self.recorder.timeline.add(Sample(self.now, running, waiting, usage / len(self._hosts), tokens))
+
+    def _count(self, engine: VirtualEngine) -> None:
+        """Add an engine's totals: at its death, and at the end."""
+        stats, kv, totals = engine.scheduler.stats, engine.scheduler.kv, self._totals
+        totals["steps"] += stats.num_steps
+        totals["rows"] += stats.num_scheduled_rows
+        totals["scheduled_tokens"] += stats.num_scheduled_tokens
+        totals["max_batch"] = max(totals["max_batch"], stats.max_batch)
+        totals["busy_s"] += engine.executor.busy_s
+        totals["hit_tokens"] += kv.num_hit_tokens
+        totals["lookup_tokens"] += kv.num_lookup_tokens
+        totals["preemptions"] += stats.num_preemptions
+        totals["pressure_events"] += stats.num_pressure_events
+        totals["evictions"] += kv.num_evictions
+
+
+_TOTALS = (
+    "engines", "steps", "rows", "scheduled_tokens", "max_batch", "busy_s", "hit_tokens", "lookup_tokens",
+    "preemptions", "pressure_events", "evictions", "failures",
+)  # fmt: skip
