@@ -175,6 +175,70 @@ def _launch(
 
 
 @triton.jit
+def _load_tile(
+    head_ptr,
+    table_row,
+    start,
+    tile_end,
+    kv_block_stride,
+    kv_value_stride,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+):
+    """Keys and values [BLOCK_T, BLOCK_DIM] of positions from `start` on, zeros from `tile_end` on."""
+    t = start + tl.arange(0, BLOCK_T)
+    d = tl.arange(0, BLOCK_DIM)[None, :]
+    visible = t < tile_end
+    if BLOCK_T <= BLOCK_SIZE:
+        block = tl.load(table_row + start // BLOCK_SIZE).to(tl.int64)
+        tile = head_ptr + block * kv_block_stride + (start % BLOCK_SIZE + tl.arange(0, BLOCK_T)) * HEAD_DIM
+    else:
+        blocks = tl.load(table_row + t // BLOCK_SIZE, mask=visible, other=0).to(tl.int64)
+        tile = head_ptr + blocks * kv_block_stride + (t % BLOCK_SIZE) * HEAD_DIM
+    load_mask = visible[:, None] & (d < HEAD_DIM)
+    k = tl.load(tile[:, None] + d, mask=load_mask, other=0.0)
+    v = tl.load(tile[:, None] + kv_value_stride + d, mask=load_mask, other=0.0)
+    return k, v
+
+
+@triton.jit
+def _attend_tile(
+    acc,
+    total,
+    peak,
+    q,
+    k,
+    v,
+    start,
+    tile_end,
+    begin,
+    scale,
+    softcap,
+    BLOCK_T: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+):
+    """One step of the online softmax over a tile of at least one visible key; `peak` is in units of log 2."""
+    LOG2E: tl.constexpr = 1.4426950408889634
+    t = start + tl.arange(0, BLOCK_T)
+    visible = t < tile_end
+    if WINDOW:
+        visible = visible & (t >= begin)
+    score = tl.dot(q, tl.trans(k.to(q.dtype)), out_dtype=tl.float32, input_precision="ieee") * scale
+    if SOFTCAP:
+        score = softcap * tanh(score / softcap)
+    score = tl.where(visible[None, :], score * LOG2E, float("-inf"))
+    new_peak = tl.maximum(peak, tl.max(score, axis=1))
+    weight = tl.exp2(score - new_peak[:, None])
+    shrink = tl.exp2(peak - new_peak)
+    total = total * shrink + tl.sum(weight, axis=1)
+    acc = tl.dot(weight.to(q.dtype), v.to(q.dtype), acc * shrink[:, None], input_precision="ieee")
+    return acc, total, new_peak
+
+
+@triton.jit
 def _decode_kernel(
     q_ptr,
     q_norm_ptr,
@@ -216,24 +280,20 @@ def _decode_kernel(
     PDL: tl.constexpr,
 ):
     LOG2E: tl.constexpr = 1.4426950408889634
+    NUM_HEADS: tl.constexpr = NUM_KV_HEADS * GROUP
     allow_next(PDL)
     kv_head = tl.program_id(0)
     split = tl.program_id(1)
     row = tl.program_id(2)
-    NUM_HEADS: tl.constexpr = NUM_KV_HEADS * GROUP
+    length = tl.load(row_len_ptr + row)
+    slot = tl.load(row_slot_ptr + row).to(tl.int64)
     g = tl.arange(0, DOT_GROUP)[:, None]
     d = tl.arange(0, BLOCK_DIM)[None, :]
     in_dim = d < HEAD_DIM
     out_row = out_ptr + row.to(tl.int64) * NUM_HEADS * HEAD_DIM
     out_at = out_row + (kv_head * GROUP + g) * HEAD_DIM + d
     out_mask = (g < GROUP) & in_dim
-    wait_for_previous(PDL)
 
-    length = tl.load(row_len_ptr + row)
-    if length <= 0:
-        if split == 0:
-            tl.store(out_at, tl.zeros([DOT_GROUP, BLOCK_DIM], tl.float32).to(out_ptr.dtype.element_ty), mask=out_mask)
-        return
     # Which part of the context this program reads. Whole tiles, the same whatever the number of rows.
     end = length - 1 if PACKED else length
     begin = tl.maximum(length - window, 0) if WINDOW else 0
@@ -242,13 +302,23 @@ def _decode_kernel(
     tiles_per_split = tl.maximum(tl.cdiv(num_tiles, SPLITS), 1)
     active = tl.maximum(tl.cdiv(num_tiles, tiles_per_split), 1)
     if split >= active:
-        return
+        return  # split 0 of the row waits for the previous kernel
     tile_begin = (first_tile + split * tiles_per_split) * BLOCK_T
     tile_end = tl.minimum(tile_begin + tiles_per_split * BLOCK_T, end)
-
-    slot = tl.load(row_slot_ptr + row).to(tl.int64)
     table_row = table_ptr + slot * table_stride
     head_ptr = kv_ptr + kv_head.to(tl.int64) * kv_head_stride
+
+    if PACKED:  # only the newest key and value come from the kernel before: the first tile need not wait for it
+        k, v = _load_tile(
+            head_ptr, table_row, tile_begin, tile_end, kv_block_stride, kv_value_stride, HEAD_DIM, BLOCK_DIM, BLOCK_SIZE,
+            BLOCK_T,
+        )  # fmt: skip
+    wait_for_previous(PDL)
+    if length <= 0:
+        if split == 0:
+            tl.store(out_at, tl.zeros([DOT_GROUP, BLOCK_DIM], tl.float32).to(out_ptr.dtype.element_ty), mask=out_mask)
+        return
+
     q_row = q_ptr + row.to(tl.int64) * q_stride + (kv_head * GROUP + g) * HEAD_DIM
     position = (length - 1).to(tl.int64)
     cos_sin_row = cos_sin_ptr + position * HEAD_DIM
@@ -258,7 +328,7 @@ def _decode_kernel(
     peak = tl.full([DOT_GROUP], float("-inf"), tl.float32)
     total = tl.zeros([DOT_GROUP], tl.float32)
     acc = tl.zeros([DOT_GROUP, BLOCK_DIM], tl.float32)
-    if PACKED:  # noqa: SIM102 (the outer one is decided when the kernel is compiled)
+    if PACKED:
         if split == active - 1:
             one = tl.arange(0, 1)[:, None]
             k_row = q_ptr + row.to(tl.int64) * q_stride + (NUM_HEADS + kv_head) * HEAD_DIM + one
@@ -276,32 +346,19 @@ def _decode_kernel(
             peak = score * LOG2E
             total += 1.0
             acc += v_new.to(tl.float32)
-
+        if tile_begin < tile_end:
+            acc, total, peak = _attend_tile(
+                acc, total, peak, q, k, v, tile_begin, tile_end, begin, scale, softcap, BLOCK_T, WINDOW, SOFTCAP
+            )
+        tile_begin += BLOCK_T
     for start in range(tile_begin, tile_end, BLOCK_T):
-        t = start + tl.arange(0, BLOCK_T)
-        visible = t < tile_end
-        if WINDOW:
-            visible = visible & (t >= begin)
-        if BLOCK_T <= BLOCK_SIZE:
-            block = tl.load(table_row + start // BLOCK_SIZE).to(tl.int64)
-            tile = head_ptr + block * kv_block_stride + (start % BLOCK_SIZE + tl.arange(0, BLOCK_T)) * HEAD_DIM
-        else:
-            blocks = tl.load(table_row + t // BLOCK_SIZE, mask=visible, other=0).to(tl.int64)
-            tile = head_ptr + blocks * kv_block_stride + (t % BLOCK_SIZE) * HEAD_DIM
-        load_mask = visible[:, None] & in_dim
-        k = tl.load(tile[:, None] + d, mask=load_mask, other=0.0).to(q.dtype)
-        score = tl.dot(q, tl.trans(k), out_dtype=tl.float32, input_precision="ieee") * scale
-        if SOFTCAP:
-            score = softcap * tanh(score / softcap)
-        score = tl.where(visible[None, :], score * LOG2E, float("-inf"))
-        v = tl.load(tile[:, None] + kv_value_stride + d, mask=load_mask, other=0.0).to(q.dtype)
-        new_peak = tl.maximum(peak, tl.max(score, axis=1))
-        weight = tl.exp2(score - new_peak[:, None])
-        shrink = tl.exp2(peak - new_peak)
-        total = total * shrink + tl.sum(weight, axis=1)
-        acc = acc * shrink[:, None]
-        acc = tl.dot(weight.to(q.dtype), v, acc, input_precision="ieee")
-        peak = new_peak
+        k, v = _load_tile(
+            head_ptr, table_row, start, tile_end, kv_block_stride, kv_value_stride, HEAD_DIM, BLOCK_DIM, BLOCK_SIZE,
+            BLOCK_T,
+        )  # fmt: skip
+        acc, total, peak = _attend_tile(
+            acc, total, peak, q, k, v, start, tile_end, begin, scale, softcap, BLOCK_T, WINDOW, SOFTCAP
+        )
 
     acc = acc * v_scale / total[:, None]
     if SPLITS == 1:
@@ -325,7 +382,7 @@ def _decode_kernel(
     tl.debug_barrier()
     tl.store(arrived_ptr + unit, 0)
 
-    STEP: tl.constexpr = 4 if SPLITS >= 4 else SPLITS
+    STEP: tl.constexpr = 16 if SPLITS >= 16 else SPLITS
     gb = tl.arange(0, BLOCK_GROUP)
     best = tl.full([BLOCK_GROUP], float("-inf"), tl.float32)
     norm = tl.zeros([BLOCK_GROUP], tl.float32)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from inferengine.kernels.activation import tanh
 from inferengine.kernels.pdl import allow_next, launch_options, supports_pdl, wait_for_previous
@@ -37,12 +38,14 @@ def prefill_attention(
     out: torch.Tensor,
     kv_scales: tuple[float, float] = (1.0, 1.0),
     tuning: PrefillTuning | None = None,
+    deterministic: bool = False,
 ) -> torch.Tensor:
     """q [T, H, D] -> out [T, H*D] for the tokens of rows [first_row, R); other rows of `out` are not touched.
 
     Row r's queries are tokens [query_start[r], query_start[r + 1]) at positions row_start[r] on; it attends causally
     to everything in the cache up to itself. `num_tokens` = tokens of those rows, `max_count` = the most of one row:
-    host integers, upper bounds are enough. In deterministic mode pass a fixed `max_count` (or `tuning`).
+    host integers, upper bounds are enough. `deterministic`: one tiling whatever the rows, and no contraction of products
+    and sums, so that masked and unmasked tiles round alike.
     """
     num_heads, head_dim = q.shape[1], q.shape[2]
     num_rows = row_slot.shape[0] - first_row
@@ -50,13 +53,15 @@ def prefill_attention(
         return out
     num_kv_heads, block_size = kv.shape[2], kv.shape[3]
     group = num_heads // num_kv_heads
-    tuned = tuning or prefill_tuning(head_dim, max_count, group)
+    tuned = tuning or prefill_tuning(head_dim, 1 if deterministic else max_count, group, block_size)
     tile_tokens = tuned.block_rows // group
     assert tile_tokens > 0
     num_tiles = num_tokens // tile_tokens + num_rows
+    tma = tuned.tma and can_use_tma(kv, tuned.block_tokens)
+    view = TensorDescriptor.from_tensor(kv.view(-1, head_dim), [tuned.block_tokens, head_dim]) if tma else kv
     _prefill_kernel[(num_kv_heads, num_tiles)](
         q,
-        kv,
+        view,
         row_slot,
         row_start,
         query_start,
@@ -82,11 +87,20 @@ def prefill_attention(
         BLOCK_T=tuned.block_tokens,
         WINDOW=window is not None,
         SOFTCAP=softcap is not None,
+        TMA=tma,
         num_warps=tuned.num_warps,
         num_stages=tuned.num_stages,
-        **launch_options(supports_pdl(q.device)),
+        **launch_options(supports_pdl(q.device), exact=deterministic),
     )
     return out
+
+
+def can_use_tma(kv: torch.Tensor, block_tokens: int) -> bool:
+    """Tiles by the tensor memory accelerator: a tile lies within one block and the head dimension is a power of two."""
+    block_size, head_dim = kv.shape[3], kv.shape[4]
+    fits = block_size % block_tokens == 0 and head_dim & (head_dim - 1) == 0 and head_dim * kv.element_size() >= 32
+    capable = kv.device.type != "cuda" or torch.cuda.get_device_capability(kv.device)[0] >= 9
+    return fits and capable and kv.is_contiguous()
 
 
 @triton.jit
@@ -116,13 +130,16 @@ def _attend(
     key_begin,
     key_end,
     query_position,
-    head_ptr,
+    kv,
+    kv_head,
     table_row,
     kv_block_stride,
     kv_value_stride,
+    kv_head_stride,
     scale,
     softcap,
     window,
+    NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -130,6 +147,7 @@ def _attend(
     MASKED: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
+    TMA: tl.constexpr,
 ):
     """The online softmax over keys [key_begin, key_end), key_begin a multiple of BLOCK_T; MASKED applies the diagonal,
     the window and the end."""
@@ -137,13 +155,20 @@ def _attend(
     d = tl.arange(0, BLOCK_DIM)
     for start in range(key_begin, key_end, BLOCK_T):
         t = start + tl.arange(0, BLOCK_T)
-        if BLOCK_T <= BLOCK_SIZE:
+        if TMA:  # the cache seen as rows of one key or value each
+            block = tl.load(table_row + start // BLOCK_SIZE)
+            key_row = (block * (2 * NUM_KV_HEADS) + kv_head) * BLOCK_SIZE + start % BLOCK_SIZE
+        elif BLOCK_T <= BLOCK_SIZE:
+            head_ptr = kv + kv_head.to(tl.int64) * kv_head_stride
             block = tl.load(table_row + start // BLOCK_SIZE).to(tl.int64)
             tile = head_ptr + block * kv_block_stride + (start % BLOCK_SIZE + tl.arange(0, BLOCK_T)) * HEAD_DIM
         else:
+            head_ptr = kv + kv_head.to(tl.int64) * kv_head_stride
             blocks = tl.load(table_row + t // BLOCK_SIZE, mask=t < key_end, other=0).to(tl.int64)
             tile = head_ptr + blocks * kv_block_stride + (t % BLOCK_SIZE) * HEAD_DIM
-        if MASKED or HEAD_DIM != BLOCK_DIM:
+        if TMA:
+            k = kv.load([key_row, 0]).to(q.dtype)
+        elif MASKED or HEAD_DIM != BLOCK_DIM:
             load_mask = (t < key_end)[:, None] & (d < HEAD_DIM)[None, :]
             k = tl.load(tile[:, None] + d[None, :], mask=load_mask, other=0.0).to(q.dtype)
         else:
@@ -163,7 +188,9 @@ def _attend(
         if MASKED and WINDOW:  # a tile may hold no visible key of a query: its weights must not become exp2(0)
             weight = tl.where(visible, weight, 0.0)
         shrink = tl.exp2(peak - new_peak)
-        if MASKED or HEAD_DIM != BLOCK_DIM:
+        if TMA:
+            v = kv.load([key_row + NUM_KV_HEADS * BLOCK_SIZE, 0]).to(q.dtype)
+        elif MASKED or HEAD_DIM != BLOCK_DIM:
             v = tl.load(tile[:, None] + kv_value_stride + d[None, :], mask=load_mask, other=0.0).to(q.dtype)
         else:
             v = tl.load(tile[:, None] + kv_value_stride + d[None, :]).to(q.dtype)
@@ -177,7 +204,7 @@ def _attend(
 @triton.jit
 def _prefill_kernel(
     q_ptr,
-    kv_ptr,
+    kv,
     row_slot_ptr,
     row_start_ptr,
     query_start_ptr,
@@ -203,6 +230,7 @@ def _prefill_kernel(
     BLOCK_T: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
+    TMA: tl.constexpr,
     PDL: tl.constexpr,
 ):
     allow_next(PDL)
@@ -218,7 +246,7 @@ def _prefill_kernel(
     start_position = tl.load(row_start_ptr + row)
     slot = tl.load(row_slot_ptr + row).to(tl.int64)
     table_row = table_ptr + slot * table_stride
-    head_ptr = kv_ptr + kv_head.to(tl.int64) * kv_head_stride
+    NUM_KV_HEADS: tl.constexpr = NUM_HEADS // GROUP
 
     i = tl.arange(0, BLOCK_ROWS)
     d = tl.arange(0, BLOCK_DIM)
@@ -245,12 +273,14 @@ def _prefill_kernel(
         diagonal = key_begin
     else:
         acc, total, peak = _attend(
-            acc, total, peak, q, key_begin, diagonal, query_position, head_ptr, table_row, kv_block_stride,
-            kv_value_stride, scale, softcap, window, HEAD_DIM, BLOCK_DIM, BLOCK_SIZE, BLOCK_T, False, False, SOFTCAP,
+            acc, total, peak, q, key_begin, diagonal, query_position, kv, kv_head, table_row, kv_block_stride,
+            kv_value_stride, kv_head_stride, scale, softcap, window, NUM_KV_HEADS, HEAD_DIM, BLOCK_DIM, BLOCK_SIZE,
+            BLOCK_T, False, False, SOFTCAP, TMA,
         )  # fmt: skip
     acc, total, peak = _attend(
-        acc, total, peak, q, diagonal, key_end, query_position, head_ptr, table_row, kv_block_stride,
-        kv_value_stride, scale, softcap, window, HEAD_DIM, BLOCK_DIM, BLOCK_SIZE, BLOCK_T, True, WINDOW, SOFTCAP,
+        acc, total, peak, q, diagonal, key_end, query_position, kv, kv_head, table_row, kv_block_stride,
+        kv_value_stride, kv_head_stride, scale, softcap, window, NUM_KV_HEADS, HEAD_DIM, BLOCK_DIM, BLOCK_SIZE, BLOCK_T,
+        True, WINDOW, SOFTCAP, TMA,
     )  # fmt: skip
     acc = acc * (v_scale / total)[:, None]
     tl.store(out_ptr + at[:, None] + d[None, :], acc.to(out_ptr.dtype.element_ty), mask=q_mask)

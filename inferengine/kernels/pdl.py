@@ -5,6 +5,9 @@ then wait in `wait_for_previous` until everything written before is visible. Eve
 launched with PDL waits in *all* of its programs before it reads or writes anything a previous kernel touches; by
 induction a kernel that passed its wait sees the whole past. Inside CUDA graphs the launch becomes a programmatic edge.
 
+What may be read before the wait: weights, and what only kernels without PDL write, torch's own for one. Those let
+nothing start before they end. So are the columns of a step, the block tables and the keys and values of earlier steps.
+
 Source: CUDA programming guide, "Programmatic Dependent Launch and Synchronization".
 """
 
@@ -37,6 +40,13 @@ def supports_pdl(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
 
 
-def launch_options(pdl: bool) -> dict[str, Any]:
-    """Keyword arguments for a kernel launch. `launch_pdl` is only named where it exists: the interpreter has none."""
-    return {"PDL": True, "launch_pdl": True} if pdl else {"PDL": False}
+def launch_options(pdl: bool, *, exact: bool = False) -> dict[str, Any]:
+    """Keyword arguments for a kernel launch. `launch_pdl` is only named where it exists: the interpreter has none.
+
+    `exact` forbids the compiler to contract a product and a sum into one rounding: two loops of a kernel that do the
+    same arithmetic then give the same bits.
+    """
+    options: dict[str, Any] = {"PDL": True, "launch_pdl": True} if pdl else {"PDL": False}
+    if exact:
+        options["enable_fp_fusion"] = False
+    return options

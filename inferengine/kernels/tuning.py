@@ -29,18 +29,39 @@ def decode_tuning(num_rows: int, num_kv_heads: int, head_dim: int) -> DecodeTuni
     return DecodeTuning(64, splits, 4, 3)
 
 
+class GemvTuning(NamedTuple):
+    """One row times a weight: weight rows and columns per tile, columns of each row fetched into L2 ahead of time."""
+
+    block_n: int
+    block_k: int
+    num_warps: int
+    prefetch: int
+
+
+class TileTuning(NamedTuple):
+    """Few rows times a weight on the tensor cores. `chunks`: parts of the inner dimension that are summed apart."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    chunks: int
+    num_warps: int
+    num_stages: int
+    prefetch: int
+
+
 class PrefillTuning(NamedTuple):
-    """Prefill attention: rows (tokens x heads of a group) and keys per tile."""
+    """Prefill attention: rows (tokens x heads of a group) and keys per tile, by the tensor memory accelerator where the
+    cache's blocks allow it."""
 
     block_rows: int
     block_tokens: int
     num_warps: int
     num_stages: int
+    tma: bool = False
 
 
-def prefill_tuning(head_dim: int, max_count: int, group: int) -> PrefillTuning:
+def prefill_tuning(head_dim: int, max_count: int, group: int, block_size: int) -> PrefillTuning:
     if head_dim > 128:
         return PrefillTuning(64, 32, 4, 2)
-    if max_count * group <= 64:
-        return PrefillTuning(64, 64, 4, 3)
-    return PrefillTuning(128, 64, 8, 3)
+    return PrefillTuning(64, 64, 4, 2 if block_size >= 64 else 3, tma=block_size >= 64)

@@ -97,3 +97,8 @@ def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
 
 def tolerance(dtype: torch.dtype) -> float:
     return {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}[dtype]
+
+
+def dtypes() -> list[torch.dtype]:
+    """What the tests run in: bfloat16 is what the card is for; the interpreter's numpy has no such type."""
+    return [torch.float32, torch.bfloat16] if torch.cuda.is_available() else [torch.float32, torch.float16]

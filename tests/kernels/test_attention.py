@@ -5,6 +5,7 @@ from inferengine.kernels.attention_decode import DecodeWorkspace, decode_attenti
 from inferengine.kernels.attention_prefill import prefill_attention
 from inferengine.kernels.tuning import PrefillTuning
 from tests.kernels.builders import (
+    dtypes,
     make_paged_case,
     reference_attention,
     reference_norm,
@@ -21,7 +22,7 @@ SHAPES = [
     (4, 2, 24, 64, None, 20.0),
     (2, 1, 128, 64, 70, 30.0),
 ]
-DTYPES = [torch.float32, torch.float16]
+DTYPES = dtypes()
 
 
 def make_workspace(rows: int, heads: int, kv_heads: int, head_dim: int, device: torch.device) -> DecodeWorkspace:
@@ -102,22 +103,24 @@ def test_prefill_attention(heads, kv_heads, head_dim, block_size, window, softca
         assert not out[:skipped].any(), "decode rows belong to the decode kernel"
 
 
-def test_prefill_attention_does_not_depend_on_chunking(device):
-    case = make_paged_case([90], [90], 2, 32, 16, torch.float32, device)
-    q = torch.randn(90, 4, 32, device=device)
+@pytest.mark.parametrize(("head_dim", "block_size"), [(32, 16), (128, 64)])
+def test_prefill_attention_does_not_depend_on_chunking(head_dim, block_size, device):
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    case = make_paged_case([190], [190], 2, head_dim, block_size, dtype, device)
+    q = torch.randn(190, 4, head_dim, device=device).to(dtype)
 
     def run(first: int, last: int) -> torch.Tensor:
-        out = torch.zeros(last - first, 128, device=device)
+        out = torch.zeros(last - first, 4 * head_dim, device=device, dtype=dtype)
         bounds = torch.tensor([0, last - first], dtype=torch.int32, device=device)
         start = torch.tensor([first], dtype=torch.int32, device=device)
         prefill_attention(
             q[first:last], case.kv, case.row_slot, start, bounds, case.block_table, 0.2, None, None, first_row=0,
-            num_tokens=last - first, max_count=90, out=out, tuning=PrefillTuning(32, 32, 4, 2),
+            num_tokens=last - first, max_count=last - first, out=out, deterministic=True,
         )  # fmt: skip
         return out
 
-    chunks = torch.cat([run(0, 33), run(33, 34), run(34, 90)])
+    chunks = torch.cat([run(0, 33), run(33, 34), run(34, 130), run(130, 190)])
     if device.type == "cuda":
-        assert torch.equal(chunks, run(0, 90)), "deterministic mode stands on equal bits"
+        assert torch.equal(chunks, run(0, 190)), "deterministic mode stands on equal bits"
     else:  # the interpreter multiplies with numpy, whose rounding depends on the shape
-        torch.testing.assert_close(chunks, run(0, 90))
+        torch.testing.assert_close(chunks, run(0, 190))

@@ -1,0 +1,81 @@
+import pytest
+import torch
+
+from inferengine.kernels.activation import GELU_TANH, SILU
+from inferengine.kernels.linear import Scratch, gemv, tiled
+from inferengine.kernels.tuning import GemvTuning, TileTuning
+from tests.kernels.builders import dtypes, reference_norm, relative_error, tolerance
+
+
+def make_operands(rows: int, columns: int, width: int, dtype: torch.dtype, device: torch.device):
+    x = torch.randn(rows, columns, device=device).to(dtype)
+    weight = (torch.randn(width, columns, device=device) / columns**0.5).to(dtype)
+    return x, weight
+
+
+def make_scratch(device: torch.device) -> Scratch:
+    return Scratch(device, num_floats=1 << 16, num_counters=256)
+
+
+@pytest.mark.parametrize("dtype", dtypes())
+@pytest.mark.parametrize(("columns", "width"), [(64, 40), (320, 33), (1000, 8)])
+def test_gemv_norms_its_input_and_adds_bias_and_residual(columns, width, dtype, device):
+    x, weight = make_operands(1, columns, width, dtype, device)
+    gain, bias = torch.randn(columns, device=device).to(dtype), torch.randn(width, device=device).to(dtype)
+    residual = torch.randn(1, width, device=device).to(dtype)
+    tuned = GemvTuning(4, 128, 4, 0)
+    plain = x.double() @ weight.double().T
+    assert relative_error(gemv(x, weight, tuned), plain) < tolerance(dtype)
+    normed = reference_norm(x, gain, 1e-5) @ weight.double().T + bias.double() + residual.double()
+    stored = residual.clone()
+    actual = gemv(x, weight, tuned, gain=gain, eps=1e-5, bias=bias, residual=stored)
+    assert actual.data_ptr() == stored.data_ptr()
+    assert relative_error(actual, normed) < tolerance(dtype)
+
+
+@pytest.mark.parametrize("dtype", dtypes())
+@pytest.mark.parametrize("activation", [SILU, GELU_TANH])
+@pytest.mark.parametrize("rows", [1, 5])
+def test_gated_products(rows, activation, dtype, device):
+    x, weight = make_operands(rows, 192, 2 * 48, dtype, device)
+    left, right = (x.double() @ weight.double().T).chunk(2, -1)
+    act = torch.nn.functional.silu(left) if activation == SILU else torch.nn.functional.gelu(left, approximate="tanh")
+    tiled_out = tiled(x, weight, TileTuning(16, 16, 64, 1, 4, 2, 0), make_scratch(device), gated=activation)
+    assert relative_error(tiled_out, act * right) < tolerance(dtype)
+    if rows == 1:
+        assert relative_error(gemv(x, weight, GemvTuning(4, 128, 4, 0), gated=activation), act * right) < tolerance(
+            dtype
+        )
+
+
+@pytest.mark.parametrize("dtype", dtypes())
+@pytest.mark.parametrize("chunks", [1, 3])
+@pytest.mark.parametrize(("rows", "columns", "width"), [(3, 64, 48), (16, 384, 64), (33, 200, 50)])
+def test_tiled_product(rows, columns, width, chunks, dtype, device):
+    x, weight = make_operands(rows, columns, width, dtype, device)
+    bias, residual = torch.randn(width, device=device).to(dtype), torch.randn(rows, width, device=device).to(dtype)
+    tuned, scratch = TileTuning(16, 32, 32, chunks, 4, 2, 0), make_scratch(device)
+    expected = x.double() @ weight.double().T
+    assert relative_error(tiled(x, weight, tuned, scratch), expected) < tolerance(dtype)
+    stored = residual.clone()
+    tiled(x, weight, tuned, scratch, bias=bias, residual=stored)
+    assert relative_error(stored, expected + bias.double() + residual.double()) < tolerance(dtype)
+    assert not scratch.arrived.any(), "a launch must leave the arrival counters at zero"
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_a_row_does_not_depend_on_the_rows_beside_it(chunks, device):
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    x, weight = make_operands(200, 512, 128, dtype, device)
+    scratch = make_scratch(device)
+
+    def run(rows: int, block_m: int) -> torch.Tensor:
+        tuned = TileTuning(block_m, 64, 64, chunks, 4, 3, 0)
+        return tiled(x[:rows], weight, tuned, scratch)
+
+    whole = run(200, 128)
+    for rows, block_m in ((1, 16), (16, 16), (33, 64), (200, 64)):
+        if device.type == "cuda":
+            assert torch.equal(run(rows, block_m), whole[:rows]), "deterministic mode stands on equal bits"
+        else:  # the interpreter multiplies with numpy, whose rounding depends on the shape
+            torch.testing.assert_close(run(rows, block_m), whole[:rows])
