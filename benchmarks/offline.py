@@ -1,0 +1,261 @@
+"""EngineCore and TorchExecutor in one process, no sockets: what the engine itself costs.
+
+python benchmarks/offline.py --shape llama-3.1-8b --batches 1 8 32 --prefill 16x4096 --mixed 512 [--json FILE]
+python benchmarks/offline.py --model FOLDER --against transformers
+
+Rows: `decode` (median ms per step at a steady batch), `prefill` (prompt tokens per second), `mixed` (requests of random
+lengths submitted at once: output tokens per second), `generate` (the same prompts to us and to transformers' generate,
+one after the other in this process: tokens per second and their ratio).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import random
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.shapes import SHAPES
+from inferengine.config import Config, load, parse_flags
+from inferengine.core.request import Request
+from inferengine.core.scheduler import SchedulerOptions
+from inferengine.engine.core import EngineCore
+from inferengine.params import SamplingParams
+from inferengine.runtime.factory import build_executor
+
+Row = dict[str, Any]
+
+
+class Bench:
+    """A loaded engine and a counter of requests."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        begin = time.perf_counter()
+        self.executor = build_executor(config)
+        self.capacity = self.executor.load(lambda phase, share: None)
+        self.load_s = time.perf_counter() - begin
+        begin = time.perf_counter()
+        self.executor.warm_up(lambda phase, share: None)
+        self.warm_up_s = time.perf_counter() - begin
+        self.uid = 0
+        self.random = random.Random(0)
+
+    def core(self) -> EngineCore:
+        """A fresh scheduler without prefix cache, so that no run lives off the one before."""
+        options = SchedulerOptions(
+            self.capacity.max_num_batched_tokens, self.capacity.max_num_seqs, prefix_caching=False
+        )
+        return EngineCore(self.executor, self.capacity, options, clock=time.perf_counter, on_failure=_raise)
+
+    def submit(self, core: EngineCore, prompt: int | list[int], max_tokens: int, temperature: float = 0.0) -> None:
+        self.uid += 1
+        ids = self.prompt(prompt) if isinstance(prompt, int) else prompt
+        params = SamplingParams(temperature=temperature, ignore_eos=True)
+        core.submit(Request(uid=self.uid, prompt_ids=ids, params=params, max_tokens=max_tokens, seed=self.uid))
+
+    def prompt(self, length: int) -> list[int]:
+        return [self.random.randrange(self.capacity.vocab_size) for _ in range(length)]
+
+    def decode(self, batch: int, prompt: int, num_tokens: int, temperature: float) -> Row:
+        """Milliseconds between results of steps in which every row decodes."""
+        core = self.core()
+        for _ in range(batch):
+            self.submit(core, prompt, num_tokens, temperature)
+        times: list[float] = []
+        last = None
+        while core.has_work:
+            output = core.step()
+            now = time.perf_counter()
+            full = output is not None and len(output.uids) == batch and not output.finished
+            if full and last is not None:
+                times.append((now - last) * 1e3)
+            last = now if full else None
+        times = sorted(times[len(times) // 10 :])
+        return {
+            "row": "decode", "batch": batch, "prompt_tokens": prompt, "output_tokens": num_tokens,
+            "temperature": temperature, "median_ms": round(statistics.median(times), 4),
+            "mean_ms": round(statistics.fmean(times), 4), "p99_ms": round(times[int(len(times) * 0.99)], 4),
+            "tokens_per_s": round(batch / statistics.fmean(times) * 1e3, 1),
+        }  # fmt: skip
+
+    def prefill(self, num_prompts: int, length: int, repeats: int = 3) -> Row:
+        """Prompt tokens per second, one output token each."""
+        seconds = []
+        for _ in range(repeats + 1):
+            core = self.core()
+            for _ in range(num_prompts):
+                self.submit(core, length, 1)
+            begin = time.perf_counter()
+            _drain(core)
+            seconds.append(time.perf_counter() - begin)
+        best = statistics.median(seconds[1:])
+        return {
+            "row": "prefill", "prompts": num_prompts, "prompt_tokens": length,
+            "seconds": round(best, 4), "tokens_per_s": round(num_prompts * length / best, 1),
+        }  # fmt: skip
+
+    def mixed(self, count: int, inputs: tuple[int, int], outputs: tuple[int, int], temperature: float) -> Row:
+        """Requests of random lengths, all submitted at once."""
+        rng = random.Random(0)
+        lengths = [(rng.randint(*inputs), rng.randint(*outputs)) for _ in range(count)]
+        core = self.core()
+        for prompt, output in lengths:
+            self.submit(core, prompt, output, temperature)
+        begin = time.perf_counter()
+        _drain(core)
+        seconds = time.perf_counter() - begin
+        total_in, total_out = sum(a for a, _ in lengths), sum(b for _, b in lengths)
+        return {
+            "row": "mixed", "requests": count, "input_tokens": total_in, "output_tokens": total_out,
+            "temperature": temperature, "seconds": round(seconds, 3),
+            "output_tokens_per_s": round(total_out / seconds, 1), "preemptions": core.scheduler.stats.num_preemptions,
+        }  # fmt: skip
+
+    def generate(self, prompts: list[list[int]], num_tokens: int) -> float:
+        """Seconds for these prompts, greedy, all submitted at once."""
+        core = self.core()
+        for prompt in prompts:
+            self.submit(core, prompt, num_tokens)
+        begin = time.perf_counter()
+        _drain(core)
+        return time.perf_counter() - begin
+
+
+def against_transformers(bench: Bench, folder: Path, batches: list[int], prompt: int, num_tokens: int) -> list[Row]:
+    """The same prompts through transformers' generate, alternating with ours."""
+    from transformers import AutoModelForCausalLM
+
+    dtype, device = bench.executor.dtype, bench.executor.device
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device).eval()
+    rows = []
+    for batch in batches:
+        prompts = [bench.prompt(prompt) for _ in range(batch)]
+        ours, theirs = [], []
+        for _ in range(3):
+            ours.append(bench.generate(prompts, num_tokens))
+            begin = time.perf_counter()
+            with torch.inference_mode():
+                ids = torch.tensor(prompts, device=device)
+                out = model.generate(
+                    ids, attention_mask=torch.ones_like(ids), do_sample=False, pad_token_id=0,
+                    max_new_tokens=num_tokens, min_new_tokens=num_tokens,
+                )  # fmt: skip
+            assert out.shape[1] == prompt + num_tokens
+            theirs.append(time.perf_counter() - begin)
+        total = batch * num_tokens
+        us, them = total / statistics.median(ours), total / statistics.median(theirs)
+        row: Row = {"row": "generate", "batch": batch, "prompt_tokens": prompt, "output_tokens": num_tokens}
+        row |= {"tokens_per_s": round(us, 1), "transformers_tokens_per_s": round(them, 1), "ratio": round(us / them, 3)}
+        rows.append(row)
+        print(json.dumps(rows[-1]), flush=True)
+    return rows
+
+
+def environment(bench: Bench) -> Row:
+    executor = bench.executor
+    on_cuda = executor.device.type == "cuda"
+    return {
+        "device": torch.cuda.get_device_name() if on_cuda else platform.processor() or platform.machine(),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "dtype": str(executor.dtype),
+        "kv_blocks": [group.num_blocks for group in bench.capacity.groups],
+        "load_s": round(bench.load_s, 3),
+        "warm_up_s": round(bench.warm_up_s, 3),
+    }
+
+
+def _drain(core: EngineCore) -> None:
+    while core.has_work:
+        core.step()
+
+
+def _raise(error: BaseException) -> None:
+    raise error
+
+
+def _random_checkpoint(shape: str, folder: Path) -> None:
+    """Random weights that both sides can load."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    values = dict(SHAPES[shape])
+    config = AutoConfig.for_model(values.pop("model_type"), **values)
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
+
+
+def _pair(text: str, separator: str) -> tuple[int, int]:
+    first, _, second = text.partition(separator)
+    return int(first), int(second)
+
+
+def main() -> None:
+    flags, rest = parse_flags(sys.argv[1:])
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="Every key of the configuration is a flag too: --engine.threads 2, --model.dtype float32",
+    )
+    parser.add_argument("--model", type=Path, help="checkpoint folder")
+    parser.add_argument("--shape", choices=sorted(SHAPES), help="random weights of this shape")
+    parser.add_argument("--batches", type=int, nargs="*", default=[1, 8, 32])
+    parser.add_argument("--prompt-tokens", type=int, default=128)
+    parser.add_argument("--output-tokens", type=int, default=128)
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--prefill", nargs="*", default=[], metavar="COUNTxLENGTH")
+    parser.add_argument("--mixed", type=int, default=0, metavar="REQUESTS")
+    parser.add_argument("--mixed-in", default="128-1024", metavar="LOW-HIGH")
+    parser.add_argument("--mixed-out", default="64-512", metavar="LOW-HIGH")
+    parser.add_argument("--against", choices=["transformers"])
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args(rest)
+    if (arguments.model is None) == (arguments.shape is None):
+        parser.error("name --model or --shape, one of them")
+
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = arguments.model or Path(scratch)
+        load_format = "auto"
+        if arguments.shape and arguments.against:
+            _random_checkpoint(arguments.shape, folder)
+        elif arguments.shape:
+            (folder / "config.json").write_text(json.dumps(SHAPES[arguments.shape]))
+            load_format = "dummy"
+        config = load(flags=flags).with_values(model={"path": str(folder), "load_format": load_format})
+        bench = Bench(config)
+        rows: list[Row] = []
+
+        def report(row: Row) -> None:
+            rows.append(row)
+            print(json.dumps(row), flush=True)
+
+        about = environment(bench)
+        print(json.dumps(about), flush=True)
+        size = arguments.prompt_tokens, arguments.output_tokens
+        if arguments.against:
+            rows += against_transformers(bench, folder, arguments.batches, *size)
+        else:
+            for batch in arguments.batches:
+                report(bench.decode(batch, *size, arguments.temperature))
+        for text in arguments.prefill:
+            report(bench.prefill(*_pair(text, "x")))
+        if arguments.mixed:
+            lengths = _pair(arguments.mixed_in, "-"), _pair(arguments.mixed_out, "-")
+            report(bench.mixed(arguments.mixed, *lengths, arguments.temperature))
+    if arguments.json:
+        model = arguments.shape or arguments.model.name
+        document = {"benchmark": "offline", "model": model, "environment": about, "rows": rows}
+        arguments.json.write_text(json.dumps(document, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
