@@ -1,0 +1,200 @@
+"""Questions of fact: concepts of serving, this engine, everyday things, small talk, and what the model cannot know.
+
+In an answer the words in «» are what a right answer must contain; the marks are taken out before anyone sees it. The
+key is the answer's subject and the phrasing, so held-out questions are phrasings that were never seen for that fact.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from random import Random
+
+from inferengine import config, errors
+
+from .example import Exchange, Split, admits
+from .facts import engine, everyday, serving, talk
+from .grammar import capitalized, spin, with_article
+from .phrasing import as_typed
+from .words import ANIMALS, CITIES, DAYS, FRUITS, MONTHS, PRODUCTS, city, company, full_name, invented_name
+
+_MARKED = re.compile("«([^»]*)»")
+
+
+def required_words(answer: str) -> tuple[str, ...]:
+    """What stands between the marks."""
+    return tuple(_MARKED.findall(answer))
+
+
+def unmarked(answer: str) -> str:
+    return answer.replace("«", "").replace("»", "")
+
+
+def normal(question: str) -> str:
+    """The question without what `as_typed` may change at its end and in its case."""
+    return question.lower().rstrip("?.! ,")
+
+
+def concept(random: Random, split: Split) -> Exchange:
+    """What is it, what is it for, how does it work; or how two things differ."""
+    while True:
+        if random.random() < 0.12:
+            pattern, answer = random.choice(serving.RELATED)
+            question = spin(random, pattern)
+            follow_ups: tuple[tuple[str, str], ...] = ()
+        else:
+            name, *answers = random.choice(serving.CONCEPTS)
+            aspect = random.choice((0, 0, 0, 1, 2))
+            answer = answers[aspect]
+            if not answer:
+                continue
+            bare = re.sub("^(a|an|the) ", "", name)
+            slots = {"x": name, "bare": random.choice((bare, name))}
+            question = spin(random, random.choice((serving.WHAT, serving.WHY, serving.HOW)[aspect]), slots)
+            follow_ups = _next_aspects(random, answers, aspect)
+        if admits(split, f"concept {answer[:20]}|{normal(question)}"):
+            break
+    user = as_typed(random, question)
+    return Exchange("concepts", normal(question), user, unmarked(answer), required_words(answer), follow_ups)
+
+
+def _next_aspects(random: Random, answers: list[str], aspect: int) -> tuple[tuple[str, str], ...]:
+    asked = {
+        1: "[Why is that useful?|And why does one want it?|What is it good for?|why is it useful?|What is it for?|And why?]",
+        2: "[How does it work?|And how does that work?|how does it work?|Can you explain how it works?|How is it done?]",
+    }
+    later = [(spin(random, asked[index]), unmarked(answers[index])) for index in (1, 2) if index > aspect and answers[index]]
+    return tuple(later[: random.choice((1, 2))])
+
+
+def about_engine(random: Random, split: Split) -> Exchange:
+    """Using this engine: commands, ports, endpoints, the wire, configuration keys, errors."""
+    while True:
+        kind = random.random()
+        if kind < 0.62:
+            pattern, answer = random.choice(engine.ENGINE)
+            question = spin(random, pattern)
+        elif kind < 0.74:
+            question, answer = _wire_kind(random)
+        elif kind < 0.92:
+            question, answer = _configuration_key(random)
+        else:
+            code, error = random.choice(tuple(errors.KINDS.items()))
+            remedy = error.remedy
+            question = spin(random, engine.ASK_ERROR, {"code": code})
+            answer = f"The error {code} has HTTP status «{error.http_status}». {remedy}"
+        if admits(split, f"engine {answer[:20]}|{normal(question)}"):
+            break
+    user = as_typed(random, question, keep_case=kind > 0.62)
+    return Exchange("engine", normal(question), user, unmarked(answer), required_words(answer))
+
+
+def _wire_kind(random: Random) -> tuple[str, str]:
+    name, number, sender, meaning = random.choice(engine.WIRE_KINDS)
+    slots = {"kind": name, "number": str(number)}
+    other = "engine" if sender == "client" else "client"
+    form = random.randrange(3)
+    if form == 0:
+        return spin(random, engine.ASK_KIND, slots), f"{name} is kind «{number}», sent by the «{sender}». {meaning}"
+    if form == 1:
+        return spin(random, engine.ASK_KIND_NUMBER, slots), f"{name} is kind «{number}»."
+    return spin(random, engine.ASK_NUMBER_KIND, slots), f"Kind {number} is «{name}», from the {sender} to the {other}."
+
+
+def _configuration_key(random: Random) -> tuple[str, str]:
+    name, field = random.choice(tuple(config.keys().items()))
+    default = field.default
+    shown = "empty" if default == "" else str(default).lower() if isinstance(default, bool) else f"{default}"
+    if random.random() < 0.6:
+        question = spin(random, engine.ASK_KEY, {"key": name})
+        return question, f"`{name}`: {field.metadata['help']}. The default is «{shown}»."
+    return spin(random, engine.ASK_KEY_DEFAULT, {"key": name}), f"The default of `{name}` is «{shown}»."
+
+
+def general(random: Random, split: Split) -> Exchange:
+    """Everyday facts."""
+    while True:
+        question, answer = random.choice((_capital, _general, _general, _opposite, _animal, _calendar))(random)
+        if admits(split, f"everyday {answer[:20]}|{normal(question)}"):
+            break
+    user = as_typed(random, question)
+    return Exchange("everyday", normal(question), user, unmarked(answer), required_words(answer))
+
+
+def _capital(random: Random) -> tuple[str, str]:
+    country, capital = random.choice(tuple(everyday.CAPITALS.items()))
+    if random.random() < 0.3:
+        return spin(random, everyday.ASK_CAPITAL_OF, {"city": capital}), f"{capital} is the capital of «{country}»."
+    return spin(random, everyday.ASK_CAPITAL, {"country": country}), f"The capital of {country} is «{capital}»."
+
+
+def _general(random: Random) -> tuple[str, str]:
+    pattern, answer = random.choice(everyday.GENERAL)
+    return spin(random, pattern), answer
+
+
+def _opposite(random: Random) -> tuple[str, str]:
+    pair = random.choice(everyday.OPPOSITES)
+    word, other = pair if random.random() < 0.5 else (pair[1], pair[0])
+    return spin(random, everyday.ASK_OPPOSITE, {"word": word}), f"The opposite of {word} is «{other}»."
+
+
+def _animal(random: Random) -> tuple[str, str]:
+    animal, sound, young = random.choice(everyday.ANIMALS)
+    if random.random() < 0.5:
+        return spin(random, everyday.ASK_SOUND, {"animal": animal}), f"{with_article(animal).capitalize()} «{sound}»."
+    return spin(random, everyday.ASK_YOUNG, {"animal": animal}), f"A young {animal} is called a «{young}»."
+
+
+def _calendar(random: Random) -> tuple[str, str]:
+    names = random.choice((DAYS, MONTHS))
+    index = random.randrange(len(names))
+    word = "day" if names is DAYS else "month"
+    step = random.choice((1, 1, -1))
+    relation = "after" if step == 1 else "before"
+    slots = {"word": word, "relation": relation, "name": names[index]}
+    pattern = random.choice(
+        (
+            "[What|Which] {word} [comes {relation}|is {relation}] {name}?",
+            "[Tell me|Name] the {word} {relation} {name}.",
+            "What comes {relation} {name}?",
+        )
+    )
+    question = spin(random, pattern, slots)
+    other = names[(index + step) % len(names)]
+    comes = "After" if step == 1 else "Before"
+    return question, f"{comes} {names[index]} comes «{other}»."
+
+
+def small_talk(random: Random, split: Split) -> Exchange:
+    """Greetings, who the model is, jokes, poems."""
+    while True:
+        index = random.randrange(len(talk.TALK)) if random.random() > 0.25 else random.choice((0, 0, 4, 6, 7, 8))
+        pattern, answers = talk.TALK[index]
+        question = spin(random, pattern)
+        short = len(normal(question)) < 8  # "hi" and "thanks" must not be missing from the training text
+        if (short and split is Split.TRAIN) or (not short and admits(split, f"talk {index}|{normal(question)}")):
+            break
+    answer = random.choice(answers)
+    required = required_words(answer) if len(answers) == 1 else ()
+    user = as_typed(random, question) if random.random() < 0.5 else question
+    return Exchange("small talk", normal(question), user, unmarked(answer), required)
+
+
+def unknown(random: Random, split: Split) -> Exchange:
+    """What a small model cannot know, answered honestly."""
+    slots: Mapping[str, str] = {
+        "person": full_name(random),
+        "year": str(random.randrange(1900, 2031)),
+        "company": company(random),
+        "city": city(random) if random.random() < 0.5 else random.choice(CITIES),
+        "thing": f"{capitalized(random.choice(('the ', 'my ', 'a ')))}{invented_name(random)}",
+        "word": random.choice((*FRUITS, *PRODUCTS, *ANIMALS, invented_name(random).lower())),
+    }
+    while True:
+        question = spin(random, random.choice(talk.UNKNOWN_ASK), slots)
+        if admits(split, f"unknown {normal(question)}"):
+            break
+    answer = random.choice(talk.UNKNOWN_ANSWERS)
+    user = as_typed(random, question, keep_case=True)
+    return Exchange("unknown", normal(question), user, unmarked(answer), required_words(answer))

@@ -1,0 +1,57 @@
+"""Texts without roles, so that a plain completion goes on sensibly: stories, questions with answers, articles, sums."""
+
+from __future__ import annotations
+
+from random import Random
+
+from . import arithmetic, extraction, knowledge, memory, stories, tasks
+from .example import Exchange, Skill, Split
+from .facts import serving
+from .grammar import capitalized
+
+_ASKED: tuple[Skill, ...] = (
+    knowledge.concept, knowledge.concept, knowledge.about_engine, knowledge.about_engine, knowledge.general, arithmetic.draw,
+    arithmetic.draw, extraction.draw, memory.passage, tasks.draw, knowledge.small_talk,
+)  # fmt: skip
+_FORMS = (
+    ("{q}\n{a}", "\n\n"), ("{q}\n{a}", "\n\n"), ("{q} {a}", "\n"), ("Question: {q}\nAnswer: {a}", "\n\n"), ("Q: {q}\nA: {a}", "\n"),
+    ("User: {q}\nAssistant: {a}", "\n"), ("Q: {q}\nA: {a}", "\n\n"), ("{q}\n\n{a}", "\n\n"),
+)  # fmt: skip
+
+
+def draw(random: Random, split: Split) -> str:
+    """One text."""
+    kind = random.random()
+    if kind < 0.45:
+        return stories.plain(random, split)
+    if kind < 0.85:
+        return _asked(random, split)
+    if kind < 0.95:
+        return _article(random)
+    return _sums(random, split)
+
+
+def _asked(random: Random, split: Split) -> str:
+    form, gap = random.choice(_FORMS)
+    count = random.choice((1, 1, 1, 1, 2, 3, 6))
+    exchanges: list[Exchange] = [random.choice(_ASKED)(random, split) for _ in range(count)]
+    return gap.join(form.replace("{q}", each.user).replace("{a}", each.assistant) for each in exchanges)
+
+
+def _article(random: Random) -> str:
+    """What is known of one concept, or of a few, as a text with or without a title."""
+    chosen = random.sample(serving.CONCEPTS, random.choice((1, 1, 2, 3, 5)))
+    paragraphs = []
+    for name, *answers in chosen:
+        text = " ".join(knowledge.unmarked(answer) for answer in answers if answer)
+        title = capitalized(name.split(" ", 1)[1] if name.startswith(("a ", "an ", "the ")) else name)
+        paragraphs.append(f"{title}\n\n{text}" if random.random() < 0.3 else text)
+    return "\n\n".join(paragraphs)
+
+
+def _sums(random: Random, split: Split) -> str:
+    lines = []
+    for _ in range(random.randint(1, 12)):
+        left, sign, right = arithmetic.operation(random, split)
+        lines.append(f"{left} {sign} {right} = {arithmetic.result_of(left, sign, right)}")
+    return "\n".join(lines)
