@@ -123,6 +123,7 @@ class AsyncClient:
         self._session: Session | None = None
         self._waiters: set[asyncio.Future[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
+        self._timer_due_s = 0.0
         self._closed = False
 
     # -- connection --------------------------------------------------------------------------------------------------
@@ -346,11 +347,11 @@ class AsyncClient:
         self._drain()
 
     def _plan_tick(self, due_s: float) -> None:
-        timer = self._timer
-        if timer is not None:
-            if timer.when() <= due_s:
+        if self._timer is not None:
+            if self._timer_due_s <= due_s:
                 return
-            timer.cancel()
+            self._timer.cancel()
+        self._timer_due_s = due_s  # not timer.when(): for a time in the past uvloop gives a handle without it
         self._timer = self._loop.call_at(due_s, self._tick)
 
     def _wake_waiters(self) -> None:
