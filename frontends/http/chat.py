@@ -19,6 +19,9 @@ from frontends.http.service import Service
 from inferengine.config import LimitsConfig
 from inferengine.errors import InvalidRequest
 from inferengine.text import check_messages
+from inferengine.text.chat_template import RESERVED as TEMPLATE_NAMES
+
+RESERVED = TEMPLATE_NAMES | {"self", "continue_final_message"}  # what a request's chat_template_kwargs may not replace
 
 
 async def chat_completions(request: Request) -> Response:
@@ -57,14 +60,17 @@ async def read_conversation(body: dict[str, Any], served: ServedModel, limits: L
     messages = check_messages(body.get("messages"))
     continue_final = fields.flag(body, "continue_final_message")
     kwargs = fields.mapping(body, "chat_template_kwargs")
-    effort = fields.string(body, "reasoning_effort")
+    for name in kwargs:
+        if name in RESERVED:
+            raise InvalidRequest("chat_template_kwargs", f"{name} cannot be set this way")
+    if (effort := fields.string(body, "reasoning_effort")) is not None:
+        kwargs = {**kwargs, "reasoning_effort": effort}
     text = await served.render(
         messages,
         documents=_read_documents(body),
         add_generation_prompt=fields.flag(body, "add_generation_prompt", not continue_final),
         continue_final_message=continue_final,
-        **({"reasoning_effort": effort} if effort is not None else {}),
-        **{str(name): value for name, value in kwargs.items() if name != "reasoning_effort" or effort is None},
+        **kwargs,
     )
     special = fields.flag(body, "add_special_tokens")  # the template writes them itself
     prompt_ids = await served.encode(text, limits, name="messages", add_special_tokens=special)

@@ -93,7 +93,7 @@ class ScriptedEngine:
         self.submits: list[Submit] = []
         self.cancelled: list[int] = []
         self.admin: dict[str, Any] = {}
-        self.silent = False
+        self.loop_age_ms = 0.5
         self._seq: dict[bytes, int] = {}
         self._running: list[_Running] = []
         self._stop = threading.Event()
@@ -134,9 +134,8 @@ class ScriptedEngine:
                 wait_ms = 0 if any(one.next_s <= time.monotonic() for one in self._running) else 5
                 if router.poll(wait_ms):
                     peer, *frames = router.recv_multipart()
-                    if not self.silent:
-                        for answer in self._answer(peer, codec.decode(frames)):
-                            self._send(router, peer, answer)
+                    for answer in self._answer(peer, codec.decode(frames)):
+                        self._send(router, peer, answer)
                 self._step(router)
         finally:
             context.destroy(linger=0)
@@ -146,7 +145,11 @@ class ScriptedEngine:
             self._seq[peer] = 0
             self._running = [one for one in self._running if one.peer != peer]
             resumed = None if message.epoch is None else False
-            return [Welcome("scripted", self.epoch, self.state, model=self.info, heartbeat_s=0.2, lease_s=1.0, resumed=resumed)]
+            return [
+                Welcome(
+                    "scripted", self.epoch, self.state, model=self.info, heartbeat_s=0.2, lease_s=1.0, resumed=resumed
+                )
+            ]
         if isinstance(message, Submit):
             return self._submit(peer, message)
         if isinstance(message, Cancel):
@@ -157,7 +160,7 @@ class ScriptedEngine:
         if isinstance(message, Model):
             return [ModelFiles(self.info.fingerprint, FILES)]
         if isinstance(message, Ping):
-            return [Pong(message.nonce, 0.5, self.state, self.epoch)]
+            return [Pong(message.nonce, self.loop_age_ms, self.state, self.epoch)]
         if isinstance(message, Admin):
             known = message.op in self.admin
             return [AdminReply(message.op, message.nonce, known, self.admin.get(message.op), "not_found", "no such op")]

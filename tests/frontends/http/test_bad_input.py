@@ -1,0 +1,217 @@
+"""Bad input: a clear error that names the field, at once, and nothing reaches the engine."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+import pytest
+
+from tests.frontends.http.builders import HEADERS, House, ids, says
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+HELLO = [{"role": "user", "content": "hi"}]
+
+# field changed, its value, HTTP status, param of the error, code
+COMPLETION_FAULTS: list[tuple[str, Any, int, str | None, str]] = [
+    ("model", "gpt-9", 404, "model", "model_not_found"),
+    ("model", 7, 400, "model", "invalid_request"),
+    ("prompt", None, 400, "prompt", "invalid_request"),
+    ("prompt", "", 400, "prompt", "invalid_request"),
+    ("prompt", [], 400, "prompt", "invalid_request"),
+    ("prompt", [[]], 400, "prompt", "invalid_request"),
+    ("prompt", ["fine", ""], 400, "prompt[1]", "invalid_request"),
+    ("prompt", [1, "two"], 400, "prompt", "invalid_request"),
+    ("prompt", [1, -2], 400, "prompt", "invalid_request"),
+    ("prompt", [2**32], 400, "prompt", "invalid_request"),
+    ("prompt", [1.5], 400, "prompt", "invalid_request"),
+    ("prompt", {"text": "x"}, 400, "prompt", "invalid_request"),
+    ("prompt", ["x"] * 300, 400, "prompt", "invalid_request"),
+    ("max_tokens", 0, 400, "max_tokens", "invalid_request"),
+    ("max_tokens", -1, 400, "max_tokens", "invalid_request"),
+    ("max_tokens", "ten", 400, "max_tokens", "invalid_request"),
+    ("max_tokens", 10**30, 400, "max_tokens", "invalid_request"),
+    ("min_tokens", 99, 400, "min_tokens", "invalid_request"),
+    ("temperature", -0.1, 400, "temperature", "invalid_request"),
+    ("temperature", 2.1, 400, "temperature", "invalid_request"),
+    ("temperature", "hot", 400, "temperature", "invalid_request"),
+    ("temperature", True, 400, "temperature", "invalid_request"),
+    ("top_p", 0, 400, "top_p", "invalid_request"),
+    ("top_p", 1.1, 400, "top_p", "invalid_request"),
+    ("top_k", -2, 400, "top_k", "invalid_request"),
+    ("min_p", 2, 400, "min_p", "invalid_request"),
+    ("repetition_penalty", 0, 400, "repetition_penalty", "invalid_request"),
+    ("presence_penalty", 3, 400, "presence_penalty", "invalid_request"),
+    ("frequency_penalty", -3, 400, "frequency_penalty", "invalid_request"),
+    ("seed", 2**64, 400, "seed", "invalid_request"),
+    ("n", 0, 400, "n", "invalid_request"),
+    ("n", 10**6, 400, "n", "invalid_request"),
+    ("stop", [""], 400, "stop", "invalid_request"),
+    ("stop", ["x"] * 17, 400, "stop", "invalid_request"),
+    ("stop", "x" * 300, 400, "stop", "invalid_request"),
+    ("stop", 5, 400, "stop", "invalid_request"),
+    ("stop_token_ids", [302], 400, "stop_token_ids", "invalid_request"),
+    ("allowed_token_ids", [-1], 400, "allowed_token_ids", "invalid_request"),
+    ("logit_bias", {"302": 1}, 400, "logit_bias", "invalid_request"),
+    ("logit_bias", {"5": 101}, 400, "logit_bias", "invalid_request"),
+    ("logit_bias", "x", 400, "logit_bias", "invalid_request"),
+    ("logprobs", 21, 400, "logprobs", "invalid_request"),
+    ("logprobs", -1, 400, "logprobs", "invalid_request"),
+    ("stream", "yes", 400, "stream", "invalid_request"),
+    ("stream_options", {"include_usage": True}, 400, "stream_options", "invalid_request"),
+    ("echo", 1, 400, "echo", "invalid_request"),
+    ("cache_salt", "x" * 1025, 400, "cache_salt", "invalid_request"),
+    ("priority", 2**31, 400, "priority", "invalid_request"),
+    ("truncate_prompt_tokens", 0, 400, "truncate_prompt_tokens", "invalid_request"),
+    ("request_id", "x" * 200, 400, "request_id", "invalid_request"),
+    ("suffix", "end", 400, "suffix", "unsupported"),
+    ("best_of", 2, 400, "best_of", "unsupported"),
+    ("use_beam_search", True, 400, "use_beam_search", "unsupported"),
+    ("prompt_logprobs", 1, 400, "prompt_logprobs", "unsupported"),
+    ("response_format", {"type": "json_object"}, 400, "response_format", "unsupported"),
+    ("guided_json", {}, 400, "guided_json", "unsupported"),
+    ("bad_words", ["x"], 400, "bad_words", "unsupported"),
+    ("store", True, 400, "store", "unsupported"),
+    ("store", 1, 400, "store", "unsupported"),
+]
+CHAT_FAULTS: list[tuple[str, Any, int, str | None, str]] = [
+    ("messages", None, 400, "messages", "invalid_request"),
+    ("messages", [], 400, "messages", "invalid_request"),
+    ("messages", "hi", 400, "messages", "invalid_request"),
+    ("messages", ["hi"], 400, "messages[0]", "invalid_request"),
+    ("messages", [{"content": "hi"}], 400, "messages[0].role", "invalid_request"),
+    ("messages", [{"role": "user"}], 400, "messages[0].content", "invalid_request"),
+    ("messages", [{"role": "user", "content": 5}], 400, "messages[0].content", "invalid_request"),
+    (
+        "messages",
+        [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x"}}]}],
+        400,
+        "messages[0].content[0]",
+        "unsupported",
+    ),
+    ("top_logprobs", 3, 400, "top_logprobs", "invalid_request"),
+    ("logprobs", 3, 400, "logprobs", "invalid_request"),
+    ("max_completion_tokens", 0, 400, "max_completion_tokens", "invalid_request"),
+    ("chat_template", "{{ 1 }}", 400, "chat_template", "unsupported"),
+    ("chat_template_kwargs", {"messages": []}, 400, "chat_template_kwargs", "invalid_request"),
+    ("tools", [{"type": "function", "function": {"name": "f"}}], 400, "tools", "unsupported"),
+    ("tool_choice", "required", 400, "tool_choice", "unsupported"),
+    ("documents", [1], 400, "documents", "invalid_request"),
+    ("echo", True, 400, "echo", "unsupported"),
+]
+
+
+def refused(house: House, path: str, body: Any) -> tuple[int, Any, str, str]:
+    started = time.monotonic()
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    response = house.http.post(path, content=content)
+    assert time.monotonic() - started < 1.0
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["message"]
+    assert len(response.content) < 2000
+    return response.status_code, error["param"], error["code"], error["message"]
+
+
+@pytest.mark.parametrize(("field", "value", "status", "param", "code"), COMPLETION_FAULTS)
+def test_a_completion_field_is_refused_by_name(
+    served: House, field: str, value: Any, status: int, param: str, code: str
+) -> None:
+    assert refused(served, COMPLETIONS, {"prompt": "say", field: value})[:3] == (status, param, code)
+    assert served.engine.submits == []
+
+
+@pytest.mark.parametrize(("field", "value", "status", "param", "code"), CHAT_FAULTS)
+def test_a_chat_field_is_refused_by_name(
+    served: House, field: str, value: Any, status: int, param: str, code: str
+) -> None:
+    assert refused(served, CHAT, {"messages": HELLO, field: value})[:3] == (status, param, code)
+    assert served.engine.submits == []
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT, "/v1/generate", "/tokenize", "/detokenize"])
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b'"text"',
+        b"null",
+        b'{"prompt": NaN,}',
+        b'{"prompt": "\xff"}',
+        b'{"prompt": "\\ud800"}',
+        b"[" * 100_000,
+        b'{"max_tokens": ' + b"9" * 5000 + b"}",
+    ],
+    ids=lambda body: repr(body[:20]),
+)
+def test_a_body_that_is_no_json_object(served: House, path: str, body: bytes) -> None:
+    status, _, code, _ = refused(served, path, body)
+    assert (status, code) == (400, "invalid_request")
+    assert served.engine.submits == []
+
+
+def test_top_k_zero_bad_json_and_list_prompts_are_no_server_errors(served: House) -> None:
+    assert served.complete(top_k=0)["choices"]
+    assert served.complete(top_k=-1)["choices"]
+    assert served.complete(prompt=["say", "say"])["choices"][1]["index"] == 1
+    assert refused(served, COMPLETIONS, b"{bad")[0] == 400
+
+
+def test_a_body_over_the_limit_is_refused_unread(served: House) -> None:
+    limit = served.front.service.config.http.max_body_bytes
+    assert refused(served, COMPLETIONS, b'{"prompt":"' + b"x" * limit + b'"}')[0::2] == (413, "request_too_large")
+
+    def drops() -> Any:  # chunked: no length is declared
+        yield b'{"prompt":"'
+        for _ in range(limit // 65536 + 2):
+            yield b"x" * 65536
+
+    response = served.http.post(COMPLETIONS, content=drops())
+    assert response.status_code == 413
+
+
+def test_another_content_type_is_refused(served: House) -> None:
+    """A page of another origin may post text/plain without asking; it may not post JSON."""
+    response = served.http.post(COMPLETIONS, content=b'{"prompt":"x"}', headers={"content-type": "text/plain"})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "Content-Type")
+    assert served.http.post(
+        COMPLETIONS, content=b'{"prompt":"x"}', headers={"content-type": "application/json; charset=utf-8"}
+    ).is_success
+
+
+def test_unknown_paths_and_methods_speak_the_same_language(served: House) -> None:
+    missing = served.http.post("/v1/nothing", content=b"{}")
+    assert (missing.status_code, missing.json()["error"]["code"]) == (404, "not_found")
+    wrong = served.http.get(COMPLETIONS)
+    assert (wrong.status_code, wrong.json()["error"]["code"]) == (405, "method_not_allowed")
+    assert wrong.headers["allow"] == "POST"
+
+
+def test_an_error_is_bounded_and_shows_no_places(served: House) -> None:
+    message = refused(served, COMPLETIONS, {"prompt": "x", "model": "/srv/models/secret/llama" + "x" * 5000})[3]
+    assert len(message) <= 1000
+    assert "/srv/models" not in message
+
+
+def test_huge_headers_are_refused(served: House) -> None:
+    response = served.http.get("/version", headers={"x-junk": "x" * 70_000})
+    assert response.status_code in (400, 431)
+    assert served.http.get("/version").is_success
+
+
+def test_refusals_disturb_nobody(served: House) -> None:
+    """Health and refusals answer in milliseconds while a stream runs, and the stream is whole."""
+    served.script = says("the quick brown fox " * 4, pause_s=0.005)
+    with served.http.stream("POST", COMPLETIONS, content=json.dumps({"prompt": "say", "stream": True})) as stream:
+        lines = stream.iter_lines()
+        next(lines)
+        started = time.monotonic()
+        for field, value, status, *_ in COMPLETION_FAULTS[:20]:
+            body = json.dumps({"prompt": "x", field: value})
+            assert served.http.post(COMPLETIONS, content=body, headers=HEADERS).status_code == status
+        assert served.http.get("/health").status_code == 200
+        assert (time.monotonic() - started) / 21 < 0.1
+        assert sum(line.startswith("data: {") for line in lines) == len(ids("the quick brown fox " * 4)) - 1

@@ -1,0 +1,224 @@
+"""POST /v1/completions: documents, streams, and what reaches the engine."""
+
+from __future__ import annotations
+
+import re
+from array import array
+
+import pytest
+
+from tests.frontends.http.builders import TOKENIZER, House, ids, says, text_of
+from tests.frontends.http.scripted_engine import MAX_MODEL_LEN, Script
+
+EMOJI = "a 🎉 b 你好世界 ü再见 c"
+
+
+def test_a_document_has_the_fields_of_openai(served: House) -> None:
+    document = served.complete(max_tokens=4)
+    assert re.fullmatch("cmpl-[0-9a-f]{32}", document.pop("id"))
+    assert isinstance(document.pop("created"), int)
+    assert document == {
+        "object": "text_completion",
+        "model": "tiny",
+        "choices": [
+            {
+                "index": 0,
+                "text": "the quick brown fox",
+                "logprobs": None,
+                "finish_reason": "length",
+                "stop_reason": None,
+            }
+        ],
+        "usage": {
+            "prompt_tokens": len(ids("say")),
+            "completion_tokens": len(ids("the quick brown fox")),
+            "total_tokens": len(ids("say")) + len(ids("the quick brown fox")),
+            "prompt_tokens_details": {"cached_tokens": 0},
+        },
+    }
+
+
+def test_a_stream_is_this_transcript(served: House) -> None:
+    served.script = says("the fox")
+    response = served.post(
+        "/v1/completions",
+        prompt="say",
+        stream=True,
+        stream_options={"include_usage": True},
+        request_id="r1",
+    )
+    created = re.search('"created":([0-9]+)', response.text)
+    assert created is not None
+    head = f'data: {{"id":"cmpl-r1","object":"text_completion","created":{created[1]},"model":"tiny","choices":['
+    pieces = [TOKENIZER.decode([token]) for token in ids("the fox")]
+    middle = [
+        f'{head}{{"index":0,"text":"{piece}","logprobs":null,"finish_reason":null}}],"usage":null}}\n\n'
+        for piece in pieces[:-1]
+    ]
+    last = (
+        f'{head}{{"index":0,"text":"{pieces[-1]}","logprobs":null,"finish_reason":"length","stop_reason":null}}],'
+        '"usage":null}\n\n'
+    )
+    usage = (
+        f'{head}],"usage":{{"prompt_tokens":{len(ids("say"))},"completion_tokens":{len(pieces)},'
+        f'"total_tokens":{len(ids("say")) + len(pieces)},"prompt_tokens_details":{{"cached_tokens":0}}}}}}\n\n'
+    )
+    assert response.text == "".join([*middle, last, usage, "data: [DONE]\n\n"])
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 3, 7])
+def test_split_characters_arrive_whole(served: House, chunk: int) -> None:
+    """Emoji and CJK cut into bytes by the vocabulary: no U+FFFD in any event, and the sum is the text."""
+    served.script = says(EMOJI, chunk=chunk)
+    documents = served.stream()
+    assert text_of(documents) == EMOJI
+    assert not any("\ufffd" in choice["text"] for document in documents[:-1] for choice in document["choices"])
+
+
+def test_a_stop_string_never_leaks(served: House) -> None:
+    served.script = says("the quick brown fox", pause_s=0.002)
+    documents = served.stream(stop=["brown", "zebra"])
+    assert text_of(documents) == "the quick "
+    final = documents[-2]["choices"][0]
+    assert (final["finish_reason"], final["stop_reason"]) == ("stop", "brown")
+    assert served.complete(stop="brown", include_stop_str_in_output=True)["choices"][0]["text"] == "the quick brown"
+
+
+def test_a_stop_string_cancels_the_rest_in_the_engine(served: House) -> None:
+    served.script = says("the fox " * 40, pause_s=0.01)
+    served.complete(stop="fox")
+    assert served.engine.submits[0].stream in served.engine.cancelled or served.engine.num_running == 0
+
+
+def test_a_stop_token_is_named(served: House) -> None:
+    served.script = lambda submit, choice: Script([*ids("the fox"), 1], reason="stop", detail=1)
+    choice = served.complete()["choices"][0]
+    assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == ("the fox", "stop", 1)
+
+
+def test_choices_are_numbered_through_prompts_and_n(served: House) -> None:
+    served.script = lambda submit, choice: Script(ids(f"{len(submit.prompt or b'')} {'the fox'[choice]}"))
+    document = served.complete(prompt=["say", "say that"], n=2, temperature=0.5)
+    assert [choice["index"] for choice in document["choices"]] == [0, 1, 2, 3]
+    lengths = [4 * len(ids("say")), 4 * len(ids("say that"))]
+    expected = [f"{length} {letter}" for length in lengths for letter in "th"]
+    assert [choice["text"] for choice in document["choices"]] == expected
+    documents = served.stream(prompt=["say", "say that"], n=2, temperature=0.5)
+    assert [text_of(documents, index) for index in range(4)] == expected
+    assert documents[-1] == "[DONE]"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [
+        ("the fox", [ids("the fox")]),
+        (["the", "fox"], [ids("the"), ids("fox")]),
+        ([5, 6, 7], [[5, 6, 7]]),
+        ([[5, 6], [7]], [[5, 6], [7]]),
+    ],
+)
+def test_prompts_in_all_four_shapes(served: House, prompt: object, expected: list[list[int]]) -> None:
+    served.complete(prompt=prompt)
+    assert [list(array("I", submit.prompt or b"")) for submit in served.engine.submits] == expected
+
+
+def test_parameters_reach_the_engine(served: House) -> None:
+    wanted = {
+        "temperature": 0.7,
+        "top_p": 0.9,
+        "top_k": 5,
+        "min_p": 0.1,
+        "repetition_penalty": 1.1,
+        "presence_penalty": 0.2,
+        "frequency_penalty": 0.3,
+        "seed": 42,
+        "max_tokens": 9,
+        "min_tokens": 2,
+        "ignore_eos": True,
+        "stop_token_ids": [3],
+        "allowed_token_ids": [3, 4],
+    }
+    served.complete(**wanted, logit_bias={"5": -1}, priority=3, cache_salt="tenant", request_id="mine")
+    submit = served.engine.submits[0]
+    values = {name: list(value) if isinstance(value, tuple | list) else value for name, value in submit.params.items()}
+    assert [list(pair) for pair in values.pop("logit_bias")] == [[5, -1.0]]
+    assert values == wanted
+    assert (submit.priority, submit.salt, submit.label) == (3, b"tenant", "mine")
+    assert submit.deadline_ms == 600_000
+
+
+def test_max_tokens_is_sixteen_unless_given(served: House) -> None:
+    served.complete()
+    assert served.engine.submits[0].params["max_tokens"] == 16
+
+
+def test_fields_that_ask_for_nothing_are_fine(served: House) -> None:
+    served.complete(
+        suffix="", best_of=1, tools=[], response_format={"type": "text"}, store=False, user="u", unknown_field=[1]
+    )
+    served.complete(**dict.fromkeys(("suffix", "tools", "logit_bias", "stop", "seed", "temperature", "stream")))
+    assert len(served.engine.submits) == 2
+
+
+def test_echo_puts_the_prompt_before_each_choice(served: House) -> None:
+    document = served.complete(prompt=["say ", ids("fox ")], echo=True)
+    assert [choice["text"] for choice in document["choices"]] == ["say the quick brown fox", "fox the quick brown fox"]
+    assert text_of(served.stream(prompt="say ", echo=True)) == "say the quick brown fox"
+
+
+def test_logprobs_lie_beside_the_text(served: House) -> None:
+    tokens = ids("the fox")
+    rows = [[-0.5, 1, [token, 40], [-0.5, -2.0]] for token in tokens]
+    served.script = lambda submit, choice: Script(tokens, logprobs=rows)
+    shown = served.complete(logprobs=2)["choices"][0]["logprobs"]
+    pieces = [TOKENIZER.decode([token]) for token in tokens]
+    assert shown["tokens"] == pieces
+    assert shown["token_logprobs"] == [-0.5] * len(tokens)
+    assert shown["text_offset"] == [len("".join(pieces[:place])) for place in range(len(pieces))]
+    assert shown["top_logprobs"][0] == {pieces[0]: -0.5, TOKENIZER.decode([40]): -2.0}
+    streamed = [event["choices"][0]["logprobs"] for event in served.stream(logprobs=2)[:-1]]
+    assert [offset for one in streamed for offset in one["text_offset"]] == shown["text_offset"]
+    assert [token for one in streamed for token in one["tokens"]] == shown["tokens"]
+
+
+def test_infinite_logprobs_stay_json(served: House) -> None:
+    """What allowed_token_ids shuts out has probability zero, and may still be among the best alternatives."""
+    served.script = lambda submit, choice: Script([40], logprobs=[[0.0, 1, [40, 41], [0.0, float("-inf")]]])
+    shown = served.complete(logprobs=2)["choices"][0]["logprobs"]
+    assert shown["top_logprobs"] == [{TOKENIZER.decode([40]): 0.0, TOKENIZER.decode([41]): -9999.0}]
+
+
+def test_token_ids_on_request(served: House) -> None:
+    choice = served.complete(return_token_ids=True)["choices"][0]
+    assert (choice["prompt_token_ids"], choice["token_ids"]) == (ids("say"), ids("the quick brown fox"))
+    documents = served.stream(return_token_ids=True)[:-1]
+    assert [token for event in documents for token in event["choices"][0]["token_ids"]] == ids("the quick brown fox")
+    assert ["prompt_token_ids" in event["choices"][0] for event in documents] == [True] + [False] * (len(documents) - 1)
+
+
+def test_continuous_usage_counts_along(served: House) -> None:
+    served.script = says("the fox", pause_s=0.005)
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    counts = [event["usage"]["completion_tokens"] for event in served.stream(stream_options=options)[:-1]]
+    assert counts == sorted(counts)
+    assert counts[-1] == len(ids("the fox"))
+
+
+def test_cached_tokens_are_told(served: House) -> None:
+    served.script = says("fox", cached_tokens=1)
+    assert served.complete()["usage"]["prompt_tokens_details"] == {"cached_tokens": 1}
+
+
+def test_a_long_prompt_is_cut_from_the_left_on_request(served: House) -> None:
+    served.complete(prompt=list(range(40, 60)), truncate_prompt_tokens=3)
+    served.complete(prompt=[40] * 600, truncate_prompt_tokens=-1, max_tokens=12)
+    prompts = [list(array("I", submit.prompt or b"")) for submit in served.engine.submits]
+    assert prompts == [[57, 58, 59], [40] * (MAX_MODEL_LEN - 12)]
+
+
+def test_the_request_id_goes_in_and_comes_out(served: House) -> None:
+    response = served.http.post("/v1/completions", json={"prompt": "say"}, headers={"x-request-id": "abc-1"})
+    assert response.headers["x-request-id"] == "abc-1"
+    assert response.json()["id"] == "cmpl-abc-1"
+    forged = served.http.post("/v1/completions", json={"prompt": "say"}, headers={"x-request-id": "a b\tc"})
+    assert re.fullmatch("[0-9a-f]{32}", forged.headers["x-request-id"])
