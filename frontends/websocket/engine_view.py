@@ -58,7 +58,7 @@ class EngineView:
         status = self._engine.status if self._engine.connected else None
         status = status or {}
         rates = self._rates()
-        lookups, hits = number(status, "prefix_lookup_tokens"), number(status, "prefix_hit_tokens")
+        prompts, cached = number(status, "prompt_tokens"), number(status, "cached_tokens")
         return {
             "type": "stats",
             "state": self.engine_state,
@@ -67,9 +67,9 @@ class EngineView:
             "tokens_per_s": rates[0],
             "prompt_tokens_per_s": rates[1],
             "kv_usage": number(status, "kv_usage"),
-            "prefix_hit_rate": hits / lookups if lookups and hits is not None else None,
+            "prefix_hit_rate": cached / prompts if prompts and cached is not None else None,
             "preemptions": number(status, "preemptions"),
-            "completed": number(status, "completed_requests"),
+            "completed": number(status, "finished_requests"),
             "uptime_s": number(status, "uptime_s"),
         }
 

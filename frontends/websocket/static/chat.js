@@ -21,7 +21,7 @@ const $ = (id) => document.getElementById(id);
 const store = new Store();
 const panel = new Panel(document);
 const drawer = new SettingsDrawer(document, store);
-const engine = new InferEngineSocket(new URL("ws", location.href.replace(/^http/, "ws")).href);
+const engine = new InferEngineSocket(new URL("v1/ws", location.href.replace(/^http/, "ws")).href);
 const messages = new MessageList($("log"), { copy, edit, retry });
 /** Answers being written: conversation id → generation. A conversation in the background goes on. */
 const running = new Map();
@@ -95,12 +95,14 @@ function edit(index, text) {
   stop();
   current.messages.length = index;
   send(text);
+  $("composer-input").focus(); // the button that was pressed is gone
 }
 
 function retry(index) {
   stop();
   current.messages.length = index;
   answer(current);
+  $("composer-input").focus();
 }
 
 function answer(conversation) {
@@ -109,8 +111,10 @@ function answer(conversation) {
     .map(({ role, content }) => ({ role, content }));
   const system = store.settings.system.trim();
   const params = paramsOf(store.settings);
+  const turns = system ? [{ role: "system", content: system }, ...history] : history;
+  const continues = engine.hello?.model?.chat === false; // a model without a chat template only goes on with a text
   const generation = engine.generate({
-    messages: system ? [{ role: "system", content: system }, ...history] : history,
+    ...(continues ? { prompt: turns.map((turn) => turn.content).join("\n\n") } : { messages: turns }),
     params,
     label: "chat",
   });
@@ -130,7 +134,7 @@ async function follow(conversation, message, generation, started) {
     for await (const delta of generation) {
       first ??= performance.now();
       message.content += delta.text;
-      message.pending.cursor = delta.cursor;
+      Object.assign(message.pending, { cursor: delta.cursor, contextIds: generation.contextIds });
       store.save();
       if (conversation === current) messages.updateLast(message);
     }
@@ -139,7 +143,7 @@ async function follow(conversation, message, generation, started) {
     message.figures = figuresOf(choice, started, first);
   } catch (error) {
     if (!(error instanceof InferEngineError)) throw error;
-    message.failure = { message: sentence(error.message), remedy: error.remedy };
+    message.failure = { message: sentence(error.message), remedy: remedyOf(error) };
   }
   delete message.pending;
   if (running.get(conversation.id) === generation) running.delete(conversation.id);
@@ -152,13 +156,18 @@ async function follow(conversation, message, generation, started) {
 
 /** What this page saw, where it saw it; of a resumed answer, what the engine measured. */
 function figuresOf({ usage, timings }, started, first) {
-  const seconds = (timings.total_ms - timings.first_token_ms) / 1000;
+  const seconds = timings ? (timings.total_ms - timings.first_token_ms) / 1000 : 0;
   return {
-    firstTokenMs: started !== null && first !== null ? first - started : timings.first_token_ms,
+    firstTokenMs: started !== null && first !== null ? first - started : timings?.first_token_ms,
     tokensPerS: usage.completion_tokens > 1 && seconds > 0 ? (usage.completion_tokens - 1) / seconds : null,
     promptTokens: usage.prompt_tokens,
     tokens: usage.completion_tokens,
   };
+}
+
+function remedyOf(error) {
+  if (error.retryAfterSeconds) return `Try again in ${Math.ceil(error.retryAfterSeconds)} s.`;
+  return error.field ? `${error.remedy} It is ${error.field}.` : error.remedy;
 }
 
 function sentence(text) {
@@ -175,8 +184,8 @@ function resumePending() {
   for (const conversation of store.conversations) {
     const message = conversation.messages.at(-1);
     if (!message?.pending || running.has(conversation.id)) continue;
-    const { requestId, cursor = 0, params } = message.pending;
-    follow(conversation, message, engine.resume({ requestId, cursors: [cursor], params }), null);
+    const { requestId, cursor = 0, contextIds, params } = message.pending;
+    follow(conversation, message, engine.resume({ requestId, cursors: [cursor], contextIds, params }), null);
   }
 }
 
@@ -319,18 +328,50 @@ for (const [kind, text] of EXAMPLES) {
 
 // -- engine ---------------------------------------------------------------------------------------------------------
 
-let lostTimer = null;
+const BLINK_MS = 700; // a connection that is back sooner is not worth a word
+const PROBLEM_MS = 8000;
+let noticeTimer = null;
+
+/** One line above the conversation: what is wrong, what to do, and a button where there is something to press. */
+function notice(text, action = null) {
+  $("notice-text").textContent = text;
+  $("notice-action").hidden = !action;
+  $("notice-action").onclick = action;
+  $("notice").hidden = !text;
+}
 
 function showEngine() {
-  const state = engine.status === "open" ? engine.hello?.engine.state ?? "" : "";
-  const name = engine.hello?.model?.name;
+  const open = engine.status === "open";
+  const state = open ? engine.hello?.engine.state ?? "" : "";
+  const model = engine.hello?.model;
   $("engine-dot").dataset.state = state || (engine.hello ? "UNAVAILABLE" : "");
-  $("model-name").textContent = name ?? (state ? "Engine" : "Connecting");
+  if (model || !engine.hello) $("model-name").textContent = model?.name ?? "Connecting";
+  else $("model-name").textContent = "Engine";
   const progress = engine.hello?.engine.progress;
   const share = state === "STARTING" && progress?.[1] ? ` ${Math.round(progress[1] * 100)} %` : "";
-  $("model-state").textContent = state === "READY" ? "" : `${stateText(state)}${share}`;
-  if (name) $("empty-note").textContent = `Answers come from ${name}, served by this engine.`;
-  panel.showState(state);
+  $("model-state").textContent = state === "READY" ? "" : open ? `${stateText(state)}${share}` : "";
+  if (model) {
+    $("empty-note").textContent = model.chat === false
+      ? `${model.name} has no chat template: it goes on with your text instead of answering it.`
+      : `Answers come from ${model.name}, served by this engine.`;
+  }
+  panel.showState(open ? state : "UNAVAILABLE");
+  showTrouble(open, state);
+}
+
+function showTrouble(open, state) {
+  clearTimeout(noticeTimer);
+  if (!open) {
+    const tell = () => notice("The connection was lost. Trying again by itself.", () => engine.retryNow());
+    noticeTimer = setTimeout(tell, BLINK_MS);
+  } else if (state === "UNAVAILABLE") {
+    noticeTimer = setTimeout(
+      () => notice("The engine is not reachable. Start it with “inferengine up”; this page notices by itself."),
+      BLINK_MS,
+    );
+  } else if (state === "DRAINING") {
+    notice("The engine is about to stop: running answers finish, new ones have to wait.");
+  } else notice("");
 }
 
 engine.addEventListener("hello", () => {
@@ -339,18 +380,11 @@ engine.addEventListener("hello", () => {
 });
 engine.addEventListener("state", showEngine);
 engine.addEventListener("stats", (event) => panel.show(event.detail));
-engine.addEventListener("problem", (event) => console.warn(event.detail));
-engine.addEventListener("status", () => {
-  showEngine();
-  clearTimeout(lostTimer);
-  if (engine.status === "open") $("notice").hidden = true;
-  else if (engine.hello) {
-    // A blink is not worth a word.
-    lostTimer = setTimeout(() => {
-      $("notice").textContent = "The connection was lost. Trying again…";
-      $("notice").hidden = false;
-    }, 700);
-  }
+engine.addEventListener("status", showEngine);
+engine.addEventListener("problem", ({ detail }) => {
+  notice(`${sentence(detail.message)} ${detail.remedy}`.trim());
+  clearTimeout(noticeTimer);
+  noticeTimer = setTimeout(() => notice(""), PROBLEM_MS);
 });
 
 draw();

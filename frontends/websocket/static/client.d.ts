@@ -48,6 +48,8 @@ export interface ResumeOptions {
   requestId: string;
   /** Tokens already received, one count per choice. */
   cursors?: number[];
+  /** `contextIds` of the generation. */
+  contextIds?: number[];
   /** The parameters of the request: its stop strings and special tokens shape the text. */
   params?: SamplingParams;
   returnTokenIds?: boolean;
@@ -80,7 +82,8 @@ export interface Choice {
   /** The stop string or stop token id that ended it, or null. */
   stop?: string | number | null;
   usage: Usage;
-  timings: Timings;
+  /** Null when a stop string ended the choice before the engine told its figures. */
+  timings: Timings | null;
 }
 
 export interface Result {
@@ -102,7 +105,8 @@ export interface ModelInfo {
   fingerprint: string;
   vocab_size: number;
   max_model_len: number;
-  chat: boolean;
+  /** Whether it has a chat template; null until its files were fetched. */
+  chat: boolean | null;
 }
 
 export interface StateFrame {
@@ -141,6 +145,7 @@ export class Generation implements AsyncIterable<Delta> {
   readonly requestId: string;
   /** Kept up to date: store them to resume from another page. */
   readonly cursors: number[];
+  readonly contextIds: number[] | undefined;
   readonly accepted: { request_id: string; prompt_tokens: number; n: number; attached: boolean } | null;
   /** Rejects with InferEngineError. */
   readonly result: Promise<Result>;
@@ -156,6 +161,8 @@ export class InferEngineSocket extends EventTarget {
   generate(options: GenerateOptions): Generation;
   resume(options: ResumeOptions): Generation;
   subscribeStats(intervalSeconds?: number): void;
+  /** Connect now instead of at the next attempt. */
+  retryNow(): void;
   close(): void;
 }
 

@@ -4,7 +4,7 @@
  * It reconnects by itself, resumes what was running without a lost or doubled character, and acknowledges what it
  * handled so that a slow page never piles up frames. Types: client.d.ts. Protocol: docs/websocket.md.
  *
- *   const engine = new InferEngineSocket("ws://127.0.0.1:8001/ws");
+ *   const engine = new InferEngineSocket("ws://127.0.0.1:8001/v1/ws");
  *   const answer = engine.generate({ messages: [{ role: "user", content: "Who are you?" }] });
  *   for await (const delta of answer) console.log(delta.text);
  *   console.log((await answer.result).choices[0].usage);
@@ -16,6 +16,13 @@ const FIRST_RETRY_MS = 250;
 const LONGEST_RETRY_MS = 5000;
 const SILENCE_MS = 20_000; // after so long without a frame the connection is asked for a sign of life
 const PONG_WAIT_MS = 8_000;
+const TOO_LARGE = 1009; // RFC 6455: the message was larger than the server takes
+const TOO_LARGE_ERROR = {
+  code: "request_too_large",
+  message: "The message is larger than the server takes.",
+  remedy: "Send a shorter one, or begin a new conversation.",
+};
+const LOST_ERROR = { code: "cancelled", message: "The connection was lost.", remedy: "Ask again." };
 
 /** An error of the service: `code` is stable, `field` names what to change. */
 export class InferEngineError extends Error {
@@ -42,12 +49,14 @@ export class Generation {
     this.id = id;
     this.requestId = frame.request_id;
     this.accepted = null; // the accepted frame, once it came
+    this.contextIds = frame.context_ids; // what resuming needs beside the cursors
     this.cursors = cursors;
     this.frame = frame;
     this._socket = socket;
     this._queue = [];
     this._wake = null;
     this._over = false;
+    this._cancelled = false;
     this._error = null;
     this._choices = [];
     this.result = new Promise((resolve, reject) => {
@@ -59,7 +68,9 @@ export class Generation {
 
   /** Stop; the result then says finish_reason "cancelled" and keeps the text so far. */
   cancel() {
-    if (!this._over) this._socket._send({ type: "cancel", id: this.id });
+    if (this._over) return;
+    this._cancelled = true; // for a connection that is away: told again when it is back
+    this._socket._send({ type: "cancel", id: this.id });
   }
 
   async *[Symbol.asyncIterator]() {
@@ -75,17 +86,20 @@ export class Generation {
     return (this._choices[index] ??= { text: "", finishReason: null, usage: null, timings: null });
   }
 
+  /** A choice that has ended is told its end again after a resume; that is passed over. */
   _delta(frame) {
+    if (this._choice(frame.choice).finishReason) return;
     this.cursors[frame.choice] = frame.cursor;
     this._choice(frame.choice).text += frame.text;
     const delta = { choice: frame.choice, text: frame.text, cursor: frame.cursor };
     if (frame.token_ids) delta.tokenIds = frame.token_ids;
     if (frame.logprobs) delta.logprobs = frame.logprobs;
-    this._queue.push(delta);
+    if (frame.text || frame.token_ids?.length) this._queue.push(delta);
     this._notify();
   }
 
   _done(frame) {
+    this._delta(frame); // the last text travels with the end
     const choice = this._choice(frame.choice);
     choice.finishReason = frame.finish_reason;
     choice.stop = frame.stop;
@@ -135,7 +149,7 @@ export class InferEngineSocket extends EventTarget {
     this._timer = null;
     this._life = null;
     this._closed = false;
-    globalThis.addEventListener?.("online", () => this._retryNow());
+    globalThis.addEventListener?.("online", () => this.retryNow());
     this._connect();
   }
 
@@ -149,8 +163,9 @@ export class InferEngineSocket extends EventTarget {
   }
 
   /** Go on with a request of before, from this page or another, at `cursors`. */
-  resume({ requestId, cursors = [0], params = {}, returnTokenIds = false }) {
-    const frame = { type: "resume", request_id: requestId, detached: true, params, return_token_ids: returnTokenIds };
+  resume({ requestId, cursors = [0], contextIds = [], params = {}, returnTokenIds = false }) {
+    const frame = { type: "resume", request_id: requestId, context_ids: contextIds, detached: true, params,
+      return_token_ids: returnTokenIds };
     return this._start(frame, [...cursors]);
   }
 
@@ -184,7 +199,8 @@ export class InferEngineSocket extends EventTarget {
       return;
     }
     const { request_id, params, detached, return_token_ids } = frame;
-    this._send({ type: "resume", id, request_id, cursors, params, detached, return_token_ids });
+    const context_ids = generation.contextIds ?? [];
+    this._send({ type: "resume", id, request_id, cursors, context_ids, params, detached, return_token_ids });
   }
 
   _connect() {
@@ -193,7 +209,7 @@ export class InferEngineSocket extends EventTarget {
     this._socket = socket;
     socket.onopen = () => this._opened();
     socket.onmessage = (event) => this._socket === socket && this._received(event.data);
-    socket.onclose = () => this._socket === socket && this._lost();
+    socket.onclose = (event) => this._socket === socket && this._lost(event.code);
   }
 
   _opened() {
@@ -202,25 +218,30 @@ export class InferEngineSocket extends EventTarget {
     this._setStatus("open");
     this._send({ type: "hello", window: this._window });
     if (this._statsInterval) this._send(this._statsFrame());
-    for (const generation of this._generations.values()) this._sendGeneration(generation);
+    for (const generation of this._generations.values()) {
+      this._sendGeneration(generation);
+      if (generation._cancelled) this._send({ type: "cancel", id: generation.id });
+    }
     this._expectLife();
   }
 
-  _lost() {
+  _lost(code) {
     clearTimeout(this._life);
     this._socket = null;
     this._setStatus("closed");
     for (const [id, generation] of this._generations) {
-      if (generation.frame.detached || !generation.accepted) continue;
+      const tooLarge = code === TOO_LARGE && !generation.accepted; // sending it again would end the same way
+      if (!tooLarge && (generation.frame.detached || !generation.accepted)) continue;
       this._generations.delete(id);
-      generation._fail(new InferEngineError({ code: "cancelled", message: "the connection was lost" }));
+      generation._fail(new InferEngineError(tooLarge ? TOO_LARGE_ERROR : LOST_ERROR));
     }
     if (this._closed) return;
     const longest = Math.min(LONGEST_RETRY_MS, FIRST_RETRY_MS * 2 ** this._retries++);
     this._timer = setTimeout(() => this._connect(), longest * (0.5 + Math.random() / 2));
   }
 
-  _retryNow() {
+  /** Do not wait for the next attempt. */
+  retryNow() {
     if (this._socket || this._closed) return;
     clearTimeout(this._timer);
     this._connect();
@@ -256,7 +277,10 @@ export class InferEngineSocket extends EventTarget {
         this._emit("stats", frame);
         break;
       case "accepted":
-        if (generation) generation.accepted = frame;
+        if (generation) Object.assign(generation, { accepted: frame, contextIds: frame.context_ids });
+        break;
+      case "window":
+        this._window = frame.window || this._window; // the server may grant less than was asked for
         break;
       case "delta":
         generation?._delta(frame);

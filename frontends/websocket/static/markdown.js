@@ -52,6 +52,9 @@ export function splitBlocks(text) {
     } else if (HEADING.test(line) || (RULE.test(line) && !ITEM.test(current[0] ?? ""))) {
       flush();
       blocks.push(line);
+    } else if (startsAnotherList(current[0], line)) {
+      flush();
+      current.push(line);
     } else {
       const goesOn = current.length && kindOf(current[0]) === "list" && (/^ {2,}/.test(line) || current.at(-1) !== "");
       if (current.length && kindOf(current[0]) !== kindOf(line) && kindOf(line) !== "text" && !goesOn) flush();
@@ -62,6 +65,12 @@ export function splitBlocks(text) {
   }
   flush();
   return blocks;
+}
+
+/** Bullets after numbers, or numbers after bullets, at the depth of the list that is open. */
+function startsAnotherList(first, line) {
+  const [open, next] = [ITEM.exec(first ?? ""), ITEM.exec(line)];
+  return open && next && next[1].length <= open[1].length + 1 && /\d/.test(open[2]) !== /\d/.test(next[2]);
 }
 
 function kindOf(line) {

@@ -44,7 +44,7 @@ export class MessageList {
     } else {
       if (!busy && isJson(message.content)) body.append(codeElement(pretty(message.content), "JSON"));
       else renderMarkdown(body, message.content);
-      if (message.failure) element.append(failure(message.failure));
+      if (message.failure) element.append(failure(message.failure, () => this._actions.retry(index)));
       element.append(busy ? make("div", "message-foot") : this._assistantFoot(message, index));
     }
     return { message, element, body };
@@ -62,7 +62,7 @@ export class MessageList {
   _assistantFoot(message, index) {
     const foot = make("div", "message-foot");
     if (message.content) foot.append(button("Copy answer", "copy", (target) => this._actions.copy(message.content, target)));
-    foot.append(button("Try again", "retry", () => this._actions.retry(index)));
+    if (!message.failure) foot.append(button("Try again", "retry", () => this._actions.retry(index)));
     const line = figuresLine(message);
     if (line) foot.append(make("span", "figures-line", line));
     return foot;
@@ -113,10 +113,14 @@ function button(label, symbol, action) {
   return element;
 }
 
-function failure({ message, remedy }) {
+function failure({ message, remedy }, retry) {
   const element = make("div", "failure", message);
   element.setAttribute("role", "alert");
   if (remedy) element.append(make("small", "", remedy));
+  const again = make("button", "", "Try again");
+  again.type = "button";
+  again.addEventListener("click", retry);
+  element.append(again);
   return element;
 }
 

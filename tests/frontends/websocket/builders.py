@@ -43,9 +43,9 @@ def make_engine(folder: Path, script: Any = None, **options: Any) -> ScriptedEng
 class Server:
     """One front end at work."""
 
-    def __init__(self, front_end: WebsocketFrontEnd, config: Config) -> None:
+    def __init__(self, front_end: WebsocketFrontEnd, config: Config, port: int) -> None:
         self.front_end = front_end
-        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.listener = socket.create_server(("127.0.0.1", port))
         self.port = self.listener.getsockname()[1]
         self._server = uvicorn.Server(server_config(config, front_end))
         self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [self.listener]}, name="server")
@@ -65,18 +65,24 @@ class Server:
             assert self._thread.is_alive()
             time.sleep(0.002)
 
+    def cut(self) -> None:
+        """Lose every connection without a word."""
+        for connection in list(self._server.server_state.connections):
+            connection.loop.call_soon_threadsafe(connection.transport.abort)
+
     def stop(self) -> None:
+        """Any number of times."""
         self._server.should_exit = True
         self._thread.join(10)
         assert not self._thread.is_alive()
 
 
 @contextlib.contextmanager
-def serving(engine: ScriptedEngine | str, **sections: Any) -> Iterator[Server]:
+def serving(engine: ScriptedEngine | str, port: int = 0, **sections: Any) -> Iterator[Server]:
     """A front end for `engine` (or an address), ready to be asked."""
     address = engine if isinstance(engine, str) else engine.address
     config = Config().with_values(wire={"socket": address, **sections.pop("wire", {})}, **sections)
-    server = Server(WebsocketFrontEnd(config), config)
+    server = Server(WebsocketFrontEnd(config), config, port)
     server.start()
     try:
         if isinstance(engine, ScriptedEngine):

@@ -304,7 +304,9 @@ class ScriptedEngine:
             "waiting_requests": 0,
             "waiting_tokens": 0,
             "output_tokens": self._num_tokens,
-            "prompt_tokens": 0,
+            "prompt_tokens": 200,
+            "cached_tokens": 50,
             "kv_usage": min(1.0, running / 8),
+            "preemptions": 3,
         }
         self._publisher.send_multipart([f"status.{self._name}".encode(), msgpack.packb(figures)])

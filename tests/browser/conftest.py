@@ -1,0 +1,97 @@
+"""One headless chromium for all tests, and per test a page of the chat served by a real front end."""
+
+from __future__ import annotations
+
+import shutil
+from typing import Any
+
+import pytest
+
+from tests.conftest import BROWSERS
+from tests.frontends.websocket.builders import make_engine, serving
+
+MARKDOWN = """# A title
+
+Some **bold**, *italic* and `code`, with a [link](https://example.com) and a [bad one](javascript:alert(1)).
+
+- first
+- second
+  - nested
+
+1. one
+2. two
+
+| name | value |
+|---|---|
+| a | 1 |
+
+> quoted
+
+```python
+def hello():
+    return "<b>not bold</b>"
+```
+<script>window.hacked = true</script><img src=x onerror="window.hacked = true">
+"""
+
+
+def script(prompt: str, choice: int) -> str:
+    """Answers by what the last user turn says."""
+    question = prompt.rpartition("<user>")[2].partition("\n<assistant>")[0]
+    if question.startswith("markdown"):
+        return MARKDOWN
+    if question.startswith("long"):
+        return "One sentence after the other keeps the page busy. " * 60
+    turns = prompt.count("<user>")
+    return f"Turn {turns}: you said “{question}”."
+
+
+@pytest.fixture(scope="session")
+def chromium():
+    sync_api = pytest.importorskip("playwright.sync_api")
+    executable = next(path for name in BROWSERS if (path := shutil.which(name)))
+    with sync_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=executable, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def engine(tmp_path):
+    with make_engine(tmp_path, script) as engine:
+        yield engine
+
+
+@pytest.fixture
+def server(engine):
+    with serving(engine) as server:
+        yield server
+
+
+@pytest.fixture
+def open_page(chromium, server):
+    """Open the chat page; a script error or a blocked resource on it fails the test."""
+    contexts: list[Any] = []
+    problems: list[str] = []
+
+    def open_one(*, width: int = 1280, height: int = 800, **options: Any) -> Any:
+        context = chromium.new_context(viewport={"width": width, "height": height}, **options)
+        contexts.append(context)
+        page = context.new_page()
+        page.set_default_timeout(8000)
+        page.on("pageerror", lambda error: problems.append(str(error)))
+        page.on("console", lambda message: _note(message, problems))
+        page.goto(server.url)
+        page.wait_for_selector("#engine-dot[data-state=READY]")
+        return page
+
+    yield open_one
+    for context in contexts:
+        context.close()
+    assert problems == []
+
+
+def _note(message: Any, problems: list[str]) -> None:
+    """Errors of scripts and of the content security policy; a socket that cannot connect is the test's own doing."""
+    if message.type == "error" and "WebSocket connection" not in message.text:
+        problems.append(message.text)
