@@ -29,10 +29,22 @@ class Capacity(NamedTuple):
     prefill_token_s: float = 0.0  # measured time to compute one prompt token; 0: unknown
 
 
+class DeviceLost(RuntimeError):
+    """Raised by an executor that can compute nothing any more: the engine ends its requests and exits."""
+
+
 class StepFuture(Protocol):
     """The result of a step under way."""
 
     def done(self) -> bool: ...
+
+    def provide_masks(self, words: bytearray) -> None:
+        """The bit masks of allowed tokens for the draws in `plan.masked`, in order, ceil(V / 32) int32 words each.
+
+        They are computed while the forward pass runs; the draws wait for them. Called once where `plan.masked` is not
+        empty. Must not raise: an error shows in `result`.
+        """
+        ...
 
     def result(self) -> StepResult:
         """Wait for the step. Raises what the step raised."""

@@ -39,12 +39,24 @@ class BlockCopies(NamedTuple):
     targets: list[int]
 
 
+class TokenWrites(NamedTuple):
+    """Tokens that the host knows and the device does not: tokens[slots[i], positions[i]] = token_ids[i]."""
+
+    slots: list[int]
+    positions: list[int]
+    token_ids: list[int]
+
+
 class StepPlan(NamedTuple):
     """One step. Row r computes tokens [starts[r], starts[r] + counts[r]) of the sequence in slots[r].
 
     Rows [0, num_decodes) have count 1 and sample; the rest are prompt chunks, of which `samples[r]` says whether the
     chunk reaches the last known token, so that the next one is drawn. The input of a decode row is the token that the
     device itself wrote at starts[r]; the host may not know it yet.
+
+    A row with num_drafts[r] = k > 0 verifies guesses: of its count = 1 + k tokens the last k are guesses, and a token
+    is drawn at each of its positions. Guesses come with `token_writes`; where `device_drafts`, the executor makes them.
+    `masked` lists draws (indices into all draws of the plan, in order) that wait for `StepFuture.provide_masks`.
 
     Order of execution: `swap_out` (device -> host blocks), `swap_in` (host -> device), `copies` (device -> device: a
     source may just have been swapped in), then slot and block-table writes, then the computation. Each is empty or has
@@ -63,10 +75,15 @@ class StepPlan(NamedTuple):
     swap_out: SequenceOf[BlockCopies] = ()
     copies: SequenceOf[BlockCopies] = ()
     swap_in: SequenceOf[BlockCopies] = ()
+    token_writes: TokenWrites | None = None
+    num_drafts: SequenceOf[int] = ()  # per row; empty: none anywhere
+    device_drafts: bool = False
+    masked: SequenceOf[int] = ()
 
     @property
     def num_sampled(self) -> int:
-        return sum(self.samples)
+        """Number of draws."""
+        return sum(self.samples) + sum(self.num_drafts)
 
 
 class TokenLogprobs(NamedTuple):
@@ -81,10 +98,13 @@ class TokenLogprobs(NamedTuple):
 class StepResult(NamedTuple):
     """What the device drew: one token per sampling row, in row order.
 
-    `failed_rows` maps a row of the plan to the message of an error that concerns this row alone (NaN logits, say); its
-    token is meaningless.
+    Where the plan has guesses, `num_emitted[i]` says how many tokens sampling row i gives: the guesses that its own
+    draws confirmed and the first draw that did not, so at least one; `token_ids` is their concatenation.
+    `logprobs` has one entry per emitted token of a row that asked. `failed_rows` maps a row of the plan to the message
+    of an error that concerns this row alone (NaN logits, say); its token is meaningless.
     """
 
     token_ids: list[int]
-    logprobs: dict[int, TokenLogprobs] | None = None  # by plan row, only where asked for
+    logprobs: dict[int, list[TokenLogprobs]] | None = None  # by plan row, only where asked for
     failed_rows: dict[int, str] | None = None
+    num_emitted: list[int] | None = None

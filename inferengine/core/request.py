@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
+from inferengine.core.grammar import GrammarSpec
 from inferengine.params import SamplingParams
 
 
@@ -29,6 +30,7 @@ class Request:
     cache_salt: bytes = b""
     arrival_s: float = 0.0
     deadline_s: float | None = None
+    grammar: GrammarSpec | None = None
     request_id: str = ""  # as the client names it, for logs only
 
     @property

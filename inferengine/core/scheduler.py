@@ -1,8 +1,4 @@
-"""Scheduler: which tokens to compute next. One algorithm, no phases, O(1) work per row and per block.
-
-A step has a token budget. Running sequences go on first: those with one token pending (decodes) before those with more
-(prompt chunks), so that a long prompt never delays a running stream by more than its chunk. What is left of the budget
-admits waiting sequences. When blocks run out, the sequence admitted last gives its blocks back and waits again.
+"""Scheduler: the core behind one door. It plans steps, takes their results, and says what came of them.
 
 Overlap: `schedule` may be called again before `commit` of the step before. `num_computed` and `num_inflight` advance
 when a step is planned, tokens are appended when it is committed. A sequence that turns out to have stopped may have one
@@ -12,132 +8,138 @@ order: the next writer comes after the last reader.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
-from inferengine.core.chunk_control import ChunkController
 from inferengine.core.executor import Capacity
 from inferengine.core.forks import ForkRoom
-from inferengine.core.kv_manager import KVCacheManager, PrefixHit
+from inferengine.core.grammar import Grammar
+from inferengine.core.kv_manager import KVCacheManager
+from inferengine.core.options import SchedulerOptions
 from inferengine.core.plan import StepResult, TokenLogprobs
-from inferengine.core.pressure import Relief, choose_relief
-from inferengine.core.queues import POLICIES, WaitingQueue
+from inferengine.core.planning import Planner
+from inferengine.core.queues import WaitingQueue
 from inferengine.core.request import Request
+from inferengine.core.roster import Roster
 from inferengine.core.sequence import Sequence, Status
+from inferengine.core.speculation import Proposer
 from inferengine.core.stats import SchedulerSnapshot, SchedulerStats
-from inferengine.core.step_draft import ScheduledStep, StepDraft
-from inferengine.core.stopping import FinishDetail, Finished, stop_reason, terminal_row
+from inferengine.core.step_draft import ScheduledStep
+from inferengine.core.stopping import FinishDetail, Finished, stop_reason
 
 __all__ = ["ScheduledStep", "Scheduler", "SchedulerOptions", "StepOutput"]
 
 
-@dataclass(frozen=True, slots=True)
-class SchedulerOptions:
-    """Limits of one step, the order of waiting, and what gives way under pressure. 0 means: no limit of its own."""
-
-    max_num_batched_tokens: int
-    max_num_seqs: int
-    policy: str = "fcfs"
-    chunked_prefill: bool = True
-    prefill_chunk: int = 0  # most prompt tokens of one sequence in a step
-    max_num_decodes: int = 0  # most decode rows in a step
-    itl_target_s: float = 0.0  # keep steps that carry decodes under this time by cutting prompt chunks
-    prefix_caching: bool = True
-    eviction: str = "lru"
-    pressure: str = "preempt"
-    watermark: float = 0.01
-    kv_events: bool = False
-    contiguous: bool = False  # every sequence reserves blocks for the longest length: what paging is measured against
-
-
 class StepOutput(NamedTuple):
-    """News of one step in columns: token_ids[i] was drawn for uids[i]. Equal `layout` means the very same `uids`."""
+    """News of one step in columns: token_ids[i] came for uids[i]. A uid appears once for each of its tokens, in their
+    order. Equal `layout` means the very same `uids`."""
 
     step: int
     uids: list[int]
     token_ids: list[int]
     finished: list[Finished]
     layout: int
-    logprobs: dict[int, TokenLogprobs] | None = None  # by uid
+    logprobs: dict[int, list[TokenLogprobs]] | None = None  # by uid, one per token
 
 
 class Scheduler:
     """Owns the sequences, the waiting queue and the block tables. Pure: no clock, no threads, no device."""
 
-    def __init__(self, capacity: Capacity, options: SchedulerOptions) -> None:
+    def __init__(self, capacity: Capacity, options: SchedulerOptions, proposer: Proposer | None = None) -> None:
         self.capacity = capacity
         self.options = options
-        self.kv = KVCacheManager(
-            capacity.groups,
-            capacity.block_size,
-            max_chunk=options.max_num_batched_tokens if options.chunked_prefill else capacity.max_model_len,
-            prefix_caching=options.prefix_caching,
-            eviction=options.eviction,
-            record_events=options.kv_events,
-        )
-        self.waiting: WaitingQueue = POLICIES[options.policy]()
-        self.forks = ForkRoom()
-        self.running: list[Sequence] = []
-        self.sequences: dict[int, Sequence] = {}
-        self.stats = SchedulerStats()
-        self.rejected: list[Finished] = []  # ended under pressure while a step was planned; the caller takes them
-        self._chunks = ChunkController(options.itl_target_s) if options.itl_target_s else None
-        self._num_slots = min(capacity.max_num_seqs, options.max_num_seqs)
-        self._free_slots = list(range(self._num_slots - 1, -1, -1))
-        self._watermark_blocks = int(options.watermark * min(group.num_blocks for group in capacity.groups))
-        self._decode_offset = 0
-        self._swapped_out: list[Sequence] = []  # since the last plan
-        self._step = 0
-        self._layout = 0
-        self._last_uids: list[int] = []
-        self._last_layout = 0
+        self._roster = Roster(capacity, options)
+        self._planner = Planner(self._roster, capacity, options, proposer)
+
+    @property
+    def kv(self) -> KVCacheManager:
+        return self._roster.kv
+
+    @property
+    def waiting(self) -> WaitingQueue:
+        return self._roster.waiting
+
+    @property
+    def forks(self) -> ForkRoom:
+        return self._roster.forks
+
+    @property
+    def running(self) -> list[Sequence]:
+        return self._roster.running
+
+    @property
+    def sequences(self) -> dict[int, Sequence]:
+        return self._roster.sequences
+
+    @property
+    def stats(self) -> SchedulerStats:
+        return self._roster.stats
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
     def add(self, request: Request) -> Sequence:
         """Queue an accepted request. It fits the empty pool: admission has seen to that."""
-        sequence = Sequence(request, num_groups=len(self.capacity.groups))
-        self.sequences[request.uid] = sequence
-        parent = self.sequences.get(request.fork_of) if request.fork_of is not None else None
-        if parent is not None and parent.first_token_s is None:
-            self.forks.hold(parent.uid, sequence)
-        else:
-            self.waiting.push(sequence)
-        self.stats.num_submitted += 1
-        return sequence
+        return self._roster.add(request)
+
+    def grammar_ready(self, uid: int, grammar: Grammar) -> None:
+        """The grammar that a request waits for is compiled."""
+        self._roster.grammar_ready(uid, grammar)
 
     def cancel(self, uid: int, reason: str, detail: FinishDetail, now: float) -> Finished | None:
         """End a request in whatever state it is; its blocks are free on return. None: there is no such request."""
-        sequence = self.sequences.get(uid)
+        sequence = self._roster.sequences.get(uid)
         return None if sequence is None else self._finish(sequence, reason, detail, now)
 
     @property
     def has_unfinished(self) -> bool:
-        return bool(self.sequences)
+        return bool(self._roster.sequences)
 
     # -- a step ------------------------------------------------------------------------------------------------------
 
     def schedule(self, now: float) -> ScheduledStep | None:
         """Plan the next step, or None when nothing can be computed now (idle, or all wait for tokens under way)."""
-        draft = StepDraft(self.options.max_num_batched_tokens)
-        preempted_before = self.stats.num_preemptions
-        prefilling = self._plan_decodes(draft, now)
-        draft.end_decodes()
-        if self._chunks is not None:
-            draft.budget = self._chunks.limit(draft.num_decodes, draft.budget)
-        self._plan_chunks(draft, prefilling, now)
-        if self.stats.num_preemptions == preempted_before:
-            self._admit(draft, now)
-        if not draft.rows:
-            return None
-        return self._finish_plan(draft)
+        return self._planner.plan(now)
+
+    def wants_results(self, last: ScheduledStep) -> bool:
+        """Whether the steps under way should be committed before the next one is planned."""
+        return self._planner.wants_results(last)
+
+    def take_rejected(self) -> list[Finished]:
+        """Requests that `schedule` ended under pressure since the last call."""
+        rejected, self._planner.rejected = self._planner.rejected, []
+        return rejected
+
+    def fill_masks(self, scheduled: ScheduledStep, now: float) -> tuple[bytearray, list[Finished]]:
+        """The masks that the draws in `plan.masked` wait for, and the requests whose grammar failed meanwhile."""
+        words = -(-self.capacity.vocab_size // 32)
+        masks = bytearray(b"\xff") * (4 * words * len(scheduled.plan.masked))
+        rows = memoryview(masks)
+        failed: list[Finished] = []
+        row = 0
+        for plan_row, sequence in enumerate(scheduled.rows):
+            grammar = sequence.grammar
+            if grammar is None or not scheduled.plan.samples[plan_row]:
+                continue
+            drafts = scheduled.drafts.get(plan_row, [])
+            own = range(row, row + 1 + len(drafts))
+            row = own.stop
+            if sequence.status is Status.FINISHED:
+                continue
+            try:
+                for index, mask_row in enumerate(own):
+                    if grammar.is_terminated():
+                        continue  # after the last guess nothing can follow: this draw will be dropped
+                    grammar.fill_bitmask(rows[mask_row * 4 * words : (mask_row + 1) * 4 * words])
+                    if index < len(drafts):
+                        grammar.accept(drafts[index])
+                grammar.rollback(len(drafts))
+            except Exception as error:  # a grammar library may fail in any way; it concerns this request alone
+                failed.append(self._finish(sequence, "error", ("engine_error", f"The grammar failed: {error}"), now))
+        return masks, failed
 
     def commit(self, scheduled: ScheduledStep, result: StepResult, now: float) -> StepOutput:
         """Append the tokens of a finished step, end what stopped, and offer full blocks for reuse."""
         plan, kv = scheduled.plan, self.kv
         finished: list[Finished] = []
-        uids, token_ids, layout = scheduled.uids, result.token_ids, scheduled.layout
-        dropped: set[int] | None = None
         for row, message in (result.failed_rows or {}).items():
             sequence = scheduled.rows[row]
             if sequence.status is not Status.FINISHED:
@@ -146,6 +148,10 @@ class Scheduler:
             sequence = scheduled.rows[row]
             if sequence.status is Status.RUNNING and not plan.samples[row]:  # rows that draw follow below
                 kv.cache_full_blocks(sequence, plan.starts[row] + plan.counts[row])
+        if plan.masked or scheduled.drafts:
+            return self._commit_many(scheduled, result, finished, now)
+        uids, token_ids, layout = scheduled.uids, result.token_ids, scheduled.layout
+        dropped: set[int] | None = None
         for index, sequence in enumerate(scheduled.sampled):
             if sequence.status is Status.FINISHED:
                 dropped = dropped or set()
@@ -162,23 +168,17 @@ class Scheduler:
         if dropped:
             keep = [index for index in range(len(uids)) if index not in dropped]
             uids, token_ids = [uids[i] for i in keep], [token_ids[i] for i in keep]
-            layout = self._new_layout()
+            layout = self._planner.new_layout()
         if self.waiting.wants_charges:
             for sequence in scheduled.sampled:
                 self.waiting.charge(sequence, 1)
-        self.stats.num_output_tokens += len(uids)
-        logprobs = None
-        if result.logprobs:
-            live = set(uids)
-            by_uid = ((scheduled.rows[row].uid, item) for row, item in result.logprobs.items())
-            logprobs = {uid: item for uid, item in by_uid if uid in live}
-        return StepOutput(plan.step, uids, token_ids, finished, layout, logprobs)
+        return self._output(scheduled, result, uids, token_ids, layout, finished)
 
     def observe(self, scheduled: ScheduledStep, duration_s: float) -> None:
         """How long the device took for a step: what the chunk controller learns from."""
-        if self._chunks is not None:
+        if self._planner.chunks is not None:
             plan = scheduled.plan
-            self._chunks.observe(plan.num_decodes, plan.num_tokens - plan.num_decodes, duration_s)
+            self._planner.chunks.observe(plan.num_decodes, plan.num_tokens - plan.num_decodes, duration_s)
 
     def fail(self, scheduled: ScheduledStep, rows: list[int] | None, message: str, now: float) -> list[Finished]:
         """A step did not give a result: end the requests of `rows`, or of the whole step where no culprit is known.
@@ -194,310 +194,137 @@ class Scheduler:
             if scheduled.plan.samples[row]:
                 sequence.num_inflight -= 1
             if sequence.status is Status.RUNNING:
-                self._wait_again(sequence)
+                self._roster.wait_again(sequence)
             else:
-                self._forget_host_copy(sequence)  # it lacks this step's KV
+                self._roster.forget_host_copy(sequence)  # it lacks this step's KV
         for sequence in scheduled.swapped_out:
-            self._forget_host_copy(sequence)  # it may never have been made
+            self._roster.forget_host_copy(sequence)  # it may never have been made
         return finished
 
     # -- questions ---------------------------------------------------------------------------------------------------
 
     def snapshot(self) -> SchedulerSnapshot:
-        pools = self.kv.pools
-        held = sum(pool.num_held for pool in pools)
-        cached = sum(pool.num_evictable for pool in pools)
+        roster, kv, drafts = self._roster, self.kv, self._planner.drafts
+        held = sum(pool.num_held for pool in kv.pools)
+        cached = sum(pool.num_evictable for pool in kv.pools)
         return SchedulerSnapshot(
-            num_running=len(self.running),
-            num_waiting=len(self.waiting) + len(self.forks),
-            num_waiting_tokens=self.waiting.num_tokens,
-            num_blocks=sum(pool.num_blocks for pool in pools),
+            num_running=len(roster.running),
+            num_waiting=roster.num_waiting,
+            num_waiting_tokens=roster.waiting.num_tokens,
+            num_blocks=sum(pool.num_blocks for pool in kv.pools),
             num_blocks_held=held,
             num_blocks_cached=cached,
-            num_blocks_free=sum(pool.num_free for pool in pools) - cached,
-            kv_usage=self.kv.usage,
-            num_tokens_held=sum(sequence.num_computed for sequence in self.running) * len(pools),
+            num_blocks_free=sum(pool.num_free for pool in kv.pools) - cached,
+            kv_usage=kv.usage,
+            num_tokens_held=sum(sequence.num_computed for sequence in roster.running) * len(kv.pools),
             block_size=self.capacity.block_size,
-            num_evictions=self.kv.num_evictions,
-            num_blocks_swapped_out=self.kv.swap.num_blocks_out,
-            num_blocks_swapped_in=self.kv.swap.num_blocks_in,
-            num_prefix_lookup_tokens=self.kv.num_lookup_tokens,
-            num_prefix_hit_tokens=self.kv.num_hit_tokens,
+            num_evictions=kv.num_evictions,
+            num_blocks_swapped_out=kv.swap.num_blocks_out,
+            num_blocks_swapped_in=kv.swap.num_blocks_in,
+            num_prefix_lookup_tokens=kv.num_lookup_tokens,
+            num_prefix_hit_tokens=kv.num_hit_tokens,
+            num_drafted=drafts.num_drafted,
+            num_drafts_accepted=drafts.num_accepted,
+            num_verified=drafts.num_verified,
         )
 
     def check(self) -> None:
         """Invariants, for tests and for an idle engine. Raises RuntimeError."""
-        self.kv.check()
-        slots = {sequence.slot for sequence in self.running}
-        if len(slots) != len(self.running) or len(slots) + len(self._free_slots) != self._num_slots:
-            raise RuntimeError(f"slots leak: {len(slots)} in use, {len(self._free_slots)} free")
-        if len(self.running) + len(self.waiting) + len(self.forks) != len(self.sequences):
-            raise RuntimeError("a sequence is neither running nor waiting")
-        for sequence in self.running:
-            if sequence.num_computed > sequence.capacity or sequence.num_pending < 0:
-                raise RuntimeError(f"{sequence} has computed more than its blocks hold, or than it has tokens")
-        if not self.running and any(pool.num_held for pool in self.kv.pools):
-            raise RuntimeError("blocks are held and nothing runs")
-        if not self.sequences and any(pool.num_held for pool in self.kv.swap.pools):
-            raise RuntimeError("host blocks are held and nothing waits")
+        self._roster.check()
 
-    # -- inside a step -----------------------------------------------------------------------------------------------
+    # -- inside ------------------------------------------------------------------------------------------------------
 
-    def _plan_decodes(self, draft: StepDraft, now: float) -> list[Sequence]:
-        """Give one token to every running sequence that has one pending. Returns those that have more."""
-        prefilling: list[Sequence] = []
-        running, rows, starts = self.running, draft.rows, draft.starts
-        budget = draft.budget
-        if self.options.max_num_decodes:
-            return self._plan_capped_decodes(draft, now)
-        index = 0
-        while index < len(running):
-            sequence = running[index]
-            computed = sequence.num_computed
-            total = len(sequence.tokens) + sequence.num_inflight
-            if total - computed != 1:
-                if total > computed:
-                    prefilling.append(sequence)
-                index += 1
+    def _commit_many(
+        self, scheduled: ScheduledStep, result: StepResult, finished: list[Finished], now: float
+    ) -> StepOutput:
+        """As `commit`, for steps with guesses or grammars: a row may give several tokens."""
+        uids: list[int] = []
+        token_ids: list[int] = []
+        begin = 0
+        draws = (row for row, samples in enumerate(scheduled.plan.samples) if samples)
+        for index, row in enumerate(draws):
+            sequence = scheduled.rows[row]
+            count = result.num_emitted[index] if result.num_emitted is not None else 1
+            new = result.token_ids[begin : begin + count]
+            begin += count
+            if sequence.status is Status.FINISHED:
                 continue
-            if total >= sequence.max_total:
-                index += 1  # its last token is under way
-                continue
-            if budget == 0:
-                break
-            if total > sequence.capacity and not self._make_room(sequence, total, now):
-                continue  # the sequence itself had to go: `index` is at the next one
-            rows.append(sequence)
-            starts.append(computed)
-            budget -= 1
-            index += 1
-        draft.budget = budget
-        return prefilling
+            sequence.num_inflight -= 1
+            if row in scheduled.drafts:
+                self._planner.drafts.observe(sequence, len(scheduled.drafts[row]), count - 1)
+                if sequence.status is Status.RUNNING or sequence.host_tables is not None:
+                    sequence.num_computed = (
+                        scheduled.plan.starts[row] + count
+                    )  # the rest was computed for wrong guesses
+            ended = self._append(sequence, new, now)
+            if ended is None and sequence.grammar is not None:
+                ended = self._follow_grammar(sequence, now)
+            fresh = sequence.tokens[len(sequence.tokens) - sequence.num_fresh :] if sequence.num_fresh else []
+            sequence.num_fresh = 0
+            self.waiting.charge(sequence, len(fresh))
+            uids.extend([sequence.uid] * len(fresh))
+            token_ids.extend(fresh)
+            if ended is not None:
+                finished.append(self._finish(sequence, *ended, now))
+        return self._output(scheduled, result, uids, token_ids, self._planner.new_layout(), finished)
 
-    def _plan_capped_decodes(self, draft: StepDraft, now: float) -> list[Sequence]:
-        """As above with at most `max_num_decodes` rows, taking turns among the running sequences."""
-        prefilling = [sequence for sequence in self.running if sequence.num_pending > 1]
-        ready = [s for s in self.running if s.num_pending == 1 and s.num_tokens < s.max_total]
-        cap = min(self.options.max_num_decodes, draft.budget)
-        begin = self._decode_offset % len(ready) if len(ready) > cap else 0
-        for sequence in (ready[begin:] + ready[:begin])[:cap]:
-            if sequence.status is Status.RUNNING and self._make_room_beside(draft, sequence, sequence.num_tokens, now):
-                draft.rows.append(sequence)
-                draft.starts.append(sequence.num_computed)
-        self._decode_offset = begin + cap
-        draft.budget -= len(draft.rows)
-        return prefilling
+    def _append(self, sequence: Sequence, token_ids: list[int], now: float) -> tuple[str, FinishDetail] | None:
+        """Add tokens one by one until one ends the sequence. Returns how it ended."""
+        for token_id in token_ids:
+            grammar = sequence.grammar
+            if grammar is not None and not grammar.accept(token_id):
+                return "error", ("engine_error", "A token came that the grammar does not allow.")
+            sequence.tokens.append(token_id)
+            sequence.num_fresh += 1
+            stopped = self._look_at(sequence, token_id, now)
+            if stopped is not None:
+                return stopped
+            if grammar is not None and grammar.is_terminated():
+                return "stop", None
+        return None
 
-    def _plan_chunks(self, draft: StepDraft, prefilling: list[Sequence], now: float) -> None:
-        """Go on with prompts that are partly computed, in order of admission."""
-        for sequence in prefilling:
-            if draft.budget == 0:
-                return
-            if sequence.status is not Status.RUNNING:
-                continue  # a victim of this very step
-            count = self._chunk(sequence.num_pending, draft)
-            if count and self._make_room_beside(draft, sequence, sequence.num_computed + count, now):
-                draft.add_chunk(sequence, count)
+    def _follow_grammar(self, sequence: Sequence, now: float) -> tuple[str, FinishDetail] | None:
+        """Append what the grammar forces, without asking the model."""
+        grammar = sequence.grammar
+        if grammar is None or sequence.request.params.logprobs is not None:
+            return None  # every token of a request with log-probabilities goes through the model
+        before = len(sequence.tokens)
+        ended = self._append(sequence, grammar.forced(), now)
+        if sequence.status is Status.RUNNING:
+            known = enumerate(sequence.tokens[before:], start=before)
+            self._planner.forced.extend((sequence, position, token) for position, token in known)
+        self.stats.num_forced_tokens += len(sequence.tokens) - before
+        return ended
 
-    def _admit(self, draft: StepDraft, now: float) -> None:
-        """Admit waiting sequences while budget, slots and blocks last."""
-        while draft.budget > 0 and self._free_slots:
-            sequence = self.waiting.peek(now, len(self.running))
-            if sequence is None or sequence.num_inflight:
-                return
-            admitted = self._admit_swapped if sequence.host_tables is not None else self._admit_fresh
-            count = admitted(sequence, draft)
-            if count == 0:
-                return
-            if sequence.first_scheduled_s is None:
-                sequence.first_scheduled_s = now
-                sequence.num_cached = min(sequence.num_computed, sequence.num_prompt)
-                self.stats.num_prompt_tokens += sequence.num_prompt
-                self.stats.num_cached_tokens += sequence.num_cached
-            sequence.status = Status.RUNNING
-            self.running.append(sequence)
-            draft.add_admitted(sequence, count)
-
-    def _admit_fresh(self, sequence: Sequence, draft: StepDraft) -> int:
-        """Give a sequence a slot, the blocks of its cached prefix, and room for its first chunk. 0: not now."""
-        parent = self._fork_parent(sequence)
-        hit = self.kv.fork(parent, sequence) if parent is not None else None
-        if hit is None:
-            parent, hit = None, self.kv.lookup(sequence)
-        num_known = sequence.num_prompt - 1 if parent is not None else hit.num_tokens
-        count = self._chunk(len(sequence.tokens) - num_known, draft)
-        reserved = self.capacity.max_model_len if self.options.contiguous else 0
-        if count == 0 or not self._fits(hit, max(reserved, len(sequence.tokens))):
-            return 0
-        self.waiting.pop()
-        sequence.slot = self._free_slots.pop()
-        self.kv.adopt(sequence, hit)
-        if not self.kv.allocate(sequence, max(reserved, num_known + count)):
-            raise RuntimeError("an admitted sequence does not fit: _fits and allocate disagree")
-        if parent is not None:
-            self.kv.copy_partial(parent, sequence)
-        return count
-
-    def _admit_swapped(self, sequence: Sequence, draft: StepDraft) -> int:
-        """Bring back a sequence whose KV waits on the host. 0: not now."""
-        count = self._chunk(sequence.num_pending, draft)
-        if count == 0 or not self._fits_again(sequence, sequence.num_computed + count):
-            return 0
-        self.waiting.pop()
-        sequence.slot = self._free_slots.pop()
-        self.kv.swap_in(sequence)
-        if not self.kv.allocate(sequence, sequence.num_computed + count):
-            raise RuntimeError("a swapped sequence does not fit: _fits_again and allocate disagree")
-        return count
-
-    def _fork_parent(self, sequence: Sequence) -> Sequence | None:
-        """The running first choice whose prompt blocks can be shared, for a choice that has not begun."""
-        if sequence.request.fork_of is None or sequence.num_output:
-            return None
-        parent = self.sequences.get(sequence.request.fork_of)
-        if parent is None or parent.status is not Status.RUNNING or parent.num_computed < sequence.num_prompt:
-            return None
-        return parent
-
-    def _finish_plan(self, draft: StepDraft) -> ScheduledStep:
-        samples, sampled = draft.advance()
-        uids = [sequence.uid for sequence in sampled]
-        if uids == self._last_uids:
-            uids, layout = self._last_uids, self._last_layout
-        else:
-            layout = self._new_layout()
-            self._last_uids, self._last_layout = uids, layout
-        self._step += 1
-        plan = draft.plan(self._step, samples, self.kv)
-        stats = self.stats
-        stats.num_steps += 1
-        stats.num_scheduled_tokens += plan.num_tokens
-        stats.num_scheduled_rows += len(draft.rows)
-        stats.max_batch = max(stats.max_batch, len(draft.rows))
-        swapped_out, self._swapped_out = self._swapped_out, []
-        return ScheduledStep(plan, draft.rows, sampled, uids, layout, swapped_out)
-
-    def _chunk(self, pending: int, draft: StepDraft) -> int:
-        """How many of the pending tokens go into this step."""
-        if not self.options.chunked_prefill:
-            return pending if pending <= draft.budget or not draft.rows else 0  # too long for any budget: runs alone
-        limit = self.options.prefill_chunk
-        return min(pending, draft.budget, limit) if limit else min(pending, draft.budget)
-
-    # -- room --------------------------------------------------------------------------------------------------------
-
-    def _fits(self, hit: PrefixHit, num_tokens: int) -> bool:
-        """Whether a waiting sequence can be admitted: all of its known tokens beside the blocks of its hit (not only
-        its first chunk: a prompt that stops half way would be thrown out again), and a reserve so that the running
-        ones can grow. An empty engine needs no reserve."""
-        kv = self.kv
-        reserve = self._watermark_blocks if self.running else 0
-        for group, pool, blocks in zip(kv.groups, kv.pools, hit.block_ids, strict=True):
-            held = [block for block in blocks if block is not None]
-            revived = sum(1 for block in held if pool.reference_count(block) == 0)
-            if kv.blocks_needed(group, num_tokens) - len(held) + revived + reserve > pool.num_free:
-                self.stats.num_pressure_events += 1
-                return False
-        return True
-
-    def _fits_again(self, sequence: Sequence, num_tokens: int) -> bool:
-        reserve = self._watermark_blocks if self.running else 0
-        needed = self.kv.blocks_for(num_tokens)
-        for pool, table in zip(self.kv.pools, sequence.host_tables or [], strict=True):
-            if needed - table.count(-1) + reserve > pool.num_free:
-                self.stats.num_pressure_events += 1
-                return False
-        return True
-
-    def _make_room(self, sequence: Sequence, num_tokens: int, now: float) -> bool:
-        """Allocate for a decode; the sequence admitted last gives way until it fits. False: that was the sequence."""
-        while not self.kv.allocate(sequence, num_tokens):
-            self.stats.num_pressure_events += 1
-            victim = self.running[-1]
-            self._give_way(victim, now)
-            if victim is sequence:
-                return False
-        return True
-
-    def _make_room_beside(self, draft: StepDraft, sequence: Sequence, num_tokens: int, now: float) -> bool:
-        """Allocate beside rows already planned, which never give way: their step is being built."""
-        while not self.kv.allocate(sequence, num_tokens):
-            self.stats.num_pressure_events += 1
-            victim = self.running[-1]
-            if victim in draft.rows or (victim is sequence and draft.rows):
-                return False
-            self._give_way(victim, now)
-            if victim is sequence:
-                return False
-        return True
-
-    def _give_way(self, victim: Sequence, now: float) -> None:
-        relief = choose_relief(self.options.pressure, victim, self.kv.swap, self.capacity)
-        if relief is Relief.REJECT:
-            message = "The KV cache is full. Try again later, or ask for fewer tokens."
-            self.rejected.append(self._finish(victim, "error", ("overloaded", message), now))
-        else:
-            self._wait_again(victim, swap=relief is Relief.SWAP)
-
-    # -- life and death ----------------------------------------------------------------------------------------------
+    def _output(
+        self,
+        scheduled: ScheduledStep,
+        result: StepResult,
+        uids: list[int],
+        token_ids: list[int],
+        layout: int,
+        finished: list[Finished],
+    ) -> StepOutput:
+        self.stats.num_output_tokens += len(uids)
+        logprobs = None
+        if result.logprobs:
+            live = set(uids)
+            by_uid = ((scheduled.rows[row].uid, items) for row, items in result.logprobs.items())
+            logprobs = {uid: items[: uids.count(uid)] for uid, items in by_uid if uid in live}
+        return StepOutput(scheduled.plan.step, uids, token_ids, finished, layout, logprobs)
 
     def _look_at(self, sequence: Sequence, token_id: int, now: float) -> tuple[str, FinishDetail] | None:
         """A committed token that is the first, may end the sequence, or fills a block."""
         length = len(sequence.tokens)
         if sequence.first_token_s is None:
             sequence.first_token_s = now
-            self._release_forks(sequence)
+            self._roster.release_forks(sequence)
         if length > sequence.next_hash_at and sequence.status is Status.RUNNING:
-            self.kv.cache_full_blocks(sequence, length - 1)
+            self.kv.cache_full_blocks(sequence, min(length - 1, sequence.num_computed))
         sequence.next_event_at = min(sequence.max_total, sequence.next_hash_at + 1)
         return stop_reason(sequence, token_id)
 
-    def _wait_again(self, sequence: Sequence, *, swap: bool = False) -> None:
-        """Give everything back and wait. The tokens stay; the KV goes to the host or is computed again, as far as it is
-        not found in the prefix cache."""
-        self.running.remove(sequence)
-        if swap:
-            self.kv.swap_out(sequence)
-            self._swapped_out.append(sequence)
-        else:
-            self.kv.release(sequence)
-            sequence.num_computed = 0
-        self._free_slot(sequence)
-        sequence.status = Status.PREEMPTED
-        sequence.num_preemptions += 1
-        self.stats.num_preemptions += 1
-        self.waiting.push_back(sequence)
-
-    def _forget_host_copy(self, sequence: Sequence) -> None:
-        if sequence.host_tables is not None:
-            self.kv.swap.drop(sequence)
-            sequence.num_computed = 0
-
     def _finish(self, sequence: Sequence, reason: str, detail: FinishDetail, now: float) -> Finished:
-        was_running, was_held = sequence.status is Status.RUNNING, self.forks.holds(sequence)
-        sequence.status = Status.FINISHED
-        if was_running:
-            self.running.remove(sequence)
-            self.kv.release(sequence)
-            self._free_slot(sequence)
-        elif was_held:
-            self.forks.remove(sequence)
-        else:
-            self.waiting.remove(sequence)
-            self.kv.swap.drop(sequence)
-        self._release_forks(sequence)
-        del self.sequences[sequence.uid]
-        self.stats.num_finished += 1
-        return terminal_row(sequence, reason, detail, now)
-
-    def _release_forks(self, parent: Sequence) -> None:
-        for sequence in self.forks.release(parent.uid):
-            self.waiting.push(sequence)
-
-    def _free_slot(self, sequence: Sequence) -> None:
-        self._free_slots.append(sequence.slot)
-        sequence.slot = -1
-
-    def _new_layout(self) -> int:
-        self._layout += 1
-        return self._layout
+        if self._planner.proposer is not None:
+            self._planner.proposer.forget(sequence)
+        return self._roster.finish(sequence, reason, detail, now)

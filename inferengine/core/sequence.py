@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from enum import Enum
 
+from inferengine.core.grammar import Grammar
 from inferengine.core.request import Request
 
 
 class Status(Enum):
     WAITING = "waiting"
+    WAITING_GRAMMAR = "waiting for its grammar"
     RUNNING = "running"
     PREEMPTED = "preempted"  # waits again, with its output kept
     FINISHED = "finished"
@@ -26,8 +28,11 @@ class Sequence:
         "block_hashes",
         "block_tables",
         "capacity",
+        "draft_rate",
+        "drafts_resume_at",
         "first_scheduled_s",
         "first_token_s",
+        "grammar",
         "host_tables",
         "max_total",
         "min_total",
@@ -36,6 +41,7 @@ class Sequence:
         "num_blocks_released",
         "num_cached",
         "num_computed",
+        "num_fresh",
         "num_inflight",
         "num_preemptions",
         "num_prompt",
@@ -67,7 +73,11 @@ class Sequence:
         self.next_hash_at = 0  # number of computed tokens at which the next block is full; set by the KV manager
         self.next_event_at = 0  # number of tokens below which a committed token needs no second look
         self.status = Status.WAITING
+        self.grammar: Grammar | None = None  # compiled, at the end of `tokens`
+        self.draft_rate: float | None = None  # share of guesses that proved right
+        self.drafts_resume_at = 0  # number of tokens at which guessing is tried again
         self.num_cached = 0  # prompt tokens found in the prefix cache when first admitted
+        self.num_fresh = 0  # tokens appended by the commit under way
         self.num_preemptions = 0
         self.first_scheduled_s: float | None = None
         self.first_token_s: float | None = None

@@ -19,6 +19,7 @@ class SchedulerStats:
     num_submitted: int = 0
     num_finished: int = 0
     num_preemptions: int = 0
+    num_forced_tokens: int = 0  # of the output, appended because a grammar left no choice
     num_pressure_events: int = 0  # times that an allocation did not fit at first
 
 
@@ -41,6 +42,9 @@ class SchedulerSnapshot:
     num_blocks_swapped_in: int
     num_prefix_lookup_tokens: int
     num_prefix_hit_tokens: int
+    num_drafted: int = 0  # guesses verified
+    num_drafts_accepted: int = 0
+    num_verified: int = 0  # rows that verified guesses
 
     @property
     def internal_fragmentation(self) -> float:

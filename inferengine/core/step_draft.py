@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from inferengine.core.kv_manager import KVCacheManager
-from inferengine.core.plan import SlotInit, StepPlan
+from inferengine.core.plan import SlotInit, StepPlan, TokenWrites
 from inferengine.core.sequence import Sequence
 
 
@@ -18,12 +18,13 @@ class ScheduledStep(NamedTuple):
     uids: list[int]  # their uids
     layout: int  # equal for two steps only if `uids` is the same list
     swapped_out: list[Sequence]  # sequences whose KV this plan moves to the host
+    drafts: dict[int, list[int]]  # guesses by row
 
 
 class StepDraft:
     """Rows collected so far, decodes first, and what is left of the token budget."""
 
-    __slots__ = ("admitted", "budget", "counts", "num_decodes", "rows", "starts")
+    __slots__ = ("admitted", "budget", "counts", "drafts", "num_decodes", "rows", "starts")
 
     def __init__(self, budget: int) -> None:
         self.budget = budget
@@ -32,6 +33,7 @@ class StepDraft:
         self.counts: list[int] = []
         self.num_decodes = 0
         self.admitted: list[SlotInit] = []
+        self.drafts: dict[int, list[int]] = {}  # by row: the guesses that it verifies
 
     def end_decodes(self) -> None:
         """All rows so far were decodes; the following are not."""
@@ -43,6 +45,11 @@ class StepDraft:
         self.starts.append(sequence.num_computed)
         self.counts.append(count)
         self.budget -= count
+
+    def add_verification(self, sequence: Sequence, drafts: list[int]) -> None:
+        """A row that computes the pending token and guesses after it. Comes after the decodes."""
+        self.drafts[len(self.rows)] = drafts
+        self.add_chunk(sequence, 1 + len(drafts))
 
     def add_admitted(self, sequence: Sequence, count: int) -> None:
         """A row of a sequence whose state the device does not have."""
@@ -70,14 +77,28 @@ class StepDraft:
         for row in range(num_decodes, len(rows)):
             sequence = rows[row]
             sequence.num_computed += self.counts[row]
-            draws = sequence.num_computed == len(sequence.tokens) + sequence.num_inflight
+            draws = sequence.num_computed >= len(sequence.tokens) + sequence.num_inflight
             samples.append(draws)
             if draws:
                 sequence.num_inflight += 1
                 sampled.append(sequence)
         return samples, sampled
 
-    def plan(self, step: int, samples: list[bool], kv: KVCacheManager) -> StepPlan:
+    def plan(
+        self,
+        step: int,
+        samples: list[bool],
+        kv: KVCacheManager,
+        token_writes: TokenWrites | None,
+        device_drafts: bool,
+        *,
+        has_grammars: bool,
+    ) -> StepPlan:
+        num_drafts: list[int] = []
+        if self.drafts:
+            num_drafts = [0] * len(self.rows)
+            for row, drafts in self.drafts.items():
+                num_drafts[row] = len(drafts)
         return StepPlan(
             step=step,
             slots=[sequence.slot for sequence in self.rows],
@@ -91,4 +112,20 @@ class StepDraft:
             swap_out=kv.swap.out.take(),
             copies=kv.take_copies(),
             swap_in=kv.swap.back.take(),
+            token_writes=token_writes,
+            num_drafts=num_drafts,
+            device_drafts=device_drafts and bool(num_drafts),
+            masked=self._masked(samples) if has_grammars else (),
         )
+
+    def _masked(self, samples: list[bool]) -> list[int]:
+        """Indices, among all draws, of those that a grammar decides about."""
+        masked: list[int] = []
+        index = 0
+        for row, sequence in enumerate(self.rows):
+            if samples[row]:
+                draws = 1 + len(self.drafts.get(row, ())) if self.drafts else 1
+                if sequence.grammar is not None:
+                    masked.extend(range(index, index + draws))
+                index += draws
+        return masked

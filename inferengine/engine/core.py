@@ -11,8 +11,10 @@ from collections import deque
 from collections.abc import Callable
 
 from inferengine.core.executor import Capacity, Executor, StepFuture
+from inferengine.core.grammar import Grammar
 from inferengine.core.request import Request
 from inferengine.core.scheduler import ScheduledStep, Scheduler, SchedulerOptions, StepOutput
+from inferengine.core.speculation import Proposer
 from inferengine.core.stopping import FinishDetail, Finished
 
 
@@ -35,9 +37,10 @@ class EngineCore:
         *,
         clock: Callable[[], float],
         on_failure: Callable[[BaseException], None] | None = None,
+        proposer: Proposer | None = None,
     ) -> None:
         self.executor = executor
-        self.scheduler = Scheduler(capacity, options)
+        self.scheduler = Scheduler(capacity, options, proposer)
         self.num_failed_steps = 0
         self.last_error: str | None = None
         self._clock = clock
@@ -52,6 +55,10 @@ class EngineCore:
         if request.deadline_s is not None:
             heapq.heappush(self._deadlines, (request.deadline_s, request.uid))
 
+    def grammar_ready(self, uid: int, grammar: Grammar) -> None:
+        """The grammar that a request waits for is compiled: it may run now."""
+        self.scheduler.grammar_ready(uid, grammar)
+
     def cancel(
         self, uid: int, reason: str = "abort", detail: FinishDetail = ("cancelled", "cancelled")
     ) -> Finished | None:
@@ -62,14 +69,19 @@ class EngineCore:
     def has_work(self) -> bool:
         return self.scheduler.has_unfinished or bool(self._in_flight)
 
+    @property
+    def num_in_flight(self) -> int:
+        """Steps launched whose news has not been returned."""
+        return len(self._in_flight)
+
     def step(self) -> StepOutput | None:
         """Launch the next step and return the news of the oldest one under way; None when there is no news yet."""
         now = self._clock()
         expired = self._expire(now) if self._deadlines else []
+        if self._in_flight and self.scheduler.wants_results(self._in_flight[-1][0]):
+            return self._collect(expired)
         scheduled = self.scheduler.schedule(now)
-        if self.scheduler.rejected:
-            expired += self.scheduler.rejected
-            self.scheduler.rejected = []
+        expired += self.scheduler.take_rejected()
         failed: list[Finished] = []
         if scheduled is not None:
             if not self._in_flight:
@@ -79,10 +91,16 @@ class EngineCore:
             except Exception as error:
                 failed = self._fail(scheduled, error)
             else:
+                if scheduled.plan.masked:
+                    expired += self._provide_masks()
                 if len(self._in_flight) < self.executor.max_in_flight:
                     return self._news(None, expired)
         if failed or not self._in_flight:
             return self._news(None, expired + failed)
+        return self._collect(expired)
+
+    def _collect(self, expired: list[Finished]) -> StepOutput | None:
+        """Wait for the oldest step under way and commit it."""
         scheduled, future = self._in_flight.popleft()
         try:
             result = future.result()
@@ -103,6 +121,13 @@ class EngineCore:
         uids = list(self.scheduler.sequences)
         rows = [self.cancel(uid, reason, detail) for uid in uids]
         return [row for row in rows if row is not None]
+
+    def _provide_masks(self) -> list[Finished]:
+        """Fill the masks of the step just launched, while its forward pass runs."""
+        scheduled, future = self._in_flight[-1]
+        masks, failed = self.scheduler.fill_masks(scheduled, self._clock())
+        future.provide_masks(masks)
+        return failed
 
     def _expire(self, now: float) -> list[Finished]:
         finished: list[Finished] = []

@@ -1,44 +1,80 @@
-"""Builders for tests of the core, and an executor whose memory is as real as a device's.
-
-MemoryExecutor keeps "KV" in numbered blocks: at each position the token with a checksum of everything before it, read
-from the block of the position before. It draws each next token from *all* tokens that it reads back through the block
-table. One wrong block, one reused too early or for another context, one token computed twice or never, and it raises or
-the output differs from `expected_output`.
-"""
+"""Builders for tests of the core: requests with a known output, and a run that collects what comes out."""
 
 from __future__ import annotations
 
-import zlib
+import functools
 from array import array
 
-from inferengine.core.executor import Capacity, KVGroup, Progress
-from inferengine.core.plan import BlockCopies, StepPlan, StepResult
+from inferengine.core.executor import Capacity, KVGroup
+from inferengine.core.grammar import GrammarSpec
 from inferengine.core.request import Request
 from inferengine.core.scheduler import Scheduler, SchedulerOptions
+from inferengine.core.sequence import Sequence
+from inferengine.core.speculation import Proposer
 from inferengine.engine.core import EngineCore
 from inferengine.params import SamplingParams
-
-VOCAB_SIZE = 97
-EOS = 7
-EMPTY = [(-1, -1)]  # KV that was never written
+from tests.core.memory_executor import EOS, VOCAB_SIZE, MemoryExecutor, next_token
 
 
-def next_token(tokens: list[int], seed: int = 0) -> int:
-    """The "model": a token from everything before it, and from the request's seed."""
-    return zlib.crc32(array("I", tokens).tobytes(), seed) % VOCAB_SIZE
+class ThirdsGrammar:
+    """A grammar whose state is the sum of all tokens: a token is allowed unless it and the sum make a multiple of 3.
+    Sums that end in 4 force a token, 50 tokens are the most."""
+
+    def __init__(self) -> None:
+        self.history: list[int] = []
+
+    def allows(self, token: int) -> bool:
+        forced = self.forced()
+        return token == forced[0] if forced else (sum(self.history) + token) % 3 != 0
+
+    def accept(self, token_id: int) -> bool:
+        if self.is_terminated() or not self.allows(token_id):
+            return False
+        self.history.append(token_id)
+        return True
+
+    def validate(self, token_ids: list[int]) -> int:
+        trial = ThirdsGrammar()
+        trial.history = list(self.history)
+        return next((index for index, token in enumerate(token_ids) if not trial.accept(token)), len(token_ids))
+
+    def rollback(self, num_tokens: int) -> None:
+        if num_tokens:
+            del self.history[-num_tokens:]
+
+    def fill_bitmask(self, row: memoryview) -> None:
+        row[:] = _mask(sum(self.history) % 3, tuple(self.forced()[:1]), len(row))
+
+    def is_terminated(self) -> bool:
+        return len(self.history) >= 50
+
+    def forced(self) -> list[int]:
+        total = sum(self.history)
+        return [11, 12] if total % 10 == 4 and len(self.history) < 48 else [12] if self.history[-1:] == [11] else []
 
 
-def extend(checksum: int, token: int) -> int:
-    """The checksum of a context with one token more."""
-    return (checksum * 1_000_003 + token + 1) % 2_147_483_647
+@functools.cache
+def _mask(remainder: int, forced: tuple[int, ...], length: int) -> bytes:
+    bits = [t in forced if forced else (remainder + t) % 3 != 0 for t in range(length * 8)]
+    return bytes(sum(bit << index for index, bit in enumerate(bits[i : i + 8])) for i in range(0, len(bits), 8))
+
+
+SPEC = GrammarSpec("regex", "thirds")
 
 
 def expected_output(request: Request) -> list[int]:
     """What the request gives when it runs alone."""
     tokens = list(request.prompt_ids)
     stops = set(request.params.stop_token_ids) | (set() if request.params.ignore_eos else request.eos_token_ids)
-    while len(tokens) - request.num_prompt < request.max_tokens:
-        tokens.append(next_token(tokens, request.seed))
+    grammar = ThirdsGrammar() if request.grammar is not None else None
+    mask = bytearray(-(-VOCAB_SIZE // 32) * 4)
+    while len(tokens) - request.num_prompt < request.max_tokens and not (grammar and grammar.is_terminated()):
+        if grammar is None:
+            tokens.append(next_token(tokens, request.seed))
+        else:
+            grammar.fill_bitmask(memoryview(mask))
+            tokens.append(next_token(tokens, request.seed, memoryview(mask)))
+            assert grammar.accept(tokens[-1])
         if tokens[-1] in stops:
             break
     return tokens[request.num_prompt :]
@@ -57,6 +93,7 @@ def make_request(
     tenant: str = "",
     fork_of: int | None = None,
     seed: int = 0,
+    grammar: bool = False,
     **params: object,
 ) -> Request:
     """A request; `prompt` is token ids or a length."""
@@ -74,6 +111,7 @@ def make_request(
         tenant=tenant,
         fork_of=fork_of,
         seed=seed,
+        grammar=SPEC if grammar else None,
     )
 
 
@@ -98,132 +136,36 @@ def make_scheduler(capacity: Capacity | None = None, *, budget: int = 64, **opti
     return Scheduler(capacity, SchedulerOptions(budget, capacity.max_num_seqs, **options))  # type: ignore[arg-type]
 
 
-class MemoryExecutor:
-    """Implements `core.executor.Executor` over fake memory. Results are computed at `result()`, in order: a plan
-    made while a step is under way really cannot know its token."""
+class HalfRightProposer:
+    """Knows every request's output and lies now and then: what a good guesser looks like from the core."""
 
-    def __init__(self, capacity: Capacity, *, max_in_flight: int = 1) -> None:
-        self.capacity = capacity
-        self.max_in_flight = max_in_flight
-        self.blocks = [[EMPTY * capacity.block_size for _ in range(group.num_blocks)] for group in capacity.groups]
-        self.host_blocks = [[EMPTY * capacity.block_size] * group.num_host_blocks for group in capacity.groups]
-        self.tables: list[dict[int, dict[int, int]]] = [{} for _ in capacity.groups]
-        self.seeds: dict[int, int] = {}
-        self.tokens: dict[int, dict[int, int]] = {}
-        self.fail_on_step: int | None = None
-        self.fail_with: Exception | None = None
-        self.num_computed_tokens = 0
-        self._queue: list[_Pending] = []
+    def __init__(self, *, on_device: bool = False, wrong_every: int = 4) -> None:
+        self.on_device = on_device
+        self.wrong_every = wrong_every
+        self.requests: dict[int, Request] = {}
 
-    def load(self, progress: Progress) -> Capacity:
-        return self.capacity
+    def propose(self, sequence: Sequence, max_tokens: int) -> list[int]:
+        if self.on_device:
+            return [0] * max_tokens
+        done = sequence.num_output
+        right = expected_output(sequence.request)[done : done + max_tokens]
+        return [(t + 1) % VOCAB_SIZE if (done + i) % self.wrong_every == 0 else t for i, t in enumerate(right)]
 
-    def warm_up(self, progress: Progress) -> None:
-        """Nothing to warm."""
-
-    def flush(self) -> None:
-        """Nothing beyond the blocks."""
-
-    def close(self) -> None:
-        """Nothing to give back."""
-
-    def execute(self, plan: StepPlan) -> _Pending:
-        pending = _Pending(self, plan)
-        self._queue.append(pending)
-        return pending
-
-    def run(self, plan: StepPlan) -> StepResult:
-        if self.fail_with is not None and (self.fail_on_step is None or plan.step == self.fail_on_step):
-            error, self.fail_with = self.fail_with, None
-            error.injected = True  # type: ignore[attr-defined]
-            raise error
-        for memory, copies in zip(zip(self.blocks, self.host_blocks, strict=True), plan.swap_out, strict=False):
-            _copy(memory[0], memory[1], copies)
-        for memory, copies in zip(zip(self.host_blocks, self.blocks, strict=True), plan.swap_in, strict=False):
-            _copy(memory[0], memory[1], copies)
-        for blocks, copies in zip(self.blocks, plan.copies, strict=False):
-            _copy(blocks, blocks, copies)
-        for item in plan.admitted:
-            self.seeds[item.slot] = item.seed
-            self.tokens[item.slot] = dict(enumerate(item.token_ids))
-            for table in self.tables:
-                table[item.slot] = {}
-        for table, updates in zip(self.tables, plan.block_updates, strict=True):
-            for slot, index, block_id in zip(updates.slots, updates.indices, updates.block_ids, strict=True):
-                table[slot][index] = block_id
-        drawn: list[int] = []
-        for slot, start, count, draws in zip(plan.slots, plan.starts, plan.counts, plan.samples, strict=True):
-            self.num_computed_tokens += count
-            for position in range(start, start + count):
-                self._write(slot, position)
-            if draws:
-                token = self._draw(slot, start + count)
-                self.tokens[slot][start + count] = token
-                drawn.append(token)
-        return StepResult(drawn)
-
-    def _write(self, slot: int, position: int) -> None:
-        size, token = self.capacity.block_size, self.tokens[slot][position]
-        for blocks, table in zip(self.blocks, self.tables, strict=True):
-            before = 0
-            if position:
-                before = blocks[table[slot][(position - 1) // size]][(position - 1) % size][1]
-            blocks[table[slot][position // size]][position % size] = (token, extend(before, token))
-
-    def _draw(self, slot: int, length: int) -> int:
-        """The next token, from the KV of every group; a window group must agree on what it can see."""
-        size = self.capacity.block_size
-        full: list[int] | None = None
-        for group, blocks, table in zip(self.capacity.groups, self.blocks, self.tables, strict=True):
-            first = 0 if group.window is None else max(0, length - group.window)
-            seen = [blocks[table[slot][p // size]][p % size] for p in range(first, length)]
-            if full is None:
-                full, checksum = [token for token, _ in seen], 0
-                checksums = [checksum := extend(checksum, token) for token in full]
-            if seen != list(zip(full, checksums, strict=True))[first:]:
-                raise AssertionError(f"slot {slot} sees KV of another context")
-        assert full is not None
-        return next_token(full, self.seeds[slot])
-
-
-Memory = list[list[tuple[int, int]]]
-
-
-def _copy(sources: Memory, targets: Memory, copies: BlockCopies) -> None:
-    """All sources are read before any target is written, as a device's gather and scatter would."""
-    read = [list(sources[source]) for source in copies.sources]
-    for target, content in zip(copies.targets, read, strict=True):
-        targets[target] = content
-
-
-class _Pending:
-    def __init__(self, executor: MemoryExecutor, plan: StepPlan) -> None:
-        self._executor = executor
-        self._plan = plan
-        self._result: StepResult | Exception | None = None
-
-    def done(self) -> bool:
-        return True
-
-    def result(self) -> StepResult:
-        queue = self._executor._queue
-        while self in queue:
-            first = queue.pop(0)
-            try:
-                first._result = self._executor.run(first._plan)
-            except Exception as error:
-                first._result = error
-        if isinstance(self._result, Exception):
-            raise self._result
-        assert self._result is not None
-        return self._result
+    def forget(self, sequence: Sequence) -> None:
+        """It remembers nothing."""
 
 
 class Run:
     """An EngineCore over a MemoryExecutor with a clock that the test moves; collects what comes out."""
 
     def __init__(
-        self, capacity: Capacity | None = None, *, budget: int = 64, max_in_flight: int = 1, **options: object
+        self,
+        capacity: Capacity | None = None,
+        *,
+        budget: int = 64,
+        max_in_flight: int = 1,
+        proposer: Proposer | None = None,
+        **options: object,
     ) -> None:
         self.capacity = capacity or make_capacity()
         self.executor = MemoryExecutor(self.capacity, max_in_flight=max_in_flight)
@@ -234,11 +176,13 @@ class Run:
             SchedulerOptions(budget, self.capacity.max_num_seqs, **options),  # type: ignore[arg-type]
             clock=lambda: self.now,
             on_failure=self._on_failure,
+            proposer=proposer,
         )
         self.surprises: list[BaseException] = []  # what the executor raised without having been told to
         self.outputs: dict[int, list[int]] = {}
         self.finished: dict[int, tuple[str, object]] = {}
         self.rows: dict[int, object] = {}
+        self.compile_at_once = True
 
     @property
     def scheduler(self) -> Scheduler:
@@ -248,6 +192,8 @@ class Run:
         for request in requests:
             self.outputs[request.uid] = []
             self.core.submit(request)
+            if request.grammar is not None and self.compile_at_once:
+                self.core.grammar_ready(request.uid, ThirdsGrammar())
         return self
 
     def step(self) -> None:

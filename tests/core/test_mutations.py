@@ -14,7 +14,7 @@ from inferengine.core.forks import ForkRoom
 from inferengine.core.kv_manager import KVCacheManager, PrefixHit
 from inferengine.core.prefix_cache import PrefixCache
 from inferengine.core.queues.first_come import FirstComeFirstServed
-from inferengine.core.scheduler import Scheduler
+from inferengine.core.roster import Roster
 from inferengine.core.step_draft import StepDraft
 from inferengine.core.swap import SwapSpace
 from tests.core.test_random_machine import walk
@@ -74,7 +74,7 @@ MUTATIONS: dict[str, tuple[Any, str, Callable[[Wrap], Wrap]]] = {
     ),
     "host blocks leak when a waiting sequence ends": (SwapSpace, "drop", lambda _: lambda self, sequence: None),
     "a slot is not given back": (
-        Scheduler,
+        Roster,
         "_free_slot",
         lambda free: lambda self, sequence: None if sequence.uid % 7 == 0 else free(self, sequence),
     ),

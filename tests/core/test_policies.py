@@ -168,10 +168,10 @@ def test_the_target_reaches_the_plan() -> None:
     counts = []
     original = run.executor.run
 
-    def slow(plan):  # type: ignore[no-untyped-def]
+    def slow(plan, words):  # type: ignore[no-untyped-def]
         counts.append(plan.num_tokens - plan.num_decodes)
         run.now += plan.num_tokens * 0.02
-        return original(plan)
+        return original(plan, words)
 
     run.executor.run = slow  # type: ignore[method-assign]
     run.to_end()

@@ -18,7 +18,7 @@ from inferengine.core.pressure import PRESSURE_POLICIES
 from inferengine.core.queues import POLICIES
 from inferengine.core.request import Request
 from inferengine.engine.core import StepFailed
-from tests.core.builders import Run, expected_output, make_capacity, make_request
+from tests.core.builders import HalfRightProposer, Run, expected_output, make_capacity, make_request
 
 CHUNKS = [[(which * 31 + i * 7) % 97 for i in range(4)] for which in range(3)]  # few, so that prompts share blocks
 
@@ -26,25 +26,28 @@ CHUNKS = [[(which * 31 + i * 7) % 97 for i in range(4)] for which in range(3)]  
 def make_run(draw_int, choice) -> Run:  # type: ignore[no-untyped-def]
     """A run under drawn options; `draw_int(low, high)` and `choice(list)` come from hypothesis or from a seed."""
     window = choice([None, None, 6])
+    proposer = choice([None, None, HalfRightProposer(wrong_every=3), HalfRightProposer(on_device=True)])
     capacity = make_capacity(
         draw_int(16, 40),
         max_num_seqs=draw_int(1, 8),
         window=window,
         window_blocks=60,
-        host_blocks=choice([0, 8, 40]),
+        host_blocks=choice([0, 8, 40, 40]),
     )
     return Run(
         capacity,
         budget=choice([4, 9, 64]),
         max_in_flight=choice([1, 2]),
         policy=choice(sorted(POLICIES)),
-        pressure=choice(sorted(PRESSURE_POLICIES)),
+        pressure=choice([*sorted(PRESSURE_POLICIES), "swap"]),
         eviction=choice(sorted(EVICTION)),
         prefix_caching=choice([True, True, False]),
         prefill_chunk=choice([0, 3]),
         max_num_decodes=choice([0, 0, 2]),
         watermark=choice([0.0, 0.1]),
         kv_events=choice([False, True]),
+        proposer=proposer,
+        max_drafts=3 if proposer else 0,
     )
 
 
@@ -55,7 +58,9 @@ class Model:
         self.run = run
         self.requests: dict[int, Request] = {}
 
-    def add(self, chunks: list[int], own: int, max_tokens: int, *, tenant: str, priority: int, fork: bool) -> None:
+    def add(
+        self, chunks: list[int], own: int, max_tokens: int, *, tenant: str, priority: int, fork: bool, grammar: bool
+    ) -> None:
         uid = len(self.requests) + 1
         parent = self.requests.get(uid - 1) if fork else None
         if parent is not None and parent.fork_of is not None:
@@ -72,6 +77,7 @@ class Model:
             priority=priority,
             arrival_s=self.run.now,
             fork_of=parent.uid if parent else None,
+            grammar=grammar,
         )
         self.requests[uid] = request
         self.run.submit(request)
@@ -111,9 +117,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         tenant=st.sampled_from("ab"),
         priority=st.integers(0, 2),
         fork=st.booleans(),
+        grammar=st.booleans(),
     )
-    def submit(self, chunks: list[int], own: int, max_tokens: int, tenant: str, priority: int, fork: bool) -> None:
-        self.model.add(chunks, own, max_tokens, tenant=tenant, priority=priority, fork=fork)
+    def submit(
+        self, chunks: list[int], own: int, max_tokens: int, tenant: str, priority: int, fork: bool, grammar: bool
+    ) -> None:
+        self.model.add(chunks, own, max_tokens, tenant=tenant, priority=priority, fork=fork, grammar=grammar)
 
     @precondition(lambda self: self.model.requests)
     @rule(data=st.data())
@@ -166,9 +175,12 @@ def walk(draw: random.Random, min_steps: int) -> None:
                     tenant=draw.choice("ab"),
                     priority=draw.randint(0, 2),
                     fork=draw.random() < 0.3,
+                    grammar=draw.random() < 0.3,
                 )
             elif action < 0.28 and model.requests:
-                live = sorted(model.run.scheduler.sequences)
+                sequences = model.run.scheduler.sequences
+                swapped = sorted(uid for uid, sequence in sequences.items() if sequence.host_tables is not None)
+                live = swapped or sorted(sequences)
                 model.run.cancel(draw.choice(live if live and draw.random() < 0.7 else sorted(model.requests)))
             elif action < 0.285:
                 model.fail_next(draw.choice([None, 0, 1]))

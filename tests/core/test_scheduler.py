@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from inferengine.engine.core import StepFailed
-from tests.core.builders import EOS, Run, expected_output, make_capacity, make_request, make_scheduler
+from tests.core.builders import Run, expected_output, make_capacity, make_request, make_scheduler
+from tests.core.memory_executor import EOS
 
 OVERLAP = pytest.mark.parametrize("max_in_flight", [1, 2])
 

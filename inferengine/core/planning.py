@@ -1,0 +1,319 @@
+"""Planner: which tokens to compute next. One algorithm, no phases, O(1) work per row and per block.
+
+A step has a token budget. Running sequences go on first: those with one token pending (decodes) before those with more
+(guesses to verify, then prompt chunks), so that a long prompt never delays a running stream by more than its chunk.
+What is left of the budget admits waiting sequences. When blocks run out, the sequence admitted last gives way.
+"""
+
+from __future__ import annotations
+
+from inferengine.core.chunk_control import ChunkController
+from inferengine.core.executor import Capacity
+from inferengine.core.kv_manager import PrefixHit
+from inferengine.core.options import SchedulerOptions
+from inferengine.core.plan import TokenWrites
+from inferengine.core.pressure import Relief, choose_relief
+from inferengine.core.roster import Roster
+from inferengine.core.sequence import Sequence, Status
+from inferengine.core.speculation import DraftControl, Proposer
+from inferengine.core.step_draft import ScheduledStep, StepDraft
+from inferengine.core.stopping import Finished
+
+KV_FULL = "The KV cache is full. Try again later, or ask for fewer tokens."
+
+
+class Planner:
+    """Builds one step after the other out of a roster."""
+
+    def __init__(
+        self, roster: Roster, capacity: Capacity, options: SchedulerOptions, proposer: Proposer | None = None
+    ) -> None:
+        self.roster = roster
+        self.capacity = capacity
+        self.options = options
+        self.rejected: list[Finished] = []  # ended under pressure while a step was planned; the caller takes them
+        self.chunks = ChunkController(options.itl_target_s) if options.itl_target_s else None
+        self.proposer = proposer if options.max_drafts and not options.max_num_decodes else None
+        self.drafts = DraftControl(options.max_drafts, options.max_running_to_draft)
+        self.forced: list[tuple[Sequence, int, int]] = []  # (sequence, position, token) that the device does not know
+        self._watermark_blocks = int(options.watermark * min(group.num_blocks for group in capacity.groups))
+        self._decode_offset = 0
+        self._step = 0
+        self._layout = 0
+        self._last_uids: list[int] = []
+        self._last_layout = 0
+
+    def plan(self, now: float) -> ScheduledStep | None:
+        """The next step, or None when nothing can be computed now (idle, or all wait for tokens under way)."""
+        draft = StepDraft(self.options.max_num_batched_tokens)
+        stats = self.roster.stats
+        preempted_before = stats.num_preemptions
+        guesses = self._propose() if self.proposer is not None else {}
+        prefilling = self._plan_decodes(draft, guesses, now)
+        draft.end_decodes()
+        for sequence, tokens in guesses.items():
+            if sequence.status is Status.RUNNING and draft.budget > len(tokens):
+                draft.add_verification(sequence, tokens)
+        if self.chunks is not None:
+            draft.budget = self.chunks.limit(draft.num_decodes, draft.budget)
+        self._plan_chunks(draft, prefilling, now)
+        if stats.num_preemptions == preempted_before:
+            self._admit(draft, now)
+        if not draft.rows:
+            return None
+        return self._finish_plan(draft)
+
+    def wants_results(self, last: ScheduledStep) -> bool:
+        """Whether planning should wait for the steps under way: what a grammar allows next, or what to guess next,
+        depends on their tokens."""
+        if last.plan.masked:
+            return True
+        if self.proposer is None:
+            return False
+        running = self.roster.running
+        return any(self.drafts.length(s, len(running)) > 0 for s in running[: self.options.max_running_to_draft + 1])
+
+    def new_layout(self) -> int:
+        self._layout += 1
+        return self._layout
+
+    # -- rows --------------------------------------------------------------------------------------------------------
+
+    def _propose(self) -> dict[Sequence, list[int]]:
+        """Guesses for sequences whose tokens are all known, with blocks for them; nobody gives way for a guess."""
+        guesses: dict[Sequence, list[int]] = {}
+        running, proposer = self.roster.running, self.proposer
+        if proposer is None or len(running) > self.options.max_running_to_draft:
+            return guesses
+        for sequence in running:
+            total = len(sequence.tokens)
+            if sequence.num_inflight or total - sequence.num_computed != 1 or total < sequence.drafts_resume_at:
+                continue
+            if sequence.grammar is not None and proposer.on_device:
+                continue  # the device cannot ask a grammar whether a guess is allowed
+            most = min(self.drafts.length(sequence, len(running)), sequence.max_total - total - 1)
+            tokens = proposer.propose(sequence, most) if most > 0 else []
+            if sequence.grammar is not None:
+                tokens = tokens[: sequence.grammar.validate(tokens)]
+            if not tokens and most > 0:
+                sequence.drafts_resume_at = total + 4  # nothing to go by: look again a little later
+            if tokens and self.roster.kv.allocate(sequence, total + len(tokens)):
+                guesses[sequence] = tokens
+        return guesses
+
+    def _plan_decodes(self, draft: StepDraft, guesses: dict[Sequence, list[int]], now: float) -> list[Sequence]:
+        """Give one token to every running sequence that has one pending. Returns those that have more."""
+        if self.options.max_num_decodes:
+            return self._plan_capped_decodes(draft, now)
+        prefilling: list[Sequence] = []
+        running, rows, starts = self.roster.running, draft.rows, draft.starts
+        budget = draft.budget
+        index = 0
+        while index < len(running):
+            sequence = running[index]
+            computed = sequence.num_computed
+            total = len(sequence.tokens) + sequence.num_inflight
+            if total - computed != 1:
+                if total > computed:
+                    prefilling.append(sequence)
+                index += 1
+                continue
+            if total >= sequence.max_total or (guesses and sequence in guesses):
+                index += 1  # its last token is under way, or it gets more than one
+                continue
+            if budget == 0:
+                break
+            if total > sequence.capacity and not self._make_room(sequence, total, now):
+                continue  # the sequence itself had to go: `index` is at the next one
+            rows.append(sequence)
+            starts.append(computed)
+            budget -= 1
+            index += 1
+        draft.budget = budget
+        return prefilling
+
+    def _plan_capped_decodes(self, draft: StepDraft, now: float) -> list[Sequence]:
+        """As above with at most `max_num_decodes` rows, taking turns among the running sequences."""
+        running = self.roster.running
+        prefilling = [sequence for sequence in running if sequence.num_pending > 1]
+        ready = [s for s in running if s.num_pending == 1 and s.num_tokens < s.max_total]
+        cap = min(self.options.max_num_decodes, draft.budget)
+        begin = self._decode_offset % len(ready) if len(ready) > cap else 0
+        for sequence in (ready[begin:] + ready[:begin])[:cap]:
+            if sequence.status is Status.RUNNING and self._make_room_beside(draft, sequence, sequence.num_tokens, now):
+                draft.rows.append(sequence)
+                draft.starts.append(sequence.num_computed)
+        self._decode_offset = begin + cap
+        draft.budget -= len(draft.rows)
+        return prefilling
+
+    def _plan_chunks(self, draft: StepDraft, prefilling: list[Sequence], now: float) -> None:
+        """Go on with prompts that are partly computed, in order of admission."""
+        for sequence in prefilling:
+            if draft.budget == 0:
+                return
+            if sequence.status is not Status.RUNNING:
+                continue  # a victim of this very step
+            count = self._chunk(sequence.num_pending, draft)
+            if count and self._make_room_beside(draft, sequence, sequence.num_computed + count, now):
+                draft.add_chunk(sequence, count)
+
+    def _chunk(self, pending: int, draft: StepDraft) -> int:
+        """How many of the pending tokens go into this step."""
+        if not self.options.chunked_prefill:
+            return pending if pending <= draft.budget or not draft.rows else 0  # too long for any budget: runs alone
+        limit = self.options.prefill_chunk
+        return min(pending, draft.budget, limit) if limit else min(pending, draft.budget)
+
+    def _finish_plan(self, draft: StepDraft) -> ScheduledStep:
+        samples, sampled = draft.advance()
+        uids = [sequence.uid for sequence in sampled]
+        if uids == self._last_uids:
+            uids, layout = self._last_uids, self._last_layout
+        else:
+            layout = self.new_layout()
+            self._last_uids, self._last_layout = uids, layout
+        self._step += 1
+        roster, on_device = self.roster, self.proposer is not None and self.proposer.on_device
+        writes = self._take_writes(draft, on_device) if self.forced or draft.drafts else None
+        plan = draft.plan(self._step, samples, roster.kv, writes, on_device, has_grammars=roster.num_grammars > 0)
+        stats = roster.stats
+        stats.num_steps += 1
+        stats.num_scheduled_tokens += plan.num_tokens
+        stats.num_scheduled_rows += len(draft.rows)
+        stats.max_batch = max(stats.max_batch, len(draft.rows))
+        swapped_out, roster.swapped_out = roster.swapped_out, []
+        return ScheduledStep(plan, draft.rows, sampled, uids, layout, swapped_out, draft.drafts)
+
+    def _take_writes(self, draft: StepDraft, on_device: bool) -> TokenWrites:
+        """Tokens that the device has to be told: forced ones of sequences that still run, and guesses."""
+        writes = TokenWrites([], [], [])
+        for sequence, position, token in self.forced:
+            if sequence.slot >= 0:
+                writes.slots.append(sequence.slot)
+                writes.positions.append(position)
+                writes.token_ids.append(token)
+        self.forced = []
+        for row, tokens in draft.drafts.items() if not on_device else ():
+            slot, start = draft.rows[row].slot, draft.starts[row]
+            writes.slots.extend([slot] * len(tokens))
+            writes.positions.extend(range(start + 1, start + 1 + len(tokens)))
+            writes.token_ids.extend(tokens)
+        return writes
+
+    # -- admission into a step ---------------------------------------------------------------------------------------
+
+    def _admit(self, draft: StepDraft, now: float) -> None:
+        """Admit waiting sequences while budget, slots and blocks last."""
+        roster = self.roster
+        while draft.budget > 0 and roster.free_slots:
+            sequence = roster.waiting.peek(now, len(roster.running))
+            if sequence is None or sequence.num_inflight:
+                return
+            admitted = self._admit_swapped if sequence.host_tables is not None else self._admit_fresh
+            count = admitted(sequence, draft)
+            if count == 0:
+                return
+            if sequence.first_scheduled_s is None:
+                sequence.first_scheduled_s = now
+                sequence.num_cached = min(sequence.num_computed, sequence.num_prompt)
+                roster.stats.num_prompt_tokens += sequence.num_prompt
+                roster.stats.num_cached_tokens += sequence.num_cached
+            sequence.status = Status.RUNNING
+            roster.running.append(sequence)
+            draft.add_admitted(sequence, count)
+
+    def _admit_fresh(self, sequence: Sequence, draft: StepDraft) -> int:
+        """Give a sequence a slot, the blocks of its cached prefix, and room for its first chunk. 0: not now."""
+        kv = self.roster.kv
+        parent = self._fork_parent(sequence)
+        hit = kv.fork(parent, sequence) if parent is not None else None
+        if hit is None:
+            parent, hit = None, kv.lookup(sequence)
+        num_known = sequence.num_prompt - 1 if parent is not None else hit.num_tokens
+        count = self._chunk(len(sequence.tokens) - num_known, draft)
+        reserved = self.capacity.max_model_len if self.options.contiguous else 0
+        if count == 0 or not self._fits(hit, max(reserved, len(sequence.tokens))):
+            return 0
+        self.roster.start(sequence)
+        kv.adopt(sequence, hit)
+        if not kv.allocate(sequence, max(reserved, num_known + count)):
+            raise RuntimeError("an admitted sequence does not fit: _fits and allocate disagree")
+        if parent is not None:
+            kv.copy_partial(parent, sequence)
+        return count
+
+    def _admit_swapped(self, sequence: Sequence, draft: StepDraft) -> int:
+        """Bring back a sequence whose KV waits on the host. 0: not now."""
+        count = self._chunk(sequence.num_pending, draft)
+        if count == 0 or not self._fits_again(sequence, sequence.num_computed + count):
+            return 0
+        self.roster.start(sequence)
+        self.roster.kv.swap_in(sequence)
+        if not self.roster.kv.allocate(sequence, sequence.num_computed + count):
+            raise RuntimeError("a swapped sequence does not fit: _fits_again and allocate disagree")
+        return count
+
+    def _fork_parent(self, sequence: Sequence) -> Sequence | None:
+        """The running first choice whose prompt blocks can be shared, for a choice that has not begun."""
+        if sequence.request.fork_of is None or sequence.num_output:
+            return None
+        parent = self.roster.sequences.get(sequence.request.fork_of)
+        if parent is None or parent.status is not Status.RUNNING or parent.num_computed < sequence.num_prompt:
+            return None
+        return parent
+
+    # -- room --------------------------------------------------------------------------------------------------------
+
+    def _fits(self, hit: PrefixHit, num_tokens: int) -> bool:
+        """Whether a waiting sequence can be admitted: all of its known tokens beside the blocks of its hit (not only
+        its first chunk: a prompt that stops half way would be thrown out again), and a reserve so that the running
+        ones can grow. An empty engine needs no reserve."""
+        kv = self.roster.kv
+        reserve = self._watermark_blocks if self.roster.running else 0
+        for group, pool, blocks in zip(kv.groups, kv.pools, hit.block_ids, strict=True):
+            held = [block for block in blocks if block is not None]
+            revived = sum(1 for block in held if pool.reference_count(block) == 0)
+            if kv.blocks_needed(group, num_tokens) - len(held) + revived + reserve > pool.num_free:
+                self.roster.stats.num_pressure_events += 1
+                return False
+        return True
+
+    def _fits_again(self, sequence: Sequence, num_tokens: int) -> bool:
+        kv = self.roster.kv
+        reserve = self._watermark_blocks if self.roster.running else 0
+        needed = kv.blocks_for(num_tokens)
+        for pool, table in zip(kv.pools, sequence.host_tables or [], strict=True):
+            if needed - table.count(-1) + reserve > pool.num_free:
+                self.roster.stats.num_pressure_events += 1
+                return False
+        return True
+
+    def _make_room(self, sequence: Sequence, num_tokens: int, now: float) -> bool:
+        """Allocate for a decode; the sequence admitted last gives way until it fits. False: that was the sequence."""
+        while not self.roster.kv.allocate(sequence, num_tokens):
+            self.roster.stats.num_pressure_events += 1
+            victim = self.roster.running[-1]
+            self._give_way(victim, now)
+            if victim is sequence:
+                return False
+        return True
+
+    def _make_room_beside(self, draft: StepDraft, sequence: Sequence, num_tokens: int, now: float) -> bool:
+        """Allocate beside rows already planned, which never give way: their step is being built."""
+        while not self.roster.kv.allocate(sequence, num_tokens):
+            self.roster.stats.num_pressure_events += 1
+            victim = self.roster.running[-1]
+            if victim in draft.rows or (victim is sequence and draft.rows):
+                return False
+            self._give_way(victim, now)
+            if victim is sequence:
+                return False
+        return True
+
+    def _give_way(self, victim: Sequence, now: float) -> None:
+        relief = choose_relief(self.options.pressure, victim, self.roster.kv.swap, self.capacity)
+        if relief is Relief.REJECT:
+            self.rejected.append(self.roster.finish(victim, "error", ("overloaded", KV_FULL), now))
+        else:
+            self.roster.wait_again(victim, swap=relief is Relief.SWAP)

@@ -1,0 +1,182 @@
+"""An executor whose memory is as real as a device's.
+
+MemoryExecutor keeps "KV" in numbered blocks: at each position the token with a checksum of everything before it, read
+from the block of the position before. It draws each next token from *all* tokens that it reads back through the block
+table. One wrong block, one reused too early or for another context, one token computed twice or never, and it raises or
+the output differs from `expected_output`.
+"""
+
+from __future__ import annotations
+
+import zlib
+from array import array
+
+from inferengine.core.executor import Capacity, Progress
+from inferengine.core.plan import BlockCopies, StepPlan, StepResult
+
+VOCAB_SIZE = 97
+EOS = 7
+EMPTY = [(-1, -1)]  # KV that was never written
+
+
+def next_token(tokens: list[int], seed: int = 0, mask: memoryview | None = None) -> int:
+    """The "model": a token from everything before it, and from the request's seed; the next allowed one if masked."""
+    token = zlib.crc32(array("I", tokens).tobytes(), seed) % VOCAB_SIZE
+    while mask is not None and not mask[token // 8] >> token % 8 & 1:
+        token = (token + 1) % VOCAB_SIZE
+    return token
+
+
+def extend(checksum: int, token: int) -> int:
+    """The checksum of a context with one token more."""
+    return (checksum * 1_000_003 + token + 1) % 2_147_483_647
+
+
+class MemoryExecutor:
+    """Implements `core.executor.Executor` over fake memory. Results are computed at `result()`, in order: a plan
+    made while a step is under way really cannot know its token."""
+
+    def __init__(self, capacity: Capacity, *, max_in_flight: int = 1) -> None:
+        self.capacity = capacity
+        self.max_in_flight = max_in_flight
+        self.blocks = [[EMPTY * capacity.block_size for _ in range(group.num_blocks)] for group in capacity.groups]
+        self.host_blocks = [[EMPTY * capacity.block_size] * group.num_host_blocks for group in capacity.groups]
+        self.tables: list[dict[int, dict[int, int]]] = [{} for _ in capacity.groups]
+        self.seeds: dict[int, int] = {}
+        self.tokens: dict[int, dict[int, int]] = {}
+        self.fail_on_step: int | None = None
+        self.fail_with: Exception | None = None
+        self.num_computed_tokens = 0
+        self._queue: list[_Pending] = []
+
+    def load(self, progress: Progress) -> Capacity:
+        return self.capacity
+
+    def warm_up(self, progress: Progress) -> None:
+        """Nothing to warm."""
+
+    def flush(self) -> None:
+        """Nothing beyond the blocks."""
+
+    def close(self) -> None:
+        """Nothing to give back."""
+
+    def execute(self, plan: StepPlan) -> _Pending:
+        pending = _Pending(self, plan)
+        self._queue.append(pending)
+        return pending
+
+    def run(self, plan: StepPlan, words: bytearray | None) -> StepResult:
+        masks: dict[int, memoryview] = {}
+        if plan.masked:
+            if words is None:
+                raise AssertionError("a plan with masked draws got no masks")
+            width = len(words) // len(plan.masked)
+            masks = {d: memoryview(words)[i * width : (i + 1) * width] for i, d in enumerate(plan.masked)}
+        if self.fail_with is not None and (self.fail_on_step is None or plan.step == self.fail_on_step):
+            error, self.fail_with = self.fail_with, None
+            error.injected = True  # type: ignore[attr-defined]
+            raise error
+        for memory, copies in zip(zip(self.blocks, self.host_blocks, strict=True), plan.swap_out, strict=False):
+            _copy(memory[0], memory[1], copies)
+        for memory, copies in zip(zip(self.host_blocks, self.blocks, strict=True), plan.swap_in, strict=False):
+            _copy(memory[0], memory[1], copies)
+        for blocks, copies in zip(self.blocks, plan.copies, strict=False):
+            _copy(blocks, blocks, copies)
+        for item in plan.admitted:
+            self.seeds[item.slot] = item.seed
+            self.tokens[item.slot] = dict(enumerate(item.token_ids))
+            for table in self.tables:
+                table[item.slot] = {}
+        for table, updates in zip(self.tables, plan.block_updates, strict=True):
+            for slot, index, block_id in zip(updates.slots, updates.indices, updates.block_ids, strict=True):
+                table[slot][index] = block_id
+        for slot, position, token in zip(*(plan.token_writes or ((), (), ())), strict=True):
+            self.tokens[slot][position] = token
+        emitted: list[int] = []
+        num_emitted: list[int] = []
+        draw = 0
+        for row, (slot, start, count) in enumerate(zip(plan.slots, plan.starts, plan.counts, strict=True)):
+            self.num_computed_tokens += count
+            drafts = plan.num_drafts[row] if plan.num_drafts else 0
+            if plan.device_drafts:
+                self._guess(slot, start, drafts)
+            for position in range(start, start + count):
+                self._write(slot, position)
+            if plan.samples[row]:
+                guesses = [self.tokens[slot][start + 1 + index] for index in range(drafts)]
+                begin = start + count - drafts
+                drawn = [self._draw(slot, begin + index, masks.get(draw + index)) for index in range(1 + drafts)]
+                right = next((i for i, guess in enumerate(guesses) if guess != drawn[i]), drafts)
+                for index, token in enumerate(drawn):  # a device writes all of its draws
+                    self.tokens[slot][begin + index] = token
+                emitted += drawn[: right + 1]
+                num_emitted.append(right + 1)
+                draw += 1 + drafts
+        return StepResult(emitted, num_emitted=num_emitted if plan.num_drafts else None)
+
+    def _guess(self, slot: int, start: int, count: int) -> None:
+        """A draft model that is right two times out of three."""
+        for position in range(start + 1, start + 1 + count):
+            before = [self.tokens[slot][p] for p in range(position)]
+            self.tokens[slot][position] = (next_token(before, self.seeds[slot]) + (sum(before) % 3 == 0)) % VOCAB_SIZE
+
+    def _write(self, slot: int, position: int) -> None:
+        size, token = self.capacity.block_size, self.tokens[slot][position]
+        for blocks, table in zip(self.blocks, self.tables, strict=True):
+            before = 0
+            if position:
+                before = blocks[table[slot][(position - 1) // size]][(position - 1) % size][1]
+            blocks[table[slot][position // size]][position % size] = (token, extend(before, token))
+
+    def _draw(self, slot: int, length: int, mask: memoryview | None = None) -> int:
+        """The next token, from the KV of every group; a window group must agree on what it can see."""
+        size = self.capacity.block_size
+        full: list[int] | None = None
+        for group, blocks, table in zip(self.capacity.groups, self.blocks, self.tables, strict=True):
+            first = 0 if group.window is None else max(0, length - group.window)
+            seen = [blocks[table[slot][p // size]][p % size] for p in range(first, length)]
+            if full is None:
+                full, checksum = [token for token, _ in seen], 0
+                checksums = [checksum := extend(checksum, token) for token in full]
+            if seen != list(zip(full, checksums, strict=True))[first:]:
+                raise AssertionError(f"slot {slot} sees KV of another context")
+        assert full is not None
+        return next_token(full, self.seeds[slot], mask)
+
+
+Memory = list[list[tuple[int, int]]]
+
+
+def _copy(sources: Memory, targets: Memory, copies: BlockCopies) -> None:
+    """All sources are read before any target is written, as a device's gather and scatter would."""
+    read = [list(sources[source]) for source in copies.sources]
+    for target, content in zip(copies.targets, read, strict=True):
+        targets[target] = content
+
+
+class _Pending:
+    def __init__(self, executor: MemoryExecutor, plan: StepPlan) -> None:
+        self._executor = executor
+        self._plan = plan
+        self._result: StepResult | Exception | None = None
+        self._masks: bytearray | None = None
+
+    def provide_masks(self, words: bytearray) -> None:
+        self._masks = words
+
+    def done(self) -> bool:
+        return True
+
+    def result(self) -> StepResult:
+        queue = self._executor._queue
+        while self in queue:
+            first = queue.pop(0)
+            try:
+                first._result = self._executor.run(first._plan, first._masks)
+            except Exception as error:
+                first._result = error
+        if isinstance(self._result, Exception):
+            raise self._result
+        assert self._result is not None
+        return self._result

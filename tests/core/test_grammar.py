@@ -1,0 +1,88 @@
+"""Grammars in the core: the mask decides, forced tokens skip the model, a failing grammar ends its request alone."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.core.builders import HalfRightProposer, Run, ThirdsGrammar, expected_output, make_capacity, make_request
+
+OVERLAP = pytest.mark.parametrize("max_in_flight", [1, 2])
+
+
+def mixed(count: int = 6) -> list:  # type: ignore[type-arg]
+    return [
+        make_request(uid, prompt=4 * uid, max_tokens=60, seed=uid, grammar=uid % 2 == 0) for uid in range(1, count + 1)
+    ]
+
+
+@OVERLAP
+@pytest.mark.parametrize("num_blocks", [200, 40])
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_outputs_obey_their_grammar_beside_free_ones(max_in_flight: int, num_blocks: int, drafts: int) -> None:
+    run = Run(
+        make_capacity(num_blocks),
+        budget=16,
+        max_in_flight=max_in_flight,
+        proposer=HalfRightProposer() if drafts else None,
+        max_drafts=drafts,
+    )
+    run.submit(*mixed()).to_end()
+    assert run.outputs == {request.uid: expected_output(request) for request in mixed()}
+    assert run.scheduler.stats.num_forced_tokens > 0
+
+
+def test_a_grammar_after_which_nothing_can_follow_ends_the_request() -> None:
+    run = Run().submit(make_request(1, max_tokens=100, grammar=True)).to_end()
+    assert (len(run.outputs[1]), run.finished[1]) == (50, ("stop", None))
+
+
+def test_forced_tokens_cost_no_step_of_their_own() -> None:
+    run = Run().submit(make_request(1, max_tokens=100, grammar=True)).to_end()
+    assert run.scheduler.stats.num_steps == 50 - run.scheduler.stats.num_forced_tokens
+
+
+def test_forced_tokens_end_at_the_limit() -> None:
+    for max_tokens in range(1, 30):
+        request = make_request(1, max_tokens=max_tokens, grammar=True)
+        assert Run().submit(request).to_end().outputs[1] == expected_output(request)
+
+
+def test_a_request_runs_only_when_its_grammar_is_compiled_and_holds_nobody_up() -> None:
+    run = Run()
+    run.compile_at_once = False
+    waiting, free = make_request(1, grammar=True), make_request(2)
+    run.submit(waiting, free).step()
+    assert run.scheduler.snapshot().num_waiting == 1
+    for _ in range(5):
+        run.step()
+    assert run.outputs[1] == []
+    assert run.finished[2] == ("length", None)
+    run.core.grammar_ready(1, ThirdsGrammar())
+    assert run.to_end().outputs[1] == expected_output(waiting)
+
+
+def test_a_request_can_be_cancelled_while_its_grammar_compiles() -> None:
+    run = Run()
+    run.compile_at_once = False
+    run.submit(make_request(1, grammar=True))
+    run.cancel(1)
+    assert run.finished[1][0] == "abort"
+    run.core.grammar_ready(1, ThirdsGrammar())
+    assert not run.core.has_work
+
+
+@OVERLAP
+def test_a_failing_grammar_ends_its_request_alone(max_in_flight: int) -> None:
+    run = Run(max_in_flight=max_in_flight).submit(*mixed(4))
+    broken = run.scheduler.sequences[2].grammar
+    assert isinstance(broken, ThirdsGrammar)
+
+    def fail(row: memoryview) -> None:
+        raise ValueError("out of fuel")
+
+    broken.fill_bitmask = fail  # type: ignore[method-assign]
+    run.to_end()
+    assert run.finished[2] == ("error", ("engine_error", "The grammar failed: out of fuel"))
+    for request in mixed(4):
+        if request.uid != 2:
+            assert run.outputs[request.uid] == expected_output(request)
