@@ -18,23 +18,10 @@ import triton.language as tl
 from inferengine.kernels.activation import tanh
 from inferengine.kernels.pdl import allow_next, launch_options, supports_pdl, wait_for_previous
 from inferengine.kernels.rope_cache import normed_rotated
+from inferengine.kernels.scratch import Scratch
 from inferengine.kernels.tuning import DecodeTuning, decode_tuning
 
-MAX_SPLITS = 32
-
-
-class DecodeWorkspace:
-    """Scratch of the split reduction. Allocated once: CUDA graphs keep its addresses, and the arrival counters must be
-    zero before the first launch (every launch leaves them zero). One per stream of launches."""
-
-    def __init__(self, max_rows: int, num_heads: int, num_kv_heads: int, head_dim: int, device: torch.device) -> None:
-        self.max_rows = max_rows
-        # A launch of few rows uses many splits and the other way round: rows * splits stays within this.
-        units = max(max_rows * 2, MAX_SPLITS * min(max_rows, 32))
-        self.partial = torch.empty(units * num_heads * head_dim, dtype=torch.float32, device=device)
-        self.logsumexp = torch.empty(units * num_heads, dtype=torch.float32, device=device)
-        self.arrived = torch.zeros(max_rows * num_kv_heads, dtype=torch.int32, device=device)
-        self.units = units
+MAX_SPLITS = 64
 
 
 def decode_attention(
@@ -46,7 +33,7 @@ def decode_attention(
     scale: float,
     window: int | None,
     softcap: float | None,
-    workspace: DecodeWorkspace,
+    scratch: Scratch,
     *,
     out: torch.Tensor | None = None,
     kv_scales: tuple[float, float] = (1.0, 1.0),
@@ -62,7 +49,7 @@ def decode_attention(
     out = q.new_empty(num_rows, num_heads * head_dim) if out is None else out
     _launch(
         q, None, None, None, 0.0, None, kv, row_slot, row_len, block_table, num_heads, scale, window, softcap,
-        workspace, out, kv_scales, num_splits, tuning,
+        scratch, out, kv_scales, num_splits, tuning,
     )  # fmt: skip
     return out
 
@@ -81,7 +68,7 @@ def decode_attention_qkv(
     scale: float,
     window: int | None,
     softcap: float | None,
-    workspace: DecodeWorkspace,
+    scratch: Scratch,
     *,
     out: torch.Tensor | None = None,
     kv_scales: tuple[float, float] = (1.0, 1.0),
@@ -96,7 +83,7 @@ def decode_attention_qkv(
     out = qkv.new_empty(num_rows, num_heads * head_dim) if out is None else out
     _launch(
         qkv, q_norm, k_norm, cos_sin, eps, qkv, kv, row_slot, row_len, block_table, num_heads, scale, window, softcap,
-        workspace, out, kv_scales, num_splits, tuning,
+        scratch, out, kv_scales, num_splits, tuning,
     )  # fmt: skip
     return out
 
@@ -116,7 +103,7 @@ def _launch(
     scale: float,
     window: int | None,
     softcap: float | None,
-    workspace: DecodeWorkspace,
+    scratch: Scratch,
     out: torch.Tensor,
     kv_scales: tuple[float, float],
     num_splits: int | None,
@@ -126,9 +113,11 @@ def _launch(
     if num_rows == 0:
         return
     tuned = tuning or decode_tuning(num_rows, num_kv_heads, head_dim)
-    splits = min(num_splits or tuned.num_splits, MAX_SPLITS, max(1, workspace.units // num_rows))
-    assert num_rows <= workspace.max_rows
     group = num_heads // num_kv_heads
+    fitting = scratch.partial.numel() // (num_rows * num_heads * (head_dim + 1))
+    splits = max(1, min(num_splits or tuned.num_splits, MAX_SPLITS, fitting))
+    if num_rows * num_kv_heads > scratch.arrived.numel():
+        splits = 1
     options: dict[str, Any] = launch_options(supports_pdl(q.device))
     _decode_kernel[(num_kv_heads, splits, num_rows)](
         q,
@@ -140,9 +129,9 @@ def _launch(
         row_len,
         block_table,
         out,
-        workspace.partial,
-        workspace.logsumexp,
-        workspace.arrived,
+        scratch.partial,
+        scratch.partial[num_rows * splits * num_heads * head_dim :],
+        scratch.arrived,
         q.stride(0),
         block_table.stride(0),
         kv.stride(0),

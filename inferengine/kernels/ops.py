@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from inferengine.kernels import reference, reference_sampling
+from inferengine.kernels import reference, reference_fused, reference_sampling
 
 
 @dataclass(frozen=True)
@@ -26,9 +26,13 @@ class Ops:
     gelu_tanh_and_mul: Callable[..., torch.Tensor]
     linear: Callable[..., torch.Tensor]
     pack_linear: Callable[[torch.Tensor], torch.Tensor]
+    norm_linear: Callable[..., torch.Tensor]
+    linear_add: Callable[..., torch.Tensor]
+    norm_gated_linear: Callable[..., torch.Tensor]
     qkv_rope_write: Callable[..., torch.Tensor]
     prepare_attention: Callable[..., Any]
     attention: Callable[..., torch.Tensor]
+    attention_qkv: Callable[..., torch.Tensor]
     sample: Callable[..., torch.Tensor]
 
 
@@ -41,13 +45,21 @@ REFERENCE = Ops(
     gelu_tanh_and_mul=reference.gelu_tanh_and_mul,
     linear=reference.linear,
     pack_linear=reference.pack_linear,
+    norm_linear=reference_fused.norm_linear,
+    linear_add=reference_fused.linear_add,
+    norm_gated_linear=reference_fused.norm_gated_linear,
     qkv_rope_write=reference.qkv_rope_write,
     prepare_attention=reference.prepare_attention,
     attention=reference.attention,
+    attention_qkv=reference_fused.attention_qkv,
     sample=reference_sampling.sample,
 )
 
 
-def resolve(device: torch.device) -> Ops:
-    """The table for a device."""
+def resolve(device: torch.device, *, deterministic: bool = False) -> Ops:
+    """The table for a device. `deterministic`: tilings that depend on the model's shapes only, never on the batch."""
+    if device.type == "cuda":
+        from inferengine.kernels import cuda  # here: Triton is not installed everywhere
+
+        return Ops(**cuda.table(device, deterministic=deterministic))
     return REFERENCE

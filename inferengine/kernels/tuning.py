@@ -65,3 +65,28 @@ def prefill_tuning(head_dim: int, max_count: int, group: int, block_size: int) -
     if head_dim > 128:
         return PrefillTuning(64, 32, 4, 2)
     return PrefillTuning(64, 64, 4, 2 if block_size >= 64 else 3, tma=block_size >= 64)
+
+
+def linear_tuning(rows: int, width: int, columns: int, gated: bool) -> GemvTuning | TileTuning | None:
+    """How to multiply `rows` rows by a weight [width, columns]; None: cuBLAS is faster. Measured with bf16."""
+    if rows == 1:
+        return _gemv_tuning(width, columns)
+    return None
+
+
+def _gemv_tuning(width: int, columns: int) -> GemvTuning:
+    if columns >= 8192:
+        return GemvTuning(4, 2048, 8, 0)
+    if columns >= 3072:
+        return GemvTuning(4, 2048, 8, 0) if width <= 4096 else GemvTuning(2, 1024, 4, 0)
+    return GemvTuning(4, 1024, 4, 0)
+
+
+def deterministic_tuning(rows: int, width: int, columns: int, gated: bool) -> TileTuning:
+    """The order in which a row's products are summed depends on block_k and chunks: those by the weight's shape only."""
+    chunks = 1
+    while not gated and chunks < 4 and width // 64 * chunks < TARGET_PROGRAMS and columns // (chunks * 2) >= 512:
+        chunks *= 2
+    if rows <= 64:
+        return TileTuning(16 if rows <= 16 else 64, 64, 64, chunks, 4, 4, 0)
+    return TileTuning(128, 64 if gated else 128, 64, chunks, 8, 3, 0)

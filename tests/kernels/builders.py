@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+from inferengine.kernels.scratch import Scratch
+
 
 @dataclass(frozen=True)
 class PagedCase:
@@ -102,3 +104,7 @@ def tolerance(dtype: torch.dtype) -> float:
 def dtypes() -> list[torch.dtype]:
     """What the tests run in: bfloat16 is what the card is for; the interpreter's numpy has no such type."""
     return [torch.float32, torch.bfloat16] if torch.cuda.is_available() else [torch.float32, torch.float16]
+
+
+def make_scratch(device: torch.device) -> Scratch:
+    return Scratch(device, num_floats=1 << 17, num_counters=256)

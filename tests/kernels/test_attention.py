@@ -1,12 +1,13 @@
 import pytest
 import torch
 
-from inferengine.kernels.attention_decode import DecodeWorkspace, decode_attention, decode_attention_qkv
+from inferengine.kernels.attention_decode import decode_attention, decode_attention_qkv
 from inferengine.kernels.attention_prefill import prefill_attention
 from inferengine.kernels.tuning import PrefillTuning
 from tests.kernels.builders import (
     dtypes,
     make_paged_case,
+    make_scratch,
     reference_attention,
     reference_norm,
     reference_rope,
@@ -25,10 +26,6 @@ SHAPES = [
 DTYPES = dtypes()
 
 
-def make_workspace(rows: int, heads: int, kv_heads: int, head_dim: int, device: torch.device) -> DecodeWorkspace:
-    return DecodeWorkspace(rows, heads, kv_heads, head_dim, device)
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim", "block_size", "window", "softcap"), SHAPES)
 def test_decode_attention(heads, kv_heads, head_dim, block_size, window, softcap, dtype, device):
@@ -36,15 +33,15 @@ def test_decode_attention(heads, kv_heads, head_dim, block_size, window, softcap
     case = make_paged_case(row_lens, [1] * len(row_lens), kv_heads, head_dim, block_size, dtype, device)
     q = torch.randn(len(row_lens), heads, head_dim, device=device).to(dtype)
     expected = reference_attention(q, case, 0.2, window, softcap)
-    workspace = make_workspace(len(row_lens), heads, kv_heads, head_dim, device)
+    scratch = make_scratch(device)
     for num_splits in (1, 4):
         out = torch.full((len(row_lens), heads * head_dim), float("nan"), device=device, dtype=dtype)
         decode_attention(
-            q, case.kv, case.row_slot, case.row_len, case.block_table, 0.2, window, softcap, workspace, out=out,
+            q, case.kv, case.row_slot, case.row_len, case.block_table, 0.2, window, softcap, scratch, out=out,
             num_splits=num_splits,
         )  # fmt: skip
         assert relative_error(out, expected) < tolerance(dtype)
-        assert not workspace.arrived.any(), "a launch must leave the arrival counters at zero"
+        assert not scratch.arrived.any(), "a launch must leave the arrival counters at zero"
 
 
 @pytest.mark.parametrize("qk_norm", [False, True])
@@ -70,13 +67,13 @@ def test_decode_attention_from_packed_qkv_writes_the_new_token(
             block = int(case.block_table[int(case.row_slot[row]), (length - 1) // block_size])
             expected_kv[block, 0, :, (length - 1) % block_size] = k[row].float()
             expected_kv[block, 1, :, (length - 1) % block_size] = v[row]
-    workspace = make_workspace(len(row_lens), heads, kv_heads, head_dim, device)
+    scratch = make_scratch(device)
     actual_kv = case.kv.clone()
     for num_splits in (1, 4):
         actual_kv.copy_(case.kv)
         out = decode_attention_qkv(
             qkv, q_norm, k_norm, 1e-6, cos_sin, actual_kv, case.row_slot, case.row_len, case.block_table, heads, 0.2,
-            window, softcap, workspace, num_splits=num_splits,
+            window, softcap, scratch, num_splits=num_splits,
         )  # fmt: skip
         torch.testing.assert_close(actual_kv, expected_kv, rtol=1e-4, atol=1e-4)
         case.kv.copy_(expected_kv)

@@ -2,19 +2,15 @@ import pytest
 import torch
 
 from inferengine.kernels.activation import GELU_TANH, SILU
-from inferengine.kernels.linear import Scratch, gemv, tiled
+from inferengine.kernels.linear import gemv, tiled
 from inferengine.kernels.tuning import GemvTuning, TileTuning
-from tests.kernels.builders import dtypes, reference_norm, relative_error, tolerance
+from tests.kernels.builders import dtypes, make_scratch, reference_norm, relative_error, tolerance
 
 
 def make_operands(rows: int, columns: int, width: int, dtype: torch.dtype, device: torch.device):
     x = torch.randn(rows, columns, device=device).to(dtype)
     weight = (torch.randn(width, columns, device=device) / columns**0.5).to(dtype)
     return x, weight
-
-
-def make_scratch(device: torch.device) -> Scratch:
-    return Scratch(device, num_floats=1 << 16, num_counters=256)
 
 
 @pytest.mark.parametrize("dtype", dtypes())

@@ -1,0 +1,190 @@
+"""The ops table of CUDA devices: which kernel takes which shape. Everything here may be captured in a CUDA graph.
+
+Fast mode picks by the shape whatever was measured fastest, cuBLAS included. Deterministic mode picks by the model's
+shapes alone, never by the number of rows: one attention kernel for prompts and decodes, one matrix product whose inner
+dimension is always summed in the same order.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from inferengine.kernels import activation, norm, reference_sampling, rope_cache
+from inferengine.kernels.attention_decode import decode_attention, decode_attention_qkv
+from inferengine.kernels.attention_prefill import prefill_attention
+from inferengine.kernels.linear import gemv, tiled
+from inferengine.kernels.scratch import Scratch
+from inferengine.kernels.tuning import GemvTuning, TileTuning, deterministic_tuning, linear_tuning
+
+ACTIVATIONS = {"silu": activation.SILU, "gelu_tanh": activation.GELU_TANH}
+
+
+class CudaKernels:
+    """The kernels bound to one device's scratch memory. One instance for each model on a stream."""
+
+    def __init__(self, device: torch.device, *, deterministic: bool = False) -> None:
+        self.scratch = Scratch(device)
+        self.deterministic = deterministic
+
+    # -- matrix products ---------------------------------------------------------------------------------------------
+
+    def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """x [T, in] @ weight[out, in].T + bias."""
+        tuned = self._tuning(x, weight, gated=False)
+        if tuned is None:
+            return functional.linear(x, weight, bias)
+        if isinstance(tuned, GemvTuning):
+            return gemv(x, weight, tuned, bias=bias)
+        return tiled(x, weight, tuned, self.scratch, bias=bias)
+
+    def norm_linear(
+        self,
+        x: torch.Tensor,
+        gain: torch.Tensor,
+        eps: float,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """linear(rms_norm(x)); one kernel for a single row."""
+        tuned = self._tuning(x, weight, gated=False)
+        if isinstance(tuned, GemvTuning):
+            return gemv(x, weight, tuned, bias=bias, gain=gain, eps=eps)
+        return self.linear(norm.rms_norm(x, gain, eps), weight, bias)
+
+    def linear_add(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor
+    ) -> torch.Tensor:
+        """residual += linear(x), in place, summed before it is rounded."""
+        tuned = self._tuning(x, weight, gated=False)
+        if isinstance(tuned, GemvTuning):
+            return gemv(x, weight, tuned, bias=bias, residual=residual)
+        if isinstance(tuned, TileTuning):
+            return tiled(x, weight, tuned, self.scratch, bias=bias, residual=residual)
+        if bias is not None:
+            return residual.add_(functional.linear(x, weight, bias))
+        return torch.addmm(residual, x, weight.t(), out=residual)
+
+    def norm_gated_linear(
+        self,
+        x: torch.Tensor,
+        gain: torch.Tensor,
+        eps: float,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        activation: str = "silu",
+    ) -> torch.Tensor:
+        """act(gate) * up of rms_norm(x); weight [2I, E], the gate's rows first."""
+        act = ACTIVATIONS[activation]
+        tuned = self._tuning(x, weight, gated=True)
+        if isinstance(tuned, GemvTuning):
+            return gemv(x, weight, tuned, bias=bias, gain=gain, eps=eps, gated=act)
+        normed = norm.rms_norm(x, gain, eps)
+        if isinstance(tuned, TileTuning):
+            return tiled(normed, weight, tuned, self.scratch, bias=bias, gated=act)
+        return self._activate(act, self.linear(normed, weight, bias))
+
+    def _activate(self, act: int, x: torch.Tensor) -> torch.Tensor:
+        return activation.silu_and_mul(x) if act == activation.SILU else activation.gelu_tanh_and_mul(x)
+
+    def _tuning(self, x: torch.Tensor, weight: torch.Tensor, *, gated: bool) -> GemvTuning | TileTuning | None:
+        width, columns = weight.shape
+        if self.deterministic:
+            return deterministic_tuning(x.shape[0], width, columns, gated)
+        if x.dtype == torch.float32:
+            return None
+        return linear_tuning(x.shape[0], width, columns, gated)
+
+    # -- attention ---------------------------------------------------------------------------------------------------
+
+    def prepare_attention(self, batch: Any, group: int, kv: torch.Tensor, window: int | None) -> None:
+        """Nothing to prepare: the kernels read the step's columns on the device."""
+
+    def attention(
+        self,
+        q: torch.Tensor,
+        kv: torch.Tensor,
+        batch: Any,
+        group: int,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+    ) -> torch.Tensor:
+        """q [T, H, D] over the paged keys of each token's row -> [T, H * D]."""
+        num_tokens, num_heads, head_dim = q.shape
+        table = batch.block_tables[group]
+        out = q.new_empty(num_tokens, num_heads * head_dim)
+        decodes = 0 if self.deterministic else batch.num_decodes
+        if decodes:
+            decode_attention(
+                q[:decodes], kv, batch.row_slot[:decodes], batch.row_len, table, scale, window, softcap, self.scratch,
+                out=out[:decodes],
+            )  # fmt: skip
+        if decodes < num_tokens:
+            prefill_attention(
+                q, kv, batch.row_slot, batch.row_start, batch.query_start, table, scale, window, softcap,
+                first_row=decodes, num_tokens=num_tokens - decodes, max_count=batch.max_query_len, out=out,
+                deterministic=self.deterministic,
+            )  # fmt: skip
+        return out
+
+    def attention_qkv(
+        self,
+        qkv: torch.Tensor,
+        q_norm: torch.Tensor | None,
+        k_norm: torch.Tensor | None,
+        eps: float,
+        cos_sin: torch.Tensor | None,
+        kv: torch.Tensor,
+        batch: Any,
+        group: int,
+        num_heads: int,
+        num_kv_heads: int,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+    ) -> torch.Tensor:
+        """Packed qkv -> [T, H * D] with K and V in the cache; one kernel when every row is a decode."""
+        if batch.num_decodes == batch.num_tokens and not self.deterministic:
+            return decode_attention_qkv(
+                qkv, q_norm, k_norm, eps, cos_sin, kv, batch.row_slot, batch.row_len, batch.block_tables[group],
+                num_heads, scale, window, softcap, self.scratch,
+            )  # fmt: skip
+        q = rope_cache.qkv_rope_write(
+            qkv, q_norm, k_norm, eps, cos_sin, batch.positions, batch.slot_mapping[group], kv, num_heads, num_kv_heads
+        )
+        return self.attention(q, kv, batch, group, scale, window, softcap)
+
+
+def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
+    return functional.layer_norm(x, (x.shape[-1],), weight, bias, eps)
+
+
+def pack_linear(weight: torch.Tensor) -> torch.Tensor:
+    """The kernels read the plain layout."""
+    return weight
+
+
+def table(device: torch.device, *, deterministic: bool = False) -> dict[str, Any]:
+    """The fields of an Ops table for `device`."""
+    kernels = CudaKernels(device, deterministic=deterministic)
+    return {
+        "name": "triton",
+        "rms_norm": norm.rms_norm,
+        "add_rms_norm": norm.add_rms_norm,
+        "layer_norm": layer_norm,
+        "silu_and_mul": activation.silu_and_mul,
+        "gelu_tanh_and_mul": activation.gelu_tanh_and_mul,
+        "linear": kernels.linear,
+        "pack_linear": pack_linear,
+        "norm_linear": kernels.norm_linear,
+        "linear_add": kernels.linear_add,
+        "norm_gated_linear": kernels.norm_gated_linear,
+        "qkv_rope_write": rope_cache.qkv_rope_write,
+        "prepare_attention": kernels.prepare_attention,
+        "attention": kernels.attention,
+        "attention_qkv": kernels.attention_qkv,
+        "sample": reference_sampling.sample,
+    }

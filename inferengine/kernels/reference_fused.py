@@ -1,0 +1,58 @@
+"""The fused ops as what they are made of: the CPU path, and what the fused kernels are tested against."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from inferengine.kernels import reference
+
+
+def norm_linear(
+    x: torch.Tensor, gain: torch.Tensor, eps: float, weight: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """linear(rms_norm(x)): x [T, E], gain [E], weight [out, E] -> [T, out]."""
+    return reference.linear(reference.rms_norm(x, gain, eps), weight, bias)
+
+
+def linear_add(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor
+) -> torch.Tensor:
+    """residual [T, out] += linear(x), in place; returns it."""
+    return residual.add_(reference.linear(x, weight, bias))
+
+
+def norm_gated_linear(
+    x: torch.Tensor,
+    gain: torch.Tensor,
+    eps: float,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    activation: str = "silu",
+) -> torch.Tensor:
+    """act(gate) * up of rms_norm(x), weight [2I, E] with the gate's rows first -> [T, I]."""
+    act = {"silu": reference.silu_and_mul, "gelu_tanh": reference.gelu_tanh_and_mul}[activation]
+    return act(norm_linear(x, gain, eps, weight, bias))
+
+
+def attention_qkv(
+    qkv: torch.Tensor,
+    q_norm: torch.Tensor | None,
+    k_norm: torch.Tensor | None,
+    eps: float,
+    cos_sin: torch.Tensor | None,
+    kv: torch.Tensor,
+    batch: Any,
+    group: int,
+    num_heads: int,
+    num_kv_heads: int,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> torch.Tensor:
+    """qkv_rope_write, then attention: packed qkv [T, (H + 2K) * D] -> [T, H * D], K and V in the cache."""
+    q = reference.qkv_rope_write(
+        qkv, q_norm, k_norm, eps, cos_sin, batch.positions, batch.slot_mapping[group], kv, num_heads, num_kv_heads
+    )
+    return reference.attention(q, kv, batch, group, scale, window, softcap)
