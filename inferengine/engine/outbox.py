@@ -35,7 +35,7 @@ class _Group:
         self.subscriptions = subscriptions
         self.indices = indices
         self.streams = codec.to_u32([subscription.stream for subscription in subscriptions])
-        self.plain = all(subscription.plain for subscription in subscriptions)
+        self.plain = not [subscription for subscription in subscriptions if not subscription.plain]
 
 
 class _Layout:
@@ -47,8 +47,8 @@ class _Layout:
     def __init__(self, key: int, logs: list[Log], time_s: float) -> None:
         self.key = key
         self.time_s = time_s  # of the last step
-        self.num_logs = len(set(logs))
-        self.appends = [log.tokens.append for log in logs]
+        self.num_logs = len({log.uid for log in logs})
+        self.appends = [log.append for log in logs]
         self.groups = _groups(logs)
         self._counts = Counter(logs) if self.num_logs != len(logs) else None
         self.texts: dict[Log, list[int]] = {}  # with the indices of their tokens
@@ -75,6 +75,7 @@ class Outbox:
         self._stop = stop
         self._resume_ttl_s = resume_ttl_s
         self._logs: dict[int, Log] = {}
+        self._targets: dict[int, Log] = {}  # where a uid's tokens go: its log, until a stop string has ended that
         self._layout: _Layout | None = None
         self._layout_valid = False
         self._finished: deque[tuple[float, Submission, int]] = deque()
@@ -95,7 +96,7 @@ class Outbox:
         """It was accepted: one log for each choice."""
         submission.logs = [Log(uid, submission, choice, now) for choice, uid in enumerate(uids)]
         for log in submission.logs:
-            self._logs[log.uid] = log
+            self._logs[log.uid] = self._targets[log.uid] = log
         self.num_open += len(submission.logs)
 
     def subscribe(self, peer: Peer, submission: Submission, stream: int, cursors: tuple[int, ...], reply: str) -> None:
@@ -254,35 +255,23 @@ class Outbox:
 
     def _enter_layout(self, output: StepOutput, now: float) -> _Layout:
         """Other sequences draw tokens now, or other peers read them."""
-        logs = [self._live(uid) for uid in output.uids]
+        targets = self._targets
+        logs = [targets[uid] for uid in output.uids]
         old = self._layout
         layout = _Layout(output.layout, logs, now)
-        num_continued = 0
         gap, first = self._telemetry.token_gap_s, self._telemetry.first_token_s
-        for log in logs:
-            if log.layout is layout:
-                continue
-            if log.layout is old and old is not None:
-                num_continued += 1
-            elif log.layout is not None:
-                gap.observe(now - log.layout.time_s)
-            else:
+        others = {log for log in logs if log.layout is not old or old is None}
+        if old is not None and layout.num_logs > len(others):
+            gap.observe(now - old.time_s, layout.num_logs - len(others))
+        for log in others:
+            if log.layout is None:
                 first.observe(now - log.arrival_s)
+            else:
+                gap.observe(now - log.layout.time_s)
+        for log in logs:
             log.layout = layout
-        if num_continued and old is not None:
-            gap.observe(now - old.time_s, num_continued)
         self._layout, self._layout_valid = layout, True
         return layout
-
-    def _live(self, uid: int) -> Log:
-        """The log of a sequence. One that a stop string has ended gets a log that nobody reads: the core draws on
-        until it has heard of it."""
-        log = self._logs[uid]
-        if not log.stopped:
-            return log
-        ignored = Log(uid, log.submission, log.choice, log.arrival_s)
-        ignored.layout, ignored.logprobs = log.layout, None
-        return ignored
 
     def _append_logprobs(self, output: StepOutput) -> None:
         for uid, rows in (output.logprobs or {}).items():
@@ -297,6 +286,7 @@ class Outbox:
         if log.text.push(token_ids, final=row is not None, stop_token=stop_token):
             self._layout_valid = False
             log.cut(log.text.stopped_at)
+            self._targets[log.uid] = log.sink()  # the core draws on until it has heard of it
             if row is None:
                 self._stop(log.uid)
 
@@ -322,6 +312,7 @@ class Outbox:
         log = self._logs.pop(row.uid, None)
         if log is None:
             return None
+        del self._targets[row.uid]
         if log.text is not None and not log.stopped:
             log.text.push([], final=True, stop_token=False)  # what was held back; nothing if its last token is in
         log.end(row)

@@ -72,6 +72,7 @@ class Log:
     """The output of one choice: tokens, and where asked for their log-probabilities and their text."""
 
     __slots__ = (
+        "append",
         "arrival_s",
         "choice",
         "ended",
@@ -91,6 +92,7 @@ class Log:
         self.choice = choice
         self.arrival_s = arrival_s
         self.tokens: array[int] = array("I")
+        self.append = self.tokens.append
         self.logprobs: list[TokenLogprobs] | None = [] if submission.params.logprobs is not None else None
         self.text: TextLog | None = None
         self.ended: Done | None = None  # its terminal row, still without a stream
@@ -102,6 +104,12 @@ class Log:
     def stopped(self) -> bool:
         """A stop string was found: whatever the core still draws is not part of the output."""
         return self.text is not None and self.text.stopped_by is not None
+
+    def sink(self) -> Log:
+        """A log that nobody reads, in this one's place."""
+        sink = Log(self.uid, self.submission, self.choice, self.arrival_s)
+        sink.layout = self.layout
+        return sink
 
     def cut(self, num_tokens: int) -> None:
         """Drop what came after the stop string."""

@@ -1,4 +1,4 @@
-"""A whole engine in this process: real sockets, real threads, a simulated device; and a peer that speaks bare frames."""
+"""A whole engine in this process: real sockets and threads, a simulated device; and a peer that speaks bare frames."""
 
 from __future__ import annotations
 

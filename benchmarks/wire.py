@@ -1,0 +1,199 @@
+"""What output costs the engine: CPU time of the I/O thread per step, with one peer and real sockets.
+
+A STEP's way is measured whole: news posted by another thread, eventfd, logs, columns, msgpack, the ROUTER's send, and
+the CREDIT that comes back. Steady: the same sequences at every step. Turnover: at each step one ends and one begins.
+
+python benchmarks/wire.py [--sequences 1 64 256 1024] [--peers 1] [--steps 2000] [--json FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import secrets
+import statistics
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import zmq
+
+from inferengine.config import Config
+from inferengine.core.scheduler import StepOutput
+from inferengine.core.stopping import Finished
+from inferengine.engine.endpoint import Endpoint
+from inferengine.engine.lifecycle import Lifecycle
+from inferengine.engine.outbox import Outbox
+from inferengine.engine.output_log import Submission
+from inferengine.engine.peer import Peer
+from inferengine.engine.telemetry import Telemetry
+from inferengine.engine.wire_thread import WireThread
+from inferengine.params import SamplingParams
+from inferengine.wire import codec, sockets
+from inferengine.wire.messages import Credit, Hello, Step
+
+WINDOW = 64
+
+
+class Reader(threading.Thread):
+    """A peer that decodes nothing but the sequence number and gives credit as clients do."""
+
+    def __init__(self, address: str) -> None:
+        super().__init__(daemon=True)
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket = sockets.client_dealer(self._context, secrets.token_hex(4).encode())
+        self._socket.connect(address)
+        self._socket.send_multipart(codec.encode(Hello()))
+        self.num_tokens = 0
+
+    def run(self) -> None:
+        seq = 0
+        while True:
+            message = codec.decode(self._socket.recv_multipart())
+            if isinstance(message, Step):
+                self.num_tokens += len(message.tokens)
+                seq += 1
+                if seq % (WINDOW // 2) == 0:
+                    self._socket.send_multipart(codec.encode(Credit(message.seq)))
+            else:
+                return
+
+
+def finished_row(uid: int) -> Finished:
+    return Finished(uid, "length", None, 8, 0, 128, 0.001, 0.01, 1.0, "", 0)
+
+
+class Bench:
+    """An outbox behind a real I/O thread; what the loop would do, `measure` does."""
+
+    def __init__(self, folder: str, num_sequences: int, num_peers: int) -> None:
+        address = f"ipc://{folder}/{secrets.token_hex(3)}.sock"
+        config = Config().with_values(wire={"socket": address})
+        self.lifecycle = Lifecycle(engine="bench", epoch=bytes(8), clock=time.monotonic)
+        self.wire = WireThread(Endpoint(config), self.lifecycle)
+        self.outbox = Outbox(
+            telemetry=Telemetry(),
+            make_text=lambda submission, search: (_ for _ in ()).throw(RuntimeError("no text here")),
+            stop=lambda uid: None,
+            resume_ttl_s=0.05,
+        )
+        self.num_sequences = num_sequences
+        self.peers: dict[bytes, Peer] = {}
+        self.next_uid = 1
+        self.uids: list[int] = []
+        self.wire.start(self.receive, self.tick)
+        self.readers = [Reader(address) for _ in range(num_peers)]
+        while len(self.peers) < num_peers:
+            time.sleep(0.01)
+        for reader in self.readers:
+            reader.start()
+        self.run(self.fill)
+
+    def receive(self, frames: list[bytes], now: float) -> None:
+        message = codec.decode(frames[1:])
+        if isinstance(message, Hello):
+            self.peers[frames[0]] = Peer(frames[0], self.wire.send, window=WINDOW, now=now)
+        elif isinstance(message, Credit):
+            peer = self.peers[frames[0]]
+            peer.acknowledge(message.seq)
+            self.outbox.flush(peer, now)
+
+    def tick(self, now: float) -> float:
+        self.outbox.expire(now)
+        return now + 0.25
+
+    def run(self, function) -> None:  # type: ignore[no-untyped-def]
+        done = threading.Event()
+        self.wire.call(lambda: (function(), done.set()))
+        done.wait()
+
+    def fill(self) -> None:
+        for _ in range(self.num_sequences):
+            self.add()
+
+    def add(self) -> None:
+        submission = Submission(secrets.token_bytes(16), SamplingParams())
+        uid, self.next_uid = self.next_uid, self.next_uid + 1
+        peer = list(self.peers.values())[uid % len(self.peers)]
+        self.outbox.register(submission)
+        self.outbox.open(submission, [uid], time.monotonic())
+        self.outbox.subscribe(peer, submission, uid, (), "tokens")
+        self.uids.append(uid)
+
+    def measure(self, num_steps: int, *, turnover: bool) -> dict[str, float]:
+        """Microseconds of the I/O thread's CPU time per step; steps come one millisecond apart, as from a fast GPU."""
+        clocks: list[float] = []
+        parts: list[float] = []
+        layout = 1
+        sent_before = sum(reader.num_tokens for reader in self.readers)
+
+        def publish(output: StepOutput) -> None:
+            begin = time.thread_time()
+            self.outbox.publish(output, time.monotonic())
+            parts.append(time.thread_time() - begin)
+
+        self.run(lambda: clocks.append(time.thread_time()))
+        for step in range(num_steps):
+            ended = []
+            if turnover:
+                self.run(self.add)
+                layout += 1
+                ended = [finished_row(self.uids[0])]
+            uids = list(self.uids)
+            output = StepOutput(step + 1, uids, [(step * 31 + uid) % 32000 for uid in uids], ended, layout)
+            if turnover:
+                self.uids.pop(0)
+            self.wire.call(lambda output=output: publish(output))  # type: ignore[misc]
+            time.sleep(0.001)
+        self.run(lambda: clocks.append(time.thread_time()))
+        deadline = time.monotonic() + 5
+        expected = sent_before + num_steps * (self.num_sequences + turnover)
+        while sum(reader.num_tokens for reader in self.readers) < expected and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return {
+            "sequences": self.num_sequences,
+            "peers": len(self.readers),
+            "turnover": turnover,
+            "steps": num_steps,
+            "tokens_delivered": sum(reader.num_tokens for reader in self.readers) - sent_before,
+            "thread_us_per_step": round((clocks[1] - clocks[0]) / num_steps * 1e6, 1),
+            "publish_us_median": round(statistics.median(parts) * 1e6, 1),
+            "publish_us_p99": round(sorted(parts)[int(len(parts) * 0.99)] * 1e6, 1),
+        }
+
+    def close(self) -> None:
+        self.wire.stop()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--sequences", type=int, nargs="+", default=[1, 64, 256, 1024])
+    parser.add_argument("--peers", type=int, nargs="+", default=[1])
+    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    rows = []
+    with tempfile.TemporaryDirectory(prefix="ie-") as folder:
+        for num_peers in arguments.peers:
+            for num_sequences in arguments.sequences:
+                for turnover in (False, True):
+                    bench = Bench(folder, num_sequences, num_peers)
+                    bench.measure(50, turnover=False)
+                    rows.append(bench.measure(arguments.steps, turnover=turnover))
+                    bench.close()
+                    print(rows[-1], flush=True)
+    if arguments.json:
+        report = {
+            "benchmark": "wire",
+            "python": platform.python_version(),
+            "pyzmq": zmq.__version__,
+            "machine": platform.machine(),
+            "rows": rows,
+        }
+        arguments.json.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
