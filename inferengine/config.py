@@ -98,6 +98,11 @@ class WireConfig:
     max_message_bytes: int = _key(16 * 1024 * 1024, "largest frame accepted", minimum=4096)
     status_interval_s: float = _key(0.25, "interval of STATUS on PUB while something runs", minimum=0.05)
     engines: str = _key("", "for front ends: addresses of several engines, with commas; empty: wire.socket")
+    choice: str = _key(
+        "power_of_two",
+        "for front ends: which of several engines takes a request",
+        ("round_robin", "power_of_two", "prefix_affinity"),
+    )
 
 
 @dataclass(frozen=True)

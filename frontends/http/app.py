@@ -54,7 +54,7 @@ def make_metrics(num_workers: int = 1) -> HttpMetrics:
 
 
 def make_service(config: Config, metrics: HttpMetrics | None = None) -> Service:
-    engines = EnginePool(engine_addresses(config), role="http")
+    engines = EnginePool(engine_addresses(config), role="http", policy=config.wire.choice)
     return Service(config, engines, metrics or make_metrics())
 
 

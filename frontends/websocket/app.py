@@ -23,7 +23,7 @@ from frontends.websocket.origin import may_connect, read_origins
 from frontends.websocket.pages import Pages
 from frontends.websocket.registry import Registry
 from inferengine.client import EnginePool
-from inferengine.config import Config, engine_address
+from inferengine.config import Config, engine_addresses
 from inferengine.errors import InferEngineError
 
 logger = logging.getLogger(__name__)
@@ -37,10 +37,10 @@ class WebsocketFrontEnd:
     """All sockets of this process and the engine behind them. `lifespan` must run around everything."""
 
     def __init__(self, config: Config, addresses: Sequence[str] = ()) -> None:
-        """`addresses` of the engines; empty: the configuration's one."""
+        """`addresses` of the engines; empty: those of the configuration."""
         self._config = config
         self._origins = read_origins(config.ws.origins)
-        self._engine = EnginePool(list(addresses) or [engine_address(config)], role="ws")
+        self._engine = EnginePool(list(addresses) or engine_addresses(config), role="ws", policy=config.wire.choice)
         models = ModelContext(self._engine)
         self._desk = Desk(models, Registry(self._engine, config.wire.resume_ttl_s), config.limits)
         self.view = EngineView(self._engine, config, models)

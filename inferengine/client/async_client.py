@@ -91,7 +91,20 @@ class Submission:
     def abandon(self, error: InferEngineError) -> None:
         """Cancel, and end every choice on this side at once with `error`, whatever the engine does about it."""
         self.cancel()
-        self._call.fail(error)
+        self._call.end(error)
+
+    @property
+    def call(self) -> Call:
+        return self._call
+
+    def move_to(self, client: AsyncClient) -> None:
+        """Go on at another engine, under the same id and with the same streams: nothing of the output has come yet.
+        Raises engine_unavailable or conflict, and then nothing has changed."""
+        client._open_session().adopt(self._call)
+        self._client = client
+        for stream in self.streams:
+            stream._client = client
+        client._after_sending()
 
     async def __aenter__(self) -> Submission:
         return self
@@ -256,6 +269,12 @@ class AsyncClient:
         call = self._open_session().attach(request_id, cursors, n, reply)
         self._after_sending()
         return Submission(self, call)
+
+    def release(self, submission: Submission) -> None:
+        """Forget a submission that is about to `move_to` another engine, and have this one cancel it."""
+        if self._session is not None:
+            self._session.release(submission.call)
+            self._after_sending()
 
     def cancel_request(self, request_id: bytes) -> None:
         """Cancel a request by its id, whoever submitted it. Fire and forget."""

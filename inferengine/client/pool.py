@@ -1,8 +1,12 @@
 """EnginePool: several engines behind one front end. No coordinator: each pool chooses by itself.
 
-The choice is the power of two (Mitzenmacher 2001): of two READY engines drawn at random the one with fewer waiting
-prompt tokens, then fewer running requests. STATUS is up to a quarter of a second old, so what this pool has sent since
-counts too. A draining, silent or frozen engine gets no new work.
+`chooser` says which engine takes a request; this file tells it what is known of each: its last STATUS, up to a quarter
+of a second old, and what this pool has sent since. An engine that drains, is frozen, or whose STATUS stays away gets no
+new work.
+
+A request goes on elsewhere under the same id as long as nothing of its output has come: when its engine refuses it
+(overloaded, draining), is gone, or comes back with another epoch. One that has begun ends with `engine_restarted`; it
+cannot start over unseen. A connection that breaks for less than FAILOVER_S changes nothing: the session resumes.
 """
 
 from __future__ import annotations
@@ -11,16 +15,25 @@ import asyncio
 import random
 from collections import OrderedDict
 from collections.abc import Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any, NamedTuple
 
 from inferengine.client.async_client import AsyncClient, Stream, Submission
+from inferengine.client.chooser import Chooser
+from inferengine.client.streams import Call
 from inferengine.errors import InferEngineError
 from inferengine.params import SamplingParams
 from inferengine.wire.messages import Accept, ModelFiles, Welcome
 
 FROZEN_LOOP_MS = 30_000.0
+STATUS_SILENCE_S = 3.0  # a connected engine that has published STATUS and stops is not well
+FAILOVER_S = 1.0  # how long a broken connection may take to come back before waiting requests go elsewhere
+REFRESH_S = 0.05  # what is known of the engines is looked at again after so long
+MAX_MOVES = 3
 REMEMBERED_REQUESTS = 65_536
+_MOVABLE = {"overloaded", "draining", "engine_unavailable", "engine_restarted"}
+_LOST = {"engine_unavailable", "engine_restarted"}
 
 
 class EngineHealth(NamedTuple):
@@ -33,13 +46,36 @@ class EngineHealth(NamedTuple):
     status: dict[str, Any] | None
 
 
-class _Load:
-    """What this pool sent to an engine since its last STATUS."""
+class _Engine:
+    """One engine as this pool sees it."""
 
-    def __init__(self) -> None:
-        self.status_s: float | None = None
-        self.tokens = 0
-        self.requests = 0
+    def __init__(self, index: int, client: AsyncClient) -> None:
+        self.index = index
+        self.client = client
+        self.reported_s: float | None = None  # the STATUS that the chooser knows
+        self.spacing_s = 0.0  # between the last two
+        self.away_since_s: float | None = None
+
+    def is_well(self, now: float) -> bool:
+        """Takes new requests, as far as can be seen from here."""
+        client = self.client
+        if not client.ready or _is_frozen(client):
+            return False
+        seen = client.status_received_s
+        return seen is None or now - seen < max(STATUS_SILENCE_S, 4 * self.spacing_s)
+
+
+class _Waiting:
+    """A submission whose output has not begun, so that it can still go elsewhere."""
+
+    __slots__ = ("arguments", "engine", "moves", "refused_by", "submission")
+
+    def __init__(self, submission: Submission, engine: _Engine, prompt: Sequence[int] | str, salt: bytes) -> None:
+        self.submission = submission
+        self.engine = engine
+        self.arguments = (prompt, salt)
+        self.refused_by: set[int] = set()
+        self.moves = 0
 
 
 class PooledAttachment:
@@ -89,14 +125,22 @@ class EnginePool:
         role: str = "client",
         name: str = "",
         window: int | None = None,
+        policy: str = "power_of_two",
         generator: random.Random | None = None,
     ) -> None:
+        """`policy`: one of chooser.POLICIES."""
         if not addresses:
             raise ValueError("at least one engine address is needed")
         self.clients = [AsyncClient(address, role=role, name=name, window=window) for address in addresses]
-        self._random = generator or random.Random()
-        self._loads = {id(client): _Load() for client in self.clients}
-        self._homes: OrderedDict[bytes, AsyncClient] = OrderedDict()
+        self.num_moved = 0  # times that a request went on at another engine, or at the same one after its restart
+        self._engines = [_Engine(index, client) for index, client in enumerate(self.clients)]
+        self._chooser = Chooser(addresses, policy, generator=generator)
+        self._chooser.table.set_available(())
+        self._homes: OrderedDict[bytes, _Engine] = OrderedDict()
+        self._waiting: dict[bytes, _Waiting] = {}
+        self._timer: asyncio.TimerHandle | None = None
+        self._refreshed_s = float("-inf")
+        self._closed = False
 
     async def connect(self, timeout_s: float = 5.0) -> Welcome:
         """Connect to all in the background and wait for the first WELCOME. Raises engine_unavailable."""
@@ -145,6 +189,10 @@ class EnginePool:
         return [_health(client) for client in self.clients]
 
     async def close(self) -> None:
+        self._closed = True
+        if self._timer is not None:
+            self._timer.cancel()
+        self._waiting.clear()
         await asyncio.gather(*(client.close() for client in self.clients))
 
     async def __aenter__(self) -> EnginePool:
@@ -163,14 +211,18 @@ class EnginePool:
     ) -> Submission:
         """As AsyncClient.submit. Raises engine_unavailable when no engine takes requests."""
         request_id = arguments.get("request_id")
-        client = self._homes.get(request_id) if request_id is not None else None  # an id again goes to its engine
-        if client is None or not client.connected:
-            client = self.choose()
-        submission = client.submit(prompt_ids, params, **arguments)
-        load = self._load(client)
-        load.requests += 1
-        load.tokens += len(prompt_ids) if prompt_ids is not None else 0
-        self._remember(submission.id, client)
+        home = self._homes.get(request_id) if request_id is not None else None  # an id again goes to its engine
+        prompt = _beginning(prompt_ids, arguments)
+        salt = arguments.get("salt", b"")
+        engine = home if home is not None and home.client.connected else self._choose(prompt, salt)
+        submission = engine.client.submit(prompt_ids, params, **arguments)
+        self._chooser.table.sent(engine.index, len(prompt_ids) if prompt_ids is not None else 0)
+        self._remember(submission.id, engine)
+        waiting = _Waiting(submission, engine, prompt, salt)
+        submission.call.rescue = partial(self._rescue, waiting)
+        if len(self._engines) > 1:
+            self._waiting[submission.id] = waiting
+            self._plan_watch()
         return submission
 
     def attach(
@@ -180,12 +232,13 @@ class EnginePool:
         home = self._homes.get(request_id)
         if home is None and len(self.clients) > 1:
             return PooledAttachment(self.clients, request_id, cursors, n, reply)
-        return (home or self.clients[0]).attach(request_id, cursors, n, reply)
+        client = home.client if home is not None else self.clients[0]
+        return client.attach(request_id, cursors, n, reply)
 
     def cancel_request(self, request_id: bytes) -> None:
         """Cancel by id on the engine that has it, or on all when unknown."""
         home = self._homes.get(request_id)
-        for client in self.clients if home is None else [home]:
+        for client in self.clients if home is None else [home.client]:
             if client.connected:
                 client.cancel_request(request_id)
 
@@ -196,40 +249,111 @@ class EnginePool:
         """On one engine, the READY one; for a certain one use `clients`."""
         return await self._any_client().admin(op, **arguments)
 
-    def choose(self) -> AsyncClient:
-        """The engine for the next request."""
-        ready = [client for client in self.clients if client.ready]
-        healthy = [client for client in ready if not _is_frozen(client)]
-        candidates = healthy or ready
-        if not candidates:
-            connected = [client for client in self.clients if client.connected]
-            if connected:
-                return connected[0]  # it is starting or draining: its REJECT says so better than we can
-            raise InferEngineError("engine_unavailable", "No engine is connected.", retry_after_s=1.0)
-        if len(candidates) > 2:
-            candidates = self._random.sample(candidates, 2)
-        elif len(candidates) == 2:
-            self._random.shuffle(candidates)  # ties are broken evenly
-        return min(candidates, key=self._pressure)
+    def choose(self, prompt: Sequence[int] | str = (), salt: bytes = b"") -> AsyncClient:
+        """The engine for a request that begins so. Raises engine_unavailable when none is connected."""
+        return self._choose(prompt, salt).client
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
-    def _pressure(self, client: AsyncClient) -> tuple[int, int]:
-        load, status = self._load(client), client.status or {}
-        waiting, running = status.get("waiting_tokens", 0), status.get("running_requests", 0)
-        queued = status.get("waiting_requests", 0)
-        if not all(isinstance(figure, int) for figure in (waiting, running, queued)):
-            waiting = running = queued = 0
-        return waiting + load.tokens, running + queued + load.requests
+    def _choose(self, prompt: Sequence[int] | str, salt: bytes) -> _Engine:
+        index = self._pick(prompt, salt, ())
+        if index is not None:
+            return self._engines[index]
+        for wanted in ("ready", "connected"):  # not well, starting or draining: its own answer says so better than we
+            for engine in self._engines:
+                if getattr(engine.client, wanted):
+                    return engine
+        raise InferEngineError("engine_unavailable", "No engine is connected.", retry_after_s=1.0)
 
-    def _load(self, client: AsyncClient) -> _Load:
-        load = self._loads[id(client)]
-        if load.status_s != client.status_received_s:
-            load.status_s, load.tokens, load.requests = client.status_received_s, 0, 0
-        return load
+    def _pick(self, prompt: Sequence[int] | str, salt: bytes, avoid: Sequence[int] | set[int]) -> int | None:
+        now = asyncio.get_running_loop().time()
+        if now - self._refreshed_s > REFRESH_S:
+            self._refresh(now)
+        index = self._chooser.choose(prompt, salt, avoid=avoid)
+        if index is not None and not self._engines[index].client.ready:
+            self._refresh(now)
+            index = self._chooser.choose(prompt, salt, avoid=avoid)
+        return index
 
-    def _remember(self, request_id: bytes, client: AsyncClient) -> None:
-        self._homes[request_id] = client
+    def _refresh(self, now: float) -> None:
+        """Tell the chooser what has been heard since the last time."""
+        self._refreshed_s = now
+        table = self._chooser.table
+        for engine in self._engines:
+            seen, status = engine.client.status_received_s, engine.client.status
+            if seen is None or status is None or seen == engine.reported_s:
+                continue
+            engine.spacing_s = 0.0 if engine.reported_s is None else seen - engine.reported_s
+            engine.reported_s = seen
+            figures = [status.get(key, 0) for key in ("waiting_tokens", "running_requests", "waiting_requests")]
+            if all(isinstance(figure, int) for figure in figures):
+                table.report(engine.index, figures[0], figures[1] + figures[2])
+        table.set_available([engine.index for engine in self._engines if engine.is_well(now)])
+
+    def _rescue(self, waiting: _Waiting, call: Call, error: InferEngineError) -> InferEngineError | None:
+        """What becomes of a request whose engine refused it or is gone: None when it goes on elsewhere."""
+        if self._closed or error.code not in _MOVABLE:
+            return error
+        if call.begun or any(collector.cancelled for collector in call.collectors):
+            if error.code in _LOST and call.begun:
+                return InferEngineError("engine_restarted", "The engine that ran this request is gone.")
+            return error
+        if error.code != "engine_restarted":  # that one is back, and knows nothing of it
+            waiting.refused_by.add(waiting.engine.index)
+        while waiting.moves < MAX_MOVES:
+            waiting.moves += 1
+            self._refreshed_s = float("-inf")
+            index = self._pick(*waiting.arguments, waiting.refused_by)
+            if index is None and error.code == "engine_restarted":
+                index = waiting.engine.index  # nobody else is there; it may take it again
+            if index is None:
+                break
+            try:
+                waiting.submission.move_to(self._engines[index].client)
+            except InferEngineError:
+                waiting.refused_by.add(index)
+                continue
+            waiting.engine = self._engines[index]
+            self.num_moved += 1
+            self._chooser.table.sent(index, 0)
+            self._remember(call.id, waiting.engine)
+            return None
+        return error
+
+    def _plan_watch(self) -> None:
+        if self._timer is None and not self._closed:
+            self._timer = asyncio.get_running_loop().call_later(FAILOVER_S / 4, self._watch)
+
+    def _watch(self) -> None:
+        """While requests wait for their first token: is their engine still there?"""
+        self._timer = None
+        now = asyncio.get_running_loop().time()
+        for engine in self._engines:
+            if engine.client.connected:
+                engine.away_since_s = None
+            elif engine.away_since_s is None:
+                engine.away_since_s = now
+        for request_id, waiting in list(self._waiting.items()):
+            call = waiting.submission.call
+            if call.begun or call.rescue is None:
+                del self._waiting[request_id]
+                continue
+            away_s = waiting.engine.away_since_s
+            if away_s is not None and now - away_s >= FAILOVER_S:
+                self._leave(waiting)
+        if self._waiting:
+            self._plan_watch()
+
+    def _leave(self, waiting: _Waiting) -> None:
+        """Take a request from an engine that does not answer, if another one is there to take it."""
+        refused_by = {*waiting.refused_by, waiting.engine.index}
+        if self._pick(*waiting.arguments, refused_by) is None:
+            return
+        waiting.engine.client.release(waiting.submission)
+        waiting.submission.call.fail(InferEngineError("engine_unavailable", "The engine is gone."))
+
+    def _remember(self, request_id: bytes, engine: _Engine) -> None:
+        self._homes[request_id] = engine
         self._homes.move_to_end(request_id)
         while len(self._homes) > REMEMBERED_REQUESTS:
             self._homes.popitem(last=False)
@@ -240,6 +364,15 @@ class EnginePool:
                 if getattr(client, wanted):
                     return client
         return self.clients[0]
+
+
+def _beginning(prompt_ids: Sequence[int] | None, arguments: dict[str, Any]) -> Sequence[int] | str:
+    """What affinity goes by, in whatever form the prompt comes."""
+    if prompt_ids is not None:
+        return prompt_ids
+    if isinstance(text := arguments.get("text"), str):
+        return text
+    return "\0".join(str(message.get("content", "")) for message in arguments.get("messages") or ())
 
 
 def _is_frozen(client: AsyncClient) -> bool:

@@ -29,6 +29,7 @@ from inferengine.wire.messages import (
     Attach,
     Bye,
     Cancel,
+    Done,
     Goodbye,
     Hello,
     Message,
@@ -81,6 +82,7 @@ class Session:
         self._models: deque[tuple[Model, Answer[ModelFiles]]] = deque()
         self._admins: dict[int, tuple[Admin, Answer[Any]]] = {}
         self._next_nonce = 1
+        self._orphans: list[int] = []  # streams released while the connection was broken
         self._handlers: dict[type, Callable[[Any, float], None]] = {
             Welcome: self._on_welcome,
             Accept: self._on_accept,
@@ -154,6 +156,34 @@ class Session:
         """Cancel by id, whoever submitted it."""
         if self.phase is Phase.UP:
             self._send(Cancel(ids=(request_id,)))
+
+    def adopt(self, call: Call) -> None:
+        """Submit another session's call here, under its id and with its collectors. Nothing of it has come yet.
+        Raises engine_unavailable, and conflict where this session has the id."""
+        if self.phase is Phase.DOWN:
+            raise InferEngineError("engine_unavailable", "There is no connection to the engine.")
+        if call.id in self._calls:
+            raise InferEngineError("conflict", "This client is already reading that request.", field="request_id")
+        stream = self._take_streams(len(call.collectors))
+        call.message = call.message._replace(stream=stream)
+        if call.accepted.done:
+            call.accepted = Answer()
+        for name, collector in enumerate(call.collectors, stream):
+            collector.name = name
+            self._collectors[name] = collector
+        self._calls[call.id] = call
+        self._ask(call.message)
+
+    def release(self, call: Call) -> None:
+        """Forget a call that goes on elsewhere, and have the engine cancel it, now or when it is back."""
+        if self._calls.get(call.id) is not call:
+            return
+        del self._calls[call.id]
+        names = [collector.name for collector in call.collectors if self._collectors.pop(collector.name, None)]
+        if self.phase is Phase.UP:
+            self._send(Cancel(tuple(names)))
+        else:
+            self._orphans += names
 
     def ping(self) -> Answer[Pong]:
         nonce, answer = self._take_nonce(), Answer[Pong]()
@@ -307,6 +337,8 @@ class Session:
             if not call.accepted.done:
                 self._send(call.message)
         names = [name for name, collector in self._collectors.items() if collector.cancelled]
+        names += self._orphans
+        self._orphans.clear()
         if names:
             self._send(Cancel(tuple(names)))
         for nonce in self._pings:
@@ -351,6 +383,8 @@ class Session:
             if (collector := collectors.get(name)) is not None:
                 collector.add_text(text)
         for row in step.done:
+            if row.reason in ("error", "abort") and self._is_rescued(row):
+                continue
             if (collector := collectors.pop(row.stream, None)) is not None:
                 collector.end(finish_from(row))
                 if collector.call is not None and collector.call.finished:
@@ -417,6 +451,20 @@ class Session:
             self._collectors[collector.name] = collector
         self._ask(message)
         return call
+
+    def _is_rescued(self, row: Done) -> bool:
+        """Whether a request that ended without output goes on elsewhere."""
+        collector = self._collectors.get(row.stream)
+        call = None if collector is None else collector.call
+        if call is None or call.rescue is None or call.begun or not isinstance(row.detail, list | tuple):
+            return False
+        names = [item.name for item in call.collectors]
+        if call.rescue(call, error_from(*row.detail[:2])) is not None:
+            return False
+        self._calls.pop(call.id, None)
+        for name in names:
+            self._collectors.pop(name, None)
+        return True
 
     def _drop(self, call: Call, error: InferEngineError) -> None:
         self._calls.pop(call.id, None)

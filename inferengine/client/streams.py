@@ -163,13 +163,18 @@ class Collector:
 
 
 class Call:
-    """One SUBMIT or ATTACH and the collectors of its choices."""
+    """One SUBMIT or ATTACH and the collectors of its choices.
 
-    __slots__ = ("accepted", "collectors", "message")
+    `rescue` is asked before an error ends the call. It returns the error to end with, or None when the call goes on
+    elsewhere: then some other session has it.
+    """
+
+    __slots__ = ("accepted", "collectors", "message", "rescue")
 
     def __init__(self, message: Submit | Attach, collectors: list[Collector]) -> None:
         self.message = message
         self.accepted: Answer[Accept] = Answer()
+        self.rescue: Callable[[Call, InferEngineError], InferEngineError | None] | None = None
         self.collectors: list[Collector] = []
         for collector in collectors:
             self.add(collector)
@@ -186,8 +191,23 @@ class Call:
     def finished(self) -> bool:
         return all(collector.finished for collector in self.collectors)
 
+    @property
+    def begun(self) -> bool:
+        """Some output has come, or an end: it cannot start over unseen."""
+        return any(item.num_tokens or item.num_characters or item.finished for item in self.collectors)
+
     def fail(self, error: InferEngineError) -> None:
+        """End everything that has not ended, unless it is rescued."""
+        if self.rescue is not None:
+            verdict = self.rescue(self, error)
+            if verdict is None:
+                return
+            error = verdict
+        self.end(error)
+
+    def end(self, error: InferEngineError) -> None:
         """End everything that has not ended."""
+        self.rescue = None
         self.accepted.fail(error)
         for collector in self.collectors:
             collector.fail(error.code, error.message)

@@ -1,0 +1,80 @@
+"""An engine as a process of its own, with a simulated device: `python -m tests.client.engine_process SOCKET STEP_S`.
+
+It can be killed, which is what the tests of the pool need it for.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from inferengine.config import Config
+from inferengine.engine.service import EngineService
+from inferengine.engine.simulator import SimulatedExecutor
+from tests.engine.builders import make_card, small_capacity
+
+ROOT = Path(__file__).parents[2]
+
+
+class EngineProcess:
+    """One engine at `address`, which can die and come back."""
+
+    def __init__(self, address: str, *, step_s: float, max_queued_requests: int = 1024) -> None:
+        self.address = address
+        self._arguments = [address, str(step_s), str(max_queued_requests)]
+        self.start()
+
+    def start(self) -> None:
+        command = [sys.executable, "-m", "tests.client.engine_process", *self._arguments]
+        self.process = subprocess.Popen(command, cwd=ROOT)
+
+    def kill(self) -> None:
+        """Without a word: no GOODBYE, no terminal rows."""
+        self.process.kill()
+        self.process.wait(10)
+
+    def freeze(self) -> None:
+        self.process.send_signal(signal.SIGSTOP)
+
+    def drain(self) -> None:
+        self.process.terminate()
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGCONT)
+            self.kill()
+
+
+@contextmanager
+def engine_processes(folder: Path, count: int, *, step_s: float, **limits: int) -> Iterator[list[EngineProcess]]:
+    """Started; whoever needs them READY waits through a client."""
+    with ExitStack() as stack:
+        engines = [EngineProcess(f"ipc://{folder}/{index}.sock", step_s=step_s, **limits) for index in range(count)]
+        for engine in engines:
+            stack.callback(engine.close)
+        yield engines
+
+
+def main(address: str, step_s: float, max_queued_requests: int) -> None:
+    """Serve until SIGTERM has drained it."""
+    config = Config().with_values(
+        wire={"socket": address, "heartbeat_s": 0.2, "status_interval_s": 0.1},
+        engine={"name": Path(address).stem},
+        scheduler={"max_queued_requests": max_queued_requests},
+    )
+    capacity = small_capacity(max_num_seqs=4)
+    service = EngineService(config, make_card(), lambda: SimulatedExecutor(capacity, step_s=step_s))
+    signal.signal(signal.SIGTERM, lambda number, frame: service.drain())
+    service.start()
+    while (code := service.wait(0.1)) is None:
+        pass
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], float(sys.argv[2]), int(sys.argv[3]))

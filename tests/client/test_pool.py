@@ -1,0 +1,200 @@
+"""EnginePool with three real engine processes: whatever happens to one, every stream ends once or goes on elsewhere."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from inferengine.client import AsyncClient, EnginePool, Finish, Stream, Submission
+from inferengine.errors import InferEngineError
+from inferengine.params import SamplingParams
+from tests.client.engine_process import EngineProcess, engine_processes
+
+STEP_S = 0.01
+Body = Callable[[EnginePool, list[EngineProcess]], Awaitable[None]]
+
+
+def run_with_engines(
+    body: Body, *, count: int = 3, step_s: float = STEP_S, policy: str = "power_of_two", **limits: int
+) -> None:
+    """`body(pool, engines)` with all engines READY."""
+
+    async def main(folder: Path) -> None:
+        with engine_processes(folder, count, step_s=step_s, **limits) as engines:
+            pool = EnginePool([e.address for e in engines], policy=policy, generator=random.Random(1))
+            try:
+                await pool.connect(20.0)
+                for client in pool.clients:
+                    await client.wait_ready(20.0)
+                await body(pool, engines)
+            finally:
+                await pool.close()
+
+    with TemporaryDirectory(prefix="ie-") as folder:
+        asyncio.run(asyncio.wait_for(main(Path(folder)), 60.0))
+
+
+def submit(pool: EnginePool, max_tokens: int, seed: int = 0) -> Submission:
+    params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, seed=seed)
+    return pool.submit([seed % 250 + 1] * 8, params)
+
+
+async def read(stream: Stream) -> tuple[int, list[Finish]]:
+    """Everything until the stream says that it is over: number of tokens, terminal events."""
+    tokens, finishes = 0, []
+    async for delta in stream:
+        tokens += len(delta.token_ids)
+        if delta.finish is not None:
+            finishes.append(delta.finish)
+    return tokens, finishes
+
+
+async def until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
+    async with asyncio.timeout(timeout_s):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+def client_of(pool: EnginePool, submission: Submission) -> AsyncClient:
+    return next(client for client in pool.clients if submission.streams[0]._client is client)
+
+
+def test_an_engine_killed_while_streams_run_costs_only_those_that_had_begun() -> None:
+    """More requests per engine than slots, so that some have begun and some wait when it dies."""
+    max_tokens = 60
+
+    async def body(pool: EnginePool, engines: list[EngineProcess]) -> None:
+        submissions = [submit(pool, max_tokens, seed) for seed in range(36)]
+        readers = [asyncio.create_task(read(item.streams[0])) for item in submissions]
+        homes = [client_of(pool, item) for item in submissions]
+        await until(
+            lambda: all(
+                any(h is c and s.streams[0].num_tokens for h, s in zip(homes, submissions, strict=True))
+                for c in pool.clients
+            )
+        )
+        victim = pool.clients[0]
+        engines[0].kill()
+        results = await asyncio.gather(*readers)
+
+        assert all(len(finishes) == 1 for _, finishes in results)
+        restarted = 0
+        for (tokens, (finish,)), home in zip(results, homes, strict=True):
+            if finish.reason == "length":
+                assert tokens == max_tokens
+            else:
+                assert home is victim
+                assert finish.detail[0] == "engine_restarted"
+                assert 0 < tokens < max_tokens
+                restarted += 1
+        assert 0 < restarted <= 4  # it had four slots
+        waited = sum(home is victim for home in homes) - restarted
+        assert waited > 0
+        assert pool.num_moved == waited
+
+    run_with_engines(body)
+
+
+def test_a_killed_engine_gets_no_new_work_until_it_is_back() -> None:
+    async def body(pool: EnginePool, engines: list[EngineProcess]) -> None:
+        engines[1].kill()
+        await until(lambda: not pool.clients[1].connected)
+        chosen = [client_of(pool, submit(pool, 1, seed)) for seed in range(30)]
+        assert pool.clients[1] not in chosen
+        engines[1].start()
+        await until(lambda: pool.clients[1].ready)
+        await asyncio.sleep(0.3)
+        assert pool.clients[1] in [client_of(pool, submit(pool, 1, seed)) for seed in range(60)]
+
+    run_with_engines(body)
+
+
+def test_a_refused_request_is_tried_elsewhere_and_refused_only_when_all_refuse() -> None:
+    """Each engine runs four and lets two wait: of 30 at once most must be refused, and none that would have fitted."""
+
+    async def body(pool: EnginePool, engines: list[EngineProcess]) -> None:
+        submissions = [submit(pool, 100, seed) for seed in range(30)]
+        answers = await asyncio.gather(*(item.accepted() for item in submissions), return_exceptions=True)
+        refused = [answer for answer in answers if isinstance(answer, BaseException)]
+        assert all(isinstance(error, InferEngineError) and error.code == "overloaded" for error in refused)
+        assert 12 <= len(answers) - len(refused) <= 18
+        assert pool.num_moved > 0
+        for item in submissions:
+            item.cancel()
+        results = await asyncio.gather(*(read(item.streams[0]) for item in submissions))
+        assert all(len(finishes) == 1 for _, finishes in results)
+
+    run_with_engines(body, step_s=0.05, max_queued_requests=2)
+
+
+def test_a_draining_engine_finishes_what_it_has_and_its_refusals_go_elsewhere() -> None:
+    async def body(pool: EnginePool, engines: list[EngineProcess]) -> None:
+        before = [submit(pool, 50, seed) for seed in range(9)]
+        await asyncio.gather(*(item.accepted() for item in before))
+        engines[2].drain()
+        during = [submit(pool, 5, seed) for seed in range(30)]
+        results = await asyncio.gather(*(read(item.streams[0]) for item in before + during))
+        assert [finish.reason for _, (finish,) in results] == ["length"] * 39
+        await until(lambda: engines[2].process.poll() is not None)
+        assert engines[2].process.returncode == 0
+
+    run_with_engines(body)
+
+
+def test_an_engine_whose_status_stays_away_is_not_chosen() -> None:
+    """Stopped in the middle of everything: its connection stays open, and it says nothing."""
+
+    async def body(pool: EnginePool, engines: list[EngineProcess]) -> None:
+        await until(lambda: all(client.status is not None for client in pool.clients))
+        engines[0].freeze()
+        await asyncio.sleep(3.3)
+        chosen = [client_of(pool, submit(pool, 2, seed)) for seed in range(20)]
+        assert pool.clients[0] not in chosen
+
+    run_with_engines(body)
+
+
+def test_a_single_engine_that_restarts_ends_its_streams_once() -> None:
+    async def body(pool: EnginePool, engines: list[EngineProcess]) -> None:
+        submission = submit(pool, 500)
+        reader = asyncio.create_task(read(submission.streams[0]))
+        await until(lambda: submission.streams[0].num_tokens > 3)
+        engines[0].kill()
+        engines[0].start()
+        tokens, finishes = await reader
+        assert tokens > 3
+        assert [finish.detail[0] for finish in finishes] == ["engine_restarted"]
+
+    run_with_engines(body, count=1)
+
+
+def test_a_cancelled_request_is_not_moved() -> None:
+    async def body(pool: EnginePool, engines: list[EngineProcess]) -> None:
+        submissions = [submit(pool, 200, seed) for seed in range(20)]
+        await asyncio.gather(*(item.accepted() for item in submissions))
+        waiting = [item for item in submissions if client_of(pool, item) is pool.clients[0]]
+        engines[0].freeze()
+        for item in waiting:
+            item.cancel()
+        engines[0].kill()
+        results = await asyncio.gather(*(read(item.streams[0]) for item in waiting))
+        assert all(len(finishes) == 1 for _, finishes in results)
+        assert pool.num_moved == 0
+
+    run_with_engines(body)
+
+
+def test_equal_prompts_meet_at_one_engine() -> None:
+    async def body(pool: EnginePool, engines: list[EngineProcess]) -> None:
+        homes = []
+        for _ in range(6):
+            submission = pool.submit([7] * 64, SamplingParams(max_tokens=1, ignore_eos=True))
+            homes.append(client_of(pool, submission))
+            await read(submission.streams[0])
+            await asyncio.sleep(0.15)  # a STATUS later the load is gone
+        assert len(set(homes)) == 1
+
+    run_with_engines(body, policy="prefix_affinity")
