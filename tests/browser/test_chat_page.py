@@ -242,12 +242,12 @@ def test_text_has_enough_contrast(open_page, engine, scheme):
 def test_the_panel_shows_the_live_figures(open_page, engine):
     page = open_page()
     stream_some(page, engine)
-    page.wait_for_function("document.getElementById('f-running').textContent === '1'")
+    page.wait_for_selector("#f-running:text-is('1')")
     assert page.inner_text("#f-prefix") == "25 %"
     assert page.inner_text("#f-preempted") == "3"
-    page.wait_for_function("document.getElementById('f-kv').textContent !== '–'")
+    page.wait_for_selector("#f-kv:has-text('%')")
     engine.release()
-    page.wait_for_function("document.getElementById('f-running').textContent === '0'")
+    page.wait_for_selector("#f-running:text-is('0')")
     assert page.inner_text("#a-tokens") != "–"
 
 
