@@ -11,7 +11,6 @@ import mmap
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
 
@@ -86,11 +85,6 @@ class HttpMetrics:
         yield requests
         yield seconds
         yield GaugeMetricFamily("http_requests_active", "Requests being answered.", value=total[-1])
-
-    def text(self) -> str:
-        registry = CollectorRegistry(auto_describe=False)
-        registry.register(self)
-        return generate_latest(registry).decode()
 
     def _slab(self, worker: int) -> memoryview[float]:
         return self._all[worker * self._size : (worker + 1) * self._size]

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4, CollectorRegistry, Gauge, generate_latest
 from starlette.requests import Request
 from starlette.responses import Response
 
 from frontends.common.errors import scrubbed
 from frontends.http.answer import JsonBytes
-from frontends.http.exposition import merge
+from frontends.http.engine_metrics import EngineMetrics
 from frontends.http.service import Service
 from inferengine import __version__
 from inferengine.client import AsyncClient
@@ -89,15 +90,15 @@ async def stats(request: Request) -> Response:
 
 
 async def metrics(request: Request) -> Response:
-    """Prometheus text: the engines' own figures, then this front end's."""
+    """Prometheus text: the engines' own figures, then those of this front end's workers."""
     service: Service = request.app.state.service
-    texts = await asyncio.gather(*(_engine_metrics(client) for client in service.engines.clients))
-    up = sum(client.connected for client in service.engines.clients)
-    own = service.metrics.text() + (
-        "# HELP inferengine_engines_connected Engines that this front end is connected to.\n"
-        f"# TYPE inferengine_engines_connected gauge\ninferengine_engines_connected {up}\n"
-    )
-    return Response(merge([*texts, own]), media_type="text/plain; version=0.0.4; charset=utf-8")
+    figures = await asyncio.gather(*(_engine_stats(client) for client in service.engines.clients))
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(EngineMetrics([one for one in figures if "engine" in one]))
+    registry.register(service.metrics)
+    up = Gauge("inferengine_engines_connected", "Engines that this front end is connected to.", registry=registry)
+    up.set(sum(client.connected for client in service.engines.clients))
+    return Response(generate_latest(registry), headers={"content-type": CONTENT_TYPE_PLAIN_0_0_4})
 
 
 async def _model_card(service: Service) -> dict[str, Any]:
@@ -142,14 +143,3 @@ async def _engine_stats(client: AsyncClient) -> dict[str, Any]:
     # the wire has bytes (the epoch), JSON has not
     readable = {name: value.hex() if isinstance(value, bytes) else value for name, value in answer.items()}
     return {"running": True, **readable}
-
-
-async def _engine_metrics(client: AsyncClient) -> str:
-    if not client.connected:
-        return ""
-    try:
-        async with asyncio.timeout(ENGINE_ANSWER_S):
-            answer = await client.admin("metrics")
-    except (TimeoutError, InferEngineError):
-        return ""
-    return answer if isinstance(answer, str) else ""

@@ -1,0 +1,142 @@
+"""An engine's figures under the names that dashboards and autoscalers know: vLLM's, and this engine's own.
+
+The engine counts; here its ADMIN `stats` only change their form. Histograms arrive with counts per bucket and leave
+cumulative, as Prometheus wants them. Names are vLLM 0.33's, with two that it has dropped and old dashboards ask for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.metrics_core import Metric
+
+LABELS = ("model_name", "engine")
+Stats = Mapping[str, Any]
+
+GAUGES = (
+    ("vllm:num_requests_running", "running_requests", "Requests in the running batch."),
+    ("vllm:num_requests_waiting", "waiting_requests", "Requests that wait to be scheduled."),
+    ("vllm:kv_cache_usage_perc", "kv_usage", "Share of the KV blocks that live sequences hold, 0 to 1."),
+    ("vllm:gpu_cache_usage_perc", "kv_usage", "The same under its former name."),
+    ("inferengine_active_requests", "active_requests", "Choices that have not ended."),
+    ("inferengine_waiting_requests", "waiting_requests", "Requests that wait to be scheduled."),
+    ("inferengine_batch_size", "running_requests", "Sequences in the running batch."),
+    ("inferengine_kv_used_pages", "cache.used_pages", "KV blocks held by live sequences."),
+    ("inferengine_kv_cached_pages", "cache.cached_pages", "Free KV blocks whose content a prefix may reuse."),
+    ("inferengine_kv_free_pages", "cache.free_pages", "KV blocks that no live sequence holds."),
+    ("inferengine_kv_pressure_events", "cache.pressure_events", "Times that an allocation did not fit at first."),
+    ("inferengine_kv_internal_fragmentation", "cache.internal_fragmentation", "Share of held slots without a token."),
+    ("inferengine_peers", "peers", "Clients connected to the engine."),
+    ("inferengine_loop_age_seconds", "loop_age_ms", "Time since the engine's loop last turned."),
+    ("inferengine_uptime_seconds", "uptime_s", "Time since the engine's start."),
+)
+SCALES = {"inferengine_loop_age_seconds": 1e-3}
+COUNTERS = (
+    ("vllm:prompt_tokens", "prompt_tokens", "Prompt tokens of admitted requests."),
+    ("vllm:generation_tokens", "output_tokens", "Tokens generated."),
+    ("vllm:prompt_tokens_cached", "cached_tokens", "Prompt tokens found in the prefix cache."),
+    ("vllm:prefix_cache_queries", "prefix_cache_queries", "Tokens looked up in the prefix cache."),
+    ("vllm:prefix_cache_hits", "prefix_cache_hits", "Tokens found in the prefix cache."),
+    ("vllm:num_preemptions", "preemptions", "Preemptions."),
+    ("inferengine_tokens_generated", "output_tokens", "Tokens generated."),
+    ("inferengine_decode_steps", "decode_steps", "Steps of the engine."),
+    ("inferengine_failed_steps", "failed_steps", "Steps that raised."),
+    ("inferengine_kv_evictions", "cache.evictions", "Cached KV blocks given up for new ones."),
+)
+# Counters with one more label, from a map of the stats.
+LABELLED = (
+    ("vllm:request_success", "finished_by_reason", "finished_reason", "Choices ended, by reason."),
+    ("vllm:admission_rejections", "rejected_requests", "reason", "Requests refused, by error code."),
+    ("inferengine_requests", "finished_by_reason", "status", "Choices ended, by reason."),
+)
+HISTOGRAMS = (
+    ("time_to_first_token_seconds", "From arrival to the first token."),
+    ("inter_token_latency_seconds", "Between two tokens of a request."),
+    ("request_time_per_output_token_seconds", "Mean gap between the tokens of a request."),
+    ("e2e_request_latency_seconds", "From arrival to the last token."),
+    ("request_queue_time_seconds", "From arrival to the first step."),
+    ("request_inference_time_seconds", "From the first step to the last token."),
+    ("request_prefill_time_seconds", "From the first step to the first token."),
+    ("request_decode_time_seconds", "From the first token to the last."),
+    ("request_prompt_tokens", "Prompt tokens of a request."),
+    ("request_generation_tokens", "Tokens generated for a request."),
+    ("request_max_num_generation_tokens", "Most tokens that a request allowed."),
+    ("request_params_n", "Choices that a request asked for."),
+    ("request_num_preemptions", "Preemptions of a request."),
+    ("iteration_tokens_total", "Tokens of one step."),
+)
+ALIASES = (
+    ("vllm:time_per_output_token_seconds", "inter_token_latency_seconds", "The same under its former name."),
+    ("inferengine_request_latency_seconds", "e2e_request_latency_seconds", "From arrival to the last token."),
+)
+
+
+class EngineMetrics:
+    """A collector for prometheus-client over the stats of any number of engines."""
+
+    def __init__(self, engines: Sequence[Stats]) -> None:
+        self._engines = [(_labels(stats), stats) for stats in engines]
+
+    def collect(self) -> Iterable[Metric]:
+        for name, path, text in GAUGES:
+            gauge = GaugeMetricFamily(name, text, labels=LABELS)
+            for labels, stats in self._engines:
+                if (value := _number(stats, path)) is not None:
+                    gauge.add_metric(labels, value * SCALES.get(name, 1.0))
+            yield gauge
+        for name, path, text in COUNTERS:
+            counter = CounterMetricFamily(name, text, labels=LABELS)
+            for labels, stats in self._engines:
+                if (value := _number(stats, path)) is not None:
+                    counter.add_metric(labels, value)
+            yield counter
+        for name, path, label, text in LABELLED:
+            counter = CounterMetricFamily(name, text, labels=(*LABELS, label))
+            for labels, stats in self._engines:
+                for key, value in _map(stats, path).items():
+                    counter.add_metric((*labels, str(key)), value)
+            yield counter
+        named = [(f"vllm:{name}", name, text) for name, text in HISTOGRAMS]
+        for name, source, text in (*named, *ALIASES):
+            histogram = HistogramMetricFamily(name, text, labels=LABELS)
+            for labels, stats in self._engines:
+                _add(histogram, labels, _map(stats, "histograms").get(source))
+            yield histogram
+        yield self._cache_config()
+
+    def _cache_config(self) -> Metric:
+        names = ("block_size", "num_gpu_blocks", "enable_prefix_caching")
+        info = GaugeMetricFamily("vllm:cache_config_info", "The KV cache as labels.", labels=(*LABELS, *names))
+        for labels, stats in self._engines:
+            cache, config = _map(stats, "cache"), _map(_map(stats, "config"), "cache")
+            if cache:
+                values = (cache.get("page_size"), cache.get("max_pages"), config.get("prefix_caching"))
+                info.add_metric((*labels, *map(str, values)), 1.0)
+        return info
+
+
+def _labels(stats: Stats) -> tuple[str, str]:
+    return str(stats.get("model", "")), str(stats.get("engine", ""))
+
+
+def _map(stats: Stats, name: str) -> Mapping[str, Any]:
+    value = stats.get(name)
+    return value if isinstance(value, Mapping) else {}
+
+
+def _number(stats: Stats, path: str) -> float | None:
+    section, _, name = path.rpartition(".")
+    value = (_map(stats, section) if section else stats).get(name)
+    return float(value) if isinstance(value, int | float) else None
+
+
+def _add(family: HistogramMetricFamily, labels: Sequence[str], data: Any) -> None:
+    if not isinstance(data, Mapping):
+        return
+    running, buckets = 0, []
+    for bound, count in zip((*data["buckets"], "+Inf"), data["counts"], strict=True):
+        running += count
+        buckets.append((str(float(bound)) if bound != "+Inf" else bound, running))
+    family.add_metric(labels, buckets, data["sum"])

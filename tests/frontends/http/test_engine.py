@@ -1,0 +1,292 @@
+"""The front end on the real engine with a simulated device: what a user's requests do to it, and it to them."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+import pytest
+
+from inferengine.core.plan import StepPlan
+from inferengine.engine.core import StepFailed
+from inferengine.engine.service import EngineService
+from inferengine.engine.simulator import SimulatedExecutor
+from tests.engine.builders import check_idle, run_service, small_capacity
+from tests.frontends.http.builders import HEADERS, FrontEnd, events, open_request, text_of, wait_until
+
+HELLO = [{"role": "user", "content": "hi"}]
+
+
+class Served:
+    """An engine, a front end and a client of it."""
+
+    def __init__(self, engine: EngineService, front: FrontEnd, http: httpx.Client) -> None:
+        self.engine, self.front, self.http = engine, front, http
+
+    def complete(self, **body: Any) -> dict[str, Any]:
+        response = self.http.post("/v1/completions", content=json.dumps({"prompt": "the fox", **body}))
+        assert response.status_code == 200, response.text
+        return dict(response.json())
+
+    @property
+    def used_pages(self) -> int:
+        return int(self.http.get("/stats").json()["cache"]["used_pages"])
+
+
+@contextmanager
+def serve(**service: Any) -> Iterator[Served]:
+    with run_service(**service) as engine:
+        front = FrontEnd(engine.config)
+        limits = httpx.Limits(max_connections=256)
+        with httpx.Client(base_url=front.url, timeout=30.0, headers=HEADERS, limits=limits) as http:
+            try:
+                wait_until(lambda: http.get("/ready").status_code == 200)
+                yield Served(engine, front, http)
+                check_idle(engine)
+            finally:
+                front.stop()
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    with serve(step_s=0.001) as built:
+        yield built
+
+
+def test_documents_and_streams_say_the_same(served: Served) -> None:
+    body = {"max_tokens": 40, "seed": 7, "ignore_eos": True}
+    document = served.complete(**body)
+    stream = events(served.http.post("/v1/completions", json={"prompt": "the fox", "stream": True, **body}).text)
+    assert text_of(stream) == document["choices"][0]["text"]
+    assert document["usage"]["completion_tokens"] == 40
+    assert document["choices"][0]["finish_reason"] == stream[-2]["choices"][0]["finish_reason"] == "length"
+    chat = served.http.post("/v1/chat/completions", json={"messages": HELLO, **body}).json()
+    assert chat["usage"]["completion_tokens"] == 40
+
+
+def test_mixed_lengths_are_exact_and_a_burst_is_served_in_turn(served: Served) -> None:
+    """A hundred at once, of mixed max_tokens: exact counts, and the first answer long before the last."""
+    lengths = [5 + number % 37 for number in range(100)]
+    ends: list[float] = []
+
+    def one(length: int) -> int:
+        tokens = served.complete(max_tokens=length, ignore_eos=True)["usage"]["completion_tokens"]
+        ends.append(time.monotonic())
+        return int(tokens)
+
+    started = time.monotonic()
+    with ThreadPoolExecutor(100) as pool:
+        assert list(pool.map(one, lengths)) == lengths
+    assert ends[0] - started < (ends[-1] - started) / 2
+    wait_until(lambda: served.used_pages == 0)
+
+
+def test_choices_and_prompts_together(served: Served) -> None:
+    document = served.complete(prompt=["the fox", "the dog"], n=3, temperature=1.0, max_tokens=6, ignore_eos=True)
+    assert [choice["index"] for choice in document["choices"]] == list(range(6))
+    assert document["usage"]["completion_tokens"] == 36
+
+
+def test_generate_gives_exactly_what_was_asked_for(served: Served) -> None:
+    document = served.http.post("/v1/generate", json={"prompt": "the fox", "request_id": "g"}).json()
+    assert set(document) == {"request_id", "text", "generated_tokens", "latency_ms", "finish_reason", "model"}
+    assert (document["request_id"], document["generated_tokens"], document["finish_reason"]) == ("g", 64, "length")
+    assert served.http.post("/v1/generate", json={"prompt": "a", "max_new_tokens": 3}).json()["generated_tokens"] == 3
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "param"),
+    [
+        ({}, 422, "prompt"),
+        ({"prompt": 5}, 422, "prompt"),
+        ({"prompt": "a", "max_new_tokens": 0}, 422, "max_new_tokens"),
+        ({"prompt": "a", "temperature": 9}, 422, "temperature"),
+        ({"prompt": "a", "n": 2}, 422, "n"),
+        ({"prompt": "a", "max_new_tokens": 5000}, 400, "max_tokens"),
+    ],
+)
+def test_generate_refuses(served: Served, body: dict[str, Any], status: int, param: str) -> None:
+    response = served.http.post("/v1/generate", json=body)
+    assert (response.status_code, response.json()["error"]["param"]) == (status, param)
+
+
+def test_a_prompt_past_the_context_is_refused(served: Served) -> None:
+    response = served.http.post("/v1/completions", json={"prompt": [5] * 1100})
+    assert (response.status_code, response.json()["error"]["code"]) == (400, "context_length_exceeded")
+    assert "1024" in response.json()["error"]["message"]
+
+
+def test_a_token_outside_the_vocabulary_is_refused_by_the_engine(served: Served) -> None:
+    response = served.http.post("/v1/completions", json={"prompt": [5, 10**6]})
+    assert (response.status_code, response.json()["error"]["code"]) == (400, "invalid_request")
+
+
+def test_tokens_there_and_back(served: Served) -> None:
+    text = "the quick 🎉 fox"
+    counted = served.http.post("/tokenize", json={"prompt": text, "return_token_strs": True}).json()
+    assert counted["count"] == len(counted["tokens"]) == len(counted["token_strs"])
+    assert counted["max_model_len"] == 1024
+    assert served.http.post("/detokenize", json={"tokens": counted["tokens"]}).json() == {"prompt": text}
+    chat = served.http.post("/tokenize", json={"messages": HELLO}).json()
+    assert served.http.post("/detokenize", json={"tokens": chat["tokens"]}).json() == {"prompt": "<user>hi"}
+    assert served.http.post("/detokenize", json={"tokens": [300]}).status_code == 400
+
+
+def test_figures_under_the_names_of_the_field(served: Served) -> None:
+    served.complete(max_tokens=5, ignore_eos=True)
+    stats = served.http.get("/stats").json()
+    assert {
+        "running",
+        "model",
+        "waiting_requests",
+        "active_requests",
+        "completed_requests",
+        "decode_steps",
+        "average_batch_size",
+        "max_batch_observed",
+        "last_error",
+        "cache",
+        "config",
+    } <= set(stats)
+    assert {"page_size", "max_pages", "used_pages", "free_pages", "cached_pages", "utilization"} <= set(stats["cache"])
+    text = served.http.get("/metrics").text
+    labels = '{engine="engine",model_name="simulated"'
+    for line in (
+        f"vllm:num_requests_running{labels}}} 0.0",
+        f"vllm:num_requests_waiting{labels}}} 0.0",
+        f"vllm:kv_cache_usage_perc{labels}}} 0.0",
+        f"vllm:gpu_cache_usage_perc{labels}}} 0.0",
+    ):
+        assert line in text
+    for name in (
+        "vllm:cache_config_info{",
+        "vllm:time_to_first_token_seconds_bucket{",
+        "vllm:inter_token_latency_seconds_count{",
+        "vllm:time_per_output_token_seconds_sum{",
+        "vllm:e2e_request_latency_seconds_bucket{",
+        "vllm:request_queue_time_seconds_sum{",
+        "vllm:request_prompt_tokens_bucket{",
+        "vllm:prompt_tokens_total{",
+        "vllm:generation_tokens_total{",
+        "vllm:num_preemptions_total{",
+        "vllm:prefix_cache_hits_total{",
+        'vllm:request_success_total{engine="engine",finished_reason="length",',
+        'inferengine_requests_total{engine="engine",',
+        "inferengine_tokens_generated_total{",
+        "inferengine_request_latency_seconds_bucket{",
+        "inferengine_decode_steps_total{",
+        "inferengine_kv_used_pages{",
+        'http_requests_total{handler="/v1/completions",status="200"}',
+        "http_request_duration_seconds_bucket{",
+        "inferengine_engines_connected 1.0",
+    ):
+        assert name in text, name
+    assert served.http.get("/load").json()["running_requests"] == 0
+
+
+def test_models_and_versions(served: Served) -> None:
+    (card,) = served.http.get("/v1/models").json()["data"]
+    assert (card["id"], card["object"], card["max_model_len"]) == ("simulated", "model", 1024)
+    assert served.http.get("/v1/models/simulated").json() == card
+    assert served.http.get("/v1/models/other/one").status_code == 404
+    assert set(served.http.get("/version").json()) == {"version", "protocol"}
+    assert served.http.get("/ping").status_code == 200
+
+
+def test_a_client_that_leaves_frees_its_blocks_within_two_steps() -> None:
+    with serve(step_s=0.02) as served:
+        connection = open_request(
+            served.front.port, "/v1/completions", prompt="the fox", max_tokens=900, stream=True, ignore_eos=True
+        )
+        assert connection.recv(10)
+        wait_until(lambda: served.used_pages > 0)
+        core = served.engine.core
+        assert core is not None
+        connection.close()
+        wait_until(lambda: served.front.service.num_calls == 0)
+        steps = core.scheduler.stats.num_steps
+        wait_until(lambda: served.used_pages == 0)
+        assert core.scheduler.stats.num_steps - steps <= 2
+
+
+def test_health_and_refusals_answer_during_a_long_prefill() -> None:
+    def build() -> SimulatedExecutor:
+        return SimulatedExecutor(small_capacity(max_model_len=8192, num_blocks=1024), token_s=0.0005)
+
+    with serve(build=build) as served:
+        slow = threading.Thread(target=served.complete, kwargs={"prompt": [5] * 4000, "max_tokens": 2})
+        slow.start()  # steps of 512 tokens, 256 ms each
+        wait_until(lambda: served.http.get("/load").json()["running_requests"] == 1)
+        for _ in range(5):
+            for path, body, status in (
+                ("/health", None, 200),
+                ("/v1/generate", {"prompt": 5}, 422),
+                ("/v1/completions", {"prompt": [5, 10**6]}, 400),
+                ("/v1/completions", {"prompt": "x", "top_p": 7}, 400),
+            ):
+                started = time.monotonic()
+                response = served.http.get(path) if body is None else served.http.post(path, json=body)
+                assert time.monotonic() - started < 0.2
+                assert response.status_code == status
+        assert slow.is_alive()
+        slow.join()
+
+
+def test_demand_above_the_pool_finishes_and_what_never_fits_is_told_at_once() -> None:
+    with serve(build=lambda: SimulatedExecutor(small_capacity(num_blocks=24), step_s=0.0005)) as served:
+        with ThreadPoolExecutor(24) as pool:
+            tokens = list(pool.map(lambda _: served.complete(max_tokens=120, ignore_eos=True), range(24)))
+        assert [document["usage"]["completion_tokens"] for document in tokens] == [120] * 24
+        response = served.http.post("/v1/completions", json={"prompt": [5] * 500})
+        assert (response.status_code, response.json()["error"]["code"]) == (400, "prompt_never_fits")
+        native = served.http.post("/v1/generate", json={"prompt": "a fox " * 200})
+        assert (native.status_code, native.json()["error"]["code"]) == (429, "rate_limited")
+        assert native.headers["retry-after"]
+
+
+def test_a_full_queue_says_when_to_come_back() -> None:
+    small = {"max_num_seqs": 1}
+    with serve(
+        build=lambda: SimulatedExecutor(small_capacity(**small), step_s=0.02), scheduler={"max_queued_requests": 2}
+    ) as served:
+
+        def ask(_: int) -> httpx.Response:
+            return served.http.post("/v1/completions", json={"prompt": "x", "max_tokens": 8, "ignore_eos": True})
+
+        with ThreadPoolExecutor(12) as pool:
+            responses = list(pool.map(ask, range(12)))
+        refused = [response for response in responses if response.status_code == 503]
+        assert refused
+        assert len(refused) + sum(response.status_code == 200 for response in responses) == 12
+        assert all(response.json()["error"]["code"] == "overloaded" for response in refused)
+        assert all(int(response.headers["retry-after"]) >= 1 for response in refused)
+
+
+class FailingExecutor(SimulatedExecutor):
+    """Fails the rows whose prompt has this many tokens."""
+
+    BAD_LENGTH = 13
+
+    def execute(self, plan: StepPlan) -> Any:
+        rows = [row for row, (start, count) in enumerate(zip(plan.starts, plan.counts, strict=True))
+                if start == 0 and count == self.BAD_LENGTH]  # fmt: skip
+        if rows:
+            raise StepFailed("a test", rows)
+        return super().execute(plan)
+
+
+def test_an_exception_in_a_step_fails_the_culprit_alone() -> None:
+    with serve(build=lambda: FailingExecutor(small_capacity(), step_s=0.005)) as served:
+        with ThreadPoolExecutor(5) as pool:
+            good = [pool.submit(served.complete, max_tokens=40, ignore_eos=True) for _ in range(4)]
+            bad = served.http.post("/v1/completions", json={"prompt": [5] * FailingExecutor.BAD_LENGTH})
+        assert (bad.status_code, bad.json()["error"]["code"]) == (500, "engine_error")
+        assert [one.result()["usage"]["completion_tokens"] for one in good] == [40] * 4
+        wait_until(lambda: served.used_pages == 0)
+        assert served.http.get("/stats").json()["last_error"]
