@@ -158,7 +158,7 @@ class Answer:
             min_tokens=params.min_tokens,
             context_ids=prepared.log.context_ids,
         )
-        choice = Choice(index, (), log.view(cursor), text)
+        choice = Choice(index, (), log.view(cursor, channel.room), text)
         repeats = cursor > 0  # the first piece ends at the cursor: the client has its text
         async for (piece,) in choice.pieces(per_token=False):
             if piece.error is not None:
@@ -171,7 +171,6 @@ class Answer:
             if not (piece.text or piece.is_last or extra):
                 continue
             if not piece.is_last:
-                await channel.room()
                 await channel.delta(name, index, piece.num_tokens, piece.text, extra)
                 continue
             finish = choice.finish or await _finish_after_stop(log)

@@ -8,12 +8,15 @@ follows is exactly what was missed.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Protocol
 
 from inferengine.client import Delta, Finish, TokenLogprobs
 from inferengine.errors import InferEngineError
 from inferengine.wire.messages import Accept
+
+
+Brake = Callable[[], Awaitable[None]]
 
 
 class TokenStream(Protocol):
@@ -48,9 +51,10 @@ class ChoiceLog:
         self._stream = stream
         self._being_read: asyncio.Event | None = None
 
-    def view(self, cursor: int = 0) -> LogView:
-        """A reader of its own. Its first delta ends at `cursor` exactly, unless the log ends before."""
-        return LogView(self, cursor)
+    def view(self, cursor: int, brake: Brake) -> LogView:
+        """A reader of its own. Its first delta ends at `cursor` exactly, unless the log ends before. `brake` is
+        awaited between news and reading it, so that a reader who is held up gets all that came meanwhile."""
+        return LogView(self, cursor, brake)
 
     def cancel(self) -> None:
         self._stream.cancel()
@@ -84,9 +88,10 @@ class ChoiceLog:
 class LogView:
     """An iterator over a ChoiceLog: each delta holds all that was added while its reader was busy."""
 
-    def __init__(self, log: ChoiceLog, cursor: int) -> None:
+    def __init__(self, log: ChoiceLog, cursor: int, brake: Brake) -> None:
         self._log = log
         self._cursor = cursor
+        self._brake = brake
         self._position = 0
         self._ended = False
 
@@ -98,6 +103,7 @@ class LogView:
         if self._ended:
             raise StopAsyncIteration
         await log.wait(max(start, self._cursor - 1))
+        await self._brake()
         stop = self._cursor if start < self._cursor <= len(log.token_ids) else len(log.token_ids)
         self._position = stop
         repeats = start < self._cursor
