@@ -113,6 +113,8 @@ class LimitsConfig:
     max_logit_bias: int = _key(1024, "entries of logit_bias", minimum=0)
     max_logprobs: int = _key(20, "alternatives per position", minimum=0)
     max_prompts: int = _key(256, "prompts in one /v1/completions call", minimum=1)
+    max_grammar_bytes: int = _key(256 * 1024, "bytes of one schema, expression or grammar", minimum=1)
+    grammar_timeout_s: float = _key(5.0, "longest that a request waits for its grammar", minimum=0.1)
     max_text_characters: int = _key(4_000_000, "characters of one prompt before it is tokenized", minimum=1)
 
 

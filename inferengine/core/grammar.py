@@ -1,4 +1,4 @@
-"""Grammars: what a request's output must match, and the protocol through which the core uses a compiled one.
+"""Grammar: the protocol through which the core uses what a request's output must match.
 
 Compiling and matching are somebody else's work (`inferengine.structured`); the core tells a grammar which tokens came
 and asks it for the mask of those that may come next.
@@ -6,16 +6,7 @@ and asks it for the mask of those that may come next.
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
-
-GRAMMAR_KINDS = ("json_schema", "json_object", "regex", "choice", "lark", "structural_tag")
-
-
-class GrammarSpec(NamedTuple):
-    """What a client asked for, checked for its size and not yet compiled."""
-
-    kind: str  # one of GRAMMAR_KINDS
-    source: str  # the schema as JSON, the expression, the grammar, or the choices as a JSON list
+from typing import Protocol
 
 
 class Grammar(Protocol):

@@ -7,7 +7,7 @@ front ends at any speed, which shows what they cost by themselves (benchmarks/).
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from inferengine.core.executor import Capacity, KVGroup, Progress
 from inferengine.core.plan import StepPlan, StepResult
@@ -16,13 +16,26 @@ from inferengine.core.plan import StepPlan, StepResult
 class _Done:
     """A step that will be over at a given time."""
 
-    def __init__(self, result: StepResult, ready_s: float, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, result: StepResult, ready_s: float, clock: Callable[[], float], masked: Sequence[int] = ()
+    ) -> None:
         self._result = result
+        self._masked = masked
         self._ready_s = ready_s
         self._clock = clock
 
     def done(self) -> bool:
         return self._clock() >= self._ready_s
+
+    def provide_masks(self, words: bytearray) -> None:
+        """Move each masked draw on to the next token that its mask allows."""
+        masked, token_ids = self._masked, self._result.token_ids
+        width = len(words) // len(masked)
+        for index, draw in enumerate(masked):
+            mask = words[index * width : (index + 1) * width]
+            later = range(token_ids[draw], width * 8)
+            around = (token for token in [*later, *range(token_ids[draw])] if mask[token // 8] >> token % 8 & 1)
+            token_ids[draw] = next(around, 0)
 
     def result(self) -> StepResult:
         remaining = self._ready_s - self._clock()
@@ -62,7 +75,7 @@ class SimulatedExecutor:
         ]
         duration = self._step_s + self._token_s * plan.num_tokens
         self._busy_until = max(self._busy_until, time.monotonic()) + duration
-        return _Done(StepResult(tokens), self._busy_until, time.monotonic)
+        return _Done(StepResult(tokens), self._busy_until, time.monotonic, plan.masked)
 
     def flush(self) -> None:
         """Nothing is kept between requests."""

@@ -42,6 +42,9 @@ class _VirtualStep:
     def done(self) -> bool:
         return self._clock.now >= self._ready_s
 
+    def provide_masks(self, words: bytearray) -> None:
+        """Virtual tokens obey no grammar: the workload says how many there are."""
+
     def result(self) -> StepResult:
         if self._clock.now < self._ready_s:
             self._clock.now = self._ready_s

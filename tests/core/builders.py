@@ -6,13 +6,13 @@ import functools
 from array import array
 
 from inferengine.core.executor import Capacity, KVGroup
-from inferengine.core.grammar import GrammarSpec
 from inferengine.core.request import Request
 from inferengine.core.scheduler import Scheduler, SchedulerOptions
 from inferengine.core.sequence import Sequence
 from inferengine.core.speculation import Proposer
 from inferengine.engine.core import EngineCore
 from inferengine.params import SamplingParams
+from inferengine.structure import GrammarSpec
 from tests.core.memory_executor import EOS, VOCAB_SIZE, MemoryExecutor, next_token
 
 
