@@ -165,7 +165,8 @@ def test_a_restarted_engine_is_told_as_such(tmp_path):
     with make_engine(tmp_path) as engine, serving(engine) as server, open_socket(server) as client:
         engine.hold()
         client.generate("r1", detached=True)
-        client.until("accepted")
+        engine.release(5)
+        client.until("delta")
         engine.restart()
         error = client.until("error")["error"]
         assert (error["code"], error["retryable"]) == ("engine_restarted", True)
@@ -173,3 +174,21 @@ def test_a_restarted_engine_is_told_as_such(tmp_path):
         wait_until(lambda: server.front_end.view.engine_state == "READY")
         client.generate("r2")
         assert client.read("r2")["r2"].done[0]["finish_reason"] == "stop"
+
+
+def test_a_request_that_had_not_begun_survives_a_restarted_engine(tmp_path):
+    with (
+        make_engine(tmp_path, lambda prompt, choice: TEXT) as engine,
+        serving(engine) as server,
+        open_socket(server) as client,
+    ):
+        engine.hold()
+        client.generate()
+        client.until("accepted")
+        engine.restart()
+        engine.wait_for(lambda: len(engine.submitted) == 2)
+        engine.release()
+        reading = Reading()
+        while not reading.done:
+            reading.take(client.until("accepted", "delta", "done"))
+        assert reading.text[0] == TEXT
