@@ -1,0 +1,62 @@
+"""Prompt lookup: what followed before is what is guessed."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from inferengine.core.sequence import Sequence
+from inferengine.spec.ngram import LENGTHS, NgramProposer
+from tests.core.builders import Run, expected_output, make_capacity, make_request
+
+
+def sequence_of(tokens: list[int], **params: object) -> Sequence:
+    return Sequence(make_request(1, tokens, max_tokens=50, **params))
+
+
+def test_the_continuation_of_the_longest_match_is_guessed() -> None:
+    sequence = sequence_of([1, 2, 3, 4, 50, 51, 52, 9, 3, 4, 60, 61, 8, 1, 2, 3, 4])
+    assert NgramProposer().propose(sequence, 3) == [50, 51, 52]
+
+
+def test_of_two_equal_matches_the_later_one_counts() -> None:
+    sequence = sequence_of([1, 2, 10, 1, 2, 20, 1, 2])
+    assert NgramProposer().propose(sequence, 1) == [20]
+
+
+def test_nothing_is_guessed_where_nothing_repeats() -> None:
+    assert NgramProposer().propose(sequence_of(list(range(50))), 4) == []
+    assert NgramProposer().propose(sequence_of([1]), 4) == []
+
+
+def test_no_guess_goes_beyond_a_stop() -> None:
+    sequence = sequence_of([1, 2, 30, 31, 32, 1, 2], stop_token_ids=(31,))
+    assert NgramProposer().propose(sequence, 4) == [30, 31]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_index_grows_with_the_sequence_as_if_built_at_once(seed: int) -> None:
+    draw = random.Random(seed)
+    growing, sequence = NgramProposer(), sequence_of([draw.randrange(4) for _ in range(5)])
+    for _ in range(200):
+        sequence.tokens.append(draw.randrange(4))
+        assert growing.propose(sequence, 3) == NgramProposer().propose(sequence, 3)
+        assert growing.propose(sequence, 3) == brute_force(sequence.tokens, 3)
+
+
+def brute_force(tokens: list[int], most: int) -> list[int]:
+    for length in LENGTHS:
+        for begin in range(len(tokens) - length - 1, -1, -1):
+            if tokens[begin : begin + length] == tokens[-length:]:
+                return tokens[begin + length : begin + length + most]
+    return []
+
+
+def test_nothing_is_kept_of_a_sequence_that_ended() -> None:
+    proposer = NgramProposer()
+    run = Run(make_capacity(64), proposer=proposer, max_drafts=4)
+    requests = [make_request(uid, [1, 2, 3] * 5, max_tokens=20) for uid in range(1, 5)]
+    run.submit(*requests).to_end()
+    assert run.outputs == {request.uid: expected_output(request) for request in requests}
+    assert proposer._indices == {}
