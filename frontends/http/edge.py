@@ -62,7 +62,7 @@ class Edge:
             self._log(scope, status, seconds)
 
     def _log(self, scope: Scope, status: int, seconds: float) -> None:
-        level = logging.DEBUG if scope["path"] in QUIET_PATHS and status < 400 else logging.INFO
+        level = logging.DEBUG if scope["path"] in QUIET_PATHS else logging.INFO
         if not logger.isEnabledFor(level):
             return
         client = scope.get("client")

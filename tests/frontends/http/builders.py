@@ -149,13 +149,14 @@ def wait_until(condition: Callable[[], Any], timeout_s: float = 10.0) -> None:
         time.sleep(0.01)
 
 
-def open_request(port: int, path: str, **body: Any) -> socket.socket:
-    """Send a request and leave the answer unread."""
+@contextmanager
+def open_request(port: int, path: str, **body: Any) -> Iterator[socket.socket]:
+    """Send a request and leave the answer unread; closed on leaving, if not before."""
     payload = json.dumps(body).encode()
     head = (
         f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(payload)}\r\n\r\n"
     )
-    connection = socket.create_connection(("127.0.0.1", port))
-    connection.settimeout(10.0)
-    connection.sendall(head.encode() + payload)
-    return connection
+    with socket.create_connection(("127.0.0.1", port)) as connection:
+        connection.settimeout(10.0)
+        connection.sendall(head.encode() + payload)
+        yield connection

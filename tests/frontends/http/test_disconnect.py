@@ -33,23 +33,23 @@ def hang_up(connection: socket.socket, *, reset: bool) -> None:
 )
 def test_the_request_is_cancelled(served: House, script: Script, stream: bool, reset: bool) -> None:
     served.script = lambda submit, choice: script
-    connection = open_request(served.front.port, "/v1/completions", prompt="say", stream=stream, max_tokens=400)
-    wait_until(lambda: served.engine.num_running == 1)
-    if stream and script.accept and script.stop_after != 0:
-        assert connection.recv(1)
-    hang_up(connection, reset=reset)
-    wait_until(lambda: served.engine.submits[0].stream in served.engine.cancelled)
-    wait_until(lambda: served.front.service.num_calls == 0)
-    assert served.engine.num_running == 0
+    with open_request(served.front.port, "/v1/completions", prompt="say", stream=stream, max_tokens=400) as connection:
+        wait_until(lambda: served.engine.num_running == 1)
+        if stream and script.accept and script.stop_after != 0:
+            assert connection.recv(1)
+        hang_up(connection, reset=reset)
+        wait_until(lambda: served.engine.submits[0].stream in served.engine.cancelled)
+        wait_until(lambda: served.front.service.num_calls == 0)
+        assert served.engine.num_running == 0
 
 
 def test_all_choices_are_cancelled(served: House) -> None:
     served.script = says(LONG, pause_s=0.01)
     body = {"prompt": ["say", "fox"], "n": 2, "temperature": 1.0, "max_tokens": 400}
-    connection = open_request(served.front.port, "/v1/completions", **body)
-    wait_until(lambda: served.engine.num_running == 4)
-    connection.close()
-    wait_until(lambda: served.engine.num_running == 0)
+    with open_request(served.front.port, "/v1/completions", **body) as connection:
+        wait_until(lambda: served.engine.num_running == 4)
+        connection.close()
+        wait_until(lambda: served.engine.num_running == 0)
 
 
 def test_a_client_that_leaves_before_its_body_costs_nothing(served: House) -> None:

@@ -200,10 +200,12 @@ def test_models_and_versions(served: Served) -> None:
 
 
 def test_a_client_that_leaves_frees_its_blocks_within_two_steps() -> None:
-    with serve(step_s=0.02) as served:
-        connection = open_request(
+    with (
+        serve(step_s=0.02) as served,
+        open_request(
             served.front.port, "/v1/completions", prompt="the fox", max_tokens=900, stream=True, ignore_eos=True
-        )
+        ) as connection,
+    ):
         assert connection.recv(10)
         wait_until(lambda: served.used_pages > 0)
         core = served.engine.core
