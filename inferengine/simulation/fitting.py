@@ -1,7 +1,8 @@
 """From measured steps to a CostModel: non-negative least squares for each candidate knee; the best one is kept.
 
 Every coefficient is a time, so none may be negative; errors are taken relative to the step's time, so that a decode of
-two milliseconds counts as much as a prompt of two hundred.
+two milliseconds counts as much as a prompt of two hundred. A machine that was busy with something else gives steps that
+are far too long: their weight falls with their error (Huber, "Robust estimation of a location parameter", 1964).
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from inferengine.simulation.cost_model import CostModel, StepShape
 
 Matrix = NDArray[np.float64]
 _KNEES = (0, 1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+_HUBER = 0.05  # relative error beyond which a step counts less
+_REWEIGHTINGS = 12
 _COEFFICIENTS = ("step_s", "chunk_step_s", "token_s", "row_s", "kv_token_s", "pair_s")
 
 
@@ -37,9 +40,7 @@ def fit(shapes: Sequence[StepShape]) -> Fit:
         raise ValueError("every measured step needs a time above 0")
     best: tuple[float, CostModel] | None = None
     for knee in _KNEES:
-        weighted = _features(shapes, knee) / times[:, None]
-        solution = nonnegative_least_squares(weighted, np.ones_like(times))
-        residual = float(np.sum((weighted @ solution - 1.0) ** 2))
+        solution, residual = _robust(_features(shapes, knee) / times[:, None])
         if best is None or residual < best[0] * (1.0 - 1e-9):
             values = dict(zip(_COEFFICIENTS, map(float, solution), strict=True))
             best = residual, CostModel(knee=float(knee), **values)
@@ -47,6 +48,19 @@ def fit(shapes: Sequence[StepShape]) -> Fit:
     cost = best[1]
     errors = np.abs(np.array([cost.seconds(shape) for shape in shapes]) / times - 1.0)
     return Fit(cost, len(shapes), float(np.median(errors)), float(np.quantile(errors, 0.9)))
+
+
+def _robust(relative: Matrix) -> tuple[Matrix, float]:
+    """The coefficients for which `relative @ x` is nearest to 1, and what is left, both by Huber's measure."""
+    target = np.ones(len(relative))
+    weights = target
+    for _ in range(_REWEIGHTINGS):
+        root = np.sqrt(weights)
+        solution = nonnegative_least_squares(relative * root[:, None], target * root)
+        error = np.abs(relative @ solution - 1.0)
+        weights = np.minimum(1.0, _HUBER / np.maximum(error, 1e-12))
+    loss = np.where(error <= _HUBER, 0.5 * error**2, _HUBER * (error - 0.5 * _HUBER))
+    return solution, float(loss.sum())
 
 
 def _features(shapes: Sequence[StepShape], knee: int) -> Matrix:

@@ -1,0 +1,133 @@
+"""A real executor for benchmarks that drive EngineCore by hand, and a record of what its steps took.
+
+Needs torch and the runtime, and none of the wire: it runs where there is no pyzmq.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import tempfile
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.shapes import SHAPES
+from inferengine.config import load
+from inferengine.core.executor import Capacity, Executor, Progress, StepFuture
+from inferengine.core.plan import StepPlan
+from inferengine.core.scheduler import SchedulerOptions, StepOutput
+from inferengine.engine.core import EngineCore
+from inferengine.runtime.factory import build_executor
+from inferengine.simulation.cost_model import StepShape, shape_of
+
+
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """`--model FOLDER`, `--shape NAME`, or neither: the embedded model."""
+    parser.add_argument("--model", type=Path, help="checkpoint folder; neither this nor --shape: the embedded model")
+    parser.add_argument("--shape", choices=sorted(SHAPES), help="random weights of this shape")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="as --engine.device")
+
+
+@contextmanager
+def open_executor(
+    arguments: argparse.Namespace, flags: Mapping[str, str], **sections: Mapping[str, Any]
+) -> Iterator[tuple[Executor, Capacity, dict[str, Any]]]:
+    """A loaded and warm executor, its capacity, and what a report should say about it."""
+    with tempfile.TemporaryDirectory() as scratch:
+        model: dict[str, Any] = {}
+        if arguments.shape:
+            (Path(scratch) / "config.json").write_text(json.dumps(SHAPES[arguments.shape]))
+            model = {"path": scratch, "load_format": "dummy"}
+        elif arguments.model:
+            model = {"path": str(arguments.model)}
+        if arguments.device:
+            sections = {**sections, "engine": {"device": arguments.device, **sections.get("engine", {})}}
+        config = load(flags=flags).with_values(model=model, **sections)
+        executor: Any = build_executor(config)
+        try:
+            capacity = executor.load(_silent)
+            executor.warm_up(_silent)
+            yield executor, capacity, environment(executor, arguments, capacity)
+        finally:
+            executor.close()
+
+
+def environment(executor: Any, arguments: argparse.Namespace, capacity: Capacity) -> dict[str, Any]:
+    """Device, versions and sizes."""
+    on_cuda = executor.device.type == "cuda"
+    name = arguments.shape or (arguments.model.name if arguments.model else "embedded")
+    return {
+        "model": name,
+        "device": torch.cuda.get_device_name() if on_cuda else f"{platform.machine()} CPU",
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "dtype": str(executor.dtype).removeprefix("torch."),
+        "max_in_flight": executor.max_in_flight,
+        "num_blocks": capacity.groups[0].num_blocks,
+        "block_size": capacity.block_size,
+    }
+
+
+class Stopwatch:
+    """Implements `core.executor.Executor` around another one: notes each step's shape, and when its news came.
+
+    With one step in flight its time is that of the whole EngineCore.step, scheduling included. With two it is the time
+    between results while the pipeline is full, which is what a stream sees.
+    """
+
+    def __init__(self, executor: Executor) -> None:
+        self.max_in_flight = executor.max_in_flight
+        self.shapes: list[StepShape] = []
+        self._executor = executor
+        self._under_way: deque[StepShape] = deque()
+
+    def load(self, progress: Progress) -> Capacity:
+        return self._executor.load(progress)
+
+    def warm_up(self, progress: Progress) -> None:
+        self._executor.warm_up(progress)
+
+    def execute(self, plan: StepPlan) -> StepFuture:
+        self._under_way.append(shape_of(plan))
+        return self._executor.execute(plan)
+
+    def flush(self) -> None:
+        self._executor.flush()
+
+    def close(self) -> None:
+        """The executor belongs to whoever opened it."""
+
+    def step(self, core: EngineCore, clock: Callable[[], float] = time.perf_counter) -> StepOutput | None:
+        """One step of `core`, whose executor this is, with the time that it took."""
+        waited = bool(self._under_way)
+        begin = clock()
+        output = core.step()
+        elapsed = clock() - begin
+        if output is not None and output.layout != -1 and self._under_way:
+            shape = self._under_way.popleft()
+            if self.max_in_flight == 1 or waited:
+                self.shapes.append(shape._replace(seconds=elapsed))
+        return output
+
+
+def plain_options(capacity: Capacity, **changes: Any) -> SchedulerOptions:
+    """Scheduler options without prefix cache, so that no request lives off another one's work."""
+    values: dict[str, Any] = {"prefix_caching": False, **changes}
+    return SchedulerOptions(capacity.max_num_batched_tokens, capacity.max_num_seqs, **values)
+
+
+def raise_failure(error: BaseException) -> None:
+    """For EngineCore's `on_failure`: in a benchmark nothing may fail."""
+    raise error
+
+
+def _silent(phase: str, share: float) -> None:
+    pass
