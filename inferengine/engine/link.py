@@ -229,12 +229,12 @@ class Link:
     ) -> None:
         """Hand the choices to the loop. Raises InferEngineError; then nothing has happened."""
         params = submission.params
+        max_tokens = resolve_max_tokens(len(prompt), params.max_tokens, engine.limits)
         if (highest := max(prompt)) >= engine.vocab_size:
             raise InvalidRequest(
                 "prompt",
                 f"token id {highest} is outside the vocabulary of {engine.vocab_size}: use the model's tokenizer",
             )
-        max_tokens = resolve_max_tokens(len(prompt), params.max_tokens, engine.limits)
         self._admit(engine, submission, len(prompt), deadline_s, now)
         seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
         first = self._next_uid

@@ -24,7 +24,7 @@ from inferengine.wire import codec
 from inferengine.wire.messages import Accept, Credit, Done, Hello, Message, Ping, Reject, Step, Submit, Welcome
 from tests.text.vocabularies import byte_level
 
-VOCAB_SIZE = 300  # of byte_level(), without its added tokens
+VOCAB_SIZE = 302  # of byte_level() with its added tokens
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
 _numbers = itertools.count()
 

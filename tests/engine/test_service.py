@@ -1,0 +1,367 @@
+"""The process: states, signals' meaning, exit codes, what the supervisor and systemd are told, and idleness."""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from inferengine.core.executor import Capacity, Executor, Progress
+from inferengine.core.plan import StepPlan
+from inferengine.engine.endpoint import AddressTaken, Endpoint
+from inferengine.engine.notify import Notifier, Watchdog
+from inferengine.engine.service import EngineService
+from inferengine.engine.simulator import SimulatedExecutor
+from inferengine.engine.startup import exit_code_of
+from inferengine.errors import ConfigError, ExitCode
+from inferengine.wire.messages import (
+    Admin,
+    AdminReply,
+    Goodbye,
+    Model,
+    ModelFiles,
+    Ping,
+    Pong,
+    Reject,
+    Step,
+    Welcome,
+)
+from tests.engine.builders import (
+    RawPeer,
+    address_of,
+    check_idle,
+    make_card,
+    make_config,
+    run_service,
+    small_capacity,
+    wait_until,
+)
+from tests.engine.conftest import Connect
+
+
+class Gate(SimulatedExecutor):
+    """Loads only when it is let, reporting its progress; or fails to."""
+
+    def __init__(self, error: BaseException | None = None) -> None:
+        super().__init__(small_capacity())
+        self.opened = threading.Event()
+        self.error = error
+
+    def load(self, progress: Progress) -> Capacity:
+        progress("weights", 0.5)
+        self.opened.wait(10.0)
+        if self.error is not None:
+            raise self.error
+        return super().load(progress)
+
+
+def start(folder: Path, executor: Executor, **arguments: object) -> EngineService:
+    service = EngineService(make_config(str(folder)), make_card(), lambda: executor, **arguments)  # type: ignore[arg-type]
+    service.start()
+    return service
+
+
+class TestStarting:
+    def test_the_wire_answers_and_shows_the_progress_while_the_model_loads(self, tmp_path: Path) -> None:
+        gate = Gate()
+        service = start(tmp_path, gate)
+        peer = RawPeer(address_of(service))
+        assert peer.welcome is not None
+        welcome = peer.welcome
+        while welcome.progress != ("weights", 0.5):
+            welcome = peer.expect(Welcome)
+        assert (welcome.state, welcome.model) == ("STARTING", None)
+        peer.submit(1)
+        reject = peer.expect(Reject)
+        assert (reject.code, reject.retryable) == ("engine_unavailable", True)
+        peer.send(Model())
+        assert "tokenizer.json" in peer.expect(ModelFiles).files
+        gate.opened.set()
+        while welcome.state != "READY":
+            welcome = peer.expect(Welcome)
+        assert welcome.model is not None
+        assert welcome.model.max_model_len == 1024
+        peer.submit(2)
+        assert len(peer.collect({2}).tokens[2]) == 4
+        peer.close()
+        service.abort()
+        assert service.wait(10.0) == ExitCode.ABORTED
+
+    def test_a_model_that_cannot_be_loaded_ends_the_engine_with_its_code(self, tmp_path: Path) -> None:
+        gate = Gate(ValueError("a tensor is missing"))
+        gate.opened.set()
+        service = start(tmp_path, gate, exit_code_of=exit_code_of)
+        assert service.wait(10.0) == ExitCode.MODEL
+
+    @pytest.mark.parametrize(
+        ("error", "code"),
+        [
+            (ConfigError("engine.device", "no"), ExitCode.USAGE),
+            (ConfigError("model.path", "no"), ExitCode.MODEL),
+            (MemoryError(), ExitCode.MEMORY),
+            (FileNotFoundError(), ExitCode.MODEL),
+            (ZeroDivisionError(), ExitCode.CRASH),
+        ],
+    )
+    def test_every_failure_has_its_exit_code(self, error: BaseException, code: int) -> None:
+        assert exit_code_of(error) == code
+
+    def test_being_stopped_while_loading_ends_at_once(self, tmp_path: Path) -> None:
+        gate = Gate()
+        service = start(tmp_path, gate)
+        service.drain()
+        assert service.wait(5.0) == ExitCode.OK
+        assert not service.loop_has_ended
+        gate.opened.set()
+
+
+class TestAddresses:
+    def test_an_address_that_another_engine_serves_is_not_taken_over(self, tmp_path: Path) -> None:
+        with run_service(wire={"socket": f"ipc://{tmp_path}/e.sock"}) as engine:
+            with pytest.raises(AddressTaken, match="another engine"):
+                Endpoint(engine.config)
+            peer = RawPeer(address_of(engine))
+            peer.close()
+
+    def test_a_file_left_by_a_dead_engine_is_no_obstacle(self, tmp_path: Path) -> None:
+        left = socket.socket(socket.AF_UNIX)
+        left.bind(str(tmp_path / "e.sock"))
+        left.close()
+        with run_service(wire={"socket": f"ipc://{tmp_path}/e.sock"}) as engine:
+            assert engine.lifecycle.state == "READY"
+
+    def test_the_socket_is_not_for_everybody(self, tmp_path: Path) -> None:
+        with run_service(wire={"socket": f"ipc://{tmp_path}/e.sock"}):
+            assert not stat.S_IMODE(os.stat(tmp_path / "e.sock").st_mode) & 0o007
+
+    @pytest.mark.parametrize(
+        "address",
+        [
+            "tcp://0.0.0.0:5555",
+            "tcp://192.168.1.5:5555",
+            "tcp://127.0.0.1:0",
+            "udp://x",
+            "ipc:///nowhere/at/all/e.sock",
+            "ipc:///tmp/" + "x" * 120,
+        ],
+    )
+    def test_an_unsafe_or_impossible_address_is_refused(self, address: str) -> None:
+        with pytest.raises(ConfigError) as caught:
+            Endpoint(make_config("", wire={"socket": address}))
+        assert caught.value.field == "wire.socket"
+
+    def test_tcp_serves_beside_ipc(self, connect: Connect) -> None:
+        port = free_port()
+        with run_service(wire={"tcp": f"tcp://127.0.0.1:{port}"}):
+            peer = RawPeer(f"tcp://127.0.0.1:{port}")
+            peer.submit(1)
+            assert len(peer.collect({1}).tokens[1]) == 4
+            peer.close()
+
+
+class TestEnding:
+    def test_draining_finishes_what_runs_and_refuses_what_comes(self, connect: Connect) -> None:
+        with run_service(step_s=0.01) as engine:
+            peer = connect(engine)
+            peer.submit(1, max_tokens=60)
+            peer.expect(Step)
+            engine.drain()
+            welcome = peer.expect(Welcome)
+            assert welcome.state == "DRAINING"
+            peer.submit(2)
+            reject = peer.expect(Reject)
+            assert (reject.code, reject.retryable) == ("draining", True)
+            collected = peer.collect({1})
+            assert collected.done[1][0].reason == "length"
+            peer.expect(Goodbye)
+            assert engine.wait(10.0) == ExitCode.OK
+
+    def test_a_drain_that_takes_too_long_ends_the_rest_with_abort(self, connect: Connect) -> None:
+        with run_service(step_s=0.02, engine={"drain_timeout_s": 0.2}) as engine:
+            peer = connect(engine)
+            peer.submit(1, max_tokens=1000)
+            peer.expect(Step)
+            engine.drain()
+            (done,) = peer.collect({1}).done[1]
+            assert (done.reason, done.detail[0]) == ("abort", "draining")
+            assert engine.wait(10.0) == ExitCode.OK
+
+    def test_a_second_signal_ends_at_once(self, connect: Connect) -> None:
+        with run_service(step_s=0.02) as engine:
+            peer = connect(engine)
+            peer.submit(1, max_tokens=1000)
+            peer.expect(Step)
+            engine.drain()
+            engine.abort()
+            assert peer.collect({1}).done[1][0].reason == "abort"
+            assert engine.wait(10.0) == ExitCode.ABORTED
+
+    def test_an_operator_drains_over_the_wire(self, engine: EngineService, connect: Connect) -> None:
+        peer = connect(engine)
+        peer.send(Admin("drain", 1))
+        assert peer.expect(AdminReply).ok
+        assert engine.wait(10.0) == ExitCode.OK
+
+    def test_an_operator_may_change_his_mind(self, engine: EngineService, connect: Connect) -> None:
+        peer = connect(engine)
+        peer.send(Admin("drain", 1, {"exit": False}))
+        peer.submit(1)
+        assert peer.expect(Reject).code == "draining"
+        peer.send(Admin("resume", 2))
+        assert peer.expect(AdminReply).ok
+        peer.submit(2)
+        assert len(peer.collect({2}).tokens[2]) == 4
+
+    def test_a_frozen_loop_is_seen_and_ends_the_engine(self, connect: Connect, capfd) -> None:  # type: ignore[no-untyped-def]
+        class Frozen(SimulatedExecutor):
+            def execute(self, plan: StepPlan):  # type: ignore[no-untyped-def]
+                time.sleep(3.0)
+                return super().execute(plan)
+
+        with run_service(lambda: Frozen(small_capacity()), engine={"frozen_after_s": 0.5}) as engine:
+            peer = connect(engine)
+            peer.submit(1)
+            time.sleep(0.3)
+            peer.send(Ping(1))
+            assert peer.expect(Pong).loop_age_ms > 100
+            (done,) = peer.collect({1}).done[1]
+            assert (done.reason, done.detail[0]) == ("error", "engine_error")
+            assert engine.wait(10.0) == ExitCode.FROZEN
+        assert "execute" in capfd.readouterr().err, "the stacks say where it hangs"
+
+
+class TestAdmin:
+    def test_statistics_and_configuration(self, engine: EngineService, connect: Connect) -> None:
+        peer = connect(engine)
+        peer.submit(1, max_tokens=7, prompt=[1] * 40)
+        peer.collect({1})
+        check_idle(engine)
+        wait_until(lambda: engine.link.engine is not None and engine.link.engine.loop.snapshot.num_blocks_held == 0)
+        peer.send(Admin("stats", 1))
+        stats = peer.expect(AdminReply).result
+        assert stats["model"] == "simulated"
+        assert (stats["completed_requests"], stats["active_requests"], stats["waiting_requests"]) == (1, 0, 0)
+        assert (stats["prompt_tokens"], stats["output_tokens"]) == (40, 7)
+        assert stats["cache"]["used_pages"] == 0
+        assert stats["cache"]["cached_pages"] > 0
+        assert stats["cache"]["free_pages"] == stats["cache"]["max_pages"] == 512
+        assert stats["histograms"]["time_to_first_token_seconds"]["count"] == 1
+        assert stats["histograms"]["inter_token_latency_seconds"]["count"] == 6
+        assert stats["finished_by_reason"] == {"length": 1}
+        assert stats["config"]["cache"]["block_size"] == 16
+
+    def test_flush_forgets_the_prefix_cache(self, engine: EngineService, connect: Connect) -> None:
+        peer = connect(engine)
+        peer.submit(1, prompt=[1] * 40)
+        peer.collect({1})
+        peer.submit(2, prompt=[1] * 40)
+        assert peer.collect({2}).done[2][0].cached_tokens == 32
+        peer.send(Admin("flush", 3))
+        assert peer.expect(AdminReply).result["blocks"] > 0
+        peer.submit(3, prompt=[1] * 40)
+        assert peer.collect({3}).done[3][0].cached_tokens == 0
+
+    def test_cancelling_everything(self, connect: Connect) -> None:
+        with run_service(step_s=0.01) as engine:
+            peer, operator = connect(engine), connect(engine)
+            for stream in range(1, 40):
+                peer.submit(stream, max_tokens=900)
+            peer.expect(Step)
+            operator.send(Admin("cancel_all", 1))
+            assert operator.expect(AdminReply).ok
+            assert {rows[0].reason for rows in peer.collect(set(range(1, 40))).done.values()} == {"abort"}
+            check_idle(engine)
+
+    def test_an_unknown_operation_names_those_that_exist(self, engine: EngineService, connect: Connect) -> None:
+        peer = connect(engine)
+        peer.send(Admin("explode", 5))
+        reply = peer.expect(AdminReply)
+        assert (reply.ok, reply.nonce, reply.code) == (False, 5, "invalid_request")
+        assert "stats" in (reply.message or "")
+
+
+class TestSupervision:
+    def test_systemd_hears_ready_status_watchdog_and_stopping(self, tmp_path: Path) -> None:
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        listener.bind(str(tmp_path / "notify"))
+        listener.settimeout(5.0)
+        notifier = Notifier(str(tmp_path / "notify"))
+        service = start(
+            tmp_path,
+            SimulatedExecutor(small_capacity()),
+            notifier=notifier,
+            watchdog=Watchdog(notifier, 0.1, time.monotonic),
+        )
+        heard = ""
+        while not all(word in heard for word in ("READY=1", "STATUS=serving simulated", "WATCHDOG=1")):
+            heard += listener.recv(4096).decode() + "\n"
+        service.drain()
+        while "STOPPING=1" not in heard:
+            heard += listener.recv(4096).decode() + "\n"
+        assert service.wait(5.0) == ExitCode.OK
+        listener.close()
+
+    def test_the_watchdog_starves_while_the_loop_does_not_turn(self, tmp_path: Path) -> None:
+        class Slow(SimulatedExecutor):
+            def execute(self, plan: StepPlan):  # type: ignore[no-untyped-def]
+                time.sleep(0.8)
+                return super().execute(plan)
+
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        listener.bind(str(tmp_path / "notify"))
+        listener.setblocking(False)
+        notifier = Notifier(str(tmp_path / "notify"))
+        watchdog = Watchdog(notifier, 0.05, time.monotonic)
+        service = start(tmp_path, Slow(small_capacity()), notifier=notifier, watchdog=watchdog)
+        wait_until(lambda: service.lifecycle.state == "READY")
+        peer = RawPeer(address_of(service))
+        peer.submit(1, max_tokens=1)
+        core = service.core
+        assert core is not None
+        wait_until(lambda: bool(core.scheduler.running))
+        read_all(listener)
+        time.sleep(0.5)
+        assert b"WATCHDOG" not in read_all(listener)
+        peer.collect({1})
+        peer.close()
+        service.abort()
+        service.wait(10.0)
+        listener.close()
+
+    def test_an_idle_engine_uses_less_than_a_hundredth_of_a_core(self, engine: EngineService, connect: Connect) -> None:
+        peer = connect(engine)
+        peer.submit(1)
+        peer.collect({1})
+        check_idle(engine)
+        time.sleep(0.2)
+        begin, begin_s = time.process_time(), time.monotonic()
+        time.sleep(3.0)
+        share = (time.process_time() - begin) / (time.monotonic() - begin_s)
+        assert share < 0.01, f"{share:.2%} of a core"
+
+
+def free_port() -> int:
+    """One whose neighbour is free as well."""
+    while True:
+        with socket.socket() as first, socket.socket() as second:
+            first.bind(("127.0.0.1", 0))
+            port: int = first.getsockname()[1]
+            try:
+                second.bind(("127.0.0.1", port + 1))
+            except OSError:
+                continue
+            return port
+
+
+def read_all(listener: socket.socket) -> bytes:
+    heard = b""
+    while True:
+        try:
+            heard += listener.recv(4096)
+        except BlockingIOError:
+            return heard

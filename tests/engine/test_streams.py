@@ -1,0 +1,253 @@
+"""Cursors on logs: what a peer receives after it was slow, away, replaced, or gone for good."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from inferengine.client import AsyncClient
+from inferengine.engine.service import EngineService
+from inferengine.engine.simulator import SimulatedExecutor
+from inferengine.params import SamplingParams
+from inferengine.wire.messages import Accept, Attach, Bye, Credit, Hello, Ping, Reject, Step, Welcome
+from tests.engine.builders import Collected, RawPeer, address_of, check_idle, run_service, small_capacity, wait_until
+from tests.engine.conftest import Connect
+
+ID = bytes(range(16))
+
+
+def expected_tokens(engine: EngineService, connect: Connect, num_tokens: int, prompt: list[int]) -> list[int]:
+    """What the same seeded request gives to a peer that reads at once."""
+    peer = connect(engine)
+    peer.submit(1, max_tokens=num_tokens, prompt=prompt, params={"seed": 3})
+    return peer.collect({1}).tokens[1]
+
+
+class TestCredit:
+    def test_without_credit_no_more_than_a_window_comes_and_nothing_is_lost(self, connect: Connect) -> None:
+        with run_service(step_s=0.001) as engine:
+            peer = connect(engine, window=4)
+            assert peer.welcome is not None
+            assert peer.welcome.window == 4
+            peer.submit(1, max_tokens=200)
+            core = engine.core
+            assert core is not None
+            wait_until(lambda: core.scheduler.stats.num_finished == 1)
+            collected = Collected()
+            while (message := peer.receive(0.2)) is not None:
+                collected.take(message)
+            assert len(collected.steps) == 4
+            assert 1 not in collected.done
+            peer.send(Credit(4))
+            rest = peer.collect({1})
+            assert len(collected.tokens[1]) + len(rest.tokens[1]) == 200
+            assert len(rest.steps) == 1, "what waited comes in one STEP"
+            check_idle(engine)
+
+    def test_a_peer_without_credit_costs_others_nothing(self, connect: Connect) -> None:
+        with run_service() as engine:
+            slow, quick = connect(engine, window=1), connect(engine)
+            slow.submit(1, max_tokens=300)
+            quick.submit(1, max_tokens=300)
+            assert len(quick.collect({1}).tokens[1]) == 300
+
+    def test_steps_are_numbered_without_a_gap(self, connect: Connect) -> None:
+        with run_service(step_s=0.001) as engine:
+            peer = connect(engine, window=3)
+            peer.submit(1, max_tokens=60)
+            peer.submit(2, max_tokens=30)
+            steps = peer.collect({1, 2}).steps
+            assert [step.seq for step in steps] == list(range(1, len(steps) + 1))
+
+    def test_a_stalled_peer_loses_its_requests_with_that_reason(self, connect: Connect) -> None:
+        with run_service(step_s=0.01, wire={"stall_limit_s": 0.3}) as engine:
+            peer = connect(engine, window=2)
+            peer.submit(1, max_tokens=900)
+            wait_until(lambda: engine.outbox.num_open == 1)
+            wait_until(lambda: engine.outbox.num_open == 0)
+            check_idle(engine)
+            collected = Collected()
+            while not collected.done:
+                message = peer.receive()
+                assert message is not None
+                collected.take(message)
+                if isinstance(message, Step):
+                    peer.send(Credit(message.seq))
+            assert collected.done[1][0].detail[0] == "client_stalled"
+            assert len(collected.done[1]) == 1
+
+
+class TestResume:
+    def test_the_same_routing_id_continues_where_it_stopped(self, connect: Connect) -> None:
+        with run_service(step_s=0.005) as engine:
+            expected = expected_tokens(engine, connect, 60, [4, 5])
+            first = RawPeer(address_of(engine), routing_id=b"front-1")
+            first.submit(1, max_tokens=60, prompt=[4, 5], params={"seed": 3})
+            collected = Collected()
+            while len(collected.steps) < 5:
+                message = first.receive()
+                assert message is not None
+                collected.take(message)
+            epoch = engine.lifecycle.epoch
+            first.close()
+            again = RawPeer(address_of(engine), routing_id=b"front-1", epoch=epoch, last_seq=5)
+            assert again.welcome is not None
+            assert again.welcome.resumed is True
+            rest = again.collect({1})
+            assert collected.tokens[1] + rest.tokens[1] == expected
+            assert rest.steps[0].seq == 6
+            again.close()
+            check_idle(engine)
+
+    def test_a_sequence_number_that_cannot_be_continued_from_starts_anew(
+        self, engine: EngineService, connect: Connect
+    ) -> None:
+        peer = connect(engine, routing_id=b"front-2", epoch=engine.lifecycle.epoch, last_seq=7)
+        assert peer.welcome is not None
+        assert peer.welcome.resumed is False
+
+    def test_another_epoch_is_told_apart(self, engine: EngineService, connect: Connect) -> None:
+        peer = connect(engine, epoch=bytes(8), last_seq=1)
+        assert peer.welcome is not None
+        assert (peer.welcome.resumed, peer.welcome.epoch) == (False, engine.lifecycle.epoch)
+
+    def test_hello_without_resuming_cancels_what_the_old_connection_had(self, connect: Connect) -> None:
+        with run_service(step_s=0.01) as engine:
+            peer = connect(engine)
+            peer.submit(1, max_tokens=900)
+            peer.expect(Step)
+            peer.send(Hello())
+            peer.expect(Welcome)
+            check_idle(engine)
+
+
+class TestAttach:
+    @pytest.mark.parametrize("cursor", [0, 7, 30])
+    def test_a_finished_request_is_read_from_a_cursor(
+        self, engine: EngineService, connect: Connect, cursor: int
+    ) -> None:
+        owner, reader = connect(engine), connect(engine)
+        owner.submit(1, id=ID, max_tokens=30)
+        tokens = owner.collect({1}).tokens[1]
+        reader.send(Attach(ID, 9, (cursor,)))
+        accept = reader.expect(Accept)
+        assert (accept.stream, accept.n, accept.attached) == (9, 1, True)
+        collected = reader.collect({9})
+        assert collected.tokens.get(9, []) == tokens[cursor:]
+        assert collected.done[9][0].reason == "length"
+
+    def test_two_readers_of_a_running_request_get_the_same(self, connect: Connect) -> None:
+        with run_service(step_s=0.005) as engine:
+            owner, reader = connect(engine), connect(engine)
+            owner.submit(1, id=ID, max_tokens=50)
+            owner.expect(Step)
+            reader.send(Attach(ID, 3))
+            tokens = reader.collect({3}).tokens[3]
+            assert len(tokens) == 50
+            assert owner.collect({1}).done[1][0].reason == "length"
+            check_idle(engine)
+
+    def test_a_detached_request_outlives_its_peer_and_waits(self, connect: Connect) -> None:
+        with run_service(step_s=0.005) as engine:
+            owner = connect(engine)
+            owner.submit(1, id=ID, max_tokens=40, detached=True)
+            owner.expect(Step)
+            owner.send(Bye())
+            check_idle(engine)
+            reader = connect(engine)
+            reader.send(Attach(ID, 1))
+            collected = reader.collect({1})
+            assert len(collected.tokens[1]) == 40
+            assert collected.done[1][0].reason == "length"
+
+    def test_a_request_that_another_peer_reads_goes_on_without_its_owner(self, connect: Connect) -> None:
+        with run_service(step_s=0.005) as engine:
+            owner, reader = connect(engine), connect(engine)
+            owner.submit(1, id=ID, max_tokens=60)
+            owner.expect(Step)
+            reader.send(Attach(ID, 1))
+            reader.expect(Accept)
+            owner.send(Bye())
+            assert len(reader.collect({1}).tokens[1]) == 60
+
+    def test_a_finished_output_is_kept_no_longer_than_promised(self, connect: Connect) -> None:
+        with run_service(wire={"resume_ttl_s": 0.2}) as engine:
+            peer = connect(engine)
+            peer.submit(1, id=ID)
+            peer.collect({1})
+            wait_until(lambda: not engine.outbox.submissions)
+            peer.send(Attach(ID, 2))
+            assert peer.expect(Reject).code == "not_found"
+
+
+class TestLeases:
+    def test_goodbye_frees_everything(self, connect: Connect) -> None:
+        with run_service(step_s=0.01) as engine:
+            peer = connect(engine)
+            for stream in range(1, 30):
+                peer.submit(stream, max_tokens=900)
+            peer.expect(Step)
+            peer.send(Bye())
+            check_idle(engine)
+
+    def test_a_killed_peer_is_noticed_by_its_connection(self, connect: Connect) -> None:
+        with run_service(step_s=0.01, wire={"heartbeat_s": 0.3}) as engine:
+            peer = connect(engine)
+            peer.submit(1, max_tokens=1000)
+            peer.expect(Step)
+            peer.close()
+            check_idle(engine)
+            assert engine.switchboard.peers == {}
+
+    def test_a_silent_peer_loses_its_lease(self, connect: Connect) -> None:
+        with run_service(step_s=0.01, wire={"heartbeat_s": 0.1}) as engine:
+            peer = connect(engine)
+            peer.submit(1, max_tokens=1000)
+            peer.expect(Step)
+            check_idle(engine)
+
+    def test_a_ping_keeps_the_lease(self, connect: Connect) -> None:
+        with run_service(step_s=0.01, wire={"heartbeat_s": 0.2}) as engine:
+            peer = connect(engine)
+            peer.submit(1, max_tokens=120)
+            for nonce in range(12):
+                peer.ping(nonce)
+                peer.receive(0.1)
+            assert peer.collect({1}).done[1][0].reason == "length"
+
+    def test_a_dropped_peer_is_told_to_greet_again(self, connect: Connect) -> None:
+        with run_service(wire={"heartbeat_s": 0.1}) as engine:
+            peer = connect(engine)
+            wait_until(lambda: not engine.switchboard.peers)
+            peer.send(Ping(1))
+            assert peer.expect(Reject).field == "hello"
+
+
+def test_sixteen_thousand_finished_requests_leave_nothing_behind(connect: Connect) -> None:
+    capacity = small_capacity(max_num_seqs=256, num_blocks=4096)
+    with run_service(lambda: SimulatedExecutor(capacity), wire={"resume_ttl_s": 0.0}) as engine:
+        peer = connect(engine)
+        for batch in range(16):
+            streams = set(range(batch * 1000 + 1, batch * 1000 + 1001))
+            for stream in streams:
+                peer.submit(stream, max_tokens=1)
+            assert len(peer.collect(streams).done) == 1000
+        check_idle(engine)
+        wait_until(lambda: not engine.outbox.submissions)
+        assert not engine.switchboard.peers[next(iter(engine.switchboard.peers))].streams
+
+
+def test_the_first_of_a_hundred_answers_long_before_the_last() -> None:
+    """A burst is served as a batch: nobody waits for everybody."""
+
+    async def total_times(address: str) -> list[float]:
+        async with AsyncClient(address) as client:
+            submissions = [client.submit([1, 2], SamplingParams(max_tokens=20)) for _ in range(100)]
+            return [delta.finish.total_ms for s in submissions async for delta in s.streams[0] if delta.finish]
+
+    with run_service(step_s=0.002) as engine:
+        times = asyncio.run(total_times(address_of(engine)))
+        assert len(times) == 100
+        assert min(times) < max(times) / 3
+        check_idle(engine)

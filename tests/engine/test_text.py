@@ -1,0 +1,190 @@
+"""Producers without a tokenizer: text in, text out, with the same code as the front ends."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from inferengine.core.executor import Capacity
+from inferengine.core.plan import StepPlan, StepResult
+from inferengine.engine.service import EngineService
+from inferengine.engine.simulator import SimulatedExecutor
+from inferengine.text import Tokenizer
+from inferengine.wire.messages import Attach, Cancel, Reject, Step
+from tests.engine.builders import check_idle, make_card, run_service, small_capacity
+from tests.engine.conftest import Connect
+
+ID = bytes(range(16))
+
+
+class ScriptedExecutor(SimulatedExecutor):
+    """Draws the tokens of a given text, whatever the prompt."""
+
+    def __init__(self, capacity: Capacity, script: list[int], step_s: float = 0.0) -> None:
+        super().__init__(capacity, step_s=step_s)
+        self._script = script
+        self._prompts: dict[int, int] = {}
+
+    def execute(self, plan: StepPlan):  # type: ignore[no-untyped-def]
+        future = super().execute(plan)
+        for item in plan.admitted:
+            self._prompts[item.slot] = item.num_prompt
+        tokens = [
+            self._script[(start + count - self._prompts[slot]) % len(self._script)]
+            for slot, start, count, draws in zip(plan.slots, plan.starts, plan.counts, plan.samples, strict=True)
+            if draws
+        ]
+        future._result = StepResult(tokens)
+        return future
+
+
+def script_of(text: str) -> list[int]:
+    return Tokenizer.from_files(make_card().files).encode(text, add_special_tokens=False)
+
+
+def run_script(text: str, step_s: float = 0.0):  # type: ignore[no-untyped-def]
+    return run_service(lambda: ScriptedExecutor(small_capacity(), script_of(text), step_s))
+
+
+def test_text_in_and_text_out(connect: Connect) -> None:
+    text = "the quick brown fox"
+    with run_script(text) as engine:
+        peer = connect(engine)
+        peer.submit(1, text="the lazy dog", reply="text", max_tokens=len(script_of(text)))
+        collected = peer.collect({1})
+        assert collected.text[1] == text
+        assert collected.tokens.get(1) is None
+        assert collected.accepts[1][0].prompt_tokens == len(script_of("the lazy dog"))
+
+
+def test_messages_go_through_the_models_template(engine: EngineService, connect: Connect) -> None:
+    peer = connect(engine)
+    peer.submit(1, messages=[{"role": "user", "content": "the fox"}])
+    expected = Tokenizer.from_files(make_card().files).encode("<user>the fox", add_special_tokens=False)
+    assert peer.collect({1}).accepts[1][0].prompt_tokens == len(expected)
+
+
+def test_both_carries_tokens_and_text(connect: Connect) -> None:
+    with run_script("the dog") as engine:
+        peer = connect(engine)
+        peer.submit(1, reply="both", max_tokens=len(script_of("the dog")))
+        collected = peer.collect({1})
+        assert (collected.text[1], collected.tokens[1]) == ("the dog", script_of("the dog"))
+
+
+@pytest.mark.parametrize("text", ["🎉 fête 🎉🎉", "你好世界 你好", "e\u0301 👩‍👩‍👧 ﷽ x"])
+def test_emoji_and_cjk_arrive_whole_however_the_tokens_cut_them(connect: Connect, text: str) -> None:
+    with run_script(text) as engine:
+        peer = connect(engine, window=64)
+        peer.submit(1, reply="text", max_tokens=len(script_of(text)))
+        collected = peer.collect({1})
+        assert collected.text[1] == text
+        assert all("\ufffd" not in piece for step in collected.steps for _, piece in step.text)
+
+
+class TestStopStrings:
+    def test_the_output_ends_before_the_stop_string_which_never_shows(self, connect: Connect) -> None:
+        with run_script("one two STOP three four five six seven eight nine ten") as engine:
+            peer = connect(engine)
+            peer.submit(1, reply="text", max_tokens=60, params={"stop": ["STOP"]})
+            collected = peer.collect({1})
+            (done,) = collected.done[1]
+            assert collected.text[1] == "one two "
+            assert (done.reason, done.detail) == ("stop", "STOP")
+            assert done.completion_tokens == len(script_of("one two STOP"))
+            check_idle(engine)
+
+    def test_not_even_its_first_half_is_shown(self, connect: Connect) -> None:
+        with run_script("ab STO STOP x y z") as engine:
+            peer = connect(engine)
+            peer.submit(1, reply="text", max_tokens=40, params={"stop": ["STOP"]})
+            shown = ""
+            for step in peer.collect({1}).steps:
+                for _, piece in step.text:
+                    shown += piece
+                    assert "ab STO STOP".startswith(shown)
+                    assert not shown.endswith(("S", "ST")) or shown == "ab STO S"[: len(shown)]
+            assert shown == "ab STO "
+
+    def test_half_a_stop_string_at_the_end_is_given_out(self, connect: Connect) -> None:
+        with run_script("so STO") as engine:
+            peer = connect(engine)
+            peer.submit(1, reply="text", max_tokens=len(script_of("so STO")), params={"stop": ["STOP"]})
+            collected = peer.collect({1})
+            assert collected.text[1] == "so STO"
+            assert collected.done[1][0].reason == "length"
+
+    def test_it_can_be_included(self, connect: Connect) -> None:
+        with run_script("one two STOP three four") as engine:
+            peer = connect(engine)
+            params = {"stop": ["STOP"], "include_stop_str_in_output": True}
+            peer.submit(1, reply="both", max_tokens=60, params=params)
+            collected = peer.collect({1})
+            assert collected.text[1] == "one two STOP"
+            assert collected.tokens[1] == script_of("one two STOP")
+
+    def test_it_frees_the_request_soon(self, connect: Connect) -> None:
+        with run_script("a STOP " + "b " * 300, step_s=0.005) as engine:
+            peer = connect(engine)
+            peer.submit(1, reply="text", max_tokens=600, params={"stop": ["STOP"]})
+            peer.collect({1})
+            check_idle(engine)
+            assert engine.core is not None
+            assert engine.core.scheduler.stats.num_steps < 30
+
+
+def test_text_is_resumed_from_a_character(connect: Connect) -> None:
+    text = "the quick brown fox jumps over the lazy dog"
+    with run_script(text) as engine:
+        owner, reader = connect(engine), connect(engine)
+        owner.submit(1, id=ID, reply="text", max_tokens=len(script_of(text)))
+        owner.collect({1})
+        reader.send(Attach(ID, 1, (10,), "text"))
+        assert reader.collect({1}).text[1] == text[10:]
+
+
+def test_a_request_of_tokens_can_be_read_as_text_later(connect: Connect) -> None:
+    with run_script("the quick brown fox", step_s=0.01) as engine:
+        owner, reader = connect(engine), connect(engine)
+        owner.submit(1, id=ID, max_tokens=len(script_of("the quick brown fox")))
+        owner.expect(Step)
+        reader.send(Attach(ID, 1, (), "text"))
+        assert reader.collect({1}).text[1] == "the quick brown fox"
+
+
+def test_a_prompt_that_is_too_long_is_refused_before_it_is_tokenized(connect: Connect) -> None:
+    with run_service(limits={"max_text_characters": 1000}) as engine:
+        peer = connect(engine)
+        peer.submit(1, text="x" * 1001)
+        reject = peer.expect(Reject)
+        assert (reject.code, reject.field) == ("request_too_large", "prompt")
+
+
+def test_a_long_text_does_not_hold_up_others(engine: EngineService, connect: Connect) -> None:
+    words = random.Random(1).choices(["fox", "dog", "lazy", "über"], k=100_000)
+    peer, other = connect(engine), connect(engine)
+    peer.submit(1, text=" ".join(words))
+    other.submit(1, max_tokens=4)
+    assert len(other.collect({1}).tokens[1]) == 4
+    assert peer.expect(Reject, 30.0).code == "context_length_exceeded"
+
+
+def test_cancelling_while_it_is_tokenized_is_answered_once(engine: EngineService, connect: Connect) -> None:
+    peer = connect(engine)
+    peer.submit(1, text="fox dog " * 200_000)
+    peer.send(Cancel((1,)))
+    assert peer.expect(Reject).code == "cancelled"
+    assert peer.receive(0.5) is None
+    check_idle(engine)
+
+
+def test_a_model_without_a_tokenizer_serves_token_ids_only(connect: Connect) -> None:
+    card = make_card()
+    bare = type(card)(card.name, card.folder, {}, card.fingerprint, ())
+    with run_service(card=bare) as engine:
+        peer = connect(engine)
+        peer.submit(1, text="x")
+        assert peer.expect(Reject).code == "unsupported"
+        peer.submit(2)
+        assert len(peer.collect({2}).tokens[2]) == 4
