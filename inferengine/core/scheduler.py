@@ -24,7 +24,7 @@ from inferengine.core.sequence import Sequence, Status
 from inferengine.core.speculation import Proposer
 from inferengine.core.stats import SchedulerSnapshot, SchedulerStats
 from inferengine.core.step_draft import ScheduledStep
-from inferengine.core.stopping import FinishDetail, Finished, stop_reason
+from inferengine.core.stopping import GRAMMAR_COMPLETE, FinishDetail, Finished, stop_reason
 
 __all__ = ["ScheduledStep", "Scheduler", "SchedulerOptions", "StepOutput"]
 
@@ -280,7 +280,7 @@ class Scheduler:
             if stopped is not None:
                 return stopped
             if grammar is not None and grammar.is_terminated():
-                return "stop", None
+                return "stop", GRAMMAR_COMPLETE
         return None
 
     def _follow_grammar(self, sequence: Sequence, now: float) -> tuple[str, FinishDetail] | None:

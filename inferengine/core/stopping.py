@@ -6,7 +6,8 @@ from typing import NamedTuple
 
 from inferengine.core.sequence import Sequence
 
-FinishDetail = int | tuple[str, str] | None  # a stop token id, or (error code, message)
+FinishDetail = int | str | tuple[str, str] | None  # a stop token id, or (error code, message); for EOS None
+GRAMMAR_COMPLETE = ""  # detail of a stop where the grammar is complete: the last token belongs to the output
 
 
 class Finished(NamedTuple):

@@ -282,7 +282,7 @@ class Outbox:
     def _push_text(self, log: Log, token_ids: list[int], row: Finished | None) -> None:
         if log.text is None or log.stopped:
             return
-        stop_token = row is not None and row.reason == "stop"
+        stop_token = row is not None and row.reason == "stop" and not isinstance(row.detail, str)
         if log.text.push(token_ids, final=row is not None, stop_token=stop_token):
             self._layout_valid = False
             log.cut(log.text.stopped_at)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from inferengine.core.stopping import GRAMMAR_COMPLETE
 from tests.core.builders import HalfRightProposer, Run, ThirdsGrammar, expected_output, make_capacity, make_request
 
 OVERLAP = pytest.mark.parametrize("max_in_flight", [1, 2])
@@ -33,7 +34,7 @@ def test_outputs_obey_their_grammar_beside_free_ones(max_in_flight: int, num_blo
 
 def test_a_grammar_after_which_nothing_can_follow_ends_the_request() -> None:
     run = Run().submit(make_request(1, max_tokens=100, grammar=True)).to_end()
-    assert (len(run.outputs[1]), run.finished[1]) == (50, ("stop", None))
+    assert (len(run.outputs[1]), run.finished[1]) == (50, ("stop", GRAMMAR_COMPLETE))
 
 
 def test_forced_tokens_cost_no_step_of_their_own() -> None:

@@ -1,0 +1,288 @@
+"""LLM: the engine as a library, for offline work. The same core, runtime and text as the service, without sockets."""
+
+from __future__ import annotations
+
+import random
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any
+
+from inferengine.config import Config
+from inferengine.config import load as load_config
+from inferengine.core.admission import resolve_max_tokens
+from inferengine.core.plan import TokenLogprobs
+from inferengine.core.request import Request
+from inferengine.core.scheduler import StepOutput
+from inferengine.core.stopping import Finished
+from inferengine.engine.core import EngineCore
+from inferengine.engine.model_card import read_model_card
+from inferengine.engine.options import admission_limits, scheduler_options
+from inferengine.errors import InvalidRequest
+from inferengine.params import MAX_SEED, SamplingParams, validate
+from inferengine.runtime.factory import build_executor
+from inferengine.structure import GrammarSpec, read_grammar, validate_grammar
+from inferengine.structured.compiler import GrammarCompiler
+from inferengine.text import ChatTemplate, TextStream, Tokenizer
+
+Prompt = str | Sequence[int]
+
+
+@dataclass
+class Choice:
+    """One output. `finish_reason` is stop, length or error; `stop` the string or token id that ended it."""
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: str = ""
+    stop: str | int | None = None
+    error: str | None = None
+    logprobs: list[TokenLogprobs] | None = None
+
+
+@dataclass
+class Generation:
+    """A prompt with its `n` outputs."""
+
+    prompt: str | None
+    prompt_ids: list[int]
+    choices: list[Choice]
+    num_cached_tokens: int = 0
+
+    @property
+    def text(self) -> str:
+        """Of the first choice."""
+        return self.choices[0].text
+
+
+class LLM:
+    """A loaded model. `settings` are sections of the configuration: LLM("folder", cache={"num_blocks": 512}).
+
+    Not for several threads at once: it is the service that serves many.
+    """
+
+    def __init__(self, model: str = "", *, config: Config | None = None, **settings: Mapping[str, Any]) -> None:
+        config = (config or load_config(environment={})).with_values(**settings)
+        self.config = config.with_values(model={"path": model}) if model else config
+        card = read_model_card(self.config)
+        self.tokenizer = Tokenizer.from_files(card.files)
+        self.chat_template = ChatTemplate.from_files(card.files)
+        self._eos = frozenset(card.eos_token_ids)
+        self._executor = build_executor(self.config)
+        self.capacity = self._executor.load(lambda phase, share: None)
+        self._executor.warm_up(lambda phase, share: None)
+        self._limits = admission_limits(self.config, self.capacity)
+        options = scheduler_options(self.config, self.capacity)
+        self.core = EngineCore(self._executor, self.capacity, options, clock=time.monotonic)
+        self._grammars = GrammarCompiler(
+            card.files["tokenizer.json"].decode(),
+            vocab_size=self.capacity.vocab_size,
+            eos_token_ids=list(card.eos_token_ids),
+        )
+        self._random = random.Random(self.config.engine.seed or None)
+        self._next_uid = 0
+
+    # -- calls -------------------------------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool = True,
+        **structured: Any,
+    ) -> list[Generation]:
+        """Complete each prompt (text or token ids); the results come in the order of the prompts.
+
+        `params` is one for all or one each; `structured` takes response_format, structured_outputs or guided_*.
+        Raises InvalidRequest naming the field of the first request that cannot run; then nothing has run.
+        """
+        listed = _as_list(prompts)
+        per_prompt = [params or SamplingParams()] * len(listed) if not isinstance(params, Sequence) else list(params)
+        if len(per_prompt) != len(listed):
+            raise InvalidRequest("params", f"there are {len(listed)} prompts and {len(per_prompt)} parameter sets")
+        spec = read_grammar(structured)
+        jobs = [self._job(prompt, chosen, spec) for prompt, chosen in zip(listed, per_prompt, strict=True)]
+        return self._run(jobs, spec, progress)
+
+    def chat(
+        self,
+        conversations: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool = True,
+        template: Mapping[str, Any] | None = None,
+        **structured: Any,
+    ) -> list[Generation]:
+        """Answer one conversation or several: lists of {"role", "content"}. `template` goes to the chat template."""
+        if self.chat_template is None:
+            raise InvalidRequest("messages", "the model has no chat template: use generate", code="unsupported")
+        single = bool(conversations) and isinstance(conversations[0], Mapping)
+        listed: Any = [conversations] if single else conversations
+        prompts = [
+            self.tokenizer.encode(
+                self.chat_template.render(list(messages), **(template or {})), add_special_tokens=False
+            )
+            for messages in listed
+        ]
+        return self.generate(prompts, params, progress=progress, **structured)
+
+    def close(self) -> None:
+        """Give the device's memory back."""
+        self._grammars.close()
+        self._executor.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # -- inside ------------------------------------------------------------------------------------------------------
+
+    def _job(self, prompt: Prompt, params: SamplingParams, spec: GrammarSpec | None) -> _Job:
+        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else [int(token) for token in prompt]
+        validate(params, vocab_size=self.capacity.vocab_size, limits=self.config.limits)
+        if any(not 0 <= token < self.capacity.vocab_size for token in ids):
+            raise InvalidRequest("prompt", f"a token id is outside the vocabulary of {self.capacity.vocab_size}")
+        if spec is not None:
+            validate_grammar(spec, self.config.limits)
+            self._grammars.compile(spec)
+        max_tokens = resolve_max_tokens(len(ids), params.max_tokens, self._limits)
+        return _Job(prompt if isinstance(prompt, str) else None, ids, params, max_tokens)
+
+    def _run(self, jobs: list[_Job], spec: GrammarSpec | None, progress: bool) -> list[Generation]:
+        outputs: dict[int, _Output] = {}
+        results: list[Generation] = []
+        for job in jobs:
+            choices = [Choice(logprobs=None if job.params.logprobs is None else []) for _ in range(job.params.n)]
+            results.append(Generation(job.prompt, job.prompt_ids, choices))
+            self._submit(job, spec, results[-1], outputs)
+        bar = _Bar(len(outputs)) if progress and sys.stderr.isatty() else None
+        try:
+            while self.core.has_work:
+                output = self.core.step()
+                if output is not None:
+                    self._take(output, outputs, bar)
+        finally:
+            for uid in list(outputs):
+                self.core.cancel(uid)
+            if bar is not None:
+                bar.close()
+        return results
+
+    def _submit(self, job: _Job, spec: GrammarSpec | None, result: Generation, outputs: dict[int, _Output]) -> None:
+        first = None
+        seed = job.params.seed if job.params.seed is not None else self._random.randrange(MAX_SEED)
+        for index, choice in enumerate(result.choices):
+            self._next_uid += 1
+            uid = self._next_uid
+            self.core.submit(
+                Request(
+                    uid=uid,
+                    prompt_ids=job.prompt_ids,
+                    params=job.params,
+                    max_tokens=job.max_tokens,
+                    eos_token_ids=self._eos,
+                    seed=seed + index,
+                    choice=index,
+                    fork_of=first,
+                    arrival_s=time.monotonic(),
+                    grammar=spec,
+                )
+            )
+            first = first or uid
+            if spec is not None:
+                self.core.grammar_ready(uid, self._grammars.compile(spec))
+            stream = TextStream(
+                self.tokenizer,
+                stop=job.params.stop,
+                include_stop=job.params.include_stop_str_in_output,
+                skip_special_tokens=job.params.skip_special_tokens,
+                min_tokens=job.params.min_tokens,
+                context_ids=job.prompt_ids[-4:],
+            )
+            outputs[uid] = _Output(result, choice, stream)
+
+    def _take(self, news: StepOutput, outputs: dict[int, _Output], bar: _Bar | None) -> None:
+        ended = {row.uid: row for row in news.finished}
+        fresh: dict[int, list[int]] = {}
+        for uid, token in zip(news.uids, news.token_ids, strict=True):
+            fresh.setdefault(uid, []).append(token)
+        for uid in fresh.keys() | ended.keys():
+            output, row = outputs.get(uid), ended.get(uid)
+            if output is None:
+                continue
+            stopped = output.push(fresh.get(uid, []), (news.logprobs or {}).get(uid), row)
+            if stopped and row is None:
+                self.core.cancel(uid)
+            if stopped or row is not None:
+                del outputs[uid]
+            if bar is not None:
+                bar.advance(len(fresh.get(uid, [])), done=stopped or row is not None)
+
+
+@dataclass(frozen=True)
+class _Job:
+    prompt: str | None
+    prompt_ids: list[int]
+    params: SamplingParams
+    max_tokens: int
+
+
+class _Output:
+    """A choice that grows."""
+
+    def __init__(self, result: Generation, choice: Choice, stream: TextStream) -> None:
+        self._result, self._choice, self._stream = result, choice, stream
+
+    def push(self, tokens: list[int], logprobs: list[TokenLogprobs] | None, row: Finished | None) -> bool:
+        """Take tokens and perhaps the end. Returns whether a stop string ended it here."""
+        choice = self._choice
+        by_id = row is not None and row.reason == "stop" and not isinstance(row.detail, str)
+        delta = self._stream.push(tokens, final=row is not None, stop_token=by_id and bool(tokens))
+        choice.text += delta.text
+        choice.token_ids = (choice.token_ids + tokens)[: delta.num_tokens]
+        if choice.logprobs is not None:
+            choice.logprobs = (choice.logprobs + (logprobs or []))[: delta.num_tokens]
+        if delta.stop is not None:
+            choice.finish_reason, choice.stop = "stop", delta.stop
+        elif row is not None:
+            choice.finish_reason = row.reason
+            if isinstance(row.detail, tuple):
+                choice.error = ": ".join(row.detail)
+            else:
+                choice.stop = row.detail or None
+        if row is not None:
+            self._result.num_cached_tokens = max(self._result.num_cached_tokens, row.num_cached)
+        return delta.stop is not None
+
+
+class _Bar:
+    """Progress on a terminal."""
+
+    def __init__(self, total: int) -> None:
+        from tqdm import tqdm
+
+        self._bar = tqdm(total=total, unit="output")
+        self._tokens = 0
+        self._begin = time.monotonic()
+
+    def advance(self, num_tokens: int, *, done: bool) -> None:
+        self._tokens += num_tokens
+        if done:
+            self._bar.set_postfix_str(f"{self._tokens / (time.monotonic() - self._begin):.0f} tokens/s", refresh=False)
+            self._bar.update(1)
+
+    def close(self) -> None:
+        self._bar.close()
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]
