@@ -20,7 +20,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from benchmarks.device import Stopwatch, add_model_arguments, open_executor, plain_options, raise_failure
+from benchmarks.device import Clock, Stopwatch, add_model_arguments, open_executor, plain_options, raise_failure
 from inferengine.config import parse_flags
 from inferengine.core.executor import Capacity, Executor
 from inferengine.core.request import Request
@@ -39,10 +39,11 @@ PROMPTS = (1, 4, 16, 33, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 class Grid:
     """Runs the scenarios and keeps their steps."""
 
-    def __init__(self, executor: Executor, capacity: Capacity, token_limit: int, seed: int = 0) -> None:
+    def __init__(self, executor: Executor, capacity: Capacity, clock: Clock, token_limit: int, seed: int = 0) -> None:
         self.capacity = capacity
+        self._clock = clock
         self.steps: list[StepShape] = []
-        self._watch = Stopwatch(executor)
+        self._watch = Stopwatch(executor, clock.now)
         self._token_limit = token_limit  # most prompt tokens that one scenario may compute
         self._random = random.Random(seed)
         self._uid = 0
@@ -84,7 +85,7 @@ class Grid:
         self, prompts: Sequence[int], max_tokens: int, *, prefill_chunk: int = 0, one_by_one: bool = False
     ) -> None:
         options = plain_options(self.capacity, prefill_chunk=prefill_chunk)
-        core = EngineCore(self._watch, self.capacity, options, clock=time.perf_counter, on_failure=raise_failure)
+        core = EngineCore(self._watch, self.capacity, options, clock=self._clock.now, on_failure=raise_failure)
         self._watch.shapes.clear()
         waiting = [self._request(length, max_tokens) for length in prompts]
         while waiting or core.has_work:
@@ -117,10 +118,10 @@ def _without_noise(shapes: Sequence[StepShape]) -> list[StepShape]:
 
 
 def calibrate(
-    executor: Executor, capacity: Capacity, *, token_limit: int, repeats: int = 1
+    executor: Executor, capacity: Capacity, clock: Clock, *, token_limit: int, repeats: int = 1
 ) -> tuple[list[StepShape], Fit]:
     """Measured steps and the model that fits them."""
-    grid = Grid(executor, capacity, token_limit)
+    grid = Grid(executor, capacity, clock, token_limit)
     for _ in range(repeats):
         grid.run()
     return grid.steps, fit(grid.steps)
@@ -163,7 +164,9 @@ def main() -> None:
     with open_executor(arguments, flags) as (executor, capacity, about):
         limit = arguments.token_limit or (4096 if "CPU" in about["device"] else 131_072)
         begin = time.perf_counter()
-        steps, found = calibrate(executor, capacity, token_limit=limit, repeats=arguments.repeats)
+        steps, found = calibrate(
+            executor, capacity, Clock(arguments.clock), token_limit=limit, repeats=arguments.repeats
+        )
         about["calibration_s"] = round(time.perf_counter() - begin, 1)
         profile = profile_of(arguments.name, capacity, found, about)
     profile.save(arguments.out or COSTS_FOLDER / f"{arguments.name}.json")

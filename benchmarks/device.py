@@ -33,6 +33,9 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", type=Path, help="checkpoint folder; neither this nor --shape: the embedded model")
     parser.add_argument("--shape", choices=sorted(SHAPES), help="random weights of this shape")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="as --engine.device")
+    parser.add_argument(
+        "--clock", choices=("wall", "cpu"), default="wall", help="cpu: this thread's own time; with --engine.threads 1"
+    )
 
 
 @contextmanager
@@ -50,6 +53,8 @@ def open_executor(
         if arguments.device:
             sections = {**sections, "engine": {"device": arguments.device, **sections.get("engine", {})}}
         config = load(flags=flags).with_values(model=model, **sections)
+        if arguments.clock == "cpu" and config.engine.threads != 1:
+            raise SystemExit("--clock cpu counts one thread's time: add --engine.threads 1")
         executor: Any = build_executor(config)
         try:
             capacity = executor.load(_silent)
@@ -71,9 +76,29 @@ def environment(executor: Any, arguments: argparse.Namespace, capacity: Capacity
         "python": platform.python_version(),
         "dtype": str(executor.dtype).removeprefix("torch."),
         "max_in_flight": executor.max_in_flight,
+        "clock": arguments.clock,
         "num_blocks": capacity.groups[0].num_blocks,
         "block_size": capacity.block_size,
     }
+
+
+class Clock:
+    """Seconds. `wall` is real time. `cpu` is what this thread computed plus what it would have slept: it shows what the
+    engine does on a core of its own though others use the machine. For a model on the CPU with one thread."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self._slept_s = 0.0
+
+    def now(self) -> float:
+        return time.perf_counter() if self.kind == "wall" else time.thread_time() + self._slept_s
+
+    def sleep(self, seconds: float) -> None:
+        """Until `now` is so much later."""
+        if self.kind == "wall":
+            time.sleep(max(0.0, seconds))
+        else:
+            self._slept_s += max(0.0, seconds)
 
 
 class Stopwatch:
@@ -83,8 +108,9 @@ class Stopwatch:
     between results while the pipeline is full, which is what a stream sees.
     """
 
-    def __init__(self, executor: Executor) -> None:
+    def __init__(self, executor: Executor, clock: Callable[[], float] = time.perf_counter) -> None:
         self.max_in_flight = executor.max_in_flight
+        self._clock = clock
         self.shapes: list[StepShape] = []
         self._executor = executor
         self._under_way: deque[StepShape] = deque()
@@ -105,12 +131,12 @@ class Stopwatch:
     def close(self) -> None:
         """The executor belongs to whoever opened it."""
 
-    def step(self, core: EngineCore, clock: Callable[[], float] = time.perf_counter) -> StepOutput | None:
+    def step(self, core: EngineCore) -> StepOutput | None:
         """One step of `core`, whose executor this is, with the time that it took."""
         waited = bool(self._under_way)
-        begin = clock()
+        begin = self._clock()
         output = core.step()
-        elapsed = clock() - begin
+        elapsed = self._clock() - begin
         if output is not None and output.layout != -1 and self._under_way:
             shape = self._under_way.popleft()
             if self.max_in_flight == 1 or waited:
