@@ -1,0 +1,64 @@
+"""The whole service as a person meets it: `inferengine up`, the embedded model, a browser."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.e2e.service import Service
+
+pytestmark = [pytest.mark.browser, pytest.mark.timeout(300)]
+ANSWER = ".message.assistant:last-child:not(.streaming)"
+STORY = "Tell me a story about a fox"
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory):
+    running = Service(tmp_path_factory.mktemp("service"))
+    try:
+        yield running.wait_ready()
+    finally:
+        running.stop()
+
+
+@pytest.fixture
+def page(chromium, service):
+    page = chromium.new_page()
+    page.set_default_timeout(60_000)
+    page.goto(service.chat_page)
+    page.wait_for_selector("#engine-dot[data-state=READY]")
+    yield page
+    page.close()
+
+
+def test_a_person_gets_whole_sentences_over_several_turns(page):
+    for question in ("Who are you?", "What is 2 + 3?"):
+        page.fill("#composer-input", question)
+        page.keyboard.press("Enter")
+        page.wait_for_selector(f".message.user:has-text('{question}') + {ANSWER}")
+    first, second = page.locator(".message.assistant .body").all_inner_texts()
+    assert re.search(r"\w+ \w+ \w+.*\.$", first)
+    assert second
+    page.wait_for_selector("#f-running:text-is('0')")
+    assert page.inner_text("#model-name") == "inferengine-embedded"
+
+
+def test_a_front_end_killed_in_mid_answer_is_resumed_word_for_word(page, service):
+    page.click("#open-settings")
+    page.fill("#p-seed", "11")
+    page.fill("#p-max_tokens", "70")
+    page.click("text=Done")
+    texts = []
+    for kills in (True, False):
+        page.click("#new-chat")
+        page.fill("#composer-input", STORY)
+        page.keyboard.press("Enter")
+        if kills:
+            page.wait_for_function("() => document.querySelector('.message.streaming .body')?.textContent.length > 40")
+            service.kill("ws")
+            page.wait_for_selector("#engine-dot:not([data-state=READY])")
+        page.wait_for_selector(ANSWER)
+        texts.append(page.locator(".message.assistant .body").last.inner_text())
+    assert len(texts[0]) > 100
+    assert texts[0] == texts[1]
