@@ -15,7 +15,7 @@ import pytest
 from tests.e2e.service import WAIT_S, Service, events
 
 ROOT = Path(__file__).resolve().parents[2]
-CURL_LINES = re.findall(r"^curl .*(?:\\\n.*)*", (ROOT / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
+CURL_LINES = re.findall(r"^curl (?:.*\\\n)*.*", (ROOT / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
 
 
 def test_the_readme_shows_both_routes_streaming_and_not() -> None:
