@@ -197,7 +197,7 @@ class Switchboard:
             self._outbox.flush(peer, now)
             full_since_s = peer.window.full_since_s
             if now - peer.heard_s > self._lease_s:
-                self._drop(peer, now, "its lease ran out")
+                self._drop(peer, now, "its lease ran out", farewell=True)
             elif peer.gone_since_s is not None and now - peer.gone_since_s > wire.heartbeat_s:
                 self._drop(peer, now, "its connection is gone")
             elif full_since_s is not None and now - full_since_s > wire.stall_limit_s and not peer.stalled:
@@ -223,9 +223,11 @@ class Switchboard:
             and all(reader.peer is peer for log in submission.logs for reader in log.subscriptions)
         ]
 
-    def _drop(self, peer: Peer, now: float, why: str) -> None:
+    def _drop(self, peer: Peer, now: float, why: str, *, farewell: bool = False) -> None:
         if why and peer.streams:
             logger.info("peer %s dropped: %s", _shown(peer), why)
+        if farewell:
+            peer.answer(codec.encode(Goodbye(f"This peer was dropped: {why}.")), now)
         self._telemetry.num_peers_dropped += 1
         self.peers.pop(peer.routing_id, None)
         self.link.abandon(self._outbox.drop(peer), CANCELLED)

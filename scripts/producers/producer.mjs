@@ -4,17 +4,18 @@ import { randomBytes } from "node:crypto";
 import { decode, encode } from "@msgpack/msgpack";
 import { Dealer } from "zeromq";
 
-const [HELLO, SUBMIT, CREDIT, BYE] = [1, 2, 5, 9];
+const [HELLO, SUBMIT, CREDIT, PING, BYE] = [1, 2, 5, 7, 9];
 const [REJECT, STEP, GOODBYE] = [67, 68, 73];
 const [address, text] = process.argv.slice(2);
 
-const engine = new Dealer({ receiveTimeout: 60_000, linger: 1000 });
+const engine = new Dealer({ linger: 1000 });
 engine.connect(address);
 const send = (kind, body) => engine.send([Buffer.from([0x49, 0x45, 1, kind]), encode(body)]);
 
 await send(HELLO, { protocol: [1, 0], role: "producer" });
 const params = { max_tokens: 60, temperature: 0.0 };
 await send(SUBMIT, { id: randomBytes(16), stream: 1, text, reply: "text", params });
+const alive = setInterval(() => send(PING, [0]).catch(() => {}), 2000); // a sign of life while nothing comes
 for await (const [header, body] of engine) {
   const message = decode(body);
   if (header[3] === REJECT || header[3] === GOODBYE) {
@@ -33,4 +34,5 @@ for await (const [header, body] of engine) {
     break;
   }
 }
+clearInterval(alive);
 engine.close();

@@ -6,7 +6,7 @@ import sys
 import msgpack
 import zmq
 
-HELLO, SUBMIT, CREDIT, BYE, REJECT, STEP, GOODBYE = 1, 2, 5, 9, 67, 68, 73
+HELLO, SUBMIT, CREDIT, PING, BYE, REJECT, STEP, GOODBYE = 1, 2, 5, 7, 9, 67, 68, 73
 address, text = sys.argv[1:3]
 engine = zmq.Context.instance().socket(zmq.DEALER)
 engine.connect(address)
@@ -19,7 +19,10 @@ def send(kind: int, body: object) -> None:
 send(HELLO, {"protocol": [1, 0], "role": "producer"})
 params = {"max_tokens": 60, "temperature": 0.0}
 send(SUBMIT, {"id": secrets.token_bytes(16), "stream": 1, "text": text, "reply": "text", "params": params})
-while engine.poll(60_000):
+while True:
+    if not engine.poll(2000):  # a sign of life while nothing comes
+        send(PING, [0])
+        continue
     (_, _, _, kind), body, *_ = engine.recv_multipart()
     message = msgpack.unpackb(body)
     if kind in (REJECT, GOODBYE):
@@ -33,4 +36,3 @@ while engine.poll(60_000):
             print()
             send(BYE, {})
             sys.exit(done[0][1] not in ("stop", "length"))
-sys.exit("the engine does not answer")
