@@ -21,6 +21,7 @@ COMMANDS = {
     "chat": "talk to a running engine in this terminal",
     "check": "look for what would keep the service from working, with remedies",
     "simulate": "the scheduler in virtual time: capacity, policies, fleets, without a device",
+    "plan-memory": "what a model needs and what fits, from its config.json alone",
     "config": "print the resolved configuration as TOML",
 }
 
@@ -55,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         hint = f"; did you mean '{close[0]}'?" if close else f"; commands are {', '.join(COMMANDS)}"
         print(f"inferengine: no command '{name}'{hint}", file=sys.stderr)
         return ExitCode.USAGE
-    command = importlib.import_module(f"inferengine.commands.{name}")
+    command = importlib.import_module(f"inferengine.commands.{name.replace('-', '_')}")
     if any(word in ("-h", "--help") for word in words[1:]):
         print(str(command.__doc__).strip())
         return ExitCode.OK
