@@ -109,12 +109,12 @@ def _source(spec: GrammarSpec) -> str:
 def _json_schema(spec: GrammarSpec) -> str:
     whitespace = WHITESPACE if spec.whitespace is None else spec.whitespace
     options: dict[str, Any] = {"whitespace_pattern": whitespace} if whitespace else {"whitespace_flexible": False}
-    return LLMatcher.grammar_from_json_schema(spec.source, overrides=options)
+    return str(LLMatcher.grammar_from_json_schema(spec.source, overrides=options))
 
 
 def _regex(spec: GrammarSpec) -> str:
     """A digit means 0-9, as everybody who writes \\d into a request means it."""
-    return LLMatcher.grammar_from_lark(f"start: /{regex_to_lark(spec.source, 'd')}/\n")
+    return str(LLMatcher.grammar_from_lark(f"start: /{regex_to_lark(spec.source, 'd')}/\n"))
 
 
 def _choice(spec: GrammarSpec) -> str:
@@ -122,7 +122,7 @@ def _choice(spec: GrammarSpec) -> str:
     if not isinstance(items, list) or not items or not all(isinstance(item, str) and item for item in items):
         raise ValueError("choices must be a list of strings, none of them empty")
     choices = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in items)
-    return LLMatcher.grammar_from_lark(f"start: {choices}\n")
+    return str(LLMatcher.grammar_from_lark(f"start: {choices}\n"))
 
 
 def _structural_tag(spec: GrammarSpec) -> str:
@@ -131,7 +131,7 @@ def _structural_tag(spec: GrammarSpec) -> str:
     for item in value["structures"]:
         trigger = next((trigger for trigger in value["triggers"] if item["begin"].startswith(trigger)), "")
         tags.append(StructTag(trigger=trigger, begin=item["begin"], grammar=item["schema"], end=item.get("end", "")))
-    return StructTag.to_grammar(tags, assume_special=False)
+    return str(StructTag.to_grammar(tags, assume_special=False))
 
 
 _SOURCES: dict[str, Callable[[GrammarSpec], str]] = {

@@ -14,7 +14,7 @@ class TokenMatcher:
         self._matcher = matcher
 
     def accept(self, token_id: int) -> bool:
-        return self._matcher.try_consume_tokens([token_id]) == 1
+        return bool(self._matcher.try_consume_tokens([token_id]) == 1)
 
     def validate(self, token_ids: list[int]) -> int:
         return int(self._matcher.validate_tokens(token_ids)) if token_ids else 0
