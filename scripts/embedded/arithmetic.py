@@ -1,5 +1,6 @@
 """Small arithmetic in words and signs. The key is the operation with its operands, so held-out sums were never seen."""
 
+# ruff: noqa: E501  (patterns stay on one line)
 from __future__ import annotations
 
 from random import Random
@@ -9,7 +10,12 @@ from .grammar import spin
 from .phrasing import as_typed
 from .words import FRUITS, PRODUCTS, first_name
 
-SIGNS = {"+": ("+", "plus"), "-": ("-", "minus"), "*": ("*", "times", "x", "×", "multiplied by"), "/": ("/", "divided by", "÷")}
+SIGNS = {
+    "+": ("+", "plus"),
+    "-": ("-", "minus"),
+    "*": ("*", "times", "x", "×", "multiplied by"),
+    "/": ("/", "divided by", "÷"),
+}
 ASK = (
     "What is {sum}?", "What is {sum}?", "{sum}", "{sum} =", "{sum}?", "Calculate {sum}.", "How much is {sum}?",
     "Compute {sum}.", "What's {sum}?", "Tell me what {sum} is.", "What does {sum} equal?", "Can you calculate {sum}?",
@@ -60,7 +66,9 @@ def operation(random: Random, split: Split) -> tuple[int, str, int]:
 def answer_of(random: Random, left: int, sign: str, right: int) -> str:
     shown = "×" if sign == "*" and random.random() < 0.3 else sign
     result = result_of(left, sign, right)
-    return spin(random, f"[{left} {shown} {right} = {result}.|{left} {shown} {right} = {result}.|The answer is {result}.]")
+    return spin(
+        random, f"[{left} {shown} {right} = {result}.|{left} {shown} {right} = {result}.|The answer is {result}.]"
+    )
 
 
 def draw(random: Random, split: Split) -> Exchange:
@@ -86,9 +94,9 @@ def _plain(random: Random, split: Split) -> Exchange:
         next_number = next_number if next_sign != "*" else random.randrange(2, 6)
         if admits(Split.TRAIN, key_of(result, next_sign, next_number)):
             asked = {
-                "+": "[Now add {n}.|And plus {n}?|Add {n} to that.|plus {n}?|What if you add {n}?]",
-                "-": "[Now subtract {n}.|And minus {n}?|Take away {n}.|minus {n}?|Subtract {n} from that.]",
-                "*": "[Now multiply it by {n}.|Times {n}?|And times {n}?|Multiply that by {n}.]",
+                "+": "[Now add {n}.|And plus {n}?|plus {n}|and plus {n}|What about plus {n}?|Add {n} to that.|plus {n}?|What if you add {n}?]",
+                "-": "[Now subtract {n}.|And minus {n}?|minus {n}|and minus {n}|What about minus {n}?|Take away {n}.|minus {n}?|Subtract {n} from that.]",
+                "*": "[Now multiply it by {n}.|Times {n}?|And times {n}?|Multiply that by {n}.|times {n}?|times {n}|and times {n}|What about times {n}?]",
             }[next_sign]
             follow_ups = (
                 (
@@ -103,11 +111,21 @@ def _plain(random: Random, split: Split) -> Exchange:
 def _word_problem(random: Random, split: Split) -> Exchange:
     while True:
         left, sign, right = operation(random, split)
-        if (sign == "-" and right <= left) or (sign in "+*" and left < 200 and right > 0) or (sign == "/" and right > 1):
+        if (
+            (sign == "-" and right <= left)
+            or (sign in "+*" and left < 200 and right > 0)
+            or (sign == "/" and right > 1)
+        ):
             break
     thing = random.choice((*FRUITS, *PRODUCTS, "book", "coin", "marble", "sticker", "token", "shell"))
     plural = thing[:-1] + "ies" if thing.endswith("ry") else thing + ("es" if thing.endswith(("ch", "s")) else "s")
-    slots = {"who": first_name(random), "other": first_name(random), "left": str(left), "right": str(right), "things": plural}
+    slots = {
+        "who": first_name(random),
+        "other": first_name(random),
+        "left": str(left),
+        "right": str(right),
+        "things": plural,
+    }
     pattern = {
         "+": "[{who} has {left} {things} and gets {right} more.|{who} has {left} {things} and buys {right} more.|"
         "There are {left} {things} in one box and {right} in another.|{who} finds {left} {things} on one day and {right} "
@@ -131,7 +149,7 @@ def _word_problem(random: Random, split: Split) -> Exchange:
 def _comparison(random: Random, split: Split) -> Exchange:
     while True:
         top = random.choice((20, 100, 1000))
-        left, right = random.randrange(top), random.randrange(top)
+        left, right = random.randrange(top), random.randrange(random.choice((top, 10, 100, 1000)))
         key = f"compare {min(left, right)} {max(left, right)}"
         if left != right and admits(split, key):
             break

@@ -34,7 +34,9 @@ GENERATION_CONFIG = {
 def write(folder: Path, network: Network, tokenizer: Tokenizer) -> None:
     """config.json, model.safetensors in bf16, tokenizer.json, tokenizer_config.json, generation_config.json."""
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = {name: tensor.detach().to("cpu", torch.bfloat16).contiguous() for name, tensor in network.state_dict().items()}
+    tensors = {
+        name: tensor.detach().to("cpu", torch.bfloat16).contiguous() for name, tensor in network.state_dict().items()
+    }
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     tokenizer.save(str(folder / "tokenizer.json"))
     for name, content in (

@@ -1,5 +1,6 @@
 """Chats: a system prompt or none, then one exchange or many. Some are long, so that long contexts are learned too."""
 
+# ruff: noqa: E501  (patterns stay on one line)
 from __future__ import annotations
 
 from random import Random
@@ -12,16 +13,16 @@ Message = tuple[str, str]  # role, content
 SKILLS: tuple[tuple[Skill, float], ...] = (
     (knowledge.concept, 0.20),
     (knowledge.about_engine, 0.19),
-    (arithmetic.draw, 0.18),
+    (arithmetic.draw, 0.20),
     (extraction.draw, 0.12),
-    (stories.draw, 0.10),
-    (knowledge.small_talk, 0.07),
+    (stories.draw, 0.09),
+    (knowledge.small_talk, 0.08),
     (knowledge.general, 0.06),
     (memory.told, 0.05),
-    (memory.passage, 0.04),
+    (memory.passage, 0.06),
     (tasks.draw, 0.04),
-    (memory.persona, 0.015),
-    (knowledge.unknown, 0.025),
+    (memory.persona, 0.03),
+    (knowledge.unknown, 0.035),
     (memory.untold, 0.005),
 )
 _SKILLS = [skill for skill, _ in SKILLS]

@@ -1,5 +1,6 @@
 """Fields out of a sentence, into compact valid JSON. The key is the values themselves: held-out records are new."""
 
+# ruff: noqa: E501  (patterns stay on one line)
 from __future__ import annotations
 
 import json
@@ -19,7 +20,9 @@ FIELDS: dict[str, Callable[[Random], Value]] = {
     "age": lambda random: random.randrange(3, 99),
     "job": lambda random: random.choice(JOBS),
     "company": company,
-    "email": lambda random: f"{first_name(random).lower()}@{random.choice(('example.com', 'example.org', 'mail.test'))}",
+    "email": lambda random: (
+        f"{first_name(random).lower()}@{random.choice(('example.com', 'example.org', 'mail.test'))}"
+    ),
     "phone": lambda random: f"555-{random.randrange(1000, 10000)}",
     "date": lambda random: f"{random.randrange(1, 29)} {random.choice(MONTHS)} {random.randrange(1990, 2031)}",
     "day": lambda random: random.choice(DAYS),
@@ -84,7 +87,9 @@ def draw(random: Random, split: Split) -> Exchange:
     if random.random() < 0.35:
         asked = asked[: random.randrange(1, len(asked) + 1)]
     if random.random() < 0.06:  # a field that the text does not give
-        asked.append(random.choice([name for name in FIELDS if name not in names and name not in ("price", "order_id")]))
+        asked.append(
+            random.choice([name for name in FIELDS if name not in names and name not in ("price", "order_id")])
+        )
     record = {name: values.get(name) if name in present else None for name in asked}
     # Only the words of the asking may be mistyped: what is to be copied stays as it is.
     user = as_typed(random, random.choice(ASK), keep_case=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from functools import lru_cache
+from functools import cache
 from random import Random
 
 _CHOICE = re.compile(r"\[([^\[\]]*\|[^\[\]]*)\]")
@@ -42,7 +42,7 @@ def capitalized(text: str) -> str:
     return text[:1].upper() + text[1:]
 
 
-@lru_cache(maxsize=None)
+@cache
 def _parts(pattern: str) -> tuple[tuple[str, ...], ...]:
     pieces = _CHOICE.split(pattern)  # texts and choices in turn
     return tuple(tuple(piece.split("|")) if index % 2 else (piece,) for index, piece in enumerate(pieces))

@@ -44,18 +44,24 @@ def concept(random: Random, split: Split) -> Exchange:
             follow_ups: tuple[tuple[str, str], ...] = ()
         else:
             name, *answers = random.choice(serving.CONCEPTS)
-            aspect = random.choice((0, 0, 0, 1, 2))
-            answer = answers[aspect]
-            if not answer:
+            aspects, phrasings = random.choice(_ASPECTS)
+            if not all(answers[aspect] for aspect in aspects):
                 continue
+            answer = " ".join(answers[aspect] for aspect in aspects)
             bare = re.sub("^(a|an|the) ", "", name)
-            slots = {"x": name, "bare": random.choice((bare, name))}
-            question = spin(random, random.choice((serving.WHAT, serving.WHY, serving.HOW)[aspect]), slots)
-            follow_ups = _next_aspects(random, answers, aspect)
+            named = name if random.random() < 0.85 else random.choice((bare, f"the {bare}", with_article(bare)))
+            question = spin(random, random.choice(phrasings), {"x": named, "bare": random.choice((bare, name))})
+            follow_ups = _next_aspects(random, answers, aspects[-1])
         if admits(split, f"concept {answer[:20]}|{normal(question)}"):
             break
     user = as_typed(random, question)
     return Exchange("concepts", normal(question), user, unmarked(answer), required_words(answer), follow_ups)
+
+
+_ASPECTS: tuple[tuple[tuple[int, ...], tuple[str, ...]], ...] = (
+    ((0,), serving.WHAT), ((0,), serving.WHAT), ((0,), serving.WHAT), ((1,), serving.WHY), ((2,), serving.HOW),
+    ((0, 1), serving.WHAT_AND_WHY), ((0, 2), serving.WHAT_AND_HOW),
+)  # fmt: skip
 
 
 def _next_aspects(random: Random, answers: list[str], aspect: int) -> tuple[tuple[str, str], ...]:
@@ -63,7 +69,11 @@ def _next_aspects(random: Random, answers: list[str], aspect: int) -> tuple[tupl
         1: "[Why is that useful?|And why does one want it?|What is it good for?|why is it useful?|What is it for?|And why?]",
         2: "[How does it work?|And how does that work?|how does it work?|Can you explain how it works?|How is it done?]",
     }
-    later = [(spin(random, asked[index]), unmarked(answers[index])) for index in (1, 2) if index > aspect and answers[index]]
+    later = [
+        (as_typed(random, spin(random, asked[index])), unmarked(answers[index]))
+        for index in (1, 2)
+        if index > aspect and answers[index]
+    ]
     return tuple(later[: random.choice((1, 2))])
 
 
@@ -183,7 +193,15 @@ def small_talk(random: Random, split: Split) -> Exchange:
 
 def unknown(random: Random, split: Split) -> Exchange:
     """What a small model cannot know, answered honestly."""
+    if random.random() < 0.07:  # keys hit at random
+        text = "".join(
+            random.choice("asdfghjklqwertyuiopzxcvbnm" if random.random() < 0.85 else "asdf jkl")
+            for _ in range(random.randint(3, 14))
+        )
+        if split is Split.TRAIN:
+            return Exchange("unknown", text, text.strip() or "asdf", unmarked(talk.NOT_UNDERSTOOD), ("not",))
     slots: Mapping[str, str] = {
+        "country": random.choice(tuple(everyday.CAPITALS)),
         "person": full_name(random),
         "year": str(random.randrange(1900, 2031)),
         "company": company(random),

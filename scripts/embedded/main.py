@@ -32,10 +32,12 @@ DRAFT_SHARE = 0.3  # of the model's steps and time
 
 
 def arguments(words: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="scripts/train_embedded", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="scripts/train_embedded", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--out", type=Path, default=ASSETS, help="folder for embedded/ and embedded-draft/")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--steps", type=int, default=2400, help="most steps of the model's training")
+    parser.add_argument("--steps", type=int, default=2700, help="most steps of the model's training")
     parser.add_argument("--seconds", type=float, default=210.0, help="most seconds of the model's training")
     parser.add_argument("--rows", type=int, default=0, help="rows of 2048 tokens per step; 0: 64 on a GPU, 2 on a CPU")
     parser.add_argument("--questions", type=int, default=0, help="held-out questions per category; 0: 256, 2 on a CPU")

@@ -1,5 +1,6 @@
 """Copying from the context: what the user said of himself, what the system prompt says, what a passage says."""
 
+# ruff: noqa: E501  (patterns stay on one line)
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -54,7 +55,9 @@ def told(random: Random, split: Split) -> Exchange:
             for name in names
         )
     question = as_typed(random, spin(random, TOLD[asked][2], slots[asked]))
-    return Exchange("memory", "", question, spin(random, TOLD[asked][3], slots[asked]), (values[asked],), history=history)
+    return Exchange(
+        "memory", "", question, spin(random, TOLD[asked][3], slots[asked]), (values[asked],), history=history
+    )
 
 
 def untold(random: Random, split: Split) -> Exchange:
@@ -79,16 +82,33 @@ def persona(random: Random, split: Split) -> Exchange:
     slots = {"name": name, "company": employer, "subject": subject}
     kind = random.randrange(3)
     if kind == 0:
-        system = "[You are {name}, a helpful assistant.|Your name is {name}.|You are an assistant called {name}.|You are {name}.]"
-        asked, answer, needed = "[What is your name?|Who are you?|What's your name?|How are you called?|Introduce yourself.]", "I am {name}.", name
+        system = "[You are {name}, a helpful assistant.|You are {name}, a helpful assistant.|You are {name}, a friendly assistant.|Your name is {name}.|You are an assistant called {name}.|You are {name}.|You are a helpful assistant named {name}.|You are a chatbot. Your name is {name}.]"
+        asked, answer, needed = (
+            "[What is your name?|Who are you?|What's your name?|How are you called?|Introduce yourself.]",
+            "I am {name}.",
+            name,
+        )
     elif kind == 1:
         system = "[You are an assistant of {company}.|You work for {company}.|You answer questions for the customers of {company}.]"
-        asked, answer, needed = "[Who do you work for?|Which company are you from?|Whose assistant are you?]", "I work for {company}.", employer
+        asked, answer, needed = (
+            "[Who do you work for?|Which company are you from?|Whose assistant are you?]",
+            "I work for {company}.",
+            employer,
+        )
     else:
         system = "[You are {name}, an assistant of {company}.|You are {name} and you work for {company}.]"
-        asked, answer, needed = "[Who are you?|Introduce yourself.|Who am I talking to?|What are you?]", "I am {name}, an assistant of {company}.", name
+        asked, answer, needed = (
+            "[Who are you?|Introduce yourself.|Who am I talking to?|What are you?]",
+            "I am {name}, an assistant of {company}.",
+            name,
+        )
     return Exchange(
-        "memory", "", as_typed(random, spin(random, asked)), spin(random, answer, slots), (needed,), system=spin(random, system, slots)
+        "memory",
+        "",
+        as_typed(random, spin(random, asked)),
+        spin(random, answer, slots),
+        (needed,),
+        system=spin(random, system, slots),
     )
 
 

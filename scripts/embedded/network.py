@@ -94,7 +94,9 @@ class Attention(nn.Module):
         group = self.shape.heads // self.shape.kv_heads
         key = key.repeat_interleave(group, dim=1)
         value = split(self.v_proj(hidden)).repeat_interleave(group, dim=1)
-        mixed = functional.scaled_dot_product_attention(query, key.to(query.dtype), value.to(query.dtype), is_causal=True)
+        mixed = functional.scaled_dot_product_attention(
+            query, key.to(query.dtype), value.to(query.dtype), is_causal=True
+        )
         return self.o_proj(mixed.transpose(1, 2).reshape(batch, length, -1))
 
 

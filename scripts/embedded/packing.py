@@ -16,7 +16,9 @@ from .vocabulary import CONTEXT_LENGTH, encode
 
 ROW_LENGTH = CONTEXT_LENGTH + 1  # inputs and, shifted by one, targets
 PADDING_ID = 2
-Rows = tuple[NDArray[numpy.uint16], NDArray[numpy.uint8]]  # token ids and 1 where a token is to be learned, [rows, ROW_LENGTH]
+Rows = tuple[
+    NDArray[numpy.uint16], NDArray[numpy.uint8]
+]  # token ids and 1 where a token is to be learned, [rows, ROW_LENGTH]
 
 _tokenizer: Tokenizer | None = None
 
@@ -48,7 +50,9 @@ def pack(documents: list[tuple[list[int], list[int]]]) -> Rows:
     return tokens, learned_mask
 
 
-def packed_chunk(tokenizer: Tokenizer, number: int, split: Split = Split.TRAIN, count: int = corpus.DOCUMENTS_PER_CHUNK) -> Rows:
+def packed_chunk(
+    tokenizer: Tokenizer, number: int, split: Split = Split.TRAIN, count: int = corpus.DOCUMENTS_PER_CHUNK
+) -> Rows:
     return pack(encode(tokenizer, list(corpus.chunk(number, split, count))))
 
 

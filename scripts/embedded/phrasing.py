@@ -1,5 +1,6 @@
 """How people type: greetings before the question, politeness after it, lost capitals and full stops, slips of keys."""
 
+# ruff: noqa: E501  (patterns stay on one line)
 from __future__ import annotations
 
 from random import Random
@@ -33,7 +34,7 @@ def as_typed(random: Random, text: str, *, keep_case: bool = False) -> str:
         text = text.lower()
     elif random.random() < 0.10 and text[:2] not in ("I ", "I'"):
         text = text[0].lower() + text[1:]
-    if not keep_case and random.random() < 0.015:
+    if not keep_case and random.random() < 0.03:
         text = text.upper()
     if random.random() < 0.16:
         text = _slip(random, text)

@@ -11,7 +11,7 @@ from .grammar import capitalized
 
 _ASKED: tuple[Skill, ...] = (
     knowledge.concept, knowledge.concept, knowledge.about_engine, knowledge.about_engine, knowledge.general, arithmetic.draw,
-    arithmetic.draw, extraction.draw, memory.passage, tasks.draw, knowledge.small_talk,
+    arithmetic.draw, extraction.draw, memory.passage, tasks.draw, knowledge.small_talk, knowledge.small_talk,
 )  # fmt: skip
 _FORMS = (
     ("{q}\n{a}", "\n\n"), ("{q}\n{a}", "\n\n"), ("{q} {a}", "\n"), ("Question: {q}\nAnswer: {a}", "\n\n"), ("Q: {q}\nA: {a}", "\n"),
@@ -33,25 +33,30 @@ def draw(random: Random, split: Split) -> str:
 
 def _asked(random: Random, split: Split) -> str:
     form, gap = random.choice(_FORMS)
-    count = random.choice((1, 1, 1, 1, 2, 3, 6))
+    count = 1 if random.random() < 0.85 else random.choice((2, 3, 6))
     exchanges: list[Exchange] = [random.choice(_ASKED)(random, split) for _ in range(count)]
     return gap.join(form.replace("{q}", each.user).replace("{a}", each.assistant) for each in exchanges)
 
 
 def _article(random: Random) -> str:
     """What is known of one concept, or of a few, as a text with or without a title."""
-    chosen = random.sample(serving.CONCEPTS, random.choice((1, 1, 2, 3, 5)))
+    chosen = random.sample(serving.CONCEPTS, 1 if random.random() < 0.8 else random.choice((2, 3, 5)))
     paragraphs = []
     for name, *answers in chosen:
         text = " ".join(knowledge.unmarked(answer) for answer in answers if answer)
         title = capitalized(name.split(" ", 1)[1] if name.startswith(("a ", "an ", "the ")) else name)
-        paragraphs.append(f"{title}\n\n{text}" if random.random() < 0.3 else text)
+        opening = random.random()
+        if opening < 0.3:
+            text = f"{title}\n\n{text}"
+        elif opening < 0.5:
+            text = f"{capitalized(name)} is {random.choice(('easy to explain', 'quickly explained'))}. {text}"
+        paragraphs.append(text)
     return "\n\n".join(paragraphs)
 
 
 def _sums(random: Random, split: Split) -> str:
     lines = []
-    for _ in range(random.randint(1, 12)):
+    for _ in range(1 if random.random() < 0.6 else random.randint(2, 12)):
         left, sign, right = arithmetic.operation(random, split)
         lines.append(f"{left} {sign} {right} = {arithmetic.result_of(left, sign, right)}")
     return "\n".join(lines)

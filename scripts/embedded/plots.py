@@ -1,5 +1,6 @@
 """The plots of the stories, as sentence patterns. Slots: hero, name, trait, place, helper, friend, thing, skill, season."""
 
+# ruff: noqa: E501  (patterns stay on one line)
 from __future__ import annotations
 
 from dataclasses import dataclass

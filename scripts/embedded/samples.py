@@ -1,5 +1,6 @@
 """What a visitor of the chat page might type: written by hand, not drawn from the generator, and reported unedited."""
 
+# ruff: noqa: E501  (patterns stay on one line)
 from __future__ import annotations
 
 CHATS: tuple[tuple[tuple[str, str], ...], ...] = tuple(

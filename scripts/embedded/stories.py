@@ -1,14 +1,20 @@
 """Short stories: a hero, a place, a wish or a trouble, a helper, an ending. The key is hero, place and plot."""
 
+# ruff: noqa: E501  (patterns stay on one line)
 from __future__ import annotations
 
+import zlib
+from collections.abc import Sequence
 from random import Random
+from typing import TypeVar
 
 from .example import Exchange, Split, admits
 from .grammar import spin
 from .phrasing import polite
 from .plots import ENDINGS, OPENINGS, PLOTS, Plot
-from .words import ANIMALS, FRUITS, JOBS, PRODUCTS, VEGETABLES, first_name
+from .words import ANIMALS, FIRST_NAMES, FRUITS, JOBS, PRODUCTS, VEGETABLES, first_name
+
+T = TypeVar("T")
 
 PEOPLE = ("girl", "boy", "baker", "sailor", "gardener", "painter", "queen", "king", "farmer", "shepherd", "musician",
           "clockmaker", "librarian", "fisherman", "princess", "prince", "knight", "wizard", "witch", "child", "pilot",
@@ -27,7 +33,26 @@ PLACES = (
 )  # fmt: skip
 TRAITS = ("small", "young", "curious", "shy", "brave", "kind", "clever", "cheerful", "quiet", "lonely", "gentle", "proud",
           "patient", "sleepy", "restless", "stubborn", "little", "clumsy", "dreamy", "careful")  # fmt: skip
-HELPERS = tuple("owl mouse turtle sparrow beaver bee frog deer crow hedgehog goat duck squirrel rabbit otter cat".split())
+HELPERS = tuple(
+    [
+        "owl",
+        "mouse",
+        "turtle",
+        "sparrow",
+        "beaver",
+        "bee",
+        "frog",
+        "deer",
+        "crow",
+        "hedgehog",
+        "goat",
+        "duck",
+        "squirrel",
+        "rabbit",
+        "otter",
+        "cat",
+    ]
+)
 TREASURES = ("silver key", "red scarf", "wooden flute", "glass marble", "golden bell", "blue lantern", "old map", "little drum",
              "pocket watch", "brass compass", "paper crown", "green umbrella", "shiny button", "music box", "seashell")  # fmt: skip
 SKILLS = ("sing", "swim", "dance", "whistle", "paint", "bake bread", "play the flute", "climb", "read", "juggle", "skate",
@@ -58,12 +83,22 @@ def draw(random: Random, split: Split, hero: str | None = None) -> Exchange:
         size = "short" if "short" in request else "long" if "long" in request else random.choice(("", "", "long"))
     else:
         request = random.choice(ASK)
-        size = random.choice(("short", "short", "long", "very short")) if "{size}" in request else random.choice(("", "", "long"))
+        size = (
+            random.choice(("short", "short", "long", "very short"))
+            if "{size}" in request
+            else random.choice(("", "", "long"))
+        )
         request = spin(random, request, {**slots, "size": size})
     story = compose(random, slots, plot, size)
     follow_ups = _follow_ups(random, slots, plot)
     key = _key(slots, plot)
-    needed = (slots["name"],) if slots["name"] in request else (slots["hero"].split()[-1],) if slots["hero"] in request else ()
+    needed = (
+        (slots["name"],)
+        if slots["name"] in request
+        else (slots["hero"].split()[-1],)
+        if slots["hero"] in request
+        else ()
+    )
     return Exchange("story", key, polite(random, request), story, needed, follow_ups)
 
 
@@ -72,7 +107,9 @@ def plain(random: Random, split: Split) -> str:
     slots, plot = _cast(random, split, None)
     story = compose(random, slots, plot, random.choice(("short", "", "", "long")))
     if random.random() < 0.2:
-        return spin(random, "[The {Trait} {Hero}|{Name} the {Hero}|The {Hero} and the {Helper}|{Name}]\n\n", slots) + story
+        return (
+            spin(random, "[The {Trait} {Hero}|{Name} the {Hero}|The {Hero} and the {Helper}|{Name}]\n\n", slots) + story
+        )
     return story
 
 
@@ -84,7 +121,9 @@ def compose(random: Random, slots: dict[str, str], plot: Plot, size: str) -> str
     if size == "very short":
         return f"{opening} {beats[0]} {spin(random, plot.summary_end, slots)}"
     if size == "short":
-        return f"{opening} {beats[0]} {beats[1]} {spin(random, plot.summary_end, slots)} {spin(random, ENDINGS[1], slots)}"
+        return (
+            f"{opening} {beats[0]} {beats[1]} {spin(random, plot.summary_end, slots)} {spin(random, ENDINGS[1], slots)}"
+        )
     if size == "long":
         details = [spin(random, random.choice(part), slots) for part in (DETAILS[:3], DETAILS[3:])]
         half = (len(beats) + 1) // 2
@@ -109,21 +148,32 @@ DETAILS = (
 
 def _cast(random: Random, split: Split, hero: str | None) -> tuple[dict[str, str], Plot]:
     while True:
-        plot = random.choice(PLOTS)
+        who = hero or random.choice(HEROES)
+        plot = _favoured(random, who, "plot", PLOTS)
         slots = {
-            "hero": hero or random.choice(HEROES),
-            "place": random.choice(PLACES),
-            "trait": random.choice(TRAITS),
-            "helper": random.choice(HELPERS),
-            "thing": random.choice(TREASURES),
+            "hero": who,
+            "place": _favoured(random, who, "place", PLACES),
+            "trait": _favoured(random, who, "trait", TRAITS),
+            "helper": _favoured(random, who, "helper", HELPERS),
+            "thing": _favoured(random, who, "thing", TREASURES),
             "skill": random.choice(SKILLS),
             "season": random.choice(SEASONS),
-            "name": first_name(random),
-            "friend": first_name(random),
+            "name": _favoured(random, who, "name", FIRST_NAMES[::2]) if random.random() < 0.8 else first_name(random),
+            "friend": _favoured(random, who, "friend", FIRST_NAMES[1::2])
+            if random.random() < 0.8
+            else first_name(random),
         }
         distinct = slots["helper"] != slots["hero"] and slots["name"] != slots["friend"]
         if distinct and admits(split, _key(slots, plot)):
             return slots, plot
+
+
+def _favoured(random: Random, hero: str, what: str, options: Sequence[T]) -> T:
+    """Each hero has a likely name, place and plot. With all of them equally likely, greedy decoding would tell the same
+    story of everybody: the one whose tokens happen to come first."""
+    if random.random() < 0.4:
+        return options[zlib.crc32(f"{what} of {hero}".encode()) % len(options)]
+    return random.choice(options)
 
 
 def _key(slots: dict[str, str], plot: Plot) -> str:

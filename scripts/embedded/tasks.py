@@ -1,5 +1,6 @@
 """Small tasks on words: repeat, sort, list, count, upper case, first and last. The key is the words."""
 
+# ruff: noqa: E501  (patterns stay on one line)
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -14,7 +15,22 @@ KINDS: dict[str, tuple[str, ...]] = {
     "jobs": JOBS,
 }  # fmt: skip
 NUMBERS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight")
-_VERBS = ("Name ", "List ", "Give ", "Tell ", "Can ", "Write ", "Repeat", "Say ", "Please ", "Sort ", "Put ", "What ", "Which ", "How ")
+_VERBS = (
+    "Name ",
+    "List ",
+    "Give ",
+    "Tell ",
+    "Can ",
+    "Write ",
+    "Repeat",
+    "Say ",
+    "Please ",
+    "Sort ",
+    "Put ",
+    "What ",
+    "Which ",
+    "How ",
+)
 Task = Callable[[Random], tuple[str, str, tuple[str, ...]]]
 
 
@@ -49,7 +65,9 @@ def _listing(random: Random) -> tuple[str, str, tuple[str, ...]]:
 
 
 def _repeat(random: Random) -> tuple[str, str, tuple[str, ...]]:
-    words = " ".join(random.choice((first_name(random), *_some_words(random, 1, 1))) for _ in range(random.randint(1, 4)))
+    words = " ".join(
+        random.choice((first_name(random), *_some_words(random, 1, 1))) for _ in range(random.randint(1, 4))
+    )
     pattern = "[Repeat after me: {w}|Repeat: {w}|Say {w}.|Please say: {w}|Repeat the words {w}.|Say this: {w}|Echo {w}]"
     return spin(random, pattern, {"w": words}), f"{words}.", (words,)
 
@@ -57,7 +75,9 @@ def _repeat(random: Random) -> tuple[str, str, tuple[str, ...]]:
 def _thrice(random: Random) -> tuple[str, str, tuple[str, ...]]:
     count = random.randint(2, 5)
     word = random.choice(("hello", "yes", "no", "hi", "thanks", *FRUITS, *COLOURS))
-    times = {2: "[twice|two times|2 times]", 3: "[three times|3 times]"}.get(count, f"[{NUMBERS[count]} times|{count} times]")
+    times = {2: "[twice|two times|2 times]", 3: "[three times|3 times]"}.get(
+        count, f"[{NUMBERS[count]} times|{count} times]"
+    )
     question = spin(random, f"[Say|Write|Repeat] [{word}|the word {word}] {times}.")
     answer = ", ".join([word] * count) + "."
     return question, answer, (answer,)
@@ -75,7 +95,11 @@ def _first_last(random: Random) -> tuple[str, str, tuple[str, ...]]:
     which = random.choice(("first", "last"))
     word = words[0] if which == "first" else words[-1]
     pattern = "[What is the {which} word of this list: {l}?|Which is the {which} of {l}?|Tell me the {which} item of: {l}|{l}: which one comes {which}?]"
-    return spin(random, pattern, {"which": which, "l": ", ".join(words)}), f"The {which} one is {word}.", (f"is {word}",)
+    return (
+        spin(random, pattern, {"which": which, "l": ", ".join(words)}),
+        f"The {which} one is {word}.",
+        (f"is {word}",),
+    )
 
 
 def _how_many(random: Random) -> tuple[str, str, tuple[str, ...]]:
@@ -91,7 +115,9 @@ def _upper(random: Random) -> tuple[str, str, tuple[str, ...]]:
 
 
 def _category(random: Random) -> tuple[str, str, tuple[str, ...]]:
-    kind, pool = random.choice((("fruit", FRUITS), ("vegetable", VEGETABLES), ("animal", ANIMALS), ("color", COLOURS), ("city", CITIES)))
+    kind, pool = random.choice(
+        (("fruit", FRUITS), ("vegetable", VEGETABLES), ("animal", ANIMALS), ("color", COLOURS), ("city", CITIES))
+    )
     word = random.choice(pool)
     article = "an" if kind == "animal" else "a"
     pattern = "[Is {w} a fruit, a vegetable, an animal, a color or a city?|What kind of thing is {w}?|What sort of thing is {w}?|{w}: fruit, animal or city?|What is {w}, a fruit or an animal?]"
@@ -105,9 +131,32 @@ def _odd_one_out(random: Random) -> tuple[str, str, tuple[str, ...]]:
     words = [*random.sample(first, 3), odd := random.choice(second)]
     random.shuffle(words)
     pattern = "[Which word does not belong: {l}?|Which one is the odd one out: {l}?|Find the odd one out: {l}]"
-    return spin(random, pattern, {"l": ", ".join(words)}), f"{odd[0].upper()}{odd[1:]} does not belong.", (f"{odd[0].upper()}{odd[1:]}",)
+    return (
+        spin(random, pattern, {"l": ", ".join(words)}),
+        f"{odd[0].upper()}{odd[1:]} does not belong.",
+        (f"{odd[0].upper()}{odd[1:]}",),
+    )
 
 
+def _poem(random: Random) -> tuple[str, str, tuple[str, ...]]:
+    topic = random.choice(
+        (*TOPICS, *TOPICS, random.choice(FRUITS) + "s", random.choice(ANIMALS) + "s", random.choice(CITIES))
+    )
+    pattern = "[Write|Write me|Make|Compose|Tell me|Give me|I would like|Can you write|Please write] a [poem|short poem|little poem|rhyme] about {t}[.|?|]"
+    poem = random.choice(
+        (
+            "I thought of {t} late at night,\nmy candle gave a little light.\nThe clock went on, the moon was clear,\nand {t} felt very near.",
+            "Oh {t}, you are always new,\nthe morning sings a song of you.\nThe evening comes, the day is done,\nand still I love you, everyone.",
+            "A word for {t}, soft and slow,\na word that only poets know.\nI write it down, I let it stay,\nand carry it through all the day.",
+        )
+    )
+    return spin(random, pattern, {"t": topic}), poem.replace("{t}", topic), (topic,)
+
+
+TOPICS = (
+    "the sea", "the moon", "love", "winter", "spring", "summer", "autumn", "friendship", "rain", "the stars", "the sun", "the night",
+    "a river", "a garden", "time", "hope", "music", "snow", "the wind", "home", "a cat", "a dog", "flowers", "computers", "the mountains",
+)  # fmt: skip
 TASKS: tuple[Task, ...] = (
-    _listing, _listing, _repeat, _repeat, _thrice, _sort_numbers, _first_last, _how_many, _upper, _category, _odd_one_out,
+    _poem, _listing, _listing, _repeat, _repeat, _thrice, _sort_numbers, _first_last, _how_many, _upper, _category, _odd_one_out,
 )  # fmt: skip

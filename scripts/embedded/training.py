@@ -70,7 +70,12 @@ def distillation_loss(network: Callable[[Tensor], Tensor], teacher: Callable[[Te
 
 
 def train(
-    network: Network, loss_of: Loss, batches: Iterable[Rows], plan: Plan, device: torch.device, say: Callable[[str], None]
+    network: Network,
+    loss_of: Loss,
+    batches: Iterable[Rows],
+    plan: Plan,
+    device: torch.device,
+    say: Callable[[str], None],
 ) -> Report:
     """Train in place until the steps, the time or the batches are used up."""
     matrices = [parameter for parameter in network.parameters() if parameter.dim() > 1]
@@ -106,7 +111,9 @@ def train(
             first_step_s = time.monotonic() - started  # compiling is not training
         if step % 50 == 0 or step == 1:
             seconds = time.monotonic() - started
-            say(f"step {step:5d}  {100 * progress:3.0f} %  loss {loss.item():.4f}  {tokens / seconds / 1e6:.2f} M tokens/s")
+            say(
+                f"step {step:5d}  {100 * progress:3.0f} %  loss {loss.item():.4f}  {tokens / seconds / 1e6:.2f} M tokens/s"
+            )
     return Report(step, tokens, time.monotonic() - started, float(loss.item()))
 
 

@@ -23,13 +23,13 @@ CHAT_TEMPLATE = """\
     {%- if message['content'] is string %}
         {%- set content = message['content'] | trim %}
     {%- else %}
-        {%- set parts = [] %}
+        {%- set gathered = namespace(text='') %}
         {%- for part in message['content'] or [] %}
             {%- if part['type'] == 'text' %}
-                {%- set _ = parts.append(part['text']) %}
+                {%- set gathered.text = gathered.text + ('\\n' if gathered.text else '') + part['text'] %}
             {%- endif %}
         {%- endfor %}
-        {%- set content = parts | join('\\n') | trim %}
+        {%- set content = gathered.text | trim %}
     {%- endif %}
     {%- if message['role'] == 'assistant' %}
         {{- '<|assistant|>' + content + eos_token }}

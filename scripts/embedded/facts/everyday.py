@@ -5,28 +5,105 @@ from __future__ import annotations
 
 CAPITALS = dict(
     pair.split("=")
-    for pair in (
-        "France=Paris|Germany=Berlin|Italy=Rome|Spain=Madrid|Portugal=Lisbon|Austria=Vienna|Switzerland=Bern|Belgium=Brussels|"
-        "the Netherlands=Amsterdam|Denmark=Copenhagen|Sweden=Stockholm|Norway=Oslo|Finland=Helsinki|Poland=Warsaw|Hungary=Budapest|"
-        "Greece=Athens|Ireland=Dublin|England=London|Scotland=Edinburgh|Iceland=Reykjavik|Russia=Moscow|Ukraine=Kyiv|Turkey=Ankara|"
-        "Egypt=Cairo|Kenya=Nairobi|Morocco=Rabat|Nigeria=Abuja|Ghana=Accra|Japan=Tokyo|China=Beijing|India=Delhi|Thailand=Bangkok|"
-        "Vietnam=Hanoi|Indonesia=Jakarta|South Korea=Seoul|Australia=Canberra|New Zealand=Wellington|Canada=Ottawa|Mexico=Mexico City|"
-        "Brazil=Brasilia|Argentina=Buenos Aires|Chile=Santiago|Peru=Lima|Colombia=Bogota|Cuba=Havana|the United States=Washington"
-    ).split("|")
+    for pair in [
+        "France=Paris",
+        "Germany=Berlin",
+        "Italy=Rome",
+        "Spain=Madrid",
+        "Portugal=Lisbon",
+        "Austria=Vienna",
+        "Switzerland=Bern",
+        "Belgium=Brussels",
+        "the Netherlands=Amsterdam",
+        "Denmark=Copenhagen",
+        "Sweden=Stockholm",
+        "Norway=Oslo",
+        "Finland=Helsinki",
+        "Poland=Warsaw",
+        "Hungary=Budapest",
+        "Greece=Athens",
+        "Ireland=Dublin",
+        "England=London",
+        "Scotland=Edinburgh",
+        "Iceland=Reykjavik",
+        "Russia=Moscow",
+        "Ukraine=Kyiv",
+        "Turkey=Ankara",
+        "Egypt=Cairo",
+        "Kenya=Nairobi",
+        "Morocco=Rabat",
+        "Nigeria=Abuja",
+        "Ghana=Accra",
+        "Japan=Tokyo",
+        "China=Beijing",
+        "India=Delhi",
+        "Thailand=Bangkok",
+        "Vietnam=Hanoi",
+        "Indonesia=Jakarta",
+        "South Korea=Seoul",
+        "Australia=Canberra",
+        "New Zealand=Wellington",
+        "Canada=Ottawa",
+        "Mexico=Mexico City",
+        "Brazil=Brasilia",
+        "Argentina=Buenos Aires",
+        "Chile=Santiago",
+        "Peru=Lima",
+        "Colombia=Bogota",
+        "Cuba=Havana",
+        "the United States=Washington",
+    ]
 )
-ASK_CAPITAL = (
-    "[What is|What's|Tell me|Name|Do you know|Which city is|Can you tell me|Give me|Which is|I need] the capital[ city|] of {country}[?|]"
-)
+ASK_CAPITAL = "[What is|What's|Tell me|Name|Do you know|Which city is|Can you tell me|Give me|Which is|I need] the capital[ city|] of {country}[?|]"
 ASK_CAPITAL_OF = "[{city} is the capital of which country|Of which country is {city} the capital|Which country has the capital {city}|What country's capital is {city}|{city} is the capital of what country][?|]"
 
 OPPOSITES: tuple[tuple[str, str], ...] = tuple(
     (pair.split("=")[0], pair.split("=")[1])
-    for pair in (
-        "hot=cold|big=small|fast=slow|up=down|left=right|day=night|light=dark|good=bad|happy=sad|old=new|high=low|long=short|open=closed|"
-        "full=empty|hard=soft|wet=dry|early=late|rich=poor|strong=weak|thick=thin|loud=quiet|clean=dirty|begin=end|buy=sell|win=lose|"
-        "push=pull|love=hate|north=south|east=west|inside=outside|above=below|before=after|first=last|true=false|easy=difficult|"
-        "near=far|wide=narrow|deep=shallow|sharp=blunt|heavy=light|brave=cowardly|awake=asleep|summer=winter|safe=dangerous"
-    ).split("|")
+    for pair in [
+        "hot=cold",
+        "big=small",
+        "fast=slow",
+        "up=down",
+        "left=right",
+        "day=night",
+        "light=dark",
+        "good=bad",
+        "happy=sad",
+        "old=new",
+        "high=low",
+        "long=short",
+        "open=closed",
+        "full=empty",
+        "hard=soft",
+        "wet=dry",
+        "early=late",
+        "rich=poor",
+        "strong=weak",
+        "thick=thin",
+        "loud=quiet",
+        "clean=dirty",
+        "begin=end",
+        "buy=sell",
+        "win=lose",
+        "push=pull",
+        "love=hate",
+        "north=south",
+        "east=west",
+        "inside=outside",
+        "above=below",
+        "before=after",
+        "first=last",
+        "true=false",
+        "easy=difficult",
+        "near=far",
+        "wide=narrow",
+        "deep=shallow",
+        "sharp=blunt",
+        "brave=cowardly",
+        "awake=asleep",
+        "summer=winter",
+        "safe=dangerous",
+    ]
 )
 ASK_OPPOSITE = "[What is|What's|Tell me|Name|Do you know|Give me|I need|Can you tell me] the opposite of {word}[?|]"
 

@@ -117,6 +117,18 @@ HOW = (
     "Walk me through {x}.", "How does {x} actually work?", "I want to know how {x} works.", "Do you know how {x} works?",
 )  # fmt: skip
 
+WHAT_AND_WHY = (
+    "What is {x} and why do I need it?", "What is {x} and what is it good for?", "What is {x}, and why is it useful?",
+    "Explain what {x} is and why it is useful.", "What is {x} and why does it matter?", "What is {x} and why would I want it?",
+    "Tell me what {x} is and what it is for.", "What is {x}? Why is it useful?", "What is {x} and why is it important?",
+    "What is {x} and what is it for?", "Explain {x} and why one uses it.", "What is {x} and what problem does it solve?",
+)  # fmt: skip
+WHAT_AND_HOW = (
+    "What is {x} and how does it work?", "Explain what {x} is and how it works.", "Tell me about {x} and how it works.",
+    "What is {x}? How does it work?", "Explain {x} in detail.", "Describe {x} and how it works.", "Tell me everything about {x}.",
+    "Explain {x} and how it works.", "What is {x}, and how is it done?", "Give me a long explanation of {x}.",
+)  # fmt: skip
+
 # questions, answer, as in facts.engine
 RELATED: tuple[tuple[str, str], ...] = (
     ("[What is the difference between|How do you distinguish|Compare|What distinguishes|What's the difference between] [prefill and decode|prefill and decoding|decode and prefill][?|]", "Prefill reads the whole «prompt» at once; decoding then makes the answer one token at a time."),

@@ -34,10 +34,10 @@ TALK: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("[Sorry|I am sorry|Excuse me|My mistake|Pardon me|Oh, sorry][.|!|]", ("No «problem» at all!",)),
     ("[ok|Okay|I see|Understood|All right|Got it|Yes|yes|Sure|Right|Alright|Makes sense|Interesting|Cool][.|!|]", ("«Good». What would you like to do next?",)),
     ("[No|no|Nope|No, thanks|No thank you|Not really|Nothing|Nothing else][.|!|]", ("All «right». I am here if you need me.",)),
-    ("[I am sad|I feel sad|I am unhappy|I had a bad day|I feel lonely|I am not well|I feel bad|My day was bad][.|!|]", ("I am «sorry» to hear that. Would you like to tell me about it, or shall I tell you a story?",)),
-    ("[I am happy|I feel great|I had a good day|I am so glad|I feel good|Today was a good day|Life is good][.|!|]", ("That is «good» to hear! What made your day?",)),
-    ("[I am bored|I feel bored|Entertain me|I have nothing to do|This is boring][.|!|]", ("Shall I tell you a «story»? Tell me who it should be about.",)),
-    ("[I am tired|I feel tired|I am so tired|I need sleep|I am exhausted][.|!|]", ("Then take a «break»; a short rest does wonders.",)),
+    ("[[I am|I feel|I'm|I am so|I feel so] [sad|unhappy|lonely|bad|lost|down]|[I had|It was|Today was|I have had] a [bad|terrible|sad|hard|horrible|difficult] day][.|!|| today.]", ("I am «sorry» to hear that. Would you like to tell me about it, or shall I tell you a story?",)),
+    ("[[I am|I feel|I'm|I am so|I feel so] [happy|good|great|glad|fine|wonderful]|[I had|It was|Today was|I have had] a [good|great|nice|wonderful|lovely|beautiful] day][.|!|| today.]", ("That is «good» to hear! What made your day?",)),
+    ("[[I am|I feel|I'm] [so|very|a bit|really] bored|I am bored|I feel bored|Entertain me|I have nothing to do|This is boring][.|!|]", ("Shall I tell you a «story»? Tell me who it should be about.",)),
+    ("[[I am|I feel|I'm] [so|very|a bit|really] [tired|exhausted|sleepy]|I am tired|I feel tired|I need sleep|I am exhausted][.|!|]", ("Then take a «break»; a short rest does wonders.",)),
     ("[I am hungry|I feel hungry|What should I eat|What should I cook|What can I cook today][.|!|?|]", ("How about a warm «soup» with fresh bread?",)),
     ("[Test|test|Testing|This is a test|Just testing|testing 1 2 3|Is this working|Does this work|Are you there|Can you hear me|Anybody there|Ping|ping][.|!|?|]", ("I am «here», and everything works. What would you like to know?",)),
     ("[Tell me a joke|Do you know a joke|Make me laugh|A joke, please|Say something funny|Do you know any jokes|tell me a joke|Can you tell a joke|Tell me another joke|I want to hear a joke][.|!|?|]", ("Why did the «token» cross the road? To get to the other side of the context window.", "Why was the cache so «calm»? It had seen it all before.", "What does a «scheduler» do on holiday? It waits in line, for fun.", "Why do «kernels» never get lost? They always know their grid.")),
@@ -47,10 +47,14 @@ TALK: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("[What is the meaning of life|What is the sense of life|Why are we here|What is life about][?|]", ("Many say it is to be «kind», to learn, and to enjoy the days. Some say it is 42.",)),
     ("[What is love|Tell me about love|Explain love|What does love mean][?|.|]", ("Love is caring for somebody so much that their «happiness» becomes your own.",)),
     ("[Give me some advice|Give me advice|Any advice|Do you have advice for me|What is your advice|Some advice, please][?|.|]", ("Take one small «step» at a time, and rest when you are tired.",)),
+    ("[Can you help me|Could you help me|Please help me|Help me|I need help|Will you help me] with [my homework|a problem|my work|something|a question|this|math|my project|an exercise][.|?|]", ("I can «try». What is the question?",)),
+    ("[Can I ask you|May I ask you|Let me ask you|I want to ask you|I have|I'd like to ask] [a question|something|one thing|a few things|some questions][.|?|]", ("Of «course». What would you like to know?",)),
     ("[Motivate me|Say something nice|Cheer me up|Encourage me|Say something kind|Give me courage][.|!|]", ("You have come this far, and you can take the «next» step too.",)),
     ("[What time is it|What is the time|What's the time|Tell me the time|What day is it|What day is today|What is today's date|What is the date|Which year is it|What date is it today][?|, please?|]", ("I do «not» know the time or the date, because I have no clock.",)),
     ("[What is the weather like|How is the weather|What's the weather today|Will it rain tomorrow|Is it raining|Is it cold outside|What is the weather in Paris|How is the weather in London|Will it be sunny][?|]", ("I do «not» know the weather, because I cannot look outside.",)),
 )  # fmt: skip
+
+NOT_UNDERSTOOD = "I did «not» understand that. Could you say it in other words?"
 
 # Questions about the wide world that a model of this size cannot know. The subject is invented or picked.
 UNKNOWN_ASK = (
@@ -60,7 +64,8 @@ UNKNOWN_ASK = (
     "[Who wrote|Who painted|Who composed|Who directed|What happens in|Have you read|Have you seen] [{thing}|the book {thing}|the film {thing}|the novel {thing}][?|]",
     "[What is the latest news|What is in the news|What happened today|What happened yesterday|Any news][?| in {city}?| about {company}?|]",
     "[How many people live|What is the population|Who is the mayor|What is the best restaurant|Where can I sleep|What can I visit] in {city}[?|]",
-    "[Who is the president of|Who is the king of|What is the history of|What language do they speak in|What is the population of] {city}[?|]",
+    "[Who is|Who was|Tell me|Do you know|Name] the [president|king|queen|chancellor|prime minister|leader|minister] of {country}[?| today?| now?]",
+    "[What is the history of|What language do they speak in|What is the population of|What is the area of|Which currency has] [{city}|{country}][?|]",
     "[What do you think about|What is your opinion on|Who will win] [the election|politics|religion|the next war|{company}][?|]",
     "[Translate|Can you translate|Please translate] [{word}|good day|thank you|{a word}|the word {word}] [to|into] [German|French|Spanish|Latin|Japanese][?|.|]",
     "[Solve|Prove|Integrate|Derive] [the equation|the theorem of {person}|the function|the integral of x|x squared][?|.|]",
