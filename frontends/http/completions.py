@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from typing import Any
 
@@ -68,6 +69,7 @@ async def read_prompts(body: dict[str, Any], served: ServedModel, limits: Limits
         raise InvalidRequest("prompt", f"at most {limits.max_prompts} prompts in one call")
     prompts = []
     for place, item in enumerate(items):
+        await asyncio.sleep(0)  # many short prompts are tokenized here: let others have their turn in between
         name = "prompt" if len(items) == 1 else f"prompt[{place}]"
         if not isinstance(item, str):
             prompts.append(fields.token_ids(item, name))

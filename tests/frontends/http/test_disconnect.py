@@ -50,6 +50,7 @@ def test_all_choices_are_cancelled(served: House) -> None:
         wait_until(lambda: served.engine.num_running == 4)
         connection.close()
         wait_until(lambda: served.engine.num_running == 0)
+        assert len(served.engine.cancelled) == 4
 
 
 def test_a_client_that_leaves_before_its_body_costs_nothing(served: House) -> None:

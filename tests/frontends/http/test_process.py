@@ -229,6 +229,7 @@ def test_a_unix_socket(address: str, tmp_path: Path) -> None:
         wait_until(lambda: Path(path).exists())
         with httpx.Client(transport=httpx.HTTPTransport(uds=path, retries=3)) as client:
             wait_until(lambda: client.get("http://x/ready").status_code == 200)
+            assert client.get("http://x/v1/models").json()["data"][0]["id"] == "tiny"
 
 
 def test_a_port_in_use_is_one_clear_sentence(address: str) -> None:
