@@ -291,6 +291,15 @@ def listen_fds() -> list[int]:
     return list(range(3, 3 + int(os.environ.get("LISTEN_FDS", "0"))))
 
 
+def share_cores_with_others() -> None:
+    """Let OpenMP's threads sleep soon after a parallel region; call before torch is imported.
+
+    By default they spin for milliseconds. On a machine whose cores are all busy (front ends, other programs) they then
+    keep each other from running: measured on two busy cores, 100 tokens took over 15 s instead of 1.2 s.
+    """
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+
+
 def child_environment(config: Config) -> dict[str, str]:
     """The environment for a child process that must run with exactly this configuration."""
     variables = {name: value for name, value in os.environ.items() if not name.startswith(ENVIRONMENT_PREFIX)}

@@ -13,11 +13,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from inferengine.commands.arguments import resolve
+from inferengine.config import share_cores_with_others
 
 
 def run(arguments: Sequence[str]) -> int:
     """Run the engine until it is told to stop."""
     config = resolve(arguments, takes_model=True)
+    share_cores_with_others()
     from inferengine.engine.startup import run_engine
 
     return run_engine(config)
