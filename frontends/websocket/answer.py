@@ -177,7 +177,10 @@ class Answer:
             await channel.room()
             await channel.done(_done(name, index, piece, accept, finish, extra))
 
-    def _extra(self, piece: Piece) -> dict[str, Any]:
+    def _extra(self, piece: Piece) -> dict[str, Any] | None:
+        """What was asked for beside the text; None, as nearly always, lets a delta go the short way."""
+        if piece.logprobs is None and not self.frame.return_token_ids:
+            return None
         extra: dict[str, Any] = {}
         if self.frame.return_token_ids:
             extra["token_ids"] = list(piece.token_ids)
@@ -211,7 +214,7 @@ async def _finish_after_stop(log: ChoiceLog) -> Finish | None:
 
 
 def _done(
-    name: str, index: int, piece: Piece, accept: Accept, finish: Finish | None, extra: dict[str, Any]
+    name: str, index: int, piece: Piece, accept: Accept, finish: Finish | None, extra: dict[str, Any] | None
 ) -> dict[str, Any]:
     """The last text of a choice travels with its end: a client that has the one has the other."""
     return {
@@ -234,14 +237,14 @@ def _done(
             "first_token_ms": finish.first_token_ms,
             "total_ms": finish.total_ms,
         },
-        **extra,
+        **(extra or {}),
     }
 
 
 def _unheard(name: str, index: int, prompt_tokens: int) -> dict[str, Any]:
     """The end of a choice that was cancelled before the engine had it."""
     piece = Piece("", [], None, 0, "abort")
-    return _done(name, index, piece, Accept(b"", 0, prompt_tokens), None, {})
+    return _done(name, index, piece, Accept(b"", 0, prompt_tokens), None, None)
 
 
 def _logprob(row: TokenLogprobs) -> dict[str, Any]:

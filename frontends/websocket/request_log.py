@@ -15,7 +15,6 @@ from inferengine.client import Delta, Finish, TokenLogprobs
 from inferengine.errors import InferEngineError
 from inferengine.wire.messages import Accept
 
-
 Brake = Callable[[], Awaitable[None]]
 
 
