@@ -19,6 +19,25 @@ class StepColumns(NamedTuple):
     positions: np.ndarray
     sample_rows: np.ndarray
     sample_tokens: np.ndarray
+    sample_positions: np.ndarray
+
+
+class SlotMapping:
+    """Where each token's K and V go, by group: worked out when a group is first asked for, because a fused decode
+    kernel finds its place by itself and never asks."""
+
+    def __init__(self, block_tables: list[torch.Tensor], token_slot: torch.Tensor, positions: torch.Tensor, size: int):
+        self._tables, self._token_slot, self._positions, self._size = block_tables, token_slot, positions, size
+        self._made: dict[int, torch.Tensor] = {}
+
+    def __getitem__(self, group: int) -> torch.Tensor:
+        """[T] int64: block * block_size + offset."""
+        made = self._made.get(group)
+        if made is None:
+            positions = self._positions.long()
+            block = self._tables[group][self._token_slot.long(), positions // self._size].long()
+            made = self._made[group] = block * self._size + positions % self._size
+        return made
 
 
 class Batch:
@@ -66,10 +85,10 @@ class Batch:
     token_slot: torch.Tensor  # [T] int32
     positions: torch.Tensor  # [T] int32
     input_ids: torch.Tensor  # [T] int32
-    slot_mapping: list[torch.Tensor]  # per group [T] int64: block * block_size + offset
+    slot_mapping: SlotMapping  # per group [T] int64: block * block_size + offset
     block_tables: list[torch.Tensor]  # per group [S + 1, max_blocks] int32
-    sample_rows: torch.Tensor  # [N] int32
-    sample_tokens: torch.Tensor  # [N] int32, index of the row's last token in [0, T)
+    sample_rows: torch.Tensor  # [N] int32, row of each draw: a row that verifies k guesses draws 1 + k times
+    sample_tokens: torch.Tensor  # [N] int32, index in [0, T) of the token it is drawn after
     sample_slots: torch.Tensor  # [N] int32
     sample_positions: torch.Tensor  # [N] int32, index of the token to be drawn
     plans: list[Any]

@@ -1,4 +1,4 @@
-"""Attention over the paged cache: projections around two ops. Knows its KV group and its cache tensor, nothing else."""
+"""Attention over the paged cache: projections around one op. Knows its KV group and its cache tensor, nothing else."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from inferengine.layers.norm import RMSNorm
 
 
 class Attention(nn.Module):
-    """Grouped-query attention. `kv` and `cos_sin` are bound after loading, at fixed addresses."""
+    """Grouped-query attention; the layer around it decides what is fused with `qkv` and `out`.
+
+    `kv` and `cos_sin` are bound after loading, at fixed addresses.
+    """
 
     def __init__(self, ops: Ops, config: DecoderConfig, layer: int) -> None:
         super().__init__()
@@ -31,20 +34,28 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(ops, config.head_dim, config.norm_eps) if config.qk_norm else None
         self.kv: torch.Tensor | None = None
         self.cos_sin: torch.Tensor | None = None
+        self.q_gain: torch.Tensor | None = None
+        self.k_gain: torch.Tensor | None = None
 
-    def forward(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
-        """x [T, E] -> [T, E]; K and V of the batch's tokens are in the cache afterwards."""
-        q = self.ops.qkv_rope_write(
-            self.qkv(x),
-            None if self.q_norm is None else self.q_norm.weight,
-            None if self.k_norm is None else self.k_norm.weight,
+    def mix(self, qkv: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """Packed qkv [T, (H + 2K) * D] -> [T, H * D]; K and V of the batch's tokens are in the cache afterwards."""
+        return self.ops.attention_qkv(
+            qkv,
+            self.q_gain,
+            self.k_gain,
             self.eps,
             self.cos_sin,
-            batch.positions,
-            batch.slot_mapping[self.group],
             self.kv,
+            batch,
+            self.group,
             self.num_heads,
             self.num_kv_heads,
+            self.scale,
+            self.window,
+            self.softcap,
         )
-        mixed = self.ops.attention(q, self.kv, batch, self.group, self.scale, self.window, self.softcap)
-        return self.out(mixed)
+
+    def finish(self) -> None:
+        """After loading: what `mix` reads, as plain attributes."""
+        self.q_gain = None if self.q_norm is None else self.q_norm.weight.data
+        self.k_gain = None if self.k_norm is None else self.k_norm.weight.data

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from inferengine.kernels.ops import Ops
+from inferengine.layers.norm import RMSNorm
 
 
 class Embedding(nn.Module):
@@ -24,7 +25,7 @@ class Embedding(nn.Module):
 
 
 class Head(nn.Module):
-    """[N, E] -> logits [N, V]. With `tied` it has no weight of its own and reads the embedding's."""
+    """Final hidden states [N, E] -> logits [N, V]. With `tied` it reads the embedding's weight."""
 
     def __init__(
         self, ops: Ops, vocab_size: int, hidden_size: int, *, tied: Embedding | None, softcap: float | None = None
@@ -39,13 +40,18 @@ class Head(nn.Module):
         self.packed: torch.Tensor | None = None
 
     def finish(self) -> None:
-        """After loading: pack for the device. A tied weight is shared where the device reads the plain layout."""
-        source = self._tied[0].weight.data if self._tied else self.weight.data
-        self.packed = self.ops.pack_linear(source)
+        """After loading: pack for the device. A tied weight stays shared where the device reads the plain layout."""
+        self.packed = self.ops.pack_linear(self._tied[0].weight.data if self._tied else self.weight.data)
         self.weight = None
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        logits = self.ops.linear(hidden, self.packed, None)
-        if self.softcap is not None:
-            logits = logits.div_(self.softcap).tanh_().mul_(self.softcap)
-        return logits
+        return self._capped(self.ops.linear(hidden, self.packed, None))
+
+    def of_norm(self, x: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
+        """Logits of norm(x)."""
+        return self._capped(self.ops.norm_linear(x, norm.gain, norm.eps, self.packed, None))
+
+    def _capped(self, logits: torch.Tensor) -> torch.Tensor:
+        if self.softcap is None:
+            return logits
+        return logits.div_(self.softcap).tanh_().mul_(self.softcap)

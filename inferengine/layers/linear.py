@@ -6,10 +6,15 @@ import torch
 from torch import nn
 
 from inferengine.kernels.ops import Ops
+from inferengine.layers.norm import RMSNorm
 
 
 class Linear(nn.Module):
-    """y = x W^T + b. `parts` are the output sizes of the projections packed into W; the loader fills each by itself."""
+    """y = x W^T + b, alone or fused with what a pre-norm decoder does before and after it.
+
+    `parts` are the output sizes of the projections packed into W; the loader fills each by itself. After loading,
+    `finish` puts the weight into the layout that the device's kernels read fastest: `packed`.
+    """
 
     def __init__(self, ops: Ops, in_features: int, parts: list[int] | int, *, bias: bool = False) -> None:
         super().__init__()
@@ -18,13 +23,24 @@ class Linear(nn.Module):
         self.weight = nn.Parameter(torch.empty(sum(self.parts), in_features), requires_grad=False)
         self.bias = nn.Parameter(torch.empty(sum(self.parts)), requires_grad=False) if bias else None
         self.packed: torch.Tensor | None = None
+        self.offset: torch.Tensor | None = None  # the bias, as a plain attribute: found without a search
 
     def finish(self) -> None:
-        """After loading: put the weight into the layout that the device's kernels read fastest."""
-        packed = self.ops.pack_linear(self.weight.data)
-        if packed is not self.weight.data:
-            self.packed = packed
-            self.weight = None
+        self.packed = self.ops.pack_linear(self.weight.data)
+        self.offset = None if self.bias is None else self.bias.data
+        self.weight = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.ops.linear(x, self.weight if self.packed is None else self.packed, self.bias)
+        return self.ops.linear(x, self.packed, self.offset)
+
+    def of_norm(self, x: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
+        """linear(norm(x))"""
+        return self.ops.norm_linear(x, norm.gain, norm.eps, self.packed, self.offset)
+
+    def gated_of_norm(self, x: torch.Tensor, norm: RMSNorm, activation: str) -> torch.Tensor:
+        """activation(gate) * up, where linear(norm(x)) = [gate, up]"""
+        return self.ops.norm_gated_linear(x, norm.gain, norm.eps, self.packed, self.offset, activation)
+
+    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """residual += linear(x), in place where the device can; the sum is returned."""
+        return self.ops.linear_add(x, self.packed, self.offset, residual)

@@ -8,10 +8,11 @@ from torch.nn import functional
 
 from inferengine.kernels.ops import Ops
 from inferengine.layers.linear import Linear
+from inferengine.layers.norm import RMSNorm
 
 
 class GatedMLP(nn.Module):
-    """down(activation(gate(x)) * up(x)). `activation` is silu or gelu_tanh."""
+    """down(activation(gate(norm(x))) * up(norm(x))). `activation` is silu or gelu_tanh."""
 
     def __init__(
         self, ops: Ops, hidden_size: int, intermediate_size: int, *, activation: str = "silu", bias: bool = False
@@ -19,10 +20,11 @@ class GatedMLP(nn.Module):
         super().__init__()
         self.gate_up = Linear(ops, hidden_size, [intermediate_size, intermediate_size], bias=bias)
         self.down = Linear(ops, intermediate_size, hidden_size, bias=bias)
-        self.activate = {"silu": ops.silu_and_mul, "gelu_tanh": ops.gelu_tanh_and_mul}[activation]
+        self.activation = activation
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(self.activate(self.gate_up(x)))
+    def hidden(self, x: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
+        """[T, E] -> [T, I]: all but the last projection, which the layer fuses with what follows."""
+        return self.gate_up.gated_of_norm(x, norm, self.activation)
 
 
 class MLP(nn.Module):
@@ -33,5 +35,6 @@ class MLP(nn.Module):
         self.up = Linear(ops, hidden_size, intermediate_size, bias=True)
         self.down = Linear(ops, intermediate_size, hidden_size, bias=True)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(functional.gelu(self.up(x), approximate="tanh"))
+    def hidden(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, E] -> [T, I]: all but the last projection."""
+        return functional.gelu(self.up(x), approximate="tanh")

@@ -58,12 +58,14 @@ class DecoderLayer(nn.Module):
         self.mlp = MLP(ops, config.hidden_size, config.intermediate_size)
 
     def forward(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
-        x = x.add_(self.attention(self.attention_norm(x), batch))
-        return x.add_(self.mlp(self.mlp_norm(x)))
+        attention = self.attention
+        mixed = attention.mix(attention.qkv(self.attention_norm(x)), batch)
+        x = attention.out.add_to(x, mixed)
+        return self.mlp.down.add_to(x, self.mlp.hidden(self.mlp_norm(x)))
 
 
 class GPT2(nn.Module):
-    """Token ids of a batch -> final hidden states; `head` turns the rows that sample into logits."""
+    """Token ids of a batch -> residual stream; `logits` for the rows of it that draw."""
 
     def __init__(self, ops: Ops, config: DecoderConfig) -> None:
         super().__init__()
@@ -75,10 +77,15 @@ class GPT2(nn.Module):
         self.head = Head(ops, config.vocab_size, config.hidden_size, tied=tied)
 
     def forward(self, batch: Batch) -> torch.Tensor:
+        """[T] ids -> residual stream [T, E]."""
         x = self.embed(batch.input_ids).add_(self.positions(batch.positions))
         for layer in self.layers:
             x = layer(x, batch)
-        return self.norm(x)
+        return x
+
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        """[N, E] rows of the residual stream -> [N, V]."""
+        return self.head(self.norm(x))
 
 
 def build(ops: Ops, config: DecoderConfig) -> nn.Module:

@@ -68,18 +68,16 @@ class DecoderLayer(nn.Module):
             ops, config.hidden_size, config.intermediate_size, activation=config.activation, bias=config.mlp_bias
         )
 
-    def forward(
-        self, x: torch.Tensor, residual: torch.Tensor | None, batch: Batch
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(what the block before added, residual stream so far) -> the same after this layer."""
-        x, residual = self.attention_norm.add(x, residual)
-        x = self.attention(x, batch)
-        x, residual = self.mlp_norm.add(x, residual)
-        return self.mlp(x), residual
+    def forward(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """Residual stream [T, E] -> the same after this layer, in place where the device can."""
+        attention, mlp = self.attention, self.mlp
+        mixed = attention.mix(attention.qkv.of_norm(x, self.attention_norm), batch)
+        x = attention.out.add_to(x, mixed)
+        return mlp.down.add_to(x, mlp.hidden(x, self.mlp_norm))
 
 
 class Llama(nn.Module):
-    """Token ids of a batch -> final hidden states; `head` turns the rows that sample into logits."""
+    """Token ids of a batch -> residual stream; `logits` for the rows of it that draw."""
 
     def __init__(self, ops: Ops, config: DecoderConfig) -> None:
         super().__init__()
@@ -90,11 +88,15 @@ class Llama(nn.Module):
         self.head = Head(ops, config.vocab_size, config.hidden_size, tied=tied, softcap=config.logits_softcap)
 
     def forward(self, batch: Batch) -> torch.Tensor:
-        """[T] ids -> [T, E], normed."""
-        x, residual = self.embed(batch.input_ids), None
+        """[T] ids -> residual stream [T, E]."""
+        x = self.embed(batch.input_ids)
         for layer in self.layers:
-            x, residual = layer(x, residual, batch)
-        return self.norm.add(x, residual)[0]
+            x = layer(x, batch)
+        return x
+
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        """[N, E] rows of the residual stream -> [N, V]."""
+        return self.head.of_norm(x, self.norm)
 
 
 def build(ops: Ops, config: DecoderConfig) -> nn.Module:

@@ -1,8 +1,8 @@
 """Which module knows an architecture. A new family is a new file and a line here; nothing is imported before use.
 
 A family module has `read_config(reader) -> DecoderConfig`, `build(ops, config) -> nn.Module` and
-`weight_map(config) -> WeightMap`. A model has `forward(batch) -> hidden [T, E]`, `head(hidden) -> logits`,
-and Attention modules whose `kv` and `cos_sin` are bound after loading.
+`weight_map(config) -> WeightMap`. A model has `forward(batch) -> x [T, E]`, `logits(x rows) -> [N, V]`, and
+Attention modules whose `kv` and `cos_sin` are bound after loading.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from inferengine.core.plan import StepPlan
-from inferengine.kernels.batch import Batch, StepColumns
+from inferengine.kernels.batch import Batch, SlotMapping, StepColumns
 from inferengine.runtime.slots import Slots
 
 
@@ -32,11 +32,25 @@ def columns_of(plan: StepPlan) -> StepColumns:
         token_row = np.repeat(_arange(num_rows), counts)
         positions = _arange(plan.num_tokens) + np.repeat(row_start - query_start[:-1], counts)
     if plan.num_decodes == num_rows:
-        sample_rows = token_row
+        draws = (token_row, token_row, row_len)
     else:
-        sample_rows = np.flatnonzero(np.array(plan.samples, dtype=np.bool_)).astype(np.int32)
-    sample_tokens = query_start[1:][sample_rows] - 1
-    return StepColumns(row_slot, row_start, row_len, query_start, token_row, positions, sample_rows, sample_tokens)
+        draws = _draws(plan, query_start, row_len)
+    return StepColumns(row_slot, row_start, row_len, query_start, token_row, positions, *draws)
+
+
+def _draws(plan: StepPlan, query_start: np.ndarray, row_len: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(row, token, position drawn) of every draw. A row with k guesses draws after each of its last 1 + k tokens."""
+    rows = np.flatnonzero(np.array(plan.samples, dtype=np.bool_)).astype(np.int32)
+    if not plan.num_drafts or not any(plan.num_drafts):
+        return rows, query_start[1:][rows] - 1, row_len[rows]
+    draws = np.array(plan.num_drafts, dtype=np.int32)[rows] + 1
+    before_last = np.repeat(np.cumsum(draws), draws) - _arange(int(draws.sum())) - 1  # guesses still to come
+    rows = np.repeat(rows, draws)
+    return (
+        rows,
+        (query_start[1:][rows] - 1 - before_last).astype(np.int32),
+        (row_len[rows] - before_last).astype(np.int32),
+    )
 
 
 def make_batch(plan: StepPlan, columns: StepColumns, slots: Slots, device: torch.device) -> Batch:
@@ -49,7 +63,8 @@ def make_batch(plan: StepPlan, columns: StepColumns, slots: Slots, device: torch
     batch.max_row_len = int(columns.row_len.max())
     parts = _upload(columns, device)
     batch.row_slot, batch.row_start, batch.row_len, batch.query_start = parts[0], parts[1], parts[2], parts[3]
-    batch.token_row, batch.positions, batch.sample_rows, batch.sample_tokens = parts[4], parts[5], parts[6], parts[7]
+    batch.token_row, batch.positions = parts[4], parts[5]
+    batch.sample_rows, batch.sample_tokens, batch.sample_positions = parts[6], parts[7], parts[8]
     look_up(batch, slots)
     return batch
 
@@ -60,16 +75,10 @@ def look_up(batch: Batch, slots: Slots) -> None:
     batch.block_tables = slots.block_tables
     one_each = batch.num_tokens == batch.num_rows
     batch.token_slot = batch.row_slot if one_each else batch.row_slot.index_select(0, batch.token_row)
-    token_slot = batch.token_slot.long()
-    positions = batch.positions.long()
-    batch.input_ids = slots.tokens[token_slot, positions]
-    block, offset = positions // slots.block_size, positions % slots.block_size
-    batch.slot_mapping = [table[token_slot, block] * slots.block_size + offset for table in slots.block_tables]
-    if batch.num_samples == batch.num_rows:
-        batch.sample_slots, batch.sample_positions = batch.row_slot, batch.row_len
-    else:
-        batch.sample_slots = batch.row_slot.index_select(0, batch.sample_rows)
-        batch.sample_positions = batch.row_len.index_select(0, batch.sample_rows)
+    batch.input_ids = slots.tokens[batch.token_slot.long(), batch.positions.long()]
+    batch.slot_mapping = SlotMapping(slots.block_tables, batch.token_slot, batch.positions, slots.block_size)
+    all_sample = batch.num_decodes == batch.num_rows
+    batch.sample_slots = batch.row_slot if all_sample else batch.row_slot.index_select(0, batch.sample_rows)
     batch.plans = []
 
 

@@ -53,13 +53,13 @@ class KVCache:
                 attention.cos_sin = tables[attention.rope]
 
     def copy_blocks(self, plan: StepPlan) -> None:
-        """Out to the host, within the device, back from the host: in this order."""
+        """Out to the host, back from the host, within the device: in this order."""
         if plan.swap_out:
             self._copy(plan.swap_out, self.layers, self.host_layers)
-        if plan.copies:
-            self._copy(plan.copies, self.layers, self.layers)
         if plan.swap_in:
             self._copy(plan.swap_in, self.host_layers, self.layers)
+        if plan.copies:
+            self._copy(plan.copies, self.layers, self.layers)
 
     def _copy(self, copies: SequenceOf[BlockCopies], sources: list[torch.Tensor], targets: list[torch.Tensor]) -> None:
         for group, copy in enumerate(copies):

@@ -26,11 +26,11 @@ def compute(logits: torch.Tensor, token_ids: torch.Tensor, num_alternatives: int
     return DeviceLogprobs(chosen.squeeze(1), (logprobs > chosen).sum(-1) + 1, top.indices, top.values)
 
 
-def to_rows(values: DeviceLogprobs, rows: list[int], counts: list[int]) -> dict[int, TokenLogprobs]:
-    """Host copies as the plan's rows, each with as many alternatives as it asked for."""
+def to_host(values: DeviceLogprobs, counts: list[int]) -> list[TokenLogprobs]:
+    """Host copies, each with as many alternatives as it asked for."""
     chosen, ranks = values.chosen.tolist(), values.ranks.tolist()
     ids, alternatives = values.top_ids.tolist(), values.top_values.tolist()
-    return {
-        row: TokenLogprobs(chosen[index], ranks[index], ids[index][:count], alternatives[index][:count])
-        for index, (row, count) in enumerate(zip(rows, counts, strict=True))
-    }
+    return [
+        TokenLogprobs(chosen[index], ranks[index], ids[index][:count], alternatives[index][:count])
+        for index, count in enumerate(counts)
+    ]

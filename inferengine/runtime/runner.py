@@ -23,7 +23,7 @@ from inferengine.params import SamplingParams
 from inferengine.runtime import memory
 from inferengine.runtime.batch import columns_of, make_batch
 from inferengine.runtime.kv_cache import KVCache
-from inferengine.runtime.sampler import StepDraws, draw
+from inferengine.runtime.sampler import StepDraws
 from inferengine.runtime.slots import Slots
 
 
@@ -105,10 +105,13 @@ class TorchExecutor:
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepDraws:
+        if plan.device_drafts:
+            raise RuntimeError("this executor has no draft model: speculation with a draft model needs another")
         self.kv.copy_blocks(plan)
         self.slots.admit(plan.admitted)
         self.slots.apply_blocks(plan.block_updates)
-        return self._compute(plan).send()
+        self.slots.write_tokens(plan.token_writes)
+        return self._compute(plan)
 
     def _compute(self, plan: StepPlan) -> StepDraws:
         columns = columns_of(plan)
@@ -117,11 +120,11 @@ class TorchExecutor:
             self.ops.prepare_attention(batch, group, kv, window) for group, (kv, window) in enumerate(self._group_kv)
         ]
         hidden = self.model(batch)
-        if not batch.num_samples:
-            return StepDraws(None, columns.sample_rows)
-        if batch.num_samples < batch.num_tokens:
-            hidden = hidden.index_select(0, batch.sample_tokens)
-        return draw(self.ops, self.model.head(hidden), batch, self.slots)
+        logits = None
+        if batch.num_samples:
+            last = hidden if batch.num_samples == batch.num_tokens else hidden.index_select(0, batch.sample_tokens)
+            logits = self.model.logits(last)
+        return StepDraws(self.ops, self.slots, plan, batch, logits)
 
     # -- inside ------------------------------------------------------------------------------------------------------
 

@@ -5,75 +5,142 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from inferengine.core.plan import StepResult
+from inferengine.core.plan import StepPlan, StepResult, TokenLogprobs
 from inferengine.kernels.batch import Batch
 from inferengine.kernels.ops import Ops
-from inferengine.runtime import logprobs
+from inferengine.runtime import logprobs, masks
 from inferengine.runtime.slots import LOGPROBS, Slots
 
 NOT_FINITE = "The model's output for this request was not a number."
 
 
 class StepDraws:
-    """What a step drew, on its way to the host. Implements core.executor.StepFuture."""
+    """The draws of one step. Implements core.executor.StepFuture.
 
-    def __init__(self, ids: torch.Tensor | None, rows: np.ndarray) -> None:
-        self._rows = rows  # plan row of each draw
-        self._asked: tuple[list[int], list[int]] = ([], [])
-        self._logprobs: logprobs.DeviceLogprobs | None = None
+    `provide_masks` completes a step whose plan has masked draws; every other step draws at once. Copies to the host run
+    behind the step: `result` waits for them alone, so a later step may be under way already.
+    """
+
+    def __init__(self, ops: Ops, slots: Slots, plan: StepPlan, batch: Batch, logits: torch.Tensor | None) -> None:
+        self._ops, self._slots, self._plan, self._batch, self._logits = ops, slots, plan, batch, logits
+        self._sent: list[torch.Tensor] = []  # ids, guesses, then the log-probabilities: on the host once the event is
+        self._asked: np.ndarray = np.empty(0, dtype=np.int64)  # draws that want log-probabilities
+        self._counts: list[int] = []  # alternatives that each of them wants
         self._event: torch.cuda.Event | None = None
-        self._ids = ids
+        self._error: Exception | None = None
+        if logits is not None and not plan.masked:
+            self._draw()
 
-    def add_logprobs(self, values: logprobs.DeviceLogprobs, rows: list[int], counts: list[int]) -> None:
-        self._logprobs, self._asked = values, (rows, counts)
-
-    def send(self) -> StepDraws:
-        """Start the copies to the host; on a CPU there is nothing to copy."""
-        if self._ids is not None and self._ids.is_cuda:
-            self._ids = _to_pinned(self._ids)
-            if self._logprobs is not None:
-                self._logprobs = logprobs.DeviceLogprobs(*map(_to_pinned, self._logprobs))
-            self._event = torch.cuda.Event()
-            self._event.record()
-        return self
+    def provide_masks(self, words: bytearray) -> None:
+        try:
+            self._draw(words)
+        except Exception as error:
+            self._error = error
 
     def done(self) -> bool:
         return self._event is None or self._event.query()
 
     def result(self) -> StepResult:
-        if self._ids is None:
+        if self._error is not None:
+            raise self._error
+        if self._batch.num_samples == 0:
             return StepResult([])
+        if not self._sent:
+            raise RuntimeError("the step waits for masks that nobody provided")
         if self._event is not None:
             self._event.synchronize()
-        token_ids: list[int] = self._ids.tolist()
-        failed = None
-        if token_ids and min(token_ids) < 0:
-            failed = {int(row): NOT_FINITE for row, token in zip(self._rows, token_ids, strict=True) if token < 0}
+        token_ids: list[int] = self._sent[0].tolist()
+        emitted = self._verify(token_ids)
+        failed = self._failed(token_ids, emitted)
+        chosen = self._logprobs(emitted) if len(self._asked) else None
+        if emitted is not None:
+            first = self._first_draws()
+            pairs = zip(first, emitted, strict=True)
+            token_ids = [token for begin, count in pairs for token in token_ids[begin : begin + count]]
+        if failed:
             token_ids = [max(0, token) for token in token_ids]
-        chosen = None
-        if self._logprobs is not None:
-            chosen = logprobs.to_rows(self._logprobs, *self._asked)
-        return StepResult(token_ids, chosen, failed)
+        return StepResult(token_ids, chosen, failed, emitted)
 
+    # -- on the device -----------------------------------------------------------------------------------------------
 
-def draw(ops: Ops, logits: torch.Tensor, batch: Batch, slots: Slots) -> StepDraws:
-    """Draw a token for every sampling row of the step. logits [N, V] in the order of `batch.sample_rows`."""
-    if batch.columns is None:
-        raise RuntimeError("sampling decides on the host which features a step needs: it wants the step's columns")
-    rows = batch.columns.sample_rows
-    slot_numbers = batch.columns.row_slot[rows]
-    needs = slots.needs(slot_numbers, batch.columns.row_len[rows])
-    wanted = np.flatnonzero(slots.host_logprobs[slot_numbers] >= 0) if needs & LOGPROBS else ()
-    kept = None
-    if len(wanted):  # before the sampler changes the logits
-        kept = logits.index_select(0, torch.from_numpy(wanted).to(logits.device))
-    ids = ops.sample(logits, slots, batch.sample_slots, batch.sample_positions, needs)
-    draws = StepDraws(ids, rows)
-    if kept is not None:
-        counts = slots.host_logprobs[slot_numbers][wanted].tolist()
-        chosen = ids.index_select(0, torch.from_numpy(wanted).to(ids.device))
-        draws.add_logprobs(logprobs.compute(kept, chosen, max(counts)), rows[wanted].tolist(), counts)
-    return draws
+    @torch.inference_mode()
+    def _draw(self, words: bytearray | None = None) -> None:
+        slots, batch, logits = self._slots, self._batch, self._logits
+        if logits is None or batch.columns is None:
+            raise RuntimeError("a step without logits or columns draws nothing")
+        self._logits = None
+        rows = batch.columns.row_slot[batch.columns.sample_rows]
+        needs = slots.needs(rows, batch.columns.sample_positions)
+        kept = None
+        if needs & LOGPROBS:  # before masks and the sampler change the logits
+            self._asked = np.flatnonzero(slots.host_logprobs[rows] >= 0)
+            self._counts = slots.host_logprobs[rows][self._asked].tolist()
+            kept = logits[torch.from_numpy(self._asked).to(logits.device)]
+        if words is not None:
+            masks.apply(logits, self._plan.masked, words)
+        sent: list[torch.Tensor] = []
+        if self._has_drafts:  # before the draws overwrite them
+            sent.append(slots.tokens[batch.sample_slots.long(), batch.sample_positions.long()])
+        ids = self._ops.sample(logits, slots, batch.sample_slots, batch.sample_positions, needs)
+        sent.insert(0, ids)
+        if kept is not None:
+            chosen = ids[torch.from_numpy(self._asked).to(ids.device)]
+            sent += logprobs.compute(kept, chosen, max(self._counts))
+        self.send(sent)
+
+    def send(self, tensors: list[torch.Tensor]) -> None:
+        """Start the copies to the host; on a CPU there is nothing to copy."""
+        self._sent = tensors
+        if tensors[0].is_cuda:
+            self._sent = [_to_pinned(tensor) for tensor in tensors]
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    # -- on the host -------------------------------------------------------------------------------------------------
+
+    @property
+    def _has_drafts(self) -> bool:
+        return bool(self._plan.num_drafts) and any(self._plan.num_drafts)
+
+    def _first_draws(self) -> np.ndarray:
+        """Index of the first draw of each sampling row."""
+        rows = self._batch.columns.sample_rows
+        return np.flatnonzero(np.diff(rows, prepend=-1))
+
+    def _verify(self, token_ids: list[int]) -> list[int] | None:
+        """Tokens that each sampling row gives: guesses confirmed, and the first draw that differs from its guess."""
+        if not self._has_drafts:
+            return None
+        guesses = self._sent[1].tolist()
+        first = self._first_draws().tolist()
+        emitted = []
+        for begin, end in zip(first, [*first[1:], len(token_ids)], strict=True):
+            count = 1
+            while begin + count < end and token_ids[begin + count - 1] == guesses[begin + count - 1]:
+                count += 1
+            emitted.append(count)
+        return emitted
+
+    def _failed(self, token_ids: list[int], emitted: list[int] | None) -> dict[int, str] | None:
+        if not token_ids or min(token_ids) >= 0:
+            return None
+        rows = self._batch.columns.sample_rows.tolist()
+        counted = range(len(rows)) if emitted is None else self._emitted_draws(emitted)
+        return {rows[draw]: NOT_FINITE for draw in counted if token_ids[draw] < 0} or None
+
+    def _emitted_draws(self, emitted: list[int]) -> list[int]:
+        pairs = zip(self._first_draws().tolist(), emitted, strict=True)
+        return [begin + index for begin, count in pairs for index in range(count)]
+
+    def _logprobs(self, emitted: list[int] | None) -> dict[int, list[TokenLogprobs]]:
+        columns = self._batch.columns
+        values = logprobs.DeviceLogprobs(*self._sent[-len(logprobs.DeviceLogprobs._fields) :])
+        live = None if emitted is None else set(self._emitted_draws(emitted))
+        rows: dict[int, list[TokenLogprobs]] = {}
+        for draw, item in zip(self._asked.tolist(), logprobs.to_host(values, self._counts), strict=True):
+            if live is None or draw in live:
+                rows.setdefault(int(columns.sample_rows[draw]), []).append(item)
+        return rows
 
 
 def _to_pinned(tensor: torch.Tensor) -> torch.Tensor:

@@ -16,7 +16,7 @@ from collections.abc import Sequence as SequenceOf
 import numpy as np
 import torch
 
-from inferengine.core.plan import BlockUpdates, SlotInit
+from inferengine.core.plan import BlockUpdates, SlotInit, TokenWrites
 from inferengine.kernels.reference_sampling import ALLOWED, BIAS, FILTER, LOGPROBS, MIN_TOKENS, PENALTY, RANDOM
 
 _FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
@@ -80,6 +80,13 @@ class Slots:
                 packed = self._upload(np.array([update.slots, update.indices, update.block_ids], dtype=np.int32))
                 places = packed[:2].long()
                 table[places[0], places[1]] = packed[2]
+
+    def write_tokens(self, writes: TokenWrites | None) -> None:
+        """Tokens that only the host knows: guesses, and what a grammar forces."""
+        if writes is not None and writes.slots:
+            packed = self._upload(np.array([writes.slots, writes.positions, writes.token_ids], dtype=np.int32))
+            places = packed[:2].long()
+            self.tokens[places[0], places[1]] = packed[2]
 
     def admit(self, admitted: list[SlotInit]) -> None:
         """Fill the slots of newly admitted (or resumed) sequences: a handful of copies for all of them together."""
