@@ -2,14 +2,17 @@
 
 A STEP's way is measured whole: news posted by another thread, eventfd, logs, columns, msgpack, the ROUTER's send, and
 the CREDIT that comes back. Steady: the same sequences at every step. Turnover: at each step one ends and one begins.
+Steps come back to back (gap 0, caches warm) or some milliseconds apart as from a device, each with cold caches.
 
-python benchmarks/wire.py [--sequences 1 64 256 1024] [--peers 1] [--steps 2000] [--json FILE]
+python benchmarks/wire.py [--sequences 1 64 256 1024] [--peers 1] [--gap-ms 0 1] [--steps 2000] [--json FILE]
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+import multiprocessing
 import platform
 import secrets
 import statistics
@@ -17,6 +20,7 @@ import tempfile
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import zmq
 
@@ -35,30 +39,21 @@ from inferengine.wire import codec, sockets
 from inferengine.wire.messages import Credit, Hello, Step
 
 WINDOW = 64
+AHEAD = 16  # steps posted and not yet published, back to back
 
 
-class Reader(threading.Thread):
-    """A peer that decodes nothing but the sequence number and gives credit as clients do."""
-
-    def __init__(self, address: str) -> None:
-        super().__init__(daemon=True)
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._socket = sockets.client_dealer(self._context, secrets.token_hex(4).encode())
-        self._socket.connect(address)
-        self._socket.send_multipart(codec.encode(Hello()))
-        self.num_tokens = 0
-
-    def run(self) -> None:
-        seq = 0
-        while True:
-            message = codec.decode(self._socket.recv_multipart())
-            if isinstance(message, Step):
-                self.num_tokens += len(message.tokens)
-                seq += 1
-                if seq % (WINDOW // 2) == 0:
-                    self._socket.send_multipart(codec.encode(Credit(message.seq)))
-            else:
-                return
+def read(address: str, num_tokens: Any) -> None:
+    """A peer in a process of its own: decodes every STEP and gives credit as clients do."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    socket = sockets.client_dealer(context, secrets.token_hex(4).encode())
+    socket.connect(address)
+    socket.send_multipart(codec.encode(Hello()))
+    while True:
+        message = codec.decode(socket.recv_multipart())
+        if isinstance(message, Step):
+            num_tokens.value += len(message.tokens)
+            if message.seq % (WINDOW // 2) == 0:
+                socket.send_multipart(codec.encode(Credit(message.seq)))
 
 
 def finished_row(uid: int) -> Finished:
@@ -84,11 +79,13 @@ class Bench:
         self.next_uid = 1
         self.uids: list[int] = []
         self.wire.start(self.receive, self.tick)
-        self.readers = [Reader(address) for _ in range(num_peers)]
-        while len(self.peers) < num_peers:
-            time.sleep(0.01)
+        spawn = multiprocessing.get_context("spawn")
+        self.counts = [spawn.Value("q", 0, lock=False) for _ in range(num_peers)]
+        self.readers = [spawn.Process(target=read, args=(address, count), daemon=True) for count in self.counts]
         for reader in self.readers:
             reader.start()
+        while len(self.peers) < num_peers:
+            time.sleep(0.01)
         self.run(self.fill)
 
     def receive(self, frames: list[bytes], now: float) -> None:
@@ -122,12 +119,12 @@ class Bench:
         self.outbox.subscribe(peer, submission, uid, (), "tokens")
         self.uids.append(uid)
 
-    def measure(self, num_steps: int, *, turnover: bool) -> dict[str, float]:
-        """Microseconds of the I/O thread's CPU time per step; steps come one millisecond apart, as from a fast GPU."""
+    def measure(self, num_steps: int, *, turnover: bool, gap_ms: float) -> dict[str, float]:
+        """Microseconds of the I/O thread's CPU time per step."""
         clocks: list[float] = []
         parts: list[float] = []
-        layout = 1
-        sent_before = sum(reader.num_tokens for reader in self.readers)
+        layout = -1 - 2 * num_steps * turnover
+        sent_before = self.num_delivered
 
         def publish(output: StepOutput) -> None:
             begin = time.thread_time()
@@ -146,24 +143,35 @@ class Bench:
             if turnover:
                 self.uids.pop(0)
             self.wire.call(lambda output=output: publish(output))  # type: ignore[misc]
-            time.sleep(0.001)
+            if gap_ms:
+                time.sleep(gap_ms / 1e3)
+            else:
+                while len(parts) < step - AHEAD:
+                    time.sleep(0.0002)
         self.run(lambda: clocks.append(time.thread_time()))
         deadline = time.monotonic() + 5
         expected = sent_before + num_steps * (self.num_sequences + turnover)
-        while sum(reader.num_tokens for reader in self.readers) < expected and time.monotonic() < deadline:
+        while self.num_delivered < expected and time.monotonic() < deadline:
             time.sleep(0.01)
         return {
             "sequences": self.num_sequences,
             "peers": len(self.readers),
             "turnover": turnover,
+            "gap_ms": gap_ms,
             "steps": num_steps,
-            "tokens_delivered": sum(reader.num_tokens for reader in self.readers) - sent_before,
+            "tokens_delivered": self.num_delivered - sent_before,
             "thread_us_per_step": round((clocks[1] - clocks[0]) / num_steps * 1e6, 1),
             "publish_us_median": round(statistics.median(parts) * 1e6, 1),
             "publish_us_p99": round(sorted(parts)[int(len(parts) * 0.99)] * 1e6, 1),
         }
 
+    @property
+    def num_delivered(self) -> int:
+        return sum(count.value for count in self.counts)
+
     def close(self) -> None:
+        for reader in self.readers:
+            reader.terminate()
         self.wire.stop()
 
 
@@ -171,6 +179,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--sequences", type=int, nargs="+", default=[1, 64, 256, 1024])
     parser.add_argument("--peers", type=int, nargs="+", default=[1])
+    parser.add_argument("--gap-ms", type=float, nargs="+", default=[0.0, 1.0])
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
@@ -178,10 +187,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="ie-") as folder:
         for num_peers in arguments.peers:
             for num_sequences in arguments.sequences:
-                for turnover in (False, True):
+                for turnover, gap_ms in itertools.product((False, True), arguments.gap_ms):
                     bench = Bench(folder, num_sequences, num_peers)
-                    bench.measure(50, turnover=False)
-                    rows.append(bench.measure(arguments.steps, turnover=turnover))
+                    bench.measure(50, turnover=False, gap_ms=gap_ms)
+                    rows.append(bench.measure(arguments.steps, turnover=turnover, gap_ms=gap_ms))
                     bench.close()
                     print(rows[-1], flush=True)
     if arguments.json:

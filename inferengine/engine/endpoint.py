@@ -33,10 +33,13 @@ class Endpoint:
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.router = sockets.engine_router(self.context, config.wire.max_message_bytes)
         self.publisher = sockets.engine_publisher(self.context)
+        self.replay = sockets.replay_router(self.context) if config.cache.events else None
         try:
             for address in self.addresses:
                 _bind(self.router, address)
                 _bind(self.publisher, sockets.default_status_address(address))
+            if self.replay is not None:
+                _bind(self.replay, sockets.replay_address(self.addresses[0]))
         except AddressTaken:
             self.context.destroy(linger=0)
             raise
@@ -45,7 +48,7 @@ class Endpoint:
         """What has not been sent after `linger_ms` is lost."""
         self.context.destroy(linger=linger_ms)
         for address in self.addresses:
-            for bound in (address, sockets.default_status_address(address)):
+            for bound in (address, sockets.default_status_address(address), sockets.replay_address(address)):
                 if bound.startswith("ipc://"):
                     with contextlib.suppress(OSError):
                         os.unlink(bound.removeprefix("ipc://"))
@@ -54,7 +57,7 @@ class Endpoint:
 def _check(key: str, address: str) -> None:
     if address.startswith("ipc://"):
         path = address.removeprefix("ipc://")
-        if len(os.fsencode(f"{path}.status")) > LONGEST_UNIX_PATH:
+        if len(os.fsencode(f"{path}.replay")) > LONGEST_UNIX_PATH:
             raise ConfigError(
                 key, f"a unix socket's path has at most {LONGEST_UNIX_PATH - 7} bytes: choose a shorter one"
             )
@@ -64,8 +67,8 @@ def _check(key: str, address: str) -> None:
     if not address.startswith("tcp://"):
         raise ConfigError(key, "must begin with ipc:// or tcp://")
     host, _, port = address.removeprefix("tcp://").rpartition(":")
-    if not port.isdigit() or not 0 < int(port) < 65535:
-        raise ConfigError(key, "must be tcp://HOST:PORT with a port from 1 to 65534")
+    if not port.isdigit() or not 0 < int(port) < 65534:
+        raise ConfigError(key, "must be tcp://HOST:PORT with a port from 1 to 65533")
     if not _is_loopback(host):
         raise ConfigError(key, "without encryption only a loopback address may be bound: use 127.0.0.1 or ipc://")
 

@@ -99,6 +99,7 @@ class EngineService:
         self.switchboard.link = self.link
         self._reports = Reports(config, self.lifecycle, card, self.outbox, self.telemetry)
         self._kv_publisher = KVPublisher(config.engine.name, card.name, self._wire.publish)
+        self._wire.replay_batches = self._kv_publisher.replay
         self.switchboard.admin_ops = self._admin_ops()
         self._status_due_s = 0.0
         self._loop_thread = threading.Thread(target=self._run_loop, name="inferengine-loop", daemon=True)

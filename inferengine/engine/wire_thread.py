@@ -43,6 +43,7 @@ class WireThread:
         self._lock = threading.Lock()  # guards the descriptor, which other threads write to
         self._receive: Callable[[list[bytes], float], None] = lambda frames, now: None
         self._tick: Callable[[float], float] = lambda now: now + TICK_S
+        self.replay_batches: Callable[[int], list[tuple[int, bytes]]] = lambda start: []
         self.on_crash: Callable[[BaseException], None] = lambda error: None
 
     def start(self, receive: Callable[[list[bytes], float], None], tick: Callable[[float], float]) -> None:
@@ -83,6 +84,19 @@ class WireThread:
         self.call(self._stop)
         self._thread.join(timeout_s)
 
+    def _replay(self, replay: zmq.Socket[bytes]) -> None:
+        """`[peer, empty, first number]`: the batches of KV events from there on, then the number -1."""
+        frames = replay.recv_multipart(zmq.NOBLOCK)
+        if len(frames) != 3 or len(frames[2]) != 8:
+            return
+        batches = self.replay_batches(int.from_bytes(frames[2], "big", signed=True))
+        try:
+            for number, payload in [*batches, (-1, b"")]:
+                answer = [frames[0], b"", number.to_bytes(8, "big", signed=True), payload]
+                replay.send_multipart(answer, zmq.NOBLOCK)
+        except zmq.ZMQError:
+            logger.warning("a router that asked for KV events does not read them")
+
     def _stop(self) -> None:
         self._stopping = True
 
@@ -106,17 +120,22 @@ class WireThread:
         poller = zmq.Poller()
         poller.register(router, zmq.POLLIN)
         poller.register(self._wake_fd, zmq.POLLIN)
+        replay = self._endpoint.replay
+        if replay is not None:
+            poller.register(replay, zmq.POLLIN)
         due_s = clock()
         waiting = False
         while not self._stopping:
             wait_s = 0.0 if waiting or self._calls else max(0.0, due_s - clock())
-            for source, _ in poller.poll(math.ceil(wait_s * 1e3)):
-                if source == self._wake_fd:
-                    os.eventfd_read(self._wake_fd)
+            ready = dict(poller.poll(math.ceil(wait_s * 1e3)))
+            if self._wake_fd in ready:
+                os.eventfd_read(self._wake_fd)
             while self._calls:
                 self._calls.popleft()()
-            waiting = True
-            for _ in range(MESSAGES_PER_TURN):
+            if replay is not None and replay in ready:
+                self._replay(replay)
+            waiting = router in ready
+            for _ in range(MESSAGES_PER_TURN if waiting else 0):
                 if not sockets.readable(router):
                     waiting = False
                     break

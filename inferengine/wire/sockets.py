@@ -15,7 +15,8 @@ from typing import cast
 import zmq
 
 HIGH_WATER_MARK = 4096  # messages per peer and direction
-STATUS_HIGH_WATER_MARK = 64
+STATUS_HIGH_WATER_MARK = 1024
+REPLAY_HIGH_WATER_MARK = 20_000
 LINGER_MS = 2000
 HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS, HEARTBEAT_TTL_MS = 2000, 6000, 10_000
 RECONNECT_MS, RECONNECT_MAX_MS = 50, 1000
@@ -44,6 +45,16 @@ def engine_publisher(context: zmq.Context[zmq.Socket[bytes]]) -> zmq.Socket[byte
     publisher.setsockopt(zmq.SNDHWM, STATUS_HIGH_WATER_MARK)
     publisher.setsockopt(zmq.LINGER, 0)
     return publisher
+
+
+def replay_router(context: zmq.Context[zmq.Socket[bytes]]) -> zmq.Socket[bytes]:
+    """The engine's ROUTER for KV events asked for again."""
+    router = context.socket(zmq.ROUTER)
+    _keep_alive(router)
+    router.setsockopt(zmq.SNDHWM, REPLAY_HIGH_WATER_MARK)
+    router.setsockopt(zmq.MAXMSGSIZE, 64)
+    router.setsockopt(zmq.LINGER, 0)
+    return router
 
 
 def client_dealer(context: zmq.Context[zmq.Socket[bytes]], routing_id: bytes) -> zmq.Socket[bytes]:
@@ -90,10 +101,19 @@ def readable(socket: zmq.Socket[bytes]) -> bool:
 
 def default_status_address(address: str) -> str:
     """Where the PUB of the engine at `address` is: `<address>.status`, over TCP the next port."""
+    return _beside(address, "status", 1)
+
+
+def replay_address(address: str) -> str:
+    """Where KV events are replayed: `<address>.replay`, over TCP the next port but one."""
+    return _beside(address, "replay", 2)
+
+
+def _beside(address: str, suffix: str, offset: int) -> str:
     if address.startswith("tcp://"):
         host, _, port = address.rpartition(":")
-        return f"{host}:{int(port) + 1}"
-    return f"{address}.status"
+        return f"{host}:{int(port) + offset}"
+    return f"{address}.{suffix}"
 
 
 def _keep_alive(socket: zmq.Socket[bytes]) -> None:

@@ -142,6 +142,27 @@ def test_a_prompt_larger_than_the_pool_is_refused_at_once_and_blocks_nobody(conn
         check_idle(engine)
 
 
+def test_demand_above_the_pool_finishes_every_request(connect: Connect) -> None:
+    capacity = small_capacity(num_blocks=12)  # 192 tokens, of which each request wants 60
+    with run_service(lambda: SimulatedExecutor(capacity)) as engine:
+        peer = connect(engine)
+        for stream in range(1, 31):
+            peer.submit(stream, max_tokens=50, prompt=[stream] * 10)
+        collected = peer.collect(set(range(1, 31)))
+        assert {len(tokens) for tokens in collected.tokens.values()} == {50}
+        assert {rows[0].reason for rows in collected.done.values()} == {"length"}
+        assert engine.core is not None
+        assert engine.core.scheduler.stats.num_preemptions > 0
+        check_idle(engine)
+
+
+def test_top_k_zero_and_minus_one_mean_off(engine: EngineService, connect: Connect) -> None:
+    peer = connect(engine)
+    peer.submit(1, params={"top_k": 0})
+    peer.submit(2, params={"top_k": -1})
+    assert {rows[0].reason for rows in peer.collect({1, 2}).done.values()} == {"length"}
+
+
 def test_a_full_queue_is_refused_with_a_time_to_come_back(connect: Connect) -> None:
     slow = SimulatedExecutor(small_capacity(max_num_seqs=1), step_s=0.05)
     with run_service(lambda: slow, scheduler={"max_queued_requests": 2}) as engine:

@@ -1,0 +1,101 @@
+"""KV events as cache-aware routers read them: vLLM's frames, numbers without a gap, replay from any of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import msgpack
+import pytest
+import zmq
+
+from inferengine.engine.service import EngineService
+from inferengine.wire import sockets
+from inferengine.wire.messages import Admin, AdminReply
+from tests.engine.builders import address_of, run_service
+from tests.engine.conftest import Connect
+
+END = (-1).to_bytes(8, "big", signed=True)
+PROMPT = list(range(40))
+
+
+@pytest.fixture
+def publishing() -> Iterator[EngineService]:
+    with run_service(cache={"events": True}) as service:
+        yield service
+
+
+@pytest.fixture
+def context() -> Iterator[zmq.Context[zmq.Socket[bytes]]]:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    yield context
+    context.destroy(linger=0)
+
+
+def replayed(context: zmq.Context[zmq.Socket[bytes]], engine: EngineService, start: int) -> list[tuple[int, Any]]:
+    """Batches from `start` on, as a router asks for them."""
+    with context.socket(zmq.DEALER) as asker:
+        asker.connect(sockets.replay_address(address_of(engine)))
+        asker.send_multipart([b"", start.to_bytes(8, "big")])
+        batches: list[tuple[int, Any]] = []
+        while asker.poll(5000):
+            empty, number, payload = asker.recv_multipart()
+            assert empty == b""
+            if number == END:
+                return batches
+            batches.append((int.from_bytes(number, "big"), msgpack.unpackb(payload)))
+    raise AssertionError("the replay never ended")
+
+
+def test_stored_blocks_are_published_with_their_tokens_and_parents(
+    publishing: EngineService, connect: Connect, context: zmq.Context[zmq.Socket[bytes]]
+) -> None:
+    with context.socket(zmq.SUB) as subscriber:
+        subscriber.setsockopt(zmq.SUBSCRIBE, b"kv@")
+        subscriber.connect(sockets.default_status_address(address_of(publishing)))
+        peer = connect(publishing)
+        stored: dict[bytes, list[Any]] = {}
+        stream = 0
+        while len(stored) < 2:  # a subscriber that has just connected may miss the first
+            peer.send(Admin("flush", 1))
+            peer.expect(AdminReply)
+            stream += 1
+            peer.submit(stream, prompt=PROMPT)
+            peer.collect({stream})
+            while subscriber.poll(50):
+                topic, number, payload = subscriber.recv_multipart()
+                assert topic == b"kv@engine@simulated"
+                assert len(number) == 8
+                _time, events, _rank = msgpack.unpackb(payload)
+                for event in events:
+                    if event[0] == "BlockStored":
+                        stored[event[1][0]] = event
+    first, second = sorted(stored.values(), key=lambda event: event[2] is not None)[:2]
+    assert (first[2], first[3], first[4]) == (None, PROMPT[:16], 16)
+    assert (second[2], second[3]) == (first[1][0], PROMPT[16:32])
+
+
+def test_what_was_missed_is_replayed_from_a_number(
+    publishing: EngineService, connect: Connect, context: zmq.Context[zmq.Socket[bytes]]
+) -> None:
+    peer = connect(publishing)
+    for stream in (1, 2):
+        peer.submit(stream, prompt=[stream] * 40)
+        peer.collect({stream})
+    peer.send(Admin("flush", 1))
+    peer.expect(AdminReply)
+    peer.submit(3, prompt=[3] * 40)
+    peer.collect({3})
+    batches = replayed(context, publishing, 0)
+    assert [number for number, _ in batches] == list(range(len(batches)))
+    assert "AllBlocksCleared" in {event[0] for _, (_, events, _) in batches for event in events}
+    assert replayed(context, publishing, len(batches) - 1) == batches[-1:]
+    assert replayed(context, publishing, 10**6) == []
+
+
+def test_without_the_switch_nothing_is_recorded(engine: EngineService, connect: Connect) -> None:
+    peer = connect(engine)
+    peer.submit(1, prompt=PROMPT)
+    peer.collect({1})
+    assert engine.core is not None
+    assert engine.core.scheduler.kv.events is None
