@@ -151,7 +151,7 @@ def messages_of(exchange: Exchange) -> list[Message]:
 
 def grade(exchange: Exchange, answer: str, ended: bool) -> bool:
     """An answer must end by itself and hold what the exchange requires: JSON equal field by field, the result as the
-    last number of a sum, every required word of a fact, the hero of a story in at least three sentences."""
+    last number of a sum, every required word of a fact, the hero of a story in at least four sentences."""
     if not ended:
         return False
     if exchange.category == "extraction":
@@ -162,7 +162,7 @@ def grade(exchange: Exchange, answer: str, ended: bool) -> bool:
     if exchange.category == "arithmetic" and re.fullmatch(r"-?\d+", exchange.required[0]):
         numbers = _NUMBER.findall(answer.replace(" - ", " "))
         return bool(numbers) and numbers[-1] == exchange.required[0]
-    if exchange.category == "story" and len(re.findall(r"[.!?]", answer)) < 3:
+    if exchange.category == "story" and len(re.findall(r"[.!?]", answer)) < 4:
         return False
     return all(_holds(answer, word) for word in exchange.required)
 

@@ -21,6 +21,7 @@ import torch
 from tokenizers import Tokenizer
 
 from . import checkpoint, corpus, evaluation
+from . import report as pages
 from .network import DRAFT, MODEL, Network
 from .packing import Batches, Rows
 from .training import Plan, distillation_loss, likelihood_loss, train
@@ -99,6 +100,8 @@ def main(words: list[str]) -> int:
     path = options.out / "embedded" / "evaluation.json"
     path.write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n")
     _show(report, say)
+    if options.out == ASSETS:
+        pages.write(ASSETS, ASSETS.parents[1] / "docs" / "models.md")
     say(f"wrote {options.out / 'embedded'} and {options.out / 'embedded-draft'}")
     return 0
 

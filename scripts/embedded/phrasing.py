@@ -1,6 +1,5 @@
 """How people type: greetings before the question, politeness after it, lost capitals and full stops, slips of keys."""
 
-# ruff: noqa: E501  (patterns stay on one line)
 from __future__ import annotations
 
 from random import Random

@@ -1,5 +1,6 @@
 """Texts without roles, so that a plain completion goes on sensibly: stories, questions with answers, articles, sums."""
 
+# ruff: noqa: E501  (patterns stay on one line)
 from __future__ import annotations
 
 from random import Random

@@ -3,9 +3,8 @@
 # ruff: noqa: E501  (patterns stay on one line)
 from __future__ import annotations
 
-CHATS: tuple[tuple[tuple[str, str], ...], ...] = tuple(
-    (("user", text),)
-    for text in (
+CHATS: tuple[tuple[tuple[str, str], ...], ...] = (
+    *((("user", text),) for text in (
         "Hello!", "hi", "who are you", "what can you do?", "What is a KV cache and why do I need it?", "whats continuous batching",
         "explain paged attention please", "how does speculative decoding work", "What port does the http server listen on?",
         "how do i start the server", "how can I use curl to get a completion?", "what is SUBMIT", "what does STEP carry",
@@ -18,8 +17,7 @@ CHATS: tuple[tuple[tuple[str, str], ...], ...] = tuple(
         "What is the difference between latency and throughput?", "Anna has 5 apples and buys 7 more. How many apples does she have?",
         "How many legs does a spider have?", "Why is the sky blue?", "What is love?", "thanks", "asdf", "Explain quantum physics.",
         "Write a poem about the sea.", "Can you help me with my homework?",
-    )
-) + (
+    )),
     (("user", "My name is Robin."), ("assistant", "Nice to meet you, Robin!"), ("user", "What's my name?")),
     (("user", "What is 5 + 6?"), ("assistant", "5 + 6 = 11."), ("user", "times 2?")),
     (("system", "You are Ada, a helpful assistant."), ("user", "Who are you?")),

@@ -33,26 +33,8 @@ PLACES = (
 )  # fmt: skip
 TRAITS = ("small", "young", "curious", "shy", "brave", "kind", "clever", "cheerful", "quiet", "lonely", "gentle", "proud",
           "patient", "sleepy", "restless", "stubborn", "little", "clumsy", "dreamy", "careful")  # fmt: skip
-HELPERS = tuple(
-    [
-        "owl",
-        "mouse",
-        "turtle",
-        "sparrow",
-        "beaver",
-        "bee",
-        "frog",
-        "deer",
-        "crow",
-        "hedgehog",
-        "goat",
-        "duck",
-        "squirrel",
-        "rabbit",
-        "otter",
-        "cat",
-    ]
-)
+HELPERS = ("owl", "mouse", "turtle", "sparrow", "beaver", "bee", "frog", "deer", "crow", "hedgehog", "goat", "duck", "squirrel",
+           "rabbit", "otter", "cat")  # fmt: skip
 TREASURES = ("silver key", "red scarf", "wooden flute", "glass marble", "golden bell", "blue lantern", "old map", "little drum",
              "pocket watch", "brass compass", "paper crown", "green umbrella", "shiny button", "music box", "seashell")  # fmt: skip
 SKILLS = ("sing", "swim", "dance", "whistle", "paint", "bake bread", "play the flute", "climb", "read", "juggle", "skate",

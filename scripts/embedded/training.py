@@ -111,9 +111,8 @@ def train(
             first_step_s = time.monotonic() - started  # compiling is not training
         if step % 50 == 0 or step == 1:
             seconds = time.monotonic() - started
-            say(
-                f"step {step:5d}  {100 * progress:3.0f} %  loss {loss.item():.4f}  {tokens / seconds / 1e6:.2f} M tokens/s"
-            )
+            rate = tokens / seconds / 1e6
+            say(f"step {step:5d}  {100 * progress:3.0f} %  loss {loss.item():.4f}  {rate:.2f} M tokens/s")
     return Report(step, tokens, time.monotonic() - started, float(loss.item()))
 
 
