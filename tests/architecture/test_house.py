@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.architecture import rules
+from tests.architecture.layers import HEAVY
 
 ROOT = Path(__file__).resolve().parents[2]
 PRODUCT = rules.read_tree(ROOT, "inferengine", "frontends")
@@ -54,7 +55,7 @@ def test_every_test_can_fail() -> None:
     ],
 )
 def test_light_processes_really_load_no_heavy_library(module: str) -> None:
-    program = f"import sys, {module}\nprint(sorted(set(sys.modules) & {rules.HEAVY!r}))\nprint('zmq' in sys.modules)"
+    program = f"import sys, {module}\nprint(sorted(set(sys.modules) & {HEAVY!r}))\nprint('zmq' in sys.modules)"
     loaded, zmq = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT
     ).stdout.splitlines()

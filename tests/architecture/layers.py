@@ -1,0 +1,106 @@
+"""The parts of the house and who may import whom."""
+
+from __future__ import annotations
+
+# Who may import whom: a part may import itself and what stands here. Longest prefix wins.
+FOUNDATION = (
+    "inferengine",
+    "inferengine.errors",
+    "inferengine.config",
+    "inferengine.params",
+    "inferengine.model_folder",
+    "inferengine.structure",
+)
+LAYERS: dict[str, tuple[str, ...]] = {
+    "inferengine": ("inferengine.llm", "inferengine.params"),
+    "inferengine.llm": (
+        *FOUNDATION,
+        "inferengine.core",
+        "inferengine.engine",
+        "inferengine.engine.core",
+        "inferengine.runtime",
+        "inferengine.structured",
+        "inferengine.text",
+    ),
+    "inferengine.structure": ("inferengine.errors", "inferengine.config"),
+    "inferengine.errors": (),
+    "inferengine.config": ("inferengine.errors",),
+    "inferengine.params": ("inferengine.errors", "inferengine.config"),
+    "inferengine.model_folder": ("inferengine.errors", "inferengine.config"),
+    "inferengine.core": FOUNDATION,
+    "inferengine.wire": FOUNDATION,
+    "inferengine.text": FOUNDATION,
+    "inferengine.client": (*FOUNDATION, "inferengine.wire", "inferengine.text"),
+    "inferengine.engine.core": (*FOUNDATION, "inferengine.core"),
+    "inferengine.engine": (
+        *FOUNDATION,
+        "inferengine.core",
+        "inferengine.engine.core",
+        "inferengine.wire",
+        "inferengine.text",
+        "inferengine.structured",
+        "inferengine.runtime",
+    ),
+    "inferengine.simulation": (*FOUNDATION, "inferengine.core", "inferengine.engine.core", "inferengine.client"),
+    "inferengine.runtime": (
+        *FOUNDATION,
+        "inferengine.core",
+        "inferengine.models",
+        "inferengine.layers",
+        "inferengine.kernels",
+        "inferengine.quant",
+        "inferengine.spec",
+        "inferengine.structured",
+    ),
+    "inferengine.models": (*FOUNDATION, "inferengine.layers", "inferengine.kernels", "inferengine.quant"),
+    "inferengine.quant": (*FOUNDATION, "inferengine.layers", "inferengine.kernels"),
+    "inferengine.spec": (*FOUNDATION, "inferengine.core", "inferengine.models"),
+    "inferengine.structured": FOUNDATION,
+    "inferengine.layers": (*FOUNDATION, "inferengine.kernels"),
+    "inferengine.kernels": FOUNDATION,
+    "inferengine.cli": (*FOUNDATION, "inferengine.commands"),
+    "inferengine.commands": (
+        *FOUNDATION,
+        "inferengine.client",
+        "inferengine.wire",
+        "inferengine.text",
+        "inferengine.engine",
+        "inferengine.simulation",
+        "frontends",
+    ),
+    "inferengine.commands.plan_memory": (
+        *FOUNDATION,
+        "inferengine.commands",
+        "inferengine.models",
+        "inferengine.runtime",
+    ),
+    "frontends": (*FOUNDATION, "inferengine.client", "inferengine.wire", "inferengine.text"),
+    "frontends.common": (*FOUNDATION, "inferengine.client", "inferengine.wire", "inferengine.text"),
+    "frontends.http": (*FOUNDATION, "frontends.common", "inferengine.client", "inferengine.wire", "inferengine.text"),
+    "frontends.websocket": (
+        *FOUNDATION,
+        "frontends.common",
+        "inferengine.client",
+        "inferengine.wire",
+        "inferengine.text",
+    ),
+}
+HEAVY = {"torch", "triton", "transformers"}
+LIGHT_PARTS = (
+    "inferengine.errors",
+    "inferengine.config",
+    "inferengine.params",
+    "inferengine.model_folder",
+    "inferengine.structure",
+    "inferengine.core",
+    "inferengine.wire",
+    "inferengine.text",
+    "inferengine.client",
+    "inferengine.cli",
+    "inferengine.commands",
+    "inferengine.engine",
+    "inferengine.simulation",
+    "frontends",
+)
+# Where the engine meets the device, inside a function, once everything cheap has been checked.
+RUNTIME_DOORS = ("inferengine.engine.startup", "inferengine.commands.plan_memory")
