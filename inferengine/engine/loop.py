@@ -54,11 +54,13 @@ Command = Submit | Cancel | CancelAll | Flush | Stop
 
 
 class News(NamedTuple):
-    """What the loop posts: a step's output, when it was known, and what changed in the prefix cache."""
+    """What the loop posts: a step's output, when it was known, what changed in the prefix cache, and how many tokens
+    the step launched meanwhile computes (0: none was)."""
 
     output: StepOutput
     time_s: float
     kv_events: list[KVEvent]
+    num_scheduled_tokens: int = 0
 
 
 class EngineLoop:
@@ -163,9 +165,10 @@ class EngineLoop:
         tokens, rows, begin = stats.num_scheduled_tokens, stats.num_scheduled_rows, self._clock()
         output = core.step()
         now = self._clock()
+        num_tokens = stats.num_scheduled_tokens - tokens
         if output is not None:
-            self._publish(output, now)
-            self._measure(stats.num_scheduled_tokens - tokens, stats.num_scheduled_rows - rows, now - begin)
+            self._publish(output, now, num_tokens)
+            self._measure(num_tokens, stats.num_scheduled_rows - rows, now - begin)
         elif not core.num_in_flight and core.has_work:
             for command in self._commands(STUCK_WAIT_S):
                 self._obey(command)
@@ -215,8 +218,8 @@ class EngineLoop:
         if ended:
             self._publish(StepOutput(0, [], [], ended, -1), self._clock())
 
-    def _publish(self, output: StepOutput, now: float) -> None:
-        self._post(News(output, now, self._core.scheduler.kv.take_events()))
+    def _publish(self, output: StepOutput, now: float, num_scheduled_tokens: int = 0) -> None:
+        self._post(News(output, now, self._core.scheduler.kv.take_events(), num_scheduled_tokens))
 
     def _take_snapshot(self, now: float) -> None:
         self.snapshot = self._core.scheduler.snapshot()

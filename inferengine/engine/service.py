@@ -214,6 +214,8 @@ class EngineService:
         if self._over:
             return
         self.outbox.publish(news.output, news.time_s)
+        if news.num_scheduled_tokens:
+            self.telemetry.step_tokens.observe(news.num_scheduled_tokens)
         if news.kv_events:
             self._kv_publisher.publish(news.kv_events)
 

@@ -252,6 +252,7 @@ class TestAdmin:
         assert stats["cache"]["free_pages"] == stats["cache"]["max_pages"] == 512
         assert stats["histograms"]["time_to_first_token_seconds"]["count"] == 1
         assert stats["histograms"]["inter_token_latency_seconds"]["count"] == 6
+        assert stats["histograms"]["iteration_tokens_total"]["sum"] == 46, "all but the last token are computed"
         assert stats["finished_by_reason"] == {"length": 1}
         assert stats["config"]["cache"]["block_size"] == 16
 

@@ -1,0 +1,246 @@
+"""Cursors without sockets: what goes out in which STEP, and what an outbox keeps."""
+
+from __future__ import annotations
+
+import secrets
+
+import pytest
+
+from inferengine.core.plan import TokenLogprobs
+from inferengine.core.scheduler import StepOutput
+from inferengine.core.stopping import Finished
+from inferengine.engine.outbox import Outbox
+from inferengine.engine.output_log import Submission
+from inferengine.engine.peer import Peer, Sent
+from inferengine.engine.telemetry import Telemetry
+from inferengine.params import SamplingParams
+from inferengine.text import TextStream, Tokenizer
+from inferengine.wire import codec
+from inferengine.wire.messages import Step
+from tests.engine.builders import Collected, make_card
+
+TOKENIZER = Tokenizer.from_files(make_card().files)
+
+
+class Post:
+    """Takes what peers are sent."""
+
+    def __init__(self) -> None:
+        self.result = Sent.OK
+        self.steps: dict[bytes, list[Step]] = {}
+
+    def send(self, routing_id: bytes, frames: list[bytes]) -> Sent:
+        if self.result is Sent.OK:
+            message = codec.decode(frames)
+            assert isinstance(message, Step)
+            self.steps.setdefault(routing_id, []).append(message)
+        return self.result
+
+
+class Bench:
+    """An outbox, its post, and what a test needs to say to it."""
+
+    def __init__(self, ttl_s: float = 10.0) -> None:
+        self.post = Post()
+        self.stopped: list[int] = []
+        self.telemetry = Telemetry()
+        self.outbox = Outbox(
+            telemetry=self.telemetry, make_text=self.make_text, stop=self.stopped.append, resume_ttl_s=ttl_s
+        )
+        self.step = 0
+        self.now = 0.0
+
+    def make_text(self, submission: Submission, search: bool) -> TextStream:
+        return TextStream(TOKENIZER, stop=submission.params.stop if search else ())
+
+    def peer(self, name: bytes = b"p", window: int = 64) -> Peer:
+        return Peer(name, self.post.send, window=window, now=0.0)
+
+    def open(self, peer: Peer, uids: list[int], stream: int, reply: str = "tokens", **params: object) -> Submission:
+        submission = Submission(secrets.token_bytes(16), SamplingParams(n=len(uids), **params))  # type: ignore[arg-type]
+        self.outbox.register(submission)
+        self.outbox.open(submission, uids, self.now)
+        self.outbox.subscribe(peer, submission, stream, (), reply)
+        return submission
+
+    def publish(
+        self,
+        tokens: dict[int, list[int]],
+        *ended: Finished,
+        layout: int = 1,
+        logprobs: dict[int, list[TokenLogprobs]] | None = None,
+    ) -> None:
+        self.step += 1
+        self.now += 1.0
+        uids = [uid for uid, ids in tokens.items() for _ in ids]
+        ids = [token for ids in tokens.values() for token in ids]
+        self.outbox.publish(StepOutput(self.step, uids, ids, list(ended), layout, logprobs), self.now)
+
+    def received(self, name: bytes = b"p") -> Collected:
+        collected = Collected()
+        for step in self.post.steps.get(name, []):
+            collected.take(step)
+        return collected
+
+
+def row(uid: int, reason: str = "length", num_output: int = 1, detail: int | tuple[str, str] | None = None) -> Finished:
+    return Finished(uid, reason, detail, 3, 0, num_output, 0.1, 0.2, 0.5, "", 0)
+
+
+def test_a_step_is_one_message_per_peer() -> None:
+    bench = Bench()
+    one, two = bench.peer(b"one"), bench.peer(b"two")
+    bench.open(one, [1, 2], 10)
+    bench.open(two, [3], 10)
+    bench.publish({1: [11], 2: [12], 3: [13]})
+    assert {name: len(steps) for name, steps in bench.post.steps.items()} == {b"one": 1, b"two": 1}
+    assert bench.received(b"one").tokens == {10: [11], 11: [12]}
+    assert bench.received(b"two").tokens == {10: [13]}
+
+
+def test_the_last_token_and_the_terminal_row_come_together() -> None:
+    bench = Bench()
+    bench.open(bench.peer(), [1], 5)
+    bench.publish({1: [7]}, row(1))
+    (step,) = bench.post.steps[b"p"]
+    assert (list(step.tokens), step.done[0].stream, step.done[0].reason) == ([7], 5, "length")
+
+
+def test_several_tokens_of_a_sequence_in_one_step_keep_their_order() -> None:
+    """Speculation gives a sequence as many tokens as it guessed right."""
+    bench = Bench()
+    peer = bench.peer(window=2)
+    bench.open(peer, [1, 2], 5)
+    bench.publish({1: [1, 2, 3], 2: [4]}, layout=1)
+    bench.publish({1: [5], 2: [6, 7]}, layout=2)
+    bench.publish({1: [8, 9], 2: [10]}, layout=3)
+    bench.publish({1: [11, 12], 2: [13]}, layout=3)
+    assert len(bench.post.steps[b"p"]) == 2
+    peer.acknowledge(2)
+    bench.outbox.flush(peer, bench.now)
+    assert bench.received().tokens == {5: [1, 2, 3, 5, 8, 9, 11, 12], 6: [4, 6, 7, 10, 13]}
+
+
+def test_a_full_pipe_loses_nothing() -> None:
+    bench = Bench()
+    peer = bench.peer()
+    bench.open(peer, [1, 2], 5)
+    bench.publish({1: [1], 2: [2]})
+    bench.post.result = Sent.FULL
+    bench.publish({1: [3], 2: [4]})
+    bench.publish({1: [5], 2: [6]}, row(2))
+    bench.post.result = Sent.OK
+    bench.publish({1: [7]}, layout=2)
+    collected = bench.received()
+    assert collected.tokens == {5: [1, 3, 5, 7], 6: [2, 4, 6]}
+    assert [step.seq for step in bench.post.steps[b"p"]] == [1, 2]
+    assert len(collected.done[6]) == 1
+
+
+def test_nothing_is_sent_to_a_peer_that_is_gone_until_it_is_back() -> None:
+    bench = Bench()
+    peer = bench.peer()
+    bench.open(peer, [1], 5)
+    bench.post.result = Sent.GONE
+    bench.publish({1: [1]})
+    bench.post.result = Sent.OK
+    bench.publish({1: [2]})
+    assert bench.post.steps == {}
+    assert peer.resume(0, bench.now)
+    bench.outbox.flush(peer, bench.now)
+    assert bench.received().tokens == {5: [1, 2]}
+
+
+def test_unacknowledged_steps_are_sent_again_on_resuming() -> None:
+    bench = Bench()
+    peer = bench.peer()
+    bench.open(peer, [1], 5)
+    for token in range(5):
+        bench.publish({1: [token]})
+    bench.post.steps.clear()
+    assert peer.resume(2, bench.now)
+    peer.send_again(bench.now)
+    assert [(step.seq, list(step.tokens)) for step in bench.post.steps[b"p"]] == [(3, [2]), (4, [3]), (5, [4])]
+
+
+def test_logprobs_travel_with_their_tokens() -> None:
+    bench = Bench()
+    bench.open(bench.peer(), [1], 5, logprobs=1)
+    position = TokenLogprobs(-0.5, 1, [7], [-0.5])
+    bench.publish({1: [7]}, logprobs={1: [position]})
+    (step,) = bench.post.steps[b"p"]
+    assert step.logprobs == [(5, [[-0.5, 1, [7], [-0.5]]])]
+
+
+def test_a_stop_string_in_the_middle_of_a_step_cuts_tokens_and_logprobs() -> None:
+    bench = Bench()
+    ids = TOKENIZER.encode("ab STOP cd", add_special_tokens=False)
+    stop_at = len(TOKENIZER.encode("ab STOP", add_special_tokens=False))
+    bench.open(bench.peer(), [1], 5, reply="both", stop=("STOP",), logprobs=0)
+    rows = [TokenLogprobs(-1.0, 1, [], []) for _ in ids]
+    bench.publish({1: ids}, logprobs={1: rows})
+    assert bench.stopped == [1]
+    bench.publish({1: [3]}, layout=1)  # the core has not heard of it yet
+    bench.publish({}, row(1, "stop", len(ids) + 1))
+    collected = bench.received()
+    assert collected.text[5] == "ab "
+    assert collected.tokens[5] == ids[:stop_at]
+    assert sum(len(rows) for step in collected.steps for _, rows in step.logprobs) == stop_at
+    (done,) = collected.done[5]
+    assert (done.reason, done.detail, done.completion_tokens) == ("stop", "STOP", stop_at)
+
+
+def test_a_stop_token_has_no_text() -> None:
+    bench = Bench()
+    ids = TOKENIZER.encode("fox dog", add_special_tokens=False)
+    bench.open(bench.peer(), [1], 5, reply="text")
+    for token in ids[:-1]:
+        bench.publish({1: [token]})
+    bench.publish({1: [ids[-1]]}, row(1, "stop", len(ids)))
+    assert bench.received().text[5] == TOKENIZER.decode(ids[:-1])
+
+
+def test_what_nobody_reads_is_an_orphan_unless_it_is_detached() -> None:
+    bench = Bench()
+    peer, other = bench.peer(b"p"), bench.peer(b"q")
+    alone, shared, detached = (bench.open(peer, [uid], uid) for uid in (1, 2, 3))
+    detached.detached = True
+    bench.outbox.subscribe(other, shared, 1, (), "tokens")
+    assert bench.outbox.drop(peer) == [alone]
+    assert peer.streams == {}
+
+
+def test_finished_logs_are_forgotten_after_their_time() -> None:
+    bench = Bench(ttl_s=5.0)
+    submission = bench.open(bench.peer(), [1], 5)
+    bench.publish({1: [7]}, row(1))
+    bench.outbox.expire(bench.now + 4.0)
+    assert bench.outbox.submissions == {submission.id: submission}
+    bench.outbox.expire(bench.now + 5.0)
+    assert bench.outbox.submissions == {}
+
+
+def test_too_much_to_keep_is_forgotten_earlier(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("inferengine.engine.outbox.MAX_KEPT_TOKENS", 10)
+    bench = Bench(ttl_s=1e9)
+    peer = bench.peer()
+    for uid in range(1, 30):
+        bench.open(peer, [uid], uid)
+        bench.publish({uid: [1, 2]}, row(uid), layout=uid)
+        bench.outbox.expire(bench.now)
+    assert len(bench.outbox.submissions) == 5
+
+
+def test_gaps_between_tokens_are_counted_once_per_sequence_and_step() -> None:
+    bench = Bench()
+    peer = bench.peer()
+    bench.open(peer, [1, 2], 5)
+    bench.publish({1: [1], 2: [2]}, layout=1)
+    bench.publish({1: [1], 2: [2]}, layout=1)
+    bench.open(peer, [3], 8)
+    bench.publish({1: [1, 1], 2: [2], 3: [3]}, layout=2)
+    bench.publish({2: [2], 3: [3]}, layout=3)
+    bench.publish({1: [1], 2: [2], 3: [3]}, layout=4)
+    gaps, first = bench.telemetry.token_gap_s, bench.telemetry.first_token_s
+    assert first.count == 3
+    assert (gaps.count, gaps.sum) == (2 + 2 + 2 + 3, 2 * 1 + 2 * 1 + 2 * 1 + (2 * 1 + 2))

@@ -1,0 +1,47 @@
+"""Histograms as Prometheus wants them, and percentiles of what clients felt."""
+
+from __future__ import annotations
+
+from inferengine.core.stopping import Finished
+from inferengine.engine.telemetry import TOKEN_GAP_S, Histogram, Telemetry
+
+
+def test_a_sample_falls_into_the_first_bucket_that_holds_it() -> None:
+    histogram = Histogram((1.0, 2.0))
+    for value in (0.5, 1.0, 1.5, 2.0, 9.0):
+        histogram.observe(value)
+    assert histogram.to_map() == {"buckets": [1.0, 2.0], "counts": [2, 2, 1], "sum": 14.0, "count": 5}
+
+
+def test_equal_samples_are_counted_at_once() -> None:
+    histogram = Histogram((1.0,))
+    histogram.observe(0.5, 256)
+    assert (histogram.counts, histogram.sum, histogram.count) == ([256, 0], 128.0, 256)
+
+
+def test_percentiles_are_of_the_samples() -> None:
+    histogram = Histogram((1.0,))
+    assert histogram.percentiles() == {}
+    for value in range(1, 101):
+        histogram.observe(float(value))
+    assert histogram.percentiles() == {"p50": 51.0, "p95": 95.0, "p99": 99.0}
+
+
+def test_buckets_are_finer_than_ten_milliseconds_and_hold_vllms() -> None:
+    assert [bound for bound in TOKEN_GAP_S if bound < 0.01] == [0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075]
+    assert {0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 80.0} <= set(TOKEN_GAP_S)
+    assert list(TOKEN_GAP_S) == sorted(TOKEN_GAP_S)
+
+
+def test_a_finished_request_is_split_into_its_phases() -> None:
+    telemetry = Telemetry()
+    telemetry.ended(Finished(1, "length", None, 8, 0, 5, 1.0, 3.0, 7.0, "", 2), "length", 5)
+    assert (telemetry.queue_s.sum, telemetry.prefill_s.sum, telemetry.decode_s.sum) == (1.0, 2.0, 4.0)
+    assert (telemetry.token_mean_s.sum, telemetry.request_s.sum, telemetry.preemptions.sum) == (1.0, 7.0, 2.0)
+
+
+def test_a_request_that_never_ran_has_no_phases() -> None:
+    telemetry = Telemetry()
+    telemetry.ended(Finished(1, "abort", ("cancelled", ""), 8, 0, 0, None, None, 7.0, "", 0), "abort", 0)
+    assert (telemetry.queue_s.count, telemetry.decode_s.count, telemetry.request_s.count) == (0, 0, 1)
+    assert telemetry.finished == {"abort": 1}
