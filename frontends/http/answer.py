@@ -11,9 +11,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from frontends.common.errors import error_object, unexpected
+from frontends.common.errors import unexpected
 from frontends.common.generation import Generation
-from frontends.common.sse import DONE, dumps, event
+from frontends.common.sse import dumps
 from frontends.http.formats import Format
 from frontends.http.service import Call, Service
 from inferengine.errors import InferEngineError
@@ -31,14 +31,14 @@ class JsonBytes(Response):
 
 
 async def answer(
-    service: Service, request: Request, generation: Generation, format: Format, *, stream: bool, usage: bool
+    service: Service, request: Request, generation: Generation, format: Format, *, stream: bool
 ) -> Response:
     """Wait until the engine has taken the request, so that a refusal still has its HTTP status; then answer."""
     with contextlib.ExitStack() as stack:
         call = stack.enter_context(service.call(generation, request.receive))
         await generation.accepted()
         if stream:
-            return EventStream(service, generation, format, call, stack.pop_all(), usage=usage)
+            return EventStream(service, generation, format, call, stack.pop_all())
         outputs = await generation.collect()
         return JsonBytes(format.document(outputs, generation.usage()))
 
@@ -53,15 +53,12 @@ class EventStream(Response):
         format: Format,
         call: Call,
         resources: contextlib.ExitStack,
-        *,
-        usage: bool,
     ) -> None:
         self._service = service
         self._generation = generation
         self._format = format
         self._call = call
         self._resources = resources
-        self._usage = usage
         self._complete = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -85,17 +82,17 @@ class EventStream(Response):
                 if body := format.events(generation, choice, pieces):
                     await send({"type": "http.response.body", "body": body, "more_body": True})
                 if (error := pieces[-1].error) is not None:
-                    last = event({"error": error_object(generation.error or error)})
+                    last = format.failure(generation.error or error)
                     break
             else:
-                last = format.usage_event(generation.usage()) if self._usage else b""
+                last = format.end(generation)
         except InferEngineError as error:
-            last = event({"error": error_object(error)})
+            last = format.failure(error)
         except Exception:
             logger.exception("a stream failed")
-            last = event({"error": error_object(unexpected())})
+            last = format.failure(unexpected())
         self._complete = not self._call.client_gone
-        yield last + DONE
+        yield last
 
 
 def _keep_alive() -> ServerSentEvent:

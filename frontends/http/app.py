@@ -19,6 +19,7 @@ from frontends.common.errors import error_object, retry_after, unexpected
 from frontends.http import operations
 from frontends.http.answer import JsonBytes
 from frontends.http.chat import chat_completions
+from frontends.http.compatible import generate_text, infer
 from frontends.http.completions import completions
 from frontends.http.edge import Edge
 from frontends.http.metrics import HttpMetrics
@@ -35,6 +36,8 @@ ROUTES = (
     Route("/v1/completions", completions, methods=["POST"]),
     Route("/v1/chat/completions", chat_completions, methods=["POST"]),
     Route("/v1/generate", generate, methods=["POST"]),
+    Route("/generate", generate_text, methods=["POST"]),
+    Route("/infer/v1/completions", infer, methods=["POST"]),
     Route("/tokenize", tokenize, methods=["POST"]),
     Route("/detokenize", detokenize, methods=["POST"]),
     Route("/v1/models", operations.models),

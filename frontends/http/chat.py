@@ -51,7 +51,6 @@ async def chat_completions(request: Request) -> Response:
         generation,
         ChatFormat(reply, params.n),
         stream=streaming.stream,
-        usage=streaming.include_usage,
     )
 
 

@@ -49,7 +49,6 @@ async def completions(request: Request) -> Response:
         generation,
         CompletionFormat(reply, texts, num_choices),
         stream=streaming.stream,
-        usage=streaming.include_usage,
     )
 
 

@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
+from frontends.common.errors import error_object
 from frontends.common.generation import Choice, Generation, Output, Piece, Usage
-from frontends.common.sse import dumps, quote
+from frontends.common.sse import DONE, dumps, event, quote
 from frontends.http import logprobs
 from frontends.http.fields import Extras, Streaming
+from inferengine.errors import InferEngineError
 from inferengine.text import Tokenizer
 
 
@@ -32,8 +34,11 @@ class Format(Protocol):
     def events(self, generation: Generation, choice: Choice, pieces: Sequence[Piece]) -> bytes:
         """The events of these pieces, one for each that has something to say."""
 
-    def usage_event(self, usage: Usage) -> bytes:
-        """The chunk without choices that ends a stream with include_usage."""
+    def end(self, generation: Generation) -> bytes:
+        """What follows the last piece of the last choice."""
+
+    def failure(self, error: InferEngineError) -> bytes:
+        """What ends a stream that cannot go on."""
 
     def document(self, outputs: Sequence[Output], usage: Usage) -> dict[str, Any]:
         """The whole answer in one."""
@@ -58,12 +63,15 @@ class _Chunks:
         self.tail = b'],"usage":null}\n\n' if answer.streaming.include_usage else b"]}\n\n"
 
     def chunk(self, generation: Generation, choice: dict[str, Any], more: dict[str, Any]) -> bytes:
-        return self.head + dumps(choice) + self._end(generation, more)
+        return self.head + dumps(choice) + self._tail(generation, more)
 
-    def usage_event(self, usage: Usage) -> bytes:
-        return self.head + b'],"usage":' + dumps(usage_object(usage)) + b"}\n\n"
+    def end(self, generation: Generation) -> bytes:
+        """The usage in a chunk without choices, if it was asked for, and the end's mark."""
+        if not self._answer.streaming.include_usage:
+            return DONE
+        return self.head + b'],"usage":' + dumps(usage_object(generation.usage())) + b"}\n\n" + DONE
 
-    def _end(self, generation: Generation, more: dict[str, Any]) -> bytes:
+    def _tail(self, generation: Generation, more: dict[str, Any]) -> bytes:
         tail = self.tail
         if self._answer.streaming.continuous_usage:
             tail = b'],"usage":' + dumps(usage_object(generation.usage())) + b"}\n\n"
@@ -99,8 +107,11 @@ class CompletionFormat:
                 parts.append(self._event(generation, choice, piece))
         return b"".join(parts)
 
-    def usage_event(self, usage: Usage) -> bytes:
-        return self._chunks.usage_event(usage)
+    def end(self, generation: Generation) -> bytes:
+        return self._chunks.end(generation)
+
+    def failure(self, error: InferEngineError) -> bytes:
+        return event({"error": error_object(error)}) + DONE
 
     def document(self, outputs: Sequence[Output], usage: Usage) -> dict[str, Any]:
         answer = self._answer
@@ -182,8 +193,11 @@ class ChatFormat:
                 parts.append(self._event(generation, choice, piece))
         return b"".join(parts)
 
-    def usage_event(self, usage: Usage) -> bytes:
-        return self._chunks.usage_event(usage)
+    def end(self, generation: Generation) -> bytes:
+        return self._chunks.end(generation)
+
+    def failure(self, error: InferEngineError) -> bytes:
+        return event({"error": error_object(error)}) + DONE
 
     def document(self, outputs: Sequence[Output], usage: Usage) -> dict[str, Any]:
         answer = self._answer

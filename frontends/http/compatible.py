@@ -1,0 +1,112 @@
+"""Two further dialects: POST /generate, and POST /infer/v1/completions with its own events."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from frontends.common import fields
+from frontends.common.errors import as_unprocessable, error_object
+from frontends.common.generation import Choice, Generation, Output, Piece, Usage
+from frontends.common.sse import event
+from frontends.http import fields as dialect
+from frontends.http.answer import JsonBytes, answer
+from frontends.http.body import read_json
+from frontends.http.formats import usage_object
+from frontends.http.service import Service
+from inferengine.errors import InferEngineError, InvalidRequest
+
+INFER_FIELDS = frozenset({"model", "prompt", "max_tokens", "stream", "priority", "cache_salt", *dialect.SAMPLING})
+INFER_MAX_TOKENS = 128
+
+
+async def generate_text(request: Request) -> Response:
+    """POST /generate: prompt and max_tokens, both required, to the text with its prompt."""
+    service: Service = request.app.state.service
+    body = await read_json(request, service.config.http.max_body_bytes)
+    served = await service.served()
+    for name in ("prompt", "max_tokens"):
+        if body.get(name) is None:
+            raise InferEngineError("unprocessable", f"{name} is required", field=name)
+    try:
+        prompt = fields.string(body, "prompt")
+        max_tokens = fields.integer(body, "max_tokens")
+    except InvalidRequest as error:
+        raise as_unprocessable(error) from None
+    if not prompt:
+        raise InvalidRequest("prompt", "must not be empty")
+    if max_tokens is None or max_tokens <= 0:
+        raise InvalidRequest("max_tokens", "must be above 0")
+    params = dialect.read_params({**body, "n": None}, served, service.config, max_tokens=max_tokens, logprobs=None)
+    label = dialect.read_label(body, request.scope["request_id"])
+    options = dialect.read_options(body, service.config, label=label, continues_prompt=True)
+    prompt_ids = await served.encode(prompt, service.config.limits, name="prompt")
+    generation = Generation(service.engines, served.tokenizer, [prompt_ids], params, options)
+    with service.call(generation, request.receive):
+        await generation.accepted()
+        (output,) = await generation.collect()
+    return JsonBytes(
+        {
+            "request_id": label,
+            "prompt": prompt,
+            "generated_text": prompt + output.text,
+            "token_count": output.choice.num_tokens,
+            "stop_reason": output.finish_reason,
+        }
+    )
+
+
+async def infer(request: Request) -> Response:
+    """POST /infer/v1/completions: events `token`, then `done` or `error`. 422 for another model or unknown fields."""
+    service: Service = request.app.state.service
+    body = await read_json(request, service.config.http.max_body_bytes)
+    served = await service.served()
+    try:
+        for name in body:
+            if name not in INFER_FIELDS:
+                raise InvalidRequest(name[:64], "is not a field of this route")
+        if (model := fields.string(body, "model")) and model != served.name:
+            raise InvalidRequest("model", f"must be {served.name}")
+        if body.get("n") not in (None, 1):
+            raise InvalidRequest("n", "must be 1 on this route")
+        prompt = fields.string(body, "prompt")
+        if not prompt:
+            raise InvalidRequest("prompt", "is required and must not be empty")
+        stream = fields.flag(body, "stream", True)
+        max_tokens = fields.integer(body, "max_tokens", INFER_MAX_TOKENS, least=1)
+        params = dialect.read_params(body, served, service.config, max_tokens=max_tokens, logprobs=None)
+        options = dialect.read_options(body, service.config, label=request.scope["request_id"], continues_prompt=True)
+        prompt_ids = await served.encode(prompt, service.config.limits, name="prompt")
+    except InvalidRequest as error:
+        raise as_unprocessable(error) from None
+    generation = Generation(service.engines, served.tokenizer, [prompt_ids], params, options)
+    return await answer(service, request, generation, InferFormat(), stream=stream)
+
+
+class InferFormat:
+    """Its events carry one token each, the ones without text of their own included."""
+
+    def __init__(self) -> None:
+        self._finish_reason: str | None = None
+
+    def events(self, generation: Generation, choice: Choice, pieces: Sequence[Piece]) -> bytes:
+        parts = []
+        for piece in pieces:
+            self._finish_reason = piece.finish_reason
+            for place, token_id in enumerate(piece.token_ids):
+                is_last = place == len(piece.token_ids) - 1
+                parts.append(event({"token": piece.text if is_last else "", "token_id": token_id}, "token"))
+        return b"".join(parts)
+
+    def end(self, generation: Generation) -> bytes:
+        return event({"finish_reason": self._finish_reason, "usage": usage_object(generation.usage())}, "done")
+
+    def failure(self, error: InferEngineError) -> bytes:
+        return event({"error": error_object(error)}, "error")
+
+    def document(self, outputs: Sequence[Output], usage: Usage) -> dict[str, Any]:
+        (output,) = outputs
+        return {"text": output.text, "finish_reason": output.finish_reason, "usage": usage_object(usage)}
