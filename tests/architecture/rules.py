@@ -204,17 +204,27 @@ def missing_docstrings(sources: Iterable[Source]) -> list[str]:
 
 def tests_that_cannot_fail(sources: Iterable[Source]) -> list[str]:
     """Test functions without an assert, `pytest.raises`, or a call to a helper that checks: one named for it, or one of
-    the same file that can fail itself."""
+    the same file or imported from another of `sources` that can fail itself."""
+    sources = list(sources)
+    checking = {(source.module, node.name) for source in sources for node in _helpers(source) if _can_fail(node, set())}
     toothless: list[str] = []
     for source in sources:
-        functions = [node for node in ast.walk(source.tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
-        helpers = {node.name for node in functions if not node.name.startswith("test_") and _can_fail(node, set())}
+        known = {name for module, name in checking if module == source.module}
+        known |= {item.name for item in imports(source) if (item.module, item.name) in checking}
         toothless += [
             f"{source.module}:{node.lineno} {node.name}"
-            for node in functions
-            if node.name.startswith("test_") and not _can_fail(node, helpers)
+            for node in _functions(source)
+            if node.name.startswith("test_") and not _can_fail(node, known)
         ]
     return toothless
+
+
+def _functions(source: Source) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
+    return [node for node in ast.walk(source.tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+
+
+def _helpers(source: Source) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
+    return [node for node in _functions(source) if not node.name.startswith("test_")]
 
 
 def _can_fail(function: ast.AST, helpers: set[str]) -> bool:

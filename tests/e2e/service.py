@@ -114,8 +114,13 @@ class Service:
         self.wait_for(serves)
 
     def wait_idle(self) -> dict[str, Any]:
-        """Until nothing runs or waits; the figures then."""
-        self.wait_for(lambda: not self.stats()["active_requests"] and not self.stats()["waiting_requests"])
+        """Until nothing runs or waits and no KV block is held; the figures then."""
+
+        def idle() -> bool:
+            figures = self.stats()
+            return figures["active_requests"] == figures["waiting_requests"] == figures["cache"]["used_pages"] == 0
+
+        self.wait_for(idle)
         return self.stats()
 
     def stop(self) -> int:
