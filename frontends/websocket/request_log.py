@@ -23,6 +23,12 @@ class TokenStream(Protocol):
 
     async def __anext__(self) -> Delta: ...
 
+    @property
+    def num_tokens(self) -> int: ...
+
+    @property
+    def finished(self) -> bool: ...
+
     def cancel(self) -> None: ...
 
 
@@ -71,6 +77,13 @@ class ChoiceLog:
                 self._being_read.set()
                 self._being_read = None
 
+    async def catch_up(self) -> None:
+        """Take what has arrived since. Does not wait."""
+        stream = self._stream
+        has_news = stream.num_tokens > len(self.token_ids) or stream.finished
+        if has_news and self._being_read is None and self.finish is None:
+            self._append(await stream.__anext__())
+
     async def ended(self) -> Finish:
         """How it ended, once it has."""
         while self.finish is None:
@@ -103,6 +116,7 @@ class LogView:
             raise StopAsyncIteration
         await log.wait(max(start, self._cursor - 1))
         await self._brake()
+        await log.catch_up()
         stop = self._cursor if start < self._cursor <= len(log.token_ids) else len(log.token_ids)
         self._position = stop
         repeats = start < self._cursor

@@ -78,7 +78,7 @@ def open_page(chromium, server):
         context = chromium.new_context(viewport={"width": width, "height": height}, **options)
         contexts.append(context)
         page = context.new_page()
-        page.set_default_timeout(8000)
+        page.set_default_timeout(30_000)
         page.on("pageerror", lambda error: problems.append(str(error)))
         page.on("console", lambda message: _note(message, problems))
         page.goto(server.url)

@@ -23,6 +23,7 @@ from tests.frontends.websocket.scripted_engine import ScriptedEngine
 from tests.text.vocabularies import byte_level, sentencepiece
 
 TEMPLATE = "{% for message in messages %}<{{ message.role }}>{{ message.content }}\n{% endfor %}<assistant>"
+WAIT_S = 20.0  # far more than anything takes; only a failing test waits so long
 ANSWER = "The quick brown fox 🎉 jumps over 你好 the lazy dog, and then it rests. "
 
 
@@ -106,7 +107,7 @@ class Socket:
     def send_raw(self, message: str | bytes) -> None:
         self.connection.send(message)
 
-    def next(self, timeout_s: float = 5.0) -> dict[str, Any]:
+    def next(self, timeout_s: float = WAIT_S) -> dict[str, Any]:
         message = self.connection.recv(timeout_s)
         frame = msgpack.unpackb(message) if isinstance(message, bytes) else json.loads(message)
         assert isinstance(message, bytes) == self._binary
@@ -181,7 +182,7 @@ def open_socket(server: Server, *, binary: bool = False, **options: Any) -> Iter
         yield Socket(connection, binary=binary)
 
 
-def wait_until(condition: Any, timeout_s: float = 5.0) -> None:
+def wait_until(condition: Any, timeout_s: float = WAIT_S) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, "it never came true"

@@ -99,7 +99,7 @@ class ScriptedEngine:
 
     def __enter__(self) -> ScriptedEngine:
         self._thread.start()
-        assert self._bound.wait(5)
+        assert self._bound.wait(20)
         return self
 
     def __exit__(self, *_: Any) -> None:
@@ -137,7 +137,7 @@ class ScriptedEngine:
         with self._lock:
             return sum(output.ended is None for job in self._jobs.values() for output in job.outputs)
 
-    def wait_for(self, condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
+    def wait_for(self, condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
         deadline = time.monotonic() + timeout_s
         while not condition():
             assert time.monotonic() < deadline, "the engine never came there"
