@@ -21,7 +21,7 @@ SKILLS: tuple[tuple[Skill, float], ...] = (
     (memory.told, 0.05),
     (memory.passage, 0.06),
     (tasks.draw, 0.04),
-    (memory.persona, 0.03),
+    (memory.persona, 0.05),
     (knowledge.unknown, 0.035),
     (memory.untold, 0.005),
 )

@@ -9,7 +9,7 @@ from random import Random
 from .example import Exchange, Split, admits
 from .grammar import spin
 from .phrasing import as_typed
-from .words import COLOURS, FOODS, HOBBIES, JOBS, PETS, city, company, first_name, full_name
+from .words import COLOURS, FOODS, HOBBIES, JOBS, PETS, city, company, first_name, full_name, invented_name
 
 UNTOLD = "untold"
 
@@ -76,7 +76,8 @@ def _said(random: Random, text: str) -> str:
 def persona(random: Random, split: Split) -> Exchange:
     """A name or a company in the system prompt, which the answers follow."""
     while True:
-        name, employer, subject = first_name(random), company(random), random.choice(HOBBIES)
+        name = invented_name(random) if random.random() < 0.3 else first_name(random)
+        employer, subject = company(random), random.choice(HOBBIES)
         if admits(split, f"persona {name} {employer}"):
             break
     slots = {"name": name, "company": employer, "subject": subject}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import random
 from collections.abc import Iterator
 
 import numpy
@@ -26,27 +27,29 @@ _tokenizer: Tokenizer | None = None
 def pack(documents: list[tuple[list[int], list[int]]]) -> Rows:
     """Whole documents into rows, the longest first, each into the first row with room for it. A document longer than a
     row is cut at the row's end."""
-    rows: list[list[int]] = []
-    masks: list[list[int]] = []
+    rows: list[list[tuple[list[int], list[int]]]] = []
+    filled: list[int] = []
     first_open = 0
     for ids, learned in sorted(documents, key=lambda item: -len(item[0])):
         length = min(len(ids), ROW_LENGTH)
         for index in range(first_open, len(rows)):
-            if len(rows[index]) + length <= ROW_LENGTH:
+            if filled[index] + length <= ROW_LENGTH:
                 break
         else:
             rows.append([])
-            masks.append([])
+            filled.append(0)
             index = len(rows) - 1
-        rows[index] += ids[:length]
-        masks[index] += learned[:length]
-        while first_open < len(rows) and len(rows[first_open]) > ROW_LENGTH - 12:
+        rows[index].append((ids[:length], learned[:length]))
+        filled[index] += length
+        while first_open < len(rows) and filled[first_open] > ROW_LENGTH - 12:
             first_open += 1
     tokens = numpy.full((len(rows), ROW_LENGTH), PADDING_ID, numpy.uint16)
     learned_mask = numpy.zeros((len(rows), ROW_LENGTH), numpy.uint8)
-    for index, (row, mask) in enumerate(zip(rows, masks, strict=True)):
-        tokens[index, : len(row)] = row
-        learned_mask[index, : len(mask)] = mask
+    shuffle = random.Random(len(documents))
+    for index, row in enumerate(rows):
+        shuffle.shuffle(row)  # a long document first in every row would teach that what starts a context is long
+        tokens[index, : filled[index]] = [token for ids, _ in row for token in ids]
+        learned_mask[index, : filled[index]] = [mark for _, learned in row for mark in learned]
     return tokens, learned_mask
 
 

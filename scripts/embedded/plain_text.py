@@ -8,7 +8,8 @@ from random import Random
 from . import arithmetic, extraction, knowledge, memory, stories, tasks
 from .example import Exchange, Skill, Split
 from .facts import serving
-from .grammar import capitalized
+from .grammar import capitalized, spin
+from .words import FIRST_NAMES, HOBBIES, JOBS, city, first_name
 
 _ASKED: tuple[Skill, ...] = (
     knowledge.concept, knowledge.concept, knowledge.about_engine, knowledge.about_engine, knowledge.general, arithmetic.draw,
@@ -25,7 +26,11 @@ def draw(random: Random, split: Split) -> str:
     kind = random.random()
     if kind < 0.45:
         return stories.plain(random, split)
-    if kind < 0.85:
+    if kind < 0.48:
+        return _introduction(random)
+    if kind < 0.53:
+        return _dialogue(random, split)
+    if kind < 0.87:
         return _asked(random, split)
     if kind < 0.95:
         return _article(random)
@@ -37,6 +42,42 @@ def _asked(random: Random, split: Split) -> str:
     count = 1 if random.random() < 0.85 else random.choice((2, 3, 6))
     exchanges: list[Exchange] = [random.choice(_ASKED)(random, split) for _ in range(count)]
     return gap.join(form.replace("{q}", each.user).replace("{a}", each.assistant) for each in exchanges)
+
+
+def _introduction(random: Random) -> str:
+    """Somebody says who he or she is."""
+    facts = {
+        "name": first_name(random),
+        "city": city(random),
+        "job": random.choice(JOBS),
+        "hobby": random.choice(HOBBIES),
+    }
+    text = "[Hello, my|Hello! My|Hi, my|My] name is {name}. [I live in {city} and work as {a job}.|I am {a job} from {city}.] [In my free time I like {hobby}.|My hobby is {hobby}.]"
+    return spin(random, text, facts)
+
+
+def _dialogue(random: Random, split: Split) -> str:
+    """Two people meet, and one of them asks about something the other knows."""
+    first, second = random.sample(FIRST_NAMES, 2)
+    exchange = random.choice((knowledge.concept, knowledge.general, knowledge.about_engine))(random, split)
+    opening = spin(
+        random,
+        "[Hello, {second}! How are you?|Good morning, {second}.|Hi {second}, do you have a minute?]",
+        {"second": second},
+    )
+    answer = spin(
+        random, "[I am well, thank you. What can I do for you?|Good morning! How can I help?|Of course, what is it?]"
+    )
+    thanks = spin(random, "[Thank you, that helps.|Now I understand, thank you!|Thanks a lot!]")
+    lines = (
+        (first, opening),
+        (second, answer),
+        (first, exchange.user),
+        (second, exchange.assistant),
+        (first, thanks),
+        (second, "You are welcome!"),
+    )
+    return "\n".join(f"{speaker}: {line}" for speaker, line in lines)
 
 
 def _article(random: Random) -> str:

@@ -25,6 +25,7 @@ OPENINGS = (
     "{A trait} {hero} named {name} lived {place}.",
     "There was once {a hero} called {name}, who lived {place} and was very {trait}.",
     "Long ago, {a trait} {hero} named {name} lived {place}.",
+    "Long ago, {place}, there lived {a trait} {hero} named {name}.",
     "{Name} was {a trait} {hero} who lived {place}.",
     "Not so long ago, {place}, {a trait} {hero} named {name} [woke up early|looked out at the morning|was thinking about the day].",
 )

@@ -101,7 +101,7 @@ def _answers(right: dict[str, Any]) -> str:
         "## Held-out questions answered right\n"
         "Greedy, fp32, through transformers. An answer counts when it ends by itself and holds what it must: JSON equal"
         " field by field, the result as the last number of a sum, the required words of a fact, the hero of a story in at"
-        " least four sentences. Questions are drawn with repetition, so that a category with few held-out phrasings"
+        " least three sentences. Questions are drawn with repetition, so that a category with few held-out phrasings"
         " (small talk) weighs single ones heavily.\n",
         "| category | right | ended by EOS | questions |\n|---|---|---|---|",
     ]
