@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from inferengine.kernels import reference, reference_fused, reference_sampling
+from inferengine.kernels import cpu_attention, reference, reference_fused, reference_sampling
 
 
 @dataclass(frozen=True)
@@ -29,9 +29,7 @@ class Ops:
     norm_linear: Callable[..., torch.Tensor]
     linear_add: Callable[..., torch.Tensor]
     norm_gated_linear: Callable[..., torch.Tensor]
-    qkv_rope_write: Callable[..., torch.Tensor]
     prepare_attention: Callable[..., Any]
-    attention: Callable[..., torch.Tensor]
     attention_qkv: Callable[..., torch.Tensor]
     sample: Callable[..., torch.Tensor]
 
@@ -48,10 +46,8 @@ REFERENCE = Ops(
     norm_linear=reference_fused.norm_linear,
     linear_add=reference_fused.linear_add,
     norm_gated_linear=reference_fused.norm_gated_linear,
-    qkv_rope_write=reference.qkv_rope_write,
-    prepare_attention=reference.prepare_attention,
-    attention=reference.attention,
-    attention_qkv=reference_fused.attention_qkv,
+    prepare_attention=cpu_attention.prepare_attention,
+    attention_qkv=cpu_attention.attention_qkv,
     sample=reference_sampling.sample,
 )
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from inferengine.kernels import reference
@@ -34,25 +32,3 @@ def norm_gated_linear(
     """act(gate) * up of rms_norm(x), weight [2I, E] with the gate's rows first -> [T, I]."""
     act = {"silu": reference.silu_and_mul, "gelu_tanh": reference.gelu_tanh_and_mul}[activation]
     return act(norm_linear(x, gain, eps, weight, bias))
-
-
-def attention_qkv(
-    qkv: torch.Tensor,
-    q_norm: torch.Tensor | None,
-    k_norm: torch.Tensor | None,
-    eps: float,
-    cos_sin: torch.Tensor | None,
-    kv: torch.Tensor,
-    batch: Any,
-    group: int,
-    num_heads: int,
-    num_kv_heads: int,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
-) -> torch.Tensor:
-    """qkv_rope_write, then attention: packed qkv [T, (H + 2K) * D] -> [T, H * D], K and V in the cache."""
-    q = reference.qkv_rope_write(
-        qkv, q_norm, k_norm, eps, cos_sin, batch.positions, batch.slot_mapping[group], kv, num_heads, num_kv_heads
-    )
-    return reference.attention(q, kv, batch, group, scale, window, softcap)

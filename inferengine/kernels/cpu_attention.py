@@ -1,0 +1,306 @@
+"""Attention on the CPU: rotation, cache write and paged attention in vectorised torch, no loop over rows.
+
+Block-granular flash decoding (Dao et al. 2023): the keys of all decode rows are gathered at once in chunks of whole
+blocks, every (row, chunk) pair is one item of a batched matrix product, and partial results are combined by their
+log-sum-exp. Prompt tokens run in tiles of flattened queries over the keys of the rows they belong to. What depends only
+on the step (which blocks, which masks, which angles) is worked out once for all layers of a group: AttentionPlan.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch.nn import functional
+
+from inferengine.kernels.reference import rms_norm
+
+QUERY_TILE = 128  # flattened query tokens per prompt tile
+KEY_TILE = 4096  # keys at which a tile that spans several rows is closed early
+CHUNK_TOKENS = 256  # keys per decode item when rows differ much in length
+
+
+class DecodePlan(NamedTuple):
+    """Which keys the decode rows read. I items of C blocks; `rows[i]` owns item i; items of a row are neighbours."""
+
+    places: torch.Tensor  # [2 * I * K * C] rows of kv seen as [num_blocks * 2 * K, block_size * D]
+    mask: torch.Tensor  # [I * K, 1, C * block_size], 0 or -inf
+    rows: torch.Tensor | None  # [I]; None when every row is one item
+    host_rows: np.ndarray
+    row_begin: np.ndarray  # [D] first item of each row
+    gathered: torch.Tensor  # [2 * I * K * C, block_size * D] scratch shared by the layers
+    num_items: int
+
+
+class TilePlan(NamedTuple):
+    """Prompt tokens [begin, end) and the keys of their rows. `mask` [end - begin, keys] is 0 or -inf."""
+
+    begin: int
+    end: int
+    places: torch.Tensor  # [2 * K * blocks]
+    mask: torch.Tensor
+
+
+class Angles(NamedTuple):
+    """Rotation of all heads of packed qkv at once, [T, H + 2K, D] each; the values' heads are turned by nothing.
+
+    rotated = x * cos + roll(x, D / 2) * sin: the rolled head holds each element's partner.
+    """
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+
+
+class AttentionPlan:
+    """What one step and one KV group decide for all their layers."""
+
+    __slots__ = ("angles", "decode", "tiles", "written")
+
+    def __init__(self, decode: DecodePlan | None, tiles: list[TilePlan], written: torch.Tensor) -> None:
+        self.decode = decode
+        self.tiles = tiles
+        self.written = written  # [T, 2K] rows of kv seen as [.., D] that take each token's K and V
+        self.angles: dict[tuple[int, int], Angles] = {}  # by rotation table and number of heads
+
+
+def prepare_attention(batch: Any, group: int, kv: torch.Tensor, window: int | None) -> AttentionPlan:
+    """Once per step and group: which blocks each query reads, as index lists and masks."""
+    columns = batch.columns
+    if columns is None:
+        raise RuntimeError("attention on the CPU needs the step's columns on the host")
+    table = batch.block_tables[group].numpy()
+    decode = _plan_decode(columns, batch.num_decodes, table, kv, window) if batch.num_decodes else None
+    tiles = []
+    if batch.num_tokens > batch.num_decodes:
+        tiles = _plan_tiles(columns, batch.num_decodes, table, kv, window)
+    return AttentionPlan(decode, tiles, torch.from_numpy(_written(columns, table, kv)))
+
+
+def attention_qkv(
+    qkv: torch.Tensor,
+    q_norm: torch.Tensor | None,
+    k_norm: torch.Tensor | None,
+    eps: float,
+    cos_sin: torch.Tensor | None,
+    kv: torch.Tensor,
+    batch: Any,
+    group: int,
+    num_heads: int,
+    num_kv_heads: int,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> torch.Tensor:
+    """Packed qkv [T, (H + 2K) * D] -> [T, H * D], K and V of the tokens in the cache.
+
+    Optional norm of each query and key head, NeoX rotation (Su et al. 2021) by `cos_sin` [max_position, D] (cosines in
+    the first half; None: no rotation), the write to `kv` [num_blocks, 2, K, block_size, D], then attention.
+    """
+    plan: AttentionPlan = batch.plans[group]
+    head_dim = kv.shape[-1]
+    heads = qkv.view(qkv.shape[0], num_heads + 2 * num_kv_heads, head_dim)
+    if q_norm is not None and k_norm is not None:
+        gain = torch.cat((q_norm.expand(num_heads, head_dim), k_norm.expand(num_kv_heads, head_dim)))
+        heads[:, :-num_kv_heads] = rms_norm(heads[:, :-num_kv_heads], gain, eps)
+    if cos_sin is not None:
+        angles = _angles(plan, cos_sin, batch.positions, num_heads, num_kv_heads)
+        turned = torch.mul(heads, angles.cos)
+        heads = turned.addcmul_(torch.roll(heads, head_dim // 2, -1), angles.sin)
+    kv.view(-1, head_dim).index_put_((plan.written,), heads[:, num_heads:].to(kv.dtype))
+    return attention(heads[:, :num_heads].to(kv.dtype), kv, batch, group, scale, window, softcap)
+
+
+def attention(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    batch: Any,
+    group: int,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> torch.Tensor:
+    """q [T, H, D] over the paged keys of each token's row -> [T, H * D]. `window` is baked into the step's plan."""
+    plan: AttentionPlan = batch.plans[group]
+    num_tokens, num_heads, head_dim = q.shape
+    if plan.decode is not None and not plan.tiles:
+        return _decode(q, kv, plan.decode, scale, softcap)
+    out = torch.empty(num_tokens, num_heads * head_dim, dtype=q.dtype)
+    if plan.decode is not None:
+        out[: batch.num_decodes] = _decode(q[: batch.num_decodes], kv, plan.decode, scale, softcap)
+    for tile in plan.tiles:
+        out[tile.begin : tile.end] = _prompt_tile(q[tile.begin : tile.end], kv, tile, scale, softcap)
+    return out
+
+
+def _angles(
+    plan: AttentionPlan, cos_sin: torch.Tensor, positions: torch.Tensor, num_heads: int, num_kv_heads: int
+) -> Angles:
+    key = (id(cos_sin), num_heads)
+    found = plan.angles.get(key)
+    if found is None:
+        num_turned, half = num_heads + num_kv_heads, cos_sin.shape[1] // 2
+        cos, sin = cos_sin.index_select(0, positions).view(-1, 1, 2, half).unbind(2)
+        shape = (len(positions), num_turned + num_kv_heads, 2 * half)
+        found = Angles(torch.ones(shape), torch.zeros(shape))
+        found.cos[:, :num_turned, :half] = cos
+        found.cos[:, :num_turned, half:] = cos
+        torch.neg(sin.expand(-1, num_turned, -1), out=found.sin[:, :num_turned, :half])
+        found.sin[:, :num_turned, half:] = sin
+        plan.angles[key] = found
+    return found
+
+
+def _decode(q: torch.Tensor, kv: torch.Tensor, plan: DecodePlan, scale: float, softcap: float | None) -> torch.Tensor:
+    num_rows, num_heads, head_dim = q.shape
+    num_kv_heads, block_size = kv.shape[2], kv.shape[3]
+    torch.index_select(kv.view(-1, block_size * head_dim), 0, plan.places, out=plan.gathered)
+    keys, values = plan.gathered.view(2, plan.num_items * num_kv_heads, -1, head_dim).unbind(0)
+    queries = q if plan.rows is None else q.index_select(0, plan.rows)
+    queries = queries.reshape(plan.num_items * num_kv_heads, num_heads // num_kv_heads, head_dim)
+    if softcap is None:
+        scores = torch.baddbmm(plan.mask, queries, keys.transpose(1, 2), alpha=scale)
+    else:
+        scores = torch.bmm(queries, keys.transpose(1, 2)).mul_(scale / softcap).tanh_().mul_(softcap).add_(plan.mask)
+    weights = torch.softmax(scores, -1)
+    partial = torch.bmm(weights, values)
+    if plan.rows is None:
+        return partial.view(num_rows, num_heads * head_dim)
+    # log-sum-exp without another pass of exponentials: the largest weight is exp(0) / sum
+    peak = scores.amax(-1).float() - weights.amax(-1).float().log_()
+    logsumexp = peak.view(plan.num_items, num_heads).numpy()
+    top = np.maximum.reduceat(logsumexp, plan.row_begin, axis=0)
+    share = np.exp(logsumexp - top[plan.host_rows])
+    share /= np.add.reduceat(share, plan.row_begin, axis=0)[plan.host_rows]
+    partial = partial.view(plan.num_items, num_heads, head_dim).mul_(torch.from_numpy(share).unsqueeze(-1))
+    out = torch.zeros(num_rows, num_heads * head_dim, dtype=q.dtype)
+    return out.index_add_(0, plan.rows, partial.view(plan.num_items, -1))
+
+
+def _prompt_tile(
+    q: torch.Tensor, kv: torch.Tensor, tile: TilePlan, scale: float, softcap: float | None
+) -> torch.Tensor:
+    count, num_heads, head_dim = q.shape
+    num_kv_heads, block_size = kv.shape[2], kv.shape[3]
+    group_heads = num_heads // num_kv_heads
+    gathered = kv.view(-1, block_size * head_dim).index_select(0, tile.places).to(q.dtype)
+    keys, values = gathered.view(2, num_kv_heads, 1, -1, head_dim)
+    queries = q.view(count, num_kv_heads, group_heads, head_dim).permute(1, 2, 0, 3)
+    if softcap is None:
+        shape = (num_kv_heads, group_heads, -1, head_dim)
+        mixed = functional.scaled_dot_product_attention(
+            queries, keys.expand(shape), values.expand(shape), attn_mask=tile.mask.view(1, 1, count, -1), scale=scale
+        )
+    else:
+        scores = torch.matmul(queries, keys.transpose(2, 3)).mul_(scale / softcap).tanh_().mul_(softcap)
+        mixed = torch.matmul(torch.softmax(scores.add_(tile.mask), -1), values)
+    return mixed.permute(2, 0, 1, 3).reshape(count, num_heads * head_dim)
+
+
+def _plan_decode(columns: Any, count: int, table: np.ndarray, kv: torch.Tensor, window: int | None) -> DecodePlan:
+    num_kv_heads, block_size, head_dim = kv.shape[2], kv.shape[3], kv.shape[4]
+    lengths = columns.row_len[:count].astype(np.int64)
+    first_key = np.zeros_like(lengths) if window is None else np.maximum(lengths - window, 0)
+    first_block = first_key // block_size
+    num_blocks = -(-lengths // block_size) - first_block
+    longest = int(num_blocks.max())
+    chunk = longest
+    if count > 1 and count * longest > 1.25 * num_blocks.sum():  # ragged: chunks rather than padding to the longest
+        chunk = min(longest, max(1, CHUNK_TOKENS // block_size))
+    items = -(-num_blocks // chunk)
+    row_begin = np.cumsum(items) - items
+    host_rows = np.repeat(np.arange(count), items)
+    item_in_row = np.arange(len(host_rows)) - row_begin[host_rows]
+    index = (first_block[host_rows] + item_in_row * chunk)[:, None] + np.arange(chunk)  # [I, C] block within its row
+    last = first_block + num_blocks - 1
+    blocks = table[columns.row_slot[:count][host_rows][:, None], np.minimum(index, last[host_rows][:, None])]
+    keys = index[:, :, None] * block_size + np.arange(block_size)
+    hidden = (keys >= lengths[host_rows][:, None, None]) | (keys < first_key[host_rows][:, None, None])
+    mask = np.where(hidden.reshape(len(host_rows), 1, -1), np.float32(-np.inf), np.float32(0))
+    places = torch.from_numpy(_places(blocks, num_kv_heads))
+    return DecodePlan(
+        places=places,
+        mask=torch.from_numpy(np.repeat(mask, num_kv_heads, axis=0)).to(kv.dtype),
+        rows=None if len(host_rows) == count else torch.from_numpy(host_rows),
+        host_rows=host_rows,
+        row_begin=row_begin,
+        gathered=torch.empty(len(places), block_size * head_dim, dtype=kv.dtype),
+        num_items=len(host_rows),
+    )
+
+
+def _written(columns: Any, table: np.ndarray, kv: torch.Tensor) -> np.ndarray:
+    """[T, 2K] rows of kv seen as [num_blocks * 2 * K * block_size, D]: each token's keys, then its values."""
+    num_kv_heads, block_size = kv.shape[2], kv.shape[3]
+    positions = columns.positions
+    blocks = table[columns.row_slot[columns.token_row], positions // block_size].astype(np.int64)
+    first = blocks * (2 * num_kv_heads * block_size) + positions % block_size
+    return first[:, None] + np.arange(2 * num_kv_heads) * block_size
+
+
+def _places(blocks: np.ndarray, num_kv_heads: int) -> np.ndarray:
+    """Rows of kv seen as [num_blocks * 2 * K, block_size * D], ordered [K or V, item, kv head, block]."""
+    halves = np.arange(2).reshape(2, 1, 1, 1)
+    heads = np.arange(num_kv_heads).reshape(1, 1, num_kv_heads, 1)
+    return ((blocks.astype(np.int64)[None, :, None, :] * 2 + halves) * num_kv_heads + heads).reshape(-1)
+
+
+def _plan_tiles(
+    columns: Any, first_row: int, table: np.ndarray, kv: torch.Tensor, window: int | None
+) -> list[TilePlan]:
+    """Cut the prompt tokens of a step into tiles: at most QUERY_TILE queries, few keys if several rows share one."""
+    num_kv_heads, block_size = kv.shape[2], kv.shape[3]
+    tiles: list[TilePlan] = []
+    pieces: list[tuple[int, int, int]] = []  # (row, begin, end) in flattened tokens
+    num_queries = num_keys = 0
+
+    def close() -> None:
+        nonlocal num_queries, num_keys
+        if pieces:
+            tiles.append(_tile(columns, pieces, table, num_kv_heads, block_size, window, kv.dtype))
+        pieces.clear()
+        num_queries = num_keys = 0
+
+    for row in range(first_row, len(columns.row_slot)):
+        begin, row_end = int(columns.query_start[row]), int(columns.query_start[row + 1])
+        while begin < row_end:
+            if num_queries == QUERY_TILE or (pieces and num_keys + int(columns.row_len[row]) > KEY_TILE):
+                close()
+            end = min(row_end, begin + QUERY_TILE - num_queries)
+            pieces.append((row, begin, end))
+            num_queries += end - begin
+            num_keys += int(columns.row_len[row])
+            begin = end
+    close()
+    return tiles
+
+
+def _tile(
+    columns: Any,
+    pieces: list[tuple[int, int, int]],
+    table: np.ndarray,
+    num_kv_heads: int,
+    block_size: int,
+    window: int | None,
+    dtype: torch.dtype,
+) -> TilePlan:
+    blocks, keys, key_rows = [], [], []
+    for row, begin, end in pieces:
+        oldest = int(columns.positions[begin]) if window is None else max(0, int(columns.positions[begin]) - window + 1)
+        span = np.arange(
+            0 if window is None else oldest // block_size, int(columns.positions[end - 1]) // block_size + 1
+        )
+        blocks.append(table[columns.row_slot[row], span])
+        keys.append((span[:, None] * block_size + np.arange(block_size)).reshape(-1))
+        key_rows.append(np.full(len(span) * block_size, row))
+    begin, end = pieces[0][1], pieces[-1][2]
+    position, row_of = columns.positions[begin:end, None], columns.token_row[begin:end, None]
+    key = np.concatenate(keys)
+    seen = key <= position
+    if len(pieces) > 1:
+        seen &= np.concatenate(key_rows) == row_of
+    if window is not None:
+        seen &= key > position - window
+    mask = torch.from_numpy(np.where(seen, np.float32(0), np.float32(-np.inf))).to(dtype)
+    places = torch.from_numpy(_places(np.concatenate(blocks)[None], num_kv_heads))
+    return TilePlan(begin, end, places, mask)
