@@ -5,7 +5,7 @@ python -m benchmarks.simulation_accuracy --clock cpu --engine.threads 1         
 python -m benchmarks.simulation_accuracy --shape llama-3.1-8b --device cuda --cost h200-llama-3.1-8b \\
     --loads 0.5 0.9 --requests 400 --prompt-tokens uniform:128-1024 --output-tokens uniform:64-512
 
-Without --cost the cost model is measured first, in this process. Each load is a Poisson stream at that share of the
+Without --cost the cost model is measured in this process, before and after each run. Each load is a Poisson stream at that share of the
 throughput that the simulator predicts for all requests at once (load 0). The real engine is EngineCore driven by hand:
 no sockets, no second process. The figure that counts is the relative error on throughput and on the medians.
 """
@@ -27,8 +27,9 @@ from inferengine.core.executor import Capacity, Executor
 from inferengine.core.request import Request
 from inferengine.engine.core import EngineCore
 from inferengine.params import SamplingParams
-from inferengine.simulation.cost_model import DeviceProfile, load_profile
+from inferengine.simulation.cost_model import DeviceProfile, StepShape, load_profile
 from inferengine.simulation.engine import EngineOptions
+from inferengine.simulation.fitting import fit
 from inferengine.simulation.report import Recorder, distribution, interval_distribution
 from inferengine.simulation.workload import SyntheticWorkload, WorkloadOptions
 
@@ -118,12 +119,18 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     with open_executor(arguments, flags) as (executor, capacity, about):
         clock = Clock(arguments.clock)
-        if arguments.cost:
-            profile = load_profile(arguments.cost)
-        else:
-            _, found = calibrate(executor, capacity, clock, token_limit=arguments.token_limit)
-            profile = profile_of("measured here", capacity, found, about)
+        steps: list[StepShape] = []
+
+        def measure() -> DeviceProfile:
+            """The given cost model, or one from steps measured just before and just after a run: machines drift."""
+            if arguments.cost:
+                return load_profile(arguments.cost)
+            before = steps[:]
+            steps[:], _ = calibrate(executor, capacity, clock, token_limit=arguments.token_limit)
+            found = fit(before + steps)
             about["fit_median_error"] = round(found.median_error, 4)
+            return profile_of("measured here", capacity, found, about)
+
         base = WorkloadOptions(
             num_requests=arguments.requests,
             arrivals="at_once",
@@ -132,11 +139,11 @@ def main() -> None:
             max_tokens=capacity.max_model_len,
             vocab_size=capacity.vocab_size,
         )
-        most = run_virtual(profile, capacity, base)["requests_per_s"]
+        most = run_virtual(measure(), capacity, base)["requests_per_s"]
         for load in arguments.loads:
             workload = replace(base, arrivals="poisson", rate=load * most) if load else base
             real = run_real(executor, capacity, clock, workload)
-            virtual = run_virtual(profile, capacity, workload)
+            virtual = run_virtual(measure(), capacity, workload)
             rows.append({"load": load, "real": real, "simulated": virtual, "error": compare(real, virtual)})
             print(f"load {load:g}")
             for name, error in rows[-1]["error"].items():

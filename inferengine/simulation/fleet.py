@@ -74,7 +74,7 @@ class Fleet:
         self.now = 0.0
         self._options = options
         self._workload = workload
-        self._hosts = [_Host(index, VirtualEngine(options), self.recorder.intervals()) for index in range(num_engines)]
+        self.hosts = [_Host(index, VirtualEngine(options), self.recorder.intervals()) for index in range(num_engines)]
         names = [f"engine-{index}" for index in range(num_engines)]
         self.chooser = Chooser(names, choice, generator=random.Random(seed), affinity_tokens=affinity_tokens)
         self._events: list[tuple[float, int, int, Any]] = []
@@ -112,7 +112,7 @@ class Fleet:
                 continue
             self.now, _, kind, payload = heapq.heappop(events)
             handlers[kind](payload)
-        for host in self._hosts:
+        for host in self.hosts:
             self._count(host.engine)
         begin = self._first_arrival_s or 0.0
         return summarize(self.recorder, self._last_news_s - begin, self._totals)
@@ -143,7 +143,7 @@ class Fleet:
 
     def _on_status(self, payload: None) -> None:
         table = self.chooser.table
-        for host in self._hosts:
+        for host in self.hosts:
             if host.alive:
                 engine = host.engine
                 table.report(host.index, engine.queued()[1], engine.num_requests)
@@ -152,7 +152,7 @@ class Fleet:
             self._plan_status()
 
     def _on_failure(self, failure: Failure) -> None:
-        host = self._hosts[failure.engine]
+        host = self.hosts[failure.engine]
         if not host.alive:
             return
         host.alive = False
@@ -196,14 +196,14 @@ class Fleet:
         code = "engine_unavailable"
         while len(refused_by) <= MAX_ATTEMPTS:
             index = (
-                0 if len(self._hosts) == 1 else self.chooser.choose(arrival.prompt_ids, arrival.salt, avoid=refused_by)
+                0 if len(self.hosts) == 1 else self.chooser.choose(arrival.prompt_ids, arrival.salt, avoid=refused_by)
             )
             if index is None or (refused_by and index in refused_by):
                 break
-            host = self._hosts[index]
+            host = self.hosts[index]
             self.chooser.table.sent(index, len(arrival.prompt_ids))
             if not host.alive:
-                if len(self._hosts) == 1 and index not in self.chooser.table.available:
+                if len(self.hosts) == 1 and index not in self.chooser.table.available:
                     break
                 host.stranded.append(arrival)
                 return
@@ -219,7 +219,7 @@ class Fleet:
             host.arrivals[arrival.uid] = arrival
             if not host.engine.stepping:
                 self._begin_step(host)
-            if len(self._hosts) > 1 and not self._status_planned:
+            if len(self.hosts) > 1 and not self._status_planned:
                 self._plan_status()
             return
         self.recorder.refused(code)
@@ -268,7 +268,7 @@ class Fleet:
         )
 
     def _tell_available(self) -> None:
-        self.chooser.table.set_available([host.index for host in self._hosts if host.alive])
+        self.chooser.table.set_available([host.index for host in self.hosts if host.alive])
 
     def _plan(self, time_s: float, kind: int, payload: Any) -> None:
         self._sequence += 1
@@ -281,13 +281,13 @@ class Fleet:
     def _sample(self) -> None:
         running = waiting = 0
         usage = 0.0
-        for host in self._hosts:
+        for host in self.hosts:
             scheduler = host.engine.scheduler
             running += len(scheduler.running)
             waiting += host.engine.queued()[0]
             usage += scheduler.kv.usage
         tokens = self.recorder.num_output_tokens
-        self.recorder.timeline.add(Sample(self.now, running, waiting, usage / len(self._hosts), tokens))
+        self.recorder.timeline.add(Sample(self.now, running, waiting, usage / len(self.hosts), tokens))
 
     def _count(self, engine: VirtualEngine) -> None:
         """Add an engine's totals: at its death, and at the end."""

@@ -1,0 +1,102 @@
+"""`inferengine simulate`: flags, the configuration's keys, files written, errors that name the option."""
+
+from __future__ import annotations
+
+import json
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import pytest
+
+from inferengine.commands import simulate
+from inferengine.errors import ConfigError
+from inferengine.simulation import plots
+
+
+def test_a_run_prints_the_table_and_writes_json_and_plots(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code = simulate.run(
+        ["--requests", "60", "--rate=30", "--engines", "2", "--fail", "0.5:1:0.3", "--json", str(tmp_path / "r.json"),
+         "--plots", str(tmp_path / "plots"), "--scheduler.policy", "shortest", "--engine.max_num_seqs", "4"]
+    )  # fmt: skip
+    assert code == 0
+    assert "60 submitted" in capsys.readouterr().out
+    report = json.loads((tmp_path / "r.json").read_text())
+    assert report["requests"]["submitted"] == 60
+    assert report["engine"]["failures"] == 1
+    assert report["engine"]["max_batch"] <= 4
+    assert report["simulation"]["arguments"]["rate"] == 30.0
+    for name in ("latency", "timeline", "cache"):
+        root = ElementTree.parse(tmp_path / "plots" / f"{name}.svg").getroot()
+        assert root.tag.endswith("svg")
+
+
+def test_a_recorded_trace_is_played(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    line = {"timestamp": 10, "input_length": 700, "output_length": 5, "hash_ids": [1, 2]}
+    path = tmp_path / "trace.jsonl"
+    path.write_text(2 * (json.dumps(line) + "\n"))
+    assert simulate.run(["--trace", str(path)]) == 0
+    assert "2 submitted, 2 finished" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["--rate", "fast"], "--rate"),
+        (["--rate", "-1"], "--rate"),
+        (["--requests", "0"], "--requests"),
+        (["--requests"], "--requests"),
+        (["--choice", "best"], "--choice"),
+        (["--fail", "3"], "--fail"),
+        (["--fail", "3:9"], "--fail"),
+        (["--cost", "nothing"], "--cost"),
+        (["--trace", "nowhere.jsonl"], "--trace"),
+        (["--prompt-tokens", "many"], "--prompt-tokens"),
+        (["--request", "5"], "--request"),
+        (["--scheduler.policy", "best"], "scheduler.policy"),
+    ],
+)
+def test_a_wrong_option_is_named(words: list[str], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        simulate.run(words)
+
+
+def test_every_option_of_the_help_exists_and_is_in_the_help() -> None:
+    text = simulate.__doc__ or ""
+    named = {word for line in text.splitlines() for word in line.split() if word.startswith("--")}
+    assert named == {f"--{name}" for name in (*simulate.DEFAULTS, "fail")}
+
+
+def test_charts_place_points_on_their_axes_and_escape_names() -> None:
+    line = plots.Series("a < b", [0.0, 5.0, 10.0], [0.0, 1.0, 4.0])
+    chart = plots.line_chart([line], title="t & u", x_label="x", y_label="y")
+    root = ElementTree.fromstring(chart)
+    (polyline,) = [node for node in root.iter() if node.tag.endswith("polyline")]
+    points = [tuple(map(float, point.split(","))) for point in polyline.attrib["points"].split()]
+    assert points[0] == (plots.LEFT, plots.HEIGHT - plots.BOTTOM)
+    assert points[-1] == (plots.WIDTH - plots.RIGHT, plots.TOP)
+    assert any(node.text == "a < b" for node in root.iter())
+
+
+def test_a_logarithmic_axis_leaves_out_what_has_no_logarithm() -> None:
+    line = plots.Series("x", [0.0, 1.0, 10.0, 100.0], [0.0, 1.0, 2.0, 3.0])
+    root = ElementTree.fromstring(plots.line_chart([line], title="", x_label="", y_label="", logarithmic_x=True))
+    (polyline,) = [node for node in root.iter() if node.tag.endswith("polyline")]
+    xs = [float(point.split(",")[0]) for point in polyline.attrib["points"].split()]
+    assert len(xs) == 3
+    assert xs[1] - xs[0] == pytest.approx(xs[2] - xs[1], abs=0.2)
+
+
+def test_bars_are_as_high_as_their_values() -> None:
+    chart = plots.bar_chart(["one", "two"], [plots.Series("s", [], [1.0, 2.0])], title="", y_label="")
+    heights = [
+        float(node.attrib["height"]) for node in ElementTree.fromstring(chart).iter() if "fill" in node.attrib
+        and node.attrib["fill"] == plots.COLORS[0] and float(node.attrib["height"]) > 10
+    ]  # fmt: skip
+    assert heights[1] == pytest.approx(2 * heights[0])
+
+
+def test_a_cumulative_curve_ends_at_one_however_much_it_is_thinned() -> None:
+    curve = plots.cumulative("x", [float(i) for i in range(10_000)], points=50)
+    assert len(curve.xs) <= 52
+    assert (curve.xs[-1], curve.ys[-1]) == (9999.0, 1.0)
+    assert plots.cumulative("x", []).xs == []

@@ -1,0 +1,124 @@
+"""The same scheduler, another clock: what the virtual engine does is what EngineCore does step by step."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from inferengine.core.plan import StepPlan, StepResult
+from inferengine.core.request import Request
+from inferengine.engine.core import EngineCore
+from inferengine.params import SamplingParams
+from inferengine.simulation.cost_model import shape_of
+from inferengine.simulation.engine import EngineOptions, VirtualEngine
+from inferengine.simulation.fleet import Fleet
+from tests.simulation.builders import COST, Written, make_arrival, make_options, make_workload, run
+
+PARAMS = SamplingParams(ignore_eos=True)
+
+
+def make_requests(count: int, seed: int) -> list[Request]:
+    generator = random.Random(seed)
+    prompts = [list(range(i * 1000, i * 1000 + generator.randrange(1, 300))) for i in range(count)]
+    return [
+        Request(uid, prompts[generator.randrange(uid + 1)], PARAMS, generator.randrange(1, 60), seed=uid)
+        for uid in range(count)
+    ]
+
+
+class PlainExecutor:
+    """Draws the seed as the virtual one does, and answers at once; keeps the plans."""
+
+    max_in_flight = 1
+
+    def __init__(self) -> None:
+        self.plans: list[StepPlan] = []
+        self.seeds: dict[int, int] = {}
+
+    def execute(self, plan: StepPlan) -> PlainExecutor:
+        self.plans.append(plan)
+        self.seeds |= {item.slot: item.seed for item in plan.admitted}
+        self.tokens = [self.seeds[slot] for slot, draws in zip(plan.slots, plan.samples, strict=True) if draws]
+        return self
+
+    def result(self) -> StepResult:
+        return StepResult(self.tokens)
+
+
+OPTIONS = {
+    "plain": make_options(),
+    "pressure": make_options(num_blocks=40),
+    "static": make_options(policy="static"),
+    "whole prompts": make_options(chunked_prefill=False, budget=512),
+    "small chunks": make_options(prefill_chunk=48, max_num_decodes=3),
+    "shortest": make_options(policy="shortest", prefix_caching=False),
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_virtual_time_plans_and_draws_what_stepping_the_core_does(options: EngineOptions) -> None:
+    requests = make_requests(30, seed=3)
+    plain = PlainExecutor()
+    core = EngineCore(plain, options.capacity, options.scheduler, clock=lambda: float(len(plain.plans)))  # type: ignore[arg-type]
+    expected: list[tuple[list[int], list[int], list[int]]] = []
+    for request in requests:
+        core.submit(request)
+    while core.has_work:
+        output = core.step()
+        assert output is not None
+        expected.append((output.uids, output.token_ids, [row.uid for row in output.finished]))
+
+    engine = VirtualEngine(options)
+    seen: list[tuple[list[int], list[int], list[int]]] = []
+    for request in requests:
+        engine.submit(request, 0.0)
+    while engine.has_work:
+        output = engine.step(engine.clock.now)
+        assert output is not None
+        seen.append((output.uids, output.token_ids, [row.uid for row in output.finished]))
+
+    assert seen == expected
+    seconds = sum(COST.seconds(shape_of(plan)) for plan in plain.plans)
+    assert engine.clock.now == pytest.approx(seconds)
+    assert engine.executor.busy_s == pytest.approx(seconds)
+
+
+def test_one_request_takes_its_prompt_and_a_step_for_each_further_token() -> None:
+    fleet = Fleet(make_options(), Written(make_arrival(1, 2.0, prompt=100, output=3)))
+    report = run(fleet)
+    prefill, decode = 0.010 + 100 * 0.0001, 0.010 + 0.0001
+    assert list(fleet.recorder.first_token_s) == pytest.approx([prefill])
+    assert list(fleet.recorder.total_s) == pytest.approx([prefill + 2 * decode])
+    assert list(fleet.recorder.interval_values) == pytest.approx([decode, decode])
+    assert report["duration_s"] == pytest.approx(prefill + 2 * decode, abs=1e-4)  # from the first arrival on
+
+
+def test_a_request_that_comes_during_a_step_waits_for_its_end() -> None:
+    first, second = make_arrival(1, 0.0, prompt=200, output=2), make_arrival(2, 0.001, prompt=10, output=1)
+    fleet = Fleet(make_options(), Written(first, second))
+    run(fleet)
+    step_1, step_2 = 0.010 + 200 * 0.0001, 0.010 + (1 + 10) * 0.0001
+    assert min(fleet.recorder.queued_s) == 0.0
+    assert max(fleet.recorder.queued_s) == pytest.approx(step_1 - 0.001)
+    assert max(fleet.recorder.first_token_s) == pytest.approx(step_1 + step_2 - 0.001)
+
+
+def test_with_two_steps_in_flight_the_device_never_waits_for_the_scheduler() -> None:
+    """The news of a step come when it is over, and the next one has begun by then."""
+    fleet = Fleet(make_options(max_in_flight=2), Written(make_arrival(1, prompt=100, output=10)))
+    report = run(fleet)
+    assert report["requests"]["finished"] == 1
+    assert list(fleet.recorder.interval_values) == pytest.approx([0.0101] * 9)
+
+
+def test_a_deadline_ends_a_request_in_virtual_time() -> None:
+    fleet = Fleet(make_options(), Written(make_arrival(1, prompt=16, output=1000, deadline_s=0.5)))
+    report = run(fleet)
+    assert report["requests"]["reasons"] == {"error": 1}
+    assert report["duration_s"] == pytest.approx(0.5, abs=0.02)
+
+
+def test_equal_seeds_give_equal_reports_and_others_do_not() -> None:
+    reports = [run(Fleet(make_options(), make_workload(60, rate=30.0, seed=seed), num_engines=3)) for seed in (1, 1, 2)]
+    assert reports[0] == reports[1] != reports[2]
