@@ -152,6 +152,7 @@ def _launch(
         BLOCK_SIZE=block_size,
         BLOCK_T=tuned.block_tokens,
         SPLITS=splits,
+        MIN_TILES=tuned.min_tiles,
         PACKED=qkv is not None,
         QK_NORM=q_norm is not None,
         ROPE=cos_sin is not None,
@@ -261,6 +262,7 @@ def _decode_kernel(
     BLOCK_SIZE: tl.constexpr,
     BLOCK_T: tl.constexpr,
     SPLITS: tl.constexpr,
+    MIN_TILES: tl.constexpr,
     PACKED: tl.constexpr,
     QK_NORM: tl.constexpr,
     ROPE: tl.constexpr,
@@ -288,7 +290,7 @@ def _decode_kernel(
     begin = tl.maximum(length - window, 0) if WINDOW else 0
     first_tile = begin // BLOCK_T
     num_tiles = tl.maximum(tl.cdiv(end, BLOCK_T) - first_tile, 0)
-    tiles_per_split = tl.maximum(tl.cdiv(num_tiles, SPLITS), 1)
+    tiles_per_split = tl.maximum(tl.cdiv(num_tiles, SPLITS), MIN_TILES)
     active = tl.maximum(tl.cdiv(num_tiles, tiles_per_split), 1)
     if split >= active:
         return  # split 0 of the row waits for the previous kernel

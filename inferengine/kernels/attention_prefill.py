@@ -175,16 +175,15 @@ def _attend(
             k = tl.load(tile[:, None] + d[None, :]).to(q.dtype)
         score = tl.dot(q, tl.trans(k), out_dtype=tl.float32, input_precision="ieee")
         if SOFTCAP:
-            score = softcap * tanh(score * (scale / softcap)) * LOG2E
-        else:
-            score = score * (scale * LOG2E)
+            score = softcap * tanh(score * (scale / softcap))
+        to_log2 = LOG2E if SOFTCAP else scale * LOG2E
         if MASKED:
             visible = t[None, :] <= query_position[:, None]
             if WINDOW:
                 visible = visible & (t[None, :] > query_position[:, None] - window)
             score = tl.where(visible, score, -1.0e30)
-        new_peak = tl.maximum(peak, tl.max(score, axis=1))
-        weight = tl.exp2(score - new_peak[:, None])
+        new_peak = tl.maximum(peak, tl.max(score, axis=1) * to_log2)
+        weight = tl.exp2(score * to_log2 - new_peak[:, None])
         if MASKED and WINDOW:  # a tile may hold no visible key of a query: its weights must not become exp2(0)
             weight = tl.where(visible, weight, 0.0)
         shrink = tl.exp2(peak - new_peak)

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from inferengine.kernels import activation, norm, reference_sampling, rope_cache
+from inferengine.kernels import activation, norm, rope_cache, sampling
 from inferengine.kernels.attention_decode import decode_attention, decode_attention_qkv
 from inferengine.kernels.attention_prefill import prefill_attention
 from inferengine.kernels.linear import gemv, tiled
 from inferengine.kernels.scratch import Scratch
-from inferengine.kernels.tuning import GemvTuning, TileTuning, deterministic_tuning, linear_tuning
+from inferengine.kernels.tuning import GemvTuning, TileTuning, decode_tuning, deterministic_tuning, linear_tuning
 
 ACTIVATIONS = {"silu": activation.SILU, "gelu_tanh": activation.GELU_TANH}
 
@@ -147,7 +147,9 @@ class CudaKernels:
         softcap: float | None = None,
     ) -> torch.Tensor:
         """Packed qkv -> [T, H * D] with K and V in the cache; one kernel when every row is a decode."""
-        if batch.num_decodes == batch.num_tokens and not self.deterministic:
+        rows = batch.num_tokens
+        packed = rows == batch.num_decodes and decode_tuning(rows, num_kv_heads, kv.shape[-1]).packed
+        if packed and not self.deterministic:
             return decode_attention_qkv(
                 qkv, q_norm, k_norm, eps, cos_sin, kv, batch.row_slot, batch.row_len, batch.block_tables[group],
                 num_heads, scale, window, softcap, self.scratch,
@@ -182,9 +184,7 @@ def table(device: torch.device, *, deterministic: bool = False) -> dict[str, Any
         "norm_linear": kernels.norm_linear,
         "linear_add": kernels.linear_add,
         "norm_gated_linear": kernels.norm_gated_linear,
-        "qkv_rope_write": rope_cache.qkv_rope_write,
         "prepare_attention": kernels.prepare_attention,
-        "attention": kernels.attention,
         "attention_qkv": kernels.attention_qkv,
-        "sample": reference_sampling.sample,
+        "sample": sampling.sample,
     }

@@ -124,6 +124,7 @@ def tiled(
         ACTIVATION=gated or 0,
         PREFETCH=prefetch if width % tuned.block_n == 0 else 0,
         LANES=tuned.num_warps * 32,
+        PRELOAD=tuned.preload,
         STAGES=tuned.num_stages,
         num_warps=tuned.num_warps,
         num_stages=tuned.num_stages,
@@ -227,6 +228,8 @@ def _gemv_kernel(
 
 @triton.jit
 def _sum_chunk(
+    acc,
+    acc_up,
     x_at,
     weight_at,
     row_mask,
@@ -235,17 +238,13 @@ def _sum_chunk(
     k_end,
     N: tl.constexpr,
     K: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     EVEN_N: tl.constexpr,
     EVEN_K: tl.constexpr,
     GATED: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Sum over inner columns [k_begin, k_end): weight [BLOCK_N, .] times x^T [., BLOCK_M], and of the up rows."""
-    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    acc_up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    """Add the sum over inner columns [k_begin, k_end): weight [BLOCK_N, .] times x^T [., BLOCK_M]; also of the up rows."""
     k = tl.arange(0, BLOCK_K)
     for start in tl.range(k_begin, k_end, BLOCK_K, num_stages=STAGES):
         if EVEN_K:
@@ -294,6 +293,7 @@ def _tile_kernel(
     ACTIVATION: tl.constexpr,
     PREFETCH: tl.constexpr,
     LANES: tl.constexpr,
+    PRELOAD: tl.constexpr,
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -319,28 +319,43 @@ def _tile_kernel(
         if GATED:
             prefetch_rows(ahead + N * K, K, BLOCK_N, PREFETCH, LANES)
     allow_next(PDL)
-    wait_for_previous(PDL)
-
     row_mask = m < num_rows
     n_mask = n < N
     x_at = x_ptr + m.to(tl.int64)[None, :] * x_stride + k[:, None]
     weight_at = weight_ptr + n.to(tl.int64)[:, None] * K + k[None, :]
+    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    acc_up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    if PRELOAD:  # the weight's first tile is on its way while the input is still being made
+        weight_mask = n_mask[:, None] & (k_begin + k < K)[None, :]
+        left = tl.load(weight_at + k_begin, mask=weight_mask, other=0.0)
+        if GATED:
+            right = tl.load(weight_at + N * K + k_begin, mask=weight_mask, other=0.0)
+        wait_for_previous(PDL)
+        x = tl.load(x_at + k_begin, mask=row_mask[None, :] & (k_begin + k < K)[:, None], other=0.0)
+        acc = tl.dot(left, x, acc, input_precision="ieee")
+        if GATED:
+            acc_up = tl.dot(right, x, acc_up, input_precision="ieee")
+        k_begin += BLOCK_K
+    else:
+        wait_for_previous(PDL)
+
     if SPLITS == 1:
         acc, acc_up = _sum_chunk(
-            x_at, weight_at, row_mask, n_mask, 0, min(CHUNK, K), N, K, BLOCK_M, BLOCK_N, BLOCK_K, EVEN_N, EVEN_K, GATED,
+            acc, acc_up, x_at, weight_at, row_mask, n_mask, k_begin, min(CHUNK, K), N, K, BLOCK_K, EVEN_N, EVEN_K, GATED,
             STAGES,
         )  # fmt: skip
         for chunk in tl.static_range(1, CHUNKS):
             if chunk * CHUNK < K:
+                zeros = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
                 more, more_up = _sum_chunk(
-                    x_at, weight_at, row_mask, n_mask, chunk * CHUNK, min(chunk * CHUNK + CHUNK, K), N, K, BLOCK_M,
-                    BLOCK_N, BLOCK_K, EVEN_N, EVEN_K, GATED, STAGES,
+                    zeros, zeros, x_at, weight_at, row_mask, n_mask, chunk * CHUNK, min(chunk * CHUNK + CHUNK, K), N, K,
+                    BLOCK_K, EVEN_N, EVEN_K, GATED, STAGES,
                 )  # fmt: skip
                 acc += more
                 acc_up += more_up
     else:
         acc, acc_up = _sum_chunk(
-            x_at, weight_at, row_mask, n_mask, k_begin, tl.minimum(k_begin + CHUNK, K), N, K, BLOCK_M, BLOCK_N, BLOCK_K,
+            acc, acc_up, x_at, weight_at, row_mask, n_mask, k_begin, tl.minimum(split * CHUNK + CHUNK, K), N, K, BLOCK_K,
             EVEN_N, EVEN_K, GATED, STAGES,
         )  # fmt: skip
         tile: tl.constexpr = BLOCK_M * BLOCK_N

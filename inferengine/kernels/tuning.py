@@ -12,21 +12,30 @@ TARGET_PROGRAMS = 264  # two programs on each of 132 multiprocessors
 
 
 class DecodeTuning(NamedTuple):
-    """Decode attention: tokens per tile, programs per (row, KV head)."""
+    """Decode attention: tokens per tile, programs per (row, KV head) and the fewest tiles that one of them takes;
+    `packed`: the rotation of q and k and the KV write are part of the kernel."""
 
     block_tokens: int
     num_splits: int
     num_warps: int
     num_stages: int
+    packed: bool = True
+    min_tiles: int = 1
 
 
 def decode_tuning(num_rows: int, num_kv_heads: int, head_dim: int) -> DecodeTuning:
+    """Few rows need splits to fill the device; many rows need them for long contexts only (`min_tiles`)."""
+    programs = num_rows * num_kv_heads
     splits = 1
-    while splits < 32 and num_rows * num_kv_heads * splits < TARGET_PROGRAMS:
+    while splits < 32 and programs * splits * 2 <= TARGET_PROGRAMS:
         splits *= 2
     if head_dim > 128:
-        return DecodeTuning(32, splits, 4, 2)
-    return DecodeTuning(64, splits, 4, 3)
+        return DecodeTuning(32, max(2, splits), 4, 2, True, 1 if splits > 2 else 16)
+    if programs <= 32:
+        return DecodeTuning(64, min(16, splits), 8, 2)
+    if programs <= TARGET_PROGRAMS:
+        return DecodeTuning(128, max(2, splits), 8, 2, True, 1 if splits > 2 else 8)
+    return DecodeTuning(64, 2, 4, 2, False, 16)
 
 
 class GemvTuning(NamedTuple):
@@ -39,7 +48,8 @@ class GemvTuning(NamedTuple):
 
 
 class TileTuning(NamedTuple):
-    """Few rows times a weight on the tensor cores. `chunks`: parts of the inner dimension that are summed apart."""
+    """Few rows times a weight on the tensor cores. `chunks`: parts of the inner dimension that are summed apart;
+    `preload`: the weight's first tile is read before the input is there, which pays when there are few tiles."""
 
     block_m: int
     block_n: int
@@ -48,6 +58,7 @@ class TileTuning(NamedTuple):
     num_warps: int
     num_stages: int
     prefetch: int
+    preload: bool = False
 
 
 class PrefillTuning(NamedTuple):
@@ -70,20 +81,45 @@ def prefill_tuning(head_dim: int, max_count: int, group: int, block_size: int) -
 def linear_tuning(rows: int, width: int, columns: int, gated: bool) -> GemvTuning | TileTuning | None:
     """How to multiply `rows` rows by a weight [width, columns]; None: cuBLAS is faster. Measured with bf16."""
     if rows == 1:
-        return _gemv_tuning(width, columns)
-    return None
+        return _gemv_tuning(width, columns, gated)
+    if rows > 64 or width % 64 or columns % 128:
+        return None
+    block_m = 16 if rows <= 16 else 32 if rows <= 32 else 64
+    if width * columns < 12 << 20:
+        return _small_tile_tuning(block_m, width, columns, gated)
+    if block_m == 64 and not gated and width > 4096:
+        return None
+    if gated or width > 16384:
+        return TileTuning(block_m, 64, 128, 1, 4, 4, 0)
+    if block_m == 64:
+        return TileTuning(block_m, 64, 128, 2, 4, 4, 0)
+    if width > 4096:
+        return TileTuning(block_m, 64, 64, 4, 4, 6, 0)
+    return TileTuning(block_m, 64, 128, 4, 4, 4, 0)
 
 
-def _gemv_tuning(width: int, columns: int) -> GemvTuning:
-    if columns >= 8192:
-        return GemvTuning(4, 2048, 8, 0)
-    if columns >= 3072:
-        return GemvTuning(4, 2048, 8, 0) if width <= 4096 else GemvTuning(2, 1024, 4, 0)
-    return GemvTuning(4, 1024, 4, 0)
+def _gemv_tuning(width: int, columns: int, gated: bool) -> GemvTuning:
+    if columns >= 3584:
+        wide = width <= 4096 or columns >= 8192
+        return GemvTuning(4, 2048, 8, 0) if wide else GemvTuning(2, 1024, 4, 0)
+    if columns > 2560:
+        return GemvTuning(4, 4096, 8, 0)
+    if gated or columns > 1536:
+        return GemvTuning(4, 512, 2, 0)
+    return GemvTuning(8, 512, 2, 0) if width <= 16384 else GemvTuning(4, 1024, 4, 0)
+
+
+def _small_tile_tuning(block_m: int, width: int, columns: int, gated: bool) -> TileTuning | None:
+    """Weights that are read in a few microseconds: one tile each program, on its way before the input is there."""
+    if block_m == 64:
+        return None
+    if gated:
+        return TileTuning(block_m, 16, 1024 if columns <= 1024 else 512, 1, 4, 1, 0, True)
+    return TileTuning(block_m, 16, 1024, max(1, -(-columns // 1024)), 4, 1, 0, True)
 
 
 def deterministic_tuning(rows: int, width: int, columns: int, gated: bool) -> TileTuning:
-    """The order in which a row's products are summed depends on block_k and chunks: those by the weight's shape only."""
+    """The order in which a row's products are summed is block_k's and chunks': both by the weight's shape alone."""
     chunks = 1
     while not gated and chunks < 4 and width // 64 * chunks < TARGET_PROGRAMS and columns // (chunks * 2) >= 512:
         chunks *= 2

@@ -1,0 +1,520 @@
+"""Sampling on the device: no sort, no host sync, every launch fixed by [N, V] and the features that some row uses.
+
+The vocabulary of a row is cut in parts, so that one row uses many multiprocessors. Rows without a filter are drawn in
+one pass (`_draw_kernel`: every part's best of score + Gumbel noise) and a reduction. Top-k and top-p are thresholds:
+1. `_draw_kernel` leaves every part's largest score and its sum of exponentials;
+2. `_census_kernel` counts and weighs the tokens above LEVELS thresholds spread below the row's maximum;
+3. `_gather_kernel` copies the tokens above the highest threshold that holds all that the filters keep;
+4. `_finish_kernel` narrows the threshold among these until nothing lies between its bounds, then draws.
+A distribution so flat that more than CANDIDATES tokens remain is narrowed over the whole vocabulary: slower, as exact.
+
+Tokens further than REACH below the best are left out: at fp32 noise they cannot win. The definition of every step is
+kernels/reference_sampling.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from inferengine.kernels.pdl import allow_next, launch_options, supports_pdl, wait_for_previous
+from inferengine.kernels.reference_sampling import ALLOWED, BIAS, FILTER, MIN_TOKENS, PENALTY, PROCESSED, RANDOM
+
+CANDIDATES = 4096  # tokens that a row's last step keeps at hand
+BLOCK = 1024  # tokens per tile of a pass
+TARGET_PROGRAMS = 528  # programs of a pass over all rows
+LEVELS = tl.constexpr(32)
+REACH = tl.constexpr(32.0)
+WAYS = tl.constexpr(8)  # thresholds tried at once when narrowing
+ROUNDS = tl.constexpr(12)  # 8^12 divisions: the bounds are neighbours in fp32 before that
+SEEN = tl.constexpr(1 << 30)
+
+
+def sample(logits: torch.Tensor, slots: Any, rows: torch.Tensor, positions: torch.Tensor, needs: int) -> torch.Tensor:
+    """logits [N, V] of the slots `rows` [N] -> drawn ids [N] int32, also written to slots.tokens[row, position].
+
+    `positions` [N] are those of the tokens drawn; `needs` are the feature bits that some row uses. A row without a
+    finite winner, or with a NaN, gives -1 (and 0 in slots.tokens).
+    """
+    num_rows, vocab_size = logits.shape
+    ids = torch.empty(num_rows, dtype=torch.int32, device=logits.device)
+    if num_rows == 0:
+        return ids
+    options = launch_options(supports_pdl(logits.device))
+    scores = _process(logits, slots, rows, positions, needs, options) if needs & PROCESSED else logits
+    part, num_parts = _parts(num_rows, vocab_size)
+    filtered = bool(needs & FILTER)
+    best = torch.empty(4, num_rows, num_parts, dtype=torch.float32, device=logits.device)
+    shape: dict[str, Any] = {"VOCAB": vocab_size, "PART": part, "PARTS": num_parts, **options}
+    state = (slots.temperature, slots.top_k, slots.top_p, slots.min_p)
+    _draw_kernel[(num_rows, num_parts)](
+        scores, scores.stride(0), rows, positions, *state, slots.seed, best, num_rows, BLOCK=BLOCK,
+        IS_RANDOM=bool(needs & RANDOM), FILTERED=filtered, num_warps=4, **shape,
+    )  # fmt: skip
+    census = kept_ids = kept_scores = best
+    if filtered:
+        census = torch.empty(2, num_rows, num_parts, LEVELS.value, dtype=torch.float32, device=logits.device)
+        kept_scores = torch.empty(num_rows, CANDIDATES, dtype=torch.float32, device=logits.device)
+        kept_ids = torch.empty(num_rows, CANDIDATES, dtype=torch.int32, device=logits.device)
+        _census_kernel[(num_rows, num_parts)](
+            scores, scores.stride(0), rows, *state, best, census, num_rows, BLOCK=BLOCK,
+            PARTS_BLOCK=triton.next_power_of_2(num_parts), num_warps=4, **shape,
+        )  # fmt: skip
+        _gather_kernel[(num_rows, num_parts)](
+            scores, scores.stride(0), rows, *state, best, census, kept_scores, kept_ids, num_rows, BLOCK=BLOCK,
+            PARTS_BLOCK=triton.next_power_of_2(num_parts), CAPACITY=CANDIDATES, num_warps=4, **shape,
+        )  # fmt: skip
+    _finish_kernel[(num_rows,)](
+        scores, scores.stride(0), rows, positions, *state, slots.seed, best, census, kept_scores, kept_ids,
+        slots.tokens, slots.tokens.stride(0), ids, num_rows, BLOCK=BLOCK,
+        PARTS_BLOCK=triton.next_power_of_2(num_parts), CAPACITY=CANDIDATES, FILTERED=filtered,
+        num_warps=8 if filtered else 1, **shape,
+    )  # fmt: skip
+    return ids
+
+
+def _parts(num_rows: int, vocab_size: int) -> tuple[int, int]:
+    """(tokens per part, parts): whole tiles, as many parts as fill the device."""
+    tiles = triton.cdiv(vocab_size, BLOCK)
+    parts = max(1, min(64, TARGET_PROGRAMS // num_rows, tiles))
+    part = triton.cdiv(tiles, parts) * BLOCK
+    return part, triton.cdiv(vocab_size, part)
+
+
+def _process(
+    logits: torch.Tensor, slots: Any, rows: torch.Tensor, positions: torch.Tensor, needs: int, options: dict[str, Any]
+) -> torch.Tensor:
+    """Scores [N, V] float32 after penalties, bias and masks."""
+    num_rows, vocab_size = logits.shape
+    scores = torch.empty(num_rows, vocab_size, dtype=torch.float32, device=logits.device)
+    counts = scores
+    if needs & PENALTY:
+        counts = torch.zeros(num_rows, vocab_size, dtype=torch.int32, device=logits.device)
+        _count_kernel[(num_rows, 16)](
+            slots.tokens, slots.tokens.stride(0), rows, positions, slots.num_prompt, counts, VOCAB=vocab_size,
+            BLOCK=256, num_warps=4, **options,
+        )  # fmt: skip
+    _process_kernel[(num_rows, triton.cdiv(vocab_size, BLOCK))](
+        logits, logits.stride(0), rows, counts, slots.repetition_penalty, slots.presence_penalty,
+        slots.frequency_penalty, slots.allowed, slots.allowed.stride(0), scores, VOCAB=vocab_size, BLOCK=BLOCK,
+        PENALTIES=bool(needs & PENALTY), MASKED=bool(needs & ALLOWED), num_warps=4, **options,
+    )  # fmt: skip
+    if needs & (BIAS | MIN_TOKENS):
+        width = slots.bias_ids.shape[1] if needs & BIAS else 0
+        stops = slots.stop_ids.shape[1] if needs & MIN_TOKENS else 0
+        _edit_kernel[(num_rows,)](
+            scores, rows, positions, slots.bias_ids, slots.bias_values, slots.stop_ids, slots.num_prompt,
+            slots.min_tokens, VOCAB=vocab_size, WIDTH=width, STOPS=stops,
+            WIDTH_BLOCK=triton.next_power_of_2(max(1, width)), STOPS_BLOCK=triton.next_power_of_2(max(1, stops)),
+            num_warps=4, **options,
+        )  # fmt: skip
+    return scores
+
+
+@triton.jit
+def _count_kernel(
+    tokens_ptr, tokens_stride, rows_ptr, positions_ptr, num_prompt_ptr, counts_ptr,
+    VOCAB: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """How often each token stands in a row's output, and SEEN where it stands in prompt or output."""
+    allow_next(PDL)
+    wait_for_previous(PDL)
+    n = tl.program_id(0).to(tl.int64)
+    slot = tl.load(rows_ptr + n).to(tl.int64)
+    length = tl.load(positions_ptr + n)
+    num_prompt = tl.load(num_prompt_ptr + slot)
+    for start in range(tl.program_id(1) * BLOCK, length, tl.num_programs(1) * BLOCK):
+        place = start + tl.arange(0, BLOCK)
+        known = place < length
+        token = tl.load(tokens_ptr + slot * tokens_stride + place, mask=known, other=0)
+        at = counts_ptr + n * VOCAB + token
+        tl.atomic_or(at, tl.full([BLOCK], SEEN, tl.int32), mask=known, sem="relaxed")
+        tl.atomic_add(at, tl.full([BLOCK], 1, tl.int32), mask=known & (place >= num_prompt), sem="relaxed")
+
+
+@triton.jit
+def _process_kernel(
+    logits_ptr, logits_stride, rows_ptr, counts_ptr, repetition_ptr, presence_ptr, frequency_ptr, allowed_ptr,
+    allowed_stride, scores_ptr, VOCAB: tl.constexpr, BLOCK: tl.constexpr, PENALTIES: tl.constexpr,
+    MASKED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    allow_next(PDL)
+    wait_for_previous(PDL)
+    n = tl.program_id(0).to(tl.int64)
+    slot = tl.load(rows_ptr + n).to(tl.int64)
+    token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    exists = token < VOCAB
+    score = tl.load(logits_ptr + n * logits_stride + token, mask=exists, other=0.0).to(tl.float32)
+    if PENALTIES:
+        found = tl.load(counts_ptr + n * VOCAB + token, mask=exists, other=0)
+        count = (found & (SEEN - 1)).to(tl.float32)
+        repetition = tl.load(repetition_ptr + slot)
+        changed = tl.where(score > 0, tl.div_rn(score, tl.zeros_like(score) + repetition), score * repetition)
+        score = tl.where(found >= SEEN, changed, score)
+        score -= count * tl.load(frequency_ptr + slot)
+        score -= tl.where(count > 0, tl.load(presence_ptr + slot), 0.0)
+    if MASKED:
+        word = tl.load(allowed_ptr + slot * allowed_stride + token // 32, mask=exists, other=0)
+        score = tl.where((word >> (token % 32)) & 1 != 0, score, float("-inf"))
+    tl.store(scores_ptr + n * VOCAB + token, score, mask=exists)
+
+
+@triton.jit
+def _edit_kernel(
+    scores_ptr, rows_ptr, positions_ptr, bias_ids_ptr, bias_values_ptr, stop_ids_ptr, num_prompt_ptr, min_tokens_ptr,
+    VOCAB: tl.constexpr, WIDTH: tl.constexpr, STOPS: tl.constexpr, WIDTH_BLOCK: tl.constexpr,
+    STOPS_BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Sparse changes: biases are added, stop ids are hidden until the minimum is out."""
+    allow_next(PDL)
+    wait_for_previous(PDL)
+    n = tl.program_id(0).to(tl.int64)
+    slot = tl.load(rows_ptr + n).to(tl.int64)
+    row = scores_ptr + n * VOCAB
+    if WIDTH > 0:
+        i = tl.arange(0, WIDTH_BLOCK)
+        ids = tl.load(bias_ids_ptr + slot * WIDTH + i, mask=i < WIDTH, other=-1)
+        values = tl.load(bias_values_ptr + slot * WIDTH + i, mask=i < WIDTH, other=0.0)
+        tl.atomic_add(row + ids, values, mask=ids >= 0, sem="relaxed")
+        tl.debug_barrier()
+    if STOPS > 0:
+        early = tl.load(positions_ptr + n) < tl.load(num_prompt_ptr + slot) + tl.load(min_tokens_ptr + slot)
+        i = tl.arange(0, STOPS_BLOCK)
+        ids = tl.load(stop_ids_ptr + slot * STOPS + i, mask=i < STOPS, other=-1)
+        hidden = tl.full([STOPS_BLOCK], float("-inf"), tl.float32)
+        ids = tl.where(early, ids, -1)
+        tl.store(row + ids, hidden, mask=ids >= 0)
+
+
+@triton.jit
+def gumbel_of(word):
+    """Gumbel noise of a uniform 32-bit word: -log(-log1p(-w)), w = (word + 0.5) / 2^32 in float32."""
+    w = (word.to(tl.float32) + 0.5) * 2.3283064365386963e-10
+    s = w / (2.0 - w)  # -log1p(-w) = 2 atanh(w / (2 - w)): exact where it matters, at small w
+    q = s * s
+    small = 2.0 * s * (1.0 + q * (1.0 / 3 + q * (0.2 + q * (1.0 / 7 + q * (1.0 / 9 + q * (1.0 / 11))))))
+    large = -tl.log(tl.maximum(1.0 - w, 1.0e-30))
+    exponential = tl.where(w < 0.25, small, large)
+    return tl.where(w < 1.0, -tl.log(exponential), float("-inf"))
+
+
+@triton.jit
+def noise_tile(seed, position, start, BLOCK: tl.constexpr):
+    """Noise of tokens [start, start + BLOCK), start a multiple of 4: Philox gives four words at a time."""
+    counter = start // 4 + tl.arange(0, BLOCK // 4)
+    zero = counter * 0
+    w0, w1, w2, w3 = tl.philox(seed, counter, zero + position, zero, zero)
+    return gumbel_of(tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3)))
+
+
+@triton.jit
+def noise_at(seed, position, ids):
+    """Noise of scattered tokens."""
+    zero = ids * 0
+    w0, w1, w2, w3 = tl.philox(seed, ids // 4, zero + position, zero, zero)
+    low = tl.where(ids % 2 == 0, w0, w1)
+    high = tl.where(ids % 2 == 0, w2, w3)
+    return gumbel_of(tl.where(ids % 4 < 2, low, high))
+
+
+@triton.jit
+def scaled_scores(row, token, end, temperature):
+    """Scores over temperature; NaN becomes +inf, which no later step takes for a winner. Past the end: -inf."""
+    score = tl.load(row + token, mask=token < end, other=float("-inf")).to(tl.float32)
+    if temperature > 0:
+        score = tl.div_rn(score, tl.zeros_like(score) + temperature)
+    return tl.where(score == score, score, float("inf"))
+
+
+@triton.jit
+def has_filter(temperature, top_k, top_p, min_p):
+    return (temperature > 0) & ((top_k > 0) | (top_p < 1.0) | (min_p > 0.0))
+
+
+@triton.jit
+def _draw_kernel(
+    scores_ptr, scores_stride, rows_ptr, positions_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seed_ptr,
+    best_ptr, num_rows, VOCAB: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
+    IS_RANDOM: tl.constexpr, FILTERED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Of one part of a row: the best score with its id, and for rows with a filter the sum of exponentials."""
+    allow_next(PDL)
+    wait_for_previous(PDL)
+    n = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    slot = tl.load(rows_ptr + n).to(tl.int64)
+    position = tl.load(positions_ptr + n)
+    temperature = 0.0
+    if IS_RANDOM:
+        temperature = tl.load(temperature_ptr + slot)
+    seed = tl.load(seed_ptr + slot)
+    filtered = False
+    if FILTERED:
+        filtered = has_filter(
+            temperature, tl.load(top_k_ptr + slot), tl.load(top_p_ptr + slot), tl.load(min_p_ptr + slot)
+        )
+    row = scores_ptr + n * scores_stride
+    begin = part * PART
+    end = tl.minimum(begin + PART, VOCAB)
+    best = tl.full([BLOCK], float("-inf"), tl.float32)
+    best_id = tl.zeros([BLOCK], tl.int32)
+    mass = tl.zeros([BLOCK], tl.float32)
+    for start in range(begin, end, BLOCK):
+        token = start + tl.arange(0, BLOCK)
+        score = scaled_scores(row, token, end, temperature)
+        if filtered:
+            peak = tl.maximum(best, score)
+            shift = tl.where(tl.abs(peak) == float("inf"), 0.0, peak)
+            mass = mass * tl.exp(best - shift) + tl.exp(score - shift)
+        if (temperature > 0) & (not filtered):
+            if IS_RANDOM:
+                score += noise_tile(seed, position, start, BLOCK)
+        better = score > best
+        best = tl.where(better, score, best)
+        best_id = tl.where(better, token, best_id)
+    top = tl.max(best, axis=0)
+    top_id = tl.min(tl.where(best == top, best_id, 2147483647), axis=0)
+    at = n * PARTS + part
+    plane = num_rows * PARTS
+    tl.store(best_ptr + at, top)
+    tl.store((best_ptr + plane + at).to(tl.pointer_type(tl.int32)), top_id)
+    if filtered:
+        shift = tl.where(tl.abs(top) == float("inf"), 0.0, top)
+        tl.store(best_ptr + 2 * plane + at, tl.sum(mass * tl.exp(best - shift), axis=0))
+
+
+@triton.jit
+def row_peak(best_ptr, n, plane, PARTS: tl.constexpr, PARTS_BLOCK: tl.constexpr):
+    """A row's largest score and the sum of exp(score - it)."""
+    p = tl.arange(0, PARTS_BLOCK)
+    tops = tl.load(best_ptr + n * PARTS + p, mask=p < PARTS, other=float("-inf"))
+    masses = tl.load(best_ptr + 2 * plane + n * PARTS + p, mask=p < PARTS, other=0.0)
+    peak = tl.max(tops, axis=0)
+    shift = tl.where(tl.abs(peak) == float("inf"), 0.0, peak)
+    return peak, tl.sum(masses * tl.exp(tops - shift), axis=0)
+
+
+@triton.jit
+def level_of(peak, level):
+    """Threshold `level` in [0, LEVELS): close together near the peak, REACH below it at the end."""
+    fraction = (level + 1).to(tl.float32) / LEVELS
+    return peak - REACH * fraction * fraction
+
+
+@triton.jit
+def _census_kernel(
+    scores_ptr, scores_stride, rows_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, best_ptr, census_ptr,
+    num_rows, VOCAB: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
+    PARTS_BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Tokens of a part at or above each level: how many, and their sum of exp(score - peak)."""
+    allow_next(PDL)
+    wait_for_previous(PDL)
+    n = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    slot = tl.load(rows_ptr + n).to(tl.int64)
+    temperature = tl.load(temperature_ptr + slot)
+    if not has_filter(temperature, tl.load(top_k_ptr + slot), tl.load(top_p_ptr + slot), tl.load(min_p_ptr + slot)):
+        return
+    plane = num_rows * PARTS
+    peak, _ = row_peak(best_ptr, n, plane, PARTS, PARTS_BLOCK)
+    if tl.abs(peak) == float("inf"):
+        return  # the row fails
+    row = scores_ptr + n * scores_stride
+    begin = part * PART
+    end = tl.minimum(begin + PART, VOCAB)
+    level = tl.arange(0, LEVELS)
+    threshold = level_of(peak, level)
+    counts = tl.zeros([LEVELS], tl.float32)
+    masses = tl.zeros([LEVELS], tl.float32)
+    for start in range(begin, end, BLOCK):
+        score = scaled_scores(row, start + tl.arange(0, BLOCK), end, temperature)
+        above = score[None, :] >= threshold[:, None]
+        counts += tl.sum(above.to(tl.float32), axis=1)
+        masses += tl.sum(tl.where(above, tl.exp(score - peak)[None, :], 0.0), axis=1)
+    at = census_ptr + (n * PARTS + part) * LEVELS + level
+    tl.store(at, counts)
+    tl.store(at + plane * LEVELS, masses)
+
+
+@triton.jit
+def choose_level(
+    census_ptr, n, plane, top_k, top_p, min_p, peak, total, PARTS: tl.constexpr, PARTS_BLOCK: tl.constexpr
+):
+    """(threshold, how many tokens are at or above it, level) of the highest level that holds all that is kept; level
+    LEVELS if none does."""
+    p = tl.arange(0, PARTS_BLOCK)[:, None]
+    level = tl.arange(0, LEVELS)
+    at = census_ptr + (n * PARTS + p) * LEVELS + level[None, :]
+    counts = tl.sum(tl.load(at, mask=p < PARTS, other=0.0), axis=0)
+    masses = tl.sum(tl.load(at + plane * LEVELS, mask=p < PARTS, other=0.0), axis=0)
+    threshold = level_of(peak, level)
+    if top_k > 0:
+        holds = counts >= top_k.to(tl.float32)
+    elif top_p < 1.0:
+        holds = masses >= top_p * total * 1.00001  # a little more, for sums in another order
+    else:
+        holds = threshold <= peak + tl.log(min_p)
+    chosen = tl.min(tl.where(holds, level, LEVELS), axis=0)
+    chosen_count = tl.sum(tl.where(level == chosen, counts, 0.0), axis=0)
+    chosen_threshold = tl.sum(tl.where(level == chosen, threshold, 0.0), axis=0)
+    return chosen_threshold, chosen_count.to(tl.int32), chosen
+
+
+@triton.jit
+def _gather_kernel(
+    scores_ptr, scores_stride, rows_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, best_ptr, census_ptr,
+    kept_scores_ptr, kept_ids_ptr, num_rows, VOCAB: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr,
+    BLOCK: tl.constexpr, PARTS_BLOCK: tl.constexpr, CAPACITY: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Copy the tokens of a part that are at or above the row's level, in order of their ids, if all fit."""
+    allow_next(PDL)
+    wait_for_previous(PDL)
+    n = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    slot = tl.load(rows_ptr + n).to(tl.int64)
+    temperature = tl.load(temperature_ptr + slot)
+    top_k, top_p, min_p = tl.load(top_k_ptr + slot), tl.load(top_p_ptr + slot), tl.load(min_p_ptr + slot)
+    if not has_filter(temperature, top_k, top_p, min_p):
+        return
+    plane = num_rows * PARTS
+    peak, total = row_peak(best_ptr, n, plane, PARTS, PARTS_BLOCK)
+    if tl.abs(peak) == float("inf"):
+        return
+    threshold, count, level = choose_level(census_ptr, n, plane, top_k, top_p, min_p, peak, total, PARTS, PARTS_BLOCK)
+    if (level >= LEVELS) | (count > CAPACITY):
+        return
+    p = tl.arange(0, PARTS_BLOCK)
+    before = tl.load(census_ptr + (n * PARTS + p) * LEVELS + level, mask=p < part, other=0.0)
+    place = tl.sum(before, axis=0).to(tl.int32)
+    row = scores_ptr + n * scores_stride
+    begin = part * PART
+    end = tl.minimum(begin + PART, VOCAB)
+    for start in range(begin, end, BLOCK):
+        token = start + tl.arange(0, BLOCK)
+        score = scaled_scores(row, token, end, temperature)
+        above = score >= threshold
+        taken = above.to(tl.int32)
+        at = n * CAPACITY + place + tl.cumsum(taken, axis=0) - 1
+        tl.store(kept_scores_ptr + at, score, mask=above)
+        tl.store(kept_ids_ptr + at, token, mask=above)
+        place += tl.sum(taken, axis=0)
+
+
+@triton.jit
+def narrow(row, size, temperature, low, high, target, weighed, peak, BLOCK: tl.constexpr):
+    """The largest threshold in [low, high) at or above which tokens count (or, `weighed`, weigh) at least `target`;
+    `low` if none does. Returns it and the sum of exp(score - peak) at or above it.
+
+    Each round tries WAYS thresholds; it ends when at most one token, or no number, lies between the bounds.
+    """
+    way = tl.arange(0, WAYS)
+    above_low = float("inf")
+    above_high = 0.0
+    mass_low = -1.0
+    rounds = 0
+    while (rounds < ROUNDS) & (above_low - above_high > 1.0):
+        step = (high - low) / WAYS
+        threshold = low + step * way.to(tl.float32)
+        counts = tl.zeros([WAYS, BLOCK], tl.float32)
+        masses = tl.zeros([WAYS, BLOCK], tl.float32)
+        for start in range(0, size, BLOCK):
+            score = scaled_scores(row, start + tl.arange(0, BLOCK), size, temperature)
+            above = score[None, :] >= threshold[:, None]
+            counts += above.to(tl.float32)
+            masses += tl.where(above, tl.exp(score - peak)[None, :], 0.0)
+        count = tl.sum(counts, axis=1)
+        mass = tl.sum(masses, axis=1)
+        enough = tl.where(weighed, mass, count) >= target
+        last = tl.maximum(tl.max(tl.where(enough, way, 0), axis=0), 0)
+        new_low = tl.sum(tl.where(way == last, threshold, 0.0), axis=0)
+        above_low = tl.sum(tl.where(way == last, count, 0.0), axis=0)
+        mass_low = tl.sum(tl.where(way == last, mass, 0.0), axis=0)
+        if last < WAYS - 1:
+            high = tl.sum(tl.where(way == last + 1, threshold, 0.0), axis=0)
+            above_high = tl.sum(tl.where(way == last + 1, count, 0.0), axis=0)
+        low = new_low
+        rounds += 1
+        if not (low + (high - low) / 2 > low):
+            rounds = ROUNDS
+    return low, mass_low
+
+
+@triton.jit
+def keep_threshold(row, size, temperature, low, top_k, top_p, min_p, peak, total, BLOCK: tl.constexpr):
+    """Score from which on tokens of `row` pass top-k, then top-p of what that left, and min-p."""
+    above_peak = peak + tl.maximum(tl.abs(peak) * 1.0e-6, 1.0e-6)
+    threshold = low
+    if top_k > 0:
+        threshold, total = narrow(row, size, temperature, low, above_peak, top_k.to(tl.float32), False, peak, BLOCK)
+    if top_p < 1.0:
+        by_mass, _ = narrow(row, size, temperature, threshold, above_peak, top_p * total, True, peak, BLOCK)
+        threshold = tl.maximum(threshold, by_mass)
+    if min_p > 0:
+        threshold = tl.maximum(threshold, peak + tl.log(min_p))
+    return tl.minimum(threshold, peak)
+
+
+@triton.jit
+def _finish_kernel(
+    scores_ptr, scores_stride, rows_ptr, positions_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seed_ptr,
+    best_ptr, census_ptr, kept_scores_ptr, kept_ids_ptr, tokens_ptr, tokens_stride, ids_ptr, num_rows,
+    VOCAB: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr, PARTS_BLOCK: tl.constexpr,
+    CAPACITY: tl.constexpr, FILTERED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """The winner of a row: from the parts' winners, or among the tokens that its filters keep."""
+    allow_next(PDL)
+    wait_for_previous(PDL)
+    n = tl.program_id(0).to(tl.int64)
+    slot = tl.load(rows_ptr + n).to(tl.int64)
+    position = tl.load(positions_ptr + n)
+    plane = num_rows * PARTS
+    p = tl.arange(0, PARTS_BLOCK)
+    tops = tl.load(best_ptr + n * PARTS + p, mask=p < PARTS, other=float("-inf"))
+    top_ids = tl.load(
+        (best_ptr + plane + n * PARTS + p).to(tl.pointer_type(tl.int32)), mask=p < PARTS, other=2147483647
+    )
+    winner = tl.max(tops, axis=0)
+    token = tl.min(tl.where(tops == winner, top_ids, 2147483647), axis=0)
+    if FILTERED:
+        temperature = tl.load(temperature_ptr + slot)
+        top_k, top_p, min_p = tl.load(top_k_ptr + slot), tl.load(top_p_ptr + slot), tl.load(min_p_ptr + slot)
+        finite = (winner > float("-inf")) & (winner < float("inf"))
+        if has_filter(temperature, top_k, top_p, min_p) & finite:
+            seed = tl.load(seed_ptr + slot)
+            peak, total = row_peak(best_ptr, n, plane, PARTS, PARTS_BLOCK)
+            low, count, level = choose_level(census_ptr, n, plane, top_k, top_p, min_p, peak, total, PARTS, PARTS_BLOCK)
+            best = tl.full([BLOCK], float("-inf"), tl.float32)
+            best_id = tl.full([BLOCK], 2147483647, tl.int32)
+            if (level < LEVELS) & (count <= CAPACITY):
+                kept = kept_scores_ptr + n * CAPACITY
+                threshold = keep_threshold(kept, count, 0.0, low, top_k, top_p, min_p, peak, total, BLOCK)
+                for start in range(0, count, BLOCK):
+                    i = start + tl.arange(0, BLOCK)
+                    score = scaled_scores(kept, i, count, 0.0)
+                    ids = tl.load(kept_ids_ptr + n * CAPACITY + i, mask=i < count, other=0)
+                    drawn = tl.where(score >= threshold, score + noise_at(seed, position, ids), float("-inf"))
+                    better = drawn > best
+                    best = tl.where(better, drawn, best)
+                    best_id = tl.where(better, ids, best_id)
+            else:
+                row = scores_ptr + n * scores_stride
+                if level >= LEVELS:
+                    low = peak - REACH
+                threshold = keep_threshold(row, VOCAB, temperature, low, top_k, top_p, min_p, peak, total, BLOCK)
+                for start in range(0, VOCAB, BLOCK):
+                    ids = start + tl.arange(0, BLOCK)
+                    score = scaled_scores(row, ids, VOCAB, temperature)
+                    noise = noise_tile(seed, position, start, BLOCK)
+                    drawn = tl.where(score >= threshold, score + noise, float("-inf"))
+                    better = drawn > best
+                    best = tl.where(better, drawn, best)
+                    best_id = tl.where(better, ids, best_id)
+            winner = tl.max(best, axis=0)
+            token = tl.min(tl.where(best == winner, best_id, 2147483647), axis=0)
+    good = (winner > float("-inf")) & (winner < float("inf"))
+    tl.store(ids_ptr + n, tl.where(good, token, -1))
+    tl.store(tokens_ptr + slot * tokens_stride + position, tl.where(good, token, 0))

@@ -1,0 +1,160 @@
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+
+from inferengine.kernels import reference_sampling
+from inferengine.kernels.reference_sampling import ALLOWED, BIAS, FILTER, MIN_TOKENS, PENALTY, RANDOM
+from inferengine.kernels.sampling import CANDIDATES, sample
+
+VOCAB = 5000
+
+
+@dataclass
+class SlotState:
+    """The columns of runtime/slots.py that sampling reads."""
+
+    temperature: torch.Tensor
+    top_k: torch.Tensor
+    top_p: torch.Tensor
+    min_p: torch.Tensor
+    repetition_penalty: torch.Tensor
+    presence_penalty: torch.Tensor
+    frequency_penalty: torch.Tensor
+    num_prompt: torch.Tensor
+    min_tokens: torch.Tensor
+    seed: torch.Tensor
+    tokens: torch.Tensor
+    bias_ids: torch.Tensor
+    bias_values: torch.Tensor
+    stop_ids: torch.Tensor
+    allowed: torch.Tensor = field(default_factory=lambda: torch.zeros(0))
+
+
+def make_slots(num_slots: int, device: torch.device, vocab_size: int = VOCAB) -> SlotState:
+    def full(value: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.full((num_slots,), value, dtype=dtype, device=device)
+
+    words = -(-vocab_size // 32)
+    return SlotState(
+        temperature=full(1.0), top_k=full(0, torch.int32), top_p=full(1.0), min_p=full(0.0),
+        repetition_penalty=full(1.0), presence_penalty=full(0.0), frequency_penalty=full(0.0),
+        num_prompt=full(3, torch.int32), min_tokens=full(0, torch.int32),
+        seed=torch.randint(-(2**62), 2**62, (num_slots,), device=device),
+        tokens=torch.randint(0, vocab_size, (num_slots, 64), dtype=torch.int32, device=device),
+        bias_ids=torch.full((num_slots, 4), -1, dtype=torch.int32, device=device),
+        bias_values=torch.zeros(num_slots, 4, device=device),
+        stop_ids=torch.full((num_slots, 2), -1, dtype=torch.int32, device=device),
+        allowed=torch.full((num_slots, words), -1, dtype=torch.int32, device=device),
+    )  # fmt: skip
+
+
+def draw_both(
+    logits: torch.Tensor, slots: SlotState, needs: int, repeats: int = 4 if torch.cuda.is_available() else 1
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(kernel's ids, reference's ids) over several positions, on the rows of slots in reverse."""
+    num_rows = logits.shape[0]
+    rows = torch.arange(num_rows - 1, -1, -1, dtype=torch.int32, device=logits.device)
+    actual, expected = [], []
+    for repeat in range(repeats):
+        positions = torch.full((num_rows,), 10 + repeat, dtype=torch.int32, device=logits.device)
+        before = slots.tokens.clone()
+        expected.append(reference_sampling.sample(logits.clone(), slots, rows, positions, needs))
+        written = slots.tokens.clone()
+        slots.tokens.copy_(before)
+        actual.append(sample(logits, slots, rows, positions, needs))
+        assert torch.equal(slots.tokens[rows.long(), positions.long()], actual[-1].clamp_min(0))
+        slots.tokens.copy_(written)
+    return torch.cat(actual), torch.cat(expected)
+
+
+@pytest.fixture
+def logits(device):
+    return torch.randn(6, VOCAB, device=device) * 3
+
+
+def test_greedy_takes_the_lowest_of_equal_ids(device):
+    slots = make_slots(3, device)
+    slots.temperature.zero_()
+    logits = torch.zeros(3, VOCAB, device=device)
+    logits[0, [70, 4000]] = 1.0
+    logits[1, 4999] = 1.0
+    rows, positions = torch.arange(3, device=device).int(), torch.full((3,), 9, device=device).int()
+    assert sample(logits, slots, rows, positions, 0).tolist() == [70, 4999, 0]
+
+
+def test_draws_agree_with_the_definition(logits, device):
+    slots = make_slots(6, device)
+    slots.temperature[0], slots.temperature[1] = 0.0, 0.3
+    actual, expected = draw_both(logits, slots, RANDOM)
+    assert torch.equal(actual, expected)
+
+
+@pytest.mark.parametrize(
+    ("top_k", "top_p", "min_p"),
+    [(1, 1.0, 0.0), (40, 1.0, 0.0), (0, 0.9, 0.0), (0, 1.0, 0.05), (50, 0.5, 0.02), (4990, 0.99, 0.0), (0, 1e-6, 0.0)],
+)
+@pytest.mark.parametrize("spread", [0.05, 3.0, 40.0] if torch.cuda.is_available() else [3.0])
+def test_filters_agree_with_the_definition(top_k, top_p, min_p, spread, device):
+    slots = make_slots(6, device)
+    slots.top_k.fill_(top_k)
+    slots.top_p.fill_(top_p)
+    slots.min_p.fill_(min_p)
+    slots.temperature[2] = 0.0
+    slots.top_k[4], slots.top_p[4], slots.min_p[4] = 0, 1.0, 0.0  # a row without filters among them
+    logits = torch.randn(6, VOCAB, device=device) * spread
+    actual, expected = draw_both(logits, slots, RANDOM | FILTER)
+    assert (actual == expected).float().mean() > 0.95, "only a token at the very edge of top-p may differ"
+
+
+def test_a_flat_distribution_does_not_fit_the_candidates_and_is_exact_too(device):
+    slots = make_slots(6, device)
+    slots.top_k.fill_(4500)
+    assert CANDIDATES < 4500 < VOCAB
+    actual, expected = draw_both(torch.randn(6, VOCAB, device=device) * 0.01, slots, RANDOM | FILTER, repeats=1)
+    assert torch.equal(actual, expected)
+
+
+def test_ties_at_the_edge_of_top_k_stand_together(device):
+    slots = make_slots(1, device)
+    slots.top_k.fill_(2)
+    slots.temperature.fill_(2.0)
+    logits = torch.full((1, VOCAB), -20.0, device=device)
+    logits[0, [5, 900, 4000]] = torch.tensor([3.0, 2.0, 2.0], device=device)
+    actual, expected = draw_both(logits, slots, RANDOM | FILTER, repeats=30 if device.type == "cuda" else 8)
+    assert torch.equal(actual, expected)
+    assert set(actual.tolist()) <= {5, 900, 4000}
+    assert len(set(actual.tolist())) > 1
+
+
+def test_penalties_bias_and_masks_agree_with_the_definition(logits, device):
+    slots = make_slots(6, device)
+    slots.temperature[:3] = 0.0
+    slots.tokens[:, 2:9] = slots.tokens[:, 1:2]  # a token of the prompt that the output repeats
+    best = logits.flip(0).argmax(-1).int()
+    slots.tokens[:, 5] = best
+    slots.repetition_penalty[1:] = 1.8
+    slots.presence_penalty[2:] = 0.7
+    slots.frequency_penalty[3:] = 1.1
+    slots.bias_ids[:, 0] = 77
+    slots.bias_values[::2, 0] = 9.0
+    slots.stop_ids[:, 0] = 77
+    slots.min_tokens[4:] = 30
+    slots.allowed[1] = 0x0F0F0F0F
+    needs = RANDOM | PENALTY | BIAS | ALLOWED | MIN_TOKENS
+    actual, expected = draw_both(logits, slots, needs)
+    assert torch.equal(actual, expected)
+
+
+def test_a_row_without_a_winner_fails_alone(logits, device):
+    slots = make_slots(6, device)
+    slots.top_k[3] = 5
+    logits[0] = float("-inf")
+    logits[1, 33] = float("nan")
+    logits[2, 44] = float("nan")
+    rows, positions = torch.arange(6, device=device).int(), torch.full((6,), 9, device=device).int()
+    slots.top_k[2] = 5
+    ids = sample(logits, slots, rows, positions, RANDOM | FILTER)
+    assert ids[:3].tolist() == [-1, -1, -1]
+    assert bool((ids[3:] >= 0).all())
+    assert slots.tokens[:3, 9].tolist() == [0, 0, 0]
