@@ -88,6 +88,14 @@ class SchedulerConfig:
 
 
 @dataclass(frozen=True)
+class SpeculationConfig:
+    method: str = _key("none", "who guesses ahead: nobody, repeated text, a small model", ("none", "ngram", "draft"))
+    draft_model: str = _key("", "folder or hub id of the small model; empty: the embedded model's draft")
+    max_drafts: int = _key(4, "most guesses ahead of one sequence in a step", minimum=1)
+    max_running: int = _key(16, "with more sequences running nobody guesses: the device has enough to do", minimum=1)
+
+
+@dataclass(frozen=True)
 class WireConfig:
     socket: str = _key("", "the engine's ZeroMQ address; empty: ipc in the runtime directory")
     tcp: str = _key("", "a further address such as tcp://127.0.0.1:5555")
@@ -152,6 +160,7 @@ class Config:
     engine: EngineConfig = field(default_factory=EngineConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
     wire: WireConfig = field(default_factory=WireConfig)
     limits: LimitsConfig = field(default_factory=LimitsConfig)
     http: HttpConfig = field(default_factory=HttpConfig)

@@ -23,6 +23,7 @@ from inferengine.engine.options import admission_limits, scheduler_options
 from inferengine.errors import InvalidRequest
 from inferengine.params import MAX_SEED, SamplingParams, validate
 from inferengine.runtime.factory import build_executor
+from inferengine.spec.proposers import build_proposer
 from inferengine.structure import GrammarSpec, read_grammar, validate_grammar
 from inferengine.structured.compiler import GrammarCompiler
 from inferengine.text import ChatTemplate, TextStream, Tokenizer
@@ -75,7 +76,9 @@ class LLM:
         self._executor.warm_up(lambda phase, share: None)
         self._limits = admission_limits(self.config, self.capacity)
         options = scheduler_options(self.config, self.capacity)
-        self.core = EngineCore(self._executor, self.capacity, options, clock=time.monotonic)
+        self.core = EngineCore(
+            self._executor, self.capacity, options, clock=time.monotonic, proposer=build_proposer(self.config)
+        )
         self._grammars = GrammarCompiler(
             card.files["tokenizer.json"].decode(),
             vocab_size=self.capacity.vocab_size,

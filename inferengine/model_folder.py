@@ -13,6 +13,7 @@ from inferengine.config import Config, hub_cache_directory
 from inferengine.errors import ConfigError
 
 EMBEDDED = Path(__file__).parent / "assets" / "embedded"
+EMBEDDED_DRAFT = Path(__file__).parent / "assets" / "embedded-draft"
 HUB_ID = re.compile(r"^([A-Za-z0-9][\w.-]*/)?[A-Za-z0-9][\w.-]*(@[\w./-]+)?$")
 
 
@@ -21,17 +22,30 @@ def model_folder(config: Config) -> Path:
 
     Raises ConfigError naming `model.path` when there is neither.
     """
-    name = config.model.path
-    if not name:
-        return EMBEDDED
+    return _find(config.model.path, "model.path") if config.model.path else EMBEDDED
+
+
+def draft_folder(config: Config) -> Path | None:
+    """The folder of the small model that guesses ahead; None where nothing of the kind is asked for."""
+    speculation = config.speculation
+    if speculation.method != "draft":
+        return None
+    if speculation.draft_model:
+        return _find(speculation.draft_model, "speculation.draft_model")
+    if config.model.path:
+        raise ConfigError("speculation.draft_model", "must name a model of the same vocabulary")
+    return EMBEDDED_DRAFT
+
+
+def _find(name: str, key: str) -> Path:
     folder = Path(name).expanduser()
     if folder.is_dir():
         return folder
     if folder.exists():
-        raise ConfigError("model.path", f"{folder.name} is a file: name the folder that holds it")
+        raise ConfigError(key, f"{folder.name} is a file: name the folder that holds it")
     if not HUB_ID.match(name) or ".." in name:
-        raise ConfigError("model.path", f"there is no folder {name}")
-    return _in_hub_cache(name)
+        raise ConfigError(key, f"there is no folder {name}")
+    return _in_hub_cache(name, key)
 
 
 def served_name(config: Config) -> str:
@@ -45,12 +59,12 @@ def served_name(config: Config) -> str:
     return config.model.path.partition("@")[0]
 
 
-def _in_hub_cache(name: str) -> Path:
+def _in_hub_cache(name: str, key: str) -> Path:
     repository, _, revision = name.partition("@")
     base = hub_cache_directory() / f"models--{repository.replace('/', '--')}"
     if not base.is_dir():
         raise ConfigError(
-            "model.path",
+            key,
             f"there is no folder {name} here, and no such model in the hub's local cache; "
             f"fetch it first with: hf download {repository}",
         )
@@ -59,5 +73,5 @@ def _in_hub_cache(name: str) -> Path:
     commit = reference.read_text(encoding="ascii").strip() if reference.is_file() else revision
     snapshot = base / "snapshots" / commit
     if not snapshot.is_dir():
-        raise ConfigError("model.path", f"the local cache has {repository}, but not its revision {revision}")
+        raise ConfigError(key, f"the local cache has {repository}, but not its revision {revision}")
     return snapshot

@@ -31,6 +31,8 @@ def scheduler_options(config: Config, capacity: Capacity) -> SchedulerOptions:
         watermark=cache.watermark,
         kv_events=cache.events,
         contiguous=contiguous,
+        max_drafts=0 if config.speculation.method == "none" else config.speculation.max_drafts,
+        max_running_to_draft=config.speculation.max_running,
     )
 
 

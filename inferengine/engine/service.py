@@ -25,6 +25,7 @@ from inferengine.core.scheduler import StepOutput
 from inferengine.core.stopping import Finished
 from inferengine.engine.core import EngineCore
 from inferengine.engine.endpoint import Endpoint
+from inferengine.engine.grammar_service import GrammarService
 from inferengine.engine.kv_publisher import KVPublisher
 from inferengine.engine.lifecycle import Lifecycle
 from inferengine.engine.link import Engine, Link
@@ -39,6 +40,7 @@ from inferengine.engine.telemetry import Telemetry
 from inferengine.engine.text_service import TextService
 from inferengine.engine.wire_thread import RETRY_S, TICK_S, WireThread
 from inferengine.errors import ExitCode, InferEngineError
+from inferengine.spec.proposers import build_proposer
 from inferengine.wire import codec
 from inferengine.wire.messages import DRAINING, EPOCH_BYTES, READY, STOPPING, ModelInfo, Status
 
@@ -88,6 +90,7 @@ class EngineService:
         self._wire = WireThread(self._endpoint, self.lifecycle)
         self._wire.on_crash = self._on_wire_crash
         self._texts = TextService(card.files, self._wire.call)
+        self._grammars = GrammarService(card.files, self._wire.call)
         self.outbox = Outbox(
             telemetry=self.telemetry,
             make_text=self._texts.stream,
@@ -95,7 +98,16 @@ class EngineService:
             resume_ttl_s=config.wire.resume_ttl_s,
         )
         self.switchboard = Switchboard(config, self.lifecycle, card, self.outbox, self.telemetry, self._wire.send)
-        self.link = Link(config, self.lifecycle, card, self.outbox, self.telemetry, self._texts, self.switchboard.alive)
+        self.link = Link(
+            config,
+            self.lifecycle,
+            card,
+            self.outbox,
+            self.telemetry,
+            self._texts,
+            self._grammars,
+            self.switchboard.alive,
+        )
         self.switchboard.link = self.link
         self._reports = Reports(config, self.lifecycle, card, self.outbox, self.telemetry)
         self._kv_publisher = KVPublisher(config.engine.name, card.name, self._wire.publish)
@@ -164,6 +176,7 @@ class EngineService:
             capacity,
             scheduler_options(self.config, capacity),
             clock=self.lifecycle.clock,
+            proposer=build_proposer(self.config),
             on_failure=lambda error: loop.observe_failure(error),
         )
         loop = EngineLoop(core, self.lifecycle, post=self._post, on_turn=self._watchdog.feed)
@@ -364,6 +377,7 @@ class EngineService:
             time.sleep(_CHECK_S)
         self._wire.call(lambda: self.switchboard.goodbye(message, self.lifecycle.clock()))
         self._texts.close()
+        self._grammars.close()
         self._wire.stop()
         self._notifier.close()
 

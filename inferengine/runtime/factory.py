@@ -6,7 +6,7 @@ import torch
 
 from inferengine.config import Config
 from inferengine.errors import ConfigError
-from inferengine.model_folder import model_folder
+from inferengine.model_folder import draft_folder, model_folder
 from inferengine.runtime.runner import ExecutorSettings, TorchExecutor
 
 DEFAULTS = {"cpu": (64, 512), "cuda": (256, 8192)}  # max_num_seqs, max_num_batched_tokens
@@ -29,6 +29,7 @@ def executor_settings(config: Config) -> ExecutorSettings:
     max_num_seqs, max_num_batched_tokens = DEFAULTS[device.type]
     return ExecutorSettings(
         folder=model_folder(config),
+        draft_folder=draft_folder(config),
         device=device,
         dtype=_dtype(config.model.dtype, device),
         random_weights=config.model.load_format == "dummy",

@@ -20,8 +20,9 @@ from inferengine.kernels import ops as ops_table
 from inferengine.layers.decoder_config import DecoderConfig
 from inferengine.models import registry, weights
 from inferengine.params import SamplingParams
-from inferengine.runtime import memory
+from inferengine.runtime import draft_model, memory
 from inferengine.runtime.batch import columns_of, make_batch
+from inferengine.runtime.draft_model import DraftModel
 from inferengine.runtime.kv_cache import KVCache
 from inferengine.runtime.sampler import StepDraws
 from inferengine.runtime.slots import Slots
@@ -45,6 +46,7 @@ class ExecutorSettings:
     chunked_prefill: bool
     overlap: bool
     seed: int = 0
+    draft_folder: Path | None = None
 
 
 class TorchExecutor:
@@ -55,6 +57,7 @@ class TorchExecutor:
         self.max_in_flight = 2 if settings.overlap else 1
         self.device = settings.device
         self.ops = ops_table.resolve(settings.device)
+        self.draft: DraftModel | None = None
 
     # -- life --------------------------------------------------------------------------------------------------------
 
@@ -80,6 +83,8 @@ class TorchExecutor:
         weights.finish(model)
         self.model = model.eval()
         self.capacity = self._allocate(max_model_len)
+        if settings.draft_folder is not None:
+            self.draft = self._load_draft(settings.draft_folder)
         return self.capacity
 
     def warm_up(self, progress: Progress) -> None:
@@ -94,6 +99,7 @@ class TorchExecutor:
 
     def close(self) -> None:
         """Give the memory back."""
+        self.draft = None
         self.__dict__.pop("model", None)
         self.__dict__.pop("kv", None)
         self.__dict__.pop("slots", None)
@@ -105,12 +111,14 @@ class TorchExecutor:
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepDraws:
-        if plan.device_drafts:
-            raise RuntimeError("this executor has no draft model: speculation with a draft model needs another")
         self.kv.copy_blocks(plan)
+        if self.draft is not None:
+            self.draft.kv.copy_blocks(plan)
         self.slots.admit(plan.admitted)
         self.slots.apply_blocks(plan.block_updates)
         self.slots.write_tokens(plan.token_writes)
+        if plan.device_drafts and self.draft is not None:
+            self.draft.guess(plan)
         return self._compute(plan)
 
     def _compute(self, plan: StepPlan) -> StepDraws:
@@ -124,9 +132,23 @@ class TorchExecutor:
         if batch.num_samples:
             last = hidden if batch.num_samples == batch.num_tokens else hidden.index_select(0, batch.sample_tokens)
             logits = self.model.logits(last)
+        if self.draft is not None:
+            self.draft.follow(batch)
         return StepDraws(self.ops, self.slots, plan, batch, logits)
 
     # -- inside ------------------------------------------------------------------------------------------------------
+
+    def _load_draft(self, folder: Path) -> DraftModel:
+        return DraftModel(
+            folder,
+            draft_model.read_draft_config(folder, self.config, self.capacity.max_model_len),
+            ops=self.ops,
+            slots=self.slots,
+            group=self.kv.groups[0],
+            block_size=self.settings.block_size,
+            dtype=self.dtype,
+            max_model_len=self.capacity.max_model_len,
+        )
 
     def _max_model_len(self, config: DecoderConfig) -> int:
         wanted = self.settings.max_model_len
@@ -149,6 +171,9 @@ class TorchExecutor:
             max_chunk=chunk,
         )
         budget = memory.budget_bytes(self.device, settings.memory_fraction, self._activation_bytes())
+        if settings.draft_folder is not None:
+            draft = draft_model.read_draft_config(settings.draft_folder, self.config, max_model_len)
+            budget = draft_model.share_of_target(budget, self.config, draft)
         groups = memory.plan_groups(self.config, cache, self.dtype, budget)
         self.kv = KVCache(self.config, groups, settings.block_size, self.dtype, self.device)
         self.kv.bind(self.model, max_model_len)

@@ -1,0 +1,34 @@
+"""Which proposer a configuration asks for. A new one is a file and a line here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from inferengine.config import Config
+from inferengine.core.sequence import Sequence
+from inferengine.core.speculation import Proposer
+from inferengine.spec.ngram import NgramProposer
+
+
+class DraftModelProposer:
+    """The guesses are made on the device, by the executor's draft model: here only their number is known."""
+
+    on_device = True
+
+    def propose(self, sequence: Sequence, max_tokens: int) -> list[int]:
+        return [0] * max_tokens
+
+    def forget(self, sequence: Sequence) -> None:
+        """It remembers nothing."""
+
+
+PROPOSERS: dict[str, Callable[[], Proposer | None]] = {
+    "none": lambda: None,
+    "ngram": NgramProposer,
+    "draft": DraftModelProposer,
+}
+
+
+def build_proposer(config: Config) -> Proposer | None:
+    """The proposer of `speculation.method`."""
+    return PROPOSERS[config.speculation.method]()

@@ -1,0 +1,102 @@
+"""A draft model makes tokens come faster and changes none of them: greedy, sampled, with penalties, masked or not."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from inferengine.errors import ConfigError
+from inferengine.llm import LLM, Generation
+from inferengine.model_folder import EMBEDDED, EMBEDDED_DRAFT
+from inferengine.params import SamplingParams
+
+QUESTIONS = ["What is a KV cache?", "What is 12 + 30?", "Hello!", "Which port does the HTTP server use?"]
+CHATS = [[{"role": "user", "content": question}] for question in QUESTIONS]
+SMALL = {"cache": {"num_blocks": 256}, "engine": {"max_num_seqs": 8, "max_num_batched_tokens": 64}}
+PARAMS = {
+    "greedy": SamplingParams(temperature=0.0, max_tokens=24),
+    "sampled": SamplingParams(temperature=0.9, top_p=0.95, min_p=0.02, seed=7, max_tokens=24),
+    "penalties": SamplingParams(
+        temperature=0.7,
+        top_k=20,
+        seed=3,
+        frequency_penalty=0.4,
+        repetition_penalty=1.2,
+        logit_bias=((300, 2.0),),
+        max_tokens=24,
+    ),
+    "logprobs": SamplingParams(temperature=0.0, logprobs=2, max_tokens=12),
+}
+
+
+def tokens(results: list[Generation]) -> list[list[int]]:
+    return [result.choices[0].token_ids for result in results]
+
+
+@pytest.fixture(scope="module")
+def plain() -> Iterator[LLM]:
+    with LLM(**SMALL) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module", params=["draft", "ngram"])
+def guessing(request: pytest.FixtureRequest) -> Iterator[LLM]:
+    with LLM(**SMALL, speculation={"method": request.param, "max_drafts": 3}) as llm:
+        yield llm
+
+
+@pytest.mark.parametrize("name", PARAMS)
+def test_tokens_equal_those_without_guesses(plain: LLM, guessing: LLM, name: str) -> None:
+    expected = plain.chat(CHATS, PARAMS[name])
+    got = guessing.chat(CHATS, PARAMS[name])
+    assert tokens(got) == tokens(expected)
+    if name == "logprobs":
+        for left, right in zip(got, expected, strict=True):
+            ours, theirs = left.choices[0].logprobs or [], right.choices[0].logprobs or []
+            assert [item.logprob for item in ours] == pytest.approx([item.logprob for item in theirs], abs=1e-4)
+            assert len(ours) == len(left.choices[0].token_ids)
+
+
+def test_a_grammar_holds_beside_guesses(plain: LLM, guessing: LLM) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"name": {"type": "string", "maxLength": 20}, "age": {"type": "integer", "maximum": 150}},
+        "required": ["name", "age"],
+        "additionalProperties": False,
+    }
+    asked = {"response_format": {"type": "json_schema", "json_schema": {"schema": schema}}}
+    chat = [[{"role": "user", "content": "Anna is 31. Give the person as JSON."}]]
+    got, expected = (
+        llm.chat(chat, SamplingParams(temperature=0.0, max_tokens=60), **asked) for llm in (guessing, plain)
+    )
+    assert tokens(got) == tokens(expected)
+    assert set(json.loads(got[0].text)) == {"name", "age"}
+
+
+def test_a_draft_that_is_the_model_itself_is_always_right() -> None:
+    with LLM(**SMALL, speculation={"method": "draft", "draft_model": str(EMBEDDED)}) as llm:
+        llm.chat(CHATS, PARAMS["greedy"])
+        llm.chat(CHATS, PARAMS["sampled"])
+        snapshot = llm.core.scheduler.snapshot()
+        ends = 2 * len(CHATS)  # guesses beyond an output's end are never looked at
+        assert snapshot.num_drafted > 40
+        assert snapshot.num_drafts_accepted >= snapshot.num_drafted - 3 * ends
+
+
+def test_a_draft_of_another_vocabulary_is_refused_by_name(tmp_path: Path) -> None:
+    shutil.copytree(EMBEDDED_DRAFT, tmp_path / "draft")
+    config = json.loads((tmp_path / "draft/config.json").read_text())
+    (tmp_path / "draft/config.json").write_text(json.dumps(config | {"vocab_size": 99}))
+    with pytest.raises(ConfigError, match="vocabulary") as caught:
+        LLM(**SMALL, speculation={"method": "draft", "draft_model": str(tmp_path / "draft")})
+    assert caught.value.field == "speculation.draft_model"
+
+
+def test_a_draft_has_to_be_named_where_the_model_is_not_the_embedded_one() -> None:
+    with pytest.raises(ConfigError) as caught:
+        LLM(str(EMBEDDED), **SMALL, speculation={"method": "draft"})
+    assert caught.value.field == "speculation.draft_model"
