@@ -20,6 +20,7 @@ from inferengine.client.session import Phase, Session
 from inferengine.client.streams import Answer, Call, Collector, Delta
 from inferengine.errors import InferEngineError
 from inferengine.params import SamplingParams
+from inferengine.structure import GrammarSpec
 from inferengine.wire import sockets
 from inferengine.wire.messages import READY, Accept, ModelFiles, Pong, Welcome
 
@@ -244,6 +245,7 @@ class AsyncClient:
         detached: bool = False,
         reply: str = "tokens",
         label: str = "",
+        grammar: GrammarSpec | None = None,
     ) -> Submission:
         """Send a request; see `Session.submit`. Returns at once: await `accepted()` for the answer, or just iterate
         the streams, which end with an error if it is refused."""
@@ -260,6 +262,7 @@ class AsyncClient:
             detached=detached,
             reply=reply,
             label=label,
+            grammar=grammar,
         )
         self._after_sending()
         return Submission(self, call)

@@ -21,6 +21,7 @@ from inferengine.client.session import Phase, Session
 from inferengine.client.streams import Answer, Call, Collector, Delta
 from inferengine.errors import InferEngineError
 from inferengine.params import SamplingParams
+from inferengine.structure import GrammarSpec
 from inferengine.wire import sockets
 from inferengine.wire.messages import READY, Accept, ModelFiles, Pong, Welcome
 
@@ -168,6 +169,7 @@ class Client:
         detached: bool = False,
         reply: str = "tokens",
         label: str = "",
+        grammar: GrammarSpec | None = None,
     ) -> BlockingSubmission:
         """Send a request; see `Session.submit`. Returns at once."""
         with self._changed:
@@ -184,6 +186,7 @@ class Client:
                 detached=detached,
                 reply=reply,
                 label=label,
+                grammar=grammar,
             )
             self._wake()
         return BlockingSubmission(self, call)

@@ -19,6 +19,7 @@ from typing import Any
 from inferengine.client.streams import Answer, Call, Collector, error_from, finish_from
 from inferengine.errors import InferEngineError, InvalidRequest
 from inferengine.params import SamplingParams
+from inferengine.structure import GrammarSpec, grammar_to_list
 from inferengine.wire import codec
 from inferengine.wire.credit import CreditGiver
 from inferengine.wire.messages import (
@@ -111,6 +112,7 @@ class Session:
         detached: bool = False,
         reply: str = "tokens",
         label: str = "",
+        grammar: GrammarSpec | None = None,
     ) -> Call:
         """Exactly one of `prompt_ids`, `text` and `messages`. With reply "tokens" the stop *strings* of `params` are
         the caller's to match, because only it has the text; the engine matches them for "text" and "both"."""
@@ -133,6 +135,7 @@ class Session:
             deadline_ms=None if deadline_s is None else max(1, int(deadline_s * 1000)),
             detached=detached,
             label=label,
+            grammar=None if grammar is None else tuple(grammar_to_list(grammar)),
         )
         return self._start(message, [Collector(message.stream + choice) for choice in range(max(params.n, 1))])
 

@@ -14,22 +14,25 @@ from functools import partial
 
 from inferengine.config import Config
 from inferengine.core.admission import AdmissionLimits, admit, resolve_max_tokens
+from inferengine.core.grammar import Grammar
 from inferengine.core.request import Request
+from inferengine.engine.grammar_service import GrammarService
 from inferengine.engine.lifecycle import Lifecycle
 from inferengine.engine.loop import EngineLoop
 from inferengine.engine.model_card import ModelCard
 from inferengine.engine.outbox import Outbox
 from inferengine.engine.output_log import Log, Submission
 from inferengine.engine.peer import Peer
+from inferengine.engine.seeds import choice_seed
 from inferengine.engine.telemetry import Telemetry
 from inferengine.engine.text_service import CONTEXT_TOKENS, TextService
 from inferengine.errors import InferEngineError, InvalidRequest, bounded
 from inferengine.params import SamplingParams, from_map, validate
+from inferengine.structure import GrammarSpec, grammar_from_list, validate_grammar
 from inferengine.wire import codec
 from inferengine.wire.messages import DRAINING, READY, Accept, Attach, Cancel, Reject, Submit
 
 CANCELLED = ("cancelled", "The request was cancelled.")
-_MASK = 2**64 - 1
 
 
 @dataclass(frozen=True)
@@ -43,12 +46,20 @@ class Engine:
 
 @dataclass
 class _Waiting:
-    """A submission whose prompt is being tokenized, and who wants to read it."""
+    """A submission whose prompt is being tokenized or whose grammar compiled, and who wants to read it."""
 
     submission: Submission
     message: Submit
     deadline_s: float | None
     readers: list[tuple[Peer, Submit | Attach]]
+    prompt: array[int] | None  # None: being tokenized
+    spec: GrammarSpec | None
+    grammars: list[Grammar]  # empty: none asked for, or being compiled
+    give_up_s: float  # when the grammar has taken too long
+
+    @property
+    def complete(self) -> bool:
+        return self.prompt is not None and (self.spec is None or bool(self.grammars))
 
 
 class Link:
@@ -62,6 +73,7 @@ class Link:
         outbox: Outbox,
         telemetry: Telemetry,
         texts: TextService,
+        grammars: GrammarService,
         alive: Callable[[Peer], bool],
     ) -> None:
         self.engine: Engine | None = None  # set when the model is loaded
@@ -70,6 +82,7 @@ class Link:
         self._outbox = outbox
         self._telemetry = telemetry
         self._texts = texts
+        self._grammars = grammars
         self._alive = alive
         self._eos = frozenset(card.eos_token_ids)
         self._seeds = random.Random(config.engine.seed or None)
@@ -78,7 +91,7 @@ class Link:
 
     @property
     def has_unanswered(self) -> bool:
-        """Whether prompts are being tokenized."""
+        """Whether something is being tokenized or compiled."""
         return bool(self._waiting)
 
     # -- messages ----------------------------------------------------------------------------------------------------
@@ -97,14 +110,15 @@ class Link:
             )
             deadline_s = None if message.deadline_ms is None else now + message.deadline_ms / 1e3
             self._outbox.register(submission)
-            if message.prompt is not None:
-                prompt = codec.from_u32(message.prompt, "prompt")
+            prompt = None if message.prompt is None else codec.from_u32(message.prompt, "prompt")
+            if prompt is not None and message.grammar is None:
                 self._accept(engine, submission, message, prompt, deadline_s, now)
                 self._greet_reader(peer, message, submission, now, attached=False)
             else:
-                self._tokenize(engine, peer, submission, message, deadline_s, now)
+                self._prepare(engine, peer, submission, message, prompt, deadline_s, now)
         except InferEngineError as error:
             if submission is not None:
+                self._waiting.pop(submission.id, None)
                 self._outbox.forget(submission)
             self._reject(peer, message, error, now)
 
@@ -129,7 +143,7 @@ class Link:
             if any(reader is peer and wanted.stream in message.streams for reader, wanted in item.readers):
                 waiting.add(item.submission.id)
         for id in waiting & self._waiting.keys():
-            self._refuse(self._waiting.pop(id), InferEngineError(*CANCELLED), now)
+            self._give_up(self._waiting[id], InferEngineError(*CANCELLED), now)
         self._end([log.uid for log in logs if log.ended is None], "abort", CANCELLED)
 
     def abandon(self, submissions: Sequence[Submission], detail: tuple[str, str]) -> None:
@@ -137,17 +151,23 @@ class Link:
         self._end([log.uid for each in submissions for log in each.logs if log.ended is None], "abort", detail)
 
     def abandon_unread(self) -> None:
-        """Prompts being tokenized whose readers are all gone."""
+        """Submissions that wait for text or grammar and whose readers are all gone."""
         for item in list(self._waiting.values()):
             if not item.submission.detached and not any(self._alive(reader) for reader, _ in item.readers):
                 del self._waiting[item.submission.id]
                 self._outbox.forget(item.submission)
 
     def refuse_waiting(self, error: InferEngineError, now: float) -> None:
-        """Answer everything that is being tokenized."""
+        """Answer everything that waits for text or grammar."""
         for item in list(self._waiting.values()):
-            del self._waiting[item.submission.id]
-            self._refuse(item, error, now)
+            self._give_up(item, error, now)
+
+    def tick(self, now: float) -> None:
+        """Refuse what waits for a grammar that takes too long."""
+        for item in list(self._waiting.values()):
+            if item.spec is not None and not item.grammars and now > item.give_up_s:
+                message = f"could not be compiled in {self._config.limits.grammar_timeout_s:g} s: simplify it"
+                self._give_up(item, InvalidRequest("grammar", message), now)
 
     # -- from message to request -------------------------------------------------------------------------------------
 
@@ -164,6 +184,8 @@ class Link:
             raise InvalidRequest("params.stop", 'stop strings need reply "text" or "both"')
         if (message.reply != "tokens" or message.prompt is None) and not self._texts.available:
             raise InvalidRequest("reply", "this model has no tokenizer: send and read token ids", code="unsupported")
+        if message.grammar is not None:
+            validate_grammar(grammar_from_list(message.grammar), limits)
         if message.text is not None and not message.text:
             raise InvalidRequest("text", "must not be empty")
         if message.messages is not None and not message.messages:
@@ -184,39 +206,65 @@ class Link:
         ):
             raise InvalidRequest("stream", "is in use on this connection: choose another number", code="conflict")
 
-    def _tokenize(
+    def _prepare(
         self,
         engine: Engine,
         peer: Peer,
         submission: Submission,
         message: Submit,
+        prompt: array[int] | None,
         deadline_s: float | None,
         now: float,
     ) -> None:
+        """Have the text tokenized and the grammar compiled; the answer comes when both are done."""
         self._admit(engine, submission, 1, deadline_s, now)
-        self._waiting[submission.id] = _Waiting(submission, message, deadline_s, [(peer, message)])
-        self._texts.tokenize(message.text, message.messages, partial(self._tokenized, submission))
+        spec = None if message.grammar is None else grammar_from_list(message.grammar)
+        give_up_s = now + self._config.limits.grammar_timeout_s
+        item = _Waiting(submission, message, deadline_s, [(peer, message)], prompt, spec, [], give_up_s)
+        self._waiting[submission.id] = item
+        if spec is not None:
+            count, eos = submission.params.n, sorted(self._eos)
+            self._grammars.compile(spec, count, engine.vocab_size, eos, partial(self._compiled, item))
+        if prompt is None:
+            self._texts.tokenize(message.text, message.messages, partial(self._tokenized, item))
 
-    def _tokenized(self, submission: Submission, result: list[int] | InferEngineError) -> None:
-        item = self._waiting.pop(submission.id, None)
-        if item is None:
-            return  # cancelled meanwhile, and answered
-        now = self._lifecycle.clock()
-        if isinstance(result, InferEngineError):
-            self._refuse(item, result, now)
+    def _tokenized(self, item: _Waiting, result: list[int] | InferEngineError) -> None:
+        if isinstance(result, list):
+            item.prompt = array("I", result)
+        self._go_on(item, result if isinstance(result, InferEngineError) else None)
+
+    def _compiled(self, item: _Waiting, result: list[Grammar] | InferEngineError) -> None:
+        if isinstance(result, list):
+            item.grammars = result
+        self._go_on(item, result if isinstance(result, InferEngineError) else None)
+
+    def _go_on(self, item: _Waiting, error: InferEngineError | None) -> None:
+        """One of the things that a submission waits for is done."""
+        submission, now = item.submission, self._lifecycle.clock()
+        if self._waiting.get(submission.id) is not item:
+            return  # cancelled or refused meanwhile, and answered
+        if error is not None:
+            self._give_up(item, error, now)
             return
+        if item.prompt is None or not item.complete:
+            return
+        del self._waiting[submission.id]
         try:
             if self.engine is None or self._lifecycle.state != READY:
                 raise InferEngineError("draining", f"The engine is {self._lifecycle.state}.", retry_after_s=5.0)
-            if item.message.text is not None:
-                submission.context_ids = result[-CONTEXT_TOKENS:]
-            self._accept(self.engine, submission, item.message, array("I", result), item.deadline_s, now)
-        except InferEngineError as error:
-            self._refuse(item, error, now)
+            self._accept(
+                self.engine, submission, item.message, item.prompt, item.deadline_s, now, item.spec, item.grammars
+            )
+        except InferEngineError as refusal:
+            self._refuse(item, refusal, now)
             return
         for place, (peer, wanted) in enumerate(item.readers):
             if self._alive(peer):
                 self._greet_reader(peer, wanted, submission, now, attached=place > 0)
+
+    def _give_up(self, item: _Waiting, error: InferEngineError, now: float) -> None:
+        del self._waiting[item.submission.id]
+        self._refuse(item, error, now)
 
     def _accept(
         self,
@@ -226,6 +274,8 @@ class Link:
         prompt: array[int],
         deadline_s: float | None,
         now: float,
+        spec: GrammarSpec | None = None,
+        grammars: Sequence[Grammar] = (),
     ) -> None:
         """Hand the choices to the loop. Raises InferEngineError; then nothing has happened."""
         params = submission.params
@@ -254,16 +304,17 @@ class Link:
                 cache_salt=message.salt,
                 arrival_s=now,
                 deadline_s=deadline_s,
+                grammar=spec,
                 request_id=message.label or message.id.hex(),
             )
             for choice in range(params.n)
         ]
         submission.num_prompt = len(prompt)
-        if message.prompt is not None:
+        if message.messages is None:  # the output continues the prompt's text
             submission.context_ids = prompt[-CONTEXT_TOKENS:].tolist()
         self._outbox.open(submission, range(first, first + params.n), now)
         self._telemetry.accepted(params.n, max_tokens)
-        engine.loop.submit(requests)
+        engine.loop.submit(requests, grammars)
 
     def _admit(
         self, engine: Engine, submission: Submission, num_prompt: int, deadline_s: float | None, now: float
@@ -341,17 +392,6 @@ class Link:
     def _end(self, uids: list[int], reason: str, detail: tuple[str, str]) -> None:
         if uids and self.engine is not None:
             self.engine.loop.cancel(uids, reason, detail)
-
-
-def choice_seed(seed: int, choice: int) -> int:
-    """The seed of choice `choice`: the request's own for the first, else mixed with it (splitmix64, Steele et al.
-    2014), so that neighbouring seeds do not share draws."""
-    if choice == 0:
-        return seed
-    mixed = (seed + choice * 0x9E3779B97F4A7C15) & _MASK
-    mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _MASK
-    return (mixed ^ (mixed >> 31)) >> 1
 
 
 def _characters(messages: list[dict[str, object]] | None) -> int:

@@ -6,11 +6,12 @@ It blocks in the executor while there is work and in its inbox while there is no
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
 from inferengine.core.executor import DeviceLost
+from inferengine.core.grammar import Grammar
 from inferengine.core.kv_events import KVEvent
 from inferengine.core.request import Request
 from inferengine.core.scheduler import StepOutput
@@ -29,6 +30,7 @@ RATE_MEMORY = 0.8
 
 class Submit(NamedTuple):
     requests: list[Request]
+    grammars: Sequence[Grammar]  # one for each request, or none
 
 
 class Cancel(NamedTuple):
@@ -89,11 +91,11 @@ class EngineLoop:
         self.snapshot: SchedulerSnapshot = core.scheduler.snapshot()
         self._snapshot_s = 0.0
 
-    def submit(self, requests: list[Request]) -> None:
-        """Hand over the choices of one accepted submission."""
+    def submit(self, requests: list[Request], grammars: Sequence[Grammar] = ()) -> None:
+        """Hand over the choices of one accepted submission, with a grammar for each where they have one."""
         self._sent += len(requests)
         self._sent_tokens += sum(request.num_prompt for request in requests)
-        self._inbox.put(Submit(requests))
+        self._inbox.put(Submit(requests, grammars))
 
     def cancel(self, uids: list[int], reason: str, detail: FinishDetail) -> None:
         """End these if they have not ended; their terminal rows are posted."""
@@ -199,9 +201,11 @@ class EngineLoop:
     def _obey(self, command: Command) -> None:
         core = self._core
         match command:
-            case Submit(requests):
+            case Submit(requests, grammars):
                 for request in requests:
                     core.submit(request)
+                for request, grammar in zip(requests, grammars, strict=False):
+                    core.grammar_ready(request.uid, grammar)
                 self._taken += len(requests)
                 self._taken_tokens += sum(request.num_prompt for request in requests)
             case Cancel(uids, reason, detail):

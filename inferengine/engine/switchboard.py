@@ -206,6 +206,7 @@ class Switchboard:
                 message = f"No credit for {wire.stall_limit_s:g} s."
                 self.link.abandon(self._read_by(peer), ("client_stalled", message))
         self.link.abandon_unread()
+        self.link.tick(now)
         self._outbox.expire(now)
 
     @property

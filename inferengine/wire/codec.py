@@ -307,7 +307,12 @@ def _submit_from(body: dict[str, Any], raw: Sequence[bytes]) -> Submit:
         _optional(body.get("deadline_ms"), _int, "deadline_ms", 1, MAX_U32),
         _bool(body.get("detached", False), "detached"),
         _str(body.get("label", ""), "label"),
+        _optional(body.get("grammar"), _each, "grammar", _string_or_nil),
     )
+
+
+def _string_or_nil(value: Any, field: str) -> str | None:
+    return None if value is None else _str(value, field, MAX_I64)
 
 
 def _chat_message(value: Any, field: str) -> dict[str, Any]:
@@ -320,7 +325,7 @@ def _chat_message(value: Any, field: str) -> dict[str, Any]:
 
 def _encode_submit(message: Submit) -> tuple[int, Any, Frames]:
     body: dict[str, Any] = {"id": message.id, "stream": message.stream}
-    for name in ("text", "messages", "deadline_ms"):
+    for name in ("text", "messages", "deadline_ms", "grammar"):
         if (value := getattr(message, name)) is not None:
             body[name] = value
     for name in ("params", "priority", "tenant", "salt", "detached", "label"):

@@ -66,6 +66,7 @@ class Submit(NamedTuple):
     deadline_ms: int | None = None
     detached: bool = False
     label: str = ""
+    grammar: tuple[str | None, ...] | None = None  # kind, source, pattern of white space
 
 
 class Cancel(NamedTuple):

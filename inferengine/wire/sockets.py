@@ -2,7 +2,9 @@
 
 Why these: ROUTER_MANDATORY turns silent loss into an error the sender sees (a full pipe is EAGAIN, a gone peer
 EHOSTUNREACH); ROUTER_HANDOVER lets a reconnecting client take its routing id over; high-water marks and MAXMSGSIZE
-bound memory; ZeroMQ's own heartbeats find a dead TCP connection.
+bound memory; TCP_MAXRT ends a connection whose other end has vanished. ZeroMQ's own heartbeats stay off: our PING and
+leases do their work, and in libzmq 4.3.5 a peer that fills the receiving pipe and disconnects makes the next heartbeat
+abort the whole process (stream_engine_base.cpp, out_event after an input error).
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ HIGH_WATER_MARK = 4096  # messages per peer and direction
 STATUS_HIGH_WATER_MARK = 1024
 REPLAY_HIGH_WATER_MARK = 20_000
 LINGER_MS = 2000
-HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS, HEARTBEAT_TTL_MS = 2000, 6000, 10_000
+TCP_GIVE_UP_MS = 6000
 RECONNECT_MS, RECONNECT_MAX_MS = 50, 1000
 _BACKLOG = 1024
 _CONNECTION_EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
@@ -117,6 +119,8 @@ def _beside(address: str, suffix: str, offset: int) -> str:
 
 
 def _keep_alive(socket: zmq.Socket[bytes]) -> None:
-    socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
-    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
-    socket.setsockopt(zmq.HEARTBEAT_TTL, HEARTBEAT_TTL_MS)
+    socket.setsockopt(zmq.TCP_MAXRT, TCP_GIVE_UP_MS)
+    socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, TCP_GIVE_UP_MS // 1000)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, 2)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_CNT, 3)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from inferengine.engine.link import choice_seed
+from inferengine.engine.seeds import choice_seed
 from inferengine.engine.service import EngineService
 from inferengine.engine.simulator import SimulatedExecutor
 from inferengine.wire import codec
@@ -305,8 +305,11 @@ class TestProtocol:
             other.submit(1, max_tokens=20)
             big.submit(1, prompt=[1] * 5000)
             assert len(other.collect({1}).tokens[1]) == 20
-            big.send(Hello())
-            assert big.expect(Welcome).state == "READY"
+            greeted = None
+            while greeted is None:  # what went into the broken connection is lost
+                big.send(Hello())
+                greeted = big.receive(0.2)
+            assert isinstance(greeted, Welcome)
             check_idle(engine)
 
     def test_a_flood_starves_nobody(self, engine: EngineService, connect: Connect) -> None:

@@ -53,6 +53,7 @@ EXAMPLES: dict[str, Message] = {
         detached=True,
     ),
     "submit_messages": Submit(ID, 9, messages=[{"role": "user", "content": "Hi"}], reply="both"),
+    "submit_grammar": Submit(ID, 9, PROMPT.tobytes(), grammar=("regex", "[a-z]+", None)),
     "cancel": Cancel((7, 8), (ID,)),
     "attach": Attach(ID, 20, (5, 0), "both"),
     "credit": Credit(300),

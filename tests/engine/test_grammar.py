@@ -1,0 +1,88 @@
+"""Grammars over the wire: compiled before the request is accepted, obeyed to the last token."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import pytest
+
+from inferengine.engine.service import EngineService
+from inferengine.engine.simulator import SimulatedExecutor
+from inferengine.wire.messages import Cancel, Reject
+from tests.engine.builders import check_idle, make_card, run_service, small_capacity
+from tests.engine.conftest import Connect
+
+pytest.importorskip("llguidance")
+
+SCHEMA = {"type": "object", "properties": {"a": {"enum": [1, 2]}, "b": {"enum": ["x", "y"]}}, "required": ["a", "b"]}
+SCHEMA["additionalProperties"] = False
+
+
+@pytest.fixture
+def ending(request: pytest.FixtureRequest):  # type: ignore[no-untyped-def]
+    """An engine whose model has an end-of-text token."""
+    card = make_card()
+    card = type(card)(card.name, card.folder, card.files, card.fingerprint, (1,))
+    with run_service(lambda: SimulatedExecutor(small_capacity()), card=card) as service:
+        yield service
+
+
+@pytest.mark.parametrize(
+    ("grammar", "matches"),
+    [
+        (("regex", "[0-9]{3}-[a-f]{2}"), lambda text: re.fullmatch("[0-9]{3}-[a-f]{2}", text)),
+        (("choice", json.dumps(["yes", "no", "perhaps"])), lambda text: text in ("yes", "no", "perhaps")),
+        (("json_schema", json.dumps(SCHEMA), ""), lambda text: json.loads(text)["a"] in (1, 2)),
+    ],
+)
+def test_the_output_matches(ending: EngineService, connect: Connect, grammar: Any, matches: Any) -> None:
+    peer = connect(ending)
+    peer.submit(1, max_tokens=60, reply="text", grammar=grammar, params={"n": 2, "ignore_eos": False})
+    collected = peer.collect({1, 2})
+    for stream in (1, 2):
+        assert collected.done[stream][0].reason == "stop"
+        assert matches(collected.text[stream])
+    check_idle(ending)
+
+
+@pytest.mark.parametrize(
+    ("grammar", "field"),
+    [
+        (("regex", "("), "grammar"),
+        (("json_schema", "{"), "grammar"),
+        (("poem", "x"), "grammar"),
+        (("choice", "[]"), "grammar"),
+        (("regex",), "grammar"),
+        (("regex", "x\0"), "grammar"),
+    ],
+)
+def test_one_that_makes_no_sense_is_refused(ending: EngineService, connect: Connect, grammar: Any, field: str) -> None:
+    peer = connect(ending)
+    peer.submit(1, grammar=grammar)
+    reject = peer.expect(Reject)
+    assert (reject.code, reject.field) == ("invalid_request", field)
+    peer.submit(1)
+    assert len(peer.collect({1}).tokens[1]) == 4
+
+
+def test_cancelling_while_it_is_compiled_is_answered_once(ending: EngineService, connect: Connect) -> None:
+    peer = connect(ending)
+    peer.submit(1, grammar=("regex", "(a|b)*" * 400))
+    peer.send(Cancel((1,)))
+    collected = peer.collect({1})
+    assert len(collected.rejects.get(1, [])) + len(collected.done.get(1, [])) == 1
+    check_idle(ending)
+
+
+def test_text_and_grammar_are_prepared_together(ending: EngineService, connect: Connect) -> None:
+    peer = connect(ending)
+    peer.submit(1, text="the fox", max_tokens=20, reply="text", grammar=("regex", "ok"), params={"ignore_eos": False})
+    assert peer.collect({1}).text[1] == "ok"
+
+
+def test_a_model_without_an_end_serves_no_grammars(engine: EngineService, connect: Connect) -> None:
+    peer = connect(engine)
+    peer.submit(1, grammar=("regex", "ok"))
+    assert peer.expect(Reject).code == "unsupported"
