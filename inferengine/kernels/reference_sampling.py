@@ -130,8 +130,8 @@ def philox(
         c2 = ((product0 >> 32) & _MASK) ^ c3 ^ key1
         c1, c3 = product1 & _MASK, product0 & _MASK
         key0, key1 = (key0 + 0x9E3779B9) & _MASK, (key1 + 0xBB67AE85) & _MASK
-    shape = torch.broadcast_shapes(c0.shape, c1.shape, c2.shape, c3.shape)
-    return c0.expand(shape), c1.expand(shape), c2.expand(shape), c3.expand(shape)
+    c0, c1, c2, c3 = torch.broadcast_tensors(c0, c1, c2, c3)  # not broadcast_shapes: it imports sympy, for seconds
+    return c0, c1, c2, c3
 
 
 def _penalize(scores: torch.Tensor, slots: Any, rows: torch.Tensor, positions: torch.Tensor) -> None:

@@ -62,3 +62,17 @@ def test_light_processes_really_load_no_heavy_library(module: str) -> None:
     assert loaded == "[]"
     if module in ("inferengine.cli", "inferengine.commands.up"):
         assert zmq == "False"
+
+
+def test_a_draw_imports_nothing_that_takes_seconds() -> None:
+    """Some of torch's Python functions load sympy at their first call: the first request would wait for that."""
+    program = (
+        "import sys, torch\n"
+        "from inferengine.kernels.reference_sampling import gumbel\n"
+        "assert gumbel(torch.tensor([7]), torch.tensor([3]), 10).shape == (1, 10)\n"
+        "print('sympy' in sys.modules)"
+    )
+    loaded = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT
+    ).stdout
+    assert loaded.strip() == "False"
