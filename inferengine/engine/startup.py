@@ -33,7 +33,7 @@ def run_engine(config: Config) -> int:
         service = EngineService(
             config,
             card,
-            lambda: _build(config),
+            lambda: build_executor(config),
             notifier=notifier,
             watchdog=Watchdog.from_environment(notifier, time.monotonic),
             exit_code_of=exit_code_of,
@@ -58,10 +58,11 @@ def exit_code_of(error: BaseException) -> int:
     return ExitCode.CRASH
 
 
-def _build(config: Config) -> Executor:
-    from inferengine.runtime.factory import build_executor
+def build_executor(config: Config) -> Executor:
+    """The executor of this configuration. Imports torch, which takes seconds: call it in the loop's thread."""
+    from inferengine.runtime import factory
 
-    executor: Executor = build_executor(config)
+    executor: Executor = factory.build_executor(config)
     return executor
 
 

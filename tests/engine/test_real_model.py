@@ -1,0 +1,111 @@
+"""The embedded model behind the real wire: what runs beside a request, and what happens to it, changes no token."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from inferengine.engine.model_card import read_model_card
+from inferengine.engine.service import EngineService
+from inferengine.engine.startup import build_executor
+from inferengine.wire.messages import Cancel, Step
+from tests.engine.builders import RawPeer, address_of, check_idle, make_config, wait_until
+
+PROMPTS = [
+    "Once upon a time",
+    "What is a KV cache?",
+    "The little robot walked to the edge of the forest and looked at the river for a very long time before it",
+    "2 + 2 =",
+    "Name: Ada. City: Paris.",
+    "A queue is",
+]
+LENGTHS = [24, 5, 17, 1, 30, 12]
+
+# Enough to run everything at once; and so little that prompts are chunked and requests preempted.
+SIZES: dict[str, dict[str, Any]] = {
+    "roomy": {"cache": {"num_blocks": 256}},
+    "tight": {
+        "cache": {"num_blocks": 8, "block_size": 8},
+        "engine": {"max_num_batched_tokens": 16, "max_num_seqs": 4},
+        "scheduler": {"prefill_chunk": 7},
+    },
+    "overlapping": {"cache": {"num_blocks": 64}, "engine": {"overlap": "on"}},
+}
+
+
+@pytest.fixture(scope="module", params=SIZES)
+def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineService]:
+    sections = {name: dict(values) for name, values in SIZES[request.param].items()}
+    sections.setdefault("engine", {})["threads"] = 1
+    config = make_config(str(tmp_path_factory.mktemp("e")), model={"max_model_len": 64}, **sections)
+    service = EngineService(config, read_model_card(config), lambda: build_executor(config))
+    service.start()
+    wait_until(lambda: service.lifecycle.state == "READY" or service.wait(0.0) is not None, 90.0)
+    assert service.wait(0.0) is None
+    yield service
+    service.abort()
+    service.wait(20.0)
+
+
+@pytest.fixture
+def peer(engine: EngineService) -> Iterator[RawPeer]:
+    peer = RawPeer(address_of(engine))
+    yield peer
+    peer.close()
+
+
+def submit(peer: RawPeer, stream: int, index: int) -> None:
+    params = {"temperature": 0.0, "ignore_eos": True}
+    peer.submit(stream, text=PROMPTS[index], max_tokens=LENGTHS[index], params=params)
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[int, list[int]]:
+    """Outputs of each prompt by itself, filled by the first test that needs them and shared by all sizes."""
+    return {}
+
+
+def expected(peer: RawPeer, alone: dict[int, list[int]]) -> dict[int, list[int]]:
+    for index in range(len(PROMPTS)):
+        if index not in alone:
+            submit(peer, 1000 + index, index)
+            alone[index] = peer.collect({1000 + index}, 60.0).tokens[1000 + index]
+    return alone
+
+
+def test_together_they_give_what_each_gives_alone(
+    engine: EngineService, peer: RawPeer, alone: dict[int, list[int]]
+) -> None:
+    outputs = expected(peer, alone)
+    for stream in range(1, 25):
+        submit(peer, stream, stream % len(PROMPTS))
+    collected = peer.collect(set(range(1, 25)), 100.0)
+    for stream in range(1, 25):
+        assert collected.tokens[stream] == outputs[stream % len(PROMPTS)]
+    check_idle(engine)
+    core = engine.core
+    assert core is not None
+    if core.scheduler.kv.pools[0].num_blocks == 8:
+        assert core.scheduler.stats.num_preemptions > 0
+
+
+def test_cancelling_others_changes_nothing(engine: EngineService, peer: RawPeer, alone: dict[int, list[int]]) -> None:
+    outputs = expected(peer, alone)
+    generator = random.Random(5)
+    for stream in range(1, 19):
+        submit(peer, stream, stream % len(PROMPTS))
+    peer.expect(Step, 30.0)
+    victims = set(generator.sample(range(1, 19), 8))
+    for stream in victims:
+        peer.send(Cancel((stream,)))
+    collected = peer.collect(set(range(1, 19)), 100.0)
+    for stream in set(range(1, 19)) - victims:
+        assert collected.tokens[stream] == outputs[stream % len(PROMPTS)]
+    for stream in victims & collected.done.keys():
+        assert collected.done[stream][0].reason in ("abort", "length")
+        tokens = collected.tokens.get(stream, [])
+        assert tokens == outputs[stream % len(PROMPTS)][: len(tokens)]
+    check_idle(engine)
