@@ -268,7 +268,9 @@ def engine_address(config: Config) -> str:
 
 def engine_addresses(config: Config) -> list[str]:
     """The ROUTER addresses of all engines that a front end spreads its requests over."""
-    return [address.strip() for address in config.wire.engines.split(",") if address.strip()] or [engine_address(config)]
+    return [address.strip() for address in config.wire.engines.split(",") if address.strip()] or [
+        engine_address(config)
+    ]
 
 
 def status_address(config: Config) -> str:
