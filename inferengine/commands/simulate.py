@@ -52,7 +52,8 @@ from inferengine.simulation.trace import TraceWorkload
 from inferengine.simulation.workload import SyntheticWorkload, Workload, WorkloadOptions
 
 DEFAULTS: dict[str, Any] = {
-    "cost": "h200-llama-3.1-8b-analytic", "engines": 1, "choice": "power_of_two", "requests": 1000, "arrivals": "poisson",
+    "cost": "h200-llama-3.1-8b-analytic", "engines": 1, "choice": "power_of_two", "requests": 1000,
+    "arrivals": "poisson",
     "rate": 10.0, "variation": 2.0, "burst-size": 100, "prompt-tokens": "lognormal:200:0.8",
     "output-tokens": "lognormal:100:0.8", "prefixes": 0, "prefix-tokens": 512, "turns": 1, "think-s": 5.0, "tenants": 1,
     "deadline-s": 0.0, "trace": "", "speed": 1.0, "seed": 0, "slo-ttft-ms": 1000.0, "slo-itl-ms": 100.0, "json": "",

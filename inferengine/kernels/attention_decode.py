@@ -301,8 +301,8 @@ def _decode_kernel(
 
     if PACKED:  # only the newest key and value come from the kernel before: the first tile need not wait for it
         k, v = _load_tile(
-            head_ptr, table_row, tile_begin, tile_end, kv_block_stride, kv_value_stride, HEAD_DIM, BLOCK_DIM, BLOCK_SIZE,
-            BLOCK_T,
+            head_ptr, table_row, tile_begin, tile_end, kv_block_stride, kv_value_stride, HEAD_DIM, BLOCK_DIM,
+            BLOCK_SIZE, BLOCK_T,
         )  # fmt: skip
     wait_for_previous(PDL)
     if length <= 0:
@@ -344,8 +344,8 @@ def _decode_kernel(
         tile_begin += BLOCK_T
     for start in range(tile_begin, tile_end, BLOCK_T):
         k, v = _load_tile(
-            head_ptr, table_row, start, tile_end, kv_block_stride, kv_value_stride, HEAD_DIM, BLOCK_DIM, BLOCK_SIZE,
-            BLOCK_T,
+            head_ptr, table_row, start, tile_end, kv_block_stride, kv_value_stride, HEAD_DIM, BLOCK_DIM,
+            BLOCK_SIZE, BLOCK_T,
         )  # fmt: skip
         acc, total, peak = _attend_tile(
             acc, total, peak, q, k, v, start, tile_end, begin, scale, softcap, BLOCK_T, WINDOW, SOFTCAP

@@ -44,8 +44,8 @@ def prefill_attention(
 
     Row r's queries are tokens [query_start[r], query_start[r + 1]) at positions row_start[r] on; it attends causally
     to everything in the cache up to itself. `num_tokens` = tokens of those rows, `max_count` = the most of one row:
-    host integers, upper bounds are enough. `deterministic`: one tiling whatever the rows, and no contraction of products
-    and sums, so that masked and unmasked tiles round alike.
+    host integers, upper bounds are enough. `deterministic`: one tiling whatever the rows, and no contraction of
+    products and sums, so that masked and unmasked tiles round alike.
     """
     num_heads, head_dim = q.shape[1], q.shape[2]
     num_rows = row_slot.shape[0] - first_row

@@ -1,8 +1,8 @@
 """Matrix products whose cost is reading the weight: x [M, K] @ weight [N, K]^T for small M, with what surrounds them.
 
 Two kernels. `_gemv_kernel` takes one row: it multiplies on the vector units, several weight rows per program, and can
-norm its input on the way (the root mean square is a factor of the whole row, so it is applied at the end). `_tile_kernel`
-takes any number of rows on the tensor cores with the weight as the left operand, so that 16 rows of x fill a tile; the
+norm its input on the way (the root mean square is a factor of the whole row, so it is applied at the end).
+`_tile_kernel` takes any number of rows on the tensor cores with the weight as the left operand, so that 16 rows of x fill a tile; the
 inner dimension may be cut in chunks that different programs sum (split-K), the last of which to arrive adds them up in
 order. Both can add a residual, or gate: silu(x G^T) * (x U^T) with gate and up rows read side by side.
 
@@ -135,7 +135,7 @@ def tiled(
 
 @triton.jit
 def prefetch_rows(row_ptr, ROW_STRIDE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, LANES: tl.constexpr):
-    """Ask for [ROWS, COLUMNS] 16-bit elements from `row_ptr` on to be brought into L2; every thread asks for one span."""
+    """Have [ROWS, COLUMNS] 16-bit elements from `row_ptr` on brought into L2; every thread asks for one span."""
     PER_ROW: tl.constexpr = LANES // ROWS if LANES > ROWS else 1
     SPAN: tl.constexpr = COLUMNS // PER_ROW
     lane = tl.arange(0, PER_ROW * ROWS)
@@ -244,7 +244,7 @@ def _sum_chunk(
     GATED: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Add the sum over inner columns [k_begin, k_end): weight [BLOCK_N, .] times x^T [., BLOCK_M]; also of the up rows."""
+    """Add the sum over inner columns [k_begin, k_end): weight [BLOCK_N, .] times x^T [., BLOCK_M]; of up rows too."""
     k = tl.arange(0, BLOCK_K)
     for start in tl.range(k_begin, k_end, BLOCK_K, num_stages=STAGES):
         if EVEN_K:
@@ -341,8 +341,8 @@ def _tile_kernel(
 
     if SPLITS == 1:
         acc, acc_up = _sum_chunk(
-            acc, acc_up, x_at, weight_at, row_mask, n_mask, k_begin, min(CHUNK, K), N, K, BLOCK_K, EVEN_N, EVEN_K, GATED,
-            STAGES,
+            acc, acc_up, x_at, weight_at, row_mask, n_mask, k_begin, min(CHUNK, K), N, K, BLOCK_K, EVEN_N, EVEN_K,
+            GATED, STAGES,
         )  # fmt: skip
         for chunk in tl.static_range(1, CHUNKS):
             if chunk * CHUNK < K:
@@ -355,8 +355,8 @@ def _tile_kernel(
                 acc_up += more_up
     else:
         acc, acc_up = _sum_chunk(
-            acc, acc_up, x_at, weight_at, row_mask, n_mask, k_begin, tl.minimum(split * CHUNK + CHUNK, K), N, K, BLOCK_K,
-            EVEN_N, EVEN_K, GATED, STAGES,
+            acc, acc_up, x_at, weight_at, row_mask, n_mask, k_begin, tl.minimum(split * CHUNK + CHUNK, K), N, K,
+            BLOCK_K, EVEN_N, EVEN_K, GATED, STAGES,
         )  # fmt: skip
         tile: tl.constexpr = BLOCK_M * BLOCK_N
         inner = tl.arange(0, BLOCK_N)[:, None] + tl.arange(0, BLOCK_M)[None, :] * BLOCK_N
