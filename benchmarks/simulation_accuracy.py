@@ -6,7 +6,8 @@ python -m benchmarks.simulation_accuracy --shape llama-3.1-8b --device cuda --co
     --loads 0.5 0.9 --requests 400 --prompt-tokens uniform:128-1024 --output-tokens uniform:64-512
 
 Without --cost the cost model is measured in this process, before and after each run. Each load is a Poisson stream
-at that share of the throughput that the simulator predicts for all requests at once (load 0). The real engine is EngineCore driven by hand:
+at that share of the throughput that the simulator predicts for all requests at once (load 0). The real engine is
+EngineCore driven by hand:
 no sockets, no second process. The figure that counts is the relative error on throughput and on the medians.
 """
 

@@ -2,7 +2,8 @@
 
 Two kernels. `_gemv_kernel` takes one row: it multiplies on the vector units, several weight rows per program, and can
 norm its input on the way (the root mean square is a factor of the whole row, so it is applied at the end).
-`_tile_kernel` takes any number of rows on the tensor cores with the weight as the left operand, so that 16 rows of x fill a tile; the
+`_tile_kernel` takes any number of rows on the tensor cores with the weight as the left operand, so that 16 rows of x
+fill a tile; the
 inner dimension may be cut in chunks that different programs sum (split-K), the last of which to arrive adds them up in
 order. Both can add a residual, or gate: silu(x G^T) * (x U^T) with gate and up rows read side by side.
 
