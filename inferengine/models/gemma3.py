@@ -24,6 +24,7 @@ def read_config(config: ConfigReader) -> DecoderConfig:
     max_position = config.integer("max_position_embeddings", 131_072)
     config.expect("hidden_activation", "gelu_pytorch_tanh")
     config.expect("use_bidirectional_attention", False)
+    config.expect("attn_logit_softcapping")  # transformers keeps the key and applies nothing
     window = config.integer("sliding_window", 4096)
     pattern = config.integer("sliding_window_pattern", config.integer("_sliding_window_pattern", 6))
     if config.value("layer_types") is not None:
@@ -57,7 +58,6 @@ def read_config(config: ConfigReader) -> DecoderConfig:
         qk_norm=True,
         tied_embeddings=config.flag("tie_word_embeddings", True),
         activation="gelu_tanh",
-        attention_softcap=config.optional_number("attn_logit_softcapping"),
         logits_softcap=config.optional_number("final_logit_softcapping"),
         embedding_scale=hidden_size**0.5,
         dtype=config.dtype(),

@@ -84,8 +84,8 @@ class ConfigReader:
         """Refuse any value but these; an absent key and null are fine."""
         value = self.value(name)
         if value is not None and value not in allowed:
-            choices = " or ".join(json.dumps(item) for item in allowed)
-            raise refused(f"{self.where}: {name} = {json.dumps(value)} is not supported; only {choices} is")
+            choices = " or ".join(json.dumps(item) for item in (*allowed, None))
+            raise refused(f"{self.where}: {name} = {_shown(value)} is not supported; only {choices} is")
 
     def finish(self) -> None:
         """Refuse keys that nobody read, unless they say nothing (null, false, empty) or are known to have no effect."""

@@ -1,0 +1,173 @@
+"""What a checkpoint that does not fit is told: one sentence that names the tensor, the key or the file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from inferengine.errors import ConfigError
+from inferengine.models import registry
+from inferengine.models.weights import INDEX
+from tests.models.checkpoints import make_model, save
+from tests.runtime.engine import Engine
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    return save(make_model("llama"), tmp_path)
+
+
+def edit_tensors(folder: Path, **changes: torch.Tensor | None) -> None:
+    """Replace, add or (None) remove tensors; dots are written as double underscores."""
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    for name, tensor in changes.items():
+        name = name.replace("__", ".")
+        tensors.pop(name, None)
+        if tensor is not None:
+            tensors[name] = tensor
+    save_file(tensors, path)
+
+
+def edit_config(folder: Path, **values: object) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+def refusal(folder: Path) -> str:
+    with pytest.raises(ConfigError) as caught:
+        Engine(folder)
+    return caught.value.message
+
+
+def test_a_missing_tensor(folder):
+    edit_tensors(folder, model__layers__1__self_attn__k_proj__weight=None)
+    assert refusal(folder) == "the tensor model.layers.1.self_attn.k_proj.weight is missing from the checkpoint"
+
+
+def test_an_unexpected_tensor(folder):
+    edit_tensors(folder, model__layers__1__self_attn__k_proj__bias=torch.zeros(40))
+    assert "model.layers.1.self_attn.k_proj.bias is unexpected" in refusal(folder)
+
+
+def test_a_layer_too_many(folder):
+    edit_config(folder, num_hidden_layers=2)
+    assert "model.layers.2." in refusal(folder)
+
+
+def test_a_misshaped_tensor(folder):
+    edit_tensors(folder, model__norm__weight=torch.zeros(47))
+    assert refusal(folder) == "the tensor model.norm.weight has shape [47] where config.json asks for [48]"
+
+
+def test_a_tensor_of_integers(folder):
+    edit_tensors(folder, model__norm__weight=torch.zeros(48, dtype=torch.int8))
+    assert "model.norm.weight is stored as torch.int8" in refusal(folder)
+
+
+def test_a_tensor_in_two_files(folder):
+    tensors = load_file(folder / "model.safetensors")
+    save_file({"model.norm.weight": tensors["model.norm.weight"]}, folder / "second.safetensors")
+    assert refusal(folder) == "the tensor model.norm.weight stands in model.safetensors and again in second.safetensors"
+
+
+def test_a_file_cut_short(folder):
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+    assert "model.safetensors is no whole safetensors file" in refusal(folder)
+
+
+def test_no_weights(folder):
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    assert "no *.safetensors files" in refusal(folder)
+
+
+def test_a_tied_head_may_be_stored_if_it_is_the_embedding(tmp_path):
+    folder = save(make_model("qwen3"), tmp_path)
+    embedding = load_file(folder / "model.safetensors")["model.embed_tokens.weight"]
+    edit_tensors(folder, lm_head__weight=embedding.clone())
+    Engine(folder)
+    edit_tensors(folder, lm_head__weight=embedding + 1)
+    assert "lm_head.weight differs from model.embed_tokens.weight" in refusal(folder)
+
+
+def test_shards_load_as_one_file(tmp_path):
+    model = make_model("llama")
+    whole, shards = save(model, tmp_path / "whole"), save(model, tmp_path / "shards", shard_size="60KB")
+    assert len(list(shards.glob("*.safetensors"))) > 2
+    prompt = [[5, 6, 7]]
+    assert Engine(shards).generate(prompt, 16) == Engine(whole).generate(prompt, 16)
+
+
+def test_an_index_is_held_to_its_word(tmp_path):
+    folder = save(make_model("llama"), tmp_path, shard_size="60KB")
+    index = json.loads((folder / INDEX).read_text())
+    files = sorted(set(index["weight_map"].values()))
+    name = next(name for name, file in index["weight_map"].items() if file == files[0])
+    index["weight_map"][name] = files[1]
+    (folder / INDEX).write_text(json.dumps(index))
+    assert refusal(folder).startswith(f"the tensor {name} stands in {INDEX} but not in {files[1]}")
+
+
+def test_an_index_names_no_file_outside_the_folder(tmp_path):
+    folder = save(make_model("llama"), tmp_path, shard_size="60KB")
+    index = json.loads((folder / INDEX).read_text())
+    index["weight_map"] = dict.fromkeys(index["weight_map"], "../secrets.safetensors")
+    (folder / INDEX).write_text(json.dumps(index))
+    assert "outside the folder" in refusal(folder)
+
+
+@pytest.mark.parametrize(
+    ("values", "named"),
+    [
+        ({"hidden_act": "relu"}, 'hidden_act = "relu"'),
+        ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}, "rope_type = 'longrope'"),
+        ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4}}, "factor is missing"),
+        ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor = 0.5"),
+        ({"quantization_config": {"quant_method": "awesome"}}, "quantization_config"),
+        ({"residual_multiplier": 0.22}, "residual_multiplier = 0.22"),
+        ({"num_hidden_layers": "three"}, "num_hidden_layers must be a whole number"),
+        ({"vocab_size": None}, "vocab_size is missing"),
+        ({"num_key_value_heads": 4}, "6 heads do not divide among 4 KV heads"),
+        ({"hidden_size": 0}, "hidden_size must be at least 1"),
+        ({"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM is not supported"),
+        ({"dtype": "float8_e4m3fn"}, "dtype = 'float8_e4m3fn'"),
+    ],
+)
+def test_a_config_value_without_support_is_refused_by_name(folder, values, named):
+    edit_config(folder, **values)
+    assert named in refusal(folder)
+
+
+def test_a_longer_context_than_the_model_was_made_for(folder):
+    from inferengine.config import Config
+    from inferengine.runtime.factory import build_executor
+
+    config = Config().with_values(model={"path": str(folder), "max_model_len": 257})
+    with pytest.raises(ConfigError, match=r"max_model_len.*made for 256"):
+        build_executor(config).load(lambda phase, share: None)
+
+
+@pytest.mark.parametrize(("stored", "expected"), [([3, 9], (3, 9)), (4, (4,))])
+def test_eos_comes_from_the_generation_config(folder, stored, expected):
+    edit_config(folder, eos_token_id=1)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": stored}))
+    assert registry.read_model_config(folder)[0].eos_token_ids == expected
+
+
+def test_a_tied_weight_is_held_once():
+    model_config, family = registry.config_of, registry.family
+    values = {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 100, "hidden_size": 16,
+        "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2, "tie_word_embeddings": True,
+    }  # fmt: skip
+    from inferengine.kernels.ops import REFERENCE
+
+    module = family(values)
+    with torch.device("meta"):
+        model = module.build(REFERENCE, model_config(values, module))
+    assert sum(parameter.shape == (100, 16) for parameter in model.parameters()) == 1

@@ -1,0 +1,266 @@
+"""Sampling through the whole engine and by its definition: filters, penalties, masks, seeds, log-probabilities."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from inferengine.core.plan import SlotInit
+from inferengine.kernels import reference_sampling
+from inferengine.kernels.reference_sampling import gumbel, philox, sample
+from inferengine.params import SamplingParams
+from inferengine.runtime import masks
+from inferengine.runtime.slots import Slots
+from tests.models.checkpoints import logits_reference, make_model, save
+from tests.runtime.engine import Engine
+
+VOCAB = 301
+PROMPT = [5, 17, 99, 3, 250, 17]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    model = make_model("llama")
+    return save(model, tmp_path_factory.mktemp("llama")), model
+
+
+def make_slots(*params: SamplingParams, prompt: list[int] = PROMPT, output: list[int] = (), stops=()) -> Slots:
+    slots = Slots(
+        num_slots=len(params), max_model_len=64, block_size=8, group_blocks=[8], vocab_size=VOCAB,
+        device=torch.device("cpu"),
+    )  # fmt: skip
+    tokens = [*prompt, *output]
+    slots.admit([SlotInit(slot, tokens, len(prompt), item, 100 + slot, stops) for slot, item in enumerate(params)])
+    return slots
+
+
+def draw(slots: Slots, logits: torch.Tensor) -> list[int]:
+    """One draw per slot, for the position after the tokens known."""
+    rows = torch.arange(slots.num_slots, dtype=torch.int32)
+    length = int((slots.tokens[0] != 0).sum())
+    positions = torch.full_like(rows, length)
+    needs = slots.needs(rows.numpy(), positions.numpy())
+    return sample(logits.clone(), slots, rows, positions, needs).tolist()
+
+
+def random_logits(rows: int, seed: int = 0, scale: float = 3.0) -> torch.Tensor:
+    return torch.randn(rows, VOCAB, generator=torch.Generator().manual_seed(seed)) * scale
+
+
+def test_philox_matches_the_published_vectors():
+    """Random123's known answers for philox4x32-10."""
+    ones = torch.tensor([-1])
+    words = philox(torch.tensor([0]), torch.tensor([0]), torch.tensor([[0]]))
+    assert [int(word) for word in words] == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
+    assert [int(word) for word in philox(ones, torch.tensor([0]), torch.tensor([[0]]))] != [int(word) for word in words]
+
+
+def test_noise_for_some_tokens_is_that_of_the_whole_vocabulary():
+    seeds, positions = torch.tensor([7, -3]), torch.tensor([4, 90])
+    ids = torch.tensor([[0, 5, 300], [1, 2, 3]])
+    assert torch.equal(gumbel(seeds, positions, ids), gumbel(seeds, positions, VOCAB).gather(1, ids))
+
+
+def test_draws_follow_the_distribution():
+    logits = torch.tensor([2.0, 1.0, 0.0, -1.0])
+    count = 40_000
+    noise = gumbel(torch.arange(count), torch.full((count,), 3), 4)
+    shares = (logits + noise).argmax(-1).bincount(minlength=4) / count
+    assert (shares - logits.softmax(-1)).abs().max() < 0.01
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"top_k": 5},
+        {"top_p": 0.6},
+        {"min_p": 0.2},
+        {"top_k": 40, "top_p": 0.8, "min_p": 0.01},
+        {"top_k": 280},
+        {"top_p": 0.999},
+    ],
+)
+def test_draws_stay_within_the_filters(params):
+    params = SamplingParams(temperature=0.7, **params)
+    logits = random_logits(1)
+    allowed = filtered_by_hand(logits[0] / 0.7, params)
+    drawn = {draw(seeded(params, seed), logits)[0] for seed in range(200)}
+    assert drawn <= allowed
+    assert len(drawn) > min(3, len(allowed) - 1)
+
+
+def seeded(params: SamplingParams, seed: int) -> Slots:
+    slots = make_slots(params)
+    slots.seed.fill_(seed)
+    return slots
+
+
+def filtered_by_hand(scaled: torch.Tensor, params: SamplingParams) -> set[int]:
+    order = scaled.argsort(descending=True).tolist()
+    if params.top_k:
+        order = order[: params.top_k]
+    probabilities = scaled[order].softmax(-1)
+    before = probabilities.cumsum(-1) - probabilities
+    best = probabilities[0]
+    return {
+        token
+        for token, mass, probability in zip(order, before, probabilities, strict=True)
+        if mass < params.top_p and probability >= params.min_p * best
+    }
+
+
+def test_a_row_is_drawn_alike_alone_and_among_others():
+    params = [
+        SamplingParams(temperature=0.9, top_p=0.7),
+        SamplingParams(temperature=0.0),
+        SamplingParams(temperature=1.3),
+        SamplingParams(temperature=0.5, top_k=3, repetition_penalty=1.4),
+    ]
+    logits = random_logits(len(params))
+    together = draw(make_slots(*params), logits)
+    for index, item in enumerate(params):
+        slots = make_slots(item)
+        slots.seed.fill_(100 + index)
+        assert draw(slots, logits[index : index + 1]) == [together[index]]
+
+
+def test_penalties_by_their_formulas():
+    params = SamplingParams(temperature=0.0, repetition_penalty=1.5, presence_penalty=0.7, frequency_penalty=0.3)
+    output = [42, 42, 7]
+    logits = random_logits(1)
+    expected = logits.clone()[0]
+    for token in {*PROMPT, *output}:
+        expected[token] = expected[token] / 1.5 if expected[token] > 0 else expected[token] * 1.5
+    for token in set(output):
+        expected[token] -= 0.3 * output.count(token) + 0.7
+    slots = make_slots(params, output=output)
+    scores = logits.clone()
+    positions = torch.tensor([len(PROMPT) + len(output)])
+    reference_sampling.process(scores, slots, torch.tensor([0]), positions, reference_sampling.PENALTY)
+    assert torch.allclose(scores[0], expected, atol=1e-6)
+
+
+def test_bias_moves_the_argmax_and_only_of_its_row():
+    logits = random_logits(2)
+    plain = SamplingParams(temperature=0.0)
+    biased = SamplingParams(temperature=0.0, logit_bias=((11, 100.0), (12, -100.0)))
+    assert draw(make_slots(plain, biased), logits) == [int(logits[0].argmax()), 11]
+
+
+def test_allowed_token_ids_are_the_only_ones():
+    logits = random_logits(2)
+    allowed = (3, 77, 300)
+    params = SamplingParams(temperature=0.0, allowed_token_ids=allowed)
+    best = max(allowed, key=lambda token: float(logits[0, token]))
+    assert draw(make_slots(params, SamplingParams(temperature=0.0)), logits) == [best, int(logits[1].argmax())]
+
+
+def test_stop_tokens_wait_for_min_tokens(checkpoint):
+    folder, _ = checkpoint
+    free = Engine(folder).generate([PROMPT], 20)[0]
+    stop = free[2]
+    engine = Engine(folder)
+    early = engine.submit(PROMPT, 20, eos=[stop])
+    late = engine.submit(PROMPT, 20, eos=[stop], min_tokens=9)
+    engine.run()
+    assert engine.outputs[early] == free[:3]
+    assert stop not in engine.outputs[late][:9]
+    assert len(engine.outputs[late]) >= 9
+
+
+def test_a_row_that_is_not_a_number_fails_alone():
+    logits = random_logits(3)
+    logits[1] = float("nan")
+    slots = make_slots(*[SamplingParams(temperature=0.0)] * 3)
+    drawn = draw(slots, logits)
+    assert drawn[1] == -1
+    assert drawn[0] == int(logits[0].argmax())
+    assert drawn[2] == int(logits[2].argmax())
+    assert slots.tokens[1, len(PROMPT)] == 0
+
+
+def test_failed_rows_end_their_request_and_no_other(checkpoint):
+    folder, _ = checkpoint
+    expected = Engine(folder).generate([PROMPT, PROMPT[:3]], 8)
+    engine = Engine(folder)
+    head = engine.executor.model.logits
+    calls = []
+
+    def broken_once(x: torch.Tensor) -> torch.Tensor:
+        logits = head(x)
+        calls.append(len(logits))
+        if len(calls) == 4:
+            logits[0] = float("nan")
+        return logits
+
+    engine.executor.model.logits = broken_once
+    outputs = engine.generate([PROMPT, PROMPT[:3]], 8)
+    reasons = [engine.finished[uid].reason for uid in (1, 2)]
+    assert reasons == ["error", "length"]
+    assert outputs[1] == expected[1]
+    assert engine.core.scheduler.snapshot().num_blocks_held == 0
+
+
+def test_seeded_requests_do_not_depend_on_their_neighbours(checkpoint):
+    folder, _ = checkpoint
+    alone = Engine(folder).generate([PROMPT], 24, temperature=1.0, seed=11)[0]
+    engine = Engine(folder, budget=9)
+    for other in range(3):
+        engine.submit([8, 9, other], 30, temperature=1.2, seed=other)
+    uid = engine.submit(PROMPT, 24, temperature=1.0, seed=11)
+    engine.run()
+    assert engine.outputs[uid] == alone
+
+
+def test_logprobs_are_the_models_own(checkpoint):
+    folder, model = checkpoint
+    engine = Engine(folder)
+    uid = engine.submit(PROMPT, 6, temperature=0.0, logprobs=4, repetition_penalty=1.3)
+    plain = engine.submit(PROMPT, 6, temperature=0.0)
+    engine.run()
+    output = engine.outputs[uid]
+    expected = logits_reference(model, PROMPT + output[:-1])[len(PROMPT) - 1 :].log_softmax(-1)
+    assert engine.logprobs[plain] == []
+    for token, row, item in zip(output, expected, engine.logprobs[uid], strict=True):
+        assert item.logprob == pytest.approx(float(row[token]), abs=1e-4)
+        assert item.rank == int((row > row[token]).sum()) + 1
+        assert item.top_ids == row.topk(4).indices.tolist()
+        assert item.top_logprobs == pytest.approx(row.topk(4).values.tolist(), abs=1e-4)
+
+
+def test_masks_forbid_all_but_their_bits():
+    logits = random_logits(3)
+    words = np.zeros((2, -(-VOCAB // 32)), dtype=np.int32)
+    for row, tokens in enumerate([(0, 31), (300,)]):
+        for token in tokens:
+            words[row, token // 32] |= np.int32(np.uint32(1 << (token % 32)).astype(np.int32))
+    masked = logits.clone()
+    masks.apply(masked, [0, 2], bytearray(words.tobytes()))
+    assert torch.isfinite(masked[0]).nonzero().flatten().tolist() == [0, 31]
+    assert torch.equal(masked[1], logits[1])
+    assert torch.isfinite(masked[2]).nonzero().flatten().tolist() == [300]
+
+
+def test_needs_name_only_what_the_rows_of_a_step_use():
+    slots = make_slots(
+        SamplingParams(temperature=0.0), SamplingParams(temperature=0.5, top_k=4, min_tokens=3), stops=(1,)
+    )
+    first, both = np.array([0]), np.array([0, 1])
+    assert slots.needs(first, np.array([6])) == 0
+    early = slots.needs(both, np.array([6, 6]))
+    assert early & reference_sampling.MIN_TOKENS
+    assert not slots.needs(both, np.array([9, 9])) & reference_sampling.MIN_TOKENS
+    assert early & reference_sampling.FILTER
+
+
+def test_slots_are_forgotten_when_they_are_given_away():
+    slots = make_slots(SamplingParams(temperature=0.0, logit_bias=((11, 100.0),), allowed_token_ids=(11, 12)))
+    slots.admit([SlotInit(0, PROMPT, len(PROMPT), SamplingParams(temperature=0.0), 0, ())])
+    logits = random_logits(1)
+    state = SimpleNamespace(bias=slots.bias_ids[0].tolist(), allowed=slots.allowed[0].tolist())
+    assert set(state.bias) == {-1}
+    assert set(state.allowed) == {-1}
+    assert draw(slots, logits) == [int(logits.argmax())]
