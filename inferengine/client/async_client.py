@@ -246,6 +246,7 @@ class AsyncClient:
         reply: str = "tokens",
         label: str = "",
         grammar: GrammarSpec | None = None,
+        note: bytes = b"",
     ) -> Submission:
         """Send a request; see `Session.submit`. Returns at once: await `accepted()` for the answer, or just iterate
         the streams, which end with an error if it is refused."""
@@ -263,6 +264,7 @@ class AsyncClient:
             reply=reply,
             label=label,
             grammar=grammar,
+            note=note,
         )
         self._after_sending()
         return Submission(self, call)

@@ -170,6 +170,7 @@ class Client:
         reply: str = "tokens",
         label: str = "",
         grammar: GrammarSpec | None = None,
+        note: bytes = b"",
     ) -> BlockingSubmission:
         """Send a request; see `Session.submit`. Returns at once."""
         with self._changed:
@@ -187,6 +188,7 @@ class Client:
                 reply=reply,
                 label=label,
                 grammar=grammar,
+                note=note,
             )
             self._wake()
         return BlockingSubmission(self, call)

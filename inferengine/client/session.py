@@ -113,6 +113,7 @@ class Session:
         reply: str = "tokens",
         label: str = "",
         grammar: GrammarSpec | None = None,
+        note: bytes = b"",
     ) -> Call:
         """Exactly one of `prompt_ids`, `text` and `messages`. With reply "tokens" the stop *strings* of `params` are
         the caller's to match, because only it has the text; the engine matches them for "text" and "both"."""
@@ -136,6 +137,7 @@ class Session:
             detached=detached,
             label=label,
             grammar=None if grammar is None else tuple(grammar_to_list(grammar)),
+            note=note,
         )
         return self._start(message, [Collector(message.stream + choice) for choice in range(max(params.n, 1))])
 

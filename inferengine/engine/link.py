@@ -106,7 +106,12 @@ class Link:
         try:
             engine, params = self._check(peer, message)
             submission = Submission(
-                message.id, params, tenant=message.tenant, detached=message.detached, label=message.label
+                message.id,
+                params,
+                tenant=message.tenant,
+                detached=message.detached,
+                label=message.label,
+                note=message.note,
             )
             deadline_s = None if message.deadline_ms is None else now + message.deadline_ms / 1e3
             self._outbox.register(submission)
@@ -366,7 +371,8 @@ class Link:
     def _send_accept(
         self, peer: Peer, message: Submit | Attach, submission: Submission, now: float, *, attached: bool
     ) -> None:
-        answer = Accept(message.id, message.stream, submission.num_prompt, len(submission.logs), attached)
+        note = submission.note if isinstance(message, Attach) else b""
+        answer = Accept(message.id, message.stream, submission.num_prompt, len(submission.logs), attached, note)
         peer.answer(codec.encode(answer), now)
 
     def _refuse(self, item: _Waiting, error: InferEngineError, now: float) -> None:

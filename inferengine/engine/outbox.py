@@ -22,7 +22,8 @@ from inferengine.engine.telemetry import Telemetry
 from inferengine.wire import codec
 from inferengine.wire.messages import Done
 
-MAX_KEPT_TOKENS = 8_000_000  # of finished logs: 32 MB
+MAX_KEPT_TOKENS = 8_000_000  # of finished logs, and as much of notes: 32 MB
+TOKEN_BYTES = 4
 
 
 class _Group:
@@ -322,7 +323,7 @@ class Outbox:
             self._telemetry.ended(row, ended.reason, ended.completion_tokens)
         submission = log.submission
         if submission.ended:
-            num_tokens = sum(len(each.tokens) for each in submission.logs)
+            num_tokens = sum(len(each.tokens) for each in submission.logs) + len(submission.note) // TOKEN_BYTES
             self._kept_tokens += num_tokens
             self._finished.append((now + self._resume_ttl_s, submission, num_tokens))
         return log

@@ -20,16 +20,24 @@ MakeText = Callable[["Submission", bool], TextStream]  # of a submission; whethe
 class Submission:
     """One SUBMIT: its choices and what all of them share. Kept for `resume_ttl_s` after its end."""
 
-    __slots__ = ("context_ids", "detached", "id", "label", "logs", "num_prompt", "params", "tenant")
+    __slots__ = ("context_ids", "detached", "id", "label", "logs", "note", "num_prompt", "params", "tenant")
 
     def __init__(
-        self, id: bytes, params: SamplingParams, *, tenant: str = "", detached: bool = False, label: str = ""
+        self,
+        id: bytes,
+        params: SamplingParams,
+        *,
+        tenant: str = "",
+        detached: bool = False,
+        label: str = "",
+        note: bytes = b"",
     ) -> None:
         self.id = id
         self.params = params
         self.tenant = tenant
         self.detached = detached
         self.label = label
+        self.note = note  # its client's, unread
         self.num_prompt = 0
         self.context_ids: list[int] = []  # last tokens of the prompt, where the output continues its text
         self.logs: list[Log] = []  # one per choice; none while its prompt is being tokenized

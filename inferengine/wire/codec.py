@@ -50,6 +50,7 @@ Frames = list[bytes]
 
 MAX_NAME_CHARACTERS = 256  # role, name, tenant, label, file names
 MAX_SALT_BYTES = 1024
+MAX_NOTE_BYTES = 256 * 1024
 MAX_LIST_ITEMS = 65_536  # entries of one list in a message, beyond which no honest client goes
 MAX_U32 = 2**32 - 1
 MAX_I64 = 2**63 - 1
@@ -308,7 +309,15 @@ def _submit_from(body: dict[str, Any], raw: Sequence[bytes]) -> Submit:
         _bool(body.get("detached", False), "detached"),
         _str(body.get("label", ""), "label"),
         _optional(body.get("grammar"), _each, "grammar", _string_or_nil),
+        _note(body),
     )
+
+
+def _note(body: dict[str, Any]) -> bytes:
+    note = body.get("note", b"")
+    if not isinstance(note, bytes) or len(note) > MAX_NOTE_BYTES:
+        raise WireError(f"note: must be at most {MAX_NOTE_BYTES} bytes", field="note")
+    return note
 
 
 def _string_or_nil(value: Any, field: str) -> str | None:
@@ -328,7 +337,7 @@ def _encode_submit(message: Submit) -> tuple[int, Any, Frames]:
     for name in ("text", "messages", "deadline_ms", "grammar"):
         if (value := getattr(message, name)) is not None:
             body[name] = value
-    for name in ("params", "priority", "tenant", "salt", "detached", "label"):
+    for name in ("params", "priority", "tenant", "salt", "detached", "label", "note"):
         if value := getattr(message, name):
             body[name] = value
     if message.reply != "tokens":
@@ -420,7 +429,15 @@ def _decode_accept(body: Any, raw: Sequence[bytes]) -> Accept:
         _int(body.get("prompt_tokens", 0), "prompt_tokens"),
         _int(body.get("n", 1), "n", 1, MAX_LIST_ITEMS),
         _bool(body.get("attached", False), "attached"),
+        _note(body),
     )
+
+
+def _encode_accept(message: Accept) -> tuple[int, Any, Frames]:
+    body = message._asdict()
+    if not message.note:
+        del body["note"]
+    return Kind.ACCEPT, body, []
 
 
 def _decode_reject(body: Any, raw: Sequence[bytes]) -> Reject:
@@ -565,7 +582,7 @@ _ENCODERS: Mapping[type, Callable[[Any], tuple[int, Any, Frames]]] = {
     Admin: _encode_admin,
     Bye: lambda message: (Kind.BYE, {}, []),
     Welcome: _encode_welcome,
-    Accept: _whole(Kind.ACCEPT),
+    Accept: _encode_accept,
     Reject: _whole(Kind.REJECT),
     Step: _encode_step,
     ModelFiles: lambda message: (

@@ -67,6 +67,7 @@ class Submit(NamedTuple):
     detached: bool = False
     label: str = ""
     grammar: tuple[str | None, ...] | None = None  # kind, source, pattern of white space
+    note: bytes = b""  # the engine's to keep and to give to whoever attaches
 
 
 class Cancel(NamedTuple):
@@ -139,6 +140,7 @@ class Accept(NamedTuple):
     prompt_tokens: int
     n: int = 1
     attached: bool = False
+    note: bytes = b""  # of the SUBMIT, for an ATTACH
 
 
 class Reject(NamedTuple):
