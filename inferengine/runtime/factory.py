@@ -26,6 +26,8 @@ def build_executor(config: Config) -> TorchExecutor:
 def executor_settings(config: Config) -> ExecutorSettings:
     """The configuration as the executor sees it."""
     device = choose_device(config.engine.device)
+    if config.engine.deterministic and device.type == "cpu":
+        raise ConfigError("engine.deterministic", "the CPU's matrix products depend on the batch: it needs cuda")
     max_num_seqs, max_num_batched_tokens = DEFAULTS[device.type]
     return ExecutorSettings(
         folder=model_folder(config),
@@ -41,6 +43,8 @@ def executor_settings(config: Config) -> ExecutorSettings:
         memory_fraction=config.cache.memory_fraction,
         swap_bytes=int(config.cache.swap_gib * (1 << 30)) if config.scheduler.pressure == "swap" else 0,
         chunked_prefill=config.scheduler.chunked_prefill,
+        cuda_graphs=config.engine.cuda_graphs,
+        deterministic=config.engine.deterministic,
         overlap=config.engine.overlap == "on" or (config.engine.overlap == "auto" and device.type == "cuda"),
     )
 

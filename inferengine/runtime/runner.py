@@ -13,16 +13,18 @@ from pathlib import Path
 
 import torch
 
-from inferengine.core.executor import Capacity, Progress
+from inferengine.core.executor import Capacity, KVGroup, Progress
 from inferengine.core.plan import BlockUpdates, SlotInit, StepPlan
 from inferengine.errors import ConfigError
 from inferengine.kernels import ops as ops_table
+from inferengine.kernels.batch import StepColumns
 from inferengine.layers.decoder_config import DecoderConfig
 from inferengine.models import registry, weights
 from inferengine.params import SamplingParams
 from inferengine.runtime import draft_model, memory
 from inferengine.runtime.batch import columns_of, make_batch
 from inferengine.runtime.draft_model import DraftModel
+from inferengine.runtime.graphs import DecodeGraphs
 from inferengine.runtime.kv_cache import KVCache
 from inferengine.runtime.sampler import StepDraws
 from inferengine.runtime.slots import Slots
@@ -45,6 +47,8 @@ class ExecutorSettings:
     swap_bytes: int
     chunked_prefill: bool
     overlap: bool
+    cuda_graphs: bool
+    deterministic: bool
     seed: int = 0
     draft_folder: Path | None = None
 
@@ -56,7 +60,8 @@ class TorchExecutor:
         self.settings = settings
         self.max_in_flight = 2 if settings.overlap else 1
         self.device = settings.device
-        self.ops = ops_table.resolve(settings.device)
+        self.ops = ops_table.resolve(settings.device, deterministic=settings.deterministic)
+        self.graphs: DecodeGraphs | None = None
         self.draft: DraftModel | None = None
 
     # -- life --------------------------------------------------------------------------------------------------------
@@ -87,12 +92,17 @@ class TorchExecutor:
             self.draft = self._load_draft(settings.draft_folder)
         return self.capacity
 
+    @torch.inference_mode()
     def warm_up(self, progress: Progress) -> None:
-        """Run a prompt and a decode through the scratch slot, so that the first request pays for nothing."""
-        num_steps = 2
-        for index in range(num_steps):
-            self.execute(self._scratch_plan(num_tokens=1 if index else 16)).result()
-            progress("warming up", (index + 1) / num_steps)
+        """Capture the decode graphs where there are any, then run prompts and a decode through the scratch slot: the
+        first request pays for nothing."""
+        if self.settings.cuda_graphs and self.device.type == "cuda":
+            self.graphs = DecodeGraphs(self.model, self.ops, self.slots, self._group_kv, self.settings.max_num_seqs)
+            self.graphs.capture_all(lambda share: progress("capturing graphs", share))
+        sizes = (1, 16, self.settings.max_num_batched_tokens) if self.device.type == "cuda" else (16, 1)
+        for index, num_tokens in enumerate(sizes):
+            self.execute(self._scratch_plan(num_tokens)).result()
+            progress("warming up", (index + 1) / len(sizes))
 
     def flush(self) -> None:
         """Nothing is kept between requests but the cache blocks, which the scheduler forgets."""
@@ -100,6 +110,8 @@ class TorchExecutor:
     def close(self) -> None:
         """Give the memory back."""
         self.draft = None
+        self.graphs = None
+        self.__dict__.pop("_group_kv", None)
         self.__dict__.pop("model", None)
         self.__dict__.pop("kv", None)
         self.__dict__.pop("slots", None)
@@ -123,6 +135,8 @@ class TorchExecutor:
 
     def _compute(self, plan: StepPlan) -> StepDraws:
         columns = columns_of(plan)
+        if self.graphs is not None and plan.num_decodes == len(plan.slots):
+            return self._replay(plan, columns)
         batch = make_batch(plan, columns, self.slots, self.device)
         batch.plans = [
             self.ops.prepare_attention(batch, group, kv, window) for group, (kv, window) in enumerate(self._group_kv)
@@ -135,6 +149,18 @@ class TorchExecutor:
         if self.draft is not None:
             self.draft.follow(batch)
         return StepDraws(self.ops, self.slots, plan, batch, logits)
+
+    def _replay(self, plan: StepPlan, columns: StepColumns) -> StepDraws:
+        """A step of decodes only: one graph launch, drawing included where the graph can."""
+        needs = self.slots.needs(columns.row_slot, columns.sample_positions)
+        kind = None if plan.masked else self.graphs.kind(needs)
+        logits, ids = self.graphs.run(columns, kind)
+        batch = self.graphs.batch(len(columns.row_slot))
+        batch.columns = columns
+        if self.draft is not None:
+            batch.input_ids = self.graphs.input_ids(batch.num_rows)
+            self.draft.follow(batch)
+        return StepDraws(self.ops, self.slots, plan, batch, logits, ids)
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
@@ -160,7 +186,6 @@ class TorchExecutor:
 
     def _allocate(self, max_model_len: int) -> Capacity:
         settings = self.settings
-        chunk = settings.max_num_batched_tokens if settings.chunked_prefill else max_model_len
         cache = memory.CacheSettings(
             block_size=settings.block_size,
             num_blocks=settings.num_blocks,
@@ -168,13 +193,30 @@ class TorchExecutor:
             swap_bytes=settings.swap_bytes,
             max_num_seqs=settings.max_num_seqs,
             max_model_len=max_model_len,
-            max_chunk=chunk,
+            max_chunk=settings.max_num_batched_tokens if settings.chunked_prefill else max_model_len,
         )
-        budget = memory.budget_bytes(self.device, settings.memory_fraction, self._activation_bytes())
+        activation_bytes = self._profile(max_model_len) if self.device.type == "cuda" else 0
+        budget = memory.budget_bytes(self.device, settings.memory_fraction, activation_bytes)
         if settings.draft_folder is not None:
             draft = draft_model.read_draft_config(settings.draft_folder, self.config, max_model_len)
             budget = draft_model.share_of_target(budget, self.config, draft)
         groups = memory.plan_groups(self.config, cache, self.dtype, budget)
+        self._place_state(groups, max_model_len)
+        swap_block_s, prefill_token_s = self._measure_swap() if settings.swap_bytes else (0.0, 0.0)
+        return Capacity(
+            block_size=settings.block_size,
+            groups=groups,
+            max_num_seqs=settings.max_num_seqs,
+            max_num_batched_tokens=settings.max_num_batched_tokens,
+            max_model_len=max_model_len,
+            vocab_size=self.config.vocab_size,
+            swap_block_s=swap_block_s,
+            prefill_token_s=prefill_token_s,
+        )
+
+    def _place_state(self, groups: list[KVGroup], max_model_len: int) -> None:
+        """Allocate the cache and the slots, and give the model its cache."""
+        settings = self.settings
         self.kv = KVCache(self.config, groups, settings.block_size, self.dtype, self.device)
         self.kv.bind(self.model, max_model_len)
         layer_of = [self.config.windows.index(window) for window in self.config.group_windows]
@@ -189,25 +231,21 @@ class TorchExecutor:
             vocab_size=self.config.vocab_size,
             device=self.device,
         )
-        swap_block_s, prefill_token_s = self._measure_swap() if settings.swap_bytes else (0.0, 0.0)
-        return Capacity(
-            block_size=settings.block_size,
-            groups=groups,
-            max_num_seqs=settings.max_num_seqs,
-            max_num_batched_tokens=settings.max_num_batched_tokens,
-            max_model_len=max_model_len,
-            vocab_size=self.config.vocab_size,
-            swap_block_s=swap_block_s,
-            prefill_token_s=prefill_token_s,
-        )
 
-    def _activation_bytes(self) -> int:
-        """An upper bound of what the largest step allocates: its widest layer a few times over, and the logits."""
-        config, tokens = self.config, self.settings.max_num_batched_tokens
-        widest = max(2 * config.intermediate_size, (config.num_heads + 2 * config.num_kv_heads) * config.head_dim)
-        return tokens * (widest + 4 * config.hidden_size) * 2 * self.dtype.itemsize + (
-            self.settings.max_num_seqs * config.vocab_size * 12
-        )
+    def _profile(self, max_model_len: int) -> int:
+        """Bytes that the largest step needs beside weights and cache: measured by running it over a cache that is only
+        the scratch block."""
+        torch.cuda.synchronize(self.device)
+        before = torch.cuda.memory_allocated(self.device)
+        torch.cuda.reset_peak_memory_stats(self.device)
+        self._place_state([KVGroup(0, window) for window in self.config.group_windows], max_model_len)
+        settings = self.settings
+        rows = min(settings.max_num_seqs, settings.max_num_batched_tokens)
+        self.execute(self._scratch_plan(settings.max_num_batched_tokens // rows, rows)).result()
+        peak = torch.cuda.max_memory_allocated(self.device) - before
+        del self.kv, self.slots, self._group_kv
+        torch.cuda.empty_cache()
+        return peak
 
     def _measure_swap(self) -> tuple[float, float]:
         """Seconds to move one block of all layers between host and device, and to compute one prompt token."""
@@ -224,18 +262,18 @@ class TorchExecutor:
         self.execute(plan).result()
         return block_s, (time.perf_counter() - begin) / count
 
-    def _scratch_plan(self, num_tokens: int) -> StepPlan:
+    def _scratch_plan(self, num_tokens: int, num_rows: int = 1) -> StepPlan:
         """A step of the slot that belongs to nobody, whose KV goes to the scratch block."""
-        num_tokens = min(num_tokens, self.slots.tokens.shape[1] - 1)
+        num_tokens = max(1, min(num_tokens, self.slots.tokens.shape[1] - 1))
         slot = self.slots.num_slots
         return StepPlan(
             step=0,
-            slots=[slot],
-            starts=[0],
-            counts=[num_tokens],
-            samples=[True],
-            num_decodes=int(num_tokens == 1),
-            num_tokens=num_tokens,
+            slots=[slot] * num_rows,
+            starts=[0] * num_rows,
+            counts=[num_tokens] * num_rows,
+            samples=[True] * num_rows,
+            num_decodes=num_rows if num_tokens == 1 else 0,
+            num_tokens=num_tokens * num_rows,
             admitted=[SlotInit(slot, [0] * num_tokens, num_tokens, SamplingParams(temperature=0.0), 0, ())],
             block_updates=[BlockUpdates([], [], []) for _ in self.kv.groups],
         )

@@ -21,14 +21,25 @@ class StepDraws:
     behind the step: `result` waits for them alone, so a later step may be under way already.
     """
 
-    def __init__(self, ops: Ops, slots: Slots, plan: StepPlan, batch: Batch, logits: torch.Tensor | None) -> None:
+    def __init__(
+        self,
+        ops: Ops,
+        slots: Slots,
+        plan: StepPlan,
+        batch: Batch,
+        logits: torch.Tensor | None,
+        ids: torch.Tensor | None = None,
+    ) -> None:
+        """`logits` [N, V] are drawn from at once, or when the masks come; `ids` [N] have been drawn already."""
         self._ops, self._slots, self._plan, self._batch, self._logits = ops, slots, plan, batch, logits
         self._sent: list[torch.Tensor] = []  # ids, guesses, then the log-probabilities: on the host once the event is
         self._asked: np.ndarray = np.empty(0, dtype=np.int64)  # draws that want log-probabilities
         self._counts: list[int] = []  # alternatives that each of them wants
         self._event: torch.cuda.Event | None = None
         self._error: Exception | None = None
-        if logits is not None and not plan.masked:
+        if ids is not None:
+            self._send([ids])
+        elif logits is not None and not plan.masked:
             self._draw()
 
     def provide_masks(self, words: bytearray) -> None:
@@ -86,9 +97,9 @@ class StepDraws:
         if kept is not None:
             chosen = ids[torch.from_numpy(self._asked).to(ids.device)]
             sent += logprobs.compute(kept, chosen, max(self._counts))
-        self.send(sent)
+        self._send(sent)
 
-    def send(self, tensors: list[torch.Tensor]) -> None:
+    def _send(self, tensors: list[torch.Tensor]) -> None:
         """Start the copies to the host; on a CPU there is nothing to copy."""
         self._sent = tensors
         if tensors[0].is_cuda:
