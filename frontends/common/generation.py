@@ -16,6 +16,7 @@ from inferengine.client import Delta, Finish, Submission, TokenLogprobs
 from inferengine.client.streams import error_from
 from inferengine.errors import InferEngineError
 from inferengine.params import SamplingParams
+from inferengine.structure import GrammarSpec
 from inferengine.text import TextStream, Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -72,6 +73,8 @@ class Options:
     deadline_s: float | None = None
     label: str = ""
     continues_prompt: bool = True  # the output goes on where the prompt ends (completions), or is a text of its own
+    grammar: GrammarSpec | None = None
+    grammar_field: str = "grammar"  # the request's name for it: a grammar that does not compile is refused under it
 
 
 class Choice:
@@ -125,7 +128,8 @@ class Choice:
             return Piece(text, token_ids, logprobs, self.num_tokens)
         self._ended = True
         if finish.reason in ("stop", "length"):
-            return Piece(text, token_ids, logprobs, self.num_tokens, finish.reason, finish.detail)
+            detail = None if finish.detail == "" else finish.detail  # "": the grammar was complete, no token stopped it
+            return Piece(text, token_ids, logprobs, self.num_tokens, finish.reason, detail)
         error = failure(finish)
         if error.code == "cancelled":
             return Piece(text, token_ids, logprobs, self.num_tokens, "abort")
@@ -145,6 +149,7 @@ class Generation:
     ) -> None:
         """Submits everything at once. Raises InferEngineError when no engine can be asked; then nothing runs on."""
         self.prompts = prompts
+        self._grammar_field = options.grammar_field
         self.submissions: list[Submission] = []
         self.choices: list[Choice] = []
         self.error: InferEngineError | None = None
@@ -158,6 +163,7 @@ class Generation:
                     salt=options.salt,
                     deadline_s=options.deadline_s,
                     label=options.label,
+                    grammar=options.grammar,
                 )
                 self.submissions.append(submission)
                 for stream in submission.streams:
@@ -181,6 +187,8 @@ class Generation:
                 await submission.accepted()
         except InferEngineError as error:
             self.cancel()
+            if error.field == "grammar":
+                error.field = self._grammar_field
             raise self.error or error from None
 
     async def collect(self) -> list[Output]:

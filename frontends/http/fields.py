@@ -14,6 +14,7 @@ from frontends.common.model_context import ServedModel
 from inferengine.config import Config
 from inferengine.errors import InferEngineError, InvalidRequest
 from inferengine.params import SamplingParams, from_map, validate
+from inferengine.structure import GUIDED_FIELDS, GrammarSpec, read_grammar, validate_grammar
 from inferengine.wire.codec import MAX_NAME_CHARACTERS, MAX_SALT_BYTES
 
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default for /v1/completions
@@ -31,12 +32,6 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "stream_interval": (1,),
     "spaces_between_special_tokens": (True,),
     "truncation_side": ("left",),
-    "response_format": ({"type": "text"},),
-    "structured_outputs": ({},),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
     "json_schema": (),
     "regex": (),
     "ebnf": (),
@@ -83,6 +78,8 @@ SAMPLING = (
     "logit_bias",
     "allowed_token_ids",
 )
+
+STRUCTURE = ("response_format", "structured_outputs", *GUIDED_FIELDS)
 
 
 class Streaming(NamedTuple):
@@ -144,6 +141,7 @@ def read_params(
 
 
 def read_options(body: dict[str, Any], config: Config, *, label: str, continues_prompt: bool) -> Options:
+    grammar, grammar_field = read_structure(body, config)
     salt = fields.string(body, "cache_salt")
     if salt is not None and not 1 <= len(salt.encode()) <= MAX_SALT_BYTES:
         raise InvalidRequest("cache_salt", f"must have 1 to {MAX_SALT_BYTES} bytes")
@@ -153,7 +151,20 @@ def read_options(body: dict[str, Any], config: Config, *, label: str, continues_
         deadline_s=config.http.request_timeout_s,
         label=label,
         continues_prompt=continues_prompt,
+        grammar=grammar,
+        grammar_field=grammar_field,
     )
+
+
+def read_structure(body: dict[str, Any], config: Config) -> tuple[GrammarSpec | None, str]:
+    """What the output must match, and the name of the field that says so."""
+    if body.get("structured_outputs") == {}:  # asks for nothing, as clients send that fill in every field
+        body = {**body, "structured_outputs": None}
+    spec = read_grammar(body)
+    field = next((name for name in STRUCTURE if body.get(name) is not None), "grammar")
+    if spec is not None:
+        validate_grammar(spec, config.limits, path=field)
+    return spec, field
 
 
 def read_label(body: dict[str, Any], request_id: str) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.frontends.http.builders import House, house, says
+from tests.frontends.http.embedded import Embedded, embedded_model
 
 
 @pytest.fixture(scope="module")
@@ -21,3 +22,9 @@ def served(shared_house: House) -> House:
     shared_house.engine.submits.clear()
     shared_house.engine.cancelled.clear()
     return shared_house
+
+
+@pytest.fixture(scope="session")
+def embedded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Embedded]:
+    with embedded_model(str(tmp_path_factory.mktemp("e"))) as built:
+        yield built

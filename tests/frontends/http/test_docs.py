@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from frontends.http.app import ROUTES
-from frontends.http.fields import REFUSED, SAMPLING
+from frontends.http.fields import REFUSED, SAMPLING, STRUCTURE
 from tests.frontends.http.builders import House
 
 PAGE = (Path(__file__).resolve().parents[3] / "docs" / "http.md").read_text(encoding="utf-8")
@@ -38,6 +38,6 @@ def test_every_route_is_on_the_page() -> None:
         assert f" {route.path.replace('{model:path}', '{id}')}`" in PAGE
 
 
-@pytest.mark.parametrize("name", [*REFUSED, *SAMPLING])
+@pytest.mark.parametrize("name", [*REFUSED, *SAMPLING, *STRUCTURE])
 def test_every_field_is_on_the_page(name: str) -> None:
     assert f"`{name}" in PAGE or (name.startswith("guided_") and "`guided_*`" in PAGE)

@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from frontends.http.fields import REFUSED, SAMPLING
+from frontends.http.fields import REFUSED, SAMPLING, STRUCTURE
 from tests.frontends.http.builders import House, events
 
 VALUES = st.recursive(
@@ -25,6 +25,7 @@ NAMES = st.sampled_from(
     [
         *SAMPLING,
         *REFUSED,
+        *STRUCTURE,
         *(
             "model",
             "prompt",
