@@ -13,6 +13,7 @@ import argparse
 import itertools
 import json
 import multiprocessing
+import os
 import platform
 import secrets
 import statistics
@@ -199,6 +200,8 @@ def main() -> None:
             "python": platform.python_version(),
             "pyzmq": zmq.__version__,
             "machine": platform.machine(),
+            "cores": os.cpu_count(),
+            "load_average": os.getloadavg(),
             "rows": rows,
         }
         arguments.json.write_text(json.dumps(report, indent=1) + "\n")
