@@ -112,8 +112,8 @@ def _launch(
     num_rows, num_kv_heads, block_size, head_dim = q.shape[0], kv.shape[2], kv.shape[3], kv.shape[4]
     if num_rows == 0:
         return
-    tuned = tuning or decode_tuning(num_rows, num_kv_heads, head_dim)
     group = num_heads // num_kv_heads
+    tuned = tuning or decode_tuning(num_rows, num_kv_heads, group, head_dim)
     fitting = scratch.partial.numel() // (num_rows * num_heads * (head_dim + 1))
     splits = max(1, min(num_splits or tuned.num_splits, MAX_SPLITS, fitting))
     if num_rows * num_kv_heads > scratch.arrived.numel():

@@ -34,7 +34,6 @@ def prefill_attention(
     *,
     first_row: int,
     num_tokens: int,
-    max_count: int,
     out: torch.Tensor,
     kv_scales: tuple[float, float] = (1.0, 1.0),
     tuning: PrefillTuning | None = None,
@@ -43,9 +42,8 @@ def prefill_attention(
     """q [T, H, D] -> out [T, H*D] for the tokens of rows [first_row, R); other rows of `out` are not touched.
 
     Row r's queries are tokens [query_start[r], query_start[r + 1]) at positions row_start[r] on; it attends causally
-    to everything in the cache up to itself. `num_tokens` = tokens of those rows, `max_count` = the most of one row:
-    host integers, upper bounds are enough. `deterministic`: one tiling whatever the rows, and no contraction of
-    products and sums, so that masked and unmasked tiles round alike.
+    to everything in the cache up to itself. `num_tokens`, the tokens of those rows, is a host integer: an upper bound
+    is enough. `deterministic`: no contraction of products and sums, so that masked and unmasked tiles round alike.
     """
     num_heads, head_dim = q.shape[1], q.shape[2]
     num_rows = row_slot.shape[0] - first_row
@@ -53,7 +51,7 @@ def prefill_attention(
         return out
     num_kv_heads, block_size = kv.shape[2], kv.shape[3]
     group = num_heads // num_kv_heads
-    tuned = tuning or prefill_tuning(head_dim, 1 if deterministic else max_count, group, block_size)
+    tuned = tuning or prefill_tuning(head_dim, block_size)
     tile_tokens = tuned.block_rows // group
     assert tile_tokens > 0
     num_tiles = num_tokens // tile_tokens + num_rows

@@ -92,7 +92,8 @@ class CudaKernels:
     def _tuning(self, x: torch.Tensor, weight: torch.Tensor, *, gated: bool) -> GemvTuning | TileTuning | None:
         width, columns = weight.shape
         if self.deterministic:
-            return deterministic_tuning(x.shape[0], width, columns, gated)
+            tuned = deterministic_tuning(x.shape[0], width, columns, gated)
+            return tuned if x.element_size() == 2 else tuned._replace(num_stages=2)  # fp32 tiles take twice the room
         if x.dtype == torch.float32:
             return None
         return linear_tuning(x.shape[0], width, columns, gated)
@@ -125,7 +126,7 @@ class CudaKernels:
         if decodes < num_tokens:
             prefill_attention(
                 q, kv, batch.row_slot, batch.row_start, batch.query_start, table, scale, window, softcap,
-                first_row=decodes, num_tokens=num_tokens - decodes, max_count=batch.max_query_len, out=out,
+                first_row=decodes, num_tokens=num_tokens - decodes, out=out,
                 deterministic=self.deterministic,
             )  # fmt: skip
         return out
@@ -148,8 +149,8 @@ class CudaKernels:
     ) -> torch.Tensor:
         """Packed qkv -> [T, H * D] with K and V in the cache; one kernel when every row is a decode."""
         rows = batch.num_tokens
-        packed = rows == batch.num_decodes and decode_tuning(rows, num_kv_heads, kv.shape[-1]).packed
-        if packed and not self.deterministic:
+        tuned = decode_tuning(rows, num_kv_heads, num_heads // num_kv_heads, kv.shape[-1])
+        if rows == batch.num_decodes and tuned.packed and not self.deterministic:
             return decode_attention_qkv(
                 qkv, q_norm, k_norm, eps, cos_sin, kv, batch.row_slot, batch.row_len, batch.block_tables[group],
                 num_heads, scale, window, softcap, self.scratch,

@@ -21,16 +21,17 @@ import triton
 import triton.language as tl
 
 from inferengine.kernels.pdl import allow_next, launch_options, supports_pdl, wait_for_previous
-from inferengine.kernels.reference_sampling import ALLOWED, BIAS, FILTER, MIN_TOKENS, PENALTY, PROCESSED, RANDOM
+from inferengine.kernels.reference_sampling import FILTER, PROCESSED, RANDOM
+from inferengine.kernels.sampling_noise import noise_at, noise_tile
+from inferengine.kernels.sampling_process import process
 
 CANDIDATES = 4096  # tokens that a row's last step keeps at hand
 BLOCK = 1024  # tokens per tile of a pass
 TARGET_PROGRAMS = 528  # programs of a pass over all rows
-LEVELS = tl.constexpr(32)
+LEVELS = tl.constexpr(16)
 REACH = tl.constexpr(32.0)
 WAYS = tl.constexpr(8)  # thresholds tried at once when narrowing
 ROUNDS = tl.constexpr(12)  # 8^12 divisions: the bounds are neighbours in fp32 before that
-SEEN = tl.constexpr(1 << 30)
 
 
 def sample(logits: torch.Tensor, slots: Any, rows: torch.Tensor, positions: torch.Tensor, needs: int) -> torch.Tensor:
@@ -44,15 +45,16 @@ def sample(logits: torch.Tensor, slots: Any, rows: torch.Tensor, positions: torc
     if num_rows == 0:
         return ids
     options = launch_options(supports_pdl(logits.device))
-    scores = _process(logits, slots, rows, positions, needs, options) if needs & PROCESSED else logits
+    scores = process(logits, slots, rows, positions, needs, options) if needs & PROCESSED else logits
     part, num_parts = _parts(num_rows, vocab_size)
     filtered = bool(needs & FILTER)
+    fast = logits.device.type == "cuda"
     best = torch.empty(4, num_rows, num_parts, dtype=torch.float32, device=logits.device)
     shape: dict[str, Any] = {"VOCAB": vocab_size, "PART": part, "PARTS": num_parts, **options}
     state = (slots.temperature, slots.top_k, slots.top_p, slots.min_p)
     _draw_kernel[(num_rows, num_parts)](
         scores, scores.stride(0), rows, positions, *state, slots.seed, best, num_rows, BLOCK=BLOCK,
-        IS_RANDOM=bool(needs & RANDOM), FILTERED=filtered, num_warps=4, **shape,
+        IS_RANDOM=bool(needs & RANDOM), FILTERED=filtered, FAST=fast, num_warps=4, **shape,
     )  # fmt: skip
     census = kept_ids = kept_scores = best
     if filtered:
@@ -70,7 +72,7 @@ def sample(logits: torch.Tensor, slots: Any, rows: torch.Tensor, positions: torc
     _finish_kernel[(num_rows,)](
         scores, scores.stride(0), rows, positions, *state, slots.seed, best, census, kept_scores, kept_ids,
         slots.tokens, slots.tokens.stride(0), ids, num_rows, BLOCK=BLOCK,
-        PARTS_BLOCK=triton.next_power_of_2(num_parts), CAPACITY=CANDIDATES, FILTERED=filtered,
+        PARTS_BLOCK=triton.next_power_of_2(num_parts), CAPACITY=CANDIDATES, FILTERED=filtered, FAST=fast,
         num_warps=8 if filtered else 1, **shape,
     )  # fmt: skip
     return ids
@@ -82,142 +84,6 @@ def _parts(num_rows: int, vocab_size: int) -> tuple[int, int]:
     parts = max(1, min(64, TARGET_PROGRAMS // num_rows, tiles))
     part = triton.cdiv(tiles, parts) * BLOCK
     return part, triton.cdiv(vocab_size, part)
-
-
-def _process(
-    logits: torch.Tensor, slots: Any, rows: torch.Tensor, positions: torch.Tensor, needs: int, options: dict[str, Any]
-) -> torch.Tensor:
-    """Scores [N, V] float32 after penalties, bias and masks."""
-    num_rows, vocab_size = logits.shape
-    scores = torch.empty(num_rows, vocab_size, dtype=torch.float32, device=logits.device)
-    counts = scores
-    if needs & PENALTY:
-        counts = torch.zeros(num_rows, vocab_size, dtype=torch.int32, device=logits.device)
-        _count_kernel[(num_rows, 16)](
-            slots.tokens, slots.tokens.stride(0), rows, positions, slots.num_prompt, counts, VOCAB=vocab_size,
-            BLOCK=256, num_warps=4, **options,
-        )  # fmt: skip
-    _process_kernel[(num_rows, triton.cdiv(vocab_size, BLOCK))](
-        logits, logits.stride(0), rows, counts, slots.repetition_penalty, slots.presence_penalty,
-        slots.frequency_penalty, slots.allowed, slots.allowed.stride(0), scores, VOCAB=vocab_size, BLOCK=BLOCK,
-        PENALTIES=bool(needs & PENALTY), MASKED=bool(needs & ALLOWED), num_warps=4, **options,
-    )  # fmt: skip
-    if needs & (BIAS | MIN_TOKENS):
-        width = slots.bias_ids.shape[1] if needs & BIAS else 0
-        stops = slots.stop_ids.shape[1] if needs & MIN_TOKENS else 0
-        _edit_kernel[(num_rows,)](
-            scores, rows, positions, slots.bias_ids, slots.bias_values, slots.stop_ids, slots.num_prompt,
-            slots.min_tokens, VOCAB=vocab_size, WIDTH=width, STOPS=stops,
-            WIDTH_BLOCK=triton.next_power_of_2(max(1, width)), STOPS_BLOCK=triton.next_power_of_2(max(1, stops)),
-            num_warps=4, **options,
-        )  # fmt: skip
-    return scores
-
-
-@triton.jit
-def _count_kernel(
-    tokens_ptr, tokens_stride, rows_ptr, positions_ptr, num_prompt_ptr, counts_ptr,
-    VOCAB: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """How often each token stands in a row's output, and SEEN where it stands in prompt or output."""
-    allow_next(PDL)
-    wait_for_previous(PDL)
-    n = tl.program_id(0).to(tl.int64)
-    slot = tl.load(rows_ptr + n).to(tl.int64)
-    length = tl.load(positions_ptr + n)
-    num_prompt = tl.load(num_prompt_ptr + slot)
-    for start in range(tl.program_id(1) * BLOCK, length, tl.num_programs(1) * BLOCK):
-        place = start + tl.arange(0, BLOCK)
-        known = place < length
-        token = tl.load(tokens_ptr + slot * tokens_stride + place, mask=known, other=0)
-        at = counts_ptr + n * VOCAB + token
-        tl.atomic_or(at, tl.full([BLOCK], SEEN, tl.int32), mask=known, sem="relaxed")
-        tl.atomic_add(at, tl.full([BLOCK], 1, tl.int32), mask=known & (place >= num_prompt), sem="relaxed")
-
-
-@triton.jit
-def _process_kernel(
-    logits_ptr, logits_stride, rows_ptr, counts_ptr, repetition_ptr, presence_ptr, frequency_ptr, allowed_ptr,
-    allowed_stride, scores_ptr, VOCAB: tl.constexpr, BLOCK: tl.constexpr, PENALTIES: tl.constexpr,
-    MASKED: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    allow_next(PDL)
-    wait_for_previous(PDL)
-    n = tl.program_id(0).to(tl.int64)
-    slot = tl.load(rows_ptr + n).to(tl.int64)
-    token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    exists = token < VOCAB
-    score = tl.load(logits_ptr + n * logits_stride + token, mask=exists, other=0.0).to(tl.float32)
-    if PENALTIES:
-        found = tl.load(counts_ptr + n * VOCAB + token, mask=exists, other=0)
-        count = (found & (SEEN - 1)).to(tl.float32)
-        repetition = tl.load(repetition_ptr + slot)
-        changed = tl.where(score > 0, tl.div_rn(score, tl.zeros_like(score) + repetition), score * repetition)
-        score = tl.where(found >= SEEN, changed, score)
-        score -= count * tl.load(frequency_ptr + slot)
-        score -= tl.where(count > 0, tl.load(presence_ptr + slot), 0.0)
-    if MASKED:
-        word = tl.load(allowed_ptr + slot * allowed_stride + token // 32, mask=exists, other=0)
-        score = tl.where((word >> (token % 32)) & 1 != 0, score, float("-inf"))
-    tl.store(scores_ptr + n * VOCAB + token, score, mask=exists)
-
-
-@triton.jit
-def _edit_kernel(
-    scores_ptr, rows_ptr, positions_ptr, bias_ids_ptr, bias_values_ptr, stop_ids_ptr, num_prompt_ptr, min_tokens_ptr,
-    VOCAB: tl.constexpr, WIDTH: tl.constexpr, STOPS: tl.constexpr, WIDTH_BLOCK: tl.constexpr,
-    STOPS_BLOCK: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """Sparse changes: biases are added, stop ids are hidden until the minimum is out."""
-    allow_next(PDL)
-    wait_for_previous(PDL)
-    n = tl.program_id(0).to(tl.int64)
-    slot = tl.load(rows_ptr + n).to(tl.int64)
-    row = scores_ptr + n * VOCAB
-    if WIDTH > 0:
-        i = tl.arange(0, WIDTH_BLOCK)
-        ids = tl.load(bias_ids_ptr + slot * WIDTH + i, mask=i < WIDTH, other=-1)
-        values = tl.load(bias_values_ptr + slot * WIDTH + i, mask=i < WIDTH, other=0.0)
-        tl.atomic_add(row + ids, values, mask=ids >= 0, sem="relaxed")
-        tl.debug_barrier()
-    if STOPS > 0:
-        early = tl.load(positions_ptr + n) < tl.load(num_prompt_ptr + slot) + tl.load(min_tokens_ptr + slot)
-        i = tl.arange(0, STOPS_BLOCK)
-        ids = tl.load(stop_ids_ptr + slot * STOPS + i, mask=i < STOPS, other=-1)
-        hidden = tl.full([STOPS_BLOCK], float("-inf"), tl.float32)
-        ids = tl.where(early, ids, -1)
-        tl.store(row + ids, hidden, mask=ids >= 0)
-
-
-@triton.jit
-def gumbel_of(word):
-    """Gumbel noise of a uniform 32-bit word: -log(-log1p(-w)), w = (word + 0.5) / 2^32 in float32."""
-    w = (word.to(tl.float32) + 0.5) * 2.3283064365386963e-10
-    s = w / (2.0 - w)  # -log1p(-w) = 2 atanh(w / (2 - w)): exact where it matters, at small w
-    q = s * s
-    small = 2.0 * s * (1.0 + q * (1.0 / 3 + q * (0.2 + q * (1.0 / 7 + q * (1.0 / 9 + q * (1.0 / 11))))))
-    large = -tl.log(tl.maximum(1.0 - w, 1.0e-30))
-    exponential = tl.where(w < 0.25, small, large)
-    return tl.where(w < 1.0, -tl.log(exponential), float("-inf"))
-
-
-@triton.jit
-def noise_tile(seed, position, start, BLOCK: tl.constexpr):
-    """Noise of tokens [start, start + BLOCK), start a multiple of 4: Philox gives four words at a time."""
-    counter = start // 4 + tl.arange(0, BLOCK // 4)
-    zero = counter * 0
-    w0, w1, w2, w3 = tl.philox(seed, counter, zero + position, zero, zero)
-    return gumbel_of(tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3)))
-
-
-@triton.jit
-def noise_at(seed, position, ids):
-    """Noise of scattered tokens."""
-    zero = ids * 0
-    w0, w1, w2, w3 = tl.philox(seed, ids // 4, zero + position, zero, zero)
-    low = tl.where(ids % 2 == 0, w0, w1)
-    high = tl.where(ids % 2 == 0, w2, w3)
-    return gumbel_of(tl.where(ids % 4 < 2, low, high))
 
 
 @triton.jit
@@ -238,7 +104,7 @@ def has_filter(temperature, top_k, top_p, min_p):
 def _draw_kernel(
     scores_ptr, scores_stride, rows_ptr, positions_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seed_ptr,
     best_ptr, num_rows, VOCAB: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
-    IS_RANDOM: tl.constexpr, FILTERED: tl.constexpr, PDL: tl.constexpr,
+    IS_RANDOM: tl.constexpr, FILTERED: tl.constexpr, FAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Of one part of a row: the best score with its id, and for rows with a filter the sum of exponentials."""
     allow_next(PDL)
@@ -271,7 +137,7 @@ def _draw_kernel(
             mass = mass * tl.exp(best - shift) + tl.exp(score - shift)
         if (temperature > 0) & (not filtered):
             if IS_RANDOM:
-                score += noise_tile(seed, position, start, BLOCK)
+                score += noise_tile(seed, position, start, BLOCK, FAST)
         better = score > best
         best = tl.where(better, score, best)
         best_id = tl.where(better, token, best_id)
@@ -328,13 +194,17 @@ def _census_kernel(
     end = tl.minimum(begin + PART, VOCAB)
     level = tl.arange(0, LEVELS)
     threshold = level_of(peak, level)
-    counts = tl.zeros([LEVELS], tl.float32)
-    masses = tl.zeros([LEVELS], tl.float32)
+    RUN: tl.constexpr = 8  # neighbours that one thread sums
+    counts = tl.zeros([LEVELS, BLOCK // RUN], tl.float32)
+    masses = tl.zeros([LEVELS, BLOCK // RUN], tl.float32)
     for start in range(begin, end, BLOCK):
         score = scaled_scores(row, start + tl.arange(0, BLOCK), end, temperature)
-        above = score[None, :] >= threshold[:, None]
-        counts += tl.sum(above.to(tl.float32), axis=1)
-        masses += tl.sum(tl.where(above, tl.exp(score - peak)[None, :], 0.0), axis=1)
+        runs = tl.reshape(score, [1, BLOCK // RUN, RUN])
+        above = runs >= threshold[:, None, None]
+        counts += tl.sum(above.to(tl.float32), axis=2)
+        masses += tl.sum(tl.where(above, tl.exp(runs - peak), 0.0), axis=2)
+    counts = tl.sum(counts, axis=1)
+    masses = tl.sum(masses, axis=1)
     at = census_ptr + (n * PARTS + part) * LEVELS + level
     tl.store(at, counts)
     tl.store(at + plane * LEVELS, masses)
@@ -463,7 +333,7 @@ def _finish_kernel(
     scores_ptr, scores_stride, rows_ptr, positions_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seed_ptr,
     best_ptr, census_ptr, kept_scores_ptr, kept_ids_ptr, tokens_ptr, tokens_stride, ids_ptr, num_rows,
     VOCAB: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr, PARTS_BLOCK: tl.constexpr,
-    CAPACITY: tl.constexpr, FILTERED: tl.constexpr, PDL: tl.constexpr,
+    CAPACITY: tl.constexpr, FILTERED: tl.constexpr, FAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The winner of a row: from the parts' winners, or among the tokens that its filters keep."""
     allow_next(PDL)
@@ -496,7 +366,7 @@ def _finish_kernel(
                     i = start + tl.arange(0, BLOCK)
                     score = scaled_scores(kept, i, count, 0.0)
                     ids = tl.load(kept_ids_ptr + n * CAPACITY + i, mask=i < count, other=0)
-                    drawn = tl.where(score >= threshold, score + noise_at(seed, position, ids), float("-inf"))
+                    drawn = tl.where(score >= threshold, score + noise_at(seed, position, ids, FAST), float("-inf"))
                     better = drawn > best
                     best = tl.where(better, drawn, best)
                     best_id = tl.where(better, ids, best_id)
@@ -508,7 +378,7 @@ def _finish_kernel(
                 for start in range(0, VOCAB, BLOCK):
                     ids = start + tl.arange(0, BLOCK)
                     score = scaled_scores(row, ids, VOCAB, temperature)
-                    noise = noise_tile(seed, position, start, BLOCK)
+                    noise = noise_tile(seed, position, start, BLOCK, FAST)
                     drawn = tl.where(score >= threshold, score + noise, float("-inf"))
                     better = drawn > best
                     best = tl.where(better, drawn, best)

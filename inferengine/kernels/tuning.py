@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-TARGET_PROGRAMS = 264  # two programs on each of 132 multiprocessors
-
 
 class DecodeTuning(NamedTuple):
     """Decode attention: tokens per tile, programs per (row, KV head) and the fewest tiles that one of them takes;
@@ -23,19 +21,17 @@ class DecodeTuning(NamedTuple):
     min_tiles: int = 1
 
 
-def decode_tuning(num_rows: int, num_kv_heads: int, head_dim: int) -> DecodeTuning:
-    """Few rows need splits to fill the device; many rows need them for long contexts only (`min_tiles`)."""
+def decode_tuning(num_rows: int, num_kv_heads: int, group: int, head_dim: int) -> DecodeTuning:
+    """Few rows are split to fill the device, in programs light enough to start beside the product before them; many
+    rows are split where the context is long (`min_tiles`), and rotate and write in a kernel of their own."""
     programs = num_rows * num_kv_heads
-    splits = 1
-    while splits < 32 and programs * splits * 2 <= TARGET_PROGRAMS:
-        splits *= 2
     if head_dim > 128:
-        return DecodeTuning(32, max(2, splits), 4, 2, True, 1 if splits > 2 else 16)
-    if programs <= 32:
-        return DecodeTuning(64, min(16, splits), 8, 2)
-    if programs <= TARGET_PROGRAMS:
-        return DecodeTuning(128, max(2, splits), 8, 2, True, 1 if splits > 2 else 8)
-    return DecodeTuning(64, 2, 4, 2, False, 16)
+        return DecodeTuning(32, 8, 4, 2) if programs <= 64 else DecodeTuning(32, 2, 4, 2, True, 16)
+    if programs <= 16:
+        return DecodeTuning(32, 32, 2, 2) if group > 2 else DecodeTuning(64, 16, 4, 2)
+    if programs <= 264:
+        return DecodeTuning(32, 8 if programs <= 64 else 4, 1, 2)
+    return DecodeTuning(64, 2 if programs <= 1056 else 1, 4, 2, False, 16)
 
 
 class GemvTuning(NamedTuple):
@@ -72,10 +68,14 @@ class PrefillTuning(NamedTuple):
     tma: bool = False
 
 
-def prefill_tuning(head_dim: int, max_count: int, group: int, block_size: int) -> PrefillTuning:
+def prefill_tuning(head_dim: int, block_size: int) -> PrefillTuning:
     if head_dim > 128:
         return PrefillTuning(64, 32, 4, 2)
-    return PrefillTuning(64, 64, 4, 2 if block_size >= 64 else 3, tma=block_size >= 64)
+    if block_size >= 64:
+        return PrefillTuning(64, 64, 4, 2, tma=True)
+    if block_size == 32:
+        return PrefillTuning(64, 32, 4, 4, tma=True)
+    return PrefillTuning(64, 64, 4, 2)
 
 
 def linear_tuning(rows: int, width: int, columns: int, gated: bool) -> GemvTuning | TileTuning | None:
@@ -102,11 +102,13 @@ def _gemv_tuning(width: int, columns: int, gated: bool) -> GemvTuning:
     if columns >= 3584:
         wide = width <= 4096 or columns >= 8192
         return GemvTuning(4, 2048, 8, 0) if wide else GemvTuning(2, 1024, 4, 0)
-    if columns > 2560:
-        return GemvTuning(4, 4096, 8, 0)
-    if gated or columns > 1536:
+    if gated:
         return GemvTuning(4, 512, 2, 0)
-    return GemvTuning(8, 512, 2, 0) if width <= 16384 else GemvTuning(4, 1024, 4, 0)
+    if columns > 2560:
+        return GemvTuning(8, 1024, 4, 1024)
+    if columns > 1536:
+        return GemvTuning(4, 1024, 4, 1024)
+    return GemvTuning(8, 1024, 4, 0) if width <= 16384 else GemvTuning(4, 1024, 4, 0)
 
 
 def _small_tile_tuning(block_m: int, width: int, columns: int, gated: bool) -> TileTuning | None:
@@ -119,10 +121,11 @@ def _small_tile_tuning(block_m: int, width: int, columns: int, gated: bool) -> T
 
 
 def deterministic_tuning(rows: int, width: int, columns: int, gated: bool) -> TileTuning:
-    """The order in which a row's products are summed is block_k's and chunks': both by the weight's shape alone."""
-    chunks = 1
-    while not gated and chunks < 4 and width // 64 * chunks < TARGET_PROGRAMS and columns // (chunks * 2) >= 512:
-        chunks *= 2
+    """A row's products are summed in steps of block_k, in chunks that the weight's shape decides: the same whatever the
+    other blocks are, and whether one program sums the chunks or several."""
+    chunks = 2 if not gated and columns >= 2048 and width <= 8192 else 1
     if rows <= 64:
-        return TileTuning(16 if rows <= 16 else 64, 64, 64, chunks, 4, 4, 0)
-    return TileTuning(128, 64 if gated else 128, 64, chunks, 8, 3, 0)
+        block_m = 16 if rows <= 16 else 32 if rows <= 32 else 64
+        return TileTuning(block_m, 64, 64, chunks, 4, 5 if gated else 6, 0)
+    few_tiles = -(-rows // 128) * -(-width // 128) < 2 * 132
+    return TileTuning(128, 64 if gated or few_tiles else 128, 64, chunks, 8, 4, 0)

@@ -93,7 +93,7 @@ def test_prefill_attention(heads, kv_heads, head_dim, block_size, window, softca
         out = torch.zeros(sum(counts), heads * head_dim, device=device, dtype=dtype)
         prefill_attention(
             q, case.kv, case.row_slot, case.row_start, case.query_start, case.block_table, 0.2, window, softcap,
-            first_row=first_row, num_tokens=sum(counts) - skipped, max_count=50, out=out,
+            first_row=first_row, num_tokens=sum(counts) - skipped, out=out,
             tuning=PrefillTuning(32, 32, 4, 2),
         )  # fmt: skip
         assert relative_error(out[skipped:], expected[skipped:]) < tolerance(dtype)
@@ -112,7 +112,7 @@ def test_prefill_attention_does_not_depend_on_chunking(head_dim, block_size, dev
         start = torch.tensor([first], dtype=torch.int32, device=device)
         prefill_attention(
             q[first:last], case.kv, case.row_slot, start, bounds, case.block_table, 0.2, None, None, first_row=0,
-            num_tokens=last - first, max_count=last - first, out=out, deterministic=True,
+            num_tokens=last - first, out=out, deterministic=True,
         )  # fmt: skip
         return out
 

@@ -3,7 +3,7 @@ import torch
 
 from inferengine.kernels.activation import GELU_TANH, SILU
 from inferengine.kernels.linear import gemv, tiled
-from inferengine.kernels.tuning import GemvTuning, TileTuning
+from inferengine.kernels.tuning import GemvTuning, TileTuning, deterministic_tuning
 from tests.kernels.builders import dtypes, make_scratch, reference_norm, relative_error, tolerance
 
 
@@ -59,19 +59,28 @@ def test_tiled_product(rows, columns, width, chunks, dtype, device):
     assert not scratch.arrived.any(), "a launch must leave the arrival counters at zero"
 
 
-@pytest.mark.parametrize("chunks", [1, 2])
-def test_a_row_does_not_depend_on_the_rows_beside_it(chunks, device):
+@pytest.mark.parametrize("gated", [None, SILU])
+def test_a_row_does_not_depend_on_the_rows_beside_it(gated, device):
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    x, weight = make_operands(200, 512, 128, dtype, device)
+    x, weight = make_operands(300, 512, 256, dtype, device)
     scratch = make_scratch(device)
 
-    def run(rows: int, block_m: int) -> torch.Tensor:
-        tuned = TileTuning(block_m, 64, 64, chunks, 4, 3, 0)
-        return tiled(x[:rows], weight, tuned, scratch)
+    def run(rows: int) -> torch.Tensor:
+        tuned = deterministic_tuning(rows, 256, 512, gated is not None)
+        return tiled(x[:rows], weight, tuned, scratch, gated=gated)
 
-    whole = run(200, 128)
-    for rows, block_m in ((1, 16), (16, 16), (33, 64), (200, 64)):
+    whole = run(300)
+    for rows in (1, 16, 33, 65, 200):
         if device.type == "cuda":
-            assert torch.equal(run(rows, block_m), whole[:rows]), "deterministic mode stands on equal bits"
+            assert torch.equal(run(rows), whole[:rows]), "deterministic mode stands on equal bits"
         else:  # the interpreter multiplies with numpy, whose rounding depends on the shape
-            torch.testing.assert_close(run(rows, block_m), whole[:rows])
+            torch.testing.assert_close(run(rows), whole[:rows])
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_preloaded_first_tile_is_the_same_product(rows, device):
+    x, weight = make_operands(rows, 256, 64, dtypes()[-1], device)
+    for chunks in (1, 2):
+        tuned = TileTuning(16, 32, 64, chunks, 4, 2, 0, preload=True)
+        expected = x.double() @ weight.double().T
+        assert relative_error(tiled(x, weight, tuned, make_scratch(device)), expected) < tolerance(x.dtype)

@@ -1,0 +1,124 @@
+"""What changes logits before a draw: penalties, biases, allowed ids, stop ids hidden until the minimum is out.
+
+A step that uses none of these does not come here. Counts of tokens are made anew each step from the slot's own tokens,
+so no state is kept that preemption or a rewound draft could leave wrong.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from inferengine.kernels.pdl import allow_next, wait_for_previous
+from inferengine.kernels.reference_sampling import ALLOWED, BIAS, MIN_TOKENS, PENALTY
+
+BLOCK = 1024  # tokens per program
+SEEN = tl.constexpr(1 << 30)
+
+
+def process(
+    logits: torch.Tensor, slots: Any, rows: torch.Tensor, positions: torch.Tensor, needs: int, options: dict[str, Any]
+) -> torch.Tensor:
+    """Scores [N, V] float32 after penalties, bias and masks."""
+    num_rows, vocab_size = logits.shape
+    scores = torch.empty(num_rows, vocab_size, dtype=torch.float32, device=logits.device)
+    counts = scores
+    if needs & PENALTY:
+        counts = torch.zeros(num_rows, vocab_size, dtype=torch.int32, device=logits.device)
+        _count_kernel[(num_rows, 16)](
+            slots.tokens, slots.tokens.stride(0), rows, positions, slots.num_prompt, counts, VOCAB=vocab_size,
+            BLOCK=256, num_warps=4, **options,
+        )  # fmt: skip
+    _process_kernel[(num_rows, triton.cdiv(vocab_size, BLOCK))](
+        logits, logits.stride(0), rows, counts, slots.repetition_penalty, slots.presence_penalty,
+        slots.frequency_penalty, slots.allowed, slots.allowed.stride(0), scores, VOCAB=vocab_size, BLOCK=BLOCK,
+        PENALTIES=bool(needs & PENALTY), MASKED=bool(needs & ALLOWED), num_warps=4, **options,
+    )  # fmt: skip
+    if needs & (BIAS | MIN_TOKENS):
+        width = slots.bias_ids.shape[1] if needs & BIAS else 0
+        stops = slots.stop_ids.shape[1] if needs & MIN_TOKENS else 0
+        _edit_kernel[(num_rows,)](
+            scores, rows, positions, slots.bias_ids, slots.bias_values, slots.stop_ids, slots.num_prompt,
+            slots.min_tokens, VOCAB=vocab_size, WIDTH=width, STOPS=stops,
+            WIDTH_BLOCK=triton.next_power_of_2(max(1, width)), STOPS_BLOCK=triton.next_power_of_2(max(1, stops)),
+            num_warps=4, **options,
+        )  # fmt: skip
+    return scores
+
+
+@triton.jit
+def _count_kernel(
+    tokens_ptr, tokens_stride, rows_ptr, positions_ptr, num_prompt_ptr, counts_ptr,
+    VOCAB: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """How often each token stands in a row's output, and SEEN where it stands in prompt or output."""
+    allow_next(PDL)
+    wait_for_previous(PDL)
+    n = tl.program_id(0).to(tl.int64)
+    slot = tl.load(rows_ptr + n).to(tl.int64)
+    length = tl.load(positions_ptr + n)
+    num_prompt = tl.load(num_prompt_ptr + slot)
+    for start in range(tl.program_id(1) * BLOCK, length, tl.num_programs(1) * BLOCK):
+        place = start + tl.arange(0, BLOCK)
+        known = place < length
+        token = tl.load(tokens_ptr + slot * tokens_stride + place, mask=known, other=0)
+        at = counts_ptr + n * VOCAB + token
+        tl.atomic_or(at, tl.full([BLOCK], SEEN, tl.int32), mask=known, sem="relaxed")
+        tl.atomic_add(at, tl.full([BLOCK], 1, tl.int32), mask=known & (place >= num_prompt), sem="relaxed")
+
+
+@triton.jit
+def _process_kernel(
+    logits_ptr, logits_stride, rows_ptr, counts_ptr, repetition_ptr, presence_ptr, frequency_ptr, allowed_ptr,
+    allowed_stride, scores_ptr, VOCAB: tl.constexpr, BLOCK: tl.constexpr, PENALTIES: tl.constexpr,
+    MASKED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    allow_next(PDL)
+    wait_for_previous(PDL)
+    n = tl.program_id(0).to(tl.int64)
+    slot = tl.load(rows_ptr + n).to(tl.int64)
+    token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    exists = token < VOCAB
+    score = tl.load(logits_ptr + n * logits_stride + token, mask=exists, other=0.0).to(tl.float32)
+    if PENALTIES:
+        found = tl.load(counts_ptr + n * VOCAB + token, mask=exists, other=0)
+        count = (found & (SEEN - 1)).to(tl.float32)
+        repetition = tl.load(repetition_ptr + slot)
+        changed = tl.where(score > 0, tl.div_rn(score, tl.zeros_like(score) + repetition), score * repetition)
+        score = tl.where(found >= SEEN, changed, score)
+        score -= count * tl.load(frequency_ptr + slot)
+        score -= tl.where(count > 0, tl.load(presence_ptr + slot), 0.0)
+    if MASKED:
+        word = tl.load(allowed_ptr + slot * allowed_stride + token // 32, mask=exists, other=0)
+        score = tl.where((word >> (token % 32)) & 1 != 0, score, float("-inf"))
+    tl.store(scores_ptr + n * VOCAB + token, score, mask=exists)
+
+
+@triton.jit
+def _edit_kernel(
+    scores_ptr, rows_ptr, positions_ptr, bias_ids_ptr, bias_values_ptr, stop_ids_ptr, num_prompt_ptr, min_tokens_ptr,
+    VOCAB: tl.constexpr, WIDTH: tl.constexpr, STOPS: tl.constexpr, WIDTH_BLOCK: tl.constexpr,
+    STOPS_BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Sparse changes: biases are added, stop ids are hidden until the minimum is out."""
+    allow_next(PDL)
+    wait_for_previous(PDL)
+    n = tl.program_id(0).to(tl.int64)
+    slot = tl.load(rows_ptr + n).to(tl.int64)
+    row = scores_ptr + n * VOCAB
+    if WIDTH > 0:
+        i = tl.arange(0, WIDTH_BLOCK)
+        ids = tl.load(bias_ids_ptr + slot * WIDTH + i, mask=i < WIDTH, other=-1)
+        values = tl.load(bias_values_ptr + slot * WIDTH + i, mask=i < WIDTH, other=0.0)
+        tl.atomic_add(row + ids, values, mask=ids >= 0, sem="relaxed")
+        tl.debug_barrier()
+    if STOPS > 0:
+        early = tl.load(positions_ptr + n) < tl.load(num_prompt_ptr + slot) + tl.load(min_tokens_ptr + slot)
+        i = tl.arange(0, STOPS_BLOCK)
+        ids = tl.load(stop_ids_ptr + slot * STOPS + i, mask=i < STOPS, other=-1)
+        hidden = tl.full([STOPS_BLOCK], float("-inf"), tl.float32)
+        ids = tl.where(early, ids, -1)
+        tl.store(row + ids, hidden, mask=ids >= 0)
