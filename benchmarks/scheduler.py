@@ -32,7 +32,8 @@ def make_scheduler(running: int, cached_blocks: int) -> Scheduler:
 
 
 def add(scheduler: Scheduler, uid: int, max_tokens: int, prompt_length: int = 128) -> None:
-    prompt = array("I", ((uid * 7919 + i) % 32000 for i in range(prompt_length)))
+    begin = uid * 4096 % (1 << 31)
+    prompt = array("I", range(begin, begin + prompt_length))  # nobody else's
     scheduler.add(Request(uid=uid, prompt_ids=prompt, params=PARAMS, max_tokens=max_tokens))
 
 

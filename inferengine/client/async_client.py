@@ -247,9 +247,11 @@ class AsyncClient:
         label: str = "",
         grammar: GrammarSpec | None = None,
         note: bytes = b"",
+        prepare: Callable[[Submission], None] | None = None,
     ) -> Submission:
         """Send a request; see `Session.submit`. Returns at once: await `accepted()` for the answer, or just iterate
-        the streams, which end with an error if it is refused."""
+        the streams, which end with an error if it is refused. `prepare` is called before anything is sent: the answer
+        may be here before this returns."""
         call = self._open_session().submit(
             prompt_ids,
             params or SamplingParams(),
@@ -266,8 +268,11 @@ class AsyncClient:
             grammar=grammar,
             note=note,
         )
+        submission = Submission(self, call)
+        if prepare is not None:
+            prepare(submission)
         self._after_sending()
-        return Submission(self, call)
+        return submission
 
     def attach(self, request_id: bytes, cursors: Sequence[int] = (), n: int = 1, reply: str = "tokens") -> Submission:
         """Read a request on from `cursors`: tokens already held of each choice (with reply "text": characters)."""

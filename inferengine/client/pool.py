@@ -215,15 +215,17 @@ class EnginePool:
         prompt = _beginning(prompt_ids, arguments)
         salt = arguments.get("salt", b"")
         engine = home if home is not None and home.client.connected else self._choose(prompt, salt)
-        submission = engine.client.submit(prompt_ids, params, **arguments)
-        self._chooser.table.sent(engine.index, len(prompt_ids) if prompt_ids is not None else 0)
-        self._remember(submission.id, engine)
-        waiting = _Waiting(submission, engine, prompt, salt)
-        submission.call.rescue = partial(self._rescue, waiting)
-        if len(self._engines) > 1:
-            self._waiting[submission.id] = waiting
-            self._plan_watch()
-        return submission
+
+        def prepare(submission: Submission) -> None:
+            self._chooser.table.sent(engine.index, len(prompt_ids) if prompt_ids is not None else 0)
+            self._remember(submission.id, engine)
+            waiting = _Waiting(submission, engine, prompt, salt)
+            submission.call.rescue = partial(self._rescue, waiting)
+            if len(self._engines) > 1:
+                self._waiting[submission.id] = waiting
+                self._plan_watch()
+
+        return engine.client.submit(prompt_ids, params, prepare=prepare, **arguments)
 
     def attach(
         self, request_id: bytes, cursors: Sequence[int] = (), n: int = 1, reply: str = "tokens"
@@ -259,10 +261,9 @@ class EnginePool:
         index = self._pick(prompt, salt, ())
         if index is not None:
             return self._engines[index]
-        for wanted in ("ready", "connected"):  # not well, starting or draining: its own answer says so better than we
-            for engine in self._engines:
-                if getattr(engine.client, wanted):
-                    return engine
+        for engine in self._engines:
+            if engine.client.connected:
+                return engine  # it is starting or draining: its REJECT says so better than we can
         raise InferEngineError("engine_unavailable", "No engine is connected.", retry_after_s=1.0)
 
     def _pick(self, prompt: Sequence[int] | str, salt: bytes, avoid: Sequence[int] | set[int]) -> int | None:
@@ -273,7 +274,10 @@ class EnginePool:
         if index is not None and not self._engines[index].client.ready:
             self._refresh(now)
             index = self._chooser.choose(prompt, salt, avoid=avoid)
-        return index
+        if index is not None:
+            return index
+        # None is well; one that is READY and seems frozen may only be slow, as everything on this machine may be.
+        return next((item.index for item in self._engines if item.client.ready and item.index not in avoid), None)
 
     def _refresh(self, now: float) -> None:
         """Tell the chooser what has been heard since the last time."""

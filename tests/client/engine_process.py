@@ -63,7 +63,7 @@ def engine_processes(folder: Path, count: int, *, step_s: float, **limits: int) 
 def main(address: str, step_s: float, max_queued_requests: int) -> None:
     """Serve until SIGTERM has drained it."""
     config = Config().with_values(
-        wire={"socket": address, "heartbeat_s": 0.2, "status_interval_s": 0.1},
+        wire={"socket": address, "heartbeat_s": 0.8, "status_interval_s": 0.1},
         engine={"name": Path(address).stem},
         scheduler={"max_queued_requests": max_queued_requests},
     )
