@@ -1,0 +1,82 @@
+"""Hermes and Qwen: `<tool_call>\\n{"name": "f", "arguments": {...}}\\n</tool_call>`, once for each call.
+
+Nous Research's Hermes function calling; Qwen 2.5 and Qwen 3 were trained on the same marks.
+"""
+
+from __future__ import annotations
+
+from inferengine.text.message_parts import CallDelta, Content, Part
+from inferengine.text.tool_parsers.call_object import CallObject
+from inferengine.text.tool_parsers.held_text import split_at_mark
+
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
+MARKS = (OPEN, CLOSE)
+
+
+class HermesParser:
+    """Text between calls is content; white space right before and after a call belongs to the format."""
+
+    def __init__(self) -> None:
+        self._held = ""
+        self._call: CallObject | None = None
+        self._num_calls = 0
+        self._space = ""  # shown unless a call follows
+        self._after_call = False
+
+    def push(self, text: str, final: bool = False) -> list[Part]:
+        parts: list[Part] = []
+        self._held += text
+        while self._held:
+            before, mark, self._held = split_at_mark(self._held, MARKS[:1] if self._call is None else MARKS[1:])
+            if self._call is None:
+                self._show(before, parts)
+            else:
+                self._read(self._call, before, parts)
+            if mark == OPEN:
+                self._space = ""
+                self._call = CallObject()
+            elif mark == CLOSE:
+                self._close(parts)
+            else:
+                break
+        if final:
+            if self._call is not None:
+                self._read(self._call, self._held, parts)
+                self._close(parts)
+            else:
+                self._show(self._held, parts)
+                if self._space:
+                    parts.append(Content(self._space))
+            self._held = ""
+        return parts
+
+    def _show(self, text: str, parts: list[Part]) -> None:
+        text = self._space + text
+        if self._after_call:
+            text = text.lstrip()
+        shown = text.rstrip()
+        self._space = text[len(shown) :]
+        if shown:
+            self._after_call = False
+            parts.append(Content(shown))
+
+    def _read(self, call: CallObject, text: str, parts: list[Part]) -> None:
+        for character in text:
+            if call.complete or call.broken:
+                call.raw.append(character)
+            else:
+                call.push(character)
+        name, arguments = call.take()
+        if name is not None or arguments:
+            parts.append(CallDelta(self._num_calls, name, arguments))
+
+    def _close(self, parts: list[Part]) -> None:
+        """A call that never got as far as its name was no call: its text is shown as it came."""
+        call, self._call = self._call, None
+        if call is None:
+            return
+        if call.begun:
+            self._num_calls += 1
+            self._after_call = True
+        else:
+            parts.append(Content(f"{OPEN}{''.join(call.raw)}{CLOSE if call.complete or call.broken else ''}"))
