@@ -135,6 +135,14 @@ class HttpConfig:
     keep_alive_s: float = _key(15.0, "interval of SSE keep-alive comments", minimum=1)
     uds: str = _key("", "listen on this unix socket instead")
     workers: int = _key(1, "processes that share the listening socket", minimum=1)
+    tool_parser: str = _key(
+        "auto",
+        "how the model writes tool calls; auto: as its chat template does",
+        ("auto", "hermes", "llama3_json", "mistral", "mistral_args"),
+    )
+    reasoning_parser: str = _key(
+        "auto", "tell <think> apart from the answer; auto: where the chat template does", ("auto", "think", "off")
+    )
     cors_origins: str = _key("", "web origins that may call this API, with commas; * for any; empty: none")
 
 
