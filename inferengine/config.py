@@ -38,6 +38,11 @@ class ModelConfig:
     load_format: str = _key(
         "auto", "dummy: random weights of the config's shapes, for measuring speed", ("auto", "dummy")
     )
+    quantization: str = _key(
+        "none",
+        "make the weights low precision at load; a checkpoint that is quantized already needs no word",
+        ("none", "fp8", "fp8_tensor", "fp8_block", "int8", "int8_w8a8", "int4"),
+    )
 
 
 @dataclass(frozen=True)
@@ -53,6 +58,7 @@ class EngineConfig:
     seed: int = _key(0, "seed of requests that bring none; 0: a new one for each start", minimum=0)
     drain_timeout_s: float = _key(30.0, "how long SIGTERM lets running requests finish", minimum=0)
     frozen_after_s: float = _key(60.0, "a loop that has not turned for so long counts as frozen", minimum=0.1)
+    metrics_port: int = _key(0, "serve Prometheus text on 127.0.0.1 at this port, without any front end; 0: no", minimum=0)
 
 
 @dataclass(frozen=True)
@@ -69,6 +75,7 @@ class CacheConfig:
         "paged", "contiguous: each sequence reserves the longest length (to measure paging)", ("paged", "contiguous")
     )
     swap_gib: float = _key(0.0, "host memory for the KV of preempted requests (scheduler.pressure = swap)", minimum=0)
+    dtype: str = _key("auto", "number format of the KV cache; auto: the model's, fp8: e4m3", ("auto", "fp8"))
     events: bool = _key(False, "publish block stored / removed for cache-aware routers")
 
 
@@ -105,6 +112,9 @@ class WireConfig:
     resume_ttl_s: float = _key(60.0, "how long finished outputs wait for ATTACH", minimum=0)
     max_message_bytes: int = _key(16 * 1024 * 1024, "largest frame accepted", minimum=4096)
     status_interval_s: float = _key(0.25, "interval of STATUS on PUB while something runs", minimum=0.05)
+    curve_secret_file: str = _key("", "key pair for TCP (inferengine keygen): the engine's own, or a client's own")
+    curve_clients_file: str = _key("", "for the engine: public keys of the clients that may connect over TCP")
+    curve_engine_key: str = _key("", "for clients: the public key of the engine that they connect to over TCP")
     engines: str = _key("", "for front ends: addresses of several engines, with commas; empty: wire.socket")
     choice: str = _key(
         "power_of_two",
@@ -144,6 +154,11 @@ class HttpConfig:
         "auto", "tell <think> apart from the answer; auto: where the chat template does", ("auto", "think", "off")
     )
     cors_origins: str = _key("", "web origins that may call this API, with commas; * for any; empty: none")
+    max_header_bytes: int = _key(64 * 1024, "largest request head", minimum=1024)
+    max_in_flight: int = _key(0, "requests answered at once by all workers before new ones get 503; 0: no limit", minimum=0)
+    allow_public: bool = _key(False, "listen beyond this machine without API keys, behind something that asks for them")
+    tls_certificate: str = _key("", "PEM file with the certificate chain: serve https; empty: http")
+    tls_key: str = _key("", "PEM file with its private key; empty: in the same file")
 
 
 @dataclass(frozen=True)
@@ -154,6 +169,15 @@ class WsConfig:
     max_message_bytes: int = _key(4 * 1024 * 1024, "largest frame accepted", minimum=1024)
     send_queue_messages: int = _key(256, "frames waiting for a slow reader before its requests pause", minimum=1)
     origins: str = _key("", "further web origins that may open the socket, comma-separated; *: all")
+    max_sockets: int = _key(4096, "open sockets before new ones get 503", minimum=1)
+    allow_public: bool = _key(False, "listen beyond this machine without API keys, behind something that asks for them")
+    tls_certificate: str = _key("", "PEM file with the certificate chain: serve wss; empty: ws")
+    tls_key: str = _key("", "PEM file with its private key; empty: in the same file")
+
+
+@dataclass(frozen=True)
+class AuthConfig:
+    keys_file: str = _key("", "file of API keys that both front ends ask for (inferengine keygen); empty: no keys")
 
 
 @dataclass(frozen=True)
@@ -173,6 +197,7 @@ class Config:
     limits: LimitsConfig = field(default_factory=LimitsConfig)
     http: HttpConfig = field(default_factory=HttpConfig)
     ws: WsConfig = field(default_factory=WsConfig)
+    auth: AuthConfig = field(default_factory=AuthConfig)
     log: LogConfig = field(default_factory=LogConfig)
 
     def with_values(self, **sections: Mapping[str, Any]) -> Config:

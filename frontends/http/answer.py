@@ -16,6 +16,7 @@ from frontends.common.generation import Generation
 from frontends.common.sse import dumps
 from frontends.http.formats import Format
 from frontends.http.service import Call, Service
+from frontends.http.streams import StreamReader, StreamState
 from inferengine.errors import InferEngineError
 
 logger = logging.getLogger(__name__)
@@ -38,7 +39,9 @@ async def answer(
         call = stack.enter_context(service.call(generation, request.receive))
         await generation.accepted()
         if stream:
-            return EventStream(service, generation, format, call, stack.pop_all())
+            state: StreamState | None = request.scope.get("stream")
+            reader = None if state is None else StreamReader(state, len(generation.choices))
+            return EventStream(service, generation, format, call, stack.pop_all(), reader)
         outputs = await generation.collect()
         return JsonBytes(format.document(outputs, generation.usage()))
 
@@ -53,12 +56,15 @@ class EventStream(Response):
         format: Format,
         call: Call,
         resources: contextlib.ExitStack,
+        reader: StreamReader | None = None,
     ) -> None:
+        """`reader` puts ids on the events of a stream that can be read on."""
         self._service = service
         self._generation = generation
         self._format = format
         self._call = call
         self._resources = resources
+        self._reader = reader
         self._complete = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -76,10 +82,14 @@ class EventStream(Response):
     async def _relay(self, send: Send) -> AsyncIterator[bytes]:
         """Gives the response nothing and sends by itself: a chunk through sse-starlette costs 20 us more than this.
         The library does the rest: headers, keep-alive comments, the client's leaving, the end."""
-        generation, format = self._generation, self._format
+        generation, format, reader = self._generation, self._format, self._reader
         try:
             async for choice, pieces in generation.merged():
-                if body := format.events(generation, choice, pieces):
+                if reader is None:
+                    body = format.events(generation, choice, pieces)
+                else:
+                    body = reader.events(format, generation, choice, pieces)
+                if body:
                     await send({"type": "http.response.body", "body": body, "more_body": True})
                 if (error := pieces[-1].error) is not None:
                     last = format.failure(generation.error or error)

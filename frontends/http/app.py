@@ -16,14 +16,18 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from frontends.common.errors import error_object, retry_after, unexpected
-from frontends.http import operations
+from frontends.common.keys import KeyRing, read_keys
+from frontends.common.quotas import Quotas
+from frontends.http import admin, operations
 from frontends.http.answer import JsonBytes
 from frontends.http.chat import chat_completions
 from frontends.http.compatible import generate_text, infer
 from frontends.http.completions import completions
 from frontends.http.edge import Edge
+from frontends.http.gate import Gate
 from frontends.http.metrics import HttpMetrics
 from frontends.http.native import generate
+from frontends.http.resume import cancel_stream, read_stream
 from frontends.http.service import Service
 from frontends.http.tokens import detokenize, tokenize
 from inferengine.client import EnginePool
@@ -40,6 +44,8 @@ ROUTES = (
     Route("/infer/v1/completions", infer, methods=["POST"]),
     Route("/tokenize", tokenize, methods=["POST"]),
     Route("/detokenize", detokenize, methods=["POST"]),
+    Route("/v1/streams/{id}", read_stream),
+    Route("/v1/streams/{id}", cancel_stream, methods=["DELETE"]),
     Route("/v1/models", operations.models),
     Route("/v1/models/{model:path}", operations.model),
     Route("/health", operations.health),
@@ -49,16 +55,26 @@ ROUTES = (
     Route("/load", operations.load),
     Route("/stats", operations.stats),
     Route("/metrics", operations.metrics),
+    *admin.ROUTES,
 )
 
 
 def make_metrics(num_workers: int = 1) -> HttpMetrics:
-    return HttpMetrics([route.path for route in ROUTES], num_workers)
+    return HttpMetrics(list(dict.fromkeys(route.path for route in ROUTES)), num_workers)
 
 
-def make_service(config: Config, metrics: HttpMetrics | None = None) -> Service:
+def make_quotas(config: Config, keys: KeyRing) -> Quotas:
+    http = config.http
+    return Quotas(keys.keys, max_in_flight=http.max_in_flight, num_workers=http.workers)
+
+
+def make_service(
+    config: Config, metrics: HttpMetrics | None = None, keys: KeyRing | None = None, quotas: Quotas | None = None
+) -> Service:
+    """One worker's state. What the workers of a process share is made before their fork, and given here."""
     engines = EnginePool(engine_addresses(config), role="http", policy=config.wire.choice)
-    return Service(config, engines, metrics or make_metrics())
+    keys = keys or read_keys(config.auth.keys_file)
+    return Service(config, engines, metrics or make_metrics(), keys, quotas or make_quotas(config, keys))
 
 
 def make_app(service: Service) -> ASGIApp:
@@ -73,12 +89,12 @@ def make_app(service: Service) -> ASGIApp:
     app = Starlette(
         routes=ROUTES,
         lifespan=lifespan,
-        middleware=_cors(service.config),
+        middleware=[*_cors(service.config), Middleware(Gate, service.keys, service.quotas, admin.PATHS)],
         exception_handlers={InferEngineError: _refused, HTTPException: _no_route, Exception: _failed},
     )
     app.state.service = service
     app.router.redirect_slashes = False  # a redirected POST loses its body in many clients
-    return Edge(app, service.metrics)
+    return Edge(app, service.metrics, service.config.http.max_header_bytes)
 
 
 async def _refused(request: Request, error: Exception) -> Response:
@@ -120,6 +136,6 @@ def _cors(config: Config) -> list[Middleware]:
             allow_origins=origins,
             allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],
-            expose_headers=["x-request-id", "retry-after"],
+            expose_headers=["x-request-id", "x-stream-id", "retry-after"],
         )
     ]

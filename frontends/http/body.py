@@ -23,11 +23,14 @@ async def read_json(request: Request, most_bytes: int) -> dict[str, Any]:
         raise _too_large(most_bytes)
     try:
         async with asyncio.timeout(BODY_TIMEOUT_S):
-            return parse_object(await _read(request, most_bytes))
+            body = await _read(request, most_bytes)
     except TimeoutError:
         raise InferEngineError("deadline_exceeded", "The body did not arrive in time.") from None
     except ClientDisconnect:
         raise InferEngineError("cancelled", "The client went away.") from None
+    document = parse_object(body)
+    request.scope["body"], request.scope["document"] = body, document  # for whoever keeps or limits this request
+    return document
 
 
 async def _read(request: Request, most_bytes: int) -> bytes:

@@ -44,7 +44,7 @@ async def chat_completions(request: Request) -> Response:
     prompt_ids = await read_conversation(body, served, config.limits)
     prompt_ids = dialect.truncate(body, prompt_ids, served, max_tokens)
     reply = Answer(f"chatcmpl-{label}", int(time.time()), served.name, served.tokenizer, streaming, extras, logprobs)
-    generation = Generation(service.engines, served.tokenizer, [prompt_ids], params, options)
+    generation = Generation(service.engines_for(request, served), served.tokenizer, [prompt_ids], params, options)
     return await answer(
         service,
         request,

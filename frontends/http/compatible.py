@@ -19,7 +19,9 @@ from frontends.http.formats import usage_object
 from frontends.http.service import Service
 from inferengine.errors import InferEngineError, InvalidRequest
 
-INFER_FIELDS = frozenset({"model", "prompt", "max_tokens", "stream", "priority", "cache_salt", *dialect.SAMPLING})
+INFER_FIELDS = frozenset(
+    {"model", "prompt", "max_tokens", "stream", "priority", "cache_salt", "detached", *dialect.SAMPLING}
+)
 INFER_MAX_TOKENS = 128
 
 
@@ -44,7 +46,7 @@ async def generate_text(request: Request) -> Response:
     label = dialect.read_label(body, request.scope["request_id"])
     options = dialect.read_options(body, service.config, label=label, continues_prompt=True)
     prompt_ids = await served.encode(prompt, service.config.limits, name="prompt")
-    generation = Generation(service.engines, served.tokenizer, [prompt_ids], params, options)
+    generation = Generation(service.engines_for(request, served), served.tokenizer, [prompt_ids], params, options)
     with service.call(generation, request.receive):
         await generation.accepted()
         (output,) = await generation.collect()
@@ -82,7 +84,7 @@ async def infer(request: Request) -> Response:
         prompt_ids = await served.encode(prompt, service.config.limits, name="prompt")
     except InvalidRequest as error:
         raise as_unprocessable(error) from None
-    generation = Generation(service.engines, served.tokenizer, [prompt_ids], params, options)
+    generation = Generation(service.engines_for(request, served), served.tokenizer, [prompt_ids], params, options)
     return await answer(service, request, generation, InferFormat(), stream=stream)
 
 

@@ -42,7 +42,7 @@ async def completions(request: Request) -> Response:
     texts = _echoed(body["prompt"], prompts, served) if echo else None
     num_choices = len(prompts) * params.n
     reply = Answer(f"cmpl-{label}", int(time.time()), served.name, served.tokenizer, streaming, extras, logprobs)
-    generation = Generation(service.engines, served.tokenizer, prompts, params, options)
+    generation = Generation(service.engines_for(request, served), served.tokenizer, prompts, params, options)
     return await answer(
         service,
         request,

@@ -15,7 +15,6 @@ from frontends.http.metrics import OTHER, HttpMetrics
 
 logger = logging.getLogger("inferengine.access")
 
-MAX_HEADER_BYTES = 64 * 1024
 QUIET_PATHS = frozenset({"/health", "/ready", "/ping", "/metrics", "/load"})  # asked every few seconds by machines
 _GOOD_ID = re.compile(rb"[\w.:-]{1,128}")
 
@@ -23,9 +22,10 @@ _GOOD_ID = re.compile(rb"[\w.:-]{1,128}")
 class Edge:
     """Wraps the application. Sets `request_id` and `plain_send` in the scope; reads `route` and `status` from it."""
 
-    def __init__(self, app: ASGIApp, metrics: HttpMetrics) -> None:
+    def __init__(self, app: ASGIApp, metrics: HttpMetrics, max_header_bytes: int = 64 * 1024) -> None:
         self._app = app
         self._metrics = metrics
+        self._max_header_bytes = max_header_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -42,12 +42,14 @@ class Edge:
             if message["type"] == "http.response.start":
                 nonlocal status
                 status = message["status"]
-                message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id)]
+                headers = message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id)]
+                if (stream := scope.get("stream")) is not None:
+                    headers.append((b"x-stream-id", stream.id.hex().encode()))
             return send(message)
 
         self._metrics.request_started()
         try:
-            if sum(len(name) + len(value) for name, value in scope["headers"]) > MAX_HEADER_BYTES:
+            if sum(len(name) + len(value) for name, value in scope["headers"]) > self._max_header_bytes:
                 await _headers_too_large(send_named)
             else:
                 await self._app(scope, receive, send_named)
@@ -65,7 +67,7 @@ class Edge:
         level = logging.DEBUG if scope["path"] in QUIET_PATHS else logging.INFO
         if not logger.isEnabledFor(level):
             return
-        client = scope.get("client")
+        client, key = scope.get("client"), scope.get("api_key")
         logger.log(
             level,
             "request",
@@ -77,6 +79,7 @@ class Edge:
                     "path": scope["path"][:200].encode("unicode_escape").decode(),
                     "status": status,
                     "ms": round(seconds * 1000, 1),
+                    **({"key": key.name} if key is not None and key.name else {}),
                 }
             },
         )

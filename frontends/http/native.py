@@ -39,7 +39,7 @@ async def generate(request: Request) -> Response:
         prompt_ids = await served.encode(prompt, service.config.limits, name="prompt")
     except InvalidRequest as error:
         raise as_unprocessable(error) from None
-    generation = Generation(service.engines, served.tokenizer, [prompt_ids], params, options)
+    generation = Generation(service.engines_for(request, served), served.tokenizer, [prompt_ids], params, options)
     try:
         with service.call(generation, request.receive):
             await generation.accepted()

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import ipaddress
 import logging
 import os
 import signal
-import socket
 import time
 
+from frontends.common.keys import read_keys
 from frontends.common.listeners import describe, open_listeners
 from frontends.common.logs import configure
 from frontends.common.notify import notify
-from frontends.http.app import make_metrics
-from frontends.http.metrics import HttpMetrics
-from frontends.http.worker import run_worker
+from frontends.common.protection import check_protection, tls_files
+from frontends.http.app import make_metrics, make_quotas
+from frontends.http.worker import Shared, run_worker
 from inferengine.config import Config, watchdog_interval_s
 from inferengine.errors import ExitCode
 
@@ -34,13 +33,14 @@ def run_http(config: Config) -> int:
     sockets = open_listeners("http", config.http.host, config.http.port, config.http.uds)
     address = describe(sockets[0])
     logger.info("listening", extra={"fields": {"address": address, "workers": config.http.workers}})
-    if _is_public(sockets[0]):
-        logger.warning("anybody who reaches this address may use it: put a proxy with authentication before it")
-    metrics = make_metrics(config.http.workers)
+    keys = read_keys(config.auth.keys_file)
+    check_protection("http", sockets[0], keys, allow_public=config.http.allow_public)
+    tls_files("http", config.http.tls_certificate, config.http.tls_key)
+    shared = Shared(sockets, make_metrics(config.http.workers), keys, make_quotas(config, keys))
     signs = SignsOfLife(address)
     if config.http.workers == 1:
-        return run_worker(config, sockets, metrics, signs.turn)
-    return Workers(config, sockets, metrics, signs).run()
+        return run_worker(config, shared, signs.turn)
+    return Workers(config, shared, signs).run()
 
 
 class SignsOfLife:
@@ -69,10 +69,9 @@ class SignsOfLife:
 class Workers:
     """Children that accept from the same sockets. One that dies is replaced; the others go on."""
 
-    def __init__(self, config: Config, sockets: list[socket.socket], metrics: HttpMetrics, signs: SignsOfLife) -> None:
+    def __init__(self, config: Config, shared: Shared, signs: SignsOfLife) -> None:
         self._config = config
-        self._sockets = sockets
-        self._metrics = metrics
+        self._shared = shared
         self._signs = signs
         self._started: dict[int, tuple[int, float]] = {}  # pid -> worker, when
         self._due: dict[int, float] = dict.fromkeys(range(config.http.workers), 0.0)
@@ -103,8 +102,8 @@ class Workers:
         code: int = ExitCode.CRASH
         try:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, SUPERVISED)
-            self._metrics.choose_worker(worker)
-            code = run_worker(self._config, self._sockets, self._metrics, lambda stopping: None)
+            self._shared.choose_worker(worker)
+            code = run_worker(self._config, self._shared, lambda stopping: None)
         except BaseException:
             logger.exception("a worker failed")
         finally:
@@ -113,7 +112,7 @@ class Workers:
     def _stop(self) -> None:
         """Pass it on: the first signal drains the workers, the second ends them."""
         self._stopping = True
-        for listener in self._sockets:
+        for listener in self._shared.sockets:
             listener.close()
         for pid in self._started:
             os.kill(pid, signal.SIGTERM)
@@ -136,10 +135,5 @@ class Workers:
             self._due[worker] = now + RESTART_AFTER_S
 
     def _all_turn(self) -> bool:
-        oldest = min(self._metrics.last_beat(worker) for worker in range(self._config.http.workers))
+        oldest = min(self._shared.metrics.last_beat(worker) for worker in range(self._config.http.workers))
         return oldest > 0.0 and time.monotonic() - oldest < self._config.engine.frozen_after_s
-
-
-def _is_public(listener: socket.socket) -> bool:
-    name = listener.getsockname()
-    return not isinstance(name, str) and not ipaddress.ip_address(name[0].partition("%")[0]).is_loopback

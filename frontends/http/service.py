@@ -9,11 +9,16 @@ import time
 from collections.abc import Iterator
 from typing import Protocol
 
+from starlette.requests import Request
 from starlette.types import Receive
 
-from frontends.common.generation import Generation
+from frontends.common.generation import Generation, Submitter
+from frontends.common.keys import KeyRing
 from frontends.common.model_context import ModelContext, ServedModel
+from frontends.common.quotas import Quotas
+from frontends.common.registry import Registry
 from frontends.http.metrics import HttpMetrics
+from frontends.http.submitter import submitter
 from inferengine.client import EnginePool
 from inferengine.config import Config
 from inferengine.errors import InferEngineError
@@ -26,11 +31,16 @@ GRACE_S = 2.0  # the engine ends a request at its deadline; this much later the 
 class Service:
     """One worker's state. Made before the event loop runs, started inside it."""
 
-    def __init__(self, config: Config, engines: EnginePool, metrics: HttpMetrics) -> None:
+    def __init__(
+        self, config: Config, engines: EnginePool, metrics: HttpMetrics, keys: KeyRing, quotas: Quotas
+    ) -> None:
         self.config = config
         self.engines = engines
         self.metrics = metrics
+        self.keys = keys
+        self.quotas = quotas
         self.model = ModelContext(engines)
+        self.registry = Registry(engines, config.wire.resume_ttl_s, cancel_unread=False)
         self.draining = False
         self.started_s = time.time()
         self._calls: set[Call] = set()
@@ -45,6 +55,7 @@ class Service:
     async def close(self) -> None:
         if self._prefetch is not None:
             self._prefetch.cancel()
+        self.registry.close()
         await self.engines.close()
 
     def drain(self) -> None:
@@ -65,6 +76,12 @@ class Service:
         if self.draining:
             raise InferEngineError("draining", "The server is shutting down.", retry_after_s=1.0)
         return await self.model.get()
+
+    def engines_for(self, request: Request, served: ServedModel) -> Submitter:
+        """Where this request's generation goes: within its key's limits, and to be read on later if it is detached.
+        Its body has been read. Raises `forbidden` for a model that the key may not use."""
+        chosen: Submitter = submitter(request, self.engines, self.registry, served.name)
+        return chosen
 
     @contextlib.contextmanager
     def call(self, generation: Generation, receive: Receive) -> Iterator[Call]:

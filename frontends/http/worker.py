@@ -10,10 +10,14 @@ import signal
 import socket
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import uvicorn
 from sse_starlette.sse import AppStatus
 
+from frontends.common.keys import KeyRing
+from frontends.common.protection import tls_files
+from frontends.common.quotas import Quotas
 from frontends.http.app import make_app, make_service
 from frontends.http.metrics import HttpMetrics
 from frontends.http.service import Service
@@ -28,15 +32,29 @@ GRACE_S = 2.0  # for the last events to leave after the drain's end
 KEEP_ALIVE_S = 75  # idle connections: longer than balancers keep theirs, so that they close first
 
 
-def run_worker(
-    config: Config, sockets: list[socket.socket], metrics: HttpMetrics, on_turn: Callable[[bool], None]
-) -> int:
+@dataclass(frozen=True)
+class Shared:
+    """What all workers of a process have in common, made before the first of them."""
+
+    sockets: list[socket.socket]
+    metrics: HttpMetrics
+    keys: KeyRing
+    quotas: Quotas
+
+    def choose_worker(self, worker: int) -> None:
+        """After the fork: count as this one."""
+        self.metrics.choose_worker(worker)
+        self.quotas.choose_worker(worker)
+
+
+def run_worker(config: Config, shared: Shared, on_turn: Callable[[bool], None]) -> int:
     """Serve until SIGTERM or SIGINT. `on_turn(stopping)` is called from the event loop, first when it accepts."""
     AppStatus.enable_automatic_graceful_drain = False  # it would cut the streams at once
     # uvicorn raises its signals again when it is done, for whoever handled them before; nobody else is to hear them.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: None)
-    service = make_service(config, metrics)
+    service = make_service(config, shared.metrics, shared.keys, shared.quotas)
+    tls = tls_files("http", config.http.tls_certificate, config.http.tls_key)
     server = uvicorn.Server(
         uvicorn.Config(
             make_app(service),
@@ -49,10 +67,12 @@ def run_worker(
             server_header=False,
             timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=int(config.engine.drain_timeout_s + 2 * GRACE_S) + 1,
+            ssl_certfile=tls.certificate,
+            ssl_keyfile=tls.key,
         )
     )
     with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:
-        return runner.run(_serve(server, service, sockets, config.engine.drain_timeout_s, on_turn))
+        return runner.run(_serve(server, service, shared.sockets, config.engine.drain_timeout_s, on_turn))
 
 
 async def _serve(

@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 
 from frontends.common.generation import CONTEXT_TOKENS, Choice, Piece
 from frontends.common.model_context import ModelContext, ServedModel
+from frontends.common.registry import Registry
+from frontends.common.request_log import ChoiceLog, RequestLog
 from frontends.websocket.channel import Channel
 from frontends.websocket.frames import Generate, Resume
-from frontends.websocket.registry import Registry
-from frontends.websocket.request_log import ChoiceLog, RequestLog
 from inferengine.client import Finish, TokenLogprobs
 from inferengine.config import LimitsConfig
 from inferengine.errors import InferEngineError, InvalidRequest

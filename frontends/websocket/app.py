@@ -15,13 +15,13 @@ from starlette.types import ASGIApp
 from starlette.websockets import WebSocket
 
 from frontends.common.model_context import ModelContext
+from frontends.common.registry import Registry
 from frontends.websocket.answer import Desk
 from frontends.websocket.codec import JSON_SUBPROTOCOL, MSGPACK_SUBPROTOCOL, choose_codec
 from frontends.websocket.connection import Connection
 from frontends.websocket.engine_view import EngineView
 from frontends.websocket.origin import may_connect, read_origins
 from frontends.websocket.pages import Pages
-from frontends.websocket.registry import Registry
 from inferengine.client import EnginePool
 from inferengine.config import Config, engine_addresses
 from inferengine.errors import InferEngineError

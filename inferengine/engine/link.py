@@ -371,7 +371,7 @@ class Link:
     def _send_accept(
         self, peer: Peer, message: Submit | Attach, submission: Submission, now: float, *, attached: bool
     ) -> None:
-        note = submission.note if isinstance(message, Attach) else b""
+        note = submission.note if attached else b""
         answer = Accept(message.id, message.stream, submission.num_prompt, len(submission.logs), attached, note)
         peer.answer(codec.encode(answer), now)
 

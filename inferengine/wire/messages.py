@@ -140,7 +140,7 @@ class Accept(NamedTuple):
     prompt_tokens: int
     n: int = 1
     attached: bool = False
-    note: bytes = b""  # of the SUBMIT, for an ATTACH
+    note: bytes = b""  # of the SUBMIT, for whoever attaches
 
 
 class Reject(NamedTuple):

@@ -1,7 +1,8 @@
 """Which requests are known to this process, and how long one stays that nobody reads.
 
 A request that is not detached ends with its last reader. A detached one goes on for the resume window, in which its
-client may come back; after it, what still runs is cancelled: a page closed for good must not keep the engine busy.
+client may come back. What becomes of it then is the front end's choice: a page closed for good must not keep the engine
+busy, while a job sent over HTTP runs to its end and is kept for the resume window from there.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from frontends.websocket.request_log import EngineRequest, RequestLog
+from frontends.common.request_log import EngineRequest, RequestLog
 from inferengine.errors import InferEngineError
 from inferengine.params import SamplingParams
 
@@ -28,8 +29,10 @@ class Engine(Protocol):
 class Registry:
     """Request logs by id. Whoever opens one reads it, and must leave it."""
 
-    def __init__(self, engine: Engine, resume_window_s: float) -> None:
+    def __init__(self, engine: Engine, resume_window_s: float, *, cancel_unread: bool = True) -> None:
+        """`cancel_unread`: what nobody reads for the resume window is cancelled, not only forgotten once it ended."""
         self.resume_window_s = resume_window_s
+        self._cancel_unread = cancel_unread
         self._engine = engine
         self._logs: dict[bytes, RequestLog] = {}
         self._timers: dict[bytes, asyncio.TimerHandle] = {}
@@ -48,7 +51,8 @@ class Registry:
         log = self._logs.get(request_id) if request_id is not None else None
         if log is None:
             request = self._engine.submit(prompt_ids, params, request_id=request_id, detached=detached, **arguments)
-            log = RequestLog(request, detached=detached, context_ids=context_ids)
+            note = arguments.get("note", b"")
+            log = RequestLog(request, detached=detached, context_ids=context_ids, note=note)
         return self._read(log)
 
     def resume(self, request_id: bytes, n: int, *, detached: bool, context_ids: Sequence[int]) -> RequestLog:
@@ -67,8 +71,7 @@ class Registry:
         if forget or not log.detached:
             self._end(log)
         else:
-            loop = asyncio.get_running_loop()
-            self._timers[log.id] = loop.call_later(self.resume_window_s, self._end, log)
+            self._end_later(log)
 
     def close(self) -> None:
         for timer in self._timers.values():
@@ -81,6 +84,15 @@ class Registry:
         if (timer := self._timers.pop(log.id, None)) is not None:
             timer.cancel()
         return log
+
+    def _end_later(self, log: RequestLog) -> None:
+        self._timers[log.id] = asyncio.get_running_loop().call_later(self.resume_window_s, self._end_unread, log)
+
+    def _end_unread(self, log: RequestLog) -> None:
+        if self._cancel_unread or log.finished:
+            self._end(log)
+        else:
+            self._end_later(log)
 
     def _end(self, log: RequestLog) -> None:
         self._timers.pop(log.id, None)

@@ -64,6 +64,11 @@ class ChoiceLog:
     def cancel(self) -> None:
         self._stream.cancel()
 
+    @property
+    def finished(self) -> bool:
+        """Its end has arrived, read or not."""
+        return self.finish is not None or self._stream.finished
+
     async def wait(self, num_tokens: int) -> None:
         """Until there are more than `num_tokens` tokens, or the last one is there."""
         while len(self.token_ids) <= num_tokens and self.finish is None:
@@ -132,10 +137,13 @@ class LogView:
 
 class RequestLog:
     """One request of the engine and the logs of its choices. `context_ids`: the end of the prompt, for decoders that
-    look at what precedes a text."""
+    look at what precedes a text. `note`: what its first reader had the engine keep with it."""
 
-    def __init__(self, request: EngineRequest, *, detached: bool, context_ids: Sequence[int] = ()) -> None:
+    def __init__(
+        self, request: EngineRequest, *, detached: bool, context_ids: Sequence[int] = (), note: bytes = b""
+    ) -> None:
         self.id = request.id
+        self.note = note
         self.detached = detached
         self.context_ids = context_ids
         self.choices: list[ChoiceLog] = []
@@ -147,7 +155,13 @@ class RequestLog:
         accept = await self._request.accepted()
         if not self.choices:  # of two that waited, the first fills it
             self.choices = [ChoiceLog(stream) for stream in self._request.streams]
+            self.note = accept.note if accept.attached else self.note
         return accept
+
+    @property
+    def finished(self) -> bool:
+        """All choices have ended."""
+        return bool(self.choices) and all(choice.finished for choice in self.choices)
 
     def cancel(self) -> None:
         """Fire and forget, any number of times."""

@@ -1,0 +1,160 @@
+"""API keys: who may use a front end, as whom, how urgently and how much. The file holds digests, never keys.
+
+[[key]]
+name = "alice"                     # for logs
+sha256 = "..."                     # of the key, which is random: a slow hash would add nothing
+tenant = "team-a"                  # fair share, prefix cache and streams are its own; default: the name
+priority = 0                       # lower is sooner; a request may only make itself later
+requests_per_minute = 600          # 0: no limit
+max_in_flight = 32                 # 0: no limit
+models = ["llama"]                 # none: all
+admin = false                      # may pause, resume, abort and reset
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import secrets
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from inferengine.errors import ConfigError, InferEngineError
+
+KEY_PREFIX = "ie_"
+KEY_BYTES = 32
+MAX_PRESENTED_CHARACTERS = 256
+CONFIG_KEY = "auth.keys_file"
+_FIELDS: dict[str, type] = {
+    "name": str,
+    "sha256": str,
+    "tenant": str,
+    "priority": int,
+    "requests_per_minute": int,
+    "max_in_flight": int,
+    "models": list,
+    "admin": bool,
+}
+
+
+@dataclass(frozen=True)
+class ApiKey:
+    """What holds for whoever presents this key. `index`: its place in the file."""
+
+    name: str = ""
+    tenant: str = ""
+    priority: int = 0
+    requests_per_minute: int = 0
+    max_in_flight: int = 0
+    models: tuple[str, ...] = ()
+    admin: bool = False
+    index: int = -1
+
+    def may_use(self, model: str) -> bool:
+        return not self.models or model in self.models
+
+    def salt(self, given: bytes) -> bytes:
+        """What keeps this tenant's cached prefixes apart from those of others, whatever salt a request brings."""
+        return hashlib.sha256(self.tenant.encode()).digest()[:16] + given if self.tenant else given
+
+    def urgency(self, wanted: int) -> int:
+        """A request's priority: at most as urgent as its key."""
+        return min(self.priority + max(0, wanted), 2**31 - 1)
+
+
+ANYBODY = ApiKey()
+
+
+class KeyRing:
+    """The keys of a file. Without a file nobody is asked for one."""
+
+    def __init__(self, keys: Sequence[ApiKey] = (), digests: Sequence[bytes] = (), *, required: bool = False) -> None:
+        self.keys = keys
+        self.required = required
+        self._digests = digests
+
+    def identify(self, presented: str | None) -> ApiKey:
+        """Whose key this is. Raises `unauthorized`. Takes equally long for every key, known or not."""
+        if not self.required:
+            return ANYBODY
+        if presented is None or len(presented) > MAX_PRESENTED_CHARACTERS:
+            raise InferEngineError("unauthorized", "An API key is needed.")
+        digest, found = digest_of(presented), -1
+        for index, known in enumerate(self._digests):
+            if hmac.compare_digest(digest, known):
+                found = index
+        if found < 0:
+            raise InferEngineError("unauthorized", "The API key is not known here.")
+        return self.keys[found]
+
+
+def digest_of(key: str) -> bytes:
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
+
+
+def new_key() -> str:
+    """A key for somebody: 256 random bits, in characters that headers, URLs and subprotocols take."""
+    return KEY_PREFIX + secrets.token_urlsafe(KEY_BYTES)
+
+
+def entry(name: str, key: str, **values: Any) -> str:
+    """The lines of the file for a new key."""
+    lines = ["[[key]]", f"name = {_toml(name)}", f'sha256 = "{digest_of(key).hex()}"']
+    lines += [f"{field} = {_toml(value)}" for field, value in values.items()]
+    return "\n".join(lines) + "\n"
+
+
+def read_keys(path: str) -> KeyRing:
+    """Raises ConfigError that names the entry and the field at fault. An empty path asks nobody for a key."""
+    if not path:
+        return KeyRing()
+    try:
+        document = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(CONFIG_KEY, f"cannot be read: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(CONFIG_KEY, f"is not valid TOML: {error}") from None
+    entries = document.get("key", [])
+    if set(document) - {"key"} or not isinstance(entries, list) or not entries:
+        raise ConfigError(CONFIG_KEY, "must hold [[key]] entries and nothing else: make one with 'inferengine keygen'")
+    keys = [_read_entry(index, item) for index, item in enumerate(entries)]
+    names = [key.name for key in keys]
+    if len(set(names)) != len(names):
+        raise ConfigError(CONFIG_KEY, "every key needs a name of its own")
+    return KeyRing(keys, [bytes.fromhex(item["sha256"]) for item in entries], required=True)
+
+
+def _read_entry(index: int, item: Any) -> ApiKey:
+    where = f"entry {index + 1}"
+    if not isinstance(item, dict):
+        raise ConfigError(CONFIG_KEY, f"{where} must stand under [[key]]")
+    for field, value in item.items():
+        wanted = _FIELDS.get(field)
+        if wanted is None:
+            raise ConfigError(CONFIG_KEY, f"{where}: there is no field {field!r}; fields are {', '.join(_FIELDS)}")
+        texts = value if field == "models" and isinstance(value, list) else []
+        if type(value) is not wanted or not all(isinstance(text, str) for text in texts):
+            raise ConfigError(CONFIG_KEY, f"{where}: {field} has the wrong type")
+    name, digest = str(item.get("name", "")), str(item.get("sha256", ""))
+    if not name or not name.isprintable():
+        raise ConfigError(CONFIG_KEY, f"{where}: name is required")
+    if len(digest) != 64 or set(digest) - set("0123456789abcdef"):
+        raise ConfigError(CONFIG_KEY, f"{where}: sha256 must be 64 hexadecimal digits")
+    if item.get("requests_per_minute", 0) < 0 or item.get("max_in_flight", 0) < 0:
+        raise ConfigError(CONFIG_KEY, f"{where}: limits are 0 (none) or above")
+    values = {field: item[field] for field in item if field not in ("name", "sha256", "tenant", "models")}
+    tenant, models = str(item.get("tenant", name)), tuple(item.get("models", ()))
+    return ApiKey(name=name, tenant=tenant, models=models, index=index, **values)
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_toml, value)) + "]"
+    if isinstance(value, int):
+        return str(value)
+    return '"' + str(value).replace("\\", "\\\\").replace('"', '\\"') + '"'

@@ -1,0 +1,82 @@
+"""What operators do to the engines over HTTP. The gate asks for an admin's key before any of these."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from frontends.http.answer import JsonBytes
+from frontends.http.service import Service
+from inferengine.client import AsyncClient
+from inferengine.errors import InferEngineError
+from inferengine.wire.messages import DRAINING
+
+
+async def pause(request: Request) -> Response:
+    """Take no more requests; what runs goes on. `?wait=true` answers when it has ended."""
+    service: Service = request.app.state.service
+    results = await _all(service, "drain", exit=False)
+    if request.query_params.get("wait") == "true":
+        try:
+            async with asyncio.timeout(service.config.http.request_timeout_s):
+                await _until_idle(service)
+        except TimeoutError:
+            raise InferEngineError("deadline_exceeded", "Paused, but some requests still run.") from None
+    return JsonBytes({"status": "paused", "engines": results})
+
+
+async def resume(request: Request) -> Response:
+    """Take requests again."""
+    return JsonBytes({"status": "resumed", "engines": await _all(request.app.state.service, "resume")})
+
+
+async def is_paused(request: Request) -> Response:
+    states = [item.state for item in request.app.state.service.engines.health() if item.connected]
+    return JsonBytes({"is_paused": bool(states) and all(state == DRAINING for state in states)})
+
+
+async def abort_requests(request: Request) -> Response:
+    """End every request, whoever sent it, with `abort`."""
+    return JsonBytes({"status": "aborted", "engines": await _all(request.app.state.service, "cancel_all")})
+
+
+async def reset_prefix_cache(request: Request) -> Response:
+    """Forget every cached prefix that no running request holds."""
+    return JsonBytes({"status": "reset", "engines": await _all(request.app.state.service, "flush")})
+
+
+ROUTES = (
+    Route("/pause", pause, methods=["POST"]),
+    Route("/resume", resume, methods=["POST"]),
+    Route("/is_paused", is_paused),
+    Route("/abort_requests", abort_requests, methods=["POST"]),
+    Route("/reset_prefix_cache", reset_prefix_cache, methods=["POST"]),
+)
+PATHS = frozenset(route.path for route in ROUTES)
+
+
+async def _all(service: Service, op: str, **arguments: Any) -> dict[str, Any]:
+    """The operation's result on each connected engine, by the engine's name; an engine that refuses says why."""
+    clients = [client for client in service.engines.clients if client.connected]
+    if not clients:
+        raise InferEngineError("engine_unavailable", "No engine is connected.", retry_after_s=1.0)
+
+    async def one(client: AsyncClient) -> Any:
+        try:
+            return await client.admin(op, **arguments)
+        except InferEngineError as error:
+            if len(clients) == 1:
+                raise
+            return {"error": error.code, "message": error.message}
+
+    results = await asyncio.gather(*map(one, clients))
+    return {client.welcome.engine: result for client, result in zip(clients, results, strict=True)}
+
+
+async def _until_idle(service: Service) -> None:
+    while any(int(figures.get("active_requests", 0)) for figures in (await _all(service, "stats")).values()):
+        await asyncio.sleep(0.05)
