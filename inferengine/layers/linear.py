@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -22,13 +24,14 @@ class Linear(nn.Module):
         self.parts = [parts] if isinstance(parts, int) else parts
         self.weight = nn.Parameter(torch.empty(sum(self.parts), in_features), requires_grad=False)
         self.bias = nn.Parameter(torch.empty(sum(self.parts)), requires_grad=False) if bias else None
-        self.packed: torch.Tensor | None = None
+        self.source: Any = None  # what a quantized checkpoint stores instead of `weight` (quant/)
+        self.packed: Any = None
         self.offset: torch.Tensor | None = None  # the bias, as a plain attribute: found without a search
 
     def finish(self) -> None:
-        self.packed = self.ops.pack_linear(self.weight.data)
+        self.packed = self.ops.pack_linear(self.weight.data if self.source is None else self.source)
         self.offset = None if self.bias is None else self.bias.data
-        self.weight = None
+        self.weight = self.source = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.ops.linear(x, self.packed, self.offset)

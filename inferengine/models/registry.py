@@ -55,6 +55,7 @@ def config_of(values: dict[str, Any], module: ModuleType) -> DecoderConfig:
     """A decoded config.json as a DecoderConfig, every key accounted for and every number sane."""
     reader = ConfigReader(values)
     config: DecoderConfig = module.read_config(reader)
+    reader.value("quantization_config"), reader.value("compression_config")  # quant/ reads and checks them
     reader.finish()
     for name in (
         "vocab_size",

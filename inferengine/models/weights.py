@@ -134,6 +134,12 @@ class _Loader:
             self.stored_head = shard.get_tensor(name)
             return self.stored_head.numel() * self.stored_head.element_size()
         number = LAYER.search(short)
+        stored = self._stored_place(short, number)
+        if stored is not None:
+            tensor = shard.get_tensor(name)
+            source, part, suffix = stored
+            source.take(part, suffix, tensor)
+            return tensor.numel() * tensor.element_size()
         target = self.map.targets.get(LAYER.sub(".{}.", short, count=1))
         parameter = target.parameter.replace("{}", number.group(1) if number else "") if target else ""
         if target is None or parameter not in self.parameters:
@@ -158,12 +164,29 @@ class _Loader:
     def check_complete(self) -> None:
         for piece in self.missing:
             raise refused(f"the tensor {self._checkpoint_name(piece)} is missing from the checkpoint")
+        for module in self.model.modules():
+            source = getattr(module, "source", None)
+            if source is not None and (name := source.missing()) is not None:
+                raise refused(f"the tensor {name} is missing from the checkpoint")
         if self.stored_head is not None:
             embedding = self.parameters["embed.weight"].data.cpu()
             head = self.stored_head.to(embedding.dtype)
             if head.shape != embedding.shape or not torch.equal(head, embedding):
                 names = f"the tensor {self.map.head} differs from {self.map.embedding}"
                 raise refused(f"{names}, though config.json ties the two")
+
+    def _stored_place(self, name: str, number: re.Match[str] | None) -> tuple[Any, int | None, str] | None:
+        """(source, part, suffix) of a tensor that a quantized checkpoint stores in place of a weight."""
+        stem, _, suffix = name.rpartition(".")
+        target = self.map.targets.get(LAYER.sub(".{}.", f"{stem}.weight", count=1))
+        if target is None:
+            return None
+        owner = target.parameter.replace("{}", number.group(1) if number else "").rpartition(".")[0]
+        try:
+            source = getattr(self.model.get_submodule(owner), "source", None)
+        except AttributeError:  # a layer that this model does not have: said below
+            return None
+        return (source, target.part, suffix) if source is not None and source.knows(suffix) else None
 
     def _place(self, name: str, part: int | None) -> torch.Tensor:
         data = self.parameters[name].data

@@ -35,6 +35,8 @@ def executor_settings(config: Config) -> ExecutorSettings:
         device=device,
         dtype=_dtype(config.model.dtype, device),
         random_weights=config.model.load_format == "dummy",
+        quantization=config.model.quantization,
+        cache_dtype=config.cache.dtype,
         max_num_seqs=config.engine.max_num_seqs or max_num_seqs,
         max_num_batched_tokens=config.engine.max_num_batched_tokens or max_num_batched_tokens,
         max_model_len=config.model.max_model_len,

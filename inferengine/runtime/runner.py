@@ -20,7 +20,9 @@ from inferengine.kernels import ops as ops_table
 from inferengine.kernels.batch import StepColumns
 from inferengine.layers.decoder_config import DecoderConfig
 from inferengine.models import registry, weights
+from inferengine.models.hf_config import read_json
 from inferengine.params import SamplingParams
+from inferengine.quant.apply import quantize
 from inferengine.runtime import draft_model, memory
 from inferengine.runtime.batch import columns_of, make_batch
 from inferengine.runtime.draft_model import DraftModel
@@ -51,6 +53,8 @@ class ExecutorSettings:
     deterministic: bool
     seed: int = 0
     draft_folder: Path | None = None
+    quantization: str = "none"
+    cache_dtype: str = "auto"
 
 
 class TorchExecutor:
@@ -74,6 +78,15 @@ class TorchExecutor:
         max_model_len = self._max_model_len(self.config)
         with torch.device("meta"):
             model = family.build(self.ops, self.config)
+        self.quantization = quantize(
+            model,
+            self.ops,
+            read_json(settings.folder / "config.json"),
+            family.weight_map(self.config).targets,
+            scheme=settings.quantization,
+            device=self.device,
+            random_weights=settings.random_weights,
+        )
         if settings.random_weights:
             weights.fill_random(model, dtype=self.dtype, device=self.device, seed=settings.seed)
         else:

@@ -1,0 +1,104 @@
+"""Makes a model built on `meta` use quantized weights: by giving its Linear layers another ops table, before loading.
+
+No model knows of it. Embeddings, the output head and norms stay as they are.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from inferengine.errors import ConfigError
+from inferengine.kernels.ops import Ops
+from inferengine.layers.linear import Linear
+from inferengine.quant.layouts import layout_of
+from inferengine.quant.layouts.layout import Layout
+from inferengine.quant.schemes import MADE
+from inferengine.quant.source import Make
+from inferengine.quant.stored import StoredWeight
+
+NUMBER = re.compile(r"\.(\d+)\.")
+
+
+def quantize(
+    model: nn.Module,
+    ops: Ops,
+    config: dict[str, Any],
+    targets: Mapping[str, Any],
+    *,
+    scheme: str,
+    device: torch.device,
+    random_weights: bool = False,
+) -> str:
+    """Prepare every Linear of `model`, as config.json's quantization_config says or by `scheme` ("none": not at all).
+
+    `targets` are models/weight_map.py's. Returns what was done, for people: the layout's or the scheme's name, or
+    "none". Raises ConfigError.
+    """
+    layout = layout_of(config)
+    if layout is None:
+        if scheme != "none":
+            _by_scheme(model, ops, scheme, device)
+        return scheme
+    if scheme != "none":
+        raise ConfigError(
+            "model.quantization", f"the checkpoint is quantized already ({layout.name}): leave it at none"
+        )
+    if random_weights:
+        _by_scheme(model, ops, layout.scheme, device)
+    else:
+        _by_layout(model, ops, layout, targets, device)
+    return layout.name
+
+
+def _by_scheme(model: nn.Module, ops: Ops, scheme: str, device: torch.device) -> None:
+    table = _table(ops, MADE[scheme], device)
+    for module in model.modules():
+        if isinstance(module, Linear):
+            module.ops = table
+
+
+def _by_layout(model: nn.Module, ops: Ops, layout: Layout, targets: Mapping[str, Any], device: torch.device) -> None:
+    table = _table(ops, MADE[layout.scheme], device)
+    for name, module in model.named_modules():
+        if not isinstance(module, Linear):
+            continue
+        names = _checkpoint_names(f"{name}.weight", targets, len(module.parts))
+        plain = [layout.is_plain(each) for each in names]
+        if all(plain):
+            continue
+        if any(plain):
+            raise ConfigError(
+                "model.path", f"{', '.join(names)}: some are quantized and some are not; all or none can be"
+            )
+        in_features = module.weight.shape[1]
+        module.ops, module.weight = table, None
+        has_bias = module.bias is not None
+        module.source = StoredWeight(layout, in_features, module.parts, names, device, has_bias=has_bias)
+
+
+def _checkpoint_names(parameter: str, targets: Mapping[str, Any], num_parts: int) -> list[str]:
+    """What a checkpoint calls the modules whose weights make up a parameter."""
+    number = NUMBER.search(parameter)
+    template = NUMBER.sub(".{}.", parameter, count=1)
+    names: dict[int, str] = {}
+    for name, target in targets.items():
+        if target.parameter == template:
+            if target.transpose or (target.part is None and num_parts > 1):
+                raise ConfigError("model.path", "quantized checkpoints of this architecture are not supported")
+            names[target.part or 0] = name.removesuffix(".weight").replace("{}", number.group(1) if number else "")
+    return [names[part] for part in range(num_parts)]
+
+
+def _table(ops: Ops, make: Make, device: torch.device) -> Ops:
+    if device.type == "cuda":
+        from inferengine.quant import cuda  # here: Triton is not installed everywhere
+
+        return cuda.table(ops, make, device)
+    from inferengine.quant import cpu
+
+    return cpu.table(ops, make)

@@ -1,0 +1,58 @@
+"""GPTQ (Frantar et al. 2022), 4 bits: codes packed along the inputs, zero points along the outputs.
+
+`qweight` [K / 8, N], `qzeros` [K / G, N / 8], `scales` [K / G, N]. The first version of the format stores zero points
+less one. `desc_act` reorders the inputs by their group: groups are then no runs of inputs, and it is refused.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+
+from inferengine.quant.layouts.layout import Layout, Reader, Tensors, expect_shape, listed, refused
+from inferengine.quant.nibbles import unpack_rows
+from inferengine.quant.weight import INT4, Block, QuantizedWeight
+
+TRAINING = (
+    "act_group_aware", "backend", "batch_size", "block_name_to_quantize", "cache_block_outputs", "damp_auto_increment",
+    "damp_percent", "dataset", "disable_exllama", "exllama_config", "max_input_length", "meta", "model_file_base_name",
+    "model_name_or_path", "model_seqlen", "module_name_preceding_first_block", "pack_dtype", "pad_token_id",
+    "static_groups", "tokenizer", "true_sequential", "use_cuda_fp16", "use_exllama", "version",
+)  # fmt: skip
+
+
+def read(values: dict[str, Any]) -> Layout:
+    config = Reader(values)
+    config.skip("quant_method", *TRAINING)
+    config.expect("bits", 4)
+    if config.value("desc_act"):
+        raise refused(
+            "quantization_config.desc_act = true is not supported; take a checkpoint made with desc_act false"
+        )
+    config.expect("checkpoint_format", "gptq", "gptq_v2")
+    config.expect("modules_in_block_to_quantize")
+    config.skip("sym", "checkpoint_format")
+    config.expect("lm_head", False)
+    config.expect("dynamic", {})
+    group = config.integer("group_size")
+    config.finish()
+    less_one = config.value("checkpoint_format", "gptq") == "gptq"
+    assemble = partial(_assemble, group=group, less_one=less_one)
+    return Layout("gptq", ("qweight", "qzeros", "scales"), ("g_idx",), assemble, "int4", listed(["lm_head"]))
+
+
+def _assemble(tensors: Tensors, rows: int, columns: int, *, group: int, less_one: bool) -> QuantizedWeight:
+    group = columns if group == -1 else group
+    if columns % group or columns % 8 or rows % 8:
+        raise ValueError(f"{columns} inputs and {rows} outputs are no whole words in groups of {group}")
+    groups = columns // group
+    packed = expect_shape(tensors, "qweight", (columns // 8, rows))
+    zeros = unpack_rows(expect_shape(tensors, "qzeros", (groups, rows // 8)))
+    scales = expect_shape(tensors, "scales", (groups, rows)).float().t().contiguous()
+    if "g_idx" in tensors and not torch.equal(tensors["g_idx"].long(), torch.arange(columns) // group):
+        raise ValueError("g_idx reorders the inputs (desc_act), which is not supported")
+    codes = unpack_rows(packed.t().contiguous())
+    points = (zeros + 1) & 15 if less_one else zeros
+    return QuantizedWeight(INT4, codes, scales, Block(1, group), points.float().t().contiguous())

@@ -1,0 +1,68 @@
+"""StoredWeight: collects the tensors of a quantized checkpoint that stand for one Linear, part by part."""
+
+from __future__ import annotations
+
+import torch
+
+from inferengine.errors import ConfigError
+from inferengine.quant.layouts.layout import Layout
+from inferengine.quant.weight import QuantizedWeight, stack
+
+
+class StoredWeight:
+    """What a Linear holds in place of a float weight while a checkpoint is read. `parts` are its output sizes, of
+    which the checkpoint has a tensor each; `names[i]` is what it calls the module of part i."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        in_features: int,
+        parts: list[int],
+        names: list[str],
+        device: torch.device,
+        *,
+        has_bias: bool,
+    ) -> None:
+        self.layout, self.in_features, self.parts, self.names, self.device = layout, in_features, parts, names, device
+        self.has_bias = has_bias
+        self.tensors: list[dict[str, torch.Tensor]] = [{} for _ in parts]
+
+    def knows(self, suffix: str) -> bool:
+        """Whether a tensor is for this weight. Some tools store biases of zeros for layers that have none."""
+        if suffix == "bias":
+            return not self.has_bias
+        return suffix in self.layout.required or suffix in self.layout.optional
+
+    def take(self, part: int | None, suffix: str, tensor: torch.Tensor) -> None:
+        """Keep one tensor, in whatever order they come. Raises ConfigError naming it."""
+        index = part or 0
+        if suffix in self.tensors[index]:
+            raise ConfigError("model.path", f"the tensor {self.names[index]}.{suffix} fills a place that is taken")
+        self.tensors[index][suffix] = tensor
+
+    def missing(self) -> str | None:
+        """The name of a tensor that has not come."""
+        for name, tensors in zip(self.names, self.tensors, strict=True):
+            for suffix in self.layout.required:
+                if suffix not in tensors:
+                    return f"{name}.{suffix}"
+        return None
+
+    def assemble(self) -> QuantizedWeight:
+        """All parts as one weight on the device. Raises ConfigError naming a tensor that does not fit."""
+        made = []
+        for name, rows, tensors in zip(self.names, self.parts, self.tensors, strict=True):
+            if "bias" in tensors and tensors.pop("bias").any():
+                raise ConfigError("model.path", f"the tensor {name}.bias is unexpected: this layer has none")
+            try:
+                made.append(self.layout.assemble(tensors, rows, self.in_features))
+            except ValueError as error:
+                raise ConfigError("model.path", f"{name} ({self.layout.name}): {error}") from None
+        whole = stack(made)
+        self.tensors.clear()
+        zeros = None if whole.zeros is None else whole.zeros.to(self.device)
+        return whole._replace(
+            codes=whole.codes.contiguous().to(self.device),
+            scales=whole.scales.contiguous().to(self.device),
+            zeros=zeros,
+        )
