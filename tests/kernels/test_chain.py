@@ -1,0 +1,66 @@
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from inferengine.kernels import attention_decode, linear, norm, rope_cache
+from inferengine.kernels.cuda import CudaKernels
+from tests.kernels.builders import make_paged_case
+
+HIDDEN, HEADS, KV_HEADS, DIM, INNER, LAYERS = 512, 8, 2, 64, 1024, 6
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 8, 48, 96])
+def test_a_chain_in_a_graph_with_early_launches_gives_the_bits_that_it_gives_without(rows, device, monkeypatch):
+    dtype = torch.bfloat16
+    case = make_paged_case([70 + row for row in range(rows)], [1] * rows, KV_HEADS, DIM, 64, dtype, device)
+    last = case.row_len.long() - 1
+    batch = SimpleNamespace(
+        num_tokens=rows,
+        num_decodes=rows,
+        row_slot=case.row_slot,
+        row_len=case.row_len,
+        block_tables=[case.block_table],
+        positions=case.row_len - 1,
+        slot_mapping=[case.block_table[case.row_slot.long(), last // 64].long() * 64 + last % 64],
+    )
+    cos_sin = torch.randn(256, DIM, device=device)
+
+    def weight(width: int, columns: int) -> torch.Tensor:
+        return (torch.randn(width, columns, device=device) / columns**0.5).to(dtype)
+
+    layers = [
+        (
+            weight((HEADS + 2 * KV_HEADS) * DIM, HIDDEN), weight(HIDDEN, HEADS * DIM), weight(2 * INNER, HIDDEN),
+            weight(HIDDEN, INNER), case.kv.clone(),
+        )
+        for _ in range(LAYERS)
+    ]  # fmt: skip
+    gain = torch.ones(HIDDEN, device=device, dtype=dtype)
+    start = torch.randn(rows, HIDDEN, device=device).to(dtype)
+    kernels = CudaKernels(device)
+
+    def run() -> torch.Tensor:
+        x = start.clone()
+        for qkv, out, gate_up, down, kv in layers:
+            packed = kernels.norm_linear(x, gain, 1e-5, qkv)
+            mixed = kernels.attention_qkv(packed, None, None, 1e-6, cos_sin, kv, batch, 0, HEADS, KV_HEADS, 0.125)
+            x = kernels.linear_add(mixed, out, None, x)
+            x = kernels.linear_add(kernels.norm_gated_linear(x, gain, 1e-5, gate_up), down, None, x)
+        return x
+
+    with monkeypatch.context() as patch:
+        for module in (attention_decode, linear, norm, rope_cache):
+            patch.setattr(module, "supports_pdl", lambda device: False)
+        expected = run()
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        actual = run()
+    for _ in range(20):
+        start.copy_(start)
+        actual.fill_(float("nan"))
+        graph.replay()
+        assert torch.equal(actual, expected)
