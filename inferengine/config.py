@@ -63,7 +63,7 @@ class EngineConfig:
 
 @dataclass(frozen=True)
 class CacheConfig:
-    block_size: int = _key(16, "tokens per KV block", (8, 16, 32, 64, 128))
+    block_size: int = _key(0, "tokens per KV block; 0: 16 on CPU, 64 on CUDA", (0, 8, 16, 32, 64, 128))
     num_blocks: int = _key(0, "KV blocks; 0: from measured free memory", minimum=0)
     memory_fraction: float = _key(
         0.0, "share of the device's memory to use; 0: 0.92 on CUDA, 0.25 of free RAM on CPU", minimum=0

@@ -127,8 +127,7 @@ def parse(arguments: Sequence[str]) -> tuple[dict[str, Any], list[Failure], list
 
 def engine_options(config: Config, profile: DeviceProfile) -> EngineOptions:
     """One engine as the configuration and the cost model have it."""
-    default_block = type(config.cache)().block_size
-    block_size = config.cache.block_size if config.cache.block_size != default_block else profile.block_size
+    block_size = config.cache.block_size or profile.block_size
     num_blocks = config.cache.num_blocks or profile.num_blocks * profile.block_size // block_size
     capacity = profile.capacity(
         block_size=block_size,

@@ -9,6 +9,7 @@ from inferengine.errors import ConfigError
 from inferengine.model_folder import draft_folder, model_folder
 from inferengine.runtime.runner import ExecutorSettings, TorchExecutor
 
+BLOCK_SIZES = {"cpu": 16, "cuda": 64}  # 64: what the tensor memory accelerator can fetch as one tile
 DEFAULTS = {"cpu": (64, 512), "cuda": (256, 8192)}  # max_num_seqs, max_num_batched_tokens
 
 
@@ -40,7 +41,7 @@ def executor_settings(config: Config) -> ExecutorSettings:
         max_num_seqs=config.engine.max_num_seqs or max_num_seqs,
         max_num_batched_tokens=config.engine.max_num_batched_tokens or max_num_batched_tokens,
         max_model_len=config.model.max_model_len,
-        block_size=config.cache.block_size,
+        block_size=config.cache.block_size or BLOCK_SIZES[device.type],
         num_blocks=config.cache.num_blocks,
         memory_fraction=config.cache.memory_fraction,
         swap_bytes=int(config.cache.swap_gib * (1 << 30)) if config.scheduler.pressure == "swap" else 0,
