@@ -46,7 +46,7 @@ def script(prompt: str, choice: int) -> str:
     return f"Turn {turns}: you said “{question}”."
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")  # playwright's own event loop runs as long as it: no other test may start one then
 def chromium():
     sync_api = pytest.importorskip("playwright.sync_api")
     executable = next(path for name in BROWSERS if (path := shutil.which(name)))
