@@ -88,7 +88,7 @@ class StreamReader:
     def __init__(self, state: StreamState, num_choices: int) -> None:
         self._seen = state.position
         self._head = f"id: {state.id.hex()}:".encode()
-        self._marks = [b"0"] * num_choices
+        self._marks = [_mark(*self._seen.of(choice)) for choice in range(num_choices)]
 
     def events(self, format: Events, generation: Generation, choice: Choice, pieces: Sequence[Piece]) -> bytes:
         """What to send of these pieces. The format sees all of them: what it has held back may come with the next."""
@@ -96,9 +96,10 @@ class StreamReader:
         num_seen, end_seen = self._seen.of(choice.index)
         for piece in pieces:
             body = format.events(generation, choice, [piece])
-            self._marks[choice.index] = b"%d%s" % (piece.num_tokens, b"e" if piece.is_last else b"")
-            is_new = not end_seen if piece.is_last else piece.num_tokens > num_seen
-            if body and is_new:
+            if end_seen or (piece.num_tokens <= num_seen and not piece.is_last):
+                continue
+            self._marks[choice.index] = _mark(piece.num_tokens, piece.is_last)
+            if body:
                 parts.append(self._with_id(body))
         return b"".join(parts)
 
@@ -196,6 +197,10 @@ class LoggedSubmission:
         if not self._left:
             self._left = True
             self._registry.leave(self.log, forget=forget)
+
+
+def _mark(num_tokens: int, ended: bool) -> bytes:
+    return b"%de" % num_tokens if ended else b"%d" % num_tokens
 
 
 def _ended(error: InferEngineError) -> Delta:

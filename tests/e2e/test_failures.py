@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -13,6 +14,7 @@ import httpx
 
 from inferengine.client import Client
 from tests.e2e.service import WAIT_S, Service, events
+from tests.frontends.http.resuming import Reader
 
 LONG = {"prompt": "Once upon a time", "max_tokens": 300, "ignore_eos": True, "stream": True}
 
@@ -126,3 +128,27 @@ def test_bad_input_is_a_clear_error_and_nothing_else_is_disturbed(service: Servi
     *chunks, last = events(stream.join())
     assert last == "[DONE]"
     assert chunks[-1]["choices"][0]["finish_reason"] == "length"
+
+
+def test_streams_of_a_killed_front_end_are_read_on_through_its_successor(own_service: Service) -> None:
+    """The embedded model, greedy: what the clients have in the end is what an undisturbed request says."""
+    prompts = ["Once upon a time", "What is a KV cache?", "The engine", "A front end"]
+    body = {"max_tokens": 150, "temperature": 0, "ignore_eos": True}
+    whole = [own_service.complete(prompt=prompt, **body).json()["choices"][0]["text"] for prompt in prompts]
+    readers = [Reader("/v1/completions", {"prompt": prompt, **body}) for prompt in prompts]
+
+    async def read(*, kill: bool) -> None:
+        async with httpx.AsyncClient(base_url=own_service.http, timeout=60) as http:
+            reading = [asyncio.create_task(reader.read(http)) for reader in readers]
+            while kill and not all(len(reader.events) > 10 for reader in readers):
+                await asyncio.sleep(0.005)
+            if kill:
+                own_service.kill("http")
+            await asyncio.gather(*reading)
+
+    asyncio.run(read(kill=True))
+    assert not all(reader.finished for reader in readers)
+    own_service.wait_serving()
+    asyncio.run(read(kill=False))
+    assert [reader.texts()[0] for reader in readers] == whole
+    own_service.wait_idle()
