@@ -103,15 +103,17 @@ class Grid:
 
 
 def _without_noise(shapes: Sequence[StepShape]) -> list[StepShape]:
-    """Runs of steps of equal size as one, with their median time."""
+    """Runs of steps of equal size as one, with their mean time; steps that took thrice the median do not count. (The
+    median would be too fast: what delays some steps a little delays some steps of a real run as well.)"""
     merged: list[StepShape] = []
     for _, group in groupby(shapes, key=lambda shape: shape[:3]):
         steps = list(group)
+        limit = 3 * statistics.median(step.seconds for step in steps)
         merged.append(
             steps[0]._replace(
                 num_kv_tokens=round(statistics.fmean(step.num_kv_tokens for step in steps)),
                 num_pairs=statistics.fmean(step.num_pairs for step in steps),
-                seconds=statistics.median(step.seconds for step in steps),
+                seconds=statistics.fmean(step.seconds for step in steps if step.seconds <= limit),
             )
         )
     return merged

@@ -17,7 +17,7 @@ from inferengine.simulation.cost_model import CostModel, StepShape
 
 Matrix = NDArray[np.float64]
 _KNEES = (0, 1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
-_HUBER = 0.05  # relative error beyond which a step counts less
+_HUBER = 0.1  # relative error beyond which a step counts less
 _REWEIGHTINGS = 12
 _COEFFICIENTS = ("step_s", "chunk_step_s", "token_s", "row_s", "kv_token_s", "pair_s")
 
