@@ -36,8 +36,6 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "regex": (),
     "ebnf": (),
     "stop_regex": ([],),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
     "functions": ([],),
     "function_call": ("none", "auto"),
     "prompt_embeds": (),

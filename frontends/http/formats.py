@@ -53,7 +53,7 @@ def usage_object(usage: Usage) -> dict[str, Any]:
     }
 
 
-class _Chunks:
+class Chunks:
     """The envelope around a chunk's choice."""
 
     def __init__(self, answer: Answer, kind: str) -> None:
@@ -90,7 +90,7 @@ class CompletionFormat:
         self._answer = answer
         self._echo = echo
         self._per_prompt = num_choices // len(echo) if echo else 1
-        self._chunks = _Chunks(answer, "text_completion")
+        self._chunks = Chunks(answer, "text_completion")
         self._plain = _is_plain(answer)
         self._heads = [self._chunks.head + b'{"index":%d,"text":' % index for index in range(num_choices)]
         self._tail = b',"logprobs":null,"finish_reason":null}' + self._chunks.tail
@@ -172,7 +172,7 @@ class ChatFormat:
 
     def __init__(self, answer: Answer, num_choices: int) -> None:
         self._answer = answer
-        self._chunks = _Chunks(answer, "chat.completion.chunk")
+        self._chunks = Chunks(answer, "chat.completion.chunk")
         self._plain = _is_plain(answer)
         self._heads = [self._chunks.head + b'{"index":%d,"delta":{"content":' % index for index in range(num_choices)]
         self._tail = b'},"logprobs":null,"finish_reason":null}' + self._chunks.tail

@@ -8,10 +8,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from frontends.common import fields
+from frontends.common.conversation import read_turn
 from frontends.http import fields as dialect
 from frontends.http.answer import JsonBytes
 from frontends.http.body import read_json
-from frontends.http.chat import read_conversation
 from frontends.http.service import Service
 from inferengine.errors import InvalidRequest
 
@@ -25,7 +25,7 @@ async def tokenize(request: Request) -> Response:
     served = await service.model.get()
     dialect.check_model(body, served)
     if "messages" in body:
-        token_ids = await read_conversation(body, served, service.config.limits)
+        token_ids = (await read_turn(body, served, service.config)).prompt_ids
     else:
         prompt = fields.string(body, "prompt")
         if prompt is None:

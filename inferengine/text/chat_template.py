@@ -52,7 +52,9 @@ class ChatTemplate:
             tree = self._environment.parse(source)
         except (jinja2.TemplateError, RecursionError) as error:
             raise InferEngineError("engine_error", f"the model's chat template does not compile: {error}") from None
-        self.variables = frozenset(jinja2.meta.find_undeclared_variables(tree)) - RESERVED
+        undeclared = frozenset(jinja2.meta.find_undeclared_variables(tree))
+        self.variables = undeclared - RESERVED
+        self.reads_tools = "tools" in undeclared
 
     @classmethod
     def from_files(cls, files: Mapping[str, bytes]) -> ChatTemplate | None:
@@ -141,7 +143,33 @@ def _message(message: Any, path: str) -> dict[str, Any]:
         content = "\n".join(_part(part, f"{path}.content[{place}]") for place, part in enumerate(content))
     elif content is not None and not isinstance(content, str):
         raise InvalidRequest(f"{path}.content", "must be a string or a list of text parts")
-    return {**message, "content": content}
+    read: dict[str, Any] = {**message, "content": content}
+    if role == "assistant" and read.get("tool_calls") is not None:
+        read["tool_calls"] = _tool_calls(read["tool_calls"], f"{path}.tool_calls")
+    return read
+
+
+def _tool_calls(calls: Any, path: str) -> list[dict[str, Any]]:
+    """Calls of an earlier turn. Templates read their arguments as objects, the API carries them as JSON text."""
+    if not isinstance(calls, list):
+        raise InvalidRequest(path, "must be a list of calls")
+    read = []
+    for place, call in enumerate(calls):
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise InvalidRequest(f"{path}[{place}].function", "must have a name and arguments")
+        arguments = function.get("arguments")
+        if isinstance(arguments, str):
+            try:
+                arguments = json.loads(arguments or "{}")
+            except (ValueError, RecursionError):
+                raise InvalidRequest(f"{path}[{place}].function.arguments", "are not valid JSON") from None
+        if arguments is None:
+            arguments = {}
+        if not isinstance(arguments, dict):
+            raise InvalidRequest(f"{path}[{place}].function.arguments", "must be a JSON object")
+        read.append({**call, "function": {**function, "arguments": arguments}})
+    return read
 
 
 def _part(part: Any, path: str) -> str:

@@ -18,10 +18,10 @@ class Reasoning(NamedTuple):
 
 
 class CallDelta(NamedTuple):
-    """More of the tool call number `index` (from 0). `name` comes with its first delta; `arguments` are JSON text that
+    """More of the tool call number `call` (from 0). `name` comes with its first delta; `arguments` are JSON text that
     the deltas of a call put together."""
 
-    index: int
+    call: int
     name: str | None
     arguments: str
 

@@ -21,11 +21,11 @@ class Message:
                 self.content += part.text
             elif isinstance(part, Reasoning):
                 self.reasoning += part.text
-            elif part.index == len(self.calls):
+            elif part.call == len(self.calls):
                 self.calls.append((part.name or "", part.arguments))
             else:
-                name, arguments = self.calls[part.index]
-                self.calls[part.index] = (name, arguments + part.arguments)
+                name, arguments = self.calls[part.call]
+                self.calls[part.call] = (name, arguments + part.arguments)
 
 
 class MessageReader:
@@ -48,7 +48,7 @@ class MessageReader:
             parts += self._tools.push("", final=True)
         for part in parts:
             if isinstance(part, CallDelta):
-                self.num_calls = part.index + 1
+                self.num_calls = part.call + 1
         return parts
 
     def read(self, text: str) -> Message:

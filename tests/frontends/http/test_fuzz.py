@@ -38,6 +38,7 @@ NAMES = st.sampled_from(
         ),
         *("logprobs", "top_logprobs", "messages", "tokens", "chat_template_kwargs", "documents", "reasoning_effort"),
         *("priority", "cache_salt", "request_id", "truncate_prompt_tokens", "return_token_ids", "add_special_tokens"),
+        *("tools", "tool_choice", "parallel_tool_calls", "include_reasoning"),
         *("continue_final_message", "add_generation_prompt", "return_tokens_as_token_ids", "user"),
     ]
 )

@@ -1,0 +1,145 @@
+"""Chat completions whose output is more than text: tool calls and reasoning, whole and streamed.
+
+Plain chats never come here; formats.ChatFormat is theirs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+from frontends.common.conversation import Turn
+from frontends.common.errors import error_object
+from frontends.common.generation import Choice, Generation, Output, Piece, Usage
+from frontends.common.sse import DONE, event
+from frontends.http import logprobs
+from frontends.http.formats import Answer, Chunks, usage_object
+from inferengine.errors import InferEngineError
+from inferengine.text.message_parts import CallDelta, Content, Part, Reasoning
+from inferengine.text.message_reader import MessageReader
+
+
+def call_id(turn: Turn, answer_id: str, choice: int, call: int) -> str:
+    """The id of a call: the same whenever the same answer is read again, as after a reconnect."""
+    digest = hashlib.sha256(f"{answer_id}/{choice}/{call}".encode()).hexdigest()[: turn.format.id_characters]
+    return digest if len(digest) < 16 else f"call_{digest}"  # a template that wants a length wants nothing before it
+
+
+class MessageFormat:
+    """/v1/chat/completions with tools, or of a model that thinks."""
+
+    def __init__(self, answer: Answer, num_choices: int, turn: Turn, *, include_reasoning: bool = True) -> None:
+        self._answer = answer
+        self._turn = turn
+        self._include_reasoning = include_reasoning
+        self._chunks = Chunks(answer, "chat.completion.chunk")
+        self._readers: list[MessageReader | None] = [None] * num_choices
+
+    def events(self, generation: Generation, choice: Choice, pieces: Sequence[Piece]) -> bytes:
+        chunks: list[bytes] = []
+        reader = self._readers[choice.index]
+        if reader is None:
+            reader = self._readers[choice.index] = self._turn.make_reader()
+            more = {"prompt_token_ids": list(choice.prompt_ids)} if self._answer.extras.token_ids else {}
+            chunks.append(self._chunk(generation, choice, {"role": "assistant", "content": ""}, None, more))
+        for piece in pieces:
+            deltas = [delta for part in reader.push(piece.text, piece.is_last) if (delta := self._delta(choice, part))]
+            carries = piece.token_ids and (self._answer.logprobs is not None or self._answer.extras.token_ids)
+            if not deltas and (carries or piece.finish_reason is not None):
+                deltas.append({})
+            for place, delta in enumerate(deltas):
+                last = place == len(deltas) - 1
+                chunks.append(self._chunk(generation, choice, delta, piece if last else None, {}, reader.num_calls))
+        return b"".join(chunks)
+
+    def end(self, generation: Generation) -> bytes:
+        return self._chunks.end(generation)
+
+    def failure(self, error: InferEngineError) -> bytes:
+        return event({"error": error_object(error)}) + DONE
+
+    def document(self, outputs: Sequence[Output], usage: Usage) -> dict[str, Any]:
+        answer = self._answer
+        choices = []
+        for output in outputs:
+            message = self._turn.make_reader().read(output.text)
+            shown: dict[str, Any] = {"role": "assistant", "content": message.content, "refusal": None}
+            if message.reasoning and self._include_reasoning:
+                shown["reasoning_content"] = message.reasoning
+            if message.calls:
+                shown["content"] = message.content or None
+                shown["tool_calls"] = [
+                    {
+                        "id": call_id(self._turn, answer.id, output.choice.index, place),
+                        "type": "function",
+                        "function": {"name": name, "arguments": arguments},
+                    }
+                    for place, (name, arguments) in enumerate(message.calls)
+                ]
+            entry: dict[str, Any] = {
+                "index": output.choice.index,
+                "message": shown,
+                "logprobs": self._logprobs(output.token_ids, output.logprobs),
+                "finish_reason": finish_reason(output.finish_reason, len(message.calls)),
+                "stop_reason": output.stop_reason,
+            }
+            if answer.extras.token_ids:
+                entry["token_ids"] = output.token_ids
+            choices.append(entry)
+        document: dict[str, Any] = {
+            "id": answer.id,
+            "object": "chat.completion",
+            "created": answer.created,
+            "model": answer.model,
+            "choices": choices,
+            "usage": usage_object(usage),
+        }
+        if answer.extras.token_ids:
+            document["prompt_token_ids"] = list(outputs[0].choice.prompt_ids)
+        return document
+
+    def _delta(self, choice: Choice, part: Part) -> dict[str, Any] | None:
+        match part:
+            case Content(text):
+                return {"content": text}
+            case Reasoning(text):
+                return {"reasoning_content": text} if self._include_reasoning else None
+            case CallDelta(call, name, arguments):
+                entry: dict[str, Any] = {"index": call, "function": {"arguments": arguments}}
+                if name is not None:
+                    entry["id"] = call_id(self._turn, self._answer.id, choice.index, call)
+                    entry["type"] = "function"
+                    entry["function"] = {"name": name, "arguments": arguments}
+                return {"tool_calls": [entry]}
+
+    def _chunk(
+        self,
+        generation: Generation,
+        choice: Choice,
+        delta: dict[str, Any],
+        piece: Piece | None,
+        more: dict[str, Any],
+        num_calls: int = 0,
+    ) -> bytes:
+        """`piece`: the one that this chunk completes, whose tokens and end it tells."""
+        entry: dict[str, Any] = {"index": choice.index, "delta": delta, "logprobs": None, "finish_reason": None}
+        if piece is not None:
+            entry["logprobs"] = self._logprobs(piece.token_ids, piece.logprobs)
+            entry["finish_reason"] = finish_reason(piece.finish_reason, num_calls)
+            if piece.finish_reason is not None:
+                entry["stop_reason"] = piece.stop_reason
+            if self._answer.extras.token_ids:
+                entry["token_ids"] = list(piece.token_ids)
+        return self._chunks.chunk(generation, entry, more)
+
+    def _logprobs(self, token_ids: Sequence[int], rows: Any) -> dict[str, Any] | None:
+        answer = self._answer
+        if answer.logprobs is None:
+            return None
+        return logprobs.as_chat(answer.tokenizer, token_ids, rows or (), answer.logprobs, answer.extras.tokens_as_ids)
+
+
+def finish_reason(reason: str | None, num_calls: int) -> str | None:
+    """An output that ended by itself after calling tools waits for their results."""
+    return "tool_calls" if reason == "stop" and num_calls else reason
