@@ -31,6 +31,7 @@ from inferengine.params import SamplingParams
 from inferengine.simulation.cost_model import DeviceProfile, StepShape, load_profile
 from inferengine.simulation.engine import EngineOptions
 from inferengine.simulation.fitting import fit
+from inferengine.simulation.fleet import Fleet
 from inferengine.simulation.report import Recorder, distribution, interval_distribution
 from inferengine.simulation.workload import SyntheticWorkload, WorkloadOptions
 
@@ -74,8 +75,6 @@ def run_real(executor: Executor, capacity: Capacity, clock: Clock, workload: Wor
 
 def run_virtual(profile: DeviceProfile, capacity: Capacity, workload: WorkloadOptions) -> dict[str, float]:
     """The same requests in virtual time."""
-    from inferengine.simulation.fleet import Fleet  # the chooser lies beside the wire's clients, which need pyzmq
-
     limits = AdmissionLimits(capacity.max_model_len, 1 << 40, 1 << 30, 1 << 40)
     options = EngineOptions(capacity, profile.cost, plain_options(capacity), limits, profile.max_in_flight)
     fleet = Fleet(options, SyntheticWorkload(workload))

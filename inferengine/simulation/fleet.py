@@ -10,9 +10,8 @@ from __future__ import annotations
 import heapq
 import random
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from inferengine.client.chooser import Chooser
 from inferengine.core.request import Request
 from inferengine.core.scheduler import StepOutput
 from inferengine.core.stopping import Finished
@@ -21,6 +20,9 @@ from inferengine.params import SamplingParams
 from inferengine.simulation.engine import EngineOptions, VirtualEngine
 from inferengine.simulation.report import Recorder, Sample, TokenIntervals, summarize
 from inferengine.simulation.workload import Arrival, Workload
+
+if TYPE_CHECKING:
+    from inferengine.client.chooser import Chooser
 
 STATUS_INTERVAL_S = 0.25
 DETECTION_S = 1.0  # from an engine's death until clients send nothing there any more
@@ -75,8 +77,8 @@ class Fleet:
         self._options = options
         self._workload = workload
         self.hosts = [_Host(index, VirtualEngine(options), self.recorder.intervals()) for index in range(num_engines)]
-        names = [f"engine-{index}" for index in range(num_engines)]
-        self.chooser = Chooser(names, choice, generator=random.Random(seed), affinity_tokens=affinity_tokens)
+        self.chooser = _make_chooser(num_engines, choice, seed, affinity_tokens) if num_engines > 1 else None
+        self._is_available = [True] * num_engines
         self._events: list[tuple[float, int, int, Any]] = []
         self._sequence = 0
         self._status_planned = False
@@ -142,11 +144,10 @@ class Fleet:
         self._begin_step(host)
 
     def _on_status(self, payload: None) -> None:
-        table = self.chooser.table
         for host in self.hosts:
-            if host.alive:
+            if host.alive and self.chooser is not None:
                 engine = host.engine
-                table.report(host.index, engine.queued()[1], engine.num_requests)
+                self.chooser.table.report(host.index, engine.queued()[1], engine.num_requests)
         self._status_planned = False
         if self._num_stepping:
             self._plan_status()
@@ -182,7 +183,8 @@ class Fleet:
         host.alive = True
         host.engine = VirtualEngine(self._options, self.now)
         host.intervals = self.recorder.intervals()
-        self.chooser.table.report(host.index, 0, 0)
+        if self.chooser is not None:
+            self.chooser.table.report(host.index, 0, 0)
         self._tell_available()
         stranded, host.stranded = host.stranded, []  # back before anyone noticed: another epoch, sent again
         for arrival in stranded:
@@ -195,15 +197,16 @@ class Fleet:
         """Send a request to the engine that the chooser names; when that refuses, to another one."""
         code = "engine_unavailable"
         while len(refused_by) <= MAX_ATTEMPTS:
-            index = (
-                0 if len(self.hosts) == 1 else self.chooser.choose(arrival.prompt_ids, arrival.salt, avoid=refused_by)
-            )
-            if index is None or (refused_by and index in refused_by):
+            index: int | None = 0
+            if self.chooser is not None:
+                index = self.chooser.choose(arrival.prompt_ids, arrival.salt, avoid=refused_by)
+            if index is None or index in refused_by:
                 break
             host = self.hosts[index]
-            self.chooser.table.sent(index, len(arrival.prompt_ids))
+            if self.chooser is not None:
+                self.chooser.table.sent(index, len(arrival.prompt_ids))
             if not host.alive:
-                if len(self.hosts) == 1 and index not in self.chooser.table.available:
+                if not self._is_available[index]:
                     break
                 host.stranded.append(arrival)
                 return
@@ -268,7 +271,9 @@ class Fleet:
         )
 
     def _tell_available(self) -> None:
-        self.chooser.table.set_available([host.index for host in self.hosts if host.alive])
+        self._is_available = [host.alive for host in self.hosts]
+        if self.chooser is not None:
+            self.chooser.table.set_available([host.index for host in self.hosts if host.alive])
 
     def _plan(self, time_s: float, kind: int, payload: Any) -> None:
         self._sequence += 1
@@ -302,6 +307,14 @@ class Fleet:
         totals["preemptions"] += stats.num_preemptions
         totals["pressure_events"] += stats.num_pressure_events
         totals["evictions"] += kv.num_evictions
+
+
+def _make_chooser(num_engines: int, choice: str, seed: int, affinity_tokens: int) -> Chooser:
+    # One engine needs no choice, and then nothing of the client is loaded: calibration runs where there is no pyzmq.
+    from inferengine.client.chooser import Chooser
+
+    names = [f"engine-{index}" for index in range(num_engines)]
+    return Chooser(names, choice, generator=random.Random(seed), affinity_tokens=affinity_tokens)
 
 
 _TOTALS = (

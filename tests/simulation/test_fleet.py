@@ -65,6 +65,7 @@ def test_prefix_affinity_holds_the_load_bound_where_all_have_one_prefix() -> Non
     workload = shared_prefixes(num_prefixes=1, arrivals="at_once")
     fleet = Fleet(make_options(max_num_seqs=64, num_blocks=512), workload, num_engines=8, choice="prefix_affinity")
     largest: list[int] = []
+    assert fleet.chooser is not None
     table = fleet.chooser.table
     sent = table.sent
 

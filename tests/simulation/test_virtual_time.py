@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -15,6 +18,7 @@ from inferengine.simulation.engine import EngineOptions, VirtualEngine
 from inferengine.simulation.fleet import Fleet
 from tests.simulation.builders import COST, Written, make_arrival, make_options, make_workload, run
 
+ROOT = Path(__file__).parents[2]
 PARAMS = SamplingParams(ignore_eos=True)
 
 
@@ -122,3 +126,15 @@ def test_a_deadline_ends_a_request_in_virtual_time() -> None:
 def test_equal_seeds_give_equal_reports_and_others_do_not() -> None:
     reports = [run(Fleet(make_options(), make_workload(60, rate=30.0, seed=seed), num_engines=3)) for seed in (1, 1, 2)]
     assert reports[0] == reports[1] != reports[2]
+
+
+def test_one_engine_is_simulated_without_the_wires_library() -> None:
+    """Calibration and its check run on machines that have the device and no pyzmq."""
+    program = (
+        "import sys; sys.modules['zmq'] = None; sys.modules['msgpack'] = None\n"
+        "from inferengine.simulation.fleet import Fleet\n"
+        "from tests.simulation.builders import make_options, make_workload, run\n"
+        "print(run(Fleet(make_options(), make_workload(20)))['requests']['finished'])"
+    )
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
+    assert (ran.stdout.strip(), ran.stderr) == ("20", "")
