@@ -25,7 +25,7 @@ class Ops:
     silu_and_mul: Callable[..., torch.Tensor]
     gelu_tanh_and_mul: Callable[..., torch.Tensor]
     linear: Callable[..., torch.Tensor]
-    pack_linear: Callable[[torch.Tensor], torch.Tensor]
+    pack_linear: Callable[[torch.Tensor], Any]
     norm_linear: Callable[..., torch.Tensor]
     linear_add: Callable[..., torch.Tensor]
     norm_gated_linear: Callable[..., torch.Tensor]

@@ -5,6 +5,8 @@ Knows nothing of models, slots or sampling.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch.nn import functional
 
@@ -41,15 +43,32 @@ def gelu_tanh_and_mul(x: torch.Tensor) -> torch.Tensor:
     return functional.gelu(x[..., :half], approximate="tanh").mul_(x[..., half:])
 
 
-def pack_linear(weight: torch.Tensor) -> torch.Tensor:
-    """Reorder a weight for oneDNN's small-batch kernels: up to 2x faster than the plain layout below 32 tokens."""
-    if weight.dtype == torch.float32 and torch.backends.mkldnn.is_available():
+def pack_linear(weight: torch.Tensor) -> Any:
+    """Put a weight into the layout that the CPU reads fastest; `linear` takes what comes back.
+
+    At small batches a matrix product is as fast as its weight is read. A weight that half precision holds exactly (any
+    checkpoint stored as bf16 or fp16) is kept so and widened in registers, products and sums staying fp32: twice as
+    fast as fp32 weights. Others are reordered for oneDNN.
+    """
+    if weight.dtype != torch.float32:
+        return weight
+    if "fbgemm" in torch.backends.quantized.supported_engines and _half_is_exact(weight):
+        return torch.ops.quantized.linear_prepack_fp16(weight.contiguous(), None)
+    if torch.backends.mkldnn.is_available():
         return torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), 32)
     return weight
 
 
-def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """x [T, in] @ weight[out, in].T + bias."""
+def linear(x: torch.Tensor, weight: Any, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """x [T, in] @ weight[out, in].T + bias, for a weight as `pack_linear` left it."""
+    if not isinstance(weight, torch.Tensor):
+        out = torch.ops.quantized.linear_dynamic_fp16(x, weight)
+        return out if bias is None else out.add_(bias)
     if weight.is_mkldnn:
         return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
     return functional.linear(x, weight, bias)
+
+
+def _half_is_exact(weight: torch.Tensor) -> bool:
+    """Whether fp16 holds every value; below its normal range the nearest multiple of 2^-24 will do."""
+    return all(float((rows.half().float() - rows).abs().max()) <= 2.0**-25 for rows in weight.split(4096))

@@ -59,8 +59,16 @@ def load_weights(
     progress(1.0)
 
 
-def fill_random(model: nn.Module, *, dtype: torch.dtype, device: torch.device, seed: int = 0) -> None:
-    """Random weights of the model's shapes, for measuring speed without a checkpoint."""
+def fill_random(
+    model: nn.Module,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    seed: int = 0,
+    stored: torch.dtype = torch.bfloat16,
+) -> None:
+    """Random weights of the model's shapes, for measuring speed without a checkpoint. `stored` is the type that such a
+    checkpoint would have: the values are rounded to it."""
     _materialise(model, dtype, device)
     generator = torch.Generator(device).manual_seed(seed)
     for name, parameter in model.named_parameters():
@@ -68,6 +76,7 @@ def fill_random(model: nn.Module, *, dtype: torch.dtype, device: torch.device, s
             parameter.data.fill_(0.0 if name.endswith("bias") else 1.0)
         else:
             parameter.data.normal_(0.0, 0.02, generator=generator)
+            parameter.data.copy_(parameter.data.to(stored))
 
 
 def finish(model: nn.Module) -> None:
