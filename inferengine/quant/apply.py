@@ -33,6 +33,7 @@ def quantize(
     scheme: str,
     device: torch.device,
     random_weights: bool = False,
+    deterministic: bool = False,
 ) -> str:
     """Prepare every Linear of `model`, as config.json's quantization_config says or by `scheme` ("none": not at all).
 
@@ -40,30 +41,25 @@ def quantize(
     "none". Raises ConfigError.
     """
     layout = layout_of(config)
-    if layout is None:
-        if scheme != "none":
-            _by_scheme(model, ops, scheme, device)
+    if layout is None and scheme == "none":
         return scheme
-    if scheme != "none":
+    if layout is not None and scheme != "none":
         raise ConfigError(
             "model.quantization", f"the checkpoint is quantized already ({layout.name}): leave it at none"
         )
-    if random_weights:
-        _by_scheme(model, ops, layout.scheme, device)
+    table = _table(ops, MADE[scheme if layout is None else layout.scheme], device, deterministic)
+    if layout is None or random_weights:
+        for module in model.modules():
+            if isinstance(module, Linear):
+                module.ops = table
     else:
-        _by_layout(model, ops, layout, targets, device)
-    return layout.name
+        _read_layout(model, table, layout, targets, device)
+    return scheme if layout is None else layout.name
 
 
-def _by_scheme(model: nn.Module, ops: Ops, scheme: str, device: torch.device) -> None:
-    table = _table(ops, MADE[scheme], device)
-    for module in model.modules():
-        if isinstance(module, Linear):
-            module.ops = table
-
-
-def _by_layout(model: nn.Module, ops: Ops, layout: Layout, targets: Mapping[str, Any], device: torch.device) -> None:
-    table = _table(ops, MADE[layout.scheme], device)
+def _read_layout(
+    model: nn.Module, table: Ops, layout: Layout, targets: Mapping[str, Any], device: torch.device
+) -> None:
     for name, module in model.named_modules():
         if not isinstance(module, Linear):
             continue
@@ -94,11 +90,11 @@ def _checkpoint_names(parameter: str, targets: Mapping[str, Any], num_parts: int
     return [names[part] for part in range(num_parts)]
 
 
-def _table(ops: Ops, make: Make, device: torch.device) -> Ops:
+def _table(ops: Ops, make: Make, device: torch.device, deterministic: bool) -> Ops:
     if device.type == "cuda":
         from inferengine.quant import cuda  # here: Triton is not installed everywhere
 
-        return cuda.table(ops, make, device)
+        return cuda.table(ops, make, device, deterministic=deterministic)
     from inferengine.quant import cpu
 
     return cpu.table(ops, make)

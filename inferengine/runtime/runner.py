@@ -86,6 +86,7 @@ class TorchExecutor:
             scheme=settings.quantization,
             device=self.device,
             random_weights=settings.random_weights,
+            deterministic=settings.deterministic,
         )
         if settings.random_weights:
             weights.fill_random(model, dtype=self.dtype, device=self.device, seed=settings.seed)

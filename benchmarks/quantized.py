@@ -1,0 +1,132 @@
+"""Products with quantized weights, tiling by tiling: microseconds in a CUDA graph, over more weights than the L2 holds.
+
+python benchmarks/quantized.py --shapes 6144x4096 28672x4096g --schemes fp8 int4 --rows 1 16 64 [--json FILE]
+
+A shape is outputs x inputs; "g" marks a gated one (outputs count gate and up). For each scheme and number of rows every
+candidate tiling is timed and the best are printed, with the share of `--bandwidth` that reading the codes alone takes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as functional
+
+from inferengine.kernels import quantized, quantized_int4
+from inferengine.kernels.quantized import BlockTuning, VectorTuning
+from inferengine.kernels.scratch import Scratch
+from inferengine.quant import cuda
+from inferengine.quant.schemes import MADE
+from inferengine.quant.weight import INT4
+
+RING_BYTES = 256 << 20
+
+
+def microseconds(call: Callable[[int], Any], ring: int, repeats: int = 3) -> float:
+    """Of one call, `call(i)` taking weight i of the ring: the fastest of a few replays of a graph of many."""
+    call(0)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    count = max(ring, 16)
+    with torch.cuda.graph(graph):
+        for index in range(count):
+            call(index % ring)
+    graph.replay()
+    best = float("inf")
+    for _ in range(repeats):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        best = min(best, begin.elapsed_time(end) * 1e3 / count)
+    return best
+
+
+def candidates(rows: int, nibbles: bool) -> list[VectorTuning | BlockTuning]:
+    if rows == 1:
+        widths = (128, 256, 512) if nibbles else (512, 1024, 2048, 4096)
+        every = itertools.product((2, 4, 8, 16), widths, (2, 4, 8))
+        most = 4096 if nibbles else 16384
+        return [VectorTuning(n, k, warps) for n, k, warps in every if warps * 128 <= n * k <= most * warps // 4]
+    block_m = 16 if rows <= 16 else 32 if rows <= 32 else 64
+    depths = (16, 32, 64) if nibbles else (64, 128, 256)
+    every_tile = itertools.product((32, 64, 128), depths, (1, 2, 4, 8), (4, 8), (2, 4))
+    return [BlockTuning(block_m, n, k, c, w, s) for n, k, c, w, s in every_tile if w == 4 or n * k >= 64 * depths[1]]
+
+
+def sweep(shape: str, scheme: str, rows: int, bandwidth: float, budget: int) -> dict[str, Any]:
+    gated = shape.endswith("g")
+    width, columns = map(int, shape.rstrip("g").split("x"))
+    device = torch.device("cuda")
+    scratch = Scratch(device)
+    x = torch.randn(rows, columns, device=device, dtype=torch.bfloat16)
+    gain = torch.ones(columns, device=device, dtype=torch.bfloat16)
+    residual = torch.zeros(rows, width, device=device, dtype=torch.bfloat16)
+    first = MADE[scheme](torch.randn(width, columns, device=device) * 0.02)
+    code_bytes = width * columns // (2 if first.kind == INT4 else 1)
+    ring = max(2, min(64, RING_BYTES // code_bytes))
+    packed = [cuda.pack(first).weight]
+    packed += [
+        type(packed[0])(*(v.clone() if isinstance(v, torch.Tensor) else v for v in packed[0])) for _ in range(ring - 1)
+    ]
+    kernels = quantized_int4 if first.kind == INT4 else quantized
+    found = []
+    every = candidates(rows, first.kind == INT4)
+    step = max(1, len(every) // budget)
+    for tuned in every[::step]:
+        if isinstance(tuned, VectorTuning):
+            surroundings: dict[str, Any] = {"gain": gain, "eps": 1e-5} if width != columns else {"residual": residual}
+            surroundings |= {"gated": 0} if gated else {}
+
+            def call(index: int, tuned: VectorTuning = tuned, surroundings: dict[str, Any] = surroundings) -> None:
+                kernels.vector_product(x, packed[index], tuned, **surroundings)
+        else:
+
+            def call(index: int, tuned: BlockTuning = tuned) -> None:  # type: ignore[misc]
+                kernels.tile_product(x, packed[index], tuned, scratch)
+
+        try:
+            found.append((microseconds(call, ring), list(tuned)))
+        except Exception as error:  # out of shared memory or registers: no candidate
+            found.append((float("inf"), [*tuned, type(error).__name__]))
+    found.sort(key=lambda item: item[0])
+    plain = [torch.randn(width, columns, device=device, dtype=torch.bfloat16) for _ in range(max(2, ring // 2))]
+    cublas = microseconds(lambda index: functional.linear(x, plain[index % len(plain)]), ring)
+    row = {
+        "shape": shape, "scheme": scheme, "rows": rows, "bf16_cublas_us": round(cublas, 2),
+        "floor_us": round(code_bytes / bandwidth / 1e6, 2),
+        "best": [[round(us, 2), *tuned] for us, tuned in found[:4]],
+        "failed": sum(us == float("inf") for us, _ in found),
+    }  # fmt: skip
+    print(json.dumps(row), flush=True)
+    return row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", nargs="+", default=["6144x4096", "4096x4096", "28672x4096g", "4096x14336"])
+    parser.add_argument("--schemes", nargs="+", default=["fp8", "int8", "int4"])
+    parser.add_argument("--rows", type=int, nargs="+", default=[1])
+    parser.add_argument("--bandwidth", type=float, default=4.45, help="TB/s that the device reads")
+    parser.add_argument("--candidates", type=int, default=24, help="most tilings to time of each")
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    rows = [
+        sweep(shape, scheme, count, arguments.bandwidth, arguments.candidates)
+        for count in arguments.rows
+        for scheme in arguments.schemes
+        for shape in arguments.shapes
+    ]
+    if arguments.json:
+        arguments.json.write_text(json.dumps({"benchmark": "quantized", "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,25 @@
+"""Without a CUDA device the kernels run in Triton's interpreter, which must be chosen before they are imported."""
+
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+
+
+@pytest.fixture(autouse=True)
+def single_thread() -> Iterator[None]:
+    """Tiny matrices, and machines shared with other tests; the same random numbers each time."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
