@@ -58,7 +58,7 @@ class EngineConfig:
     seed: int = _key(0, "seed of requests that bring none; 0: a new one for each start", minimum=0)
     drain_timeout_s: float = _key(30.0, "how long SIGTERM lets running requests finish", minimum=0)
     frozen_after_s: float = _key(60.0, "a loop that has not turned for so long counts as frozen", minimum=0.1)
-    metrics_port: int = _key(0, "serve Prometheus text on 127.0.0.1 at this port, without any front end; 0: no", minimum=0)
+    metrics_port: int = _key(0, "Prometheus text on 127.0.0.1 at this port, without any front end; 0: no", minimum=0)
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,7 @@ class HttpConfig:
     )
     cors_origins: str = _key("", "web origins that may call this API, with commas; * for any; empty: none")
     max_header_bytes: int = _key(64 * 1024, "largest request head", minimum=1024)
-    max_in_flight: int = _key(0, "requests answered at once by all workers before new ones get 503; 0: no limit", minimum=0)
+    max_in_flight: int = _key(0, "requests answered at once by all workers; more get 503; 0: no limit", minimum=0)
     allow_public: bool = _key(False, "listen beyond this machine without API keys, behind something that asks for them")
     tls_certificate: str = _key("", "PEM file with the certificate chain: serve https; empty: http")
     tls_key: str = _key("", "PEM file with its private key; empty: in the same file")
