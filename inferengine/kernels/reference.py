@@ -5,6 +5,7 @@ Knows nothing of models, slots or sampling.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -15,9 +16,15 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """Root mean square norm of the last dimension, in fp32 (Zhang and Sennrich 2019). x [..., E], weight [E]."""
     wide = x.float()
     norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
-    floor = torch.full((), eps, dtype=torch.float32, device=x.device)
-    scale = torch.addcmul(floor, norm, norm, value=1.0 / x.shape[-1]).rsqrt_()  # four small operations: it is the
+    scale = torch.addcmul(
+        _constant(eps), norm, norm, value=1.0 / x.shape[-1]
+    ).rsqrt_()  # four small operations: it is the
     return torch.mul(wide, scale).to(x.dtype).mul_(weight)  # number of operations that costs at batch 1
+
+
+@functools.cache
+def _constant(value: float) -> torch.Tensor:
+    return torch.full((), value, dtype=torch.float32)
 
 
 def add_rms_norm(

@@ -1,0 +1,73 @@
+"""How the cache's memory is divided into blocks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from inferengine.core.executor import KVGroup
+from inferengine.errors import ConfigError
+from inferengine.layers.decoder_config import DecoderConfig
+from inferengine.runtime.memory import CacheSettings, block_bytes, budget_bytes, plan_groups
+
+FP32 = torch.float32
+
+
+def make_config(windows: tuple[int | None, ...] = (None, None)) -> DecoderConfig:
+    return DecoderConfig(
+        model_type="llama", vocab_size=100, hidden_size=32, intermediate_size=64, num_layers=len(windows), num_heads=4,
+        num_kv_heads=2, head_dim=8, max_position=1024, norm_eps=1e-5, windows=windows, attention_scale=1.0,
+    )  # fmt: skip
+
+
+def make_settings(**changes: float) -> CacheSettings:
+    values = {
+        "block_size": 16, "num_blocks": 0, "memory_fraction": 0.0, "swap_bytes": 0, "max_num_seqs": 8,
+        "max_model_len": 1024, "max_chunk": 64,
+    }  # fmt: skip
+    return CacheSettings(**(values | changes))  # type: ignore[arg-type]
+
+
+def test_a_block_is_keys_and_values_of_all_layers_of_its_group():
+    assert block_bytes(make_config((None, None, 32)), 0, 16, FP32) == 2 * 2 * 2 * 8 * 16 * 4
+
+
+def test_blocks_fill_the_budget():
+    config = make_config()
+    budget = 100 * block_bytes(config, 0, 16, FP32) + 17
+    assert plan_groups(config, make_settings(), FP32, budget) == [KVGroup(100)]
+
+
+def test_no_more_blocks_than_all_slots_could_use():
+    assert plan_groups(make_config(), make_settings(), FP32, 1 << 40) == [KVGroup(8 * 1024 // 16)]
+
+
+def test_groups_share_the_budget_by_what_a_sequence_holds_in_each():
+    config = make_config((None, 32))
+    full, sliding = plan_groups(config, make_settings(max_num_seqs=1000), FP32, 1 << 20)
+    assert sliding.window == 32
+    assert full.num_blocks / sliding.num_blocks == pytest.approx(64 / 7, rel=0.1)
+    used = full.num_blocks * block_bytes(config, 0, 16, FP32) + sliding.num_blocks * block_bytes(config, 1, 16, FP32)
+    assert 0.98 * (1 << 20) < used <= 1 << 20
+
+
+def test_a_number_in_the_configuration_is_taken_as_it_is():
+    groups = plan_groups(make_config((None, 32)), make_settings(num_blocks=33), FP32, 0)
+    assert groups == [KVGroup(33), KVGroup(33, 32)]
+
+
+def test_swap_space_is_divided_like_the_cache():
+    config = make_config()
+    settings = make_settings(num_blocks=50, swap_bytes=20 * block_bytes(config, 0, 16, FP32))
+    assert plan_groups(config, settings, FP32, 0) == [KVGroup(50, None, 20)]
+
+
+def test_too_little_memory_names_the_key():
+    with pytest.raises(ConfigError, match=r"cache\.memory_fraction"):
+        plan_groups(make_config(), make_settings(), FP32, 100)
+
+
+def test_on_a_cpu_the_default_is_modest_and_a_fraction_is_obeyed():
+    cpu = torch.device("cpu")
+    assert 0 < budget_bytes(cpu, 0.0, 0) <= 1 << 30
+    assert budget_bytes(cpu, 0.5, 0) > budget_bytes(cpu, 0.1, 0)
