@@ -16,6 +16,8 @@ from inferengine.errors import InvalidRequest
 
 GREEDY_TEMPERATURE = 1e-5  # at or below this the argmax is taken
 MAX_SEED = 2**63 - 1
+MAX_BAD_WORDS = 256
+MAX_BAD_WORD_TOKENS = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +42,7 @@ class SamplingParams:
     ignore_eos: bool = False
     logit_bias: tuple[tuple[int, float], ...] = ()
     allowed_token_ids: tuple[int, ...] = ()
+    bad_words_ids: tuple[tuple[int, ...], ...] = ()  # token sequences that must not come in the output
     logprobs: int | None = None  # alternatives per output position; 0: the sampled token's only
 
     @property
@@ -93,6 +96,12 @@ def validate(params: SamplingParams, *, vocab_size: int, limits: LimitsConfig, p
     _check_ids(check, tuple(item[0] for item in params.logit_bias), "logit_bias", vocab_size, limits.max_logit_bias)
     for _, bias in params.logit_bias:
         check(-100.0 <= bias <= 100.0, "logit_bias", "values must lie in [-100, 100]")
+    check(len(params.bad_words_ids) <= MAX_BAD_WORDS, "bad_words_ids", f"at most {MAX_BAD_WORDS} sequences")
+    for word in params.bad_words_ids:
+        check(
+            1 <= len(word) <= MAX_BAD_WORD_TOKENS, "bad_words_ids", f"must have 1 to {MAX_BAD_WORD_TOKENS} tokens each"
+        )
+        _check_ids(check, word, "bad_words_ids", vocab_size, MAX_BAD_WORD_TOKENS)
     check(
         params.logprobs is None or 0 <= params.logprobs <= limits.max_logprobs,
         "logprobs",
@@ -140,6 +149,12 @@ def _token_ids(path: str, value: Any) -> tuple[int, ...]:
     return tuple(_integer(path, item) for item in value)
 
 
+def _sequences(path: str, value: Any) -> tuple[tuple[int, ...], ...]:
+    if not isinstance(value, list | tuple):
+        raise InvalidRequest(path, "must be a list of lists of token ids")
+    return tuple(_token_ids(path, item) for item in value)
+
+
 def _bias(path: str, value: Any) -> tuple[tuple[int, float], ...]:
     """OpenAI writes {"token id": bias}; on the wire also [[id, bias], ...]."""
     items = value.items() if isinstance(value, Mapping) else value
@@ -175,5 +190,6 @@ _READERS = {
     "ignore_eos": _flag,
     "logit_bias": _bias,
     "allowed_token_ids": _token_ids,
+    "bad_words_ids": _sequences,
     "logprobs": _integer,
 }

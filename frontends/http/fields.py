@@ -13,10 +13,12 @@ from frontends.common.generation import Options
 from frontends.common.model_context import ServedModel
 from inferengine.config import Config
 from inferengine.errors import InferEngineError, InvalidRequest
-from inferengine.params import SamplingParams, from_map, validate
+from inferengine.params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, SamplingParams, from_map, validate
 from inferengine.structure import GUIDED_FIELDS, GrammarSpec, read_grammar, validate_grammar
+from inferengine.text import Tokenizer
 from inferengine.wire.codec import MAX_NAME_CHARACTERS, MAX_SALT_BYTES
 
+MAX_BAD_WORD_CHARACTERS = 256
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default for /v1/completions
 
 # What these fields ask for does not exist here. Values listed ask for nothing, and null never does.
@@ -28,7 +30,6 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "early_stopping": (False,),
     "prompt_logprobs": (),
     "logprob_token_ids": ([],),
-    "bad_words": ([],),
     "stream_interval": (1,),
     "spaces_between_special_tokens": (True,),
     "truncation_side": ("left",),
@@ -75,6 +76,7 @@ SAMPLING = (
     "min_tokens",
     "logit_bias",
     "allowed_token_ids",
+    "bad_words",
 )
 
 STRUCTURE = ("response_format", "structured_outputs", *GUIDED_FIELDS)
@@ -133,9 +135,33 @@ def read_params(
 ) -> SamplingParams:
     """The model's own defaults, overlaid with what the request says, validated as the engine will do again."""
     wanted = {name: body[name] for name in SAMPLING if body.get(name) is not None}
+    if "bad_words" in wanted:
+        wanted["bad_words_ids"] = read_bad_words(wanted.pop("bad_words"), served.tokenizer)
     params = from_map({**served.defaults, **wanted, "max_tokens": max_tokens, "logprobs": logprobs}, path="")
     validate(params, vocab_size=served.info.vocab_size, limits=config.limits, path="")
     return params
+
+
+def read_bad_words(value: Any, tokenizer: Tokenizer) -> list[list[int]]:
+    """The token sequences of each word at the start of a text and after a space, as vLLM makes them."""
+    if not isinstance(value, list) or not all(isinstance(word, str) and word.strip() for word in value):
+        raise InvalidRequest("bad_words", "must be a list of words, none of them empty")
+    if len(value) > MAX_BAD_WORDS // 2:
+        raise InvalidRequest("bad_words", f"at most {MAX_BAD_WORDS // 2} words")
+    sequences = []
+    for word in value:
+        if len(word) > MAX_BAD_WORD_CHARACTERS:
+            raise InvalidRequest("bad_words", f"at most {MAX_BAD_WORD_CHARACTERS} characters each")
+        alone = tokenizer.encode(word.lstrip(), add_special_tokens=False)
+        spaced = tokenizer.encode(f" {word.lstrip()}", add_special_tokens=False)
+        if not alone:
+            raise InvalidRequest("bad_words", f"{word[:40]!r} has no tokens")
+        sequences.append(alone)
+        if spaced[0] != alone[0] and len(spaced) == len(alone):
+            sequences.append(spaced)
+    if any(len(sequence) > MAX_BAD_WORD_TOKENS for sequence in sequences):
+        raise InvalidRequest("bad_words", f"at most {MAX_BAD_WORD_TOKENS} tokens each")
+    return sequences
 
 
 def read_options(body: dict[str, Any], config: Config, *, label: str, continues_prompt: bool) -> Options:

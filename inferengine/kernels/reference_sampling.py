@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-RANDOM, FILTER, PENALTY, BIAS, ALLOWED, MIN_TOKENS, LOGPROBS = (1 << bit for bit in range(7))  # what a step needs
+# what a step needs
+RANDOM, FILTER, PENALTY, BIAS, ALLOWED, MIN_TOKENS, LOGPROBS, BAD_WORDS = (1 << bit for bit in range(8))
 PROCESSED = PENALTY | BIAS | ALLOWED | MIN_TOKENS
 FIRST_CANDIDATES = 256  # tried before a whole vocabulary is sorted
 _MASK = 0xFFFFFFFF

@@ -9,7 +9,7 @@ from inferengine.core.plan import StepPlan, StepResult, TokenLogprobs
 from inferengine.kernels.batch import Batch
 from inferengine.kernels.ops import Ops
 from inferengine.runtime import logprobs, masks
-from inferengine.runtime.slots import LOGPROBS, Slots
+from inferengine.runtime.slots import BAD_WORDS, LOGPROBS, Slots
 
 NOT_FINITE = "The model's output for this request was not a number."
 
@@ -89,6 +89,8 @@ class StepDraws:
             kept = logits[torch.from_numpy(self._asked).to(logits.device)]
         if words is not None:
             masks.apply(logits, self._plan.masked, words)
+        if needs & BAD_WORDS:
+            slots.bad_words.forbid(logits, slots, batch.sample_slots, batch.sample_positions)
         sent: list[torch.Tensor] = []
         if self._has_drafts:  # before the draws overwrite them
             sent.append(slots.tokens[batch.sample_slots.long(), batch.sample_positions.long()])

@@ -17,7 +17,17 @@ import numpy as np
 import torch
 
 from inferengine.core.plan import BlockUpdates, SlotInit, TokenWrites
-from inferengine.kernels.reference_sampling import ALLOWED, BIAS, FILTER, LOGPROBS, MIN_TOKENS, PENALTY, RANDOM
+from inferengine.kernels.reference_sampling import (
+    ALLOWED,
+    BAD_WORDS,
+    BIAS,
+    FILTER,
+    LOGPROBS,
+    MIN_TOKENS,
+    PENALTY,
+    RANDOM,
+)
+from inferengine.runtime.bad_words import BadWords
 
 _FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 _INTS = ("num_prompt", "top_k", "min_tokens")
@@ -52,6 +62,7 @@ class Slots:
         self.num_prompt, self.top_k, self.min_tokens = self.ints[0], self.ints[1], self.ints[2]
         self.bias_ids, self.bias_values = self._table(0), self._table(0, torch.float32)
         self.stop_ids = self._table(0)
+        self.bad_words = BadWords(rows, device)
         self.allowed = torch.zeros(
             rows, 0, dtype=torch.int32, device=device
         )  # bit t of word t // 32; built on first use
@@ -138,6 +149,8 @@ class Slots:
             bits |= MIN_TOKENS
         if params.logprobs is not None:
             bits |= LOGPROBS
+        if params.bad_words_ids:
+            bits |= BAD_WORDS
         self.features[item.slot] = bits
         self.host_min_end[item.slot] = item.num_prompt + params.min_tokens
         self.host_logprobs[item.slot] = -1 if params.logprobs is None else params.logprobs
@@ -169,6 +182,7 @@ class Slots:
             self.allowed[rows] = self._upload(np.stack([self._bitmask(item) for item in admitted]))
         elif self.allowed.shape[1]:
             self.allowed[rows] = -1
+        self.bad_words.admit(rows, [item.params.bad_words_ids for item in admitted])
 
     def _bitmask(self, item: SlotInit) -> np.ndarray:
         words = self.allowed.shape[1]

@@ -73,7 +73,10 @@ COMPLETION_FAULTS: list[tuple[str, Any, int, str | None, str]] = [
     ("guided_json", 5, 400, "guided_json", "invalid_request"),
     ("guided_choice", [], 400, "guided_choice", "invalid_request"),
     ("structured_outputs", {"regex": ""}, 400, "structured_outputs.regex", "invalid_request"),
-    ("bad_words", ["x"], 400, "bad_words", "unsupported"),
+    ("bad_words", "x", 400, "bad_words", "invalid_request"),
+    ("bad_words", [""], 400, "bad_words", "invalid_request"),
+    ("bad_words", ["x"] * 200, 400, "bad_words", "invalid_request"),
+    ("bad_words", ["né" * 100], 400, "bad_words", "invalid_request"),
     ("store", True, 400, "store", "unsupported"),
     ("store", 1, 400, "store", "unsupported"),
 ]
