@@ -198,7 +198,7 @@ def _attend(
     return acc, total, peak
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_row", "num_rows"])
 def _prefill_kernel(
     q_ptr,
     kv,

@@ -266,7 +266,7 @@ def _sum_chunk(
     return acc, acc_up
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _tile_kernel(
     x_ptr,
     weight_ptr,

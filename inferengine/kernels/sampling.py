@@ -79,9 +79,11 @@ def sample(logits: torch.Tensor, slots: Any, rows: torch.Tensor, positions: torc
 
 
 def _parts(num_rows: int, vocab_size: int) -> tuple[int, int]:
-    """(tokens per part, parts): whole tiles, as many parts as fill the device."""
+    """(tokens per part, parts): whole tiles, as many parts as fill the device. Both are compiled in: powers of two, so
+    that no number of rows meets the compiler while somebody waits."""
     tiles = triton.cdiv(vocab_size, BLOCK)
     parts = max(1, min(64, TARGET_PROGRAMS // num_rows, tiles))
+    parts = 1 << (parts.bit_length() - 1)
     part = triton.cdiv(tiles, parts) * BLOCK
     return part, triton.cdiv(vocab_size, part)
 
@@ -100,7 +102,7 @@ def has_filter(temperature, top_k, top_p, min_p):
     return (temperature > 0) & ((top_k > 0) | (top_p < 1.0) | (min_p > 0.0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _draw_kernel(
     scores_ptr, scores_stride, rows_ptr, positions_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seed_ptr,
     best_ptr, num_rows, VOCAB: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
@@ -170,7 +172,7 @@ def level_of(peak, level):
     return peak - REACH * fraction * fraction
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _census_kernel(
     scores_ptr, scores_stride, rows_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, best_ptr, census_ptr,
     num_rows, VOCAB: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
@@ -234,7 +236,7 @@ def choose_level(
     return chosen_threshold, chosen_count.to(tl.int32), chosen
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _gather_kernel(
     scores_ptr, scores_stride, rows_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, best_ptr, census_ptr,
     kept_scores_ptr, kept_ids_ptr, num_rows, VOCAB: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr,
@@ -328,7 +330,7 @@ def keep_threshold(row, size, temperature, low, top_k, top_p, min_p, peak, total
     return tl.minimum(threshold, peak)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _finish_kernel(
     scores_ptr, scores_stride, rows_ptr, positions_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seed_ptr,
     best_ptr, census_ptr, kept_scores_ptr, kept_ids_ptr, tokens_ptr, tokens_stride, ids_ptr, num_rows,

@@ -85,8 +85,14 @@ def look_up(batch: Batch, slots: Slots) -> None:
 def _upload(columns: StepColumns, device: torch.device) -> list[torch.Tensor]:
     if device.type == "cpu":
         return [torch.from_numpy(column) for column in columns]
-    packed = torch.from_numpy(np.concatenate(columns)).pin_memory().to(device, non_blocking=True)
-    return list(packed.split([len(column) for column in columns]))
+    # Each column begins at a multiple of 16 bytes: the kernels are compiled for that, and would be compiled anew where
+    # it happened not to hold.
+    begins = np.cumsum([0, *(-(-len(column) // 4) * 4 for column in columns)])
+    host = np.zeros(int(begins[-1]), dtype=np.int32)
+    for begin, column in zip(begins, columns, strict=False):
+        host[begin : begin + len(column)] = column
+    packed = torch.from_numpy(host).pin_memory().to(device, non_blocking=True)
+    return [packed[begin : begin + len(column)] for begin, column in zip(begins.tolist(), columns, strict=False)]
 
 
 _ARANGE = np.arange(1 << 16, dtype=np.int32)
