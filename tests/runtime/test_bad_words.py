@@ -1,6 +1,8 @@
-"""Words that must not come: the engine's greedy output is that of a plain loop which forbids them one step at a time."""
+"""Words that must not come: the engine's greedy output is that of a plain loop which forbids them step by step."""
 
 from __future__ import annotations
+
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -83,7 +85,7 @@ def test_what_is_sampled_never_has_a_bad_word(checkpoint) -> None:
     engine = Engine(folder, max_num_seqs=8)
     words = tuple((first, second) for first in range(0, 30) for second in range(0, 8))[:200]
     outputs = engine.generate([PROMPT] * 8, 40, temperature=2.0, top_k=20, bad_words_ids=words, seed=3)
-    pairs = {pair for output in outputs for pair in zip(output, output[1:], strict=False)}
+    pairs = {pair for output in outputs for pair in pairwise(output)}
     assert not pairs & set(words)
 
 
