@@ -27,4 +27,5 @@ EXPOSE 8000 8001
 # Longer than engine.drain_timeout_s: stop with `docker stop --time 45`.
 STOPSIGNAL SIGTERM
 ENTRYPOINT ["inferengine"]
-CMD ["up", "--http.host", "0.0.0.0", "--ws.host", "0.0.0.0"]
+# The port that `docker run -p` publishes decides who can reach it: publish on 127.0.0.1, or set auth.keys_file.
+CMD ["up", "--http.host", "0.0.0.0", "--ws.host", "0.0.0.0", "--http.allow_public", "--ws.allow_public"]

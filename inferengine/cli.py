@@ -22,6 +22,7 @@ COMMANDS = {
     "check": "look for what would keep the service from working, with remedies",
     "simulate": "the scheduler in virtual time: capacity, policies, fleets, without a device",
     "plan-memory": "what a model needs and what fits, from its config.json alone",
+    "keygen": "make API keys for the front ends and CURVE keys for ZeroMQ over TCP",
     "config": "print the resolved configuration as TOML",
 }
 

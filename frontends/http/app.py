@@ -33,6 +33,7 @@ from frontends.http.tokens import detokenize, tokenize
 from inferengine.client import EnginePool
 from inferengine.config import Config, engine_addresses
 from inferengine.errors import InferEngineError
+from inferengine.wire.curve import client_keys
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +73,7 @@ def make_service(
     config: Config, metrics: HttpMetrics | None = None, keys: KeyRing | None = None, quotas: Quotas | None = None
 ) -> Service:
     """One worker's state. What the workers of a process share is made before their fork, and given here."""
-    engines = EnginePool(engine_addresses(config), role="http", policy=config.wire.choice)
+    engines = EnginePool(engine_addresses(config), role="http", policy=config.wire.choice, curve=client_keys(config))
     keys = keys or read_keys(config.auth.keys_file)
     return Service(config, engines, metrics or make_metrics(), keys, quotas or make_quotas(config, keys))
 

@@ -172,7 +172,7 @@ class LoggedSubmission:
         except InferEngineError:
             self._leave(forget=True)
             raise
-        if accept.attached and read_note(self.log.note).tenant != self._tenant:
+        if read_note(self.log.note).tenant != self._tenant:
             self.abandoned = InferEngineError("not_found", "There is no such stream.")
             self._leave()
         if self.abandoned is not None:

@@ -12,7 +12,10 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from frontends.common.generation import CONTEXT_TOKENS, Choice, Piece
+from frontends.common.keys import ANYBODY, ApiKey
 from frontends.common.model_context import ModelContext, ServedModel
+from frontends.common.notes import Note, read_note, write_note
+from frontends.common.quotas import Quotas
 from frontends.common.registry import Registry
 from frontends.common.request_log import ChoiceLog, RequestLog
 from frontends.websocket.channel import Channel
@@ -37,6 +40,13 @@ class Desk:
     limits: LimitsConfig
 
 
+class Caller(NamedTuple):
+    """Who opened a socket, and what counts how much they do."""
+
+    key: ApiKey
+    quotas: Quotas
+
+
 class _Prepared(NamedTuple):
     log: RequestLog
     params: SamplingParams
@@ -46,8 +56,9 @@ class _Prepared(NamedTuple):
 class Answer:
     """Run `run()` as a task; `cancel()` stops the generation, not the task: the end is still told."""
 
-    def __init__(self, frame: Generate | Resume, channel: Channel, desk: Desk) -> None:
+    def __init__(self, frame: Generate | Resume, channel: Channel, desk: Desk, key: ApiKey) -> None:
         self.frame = frame
+        self._key = key
         self._channel = channel
         self._desk = desk
         self._log: RequestLog | None = None
@@ -71,6 +82,8 @@ class Answer:
                 self._log.cancel()
             try:
                 accept = await self._log.accepted()
+                if read_note(self._log.note).tenant != self._key.tenant:
+                    raise InferEngineError("not_found", "There is no such request.", field="request_id")
             except InferEngineError:
                 refused = True
                 raise
@@ -96,6 +109,8 @@ class Answer:
             return _Prepared(log, params, frame.cursors)
         if frame.model is not None and frame.model != model.name:
             raise InferEngineError("model_not_found", f"this engine serves {model.name}", field="model")
+        if not self._key.may_use(frame.model or model.name):
+            raise InferEngineError("forbidden", "This key may not use that model.", field="model")
         params = from_map({**model.defaults, **frame.params})
         validate(params, vocab_size=model.info.vocab_size, limits=desk.limits)
         prompt_ids = await _prompt_ids(frame, model, desk.limits)
@@ -103,14 +118,17 @@ class Answer:
             for choice in range(params.n):
                 await self._channel.done(_unheard(frame.id, choice, len(prompt_ids)))
             return None
+        key = self._key
         log = desk.registry.submit(
             prompt_ids,
             params,
             request_id=frame.request_id,
             detached=frame.detached,
             context_ids=() if frame.messages is not None else prompt_ids[-CONTEXT_TOKENS:],
-            priority=frame.priority,
-            salt=frame.cache_salt.encode(),
+            priority=frame.priority if key is ANYBODY else key.urgency(frame.priority),
+            tenant=key.tenant,
+            salt=key.salt(frame.cache_salt.encode()),
+            note=write_note(Note(key.tenant)) if key.tenant else b"",
             deadline_s=frame.deadline_s,
             label=frame.label,
         )

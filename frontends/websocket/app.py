@@ -14,17 +14,21 @@ from starlette.routing import Route, WebSocketRoute
 from starlette.types import ASGIApp
 from starlette.websockets import WebSocket
 
+from frontends.common.keys import read_keys
 from frontends.common.model_context import ModelContext
+from frontends.common.quotas import Quotas
 from frontends.common.registry import Registry
-from frontends.websocket.answer import Desk
+from frontends.websocket.answer import Caller, Desk
 from frontends.websocket.codec import JSON_SUBPROTOCOL, MSGPACK_SUBPROTOCOL, choose_codec
 from frontends.websocket.connection import Connection
+from frontends.websocket.credentials import presented_key, without_keys
 from frontends.websocket.engine_view import EngineView
 from frontends.websocket.origin import may_connect, read_origins
 from frontends.websocket.pages import Pages
 from inferengine.client import EnginePool
 from inferengine.config import Config, engine_addresses
 from inferengine.errors import InferEngineError
+from inferengine.wire.curve import client_keys
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +44,14 @@ class WebsocketFrontEnd:
         """`addresses` of the engines; empty: those of the configuration."""
         self._config = config
         self._origins = read_origins(config.ws.origins)
-        self._engine = EnginePool(list(addresses) or engine_addresses(config), role="ws", policy=config.wire.choice)
+        self._engine = EnginePool(
+            list(addresses) or engine_addresses(config),
+            role="ws",
+            policy=config.wire.choice,
+            curve=client_keys(config),
+        )
+        self.keys = read_keys(config.auth.keys_file)
+        self._quotas = Quotas(self.keys.keys)
         models = ModelContext(self._engine)
         self._desk = Desk(models, Registry(self._engine, config.wire.resume_ttl_s), config.limits)
         self.view = EngineView(self._engine, config, models)
@@ -97,14 +108,24 @@ class WebsocketFrontEnd:
             text = "This page's origin may not open the socket. The operator can list it in ws.origins."
             await websocket.send_denial_response(PlainTextResponse(text, 403))
             return
-        codec = choose_codec(websocket.scope["subprotocols"])
+        try:
+            key = self.keys.identify(presented_key(headers, websocket.scope["subprotocols"]))
+        except InferEngineError as error:
+            await websocket.send_denial_response(PlainTextResponse(error.message, error.http_status))
+            return
+        if len(self._connections) >= self._config.ws.max_sockets:
+            text = f"{len(self._connections)} sockets are open, the most that may be."
+            await websocket.send_denial_response(PlainTextResponse(text, 503, {"Retry-After": "1"}))
+            return
+        codec = choose_codec(without_keys(websocket.scope["subprotocols"]))
         if codec is None:
             text = f"Speak one of the subprotocols {JSON_SUBPROTOCOL} and {MSGPACK_SUBPROTOCOL}, or name none for JSON."
             await websocket.send_denial_response(PlainTextResponse(text, 400))
             return
         await websocket.accept(subprotocol=codec.subprotocol if websocket.scope["subprotocols"] else None)
         receive, send = websocket._receive, websocket._send  # without Starlette's checks on each message
-        connection = Connection(receive, send, codec, self._desk, self.view, self._config)
+        caller = Caller(key, self._quotas)
+        connection = Connection(receive, send, codec, self._desk, self.view, self._config, caller)
         connection.draining = self.view.draining
         self._connections.add(connection)
         try:

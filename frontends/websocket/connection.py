@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 from frontends.common.errors import error_object, scrubbed, unexpected
-from frontends.websocket.answer import Answer, Desk
+from frontends.websocket.answer import Answer, Caller, Desk
 from frontends.websocket.channel import Channel
 from frontends.websocket.codec import Codec
 from frontends.websocket.engine_view import EngineView
@@ -44,8 +44,9 @@ class Connection:
     """`run()` returns when the socket has closed and everything it started has ended."""
 
     def __init__(
-        self, receive: Receive, send: Send, codec: Codec, desk: Desk, view: EngineView, config: Config
+        self, receive: Receive, send: Send, codec: Codec, desk: Desk, view: EngineView, config: Config, caller: Caller
     ) -> None:
+        self._caller = caller
         self._receive, self._asgi_send, self._codec = receive, send, codec
         self._desk, self._view, self._config = desk, view, config
         self._channel = Channel(
@@ -127,8 +128,10 @@ class Connection:
             )
         if self.draining and isinstance(frame, Generate):
             raise InferEngineError("draining", "This server is about to stop.", retry_after_s=1.0)
-        answer = self._answers[frame.id] = Answer(frame, self._channel, self._desk)
-        self._spawn(self._run_answer(answer))
+        self._caller.quotas.enter(self._caller.key)
+        answer = self._answers[frame.id] = Answer(frame, self._channel, self._desk, self._caller.key)
+        task = self._spawn(self._run_answer(answer))
+        task.add_done_callback(lambda _: self._caller.quotas.leave(self._caller.key))  # even if it never ran
 
     async def _run_answer(self, answer: Answer) -> None:
         failure: InferEngineError | None = None

@@ -17,6 +17,7 @@ import uvicorn
 
 from frontends.common.logs import configure
 from frontends.common.notify import notify
+from frontends.common.protection import check_protection, tls_files
 from frontends.websocket.app import WebsocketFrontEnd
 from inferengine.config import Config, listen_fds, watchdog_interval_s
 from inferengine.errors import ExitCode
@@ -44,6 +45,7 @@ def run_websocket(config: Config) -> int:
         )
         return ExitCode.ADDRESS
     front_end = WebsocketFrontEnd(config)
+    check_protection("ws", listener, front_end.keys, allow_public=config.ws.allow_public)
     server = uvicorn.Server(server_config(config, front_end))
     with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:
         return runner.run(_serve(config, front_end, server, listener))
@@ -51,8 +53,11 @@ def run_websocket(config: Config) -> int:
 
 def server_config(config: Config, front_end: WebsocketFrontEnd) -> uvicorn.Config:
     """What uvicorn is told. Messages are not compressed: deltas are too short to gain, and it costs memory a socket."""
+    tls = tls_files("ws", config.ws.tls_certificate, config.ws.tls_key)
     return uvicorn.Config(
         front_end.app(),
+        ssl_certfile=tls.certificate,
+        ssl_keyfile=tls.key,
         ws="websockets-sansio",
         ws_max_size=config.ws.max_message_bytes,
         ws_ping_interval=PING_INTERVAL_S,

@@ -22,6 +22,7 @@ from inferengine.errors import InferEngineError
 from inferengine.params import SamplingParams
 from inferengine.structure import GrammarSpec
 from inferengine.wire import sockets
+from inferengine.wire.curve import ClientKeys
 from inferengine.wire.messages import READY, Accept, ModelFiles, Pong, Welcome
 
 T = TypeVar("T")
@@ -127,13 +128,16 @@ class AsyncClient:
         role: str = "client",
         name: str = "",
         window: int | None = None,
+        curve: ClientKeys | None = None,
     ) -> None:
-        """`status_address`: the engine's PUB; None derives it from `address`, "" does not subscribe."""
+        """`status_address`: the engine's PUB; None derives it from `address`, "" does not subscribe. `curve`: the keys
+        for an engine on TCP that asks for them."""
         self.address = address
         self.status: dict[str, Any] | None = None
         self.status_received_s: float | None = None  # on the event loop's clock
         self._status_address = sockets.default_status_address(address) if status_address is None else status_address
         self._role, self._name, self._window = role, name, window
+        self._curve = curve
         self._session: Session | None = None
         self._waiters: set[asyncio.Future[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
@@ -164,9 +168,11 @@ class AsyncClient:
             (self._monitor, self._drain_monitor),
             (self._dealer, self._drain),
         ]
+        sockets.use_curve(self._dealer, self._curve, self.address)
         self._dealer.connect(self.address)
         if self._status_address:
             self._subscriber = sockets.status_subscriber(self._context)
+            sockets.use_curve(self._subscriber, self._curve, self._status_address)
             self._subscriber.connect(self._status_address)
             self._sources.append((self._subscriber, self._drain_status))
         for source, drain in self._sources:

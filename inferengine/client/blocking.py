@@ -23,6 +23,7 @@ from inferengine.errors import InferEngineError
 from inferengine.params import SamplingParams
 from inferengine.structure import GrammarSpec
 from inferengine.wire import sockets
+from inferengine.wire.curve import ClientKeys
 from inferengine.wire.messages import READY, Accept, ModelFiles, Pong, Welcome
 
 T = TypeVar("T")
@@ -94,12 +95,15 @@ class Client:
         role: str = "client",
         name: str = "",
         window: int | None = None,
+        curve: ClientKeys | None = None,
     ) -> None:
-        """`status_address`: the engine's PUB; None derives it from `address`, "" does not subscribe."""
+        """`status_address`: the engine's PUB; None derives it from `address`, "" does not subscribe. `curve`: the keys
+        for an engine on TCP that asks for them."""
         self.address = address
         self.status: dict[str, Any] | None = None
         self._status_address = sockets.default_status_address(address) if status_address is None else status_address
         self._role = role
+        self._curve = curve
         self._session = Session(role=role, name=name, window=window, now=time.monotonic())
         self._changed = threading.Condition()
         self._wake_fd = -1  # open while the thread runs
@@ -256,6 +260,7 @@ class Client:
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         dealer = sockets.client_dealer(context, sockets.routing_id(self._role))
         monitor = sockets.connection_monitor(dealer)
+        sockets.use_curve(dealer, self._curve, self.address)
         dealer.connect(self.address)
         poller = zmq.Poller()
         for source in (dealer, monitor, self._wake_fd):
@@ -263,6 +268,7 @@ class Client:
         subscriber: zmq.Socket[bytes] | None = None
         if self._status_address:
             subscriber = sockets.status_subscriber(context)
+            sockets.use_curve(subscriber, self._curve, self._status_address)
             subscriber.connect(self._status_address)
             poller.register(subscriber, zmq.POLLIN)
         wait_s = 0.0

@@ -24,6 +24,7 @@ from inferengine.client.chooser import Chooser
 from inferengine.client.streams import Call
 from inferengine.errors import InferEngineError
 from inferengine.params import SamplingParams
+from inferengine.wire.curve import ClientKeys
 from inferengine.wire.messages import Accept, ModelFiles, Welcome
 
 FROZEN_LOOP_MS = 30_000.0
@@ -127,11 +128,12 @@ class EnginePool:
         window: int | None = None,
         policy: str = "power_of_two",
         generator: random.Random | None = None,
+        curve: ClientKeys | None = None,
     ) -> None:
-        """`policy`: one of chooser.POLICIES."""
+        """`policy`: one of chooser.POLICIES. `curve`: the keys for engines on TCP that ask for them."""
         if not addresses:
             raise ValueError("at least one engine address is needed")
-        self.clients = [AsyncClient(address, role=role, name=name, window=window) for address in addresses]
+        self.clients = [AsyncClient(address, role=role, name=name, window=window, curve=curve) for address in addresses]
         self.num_moved = 0  # times that a request went on at another engine, or at the same one after its restart
         self._engines = [_Engine(index, client) for index, client in enumerate(self.clients)]
         self._chooser = Chooser(addresses, policy, generator=generator)

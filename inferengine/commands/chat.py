@@ -24,6 +24,7 @@ from inferengine.commands.arguments import resolve
 from inferengine.config import LimitsConfig, engine_address, status_address
 from inferengine.errors import ExitCode, InferEngineError, InvalidRequest
 from inferengine.params import SamplingParams, from_map, validate
+from inferengine.wire.curve import client_keys
 
 HELP = str(__doc__).strip().partition("\n\n")[2]
 CONNECT_TIMEOUT_S = 3.0
@@ -144,7 +145,8 @@ class Chat:
 def run(arguments: Sequence[str]) -> int:
     """Connect to the engine and talk."""
     config = resolve(arguments)
-    with Client(engine_address(config), status_address=status_address(config), role="chat") as client:
+    status, curve = status_address(config), client_keys(config)
+    with Client(engine_address(config), status_address=status, role="chat", curve=curve) as client:
         _wait_ready(client)
         model = client.welcome.model
         interactive = sys.stdin.isatty()

@@ -151,8 +151,9 @@ def ports(config: Config) -> Iterator[Finding]:
 def engine(config: Config) -> Iterator[Finding]:
     """Whether an engine answers, and in which state it is."""
     from inferengine.client import Client  # zmq is among the packages that may be missing
+    from inferengine.wire.curve import client_keys
 
-    client = Client(engine_address(config), status_address="", role="check")
+    client = Client(engine_address(config), status_address="", role="check", curve=client_keys(config))
     try:
         welcome = client.connect(ENGINE_TIMEOUT_S)
         age_ms = client.ping(ENGINE_TIMEOUT_S).loop_age_ms

@@ -13,6 +13,7 @@ import zmq
 from inferengine.config import Config, engine_address
 from inferengine.errors import ConfigError
 from inferengine.wire import sockets
+from inferengine.wire.curve import answer, read_clients, read_pair
 
 LONGEST_UNIX_PATH = 107  # bytes, sockaddr_un
 _PROBE_TIMEOUT_S = 0.5
@@ -29,20 +30,35 @@ class Endpoint:
         """Raises ConfigError for an address that may not be used and AddressTaken for one that cannot."""
         self.addresses = [engine_address(config), *([config.wire.tcp] if config.wire.tcp else [])]
         for key, address in zip(("wire.socket", "wire.tcp"), self.addresses, strict=False):
-            _check(key, address)
+            _check(key, address, protected=bool(config.wire.curve_clients_file))
+        own = read_pair(config.wire.curve_secret_file) if config.wire.curve_clients_file else None
+        self.clients = read_clients(config.wire.curve_clients_file) if config.wire.curve_clients_file else {}
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.router = sockets.engine_router(self.context, config.wire.max_message_bytes)
         self.publisher = sockets.engine_publisher(self.context)
         self.replay = sockets.replay_router(self.context) if config.cache.events else None
+        self.zap: zmq.Socket[bytes] | None = None
         try:
-            for address in self.addresses:
+            if own is not None:
+                self.zap = sockets.zap_handler(self.context)
+            for address in sorted(self.addresses, key=_is_tcp):  # unix sockets first: they go without keys
+                if own is not None and _is_tcp(address):
+                    sockets.require_curve(self.router, own)
+                    sockets.require_curve(self.publisher, own)
                 _bind(self.router, address)
                 _bind(self.publisher, sockets.default_status_address(address))
             if self.replay is not None:
+                if own is not None and _is_tcp(self.addresses[0]):
+                    sockets.require_curve(self.replay, own)
                 _bind(self.replay, sockets.replay_address(self.addresses[0]))
         except AddressTaken:
             self.context.destroy(linger=0)
             raise
+
+    def answer_zap(self) -> None:
+        """Say of one client that wants to connect whether its key is on the list."""
+        if self.zap is not None:
+            self.zap.send_multipart(answer(self.zap.recv_multipart(), self.clients))
 
     def close(self, linger_ms: int) -> None:
         """What has not been sent after `linger_ms` is lost."""
@@ -54,7 +70,11 @@ class Endpoint:
                         os.unlink(bound.removeprefix("ipc://"))
 
 
-def _check(key: str, address: str) -> None:
+def _is_tcp(address: str) -> bool:
+    return address.startswith("tcp://")
+
+
+def _check(key: str, address: str, *, protected: bool) -> None:
     if address.startswith("ipc://"):
         path = address.removeprefix("ipc://")
         if len(os.fsencode(f"{path}.replay")) > LONGEST_UNIX_PATH:
@@ -69,8 +89,12 @@ def _check(key: str, address: str) -> None:
     host, _, port = address.removeprefix("tcp://").rpartition(":")
     if not port.isdigit() or not 0 < int(port) < 65534:
         raise ConfigError(key, "must be tcp://HOST:PORT with a port from 1 to 65533")
-    if not _is_loopback(host):
-        raise ConfigError(key, "without encryption only a loopback address may be bound: use 127.0.0.1 or ipc://")
+    if not protected and not _is_loopback(host):
+        raise ConfigError(
+            key,
+            "without keys only a loopback address may be bound: use 127.0.0.1 or ipc://, or set wire.curve_secret_file "
+            "and wire.curve_clients_file ('inferengine keygen' makes keys)",
+        )
 
 
 def _is_loopback(host: str) -> bool:

@@ -123,6 +123,9 @@ class WireThread:
         replay = self._endpoint.replay
         if replay is not None:
             poller.register(replay, zmq.POLLIN)
+        zap = self._endpoint.zap
+        if zap is not None:
+            poller.register(zap, zmq.POLLIN)
         due_s = clock()
         waiting = False
         while not self._stopping:
@@ -134,6 +137,8 @@ class WireThread:
                 self._calls.popleft()()
             if replay is not None and replay in ready:
                 self._replay(replay)
+            if zap is not None and zap in ready:
+                self._endpoint.answer_zap()
             waiting = router in ready
             for _ in range(MESSAGES_PER_TURN if waiting else 0):
                 if not sockets.readable(router):

@@ -16,6 +16,8 @@ from typing import cast
 
 import zmq
 
+from inferengine.wire.curve import ClientKeys, KeyPair
+
 HIGH_WATER_MARK = 4096  # messages per peer and direction
 STATUS_HIGH_WATER_MARK = 1024
 REPLAY_HIGH_WATER_MARK = 20_000
@@ -57,6 +59,30 @@ def replay_router(context: zmq.Context[zmq.Socket[bytes]]) -> zmq.Socket[bytes]:
     router.setsockopt(zmq.MAXMSGSIZE, 64)
     router.setsockopt(zmq.LINGER, 0)
     return router
+
+
+def require_curve(socket: zmq.Socket[bytes], own: KeyPair) -> None:
+    """What is bound from now on asks every peer for a key (`zap_handler` says which are good); what is bound already
+    goes on as it was."""
+    socket.setsockopt(zmq.CURVE_SERVER, 1)
+    socket.setsockopt(zmq.CURVE_SECRETKEY, own.secret)
+    socket.setsockopt(zmq.CURVE_PUBLICKEY, own.public)
+
+
+def zap_handler(context: zmq.Context[zmq.Socket[bytes]]) -> zmq.Socket[bytes]:
+    """Where this context's sockets ask about each key. Bind it before them."""
+    handler = context.socket(zmq.REP)
+    handler.setsockopt(zmq.LINGER, 0)
+    handler.bind("inproc://zeromq.zap.01")
+    return handler
+
+
+def use_curve(socket: zmq.Socket[bytes], keys: ClientKeys | None, address: str) -> None:
+    """Before a client's socket connects to `address`: show and ask for keys, over TCP, if there are any."""
+    if keys is not None and address.startswith("tcp://"):
+        socket.setsockopt(zmq.CURVE_SERVERKEY, keys.engine)
+        socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.own.public)
+        socket.setsockopt(zmq.CURVE_SECRETKEY, keys.own.secret)
 
 
 def client_dealer(context: zmq.Context[zmq.Socket[bytes]], routing_id: bytes) -> zmq.Socket[bytes]:

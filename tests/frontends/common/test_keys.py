@@ -1,0 +1,140 @@
+"""API keys: what the file may say, who is let in, and how much each may do over all workers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from frontends.common.keys import ANYBODY, ApiKey, KeyRing, entry, new_key, read_keys
+from frontends.common.quotas import WINDOW_S, Quotas
+from inferengine.errors import ConfigError, InferEngineError
+
+
+def ring(folder: Path, *entries: str) -> KeyRing:
+    (folder / "keys.toml").write_text("\n".join(entries))
+    return read_keys(str(folder / "keys.toml"))
+
+
+def test_without_a_file_nobody_is_asked() -> None:
+    assert read_keys("").identify(None) is ANYBODY
+
+
+def test_a_key_is_known_by_its_digest_alone(tmp_path: Path) -> None:
+    key = new_key()
+    keys = ring(tmp_path, entry("alice", new_key()), entry("bob", key, tenant="team", priority=3, admin=True))
+    assert key not in (tmp_path / "keys.toml").read_text()
+    assert keys.identify(key) == ApiKey("bob", "team", 3, admin=True, index=1)
+    assert keys.identify(key).index == 1
+
+
+@pytest.mark.parametrize("presented", [None, "", "ie_wrong", "x" * 10_000, "\udcff", "ï¿½"])
+def test_a_key_that_is_not_listed_opens_nothing(tmp_path: Path, presented: str | None) -> None:
+    keys = ring(tmp_path, entry("alice", new_key()))
+    with pytest.raises(InferEngineError, match="key") as refusal:
+        keys.identify(presented)
+    assert refusal.value.code == "unauthorized"
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("", "must hold"),
+        ("[other]\nx = 1", "must hold"),
+        ("[[key]]\nname = 'a'", "sha256 must be"),
+        ("[[key]]\nname = 'a'\nsha256 = 'XYZ'", "sha256 must be"),
+        ("[[key]]\nsha256 = '" + "0" * 64 + "'", "name is required"),
+        ("[[key]]\nname = 'a'\nsha256 = '" + "0" * 64 + "'\nadmin = 1", "admin has the wrong type"),
+        ("[[key]]\nname = 'a'\nsha256 = '" + "0" * 64 + "'\nmax_in_flight = -1", "limits"),
+        ("[[key]]\nname = 'a'\nsha256 = '" + "0" * 64 + "'\nlimit = 3", "no field 'limit'"),
+        ("[[key]]\nname = 'a'\nsha256 = '" + "0" * 64 + "'\nmodels = [1]", "models has the wrong type"),
+        ("[[key", "not valid TOML"),
+    ],
+)
+def test_a_file_that_cannot_be_used_says_why(tmp_path: Path, text: str, complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        ring(tmp_path, text)
+
+
+def test_names_are_unique(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="name of its own"):
+        ring(tmp_path, entry("a", new_key()), entry("a", new_key()))
+
+
+def test_a_request_may_be_less_urgent_than_its_key_never_more() -> None:
+    key = ApiKey("a", priority=5)
+    assert [key.urgency(wanted) for wanted in (-100, 0, 3)] == [5, 5, 8]
+
+
+def test_tenants_do_not_share_cached_prefixes() -> None:
+    first, second = ApiKey("a", "one"), ApiKey("b", "two")
+    assert first.salt(b"x") != second.salt(b"x")
+    assert first.salt(b"") != first.salt(b"x")
+    assert ANYBODY.salt(b"x") == b"x"
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 6000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def refusal(quotas: Quotas, key: ApiKey) -> InferEngineError | None:
+    try:
+        quotas.enter(key)
+    except InferEngineError as error:
+        return error
+    return None
+
+
+def test_requests_in_flight_are_counted_over_all_workers() -> None:
+    key, other = ApiKey("a", max_in_flight=2, index=0), ApiKey("b", index=1)
+    quotas = Quotas([key, other], num_workers=2)
+    for worker in (0, 1):
+        quotas.choose_worker(worker)
+        quotas.enter(key)
+    error = refusal(quotas, key)
+    assert error is not None
+    assert (error.code, error.retry_after_s) == ("rate_limited", 1.0)
+    assert refusal(quotas, other) is None
+    quotas.leave(key)
+    assert refusal(quotas, key) is None
+
+
+def test_what_a_dead_worker_had_in_flight_is_forgotten() -> None:
+    key = ApiKey("a", max_in_flight=1, index=0)
+    quotas = Quotas([key], num_workers=2)
+    quotas.choose_worker(1)
+    quotas.enter(key)
+    quotas.choose_worker(1)  # its successor
+    assert refusal(quotas, key) is None
+
+
+def test_everybody_together_has_a_limit_too() -> None:
+    quotas = Quotas([], max_in_flight=1)
+    with quotas.request(ANYBODY):
+        error = refusal(quotas, ANYBODY)
+        assert error is not None
+        assert error.code == "overloaded"
+    assert quotas.in_flight() == 0
+
+
+def test_a_rate_holds_over_workers_and_over_the_minute_s_end() -> None:
+    clock = Clock()
+    key = ApiKey("a", requests_per_minute=10, index=0)
+    quotas = Quotas([key], num_workers=2, clock=clock)
+    for number in range(10):
+        quotas.choose_worker(number % 2)
+        assert refusal(quotas, key) is None
+        quotas.leave(key)
+    error = refusal(quotas, key)
+    assert error is not None
+    assert error.retry_after_s == pytest.approx(6.0)
+    clock.now += WINDOW_S + 3.0  # a twentieth of the next minute: 9.5 of the ten still count
+    assert refusal(quotas, key) is not None
+    clock.now += 4.0
+    assert refusal(quotas, key) is None
+    clock.now += 2 * WINDOW_S
+    assert [refusal(quotas, key) is None for _ in range(11)].count(True) == 10

@@ -1,0 +1,167 @@
+"""Keys at the door of the HTTP front end: who comes in, as whom, and what each may do."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from frontends.common.keys import KeyRing, entry, new_key
+from frontends.common.protection import check_protection
+from frontends.http.app import ROUTES
+from inferengine.errors import ConfigError
+from inferengine.wire.messages import DRAINING
+from tests.frontends.http.builders import HEADERS, House, house, ids, says, wait_until
+from tests.frontends.http.scripted_engine import Script
+
+ADMIN, ALICE, BOB = new_key(), new_key(), new_key()
+
+
+class Guarded:
+    """A house whose door asks for keys."""
+
+    def __init__(self, built: House) -> None:
+        self.house = built
+
+    def ask(self, method: str, path: str, key: str | None = ALICE, **arguments: Any) -> httpx.Response:
+        headers = {**HEADERS, **({} if key is None else {"authorization": f"Bearer {key}"})}
+        return self.house.http.request(method, path, headers={**headers, **arguments.pop("headers", {})}, **arguments)
+
+    def complete(self, key: str | None = ALICE, **body: Any) -> httpx.Response:
+        return self.ask("POST", "/v1/completions", key, content=json.dumps({"prompt": "say", **body}))
+
+
+@pytest.fixture(scope="module")
+def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
+    file = tmp_path_factory.mktemp("keys") / "keys.toml"
+    file.write_text(
+        "\n".join(
+            [
+                entry("root", ADMIN, admin=True),
+                entry("alice", ALICE, tenant="team-a", priority=4, max_in_flight=2),
+                entry("bob", BOB, requests_per_minute=3, models=["another"]),
+            ]
+        )
+    )
+    sections = {"auth": {"keys_file": str(file)}, "http": {"cors_origins": "https://page.example"}}
+    with house(running=False, **sections) as built:
+        built.engine.start()
+        wait_until(lambda: built.http.get("/ready").status_code == 200)
+        yield Guarded(built)
+
+
+@pytest.mark.parametrize("path", ["/health", "/ready", "/ping"])
+def test_health_needs_no_key(guarded: Guarded, path: str) -> None:
+    assert guarded.ask("GET", path, None).status_code == 200
+
+
+@pytest.mark.parametrize("route", ROUTES, ids=lambda route: route.path)
+def test_every_other_route_does(guarded: Guarded, route: Any) -> None:
+    if route.path in ("/health", "/ready", "/ping"):
+        return
+    path = route.path.replace("{model:path}", "x").replace("{id}", "0" * 32)
+    for method in route.methods - {"HEAD"}:
+        for key in (None, new_key()):
+            answer = guarded.ask(method, path, key, content=b"{}" if method == "POST" else None)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (401, "unauthorized")
+            assert answer.headers["www-authenticate"] == "Bearer"
+
+
+@pytest.mark.parametrize("headers", [{"host": "x/health"}, {"x-original-url": "/health"}, {"host": "a?/ping"}])
+def test_the_path_alone_decides(guarded: Guarded, headers: dict[str, str]) -> None:
+    assert guarded.ask("GET", "/v1/models", None, headers=headers).status_code in (400, 401)
+
+
+def test_the_header_of_other_sdks_works(guarded: Guarded) -> None:
+    assert guarded.ask("GET", "/v1/models", None, headers={"x-api-key": ALICE}).status_code == 200
+
+
+def test_a_request_is_its_keys_tenant_s(guarded: Guarded) -> None:
+    guarded.house.script = says("fox")
+    guarded.house.engine.submits.clear()
+    for key, wanted in ((ALICE, -7), (ALICE, 3), (ADMIN, 0)):
+        assert guarded.complete(key, priority=wanted, cache_salt="mine").status_code == 200
+    alice, later, root = guarded.house.engine.submits
+    assert (alice.tenant, alice.priority, later.priority, root.tenant) == ("team-a", 4, 7, "root")
+    assert alice.salt == later.salt != root.salt
+    assert alice.salt.endswith(b"mine")
+
+
+def test_a_key_for_other_models_may_not_use_this_one(guarded: Guarded) -> None:
+    answer = guarded.complete(BOB)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (403, "forbidden")
+
+
+def test_too_many_at_once(guarded: Guarded) -> None:
+    guarded.house.script = lambda submit, choice: Script(ids("fox " * 60), pause_s=0.01)
+    waiting = [threading.Thread(target=guarded.complete, kwargs={"max_tokens": 200}) for _ in range(2)]
+    for thread in waiting:
+        thread.start()
+    wait_until(lambda: guarded.house.engine.num_running == 2)
+    answer = guarded.complete()
+    assert (answer.status_code, answer.json()["error"]["code"]) == (429, "rate_limited")
+    assert answer.headers["retry-after"] == "1"
+    for thread in waiting:
+        thread.join()
+    guarded.house.script = says("fox")
+    assert guarded.complete().status_code == 200
+
+
+def test_too_many_a_minute(guarded: Guarded) -> None:
+    answers = [guarded.ask("POST", "/tokenize", BOB, content=b'{"prompt": "x"}') for _ in range(5)]
+    assert answers[-1].status_code == 429
+    assert int(answers[-1].headers["retry-after"]) >= 1
+
+
+def test_a_page_of_another_origin_learns_why_it_was_refused(guarded: Guarded) -> None:
+    origin = {"origin": "https://page.example"}
+    asked = {**origin, "access-control-request-method": "POST", "access-control-request-headers": "authorization"}
+    assert guarded.ask("OPTIONS", "/v1/completions", None, headers=asked).status_code == 200
+    refused = guarded.ask("GET", "/v1/models", None, headers=origin)
+    assert refused.status_code == 401
+    assert refused.headers["access-control-allow-origin"] == "https://page.example"
+
+
+def test_operators_act_on_the_engine(guarded: Guarded) -> None:
+    engine = guarded.house.engine
+    engine.admin = {"drain": {"active_requests": 0}, "resume": {"state": "READY"}}
+    engine.admin |= {"cancel_all": {"requests": 2}, "flush": {"blocks": 7}}
+    for path, result in (
+        ("/pause", {"active_requests": 0}),
+        ("/resume", {"state": "READY"}),
+        ("/abort_requests", {"requests": 2}),
+        ("/reset_prefix_cache", {"blocks": 7}),
+    ):
+        assert guarded.ask("POST", path, ALICE).json()["error"]["code"] == "forbidden"
+        answer = guarded.ask("POST", path, ADMIN)
+        assert (answer.status_code, answer.json()["engines"]) == (200, {"scripted": result})
+    assert guarded.ask("GET", "/is_paused", ADMIN).json() == {"is_paused": False}
+
+
+def test_without_keys_operators_routes_are_closed(served: House) -> None:
+    answer = served.http.post("/abort_requests")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (403, "forbidden")
+
+
+def test_a_public_address_without_keys_is_refused() -> None:
+    class Listener:
+        def getsockname(self) -> tuple[str, int]:
+            return ("0.0.0.0", 8000)
+
+    listener: Any = Listener()
+    with pytest.raises(ConfigError, match=r"auth\.keys_file"):
+        check_protection("http", listener, KeyRing(), allow_public=False)
+    check_protection("http", listener, KeyRing(), allow_public=True)
+    check_protection("http", listener, KeyRing(required=True), allow_public=False)
+
+
+def test_a_paused_engine_is_shown_so(guarded: Guarded, tmp_path: Path) -> None:
+    guarded.house.engine.kill()
+    guarded.house.engine.state = DRAINING
+    guarded.house.engine.start()
+    wait_until(lambda: guarded.ask("GET", "/is_paused", ADMIN).json() == {"is_paused": True})
