@@ -14,14 +14,11 @@ DEFAULTS = {"cpu": (64, 512), "cuda": (256, 8192)}  # max_num_seqs, max_num_batc
 
 
 def build_executor(config: Config) -> TorchExecutor:
-    """An executor that has not loaded anything yet. Sets torch's number of threads for the process.
+    """An executor that has not loaded anything yet.
 
     Raises ConfigError naming the key where the configuration cannot be met.
     """
-    settings = executor_settings(config)
-    if settings.device.type == "cpu" and config.engine.threads:
-        torch.set_num_threads(config.engine.threads)
-    return TorchExecutor(settings)
+    return TorchExecutor(executor_settings(config))
 
 
 def executor_settings(config: Config) -> ExecutorSettings:
@@ -48,6 +45,7 @@ def executor_settings(config: Config) -> ExecutorSettings:
         chunked_prefill=config.scheduler.chunked_prefill,
         cuda_graphs=config.engine.cuda_graphs,
         deterministic=config.engine.deterministic,
+        threads=config.engine.threads,
         overlap=config.engine.overlap == "on" or (config.engine.overlap == "auto" and device.type == "cuda"),
     )
 

@@ -30,6 +30,7 @@ from inferengine.runtime.graphs import DecodeGraphs
 from inferengine.runtime.kv_cache import KVCache
 from inferengine.runtime.sampler import StepDraws
 from inferengine.runtime.slots import Slots
+from inferengine.runtime.threads import Threads
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,7 @@ class ExecutorSettings:
     overlap: bool
     cuda_graphs: bool
     deterministic: bool
+    threads: int = 0  # of the CPU; 0: as many as a step is worth
     seed: int = 0
     draft_folder: Path | None = None
     quantization: str = "none"
@@ -99,6 +101,7 @@ class TorchExecutor:
                 device=self.device,
                 progress=lambda share: progress("loading weights", share),
             )
+        self.threads = Threads(self.config, settings.threads) if self.device.type == "cpu" else None
         weights.finish(model)
         self.model = model.eval()
         self.capacity = self._allocate(max_model_len)
@@ -137,6 +140,8 @@ class TorchExecutor:
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepDraws:
+        if self.threads is not None:
+            self.threads.prepare(plan.num_tokens)
         self.kv.copy_blocks(plan)
         if self.draft is not None:
             self.draft.kv.copy_blocks(plan)
