@@ -43,6 +43,8 @@ class ModelConfig:
         "make the weights low precision at load; a checkpoint that is quantized already needs no word",
         ("none", "fp8", "fp8_tensor", "fp8_block", "int8", "int8_w8a8", "int4"),
     )
+    adapters: str = _key("", "folder of LoRA adapters, a sub-folder each; each is a model of its sub-folder's name")
+    max_adapter_rank: int = _key(64, "largest rank of a LoRA adapter", minimum=1)
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from inferengine.core.executor import KVGroup
 from inferengine.core.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
 from inferengine.core.plan import BlockCopies, BlockUpdates
 from inferengine.core.prefix_cache import PrefixCache, block_hash, root_hash
+from inferengine.core.request import Request
 from inferengine.core.sequence import Sequence
 from inferengine.core.swap import CopyList, SwapSpace
 
@@ -51,7 +52,7 @@ class KVCacheManager:
         self.num_lookup_tokens = 0
         self.num_hit_tokens = 0
         self.events: list[KVEvent] | None = [] if record_events else None
-        self._roots: dict[bytes, bytes] = {}
+        self._roots: dict[tuple[bytes, int], bytes] = {}
         self._updates = self._empty_updates()
         self._copies = CopyList(len(groups))
 
@@ -87,7 +88,7 @@ class KVCacheManager:
             return PrefixHit(0, [[] for _ in self.groups], [])
         hashes: list[bytes] = []
         memo = sequence.block_hashes  # a waiting sequence is looked up at every step: hash each block once
-        parent = self._root(sequence.request.cache_salt)
+        parent = self._root(sequence.request)
         tokens, size = sequence.tokens, self.block_size
         for index in range((len(tokens) - 1) // size):
             if index == len(memo):
@@ -184,7 +185,7 @@ class KVCacheManager:
         if not self.prefix_caching:
             return
         for index in range(len(hashes), full):
-            parent = hashes[-1] if hashes else self._root(sequence.request.cache_salt)
+            parent = hashes[-1] if hashes else self._root(sequence.request)
             digest = block_hash(parent, sequence.tokens[index * size : (index + 1) * size])
             hashes.append(digest)
             self._insert(sequence, index, digest)
@@ -314,12 +315,13 @@ class KVCacheManager:
         updates.indices.extend(range(first_index, first_index + len(block_ids)))
         updates.block_ids.extend(block_ids)
 
-    def _root(self, salt: bytes) -> bytes:
+    def _root(self, request: Request) -> bytes:
+        salt = (request.cache_salt, request.adapter)
         root = self._roots.get(salt)
         if root is None:
             if len(self._roots) >= 4096:  # salts come from outside: the memo must not grow without end
                 self._roots.clear()
-            root = self._roots[salt] = root_hash(salt)
+            root = self._roots[salt] = root_hash(*salt)
         return root
 
     def _empty_updates(self) -> list[BlockUpdates]:

@@ -22,6 +22,7 @@ class SlotInit(NamedTuple):
     params: SamplingParams
     seed: int
     stop_token_ids: SequenceOf[int]  # EOS and stop ids: suppressed on the device until min_tokens are out
+    adapter: int = 0  # LoRA adapter; 0: none
 
 
 class BlockUpdates(NamedTuple):

@@ -12,8 +12,10 @@ from array import array
 from collections.abc import Sequence as SequenceOf
 
 
-def root_hash(salt: bytes) -> bytes:
-    """Where the chain of a salt begins."""
+def root_hash(salt: bytes, adapter: int = 0) -> bytes:
+    """Where the chain of a salt begins. KV that an adapter made is no other's: no salt can lead there."""
+    if adapter:
+        return hashlib.sha256(b"inferengine prefix cache of adapter %d\0" % adapter + salt).digest()
     return hashlib.sha256(b"inferengine prefix cache\0" + salt).digest()
 
 

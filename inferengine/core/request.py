@@ -32,6 +32,7 @@ class Request:
     deadline_s: float | None = None
     grammar: GrammarSpec | None = None
     request_id: str = ""  # as the client names it, for logs only
+    adapter: int = 0  # LoRA adapter on the device; 0: the model as it is
 
     @property
     def num_prompt(self) -> int:

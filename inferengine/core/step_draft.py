@@ -62,6 +62,7 @@ class StepDraft:
                 request.params,
                 request.seed,
                 sorted(sequence.stop_ids) if request.params.min_tokens else (),
+                request.adapter,
             )
         )
         self.add_chunk(sequence, count)

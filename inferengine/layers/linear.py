@@ -22,6 +22,7 @@ class Linear(nn.Module):
         super().__init__()
         self.ops = ops
         self.parts = [parts] if isinstance(parts, int) else parts
+        self.in_features = in_features
         self.weight = nn.Parameter(torch.empty(sum(self.parts), in_features), requires_grad=False)
         self.bias = nn.Parameter(torch.empty(sum(self.parts)), requires_grad=False) if bias else None
         self.source: Any = None  # what a quantized checkpoint stores instead of `weight` (quant/)

@@ -71,10 +71,9 @@ def _read_layout(
             raise ConfigError(
                 "model.path", f"{', '.join(names)}: some are quantized and some are not; all or none can be"
             )
-        in_features = module.weight.shape[1]
         module.ops, module.weight = table, None
         has_bias = module.bias is not None
-        module.source = StoredWeight(layout, in_features, module.parts, names, device, has_bias=has_bias)
+        module.source = StoredWeight(layout, module.in_features, module.parts, names, device, has_bias=has_bias)
 
 
 def _checkpoint_names(parameter: str, targets: Mapping[str, Any], num_parts: int) -> list[str]:

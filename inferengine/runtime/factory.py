@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 
 from inferengine.config import Config
@@ -35,6 +37,8 @@ def executor_settings(config: Config) -> ExecutorSettings:
         random_weights=config.model.load_format == "dummy",
         quantization=config.model.quantization,
         cache_dtype=config.cache.dtype,
+        adapters_folder=_adapters_folder(config.model.adapters),
+        max_adapter_rank=config.model.max_adapter_rank,
         max_num_seqs=config.engine.max_num_seqs or max_num_seqs,
         max_num_batched_tokens=config.engine.max_num_batched_tokens or max_num_batched_tokens,
         max_model_len=config.model.max_model_len,
@@ -48,6 +52,15 @@ def executor_settings(config: Config) -> ExecutorSettings:
         threads=config.engine.threads,
         overlap=config.engine.overlap == "on" or (config.engine.overlap == "auto" and device.type == "cuda"),
     )
+
+
+def _adapters_folder(name: str) -> Path | None:
+    if not name:
+        return None
+    folder = Path(name).expanduser()
+    if not folder.is_dir():
+        raise ConfigError("model.adapters", "there is no such folder")
+    return folder
 
 
 def choose_device(name: str) -> torch.device:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -19,11 +20,14 @@ from inferengine.errors import ConfigError
 from inferengine.kernels import ops as ops_table
 from inferengine.kernels.batch import StepColumns
 from inferengine.layers.decoder_config import DecoderConfig
+from inferengine.lora.bank import AdapterBank
+from inferengine.lora.folder import AdapterFolder
 from inferengine.models import registry, weights
 from inferengine.models.hf_config import read_json
+from inferengine.models.weight_map import Target
 from inferengine.params import SamplingParams
 from inferengine.quant.apply import quantize
-from inferengine.runtime import draft_model, memory
+from inferengine.runtime import draft_model, memory, rehearsal
 from inferengine.runtime.batch import columns_of, make_batch
 from inferengine.runtime.draft_model import DraftModel
 from inferengine.runtime.graphs import DecodeGraphs
@@ -57,6 +61,8 @@ class ExecutorSettings:
     draft_folder: Path | None = None
     quantization: str = "none"
     cache_dtype: str = "auto"
+    adapters_folder: Path | None = None
+    max_adapter_rank: int = 64
 
 
 class TorchExecutor:
@@ -69,6 +75,7 @@ class TorchExecutor:
         self.ops = ops_table.resolve(settings.device, deterministic=settings.deterministic)
         self.graphs: DecodeGraphs | None = None
         self.draft: DraftModel | None = None
+        self.adapters: AdapterFolder | None = None
 
     # -- life --------------------------------------------------------------------------------------------------------
 
@@ -104,6 +111,8 @@ class TorchExecutor:
         self.threads = Threads(self.config, settings.threads) if self.device.type == "cpu" else None
         weights.finish(model)
         self.model = model.eval()
+        if settings.adapters_folder is not None:
+            self._load_adapters(settings.adapters_folder, family.weight_map(self.config).targets)
         self.capacity = self._allocate(max_model_len)
         if settings.draft_folder is not None:
             self.draft = self._load_draft(settings.draft_folder)
@@ -113,9 +122,13 @@ class TorchExecutor:
     def warm_up(self, progress: Progress) -> None:
         """Capture the decode graphs where there are any, then run prompts and a decode through the scratch slot: the
         first request pays for nothing."""
-        if self.settings.cuda_graphs and self.device.type == "cuda":
-            self.graphs = DecodeGraphs(self.model, self.ops, self.slots, self._group_kv, self.settings.max_num_seqs)
-            self.graphs.capture_all(lambda share: progress("capturing graphs", share))
+        if self.device.type == "cuda":
+            graphs = DecodeGraphs(self.model, self.ops, self.slots, self._group_kv, self.settings.max_num_seqs)
+            self._compile(graphs)
+            progress("compiling kernels", 1.0)
+            if self.settings.cuda_graphs:
+                graphs.capture_all(lambda share: progress("capturing graphs", share))
+                self.graphs = graphs
         sizes = (1, 16, self.settings.max_num_batched_tokens) if self.device.type == "cuda" else (16, 1)
         for index, num_tokens in enumerate(sizes):
             self.execute(self._scratch_plan(num_tokens)).result()
@@ -146,6 +159,9 @@ class TorchExecutor:
         if self.draft is not None:
             self.draft.kv.copy_blocks(plan)
         self.slots.admit(plan.admitted)
+        if self.adapters is not None:
+            for item in plan.admitted:
+                self.adapters.bank.admit(item.slot, item.adapter)
         self.slots.apply_blocks(plan.block_updates)
         self.slots.write_tokens(plan.token_writes)
         if plan.device_drafts and self.draft is not None:
@@ -154,7 +170,8 @@ class TorchExecutor:
 
     def _compute(self, plan: StepPlan) -> StepDraws:
         columns = columns_of(plan)
-        if self.graphs is not None and plan.num_decodes == len(plan.slots):
+        adapted = self.adapters is not None and self.adapters.bank.begin(columns.row_slot, columns.token_row)
+        if self.graphs is not None and plan.num_decodes == len(plan.slots) and not adapted:
             return self._replay(plan, columns)
         batch = make_batch(plan, columns, self.slots, self.device)
         batch.plans = [
@@ -172,7 +189,7 @@ class TorchExecutor:
     def _replay(self, plan: StepPlan, columns: StepColumns) -> StepDraws:
         """A step of decodes only: one graph launch, drawing included where the graph can."""
         needs = self.slots.needs(columns.row_slot, columns.sample_positions)
-        kind = None if plan.masked else self.graphs.kind(needs)
+        kind = None if plan.masked else self.graphs.kind(len(columns.row_slot), needs)
         logits, ids = self.graphs.run(columns, kind)
         batch = self.graphs.batch(len(columns.row_slot))
         batch.columns = columns
@@ -182,6 +199,23 @@ class TorchExecutor:
         return StepDraws(self.ops, self.slots, plan, batch, logits, ids)
 
     # -- inside ------------------------------------------------------------------------------------------------------
+
+    def _compile(self, graphs: DecodeGraphs) -> None:
+        """Compile what steps of every kind launch."""
+        eager = rehearsal.plans(
+            self.slots.num_slots,
+            len(self.kv.groups),
+            max_rows=self.settings.max_num_seqs,
+            max_tokens=min(self.settings.max_num_batched_tokens, self.slots.tokens.shape[1] - 1),
+        )
+        rehearsal.compile_kernels([graphs.touch_all, *(partial(self.execute, plan) for plan in eager)])
+
+    def _load_adapters(self, folder: Path, targets: dict[str, Target]) -> None:
+        """Make room for adapters beside the model, and load those that are there."""
+        settings = self.settings
+        bank = AdapterBank(self.model, num_slots=settings.max_num_seqs, device=self.device, dtype=self.dtype)
+        self.adapters = AdapterFolder(folder, self.model, targets, bank, max_rank=settings.max_adapter_rank)
+        self.adapters.load_all()
 
     def _load_draft(self, folder: Path) -> DraftModel:
         return DraftModel(
@@ -260,7 +294,9 @@ class TorchExecutor:
         self._place_state([KVGroup(0, window) for window in self.config.group_windows], max_model_len)
         settings = self.settings
         rows = min(settings.max_num_seqs, settings.max_num_batched_tokens)
-        self.execute(self._scratch_plan(settings.max_num_batched_tokens // rows, rows)).result()
+        largest = self._scratch_plan(settings.max_num_batched_tokens // rows, rows)
+        rehearsal.compile_kernels([lambda: self.execute(largest)])
+        self.execute(largest).result()
         peak = torch.cuda.max_memory_allocated(self.device) - before
         del self.kv, self.slots, self._group_kv
         torch.cuda.empty_cache()

@@ -15,7 +15,8 @@ from inferengine.runtime.factory import build_executor
 
 
 class Engine:
-    """Loads a checkpoint and runs requests to their end. `budget` is the token budget of a step."""
+    """Loads a checkpoint and runs requests to their end. `budget` is the token budget of a step; `model` and `cache`
+    are further keys of those sections."""
 
     def __init__(
         self,
@@ -27,17 +28,19 @@ class Engine:
         block_size: int = 8,
         overlap: bool = False,
         pressure: str = "preempt",
+        model: dict[str, Any] | None = None,
+        cache: dict[str, Any] | None = None,
         **options: Any,
     ) -> None:
         config = Config().with_values(
-            model={"path": str(folder)},
+            model={"path": str(folder), **(model or {})},
             engine={
                 "device": "cpu",
                 "max_num_seqs": max_num_seqs,
                 "max_num_batched_tokens": budget,
                 "overlap": "on" if overlap else "off",
             },
-            cache={"num_blocks": num_blocks, "block_size": block_size, "swap_gib": 0.01},
+            cache={"num_blocks": num_blocks, "block_size": block_size, "swap_gib": 0.01, **(cache or {})},
             scheduler={"pressure": pressure},
         )
         self.executor = build_executor(config)
@@ -58,6 +61,7 @@ class Engine:
         """Queue a request, greedy unless `temperature` says otherwise. Returns its uid."""
         self._uid += 1
         fork_of, seed = values.pop("fork_of", None), values.pop("seed", 0)
+        adapter = values.pop("adapter", 0)
         eos = frozenset(values.pop("eos", ()))
         params = SamplingParams(**{"temperature": 0.0, **values})
         self.outputs[self._uid] = []
@@ -71,6 +75,7 @@ class Engine:
                 seed=seed,
                 fork_of=fork_of,
                 eos_token_ids=eos,
+                adapter=adapter,
             )
         )
         return self._uid

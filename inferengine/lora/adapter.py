@@ -1,0 +1,146 @@
+"""Reads an adapter in PEFT's layout: adapter_config.json and adapter_model.safetensors. What is not supported is
+refused by name; every tensor is accounted for."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import nn
+
+from inferengine.errors import InferEngineError
+from inferengine.layers.linear import Linear
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+NUMBER = re.compile(r"\.(\d+)\.")
+TENSOR = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_(A|B)(?:\.default)?\.weight")
+# Keys that change what an adapter computes, and the values under which it is what this engine computes.
+PLAIN: dict[str, tuple[Any, ...]] = {
+    "peft_type": ("LORA",),
+    "bias": ("none",),
+    "use_dora": (False,),
+    "lora_bias": (False,),
+    "use_qalora": (False,),
+    "use_bdlora": (False, {}),
+    "modules_to_save": ([],),
+    "rank_pattern": ({},),
+    "alpha_pattern": ({},),
+    "layer_replication": ([],),
+    "trainable_token_indices": ([], {}),
+    "target_parameters": ([],),
+    "alora_invocation_tokens": ([],),
+    "arrow_config": ({},),
+    "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal"),  # others change the base weights as well
+}
+
+
+class Factors(NamedTuple):
+    """What one adapter adds to one projection: y += scaling * (x A^T) B^T. A [r, in], B [out, r]."""
+
+    down: torch.Tensor
+    up: torch.Tensor
+
+
+class Place(NamedTuple):
+    """A projection of the model: the name of a Linear, and which of its parts (None: all of them)."""
+
+    linear: str
+    part: int | None
+
+
+@dataclass(frozen=True)
+class Adapter:
+    name: str
+    rank: int
+    scaling: float
+    factors: dict[Place, Factors]
+
+
+def read_adapter(
+    folder: Path, name: str, model: nn.Module, targets: Mapping[str, Any], *, max_rank: int, dtype: torch.dtype
+) -> Adapter:
+    """Read and check an adapter for a model whose checkpoint names are `targets` (models/weight_map.py). Raises
+    InferEngineError naming what is wrong; the model is not touched."""
+    config = _config(folder, name)
+    rank, alpha = _positive(config, "r", name), _positive(config, "lora_alpha", name)
+    if rank != int(rank) or rank > max_rank:
+        raise _refused(name, f"r = {rank} is not supported: at most {max_rank} is (model.max_adapter_rank)")
+    scaling = alpha / math.sqrt(rank) if config.get("use_rslora") else alpha / rank
+    places: dict[Place, dict[str, torch.Tensor]] = {}
+    try:
+        with safe_open(folder / WEIGHTS, framework="pt", device="cpu") as stored:
+            for key in list(stored.keys()):
+                place, kind = _place(key, name, model, targets)
+                tensor = stored.get_tensor(key)
+                _check_shape(tensor, kind, place, int(rank), model, name, key)
+                places.setdefault(place, {})[kind] = tensor.to(dtype)
+    except (OSError, SafetensorError):
+        raise _refused(name, f"{WEIGHTS} is missing or no whole safetensors file") from None
+    for place, pair in places.items():
+        if len(pair) < 2:
+            raise _refused(name, f"{place.linear} has one of lora_A and lora_B, not both")
+    if not places:
+        raise _refused(name, f"{WEIGHTS} holds no tensors")
+    return Adapter(name, int(rank), scaling, {place: Factors(pair["A"], pair["B"]) for place, pair in places.items()})
+
+
+def _config(folder: Path, name: str) -> dict[str, Any]:
+    try:
+        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        raise _refused(name, f"{CONFIG} is missing or not valid JSON") from None
+    if not isinstance(config, dict):
+        raise _refused(name, f"{CONFIG} is not a JSON object")
+    for key, allowed in PLAIN.items():
+        value = config.get(key)
+        if value is not None and value not in allowed:
+            raise _refused(name, f"{CONFIG}: {key} = {str(value)[:60]} is not supported")
+    return config
+
+
+def _positive(config: dict[str, Any], key: str, name: str) -> float:
+    value = config.get(key)
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < 1e6:
+        raise _refused(name, f"{CONFIG}: {key} must be a positive number; got {str(value)[:60]}")
+    return value
+
+
+def _place(key: str, name: str, model: nn.Module, targets: Mapping[str, Any]) -> tuple[Place, str]:
+    """Where a tensor of the adapter belongs."""
+    match = TENSOR.fullmatch(key)
+    number = NUMBER.search(key)
+    stem = match.group(1) if match else ""
+    template = NUMBER.sub(".{}.", stem, count=1) + ".weight"
+    target = targets.get(template) or targets.get(template.removeprefix("transformer."))
+    if match is None or target is None:
+        raise _refused(name, f"the tensor {key} is unexpected: this model has no projection for it")
+    linear = target.parameter.replace("{}", number.group(1) if number else "").removesuffix(".weight")
+    try:
+        module = model.get_submodule(linear)
+    except AttributeError:
+        module = None
+    if not isinstance(module, Linear):
+        raise _refused(name, f"the tensor {key} adapts what is no linear layer of this model, which is not supported")
+    return Place(linear, target.part if len(module.parts) > 1 else None), match.group(2)
+
+
+def _check_shape(
+    tensor: torch.Tensor, kind: str, place: Place, rank: int, model: nn.Module, name: str, key: str
+) -> None:
+    module = model.get_submodule(place.linear)
+    assert isinstance(module, Linear)
+    outputs = sum(module.parts) if place.part is None else module.parts[place.part]
+    wanted = (rank, module.in_features) if kind == "A" else (outputs, rank)
+    if tuple(tensor.shape) != wanted:
+        raise _refused(name, f"the tensor {key} has shape {list(tensor.shape)} where {list(wanted)} is due")
+
+
+def _refused(name: str, message: str) -> InferEngineError:
+    return InferEngineError("unsupported", f"adapter {name}: {message}", field="adapter")

@@ -1,0 +1,181 @@
+"""AdapterBank: every loaded adapter's factors beside the model's linear layers, and who uses which in a step.
+
+The factors of all adapters that touch a layer are stacked: one product with all A gives [T, C], a mask keeps each
+token's own columns (times its adapter's scaling), one product with all B gives what is added. So a batch may mix adapters and
+plain rows at two products for each layer, whatever their number, and a row adds exact zeros for what is not its own.
+
+A layer learns of it through its ops table; models do not. While no row of a step has an adapter nothing is added.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+
+from inferengine.errors import InferEngineError
+from inferengine.kernels.ops import Ops
+from inferengine.layers.linear import Linear
+from inferengine.lora.adapter import Adapter, Place
+
+
+class Columns(NamedTuple):
+    """Which adapter each of C stacked columns belongs to, and its scaling. Shared by layers that look alike."""
+
+    adapters: torch.Tensor  # [C] int32
+    scaling: torch.Tensor  # [C] in the model's dtype
+
+
+class Stack(NamedTuple):
+    """All adapters of one layer: down [C, in], up [out, C]."""
+
+    down: torch.Tensor
+    up: torch.Tensor
+    columns: Columns
+
+
+class AdapterBank:
+    """Install it once, after loading and before anything runs; then adapters come and go between steps."""
+
+    def __init__(self, model: nn.Module, *, num_slots: int, device: torch.device, dtype: torch.dtype) -> None:
+        self.device, self.dtype = device, dtype
+        self.adapters: dict[int, Adapter] = {}
+        self._next = 1
+        self._of_slot = np.zeros(num_slots + 1, dtype=np.int32)
+        self._stacks: dict[str, Stack] = {}
+        self._token_adapters: torch.Tensor | None = None  # [T] of this step; None: nobody has one
+        self._masks: dict[int, torch.Tensor] = {}
+        self._parts: dict[str, list[int]] = {}
+        for name, module in model.named_modules():
+            if isinstance(module, Linear):
+                self._parts[name] = module.parts
+                module.ops = self._table(module.ops, name)
+
+    # -- between steps -----------------------------------------------------------------------------------------------
+
+    def add(self, adapter: Adapter) -> int:
+        """Put an adapter beside the model. Returns its number, which is never used again."""
+        if any(other.name == adapter.name for other in self.adapters.values()):
+            raise InferEngineError("conflict", f"the adapter {adapter.name} is loaded already", field="adapter")
+        number, self._next = self._next, self._next + 1
+        self.adapters[number] = adapter
+        self._restack({place.linear for place in adapter.factors})
+        return number
+
+    def remove(self, number: int) -> None:
+        """Forget an adapter that no sequence uses any more."""
+        adapter = self.adapters.pop(number)
+        self._restack({place.linear for place in adapter.factors})
+
+    def admit(self, slot: int, adapter: int) -> None:
+        """A sequence takes a slot. Raises InferEngineError when its adapter is gone."""
+        if adapter and adapter not in self.adapters:
+            raise InferEngineError("model_not_found", "the adapter was unloaded", field="adapter")
+        self._of_slot[slot] = adapter
+
+    def begin(self, row_slot: np.ndarray, token_row: np.ndarray) -> bool:
+        """What the next step computes: slots of its rows [R], rows of its tokens [T]. True when an adapter is used."""
+        self._masks.clear()
+        of_row = self._of_slot[row_slot]
+        if not of_row.any():
+            self._token_adapters = None
+            return False
+        self._token_adapters = torch.from_numpy(of_row[token_row]).to(self.device)
+        return True
+
+    # -- in a step ---------------------------------------------------------------------------------------------------
+
+    def _added(self, name: str, x: torch.Tensor) -> torch.Tensor | None:
+        """[T, out] to add to a layer's output for input [T, in]; None: nothing."""
+        if self._token_adapters is None or name not in self._stacks:
+            return None
+        down, up, columns = self._stacks[name]
+        mask = self._masks.get(id(columns))
+        if mask is None:
+            own = self._token_adapters[:, None] == columns.adapters[None, :]
+            mask = self._masks[id(columns)] = own.to(self.dtype).mul_(columns.scaling)
+        return torch.mm(torch.mm(x, down.t()).mul_(mask), up.t())
+
+    def _table(self, base: Ops, name: str) -> Ops:
+        """`base` with the products of one layer, adapters added."""
+
+        def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+            y = base.linear(x, weight, bias)
+            added = self._added(name, x)
+            return y if added is None else y.add_(added)
+
+        def norm_linear(
+            x: torch.Tensor,
+            gain: torch.Tensor,
+            eps: float,
+            weight: torch.Tensor,
+            bias: torch.Tensor | None = None,
+        ) -> torch.Tensor:
+            if self._token_adapters is None:
+                return base.norm_linear(x, gain, eps, weight, bias)
+            return linear(base.rms_norm(x, gain, eps), weight, bias)
+
+        def linear_add(
+            x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor
+        ) -> torch.Tensor:
+            added = self._added(name, x)
+            residual = base.linear_add(x, weight, bias, residual)
+            return residual if added is None else residual.add_(added)
+
+        def norm_gated_linear(
+            x: torch.Tensor,
+            gain: torch.Tensor,
+            eps: float,
+            weight: torch.Tensor,
+            bias: torch.Tensor | None = None,
+            activation: str = "silu",
+        ) -> torch.Tensor:
+            if self._token_adapters is None:
+                return base.norm_gated_linear(x, gain, eps, weight, bias, activation)
+            both = linear(base.rms_norm(x, gain, eps), weight, bias)
+            return base.silu_and_mul(both) if activation == "silu" else base.gelu_tanh_and_mul(both)
+
+        return dataclasses.replace(
+            base,
+            linear=linear,
+            norm_linear=norm_linear,
+            linear_add=linear_add,
+            norm_gated_linear=norm_gated_linear,
+        )
+
+    # -- inside ------------------------------------------------------------------------------------------------------
+
+    def _restack(self, names: set[str]) -> None:
+        """Stack the factors of these layers anew. Layers with the same columns share their description."""
+        known = {self._signature(stack.columns): stack.columns for stack in self._stacks.values()}
+        for name in names:
+            self._stacks.pop(name, None)
+            parts = self._parts[name]
+            downs, ups, adapters, scaling = [], [], [], []
+            for number, adapter in self.adapters.items():
+                for part in (None, *range(len(parts))):
+                    factors = adapter.factors.get(Place(name, part))
+                    if factors is None:
+                        continue
+                    up = torch.zeros(sum(parts), adapter.rank, dtype=self.dtype)
+                    first, rows = (0, sum(parts)) if part is None else (sum(parts[:part]), parts[part])
+                    up[first : first + rows] = factors.up
+                    downs.append(factors.down)
+                    ups.append(up)
+                    adapters += [number] * adapter.rank
+                    scaling += [adapter.scaling] * adapter.rank
+            if not downs:
+                continue
+            columns = Columns(
+                torch.tensor(adapters, dtype=torch.int32, device=self.device),
+                torch.tensor(scaling, dtype=self.dtype, device=self.device),
+            )
+            columns = known.setdefault(self._signature(columns), columns)
+            self._stacks[name] = Stack(torch.cat(downs).to(self.device), torch.cat(ups, 1).to(self.device), columns)
+
+    @staticmethod
+    def _signature(columns: Columns) -> tuple[tuple[int, ...], tuple[float, ...]]:
+        return tuple(columns.adapters.tolist()), tuple(columns.scaling.tolist())

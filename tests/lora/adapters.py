@@ -1,0 +1,55 @@
+"""Adapters in PEFT's layout for transformers' models, and the same models with the adapter merged by hand."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+LLAMA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+GPT2_TARGETS = ("c_attn", "c_proj", "c_fc")
+
+
+def write_adapter(
+    folder: Path,
+    model: Any,
+    *,
+    seed: int = 1,
+    rank: int = 4,
+    alpha: float = 8.0,
+    targets: Sequence[str] = LLAMA_TARGETS,
+    rslora: bool = False,
+    **config: Any,
+) -> Any:
+    """Write random factors for every module whose name ends in one of `targets`. Returns the merged model."""
+    generator = torch.Generator().manual_seed(seed)
+    merged = copy.deepcopy(model)
+    scaling = alpha / math.sqrt(rank) if rslora else alpha / rank
+    tensors: dict[str, torch.Tensor] = {}
+    for name, module in merged.named_modules():
+        weight = getattr(module, "weight", None)
+        if name.rpartition(".")[2] not in targets or weight is None:
+            continue
+        stored_in_out = type(module).__name__ == "Conv1D"  # GPT-2
+        outputs, inputs = reversed(weight.shape) if stored_in_out else weight.shape
+        down = torch.randn(rank, inputs, generator=generator) * 0.3
+        up = torch.randn(outputs, rank, generator=generator) * 0.3
+        delta = scaling * (up.double() @ down.double()).float()
+        weight.data += delta.t() if stored_in_out else delta
+        tensors[f"base_model.model.{name}.lora_A.weight"] = down
+        tensors[f"base_model.model.{name}.lora_B.weight"] = up
+    folder.mkdir(parents=True)
+    save_file(tensors, folder / "adapter_model.safetensors")
+    values = {
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "r": rank, "lora_alpha": alpha, "target_modules": list(targets),
+        "bias": "none", "use_rslora": rslora, "use_dora": False, "modules_to_save": None, "lora_dropout": 0.05,
+        "rank_pattern": {}, "alpha_pattern": {}, "init_lora_weights": True, **config,
+    }  # fmt: skip
+    (folder / "adapter_config.json").write_text(json.dumps(values))
+    return merged

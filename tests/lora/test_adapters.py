@@ -1,0 +1,150 @@
+"""LoRA through the whole engine: each request's tokens equal transformers' with its adapter's weights merged."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from inferengine.errors import ConfigError, InferEngineError
+from tests.lora.adapters import GPT2_TARGETS, LLAMA_TARGETS, write_adapter
+from tests.models.checkpoints import greedy_reference, make_model, save
+from tests.runtime.engine import Engine
+
+PROMPTS = [[5, 9, 200, 31, 7], [77, 3] * 9, [11, 250, 4]]
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
+    model = make_model("llama-tied-biases")
+    return model, save(model, tmp_path_factory.mktemp("llama"))
+
+
+def make_engine(checkpoint: Path, adapters: Path, **values: Any) -> Engine:
+    adapters.mkdir(exist_ok=True)
+    return Engine(checkpoint, model={"adapters": str(adapters)}, **values)
+
+
+@pytest.mark.parametrize(
+    ("family", "targets"),
+    [("llama", LLAMA_TARGETS), ("qwen3", ("q_proj", "v_proj")), ("gemma3", LLAMA_TARGETS), ("gpt2", GPT2_TARGETS)],
+)
+def test_tokens_equal_those_of_merged_weights(family: str, targets: tuple[str, ...], tmp_path: Path) -> None:
+    model = make_model(family)
+    checkpoint = save(model, tmp_path / "model")
+    merged = write_adapter(tmp_path / "adapters" / "pirate", model, targets=targets)
+    engine = make_engine(checkpoint, tmp_path / "adapters")
+    for prompt, output in zip(PROMPTS, engine.generate(PROMPTS, 24, adapter=1), strict=True):
+        assert output == greedy_reference(merged, prompt, output)
+
+
+def test_a_batch_mixes_adapters_and_plain_rows(llama: tuple[Any, Path], tmp_path: Path) -> None:
+    model, checkpoint = llama
+    first = write_adapter(tmp_path / "adapters" / "a", model, seed=1, rank=4)
+    second = write_adapter(
+        tmp_path / "adapters" / "b", model, seed=2, rank=7, rslora=True, targets=("q_proj", "up_proj")
+    )
+    engine = make_engine(checkpoint, tmp_path / "adapters", budget=9)
+    assert engine.executor.adapters.names() == {"a": 1, "b": 2}
+    rows = [(0, model), (1, first), (2, second), (1, first), (0, model)]
+    uids = [engine.submit(PROMPTS[index % 3], 16, adapter=adapter) for index, (adapter, _) in enumerate(rows)]
+    engine.run()
+    for index, (uid, (_, expected)) in enumerate(zip(uids, rows, strict=True)):
+        output = engine.outputs[uid]
+        assert output == greedy_reference(expected, PROMPTS[index % 3], output)
+
+
+def test_prefixes_are_not_shared_between_adapters(llama: tuple[Any, Path], tmp_path: Path) -> None:
+    model, checkpoint = llama
+    first = write_adapter(tmp_path / "adapters" / "a", model, seed=1)
+    engine = make_engine(checkpoint, tmp_path / "adapters")
+    prompt = list(range(20, 60))
+    for adapter, expected in ((0, model), (1, first), (1, first)):
+        uid = engine.submit(prompt, 8, adapter=adapter)
+        engine.run()
+        assert engine.outputs[uid] == greedy_reference(expected, prompt, engine.outputs[uid])
+    assert [engine.finished[uid].num_cached for uid in (1, 2)] == [0, 0]
+    assert engine.finished[3].num_cached > 0
+
+
+def test_adapters_come_and_go_between_steps(llama: tuple[Any, Path], tmp_path: Path) -> None:
+    model, checkpoint = llama
+    engine = make_engine(checkpoint, tmp_path / "adapters")
+    merged = write_adapter(tmp_path / "adapters" / "late", model, seed=5)
+    folder = engine.executor.adapters
+    number = folder.bank.add(folder.read("late"))
+    output = engine.generate([PROMPTS[0]], 12, adapter=number)[0]
+    assert output == greedy_reference(merged, PROMPTS[0], output)
+    folder.bank.remove(number)
+    plain = engine.generate([PROMPTS[0]], 12)[0]
+    assert plain == greedy_reference(model, PROMPTS[0], plain)
+    assert folder.bank.add(folder.read("late")) == number + 1  # an old number's KV is never found again
+
+
+def test_a_preempted_sequence_keeps_its_adapter(llama: tuple[Any, Path], tmp_path: Path) -> None:
+    model, checkpoint = llama
+    merged = write_adapter(tmp_path / "adapters" / "a", model)
+    engine = make_engine(checkpoint, tmp_path / "adapters", num_blocks=9)
+    prompts = [[index + 3] * 12 for index in range(4)]
+    for prompt, output in zip(prompts, engine.generate(prompts, 20, adapter=1), strict=True):
+        assert output == greedy_reference(merged, prompt, output)
+    assert engine.core.scheduler.stats.num_preemptions > 0
+
+
+def test_an_adapter_beside_quantized_weights(llama: tuple[Any, Path], tmp_path: Path) -> None:
+    model, checkpoint = llama
+    write_adapter(tmp_path / "adapters" / "a", model)
+    (tmp_path / "adapters").mkdir(exist_ok=True)
+    values = {"adapters": str(tmp_path / "adapters"), "quantization": "int8_w8a8"}
+    engine = Engine(checkpoint, model=values)
+    adapted, plain = engine.generate([PROMPTS[1]], 8, adapter=1), engine.generate([PROMPTS[1]], 8)
+    assert adapted != plain
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"use_dora": True}, "use_dora = True is not supported"),
+        ({"bias": "all"}, "bias = all is not supported"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+        ({"alpha_pattern": {"q_proj": 4}}, "alpha_pattern"),
+        ({"peft_type": "IA3"}, "peft_type = IA3"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights = pissa"),
+        ({"lora_alpha": None}, "lora_alpha must be a positive number"),
+        ({"rank": 65}, "at most 64"),
+        ({"r": 5}, "has shape [4, 48] where [5, 48] is due"),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_name(
+    changes: dict[str, Any], message: str, llama: tuple[Any, Path], tmp_path: Path
+) -> None:
+    model, checkpoint = llama
+    write_adapter(tmp_path / "adapters" / "odd", model, targets=("q_proj",), **changes)
+    with pytest.raises(ConfigError) as error:
+        make_engine(checkpoint, tmp_path / "adapters")
+    assert message in error.value.message
+    assert "odd" in error.value.message
+
+
+def test_an_adapter_for_another_model_names_the_tensor(llama: tuple[Any, Path], tmp_path: Path) -> None:
+    write_adapter(tmp_path / "adapters" / "odd", make_model("gpt2"), targets=("c_attn",))
+    with pytest.raises(ConfigError, match=r"transformer\.h\.0\.attn\.c_attn\.lora_A\.weight is unexpected"):
+        make_engine(llama[1], tmp_path / "adapters")
+
+
+@pytest.mark.parametrize("name", ["../model", "/etc", "nothing", "", ".", "a/b"])
+def test_a_name_is_no_path(name: str, llama: tuple[Any, Path], tmp_path: Path) -> None:
+    engine = make_engine(llama[1], tmp_path / "adapters")
+    with pytest.raises(InferEngineError, match="no adapter of that name"):
+        engine.executor.adapters.read(name)
+
+
+def test_rows_without_an_adapter_are_the_model_to_the_bit(llama: tuple[Any, Path], tmp_path: Path) -> None:
+    model, checkpoint = llama
+    write_adapter(tmp_path / "adapters" / "a", model)
+    with_bank, without = make_engine(checkpoint, tmp_path / "adapters"), Engine(checkpoint)
+    found = [[item.logprob for item in engine.logprobs[uid]] for engine in (with_bank, without)
+             for uid in [engine.submit(PROMPTS[0], 8, logprobs=0)] if engine.run()]  # fmt: skip
+    assert torch.equal(torch.tensor(found[0]), torch.tensor(found[1]))
