@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -59,3 +60,12 @@ def test_error_codes_named_in_operations_exist() -> None:
     named = set(re.findall(r"[45]\d\d `([a-z_]+)`", text))
     assert named
     assert named <= set(KINDS)
+
+
+@pytest.mark.parametrize("package", ["inferengine", "frontends"])
+def test_every_file_that_is_no_code_is_packaged_too(package: str) -> None:
+    """What an installed copy would lack: a checkout has every file, a wheel only those that pyproject.toml names."""
+    patterns = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"][package]
+    packaged = {path for pattern in patterns for path in (ROOT / package).glob(pattern)}
+    there = {path for path in (ROOT / package).rglob("*") if path.is_file() and path.suffix not in (".py", ".pyc")}
+    assert sorted(str(path.relative_to(ROOT)) for path in there - packaged) == []
