@@ -39,6 +39,7 @@ class Bench:
 
     def __init__(self, config: Config) -> None:
         self.config = config
+        self.num_threads = config.engine.threads or torch.get_num_threads()
         begin = time.perf_counter()
         self.executor = build_executor(config)
         self.capacity = self.executor.load(lambda phase, share: None)
@@ -142,6 +143,7 @@ def against_transformers(bench: Bench, folder: Path, batches: list[int], prompt:
         ours, theirs = [], []
         for _ in range(3):
             ours.append(bench.generate(prompts, num_tokens))
+            torch.set_num_threads(bench.num_threads)  # the engine chooses anew for each of its steps
             begin = time.perf_counter()
             with torch.inference_mode():
                 ids = torch.tensor(prompts, device=device)
@@ -165,7 +167,7 @@ def environment(bench: Bench) -> Row:
     on_cuda = executor.device.type == "cuda"
     return {
         "device": torch.cuda.get_device_name() if on_cuda else platform.processor() or platform.machine(),
-        "threads": torch.get_num_threads(),
+        "threads": bench.num_threads,
         "torch": torch.__version__,
         "python": platform.python_version(),
         "dtype": str(executor.dtype),
