@@ -62,7 +62,11 @@ class Grid:
             for context in CONTEXTS:
                 fits = batch * (context + DECODE_STEPS + self.capacity.block_size) <= min(room, self._token_limit)
                 if batch <= self.capacity.max_num_seqs and context <= longest and fits:
-                    yield {"prompts": [context] * batch, "max_tokens": DECODE_STEPS}
+                    yield {"prompts": self._ragged(batch, context, longest), "max_tokens": DECODE_STEPS}
+
+    def _ragged(self, batch: int, mean: int, longest: int) -> list[int]:
+        """Lengths around a mean: rows of equal length are a special case that some kernels do better on."""
+        return [min(longest, self._random.randint(max(1, mean // 4), 2 * mean - mean // 4)) for _ in range(batch)]
 
     def _prompts(self) -> Iterator[dict[str, Any]]:
         for length in PROMPTS:

@@ -34,7 +34,7 @@ def run_with_engines(
                 await pool.close()
 
     with TemporaryDirectory(prefix="ie-") as folder:
-        asyncio.run(asyncio.wait_for(main(Path(folder)), 60.0))
+        asyncio.run(asyncio.wait_for(main(Path(folder)), 100.0))
 
 
 def submit(pool: EnginePool, max_tokens: int, seed: int = 0) -> Submission:
