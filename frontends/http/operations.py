@@ -11,12 +11,12 @@ from starlette.responses import Response
 
 from frontends.common.errors import scrubbed
 from frontends.http.answer import JsonBytes
-from frontends.http.engine_metrics import EngineMetrics
 from frontends.http.service import Service
 from inferengine import __version__
 from inferengine.client import AsyncClient
 from inferengine.client.pool import EngineHealth
 from inferengine.errors import InferEngineError
+from inferengine.exposition import EngineMetrics
 from inferengine.wire.messages import PROTOCOL_MAJOR, PROTOCOL_MINOR, READY, STOPPING
 
 ENGINE_ANSWER_S = 2.0  # an engine that takes longer to tell its figures shows those it told last

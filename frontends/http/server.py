@@ -5,17 +5,18 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import sys
 import time
 
 from frontends.common.keys import read_keys
-from frontends.common.listeners import describe, open_listeners
-from frontends.common.logs import configure
 from frontends.common.notify import notify
 from frontends.common.protection import check_protection, tls_files
 from frontends.http.app import make_metrics, make_quotas
 from frontends.http.worker import Shared, run_worker
 from inferengine.config import Config, watchdog_interval_s
 from inferengine.errors import ExitCode
+from inferengine.listening import AddressTaken, describe, open_listeners
+from inferengine.logs import configure
 
 logger = logging.getLogger(__name__)
 
@@ -27,11 +28,15 @@ MAX_FAST_FAILURES = 5
 
 
 def run_http(config: Config) -> int:
-    """Serve until SIGTERM or SIGINT; returns the process's exit code. Raises ConfigError for an address that cannot be
-    had."""
+    """Serve until SIGTERM or SIGINT; returns the process's exit code. Raises ConfigError for what may not be served
+    like this."""
     configure(config.log)
-    sockets = open_listeners("http", config.http.host, config.http.port, config.http.uds)
-    address = describe(sockets[0])
+    try:
+        sockets = open_listeners("http", config.http.host, config.http.port, config.http.uds)
+    except AddressTaken as error:
+        print(f"inferengine http: {error}", file=sys.stderr)
+        return ExitCode.ADDRESS
+    address = describe(sockets[0], "https" if config.http.tls_certificate else "http")
     logger.info("listening", extra={"fields": {"address": address, "workers": config.http.workers}})
     keys = read_keys(config.auth.keys_file)
     check_protection("http", sockets[0], keys, allow_public=config.http.allow_public)

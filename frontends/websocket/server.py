@@ -15,12 +15,13 @@ import sys
 
 import uvicorn
 
-from frontends.common.logs import configure
 from frontends.common.notify import notify
 from frontends.common.protection import check_protection, tls_files
 from frontends.websocket.app import WebsocketFrontEnd
-from inferengine.config import Config, listen_fds, watchdog_interval_s
+from inferengine.config import Config, watchdog_interval_s
 from inferengine.errors import ExitCode
+from inferengine.listening import AddressTaken, open_listeners
+from inferengine.logs import configure
 
 logger = logging.getLogger(__name__)
 
@@ -35,14 +36,9 @@ def run_websocket(config: Config) -> int:
     """Serve until a signal. Returns an exit code of ExitCode."""
     configure(config.log)
     try:
-        listener = _listener(config)
-    except (OSError, OverflowError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        print(
-            f"inferengine ws: cannot listen on {config.ws.host}:{config.ws.port} ({reason}): choose another address "
-            "with --ws.host and --ws.port (0 takes any free port)",
-            file=sys.stderr,
-        )
+        (listener, *_) = open_listeners("ws", config.ws.host, config.ws.port)
+    except AddressTaken as error:
+        print(f"inferengine ws: {error}", file=sys.stderr)
         return ExitCode.ADDRESS
     front_end = WebsocketFrontEnd(config)
     check_protection("ws", listener, front_end.keys, allow_public=config.ws.allow_public)
@@ -121,21 +117,3 @@ async def _feed_watchdog() -> None:
     while interval_s is not None:
         notify("WATCHDOG=1")
         await asyncio.sleep(interval_s)
-
-
-def _listener(config: Config) -> socket.socket:
-    """The socket that a supervisor handed over, else one of our own."""
-    descriptors = listen_fds()
-    if descriptors:
-        return socket.socket(fileno=descriptors[0])
-    family, kind, protocol, _, address = socket.getaddrinfo(
-        config.ws.host, config.ws.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-    )[0]
-    listener = socket.socket(family, kind, protocol)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind(address)
-    except BaseException:
-        listener.close()
-        raise
-    return listener

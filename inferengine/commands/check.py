@@ -18,7 +18,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple
 
-from inferengine.commands import listening, model_files
+from inferengine import listening
+from inferengine.commands import model_files
 from inferengine.commands.arguments import resolve
 from inferengine.config import Config, engine_address, status_address
 from inferengine.errors import ConfigError, ExitCode, InferEngineError

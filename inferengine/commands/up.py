@@ -18,7 +18,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from inferengine.commands import listening
+from inferengine import listening
 from inferengine.commands.arguments import resolve
 from inferengine.commands.child import ChildSpec
 from inferengine.commands.supervisor import Supervisor
@@ -62,13 +62,13 @@ def banner(config: Config, http: socket.socket, ws: socket.socket, seconds: floa
     if config.http.uds:
         address, target = f"unix:{config.http.uds}", f"--unix-socket {config.http.uds} http://localhost"
     else:
-        address = target = listening.url(http)
+        address = target = listening.url(http, scheme="https" if config.http.tls_certificate else "http")
     return "\n".join(
         [
             "",
             f"Ready after {seconds:.1f} s. Ctrl-C stops.",
             f"  HTTP       {address}",
-            f"  chat page  {listening.url(ws, path='/')}",
+            f"  chat page  {listening.url(ws, path='/', scheme='https' if config.ws.tls_certificate else 'http')}",
             f"  ZeroMQ     {engine_address(config)}",
             "Try:",
             f"  curl {target}/v1/completions -H 'Content-Type: application/json' \\",

@@ -10,9 +10,9 @@ import time
 from queue import SimpleQueue
 from types import FrameType
 
+from inferengine import logs
 from inferengine.config import Config
 from inferengine.core.executor import Executor
-from inferengine.engine import logs
 from inferengine.engine.endpoint import AddressTaken
 from inferengine.engine.model_card import read_model_card
 from inferengine.engine.notify import Notifier, Watchdog

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from inferengine.commands.listening import AddressTaken, listen_tcp, listen_unix, url
+from inferengine.listening import AddressTaken, listen_tcp, listen_unix, url
 
 
 def test_port_zero_becomes_a_number_that_can_be_printed() -> None:

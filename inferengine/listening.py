@@ -1,7 +1,8 @@
-"""Listening sockets that a supervisor binds and hands to its children, as systemd does with a .socket unit.
+"""Listening sockets: bound by whoever is asked to listen, or handed over by a supervisor, as systemd does with a
+.socket unit and `inferengine up` with its children.
 
-Binding here has three effects: a port in use is one clear sentence before anything is loaded; port 0 becomes a number
-that can be printed; and connections that arrive while a front end restarts wait in the backlog, not refused.
+Binding before anything is loaded has three effects: a port in use is one clear sentence; port 0 becomes a number that
+can be printed; and connections that arrive while a front end restarts wait in the backlog, not refused.
 """
 
 from __future__ import annotations
@@ -12,11 +13,24 @@ import os
 import socket
 import stat
 
-BACKLOG = 1024
+from inferengine.config import listen_fds
+
+BACKLOG = 2048
 
 
 class AddressTaken(Exception):
     """A socket cannot be bound. The message is a whole sentence with the remedy."""
+
+
+def open_listeners(key: str, host: str, port: int, uds: str = "") -> list[socket.socket]:
+    """Inherited sockets if there are any, else one bound to `uds` or `host:port`. `key` as for `listen_tcp`."""
+    inherited = [socket.socket(fileno=descriptor) for descriptor in listen_fds()]
+    for listener in inherited:
+        os.set_inheritable(listener.fileno(), False)
+    listeners = inherited or [listen_unix(uds) if uds else listen_tcp(host, port, key)]
+    for listener in listeners:
+        listener.setblocking(False)
+    return listeners
 
 
 def listen_tcp(host: str, port: int, key: str) -> socket.socket:
@@ -55,11 +69,20 @@ def listen_unix(path: str) -> socket.socket:
     return listener
 
 
-def url(listener: socket.socket, *, path: str = "") -> str:
+def describe(listener: socket.socket, scheme: str = "http") -> str:
+    """The address as people and curl write it."""
+    name = listener.getsockname()
+    if isinstance(name, str):
+        return f"unix:{name}"
+    host = f"[{name[0]}]" if ":" in name[0] else name[0]
+    return f"{scheme}://{host}:{name[1]}"
+
+
+def url(listener: socket.socket, *, path: str = "", scheme: str = "http") -> str:
     """How to reach a TCP listener from this machine; a wildcard address becomes loopback."""
     host, port = listener.getsockname()[:2]
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-    return f"http://{f'[{host}]' if ':' in host else host}:{port}{path}"
+    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}{path}"
 
 
 def _answers(path: str) -> bool:
