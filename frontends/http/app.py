@@ -25,6 +25,7 @@ from frontends.http.compatible import generate_text, infer
 from frontends.http.completions import completions
 from frontends.http.edge import Edge
 from frontends.http.gate import Gate
+from frontends.http.messages import count_tokens, messages
 from frontends.http.metrics import HttpMetrics
 from frontends.http.native import generate
 from frontends.http.resume import cancel_stream, read_stream
@@ -40,6 +41,8 @@ logger = logging.getLogger(__name__)
 ROUTES = (
     Route("/v1/completions", completions, methods=["POST"]),
     Route("/v1/chat/completions", chat_completions, methods=["POST"]),
+    Route("/v1/messages", messages, methods=["POST"]),
+    Route("/v1/messages/count_tokens", count_tokens, methods=["POST"]),
     Route("/v1/generate", generate, methods=["POST"]),
     Route("/generate", generate_text, methods=["POST"]),
     Route("/infer/v1/completions", infer, methods=["POST"]),
