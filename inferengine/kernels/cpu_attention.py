@@ -16,6 +16,7 @@ from torch.nn import functional
 
 from inferengine.kernels.reference import rms_norm
 
+FP8, FP8_MAX = torch.float8_e4m3fn, 448.0
 QUERY_TILE = 128  # flattened query tokens per prompt tile
 KEY_TILE = 4096  # keys at which a tile that spans several rows is closed early
 CHUNK_TOKENS = 256  # keys per decode item when rows differ much in length
@@ -91,11 +92,13 @@ def attention_qkv(
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
+    kv_scales: tuple[float, float] = (1.0, 1.0),
 ) -> torch.Tensor:
     """Packed qkv [T, (H + 2K) * D] -> [T, H * D], K and V of the tokens in the cache.
 
     Optional norm of each query and key head, NeoX rotation (Su et al. 2021) by `cos_sin` [max_position, D] (cosines in
-    the first half; None: no rotation), the write to `kv` [num_blocks, 2, K, block_size, D], then attention.
+    the first half; None: no rotation), the write to `kv` [num_blocks, 2, K, block_size, D], then attention. `kv_scales`
+    divide K and V before they are stored: 1 unless the cache is FP8.
     """
     plan: AttentionPlan = batch.plans[group]
     head_dim = kv.shape[-1]
@@ -107,8 +110,15 @@ def attention_qkv(
         angles = _angles(plan, cos_sin, batch.positions, num_heads, num_kv_heads)
         turned = torch.mul(heads, angles.cos)
         heads = turned.addcmul_(torch.roll(heads, head_dim // 2, -1), angles.sin)
-    kv.view(-1, head_dim).index_put_((plan.written,), heads[:, num_heads:].to(kv.dtype))
-    return attention(heads[:, :num_heads].to(kv.dtype), kv, batch, group, scale, window, softcap)
+    queries, new = heads[:, :num_heads].to(number_type(kv)), heads[:, num_heads:]
+    if kv.dtype != FP8:
+        kv.view(-1, head_dim).index_put_((plan.written,), new.to(kv.dtype))
+        return attention(queries, kv, batch, group, scale, window, softcap)
+    new = torch.cat((new[:, :num_kv_heads] / kv_scales[0], new[:, num_kv_heads:] / kv_scales[1]), 1)
+    codes = new.clamp_(-FP8_MAX, FP8_MAX).to(FP8).view(torch.uint8)
+    kv.view(torch.uint8).view(-1, head_dim).index_put_((plan.written,), codes)
+    mixed = attention(queries, kv, batch, group, scale * kv_scales[0], window, softcap)
+    return mixed.mul_(kv_scales[1]).to(qkv.dtype)
 
 
 def attention(
@@ -133,6 +143,21 @@ def attention(
     return out
 
 
+def number_type(kv: torch.Tensor) -> torch.dtype:
+    """What keys and values are computed with: the cache's own type, fp32 where it holds 8-bit codes."""
+    return torch.float32 if kv.dtype == FP8 else kv.dtype
+
+
+def _stored(kv: torch.Tensor) -> torch.Tensor:
+    """The cache as a type that can be gathered."""
+    return kv.view(torch.uint8) if kv.dtype == FP8 else kv
+
+
+def _numbers(gathered: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
+    """What was gathered, as numbers still to be scaled."""
+    return gathered.view(FP8).to(torch.float32) if kv.dtype == FP8 else gathered
+
+
 def _angles(
     plan: AttentionPlan, cos_sin: torch.Tensor, positions: torch.Tensor, num_heads: int, num_kv_heads: int
 ) -> Angles:
@@ -154,8 +179,8 @@ def _angles(
 def _decode(q: torch.Tensor, kv: torch.Tensor, plan: DecodePlan, scale: float, softcap: float | None) -> torch.Tensor:
     num_rows, num_heads, head_dim = q.shape
     num_kv_heads, block_size = kv.shape[2], kv.shape[3]
-    torch.index_select(kv.view(-1, block_size * head_dim), 0, plan.places, out=plan.gathered)
-    keys, values = plan.gathered.view(2, plan.num_items * num_kv_heads, -1, head_dim).unbind(0)
+    torch.index_select(_stored(kv).view(-1, block_size * head_dim), 0, plan.places, out=plan.gathered)
+    keys, values = _numbers(plan.gathered, kv).view(2, plan.num_items * num_kv_heads, -1, head_dim).unbind(0)
     queries = q if plan.rows is None else q.index_select(0, plan.rows)
     queries = queries.reshape(plan.num_items * num_kv_heads, num_heads // num_kv_heads, head_dim)
     if softcap is None:
@@ -183,7 +208,7 @@ def _prompt_tile(
     count, num_heads, head_dim = q.shape
     num_kv_heads, block_size = kv.shape[2], kv.shape[3]
     group_heads = num_heads // num_kv_heads
-    gathered = kv.view(-1, block_size * head_dim).index_select(0, tile.places).to(q.dtype)
+    gathered = _numbers(_stored(kv).view(-1, block_size * head_dim).index_select(0, tile.places), kv).to(q.dtype)
     keys, values = gathered.view(2, num_kv_heads, 1, -1, head_dim)
     queries = q.view(count, num_kv_heads, group_heads, head_dim).permute(1, 2, 0, 3)
     if softcap is None:
@@ -220,11 +245,11 @@ def _plan_decode(columns: Any, count: int, table: np.ndarray, kv: torch.Tensor, 
     places = torch.from_numpy(_places(blocks, num_kv_heads))
     return DecodePlan(
         places=places,
-        mask=torch.from_numpy(np.repeat(mask, num_kv_heads, axis=0)).to(kv.dtype),
+        mask=torch.from_numpy(np.repeat(mask, num_kv_heads, axis=0)).to(number_type(kv)),
         rows=None if len(host_rows) == count else torch.from_numpy(host_rows),
         host_rows=host_rows,
         row_begin=row_begin,
-        gathered=torch.empty(len(places), block_size * head_dim, dtype=kv.dtype),
+        gathered=torch.empty(len(places), block_size * head_dim, dtype=_stored(kv).dtype),
         num_items=len(host_rows),
     )
 
@@ -257,7 +282,7 @@ def _plan_tiles(
     def close() -> None:
         nonlocal num_queries, num_keys
         if pieces:
-            tiles.append(_tile(columns, pieces, table, num_kv_heads, block_size, window, kv.dtype))
+            tiles.append(_tile(columns, pieces, table, num_kv_heads, block_size, window, number_type(kv)))
         pieces.clear()
         num_queries = num_keys = 0
 

@@ -112,6 +112,7 @@ class CudaKernels:
         scale: float,
         window: int | None = None,
         softcap: float | None = None,
+        kv_scales: tuple[float, float] = (1.0, 1.0),
     ) -> torch.Tensor:
         """q [T, H, D] over the paged keys of each token's row -> [T, H * D]."""
         num_tokens, num_heads, head_dim = q.shape
@@ -121,13 +122,13 @@ class CudaKernels:
         if decodes:
             decode_attention(
                 q[:decodes], kv, batch.row_slot[:decodes], batch.row_len, table, scale, window, softcap, self.scratch,
-                out=out[:decodes],
+                out=out[:decodes], kv_scales=kv_scales,
             )  # fmt: skip
         if decodes < num_tokens:
             prefill_attention(
                 q, kv, batch.row_slot, batch.row_start, batch.query_start, table, scale, window, softcap,
                 first_row=decodes, num_tokens=num_tokens - decodes, out=out,
-                deterministic=self.deterministic,
+                kv_scales=kv_scales, deterministic=self.deterministic,
             )  # fmt: skip
         return out
 
@@ -146,6 +147,7 @@ class CudaKernels:
         scale: float,
         window: int | None = None,
         softcap: float | None = None,
+        kv_scales: tuple[float, float] = (1.0, 1.0),
     ) -> torch.Tensor:
         """Packed qkv -> [T, H * D] with K and V in the cache; one kernel when every row is a decode."""
         rows = batch.num_tokens
@@ -153,12 +155,13 @@ class CudaKernels:
         if rows == batch.num_decodes and tuned.packed and not self.deterministic:
             return decode_attention_qkv(
                 qkv, q_norm, k_norm, eps, cos_sin, kv, batch.row_slot, batch.row_len, batch.block_tables[group],
-                num_heads, scale, window, softcap, self.scratch,
+                num_heads, scale, window, softcap, self.scratch, kv_scales=kv_scales,
             )  # fmt: skip
         q = rope_cache.qkv_rope_write(
-            qkv, q_norm, k_norm, eps, cos_sin, batch.positions, batch.slot_mapping[group], kv, num_heads, num_kv_heads
+            qkv, q_norm, k_norm, eps, cos_sin, batch.positions, batch.slot_mapping[group], kv, num_heads, num_kv_heads,
+            kv_scales,
         )
-        return self.attention(q, kv, batch, group, scale, window, softcap)
+        return self.attention(q, kv, batch, group, scale, window, softcap, kv_scales)
 
 
 def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:

@@ -33,6 +33,7 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(ops, config.head_dim, config.norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(ops, config.head_dim, config.norm_eps) if config.qk_norm else None
         self.kv: torch.Tensor | None = None
+        self.kv_scales = (1.0, 1.0)  # of an FP8 cache: K and V are divided by them before they are stored
         self.cos_sin: torch.Tensor | None = None
         self.q_gain: torch.Tensor | None = None
         self.k_gain: torch.Tensor | None = None
@@ -53,6 +54,7 @@ class Attention(nn.Module):
             self.scale,
             self.window,
             self.softcap,
+            self.kv_scales,
         )
 
     def finish(self) -> None:

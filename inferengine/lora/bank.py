@@ -1,8 +1,9 @@
 """AdapterBank: every loaded adapter's factors beside the model's linear layers, and who uses which in a step.
 
 The factors of all adapters that touch a layer are stacked: one product with all A gives [T, C], a mask keeps each
-token's own columns (times its adapter's scaling), one product with all B gives what is added. So a batch may mix adapters and
-plain rows at two products for each layer, whatever their number, and a row adds exact zeros for what is not its own.
+token's own columns (times its adapter's scaling), one product with all B gives what is added. So a batch may mix
+adapters and plain rows at two products for each layer, whatever their number, and a row adds exact zeros for what is
+not its own.
 
 A layer learns of it through its ops table; models do not. While no row of a step has an adapter nothing is added.
 """

@@ -41,6 +41,10 @@ class KVCache:
     def num_bytes(self) -> int:
         return sum(layer.numel() * layer.element_size() for layer in self.layers)
 
+    def magnitudes(self) -> list[tuple[float, float]]:
+        """The largest key and the largest value of each layer."""
+        return [(float(layer[:, 0].abs().max()), float(layer[:, 1].abs().max())) for layer in self.layers]
+
     def bind(self, model: nn.Module, num_positions: int) -> None:
         """Give every attention layer its cache tensor and its rotation table; equal tables are shared."""
         tables: dict[RopeConfig, torch.Tensor] = {}

@@ -27,7 +27,7 @@ from inferengine.models.hf_config import read_json
 from inferengine.models.weight_map import Target
 from inferengine.params import SamplingParams
 from inferengine.quant.apply import quantize
-from inferengine.runtime import draft_model, memory, rehearsal
+from inferengine.runtime import draft_model, kv_scales, memory, rehearsal
 from inferengine.runtime.batch import columns_of, make_batch
 from inferengine.runtime.draft_model import DraftModel
 from inferengine.runtime.graphs import DecodeGraphs
@@ -248,12 +248,14 @@ class TorchExecutor:
             max_model_len=max_model_len,
             max_chunk=settings.max_num_batched_tokens if settings.chunked_prefill else max_model_len,
         )
+        if self._kv_dtype != self.dtype:
+            self._scale_cache(max_model_len)
         activation_bytes = self._profile(max_model_len) if self.device.type == "cuda" else 0
         budget = memory.budget_bytes(self.device, settings.memory_fraction, activation_bytes)
         if settings.draft_folder is not None:
             draft = draft_model.read_draft_config(settings.draft_folder, self.config, max_model_len)
             budget = draft_model.share_of_target(budget, self.config, draft)
-        groups = memory.plan_groups(self.config, cache, self.dtype, budget)
+        groups = memory.plan_groups(self.config, cache, self._kv_dtype, budget)
         self._place_state(groups, max_model_len)
         swap_block_s, prefill_token_s = self._measure_swap() if settings.swap_bytes else (0.0, 0.0)
         return Capacity(
@@ -267,10 +269,33 @@ class TorchExecutor:
             prefill_token_s=prefill_token_s,
         )
 
-    def _place_state(self, groups: list[KVGroup], max_model_len: int) -> None:
+    @property
+    def _kv_dtype(self) -> torch.dtype:
+        return torch.float8_e4m3fn if self.settings.cache_dtype == "fp8" else self.dtype
+
+    def _scale_cache(self, max_model_len: int) -> None:
+        """Run a sample through the model with a cache of the model's own number format: its magnitudes give the scales
+        of the smaller one."""
+        settings = self.settings
+        count = max(1, min(kv_scales.SAMPLE_TOKENS, settings.max_num_batched_tokens, max_model_len - 1))
+        blocks = list(range(-(-count // settings.block_size)))
+        self._place_state(
+            [KVGroup(len(blocks), window) for window in self.config.group_windows], max_model_len, self.dtype
+        )
+        plan, slot = self._scratch_plan(count), self.slots.num_slots
+        tokens = kv_scales.sample_tokens(self.config.vocab_size, count)
+        plan = plan._replace(
+            admitted=[plan.admitted[0]._replace(token_ids=tokens)],
+            block_updates=[BlockUpdates([slot] * len(blocks), blocks, blocks) for _ in self.kv.groups],
+        )
+        self.execute(plan).result()
+        kv_scales.set_scales(self.model, self.kv.magnitudes())
+        del self.kv, self.slots, self._group_kv
+
+    def _place_state(self, groups: list[KVGroup], max_model_len: int, kv_dtype: torch.dtype | None = None) -> None:
         """Allocate the cache and the slots, and give the model its cache."""
         settings = self.settings
-        self.kv = KVCache(self.config, groups, settings.block_size, self.dtype, self.device)
+        self.kv = KVCache(self.config, groups, settings.block_size, kv_dtype or self._kv_dtype, self.device)
         self.kv.bind(self.model, max_model_len)
         layer_of = [self.config.windows.index(window) for window in self.config.group_windows]
         self._group_kv = [
