@@ -166,7 +166,11 @@ class TorchExecutor:
         self.slots.write_tokens(plan.token_writes)
         if plan.device_drafts and self.draft is not None:
             self.draft.guess(plan)
-        return self._compute(plan)
+        begin = time.perf_counter()
+        draws = self._compute(plan)
+        if self.threads is not None:
+            self.threads.observe(plan.num_tokens, time.perf_counter() - begin)
+        return draws
 
     def _compute(self, plan: StepPlan) -> StepDraws:
         columns = columns_of(plan)

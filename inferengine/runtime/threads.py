@@ -1,8 +1,9 @@
-"""How many CPU threads a step is worth.
+"""How many CPU threads a step runs on: one or all, whichever has been faster lately for steps of that size.
 
-A step is a hundred parallel regions, and each ends when its slowest thread does. In a short step waking the second
-thread costs as much as it brings; on a busy machine, where another process holds the second core, every region waits
-for that core's next time slice and a step of 5 ms takes a second. So short steps run on one thread, long ones on all.
+A step is a hundred parallel regions, and each ends when its slowest thread does. On an idle machine a second core
+brings a quarter of the time back (32 rows of the embedded model: 16 -> 12 ms); on one where another process holds that
+core, every region waits for its next time slice and the same step takes 400 ms. Which of the two it is changes from
+second to second on a small machine that also runs the front ends, so the steps themselves are the measurement.
 """
 
 from __future__ import annotations
@@ -13,30 +14,72 @@ from inferengine.layers.decoder_config import DecoderConfig
 
 BYTES_PER_S = 10e9  # what one core reads
 FLOPS = 50e9  # what one core computes in fp32
-WORTH_IT_S = 5e-3  # a step that takes one thread longer than this runs on all
+WORTH_IT_S = 4e-3  # a step that one thread does in less is not worth waking another
+MEMORY = 0.25  # weight of the newest step in a mean: one step of 400 ms is enough to turn away
+FIRST_TRIAL, LAST_TRIAL = 16, 4096  # steps until the slower choice is tried again; doubled each time it loses
 
 
 class Threads:
-    """Sets torch's number of threads before a step. `fixed` > 0: the configuration's, for every step."""
+    """Sets torch's number of threads before a step and learns from its duration.
+
+    `fixed` > 0 is the configuration's: it holds for every step.
+    """
 
     def __init__(self, config: DecoderConfig, fixed: int) -> None:
-        num_weights = _num_weights(config)
         self._all = fixed or torch.get_num_threads()
         self._fixed = fixed > 0
-        self._step_s = 2 * num_weights / BYTES_PER_S
-        self._token_s = 2 * num_weights / FLOPS
-
-    def number(self, num_tokens: int) -> int:
-        """Threads for a step of so many tokens."""
-        if self._fixed or max(self._step_s, num_tokens * self._token_s) > WORTH_IT_S:
-            return self._all
-        return 1
+        num_weights = _num_weights(config)
+        self._step_s, self._token_s = 2 * num_weights / BYTES_PER_S, 2 * num_weights / FLOPS
+        self._sizes: dict[int, _Choice] = {}
 
     def prepare(self, num_tokens: int) -> None:
-        """For the calling thread: OpenMP keeps this number for each thread by itself."""
-        number = self.number(num_tokens)
+        """Choose for a step of so many tokens. For the calling thread: OpenMP keeps the number for each by itself."""
+        number = self._number(num_tokens)
         if torch.get_num_threads() != number:
             torch.set_num_threads(number)
+
+    def observe(self, num_tokens: int, seconds: float) -> None:
+        """How long the step took that was prepared last."""
+        choice = self._sizes.get(num_tokens.bit_length())
+        if choice is not None:
+            choice.observe(seconds / num_tokens)
+
+    def _number(self, num_tokens: int) -> int:
+        if self._fixed or self._all == 1:
+            return self._all
+        if max(self._step_s, num_tokens * self._token_s) < WORTH_IT_S:
+            return 1
+        return self._all if self._sizes.setdefault(num_tokens.bit_length(), _Choice()).use_all() else 1
+
+
+class _Choice:
+    """One thread or all, for steps of about one size."""
+
+    def __init__(self) -> None:
+        self._mean_s: dict[bool, float] = {}  # by "all threads": recent seconds per token
+        self._using = False
+        self._until_trial, self._interval = 0, FIRST_TRIAL
+
+    def use_all(self) -> bool:
+        if len(self._mean_s) < 2:
+            self._using = bool(self._mean_s)  # one thread first, then all
+            return self._using
+        best = self._mean_s[True] < self._mean_s[False]
+        self._until_trial -= 1
+        if self._until_trial > 0:
+            self._using = best
+        else:
+            self._using = not best
+            self._interval = min(LAST_TRIAL, 2 * self._interval)
+            self._until_trial = self._interval
+        return self._using
+
+    def observe(self, seconds: float) -> None:
+        before = self._mean_s.get(self._using, seconds)
+        was_best = len(self._mean_s) < 2 or self._mean_s[self._using] <= self._mean_s[not self._using]
+        self._mean_s[self._using] = before + (MEMORY if was_best else 1.0) * (seconds - before)
+        if not was_best and self._mean_s[self._using] < self._mean_s[not self._using]:
+            self._until_trial = self._interval = FIRST_TRIAL  # the trial won: things have changed
 
 
 def _num_weights(config: DecoderConfig) -> int:

@@ -1,4 +1,4 @@
-"""Short steps run on one CPU thread, long ones on all, and a number in the configuration is obeyed."""
+"""Steps run on one CPU thread or on all, by what has been faster; short ones always on one."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from inferengine.layers.decoder_config import DecoderConfig
-from inferengine.runtime.threads import Threads
+from inferengine.runtime.threads import LAST_TRIAL, Threads
+
+pytestmark = pytest.mark.usefixtures("two_threads")
 
 
 @pytest.fixture
@@ -19,30 +21,52 @@ def two_threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def make_config(hidden_size: int) -> DecoderConfig:
-    return DecoderConfig(
-        model_type="llama", vocab_size=4096, hidden_size=hidden_size, intermediate_size=3 * hidden_size, num_layers=6,
-        num_heads=6, num_kv_heads=2, head_dim=64, max_position=2048, norm_eps=1e-5, windows=(None,) * 6,
-        attention_scale=0.125,
+def make_threads(fixed: int = 0) -> Threads:
+    config = DecoderConfig(
+        model_type="llama", vocab_size=4096, hidden_size=384, intermediate_size=1024, num_layers=6, num_heads=6,
+        num_kv_heads=2, head_dim=64, max_position=2048, norm_eps=1e-5, windows=(None,) * 6, attention_scale=0.125,
     )  # fmt: skip
+    return Threads(config, fixed)
 
 
-@pytest.mark.usefixtures("two_threads")
-def test_a_small_model_decodes_on_one_thread_and_reads_prompts_on_all():
-    threads = Threads(make_config(384), fixed=0)
-    assert threads.number(1) == 1
-    assert threads.number(512) == 2
+def run(threads: Threads, num_steps: int, seconds: dict[int, float], num_tokens: int = 32) -> list[int]:
+    """Steps that take `seconds[number of threads]`. Returns the numbers chosen."""
+    chosen = []
+    for _ in range(num_steps):
+        threads.prepare(num_tokens)
+        chosen.append(torch.get_num_threads())
+        threads.observe(num_tokens, seconds[chosen[-1]])
+    return chosen
 
 
-@pytest.mark.usefixtures("two_threads")
-def test_a_large_model_always_uses_all():
-    assert Threads(make_config(4096), fixed=0).number(1) == 2
+def test_a_step_of_one_token_of_a_small_model_runs_on_one():
+    assert set(run(make_threads(), 50, {1: 0.003, 2: 0.001}, num_tokens=1)) == {1}
 
 
-@pytest.mark.usefixtures("two_threads")
+def test_the_faster_number_is_used_all_but_seldom():
+    idle, busy = {1: 0.016, 2: 0.012}, {1: 0.016, 2: 0.4}
+    assert run(make_threads(), 1000, idle).count(1) <= 8
+    assert run(make_threads(), 1000, busy).count(2) <= 8
+
+
+def test_one_slow_step_is_enough_to_turn_away():
+    threads = make_threads()
+    run(threads, 100, {1: 0.016, 2: 0.012})
+    assert run(threads, 12, {1: 0.016, 2: 0.4}).count(2) <= 1
+
+
+def test_a_machine_that_has_calmed_down_is_noticed():
+    threads = make_threads()
+    run(threads, 500, {1: 0.016, 2: 0.4})
+    assert run(threads, LAST_TRIAL + 100, {1: 0.016, 2: 0.012})[-1] == 2
+
+
+def test_sizes_are_judged_apart():
+    threads = make_threads()
+    run(threads, 100, {1: 0.016, 2: 0.4}, num_tokens=32)
+    assert run(threads, 100, {1: 0.2, 2: 0.1}, num_tokens=512)[-1] == 2
+
+
 def test_the_configuration_has_the_last_word():
-    threads = Threads(make_config(384), fixed=2)
-    threads.prepare(1)
-    assert torch.get_num_threads() == 2
-    Threads(make_config(384), fixed=1).prepare(512)
-    assert torch.get_num_threads() == 1
+    assert set(run(make_threads(fixed=2), 20, {1: 0.1, 2: 0.4}, num_tokens=1)) == {2}
+    assert set(run(make_threads(fixed=1), 20, {1: 0.1, 2: 0.01}, num_tokens=512)) == {1}
