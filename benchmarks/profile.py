@@ -23,13 +23,14 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks.offline import Bench, environment
 from benchmarks.shapes import SHAPES
 from inferengine.config import load, parse_flags
+from inferengine.runtime import memory_plan
 
 WARM_STEPS = 12
 STEPS = 16
 READ_BYTES_PER_S = 4.45e12  # of an H200, measured with a plain read kernel
 
 
-def profile_decode(bench: Bench, batch: int, prompt: int, trace: Path | None) -> dict[str, Any]:
+def profile_decode(bench: Bench, shape: dict[str, Any], batch: int, prompt: int, trace: Path | None) -> dict[str, Any]:
     """Kernels of STEPS decode steps at a steady batch."""
     core = bench.core()
     for _ in range(batch):
@@ -62,7 +63,7 @@ def profile_decode(bench: Bench, batch: int, prompt: int, trace: Path | None) ->
         "prompt_tokens": prompt,
         "step_us": round(step_us, 1),
         "idle": round(1 - _covered(spans) / total, 4),
-        "roofline": round(_least_us(bench, batch, prompt + WARM_STEPS + STEPS // 2) / step_us, 3),
+        "roofline": round(_least_us(bench, shape, batch, prompt + WARM_STEPS + STEPS // 2) / step_us, 3),
         "kernels": [
             {
                 "name": name[:90],
@@ -84,11 +85,14 @@ def _covered(spans: list[tuple[float, float]]) -> float:
     return covered
 
 
-def _least_us(bench: Bench, batch: int, context: int) -> float:
+def _least_us(bench: Bench, shape: dict[str, Any], batch: int, context: int) -> float:
     executor = bench.executor
-    unique = {parameter.data_ptr(): parameter for parameter in executor.model.parameters()}
-    weights = sum(parameter.numel() * parameter.element_size() for parameter in unique.values())
     item = executor.dtype.itemsize
+    weights = memory_plan.weight_bytes(executor.config, shape, executor.dtype)
+    if not executor.config.tied_embeddings:
+        weights -= (
+            executor.config.vocab_size * executor.config.hidden_size * item
+        )  # few of its rows are read
     groups = range(len(executor.config.group_windows))
     kv = sum(executor.config.kv_bytes_per_token(group, item) for group in groups) * batch * context
     return float((weights + kv) / READ_BYTES_PER_S * 1e6)
@@ -110,7 +114,7 @@ def main() -> None:
     rows = []
     for prompt in arguments.prompt_tokens:
         for batch in arguments.batches:
-            rows.append(profile_decode(bench, batch, prompt, arguments.trace))
+            rows.append(profile_decode(bench, SHAPES[arguments.shape], batch, prompt, arguments.trace))
             kernels = rows[-1]["kernels"]
             print(json.dumps({key: value for key, value in rows[-1].items() if key != "kernels"}), flush=True)
             for kernel in kernels[:12]:

@@ -64,9 +64,9 @@ class LLM:
     Not for several threads at once: it is the service that serves many.
     """
 
-    def __init__(self, model: str = "", *, config: Config | None = None, **settings: Mapping[str, Any]) -> None:
+    def __init__(self, folder: str = "", /, *, config: Config | None = None, **settings: Mapping[str, Any]) -> None:
         config = (config or load_config(environment={})).with_values(**settings)
-        self.config = config.with_values(model={"path": model}) if model else config
+        self.config = config.with_values(model={"path": folder}) if folder else config
         card = read_model_card(self.config)
         self.tokenizer = Tokenizer.from_files(card.files)
         self.chat_template = ChatTemplate.from_files(card.files)

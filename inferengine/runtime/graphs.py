@@ -22,6 +22,7 @@ from inferengine.runtime.slots import Slots
 COLUMNS = 4  # row_slot, row_start, row_len, place of the input token in slots.tokens
 RING = 4  # pinned buffers in turn: more than the steps that can be under way
 DRAWS = (0, RANDOM, RANDOM | FILTER)  # features that a graph can draw with: they live at fixed addresses
+LARGEST_WITH_DRAWS = 8  # rows: above, the launches of the draw hide behind the step, and a fourth of the graphs will do
 
 
 class Captured(NamedTuple):
@@ -59,20 +60,31 @@ class DecodeGraphs:
 
     def capture_all(self, progress: Callable[[float], None]) -> None:
         """Capture every size, largest first so that the pool is as large as it gets."""
-        kinds: tuple[int | None, ...] = (*DRAWS, None)
-        total = len(self.sizes) * len(kinds)
-        for index, (size, needs) in enumerate((size, needs) for size in reversed(self.sizes) for needs in kinds):
+        graphs = [(size, needs) for size in reversed(self.sizes) for needs in self._kinds(size)]
+        for index, (size, needs) in enumerate(graphs):
             self._capture(size, needs)
-            progress((index + 1) / total)
+            progress((index + 1) / len(graphs))
 
-    def kind(self, needs: int) -> int | None:
-        """The graph for a step whose draws need these features."""
-        return needs if needs in DRAWS else None
+    def touch_all(self) -> None:
+        """Compute every step to capture once: for compiling its kernels."""
+        for size in self.sizes:
+            for needs in DRAWS:
+                self._compute(size, needs)
+
+    def kind(self, num_rows: int, needs: int) -> int | None:
+        """The graph for a step of so many rows whose draws need these features."""
+        return needs if needs in self._kinds(self._padded(num_rows)) else None
+
+    def _kinds(self, size: int) -> tuple[int | None, ...]:
+        return (*DRAWS, None) if size <= LARGEST_WITH_DRAWS else (None,)
+
+    def _padded(self, num_rows: int) -> int:
+        return next(size for size in self.sizes if size >= num_rows)
 
     def run(self, columns: StepColumns, needs: int | None) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Launch the step. Returns (logits [N, V], ids [N] or None): views of what the next step will overwrite."""
         count = len(columns.row_slot)
-        size = next(size for size in self.sizes if size >= count)
+        size = self._padded(count)
         self._upload(columns, count, size)
         captured = self._captured[size, needs]
         captured.graph.replay()
