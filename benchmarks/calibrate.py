@@ -163,12 +163,12 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="default: inferengine/simulation/costs/NAME.json")
     parser.add_argument("--steps", type=Path, help="write the measured steps here")
     parser.add_argument(
-        "--token-limit", type=int, default=0, help="prompt tokens per scenario; 0: 4096, on CUDA 131072"
+        "--token-limit", type=int, default=0, help="prompt tokens per scenario; 0: 18000, on CUDA 131072"
     )
     parser.add_argument("--repeats", type=int, default=1)
     arguments = parser.parse_args(rest)
     with open_executor(arguments, flags) as (executor, capacity, about):
-        limit = arguments.token_limit or (4096 if "CPU" in about["device"] else 131_072)
+        limit = arguments.token_limit or (18_000 if "CPU" in about["device"] else 131_072)
         begin = time.perf_counter()
         steps, found = calibrate(
             executor, capacity, Clock(arguments.clock), token_limit=limit, repeats=arguments.repeats

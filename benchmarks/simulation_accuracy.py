@@ -113,7 +113,9 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=100)
     parser.add_argument("--prompt-tokens", default="uniform:16-256")
     parser.add_argument("--output-tokens", default="uniform:16-96")
-    parser.add_argument("--token-limit", type=int, default=4096, help="of the calibration, see benchmarks/calibrate.py")
+    parser.add_argument(
+        "--token-limit", type=int, default=18_000, help="of the calibration, see benchmarks/calibrate.py"
+    )
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args(rest)
     rows: list[dict[str, Any]] = []
