@@ -18,7 +18,7 @@ from starlette.types import ASGIApp
 from frontends.common.errors import error_object, retry_after, unexpected
 from frontends.common.keys import KeyRing, read_keys
 from frontends.common.quotas import Quotas
-from frontends.http import admin, operations
+from frontends.http import admin, operations, responses
 from frontends.http.answer import JsonBytes
 from frontends.http.chat import chat_completions
 from frontends.http.compatible import generate_text, infer
@@ -41,6 +41,10 @@ logger = logging.getLogger(__name__)
 ROUTES = (
     Route("/v1/completions", completions, methods=["POST"]),
     Route("/v1/chat/completions", chat_completions, methods=["POST"]),
+    Route("/v1/responses", responses.create, methods=["POST"]),
+    Route("/v1/responses/{id}", responses.get),
+    Route("/v1/responses/{id}", responses.delete, methods=["DELETE"]),
+    Route("/v1/responses/{id}/cancel", responses.cancel, methods=["POST"]),
     Route("/v1/messages", messages, methods=["POST"]),
     Route("/v1/messages/count_tokens", count_tokens, methods=["POST"]),
     Route("/v1/generate", generate, methods=["POST"]),

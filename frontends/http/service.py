@@ -18,6 +18,7 @@ from frontends.common.model_context import ModelContext, ServedModel
 from frontends.common.quotas import Quotas
 from frontends.common.registry import Registry
 from frontends.http.metrics import HttpMetrics
+from frontends.http.response_store import ResponseStore
 from frontends.http.submitter import submitter
 from inferengine.client import EnginePool
 from inferengine.config import Config
@@ -41,6 +42,7 @@ class Service:
         self.quotas = quotas
         self.model = ModelContext(engines)
         self.registry = Registry(engines, config.wire.resume_ttl_s, cancel_unread=False)
+        self.responses = ResponseStore()
         self.draining = False
         self.started_s = time.time()
         self._calls: set[Call] = set()
@@ -56,6 +58,7 @@ class Service:
         if self._prefetch is not None:
             self._prefetch.cancel()
         self.registry.close()
+        self.responses.close()
         await self.engines.close()
 
     def drain(self) -> None:

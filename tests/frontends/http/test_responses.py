@@ -1,0 +1,251 @@
+"""/v1/responses through OpenAI's own client: whole, streamed, in the background, continued; and what is refused."""
+
+from __future__ import annotations
+
+import json
+from array import array
+from collections.abc import Iterator
+from typing import Any
+
+import jsonschema
+import openai
+import pytest
+
+from frontends.http.response_store import ResponseStore, Stored
+from inferengine.errors import InferEngineError
+from tests.frontends.http.builders import TOKENIZER, House, house, says, wait_until
+from tests.frontends.http.embedded import Embedded
+from tests.frontends.http.scripted_engine import Script
+from tests.frontends.http.test_tools import CITY, THOUGHT, TWO_CALLS, writes
+
+PATH = "/v1/responses"
+WEATHER: Any = {"type": "function", "name": "weather", "parameters": CITY, "strict": True}
+NOW: Any = {"type": "function", "name": "now", "parameters": {"type": "object", "properties": {}}}
+
+
+def client_of(house: House | Embedded) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{house.front.url}/v1", api_key="none", max_retries=0)
+
+
+@pytest.fixture
+def client(served: House) -> Iterator[openai.OpenAI]:
+    with client_of(served) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def thinker() -> Iterator[House]:
+    with house(http={"reasoning_parser": "think"}) as built:
+        yield built
+
+
+def prompt_of(house: House) -> str:
+    return TOKENIZER.decode(list(array("I", house.engine.submits[-1].prompt or b"")), skip_special_tokens=False)
+
+
+def test_text(client: openai.OpenAI, served: House) -> None:
+    served.script = writes("It is sunny 🎉.")
+    response = client.responses.create(
+        model="tiny", input="How is it?", instructions="Be brief.", max_output_tokens=50, metadata={"a": "b"}
+    )
+    assert response.output_text == "It is sunny 🎉."
+    assert (response.status, response.model, response.metadata) == ("completed", "tiny", {"a": "b"})
+    assert response.usage is not None
+    assert response.usage.output_tokens == len(TOKENIZER.encode("It is sunny 🎉.")) + 1
+    assert prompt_of(served) == "<system>Be brief.<user>How is it?<assistant>"
+    served.script = says("too long")
+    cut = client.responses.create(model="tiny", input=[{"role": "user", "content": "more"}])
+    assert cut.status == "incomplete"
+    assert cut.incomplete_details is not None
+    assert cut.incomplete_details.reason == "max_output_tokens"
+
+
+def test_events_build_the_response(client: openai.OpenAI, served: House) -> None:
+    served.script = writes(TWO_CALLS)
+    events = list(client.responses.create(model="tiny", input="hi", tools=[WEATHER, NOW], stream=True))
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert [event.type for event in events[:3]] == [
+        "response.created",
+        "response.in_progress",
+        "response.output_item.added",
+    ]
+    final = events[-1]
+    assert final.type == "response.completed"
+    kinds = [item.type for item in final.response.output]
+    assert kinds == ["message", "function_call", "function_call"]
+    text = "".join(event.delta for event in events if event.type == "response.output_text.delta")
+    assert text == final.response.output_text == "Let me see."
+    for index, item in enumerate(final.response.output[1:], 1):
+        assert item.type == "function_call"
+        deltas = [
+            event.delta
+            for event in events
+            if event.type == "response.function_call_arguments.delta" and event.output_index == index
+        ]
+        assert "".join(deltas) == item.arguments
+    with client.responses.stream(model="tiny", input="hi", tools=[WEATHER, NOW]) as stream:
+        assert stream.get_final_response().output_text == "Let me see."
+
+
+def test_a_function_is_called_and_answered(client: openai.OpenAI, served: House) -> None:
+    served.script = writes(TWO_CALLS)
+    first = client.responses.create(model="tiny", input="hi", tools=[WEATHER, NOW])
+    _, weather, now = first.output
+    assert weather.type == now.type == "function_call"
+    assert json.loads(weather.arguments) == {"city": "Paris 🎉", "days": 3}
+    served.script = writes("Sunny.")
+    outputs: Any = [
+        {"type": "function_call_output", "call_id": call.call_id, "output": output}
+        for call, output in ((weather, "sun"), (now, "noon"))
+    ]
+    by_reference = client.responses.create(
+        model="tiny", previous_response_id=first.id, input=outputs, tools=[WEATHER, NOW]
+    )
+    referred = prompt_of(served)
+    items: Any = [{"role": "user", "content": "hi"}, *first.output, *outputs]
+    client.responses.create(model="tiny", input=items, tools=[WEATHER, NOW])
+    assert prompt_of(served) == referred
+    assert "<user><tool_response>\nsun\n</tool_response><user><tool_response>\nnoon" in referred
+    assert by_reference.output_text == "Sunny."
+    assert by_reference.previous_response_id == first.id
+
+
+def test_a_schema_and_a_named_function_hold(embedded: Embedded) -> None:
+    with client_of(embedded) as client:
+        form: Any = {"format": {"type": "json_schema", "name": "city", "schema": CITY}}
+        response = client.responses.create(model="", input="Paris", text=form, max_output_tokens=200)
+        jsonschema.validate(json.loads(response.output_text), CITY)
+        response = client.responses.create(
+            model="", input="Paris", tools=[WEATHER, NOW], tool_choice={"type": "function", "name": "weather"}
+        )
+        (call,) = response.output
+        assert call.type == "function_call"
+        jsonschema.validate(json.loads(call.arguments), CITY)
+
+
+def test_reasoning_is_an_item_of_its_own(thinker: House) -> None:
+    thinker.script = writes(THOUGHT)
+    with client_of(thinker) as client:
+        response = client.responses.create(model="tiny", input="hi")
+        reasoning, message = response.output
+        assert reasoning.type == "reasoning"
+        assert message.type == "message"
+        assert reasoning.content is not None
+        assert (reasoning.content[0].text, response.output_text) == ("Hm, Paris.", "It is sunny 🎉.")
+        events = list(client.responses.create(model="tiny", input="hi", stream=True))
+        thought = "".join(event.delta for event in events if event.type == "response.reasoning_text.delta")
+        assert thought == "Hm, Paris."
+
+
+def test_logprobs_come_when_included(client: openai.OpenAI, served: House) -> None:
+    tokens = [*TOKENIZER.encode("fox"), 1]
+    rows = [[-0.5, 1, [token], [-0.5]] for token in tokens]
+    served.script = writes("fox", logprobs=rows)
+    response = client.responses.create(
+        model="tiny", input="hi", include=["message.output_text.logprobs"], top_logprobs=1
+    )
+    (message,) = response.output
+    assert message.type == "message"
+    (content,) = message.content
+    assert content.type == "output_text"
+    assert content.logprobs is not None
+    assert [entry.logprob for entry in content.logprobs] == [-0.5] * len(tokens)
+
+
+def test_a_response_is_kept_until_deleted(client: openai.OpenAI, served: House) -> None:
+    response = client.responses.create(model="tiny", input="hi")
+    assert client.responses.retrieve(response.id).output_text == response.output_text
+    client.responses.delete(response.id)
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(response.id)
+    forgotten = client.responses.create(model="tiny", input="hi", store=False)
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(forgotten.id)
+    with pytest.raises(openai.NotFoundError):
+        client.responses.create(model="tiny", input="more", previous_response_id=forgotten.id)
+
+
+def test_in_the_background(client: openai.OpenAI, served: House) -> None:
+    served.script = writes("a story", pause_s=0.02)
+    queued = client.responses.create(model="tiny", input="hi", background=True)
+    assert (queued.status, queued.output) == ("queued", [])
+    wait_until(lambda: client.responses.retrieve(queued.id).status == "completed")
+    assert client.responses.retrieve(queued.id).output_text == "a story"
+
+
+def test_a_background_response_is_cancelled(client: openai.OpenAI, served: House) -> None:
+    served.script = writes("a very long story " * 5, pause_s=0.05)
+    queued = client.responses.create(model="tiny", input="hi", background=True)
+    cancelled = client.responses.cancel(queued.id)
+    assert cancelled.status == "cancelled"
+    wait_until(lambda: served.engine.num_running == 0)
+    assert client.responses.retrieve(queued.id).status == "cancelled"
+    with pytest.raises(openai.BadRequestError):
+        client.responses.cancel(client.responses.create(model="tiny", input="hi", max_output_tokens=2).id)
+
+
+def test_failures(client: openai.OpenAI, served: House) -> None:
+    served.script = lambda submit, choice: Script(
+        TOKENIZER.encode("x"), reason="error", detail=["engine_error", "it failed"]
+    )
+    with pytest.raises(openai.InternalServerError, match="it failed"):
+        client.responses.create(model="tiny", input="hi")
+    events = list(client.responses.create(model="tiny", input="hi", stream=True))
+    assert events[-1].type == "response.failed"
+    assert events[-1].response.error is not None
+    assert events[-1].response.error.message == "it failed"
+    queued = client.responses.create(model="tiny", input="hi", background=True)
+    wait_until(lambda: client.responses.retrieve(queued.id).status == "failed")
+
+
+@pytest.mark.parametrize(
+    ("change", "param", "code"),
+    [
+        ({"input": ""}, "input", "invalid_request"),
+        ({"input": None}, "input", "invalid_request"),
+        ({"input": [{"type": "message", "content": "x"}]}, "input", "invalid_request"),
+        ({"input": [{"type": "file_search_call"}]}, "input[0]", "unsupported"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input", "unsupported"),
+        ({"max_output_tokens": 0}, "max_output_tokens", "invalid_request"),
+        ({"temperature": 5}, "temperature", "invalid_request"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0]", "unsupported"),
+        ({"text": {"format": {"type": "xml"}}}, "text.format.type", "invalid_request"),
+        ({"truncation": "some"}, "truncation", "invalid_request"),
+        ({"conversation": "c1"}, "conversation", "unsupported"),
+        ({"background": True, "store": False}, "store", "invalid_request"),
+        ({"background": True, "stream": True}, "background", "unsupported"),
+        ({"metadata": {"a": 1}}, "metadata", "invalid_request"),
+    ],
+)
+def test_what_is_wrong_is_named(served: House, change: dict[str, Any], param: str, code: str) -> None:
+    response = served.post(PATH, **{"model": "tiny", "input": "hi", **change})
+    error = response.json()["error"]
+    assert (response.status_code, error["param"], error["code"]) == (400, param, code)
+    assert served.engine.submits == []
+
+
+def document(number: int, size: int = 0) -> dict[str, Any]:
+    return {"id": f"r{number}", "text": "x" * size}
+
+
+def test_the_store_is_bounded_in_bytes_and_time() -> None:
+    now = [0.0]
+    store = ResponseStore(max_bytes=1000, clock=lambda: now[0])
+    for number in range(20):
+        store.put(Stored("", [], document(number, 200)))
+    assert store.get("r19", "")
+    with pytest.raises(InferEngineError, match="no such response"):
+        store.get("r10", "")
+    now[0] = 4000.0
+    store.put(Stored("", [], document(20)))
+    with pytest.raises(InferEngineError):
+        store.get("r19", "")
+
+
+def test_a_tenant_sees_its_own_responses_only() -> None:
+    store = ResponseStore()
+    store.put(Stored("ada", [], document(1)))
+    assert store.get("r1", "ada")
+    for act in (store.get, store.delete):
+        with pytest.raises(InferEngineError, match="no such response"):
+            act("r1", "bob")
