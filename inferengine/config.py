@@ -186,6 +186,7 @@ class AuthConfig:
 class LogConfig:
     level: str = _key("info", "least level written", ("debug", "info", "warning", "error"))
     format: str = _key("text", "text for people, json for collectors", ("text", "json"))
+    requests: bool = _key(False, "the engine too writes a line for each request when it ends; never what was said")
 
 
 @dataclass(frozen=True)

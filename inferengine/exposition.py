@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
 
 LABELS = ("model_name", "engine")
 Stats = Mapping[str, Any]
@@ -40,6 +42,9 @@ COUNTERS = (
     ("vllm:prefix_cache_queries", "prefix_cache_queries", "Tokens looked up in the prefix cache."),
     ("vllm:prefix_cache_hits", "prefix_cache_hits", "Tokens found in the prefix cache."),
     ("vllm:num_preemptions", "preemptions", "Preemptions."),
+    ("vllm:spec_decode_num_drafts", "speculation.verified", "Rows that verified guesses."),
+    ("vllm:spec_decode_num_draft_tokens", "speculation.drafted", "Tokens guessed."),
+    ("vllm:spec_decode_num_accepted_tokens", "speculation.accepted", "Guesses that were right."),
     ("inferengine_tokens_generated", "output_tokens", "Tokens generated."),
     ("inferengine_decode_steps", "decode_steps", "Steps of the engine."),
     ("inferengine_failed_steps", "failed_steps", "Steps that raised."),
@@ -50,6 +55,32 @@ LABELLED = (
     ("vllm:request_success", "finished_by_reason", "finished_reason", "Choices ended, by reason."),
     ("vllm:admission_rejections", "rejected_requests", "reason", "Requests refused, by error code."),
     ("inferengine_requests", "finished_by_reason", "status", "Choices ended, by reason."),
+    ("vllm:prompt_tokens_by_source", "prompt_tokens_by_source", "source", "Prompt tokens: computed, or found cached."),
+    (
+        "vllm:spec_decode_num_accepted_tokens_per_pos",
+        "speculation.accepted_by_position",
+        "position",
+        "Guesses that were right, by their place in the draft.",
+    ),
+)
+# Gauges with one more label.
+LABELLED_GAUGES = (
+    (
+        "vllm:num_requests_waiting_by_reason",
+        "waiting_by_reason",
+        "reason",
+        "Requests that wait, by what for.",
+    ),
+    (
+        "vllm:engine_sleep_state",
+        "sleep_state",
+        "sleep_state",
+        "1 for the engine's state; it never sleeps.",
+    ),
+    ("inferengine_engine_state", "state_flags", "state", "1 for the state that the engine is in."),
+    ("inferengine_gpu_utilization", "gpu.utilization", "gpu", "Share of time that the device was busy, 0 to 1."),
+    ("inferengine_gpu_memory_used_bytes", "gpu.memory_used_bytes", "gpu", "Memory of the device in use by anybody."),
+    ("inferengine_gpu_memory_total_bytes", "gpu.memory_total_bytes", "gpu", "Memory of the device."),
 )
 HISTOGRAMS = (
     ("time_to_first_token_seconds", "From arrival to the first token."),
@@ -62,7 +93,9 @@ HISTOGRAMS = (
     ("request_decode_time_seconds", "From the first token to the last."),
     ("request_prompt_tokens", "Prompt tokens of a request."),
     ("request_generation_tokens", "Tokens generated for a request."),
-    ("request_max_num_generation_tokens", "Most tokens that a request allowed."),
+    ("request_max_num_generation_tokens", "Tokens of a request's longest choice."),
+    ("request_params_max_tokens", "Most tokens that a request allowed."),
+    ("request_prefill_kv_computed_tokens", "Prompt tokens of a request that were computed, not found cached."),
     ("request_params_n", "Choices that a request asked for."),
     ("request_num_preemptions", "Preemptions of a request."),
     ("iteration_tokens_total", "Tokens of one step."),
@@ -73,7 +106,16 @@ ALIASES = (
 )
 
 
-class EngineMetrics:
+def render(engines: Sequence[Stats], *more: Collector) -> bytes:
+    """Prometheus text of these engines' stats, of this process, and of further collectors."""
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(EngineMetrics(engines))
+    for collector in (*more, ProcessCollector(registry=None)):
+        registry.register(collector)
+    return bytes(generate_latest(registry))
+
+
+class EngineMetrics(Collector):
     """A collector for prometheus-client over the stats of any number of engines."""
 
     def __init__(self, engines: Sequence[Stats]) -> None:
@@ -92,12 +134,13 @@ class EngineMetrics:
                 if (value := _number(stats, path)) is not None:
                     counter.add_metric(labels, value)
             yield counter
-        for name, path, label, text in LABELLED:
-            counter = CounterMetricFamily(name, text, labels=(*LABELS, label))
-            for labels, stats in self._engines:
-                for key, value in _map(stats, path).items():
-                    counter.add_metric((*labels, str(key)), value)
-            yield counter
+        for family, table in ((CounterMetricFamily, LABELLED), (GaugeMetricFamily, LABELLED_GAUGES)):
+            for name, path, label, text in table:
+                metric = family(name, text, labels=(*LABELS, label))
+                for labels, stats in self._engines:
+                    for key, value in _at(stats, path).items():
+                        metric.add_metric((*labels, str(key)), value)
+                yield metric
         named = [(f"vllm:{name}", name, text) for name, text in HISTOGRAMS]
         for name, source, text in (*named, *ALIASES):
             histogram = HistogramMetricFamily(name, text, labels=LABELS)
@@ -124,6 +167,12 @@ def _labels(stats: Stats) -> tuple[str, str]:
 def _map(stats: Stats, name: str) -> Mapping[str, Any]:
     value = stats.get(name)
     return value if isinstance(value, Mapping) else {}
+
+
+def _at(stats: Stats, path: str) -> Mapping[str, Any]:
+    """The map at `name` or `section.name`; empty where there is none."""
+    section, _, name = path.rpartition(".")
+    return _map(_map(stats, section) if section else stats, name)
 
 
 def _number(stats: Stats, path: str) -> float | None:

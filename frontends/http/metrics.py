@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import bisect
 import mmap
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
 
 STATUSES = (200, 400, 401, 403, 404, 405, 409, 413, 422, 429, 431, 499, 500, 503, 504)
 OTHER = "other"  # the handler of whatever no route takes
@@ -20,7 +22,7 @@ BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0
 _DOUBLE = 8
 
 
-class HttpMetrics:
+class HttpMetrics(Collector):
     """Counters of all workers; this object writes those of `worker`."""
 
     def __init__(self, handlers: Sequence[str], num_workers: int = 1) -> None:
@@ -67,14 +69,20 @@ class HttpMetrics:
         """For prometheus-client: the sum over the workers."""
         total = [sum(self._slab(worker)[place] for worker in range(self._num_workers)) for place in range(self._size)]
         requests = CounterMetricFamily("http_requests", "Requests answered.", labels=["handler", "status"])
+        codes = CounterMetricFamily("inferengine_http_responses", "Requests answered.", labels=["handler", "code"])
         seconds = HistogramMetricFamily(
             "http_request_duration_seconds", "From the request's head to its last byte.", labels=["handler"]
         )
         for place, handler in enumerate(self.handlers):
             row = total[place * self._num_statuses : (place + 1) * self._num_statuses]
+            classes: Counter[str] = Counter()
             for code, count in zip((*STATUSES, "other"), row, strict=True):
+                classes[f"{str(code)[0]}xx" if code != "other" else "other"] += int(count)
                 if count:
-                    requests.add_metric([handler, str(code)], count)
+                    codes.add_metric([handler, str(code)], count)
+            for status, count in classes.items():  # grouped, as vLLM's dashboards ask for them
+                if count:
+                    requests.add_metric([handler, status], count)
             start = self._counts + place * self._histogram
             buckets, running = [], 0.0
             for bound, count in zip((*BUCKETS_S, "+Inf"), total[start : start + len(BUCKETS_S) + 1], strict=True):
@@ -83,6 +91,7 @@ class HttpMetrics:
             if running:
                 seconds.add_metric([handler], buckets, total[start + self._histogram - 1])
         yield requests
+        yield codes
         yield seconds
         yield GaugeMetricFamily("http_requests_active", "Requests being answered.", value=total[-1])
 

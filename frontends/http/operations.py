@@ -2,35 +2,30 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
-from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4, CollectorRegistry, Gauge, generate_latest
 from starlette.requests import Request
 from starlette.responses import Response
 
 from frontends.common.errors import scrubbed
+from frontends.common.figures import CONTENT_TYPE, metrics_text, stats_document
 from frontends.http.answer import JsonBytes
 from frontends.http.service import Service
 from inferengine import __version__
-from inferengine.client import AsyncClient
 from inferengine.client.pool import EngineHealth
 from inferengine.errors import InferEngineError
-from inferengine.exposition import EngineMetrics
 from inferengine.wire.messages import PROTOCOL_MAJOR, PROTOCOL_MINOR, READY, STOPPING
-
-ENGINE_ANSWER_S = 2.0  # an engine that takes longer to tell its figures shows those it told last
 
 
 async def models(request: Request) -> Response:
     service: Service = request.app.state.service
-    return JsonBytes({"object": "list", "data": [await _model_card(service)]})
+    return JsonBytes({"object": "list", "data": await _model_cards(service)})
 
 
 async def model(request: Request) -> Response:
     service: Service = request.app.state.service
-    card = await _model_card(service)
-    if request.path_params["model"] != card["id"]:
+    card = next((card for card in await _model_cards(service) if card["id"] == request.path_params["model"]), None)
+    if card is None:
         name = scrubbed(request.path_params["model"][:200])
         raise InferEngineError("model_not_found", f"The model `{name}` does not exist.", field="model")
     return JsonBytes(card)
@@ -79,11 +74,7 @@ async def load(request: Request) -> Response:
 async def stats(request: Request) -> Response:
     """The engine's live figures. With several engines: of the first, and of each under `engines`."""
     service: Service = request.app.state.service
-    figures = await asyncio.gather(*(_engine_stats(client) for client in service.engines.clients))
-    connected = [one for one in figures if one["running"]] or figures
-    document = dict(connected[0])
-    if len(figures) > 1:
-        document["engines"] = dict(zip([client.address for client in service.engines.clients], figures, strict=True))
+    document = await stats_document(service.engines)
     document.setdefault("config", service.config.resolved())
     document["http"] = {"active_requests": service.num_calls, "worker": service.metrics.worker}
     return JsonBytes(document)
@@ -92,18 +83,16 @@ async def stats(request: Request) -> Response:
 async def metrics(request: Request) -> Response:
     """Prometheus text: the engines' own figures, then those of this front end's workers."""
     service: Service = request.app.state.service
-    figures = await asyncio.gather(*(_engine_stats(client) for client in service.engines.clients))
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(EngineMetrics([one for one in figures if "engine" in one]))
-    registry.register(service.metrics)
-    up = Gauge("inferengine_engines_connected", "Engines that this front end is connected to.", registry=registry)
-    up.set(sum(client.connected for client in service.engines.clients))
-    return Response(generate_latest(registry), headers={"content-type": CONTENT_TYPE_PLAIN_0_0_4})
+    text = await metrics_text(service.engines, service.metrics)
+    return Response(text, headers={"content-type": CONTENT_TYPE})
 
 
-async def _model_card(service: Service) -> dict[str, Any]:
-    served = service.model.served or await service.model.get()
-    return {
+async def _model_cards(service: Service) -> list[dict[str, Any]]:
+    """The model, then its LoRA adapters. Told from memory while the engine is away."""
+    served = service.model.served
+    if served is None or service.engines.connected:
+        served = await service.model.get()
+    card = {
         "id": served.name,
         "object": "model",
         "created": int(service.started_s),
@@ -112,6 +101,7 @@ async def _model_card(service: Service) -> dict[str, Any]:
         "parent": None,
         "max_model_len": served.info.max_model_len,
     }
+    return [card, *({**card, "id": name, "parent": served.name} for name in served.info.adapters)]
 
 
 def _engine_health(service: Service, item: EngineHealth) -> dict[str, Any]:
@@ -128,18 +118,3 @@ def _not_ready(reason: str) -> Response:
     response = JsonBytes({"status": "not ready", "reason": reason}, 503)
     response.headers["Retry-After"] = "1"
     return response
-
-
-async def _engine_stats(client: AsyncClient) -> dict[str, Any]:
-    if not client.connected:
-        return {"running": False, "last_error": "no engine is connected"}
-    try:
-        async with asyncio.timeout(ENGINE_ANSWER_S):
-            answer = await client.admin("stats")
-    except (TimeoutError, InferEngineError):
-        answer = {**(client.status or {}), "stale": True}
-    if not isinstance(answer, dict):
-        return {"running": True}
-    # the wire has bytes (the epoch), JSON has not
-    readable = {name: value.hex() if isinstance(value, bytes) else value for name, value in answer.items()}
-    return {"running": True, **readable}

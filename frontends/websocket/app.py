@@ -9,11 +9,13 @@ from collections.abc import AsyncIterator, Sequence
 
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import JSONResponse, PlainTextResponse
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route, WebSocketRoute
 from starlette.types import ASGIApp
 from starlette.websockets import WebSocket
 
+from frontends.common.errors import error_object
+from frontends.common.figures import CONTENT_TYPE, metrics_text, stats_document
 from frontends.common.keys import read_keys
 from frontends.common.model_context import ModelContext
 from frontends.common.quotas import Quotas
@@ -23,6 +25,7 @@ from frontends.websocket.codec import JSON_SUBPROTOCOL, MSGPACK_SUBPROTOCOL, cho
 from frontends.websocket.connection import Connection
 from frontends.websocket.credentials import presented_key, without_keys
 from frontends.websocket.engine_view import EngineView
+from frontends.websocket.metrics import SocketMetrics
 from frontends.websocket.origin import may_connect, read_origins
 from frontends.websocket.pages import Pages
 from inferengine.client import EnginePool
@@ -52,6 +55,7 @@ class WebsocketFrontEnd:
         )
         self.keys = read_keys(config.auth.keys_file)
         self._quotas = Quotas(self.keys.keys)
+        self._metrics = SocketMetrics()
         models = ModelContext(self._engine)
         self._desk = Desk(models, Registry(self._engine, config.wire.resume_ttl_s), config.limits)
         self.view = EngineView(self._engine, config, models)
@@ -64,6 +68,8 @@ class WebsocketFrontEnd:
                 WebSocketRoute(SOCKET_PATH, self.socket),
                 Route("/health", self.health),
                 Route("/ready", self.ready),
+                Route("/stats", self.stats),
+                Route("/metrics", self.metrics),
                 Route("/", pages.serve),
                 Route("/{name}", pages.serve),
             ],
@@ -111,10 +117,12 @@ class WebsocketFrontEnd:
         try:
             key = self.keys.identify(presented_key(headers, websocket.scope["subprotocols"]))
         except InferEngineError as error:
+            self._metrics.num_refused += 1
             await websocket.send_denial_response(PlainTextResponse(error.message, error.http_status))
             return
         if len(self._connections) >= self._config.ws.max_sockets:
             text = f"{len(self._connections)} sockets are open, the most that may be."
+            self._metrics.num_refused += 1
             await websocket.send_denial_response(PlainTextResponse(text, 503, {"Retry-After": "1"}))
             return
         codec = choose_codec(without_keys(websocket.scope["subprotocols"]))
@@ -128,14 +136,36 @@ class WebsocketFrontEnd:
         connection = Connection(receive, send, codec, self._desk, self.view, self._config, caller)
         connection.draining = self.view.draining
         self._connections.add(connection)
+        opened_s = self._metrics.opened()
         try:
             await connection.run()
         finally:
             self._connections.discard(connection)
+            self._metrics.closed(opened_s)
 
     async def health(self, _: Request) -> JSONResponse:
         """This process answers; what the engine does is told beside it."""
         return JSONResponse({"status": "ok", "engine": self.view.engine_state, "sockets": len(self._connections)})
+
+    async def stats(self, request: Request) -> JSONResponse:
+        """The engine's live figures, as the HTTP front end gives them."""
+        if (refusal := self._refusal(request)) is not None:
+            return refusal
+        return JSONResponse({**await stats_document(self._engine), "sockets": len(self._connections)})
+
+    async def metrics(self, request: Request) -> Response:
+        """Prometheus text: the engine's figures and those of the sockets."""
+        if (refusal := self._refusal(request)) is not None:
+            return refusal
+        text = await metrics_text(self._engine, self._metrics)
+        return Response(text, headers={"content-type": CONTENT_TYPE})
+
+    def _refusal(self, request: Request) -> JSONResponse | None:
+        try:
+            self.keys.identify(presented_key(request.headers, ()))
+        except InferEngineError as error:
+            return JSONResponse({"error": error_object(error)}, error.http_status, {"WWW-Authenticate": "Bearer"})
+        return None
 
     async def ready(self, _: Request) -> JSONResponse:
         """200 only when a request sent now would be taken."""

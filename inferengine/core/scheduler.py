@@ -226,6 +226,7 @@ class Scheduler:
             num_drafted=drafts.num_drafted,
             num_drafts_accepted=drafts.num_accepted,
             num_verified=drafts.num_verified,
+            drafts_accepted_by_position=tuple(drafts.accepted_by_position),
         )
 
     def check(self) -> None:

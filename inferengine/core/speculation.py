@@ -40,6 +40,7 @@ class DraftControl:
         self.max_drafts = max_drafts
         self.max_running = max_running
         self.num_drafted = 0
+        self.accepted_by_position = [0] * max_drafts
         self.num_accepted = 0
         self.num_verified = 0  # verifications: accepted / verified + 1 is the mean length of a step
 
@@ -62,6 +63,8 @@ class DraftControl:
         """A verification is back."""
         self.num_drafted += num_drafted
         self.num_accepted += num_accepted
+        for place in range(min(num_accepted, self.max_drafts)):
+            self.accepted_by_position[place] += 1
         self.num_verified += 1
         # tokens after the first wrong guess say nothing: judge only those up to it
         judged = min(num_drafted, num_accepted + 1)

@@ -45,6 +45,7 @@ class SchedulerSnapshot:
     num_drafted: int = 0  # guesses verified
     num_drafts_accepted: int = 0
     num_verified: int = 0  # rows that verified guesses
+    drafts_accepted_by_position: tuple[int, ...] = ()
 
     @property
     def internal_fragmentation(self) -> float:

@@ -9,6 +9,7 @@ peer is a constant, and sending is one conversion of the drawn tokens. Only the 
 
 from __future__ import annotations
 
+import logging
 from array import array
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
@@ -21,6 +22,8 @@ from inferengine.engine.peer import Peer
 from inferengine.engine.telemetry import Telemetry
 from inferengine.wire import codec
 from inferengine.wire.messages import Done
+
+logger = logging.getLogger("inferengine.requests")
 
 MAX_KEPT_TOKENS = 8_000_000  # of finished logs, and as much of notes: 32 MB
 TOKEN_BYTES = 4
@@ -66,15 +69,22 @@ class Outbox:
     """All submissions that run or are kept, their logs, and the peers' cursors on them."""
 
     def __init__(
-        self, *, telemetry: Telemetry, make_text: MakeText, stop: Callable[[int], None], resume_ttl_s: float
+        self,
+        *,
+        telemetry: Telemetry,
+        make_text: MakeText,
+        stop: Callable[[int], None],
+        resume_ttl_s: float,
+        log_requests: bool = False,
     ) -> None:
-        """`stop(uid)` ends a choice whose stop string was found."""
+        """`stop(uid)` ends a choice whose stop string was found. `log_requests`: a line for each choice's end."""
         self.submissions: dict[bytes, Submission] = {}
         self.num_open = 0  # choices that have not ended
         self._telemetry = telemetry
         self._make_text = make_text
         self._stop = stop
         self._resume_ttl_s = resume_ttl_s
+        self._log_requests = log_requests
         self._logs: dict[int, Log] = {}
         self._targets: dict[int, Log] = {}  # where a uid's tokens go: its log, until a stop string has ended that
         self._layout: _Layout | None = None
@@ -321,6 +331,8 @@ class Outbox:
         ended = log.ended
         if ended is not None:
             self._telemetry.ended(row, ended.reason, ended.completion_tokens)
+            if self._log_requests:
+                _log_end(log, ended)
         submission = log.submission
         if submission.ended:
             num_tokens = sum(len(each.tokens) for each in submission.logs) + len(submission.note) // TOKEN_BYTES
@@ -333,6 +345,27 @@ class Outbox:
         peer.streams.pop(subscription.stream, None)
         peer.dirty.pop(subscription.stream, None)
         subscription.log.unsubscribe(subscription)
+
+
+def _log_end(log: Log, ended: Done) -> None:
+    """Without a word of what was said. `request_id` is the front end's, which stands in its log too."""
+    submission = log.submission
+    fields = {
+        "request_id": submission.label or submission.id.hex(),
+        "stream": submission.id.hex(),
+        "choice": log.choice,
+        "tenant": submission.tenant,
+        "reason": ended.reason,
+        "prompt_tokens": ended.prompt_tokens,
+        "cached_tokens": ended.cached_tokens,
+        "output_tokens": ended.completion_tokens,
+        "queued_ms": ended.queued_ms,
+        "first_token_ms": ended.first_token_ms,
+        "total_ms": ended.total_ms,
+    }
+    if ended.reason in ("error", "abort") and isinstance(ended.detail, list):
+        fields["code"] = ended.detail[0]
+    logger.info("request ended", extra={"fields": fields})
 
 
 def _groups(logs: list[Log]) -> list[_Group]:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from inferengine.config import Config
+from inferengine.engine.gpus import Gpus
 from inferengine.engine.lifecycle import Lifecycle
 from inferengine.engine.link import Engine
 from inferengine.engine.model_card import ModelCard
 from inferengine.engine.outbox import Outbox
 from inferengine.engine.telemetry import Telemetry
-from inferengine.wire.messages import READY
+from inferengine.wire.messages import READY, STATES
 
 SECRET_WORDS = ("secret", "password", "api_key")
 
@@ -26,6 +27,7 @@ class Reports:
         self._card = card
         self._outbox = outbox
         self._telemetry = telemetry
+        self._gpus = Gpus() if config.engine.device != "cpu" else Gpus(None)
 
     def status(self, engine: Engine | None, num_peers: int) -> dict[str, Any]:
         """Small and often: what choosing an engine and a live panel need."""
@@ -75,6 +77,9 @@ class Reports:
             "percentiles": telemetry.percentiles(),
             "histograms": telemetry.histograms(),
             "config": self.config(),
+            "sleep_state": {"awake": 1, "weights_offloaded": 0, "discard_all": 0},
+            "state_flags": {state: int(state == self._lifecycle.state) for state in STATES},
+            "gpu": self._gpus.read(),
         }
         if engine is None:
             return values
@@ -86,6 +91,19 @@ class Reports:
             "average_batch_size": stats.num_scheduled_rows / stats.num_steps if stats.num_steps else 0.0,
             "max_batch_observed": stats.max_batch,
             "last_error": self._lifecycle.last_error or loop.last_error,
+            "waiting_by_reason": {"capacity": values["waiting_requests"]},
+            "prompt_tokens_by_source": {
+                "local_compute": stats.num_prompt_tokens - stats.num_cached_tokens,
+                "local_cache_hit": stats.num_cached_tokens,
+            },
+            "speculation": {
+                "verified": snapshot.num_verified,
+                "drafted": snapshot.num_drafted,
+                "accepted": snapshot.num_drafts_accepted,
+                "accepted_by_position": {
+                    str(place): count for place, count in enumerate(snapshot.drafts_accepted_by_position)
+                },
+            },
             "prefix_cache_queries": snapshot.num_prefix_lookup_tokens,
             "prefix_cache_hits": snapshot.num_prefix_hit_tokens,
             "cache": {

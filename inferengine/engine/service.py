@@ -30,6 +30,7 @@ from inferengine.engine.kv_publisher import KVPublisher
 from inferengine.engine.lifecycle import Lifecycle
 from inferengine.engine.link import Engine, Link
 from inferengine.engine.loop import EngineLoop, News
+from inferengine.engine.metrics_server import MetricsServer
 from inferengine.engine.model_card import ModelCard
 from inferengine.engine.notify import Notifier, Watchdog
 from inferengine.engine.options import admission_limits, scheduler_options
@@ -96,6 +97,7 @@ class EngineService:
             make_text=self._texts.stream,
             stop=self._stop_choice,
             resume_ttl_s=config.wire.resume_ttl_s,
+            log_requests=config.log.requests,
         )
         self.switchboard = Switchboard(config, self.lifecycle, card, self.outbox, self.telemetry, self._wire.send)
         self.link = Link(
@@ -113,6 +115,8 @@ class EngineService:
         self._kv_publisher = KVPublisher(config.engine.name, card.name, self._wire.publish)
         self._wire.replay_batches = self._kv_publisher.replay
         self.switchboard.admin_ops = self._admin_ops()
+        port = config.engine.metrics_port
+        self._metrics = MetricsServer(port, self._read_stats) if port else None
         self._status_due_s = 0.0
         self._loop_thread = threading.Thread(target=self._run_loop, name="inferengine-loop", daemon=True)
         self._main_thread = threading.Thread(target=self._supervise, name="inferengine-supervisor", daemon=True)
@@ -126,6 +130,8 @@ class EngineService:
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         self.lifecycle.on_change = self._on_change
         self._wire.start(self.switchboard.receive, self._tick)
+        if self._metrics is not None:
+            self._metrics.start()
         self._loop_thread.start()
         self._main_thread.start()
 
@@ -352,15 +358,14 @@ class EngineService:
             time.sleep(_CHECK_S)
 
     def _is_drained(self) -> bool:
-        answer: list[bool] = []
-        asked = threading.Event()
+        def is_drained() -> bool:
+            return not self.outbox.num_open and not self.link.has_unanswered and self.switchboard.all_sent
 
-        def ask() -> None:
-            answer.append(not self.outbox.num_open and not self.link.has_unanswered and self.switchboard.all_sent)
-            asked.set()
+        return bool(self._wire.ask(is_drained))
 
-        self._wire.call(ask)
-        return asked.wait(1.0) and answer[0]
+    def _read_stats(self) -> dict[str, Any] | None:
+        """From any thread; None when the I/O thread does not answer."""
+        return self._wire.ask(lambda: self._reports.stats(self._engine, len(self.switchboard.peers)))
 
     def _shut_down(self) -> None:
         self._notifier.send("STOPPING=1", "STATUS=stopping")
@@ -376,6 +381,8 @@ class EngineService:
         while self.lifecycle.clock() < deadline_s and not self._is_drained():
             time.sleep(_CHECK_S)
         self._wire.call(lambda: self.switchboard.goodbye(message, self.lifecycle.clock()))
+        if self._metrics is not None:
+            self._metrics.close()
         self._texts.close()
         self._grammars.close()
         self._wire.stop()

@@ -76,6 +76,7 @@ class Telemetry:
         self.prompt_tokens = Histogram(TOKENS)
         self.output_tokens = Histogram(TOKENS)
         self.max_tokens = Histogram(TOKENS)
+        self.computed_prompt_tokens = Histogram(TOKENS)
         self.choices = Histogram(COUNTS)
         self.preemptions = Histogram((0.0, *COUNTS))
         self.step_tokens = Histogram(STEP_TOKENS)
@@ -96,6 +97,7 @@ class Telemetry:
         self.finished[reason] += 1
         self.request_s.observe(row.total_s)
         self.prompt_tokens.observe(row.num_prompt)
+        self.computed_prompt_tokens.observe(row.num_prompt - row.num_cached)
         self.output_tokens.observe(num_tokens)
         self.preemptions.observe(row.num_preemptions)
         if row.queued_s is None:
@@ -135,7 +137,9 @@ class Telemetry:
             ("request_decode_time_seconds", self.decode_s),
             ("request_prompt_tokens", self.prompt_tokens),
             ("request_generation_tokens", self.output_tokens),
-            ("request_max_num_generation_tokens", self.max_tokens),
+            ("request_max_num_generation_tokens", self.output_tokens),
+            ("request_params_max_tokens", self.max_tokens),
+            ("request_prefill_kv_computed_tokens", self.computed_prompt_tokens),
             ("request_params_n", self.choices),
             ("request_num_preemptions", self.preemptions),
             ("iteration_tokens_total", self.step_tokens),

@@ -13,6 +13,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable
+from typing import TypeVar
 
 import zmq
 
@@ -28,6 +29,9 @@ MESSAGES_PER_TURN = 128
 TICK_S = 0.25  # leases, stalls, retries
 RETRY_S = 0.02  # while a full pipe keeps an answer waiting
 LINGER_MS = 1000
+ANSWER_S = 1.0
+
+T = TypeVar("T")
 
 
 class WireThread:
@@ -58,6 +62,18 @@ class WireThread:
         with self._lock:
             if self._wake_fd >= 0:
                 os.eventfd_write(self._wake_fd, 1)
+
+    def ask(self, question: Callable[[], T]) -> T | None:
+        """An answer from this thread, which owns what is asked about; None when it takes too long."""
+        answer: list[T] = []
+        asked = threading.Event()
+
+        def ask() -> None:
+            answer.append(question())
+            asked.set()
+
+        self.call(ask)
+        return answer[0] if asked.wait(ANSWER_S) else None
 
     def send(self, routing_id: bytes, frames: Frames) -> Sent:
         """Only in the I/O thread."""

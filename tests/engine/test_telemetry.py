@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+import json
+
+import pytest
+
+from inferengine.client import Client
 from inferengine.core.stopping import Finished
 from inferengine.engine.telemetry import TOKEN_GAP_S, Histogram, Telemetry
+from inferengine.logs import JsonFormatter
+from inferengine.params import SamplingParams
+from tests.engine.builders import address_of, run_service
 
 
 def test_a_sample_falls_into_the_first_bucket_that_holds_it() -> None:
@@ -45,3 +53,17 @@ def test_a_request_that_never_ran_has_no_phases() -> None:
     telemetry.ended(Finished(1, "abort", ("cancelled", ""), 8, 0, 0, None, None, 7.0, "", 0), "abort", 0)
     assert (telemetry.queue_s.count, telemetry.decode_s.count, telemetry.request_s.count) == (0, 0, 1)
     assert telemetry.finished == {"abort": 1}
+
+
+def test_a_line_for_each_request_carries_the_front_ends_id_and_nothing_said(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", "inferengine.requests"), run_service(log={"requests": True}) as engine:
+        client = Client(address_of(engine))
+        client.connect()
+        params = SamplingParams(max_tokens=5, ignore_eos=True)
+        stream = client.submit(text="my secret", params=params, label="req-1", tenant="a").streams[0]
+        assert sum(len(delta.token_ids) for delta in stream) == 5
+        client.close()
+    (record,) = [record for record in caplog.records if record.name == "inferengine.requests"]
+    line = json.loads(JsonFormatter().format(record))
+    assert (line["request_id"], line["tenant"], line["reason"], line["output_tokens"]) == ("req-1", "a", "length", 5)
+    assert "secret" not in json.dumps(line)
