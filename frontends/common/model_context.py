@@ -47,6 +47,12 @@ class ServedModel:
     def name(self) -> str:
         return self.info.name
 
+    def adapter_of(self, name: str | None) -> str | None:
+        """The LoRA adapter that a model's name stands for, "" for the model itself; None for a name not served."""
+        if not name or name == self.name:
+            return ""
+        return name if name in self.info.adapters else None
+
     async def encode(self, text: str, limits: LimitsConfig, *, name: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a prompt; long ones are tokenized in a thread, so that nobody else waits."""
         if len(text) > limits.max_text_characters:

@@ -108,7 +108,7 @@ def refuse_unsupported(body: dict[str, Any]) -> None:
 def check_model(body: dict[str, Any], served: ServedModel) -> None:
     """Raise model_not_found for a name that is not served; none at all means the only one there is."""
     name = fields.string(body, "model")
-    if name and name != served.name:
+    if name and served.adapter_of(name) is None:
         raise InferEngineError(
             "model_not_found", f"The model `{name[:200]}` does not exist. It is called `{served.name}`.", field="model"
         )

@@ -83,7 +83,7 @@ class Service:
     def engines_for(self, request: Request, served: ServedModel) -> Submitter:
         """Where this request's generation goes: within its key's limits, and to be read on later if it is detached.
         Its body has been read. Raises `forbidden` for a model that the key may not use."""
-        chosen: Submitter = submitter(request, self.engines, self.registry, served.name)
+        chosen: Submitter = submitter(request, self.engines, self.registry, served.name, served.info.adapters)
         return chosen
 
     @contextlib.contextmanager

@@ -21,8 +21,11 @@ from inferengine.params import SamplingParams
 STREAM_HEADER = "x-stream-id"
 
 
-def submitter(request: Request, engines: Submitter, registry: Registry, served_name: str) -> Any:
-    """What this request's generation is given to. Its body has been read.
+def submitter(
+    request: Request, engines: Submitter, registry: Registry, served_name: str, adapters: Sequence[str] = ()
+) -> Any:
+    """What this request's generation is given to. Its body has been read. A model's name may be that of one of the
+    LoRA `adapters`.
 
     Detached are those that say so (`detached: true`) and those that bring an id of their own for their stream.
     Raises `forbidden` for a model that the key may not use.
@@ -33,38 +36,41 @@ def submitter(request: Request, engines: Submitter, registry: Registry, served_n
     model = document.get("model") or served_name
     if not key.may_use(str(model)):
         raise InferEngineError("forbidden", "This key may not use that model.", field="model")
+    adapter = str(model) if model != served_name and model in adapters else ""
     state: StreamState | None = scope.get("stream")  # a stream that is read on
     if state is not None:
-        return LogSubmitter(registry, state, key, None)
+        return LogSubmitter(registry, state, key, None, adapter)
     chosen = request.headers.get(STREAM_HEADER)
     if chosen is None and not fields.flag(document, "detached"):
-        return KeyedSubmitter(engines, key)
+        return KeyedSubmitter(engines, key, adapter)
     state = scope["stream"] = new_stream(chosen, request.headers.get("last-event-id"))
     note = Note(key.tenant, scope["path"], scope["request_id"], int(time.time()), scope.get("body", b""))
-    return LogSubmitter(registry, state, key, note)
+    return LogSubmitter(registry, state, key, note, adapter)
 
 
 class KeyedSubmitter:
     """Straight to the engines, with what the key decides."""
 
-    def __init__(self, engines: Submitter, key: ApiKey) -> None:
+    def __init__(self, engines: Submitter, key: ApiKey, adapter: str) -> None:
         self._engines = engines
         self._key = key
+        self._adapter = adapter
 
     def submit(
         self, prompt_ids: Sequence[int] | None = None, params: SamplingParams | None = None, **arguments: Any
     ) -> Submission:
-        return self._engines.submit(prompt_ids, params, **_as(self._key, arguments))
+        return self._engines.submit(prompt_ids, params, **_as(self._key, self._adapter, arguments))
 
 
 class LogSubmitter:
     """By way of a log that other connections may read too. With `note` None it only reads what runs already."""
 
-    def __init__(self, registry: Registry, state: StreamState, key: ApiKey, note: Note | None) -> None:
+    def __init__(self, registry: Registry, state: StreamState, key: ApiKey, note: Note | None, adapter: str) -> None:
         self._registry = registry
         self._state = state
         self._key = key
         self._note = note
+        self._adapter = adapter
         self._num_prompts = self._num_choices = 0
 
     def submit(self, prompt_ids: Sequence[int], params: SamplingParams, **arguments: Any) -> LoggedSubmission:
@@ -80,7 +86,7 @@ class LogSubmitter:
                 detached=True,
                 context_ids=(),
                 note=write_note(self._note),
-                **_as(self._key, arguments),
+                **_as(self._key, self._adapter, arguments),
             )
         submission = LoggedSubmission(self._registry, log, self._state, self._num_choices, n, self._key.tenant)
         self._num_prompts += 1
@@ -88,8 +94,10 @@ class LogSubmitter:
         return submission
 
 
-def _as(key: ApiKey, arguments: dict[str, Any]) -> dict[str, Any]:
+def _as(key: ApiKey, adapter: str, arguments: dict[str, Any]) -> dict[str, Any]:
     """A request's own wishes within what its key allows."""
+    if adapter:
+        arguments = arguments | {"adapter": adapter}
     if key is ANYBODY:
         return arguments
     return arguments | {

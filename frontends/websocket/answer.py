@@ -107,7 +107,8 @@ class Answer:
                 frame.request_id, len(frame.cursors), detached=frame.detached, context_ids=frame.context_ids
             )
             return _Prepared(log, params, frame.cursors)
-        if frame.model is not None and frame.model != model.name:
+        adapter = model.adapter_of(frame.model)
+        if adapter is None:
             raise InferEngineError("model_not_found", f"this engine serves {model.name}", field="model")
         if not self._key.may_use(frame.model or model.name):
             raise InferEngineError("forbidden", "This key may not use that model.", field="model")
@@ -116,7 +117,7 @@ class Answer:
         prompt_ids = await _prompt_ids(frame, model, desk.limits)
         if self._cancelled:
             for choice in range(params.n):
-                await self._channel.done(_unheard(frame.id, choice, len(prompt_ids)))
+                self._channel.done(_unheard(frame.id, choice, len(prompt_ids)))
             return None
         key = self._key
         log = desk.registry.submit(
@@ -131,6 +132,7 @@ class Answer:
             note=write_note(Note(key.tenant)) if key.tenant else b"",
             deadline_s=frame.deadline_s,
             label=frame.label,
+            adapter=adapter,
         )
         return _Prepared(log, params, ())
 
@@ -189,11 +191,11 @@ class Answer:
             if not (piece.text or piece.is_last or extra):
                 continue
             if not piece.is_last:
-                await channel.delta(name, index, piece.num_tokens, piece.text, extra)
+                channel.delta(name, index, piece.num_tokens, piece.text, extra)
                 continue
             finish = choice.finish or await _finish_after_stop(log)
             await channel.room()
-            await channel.done(_done(name, index, piece, accept, finish, extra))
+            channel.done(_done(name, index, piece, accept, finish, extra))
 
     def _extra(self, piece: Piece) -> dict[str, Any] | None:
         """What was asked for beside the text; None, as nearly always, lets a delta go the short way."""

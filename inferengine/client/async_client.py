@@ -253,6 +253,7 @@ class AsyncClient:
         label: str = "",
         grammar: GrammarSpec | None = None,
         note: bytes = b"",
+        adapter: str = "",
         prepare: Callable[[Submission], None] | None = None,
     ) -> Submission:
         """Send a request; see `Session.submit`. Returns at once: await `accepted()` for the answer, or just iterate
@@ -273,6 +274,7 @@ class AsyncClient:
             label=label,
             grammar=grammar,
             note=note,
+            adapter=adapter,
         )
         submission = Submission(self, call)
         if prepare is not None:

@@ -175,6 +175,7 @@ class Client:
         label: str = "",
         grammar: GrammarSpec | None = None,
         note: bytes = b"",
+        adapter: str = "",
     ) -> BlockingSubmission:
         """Send a request; see `Session.submit`. Returns at once."""
         with self._changed:
@@ -193,6 +194,7 @@ class Client:
                 label=label,
                 grammar=grammar,
                 note=note,
+                adapter=adapter,
             )
             self._wake()
         return BlockingSubmission(self, call)

@@ -114,6 +114,7 @@ class Session:
         label: str = "",
         grammar: GrammarSpec | None = None,
         note: bytes = b"",
+        adapter: str = "",
     ) -> Call:
         """Exactly one of `prompt_ids`, `text` and `messages`. With reply "tokens" the stop *strings* of `params` are
         the caller's to match, because only it has the text; the engine matches them for "text" and "both"."""
@@ -138,6 +139,7 @@ class Session:
             label=label,
             grammar=None if grammar is None else tuple(grammar_to_list(grammar)),
             note=note,
+            adapter=adapter,
         )
         return self._start(message, [Collector(message.stream + choice) for choice in range(max(params.n, 1))])
 

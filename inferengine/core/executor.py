@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from inferengine.core.plan import StepPlan, StepResult
 
@@ -52,6 +52,19 @@ class StepFuture(Protocol):
 
 
 Progress = Callable[[str, float], None]  # phase name, share done in [0, 1]
+
+
+class AdapterStore(Protocol):
+    """LoRA adapters of an executor that has any: its attribute `adapters`. `read` may be called from any thread, the
+    others by the thread that executes, between steps."""
+
+    def names(self) -> dict[str, int]: ...
+
+    def read(self, name: str) -> Any: ...
+
+    def add(self, adapter: Any) -> int: ...
+
+    def remove(self, number: int) -> None: ...
 
 
 class Executor(Protocol):

@@ -16,6 +16,7 @@ from inferengine.config import Config
 from inferengine.core.admission import AdmissionLimits, admit, resolve_max_tokens
 from inferengine.core.grammar import Grammar
 from inferengine.core.request import Request
+from inferengine.engine.adapters import Adapters
 from inferengine.engine.grammar_service import GrammarService
 from inferengine.engine.lifecycle import Lifecycle
 from inferengine.engine.loop import EngineLoop
@@ -75,6 +76,7 @@ class Link:
         texts: TextService,
         grammars: GrammarService,
         alive: Callable[[Peer], bool],
+        adapters: Adapters,
     ) -> None:
         self.engine: Engine | None = None  # set when the model is loaded
         self._config = config
@@ -84,6 +86,7 @@ class Link:
         self._texts = texts
         self._grammars = grammars
         self._alive = alive
+        self._adapters = adapters
         self._eos = frozenset(card.eos_token_ids)
         self._seeds = random.Random(config.engine.seed or None)
         self._next_uid = 1
@@ -189,6 +192,7 @@ class Link:
             raise InvalidRequest("params.stop", 'stop strings need reply "text" or "both"')
         if (message.reply != "tokens" or message.prompt is None) and not self._texts.available:
             raise InvalidRequest("reply", "this model has no tokenizer: send and read token ids", code="unsupported")
+        self._adapters.resolve(message.adapter)
         if message.grammar is not None:
             validate_grammar(grammar_from_list(message.grammar), limits)
         if message.text is not None and not message.text:
@@ -291,6 +295,7 @@ class Link:
                 f"token id {highest} is outside the vocabulary of {engine.vocab_size}: use the model's tokenizer",
             )
         self._admit(engine, submission, len(prompt), deadline_s, now)
+        submission.adapter = self._adapters.resolve(message.adapter)
         seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
         first = self._next_uid
         self._next_uid += params.n
@@ -311,6 +316,7 @@ class Link:
                 deadline_s=deadline_s,
                 grammar=spec,
                 request_id=message.label or message.id.hex(),
+                adapter=submission.adapter,
             )
             for choice in range(params.n)
         ]

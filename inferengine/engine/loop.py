@@ -48,11 +48,15 @@ class Flush(NamedTuple):
     reply: Callable[[int], None]
 
 
+class Call(NamedTuple):
+    function: Callable[[], None]
+
+
 class Stop(NamedTuple):
     pass
 
 
-Command = Submit | Cancel | CancelAll | Flush | Stop
+Command = Submit | Cancel | CancelAll | Flush | Call | Stop
 
 
 class News(NamedTuple):
@@ -107,6 +111,10 @@ class EngineLoop:
     def flush(self, reply: Callable[[int], None]) -> None:
         """Drop the prefix cache; `reply` gets the number of blocks, in the loop's thread."""
         self._inbox.put(Flush(reply))
+
+    def call(self, function: Callable[[], None]) -> None:
+        """Run something that must not raise between two steps."""
+        self._inbox.put(Call(function))
 
     def stop(self) -> None:
         """Leave `run` at the next turn. What has not ended stays so."""
@@ -214,6 +222,8 @@ class EngineLoop:
                 self._post_ends(list(core.abort_all(reason, detail)))
             case Flush(reply):
                 reply(core.flush())
+            case Call(function):
+                function()
             case Stop():
                 self._stopping = True
 

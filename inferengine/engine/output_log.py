@@ -20,7 +20,7 @@ MakeText = Callable[["Submission", bool], TextStream]  # of a submission; whethe
 class Submission:
     """One SUBMIT: its choices and what all of them share. Kept for `resume_ttl_s` after its end."""
 
-    __slots__ = ("context_ids", "detached", "id", "label", "logs", "note", "num_prompt", "params", "tenant")
+    __slots__ = ("adapter", "context_ids", "detached", "id", "label", "logs", "note", "num_prompt", "params", "tenant")
 
     def __init__(
         self,
@@ -39,6 +39,7 @@ class Submission:
         self.label = label
         self.note = note  # its client's, unread
         self.num_prompt = 0
+        self.adapter = 0  # LoRA adapter it runs with
         self.context_ids: list[int] = []  # last tokens of the prompt, where the output continues its text
         self.logs: list[Log] = []  # one per choice; none while its prompt is being tokenized
 

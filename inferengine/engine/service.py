@@ -20,9 +20,10 @@ from collections.abc import Callable
 from typing import Any
 
 from inferengine.config import Config
-from inferengine.core.executor import Capacity, Executor
+from inferengine.core.executor import AdapterStore, Capacity, Executor
 from inferengine.core.scheduler import StepOutput
 from inferengine.core.stopping import Finished
+from inferengine.engine.adapters import Adapters
 from inferengine.engine.core import EngineCore
 from inferengine.engine.endpoint import Endpoint
 from inferengine.engine.grammar_service import GrammarService
@@ -100,6 +101,7 @@ class EngineService:
             log_requests=config.log.requests,
         )
         self.switchboard = Switchboard(config, self.lifecycle, card, self.outbox, self.telemetry, self._wire.send)
+        self._adapters = Adapters(self.outbox, self._wire.call, self._on_adapters)
         self.link = Link(
             config,
             self.lifecycle,
@@ -109,6 +111,7 @@ class EngineService:
             self._texts,
             self._grammars,
             self.switchboard.alive,
+            self._adapters,
         )
         self.switchboard.link = self.link
         self._reports = Reports(config, self.lifecycle, card, self.outbox, self.telemetry)
@@ -200,7 +203,8 @@ class EngineService:
         )
         self.core = core
         self._engine = Engine(loop, limits, capacity.vocab_size)
-        self._wire.call(lambda: self._on_loaded(info))
+        store: AdapterStore | None = getattr(executor, "adapters", None)
+        self._wire.call(lambda: self._on_loaded(info, store))
         return loop
 
     def _post(self, news: News) -> None:
@@ -220,14 +224,22 @@ class EngineService:
 
     # -- the I/O thread ----------------------------------------------------------------------------------------------
 
-    def _on_loaded(self, info: ModelInfo) -> None:
+    def _on_loaded(self, info: ModelInfo, adapters: AdapterStore | None) -> None:
         self.switchboard.model = info
-        self.link.engine = self._engine
+        self.link.engine = engine = self._loaded()
+        self._adapters.begin(adapters, engine.loop)
+        self._on_adapters()
         self.lifecycle.progress = ("ready", 1.0)
         if self._drain_by_s is None:
             self.lifecycle.enter(READY)
             self._notifier.send("READY=1", f"STATUS=serving {info.name}")
             logger.info("ready: %s after %.1f s", info.name, self.lifecycle.clock() - self.lifecycle.started_s)
+
+    def _on_adapters(self) -> None:
+        """Tell every peer which adapters there are."""
+        if self.switchboard.model is not None:
+            names = tuple(sorted(self._adapters.names))
+            self.switchboard.model = self.switchboard.model._replace(adapters=names)
 
     def _publish(self, news: News) -> None:
         if self._over:
@@ -241,6 +253,7 @@ class EngineService:
     def _tick(self, now: float) -> float:
         self.switchboard.tell_state(now)
         self.switchboard.tick(now)
+        self._adapters.tick()
         if now >= self._status_due_s:
             self._status_due_s = now + self.config.wire.status_interval_s
             values = self._reports.status(self._engine, len(self.switchboard.peers))
@@ -285,6 +298,9 @@ class EngineService:
             "cancel_all": cancel_all,
             "drain": drain,
             "resume": resume,
+            "adapters": self._adapters.list,
+            "load_adapter": self._adapters.load,
+            "unload_adapter": self._adapters.unload,
         }
 
     def _loaded(self) -> Engine:

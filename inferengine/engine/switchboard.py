@@ -158,6 +158,8 @@ class Switchboard:
         def reply(result: Any) -> None:
             if self.alive(peer):
                 answer = AdminReply(message.op, message.nonce, True, result)
+                if isinstance(result, InferEngineError):  # it failed later than it was asked
+                    answer = AdminReply(message.op, message.nonce, False, None, result.code, result.message)
                 peer.answer(codec.encode(answer), self._lifecycle.clock())
 
         try:

@@ -58,9 +58,8 @@ class AdapterBank:
     # -- between steps -----------------------------------------------------------------------------------------------
 
     def add(self, adapter: Adapter) -> int:
-        """Put an adapter beside the model. Returns its number, which is never used again."""
-        if any(other.name == adapter.name for other in self.adapters.values()):
-            raise InferEngineError("conflict", f"the adapter {adapter.name} is loaded already", field="adapter")
+        """Put an adapter beside the model. Returns its number, which is never used again. One of the same name may be
+        on its way out still."""
         number, self._next = self._next, self._next + 1
         self.adapters[number] = adapter
         self._restack({place.linear for place in adapter.factors})

@@ -39,6 +39,14 @@ class AdapterFolder:
         """Number of each loaded adapter."""
         return {adapter.name: number for number, adapter in self.bank.adapters.items()}
 
+    def add(self, adapter: Adapter) -> int:
+        """Its number, for requests to name."""
+        return self.bank.add(adapter)
+
+    def remove(self, number: int) -> None:
+        """Forget an adapter that no sequence uses."""
+        self.bank.remove(number)
+
     def read(self, name: str) -> Adapter:
         """Read and check an adapter, on the host. Raises InferEngineError."""
         if not NAME.fullmatch(name) or not (self._folder / name / CONFIG).is_file():

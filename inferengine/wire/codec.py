@@ -310,6 +310,7 @@ def _submit_from(body: dict[str, Any], raw: Sequence[bytes]) -> Submit:
         _str(body.get("label", ""), "label"),
         _optional(body.get("grammar"), _each, "grammar", _string_or_nil),
         _note(body),
+        _str(body.get("adapter", ""), "adapter"),
     )
 
 
@@ -337,7 +338,7 @@ def _encode_submit(message: Submit) -> tuple[int, Any, Frames]:
     for name in ("text", "messages", "deadline_ms", "grammar"):
         if (value := getattr(message, name)) is not None:
             body[name] = value
-    for name in ("params", "priority", "tenant", "salt", "detached", "label", "note"):
+    for name in ("params", "priority", "tenant", "salt", "detached", "label", "note", "adapter"):
         if value := getattr(message, name):
             body[name] = value
     if message.reply != "tokens":
@@ -410,12 +411,15 @@ def _model_info(value: Any) -> ModelInfo:
         _int(values.get("block_size", 0), "model.block_size"),
         _int(values.get("num_kv_tokens", 0), "model.num_kv_tokens"),
         _str(values.get("dtype", ""), "model.dtype"),
+        _each(values.get("adapters", []), "model.adapters", _str),
     )
 
 
 def _encode_welcome(message: Welcome) -> tuple[int, Any, Frames]:
     body = message._asdict()
     body["model"] = None if message.model is None else message.model._asdict()
+    if message.model is not None and not message.model.adapters:
+        del body["model"]["adapters"]
     if message.resumed is None:
         del body["resumed"]
     return Kind.WELCOME, body, []

@@ -68,6 +68,7 @@ class Submit(NamedTuple):
     label: str = ""
     grammar: tuple[str | None, ...] | None = None  # kind, source, pattern of white space
     note: bytes = b""  # the engine's to keep and to give to whoever attaches
+    adapter: str = ""  # LoRA adapter, by name
 
 
 class Cancel(NamedTuple):
@@ -115,6 +116,7 @@ class ModelInfo(NamedTuple):
     block_size: int
     num_kv_tokens: int
     dtype: str
+    adapters: tuple[str, ...] = ()
 
 
 class Welcome(NamedTuple):

@@ -55,6 +55,7 @@ EXAMPLES: dict[str, Message] = {
     "submit_messages": Submit(ID, 9, messages=[{"role": "user", "content": "Hi"}], reply="both"),
     "submit_grammar": Submit(ID, 9, PROMPT.tobytes(), grammar=("regex", "[a-z]+", None)),
     "submit_note": Submit(ID, 9, PROMPT.tobytes(), detached=True, note=b"\x00note"),
+    "submit_adapter": Submit(ID, 9, PROMPT.tobytes(), adapter="pirate"),
     "cancel": Cancel((7, 8), (ID,)),
     "attach": Attach(ID, 20, (5, 0), "both"),
     "credit": Credit(300),
