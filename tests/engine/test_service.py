@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from inferengine.config import Config
 from inferengine.core.executor import Capacity, Executor, Progress
 from inferengine.core.plan import StepPlan
 from inferengine.engine.endpoint import AddressTaken, Endpoint
@@ -254,7 +255,7 @@ class TestAdmin:
         assert stats["histograms"]["inter_token_latency_seconds"]["count"] == 6
         assert stats["histograms"]["iteration_tokens_total"]["sum"] == 46, "all but the last token are computed"
         assert stats["finished_by_reason"] == {"length": 1}
-        assert stats["config"]["cache"]["block_size"] == 16
+        assert stats["config"]["cache"]["block_size"] == Config().cache.block_size
 
     def test_flush_forgets_the_prefix_cache(self, engine: EngineService, connect: Connect) -> None:
         peer = connect(engine)

@@ -91,7 +91,8 @@ def test_deterministic_products_do_not_depend_on_the_number_of_rows(scheme: str,
 
 
 FP8_ROUNDS = pytest.mark.skipif(
-    not torch.cuda.is_available(), reason="Triton's interpreter drops the carry when it rounds to e4m3"
+    not torch.cuda.is_available(),
+    reason="needs a CUDA device: Triton's interpreter drops the carry when it rounds to e4m3",
 )
 
 
