@@ -115,9 +115,9 @@ def measure(arguments: argparse.Namespace, mode: str, step_s: float, port: int) 
             idle_mib = memory_mib(server.pid)
             rounds = []
             for number in range(arguments.rounds + 1):
-                before = cpu_s(server.pid)
+                before = sum(cpu_s(server.pid))
                 result = asyncio.run(one_round(port, arguments, f"{mode}-{number}"))
-                result["cpu_s"] = cpu_s(server.pid) - before
+                result["cpu_s"] = sum(cpu_s(server.pid)) - before
                 rounds.append(result)
             rounds = rounds[1:]  # the first one warms up
             tokens = arguments.streams * arguments.tokens

@@ -1,29 +1,42 @@
 """What goes out on one socket, and the brakes for a reader that is slower than the engine.
 
-Two brakes, and no queue behind either. The transport's: the server's send waits while the socket's buffer is full. The
-client's own: after `hello {window}` at most `window` output frames stay unacknowledged. A stream that must wait is
-simply not read; the tokens merge upstream and the next frame carries more. Output frames are counted, not numbered:
-what two requests send while the transport is full may leave in either order. Knows nothing of requests.
+Frames of one turn of the event loop leave in one write: that of the pump, a task for each socket.
+
+Two brakes, and no queue behind either. The transport's: while the socket's buffer is full the pump waits, and with it
+every stream. The client's own: after `hello {window}` at most `window` output frames stay unacknowledged. A stream that
+must wait is simply not read; the tokens merge upstream and the next frame carries more. Output frames are counted, not
+numbered. Knows nothing of requests.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from frontends.websocket.codec import Codec
+from frontends.websocket.protocol import frame_head
 from inferengine.errors import InferEngineError, InvalidRequest
 
-Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+Write = Callable[[bytes], Awaitable[None]]
+
+
+class SocketGone(Exception):
+    """The connection has ended while something was to be sent."""
 
 
 class Channel:
     """`most_window` bounds what a client may ask for; `stall_limit_s` how long it may acknowledge nothing."""
 
-    def __init__(self, send: Send, codec: Codec, *, most_window: int, stall_limit_s: float) -> None:
-        self._send = send
+    def __init__(self, write: Write, codec: Codec, *, most_window: int, stall_limit_s: float) -> None:
+        """`write` waits while the transport is full and raises SocketGone when it is no more."""
+        self._write = write
         self._codec = codec
+        self._waiting: list[bytes] = []  # heads and payloads for the next write
+        self._due = asyncio.Event()
+        self._free = asyncio.Event()  # the transport takes more
+        self._free.set()
+        self._gone = False
         self._most_window = most_window
         self._stall_limit_s = stall_limit_s
         self._window = 0  # 0: the client does not acknowledge
@@ -31,6 +44,28 @@ class Channel:
         self._num_acknowledged = 0
         self._room = asyncio.Event()
         self._room.set()
+
+    async def pump(self) -> None:
+        """Write what waits, for ever. Every socket needs one running."""
+        try:
+            while True:
+                await self._due.wait()
+                self._due.clear()
+                frames, self._waiting = self._waiting, []
+                self._free.clear()
+                await self._write(b"".join(frames))
+                self._free.set()
+        except SocketGone:
+            self._gone = True
+        finally:
+            self._free.set()
+
+    async def flushed(self) -> None:
+        """Return when everything so far has been written. Raises SocketGone."""
+        while self._waiting or not self._free.is_set():
+            self._check()
+            await self._free.wait()
+            await asyncio.sleep(0)
 
     def open_window(self, window: int) -> int:
         """Acknowledge from now on (0: no longer). Returns the window granted."""
@@ -46,7 +81,10 @@ class Channel:
         self._room.set()
 
     async def room(self) -> None:
-        """Return when an output frame may go out. Raises client_stalled."""
+        """Return when an output frame may go out. Raises client_stalled and SocketGone."""
+        if not self._free.is_set():
+            await self._free.wait()
+        self._check()
         while self._window and self._num_output - self._num_acknowledged >= self._window:
             self._room.clear()
             try:
@@ -56,20 +94,32 @@ class Channel:
                     "client_stalled", f"{self._window} frames were left unacknowledged for {self._stall_limit_s:g} s"
                 ) from None
 
-    async def delta(self, name: str, choice: int, cursor: int, text: str, extra: Mapping[str, Any] | None) -> None:
+    def delta(self, name: str, choice: int, cursor: int, text: str, extra: Mapping[str, Any] | None) -> None:
         """The next text of a choice; `cursor` counts its tokens so far, `extra` has token ids and logprobs."""
         self._num_output += 1
         if extra is None:
-            await self._send(self._codec.encode_delta(name, choice, cursor, text))
+            self._put(self._codec.encode_delta(name, choice, cursor, text))
         else:
             frame = {"type": "delta", "id": name, "choice": choice, "cursor": cursor, "text": text}
-            await self._send(self._codec.encode({**frame, **extra}))
+            self._put(self._codec.encode({**frame, **extra}))
 
-    async def done(self, frame: Mapping[str, Any]) -> None:
+    def done(self, frame: Mapping[str, Any]) -> None:
         """The last output frame of a choice."""
         self._num_output += 1
-        await self._send(self._codec.encode(frame))
+        self._put(self._codec.encode(frame))
 
     async def plain(self, frame: Mapping[str, Any]) -> None:
-        """Any frame that is no output of a request."""
-        await self._send(self._codec.encode(frame))
+        """Any frame that is no output of a request. Waits while the transport is full."""
+        if not self._free.is_set():
+            await self._free.wait()
+        self._put(self._codec.encode(frame))
+
+    def _put(self, payload: bytes) -> None:
+        self._check()
+        self._waiting.append(frame_head(self._codec.opcode, len(payload)))
+        self._waiting.append(payload)
+        self._due.set()
+
+    def _check(self) -> None:
+        if self._gone:
+            raise SocketGone

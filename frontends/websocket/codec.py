@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import msgpack
 
+from frontends.websocket.protocol import BINARY, TEXT
 from inferengine.errors import InferEngineError
 
 JSON_SUBPROTOCOL = "inferengine.v1.json"
@@ -17,24 +18,24 @@ MSGPACK_SUBPROTOCOL = "inferengine.v1.msgpack"
 MAX_DEPTH = 32
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
-Message = dict[str, Any]  # an ASGI websocket.send event
-
 
 class Codec(Protocol):
     subprotocol: str
+    opcode: int  # of its websocket frames
 
     def decode(self, message: Mapping[str, Any]) -> Any:
         """The document in an ASGI websocket.receive event. Raises InferEngineError protocol_error."""
 
-    def encode(self, frame: Mapping[str, Any]) -> Message:
-        """Any frame as an ASGI event."""
+    def encode(self, frame: Mapping[str, Any]) -> bytes:
+        """Any frame as a message's payload."""
 
-    def encode_delta(self, name: str, choice: int, cursor: int, text: str) -> Message:
+    def encode_delta(self, name: str, choice: int, cursor: int, text: str) -> bytes:
         """The frame that carries nearly all traffic, without a dictionary on the way."""
 
 
 class JsonCodec:
     subprotocol = JSON_SUBPROTOCOL
+    opcode = TEXT
 
     def decode(self, message: Mapping[str, Any]) -> Any:
         text = message.get("text")
@@ -50,19 +51,19 @@ class JsonCodec:
             raise _broken("a string holds half of a surrogate pair, which is no character")
         return document
 
-    def encode(self, frame: Mapping[str, Any]) -> Message:
-        return {"type": "websocket.send", "text": json.dumps(frame, separators=(",", ":"))}
+    def encode(self, frame: Mapping[str, Any]) -> bytes:
+        return json.dumps(frame, separators=(",", ":")).encode()
 
-    def encode_delta(self, name: str, choice: int, cursor: int, text: str) -> Message:
-        return {
-            "type": "websocket.send",
-            "text": f'{{"type":"delta","id":{encode_basestring_ascii(name)},"choice":{choice},'
-            f'"cursor":{cursor},"text":{encode_basestring_ascii(text)}}}',
-        }
+    def encode_delta(self, name: str, choice: int, cursor: int, text: str) -> bytes:
+        return (
+            f'{{"type":"delta","id":{encode_basestring_ascii(name)},"choice":{choice},'
+            f'"cursor":{cursor},"text":{encode_basestring_ascii(text)}}}'
+        ).encode()
 
 
 class MsgpackCodec:
     subprotocol = MSGPACK_SUBPROTOCOL
+    opcode = BINARY
 
     def decode(self, message: Mapping[str, Any]) -> Any:
         body = message.get("bytes")
@@ -73,12 +74,11 @@ class MsgpackCodec:
         except (ValueError, RecursionError, msgpack.UnpackException) as error:
             raise _broken(f"not valid msgpack: {type(error).__name__}") from None
 
-    def encode(self, frame: Mapping[str, Any]) -> Message:
-        return {"type": "websocket.send", "bytes": msgpack.packb(frame)}
+    def encode(self, frame: Mapping[str, Any]) -> bytes:
+        return bytes(msgpack.packb(frame))
 
-    def encode_delta(self, name: str, choice: int, cursor: int, text: str) -> Message:
-        frame = {"type": "delta", "id": name, "choice": choice, "cursor": cursor, "text": text}
-        return {"type": "websocket.send", "bytes": msgpack.packb(frame)}
+    def encode_delta(self, name: str, choice: int, cursor: int, text: str) -> bytes:
+        return self.encode({"type": "delta", "id": name, "choice": choice, "cursor": cursor, "text": text})
 
 
 def choose_codec(offered: list[str]) -> Codec | None:

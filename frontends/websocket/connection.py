@@ -9,7 +9,7 @@ from typing import Any
 
 from frontends.common.errors import error_object, scrubbed, unexpected
 from frontends.websocket.answer import Answer, Caller, Desk
-from frontends.websocket.channel import Channel
+from frontends.websocket.channel import Channel, SocketGone
 from frontends.websocket.codec import Codec
 from frontends.websocket.engine_view import EngineView
 from frontends.websocket.frames import (
@@ -25,6 +25,7 @@ from frontends.websocket.frames import (
     id_of,
     read_frame,
 )
+from frontends.websocket.protocol import FRAMES
 from inferengine.config import Config
 from inferengine.errors import InferEngineError
 
@@ -34,10 +35,6 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 CLOSE_STALLED = 1008
-
-
-class SocketGone(Exception):
-    """The connection has ended while something was to be sent."""
 
 
 class Connection:
@@ -50,7 +47,7 @@ class Connection:
         self._receive, self._asgi_send, self._codec = receive, send, codec
         self._desk, self._view, self._config = desk, view, config
         self._channel = Channel(
-            self._send,
+            self._write,
             codec,
             most_window=config.ws.send_queue_messages,
             stall_limit_s=config.wire.stall_limit_s,
@@ -67,6 +64,7 @@ class Connection:
 
     async def run(self) -> None:
         """Serve the socket, which has been accepted."""
+        self._spawn(self._channel.pump())
         try:
             self._told = self._view.facts()
             await self._channel.plain({"type": "hello", "protocol": PROTOCOL, **self._told})
@@ -151,6 +149,7 @@ class Connection:
         try:
             await self._error(answer.frame.id, failure)
             if failure.code == "client_stalled":
+                await self._channel.flushed()
                 await self._send({"type": "websocket.close", "code": CLOSE_STALLED, "reason": failure.message})
         except SocketGone:
             return
@@ -174,6 +173,9 @@ class Connection:
 
     async def _error(self, name: str | None, error: InferEngineError) -> None:
         await self._channel.plain({"type": "error", "id": name, "error": error_frame(error)})
+
+    async def _write(self, frames: bytes) -> None:
+        await self._send({"type": FRAMES, "body": frames})
 
     async def _send(self, message: MutableMapping[str, Any]) -> None:
         """Waits while the transport is full. The server raises OSError after a loss and RuntimeError after a close."""

@@ -18,6 +18,7 @@ import uvicorn
 from frontends.common.notify import notify
 from frontends.common.protection import check_protection, tls_files
 from frontends.websocket.app import WebsocketFrontEnd
+from frontends.websocket.protocol import FramesProtocol
 from inferengine.config import Config, watchdog_interval_s
 from inferengine.errors import ExitCode
 from inferengine.listening import AddressTaken, open_listeners
@@ -54,7 +55,7 @@ def server_config(config: Config, front_end: WebsocketFrontEnd) -> uvicorn.Confi
         front_end.app(),
         ssl_certfile=tls.certificate,
         ssl_keyfile=tls.key,
-        ws="websockets-sansio",
+        ws=FramesProtocol,
         ws_max_size=config.ws.max_message_bytes,
         ws_ping_interval=PING_INTERVAL_S,
         ws_ping_timeout=PING_TIMEOUT_S,
