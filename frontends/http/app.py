@@ -24,10 +24,12 @@ from frontends.http.chat import chat_completions
 from frontends.http.compatible import generate_text, infer
 from frontends.http.completions import completions
 from frontends.http.edge import Edge
+from frontends.http.embeddings import embeddings
 from frontends.http.gate import Gate
 from frontends.http.messages import count_tokens, messages
 from frontends.http.metrics import HttpMetrics
 from frontends.http.native import generate
+from frontends.http.openapi import openapi
 from frontends.http.resume import cancel_stream, read_stream
 from frontends.http.service import Service
 from frontends.http.tokens import detokenize, tokenize
@@ -47,6 +49,7 @@ ROUTES = (
     Route("/v1/responses/{id}/cancel", responses.cancel, methods=["POST"]),
     Route("/v1/messages", messages, methods=["POST"]),
     Route("/v1/messages/count_tokens", count_tokens, methods=["POST"]),
+    Route("/v1/embeddings", embeddings, methods=["POST"]),
     Route("/v1/generate", generate, methods=["POST"]),
     Route("/generate", generate_text, methods=["POST"]),
     Route("/infer/v1/completions", infer, methods=["POST"]),
@@ -60,6 +63,7 @@ ROUTES = (
     Route("/ready", operations.ready),
     Route("/ping", operations.ping, methods=["GET", "POST"]),
     Route("/version", operations.version),
+    Route("/openapi.json", openapi),
     Route("/load", operations.load),
     Route("/stats", operations.stats),
     Route("/metrics", operations.metrics),

@@ -135,6 +135,7 @@ def read_params(
 ) -> SamplingParams:
     """The model's own defaults, overlaid with what the request says, validated as the engine will do again."""
     wanted = {name: body[name] for name in SAMPLING if body.get(name) is not None}
+    fields.mapping(wanted, "logit_bias")  # as OpenAI writes it; the wire takes pairs too
     if "bad_words" in wanted:
         wanted["bad_words_ids"] = read_bad_words(wanted.pop("bad_words"), served.tokenizer)
     params = from_map({**served.defaults, **wanted, "max_tokens": max_tokens, "logprobs": logprobs}, path="")

@@ -56,8 +56,11 @@ def to_chat(body: dict[str, Any], messages: list[dict[str, Any]]) -> dict[str, A
         chat["response_format"] = _form(form)
     if (effort := fields.mapping(body, "reasoning").get("effort")) is not None:
         chat["reasoning_effort"] = effort
-    if "message.output_text.logprobs" in (body.get("include") or ()):
-        chat |= {"logprobs": True, "top_logprobs": fields.integer(body, "top_logprobs", 0, least=0)}
+    include, top_logprobs = body.get("include") or [], fields.integer(body, "top_logprobs", 0, least=0)
+    if not isinstance(include, list) or not all(isinstance(name, str) for name in include):
+        raise InvalidRequest("include", "must be a list of names")
+    if "message.output_text.logprobs" in include:
+        chat |= {"logprobs": True, "top_logprobs": top_logprobs}
     if (truncation := fields.string(body, "truncation")) == "auto":
         chat["truncate_prompt_tokens"] = -1
     elif truncation not in (None, "disabled"):

@@ -24,7 +24,9 @@ async def tokenize(request: Request) -> Response:
     body = await read_json(request, service.config.http.max_body_bytes)
     served = await service.model.get()
     dialect.check_model(body, served)
-    if "messages" in body:
+    if body.get("messages") is not None:
+        if body.get("prompt") is not None:
+            raise InvalidRequest("prompt", "cannot be combined with messages")
         token_ids = (await read_turn(body, served, service.config)).prompt_ids
     else:
         prompt = fields.string(body, "prompt")

@@ -1,0 +1,262 @@
+"""/openapi.json and the field table behind it are true: both sides of every range, and whatever a schema can make."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from frontends.http.app import ROUTES
+from frontends.http.field_table import Field, bodies
+from frontends.http.fields import REFUSED, SAMPLING, STRUCTURE
+from frontends.http.openapi import CLOSED, body_schema, describe
+from inferengine.config import LimitsConfig
+from tests.frontends.http.builders import House
+
+ROOT = Path(__file__).resolve().parents[3]
+PAGE = (ROOT / "docs" / "parameters.md").read_text(encoding="utf-8")
+TABLES = bodies(LimitsConfig())
+GOOD: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"prompt": "say"},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "hi"}]},
+    "/v1/responses": {"input": "hi"},
+    "/v1/messages": {"max_tokens": 100, "messages": [{"role": "user", "content": "hi"}]},
+    "/v1/messages/count_tokens": {"messages": [{"role": "user", "content": "hi"}]},
+    "/v1/generate": {"prompt": "say"},
+    "/generate": {"prompt": "say", "max_tokens": 8},
+    "/infer/v1/completions": {"prompt": "say"},
+    "/tokenize": {"messages": [{"role": "user", "content": "hi"}]},
+    "/detokenize": {"tokens": [5]},
+}
+# What a field needs beside it to be used at all.
+WITH: dict[str, dict[str, Any]] = {
+    "top_logprobs": {"logprobs": True, "include": ["message.output_text.logprobs"]},
+    "n": {"temperature": 1.0},
+    "stream_options": {"stream": True},
+    "min_tokens": {"max_tokens": 300},
+}
+
+
+def edges(field: Field) -> list[tuple[Any, bool]]:
+    """Values at the ends of a range, and just outside, with whether they may be sent."""
+    schema = field.schema
+    if schema.get("type") not in ("number", "integer"):
+        return []
+    step = 1 if schema["type"] == "integer" else 0.01
+    found: list[tuple[Any, bool]] = []
+    if "minimum" in schema:
+        found += [(schema["minimum"], True), (schema["minimum"] - step, False)]
+    if "exclusiveMinimum" in schema:
+        found += [(schema["exclusiveMinimum"], False), (schema["exclusiveMinimum"] + step, True)]
+    if "maximum" in schema:
+        found += [(schema["maximum"], True), (schema["maximum"] + step, False)]
+    return [(value, good) for value, good in found if not good or abs(value) < 2**62 or field.name == "seed"]
+
+
+EDGES = [
+    (path, field.name, value, good)
+    for path, fields in TABLES.items()
+    for field in fields
+    for value, good in edges(field)
+]
+
+
+@pytest.mark.parametrize(("path", "name", "value", "good"), EDGES)
+def test_both_sides_of_every_range(served: House, path: str, name: str, value: Any, good: bool) -> None:
+    response = served.post(path, **{**GOOD[path], **WITH.get(name, {}), name: value})
+    if good:
+        assert response.status_code == 200, response.text
+        return
+    assert response.status_code in (400, 422), response.text
+    error = response.json()["error"]
+    assert name in (error.get("param") or error["message"])
+
+
+@pytest.mark.parametrize(("path", "name"), [(path, f.name) for path, fields in TABLES.items() for f in fields])
+def test_a_value_of_the_wrong_type_is_refused_by_name(served: House, path: str, name: str) -> None:
+    """Something that no schema takes for this field."""
+    schema = next(field.schema for field in TABLES[path] if field.name == name)
+    wrong = next(value for value in ([[{}]], {"no": {"such": 1}}, 7.5, True) if not _fits(value, schema))
+    response = served.post(path, **{**GOOD[path], **WITH.get(name, {}), name: wrong})
+    assert response.status_code in (400, 404, 422), response.text
+    error = response.json()["error"]
+    assert name in (error.get("param") or error["message"]), error
+
+
+def _fits(value: Any, schema: dict[str, Any]) -> bool:
+    return bool(jsonschema.Draft202012Validator(schema).is_valid(value))
+
+
+def test_the_document_is_openapi(served: House) -> None:
+    document = served.http.get("/openapi.json").json()
+    assert document["openapi"].startswith("3.1")
+    paths = {re.sub(r":\w+}", "}", route.path) for route in ROUTES}
+    assert set(document["paths"]) == paths
+    identifiers = [operation["operationId"] for path in document["paths"].values() for operation in path.values()]
+    assert len(set(identifiers)) == len(identifiers)
+    for path in document["paths"].values():
+        for operation in path.values():
+            if "requestBody" in operation:
+                schema = operation["requestBody"]["content"]["application/json"]["schema"]
+                jsonschema.Draft202012Validator.check_schema(schema)
+    for path, body in GOOD.items():
+        jsonschema.validate(body, body_schema(TABLES[path]))
+
+
+def test_every_error_has_the_published_shape(served: House) -> None:
+    schema = describe([], LimitsConfig())["components"]["schemas"]["Error"]
+    for response in (served.post("/v1/completions"), served.post("/v1/nothing"), served.http.get("/v1/completions")):
+        assert not response.is_success
+        jsonschema.validate(response.json(), schema)
+
+
+def test_the_table_has_every_field_that_is_read() -> None:
+    for path in ("/v1/completions", "/v1/chat/completions"):
+        names = {field.name for field in TABLES[path]}
+        assert {*SAMPLING, *STRUCTURE} <= names
+        assert not names & REFUSED.keys()
+    for fields in TABLES.values():
+        names = [field.name for field in fields]
+        assert len(set(names)) == len(names)
+
+
+def values(schema: dict[str, Any]) -> st.SearchStrategy[Any]:
+    """Values that a schema of the table takes."""
+    if "anyOf" in schema:
+        return st.one_of(*map(values, schema["anyOf"]))
+    if "enum" in schema:
+        return st.sampled_from(schema["enum"])
+    match schema.get("type"):
+        case "null":
+            return st.none()
+        case "boolean":
+            return st.booleans()
+        case "integer":
+            return st.integers(schema.get("minimum", -(2**40)), schema.get("maximum", 2**40)) | st.integers(
+                schema.get("minimum", 0), min(schema.get("maximum", 9), 9)
+            )
+        case "number":
+            return st.floats(
+                schema.get("minimum", schema.get("exclusiveMinimum", -1e6)),
+                schema.get("maximum", 1e6),
+                exclude_min="exclusiveMinimum" in schema,
+            )
+        case "string":
+            if "pattern" in schema:
+                return st.sampled_from(["f", "a_b", "x.y-z"])
+            return st.text(min_size=schema.get("minLength", 0), max_size=min(schema.get("maxLength", 12), 12))
+        case "array":
+            most = min(schema.get("maxItems", 3), 3)
+            return st.lists(
+                values(schema["items"]), min_size=schema["minItems"], max_size=max(most, schema["minItems"])
+            )
+    required = schema.get("required", [])
+    properties = {name: values(inner) for name, inner in schema.get("properties", {}).items()}
+    if properties:
+        return st.fixed_dictionaries(
+            {name: properties[name] for name in required},
+            optional={name: inner for name, inner in properties.items() if name not in required},
+        )
+    inner = schema.get("additionalProperties", {"type": "boolean"})
+    return st.dictionaries(st.sampled_from(["a", "b", "1", "22"]), values(inner), max_size=2)
+
+
+ANYTHING = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats(allow_nan=False) | st.text(max_size=9),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_what_the_schema_takes_is_never_the_servers_fault(served: House, data: st.DataObject) -> None:
+    path = data.draw(st.sampled_from(sorted(TABLES)))
+    chosen = data.draw(st.lists(st.sampled_from(TABLES[path]), max_size=5, unique_by=lambda field: field.name))
+    body = {**GOOD[path], **{field.name: data.draw(values(field.schema)) for field in chosen}}
+    jsonschema.validate(body, body_schema(TABLES[path]))
+    response = served.http.post(path, content=json.dumps(body))
+    assert response.status_code in (200, 400, 404, 422, 429), response.text
+
+
+@settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_what_the_schema_refuses_is_refused(served: House, data: st.DataObject) -> None:
+    path = data.draw(st.sampled_from(sorted(TABLES)))
+    field = data.draw(st.sampled_from(TABLES[path]))
+    value = data.draw(ANYTHING)
+    body = {**GOOD[path], **WITH.get(field.name, {}), field.name: value}
+    response = served.http.post(path, content=json.dumps(body))
+    assert response.status_code in (200, 400, 404, 422, 429), response.text
+    if not jsonschema.Draft202012Validator(body_schema(TABLES[path])).is_valid(body):
+        assert response.status_code != 200, (path, field.name, value)
+
+
+def test_a_closed_route_refuses_what_it_does_not_know(served: House) -> None:
+    for path in CLOSED:
+        assert served.post(path, **GOOD[path], surprise=1).status_code == 422
+
+
+def range_of(schema: dict[str, Any]) -> str:
+    """A schema in words, as docs/parameters.md has it."""
+    if "anyOf" in schema:
+        return " or ".join(map(range_of, schema["anyOf"]))
+    if "enum" in schema:
+        return ", ".join(f"`{value}`" for value in schema["enum"])
+    kind = schema["type"]
+    if kind in ("number", "integer"):
+        low = schema.get("minimum", -math.inf)
+        left = f"[{_shown(low)}"
+        if "exclusiveMinimum" in schema:
+            left = f"({_shown(schema['exclusiveMinimum'])}"
+        high = schema.get("maximum", math.inf)
+        bounds = f" in {left}, {_shown(high)}{')' if math.isinf(high) else ']'}"
+        return f"{'whole number' if kind == 'integer' else 'number'}{bounds}"
+    if kind == "array":
+        return f"list of {range_of(schema['items'])}" + (
+            f", at most {schema['maxItems']}" if "maxItems" in schema else ""
+        )
+    if kind == "string" and "maxLength" in schema:
+        return f"text of at most {schema['maxLength']}"
+    if kind == "object" and "additionalProperties" in schema:
+        return f"object of {range_of(schema['additionalProperties'])}"
+    return {"boolean": "true, false", "string": "text", "object": "object"}[kind]
+
+
+def _shown(bound: float) -> str:
+    if math.isinf(bound):
+        return "..."
+    return (
+        f"{'-' if bound < 0 else ''}2^63 - 1"
+        if abs(bound) == 2**63 - 1
+        else f"{bound:g}"
+        if abs(bound) < 1e6
+        else str(bound)
+    )
+
+
+def rows() -> dict[str, Field]:
+    found: dict[str, Field] = {}
+    for path in ("/v1/completions", "/v1/chat/completions"):
+        for field in TABLES[path]:
+            found.setdefault(field.name, field)
+    return found
+
+
+@pytest.mark.parametrize("name", rows())
+def test_the_page_says_what_the_table_says(name: str) -> None:
+    field = rows()[name]
+    line = next((line for line in PAGE.splitlines() if line.startswith(f"| `{name}` |")), "")
+    assert f"| {field.meaning} | {range_of(field.schema)} |" in line
+    tests = re.findall(r"`(\w+)\.py: (\w+)`", line)
+    assert tests, "no test is named"
+    for file, function in tests:
+        sources = [path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob(f"{file}.py")]
+        assert any(f"def {function}(" in source for source in sources), (file, function)
