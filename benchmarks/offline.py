@@ -96,7 +96,7 @@ class Bench:
             for _ in range(num_prompts):
                 self.submit(core, length, 1)
             begin = time.perf_counter()
-            _drain(core)
+            drain(core)
             seconds.append(time.perf_counter() - begin)
         best = statistics.median(seconds[1:])
         return {
@@ -112,7 +112,7 @@ class Bench:
         for prompt, output in lengths:
             self.submit(core, prompt, output, temperature)
         begin = time.perf_counter()
-        _drain(core)
+        drain(core)
         seconds = time.perf_counter() - begin
         total_in, total_out = sum(a for a, _ in lengths), sum(b for _, b in lengths)
         return {
@@ -127,7 +127,7 @@ class Bench:
         for prompt in prompts:
             self.submit(core, prompt, num_tokens)
         begin = time.perf_counter()
-        _drain(core)
+        drain(core)
         return time.perf_counter() - begin
 
 
@@ -177,7 +177,7 @@ def environment(bench: Bench) -> Row:
     }
 
 
-def _drain(core: EngineCore) -> None:
+def drain(core: EngineCore) -> None:
     while core.has_work:
         core.step()
 
