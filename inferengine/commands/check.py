@@ -1,9 +1,12 @@
-"""usage: inferengine check [MODEL] [--config FILE] [--section.key VALUE ...]
+"""usage: inferengine check [MODEL] [--compare] [--config FILE] [--section.key VALUE ...]
 
 Look for what would keep the service from working on this machine, with this configuration: Python packages, the
 configuration, the model's files, the device, the engine's socket, the ports, and whether an engine answers. One line
 each: ok, note (worth knowing) or problem (with its remedy). The exit code is 1 when there is a problem, 2 when the
 configuration itself cannot be used.
+
+With --compare instead: run the model beside transformers' own implementation over the same tokens and show, layer by
+layer, where the two part. The exit code is 1 when they do.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from inferengine import listening
-from inferengine.commands import model_files
+from inferengine.commands import compare, model_files
 from inferengine.commands.arguments import resolve
 from inferengine.config import Config, engine_address, status_address
 from inferengine.errors import ConfigError, ExitCode, InferEngineError
@@ -42,6 +45,8 @@ class Finding(NamedTuple):
 
 def run(arguments: Sequence[str]) -> int:
     """Print every finding; the exit code tells whether there was a problem."""
+    if "--compare" in arguments:
+        return compare.run([word for word in arguments if word != "--compare"])
     findings = list(packages())
     try:
         config = resolve(arguments, takes_model=True)

@@ -71,6 +71,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "inferengine.cli": (*FOUNDATION, "inferengine.commands"),
     "inferengine.commands": (
         *FOUNDATION,
+        "inferengine.commands.compare",
         "inferengine.client",
         "inferengine.wire",
         "inferengine.text",
@@ -84,6 +85,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "inferengine.models",
         "inferengine.runtime",
     ),
+    "inferengine.commands.compare": (*FOUNDATION, "inferengine.commands", "inferengine.runtime"),
     "frontends": (*FOUNDATION, "inferengine.client", "inferengine.wire", "inferengine.text"),
     "frontends.common": (*FOUNDATION, "inferengine.client", "inferengine.wire", "inferengine.text"),
     "frontends.http": (*FOUNDATION, "frontends.common", "inferengine.client", "inferengine.wire", "inferengine.text"),
@@ -116,4 +118,4 @@ LIGHT_PARTS = (
     "frontends",
 )
 # Where the engine meets the device, inside a function, once everything cheap has been checked.
-RUNTIME_DOORS = ("inferengine.engine.startup", "inferengine.commands.plan_memory")
+RUNTIME_DOORS = ("inferengine.engine.startup", "inferengine.commands.plan_memory", "inferengine.commands.compare")

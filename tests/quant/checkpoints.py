@@ -1,0 +1,164 @@
+"""Quantized checkpoints in every published layout, written from transformers' models, and those models with the same
+weights as numbers."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from inferengine.quant.nibbles import AWQ_ORDER, pack_rows
+from inferengine.quant.schemes import MADE, int4_groups
+from inferengine.quant.weight import Block, QuantizedWeight, dequantize
+from tests.models.checkpoints import save
+
+Tensors = dict[str, torch.Tensor]
+GROUP = 16
+FP8_BLOCKS = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [32, 24]}
+
+
+def _fp8_blocks(weight: torch.Tensor) -> QuantizedWeight:
+    rows, columns = FP8_BLOCKS["weight_block_size"]
+    padded = torch.nn.functional.pad(weight, (0, -weight.shape[1] % columns, 0, -weight.shape[0] % rows))
+    blocks = padded.view(padded.shape[0] // rows, rows, padded.shape[1] // columns, columns)
+    scales = blocks.abs().amax((1, 3)) / 448
+    codes = (blocks / scales[:, None, :, None]).reshape(padded.shape)[: weight.shape[0], : weight.shape[1]]
+    return QuantizedWeight("fp8", codes.to(torch.float8_e4m3fn), scales, Block(rows, columns))
+
+
+def _symmetric_int4(weight: torch.Tensor) -> QuantizedWeight:
+    groups = weight.view(weight.shape[0], -1, GROUP)
+    scales = (groups.abs().amax(-1) / 7).half().float()
+    codes = (groups / scales.unsqueeze(-1)).round().clamp(-8, 7) + 8
+    return QuantizedWeight(
+        "int4", codes.flatten(1).to(torch.uint8), scales, Block(1, GROUP), torch.full_like(scales, 8.0)
+    )
+
+
+def _whole(weight: torch.Tensor) -> QuantizedWeight:
+    return int4_groups(weight, GROUP)
+
+
+def _zeros(weight: QuantizedWeight) -> torch.Tensor:
+    assert weight.zeros is not None
+    return weight.zeros.to(torch.uint8)
+
+
+def _gptq(weight: QuantizedWeight, less: int = 1) -> Tensors:
+    columns = weight.shape[1]
+    zeros = (_zeros(weight).t().contiguous().to(torch.int16) - less) % 16
+    return {
+        "qweight": pack_rows(weight.codes).t().contiguous(),
+        "qzeros": pack_rows(zeros.to(torch.uint8)),
+        "scales": weight.scales.t().contiguous().half(),
+        "g_idx": (torch.arange(columns) // GROUP).to(torch.int32),
+        "bias": torch.zeros(weight.shape[0]).half(),
+    }
+
+
+def _awq(weight: QuantizedWeight) -> Tensors:
+    return {
+        "qweight": pack_rows(weight.codes.t().contiguous(), AWQ_ORDER),
+        "qzeros": pack_rows(_zeros(weight).t().contiguous(), AWQ_ORDER),
+        "scales": weight.scales.t().contiguous().half(),
+    }
+
+
+def _packed(weight: QuantizedWeight, *, zeros: bool) -> Tensors:
+    tensors = {
+        "weight_packed": pack_rows(weight.codes),
+        "weight_scale": weight.scales,
+        "weight_shape": torch.tensor(weight.shape),
+    }
+    if zeros:
+        tensors["weight_zero_point"] = pack_rows(_zeros(weight).t().contiguous()).t().contiguous()
+    return tensors
+
+
+def _compressed(weights: dict[str, Any], inputs: dict[str, Any] | None = None) -> dict[str, Any]:
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs, "output_activations": None}
+    return {"quant_method": "compressed-tensors", "config_groups": {"group_0": group}, "ignore": ["lm_head"]}
+
+
+_CHANNEL = {"num_bits": 8, "strategy": "channel", "symmetric": True, "dynamic": False}
+_BY_TOKEN = {"num_bits": 8, "strategy": "token", "symmetric": True, "dynamic": True}
+_INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": GROUP}
+
+# name -> (quantization_config, weight to codes, codes to tensors)
+LAYOUTS: dict[str, tuple[dict[str, Any], Callable[[torch.Tensor], QuantizedWeight], Callable[..., Tensors]]] = {
+    "fp8-blocks": (FP8_BLOCKS, _fp8_blocks, lambda w: {"weight": w.codes, "weight_scale_inv": w.scales}),
+    "fp8-tensor": (
+        {"quant_method": "fp8", "activation_scheme": "static"},
+        MADE["fp8_tensor"],
+        lambda w: {"weight": w.codes, "weight_scale": w.scales[0, 0], "input_scale": torch.tensor(0.1)},
+    ),
+    "compressed-fp8": (
+        _compressed({**_CHANNEL, "type": "float"}, {**_BY_TOKEN, "type": "float"}),
+        MADE["fp8"],
+        lambda w: {"weight": w.codes, "weight_scale": w.scales},
+    ),
+    "compressed-int8": (
+        _compressed({**_CHANNEL, "type": "int"}),
+        MADE["int8"],
+        lambda w: {"weight": w.codes, "weight_scale": w.scales},
+    ),
+    "compressed-int4": (
+        _compressed({**_INT4, "symmetric": True}),
+        _symmetric_int4,
+        lambda w: _packed(w, zeros=False),
+    ),
+    "compressed-int4-zeros": (
+        _compressed({**_INT4, "symmetric": False}),
+        _whole,
+        lambda w: _packed(w, zeros=True),
+    ),
+    "gptq": (
+        {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False, "sym": False, "damp_percent": 0.01},
+        _whole,
+        _gptq,
+    ),
+    "gptq-v2": (
+        {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False, "checkpoint_format": "gptq_v2"},
+        _whole,
+        lambda w: _gptq(w, less=0),
+    ),
+    "awq": (
+        {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"},
+        _whole,
+        _awq,
+    ),
+}
+
+
+def write(model: Any, layout: str, folder: Path, *, plain: tuple[str, ...] = (), **config: Any) -> Any:
+    """Write the checkpoint; modules whose name ends in one of `plain` stay floats. Returns the model that it equals."""
+    values, to_codes, to_tensors = LAYOUTS[layout]
+    save(model, folder)
+    tensors, same = load_file(folder / "model.safetensors"), copy.deepcopy(model)
+    for name, module in same.named_modules():
+        kept = any(name.endswith(f".{each}") for each in plain)
+        if not isinstance(module, torch.nn.Linear) or name == "lm_head" or kept:
+            continue
+        codes = to_codes(module.weight.data)
+        module.weight.data = dequantize(codes)
+        del tensors[f"{name}.weight"]
+        stored = to_tensors(codes)
+        if module.bias is not None:
+            stored.pop("bias", None)
+        tensors |= {f"{name}.{suffix}": tensor.contiguous() for suffix, tensor in stored.items()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    document = json.loads((folder / "config.json").read_text())
+    document["quantization_config"] = {**values, **config}
+    (folder / "config.json").write_text(json.dumps(document))
+    return same
+
+
+def edit_tensors(folder: Path, change: Callable[[Tensors], None]) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
