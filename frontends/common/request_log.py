@@ -15,7 +15,7 @@ from inferengine.client import Delta, Finish, TokenLogprobs
 from inferengine.errors import InferEngineError
 from inferengine.wire.messages import Accept
 
-Brake = Callable[[], Awaitable[None]]
+Brake = Callable[[], Awaitable[None] | None]  # None: go on at once
 
 
 class TokenStream(Protocol):
@@ -54,11 +54,12 @@ class ChoiceLog:
         self.logprobs: list[TokenLogprobs] | None = None
         self.finish: Finish | None = None
         self._stream = stream
-        self._being_read: asyncio.Event | None = None
+        self._being_read = False
+        self._was_read: asyncio.Event | None = None  # for further readers, while there are any
 
     def view(self, cursor: int, brake: Brake) -> LogView:
         """A reader of its own. Its first delta ends at `cursor` exactly, unless the log ends before. `brake` is
-        awaited between news and reading it, so that a reader who is held up gets all that came meanwhile."""
+        asked between news and reading it, so that a reader who is held up gets all that came meanwhile."""
         return LogView(self, cursor, brake)
 
     def cancel(self) -> None:
@@ -72,21 +73,25 @@ class ChoiceLog:
     async def wait(self, num_tokens: int) -> None:
         """Until there are more than `num_tokens` tokens, or the last one is there."""
         while len(self.token_ids) <= num_tokens and self.finish is None:
-            if self._being_read is not None:
-                await self._being_read.wait()
+            if self._being_read:
+                if self._was_read is None:
+                    self._was_read = asyncio.Event()
+                await self._was_read.wait()
                 continue
-            self._being_read = asyncio.Event()
+            self._being_read = True
             try:
                 self._append(await self._stream.__anext__())
             finally:  # a reader whose socket has gone leaves the stream to the next
-                self._being_read.set()
-                self._being_read = None
+                self._being_read = False
+                if self._was_read is not None:
+                    self._was_read.set()
+                    self._was_read = None
 
     async def catch_up(self) -> None:
         """Take what has arrived since. Does not wait."""
         stream = self._stream
         has_news = stream.num_tokens > len(self.token_ids) or stream.finished
-        if has_news and self._being_read is None and self.finish is None:
+        if has_news and not self._being_read and self.finish is None:
             self._append(await stream.__anext__())
 
     async def ended(self) -> Finish:
@@ -119,9 +124,13 @@ class LogView:
         log, start = self._log, self._position
         if self._ended:
             raise StopAsyncIteration
-        await log.wait(max(start, self._cursor - 1))
-        await self._brake()
-        await log.catch_up()
+        wanted = start if start >= self._cursor else self._cursor - 1
+        if len(log.token_ids) <= wanted and log.finish is None:
+            await log.wait(wanted)
+        held = self._brake()
+        if held is not None:
+            await held
+            await log.catch_up()
         stop = self._cursor if start < self._cursor <= len(log.token_ids) else len(log.token_ids)
         self._position = stop
         repeats = start < self._cursor

@@ -207,5 +207,5 @@ def _ended(error: InferEngineError) -> Delta:
     return Delta([], "", None, Finish("error", [error.code, error.message], 0, 0, 0, 0.0, 0.0, 0.0))
 
 
-async def _no_brake() -> None:
+def _no_brake() -> None:
     """Tokens wait in the log for whoever reads slowly: nothing else has to."""

@@ -178,9 +178,16 @@ class Answer:
             min_tokens=params.min_tokens,
             context_ids=prepared.log.context_ids,
         )
-        choice = Choice(index, (), log.view(cursor, channel.room), text)
+        view = log.view(cursor, channel.brake)
+        choice = Choice(index, (), view, text)
         repeats = cursor > 0  # the first piece ends at the cursor: the client has its text
-        async for (piece,) in choice.pieces(per_token=False):
+        plain = not self.frame.return_token_ids and params.logprobs is None
+        async for delta in view:
+            (piece,) = choice.read(delta, per_token=False)
+            if plain and piece.finish_reason is None and piece.error is None and not repeats:  # nearly all of them
+                if piece.text:
+                    channel.delta(name, index, piece.num_tokens, piece.text, None)
+                continue
             if piece.error is not None:
                 raise piece.error
             if repeats:
@@ -196,6 +203,7 @@ class Answer:
             finish = choice.finish or await _finish_after_stop(log)
             await channel.room()
             channel.done(_done(name, index, piece, accept, finish, extra))
+            return
 
     def _extra(self, piece: Piece) -> dict[str, Any] | None:
         """What was asked for beside the text; None, as nearly always, lets a delta go the short way."""

@@ -80,6 +80,12 @@ class Channel:
         self._num_acknowledged = max(self._num_acknowledged, num_frames)
         self._room.set()
 
+    def brake(self) -> Awaitable[None] | None:
+        """`room` to wait for, or None when there is some."""
+        if self._free.is_set() and not self._window and not self._gone:
+            return None
+        return self.room()
+
     async def room(self) -> None:
         """Return when an output frame may go out. Raises client_stalled and SocketGone."""
         if not self._free.is_set():

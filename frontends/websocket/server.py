@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import signal
 import socket
@@ -29,6 +30,7 @@ logger = logging.getLogger(__name__)
 PING_INTERVAL_S = 20.0  # a peer that answers no ping for PING_TIMEOUT_S is gone
 PING_TIMEOUT_S = 20.0
 BACKLOG = 1024
+GC_THRESHOLD = 20_000  # a stream makes short-lived objects for each token: the default looks at them 30 times as often
 STOP_TIMEOUT_S = 3
 _LOOK_S = 0.02
 
@@ -77,6 +79,9 @@ async def _serve(config: Config, front_end: WebsocketFrontEnd, server: uvicorn.S
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):  # after uvicorn has set its own handlers, which drain nothing
         loop.add_signal_handler(number, end.on_signal)
+    gc.collect()
+    gc.freeze()  # what was loaded stays: no need to look through it again
+    gc.set_threshold(GC_THRESHOLD)
     host, port = listener.getsockname()[:2]
     logger.info("listening on %s port %s", host, port)
     notify(f"READY=1\nSTATUS=listening on {host} port {port}")
