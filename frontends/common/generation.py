@@ -85,6 +85,7 @@ class Choice:
         self.prompt_ids = prompt_ids
         self.num_tokens = 0
         self.finish: Finish | None = None
+        self.prompt_logprobs: list[TokenLogprobs] | None = None  # of the prompt's tokens after the first
         self._stream = stream
         self._text = text
         self._ended = False
@@ -98,9 +99,16 @@ class Choice:
             if self._ended:
                 return
 
+    @property
+    def source(self) -> Source:
+        """Where its deltas come from, for who gives them to `read` himself; those after the last piece are dropped."""
+        return self._stream
+
     def read(self, delta: Delta, *, per_token: bool) -> list[Piece]:
         """The pieces of one delta; after a stop string the rest is dropped and the stream cancelled."""
         token_ids, finish = delta.token_ids, delta.finish
+        if delta.prompt_logprobs is not None:
+            self.prompt_logprobs = delta.prompt_logprobs
         if per_token and len(token_ids) > 1:
             logprobs = delta.logprobs
             pieces = [

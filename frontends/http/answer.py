@@ -82,20 +82,13 @@ class EventStream(Response):
     async def _relay(self, send: Send) -> AsyncIterator[bytes]:
         """Gives the response nothing and sends by itself: a chunk through sse-starlette costs 20 us more than this.
         The library does the rest: headers, keep-alive comments, the client's leaving, the end."""
-        generation, format, reader = self._generation, self._format, self._reader
+        generation, format = self._generation, self._format
         try:
-            async for choice, pieces in generation.merged():
-                if reader is None:
-                    body = format.events(generation, choice, pieces)
-                else:
-                    body = reader.events(format, generation, choice, pieces)
-                if body:
-                    await send({"type": "http.response.body", "body": body, "more_body": True})
-                if (error := pieces[-1].error) is not None:
-                    last = format.failure(generation.error or error)
-                    break
+            if len(generation.choices) == 1 and self._reader is None:
+                error = await self._send_sole(send)
             else:
-                last = format.end(generation)
+                error = await self._send_merged(send)
+            last = format.end(generation) if error is None else format.failure(generation.error or error)
         except InferEngineError as error:
             last = format.failure(error)
         except Exception:
@@ -103,6 +96,32 @@ class EventStream(Response):
             last = format.failure(unexpected())
         self._complete = not self._call.client_gone
         yield last
+
+    async def _send_merged(self, send: Send) -> InferEngineError | None:
+        """All choices as they come; the error of one that failed ends it."""
+        generation, format, reader = self._generation, self._format, self._reader
+        async for choice, pieces in generation.merged():
+            if reader is None:
+                body = format.events(generation, choice, pieces)
+            else:
+                body = reader.events(format, generation, choice, pieces)
+            if body:
+                await send({"type": "http.response.body", "body": body, "more_body": True})
+            if (error := pieces[-1].error) is not None:
+                return error
+        return None
+
+    async def _send_sole(self, send: Send) -> InferEngineError | None:
+        """The same for the one choice that most requests ask for, without generators on the way of a token."""
+        generation, format = self._generation, self._format
+        (choice,) = generation.choices
+        async for delta in choice.source:
+            pieces = choice.read(delta, per_token=True)
+            if body := format.events(generation, choice, pieces):
+                await send({"type": "http.response.body", "body": body, "more_body": True})
+            if pieces[-1].is_last:
+                return pieces[-1].error
+        return None
 
 
 def _keep_alive() -> ServerSentEvent:
