@@ -90,9 +90,7 @@ def _least_us(bench: Bench, shape: dict[str, Any], batch: int, context: int) -> 
     item = executor.dtype.itemsize
     weights = memory_plan.weight_bytes(executor.config, shape, executor.dtype)
     if not executor.config.tied_embeddings:
-        weights -= (
-            executor.config.vocab_size * executor.config.hidden_size * item
-        )  # few of its rows are read
+        weights -= executor.config.vocab_size * executor.config.hidden_size * item  # few of its rows are read
     groups = range(len(executor.config.group_windows))
     kv = sum(executor.config.kv_bytes_per_token(group, item) for group in groups) * batch * context
     return float((weights + kv) / READ_BYTES_PER_S * 1e6)

@@ -158,7 +158,16 @@ class CudaKernels:
                 num_heads, scale, window, softcap, self.scratch, kv_scales=kv_scales,
             )  # fmt: skip
         q = rope_cache.qkv_rope_write(
-            qkv, q_norm, k_norm, eps, cos_sin, batch.positions, batch.slot_mapping[group], kv, num_heads, num_kv_heads,
+            qkv,
+            q_norm,
+            k_norm,
+            eps,
+            cos_sin,
+            batch.positions,
+            batch.slot_mapping[group],
+            kv,
+            num_heads,
+            num_kv_heads,
             kv_scales,
         )
         return self.attention(q, kv, batch, group, scale, window, softcap, kv_scales)
