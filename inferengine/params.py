@@ -17,6 +17,7 @@ from inferengine.errors import InvalidRequest
 GREEDY_TEMPERATURE = 1e-5  # at or below this the argmax is taken
 MAX_SEED = 2**63 - 1
 MAX_BAD_WORDS = 256
+MAX_PROMPT_LOGPROBS = 400_000  # values for one prompt: they travel in one message
 MAX_BAD_WORD_TOKENS = 32
 
 
@@ -44,6 +45,7 @@ class SamplingParams:
     allowed_token_ids: tuple[int, ...] = ()
     bad_words_ids: tuple[tuple[int, ...], ...] = ()  # token sequences that must not come in the output
     logprobs: int | None = None  # alternatives per output position; 0: the sampled token's only
+    prompt_logprobs: int | None = None  # likewise for the prompt's tokens; such a prompt takes nothing from the cache
 
     @property
     def is_greedy(self) -> bool:
@@ -105,6 +107,11 @@ def validate(params: SamplingParams, *, vocab_size: int, limits: LimitsConfig, p
     check(
         params.logprobs is None or 0 <= params.logprobs <= limits.max_logprobs,
         "logprobs",
+        f"must lie in [0, {limits.max_logprobs}]",
+    )
+    check(
+        params.prompt_logprobs is None or 0 <= params.prompt_logprobs <= limits.max_logprobs,
+        "prompt_logprobs",
         f"must lie in [0, {limits.max_logprobs}]",
     )
 
@@ -192,4 +199,5 @@ _READERS = {
     "allowed_token_ids": _token_ids,
     "bad_words_ids": _sequences,
     "logprobs": _integer,
+    "prompt_logprobs": _integer,
 }

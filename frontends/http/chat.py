@@ -76,7 +76,19 @@ async def read_chat(service: Service, body: dict[str, Any], request_id: str) -> 
         options = replace(options, grammar=turn.grammar, grammar_field="tools")
     if turn.keeps_special_tokens:
         params = replace(params, skip_special_tokens=False)
-    reply = Answer(f"chatcmpl-{label}", int(time.time()), served.name, served.tokenizer, streaming, extras, logprobs)
+    if (prompt_logprobs := dialect.read_prompt_logprobs(body, streaming, config.limits)) is not None:
+        params = replace(params, prompt_logprobs=prompt_logprobs)
+    created = int(time.time())
+    reply = Answer(
+        f"chatcmpl-{label}",
+        created,
+        body.get("model") or served.name,
+        served.tokenizer,
+        streaming,
+        extras,
+        logprobs,
+        prompt_logprobs,
+    )
     return ChatRequest(served, turn, params, options, reply)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import replace
 from typing import Any
 
 from starlette.requests import Request
@@ -31,23 +32,36 @@ async def completions(request: Request) -> Response:
     streaming, extras = dialect.read_streaming(body), dialect.read_extras(body)
     echo = fields.flag(body, "echo")
     logprobs = fields.integer(body, "logprobs", least=0, most=config.limits.max_logprobs)
-    if echo and logprobs is not None:
-        raise InvalidRequest("echo", "together with logprobs is not supported by this engine", code="unsupported")
+    prompt_logprobs = dialect.read_prompt_logprobs(body, streaming, config.limits)
+    if echo and logprobs is not None:  # then the lists begin with the prompt's tokens
+        dialect.refuse_beside_prompt_logprobs(body, streaming, "echo")
     max_tokens = fields.integer(body, "max_tokens", dialect.COMPLETION_MAX_TOKENS, least=1)
     params = dialect.read_params(body, served, config, max_tokens=max_tokens, logprobs=logprobs)
+    if prompt_logprobs is not None or (echo and logprobs is not None):
+        params = replace(params, prompt_logprobs=max(prompt_logprobs or 0, logprobs or 0 if echo else 0))
     label = dialect.read_label(body, request.scope["request_id"])
     options = dialect.read_options(body, config, label=label, continues_prompt=True)
     prompts = await read_prompts(body, served, config.limits)
     prompts = [dialect.truncate(body, prompt_ids, served, max_tokens) for prompt_ids in prompts]
     texts = _echoed(body["prompt"], prompts, served) if echo else None
     num_choices = len(prompts) * params.n
-    reply = Answer(f"cmpl-{label}", int(time.time()), served.name, served.tokenizer, streaming, extras, logprobs)
+    created = int(time.time())
+    reply = Answer(
+        f"cmpl-{label}",
+        created,
+        body.get("model") or served.name,
+        served.tokenizer,
+        streaming,
+        extras,
+        logprobs,
+        prompt_logprobs,
+    )
     generation = Generation(service.engines_for(request, served), served.tokenizer, prompts, params, options)
     return await answer(
         service,
         request,
         generation,
-        CompletionFormat(reply, texts, num_choices),
+        CompletionFormat(reply, texts, len(prompts), num_choices),
         stream=streaming.stream,
     )
 

@@ -88,7 +88,7 @@ def sampling(limits: LimitsConfig) -> list[Field]:
     ]
 
 
-def common() -> list[Field]:
+def common(limits: LimitsConfig) -> list[Field]:
     """Besides sampling, of both OpenAI routes."""
     return [
         Field("model", STRING, "the name that /v1/models lists; empty or absent: that one"),
@@ -99,6 +99,11 @@ def common() -> list[Field]:
             "only with stream: a last chunk with the usage, or the usage in every chunk",
         ),
         Field("truncate_prompt_tokens", integer(-1), "keep the prompt's last tokens; -1: as many as leave room; not 0"),
+        Field(
+            "prompt_logprobs",
+            integer(0, limits.max_logprobs),
+            "alternatives per token of the prompt; not with stream or detached",
+        ),
         Field("priority", integer(-(2**31), 2**31 - 1), "lower is sooner"),
         Field(
             "cache_salt",
@@ -204,12 +209,12 @@ def bodies(limits: LimitsConfig) -> dict[str, list[Field]]:
         "/v1/completions": [
             Field("prompt", prompts, "text, list of texts, token ids, list of lists of token ids", required=True),
             max_tokens,
-            Field("echo", BOOLEAN, "the prompt's text before each output; not together with logprobs"),
+            Field("echo", BOOLEAN, "the prompt's text before each output; with logprobs its tokens too (not streamed)"),
             Field(
                 "logprobs", logprobs, "alternatives per token, from the model's own logits; 0: the token's own alone"
             ),
             *draws,
-            *common(),
+            *common(limits),
         ],
         "/v1/chat/completions": [
             *conversation,
@@ -219,7 +224,7 @@ def bodies(limits: LimitsConfig) -> dict[str, list[Field]]:
             Field("top_logprobs", logprobs, "alternatives per token; needs logprobs"),
             Field("include_reasoning", BOOLEAN, "show what the model thought"),
             *draws,
-            *common(),
+            *common(limits),
         ],
         "/v1/responses": [
             Field("input", {"anyOf": [PROMPT, array(OBJECT, least=1)]}, "a text, or items", required=True),

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from frontends.common import fields
 from frontends.common.generation import Options
 from frontends.common.model_context import ServedModel
-from inferengine.config import Config
+from inferengine.config import Config, LimitsConfig
 from inferengine.errors import InferEngineError, InvalidRequest
 from inferengine.params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, SamplingParams, from_map, validate
 from inferengine.structure import GUIDED_FIELDS, GrammarSpec, read_grammar, validate_grammar
@@ -28,7 +28,6 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "use_beam_search": (False,),
     "length_penalty": (1, 1.0),
     "early_stopping": (False,),
-    "prompt_logprobs": (),
     "logprob_token_ids": ([],),
     "stream_interval": (1,),
     "spaces_between_special_tokens": (True,),
@@ -141,6 +140,19 @@ def read_params(
     params = from_map({**served.defaults, **wanted, "max_tokens": max_tokens, "logprobs": logprobs}, path="")
     validate(params, vocab_size=served.info.vocab_size, limits=config.limits, path="")
     return params
+
+
+def read_prompt_logprobs(body: dict[str, Any], streaming: Streaming, limits: LimitsConfig) -> int | None:
+    """Alternatives for each token of the prompt. They come with the whole answer."""
+    wanted = fields.integer(body, "prompt_logprobs", least=0, most=limits.max_logprobs)
+    if wanted is not None:
+        refuse_beside_prompt_logprobs(body, streaming, "prompt_logprobs")
+    return wanted
+
+
+def refuse_beside_prompt_logprobs(body: dict[str, Any], streaming: Streaming, field: str) -> None:
+    if streaming.stream or fields.flag(body, "detached"):
+        raise InvalidRequest(field, "cannot be streamed or detached: leave stream and detached out", code="unsupported")
 
 
 def read_bad_words(value: Any, tokenizer: Tokenizer) -> list[list[int]]:

@@ -28,6 +28,7 @@ class Answer(NamedTuple):
     streaming: Streaming
     extras: Extras
     logprobs: int | None
+    prompt_logprobs: int | None = None
 
 
 class Format(Protocol):
@@ -86,10 +87,10 @@ def _is_plain(answer: Answer) -> bool:
 class CompletionFormat:
     """/v1/completions. `echo`: the prompt's text to put before each choice, by prompt; None without echo."""
 
-    def __init__(self, answer: Answer, echo: Sequence[str] | None, num_choices: int) -> None:
+    def __init__(self, answer: Answer, echo: Sequence[str] | None, num_prompts: int, num_choices: int) -> None:
         self._answer = answer
         self._echo = echo
-        self._per_prompt = num_choices // len(echo) if echo else 1
+        self._per_prompt = num_choices // num_prompts
         self._chunks = Chunks(answer, "text_completion")
         self._plain = _is_plain(answer)
         self._heads = [self._chunks.head + b'{"index":%d,"text":' % index for index in range(num_choices)]
@@ -118,13 +119,23 @@ class CompletionFormat:
         choices = []
         for output in outputs:
             echo = self._echoed(output.choice)
+            shown = self._logprobs(output.token_ids, output.logprobs, len(echo))
+            prompt = outputs[output.choice.index // self._per_prompt * self._per_prompt].choice.prompt_logprobs or []
+            if shown is not None and self._echo is not None:
+                ids = output.choice.prompt_ids
+                as_ids = answer.extras.tokens_as_ids
+                shown = logprobs.with_prompt(answer.tokenizer, ids, prompt, answer.logprobs or 0, shown, as_ids)
             entry: dict[str, Any] = {
                 "index": output.choice.index,
                 "text": echo + output.text,
-                "logprobs": self._logprobs(output.token_ids, output.logprobs, len(echo)),
+                "logprobs": shown,
                 "finish_reason": output.finish_reason,
                 "stop_reason": output.stop_reason,
             }
+            if answer.prompt_logprobs is not None:
+                entry["prompt_logprobs"] = logprobs.as_prompt(
+                    answer.tokenizer, output.choice.prompt_ids, prompt, answer.prompt_logprobs
+                )
             if answer.extras.token_ids:
                 entry["prompt_token_ids"] = list(output.choice.prompt_ids)
                 entry["token_ids"] = output.token_ids
@@ -223,6 +234,11 @@ class ChatFormat:
         }
         if answer.extras.token_ids:
             document["prompt_token_ids"] = list(outputs[0].choice.prompt_ids)
+        if answer.prompt_logprobs is not None:
+            choice = outputs[0].choice
+            document["prompt_logprobs"] = logprobs.as_prompt(
+                answer.tokenizer, choice.prompt_ids, choice.prompt_logprobs or [], answer.prompt_logprobs
+            )
         return document
 
     def _first(self, generation: Generation, choice: Choice) -> bytes:

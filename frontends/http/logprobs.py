@@ -29,6 +29,38 @@ def as_completion(
     return shown
 
 
+def as_prompt(
+    tokenizer: Tokenizer, prompt_ids: Sequence[int], rows: Sequence[TokenLogprobs], num_top: int
+) -> list[dict[str, Any] | None]:
+    """vLLM's list with an entry for each prompt token: nothing for the first, which nothing precedes, then the token
+    itself and the likeliest others by their ids."""
+    shown: list[dict[str, Any] | None] = [None]
+    for token_id, row in zip(prompt_ids[1:], rows, strict=False):
+        entry: dict[str, Any] = {}
+        others = zip(row.top_ids[:num_top], range(1, num_top + 1), row.top_logprobs, strict=False)
+        for one, rank, logprob in ((token_id, row.rank, row.logprob), *others):
+            text = token_text(tokenizer, one, False)
+            entry.setdefault(str(one), {"logprob": _finite(logprob), "rank": rank, "decoded_token": text})
+        shown.append(entry)
+    return shown
+
+
+def with_prompt(
+    tokenizer: Tokenizer,
+    prompt_ids: Sequence[int],
+    rows: Sequence[TokenLogprobs],
+    num_top: int,
+    output: dict[str, Any],
+    as_ids: bool,
+) -> dict[str, Any]:
+    """The lists of /v1/completions with the prompt's tokens before those of `output`, for an echo."""
+    first = token_text(tokenizer, prompt_ids[0], as_ids)
+    rows = [row._replace(top_ids=row.top_ids[:num_top], top_logprobs=row.top_logprobs[:num_top]) for row in rows]
+    prompt = as_completion(tokenizer, prompt_ids[1:], rows, len(first), as_ids)
+    begin = {"text_offset": [0], "token_logprobs": [None], "tokens": [first], "top_logprobs": [None]}
+    return {name: begin[name] + prompt[name] + output[name] for name in begin}
+
+
 def as_chat(
     tokenizer: Tokenizer, token_ids: Sequence[int], rows: Sequence[TokenLogprobs], num_top: int, as_ids: bool
 ) -> dict[str, Any]:

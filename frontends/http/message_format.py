@@ -97,6 +97,11 @@ class MessageFormat:
         }
         if answer.extras.token_ids:
             document["prompt_token_ids"] = list(outputs[0].choice.prompt_ids)
+        if answer.prompt_logprobs is not None:
+            choice = outputs[0].choice
+            document["prompt_logprobs"] = logprobs.as_prompt(
+                answer.tokenizer, choice.prompt_ids, choice.prompt_logprobs or [], answer.prompt_logprobs
+            )
         return document
 
     def _delta(self, choice: Choice, part: Part) -> dict[str, Any] | None:

@@ -386,6 +386,9 @@ class Session:
         for name, rows in step.logprobs:
             if (collector := collectors.get(name)) is not None:
                 collector.add_logprobs(rows)
+        for name, rows in step.prompt_logprobs:
+            if (collector := collectors.get(name)) is not None:
+                collector.add_prompt_logprobs(rows)
         for name, text in step.text:
             if (collector := collectors.get(name)) is not None:
                 collector.add_text(text)

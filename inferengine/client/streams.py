@@ -45,6 +45,7 @@ class Delta(NamedTuple):
     text: str
     logprobs: list[TokenLogprobs] | None
     finish: Finish | None
+    prompt_logprobs: list[TokenLogprobs] | None = None  # with the first tokens: of the prompt's tokens after its first
 
 
 class Answer(Generic[T]):
@@ -88,6 +89,7 @@ class Collector:
         "_finish",
         "_logprobs",
         "_parts",
+        "_prompt_logprobs",
         "_taken",
         "call",
         "cancelled",
@@ -108,6 +110,7 @@ class Collector:
         self.call: Call | None = None
         self._parts: list[str] = []
         self._logprobs: list[TokenLogprobs] | None = None
+        self._prompt_logprobs: list[TokenLogprobs] | None = None
         self._finish: Finish | None = None
         self._taken = False
 
@@ -127,8 +130,8 @@ class Collector:
 
     def take(self) -> Delta:
         """All that is new. Only when there is news."""
-        delta = Delta(self.token_ids, "".join(self._parts), self._logprobs, self._finish)
-        self.token_ids, self._parts, self._logprobs = [], [], None
+        delta = Delta(self.token_ids, "".join(self._parts), self._logprobs, self._finish, self._prompt_logprobs)
+        self.token_ids, self._parts, self._logprobs, self._prompt_logprobs = [], [], None, None
         self._taken = self._finish is not None
         return delta
 
@@ -146,6 +149,9 @@ class Collector:
         if self._logprobs is None:
             self._logprobs = []
         self._logprobs += (TokenLogprobs(row[0], row[1], row[2], row[3]) for row in rows)
+
+    def add_prompt_logprobs(self, rows: list[Any]) -> None:
+        self._prompt_logprobs = [TokenLogprobs(row[0], row[1], row[2], row[3]) for row in rows]
 
     def end(self, finish: Finish) -> None:
         if self._finish is None:

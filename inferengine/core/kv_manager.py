@@ -84,7 +84,8 @@ class KVCacheManager:
     def lookup(self, sequence: Sequence) -> PrefixHit:
         """The longest cached prefix that all groups can serve. The last token is never part of it: something has to be
         computed for there to be a next token."""
-        if not self.prefix_caching:
+        wants_logits = sequence.request.params.prompt_logprobs is not None  # of the whole prompt: all of it is computed
+        if not self.prefix_caching or wants_logits:
             return PrefixHit(0, [[] for _ in self.groups], [])
         hashes: list[bytes] = []
         memo = sequence.block_hashes  # a waiting sequence is looked up at every step: hash each block once

@@ -109,3 +109,6 @@ class StepResult(NamedTuple):
     logprobs: dict[int, list[TokenLogprobs]] | None = None  # by plan row, only where asked for
     failed_rows: dict[int, str] | None = None
     num_emitted: list[int] | None = None
+    prompt_logprobs: dict[int, list[TokenLogprobs]] | None = (
+        None  # by plan row: of the prompt tokens that follow its own
+    )

@@ -39,6 +39,7 @@ class StepOutput(NamedTuple):
     finished: list[Finished]
     layout: int
     logprobs: dict[int, list[TokenLogprobs]] | None = None  # by uid, one per token
+    prompt_logprobs: dict[int, list[TokenLogprobs]] | None = None  # by uid, with its first token: all of its prompt's
 
 
 class Scheduler:
@@ -48,6 +49,7 @@ class Scheduler:
         self.capacity = capacity
         self.options = options
         self._roster = Roster(capacity, options)
+        self._prompt_logprobs: dict[int, list[TokenLogprobs]] = {}  # by uid, until the prompt is computed
         self._planner = Planner(self._roster, capacity, options, proposer)
 
     @property
@@ -139,6 +141,8 @@ class Scheduler:
     def commit(self, scheduled: ScheduledStep, result: StepResult, now: float) -> StepOutput:
         """Append the tokens of a finished step, end what stopped, and offer full blocks for reuse."""
         plan, kv = scheduled.plan, self.kv
+        if result.prompt_logprobs:
+            self._keep_prompt_logprobs(scheduled, result.prompt_logprobs)
         finished: list[Finished] = []
         for row, message in (result.failed_rows or {}).items():
             sequence = scheduled.rows[row]
@@ -312,7 +316,24 @@ class Scheduler:
             live = set(uids)
             by_uid = ((scheduled.rows[row].uid, items) for row, items in result.logprobs.items())
             logprobs = {uid: items[: uids.count(uid)] for uid, items in by_uid if uid in live}
-        return StepOutput(scheduled.plan.step, uids, token_ids, finished, layout, logprobs)
+        prompts = self._take_prompt_logprobs(uids) if self._prompt_logprobs else None
+        return StepOutput(scheduled.plan.step, uids, token_ids, finished, layout, logprobs, prompts)
+
+    def _keep_prompt_logprobs(self, scheduled: ScheduledStep, new: dict[int, list[TokenLogprobs]]) -> None:
+        """Put chunks together. A preempted prompt starts over, and what is known already comes again."""
+        for row, items in new.items():
+            sequence, start = scheduled.rows[row], scheduled.plan.starts[row]
+            if sequence.status is Status.FINISHED or sequence.request.choice:  # the other choices share the prompt
+                continue
+            known = self._prompt_logprobs.setdefault(sequence.uid, [])
+            if start <= len(known):
+                known += items[len(known) - start :]
+
+    def _take_prompt_logprobs(self, uids: list[int]) -> dict[int, list[TokenLogprobs]] | None:
+        ready = {uid: self._prompt_logprobs.pop(uid) for uid in uids if uid in self._prompt_logprobs}
+        for uid in [uid for uid in self._prompt_logprobs if uid not in self._roster.sequences]:
+            del self._prompt_logprobs[uid]
+        return ready or None
 
     def _look_at(self, sequence: Sequence, token_id: int, now: float) -> tuple[str, FinishDetail] | None:
         """A committed token that is the first, may end the sequence, or fills a block."""

@@ -28,7 +28,7 @@ from inferengine.engine.seeds import choice_seed
 from inferengine.engine.telemetry import Telemetry
 from inferengine.engine.text_service import CONTEXT_TOKENS, TextService
 from inferengine.errors import InferEngineError, InvalidRequest, bounded
-from inferengine.params import SamplingParams, from_map, validate
+from inferengine.params import MAX_PROMPT_LOGPROBS, SamplingParams, from_map, validate
 from inferengine.structure import GrammarSpec, grammar_from_list, validate_grammar
 from inferengine.wire import codec
 from inferengine.wire.messages import DRAINING, READY, Accept, Attach, Cancel, Reject, Submit
@@ -294,6 +294,8 @@ class Link:
                 "prompt",
                 f"token id {highest} is outside the vocabulary of {engine.vocab_size}: use the model's tokenizer",
             )
+        if params.prompt_logprobs is not None and len(prompt) * (1 + params.prompt_logprobs) > MAX_PROMPT_LOGPROBS:
+            raise InvalidRequest("params.prompt_logprobs", f"at most {MAX_PROMPT_LOGPROBS} values for one prompt")
         self._admit(engine, submission, len(prompt), deadline_s, now)
         submission.adapter = self._adapters.resolve(message.adapter)
         seed = self._seeds.getrandbits(63) if params.seed is None else params.seed

@@ -159,6 +159,8 @@ class Outbox:
                 append(token_id)
             if output.logprobs:
                 self._append_logprobs(output)
+            for uid, prompt_rows in (output.prompt_logprobs or {}).items():
+                self._logs[uid].prompt_logprobs = self._logs[uid].prompt_logprobs or prompt_rows
             for log, indices in layout.texts.items():
                 self._push_text(log, [token_ids[index] for index in indices], finished.get(log.uid))
         ended = self._end_rows(output.finished, now) if finished else []
@@ -182,6 +184,7 @@ class Outbox:
         done: list[Done] = []
         text: list[tuple[int, str]] = []
         logprobs: list[tuple[int, list[Any]]] = []
+        prompts: list[tuple[int, list[Any]]] = []
         waiting = list(peer.dirty.values())
         for subscription in waiting:
             log = subscription.log
@@ -191,6 +194,8 @@ class Outbox:
                 tokens.extend(log.tokens[subscription.cursor :])
             if log.logprobs is not None and (rows := log.logprobs[subscription.cursor :]):
                 logprobs.append((subscription.stream, rows))
+            if log.prompt_logprobs and not subscription.cursor:
+                prompts.append((subscription.stream, log.prompt_logprobs))
             if subscription.wants_text and log.text is not None and (new := log.text.text[subscription.characters :]):
                 text.append((subscription.stream, new))
             if log.ended is not None:
@@ -200,6 +205,8 @@ class Outbox:
             extras["text"] = text
         if logprobs:
             extras["logprobs"] = logprobs
+        if prompts:
+            extras["prompt_logprobs"] = prompts
         columns = (codec.to_u32(streams), codec.to_u32(counts), done, extras or None, codec.to_u32(tokens))
         if not peer.send_step(codec.step_frames(peer.window.seq + 1, self._step, *columns), now):
             return

@@ -87,6 +87,7 @@ class Log:
         "ended",
         "layout",
         "logprobs",
+        "prompt_logprobs",
         "sole",
         "submission",
         "subscriptions",
@@ -103,6 +104,8 @@ class Log:
         self.tokens: array[int] = array("I")
         self.append = self.tokens.append
         self.logprobs: list[TokenLogprobs] | None = [] if submission.params.logprobs is not None else None
+        wants_prompt = submission.params.prompt_logprobs is not None and choice == 0
+        self.prompt_logprobs: list[TokenLogprobs] | None = [] if wants_prompt else None
         self.text: TextLog | None = None
         self.ended: Done | None = None  # its terminal row, still without a stream
         self.subscriptions: list[Subscription] = []
@@ -168,7 +171,7 @@ class Subscription:
         self.stream = stream
         self.wants_tokens = reply != "text"
         self.wants_text = reply != "tokens"
-        self.plain = not self.wants_text and log.logprobs is None
+        self.plain = not self.wants_text and log.logprobs is None and log.prompt_logprobs is None
         self.cursor = 0  # tokens sent
         self.characters = 0  # characters of text sent
 

@@ -27,11 +27,12 @@ from inferengine.models.hf_config import read_json
 from inferengine.models.weight_map import Target
 from inferengine.params import SamplingParams
 from inferengine.quant.apply import quantize
-from inferengine.runtime import draft_model, kv_scales, memory, rehearsal
+from inferengine.runtime import draft_model, kv_scales, memory, prompt_logprobs, rehearsal
 from inferengine.runtime.batch import columns_of, make_batch
 from inferengine.runtime.draft_model import DraftModel
 from inferengine.runtime.graphs import DecodeGraphs
 from inferengine.runtime.kv_cache import KVCache
+from inferengine.runtime.prompt_logprobs import PromptLogprobs
 from inferengine.runtime.sampler import StepDraws
 from inferengine.runtime.slots import Slots
 from inferengine.runtime.threads import Threads
@@ -186,9 +187,12 @@ class TorchExecutor:
         if batch.num_samples:
             last = hidden if batch.num_samples == batch.num_tokens else hidden.index_select(0, batch.sample_tokens)
             logits = self.model.logits(last)
+        prompt = None
+        if prompt_logprobs.are_asked(self.slots, columns):
+            prompt = PromptLogprobs(self.model, hidden, self.slots, columns)
         if self.draft is not None:
             self.draft.follow(batch)
-        return StepDraws(self.ops, self.slots, plan, batch, logits)
+        return StepDraws(self.ops, self.slots, plan, batch, logits, prompt=prompt)
 
     def _replay(self, plan: StepPlan, columns: StepColumns) -> StepDraws:
         """A step of decodes only: one graph launch, drawing included where the graph can."""

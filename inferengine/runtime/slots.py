@@ -69,6 +69,8 @@ class Slots:
         self.features = np.zeros(rows, dtype=np.int32)  # host mirror
         self.host_min_end = np.zeros(rows, dtype=np.int64)  # position from which stop ids may be drawn
         self.host_logprobs = np.full(rows, -1, dtype=np.int64)  # alternatives asked for
+        self.host_prompt_logprobs = np.full(rows, -1, dtype=np.int64)  # alternatives asked for
+        self.host_prompt_end = np.zeros(rows, dtype=np.int64)  # prompt positions whose next token is the prompt's too
         self.host_top_k = np.zeros(rows, dtype=np.int64)  # 0: not bounded by top_k
 
     @property
@@ -154,6 +156,8 @@ class Slots:
         self.features[item.slot] = bits
         self.host_min_end[item.slot] = item.num_prompt + params.min_tokens
         self.host_logprobs[item.slot] = -1 if params.logprobs is None else params.logprobs
+        self.host_prompt_logprobs[item.slot] = -1 if params.prompt_logprobs is None else params.prompt_logprobs
+        self.host_prompt_end[item.slot] = 0 if params.prompt_logprobs is None else item.num_prompt - 1
         self.host_top_k[item.slot] = max(0, params.top_k)
 
     def _admit_lists(self, admitted: list[SlotInit], rows: torch.Tensor) -> None:

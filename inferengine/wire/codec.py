@@ -471,14 +471,16 @@ def _decode_step(body: Any, raw: Sequence[bytes]) -> Step:
         raise WireError("streams, counts and tokens do not add up", field="counts")
     text: list[tuple[int, str]] = []
     logprobs: list[tuple[int, list[Any]]] = []
+    prompts: list[tuple[int, list[Any]]] = []
     if extras:
         text = [_stream_and(row, str, "text") for row in extras.get("text") or ()]
         logprobs = [_stream_and(row, list, "logprobs") for row in extras.get("logprobs") or ()]
-        for _, positions in logprobs:
+        prompts = [_stream_and(row, list, "prompt_logprobs") for row in extras.get("prompt_logprobs") or ()]
+        for _, positions in (*logprobs, *prompts):
             for position in positions:
                 _check_logprobs(position)
     done = [_done(row) for row in done_rows] if done_rows else []
-    return Step(_int(seq, "seq", 1), _int(step, "step"), streams, tokens, counts, done, text, logprobs)
+    return Step(_int(seq, "seq", 1), _int(step, "step"), streams, tokens, counts, done, text, logprobs, prompts)
 
 
 def _stream_and(row: Any, kind: type[_T], field: str) -> tuple[int, _T]:
@@ -513,6 +515,8 @@ def _encode_step(message: Step) -> tuple[int, Any, Frames]:
         extras["text"] = message.text
     if message.logprobs:
         extras["logprobs"] = message.logprobs
+    if message.prompt_logprobs:
+        extras["prompt_logprobs"] = message.prompt_logprobs
     counts = None if message.counts is None else to_u32(message.counts)
     body = [message.seq, message.step, to_u32(message.streams), counts, message.done, extras or None]
     return Kind.STEP, body, [to_u32(message.tokens)]

@@ -180,6 +180,7 @@ class Step(NamedTuple):
     done: list[Done] = []  # noqa: RUF012
     text: list[tuple[int, str]] = []  # noqa: RUF012
     logprobs: list[tuple[int, list[Any]]] = []  # noqa: RUF012  (stream, rows of [logprob, rank, ids, logprobs])
+    prompt_logprobs: list[tuple[int, list[Any]]] = []  # noqa: RUF012  (likewise, of the prompt's tokens after the first)
 
 
 class ModelFiles(NamedTuple):

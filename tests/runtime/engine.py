@@ -54,6 +54,7 @@ class Engine:
         )
         self.outputs: dict[int, list[int]] = {}
         self.logprobs: dict[int, list[Any]] = {}
+        self.prompt_logprobs: dict[int, list[Any]] = {}
         self.finished: dict[int, Finished] = {}
         self._uid = 0
 
@@ -89,6 +90,8 @@ class Engine:
                     self.outputs[uid].append(token)
                 for uid, items in (output.logprobs or {}).items():
                     self.logprobs[uid] += items
+                for uid, items in (output.prompt_logprobs or {}).items():
+                    self.prompt_logprobs.setdefault(uid, items)  # told again after a preemption
                 self.finished |= {row.uid: row for row in output.finished}
             self.core.scheduler.check()
         return self

@@ -97,6 +97,9 @@ EXAMPLES: dict[str, Message] = {
         [(7, "Größe")],
         [(9, [[-0.5, 1, [3, 4], [-0.5, -1.5]]])],
     ),
+    "step_prompt_logprobs": Step(
+        5, 92, array("I", [7]), array("I", [1]), array("I", [1]), prompt_logprobs=[(7, [[-0.25, 2, [6], [-0.125]]])]
+    ),
     "model_files": ModelFiles("cd" * 32, {"tokenizer.json": b"{}", "chat_template.jinja": "{{ 'ü' }}".encode()}),
     "pong": Pong(12345, 1.5, "READY", EPOCH),
     "status": Status({"state": "READY", "running_requests": 3, "kv_usage": 0.25}),

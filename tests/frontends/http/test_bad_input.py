@@ -68,7 +68,7 @@ COMPLETION_FAULTS: list[tuple[str, Any, int, str | None, str]] = [
     ("suffix", "end", 400, "suffix", "unsupported"),
     ("best_of", 2, 400, "best_of", "unsupported"),
     ("use_beam_search", True, 400, "use_beam_search", "unsupported"),
-    ("prompt_logprobs", 1, 400, "prompt_logprobs", "unsupported"),
+    ("prompt_logprobs", 21, 400, "prompt_logprobs", "invalid_request"),
     ("response_format", {"type": "xml"}, 400, "response_format.type", "invalid_request"),
     ("guided_json", 5, 400, "guided_json", "invalid_request"),
     ("guided_choice", [], 400, "guided_choice", "invalid_request"),

@@ -1,0 +1,84 @@
+"""Log-probabilities of the prompt over HTTP, as vLLM's clients and evaluation harnesses read them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.frontends.http.embedded import Embedded
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+PROMPT = "Once upon a time there was a small"
+
+
+def complete(embedded: Embedded, **body: Any) -> list[dict[str, Any]]:
+    choices: list[dict[str, Any]] = embedded.ask(
+        COMPLETIONS, **{"prompt": PROMPT, "max_tokens": 4, "temperature": 0, "return_token_ids": True, **body}
+    )["choices"]
+    return choices
+
+
+def test_an_echo_tells_the_prompts_tokens_too(embedded: Embedded) -> None:
+    (choice,) = complete(embedded, echo=True, logprobs=2)
+    shown, ids = choice["logprobs"], [*choice["prompt_token_ids"], *choice["token_ids"]]
+    assert choice["text"].startswith(PROMPT)
+    for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
+        assert len(shown[name]) == len(ids), name
+    assert "".join(shown["tokens"]).endswith(choice["text"])
+    assert (shown["token_logprobs"][0], shown["top_logprobs"][0]) == (None, None)
+    assert all(logprob <= 0 for logprob in shown["token_logprobs"][1:])
+
+
+def test_what_is_drawn_and_what_is_told_of_a_prompt_agree(embedded: Embedded) -> None:
+    """The output's log-probabilities are those of the same tokens in a prompt."""
+    (drawn,) = complete(embedded, logprobs=1)
+    ids = [*drawn["prompt_token_ids"], *drawn["token_ids"]]
+    (told,) = complete(embedded, prompt=ids, prompt_logprobs=1)
+    entries = told["prompt_logprobs"]
+    assert entries[0] is None
+    assert len(entries) == len(ids)
+    for token, entry, logprob in zip(
+        drawn["token_ids"], entries[-4:], drawn["logprobs"]["token_logprobs"], strict=True
+    ):
+        assert entry[str(token)]["logprob"] == pytest.approx(logprob, abs=1e-4)
+        assert entry[str(token)]["rank"] == 1
+
+
+def test_every_choice_and_prompt_has_them(embedded: Embedded) -> None:
+    choices = complete(embedded, prompt=[PROMPT, "A queue is"], n=2, temperature=1.0, prompt_logprobs=0)
+    assert len(choices) == 4
+    for choice in choices:
+        assert len(choice["prompt_logprobs"]) == len(choice["prompt_token_ids"])
+    assert choices[0]["prompt_logprobs"] == choices[1]["prompt_logprobs"] != choices[2]["prompt_logprobs"]
+
+
+def test_chat_tells_them_beside_its_choices(embedded: Embedded) -> None:
+    body = {"messages": [{"role": "user", "content": "hi"}], "prompt_logprobs": 1, "max_tokens": 2}
+    document = embedded.ask(CHAT, return_token_ids=True, **body)
+    assert len(document["prompt_logprobs"]) == len(document["prompt_token_ids"])
+
+
+def test_a_prompt_of_one_token_has_none(embedded: Embedded) -> None:
+    (choice,) = complete(embedded, prompt=[5], prompt_logprobs=3)
+    assert choice["prompt_logprobs"] == [None]
+
+
+def test_a_cached_prompt_is_told_as_well(embedded: Embedded) -> None:
+    first = complete(embedded, prompt=PROMPT * 5, prompt_logprobs=1)
+    complete(embedded, prompt=PROMPT * 5)
+    again = complete(embedded, prompt=PROMPT * 5, prompt_logprobs=1)
+    assert [len(choice["prompt_logprobs"]) for choice in (*first, *again)] == [len(first[0]["prompt_token_ids"])] * 2
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
+        ({"echo": True, "logprobs": 1, "stream": True}, "echo"),
+        ({"prompt_logprobs": 1, "detached": True}, "prompt_logprobs"),
+    ],
+)
+def test_they_are_not_streamed(embedded: Embedded, body: dict[str, Any], param: str) -> None:
+    error = embedded.post(COMPLETIONS, prompt=PROMPT, **body).json()["error"]
+    assert (error["param"], error["code"]) == (param, "unsupported")
