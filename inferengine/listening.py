@@ -16,6 +16,10 @@ import stat
 from inferengine.config import listen_fds
 
 BACKLOG = 2048
+# A peer that vanished without a word (a phone in a tunnel, a dead router) is noticed after a minute: connections inherit
+# this from their listener.
+SILENT_AFTER_S, PROBE_EVERY_S, PROBES = 30, 10, 3
+UNACKNOWLEDGED_MS = 60_000
 
 
 class AddressTaken(Exception):
@@ -30,6 +34,8 @@ def open_listeners(key: str, host: str, port: int, uds: str = "") -> list[socket
     listeners = inherited or [listen_unix(uds) if uds else listen_tcp(host, port, key)]
     for listener in listeners:
         listener.setblocking(False)
+        if listener.family != socket.AF_UNIX:
+            _watch_peers(listener)
     return listeners
 
 
@@ -83,6 +89,14 @@ def url(listener: socket.socket, *, path: str = "", scheme: str = "http") -> str
     host, port = listener.getsockname()[:2]
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}{path}"
+
+
+def _watch_peers(listener: socket.socket) -> None:
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, SILENT_AFTER_S)
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, PROBE_EVERY_S)
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, PROBES)
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNACKNOWLEDGED_MS)
 
 
 def _answers(path: str) -> bool:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 from pathlib import Path
 
 import pytest
 
-from inferengine.listening import AddressTaken, listen_tcp, listen_unix, url
+from inferengine.listening import AddressTaken, listen_tcp, listen_unix, open_listeners, url
 
 
 def test_port_zero_becomes_a_number_that_can_be_printed() -> None:
@@ -57,3 +58,21 @@ def test_a_file_in_the_way_is_never_removed(tmp_path: Path) -> None:
     with pytest.raises(AddressTaken):
         listen_unix(str(path))
     assert path.read_text() == "text"
+
+
+def test_a_connection_notices_a_peer_that_has_vanished() -> None:
+    """Half-open connections: the kernel probes silent peers and gives up on bytes that nobody acknowledges."""
+    (listener,) = open_listeners("http", "127.0.0.1", 0)
+    with listener, socket.create_connection(listener.getsockname()):
+        while True:
+            with contextlib.suppress(BlockingIOError):
+                accepted, _ = listener.accept()
+                break
+        with accepted:
+            assert accepted.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+            probing_s = accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE)
+            probing_s += accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL) * accepted.getsockopt(
+                socket.IPPROTO_TCP, socket.TCP_KEEPCNT
+            )
+            assert probing_s <= 60
+            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) <= 60_000
