@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Annotated, Any
 
 import openai
+import pydantic
 import pytest
 
 from tests.frontends.http.builders import House, ids, says
+from tests.frontends.http.embedded import Embedded
 from tests.frontends.http.scripted_engine import Script
+from tests.frontends.http.test_tools import TOOLS, TWO_CALLS, writes
 
 TEXT = "the quick brown fox 🎉"
 
@@ -74,3 +78,47 @@ def test_errors_are_its_own_exceptions(client: openai.OpenAI, served: House) -> 
     served.script = says(TEXT, reason="error", detail=["engine_error", "it failed"])
     with pytest.raises(openai.APIError, match="it failed"):
         list(client.completions.create(model="tiny", prompt="say", stream=True))
+
+
+def test_tools_are_called_and_answered(client: openai.OpenAI, served: House) -> None:
+    served.script = writes(TWO_CALLS)
+    messages: list[Any] = [{"role": "user", "content": "hi"}]
+    message = client.chat.completions.create(model="tiny", messages=messages, tools=TOOLS).choices[0].message
+    assert message.tool_calls is not None
+    assert [call.function.name for call in message.tool_calls if call.type == "function"] == ["weather", "now"]
+    results: list[Any] = [{"role": "tool", "tool_call_id": call.id, "content": "ok"} for call in message.tool_calls]
+    client.chat.completions.create(model="tiny", messages=[*messages, message, *results], tools=TOOLS)
+    with client.chat.completions.stream(model="tiny", messages=messages, tools=TOOLS) as stream:
+        kinds = {event.type for event in stream}
+        final = stream.get_final_completion().choices[0]
+    assert "tool_calls.function.arguments.delta" in kinds
+    assert final.finish_reason == "tool_calls"
+    assert final.message.tool_calls is not None
+    assert [call.function.arguments for call in final.message.tool_calls] == [
+        call.function.arguments for call in message.tool_calls if call.type == "function"
+    ]
+
+
+class Person(pydantic.BaseModel):
+    name: Annotated[str, pydantic.Field(max_length=12)]
+    age: Annotated[int, pydantic.Field(ge=0, le=150)]
+
+
+def test_a_class_is_parsed_from_the_answer(embedded: Embedded) -> None:
+    """Its schema is the grammar: whatever the model draws, the class can be built."""
+    with openai.OpenAI(base_url=f"{embedded.front.url}/v1", api_key="none", max_retries=0) as client:
+        messages: list[Any] = [{"role": "user", "content": "Who is Ada?"}]
+        for seed in range(3):
+            parsed = client.chat.completions.parse(
+                model="", messages=messages, response_format=Person, seed=seed, temperature=1.2, max_tokens=200
+            )
+            assert isinstance(parsed.choices[0].message.parsed, Person)
+        with client.chat.completions.stream(model="", messages=messages, response_format=Person, seed=5) as stream:
+            assert isinstance(stream.get_final_completion().choices[0].message.parsed, Person)
+        response = client.responses.parse(model="", input="Who is Ada?", text_format=Person, max_output_tokens=200)
+        assert isinstance(response.output_parsed, Person)
+
+
+def test_what_is_not_there_says_so(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="no embeddings"):
+        client.embeddings.create(model="tiny", input="hi")
