@@ -50,6 +50,8 @@ def run(arguments: Sequence[str]) -> int:
         max_num_seqs=config.engine.max_num_seqs or seqs,
         max_num_batched_tokens=config.engine.max_num_batched_tokens or tokens,
         num_graphs=0 if on_cpu else NUM_GRAPHS,
+        quantization=config.model.quantization,
+        kv_dtype=torch.float8_e4m3fn if config.cache.dtype == "fp8" else dtype,
     )
     longest = config.model.max_model_len or model.max_position
     contexts = [length for length in CONTEXTS if length < longest] + [longest]

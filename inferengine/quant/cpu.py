@@ -20,6 +20,7 @@ from inferengine.quant.source import Make, codes_from
 from inferengine.quant.weight import INT8, QuantizedWeight, dequantize
 
 FEW = 16
+STRIDE = 32  # torch's bf16 x int8 kernel reads whole vectors: past the end of rows that are no multiple of this
 INPUT_LEVELS = 63  # of either sign: 7 bits, so that pairs of products fit FBGEMM's 16-bit sums
 INPUT_ZERO = 64
 
@@ -49,9 +50,10 @@ class Int8Weight:
         self.short = scales.bfloat16()
         self.exact = bool((self.short.float() == scales).all())
         self.ones = torch.ones_like(self.short)
+        self.most_rows = FEW if weight.shape[1] % STRIDE == 0 else 0
 
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
-        if x.shape[0] > FEW:
+        if x.shape[0] > self.most_rows:
             return functional.linear(x, self.codes.to(x.dtype)).mul_(self.scales.to(x.dtype))
         scales = self.short if self.exact else self.ones
         y = torch._weight_int8pack_mm(x.bfloat16(), self.codes, scales).to(x.dtype)

@@ -58,6 +58,13 @@ def int4_groups(weight: torch.Tensor, group: int = INT4_GROUP) -> QuantizedWeigh
     return QuantizedWeight(INT4, codes.contiguous(), scales, block, zeros)
 
 
+def bytes_per_weight(scheme: str, columns: int) -> float:
+    """What a weight of a row of so many costs, scales included, as the CUDA kernels hold them."""
+    if scheme == "int4":
+        return 0.5 + 4 / min(INT4_GROUP, columns)
+    return 1 + 4 / (128 * 128 if scheme == "fp8_block" else columns)
+
+
 def _fp8(weight: torch.Tensor, block: Block) -> QuantizedWeight:
     blocks = blocks_of(weight.float(), block)
     scales = blocks.abs().amax((1, 3)).clamp_(min=SMALLEST) / FP8_MAX

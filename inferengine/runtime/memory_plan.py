@@ -8,7 +8,10 @@ import torch
 
 from inferengine.kernels.ops import REFERENCE
 from inferengine.layers.decoder_config import DecoderConfig
+from inferengine.layers.linear import Linear
 from inferengine.models import registry
+from inferengine.quant.layouts import layout_of
+from inferengine.quant.schemes import bytes_per_weight
 
 GIB = 1 << 30
 CUDA_CONTEXT_BYTES = 600 * (1 << 20)  # driver, kernels and libraries of one process, measured on Hopper
@@ -37,12 +40,21 @@ class MemoryPlan(NamedTuple):
         return room // self.kv_bytes_per_token if self.kv_bytes_per_token else 0
 
 
-def weight_bytes(config: DecoderConfig, model_type_values: dict[str, object], dtype: torch.dtype) -> int:
-    """Bytes of all parameters, counted on a model that is built without memory; shared ones once."""
+def weight_bytes(
+    config: DecoderConfig, model_type_values: dict[str, object], dtype: torch.dtype, quantization: str = "none"
+) -> int:
+    """Bytes of all parameters, counted on a model that is built without memory; shared ones once. `quantization` is the
+    configuration's; a checkpoint that is quantized already says so itself."""
     with torch.device("meta"):
         model = registry.family(model_type_values).build(REFERENCE, config)
-    unique = {id(parameter): parameter.numel() for parameter in model.parameters()}
-    return sum(unique.values()) * dtype.itemsize
+    sizes = {id(parameter): float(parameter.numel() * dtype.itemsize) for parameter in model.parameters()}
+    layout = layout_of(model_type_values)
+    scheme = quantization if layout is None else layout.scheme
+    if scheme != "none":
+        for module in model.modules():
+            if isinstance(module, Linear):
+                sizes[id(module.weight)] = module.weight.numel() * bytes_per_weight(scheme, module.in_features)
+    return int(sum(sizes.values()))
 
 
 def activation_bytes(config: DecoderConfig, num_tokens: int, num_seqs: int, dtype: torch.dtype) -> int:
@@ -61,15 +73,17 @@ def make_plan(
     max_num_seqs: int,
     max_num_batched_tokens: int,
     num_graphs: int,
+    quantization: str = "none",
+    kv_dtype: torch.dtype | None = None,
 ) -> MemoryPlan:
-    """The plan for a device of `device_bytes`, of which `memory_fraction` may be used."""
-    weights = weight_bytes(config, model_type_values, dtype)
+    """The plan for a device of `device_bytes`, of which `memory_fraction` may be used. `kv_dtype` None: `dtype`."""
+    weights = weight_bytes(config, model_type_values, dtype, quantization)
     activations = activation_bytes(config, max_num_batched_tokens, max_num_seqs, dtype)
     context = CUDA_CONTEXT_BYTES if num_graphs else 0
     graphs = num_graphs * GRAPH_BYTES_PER_BATCH_SIZE
     full = window_bytes = 0
     for group, window in enumerate(config.group_windows):
-        per_token = config.kv_bytes_per_token(group, dtype.itemsize)
+        per_token = config.kv_bytes_per_token(group, (kv_dtype or dtype).itemsize)
         if window is None:
             full += per_token
         else:
