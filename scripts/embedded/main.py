@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer
 
-from . import checkpoint, corpus, evaluation
+from . import checkpoint, corpus, evaluation, quantized
 from . import report as pages
 from .network import DRAFT, MODEL, Network
 from .packing import Batches, Rows
@@ -94,6 +94,7 @@ def main(words: list[str]) -> int:
     torch.set_float32_matmul_precision("highest")
     effort = evaluation.FULL if options.steps > TRIAL_STEPS else evaluation.SMOKE
     report = evaluation.evaluate(options.out / "embedded", options.out / "embedded-draft", device, effort)
+    report["quantized"] = quantized.losses(options.out / "embedded", effort.documents // 5)
     report["training"] = {
         "device": torch.cuda.get_device_name() if on_gpu else "CPU",
         "torch": torch.__version__,

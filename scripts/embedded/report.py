@@ -49,6 +49,7 @@ def render(assets: Path) -> str:
             _INTRODUCTION + _shapes(assets) + _TEXT,
             _training(report["training"]),
             _losses(report["held_out_loss"]),
+            _quantized(report["quantized"]),
             _answers(report["answered_right"]),
             _draft(report["draft"]),
             _samples(report["samples"]),
@@ -93,6 +94,21 @@ def _losses(losses: dict[str, Any]) -> str:
         "\nThe losses are this low because generated text has little in it to be surprised by: they compare the two models"
         " with each other, not with models of natural language."
     )
+    return "\n".join(lines) + "\n"
+
+
+def _quantized(quantized: dict[str, Any]) -> str:
+    """What number formats cost; docs/quantization.md says what they are."""
+    losses = quantized["nats_per_token"]
+    lines = [
+        "## In low precision\n"
+        f"The model's loss over {quantized['tokens']:,} held-out tokens ({quantized['documents']} documents) in every number"
+        " format of [quantization.md](quantization.md), through this engine on a CPU. These documents are a"
+        " part of the split: compare the rows with each other only. Small differences go either way.\n",
+        "| | nats per token | more than float32 |\n|---|---|---|",
+    ]
+    for name, loss in losses.items():
+        lines.append(f"| {name} | {loss:.4f} | {100 * (loss / losses['float32'] - 1):+.2f} % |")
     return "\n".join(lines) + "\n"
 
 
