@@ -43,7 +43,7 @@ HTTP_PORT, WS_PORT = 8941, 8942
 CONCURRENT = 64
 WAYS = ("read", "close", "reset", "half")
 STEP_S = 0.002
-MAX_RUNNING = 64  # of the idle streams the others wait
+MAX_RUNNING = 256  # the rest of the idle streams waits; those of the restart all run
 FILES_GRACE = 8  # open files that may differ: a log, a socket of the figures' own request
 SETTLE_S = 20.0
 
@@ -52,7 +52,9 @@ def run_engine(address: str) -> None:
     """The engine's process."""
     files = tokenizer_files()
     card = ModelCard("soak", Path("/nowhere"), files, fingerprint(files), ())
-    capacity = make_capacity(num_blocks=8192, max_num_seqs=MAX_RUNNING)._replace(vocab_size=300, max_num_batched_tokens=4096)
+    capacity = make_capacity(num_blocks=8192, max_num_seqs=MAX_RUNNING)._replace(
+        vocab_size=300, max_num_batched_tokens=4096
+    )
     config = Config().with_values(wire={"socket": address, "resume_ttl_s": 1.0})
     service = EngineService(config, card, lambda: SimulatedExecutor(capacity, step_s=STEP_S))
     signal.signal(signal.SIGTERM, lambda number, frame: service.abort())

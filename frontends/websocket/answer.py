@@ -24,6 +24,7 @@ from inferengine.client import Finish, TokenLogprobs
 from inferengine.config import LimitsConfig
 from inferengine.errors import InferEngineError, InvalidRequest
 from inferengine.params import SamplingParams, from_map, validate
+from inferengine.structure import read_grammar, validate_grammar
 from inferengine.text import TextStream
 from inferengine.text.chat_template import check_messages
 from inferengine.wire.messages import Accept
@@ -114,6 +115,9 @@ class Answer:
             raise InferEngineError("forbidden", "This key may not use that model.", field="model")
         params = from_map({**model.defaults, **frame.params})
         validate(params, vocab_size=model.info.vocab_size, limits=desk.limits)
+        grammar = read_grammar({"response_format": frame.response_format})
+        if grammar is not None:
+            validate_grammar(grammar, desk.limits, path="response_format")
         prompt_ids = await _prompt_ids(frame, model, desk.limits)
         if self._cancelled:
             for choice in range(params.n):
@@ -132,6 +136,7 @@ class Answer:
             note=write_note(Note(key.tenant)) if key.tenant else b"",
             deadline_s=frame.deadline_s,
             label=frame.label,
+            grammar=grammar,
             adapter=adapter,
         )
         return _Prepared(log, params, ())

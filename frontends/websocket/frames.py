@@ -46,6 +46,7 @@ class Generate(NamedTuple):
     detached: bool
     return_token_ids: bool
     label: str
+    response_format: dict[str, Any] | None = None  # what the output must match, as OpenAI's API says it
 
 
 class Resume(NamedTuple):
@@ -153,6 +154,12 @@ class _Fields:
             raise InvalidRequest(name, "must be a list")
         return value
 
+    def raw_object(self, name: str) -> dict[str, Any] | None:
+        value = self._get(name)
+        if value is not None and not isinstance(value, dict):
+            raise InvalidRequest(name, "must be an object")
+        return value
+
     def nonce(self, name: str) -> int | str | None:
         value = self._get(name)
         if value is None or (isinstance(value, int) and abs(value) < 2**63):
@@ -220,6 +227,7 @@ def _read_generate(fields: _Fields) -> Generate:
         detached=fields.flag("detached"),
         return_token_ids=fields.flag("return_token_ids"),
         label=fields.text("label", "", most=MAX_LABEL_CHARACTERS),
+        response_format=fields.raw_object("response_format"),
     )
     fields.finish()
     given = sum(value is not None for value in (frame.prompt, frame.messages, frame.prompt_ids))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 
 import pytest
@@ -62,3 +63,15 @@ def test_a_front_end_killed_in_mid_answer_is_resumed_word_for_word(page, service
         texts.append(page.locator(".message.assistant .body").last.inner_text())
     assert len(texts[0]) > 100
     assert texts[0] == texts[1]
+
+
+def test_json_mode_answers_in_json_and_nothing_else(page):
+    page.click("#open-settings")
+    page.check("#p-json")
+    page.fill("#p-max_tokens", "200")
+    page.click("text=Done")
+    page.fill("#composer-input", "Extract the name and city as JSON: My name is Anna and I live in Lisbon.")
+    page.keyboard.press("Enter")
+    page.wait_for_selector(ANSWER)
+    shown = page.locator(".message.assistant .body code").last.inner_text()
+    assert isinstance(json.loads(shown), dict)

@@ -21,7 +21,9 @@ const $ = (id) => document.getElementById(id);
 const store = new Store();
 const panel = new Panel(document);
 const drawer = new SettingsDrawer(document, store);
-const engine = new InferEngineSocket(new URL("v1/ws", location.href.replace(/^http/, "ws")).href);
+const engine = new InferEngineSocket(new URL("v1/ws", location.href.replace(/^http/, "ws")).href, {
+  apiKey: store.settings.key,
+});
 const messages = new MessageList($("log"), { copy, edit, retry });
 /** Answers being written: conversation id → generation. A conversation in the background goes on. */
 const running = new Map();
@@ -116,6 +118,7 @@ function answer(conversation) {
   const generation = engine.generate({
     ...(continues ? { prompt: turns.map((turn) => turn.content).join("\n\n") } : { messages: turns }),
     params,
+    responseFormat: store.settings.json ? { type: "json_object" } : undefined,
     label: "chat",
   });
   const message = { role: "assistant", content: "", pending: { requestId: generation.requestId, params } };
@@ -316,7 +319,10 @@ $("toggle-theme").addEventListener("click", () => {
     // it holds for this page
   }
 });
-drawer.onClose = () => $("composer-input").focus();
+drawer.onClose = () => {
+  engine.useKey(store.settings.key);
+  $("composer-input").focus();
+};
 
 for (const [kind, text] of EXAMPLES) {
   const example = make("button", "example");
@@ -362,7 +368,10 @@ function showEngine() {
 function showTrouble(open, state) {
   clearTimeout(noticeTimer);
   if (!open) {
-    const tell = () => notice("The connection was lost. Trying again by itself.", () => engine.retryNow());
+    const text = engine.hello
+      ? "The connection was lost. Trying again by itself."
+      : "This page cannot connect. If the server asks for an API key, enter it under Parameters.";
+    const tell = () => notice(text, () => engine.retryNow());
     noticeTimer = setTimeout(tell, BLINK_MS);
   } else if (state === "UNAVAILABLE") {
     noticeTimer = setTimeout(

@@ -42,6 +42,8 @@ export interface GenerateOptions {
   detached?: boolean;
   returnTokenIds?: boolean;
   label?: string;
+  /** What the answer must match, as in OpenAI's API. */
+  responseFormat?: { type: "text" | "json_object" } | { type: "json_schema"; json_schema: { name?: string; schema: object } };
 }
 
 export interface ResumeOptions {
@@ -154,7 +156,9 @@ export class Generation implements AsyncIterable<Delta> {
 }
 
 export class InferEngineSocket extends EventTarget {
-  constructor(url: string, options?: { window?: number; WebSocket?: typeof WebSocket });
+  constructor(url: string, options?: { window?: number; WebSocket?: typeof WebSocket; apiKey?: string });
+  /** Show this key from now on, "" for none. The connection is made anew. */
+  useKey(apiKey: string): void;
   readonly url: string;
   readonly hello: StateFrame | null;
   readonly status: "connecting" | "open" | "closed";

@@ -11,6 +11,7 @@
  */
 
 const SUBPROTOCOL = "inferengine.v1.json";
+const KEY_SUBPROTOCOL = "inferengine.key."; // a browser cannot send headers with a websocket
 const WINDOW = 64;
 const FIRST_RETRY_MS = 250;
 const LONGEST_RETRY_MS = 5000;
@@ -132,12 +133,13 @@ export class Generation {
  * frame), `stats` (detail: the figures), `problem` (detail: InferEngineError that belongs to no request).
  */
 export class InferEngineSocket extends EventTarget {
-  constructor(url, { window = WINDOW, WebSocket = globalThis.WebSocket } = {}) {
+  constructor(url, { window = WINDOW, WebSocket = globalThis.WebSocket, apiKey = "" } = {}) {
     super();
     this.url = url;
     this.hello = null; // the last hello frame: model, limits, engine
     this.status = "connecting";
     this._window = window;
+    this._apiKey = apiKey;
     this._WebSocket = WebSocket;
     this._socket = null;
     this._generations = new Map();
@@ -157,7 +159,7 @@ export class InferEngineSocket extends EventTarget {
   generate({ requestId = newRequestId(), detached = true, params = {}, ...rest }) {
     const frame = { type: "generate", request_id: requestId, detached, params };
     const names = { promptIds: "prompt_ids", cacheSalt: "cache_salt", deadlineSeconds: "deadline_s",
-      returnTokenIds: "return_token_ids" };
+      returnTokenIds: "return_token_ids", responseFormat: "response_format" };
     for (const [name, value] of Object.entries(rest)) if (value !== undefined) frame[names[name] ?? name] = value;
     return this._start(frame, new Array(params.n ?? 1).fill(0));
   }
@@ -173,6 +175,14 @@ export class InferEngineSocket extends EventTarget {
   subscribeStats(intervalSeconds = 1) {
     this._statsInterval = intervalSeconds || null;
     this._send(this._statsFrame());
+  }
+
+  /** Show this key from now on, "" for none. The connection is made anew. */
+  useKey(apiKey) {
+    if (apiKey === this._apiKey) return;
+    this._apiKey = apiKey;
+    if (this._socket) this._socket.close(1000);
+    else this.retryNow();
   }
 
   /** Leave for good. Detached requests run on. */
@@ -205,7 +215,8 @@ export class InferEngineSocket extends EventTarget {
 
   _connect() {
     this._setStatus("connecting");
-    const socket = new this._WebSocket(this.url, SUBPROTOCOL);
+    const protocols = this._apiKey ? [SUBPROTOCOL, KEY_SUBPROTOCOL + this._apiKey] : [SUBPROTOCOL];
+    const socket = new this._WebSocket(this.url, protocols);
     this._socket = socket;
     socket.onopen = () => this._opened();
     socket.onmessage = (event) => this._socket === socket && this._received(event.data);

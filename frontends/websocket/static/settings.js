@@ -29,13 +29,15 @@ export class SettingsDrawer {
   _fill(settings) {
     for (const [name, value] of Object.entries(settings)) {
       const input = this._form.elements.namedItem(name);
-      if (input) input.value = value ?? "";
+      if (input?.type === "checkbox") input.checked = value;
+      else if (input) input.value = value ?? "";
     }
     this._changed();
   }
 
   _changed() {
-    const settings = { ...this._store.settings, system: this._form.elements.namedItem("system").value };
+    const { system, json, key } = this._form.elements;
+    const settings = { ...this._store.settings, system: system.value, json: json.checked, key: key.value.trim() };
     for (const name of NUMBERS) {
       const input = this._form.elements.namedItem(name);
       if (input.validity.valid) settings[name] = input.value === "" ? null : input.valueAsNumber;

@@ -6,7 +6,7 @@ const SETTINGS = "inferengine.settings";
 const MOST_CONVERSATIONS = 200;
 const TITLE_CHARACTERS = 60;
 
-export const DEFAULT_SETTINGS = { system: "", temperature: 0.7, top_p: 1, top_k: null, max_tokens: null, seed: null };
+export const DEFAULT_SETTINGS = { system: "", temperature: 0.7, top_p: 1, top_k: null, max_tokens: null, seed: null, json: false, key: "" };
 
 /**
  * @typedef {{ role: "user" | "assistant", content: string, figures?: object, finishReason?: string,

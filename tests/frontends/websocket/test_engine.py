@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 
 import pytest
@@ -148,3 +149,17 @@ def take(client, reading, num_frames):
         reading.take(frame)
         if reading.done:
             return
+
+
+def test_an_answer_in_a_format(server):
+    """OpenAI's response_format; the simulated device draws any token that the mask allows."""
+    schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
+    with open_socket(server) as client:
+        wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+        client.generate("a", response_format=wanted, params={"max_tokens": 400})
+        reading = client.read("a")["a"]
+        assert json.loads(reading.text[0]) in ({"a": 1}, {"a": 2})
+        assert reading.done[0]["finish_reason"] == "stop"
+        for bad in ({"type": "what"}, {"type": "json_schema"}, []):
+            client.generate("b", response_format=bad)
+            assert client.until("error", id="b")["error"]["field"].startswith("response_format")

@@ -1,0 +1,31 @@
+"""A page before a server that asks for keys."""
+
+from __future__ import annotations
+
+import pytest
+
+from frontends.common.keys import entry, new_key
+from tests.frontends.websocket.builders import serving
+
+pytestmark = pytest.mark.browser
+
+
+def test_a_page_says_that_a_key_may_be_missing_and_works_with_one(chromium, engine, tmp_path):
+    key = new_key()
+    (tmp_path / "keys.toml").write_text(entry("anna", key))
+    with serving(engine, auth={"keys_file": str(tmp_path / "keys.toml")}) as server:
+        page = chromium.new_page()
+        page.set_default_timeout(30_000)
+        page.goto(server.url)
+        page.wait_for_selector("#notice-text:has-text('API key')")
+        page.click("#open-settings")
+        page.fill("#p-key", key)
+        page.click("text=Done")
+        page.wait_for_selector("#engine-dot[data-state=READY]")
+        page.fill("#composer-input", "hello there")
+        page.keyboard.press("Enter")
+        page.wait_for_selector(".message.assistant:last-child:not(.streaming)")
+        assert "hello there" in page.locator(".message.assistant .body").last.inner_text()
+        page.reload()  # it is remembered
+        page.wait_for_selector("#engine-dot[data-state=READY]")
+        page.close()
