@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
+import frontends.http
 from frontends.common.keys import KeyRing, entry, new_key
 from frontends.common.protection import check_protection
 from frontends.http.app import ROUTES
@@ -165,3 +166,10 @@ def test_a_paused_engine_is_shown_so(guarded: Guarded, tmp_path: Path) -> None:
     guarded.house.engine.state = DRAINING
     guarded.house.engine.start()
     wait_until(lambda: guarded.ask("GET", "/is_paused", ADMIN).json() == {"is_paused": True})
+
+
+def test_no_route_goes_around_the_keys() -> None:
+    """A generation is given to what `engines_for` chooses, which knows tenant, priority and models of the key."""
+    folder = Path(frontends.http.__file__).parent
+    for path in folder.glob("*.py"):
+        assert "Generation(service.engines," not in path.read_text(), path.name
