@@ -85,8 +85,10 @@ class Answer:
                 accept = await self._log.accepted()
                 if read_note(self._log.note).tenant != self._key.tenant:
                     raise InferEngineError("not_found", "There is no such request.", field="request_id")
-            except InferEngineError:
+            except InferEngineError as error:
                 refused = True
+                if error.field == "grammar":
+                    error.field = "response_format"  # the frame's name for it
                 raise
             await self._channel.plain(self._accepted(accept))
             await self._choices(prepared, accept, model)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 
 import pytest
 
-from tests.engine.builders import address_of, check_idle, run_service
+from tests.engine.builders import address_of, check_idle, make_card, run_service
 from tests.frontends.websocket.builders import Reading, open_socket, serving, wait_until
 
 STEP_S = 0.004
@@ -151,15 +152,29 @@ def take(client, reading, num_frames):
             return
 
 
-def test_an_answer_in_a_format(server):
+def test_an_answer_in_a_format():
     """OpenAI's response_format; the simulated device draws any token that the mask allows."""
     schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
+    wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    with (
+        run_service(card=replace(make_card(), eos_token_ids=(1,))) as engine,
+        serving(address_of(engine)) as server,
+    ):
+        wait_until(lambda: server.front_end.view.engine_state == "READY")
+        with open_socket(server) as client:
+            client.generate("a", response_format=wanted, params={"max_tokens": 400})
+            reading = client.read("a")["a"]
+            assert reading.error is None
+            assert json.loads(reading.text[0]) in ({"a": 1}, {"a": 2})
+            assert reading.done[0]["finish_reason"] == "stop"
+            for bad in ({"type": "what"}, {"type": "json_schema"}, []):
+                client.generate("b", response_format=bad)
+                assert client.until("error", id="b")["error"]["field"].startswith("response_format")
+
+
+def test_a_format_that_cannot_be_is_refused_under_its_name(server):
+    """This model has no token to end with."""
     with open_socket(server) as client:
-        wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
-        client.generate("a", response_format=wanted, params={"max_tokens": 400})
-        reading = client.read("a")["a"]
-        assert json.loads(reading.text[0]) in ({"a": 1}, {"a": 2})
-        assert reading.done[0]["finish_reason"] == "stop"
-        for bad in ({"type": "what"}, {"type": "json_schema"}, []):
-            client.generate("b", response_format=bad)
-            assert client.until("error", id="b")["error"]["field"].startswith("response_format")
+        client.generate("a", response_format={"type": "json_object"})
+        error = client.until("error", id="a")["error"]
+        assert (error["code"], error["field"]) == ("unsupported", "response_format")
