@@ -191,7 +191,8 @@ class _Fields:
         for name in value:
             if name not in _PARAMS:
                 raise InvalidRequest(f"params.{_short(name)}", f"no such parameter{_suggestion(name, _PARAMS)}")
-        from_map(value)
+        if from_map(value).prompt_logprobs is not None:
+            raise InvalidRequest("params.prompt_logprobs", "has no frame here: ask over HTTP", code="unsupported")
         return {name: item for name, item in value.items() if item is not None}
 
     def finish(self) -> None:

@@ -49,6 +49,7 @@ def server(tmp_path_factory):
         ({**GENERATE, "params": {"stop": ""}}, "invalid_request", "params.stop"),
         ({**GENERATE, "params": {"logit_bias": {"999999": 1}}}, "invalid_request", "params.logit_bias"),
         ({**GENERATE, "params": {"temprature": 1}}, "invalid_request", "params.temprature"),
+        ({**GENERATE, "params": {"prompt_logprobs": 1}}, "unsupported", "params.prompt_logprobs"),
         ({**GENERATE, "max_tokens": 5}, "invalid_request", "max_tokens"),
         ({**GENERATE, "model": "gpt-5"}, "model_not_found", "model"),
         ({**GENERATE, "request_id": "ABC"}, "invalid_request", "request_id"),
