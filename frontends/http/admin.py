@@ -9,10 +9,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from frontends.common import fields
 from frontends.http.answer import JsonBytes
+from frontends.http.body import read_json
 from frontends.http.service import Service
 from inferengine.client import AsyncClient
-from inferengine.errors import InferEngineError
+from inferengine.errors import InferEngineError, InvalidRequest
 from inferengine.wire.messages import DRAINING
 
 
@@ -49,7 +51,21 @@ async def reset_prefix_cache(request: Request) -> Response:
     return JsonBytes({"status": "reset", "engines": await _all(request.app.state.service, "flush")})
 
 
+async def load_adapter(request: Request) -> Response:
+    """`{lora_name}`: a sub-folder of the engine's `model.adapters`. Answered when requests may name it as `model`."""
+    service, name = request.app.state.service, await _adapter_name(request)
+    return JsonBytes({"status": "loaded", "engines": await _all(service, "load_adapter", name=name)})
+
+
+async def unload_adapter(request: Request) -> Response:
+    """`{lora_name}`: refuse new requests with it; what runs with it runs on."""
+    service, name = request.app.state.service, await _adapter_name(request)
+    return JsonBytes({"status": "unloaded", "engines": await _all(service, "unload_adapter", name=name)})
+
+
 ROUTES = (
+    Route("/v1/load_lora_adapter", load_adapter, methods=["POST"]),
+    Route("/v1/unload_lora_adapter", unload_adapter, methods=["POST"]),
     Route("/pause", pause, methods=["POST"]),
     Route("/resume", resume, methods=["POST"]),
     Route("/is_paused", is_paused),
@@ -57,6 +73,18 @@ ROUTES = (
     Route("/reset_prefix_cache", reset_prefix_cache, methods=["POST"]),
 )
 PATHS = frozenset(route.path for route in ROUTES)
+
+
+async def _adapter_name(request: Request) -> str:
+    """No path of a request is ever opened: `lora_path` may only say the name again."""
+    service: Service = request.app.state.service
+    body = await read_json(request, service.config.http.max_body_bytes)
+    name = fields.string(body, "lora_name")
+    if not name:
+        raise InvalidRequest("lora_name", "is required")
+    if fields.string(body, "lora_path", name) != name:
+        raise InvalidRequest("lora_path", "adapters come from the engine's own folder, by lora_name: leave it out")
+    return name
 
 
 async def _all(service: Service, op: str, **arguments: Any) -> dict[str, Any]:

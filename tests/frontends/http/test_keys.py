@@ -173,3 +173,13 @@ def test_no_route_goes_around_the_keys() -> None:
     folder = Path(frontends.http.__file__).parent
     for path in folder.glob("*.py"):
         assert "Generation(service.engines," not in path.read_text(), path.name
+
+
+def test_adapters_come_and_go_by_name_alone(guarded: Guarded) -> None:
+    guarded.house.engine.admin |= {"load_adapter": {"adapters": ["x"]}, "unload_adapter": {"running_requests": 1}}
+    for path, result in (("load", {"adapters": ["x"]}), ("unload", {"running_requests": 1})):
+        answer = guarded.ask("POST", f"/v1/{path}_lora_adapter", ADMIN, content=b'{"lora_name": "x"}')
+        assert answer.json()["engines"] == {"scripted": result}
+    for body, field in ((b"{}", "lora_name"), (b'{"lora_name": "x", "lora_path": "/etc"}', "lora_path")):
+        answer = guarded.ask("POST", "/v1/load_lora_adapter", ADMIN, content=body)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, field)
