@@ -1,9 +1,9 @@
 """Products with quantized weights on CUDA: which kernel takes how many rows. All of it may be captured in a graph.
 
-One row: vector kernels, with norm, gate and residual inside. Few rows: tiles on the tensor cores, codes made into
-numbers in registers. Many rows, where arithmetic is what costs: FP8 with a scale for each output goes through the FP8
-tensor cores (torch's scaled matmul, inputs rounded by token), W8A8 through the int8 ones; the rest is made into numbers
-once for each product, which at that size is the lesser part, and left to cuBLAS.
+One row: vector kernels, with norm, gate and residual inside. More: FP8 with a scale for each output goes through the
+FP8 tensor cores (torch's scaled matmul, inputs rounded by token), W8A8 from 65 rows through the int8 ones; all else
+takes tiles on the tensor cores, codes made into numbers in registers, and from 257 rows, where arithmetic is what costs,
+is made into numbers once for each product and left to cuBLAS.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class CudaProducts:
         """x [T, in] -> [T, out]."""
         if self._one(x):
             return self._vector(x, packed, bias=bias)
-        if self._few(x):
+        if self._few(x, packed):
             return self._tile(x, packed, bias=bias)
         return _plus(self._many(x, packed), bias)
 
@@ -86,7 +86,7 @@ class CudaProducts:
         """linear(rms_norm(x))"""
         if self._one(x):
             return self._vector(x, packed, bias=bias, gain=gain, eps=eps)
-        if self._few(x) or packed.inputs is None or x.dtype not in MATRIX_TYPES:
+        if self._few(x, packed) or not _rounds_inputs(x, packed):
             return self.linear(self.base.rms_norm(x, gain, eps), packed, bias)
         return _plus(_rounded_product(*quantize_rows(x, packed.inputs, gain, eps), packed, x.dtype), bias)
 
@@ -96,7 +96,7 @@ class CudaProducts:
         """residual += linear(x), in place."""
         if self._one(x):
             return self._vector(x, packed, bias=bias, residual=residual)
-        if self._few(x):
+        if self._few(x, packed):
             return self._tile(x, packed, bias=bias, residual=residual)
         return residual.add_(_plus(self._many(x, packed), bias))
 
@@ -120,8 +120,11 @@ class CudaProducts:
     def _one(self, x: torch.Tensor) -> bool:
         return x.shape[0] == 1 and not self.deterministic
 
-    def _few(self, x: torch.Tensor) -> bool:
-        return x.shape[0] <= tuning.MOST_TILE_ROWS or self.deterministic
+    def _few(self, x: torch.Tensor, packed: Packed) -> bool:
+        if self.deterministic:
+            return True
+        rounds = _rounds_inputs(x, packed)
+        return x.shape[0] <= (tuning.MOST_EXACT_ROWS[packed.inputs] if rounds else tuning.MOST_TILE_ROWS)
 
     def _vector(self, x: torch.Tensor, packed: Packed, **surroundings: Any) -> torch.Tensor:
         weight, gated = packed.weight, surroundings.get("gated") is not None
@@ -142,7 +145,7 @@ class CudaProducts:
 
     def _many(self, x: torch.Tensor, packed: Packed) -> torch.Tensor:
         weight = packed.weight
-        if packed.inputs is not None and x.dtype in MATRIX_TYPES:
+        if _rounds_inputs(x, packed):
             return _rounded_product(*quantize_rows(x, packed.inputs), packed, x.dtype)
         if isinstance(weight, NibbleWeight):
             return functional.linear(x, quantized_int4.to_numbers(weight, x.dtype))
@@ -177,6 +180,10 @@ def _rounded_product(codes: torch.Tensor, scales: torch.Tensor, packed: Packed, 
         out_dtype=dtype,
         use_fast_accum=True,
     )
+
+
+def _rounds_inputs(x: torch.Tensor, packed: Packed) -> bool:
+    return packed.inputs is not None and x.dtype in MATRIX_TYPES
 
 
 def _plus(y: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

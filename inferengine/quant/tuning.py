@@ -1,29 +1,32 @@
-"""Launch parameters of the quantized products by shape, found on an H200 with benchmarks/quantized.py.
+"""Launch parameters of the quantized products by shape: chosen by counting the instructions of each candidate as
+compiled for Hopper, and by a first run on an H200; benchmarks/quantized.py times them one by one.
 
-Plain functions of the shape. A shape that was not measured takes its class's values: that may be slow, never wrong.
+Plain functions of the shape. A shape that was not looked at takes its class's values: that may be slow, never wrong.
 `rows` None: parameters that must not depend on the number of rows (deterministic mode).
 """
 
 from __future__ import annotations
 
+import torch
+
 from inferengine.kernels.quantized import BlockTuning, VectorTuning
 
-MOST_TILE_ROWS = 64
+MOST_TILE_ROWS = 256  # beyond, the weight is made into numbers for each product
+MOST_EXACT_ROWS = {torch.float8_e4m3fn: 1, torch.int8: 64}  # beyond, inputs are rounded where the scheme says so
 TARGET_PROGRAMS = 264  # two programs on each of 132 multiprocessors
+SHARED_BYTES = 200 << 10  # of a multiprocessor, with some to spare
 
 
 def byte_vector(width: int, columns: int, gated: bool, *, blocks: bool) -> VectorTuning:
-    """One row, 8-bit codes [width, columns]."""
-    if columns <= 1024:
-        return VectorTuning(8, 1024, 4)
-    return VectorTuning(4, 2048, 4)
+    """One row, 8-bit codes [width, columns]. A warp takes whole rows: few sums across lanes, few registers."""
+    if columns < 1024:
+        return VectorTuning(8, 512, 4)
+    return VectorTuning(4, 1024, 4) if gated else VectorTuning(8, 512, 4)
 
 
 def nibble_vector(width: int, columns: int, gated: bool) -> VectorTuning:
     """One row, 4-bit codes; block_k counts words of eight."""
-    if columns <= 2048:
-        return VectorTuning(8, 256, 4)
-    return VectorTuning(4, 512, 4)
+    return VectorTuning(8, 128, 4)
 
 
 def byte_tile(rows: int | None, width: int, columns: int, item_bytes: int) -> BlockTuning:
@@ -34,7 +37,9 @@ def byte_tile(rows: int | None, width: int, columns: int, item_bytes: int) -> Bl
 def nibble_tile(rows: int | None, width: int, columns: int, item_bytes: int) -> BlockTuning:
     """A few rows, 4-bit codes; block_k counts words of eight."""
     tuned = _tile(rows, width, columns, item_bytes, 64)
-    return tuned._replace(num_stages=min(3, tuned.num_stages))
+    inputs_bytes = 8 * tuned.block_k * tuned.block_m * item_bytes  # a stage holds the inputs of all eight nibbles
+    words_bytes = 4 * 2 * tuned.block_n * tuned.block_k
+    return tuned._replace(num_stages=max(1, min(3, SHARED_BYTES // (inputs_bytes + words_bytes))))
 
 
 def _tile(rows: int | None, width: int, columns: int, item_bytes: int, block_k: int) -> BlockTuning:
