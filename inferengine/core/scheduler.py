@@ -8,6 +8,7 @@ order: the next writer comes after the last reader.
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import NamedTuple
 
 from inferengine.core.executor import Capacity
@@ -313,9 +314,9 @@ class Scheduler:
         self.stats.num_output_tokens += len(uids)
         logprobs = None
         if result.logprobs:
-            live = set(uids)
+            kept = Counter(uids)  # tokens after an end were dropped, and so is what is known of them
             by_uid = ((scheduled.rows[row].uid, items) for row, items in result.logprobs.items())
-            logprobs = {uid: items[: uids.count(uid)] for uid, items in by_uid if uid in live}
+            logprobs = {uid: items[: kept[uid]] for uid, items in by_uid if uid in kept}
         prompts = self._take_prompt_logprobs(uids) if self._prompt_logprobs else None
         return StepOutput(scheduled.plan.step, uids, token_ids, finished, layout, logprobs, prompts)
 
