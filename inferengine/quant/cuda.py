@@ -2,8 +2,8 @@
 
 One row: vector kernels, with norm, gate and residual inside. More: FP8 with a scale for each output goes through the
 FP8 tensor cores (torch's scaled matmul, inputs rounded by token), W8A8 from 65 rows through the int8 ones; all else
-takes tiles on the tensor cores, codes made into numbers in registers, and from 257 rows, where arithmetic is what costs,
-is made into numbers once for each product and left to cuBLAS.
+takes tiles on the tensor cores, codes made into numbers in registers, and from 257 rows, where arithmetic is what
+costs, is made into numbers once for each product and left to cuBLAS.
 """
 
 from __future__ import annotations
