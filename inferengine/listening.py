@@ -16,8 +16,8 @@ import stat
 from inferengine.config import listen_fds
 
 BACKLOG = 2048
-# A peer that vanished without a word (a phone in a tunnel, a dead router) is noticed after a minute: connections
-# inherit this from their listener.
+# A peer that vanished without a word (a phone in a tunnel, a dead router) is noticed after a minute:
+# connections inherit this from their listener.
 SILENT_AFTER_S, PROBE_EVERY_S, PROBES = 30, 10, 3
 UNACKNOWLEDGED_MS = 60_000
 

@@ -97,7 +97,8 @@ def test_cancelling_others_changes_nothing(engine: EngineService, peer: RawPeer,
     generator = random.Random(5)
     for stream in range(1, 19):
         submit(peer, stream, stream % len(PROMPTS))
-    peer.pending.insert(0, peer.expect(Step, 30.0))  # seen, and still to be collected
+    step = peer.expect(Step, 30.0)
+    peer.pending.insert(0, step)  # seen, and still to be collected
     victims = set(generator.sample(range(1, 19), 8))
     for stream in victims:
         peer.send(Cancel((stream,)))
