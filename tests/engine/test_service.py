@@ -272,7 +272,7 @@ class TestAdmin:
         with run_service(step_s=0.01) as engine:
             peer, operator = connect(engine), connect(engine)
             for stream in range(1, 40):
-                peer.submit(stream, max_tokens=900)
+                peer.submit(stream, max_tokens=8000)
             peer.expect(Step)
             operator.send(Admin("cancel_all", 1))
             assert operator.expect(AdminReply).ok
