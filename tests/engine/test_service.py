@@ -269,10 +269,10 @@ class TestAdmin:
         assert peer.collect({3}).done[3][0].cached_tokens == 0
 
     def test_cancelling_everything(self, connect: Connect) -> None:
-        with run_service(step_s=0.01) as engine:
+        with run_service(step_s=0.03) as engine:
             peer, operator = connect(engine), connect(engine)
             for stream in range(1, 40):
-                peer.submit(stream, max_tokens=8000)
+                peer.submit(stream, max_tokens=1000)
             peer.expect(Step)
             operator.send(Admin("cancel_all", 1))
             assert operator.expect(AdminReply).ok
