@@ -41,7 +41,9 @@ def _missing(marker: str) -> str:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--no-skips", action="store_true", help="a skipped test is a failure, unless it needs a GPU or another place")
+    parser.addoption(
+        "--no-skips", action="store_true", help="a skip is a failure, unless no installation could help it"
+    )
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
