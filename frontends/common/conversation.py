@@ -11,14 +11,14 @@ from typing import Any
 
 from frontends.common import fields
 from frontends.common.model_context import ServedModel
+from frontends.common.reading import Reading
 from frontends.common.tools import Tools, read_tools, tools_grammar
 from inferengine.config import Config
 from inferengine.errors import InvalidRequest
 from inferengine.structure import GrammarSpec
 from inferengine.text import check_messages
 from inferengine.text.chat_template import RESERVED as TEMPLATE_NAMES
-from inferengine.text.message_reader import MessageReader
-from inferengine.text.reasoning import CLOSE, OPEN, ReasoningReader
+from inferengine.text.reasoning import CLOSE, OPEN
 from inferengine.text.tool_parsers import FORMATS, ToolFormat, detect
 from inferengine.text.tool_prompt import with_tools
 
@@ -31,23 +31,8 @@ class Turn:
 
     prompt_ids: list[int]
     tools: Tools | None
-    format: ToolFormat
     grammar: GrammarSpec | None
-    thinks: bool  # the output may have a part that is reasoning
-    inside: bool  # and the prompt has opened it already
-    keeps_special_tokens: bool  # the marks of calls are special tokens of this vocabulary
-
-    @property
-    def is_plain(self) -> bool:
-        """The output is text for the user as it stands."""
-        return self.tools is None and not self.thinks
-
-    def make_reader(self) -> MessageReader:
-        """For one output of this turn."""
-        return MessageReader(
-            ReasoningReader(inside=self.inside) if self.thinks else None,
-            self.format.make_parser() if self.tools is not None else None,
-        )
+    reading: Reading
 
 
 async def read_turn(
@@ -71,7 +56,8 @@ async def read_turn(
     if not prompt_ids:
         raise InvalidRequest("messages", "the chat template makes nothing of them")
     keeps = tools is not None and any(_is_special(served, mark) for mark in format.marks)
-    return Turn(prompt_ids, tools, format, grammar, thinks, inside, keeps)
+    reading = Reading(None if tools is None else format, thinks, inside, keeps)
+    return Turn(prompt_ids, tools, grammar, reading)
 
 
 async def _render(body: dict[str, Any], served: ServedModel, tools: Tools | None) -> str:

@@ -45,10 +45,10 @@ async def chat_completions(request: Request) -> Response:
     chat = await read_chat(service, body, request.scope["request_id"])
     reasoning = fields.flag(body, "include_reasoning", True)
     format: Format
-    if chat.turn.is_plain:
+    if chat.turn.reading.is_plain:
         format = ChatFormat(chat.answer, chat.params.n)
     else:
-        format = MessageFormat(chat.answer, chat.params.n, chat.turn, include_reasoning=reasoning)
+        format = MessageFormat(chat.answer, chat.params.n, chat.turn.reading, include_reasoning=reasoning)
     return await answer(
         service, request, chat.generation(service, request), format, stream=chat.answer.streaming.stream
     )
@@ -74,7 +74,7 @@ async def read_chat(service: Service, body: dict[str, Any], request_id: str) -> 
     turn = replace(turn, prompt_ids=dialect.truncate(body, turn.prompt_ids, served, max_tokens))
     if turn.grammar is not options.grammar:
         options = replace(options, grammar=turn.grammar, grammar_field="tools")
-    if turn.keeps_special_tokens:
+    if turn.reading.keeps_special_tokens:
         params = replace(params, skip_special_tokens=False)
     if (prompt_logprobs := dialect.read_prompt_logprobs(body, streaming, config.limits)) is not None:
         params = replace(params, prompt_logprobs=prompt_logprobs)

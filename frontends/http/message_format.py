@@ -5,13 +5,12 @@ Plain chats never come here; formats.ChatFormat is theirs.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from typing import Any
 
-from frontends.common.conversation import Turn
 from frontends.common.errors import error_object
 from frontends.common.generation import Choice, Generation, Output, Piece, Usage
+from frontends.common.reading import Reading, finish_reason
 from frontends.common.sse import DONE, event
 from frontends.http import logprobs
 from frontends.http.formats import Answer, Chunks, usage_object
@@ -20,18 +19,12 @@ from inferengine.text.message_parts import CallDelta, Content, Part, Reasoning
 from inferengine.text.message_reader import MessageReader
 
 
-def call_id(turn: Turn, answer_id: str, choice: int, call: int) -> str:
-    """The id of a call: the same whenever the same answer is read again, as after a reconnect."""
-    digest = hashlib.sha256(f"{answer_id}/{choice}/{call}".encode()).hexdigest()[: turn.format.id_characters]
-    return digest if len(digest) < 16 else f"call_{digest}"  # a template that wants a length wants nothing before it
-
-
 class MessageFormat:
     """/v1/chat/completions with tools, or of a model that thinks."""
 
-    def __init__(self, answer: Answer, num_choices: int, turn: Turn, *, include_reasoning: bool = True) -> None:
+    def __init__(self, answer: Answer, num_choices: int, reading: Reading, *, include_reasoning: bool = True) -> None:
         self._answer = answer
-        self._turn = turn
+        self._reading = reading
         self._include_reasoning = include_reasoning
         self._chunks = Chunks(answer, "chat.completion.chunk")
         self._readers: list[MessageReader | None] = [None] * num_choices
@@ -40,7 +33,7 @@ class MessageFormat:
         chunks: list[bytes] = []
         reader = self._readers[choice.index]
         if reader is None:
-            reader = self._readers[choice.index] = self._turn.make_reader()
+            reader = self._readers[choice.index] = self._reading.make_reader()
             more = {"prompt_token_ids": list(choice.prompt_ids)} if self._answer.extras.token_ids else {}
             chunks.append(self._chunk(generation, choice, {"role": "assistant", "content": ""}, None, more))
         for piece in pieces:
@@ -63,7 +56,7 @@ class MessageFormat:
         answer = self._answer
         choices = []
         for output in outputs:
-            message = self._turn.make_reader().read(output.text)
+            message = self._reading.make_reader().read(output.text)
             shown: dict[str, Any] = {"role": "assistant", "content": message.content, "refusal": None}
             if message.reasoning and self._include_reasoning:
                 shown["reasoning_content"] = message.reasoning
@@ -71,7 +64,7 @@ class MessageFormat:
                 shown["content"] = message.content or None
                 shown["tool_calls"] = [
                     {
-                        "id": call_id(self._turn, answer.id, output.choice.index, place),
+                        "id": self._reading.call_id(answer.id, output.choice.index, place),
                         "type": "function",
                         "function": {"name": name, "arguments": arguments},
                     }
@@ -110,13 +103,8 @@ class MessageFormat:
                 return {"content": text}
             case Reasoning(text):
                 return {"reasoning_content": text} if self._include_reasoning else None
-            case CallDelta(call, name, arguments):
-                entry: dict[str, Any] = {"index": call, "function": {"arguments": arguments}}
-                if name is not None:
-                    entry["id"] = call_id(self._turn, self._answer.id, choice.index, call)
-                    entry["type"] = "function"
-                    entry["function"] = {"name": name, "arguments": arguments}
-                return {"tool_calls": [entry]}
+            case CallDelta():
+                return {"tool_calls": [self._reading.call_entry(self._answer.id, choice.index, part)]}
 
     def _chunk(
         self,
@@ -143,8 +131,3 @@ class MessageFormat:
         if answer.logprobs is None:
             return None
         return logprobs.as_chat(answer.tokenizer, token_ids, rows or (), answer.logprobs, answer.extras.tokens_as_ids)
-
-
-def finish_reason(reason: str | None, num_calls: int) -> str | None:
-    """An output that ended by itself after calling tools waits for their results."""
-    return "tool_calls" if reason == "stop" and num_calls else reason

@@ -9,7 +9,6 @@ from frontends.common.errors import scrubbed
 from frontends.common.generation import Choice, Generation, Output, Piece, Usage
 from frontends.common.sse import event
 from frontends.http.chat import ChatRequest
-from frontends.http.message_format import call_id
 from frontends.http.messages_body import tool_input
 from inferengine.errors import InferEngineError
 from inferengine.text.message_parts import CallDelta, Content, Part, Reasoning
@@ -39,7 +38,7 @@ class MessagesFormat:
     def __init__(self, chat: ChatRequest, message_id: str) -> None:
         self._chat = chat
         self._id = message_id
-        self._reader = chat.turn.make_reader()
+        self._reader = chat.turn.reading.make_reader()
         self._open: str | None = None  # what the open block is: text, thinking, or the number of a call
         self._num_blocks = 0
         self._begun = False
@@ -122,7 +121,7 @@ class MessagesFormat:
             self._open = None
 
     def _call_id(self, call: int) -> str:
-        return call_id(self._chat.turn, self._id, 0, call)
+        return self._chat.turn.reading.call_id(self._id, 0, call)
 
 
 def _event(kind: str, **values: Any) -> bytes:

@@ -15,7 +15,6 @@ from frontends.common.generation import Choice, Generation, Output, Piece, Usage
 from frontends.common.sse import event
 from frontends.http import logprobs
 from frontends.http.chat import ChatRequest
-from frontends.http.message_format import call_id
 from inferengine.errors import InferEngineError
 from inferengine.text.message_parts import CallDelta, Content, Part, Reasoning
 
@@ -29,7 +28,7 @@ class ResponsesFormat:
         self._chat = chat
         self._keep = keep
         self._response = {**envelope, "status": "in_progress", "output": []}
-        self._reader = chat.turn.make_reader()
+        self._reader = chat.turn.reading.make_reader()
         self._items: list[dict[str, Any]] = []
         self._open = False  # the last item is still being written
         self._kind = ""  # of the last item; a call's has its number
@@ -112,7 +111,11 @@ class ResponsesFormat:
             case CallDelta(call, name, arguments):
                 if self._kind != f"call {call}":
                     answer_id = self._response["id"]
-                    fields = {"call_id": call_id(self._chat.turn, answer_id, 0, call), "name": name, "arguments": ""}
+                    fields = {
+                        "call_id": self._chat.turn.reading.call_id(answer_id, 0, call),
+                        "name": name,
+                        "arguments": "",
+                    }
                     self._start("function_call", "fc", fields, parts)
                     self._kind = f"call {call}"
                 self._last["arguments"] += arguments
