@@ -1,0 +1,117 @@
+"""The share of the roofline: what steps must read and compute at least, over the time they took."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from inferengine.core.plan import StepPlan
+from inferengine.core.roofline import AttentionGroup, DevicePeaks, ModelWork, Roofline, decode_keys, phase_of
+
+ONE_BYTE_A_SECOND = DevicePeaks(1.0, 1e30, "test")
+ONE_OPERATION_A_SECOND = DevicePeaks(1e30, 1.0, "test")
+
+
+def make_plan(
+    decodes: list[int] = [],  # noqa: B006
+    chunks: list[tuple[int, int]] = [],  # noqa: B006
+    *,
+    draws: bool = True,
+    drafts: list[int] | None = None,
+) -> StepPlan:
+    """`decodes` by position, `chunks` by (start, count)."""
+    starts, counts = [*decodes, *(start for start, _ in chunks)], [1] * len(decodes) + [count for _, count in chunks]
+    return StepPlan(
+        step=0,
+        slots=list(range(len(starts))),
+        starts=starts,
+        counts=counts,
+        samples=[True] * len(decodes) + [draws] * len(chunks),
+        num_decodes=len(decodes),
+        num_tokens=sum(counts),
+        admitted=[],
+        block_updates=[],
+        num_drafts=drafts or [],
+    )
+
+
+def make_work(window: int | None = None, **changes: float) -> ModelWork:
+    sizes = {"layer_bytes": 1000.0, "head_bytes": 100.0, "operations_per_token": 2000.0, "operations_per_draw": 200.0}
+    return ModelWork(**{**sizes, **changes}, groups=(AttentionGroup(2.0, 5.0, window),))
+
+
+def test_a_decode_reads_the_weights_once_and_the_context_of_every_row() -> None:
+    least = Roofline(make_work(), ONE_BYTE_A_SECOND).least_s(make_plan([9, 19]))
+    assert least == 1000 + 100 + 2 * (10 + 20)
+
+
+def test_a_decode_computes_for_every_row() -> None:
+    least = Roofline(make_work(), ONE_OPERATION_A_SECOND).least_s(make_plan([9, 19]))
+    assert least == 2 * 2000 + 2 * 200 + 5 * (10 + 20)
+
+
+def test_a_chunk_that_draws_nothing_needs_no_head() -> None:
+    plan = make_plan([], [(4, 3)], draws=False)
+    assert Roofline(make_work(), ONE_BYTE_A_SECOND).least_s(plan) == 1000 + 2 * 7
+    assert Roofline(make_work(), ONE_OPERATION_A_SECOND).least_s(plan) == 3 * 2000 + 5 * (5 + 6 + 7)
+
+
+def test_whichever_takes_longer_decides() -> None:
+    work, plan = make_work(), make_plan([], [(0, 64)])
+    peaks = DevicePeaks(1e3, 1e3, "test")
+    both = [
+        Roofline(work, peaks._replace(**one)).least_s(plan)
+        for one in ({"bytes_per_s": 1e30}, {"operations_per_s": 1e30})
+    ]
+    assert Roofline(work, peaks).least_s(plan) == max(both)
+    assert both[0] > both[1], "64 tokens of a prompt are arithmetic"
+
+
+@pytest.mark.parametrize("window", [None, 1, 4, 7, 100])
+def test_pairs_and_keys_are_those_inside_the_window(window: int | None) -> None:
+    generator = random.Random(0)
+    for _ in range(50):
+        decodes = [generator.randrange(12) for _ in range(generator.randrange(4))]
+        chunks = [(generator.randrange(12), generator.randrange(1, 12)) for _ in range(generator.randrange(1, 4))]
+        rows = [range(start, start + 1) for start in decodes] + [range(s, s + c) for s, c in chunks]
+        reach = [[range(max(0, at - window + 1) if window else 0, at + 1) for at in row] for row in rows]
+        keys = sum(len(set().union(*map(set, row))) for row in reach)
+        pairs = sum(len(seen) for row in reach for seen in row)
+        nothing = {"layer_bytes": 0, "head_bytes": 0, "operations_per_token": 0, "operations_per_draw": 0}
+        plan, work = make_plan(decodes, chunks), make_work(window, **nothing)
+        assert Roofline(work, ONE_BYTE_A_SECOND).least_s(plan) == 2 * keys
+        assert Roofline(work, ONE_OPERATION_A_SECOND).least_s(plan) == 5 * pairs
+        assert decode_keys(plan.starts, len(decodes), window) == sum(len(row[0]) for row in reach[: len(decodes)])
+
+
+@pytest.mark.parametrize(
+    ("plan", "phase"),
+    [
+        (make_plan([3, 4]), "decode"),
+        (make_plan([], [(0, 8)]), "prefill"),
+        (make_plan([3], [(0, 8)]), "mixed"),
+        (make_plan([3], [(5, 4)], drafts=[0, 3]), "decode"),
+        (make_plan([], [(5, 4)], drafts=[3]), "decode"),
+        (make_plan([], [(5, 4), (0, 8)], drafts=[3, 0]), "mixed"),
+    ],
+)
+def test_guesses_to_verify_are_decodes(plan: StepPlan, phase: str) -> None:
+    assert phase_of(plan) == phase
+
+
+def test_the_share_is_the_least_time_over_the_time_taken_and_follows_the_latest_steps() -> None:
+    roofline, plan = Roofline(make_work(layer_bytes=0.0, head_bytes=0.0), ONE_BYTE_A_SECOND), make_plan([1])
+    assert roofline.shares() == {}
+    roofline.observe(plan, 8.0)
+    assert roofline.shares() == {"decode": 0.5}
+    for _ in range(40):
+        roofline.observe(plan, 4.0)
+    assert roofline.shares()["decode"] == pytest.approx(1.0, abs=1e-3)
+    stats = roofline.to_map()
+    assert (stats["steps"], stats["least_seconds"], stats["step_seconds"]) == (
+        {"decode": 41},
+        {"decode": 164.0},
+        {"decode": 168.0},
+    )
+    assert stats["peak_source"] == "test"
