@@ -20,9 +20,19 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
         running.stop()
 
 
+@pytest.fixture(scope="module")
+def mended_service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    """A service whose parts may be killed: it starts them again, and the test waits until it serves."""
+    running = Service(tmp_path_factory.mktemp("mended"))
+    try:
+        yield running.wait_ready()
+    finally:
+        running.stop()
+
+
 @pytest.fixture
 def own_service(tmp_path: Path) -> Iterator[Service]:
-    """A service that this test may break."""
+    """A service that this test may end."""
     running = Service(tmp_path / "own")
     try:
         yield running.wait_ready()

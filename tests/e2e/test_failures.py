@@ -45,33 +45,33 @@ class Streaming:
         return self.text
 
 
-def test_sigkill_of_the_http_front_end_leaves_the_engine_serving(own_service: Service) -> None:
-    engine = own_service.child("engine")
-    with Client(own_service.engine, status_address=own_service.engine + ".status") as client:
+def test_sigkill_of_the_http_front_end_leaves_the_engine_serving(mended_service: Service) -> None:
+    engine = mended_service.child("engine")
+    with Client(mended_service.engine, status_address=mended_service.engine + ".status") as client:
         client.wait_ready(WAIT_S)
         submission = client.submit(text="Once upon a time", reply="text")
-        own_service.kill("http")
+        mended_service.kill("http")
         text = "".join(delta.text for delta in submission.streams[0])
         assert text
-    own_service.wait_serving()
-    assert own_service.child("engine") == engine
-    assert own_service.wait_idle()["cache"]["used_pages"] == 0
+    mended_service.wait_serving()
+    assert mended_service.child("engine") == engine
+    assert mended_service.wait_idle()["cache"]["used_pages"] == 0
 
 
-def test_sigkill_of_the_engine_is_told_clearly_and_mended(own_service: Service) -> None:
-    stream = Streaming(own_service)
-    before = own_service.kill("engine")
+def test_sigkill_of_the_engine_is_told_clearly_and_mended(mended_service: Service) -> None:
+    stream = Streaming(mended_service)
+    before = mended_service.kill("engine")
     *_, error, last = events(stream.join())
     assert last == "[DONE]"
     assert error["error"]["code"] in ("engine_restarted", "engine_unavailable")
-    answer = own_service.complete()
+    answer = mended_service.complete()
     if answer.status_code != 200:  # it is not back yet
         assert answer.status_code == 503
         assert answer.json()["error"]["code"] == "engine_unavailable"
         assert int(answer.headers["retry-after"]) >= 1
-    own_service.wait_serving()
-    assert own_service.child("engine") != before
-    assert "engine ended with killed by SIGKILL; starting it again" in own_service.log()
+    mended_service.wait_serving()
+    assert mended_service.child("engine") != before
+    assert "engine ended with killed by SIGKILL; starting it again" in mended_service.log()
 
 
 def test_a_frozen_engine_is_killed_and_started_again(tmp_path: Path) -> None:
@@ -131,25 +131,25 @@ def test_bad_input_is_a_clear_error_and_nothing_else_is_disturbed(service: Servi
     assert chunks[-1]["choices"][0]["finish_reason"] == "length"
 
 
-def test_streams_of_a_killed_front_end_are_read_on_through_its_successor(own_service: Service) -> None:
+def test_streams_of_a_killed_front_end_are_read_on_through_its_successor(mended_service: Service) -> None:
     """The embedded model, greedy: what the clients have in the end is what an undisturbed request says."""
     prompts = ["Once upon a time", "What is a KV cache?", "The engine", "A front end"]
     body = {"max_tokens": 150, "temperature": 0, "ignore_eos": True}
-    whole = [own_service.complete(prompt=prompt, **body).json()["choices"][0]["text"] for prompt in prompts]
+    whole = [mended_service.complete(prompt=prompt, **body).json()["choices"][0]["text"] for prompt in prompts]
     readers = [Reader("/v1/completions", {"prompt": prompt, **body}) for prompt in prompts]
 
     async def read(*, kill: bool) -> None:
-        async with httpx.AsyncClient(base_url=own_service.http, timeout=60) as http:
+        async with httpx.AsyncClient(base_url=mended_service.http, timeout=60) as http:
             reading = [asyncio.create_task(reader.read(http)) for reader in readers]
             while kill and not all(len(reader.events) > 10 for reader in readers):
                 await asyncio.sleep(0.005)
             if kill:
-                own_service.kill("http")
+                mended_service.kill("http")
             await asyncio.gather(*reading)
 
     asyncio.run(read(kill=True))
     assert not all(reader.finished for reader in readers)
-    own_service.wait_serving()
+    mended_service.wait_serving()
     asyncio.run(read(kill=False))
     assert [reader.texts()[0] for reader in readers] == whole
-    own_service.wait_idle()
+    mended_service.wait_idle()

@@ -58,7 +58,7 @@ PATHS = st.sampled_from(
 GOOD: dict[str, Any] = {"prompt": "say", "messages": [{"role": "user", "content": "hi"}], "tokens": [5]}
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(path=PATHS, changes=st.dictionaries(NAMES, VALUES, max_size=3))
 def test_no_body_is_the_servers_fault(served: House, path: str, changes: dict[str, Any]) -> None:
     response = served.http.post(path, content=json.dumps({**GOOD, **changes}))

@@ -175,7 +175,7 @@ ANYTHING = st.recursive(
 )
 
 
-@settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_what_the_schema_takes_is_never_the_servers_fault(served: House, data: st.DataObject) -> None:
     path = data.draw(st.sampled_from(sorted(TABLES)))
@@ -186,7 +186,7 @@ def test_what_the_schema_takes_is_never_the_servers_fault(served: House, data: s
     assert response.status_code in (200, 400, 404, 422, 429), response.text
 
 
-@settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_what_the_schema_refuses_is_refused(served: House, data: st.DataObject) -> None:
     path = data.draw(st.sampled_from(sorted(TABLES)))
