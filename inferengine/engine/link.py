@@ -10,7 +10,6 @@ import random
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 from inferengine.config import Config
 from inferengine.core.admission import AdmissionLimits, admit, resolve_max_tokens
@@ -24,6 +23,7 @@ from inferengine.engine.model_card import ModelCard
 from inferengine.engine.outbox import Outbox
 from inferengine.engine.output_log import Log, Submission
 from inferengine.engine.peer import Peer
+from inferengine.engine.preparation import Preparation, Unprepared
 from inferengine.engine.seeds import choice_seed
 from inferengine.engine.telemetry import Telemetry
 from inferengine.engine.text_service import CONTEXT_TOKENS, TextService
@@ -43,24 +43,6 @@ class Engine:
     loop: EngineLoop
     limits: AdmissionLimits
     vocab_size: int
-
-
-@dataclass
-class _Waiting:
-    """A submission whose prompt is being tokenized or whose grammar compiled, and who wants to read it."""
-
-    submission: Submission
-    message: Submit
-    deadline_s: float | None
-    readers: list[tuple[Peer, Submit | Attach]]
-    prompt: array[int] | None  # None: being tokenized
-    spec: GrammarSpec | None
-    grammars: list[Grammar]  # empty: none asked for, or being compiled
-    give_up_s: float  # when the grammar has taken too long
-
-    @property
-    def complete(self) -> bool:
-        return self.prompt is not None and (self.spec is None or bool(self.grammars))
 
 
 class Link:
@@ -84,18 +66,23 @@ class Link:
         self._outbox = outbox
         self._telemetry = telemetry
         self._texts = texts
-        self._grammars = grammars
         self._alive = alive
         self._adapters = adapters
         self._eos = frozenset(card.eos_token_ids)
         self._seeds = random.Random(config.engine.seed or None)
         self._next_uid = 1
-        self._waiting: dict[bytes, _Waiting] = {}
+        self._preparation = Preparation(
+            texts,
+            grammars,
+            grammar_timeout_s=config.limits.grammar_timeout_s,
+            ready=self._on_prepared,
+            refuse=self._refuse,
+        )
 
     @property
     def has_unanswered(self) -> bool:
         """Whether something is being tokenized or compiled."""
-        return bool(self._waiting)
+        return bool(self._preparation)
 
     # -- messages ----------------------------------------------------------------------------------------------------
 
@@ -126,7 +113,6 @@ class Link:
                 self._prepare(engine, peer, submission, message, prompt, deadline_s, now)
         except InferEngineError as error:
             if submission is not None:
-                self._waiting.pop(submission.id, None)
                 self._outbox.forget(submission)
             self._reject(peer, message, error, now)
 
@@ -146,12 +132,12 @@ class Link:
             submission = self._outbox.submissions.get(id)
             if submission is not None:
                 logs += submission.logs
-        waiting = set(message.ids)
-        for item in self._waiting.values():
-            if any(reader is peer and wanted.stream in message.streams for reader, wanted in item.readers):
-                waiting.add(item.submission.id)
-        for id in waiting & self._waiting.keys():
-            self._give_up(self._waiting[id], InferEngineError(*CANCELLED), now)
+        ids, streams = set(message.ids), set(message.streams)
+        for item in self._preparation:
+            if item.submission.id in ids or any(
+                reader is peer and wanted.stream in streams for reader, wanted in item.readers
+            ):
+                self._preparation.give_up(item, InferEngineError(*CANCELLED))
         self._end([log.uid for log in logs if log.ended is None], "abort", CANCELLED)
 
     def abandon(self, submissions: Sequence[Submission], detail: tuple[str, str]) -> None:
@@ -160,22 +146,19 @@ class Link:
 
     def abandon_unread(self) -> None:
         """Submissions that wait for text or grammar and whose readers are all gone."""
-        for item in list(self._waiting.values()):
+        for item in self._preparation:
             if not item.submission.detached and not any(self._alive(reader) for reader, _ in item.readers):
-                del self._waiting[item.submission.id]
+                self._preparation.forget(item)
                 self._outbox.forget(item.submission)
 
-    def refuse_waiting(self, error: InferEngineError, now: float) -> None:
+    def refuse_waiting(self, error: InferEngineError) -> None:
         """Answer everything that waits for text or grammar."""
-        for item in list(self._waiting.values()):
-            self._give_up(item, error, now)
+        for item in self._preparation:
+            self._preparation.give_up(item, error)
 
     def tick(self, now: float) -> None:
-        """Refuse what waits for a grammar that takes too long."""
-        for item in list(self._waiting.values()):
-            if item.spec is not None and not item.grammars and now > item.give_up_s:
-                message = f"could not be compiled in {self._config.limits.grammar_timeout_s:g} s: simplify it"
-                self._give_up(item, InvalidRequest("grammar", message), now)
+        """Refuse what has waited too long."""
+        self._preparation.tick(now)
 
     # -- from message to request -------------------------------------------------------------------------------------
 
@@ -207,12 +190,9 @@ class Link:
     def _check_streams(self, peer: Peer, stream: int, count: int) -> None:
         if stream + count > codec.MAX_U32:
             raise InvalidRequest("stream", f"must be at most {codec.MAX_U32 - count}")
-        taken = any(stream + choice in peer.streams for choice in range(count))
-        if taken or any(
-            reader is peer and wanted.stream <= stream + count - 1 and stream <= wanted.stream
-            for item in self._waiting.values()
-            for reader, wanted in item.readers
-        ):
+        streams = range(stream, stream + count)
+        taken = any(each in peer.streams for each in streams)
+        if taken or any(item.is_read_as(peer, streams) for item in self._preparation):
             raise InvalidRequest("stream", "is in use on this connection: choose another number", code="conflict")
 
     def _prepare(
@@ -229,51 +209,22 @@ class Link:
         self._admit(engine, submission, 1, deadline_s, now)
         spec = None if message.grammar is None else grammar_from_list(message.grammar)
         give_up_s = now + self._config.limits.grammar_timeout_s
-        item = _Waiting(submission, message, deadline_s, [(peer, message)], prompt, spec, [], give_up_s)
-        self._waiting[submission.id] = item
-        if spec is not None:
-            count, eos = submission.params.n, sorted(self._eos)
-            self._grammars.compile(spec, count, engine.vocab_size, eos, partial(self._compiled, item))
-        if prompt is None:
-            self._texts.tokenize(message.text, message.messages, partial(self._tokenized, item))
+        item = Unprepared(submission, message, deadline_s, [(peer, message)], prompt, spec, [], give_up_s)
+        self._preparation.begin(item, vocab_size=engine.vocab_size, eos_token_ids=sorted(self._eos))
 
-    def _tokenized(self, item: _Waiting, result: list[int] | InferEngineError) -> None:
-        if isinstance(result, list):
-            item.prompt = array("I", result)
-        self._go_on(item, result if isinstance(result, InferEngineError) else None)
-
-    def _compiled(self, item: _Waiting, result: list[Grammar] | InferEngineError) -> None:
-        if isinstance(result, list):
-            item.grammars = result
-        self._go_on(item, result if isinstance(result, InferEngineError) else None)
-
-    def _go_on(self, item: _Waiting, error: InferEngineError | None) -> None:
-        """One of the things that a submission waits for is done."""
+    def _on_prepared(self, item: Unprepared, prompt: array[int]) -> None:
+        """Tokenized and compiled: answer, and let it run."""
         submission, now = item.submission, self._lifecycle.clock()
-        if self._waiting.get(submission.id) is not item:
-            return  # cancelled or refused meanwhile, and answered
-        if error is not None:
-            self._give_up(item, error, now)
-            return
-        if item.prompt is None or not item.complete:
-            return
-        del self._waiting[submission.id]
         try:
             if self.engine is None or self._lifecycle.state != READY:
                 raise InferEngineError("draining", f"The engine is {self._lifecycle.state}.", retry_after_s=5.0)
-            self._accept(
-                self.engine, submission, item.message, item.prompt, item.deadline_s, now, item.spec, item.grammars
-            )
+            self._accept(self.engine, submission, item.message, prompt, item.deadline_s, now, item.spec, item.grammars)
         except InferEngineError as refusal:
-            self._refuse(item, refusal, now)
+            self._refuse(item, refusal)
             return
         for place, (peer, wanted) in enumerate(item.readers):
             if self._alive(peer):
                 self._greet_reader(peer, wanted, submission, now, attached=place > 0)
-
-    def _give_up(self, item: _Waiting, error: InferEngineError, now: float) -> None:
-        del self._waiting[item.submission.id]
-        self._refuse(item, error, now)
 
     def _accept(
         self,
@@ -339,7 +290,7 @@ class Link:
         admit(
             num_prompt,
             submission.params.n,
-            queued_requests=requests + len(self._waiting),
+            queued_requests=requests + len(self._preparation),
             queued_tokens=tokens,
             tokens_per_s=engine.loop.prefill_tokens_per_s,
             limits=engine.limits,
@@ -350,7 +301,7 @@ class Link:
     # -- answers -----------------------------------------------------------------------------------------------------
 
     def _attach(self, peer: Peer, message: Submit | Attach, submission: Submission, now: float) -> None:
-        waiting = self._waiting.get(submission.id)
+        waiting = self._preparation.get(submission.id)
         if waiting is not None:
             if not any(reader is peer and wanted.stream == message.stream for reader, wanted in waiting.readers):
                 waiting.readers.append((peer, message))
@@ -383,11 +334,11 @@ class Link:
         answer = Accept(message.id, message.stream, submission.num_prompt, len(submission.logs), attached, note)
         peer.answer(codec.encode(answer), now)
 
-    def _refuse(self, item: _Waiting, error: InferEngineError, now: float) -> None:
+    def _refuse(self, item: Unprepared, error: InferEngineError) -> None:
         self._outbox.forget(item.submission)
         for peer, wanted in item.readers:
             if self._alive(peer):
-                self._reject(peer, wanted, error, now)
+                self._reject(peer, wanted, error, self._lifecycle.clock())
 
     def _reject(self, peer: Peer, message: Submit | Attach, error: InferEngineError, now: float) -> None:
         self._telemetry.rejected[error.code] += 1

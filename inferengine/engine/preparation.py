@@ -1,0 +1,128 @@
+"""Submissions that cannot run yet: their prompt is being tokenized, their grammar compiled, or both.
+
+They are answered when all is done, when something cannot be done, or when it takes too long. Only the I/O thread comes
+here; the work itself is done in other threads.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+from inferengine.core.grammar import Grammar
+from inferengine.engine.grammar_service import GrammarService
+from inferengine.engine.output_log import Submission
+from inferengine.engine.peer import Peer
+from inferengine.engine.text_service import TextService
+from inferengine.errors import InferEngineError, InvalidRequest
+from inferengine.structure import GrammarSpec
+from inferengine.wire.messages import Attach, Submit
+
+
+@dataclass(eq=False)
+class Unprepared:
+    """A submission that waits, and who wants to read it."""
+
+    submission: Submission
+    message: Submit
+    deadline_s: float | None
+    readers: list[tuple[Peer, Submit | Attach]]
+    prompt: array[int] | None  # None: being tokenized
+    spec: GrammarSpec | None
+    grammars: list[Grammar]  # empty: none asked for, or being compiled
+    give_up_s: float  # when the grammar has taken too long
+
+    @property
+    def complete(self) -> bool:
+        return self.prompt is not None and (self.spec is None or bool(self.grammars))
+
+    def is_read_as(self, peer: Peer, streams: range) -> bool:
+        """Whether this peer reads one of its choices as one of these streams."""
+        count = self.submission.params.n
+        return any(
+            reader is peer and wanted.stream < streams.stop and streams.start < wanted.stream + count
+            for reader, wanted in self.readers
+        )
+
+
+class Preparation:
+    """All of them, by id. Each is taken out before `ready` or `refuse` is called with it, once."""
+
+    def __init__(
+        self,
+        texts: TextService,
+        grammars: GrammarService,
+        *,
+        grammar_timeout_s: float,
+        ready: Callable[[Unprepared, array[int]], None],
+        refuse: Callable[[Unprepared, InferEngineError], None],
+    ) -> None:
+        """`ready` gets the prompt's tokens too."""
+        self._texts = texts
+        self._grammars = grammars
+        self._grammar_timeout_s = grammar_timeout_s
+        self._ready = ready
+        self._refuse = refuse
+        self._items: dict[bytes, Unprepared] = {}
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __iter__(self) -> Iterator[Unprepared]:
+        return iter(list(self._items.values()))
+
+    def get(self, id: bytes) -> Unprepared | None:
+        """The submission of this id, if it waits."""
+        return self._items.get(id)
+
+    def begin(self, item: Unprepared, *, vocab_size: int, eos_token_ids: list[int]) -> None:
+        """Have the text tokenized and the grammar compiled. Raises InferEngineError where that cannot begin."""
+        message, submission = item.message, item.submission
+        self._items[submission.id] = item
+        try:
+            if item.spec is not None:
+                count = submission.params.n
+                self._grammars.compile(item.spec, count, vocab_size, eos_token_ids, partial(self._compiled, item))
+            if item.prompt is None:
+                self._texts.tokenize(message.text, message.messages, partial(self._tokenized, item))
+        except InferEngineError:
+            self.forget(item)
+            raise
+
+    def forget(self, item: Unprepared) -> None:
+        """Whatever is done for it meanwhile is for nobody."""
+        self._items.pop(item.submission.id, None)
+
+    def give_up(self, item: Unprepared, error: InferEngineError) -> None:
+        """Refuse it."""
+        self.forget(item)
+        self._refuse(item, error)
+
+    def tick(self, now: float) -> None:
+        """Refuse what waits for a grammar that takes too long."""
+        for item in self:
+            if item.spec is not None and not item.grammars and now > item.give_up_s:
+                message = f"could not be compiled in {self._grammar_timeout_s:g} s: simplify it"
+                self.give_up(item, InvalidRequest("grammar", message))
+
+    def _tokenized(self, item: Unprepared, result: list[int] | InferEngineError) -> None:
+        if isinstance(result, list):
+            item.prompt = array("I", result)
+        self._go_on(item, result if isinstance(result, InferEngineError) else None)
+
+    def _compiled(self, item: Unprepared, result: list[Grammar] | InferEngineError) -> None:
+        if isinstance(result, list):
+            item.grammars = result
+        self._go_on(item, result if isinstance(result, InferEngineError) else None)
+
+    def _go_on(self, item: Unprepared, error: InferEngineError | None) -> None:
+        """One of the things that a submission waits for is done."""
+        if self._items.get(item.submission.id) is not item:
+            return  # cancelled or refused meanwhile, and answered
+        if error is not None:
+            self.give_up(item, error)
+        elif item.complete and item.prompt is not None:
+            self.forget(item)
+            self._ready(item, item.prompt)
