@@ -9,7 +9,6 @@ Sockets answer from the first moment, with state STARTING and the loading progre
 
 from __future__ import annotations
 
-import faulthandler
 import gc
 import logging
 import secrets
@@ -25,6 +24,7 @@ from inferengine.core.scheduler import StepOutput
 from inferengine.core.stopping import Finished
 from inferengine.engine.adapters import Adapters
 from inferengine.engine.core import EngineCore
+from inferengine.engine.ending import CHECK_S, Ending
 from inferengine.engine.endpoint import Endpoint
 from inferengine.engine.grammar_service import GrammarService
 from inferengine.engine.kv_publisher import KVPublisher
@@ -34,6 +34,7 @@ from inferengine.engine.loop import EngineLoop, News
 from inferengine.engine.metrics_server import MetricsServer
 from inferengine.engine.model_card import ModelCard
 from inferengine.engine.notify import Notifier, Watchdog
+from inferengine.engine.operations import Operations
 from inferengine.engine.options import admission_limits, scheduler_options
 from inferengine.engine.outbox import Outbox
 from inferengine.engine.reports import Reports
@@ -44,13 +45,12 @@ from inferengine.engine.wire_thread import RETRY_S, TICK_S, WireThread
 from inferengine.errors import ExitCode, InferEngineError
 from inferengine.spec.proposers import build_proposer
 from inferengine.wire import codec
-from inferengine.wire.messages import DRAINING, EPOCH_BYTES, READY, STOPPING, ModelInfo, Status
+from inferengine.wire.messages import EPOCH_BYTES, READY, STOPPING, ModelInfo, Status
 
 logger = logging.getLogger(__name__)
 
 DELIVERY_S = 2.0  # for the last messages to reach their readers
 SWITCH_INTERVAL_S = 0.001  # the I/O thread must not wait long for a loop that computes in Python
-_CHECK_S = 0.02
 
 Build = Callable[[], Executor]
 ExitCodeOf = Callable[[BaseException], int]
@@ -83,10 +83,7 @@ class EngineService:
         self._exit_code_of = exit_code_of
         self._engine: Engine | None = None
         self._ended = threading.Event()
-        self._exit_code = ExitCode.OK
-        self._drain_by_s: float | None = None
-        self._aborting = threading.Event()
-        self._failed = threading.Event()
+        self._ending = Ending(config.engine, self.lifecycle)
         self._over = False  # the I/O thread has ended everything: what the loop still posts is too late
         self._endpoint = Endpoint(config)
         self._wire = WireThread(self._endpoint, self.lifecycle)
@@ -117,13 +114,21 @@ class EngineService:
         self._reports = Reports(config, self.lifecycle, card, self.outbox, self.telemetry)
         self._kv_publisher = KVPublisher(config.engine.name, card.name, self._wire.publish)
         self._wire.replay_batches = self._kv_publisher.replay
-        self.switchboard.admin_ops = self._admin_ops()
+        self.switchboard.admin_ops = Operations(
+            self.lifecycle,
+            self._ending,
+            self.link,
+            self.outbox,
+            self._adapters,
+            stats=self._stats,
+            config=self._reports.config,
+            call=self._wire.call,
+        ).table
         port = config.engine.metrics_port
         self._metrics = MetricsServer(port, self._read_stats) if port else None
         self._status_due_s = 0.0
         self._loop_thread = threading.Thread(target=self._run_loop, name="inferengine-loop", daemon=True)
         self._main_thread = threading.Thread(target=self._supervise, name="inferengine-supervisor", daemon=True)
-        self._news = threading.Event()  # something for the supervisor
         self.on_end: Callable[[], None] = lambda: None  # called once, when the exit code is known
 
     # -- from outside ------------------------------------------------------------------------------------------------
@@ -140,21 +145,15 @@ class EngineService:
 
     def drain(self) -> None:
         """Finish what runs, reject what comes, then end with exit code 0. Any number of times."""
-        if self._drain_by_s is None:
-            self._drain_by_s = self.lifecycle.clock() + self.config.engine.drain_timeout_s
-        if self.lifecycle.state != STOPPING:
-            self.lifecycle.enter(DRAINING if self.lifecycle.state in (READY, DRAINING) else STOPPING)
-        self._news.set()
+        self._ending.drain()
 
     def abort(self) -> None:
         """End now: what runs ends with `abort`. Exit code 130."""
-        self._exit_code = ExitCode.ABORTED
-        self._aborting.set()
-        self.drain()
+        self._ending.abort()
 
     def wait(self, timeout_s: float | None = None) -> int | None:
         """The exit code, or None when it has not ended in time."""
-        return self._exit_code if self._ended.wait(timeout_s) else None
+        return self._ending.exit_code if self._ended.wait(timeout_s) else None
 
     @property
     def loop_has_ended(self) -> bool:
@@ -176,7 +175,7 @@ class EngineService:
         except BaseException as error:
             self._on_failure(error)
         finally:
-            if executor is not None and not self._failed.is_set():
+            if executor is not None and not self._ending.failed:
                 executor.close()
 
     def _make_loop(self, executor: Executor, capacity: Capacity) -> EngineLoop:
@@ -202,9 +201,9 @@ class EngineService:
             str(getattr(executor, "dtype", self.config.model.dtype)).removeprefix("torch."),
         )
         self.core = core
-        self._engine = Engine(loop, limits, capacity.vocab_size)
+        self._engine = engine = Engine(loop, limits, capacity.vocab_size)
         store: AdapterStore | None = getattr(executor, "adapters", None)
-        self._wire.call(lambda: self._on_loaded(info, store))
+        self._wire.call(lambda: self._on_loaded(info, engine, store))
         return loop
 
     def _post(self, news: News) -> None:
@@ -217,20 +216,17 @@ class EngineService:
             logger.critical("%s", error)
         else:
             logger.critical("the engine %s", "cannot load the model" if loading else "loop failed", exc_info=error)
-        self.lifecycle.last_error = f"{type(error).__name__}: {error}"
-        self._exit_code = self._exit_code_of(error) if loading else ExitCode.CRASH
-        self._failed.set()
-        self._news.set()
+        self._ending.fail(self._exit_code_of(error) if loading else ExitCode.CRASH, error)
 
     # -- the I/O thread ----------------------------------------------------------------------------------------------
 
-    def _on_loaded(self, info: ModelInfo, adapters: AdapterStore | None) -> None:
+    def _on_loaded(self, info: ModelInfo, engine: Engine, adapters: AdapterStore | None) -> None:
         self.switchboard.model = info
-        self.link.engine = engine = self._loaded()
+        self.link.engine = engine
         self._adapters.begin(adapters, engine.loop)
         self._on_adapters()
         self.lifecycle.progress = ("ready", 1.0)
-        if self._drain_by_s is None:
+        if not self._ending.begun:
             self.lifecycle.enter(READY)
             self._notifier.send("READY=1", f"STATUS=serving {info.name}")
             logger.info("ready: %s after %.1f s", info.name, self.lifecycle.clock() - self.lifecycle.started_s)
@@ -265,54 +261,14 @@ class EngineService:
         if self._engine is not None:
             self._engine.loop.cancel([uid], "stop", None)
 
-    def _admin_ops(self) -> dict[str, Callable[[dict[str, Any], Callable[[Any], None]], None]]:
-        def peers() -> int:
-            return len(self.switchboard.peers)
-
-        def drain(arguments: dict[str, Any], reply: Callable[[Any], None]) -> None:
-            reply({"active_requests": self.outbox.num_open})
-            if arguments.get("exit", True):
-                self.drain()
-            elif self.lifecycle.state == READY:
-                self.lifecycle.enter(DRAINING)
-
-        def resume(arguments: dict[str, Any], reply: Callable[[Any], None]) -> None:
-            if self._drain_by_s is not None or self.lifecycle.state not in (READY, DRAINING):
-                raise InferEngineError("draining", "The engine is about to exit, or has not begun.")
-            self.lifecycle.enter(READY)
-            reply({"state": READY})
-
-        def flush(arguments: dict[str, Any], reply: Callable[[Any], None]) -> None:
-            loop = self._loaded().loop
-            loop.flush(lambda blocks: self._wire.call(lambda: reply({"blocks": blocks})))
-
-        def cancel_all(arguments: dict[str, Any], reply: Callable[[Any], None]) -> None:
-            count = self.outbox.num_open
-            self._loaded().loop.cancel_all("abort", ("cancelled", "An operator cancelled all requests."))
-            reply({"requests": count})
-
-        return {
-            "stats": lambda arguments, reply: reply(self._reports.stats(self._engine, peers())),
-            "config": lambda arguments, reply: reply(self._reports.config()),
-            "flush": flush,
-            "cancel_all": cancel_all,
-            "drain": drain,
-            "resume": resume,
-            "adapters": self._adapters.list,
-            "load_adapter": self._adapters.load,
-            "unload_adapter": self._adapters.unload,
-        }
-
-    def _loaded(self) -> Engine:
-        if self._engine is None:
-            raise InferEngineError("engine_unavailable", "The engine is still loading.")
-        return self._engine
+    def _stats(self) -> dict[str, Any]:
+        return self._reports.stats(self._engine, len(self.switchboard.peers))
 
     def _end_everything(self, reason: str, code: str, message: str) -> None:
         """Terminal rows for all that is open, without the loop's help."""
         self._over = True
         now = self.lifecycle.clock()
-        self.link.refuse_waiting(InferEngineError(code, message), now)
+        self.link.refuse_waiting(InferEngineError(code, message))
         rows = [
             Finished(
                 uid=log.uid,
@@ -345,33 +301,14 @@ class EngineService:
 
     def _supervise(self) -> None:
         try:
-            self._watch()
+            self._ending.wait(self._is_drained)
             self._shut_down()
         except BaseException:
             logger.critical("the supervisor failed", exc_info=True)
-            self._exit_code = ExitCode.CRASH
+            self._ending.exit_code = ExitCode.CRASH
         finally:
             self._ended.set()
             self.on_end()
-
-    def _watch(self) -> None:
-        """Return when the engine is to end: drained, timed out, aborted, failed or frozen."""
-        frozen_after_s = self.config.engine.frozen_after_s
-        while not self._failed.is_set() and not self._aborting.is_set():
-            if self.lifecycle.loop_age_s() > frozen_after_s:
-                logger.critical("the loop has not turned for %g s", frozen_after_s)
-                faulthandler.dump_traceback(all_threads=True)
-                self._exit_code = ExitCode.FROZEN
-                self._failed.set()
-                return
-            drain_by_s = self._drain_by_s
-            if drain_by_s is None:
-                self._news.wait(min(1.0, frozen_after_s / 4))
-                self._news.clear()
-                continue
-            if self._engine is None or self.lifecycle.clock() >= drain_by_s or self._is_drained():
-                return
-            time.sleep(_CHECK_S)
 
     def _is_drained(self) -> bool:
         def is_drained() -> bool:
@@ -381,11 +318,11 @@ class EngineService:
 
     def _read_stats(self) -> dict[str, Any] | None:
         """From any thread; None when the I/O thread does not answer."""
-        return self._wire.ask(lambda: self._reports.stats(self._engine, len(self.switchboard.peers)))
+        return self._wire.ask(self._stats)
 
     def _shut_down(self) -> None:
         self._notifier.send("STOPPING=1", "STATUS=stopping")
-        failed = self._failed.is_set()
+        failed = self._ending.failed
         self.lifecycle.enter(STOPPING)
         if self._engine is not None and not failed:
             self._engine.loop.stop()
@@ -395,7 +332,7 @@ class EngineService:
         self._wire.call(lambda: self._end_everything("error" if failed else "abort", code, message))
         deadline_s = self.lifecycle.clock() + DELIVERY_S
         while self.lifecycle.clock() < deadline_s and not self._is_drained():
-            time.sleep(_CHECK_S)
+            time.sleep(CHECK_S)
         self._wire.call(lambda: self.switchboard.goodbye(message, self.lifecycle.clock()))
         if self._metrics is not None:
             self._metrics.close()
@@ -405,7 +342,4 @@ class EngineService:
         self._notifier.close()
 
     def _on_wire_crash(self, error: BaseException) -> None:
-        self.lifecycle.last_error = f"{type(error).__name__}: {error}"
-        self._exit_code = ExitCode.CRASH
-        self._failed.set()
-        self._news.set()
+        self._ending.fail(ExitCode.CRASH, error)
