@@ -11,22 +11,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from frontends.common.generation import CONTEXT_TOKENS, Choice, Piece
+from frontends.common.generation import Choice, Piece
 from frontends.common.keys import ANYBODY, ApiKey
 from frontends.common.model_context import ModelContext, ServedModel
-from frontends.common.notes import Note, read_note, write_note
+from frontends.common.notes import read_note
 from frontends.common.quotas import Quotas
 from frontends.common.registry import Registry
 from frontends.common.request_log import ChoiceLog, RequestLog
+from frontends.websocket.asked import Told, make_note, read_asked, told_by
 from frontends.websocket.channel import Channel
 from frontends.websocket.frames import Generate, Resume
+from frontends.websocket.message import MessageText
 from inferengine.client import Finish, TokenLogprobs
-from inferengine.config import LimitsConfig
-from inferengine.errors import InferEngineError, InvalidRequest
-from inferengine.params import SamplingParams, from_map, validate
-from inferengine.structure import read_grammar, validate_grammar
+from inferengine.config import Config
+from inferengine.errors import InferEngineError
+from inferengine.params import SamplingParams, from_map
 from inferengine.text import TextStream
-from inferengine.text.chat_template import check_messages
 from inferengine.wire.messages import Accept
 
 USAGE_WAIT_S = 1.0  # after a stop string: how long the engine may take to say what it had counted
@@ -38,7 +38,7 @@ class Desk:
 
     models: ModelContext
     registry: Registry
-    limits: LimitsConfig
+    config: Config
 
 
 class Caller(NamedTuple):
@@ -49,9 +49,13 @@ class Caller(NamedTuple):
 
 
 class _Prepared(NamedTuple):
+    """`told` is None for a request that is resumed: the engine has kept it."""
+
     log: RequestLog
     params: SamplingParams
     cursors: Sequence[int]
+    grammar_field: str = ""
+    told: Told | None = None
 
 
 class Answer:
@@ -88,7 +92,7 @@ class Answer:
             except InferEngineError as error:
                 refused = True
                 if error.field == "grammar":
-                    error.field = "response_format"  # the frame's name for it
+                    error.field = prepared.grammar_field
                 raise
             await self._channel.plain(self._accepted(accept))
             await self._choices(prepared, accept, model)
@@ -115,33 +119,28 @@ class Answer:
             raise InferEngineError("model_not_found", f"this engine serves {model.name}", field="model")
         if not self._key.may_use(frame.model or model.name):
             raise InferEngineError("forbidden", "This key may not use that model.", field="model")
-        params = from_map({**model.defaults, **frame.params})
-        validate(params, vocab_size=model.info.vocab_size, limits=desk.limits)
-        grammar = read_grammar({"response_format": frame.response_format})
-        if grammar is not None:
-            validate_grammar(grammar, desk.limits, path="response_format")
-        prompt_ids = await _prompt_ids(frame, model, desk.limits)
+        asked = await read_asked(frame, model, desk.config)
         if self._cancelled:
-            for choice in range(params.n):
-                self._channel.done(_unheard(frame.id, choice, len(prompt_ids)))
+            for choice in range(asked.params.n):
+                self._channel.done(_unheard(frame.id, choice, len(asked.prompt_ids)))
             return None
         key = self._key
         log = desk.registry.submit(
-            prompt_ids,
-            params,
+            asked.prompt_ids,
+            asked.params,
             request_id=frame.request_id,
             detached=frame.detached,
-            context_ids=() if frame.messages is not None else prompt_ids[-CONTEXT_TOKENS:],
+            context_ids=asked.context_ids,
             priority=frame.priority if key is ANYBODY else key.urgency(frame.priority),
             tenant=key.tenant,
             salt=key.salt(frame.cache_salt.encode()),
-            note=write_note(Note(key.tenant)) if key.tenant else b"",
+            note=make_note(key, asked.told),
             deadline_s=frame.deadline_s,
             label=frame.label,
-            grammar=grammar,
+            grammar=asked.grammar,
             adapter=adapter,
         )
-        return _Prepared(log, params, ())
+        return _Prepared(log, asked.params, (), asked.grammar_field, asked.told)
 
     def _accepted(self, accept: Accept) -> dict[str, Any]:
         assert self._log is not None
@@ -177,18 +176,20 @@ class Answer:
         self, index: int, cursor: int, log: ChoiceLog, prepared: _Prepared, accept: Accept, model: ServedModel
     ) -> None:
         params, name, channel = prepared.params, self.frame.id, self._channel
+        told = prepared.told or told_by(prepared.log.note)
+        message = None if told.reading.is_plain else MessageText(told, prepared.log.id.hex(), index)
         text = TextStream(
             model.tokenizer,
             stop=params.stop,
             include_stop=params.include_stop_str_in_output,
-            skip_special_tokens=params.skip_special_tokens,
+            skip_special_tokens=params.skip_special_tokens and not told.reading.keeps_special_tokens,
             min_tokens=params.min_tokens,
             context_ids=prepared.log.context_ids,
         )
         view = log.view(cursor, channel.brake)
         choice = Choice(index, (), view, text)
         repeats = cursor > 0  # the first piece ends at the cursor: the client has its text
-        plain = not self.frame.return_token_ids and params.logprobs is None
+        plain = message is None and not self.frame.return_token_ids and params.logprobs is None
         async for delta in view:
             (piece,) = choice.read(delta, per_token=False)
             if plain and piece.finish_reason is None and piece.error is None and not repeats:  # nearly all of them
@@ -197,11 +198,14 @@ class Answer:
                 continue
             if piece.error is not None:
                 raise piece.error
+            beside: dict[str, Any] = {}
+            if message is not None:
+                piece, beside = message.read(piece)
             if repeats:
-                repeats, piece = False, piece._replace(text="", token_ids=[], logprobs=None)
+                repeats, piece, beside = False, piece._replace(text="", token_ids=[], logprobs=None), {}
                 if not piece.is_last:
                     continue
-            extra = self._extra(piece)
+            extra = self._extra(piece, beside)
             if not (piece.text or piece.is_last or extra):
                 continue
             if not piece.is_last:
@@ -212,32 +216,16 @@ class Answer:
             channel.done(_done(name, index, piece, accept, finish, extra))
             return
 
-    def _extra(self, piece: Piece) -> dict[str, Any] | None:
-        """What was asked for beside the text; None, as nearly always, lets a delta go the short way."""
+    def _extra(self, piece: Piece, beside: dict[str, Any]) -> dict[str, Any] | None:
+        """What there is beside the text; None, as nearly always, lets a delta go the short way."""
         if piece.logprobs is None and not self.frame.return_token_ids:
-            return None
-        extra: dict[str, Any] = {}
+            return beside or None
+        extra = dict(beside)
         if self.frame.return_token_ids:
             extra["token_ids"] = list(piece.token_ids)
         if piece.logprobs is not None:
             extra["logprobs"] = [_logprob(row) for row in piece.logprobs]
         return extra
-
-
-async def _prompt_ids(frame: Generate, model: ServedModel, limits: LimitsConfig) -> list[int]:
-    if frame.prompt_ids is not None:
-        name, token_ids = "prompt_ids", frame.prompt_ids
-    elif frame.prompt is not None:
-        name, token_ids = "prompt", await model.encode(frame.prompt, limits, name="prompt")
-    else:
-        name, messages = "messages", check_messages(frame.messages)
-        if sum(len(message["content"] or "") for message in messages) > limits.max_text_characters:
-            raise InvalidRequest(name, f"must have at most {limits.max_text_characters} characters")
-        text = await model.render(messages)
-        token_ids = await model.encode(text, limits, name=name, add_special_tokens=False)
-    if not token_ids:
-        raise InvalidRequest(name, "must hold at least one token")
-    return token_ids
 
 
 async def _finish_after_stop(log: ChoiceLog) -> Finish | None:

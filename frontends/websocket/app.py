@@ -57,7 +57,7 @@ class WebsocketFrontEnd:
         self._quotas = Quotas(self.keys.keys)
         self._metrics = SocketMetrics()
         models = ModelContext(self._engine)
-        self._desk = Desk(models, Registry(self._engine, config.wire.resume_ttl_s), config.limits)
+        self._desk = Desk(models, Registry(self._engine, config.wire.resume_ttl_s), config)
         self.view = EngineView(self._engine, config, models)
         self._connections: set[Connection] = set()
 

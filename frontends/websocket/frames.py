@@ -20,6 +20,19 @@ MAX_ID_CHARACTERS = 128
 MAX_LABEL_CHARACTERS = 256
 MAX_CONTEXT_IDS = 16
 _REQUEST_ID = re.compile(r"[0-9a-f]{32}")
+# What a conversation may say besides its messages, as in /v1/chat/completions, whose code reads and checks it.
+CONVERSATION = (
+    "tools",
+    "tool_choice",
+    "parallel_tool_calls",
+    "include_reasoning",
+    "reasoning_effort",
+    "chat_template_kwargs",
+    "documents",
+    "add_generation_prompt",
+    "continue_final_message",
+)
+STRUCTURE = ("response_format", "structured_outputs")  # likewise, of every request
 _PARAMS = tuple(item.name for item in dataclasses.fields(SamplingParams))
 
 
@@ -31,7 +44,8 @@ class Hello(NamedTuple):
 
 class Generate(NamedTuple):
     """Exactly one of `prompt`, `messages` and `prompt_ids` is not None. `params` as given, their types checked: what is
-    left out has the model's default. `request_id`: 16 bytes, None: choose one."""
+    left out has the model's default. `request_id`: 16 bytes, None: choose one. `conversation` and `structure` hold what
+    was given of CONVERSATION and STRUCTURE, unchecked."""
 
     id: str
     prompt: str | None
@@ -46,7 +60,8 @@ class Generate(NamedTuple):
     detached: bool
     return_token_ids: bool
     label: str
-    response_format: dict[str, Any] | None = None  # what the output must match, as OpenAI's API says it
+    conversation: dict[str, Any]
+    structure: dict[str, Any]
 
 
 class Resume(NamedTuple):
@@ -154,11 +169,9 @@ class _Fields:
             raise InvalidRequest(name, "must be a list")
         return value
 
-    def raw_object(self, name: str) -> dict[str, Any] | None:
-        value = self._get(name)
-        if value is not None and not isinstance(value, dict):
-            raise InvalidRequest(name, "must be an object")
-        return value
+    def raw(self, names: Iterable[str]) -> dict[str, Any]:
+        """What was given of these, as it is."""
+        return {name: value for name in names if (value := self._get(name)) is not None}
 
     def nonce(self, name: str) -> int | str | None:
         value = self._get(name)
@@ -228,12 +241,15 @@ def _read_generate(fields: _Fields) -> Generate:
         detached=fields.flag("detached"),
         return_token_ids=fields.flag("return_token_ids"),
         label=fields.text("label", "", most=MAX_LABEL_CHARACTERS),
-        response_format=fields.raw_object("response_format"),
+        conversation=fields.raw(CONVERSATION),
+        structure=fields.raw(STRUCTURE),
     )
     fields.finish()
     given = sum(value is not None for value in (frame.prompt, frame.messages, frame.prompt_ids))
     if given != 1:
         raise InvalidRequest("prompt", "give exactly one of prompt, messages and prompt_ids")
+    if frame.messages is None and frame.conversation:
+        raise InvalidRequest(next(iter(frame.conversation)), "needs messages: a prompt is continued as it stands")
     return frame
 
 
