@@ -5,7 +5,11 @@ front end runs as `inferengine http`; a light client counts events. The engine i
 Two figures: *paced*, where steps come so slowly that each token is its own write (the cost of an event at its highest),
 and *saturated*, where steps come as fast as credit allows and tokens of one stream share a write.
 
-    python -m benchmarks.http_relay [--streams 256] [--tokens 200] [--step-ms 20] [--json FILE]
+*Added latency* is from the moment that the engine sends a step to the moment that the client has read that token's
+event, for every token of every stream: the wire, the front end, the kernel and the client's own turn of its loop. By
+default the paced run is 256 streams at 40 tokens/s each: 10,240 tokens/s.
+
+    python -m benchmarks.http_relay [--streams 256] [--tokens 200] [--step-ms 25] [--json FILE]
 """
 
 from __future__ import annotations
@@ -70,7 +74,10 @@ def tokenizer_files() -> dict[str, bytes]:
 class Peer:
     """The engine's side of the wire, stepping all streams together."""
 
-    def __init__(self, address: str, step_s: float) -> None:
+    def __init__(self, address: str, step_s: float, sent_s: Any = None) -> None:
+        """`sent_s`: shared memory for when each step of a round was sent; None: nobody asks."""
+        self._sent_s = sent_s
+        self._round_step = 0
         self._files = tokenizer_files()
         fast = FastTokenizer.from_buffer(self._files["tokenizer.json"])
         self._tokens = fast.encode(" ".join(["", *WORDS])).ids
@@ -111,6 +118,7 @@ class Peer:
             if len(self._waiting) >= self._batch:
                 self._streams.update({stream: [0, wanted] for stream, wanted in self._waiting})
                 self._waiting.clear()
+                self._round_step = 0
         elif isinstance(message, Cancel):
             for stream in message.streams:
                 self._streams.pop(stream, None)
@@ -130,7 +138,11 @@ class Peer:
             state[0] += 1
             if state[0] >= state[1]:
                 done.append(Done(stream, "length", None, 4, 0, state[0]))
-        seq = self._window.take(time.monotonic())
+        now = time.monotonic()
+        seq = self._window.take(now)
+        if self._sent_s is not None:
+            self._sent_s[self._round_step] = now
+            self._round_step += 1
         self._send(Step(seq, seq, array("I", self._streams), tokens, None, done))
         for row in done:
             del self._streams[row.stream]
@@ -140,13 +152,13 @@ class Peer:
 
 
 class Counter(asyncio.Protocol):
-    """Sends one request and counts the events of its answer."""
+    """Sends one request and notes when each event of its answer came."""
 
     def __init__(self, request: bytes, done: asyncio.Future[None]) -> None:
         self._request = request
         self._done = done
         self._tail = b""
-        self.events = 0
+        self.event_s: list[float] = []
         self.reads = 0
 
     def connection_made(self, transport: Any) -> None:
@@ -154,7 +166,8 @@ class Counter(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         self.reads += 1
-        self.events += data.count(b"data: {")
+        now = time.monotonic()
+        self.event_s += [now] * data.count(b"data: {")
         self._tail = (self._tail + data)[-64:]
         if b"data: [DONE]" in self._tail and not self._done.done():
             self._done.set_result(None)
@@ -164,7 +177,10 @@ class Counter(asyncio.Protocol):
             self._done.set_exception(ConnectionError("the front end closed a stream before its end"))
 
 
-async def one_round(port: int, streams: int, tokens: int, path: str, name: str) -> dict[str, float]:
+async def one_round(
+    port: int, streams: int, tokens: int, path: str, name: str, sent_s: Any
+) -> tuple[dict[str, float], list[float]]:
+    """Its figures, and how much later than the engine's step each token came."""
     loop = asyncio.get_running_loop()
     prompt = '"messages":[{"role":"user","content":"go"}]' if "chat" in path else '"prompt":"go"'
     body = f'{{{prompt},"max_tokens":{tokens},"stream":true,"request_id":"{streams}-{name}"}}'.encode()
@@ -181,8 +197,20 @@ async def one_round(port: int, streams: int, tokens: int, path: str, name: str) 
     seconds = time.monotonic() - started
     for transport, _ in counters:
         transport.abort()
-    events = sum(counter.events for _, counter in counters)
-    return {"seconds": seconds, "events": events, "reads": sum(counter.reads for _, counter in counters)}
+    first = 1 if "chat" in path else 0  # chat begins with an event that no token made
+    late_s = [
+        came_s - step_s
+        for _, counter in counters
+        for came_s, step_s in zip(counter.event_s[first : tokens + first], sent_s[:tokens], strict=True)
+    ]
+    events = sum(len(counter.event_s) for _, counter in counters)
+    return {"seconds": seconds, "events": events, "reads": sum(counter.reads for _, counter in counters)}, late_s
+
+
+def percentiles_ms(samples_s: list[float]) -> dict[str, float]:
+    ordered = sorted(samples_s)
+    shares = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "worst": 1.0}
+    return {name: round(ordered[int(share * (len(ordered) - 1))] * 1e3, 3) for name, share in shares.items()}
 
 
 def cpu_s(pid: int) -> tuple[float, float]:
@@ -209,7 +237,9 @@ def wait_ready(port: int) -> None:
 def measure(arguments: argparse.Namespace, mode: str, step_s: float, port: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         address = f"ipc://{folder}/engine.sock"
-        peer = multiprocessing.get_context("spawn").Process(target=run_peer, args=(address, step_s), daemon=True)
+        processes = multiprocessing.get_context("spawn")
+        sent_s = processes.Array("d", arguments.tokens, lock=False)
+        peer = processes.Process(target=run_peer, args=(address, step_s, sent_s), daemon=True)
         peer.start()
         command = [sys.executable, "-m", "inferengine.cli", "http"]
         flags = ["--wire.socket", address, "--http.port", str(port), "--log.level", "error"]
@@ -217,11 +247,13 @@ def measure(arguments: argparse.Namespace, mode: str, step_s: float, port: int) 
         try:
             wait_ready(port)
             idle_mib = memory_mib(server.pid)
-            rounds = []
+            rounds, late_s = [], []
             for number in range(arguments.rounds + 1):
                 before = cpu_s(server.pid)
                 name = f"{mode}-{number}"
-                result = asyncio.run(one_round(port, arguments.streams, arguments.tokens, arguments.path, name))
+                asked = (port, arguments.streams, arguments.tokens, arguments.path, name, sent_s)
+                result, late = asyncio.run(one_round(*asked))
+                late_s += late if number else []
                 own, kernel = (after - begun for begun, after in zip(before, cpu_s(server.pid), strict=True))
                 result["cpu_s"], result["kernel_s"] = own + kernel, kernel
                 rounds.append(result)
@@ -234,6 +266,7 @@ def measure(arguments: argparse.Namespace, mode: str, step_s: float, port: int) 
                 "cpu_us_per_event": statistics.median(one["cpu_s"] * 1e6 / one["events"] for one in rounds),
                 "of_that_kernel_us": statistics.median(one["kernel_s"] * 1e6 / one["events"] for one in rounds),
                 "worker_core_share": statistics.median(one["cpu_s"] / one["seconds"] for one in rounds),
+                "added_latency_ms": percentiles_ms(late_s),
                 "events_per_read": statistics.median(one["events"] / one["reads"] for one in rounds),
                 "rss_idle_mib": idle_mib,
                 "rss_after_mib": memory_mib(server.pid),
@@ -245,8 +278,8 @@ def measure(arguments: argparse.Namespace, mode: str, step_s: float, port: int) 
             peer.join()
 
 
-def run_peer(address: str, step_s: float) -> None:
-    Peer(address, step_s).run()
+def run_peer(address: str, step_s: float, sent_s: Any = None) -> None:
+    Peer(address, step_s, sent_s).run()
 
 
 def import_seconds() -> float:
@@ -259,7 +292,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--streams", type=int, default=256)
     parser.add_argument("--tokens", type=int, default=200)
-    parser.add_argument("--step-ms", type=float, default=20.0, help="of the paced run")
+    parser.add_argument("--step-ms", type=float, default=25.0, help="of the paced run")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--path", default="/v1/completions")
     parser.add_argument("--port", type=int, default=8911)
