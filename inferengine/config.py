@@ -60,6 +60,12 @@ class EngineConfig:
     seed: int = _key(0, "seed of requests that bring none; 0: a new one for each start", minimum=0)
     drain_timeout_s: float = _key(30.0, "how long SIGTERM lets running requests finish", minimum=0)
     frozen_after_s: float = _key(60.0, "a loop that has not turned for so long counts as frozen", minimum=0.1)
+    peak_gb_per_s: float = _key(
+        0.0,
+        "memory bandwidth of the device, for the share of the roofline; 0: its data sheet's, or measured",
+        minimum=0,
+    )
+    peak_tflops: float = _key(0.0, "arithmetic of the device in the model's number format, likewise", minimum=0)
     metrics_port: int = _key(0, "Prometheus text on 127.0.0.1 at this port, without any front end; 0: no", minimum=0)
 
 

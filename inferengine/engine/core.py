@@ -13,6 +13,7 @@ from collections.abc import Callable
 from inferengine.core.executor import Capacity, Executor, StepFuture
 from inferengine.core.grammar import Grammar
 from inferengine.core.request import Request
+from inferengine.core.roofline import Roofline
 from inferengine.core.scheduler import ScheduledStep, Scheduler, SchedulerOptions, StepOutput
 from inferengine.core.speculation import Proposer
 from inferengine.core.stopping import FinishDetail, Finished
@@ -43,6 +44,7 @@ class EngineCore:
         self.scheduler = Scheduler(capacity, options, proposer)
         self.num_failed_steps = 0
         self.last_error: str | None = None
+        self.roofline: Roofline | None = None  # where the executor knows what its device could do
         self._clock = clock
         self._on_failure = on_failure
         self._in_flight: deque[tuple[ScheduledStep, StepFuture]] = deque()
@@ -108,6 +110,8 @@ class EngineCore:
             return self._news(None, expired + self._fail(scheduled, error))
         now = self._clock()
         self.scheduler.observe(scheduled, now - self._busy_since)
+        if self.roofline is not None:
+            self.roofline.observe(scheduled.plan, now - self._busy_since)
         self._busy_since = now
         return self._news(self.scheduler.commit(scheduled, result, now), expired)
 

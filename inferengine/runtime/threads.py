@@ -26,7 +26,7 @@ class Threads:
     """
 
     def __init__(self, config: DecoderConfig, fixed: int) -> None:
-        self._all = fixed or torch.get_num_threads()
+        self.most = fixed or torch.get_num_threads()
         self._fixed = fixed > 0
         num_weights = _num_weights(config)
         self._step_s, self._token_s = 2 * num_weights / BYTES_PER_S, 2 * num_weights / FLOPS
@@ -45,11 +45,11 @@ class Threads:
             choice.observe(seconds / num_tokens)
 
     def _number(self, num_tokens: int) -> int:
-        if self._fixed or self._all == 1:
-            return self._all
+        if self._fixed or self.most == 1:
+            return self.most
         if max(self._step_s, num_tokens * self._token_s) < WORTH_IT_S:
             return 1
-        return self._all if self._sizes.setdefault(num_tokens.bit_length(), _Choice()).use_all() else 1
+        return self.most if self._sizes.setdefault(num_tokens.bit_length(), _Choice()).use_all() else 1
 
 
 class _Choice:
