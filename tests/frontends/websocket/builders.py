@@ -151,6 +151,9 @@ class Reading:
         self.cursors: dict[int, int] = {}
         self.done: dict[int, dict[str, Any]] = {}
         self.token_ids: list[int] = []
+        self.reasoning = ""
+        self.calls: list[dict[str, Any]] = []  # of one choice
+        self.num_call_frames = 0
 
     @property
     def ended(self) -> bool:
@@ -168,9 +171,22 @@ class Reading:
                 self.text[choice] = self.text.get(choice, "") + frame["text"]
                 self.cursors[choice] = frame["cursor"]
                 self.token_ids += frame.get("token_ids", [])
+                self.reasoning += frame.get("reasoning_content", "")
+                self._take_calls(frame.get("tool_calls", ()))
                 if frame["type"] == "done":
                     assert choice not in self.done
                     self.done[choice] = frame
+
+    def _take_calls(self, entries: Any) -> None:
+        """As clients put OpenAI's streamed calls together."""
+        self.num_call_frames += bool(entries)
+        for entry in entries:
+            if entry["index"] == len(self.calls):
+                assert entry["type"] == "function"
+                self.calls.append({"id": entry["id"], "type": "function", "function": dict(entry["function"])})
+            else:
+                assert set(entry["function"]) == {"arguments"}
+                self.calls[entry["index"]]["function"]["arguments"] += entry["function"]["arguments"]
 
 
 @contextlib.contextmanager

@@ -223,7 +223,7 @@ class ScriptedEngine:
         self._join(peer, message.stream, message.id, job, message.cursors, True)
 
     def _join(self, peer: bytes, stream: int, name: bytes, job: Job, cursors: tuple[int, ...], attached: bool) -> None:
-        accept = Accept(name, stream, len(job.prompt_ids), len(job.outputs), attached)
+        accept = Accept(name, stream, len(job.prompt_ids), len(job.outputs), attached, job.message.note)
         if self.accepting:
             self._send(peer, accept)
         else:
