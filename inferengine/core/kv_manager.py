@@ -83,9 +83,10 @@ class KVCacheManager:
 
     def lookup(self, sequence: Sequence) -> PrefixHit:
         """The longest cached prefix that all groups can serve. The last token is never part of it: something has to be
-        computed for there to be a next token."""
-        wants_logits = sequence.request.params.prompt_logprobs is not None  # of the whole prompt: all of it is computed
-        if not self.prefix_caching or wants_logits:
+        computed for there to be a next token, or the last token's embedding."""
+        request = sequence.request  # what is asked about the whole prompt needs all of it computed
+        wants_all = request.params.prompt_logprobs is not None or request.pooling == "mean"
+        if not self.prefix_caching or wants_all:
             return PrefixHit(0, [[] for _ in self.groups], [])
         hashes: list[bytes] = []
         memo = sequence.block_hashes  # a waiting sequence is looked up at every step: hash each block once

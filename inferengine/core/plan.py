@@ -48,6 +48,18 @@ class TokenWrites(NamedTuple):
     token_ids: list[int]
 
 
+class PooledRow(NamedTuple):
+    """A row whose final hidden states go into an embedding: those of all its tokens (`mean`), or of its last alone.
+
+    A mean is gathered by slot over the chunks of a prompt, of which the first starts at 0. With `ends` the row reaches
+    the end of its prompt, and the vector is due.
+    """
+
+    row: int
+    mean: bool
+    ends: bool
+
+
 class StepPlan(NamedTuple):
     """One step. Row r computes tokens [starts[r], starts[r] + counts[r]) of the sequence in slots[r].
 
@@ -58,6 +70,7 @@ class StepPlan(NamedTuple):
     A row with num_drafts[r] = k > 0 verifies guesses: of its count = 1 + k tokens the last k are guesses, and a token
     is drawn at each of its positions. Guesses come with `token_writes`; where `device_drafts`, the executor makes them.
     `masked` lists draws (indices into all draws of the plan, in order) that wait for `StepFuture.provide_masks`.
+    Rows in `pooled` draw nothing: what is wanted of them is a vector.
 
     Order of execution: `swap_out` (device -> host blocks), `swap_in` (host -> device), `copies` (device -> device: a
     source may just have been swapped in), then slot and block-table writes, then the computation. Each is empty or has
@@ -80,6 +93,7 @@ class StepPlan(NamedTuple):
     num_drafts: SequenceOf[int] = ()  # per row; empty: none anywhere
     device_drafts: bool = False
     masked: SequenceOf[int] = ()
+    pooled: SequenceOf[PooledRow] = ()
 
     @property
     def num_sampled(self) -> int:
@@ -112,3 +126,4 @@ class StepResult(NamedTuple):
     prompt_logprobs: dict[int, list[TokenLogprobs]] | None = (
         None  # by plan row: of the prompt tokens that follow its own
     )
+    embeddings: dict[int, bytes] | None = None  # by plan row that ends: f32, little-endian, of length 1 (L2)

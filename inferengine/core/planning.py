@@ -119,6 +119,8 @@ class Planner:
                 index += 1
                 continue
             if total >= sequence.max_total or (guesses and sequence in guesses):
+                if sequence.request.pooling is not None:
+                    prefilling.append(sequence)  # the last token of a prompt that nothing follows
                 index += 1  # its last token is under way, or it gets more than one
                 continue
             if budget == 0:
@@ -135,7 +137,7 @@ class Planner:
     def _plan_capped_decodes(self, draft: StepDraft, now: float) -> list[Sequence]:
         """As above with at most `max_num_decodes` rows, taking turns among the running sequences."""
         running = self.roster.running
-        prefilling = [sequence for sequence in running if sequence.num_pending > 1]
+        prefilling = [s for s in running if s.num_pending > (0 if s.request.pooling is not None else 1)]
         ready = [s for s in running if s.num_pending == 1 and s.num_tokens < s.max_total]
         cap = min(self.options.max_num_decodes, draft.budget)
         begin = self._decode_offset % len(ready) if len(ready) > cap else 0

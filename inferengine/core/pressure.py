@@ -28,7 +28,8 @@ def choose_relief(policy: str, sequence: Sequence, swap: SwapSpace, capacity: Ca
     """How this victim makes room."""
     if policy == "reject":
         return Relief.REJECT
-    if policy == "swap" and sequence.num_computed and swap.has_room(sequence):
+    gathers = sequence.request.pooling == "mean"  # what it has gathered so far lies with its slot, not in its blocks
+    if policy == "swap" and sequence.num_computed and not gathers and swap.has_room(sequence):
         num_blocks = sum(len(table) for table in sequence.block_tables)
         swap_s = 2 * num_blocks * capacity.swap_block_s  # there and back
         recompute_s = sequence.num_computed * capacity.prefill_token_s

@@ -20,7 +20,7 @@ class Request:
     uid: int
     prompt_ids: SequenceOf[int]
     params: SamplingParams
-    max_tokens: int  # resolved: never None, never past the model's context
+    max_tokens: int  # resolved: never None, never past the model's context; 0 where there is no output
     eos_token_ids: frozenset[int] = frozenset()
     seed: int = 0  # resolved: the client's, or drawn by the link
     choice: int = 0
@@ -33,6 +33,7 @@ class Request:
     grammar: GrammarSpec | None = None
     request_id: str = ""  # as the client names it, for logs only
     adapter: int = 0  # LoRA adapter on the device; 0: the model as it is
+    pooling: str | None = None  # "last" or "mean": ends with a vector after its prompt; then max_tokens is 0
 
     @property
     def num_prompt(self) -> int:

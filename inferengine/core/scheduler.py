@@ -41,6 +41,7 @@ class StepOutput(NamedTuple):
     layout: int
     logprobs: dict[int, list[TokenLogprobs]] | None = None  # by uid, one per token
     prompt_logprobs: dict[int, list[TokenLogprobs]] | None = None  # by uid, with its first token: all of its prompt's
+    embeddings: dict[int, bytes] | None = None  # by uid, with its end
 
 
 class Scheduler:
@@ -153,6 +154,8 @@ class Scheduler:
             sequence = scheduled.rows[row]
             if sequence.status is Status.RUNNING and not plan.samples[row]:  # rows that draw follow below
                 kv.cache_full_blocks(sequence, plan.starts[row] + plan.counts[row])
+        if plan.pooled:
+            finished += self._finish_pooled(scheduled, result, now)
         if plan.masked or scheduled.drafts:
             return self._commit_many(scheduled, result, finished, now)
         uids, token_ids, layout = scheduled.uids, result.token_ids, scheduled.layout
@@ -318,7 +321,29 @@ class Scheduler:
             by_uid = ((scheduled.rows[row].uid, items) for row, items in result.logprobs.items())
             logprobs = {uid: items[: kept[uid]] for uid, items in by_uid if uid in kept}
         prompts = self._take_prompt_logprobs(uids) if self._prompt_logprobs else None
-        return StepOutput(scheduled.plan.step, uids, token_ids, finished, layout, logprobs, prompts)
+        embeddings = None
+        if result.embeddings:
+            ended = {row.uid for row in finished if row.reason == "stop"}
+            by_row = ((scheduled.rows[row].uid, vector) for row, vector in result.embeddings.items())
+            embeddings = {uid: vector for uid, vector in by_row if uid in ended}
+        return StepOutput(scheduled.plan.step, uids, token_ids, finished, layout, logprobs, prompts, embeddings)
+
+    def _finish_pooled(self, scheduled: ScheduledStep, result: StepResult, now: float) -> list[Finished]:
+        """End the embedding requests whose vector is there. One that had to give way meanwhile has its vector all the
+        same: its step was computed while it still held its blocks."""
+        finished: list[Finished] = []
+        vectors = result.embeddings or {}
+        for row, _, ends in scheduled.plan.pooled:
+            sequence = scheduled.rows[row]
+            if not ends or sequence.status is Status.FINISHED:
+                continue
+            if row in vectors:
+                self.stats.num_embeddings += 1
+                finished.append(self._finish(sequence, "stop", None, now))
+            else:
+                detail = ("engine_error", "The device gave no embedding.")
+                finished.append(self._finish(sequence, "error", detail, now))
+        return finished
 
     def _keep_prompt_logprobs(self, scheduled: ScheduledStep, new: dict[int, list[TokenLogprobs]]) -> None:
         """Put chunks together. A preempted prompt starts over, and what is known already comes again."""

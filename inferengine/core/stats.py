@@ -16,6 +16,7 @@ class SchedulerStats:
     num_prompt_tokens: int = 0  # of admitted requests
     num_cached_tokens: int = 0  # of those, found in the prefix cache
     num_output_tokens: int = 0
+    num_embeddings: int = 0
     num_submitted: int = 0
     num_finished: int = 0
     num_preemptions: int = 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from inferengine.core.kv_manager import KVCacheManager
-from inferengine.core.plan import SlotInit, StepPlan, TokenWrites
+from inferengine.core.plan import PooledRow, SlotInit, StepPlan, TokenWrites
 from inferengine.core.sequence import Sequence
 
 
@@ -24,7 +24,7 @@ class ScheduledStep(NamedTuple):
 class StepDraft:
     """Rows collected so far, decodes first, and what is left of the token budget."""
 
-    __slots__ = ("admitted", "budget", "counts", "drafts", "num_decodes", "rows", "starts")
+    __slots__ = ("admitted", "budget", "counts", "drafts", "num_decodes", "pooled", "rows", "starts")
 
     def __init__(self, budget: int) -> None:
         self.budget = budget
@@ -34,6 +34,7 @@ class StepDraft:
         self.num_decodes = 0
         self.admitted: list[SlotInit] = []
         self.drafts: dict[int, list[int]] = {}  # by row: the guesses that it verifies
+        self.pooled: list[PooledRow] = []
 
     def end_decodes(self) -> None:
         """All rows so far were decodes; the following are not."""
@@ -79,6 +80,10 @@ class StepDraft:
             sequence = rows[row]
             sequence.num_computed += self.counts[row]
             draws = sequence.num_computed >= len(sequence.tokens) + sequence.num_inflight
+            if sequence.request.pooling is not None:
+                if draws or sequence.request.pooling == "mean":
+                    self.pooled.append(PooledRow(row, sequence.request.pooling == "mean", draws))
+                draws = False
             samples.append(draws)
             if draws:
                 sequence.num_inflight += 1
@@ -117,6 +122,7 @@ class StepDraft:
             num_drafts=num_drafts,
             device_drafts=device_drafts and bool(num_drafts),
             masked=self._masked(samples) if has_grammars else (),
+            pooled=self.pooled,
         )
 
     def _masked(self, samples: list[bool]) -> list[int]:

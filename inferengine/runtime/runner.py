@@ -32,6 +32,7 @@ from inferengine.runtime.batch import columns_of, make_batch
 from inferengine.runtime.draft_model import DraftModel
 from inferengine.runtime.graphs import DecodeGraphs
 from inferengine.runtime.kv_cache import KVCache
+from inferengine.runtime.pooling import Pooling
 from inferengine.runtime.prompt_logprobs import PromptLogprobs
 from inferengine.runtime.sampler import StepDraws
 from inferengine.runtime.slots import Slots
@@ -192,7 +193,8 @@ class TorchExecutor:
             prompt = PromptLogprobs(self.model, hidden, self.slots, columns)
         if self.draft is not None:
             self.draft.follow(batch)
-        return StepDraws(self.ops, self.slots, plan, batch, logits, prompt=prompt)
+        embeddings = self.pooling.compute(self.model, hidden, plan.pooled, columns) if plan.pooled else None
+        return StepDraws(self.ops, self.slots, plan, batch, logits, prompt=prompt, embeddings=embeddings)
 
     def _replay(self, plan: StepPlan, columns: StepColumns) -> StepDraws:
         """A step of decodes only: one graph launch, drawing included where the graph can."""
@@ -275,6 +277,7 @@ class TorchExecutor:
             vocab_size=self.config.vocab_size,
             swap_block_s=swap_block_s,
             prefill_token_s=prefill_token_s,
+            embedding_size=self.config.hidden_size,
         )
 
     @property
@@ -317,6 +320,7 @@ class TorchExecutor:
             vocab_size=self.config.vocab_size,
             device=self.device,
         )
+        self.pooling = Pooling(settings.max_num_seqs, self.config.hidden_size, self.device)
 
     def _profile(self, max_model_len: int) -> int:
         """Bytes that the largest step needs beside weights and cache: measured by running it over a cache that is only

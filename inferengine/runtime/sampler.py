@@ -9,6 +9,7 @@ from inferengine.core.plan import StepPlan, StepResult, TokenLogprobs
 from inferengine.kernels.batch import Batch
 from inferengine.kernels.ops import Ops
 from inferengine.runtime import logprobs, masks
+from inferengine.runtime.pooling import Embeddings, Vectors
 from inferengine.runtime.prompt_logprobs import PromptLogprobs
 from inferengine.runtime.slots import BAD_WORDS, LOGPROBS, Slots
 
@@ -31,10 +32,12 @@ class StepDraws:
         logits: torch.Tensor | None,
         ids: torch.Tensor | None = None,
         prompt: PromptLogprobs | None = None,
+        embeddings: Embeddings | None = None,
     ) -> None:
         """`logits` [N, V] are drawn from at once, or when the masks come; `ids` [N] have been drawn already."""
         self._ops, self._slots, self._plan, self._batch, self._logits = ops, slots, plan, batch, logits
         self._prompt = prompt
+        self._embeddings = embeddings
         self._sent: list[torch.Tensor] = []  # ids, guesses, then the log-probabilities: on the host once the event is
         self._asked: np.ndarray = np.empty(0, dtype=np.int64)  # draws that want log-probabilities
         self._counts: list[int] = []  # alternatives that each of them wants
@@ -58,8 +61,9 @@ class StepDraws:
         if self._error is not None:
             raise self._error
         prompt = None if self._prompt is None else self._prompt.result()
+        vectors, failed_vectors = Vectors() if self._embeddings is None else self._embeddings.result()
         if self._batch.num_samples == 0:
-            return StepResult([], prompt_logprobs=prompt)
+            return StepResult([], None, failed_vectors, None, prompt, vectors)
         if not self._sent:
             raise RuntimeError("the step waits for masks that nobody provided")
         if self._event is not None:
@@ -74,7 +78,9 @@ class StepDraws:
             token_ids = [token for begin, count in pairs for token in token_ids[begin : begin + count]]
         if failed:
             token_ids = [max(0, token) for token in token_ids]
-        return StepResult(token_ids, chosen, failed, emitted, prompt)
+        if failed_vectors:
+            failed = {**(failed or {}), **failed_vectors}
+        return StepResult(token_ids, chosen, failed, emitted, prompt, vectors)
 
     # -- on the device -----------------------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,7 @@ class Engine:
         self.outputs: dict[int, list[int]] = {}
         self.logprobs: dict[int, list[Any]] = {}
         self.prompt_logprobs: dict[int, list[Any]] = {}
+        self.embeddings: dict[int, list[float]] = {}
         self.finished: dict[int, Finished] = {}
         self._uid = 0
 
@@ -81,20 +83,35 @@ class Engine:
         )
         return self._uid
 
+    def embed(self, prompt: list[int], pooling: str = "last", adapter: int = 0) -> int:
+        """Queue an embedding request. Returns its uid."""
+        self._uid += 1
+        self.outputs[self._uid] = []
+        params = SamplingParams()
+        self.core.submit(Request(self._uid, prompt, params, max_tokens=0, pooling=pooling, adapter=adapter))
+        return self._uid
+
     def run(self) -> Engine:
-        """Until everything has ended; the scheduler's invariants hold after every step."""
+        """Until everything has ended."""
         while self.core.has_work:
-            output = self.core.step()
-            if output is not None:
-                for uid, token in zip(output.uids, output.token_ids, strict=True):
-                    self.outputs[uid].append(token)
-                for uid, items in (output.logprobs or {}).items():
-                    self.logprobs[uid] += items
-                for uid, items in (output.prompt_logprobs or {}).items():
-                    self.prompt_logprobs.setdefault(uid, items)  # told again after a preemption
-                self.finished |= {row.uid: row for row in output.finished}
-            self.core.scheduler.check()
+            self.step()
         return self
+
+    def step(self) -> None:
+        """One step; the scheduler's invariants hold after it."""
+        output = self.core.step()
+        if output is not None:
+            for uid, token in zip(output.uids, output.token_ids, strict=True):
+                self.outputs[uid].append(token)
+            for uid, items in (output.logprobs or {}).items():
+                self.logprobs[uid] += items
+            for uid, items in (output.prompt_logprobs or {}).items():
+                self.prompt_logprobs.setdefault(uid, items)  # told again after a preemption
+            for uid, vector in (output.embeddings or {}).items():
+                assert uid not in self.embeddings
+                self.embeddings[uid] = array("f", vector).tolist()
+            self.finished |= {row.uid: row for row in output.finished}
+        self.core.scheduler.check()
 
     def generate(self, prompts: list[list[int]], max_tokens: int = 64, **values: Any) -> list[list[int]]:
         uids = [self.submit(prompt, max_tokens, **values) for prompt in prompts]
