@@ -55,6 +55,14 @@ LABELLED = (
     ("vllm:request_success", "finished_by_reason", "finished_reason", "Choices ended, by reason."),
     ("vllm:admission_rejections", "rejected_requests", "reason", "Requests refused, by error code."),
     ("inferengine_requests", "finished_by_reason", "status", "Choices ended, by reason."),
+    ("inferengine_steps", "roofline.steps", "phase", "Steps: of decodes, of parts of prompts, of both."),
+    ("inferengine_step_seconds", "roofline.step_seconds", "phase", "Time that steps took."),
+    (
+        "inferengine_roofline_seconds",
+        "roofline.least_seconds",
+        "phase",
+        "Least time that the device's bandwidth and arithmetic allow those steps.",
+    ),
     ("vllm:prompt_tokens_by_source", "prompt_tokens_by_source", "source", "Prompt tokens: computed, or found cached."),
     (
         "vllm:spec_decode_num_accepted_tokens_per_pos",
@@ -78,6 +86,12 @@ LABELLED_GAUGES = (
         "1 for the engine's state; it never sleeps.",
     ),
     ("inferengine_engine_state", "state_flags", "state", "1 for the state that the engine is in."),
+    (
+        "inferengine_roofline_share",
+        "roofline_share",
+        "phase",
+        "Least time that the device allows a step over the time it took, lately, 0 to 1.",
+    ),
     ("inferengine_gpu_utilization", "gpu.utilization", "gpu", "Share of time that the device was busy, 0 to 1."),
     ("inferengine_gpu_memory_used_bytes", "gpu.memory_used_bytes", "gpu", "Memory of the device in use by anybody."),
     ("inferengine_gpu_memory_total_bytes", "gpu.memory_total_bytes", "gpu", "Memory of the device."),

@@ -92,10 +92,9 @@ class Roofline:
         return max(size * self._byte_s, operations * self._operation_s)
 
     def to_map(self) -> dict[str, Any]:
-        """For /stats. By phase, of those that had steps: `share` lately, `steps`, and the two times since the start."""
+        """For /stats. By phase, of those that had steps: how many, and the two times since the start."""
         seen = [(name, phase) for name, phase in self._phases.items() if phase.steps]
         return {
-            "share": self.shares(),
             "steps": {name: phase.steps for name, phase in seen},
             "least_seconds": {name: phase.least_s for name, phase in seen},
             "step_seconds": {name: phase.taken_s for name, phase in seen},
@@ -105,7 +104,7 @@ class Roofline:
         }
 
     def shares(self) -> dict[str, float]:
-        """The latest share of each phase that had steps."""
+        """By phase, of those that had steps: the share over its latest MEMORY_S of computing."""
         return {name: round(phase.share, 4) for name, phase in self._phases.items() if phase.steps}
 
 

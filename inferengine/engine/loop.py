@@ -14,6 +14,7 @@ from inferengine.core.executor import DeviceLost
 from inferengine.core.grammar import Grammar
 from inferengine.core.kv_events import KVEvent
 from inferengine.core.request import Request
+from inferengine.core.roofline import Roofline
 from inferengine.core.scheduler import StepOutput
 from inferengine.core.stats import SchedulerSnapshot, SchedulerStats
 from inferengine.core.stopping import FinishDetail, Finished
@@ -135,6 +136,10 @@ class EngineLoop:
     @property
     def stats(self) -> SchedulerStats:
         return self._core.scheduler.stats
+
+    @property
+    def roofline(self) -> Roofline | None:
+        return self._core.roofline
 
     @property
     def num_failed_steps(self) -> int:

@@ -62,6 +62,7 @@ class Reports:
             "preemptions": stats.num_preemptions,
             "failed_steps": loop.num_failed_steps,
             "prefill_tokens_per_s": round(loop.prefill_tokens_per_s, 1),
+            "roofline_share": loop.roofline.shares() if loop.roofline is not None else {},
         }
 
     def stats(self, engine: Engine | None, num_peers: int) -> dict[str, Any]:
@@ -104,6 +105,7 @@ class Reports:
                     str(place): count for place, count in enumerate(snapshot.drafts_accepted_by_position)
                 },
             },
+            "roofline": loop.roofline.to_map() if loop.roofline is not None else {},
             "prefix_cache_queries": snapshot.num_prefix_lookup_tokens,
             "prefix_cache_hits": snapshot.num_prefix_hit_tokens,
             "cache": {
