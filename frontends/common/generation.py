@@ -121,6 +121,16 @@ class Choice:
             return pieces
         return [self._piece(token_ids, delta.logprobs, finish)]
 
+    @property
+    def is_plain(self) -> bool:
+        """No stop string is looked for: what a token says is settled by those before it."""
+        return self._text.is_plain
+
+    def read_plain(self, token_id: int) -> str:
+        """The text of one token in the middle of a plain choice: `read` without its records, for the many."""
+        self.num_tokens += 1
+        return self._text.push_plain(token_id)
+
     def _piece(self, token_ids: Sequence[int], logprobs: list[TokenLogprobs] | None, finish: Finish | None) -> Piece:
         before = self.num_tokens
         stop_token = finish is not None and finish.reason == "stop" and not isinstance(finish.detail, str)

@@ -15,8 +15,10 @@ from frontends.common.errors import unexpected
 from frontends.common.generation import Generation
 from frontends.common.sse import dumps
 from frontends.http.formats import Format
+from frontends.http.relay import Relay
 from frontends.http.service import Call, Service
 from frontends.http.streams import StreamReader, StreamState
+from inferengine.client import Stream
 from inferengine.errors import InferEngineError
 
 logger = logging.getLogger(__name__)
@@ -84,8 +86,10 @@ class EventStream(Response):
         The library does the rest: headers, keep-alive comments, the client's leaving, the end."""
         generation, format = self._generation, self._format
         try:
-            if len(generation.choices) == 1 and self._reader is None:
-                error = await self._send_sole(send)
+            source = generation.choices[0].source
+            if len(generation.choices) == 1 and self._reader is None and isinstance(source, Stream):
+                choice, turn = generation.choices[0], self._service.turn
+                error = await Relay(generation, choice, source, format, send, turn).run()
             else:
                 error = await self._send_merged(send)
             last = format.end(generation) if error is None else format.failure(generation.error or error)
@@ -109,18 +113,6 @@ class EventStream(Response):
                 await send({"type": "http.response.body", "body": body, "more_body": True})
             if (error := pieces[-1].error) is not None:
                 return error
-        return None
-
-    async def _send_sole(self, send: Send) -> InferEngineError | None:
-        """The same for the one choice that most requests ask for, without generators on the way of a token."""
-        generation, format = self._generation, self._format
-        (choice,) = generation.choices
-        async for delta in choice.source:
-            pieces = choice.read(delta, per_token=True)
-            if body := format.events(generation, choice, pieces):
-                await send({"type": "http.response.body", "body": body, "more_body": True})
-            if pieces[-1].is_last:
-                return pieces[-1].error
         return None
 
 

@@ -103,6 +103,9 @@ class InferFormat:
                 parts.append(event({"token": piece.text if is_last else "", "token_id": token_id}, "token"))
         return b"".join(parts)
 
+    def plain(self, choice: Choice) -> None:
+        return None
+
     def end(self, generation: Generation) -> bytes:
         return event({"finish_reason": self._finish_reason, "usage": usage_object(generation.usage())}, "done")
 

@@ -35,6 +35,10 @@ class Format(Protocol):
     def events(self, generation: Generation, choice: Choice, pieces: Sequence[Piece]) -> bytes:
         """The events of these pieces, one for each that has something to say."""
 
+    def plain(self, choice: Choice) -> tuple[bytes, bytes] | None:
+        """What stands before and after a text in the event of one piece, once pieces that do not end the choice differ
+        in nothing else; None where they do."""
+
     def end(self, generation: Generation) -> bytes:
         """What follows the last piece of the last choice."""
 
@@ -107,6 +111,9 @@ class CompletionFormat:
             elif piece.error is None or piece.token_ids:
                 parts.append(self._event(generation, choice, piece))
         return b"".join(parts)
+
+    def plain(self, choice: Choice) -> tuple[bytes, bytes] | None:
+        return (self._heads[choice.index], self._tail) if self._plain and self._echo is None else None
 
     def end(self, generation: Generation) -> bytes:
         return self._chunks.end(generation)
@@ -203,6 +210,9 @@ class ChatFormat:
             elif piece.error is None or piece.token_ids:
                 parts.append(self._event(generation, choice, piece))
         return b"".join(parts)
+
+    def plain(self, choice: Choice) -> tuple[bytes, bytes] | None:
+        return (self._heads[choice.index], self._tail) if self._plain and choice.index in self._begun else None
 
     def end(self, generation: Generation) -> bytes:
         return self._chunks.end(generation)

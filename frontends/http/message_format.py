@@ -46,6 +46,9 @@ class MessageFormat:
                 chunks.append(self._chunk(generation, choice, delta, piece if last else None, {}, reader.num_calls))
         return b"".join(chunks)
 
+    def plain(self, choice: Choice) -> None:
+        return None
+
     def end(self, generation: Generation) -> bytes:
         return self._chunks.end(generation)
 

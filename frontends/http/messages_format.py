@@ -59,6 +59,9 @@ class MessagesFormat:
                 self._close(parts)
         return b"".join(parts)
 
+    def plain(self, choice: Choice) -> None:
+        return None
+
     def end(self, generation: Generation) -> bytes:
         reason, sequence = _stop(self._last, self._reader.num_calls)
         delta = {"stop_reason": reason, "stop_sequence": sequence}

@@ -42,6 +42,9 @@ class ResponsesFormat:
             self._take(piece, parts)
         return b"".join(parts)
 
+    def plain(self, choice: Choice) -> None:
+        return None
+
     def end(self, generation: Generation) -> bytes:
         response = self._finished(generation.usage())
         self._keep(response)

@@ -18,6 +18,7 @@ from frontends.common.model_context import ModelContext, ServedModel
 from frontends.common.quotas import Quotas
 from frontends.common.registry import Registry
 from frontends.http.metrics import HttpMetrics
+from frontends.http.relay import Turn
 from frontends.http.response_store import ResponseStore
 from frontends.http.submitter import submitter
 from inferengine.client import EnginePool
@@ -43,6 +44,7 @@ class Service:
         self.model = ModelContext(engines)
         self.registry = Registry(engines, config.wire.resume_ttl_s, cancel_unread=False)
         self.responses = ResponseStore()
+        self.turn = Turn()
         self.draining = False
         self.started_s = time.time()
         self._calls: set[Call] = set()

@@ -10,17 +10,14 @@ import asyncio
 from collections.abc import Callable, Sequence
 from functools import partial
 from types import TracebackType
-from typing import Any, TypeVar
-
-import msgpack
-import zmq
-from zmq.utils.monitor import parse_monitor_message
+from typing import Any, TypeVar, Unpack
 
 from inferengine.client.session import Phase, Session
 from inferengine.client.streams import Answer, Call, Collector, Delta
+from inferengine.client.submitting import SubmitOptions
+from inferengine.client.transport import Transport
 from inferengine.errors import InferEngineError
 from inferengine.params import SamplingParams
-from inferengine.structure import GrammarSpec
 from inferengine.wire import sockets
 from inferengine.wire.curve import ClientKeys
 from inferengine.wire.messages import READY, Accept, ModelFiles, Pong, Welcome
@@ -29,7 +26,6 @@ T = TypeVar("T")
 
 REQUEST_TIMEOUT_S = 30.0  # of questions (model files, admin, ping); outputs have no limit of this client's
 _DRAIN_BATCH = 64  # messages handled before the event loop's other work has its turn
-_CLOSE_LINGER_MS = 200
 
 
 class Stream:
@@ -51,6 +47,18 @@ class Stream:
             collector.on_news = partial(_wake, waiter)
             await waiter
         return collector.take()
+
+    def on_news(self, callback: Callable[[], None]) -> None:
+        """Have it called once, when there is something to take; at once if there is. For whoever reads without a task;
+        such a stream is not iterated as well."""
+        if self._collector.has_news:
+            callback()
+        else:
+            self._collector.on_news = callback
+
+    def take(self) -> Delta:
+        """All that is new, without waiting. Only after `on_news` has called."""
+        return self._collector.take()
 
     @property
     def num_tokens(self) -> int:
@@ -161,22 +169,9 @@ class AsyncClient:
         self._loop = asyncio.get_running_loop()
         self._session = Session(role=self._role, name=self._name, window=self._window, now=self._loop.time())
         self._session.on_change = self._wake_waiters
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._dealer = sockets.client_dealer(self._context, sockets.routing_id(self._role))
-        self._monitor = sockets.connection_monitor(self._dealer)
-        self._sources: list[tuple[zmq.Socket[bytes], Callable[[], None]]] = [
-            (self._monitor, self._drain_monitor),
-            (self._dealer, self._drain),
-        ]
-        sockets.use_curve(self._dealer, self._curve, self.address)
-        self._dealer.connect(self.address)
-        if self._status_address:
-            self._subscriber = sockets.status_subscriber(self._context)
-            sockets.use_curve(self._subscriber, self._curve, self._status_address)
-            self._subscriber.connect(self._status_address)
-            self._sources.append((self._subscriber, self._drain_status))
-        for source, drain in self._sources:
-            self._loop.add_reader(source.fileno(), drain)
+        self._transport = Transport(self._session, self.address, self._status_address, self._curve)
+        for source, drain in self._drains():
+            self._loop.add_reader(source, drain)
             self._loop.call_soon(drain)
         self._tick()
 
@@ -218,11 +213,10 @@ class AsyncClient:
             self._timer.cancel()
         session.on_change = lambda: None
         session.close()
-        self._flush(session)
-        for source, _ in self._sources:
-            self._loop.remove_reader(source.fileno())
-        self._dealer.disable_monitor()
-        self._context.destroy(linger=_CLOSE_LINGER_MS)
+        self._transport.flush()
+        for source, _ in self._drains():
+            self._loop.remove_reader(source)
+        self._transport.close()
         self._wake_waiters()
 
     async def __aenter__(self) -> AsyncClient:
@@ -241,41 +235,13 @@ class AsyncClient:
         prompt_ids: Sequence[int] | None = None,
         params: SamplingParams | None = None,
         *,
-        text: str | None = None,
-        messages: list[dict[str, Any]] | None = None,
-        request_id: bytes | None = None,
-        priority: int = 0,
-        tenant: str = "",
-        salt: bytes = b"",
-        deadline_s: float | None = None,
-        detached: bool = False,
-        reply: str = "tokens",
-        label: str = "",
-        grammar: GrammarSpec | None = None,
-        note: bytes = b"",
-        adapter: str = "",
         prepare: Callable[[Submission], None] | None = None,
+        **options: Unpack[SubmitOptions],
     ) -> Submission:
-        """Send a request; see `Session.submit`. Returns at once: await `accepted()` for the answer, or just iterate
+        """Send a request; see `make_submit`. Returns at once: await `accepted()` for the answer, or just iterate
         the streams, which end with an error if it is refused. `prepare` is called before anything is sent: the answer
         may be here before this returns."""
-        call = self._open_session().submit(
-            prompt_ids,
-            params or SamplingParams(),
-            text=text,
-            messages=messages,
-            request_id=request_id,
-            priority=priority,
-            tenant=tenant,
-            salt=salt,
-            deadline_s=deadline_s,
-            detached=detached,
-            reply=reply,
-            label=label,
-            grammar=grammar,
-            note=note,
-            adapter=adapter,
-        )
+        call = self._open_session().submit(prompt_ids, params, **options)
         submission = Submission(self, call)
         if prepare is not None:
             prepare(submission)
@@ -330,54 +296,46 @@ class AsyncClient:
             self._session.cancel(collectors)
             self._after_sending()
 
+    def _drains(self) -> list[tuple[int, Callable[[], None]]]:
+        """The descriptors to watch, and what each calls."""
+        transport = self._transport
+        drains = [(transport.dealer.fileno(), self._drain), (transport.monitor.fileno(), self._drain_monitor)]
+        if transport.subscriber is not None:
+            drains.append((transport.subscriber.fileno(), self._drain_status))
+        return drains
+
     def _after_sending(self) -> None:
         """Send now, and drain: a send may have swallowed the descriptor's edge."""
         if self._session is not None and self._session.outgoing:
             self._drain()
 
     def _drain(self) -> None:
-        session = self._session
+        """Take in what is there, do what is due, and send what there is to say, until nothing of that is left."""
+        session, transport = self._session, self._transport
         if session is None:
             return
         now = self._loop.time()
         for _ in range(_DRAIN_BATCH):
-            self._flush(session)
-            if not sockets.readable(self._dealer):
+            flushed = transport.flush()
+            if transport.receive(now):
+                continue
+            due_s = session.tick(now)
+            if not session.outgoing or not flushed:  # what is stuck in a full pipe is sent when there is room again
                 break
-            session.receive(self._dealer.recv_multipart(zmq.NOBLOCK), now)
         else:
             self._loop.call_soon(self._drain)
-        self._flush(session)
-        self._plan_tick(session.tick(now))
-
-    def _flush(self, session: Session) -> None:
-        while session.outgoing:
-            try:
-                self._dealer.send_multipart(session.outgoing[0], zmq.NOBLOCK)
-            except zmq.Again:
-                return  # not connected, or a full pipe: tried again at the next tick
-            session.outgoing.popleft()
+            due_s = session.tick(now)
+            transport.flush()
+        self._plan_tick(due_s)
 
     def _drain_monitor(self) -> None:
-        session = self._session
-        while session is not None and sockets.readable(self._monitor):
-            event = parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))["event"]
-            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                session.connected(self._loop.time())
-            elif event == zmq.EVENT_DISCONNECTED:
-                self._drain()  # what arrived before it
-                session.disconnected(self._loop.time())
-        self._after_sending()
+        if self._session is not None:
+            self._transport.watch(self._loop.time())
+            self._after_sending()
 
     def _drain_status(self) -> None:
-        while self._session is not None and sockets.readable(self._subscriber):
-            frames = self._subscriber.recv_multipart(zmq.NOBLOCK)
-            try:
-                values = msgpack.unpackb(frames[-1])
-            except Exception:  # not from an engine of ours; STATUS may be lost anyway
-                continue
-            if isinstance(values, dict):
-                self.status, self.status_received_s = values, self._loop.time()
+        if self._session is not None and (values := self._transport.latest_status()) is not None:
+            self.status, self.status_received_s = values, self._loop.time()
 
     def _tick(self) -> None:
         self._timer = None

@@ -42,17 +42,28 @@ def make_detokenizer(
 
 
 class ByteDetokenizer:
-    """For vocabularies whose tokens are byte strings."""
+    """For vocabularies whose tokens are byte strings. Most are whole characters: outside of a character their text is
+    the same for every output, and looked up."""
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
-        self._decode = _UTF8("replace").decode
+        self._decoder = _UTF8("replace")
+        self._decode = self._decoder.decode
+        self._within = False  # in the middle of a character
+        self._whole = tokenizer.whole_texts
 
     def push(self, token_id: int) -> str:
-        if self._skip_special_tokens and self._tokenizer.is_special(token_id):
+        if not self._within and (text := self._whole.get(token_id)) is not None:
+            return text
+        is_special = self._tokenizer.is_special(token_id)
+        if is_special and self._skip_special_tokens:
             return ""
-        return self._decode(self._tokenizer.token_bytes(token_id))
+        began_within, text = self._within, self._decode(self._tokenizer.token_bytes(token_id))
+        self._within = bool(self._decoder.getstate()[0])
+        if not began_within and not self._within and not is_special:
+            self._whole[token_id] = text
+        return text
 
     def flush(self) -> str:
         return self._decode(b"", True)

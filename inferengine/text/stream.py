@@ -44,6 +44,16 @@ class TextStream:
         self.num_tokens = 0
         self.stopped: str | None = None
 
+    @property
+    def is_plain(self) -> bool:
+        """There are no stop strings."""
+        return self._stops is None
+
+    def push_plain(self, token_id: int) -> str:
+        """`push` of one token that does not end the output, where there are no stop strings."""
+        self.num_tokens += 1
+        return self._push_token(token_id)
+
     def push(self, token_ids: Sequence[int], final: bool = False, stop_token: bool = False) -> TextDelta:
         """Take the next tokens; `final` says that these are the last, so nothing stays held back. `stop_token`: the
         last of them ended the output by its id, and has no text unless stops are to be included. Tokens after a stop

@@ -56,7 +56,7 @@ def special_token_strings(files: Mapping[str, bytes]) -> dict[str, str]:
 
 
 class Tokenizer:
-    """A vocabulary and its rules. Safe to share between threads: nothing changes after construction."""
+    """A vocabulary and its rules. Safe to share between threads: nothing but caches changes after construction."""
 
     def __init__(self, fast: FastTokenizer, special_tokens: Mapping[str, str], files_fingerprint: str) -> None:
         fast.no_truncation()  # some tokenizer.json carry the training run's settings
@@ -70,6 +70,7 @@ class Tokenizer:
         )
         self.is_byte_level = _decoder_types(json.loads(fast.to_str()).get("decoder")) == {"ByteLevel"}
         self._bytes: dict[int, bytes] = {}
+        self.whole_texts: dict[int, str] = {}  # of tokens that are whole characters, as detokenizers come to know them
 
     @classmethod
     def from_files(cls, files: Mapping[str, bytes]) -> Tokenizer:
