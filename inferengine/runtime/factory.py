@@ -50,6 +50,8 @@ def executor_settings(config: Config) -> ExecutorSettings:
         cuda_graphs=config.engine.cuda_graphs,
         deterministic=config.engine.deterministic,
         threads=config.engine.threads,
+        peak_gb_per_s=config.engine.peak_gb_per_s,
+        peak_tflops=config.engine.peak_tflops,
         overlap=config.engine.overlap == "on" or (config.engine.overlap == "auto" and device.type == "cuda"),
     )
 

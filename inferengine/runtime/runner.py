@@ -16,6 +16,7 @@ import torch
 
 from inferengine.core.executor import Capacity, KVGroup, Progress
 from inferengine.core.plan import BlockUpdates, SlotInit, StepPlan
+from inferengine.core.roofline import Roofline
 from inferengine.errors import ConfigError
 from inferengine.kernels import ops as ops_table
 from inferengine.kernels.batch import StepColumns
@@ -34,6 +35,7 @@ from inferengine.runtime.graphs import DecodeGraphs
 from inferengine.runtime.kv_cache import KVCache
 from inferengine.runtime.pooling import Pooling
 from inferengine.runtime.prompt_logprobs import PromptLogprobs
+from inferengine.runtime.roofline import roofline_of
 from inferengine.runtime.sampler import StepDraws
 from inferengine.runtime.slots import Slots
 from inferengine.runtime.threads import Threads
@@ -65,6 +67,8 @@ class ExecutorSettings:
     cache_dtype: str = "auto"
     adapters_folder: Path | None = None
     max_adapter_rank: int = 64
+    peak_gb_per_s: float = 0.0  # of the device, for the share of the roofline; 0: its data sheet's, or measured
+    peak_tflops: float = 0.0
 
 
 class TorchExecutor:
@@ -138,6 +142,23 @@ class TorchExecutor:
 
     def flush(self) -> None:
         """Nothing is kept between requests but the cache blocks, which the scheduler forgets."""
+
+    def roofline(self) -> Roofline | None:
+        """What the loaded model asks of this device at least, for EngineCore to hold its steps against."""
+        settings = self.settings
+        if self.threads is not None:
+            torch.set_num_threads(self.threads.most)
+        return roofline_of(
+            self.config,
+            self.model,
+            read_json(settings.folder / "config.json"),
+            dtype=self.dtype,
+            kv_item_bytes=self._kv_dtype.itemsize,
+            quantization=settings.quantization,
+            device=self.device,
+            gb_per_s=settings.peak_gb_per_s,
+            tflops=settings.peak_tflops,
+        )
 
     def close(self) -> None:
         """Give the memory back."""
