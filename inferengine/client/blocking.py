@@ -11,17 +11,16 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, Unpack
 
-import msgpack
 import zmq
-from zmq.utils.monitor import parse_monitor_message
 
 from inferengine.client.session import Phase, Session
 from inferengine.client.streams import Answer, Call, Collector, Delta
+from inferengine.client.submitting import SubmitOptions
+from inferengine.client.transport import Transport
 from inferengine.errors import InferEngineError
 from inferengine.params import SamplingParams
-from inferengine.structure import GrammarSpec
 from inferengine.wire import sockets
 from inferengine.wire.curve import ClientKeys
 from inferengine.wire.messages import READY, Accept, ModelFiles, Pong, Welcome
@@ -29,7 +28,7 @@ from inferengine.wire.messages import READY, Accept, ModelFiles, Pong, Welcome
 T = TypeVar("T")
 
 REQUEST_TIMEOUT_S = 30.0
-_CLOSE_LINGER_MS = 200
+RETRY_S = 0.02  # while a full pipe keeps something from being sent
 
 
 class BlockingStream:
@@ -102,7 +101,6 @@ class Client:
         self.address = address
         self.status: dict[str, Any] | None = None
         self._status_address = sockets.default_status_address(address) if status_address is None else status_address
-        self._role = role
         self._curve = curve
         self._session = Session(role=role, name=name, window=window, now=time.monotonic())
         self._changed = threading.Condition()
@@ -162,40 +160,11 @@ class Client:
         self,
         prompt_ids: Sequence[int] | None = None,
         params: SamplingParams | None = None,
-        *,
-        text: str | None = None,
-        messages: list[dict[str, Any]] | None = None,
-        request_id: bytes | None = None,
-        priority: int = 0,
-        tenant: str = "",
-        salt: bytes = b"",
-        deadline_s: float | None = None,
-        detached: bool = False,
-        reply: str = "tokens",
-        label: str = "",
-        grammar: GrammarSpec | None = None,
-        note: bytes = b"",
-        adapter: str = "",
+        **options: Unpack[SubmitOptions],
     ) -> BlockingSubmission:
-        """Send a request; see `Session.submit`. Returns at once."""
+        """Send a request; see `make_submit`. Returns at once."""
         with self._changed:
-            call = self._session.submit(
-                prompt_ids,
-                params or SamplingParams(),
-                text=text,
-                messages=messages,
-                request_id=request_id,
-                priority=priority,
-                tenant=tenant,
-                salt=salt,
-                deadline_s=deadline_s,
-                detached=detached,
-                reply=reply,
-                label=label,
-                grammar=grammar,
-                note=note,
-                adapter=adapter,
-            )
+            call = self._session.submit(prompt_ids, params, **options)
             self._wake()
         return BlockingSubmission(self, call)
 
@@ -259,20 +228,10 @@ class Client:
     # -- the thread --------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        dealer = sockets.client_dealer(context, sockets.routing_id(self._role))
-        monitor = sockets.connection_monitor(dealer)
-        sockets.use_curve(dealer, self._curve, self.address)
-        dealer.connect(self.address)
+        transport = Transport(self._session, self.address, self._status_address, self._curve)
         poller = zmq.Poller()
-        for source in (dealer, monitor, self._wake_fd):
+        for source in (*transport.sources, self._wake_fd):
             poller.register(source, zmq.POLLIN)
-        subscriber: zmq.Socket[bytes] | None = None
-        if self._status_address:
-            subscriber = sockets.status_subscriber(context)
-            sockets.use_curve(subscriber, self._curve, self._status_address)
-            subscriber.connect(self._status_address)
-            poller.register(subscriber, zmq.POLLIN)
         wait_s = 0.0
         try:
             while True:
@@ -280,55 +239,22 @@ class Client:
                 with self._changed:
                     if self._wake_fd in ready:
                         os.eventfd_read(self._wake_fd)
-                    if dealer in ready:
-                        self._receive(dealer)
-                    if monitor in ready:
-                        self._watch(monitor)
-                    if subscriber is not None and subscriber in ready:
-                        self._read_status(subscriber)
+                    now = time.monotonic()
+                    while transport.receive(now):
+                        pass
+                    transport.watch(now)
+                    self.status = transport.latest_status() or self.status
                     if self._closing:
                         return
-                    wait_s = self._session.tick(time.monotonic()) - time.monotonic()
-                    if not self._flush(dealer):
-                        wait_s = min(wait_s, 0.02)
+                    wait_s = self._session.tick(now) - now
+                    if not transport.flush():
+                        wait_s = min(wait_s, RETRY_S)
                     self._changed.notify_all()
         finally:
             with self._changed:  # also when a bug ends the thread: no reader may wait for ever
                 self._session.close()
-                self._flush(dealer)
+                transport.flush()
                 os.close(self._wake_fd)
                 self._wake_fd = -1
                 self._changed.notify_all()
-            dealer.disable_monitor()
-            context.destroy(linger=_CLOSE_LINGER_MS)
-
-    def _receive(self, dealer: zmq.Socket[bytes]) -> None:
-        while sockets.readable(dealer):
-            self._session.receive(dealer.recv_multipart(zmq.NOBLOCK), time.monotonic())
-
-    def _watch(self, monitor: zmq.Socket[bytes]) -> None:
-        while sockets.readable(monitor):
-            event = parse_monitor_message(monitor.recv_multipart(zmq.NOBLOCK))["event"]
-            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                self._session.connected(time.monotonic())
-            elif event == zmq.EVENT_DISCONNECTED:
-                self._session.disconnected(time.monotonic())
-
-    def _read_status(self, subscriber: zmq.Socket[bytes]) -> None:
-        while sockets.readable(subscriber):
-            frames = subscriber.recv_multipart(zmq.NOBLOCK)
-            try:
-                values = msgpack.unpackb(frames[-1])
-            except Exception:  # not from an engine of ours; STATUS may be lost anyway
-                continue
-            if isinstance(values, dict):
-                self.status = values
-
-    def _flush(self, dealer: zmq.Socket[bytes]) -> bool:
-        while self._session.outgoing:
-            try:
-                dealer.send_multipart(self._session.outgoing[0], zmq.NOBLOCK)
-            except zmq.Again:
-                return False
-            self._session.outgoing.popleft()
-        return True
+            transport.close()

@@ -1,12 +1,45 @@
-"""AsyncClient's clock under uvloop, where a timer for the past is no TimerHandle."""
+"""AsyncClient's clock: what is due is sent when it is due, also under uvloop, where a timer for the past is no
+TimerHandle."""
 
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 
 import uvloop
+import zmq
+import zmq.asyncio
 
 from inferengine.client import AsyncClient
+from inferengine.wire import codec
+from inferengine.wire.messages import READY, Credit, Message, Step, Welcome
+
+
+def test_credit_that_is_due_does_not_wait_for_the_next_message(tmp_path: Path) -> None:
+    """A STEP, and then nothing for a long time: its credit comes all the same."""
+    address = f"ipc://{tmp_path}/engine.sock"
+
+    async def run() -> Message:
+        context = zmq.asyncio.Context()
+        router = context.socket(zmq.ROUTER)
+        router.bind(address)
+
+        async def receive() -> tuple[bytes, Message]:
+            routing_id, *frames = await asyncio.wait_for(router.recv_multipart(), 10.0)
+            return routing_id, codec.decode(frames)
+
+        client = AsyncClient(address, status_address="")
+        client.start()
+        peer, _ = await receive()
+        welcome = Welcome("engine", bytes(8), READY, ("ready", 1.0), None, heartbeat_s=3600.0, lease_s=7200.0)
+        await router.send_multipart([peer, *codec.encode(welcome)])
+        await router.send_multipart([peer, *codec.encode(Step(1, 1, codec.from_u32(b""), codec.from_u32(b"")))])
+        _, message = await receive()
+        await client.close()
+        context.destroy(linger=0)
+        return message
+
+    assert asyncio.run(run()) == Credit(1)
 
 
 def test_a_time_in_the_past_does_not_stop_the_clock() -> None:
