@@ -6,7 +6,8 @@ python benchmarks/compare.py report ours.jsonl peer.jsonl --json out.json       
 
 A workload is a name in WORKLOADS; its seed, its lengths and the way its time is taken are part of it. Decode: (median
 time of 256 output tokens - median time of 1) / 255, so that neither prompts nor set-up count. A peer's results are rows
-of the same shape, one JSON object each line: {"workload", "batch"?, "value", "unit"}.
+of the same shape, one JSON object each line: {"workload", "value", "unit", "gpu"?}. `gpu` is what NVML saw of the
+devices while the row was measured (benchmarks/gpu_trace.py).
 """
 
 from __future__ import annotations
@@ -23,9 +24,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from benchmarks.gpu_trace import GpuTrace
 from benchmarks.shapes import SHAPES
 
 Row = dict[str, Any]
+Emit = Callable[..., None]  # name, value, and what NVML saw where it is known better than by the clock
 
 
 class Workload(NamedTuple):
@@ -66,7 +69,7 @@ WORKLOADS: dict[str, Workload] = {
 class Runner:
     """Our engine in process, with the peer's way of timing."""
 
-    def __init__(self, shape: str, emit: Callable[[str, float], None], **sections: Any) -> None:
+    def __init__(self, shape: str, emit: Emit, **sections: Any) -> None:
         from benchmarks.offline import Bench, drain
         from inferengine.config import load
 
@@ -125,14 +128,14 @@ class Runner:
             self.decode(batch)
 
 
-def run_ours(shape: str, emit: Callable[[str, float], None]) -> None:
+def run_ours(shape: str, emit: Emit) -> None:
     if shape == "qwen3-0.6b":
         Runner(shape, emit, model={"max_model_len": 4096}).qwen()
     else:
         Runner(shape, emit, model={"max_model_len": 16_384}).llama()
 
 
-def run_http(url: str, model: str, emit: Callable[[str, float], None]) -> None:
+def run_http(url: str, model: str, emit: Emit) -> None:
     """The two HTTP workloads, through benchmarks/serving.py's client, the better of two runs."""
     loads: dict[int, list[str]] = {
         16: ["--requests", "100", "--input", "128:384", "--output", "32:96"],
@@ -150,10 +153,10 @@ def run_http(url: str, model: str, emit: Callable[[str, float], None]) -> None:
             if best is None or found["output_tokens_per_s"] > best["output_tokens_per_s"]:
                 best = found
         assert best is not None
-        emit(f"http c={concurrency} output", best["output_tokens_per_s"])
+        emit(f"http c={concurrency} output", best["output_tokens_per_s"], best["gpu"])
         for figure, key in (("first token", "ttft_ms"), ("between tokens", "itl_ms")):
             for percentile in ("p50", "p99"):
-                emit(f"http c={concurrency} {figure} {percentile}", best[key][percentile])
+                emit(f"http c={concurrency} {figure} {percentile}", best[key][percentile], best["gpu"])
 
 
 def report(ours: Path, peer: Path) -> Row:
@@ -164,13 +167,16 @@ def report(ours: Path, peer: Path) -> Row:
     for name, workload in WORKLOADS.items():
         if name not in mine:
             continue
-        row: Row = {"workload": name, "unit": workload.unit, "ours": mine[name], "peer": theirs.get(name)}
+        both = mine[name], theirs.get(name, {})
+        row: Row = {"workload": name, "unit": workload.unit}
+        row |= {"ours": float(both[0]["value"]), "peer": float(both[1]["value"]) if both[1] else None}
         if row["peer"]:
             ratio = row["peer"] / row["ours"] if workload.lower_is_better else row["ours"] / row["peer"]
             row["ratio"] = round(ratio, 3)
         if workload.floor:
             share = workload.floor / row["ours"] if workload.lower_is_better else row["ours"] / workload.floor
             row["floor_share"] = round(share, 3)
+        row |= {f"gpu_{side}": one["gpu"] for side, one in zip(("ours", "peer"), both, strict=True) if "gpu" in one}
         rows.append(row)
     return {"benchmark": "compare", "rows": rows}
 
@@ -185,9 +191,9 @@ def table(document: Row) -> str:
     return "\n".join(lines)
 
 
-def _read(path: Path) -> dict[str, float]:
+def _read(path: Path) -> dict[str, Row]:
     rows = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
-    return {row["workload"]: float(row["value"]) for row in rows}
+    return {row["workload"]: row for row in rows}
 
 
 def main() -> None:
@@ -212,16 +218,19 @@ def main() -> None:
             arguments.json.write_text(json.dumps(document, indent=1) + "\n")
         return
 
-    def emit(name: str, value: float) -> None:
-        row = {"workload": name, "value": round(value, 4), "unit": WORKLOADS[name].unit if name in WORKLOADS else "s"}
-        print(json.dumps(row), flush=True)
-        with arguments.out.open("a") as file:
-            file.write(json.dumps(row) + "\n")
+    with GpuTrace() as gpus:
 
-    if arguments.command == "run":
-        run_ours(arguments.shape, emit)
-    else:
-        run_http(arguments.url, arguments.model, emit)
+        def emit(name: str, value: float, gpu: Row | None = None) -> None:
+            unit = WORKLOADS[name].unit if name in WORKLOADS else "s"
+            row: Row = {"workload": name, "value": round(value, 4), "unit": unit}
+            print(json.dumps(row), flush=True)
+            with arguments.out.open("a") as file:
+                file.write(json.dumps(row | {"gpu": gpu or gpus.lap()}) + "\n")
+
+        if arguments.command == "run":
+            run_ours(arguments.shape, emit)
+        else:
+            run_http(arguments.url, arguments.model, emit)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 TTFT, inter-token latency (between events of a stream), time per output token (the mean of a request), end-to-end
 latency, throughput, and goodput: requests per second that met all of the limits asked for. Lengths are `N`, `A:B`
 (uniform) or `lognormal:MEDIAN:SIGMA`. Arrivals of the open loop are Poisson, `--burstiness` below 1 makes them clump
-(gamma-distributed gaps, as vLLM's benchmark has them).
+(gamma-distributed gaps, as vLLM's benchmark has them). `gpu` is NVML's trace of this machine's devices meanwhile.
 
     python -m benchmarks.serving --concurrency 32 --requests 256 --input 128 --output 64
     python -m benchmarks.serving --rate 20 --requests 400 --input 64:512 --output 16:128 --goodput ttft:500 tpot:50
@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from benchmarks.gpu_trace import GpuTrace, Summary
 from benchmarks.sse_client import Connection, Reply
 
 WORDS = ["the", "engine", "reads", "a", "prompt", "and", "writes", "one", "token", "after", "another", "until", "it"]
@@ -182,18 +183,20 @@ def served_model(url: str, api_key: str) -> dict[str, Any]:
         return dict(json.load(answer)["data"][0])
 
 
-async def run(arguments: argparse.Namespace, bodies: list[bytes]) -> tuple[list[Reply], float]:
+async def run(arguments: argparse.Namespace, bodies: list[bytes], gpus: GpuTrace) -> tuple[list[Reply], float, Summary]:
     load = Load(arguments)
     if arguments.warm_up:
         await closed_loop(load, bodies[: arguments.warm_up], arguments.warm_up)
+    gpus.lap()
     started = time.monotonic()
     if arguments.rate:
         replies = await open_loop(load, bodies, arguments.rate, arguments.burstiness, arguments.seed)
     else:
         replies = await closed_loop(load, bodies, arguments.concurrency)
     seconds = time.monotonic() - started
+    trace = gpus.lap()
     load.close()
-    return replies, seconds
+    return replies, seconds, trace
 
 
 def main() -> None:
@@ -221,13 +224,15 @@ def main() -> None:
     card = served_model(arguments.url, arguments.api_key)
     limits = {name: float(value) for name, _, value in (item.partition(":") for item in arguments.goodput)}
     bodies = Workload(arguments, arguments.model or card["id"]).bodies
-    replies, seconds = asyncio.run(run(arguments, bodies))
+    with GpuTrace() as gpus:
+        replies, seconds, trace = asyncio.run(run(arguments, bodies, gpus))
     results = {
         "benchmark": "serving",
         "machine": {"cpus": os.cpu_count(), "python": platform.python_version(), "system": platform.platform()},
         "model": card["id"],
         "load": {name: value for name, value in vars(arguments).items() if name not in ("api_key", "json", "model")},
         **report(replies, seconds, limits),
+        "gpu": trace,
     }
     text = json.dumps(results, indent=2)
     if arguments.json:
