@@ -1,16 +1,19 @@
 """SimulatedExecutor: the device's side of the contract without a device.
 
-Tokens are a cheap function of (seed, position), a step takes a given time. It drives the real scheduler, loop, wire and
-front ends at any speed, which shows what they cost by themselves (benchmarks/).
+Tokens are a cheap function of (seed, position), embeddings of the prompt's length, and a step takes a given time. It
+drives the real scheduler, loop, wire and front ends at any speed, which shows what they cost by themselves
+(benchmarks/).
 """
 
 from __future__ import annotations
 
+import math
 import time
+from array import array
 from collections.abc import Callable, Sequence
 
 from inferengine.core.executor import Capacity, KVGroup, Progress
-from inferengine.core.plan import StepPlan, StepResult
+from inferengine.core.plan import PooledRow, StepPlan, StepResult
 
 
 class _Done:
@@ -75,13 +78,30 @@ class SimulatedExecutor:
         ]
         duration = self._step_s + self._token_s * plan.num_tokens
         self._busy_until = max(self._busy_until, time.monotonic()) + duration
-        return _Done(StepResult(tokens), self._busy_until, time.monotonic, plan.masked)
+        result = StepResult(tokens, embeddings=self._embeddings(plan) if plan.pooled else None)
+        return _Done(result, self._busy_until, time.monotonic, plan.masked)
 
     def flush(self) -> None:
         """Nothing is kept between requests."""
 
     def close(self) -> None:
         """Nothing to give back."""
+
+    def _embeddings(self, plan: StepPlan) -> dict[int, bytes] | None:
+        size = self._capacity.embedding_size
+        ending = [item for item in plan.pooled if item.ends]
+        return {item.row: simulated_embedding(_length(plan, item), item.mean, size) for item in ending} or None
+
+
+def simulated_embedding(num_prompt: int, mean: bool, size: int) -> bytes:
+    """What a prompt of this length gets: f32 values of length 1 together."""
+    values = [math.sin(num_prompt * (place + 1) + mean) for place in range(size)]
+    norm = math.hypot(*values)
+    return array("f", [value / norm for value in values]).tobytes()
+
+
+def _length(plan: StepPlan, item: PooledRow) -> int:
+    return plan.starts[item.row] + plan.counts[item.row]
 
 
 def make_capacity(
@@ -95,4 +115,5 @@ def make_capacity(
         max_num_batched_tokens=8192,
         max_model_len=max_model_len,
         vocab_size=32000,
+        embedding_size=8,
     )

@@ -82,7 +82,8 @@ class VirtualExecutor:
         duration = self._cost.seconds(shape_of(plan))
         self.busy_s += duration
         self._busy_until = max(self._busy_until, self._clock.now) + duration
-        return _VirtualStep(StepResult(tokens), self._busy_until, self._clock)
+        embeddings = {item.row: b"" for item in plan.pooled if item.ends} if plan.pooled else None
+        return _VirtualStep(StepResult(tokens, embeddings=embeddings), self._busy_until, self._clock)
 
     def flush(self) -> None:
         """Nothing is kept between requests."""

@@ -13,7 +13,7 @@ from inferengine.core.speculation import Proposer
 from inferengine.engine.core import EngineCore
 from inferengine.params import SamplingParams
 from inferengine.structure import GrammarSpec
-from tests.core.memory_executor import EOS, VOCAB_SIZE, MemoryExecutor, next_token
+from tests.core.memory_executor import EOS, VOCAB_SIZE, MemoryExecutor, extend, next_token
 
 
 class ThirdsGrammar:
@@ -80,6 +80,13 @@ def expected_output(request: Request) -> list[int]:
     return tokens[request.num_prompt :]
 
 
+def expected_embedding(request: Request) -> bytes:
+    """What an embedding request gives, whatever happens to it on the way."""
+    checksum = 0
+    checksums = [checksum := extend(checksum, token) for token in request.prompt_ids]
+    return array("q", checksums if request.pooling == "mean" else checksums[-1:]).tobytes()
+
+
 def make_request(
     uid: int = 1,
     prompt: list[int] | int = 5,
@@ -94,15 +101,17 @@ def make_request(
     fork_of: int | None = None,
     seed: int = 0,
     grammar: bool = False,
+    pooling: str | None = None,
     **params: object,
 ) -> Request:
-    """A request; `prompt` is token ids or a length."""
+    """A request; `prompt` is token ids or a length. With `pooling` it asks for an embedding, and draws nothing."""
     ids = [(uid * 31 + i) % VOCAB_SIZE for i in range(prompt)] if isinstance(prompt, int) else prompt
     return Request(
         uid=uid,
         prompt_ids=array("I", ids),
         params=SamplingParams(**params),  # type: ignore[arg-type]
-        max_tokens=max_tokens,
+        max_tokens=0 if pooling else max_tokens,
+        pooling=pooling,
         eos_token_ids=frozenset({EOS}) if eos else frozenset(),
         cache_salt=salt,
         deadline_s=deadline_s,
@@ -182,6 +191,7 @@ class Run:
         self.outputs: dict[int, list[int]] = {}
         self.finished: dict[int, tuple[str, object]] = {}
         self.rows: dict[int, object] = {}
+        self.embeddings: dict[int, bytes] = {}
         self.compile_at_once = True
 
     @property
@@ -203,6 +213,9 @@ class Run:
             for uid, token in zip(output.uids, output.token_ids, strict=True):
                 assert uid not in self.finished, f"token for {uid} after its end"
                 self.outputs[uid].append(token)
+            for uid, vector in (output.embeddings or {}).items():
+                assert uid not in self.embeddings, f"{uid} has two vectors"
+                self.embeddings[uid] = vector
             for row in output.finished:
                 assert row.uid not in self.finished, f"{row.uid} ended twice"
                 self.finished[row.uid] = (row.reason, row.detail)

@@ -44,6 +44,7 @@ class MemoryExecutor:
         self.tables: list[dict[int, dict[int, int]]] = [{} for _ in capacity.groups]
         self.seeds: dict[int, int] = {}
         self.tokens: dict[int, dict[int, int]] = {}
+        self.gathered: dict[int, list[int]] = {}  # by slot: what a mean is made of
         self.fail_on_step: int | None = None
         self.fail_with: Exception | None = None
         self.num_computed_tokens = 0
@@ -113,7 +114,29 @@ class MemoryExecutor:
                 emitted += drawn[: right + 1]
                 num_emitted.append(right + 1)
                 draw += 1 + drafts
-        return StepResult(emitted, num_emitted=num_emitted if plan.num_drafts else None)
+        return StepResult(
+            emitted, num_emitted=num_emitted if plan.num_drafts else None, embeddings=self._pool(plan) or None
+        )
+
+    def _pool(self, plan: StepPlan) -> dict[int, bytes]:
+        """The "embedding" of a prompt: the checksums at its positions, as the KV of the full group has them."""
+        vectors: dict[int, bytes] = {}
+        size, blocks = self.capacity.block_size, self.blocks[0]
+        for row, mean, ends in plan.pooled:
+            slot, start, count = plan.slots[row], plan.starts[row], plan.counts[row]
+            if plan.samples[row]:
+                raise AssertionError(f"slot {slot} is to give a token and a vector")
+            table = self.tables[0][slot]
+            states = [blocks[table[p // size]][p % size][1] for p in range(start, start + count)]
+            if mean:
+                if start == 0:
+                    self.gathered[slot] = []
+                elif len(self.gathered[slot]) != start:
+                    raise AssertionError(f"slot {slot} has gathered {len(self.gathered[slot])} positions, not {start}")
+                self.gathered[slot] += states
+            if ends:
+                vectors[row] = array("q", self.gathered[slot] if mean else states[-1:]).tobytes()
+        return vectors
 
     def _guess(self, slot: int, start: int, count: int) -> None:
         """A draft model that is right two times out of three."""

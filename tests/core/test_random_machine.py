@@ -18,8 +18,16 @@ from inferengine.core.pressure import PRESSURE_POLICIES
 from inferengine.core.queues import POLICIES
 from inferengine.core.request import Request
 from inferengine.engine.core import StepFailed
-from tests.core.builders import HalfRightProposer, Run, expected_output, make_capacity, make_request
+from tests.core.builders import (
+    HalfRightProposer,
+    Run,
+    expected_embedding,
+    expected_output,
+    make_capacity,
+    make_request,
+)
 
+POOLINGS = [None, None, None, "last", "mean"]  # an embedding now and then among those that generate
 CHUNKS = [[(which * 31 + i * 7) % 97 for i in range(4)] for which in range(3)]  # few, so that prompts share blocks
 
 
@@ -59,10 +67,21 @@ class Model:
         self.requests: dict[int, Request] = {}
 
     def add(
-        self, chunks: list[int], own: int, max_tokens: int, *, tenant: str, priority: int, fork: bool, grammar: bool
+        self,
+        chunks: list[int],
+        own: int,
+        max_tokens: int,
+        *,
+        tenant: str,
+        priority: int,
+        fork: bool,
+        grammar: bool,
+        pooling: str | None,
     ) -> None:
         uid = len(self.requests) + 1
-        parent = self.requests.get(uid - 1) if fork else None
+        parent = self.requests.get(uid - 1) if fork and not pooling else None
+        if parent is not None and parent.pooling is not None:
+            parent = None
         if parent is not None and parent.fork_of is not None:
             parent = self.requests[parent.fork_of]
         shared = [token for which in chunks for token in CHUNKS[which]]
@@ -77,7 +96,8 @@ class Model:
             priority=priority,
             arrival_s=self.run.now,
             fork_of=parent.uid if parent else None,
-            grammar=grammar,
+            grammar=grammar and not pooling,
+            pooling=pooling,
         )
         self.requests[uid] = request
         self.run.submit(request)
@@ -88,8 +108,12 @@ class Model:
 
     def check_outputs(self) -> None:
         for uid, got in self.run.outputs.items():
-            expected = expected_output(self.requests[uid])
-            reason = self.run.finished.get(uid, ("running", None))[0]
+            request, reason = self.requests[uid], self.run.finished.get(uid, ("running", None))[0]
+            if request.pooling is not None:
+                vector = expected_embedding(request) if reason == "stop" else None
+                assert (got, self.run.embeddings.get(uid)) == ([], vector), (uid, reason)
+                continue
+            expected = expected_output(request)
             assert got == (expected if reason in ("stop", "length") else expected[: len(got)]), (uid, reason)
 
     def check_end(self) -> None:
@@ -118,11 +142,22 @@ class SchedulerMachine(RuleBasedStateMachine):
         priority=st.integers(0, 2),
         fork=st.booleans(),
         grammar=st.booleans(),
+        pooling=st.sampled_from(POOLINGS),
     )
     def submit(
-        self, chunks: list[int], own: int, max_tokens: int, tenant: str, priority: int, fork: bool, grammar: bool
+        self,
+        chunks: list[int],
+        own: int,
+        max_tokens: int,
+        tenant: str,
+        priority: int,
+        fork: bool,
+        grammar: bool,
+        pooling: str | None,
     ) -> None:
-        self.model.add(chunks, own, max_tokens, tenant=tenant, priority=priority, fork=fork, grammar=grammar)
+        self.model.add(
+            chunks, own, max_tokens, tenant=tenant, priority=priority, fork=fork, grammar=grammar, pooling=pooling
+        )
 
     @precondition(lambda self: self.model.requests)
     @rule(data=st.data())
@@ -176,6 +211,7 @@ def walk(draw: random.Random, min_steps: int) -> None:
                     priority=draw.randint(0, 2),
                     fork=draw.random() < 0.3,
                     grammar=draw.random() < 0.3,
+                    pooling=draw.choice(POOLINGS),
                 )
             elif action < 0.28 and model.requests:
                 sequences = model.run.scheduler.sequences
