@@ -1,10 +1,13 @@
 // @ts-check
 /** The chat page: wires the browser client, the store and the parts of the page together. */
 
-import { InferEngineError, InferEngineSocket } from "./client.js";
-import { icon, make } from "./markdown.js";
+import { InferEngineError, InferEngineSocket, addToolCalls } from "./client.js";
+import { ConversationList } from "./conversation_list.js";
+import { EngineLine } from "./engine_line.js";
+import { formOptions, readTools, turnsOf } from "./form.js";
+import { make } from "./markdown.js";
 import { MessageList } from "./messages.js";
-import { Panel, stateText } from "./panel.js";
+import { Panel } from "./panel.js";
 import { SettingsDrawer } from "./settings.js";
 import { Store, paramsOf } from "./store.js";
 
@@ -24,7 +27,9 @@ const drawer = new SettingsDrawer(document, store);
 const engine = new InferEngineSocket(new URL("v1/ws", location.href.replace(/^http/, "ws")).href, {
   apiKey: store.settings.key,
 });
-const messages = new MessageList($("log"), { copy, edit, retry });
+const line = new EngineLine(document, engine, panel);
+const messages = new MessageList($("log"), { copy, edit, retry, giveResults });
+const list = new ConversationList($("conversations"), { open, remove });
 /** Answers being written: conversation id → generation. A conversation in the background goes on. */
 const running = new Map();
 let current = store.find(location.hash.slice(1));
@@ -55,29 +60,15 @@ function draw() {
 }
 
 function drawConversations() {
-  const items = store.conversations.map((conversation) => {
-    const item = make("li", "conversation");
-    item.classList.toggle("current", conversation === current);
-    item.classList.toggle("busy", running.has(conversation.id));
-    const name = make("button", "open", conversation.title);
-    name.type = "button";
-    if (conversation === current) name.setAttribute("aria-current", "page");
-    name.addEventListener("click", () => open(conversation));
-    const remove = make("button", "icon delete");
-    remove.type = "button";
-    remove.setAttribute("aria-label", `Delete “${conversation.title}”`);
-    remove.append(icon("trash"));
-    remove.addEventListener("click", () => {
-      running.get(conversation.id)?.cancel();
-      running.delete(conversation.id);
-      store.remove(conversation.id);
-      if (conversation === current) open(null);
-      else drawConversations();
-    });
-    item.append(name, remove);
-    return item;
-  });
-  $("conversations").replaceChildren(...items);
+  list.show(store.conversations, current, (conversation) => running.has(conversation.id));
+}
+
+function remove(conversation) {
+  running.get(conversation.id)?.cancel();
+  running.delete(conversation.id);
+  store.remove(conversation.id);
+  if (conversation === current) open(null);
+  else drawConversations();
 }
 
 // -- asking and answering -------------------------------------------------------------------------------------------
@@ -107,23 +98,42 @@ function retry(index) {
   $("composer-input").focus();
 }
 
+/** The person did what the model asked for: results of its calls, as the conversation's next messages. */
+function giveResults(results) {
+  for (const { callId, content } of results) current.messages.push({ role: "tool", callId, content });
+  following = true;
+  answer(current);
+  $("composer-input").focus();
+}
+
 function answer(conversation) {
-  const history = conversation.messages
-    .filter((message) => message.role === "user" || message.content)
-    .map(({ role, content }) => ({ role, content }));
-  const system = store.settings.system.trim();
-  const params = paramsOf(store.settings);
-  const turns = system ? [{ role: "system", content: system }, ...history] : history;
+  const { settings } = store;
+  const params = paramsOf(settings);
+  const message = { role: "assistant", content: "" };
+  const system = settings.system.trim();
+  const turns = [...(system ? [{ role: "system", content: system }] : []), ...turnsOf(conversation.messages)];
   const continues = engine.hello?.model?.chat === false; // a model without a chat template only goes on with a text
-  const generation = engine.generate({
-    ...(continues ? { prompt: turns.map((turn) => turn.content).join("\n\n") } : { messages: turns }),
-    params,
-    responseFormat: store.settings.json ? { type: "json_object" } : undefined,
-    label: "chat",
-  });
-  const message = { role: "assistant", content: "", pending: { requestId: generation.requestId, params } };
+  let options;
+  try {
+    options = formOptions(settings, conversation.messages.at(-1)?.role === "tool");
+  } catch (error) {
+    options = null;
+    message.failure = { message: sentence(error.message), remedy: "It is under Parameters, Form of the answer." };
+  }
   conversation.messages.push(message);
   store.touch(conversation);
+  if (!options) {
+    draw();
+    return;
+  }
+  if (options.responseFormat) message.json = true;
+  const generation = engine.generate({
+    ...(continues ? { prompt: turns.map((turn) => turn.content).join("\n\n") } : { messages: turns }),
+    ...options,
+    params,
+    label: "chat",
+  });
+  message.pending = { requestId: generation.requestId, params };
   follow(conversation, message, generation, performance.now());
 }
 
@@ -137,6 +147,8 @@ async function follow(conversation, message, generation, started) {
     for await (const delta of generation) {
       first ??= performance.now();
       message.content += delta.text;
+      if (delta.reasoning) message.reasoning = (message.reasoning ?? "") + delta.reasoning;
+      if (delta.toolCalls) addToolCalls((message.toolCalls ??= []), delta.toolCalls);
       Object.assign(message.pending, { cursor: delta.cursor, contextIds: generation.contextIds });
       store.save();
       if (conversation === current) messages.updateLast(message);
@@ -153,7 +165,8 @@ async function follow(conversation, message, generation, started) {
   store.saveNow();
   if (conversation === current) {
     draw();
-    $("live").textContent = message.failure ? "The answer failed." : "Answer complete.";
+    const waits = message.finishReason === "tool_calls";
+    $("live").textContent = message.failure ? "The answer failed." : waits ? "Tools are called." : "Answer complete.";
   } else drawConversations();
 }
 
@@ -207,6 +220,27 @@ function grow() {
   input.style.height = "auto";
   input.style.height = `${input.scrollHeight}px`;
   drawComposer();
+}
+
+/** What the next answer is held to, under the message box: each opens its field. */
+function drawModes() {
+  const { json, schema, tools } = store.settings;
+  const modes = [];
+  if (json) modes.push([schema.trim() ? "JSON by a schema" : "JSON", "json"]);
+  try {
+    const { length } = readTools(tools);
+    if (length) modes.push([length === 1 ? "1 tool" : `${length} tools`, "tools"]);
+  } catch {
+    modes.push(["Tools are not valid", "tools"]);
+  }
+  const buttons = modes.map(([text, field]) => {
+    const button = make("button", "", text);
+    button.type = "button";
+    button.addEventListener("click", () => drawer.openAt(field));
+    return button;
+  });
+  $("modes").replaceChildren(...buttons);
+  $("modes").hidden = !modes.length;
 }
 
 $("composer").addEventListener("submit", (event) => {
@@ -319,6 +353,7 @@ $("toggle-theme").addEventListener("click", () => {
     // it holds for this page
   }
 });
+drawer.onChange = drawModes;
 drawer.onClose = () => {
   engine.useKey(store.settings.key);
   $("composer-input").focus();
@@ -334,69 +369,17 @@ for (const [kind, text] of EXAMPLES) {
 
 // -- engine ---------------------------------------------------------------------------------------------------------
 
-const BLINK_MS = 700; // a connection that is back sooner is not worth a word
-const PROBLEM_MS = 8000;
-let noticeTimer = null;
-
-/** One line above the conversation: what is wrong, what to do, and a button where there is something to press. */
-function notice(text, action = null) {
-  $("notice-text").textContent = text;
-  $("notice-action").hidden = !action;
-  $("notice-action").onclick = action;
-  $("notice").hidden = !text;
-}
-
-function showEngine() {
-  const open = engine.status === "open";
-  const state = open ? engine.hello?.engine.state ?? "" : "";
-  const model = engine.hello?.model;
-  $("engine-dot").dataset.state = state || (engine.hello ? "UNAVAILABLE" : "");
-  if (model || !engine.hello) $("model-name").textContent = model?.name ?? "Connecting";
-  else $("model-name").textContent = "Engine";
-  const progress = engine.hello?.engine.progress;
-  const share = state === "STARTING" && progress?.[1] ? ` ${Math.round(progress[1] * 100)} %` : "";
-  $("model-state").textContent = state === "READY" ? "" : open ? `${stateText(state)}${share}` : "";
-  if (model) {
-    $("empty-note").textContent = model.chat === false
-      ? `${model.name} has no chat template: it goes on with your text instead of answering it.`
-      : `Answers come from ${model.name}, served by this engine.`;
-  }
-  panel.showState(open ? state : "UNAVAILABLE");
-  showTrouble(open, state);
-}
-
-function showTrouble(open, state) {
-  clearTimeout(noticeTimer);
-  if (!open) {
-    const text = engine.hello
-      ? "The connection was lost. Trying again by itself."
-      : "This page cannot connect. If the server asks for an API key, enter it under Parameters.";
-    const tell = () => notice(text, () => engine.retryNow());
-    noticeTimer = setTimeout(tell, BLINK_MS);
-  } else if (state === "UNAVAILABLE") {
-    noticeTimer = setTimeout(
-      () => notice("The engine is not reachable. Start it with “inferengine up”; this page notices by itself."),
-      BLINK_MS,
-    );
-  } else if (state === "DRAINING") {
-    notice("The engine is about to stop: running answers finish, new ones have to wait.");
-  } else notice("");
-}
-
 engine.addEventListener("hello", () => {
-  showEngine();
+  line.show();
   resumePending();
 });
-engine.addEventListener("state", showEngine);
+engine.addEventListener("state", () => line.show());
 engine.addEventListener("stats", (event) => panel.show(event.detail));
-engine.addEventListener("status", showEngine);
-engine.addEventListener("problem", ({ detail }) => {
-  notice(`${sentence(detail.message)} ${detail.remedy}`.trim());
-  clearTimeout(noticeTimer);
-  noticeTimer = setTimeout(() => notice(""), PROBLEM_MS);
-});
+engine.addEventListener("status", () => line.show());
+engine.addEventListener("problem", ({ detail }) => line.tell(`${sentence(detail.message)} ${detail.remedy}`.trim()));
 
 draw();
-showEngine();
+drawModes();
+line.show();
 grow();
 if (!matchMedia("(pointer: coarse)").matches) $("composer-input").focus();

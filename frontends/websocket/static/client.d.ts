@@ -1,6 +1,36 @@
 /** Types of client.js, the browser client of the InferEngine websocket. Protocol: docs/websocket.md. */
 
-export type Message = { role: "system" | "user" | "assistant" | string; content: string };
+/** A message of a conversation, as in OpenAI's API. */
+export interface Message {
+  role: "system" | "user" | "assistant" | "tool" | string;
+  /** Null only beside `tool_calls`. */
+  content: string | { type: "text"; text: string }[] | null;
+  /** Of an assistant that called tools. */
+  tool_calls?: { id: string; type: "function"; function: { name: string; arguments: string } }[];
+  /** Of a tool's result: the call that it answers. */
+  tool_call_id?: string;
+}
+
+/** A function that the model may call; `parameters` is the JSON schema of an object. */
+export interface Tool {
+  type: "function";
+  function: { name: string; description?: string; parameters?: object };
+}
+
+/** A call, whole; `arguments` are JSON text. */
+export interface ToolCall {
+  id: string;
+  name: string;
+  arguments: string;
+}
+
+/** What a delta adds to the call number `index`: its first entry has `id` and the name, each more of the arguments. */
+export interface ToolCallDelta {
+  index: number;
+  id?: string;
+  type?: "function";
+  function: { name?: string; arguments: string };
+}
 
 /** As in docs/parameters.md. What is left out has the engine's default. */
 export interface SamplingParams {
@@ -22,6 +52,7 @@ export interface SamplingParams {
   ignore_eos?: boolean;
   logit_bias?: Record<string, number>;
   allowed_token_ids?: number[];
+  bad_words_ids?: number[][];
   logprobs?: number;
 }
 
@@ -44,6 +75,20 @@ export interface GenerateOptions {
   label?: string;
   /** What the answer must match, as in OpenAI's API. */
   responseFormat?: { type: "text" | "json_object" } | { type: "json_schema"; json_schema: { name?: string; schema: object } };
+  /** The same in vLLM's words: exactly one of these. */
+  structuredOutputs?: { json?: object | string; json_object?: boolean; regex?: string; choice?: string[]; grammar?: string };
+  /** The following only with `messages`, as in /v1/chat/completions. */
+  tools?: Tool[];
+  toolChoice?: "none" | "auto" | "required" | { type: "function"; function: { name: string } };
+  /** More than one call in an answer (default: true). */
+  parallelToolCalls?: boolean;
+  /** Tell what the model thought (default: true). */
+  includeReasoning?: boolean;
+  reasoningEffort?: string;
+  chatTemplateKwargs?: Record<string, unknown>;
+  documents?: object[];
+  addGenerationPrompt?: boolean;
+  continueFinalMessage?: boolean;
 }
 
 export interface ResumeOptions {
@@ -62,6 +107,9 @@ export interface Delta {
   text: string;
   /** Tokens of this choice so far: what `resume` wants. */
   cursor: number;
+  /** What the model wrote for itself before it answered. */
+  reasoning?: string;
+  toolCalls?: ToolCallDelta[];
   tokenIds?: number[];
   logprobs?: unknown[];
 }
@@ -80,7 +128,12 @@ export interface Timings {
 
 export interface Choice {
   text: string;
-  finishReason: "stop" | "length" | "cancelled";
+  /** Empty where the model thought nothing, or it was not to be told. */
+  reasoning: string;
+  /** Their arguments are whole JSON unless finishReason says that the answer was cut. */
+  toolCalls: ToolCall[];
+  /** tool_calls: the answer ended by itself and waits for the results of its calls. */
+  finishReason: "stop" | "tool_calls" | "length" | "cancelled";
   /** The stop string or stop token id that ended it, or null. */
   stop?: string | number | null;
   usage: Usage;
@@ -171,3 +224,6 @@ export class InferEngineSocket extends EventTarget {
 }
 
 export function newRequestId(): string;
+
+/** Put the entries of a delta into the calls so far. */
+export function addToolCalls(calls: ToolCall[], entries: ToolCallDelta[]): void;

@@ -17,6 +17,22 @@ const FIRST_RETRY_MS = 250;
 const LONGEST_RETRY_MS = 5000;
 const SILENCE_MS = 20_000; // after so long without a frame the connection is asked for a sign of life
 const PONG_WAIT_MS = 8_000;
+/** Options of `generate` whose key in the frame is another one. */
+const FRAME_KEYS = {
+  promptIds: "prompt_ids",
+  cacheSalt: "cache_salt",
+  deadlineSeconds: "deadline_s",
+  returnTokenIds: "return_token_ids",
+  responseFormat: "response_format",
+  structuredOutputs: "structured_outputs",
+  toolChoice: "tool_choice",
+  parallelToolCalls: "parallel_tool_calls",
+  includeReasoning: "include_reasoning",
+  reasoningEffort: "reasoning_effort",
+  chatTemplateKwargs: "chat_template_kwargs",
+  addGenerationPrompt: "add_generation_prompt",
+  continueFinalMessage: "continue_final_message",
+};
 const TOO_LARGE = 1009; // RFC 6455: the message was larger than the server takes
 const TOO_LARGE_ERROR = {
   code: "request_too_large",
@@ -42,6 +58,14 @@ export class InferEngineError extends Error {
 export function newRequestId() {
   const bytes = crypto.getRandomValues(new Uint8Array(16));
   return Array.from(bytes, (byte) => byte.toString(16).padStart(2, "0")).join("");
+}
+
+/** Put streamed `tool_calls` entries into a list of whole calls so far: `{id, name, arguments}`, arguments as JSON text. */
+export function addToolCalls(calls, entries) {
+  for (const { index, id, function: { name, arguments: text } } of entries) {
+    if (name !== undefined) calls[index] = { id, name, arguments: text };
+    else calls[index].arguments += text;
+  }
 }
 
 /** One request: iterate it for its deltas, await `result` for the whole, call `cancel()` to stop it. */
@@ -84,18 +108,21 @@ export class Generation {
   }
 
   _choice(index) {
-    return (this._choices[index] ??= { text: "", finishReason: null, usage: null, timings: null });
+    return (this._choices[index] ??= { text: "", reasoning: "", toolCalls: [], finishReason: null, usage: null, timings: null });
   }
 
   /** A choice that has ended is told its end again after a resume; that is passed over. */
   _delta(frame) {
-    if (this._choice(frame.choice).finishReason) return;
+    const choice = this._choice(frame.choice);
+    if (choice.finishReason) return;
     this.cursors[frame.choice] = frame.cursor;
-    this._choice(frame.choice).text += frame.text;
     const delta = { choice: frame.choice, text: frame.text, cursor: frame.cursor };
+    choice.text += frame.text;
+    if (frame.reasoning_content) choice.reasoning += delta.reasoning = frame.reasoning_content;
+    if (frame.tool_calls) addToolCalls(choice.toolCalls, (delta.toolCalls = frame.tool_calls));
     if (frame.token_ids) delta.tokenIds = frame.token_ids;
     if (frame.logprobs) delta.logprobs = frame.logprobs;
-    if (frame.text || frame.token_ids?.length) this._queue.push(delta);
+    if (delta.text || delta.reasoning || delta.toolCalls || delta.tokenIds?.length) this._queue.push(delta);
     this._notify();
   }
 
@@ -158,9 +185,7 @@ export class InferEngineSocket extends EventTarget {
   /** Start a request. `detached` (the default here) lets it run on while the connection is away. */
   generate({ requestId = newRequestId(), detached = true, params = {}, ...rest }) {
     const frame = { type: "generate", request_id: requestId, detached, params };
-    const names = { promptIds: "prompt_ids", cacheSalt: "cache_salt", deadlineSeconds: "deadline_s",
-      returnTokenIds: "return_token_ids", responseFormat: "response_format" };
-    for (const [name, value] of Object.entries(rest)) if (value !== undefined) frame[names[name] ?? name] = value;
+    for (const [name, value] of Object.entries(rest)) if (value !== undefined) frame[FRAME_KEYS[name] ?? name] = value;
     return this._start(frame, new Array(params.n ?? 1).fill(0));
   }
 

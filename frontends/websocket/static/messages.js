@@ -1,10 +1,11 @@
 // @ts-check
 /** One conversation on the page: builds and updates its messages. What the buttons do is decided in chat.js. */
 
-import { codeElement, icon, make, renderMarkdown } from "./markdown.js";
+import { drawCalls, drawReasoning, isJson, jsonElement, pretty } from "./answer_parts.js";
+import { icon, make, renderMarkdown } from "./markdown.js";
 
 export class MessageList {
-  /** `actions`: copy(message), edit(index, text), retry(index). */
+  /** `actions`: copy(text, button), edit(index, text), retry(index), giveResults(results). */
   constructor(log, actions) {
     this._log = log;
     this._actions = actions;
@@ -13,11 +14,14 @@ export class MessageList {
     this._dirty = new Set();
   }
 
-  /** Draw all of `messages`; `busy` says that the last one is still being written. */
+  /** Draw all of `messages`; `busy` says that the last one is still being written. Results of tools are drawn with
+   * their calls. */
   show(messages, busy) {
     this._dirty.clear();
-    this._views = messages.map((message, index) => this._build(message, index, busy && index === messages.length - 1));
-    this._log.replaceChildren(...this._views.map((view) => view.element));
+    this._results = new Map(messages.filter(({ role }) => role === "tool").map(({ callId, content }) => [callId, content]));
+    this._last = messages.length - 1;
+    this._views = messages.map((message, index) => this._build(message, index, busy && index === this._last));
+    this._log.replaceChildren(...this._views.filter(({ message }) => message.role !== "tool").map((view) => view.element));
   }
 
   /** Draw the last message again, at most once for each frame of the screen. */
@@ -26,7 +30,7 @@ export class MessageList {
     this._frame ??= requestAnimationFrame(() => {
       this._frame = null;
       const view = this._views.at(-1);
-      if (view && this._dirty.has(view.message)) renderMarkdown(view.body, view.message.content);
+      if (view && this._dirty.has(view.message)) this._drawAnswer(view, true);
       this._dirty.clear();
       this.onDrawn?.();
     });
@@ -37,17 +41,30 @@ export class MessageList {
     element.setAttribute("aria-label", message.role === "user" ? "You" : "Answer");
     if (busy) element.setAttribute("aria-busy", "true");
     const body = make("div", "body");
-    element.append(body);
-    if (message.role === "user") {
+    const view = { message, element, body, index };
+    if (message.role !== "assistant") {
+      element.append(body);
       body.textContent = message.content;
       element.append(this._userFoot(message, index, element));
     } else {
-      if (!busy && isJson(message.content)) body.append(codeElement(pretty(message.content), "JSON"));
-      else renderMarkdown(body, message.content);
+      Object.assign(view, { reasoning: make("div", "reasoning"), calls: make("div", "tool-calls") });
+      element.append(view.reasoning, body, view.calls);
+      this._drawAnswer(view, busy);
       if (message.failure) element.append(failure(message.failure, () => this._actions.retry(index)));
       element.append(busy ? make("div", "message-foot") : this._assistantFoot(message, index));
     }
-    return { message, element, body };
+    return view;
+  }
+
+  _drawAnswer({ message, body, reasoning, calls, index }, busy) {
+    const { content, toolCalls = [] } = message;
+    drawReasoning(reasoning, message.reasoning ?? "", busy && !content && !toolCalls.length);
+    if (content && (message.json ? !toolCalls.length : !busy && isJson(content))) {
+      body.replaceChildren(jsonElement(busy ? content : pretty(content)));
+    } else renderMarkdown(body, content);
+    body.hidden = !content && (toolCalls.length > 0 || !busy);
+    const waits = !busy && index === this._last && message.finishReason === "tool_calls";
+    drawCalls(calls, toolCalls, this._results, waits ? this._actions.giveResults : null);
   }
 
   _userFoot(message, index, element) {
@@ -130,6 +147,7 @@ function figuresLine(message) {
   if (figures?.firstTokenMs != null) parts.push(`first token ${formatMs(figures.firstTokenMs)}`);
   if (figures?.tokensPerS != null) parts.push(`${formatRate(figures.tokensPerS)} tokens/s`);
   if (figures?.tokens != null) parts.push(`${figures.tokens} tokens`);
+  if (finishReason === "tool_calls") parts.push("called tools");
   if (finishReason === "length") parts.push("stopped at the token limit");
   if (finishReason === "cancelled") parts.push("stopped");
   return parts.join("  ·  ");
@@ -141,17 +159,4 @@ export function formatMs(ms) {
 
 export function formatRate(rate) {
   return rate >= 100 ? Math.round(rate).toLocaleString("en") : rate.toFixed(rate >= 10 ? 0 : 1);
-}
-
-function isJson(text) {
-  if (!/^\s*[{[]/.test(text)) return false;
-  try {
-    return typeof JSON.parse(text) === "object";
-  } catch {
-    return false;
-  }
-}
-
-function pretty(text) {
-  return JSON.stringify(JSON.parse(text), null, 2);
 }

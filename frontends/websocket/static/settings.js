@@ -1,6 +1,7 @@
 // @ts-check
-/** The drawer with the sampling parameters. */
+/** The drawer with the sampling parameters and the form of the answer. */
 
+import { EXAMPLE_TOOLS, namesOf, readSchema, readTools } from "./form.js";
 import { DEFAULT_SETTINGS } from "./store.js";
 
 const NUMBERS = ["temperature", "top_p", "top_k", "max_tokens", "seed"];
@@ -11,7 +12,12 @@ export class SettingsDrawer {
     this._form = document.getElementById("settings-form");
     this._store = store;
     document.getElementById("open-settings").addEventListener("click", () => this.open());
-    document.getElementById("reset-settings").addEventListener("click", () => this._fill(DEFAULT_SETTINGS));
+    document.getElementById("reset-settings").addEventListener("click", () =>
+      this._fill({ ...DEFAULT_SETTINGS, key: this._store.settings.key }));
+    document.getElementById("example-tools").addEventListener("click", () => {
+      this._fill({ ...this._store.settings, tools: JSON.stringify(EXAMPLE_TOOLS, null, 2) });
+      this._form.elements.namedItem("tools").focus();
+    });
     this._form.addEventListener("input", () => this._changed());
     this._dialog.addEventListener("click", (event) => event.target === this._dialog && this._dialog.close());
     this._dialog.addEventListener("close", () => this.onClose?.());
@@ -26,18 +32,31 @@ export class SettingsDrawer {
     this._dialog.showModal();
   }
 
+  /** Open with one of the fields at hand. */
+  openAt(name) {
+    this.open();
+    this._form.elements.namedItem(name).focus();
+  }
+
   _fill(settings) {
     for (const [name, value] of Object.entries(settings)) {
       const input = this._form.elements.namedItem(name);
       if (input?.type === "checkbox") input.checked = value;
       else if (input) input.value = value ?? "";
     }
+    this._offerTools(settings.tool_choice);
     this._changed();
   }
 
   _changed() {
-    const { system, json, key } = this._form.elements;
+    const { system, json, schema, tools, key } = this._form.elements;
     const settings = { ...this._store.settings, system: system.value, json: json.checked, key: key.value.trim() };
+    Object.assign(settings, { schema: schema.value, tools: tools.value });
+    document.getElementById("schema-field").hidden = !json.checked;
+    this._check(schema, readSchema);
+    this._check(tools, readTools);
+    this._offerTools(this._form.elements.namedItem("tool_choice").value);
+    settings.tool_choice = this._form.elements.namedItem("tool_choice").value;
     for (const name of NUMBERS) {
       const input = this._form.elements.namedItem(name);
       if (input.validity.valid) settings[name] = input.value === "" ? null : input.valueAsNumber;
@@ -46,5 +65,39 @@ export class SettingsDrawer {
       output.textContent = Number(this._form.elements.namedItem(output.htmlFor[0]).value).toFixed(2);
     }
     this._store.saveSettings(settings);
+    this.onChange?.();
+  }
+
+  /** Say beside a field what is wrong with its text. The dialog still closes: asking says it again. */
+  _check(input, read) {
+    const told = document.getElementById(`${input.id}-error`);
+    try {
+      read(input.value);
+      told.textContent = "";
+    } catch (error) {
+      told.textContent = error.message;
+    }
+    input.setAttribute("aria-invalid", String(told.textContent !== ""));
+  }
+
+  /** The choices that the tools at hand leave: each of them can be demanded by name. */
+  _offerTools(chosen) {
+    const select = this._form.elements.namedItem("tool_choice");
+    let names = [];
+    try {
+      names = namesOf(readTools(this._form.elements.namedItem("tools").value));
+    } catch {
+      // told beside the field
+    }
+    const fixed = [...select.options].filter((option) => !option.dataset.tool);
+    const offered = names.map((name) => {
+      const option = new Option(`Always ${name}`, name);
+      option.dataset.tool = "yes";
+      return option;
+    });
+    select.replaceChildren(...fixed, ...offered);
+    select.value = chosen;
+    if (select.selectedIndex < 0) select.value = "auto";
+    document.getElementById("choice-field").hidden = !names.length;
   }
 }

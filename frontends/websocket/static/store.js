@@ -6,11 +6,13 @@ const SETTINGS = "inferengine.settings";
 const MOST_CONVERSATIONS = 200;
 const TITLE_CHARACTERS = 60;
 
-export const DEFAULT_SETTINGS = { system: "", temperature: 0.7, top_p: 1, top_k: null, max_tokens: null, seed: null, json: false, key: "" };
+/** `schema` and `tools` as they were typed; see form.js. */
+export const DEFAULT_SETTINGS = { system: "", temperature: 0.7, top_p: 1, top_k: null, max_tokens: null, seed: null,
+  json: false, schema: "", tools: "", tool_choice: "auto", key: "" };
 
 /**
- * @typedef {{ role: "user" | "assistant", content: string, figures?: object, finishReason?: string,
- *   failure?: { message: string, remedy?: string }, pending?: { requestId: string, params: object } }} StoredMessage
+ * @typedef {{ role: "user" | "assistant" | "tool", content: string, figures?: object, finishReason?: string, json?: boolean,
+ *   reasoning?: string, toolCalls?: { id: string, name: string, arguments: string }[], callId?: string, failure?: { message: string, remedy?: string }, pending?: { requestId: string, params: object } }} StoredMessage
  * @typedef {{ id: string, title: string, updated: number, messages: StoredMessage[] }} Conversation
  */
 

@@ -1,0 +1,65 @@
+// @ts-check
+/** The line at the top: which model answers, how its engine is, and above the conversation what is wrong. */
+
+import { stateText } from "./panel.js";
+
+const BLINK_MS = 700; // a connection that is back sooner is not worth a word
+const PROBLEM_MS = 8000;
+const LOST = "The connection was lost. Trying again by itself.";
+const NEVER_THERE = "This page cannot connect. If the server asks for an API key, enter it under Parameters.";
+const AWAY = "The engine is not reachable. Start it with “inferengine up”; this page notices by itself.";
+const STOPPING = "The engine is about to stop: running answers finish, new ones have to wait.";
+
+export class EngineLine {
+  constructor(document, engine, panel) {
+    this._find = (id) => document.getElementById(id);
+    this._engine = engine;
+    this._panel = panel;
+    this._timer = null;
+  }
+
+  /** Draw what the socket knows now. */
+  show() {
+    const { hello, status } = this._engine;
+    const open = status === "open";
+    const state = open ? hello?.engine.state ?? "" : "";
+    const model = hello?.model;
+    this._find("engine-dot").dataset.state = state || (hello ? "UNAVAILABLE" : "");
+    if (model || !hello) this._find("model-name").textContent = model?.name ?? "Connecting";
+    else this._find("model-name").textContent = "Engine";
+    const progress = hello?.engine.progress;
+    const share = state === "STARTING" && progress?.[1] ? ` ${Math.round(progress[1] * 100)} %` : "";
+    this._find("model-state").textContent = state === "READY" ? "" : open ? `${stateText(state)}${share}` : "";
+    if (model) {
+      this._find("empty-note").textContent = model.chat === false
+        ? `${model.name} has no chat template: it goes on with your text instead of answering it.`
+        : `Answers come from ${model.name}, served by this engine.`;
+    }
+    this._panel.showState(open ? state : "UNAVAILABLE");
+    this._showTrouble(open, state);
+  }
+
+  /** A problem that belongs to no answer: told for a while. */
+  tell(text) {
+    clearTimeout(this._timer);
+    this._notice(text);
+    this._timer = setTimeout(() => this._notice(""), PROBLEM_MS);
+  }
+
+  _showTrouble(open, state) {
+    clearTimeout(this._timer);
+    if (!open) {
+      const text = this._engine.hello ? LOST : NEVER_THERE;
+      this._timer = setTimeout(() => this._notice(text, () => this._engine.retryNow()), BLINK_MS);
+    } else if (state === "UNAVAILABLE") this._timer = setTimeout(() => this._notice(AWAY), BLINK_MS);
+    else this._notice(state === "DRAINING" ? STOPPING : "");
+  }
+
+  /** One line: what is wrong, what to do, and a button where there is something to press. */
+  _notice(text, action = null) {
+    this._find("notice-text").textContent = text;
+    this._find("notice-action").hidden = !action;
+    this._find("notice-action").onclick = action;
+    this._find("notice").hidden = !text;
+  }
+}
