@@ -2,25 +2,63 @@
 
 Precedence: flags over environment over file over defaults. Every key exists three times under one name:
 `[http] port` in the file, `--http.port` on the command line, `INFERENGINE_HTTP_PORT` in the environment.
-An unknown key anywhere is an error that names it. This is the only module that reads the environment.
+An unknown key anywhere is an error that names it.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import json
 import os
-import tomllib
 import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from inferengine.config_values import ENVIRONMENT_PREFIX, convert, flatten, from_environment, read_toml, suggestion
+from inferengine.environment import (
+    cache_directory,
+    hub_cache_directory,
+    listen_fds,
+    notify_socket,
+    runtime_directory,
+    share_cores_with_others,
+    variables,
+    watchdog_interval_s,
+)
 from inferengine.errors import ConfigError
 
-ENVIRONMENT_PREFIX = "INFERENGINE_"
+__all__ = [
+    "ENVIRONMENT_PREFIX",
+    "AuthConfig",
+    "CacheConfig",
+    "Config",
+    "EngineConfig",
+    "HttpConfig",
+    "LimitsConfig",
+    "LogConfig",
+    "ModelConfig",
+    "SchedulerConfig",
+    "SpeculationConfig",
+    "WireConfig",
+    "WsConfig",
+    "cache_directory",
+    "child_environment",
+    "engine_address",
+    "engine_addresses",
+    "hub_cache_directory",
+    "keys",
+    "listen_fds",
+    "load",
+    "notify_socket",
+    "parse_flags",
+    "runtime_directory",
+    "share_cores_with_others",
+    "status_address",
+    "to_toml",
+    "watchdog_interval_s",
+]
 
 
 def _key(default: Any, help: str, choices: tuple[Any, ...] = (), minimum: float | None = None) -> Any:
@@ -42,6 +80,11 @@ class ModelConfig:
         "none",
         "make the weights low precision at load; a checkpoint that is quantized already needs no word",
         ("none", "fp8", "fp8_tensor", "fp8_block", "int8", "int8_w8a8", "int4"),
+    )
+    pooling: str = _key(
+        "last",
+        "embeddings: of a prompt's final hidden states the last token's, or the mean",
+        ("last", "mean"),
     )
     adapters: str = _key("", "folder of LoRA adapters, a sub-folder each; each is a model of its sub-folder's name")
     max_adapter_rank: int = _key(64, "largest rank of a LoRA adapter", minimum=1)
@@ -139,6 +182,7 @@ class LimitsConfig:
     max_logit_bias: int = _key(1024, "entries of logit_bias", minimum=0)
     max_logprobs: int = _key(20, "alternatives per position", minimum=0)
     max_prompts: int = _key(256, "prompts in one /v1/completions call", minimum=1)
+    max_embedding_inputs: int = _key(2048, "inputs in one /v1/embeddings call", minimum=1)
     max_grammar_bytes: int = _key(256 * 1024, "bytes of one schema, expression or grammar", minimum=1)
     grammar_timeout_s: float = _key(5.0, "longest that a request waits for its grammar", minimum=0.1)
     max_text_characters: int = _key(4_000_000, "characters of one prompt before it is tokenized", minimum=1)
@@ -239,9 +283,9 @@ def load(
     """
     config = Config()
     if file is not None:
-        config = _apply(config, _flatten(_read_toml(Path(file))), "file")
-    variables = os.environ if environment is None else environment
-    config = _apply(config, _from_environment(variables), "environment")
+        config = _apply(config, flatten(read_toml(Path(file))), "file")
+    found = from_environment(variables() if environment is None else environment, keys())
+    config = _apply(config, found, "environment")
     return _apply(config, dict(flags or {}), "flag")
 
 
@@ -259,7 +303,7 @@ def parse_flags(arguments: Sequence[str]) -> tuple[dict[str, str], list[str]]:
             rest.append(argument)
             continue
         if name not in known:
-            raise ConfigError(f"--{name}", f"no such key{_suggestion(name, known)}")
+            raise ConfigError(f"--{name}", f"no such key{suggestion(name, known)}")
         if not equals:
             follows = arguments[position] if position < len(arguments) else None
             if known[name].type == "bool" and (follows is None or follows.startswith("--")):
@@ -271,36 +315,6 @@ def parse_flags(arguments: Sequence[str]) -> tuple[dict[str, str], list[str]]:
                 position += 1
         flags[name] = value
     return flags, rest
-
-
-def runtime_directory() -> Path:
-    """Where sockets live, mode 0750: systemd's RUNTIME_DIRECTORY, XDG_RUNTIME_DIR, else a private folder in /tmp."""
-    if systemd := os.environ.get("RUNTIME_DIRECTORY"):
-        return Path(systemd.split(":")[0])
-    base = os.environ.get("XDG_RUNTIME_DIR")
-    folder = Path(base) / "inferengine" if base and Path(base).is_dir() else Path(f"/tmp/inferengine-{os.getuid()}")
-    folder.mkdir(mode=0o750, exist_ok=True)
-    if folder.stat().st_uid != os.getuid():
-        raise ConfigError("wire.socket", "the runtime directory belongs to another user: set wire.socket")
-    return folder
-
-
-def cache_directory() -> Path:
-    """The folder for what may be kept between runs: systemd's CACHE_DIRECTORY, XDG_CACHE_HOME, else ~/.cache."""
-    if systemd := os.environ.get("CACHE_DIRECTORY"):
-        return Path(systemd.split(":")[0])
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "inferengine"
-
-
-def hub_cache_directory() -> Path:
-    """Where Hugging Face's tools keep downloaded models: HF_HUB_CACHE, HF_HOME/hub, else ~/.cache/huggingface/hub."""
-    if cache := os.environ.get("HF_HUB_CACHE"):
-        return Path(cache)
-    if home := os.environ.get("HF_HOME"):
-        return Path(home) / "hub"
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "huggingface" / "hub"
 
 
 def engine_address(config: Config) -> str:
@@ -324,43 +338,14 @@ def status_address(config: Config) -> str:
     return f"{address}.status"
 
 
-def notify_socket() -> str | None:
-    """systemd's notification socket, where there is one."""
-    return os.environ.get("NOTIFY_SOCKET")
-
-
-def watchdog_interval_s() -> float | None:
-    """How often systemd wants a sign of life (half of WatchdogSec), or None."""
-    microseconds = os.environ.get("WATCHDOG_USEC")
-    if not microseconds or os.environ.get("WATCHDOG_PID", str(os.getpid())) != str(os.getpid()):
-        return None
-    return int(microseconds) / 2e6
-
-
-def listen_fds() -> list[int]:
-    """File descriptors that systemd opened for us (socket activation), from 3 on."""
-    if os.environ.get("LISTEN_PID") != str(os.getpid()):
-        return []
-    return list(range(3, 3 + int(os.environ.get("LISTEN_FDS", "0"))))
-
-
-def share_cores_with_others() -> None:
-    """Let OpenMP's threads sleep soon after a parallel region; call before torch is imported.
-
-    By default they spin for milliseconds. On a machine whose cores are all busy (front ends, other programs) they then
-    keep each other from running: measured on two busy cores, 100 tokens took over 15 s instead of 1.2 s.
-    """
-    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
-
-
 def child_environment(config: Config) -> dict[str, str]:
     """The environment for a child process that must run with exactly this configuration."""
-    variables = {name: value for name, value in os.environ.items() if not name.startswith(ENVIRONMENT_PREFIX)}
+    inherited = {name: value for name, value in variables().items() if not name.startswith(ENVIRONMENT_PREFIX)}
     for section, values in config.resolved().items():
         for key, value in values.items():
             text = str(value).lower() if isinstance(value, bool) else str(value)
-            variables[f"{ENVIRONMENT_PREFIX}{section}_{key}".upper()] = text
-    return variables
+            inherited[f"{ENVIRONMENT_PREFIX}{section}_{key}".upper()] = text
+    return inherited
 
 
 def to_toml(config: Config) -> str:
@@ -382,85 +367,18 @@ def to_toml(config: Config) -> str:
     return "\n".join(lines)
 
 
-def _read_toml(path: Path) -> dict[str, Any]:
-    try:
-        with path.open("rb") as handle:
-            return tomllib.load(handle)
-    except FileNotFoundError:
-        raise ConfigError("--config", f"no such file: {path}") from None
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError("--config", f"{path.name} is not valid TOML: {error}") from None
-
-
-def _flatten(document: Mapping[str, Any]) -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for section, values in document.items():
-        if not isinstance(values, dict):
-            raise ConfigError(section, "keys stand inside a [section]")
-        for key, value in values.items():
-            flat[f"{section}.{key}"] = value
-    return flat
-
-
-def _from_environment(variables: Mapping[str, str]) -> dict[str, str]:
-    names = {f"{ENVIRONMENT_PREFIX}{name.replace('.', '_')}".upper(): name for name in keys()}
-    found: dict[str, str] = {}
-    for variable, value in variables.items():
-        if not variable.startswith(ENVIRONMENT_PREFIX):
-            continue
-        if variable not in names:
-            raise ConfigError(variable, f"no such key{_suggestion(variable, names)}")
-        found[names[variable]] = value
-    return found
-
-
 def _apply(config: Config, values: Mapping[str, Any], source: str) -> Config:
     table = keys()
     changed: dict[str, dict[str, Any]] = {}
     for name, raw in values.items():
         if name not in table:
-            raise ConfigError(name, f"no such key in the {source}{_suggestion(name, table)}")
+            raise ConfigError(name, f"no such key in the {source}{suggestion(name, table)}")
         section, _, key = name.partition(".")
-        changed.setdefault(section, {})[key] = _convert(name, table[name], raw)
+        changed.setdefault(section, {})[key] = convert(name, table[name], raw)
     sections = {name: dataclasses.replace(getattr(config, name), **items) for name, items in changed.items()}
     return dataclasses.replace(config, **sections)
-
-
-def _convert(name: str, item: dataclasses.Field[Any], raw: Any) -> Any:
-    value = _typed(name, str(item.type), raw)
-    choices, minimum = item.metadata["choices"], item.metadata["minimum"]
-    if choices and value not in choices:
-        raise ConfigError(name, f"must be one of {', '.join(map(str, choices))}; got {value!r}")
-    if minimum is not None and value < minimum:
-        raise ConfigError(name, f"must be at least {minimum}; got {value}")
-    return value
-
-
-def _typed(name: str, kind: str, raw: Any) -> Any:
-    if kind == "bool":
-        lowered = str(raw).lower()
-        if lowered in ("true", "1", "yes", "on"):
-            return True
-        if lowered in ("false", "0", "no", "off"):
-            return False
-        raise ConfigError(name, f"must be true or false; got {raw!r}")
-    if kind == "str":
-        if not isinstance(raw, str):
-            raise ConfigError(name, f"must be text; got {raw!r}")
-        return raw
-    if isinstance(raw, bool):
-        raise ConfigError(name, f"must be a number; got {raw!r}")
-    try:
-        return int(raw) if kind == "int" else float(raw)
-    except (TypeError, ValueError):
-        raise ConfigError(name, f"must be {'a whole number' if kind == 'int' else 'a number'}; got {raw!r}") from None
 
 
 def _section_type(name: str) -> type[Any]:
     hints = typing.get_type_hints(Config)
     return typing.cast("type[Any]", hints[name])
-
-
-def _suggestion(name: str, known: Mapping[str, Any]) -> str:
-    close = difflib.get_close_matches(name, list(known), n=1)
-    return f"; did you mean {close[0]}?" if close else ""

@@ -6,6 +6,8 @@ from __future__ import annotations
 FOUNDATION = (
     "inferengine",
     "inferengine.errors",
+    "inferengine.environment",
+    "inferengine.config_values",
     "inferengine.config",
     "inferengine.params",
     "inferengine.model_folder",
@@ -28,7 +30,9 @@ LAYERS: dict[str, tuple[str, ...]] = {
     ),
     "inferengine.structure": ("inferengine.errors", "inferengine.config"),
     "inferengine.errors": (),
-    "inferengine.config": ("inferengine.errors",),
+    "inferengine.environment": ("inferengine.errors",),
+    "inferengine.config_values": ("inferengine.errors",),
+    "inferengine.config": ("inferengine.errors", "inferengine.environment", "inferengine.config_values"),
     "inferengine.params": ("inferengine.errors", "inferengine.config"),
     "inferengine.model_folder": ("inferengine.errors", "inferengine.config"),
     "inferengine.logs": ("inferengine.config",),
@@ -100,6 +104,8 @@ LAYERS: dict[str, tuple[str, ...]] = {
 HEAVY = {"torch", "triton", "transformers"}
 LIGHT_PARTS = (
     "inferengine.errors",
+    "inferengine.environment",
+    "inferengine.config_values",
     "inferengine.config",
     "inferengine.params",
     "inferengine.model_folder",

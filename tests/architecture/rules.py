@@ -127,11 +127,11 @@ def clocks_in_core(sources: Iterable[Source]) -> list[str]:
 
 
 def environment_reads(sources: Iterable[Source]) -> list[str]:
-    """The process's environment outside config.py."""
+    """The process's environment outside environment.py."""
     names = {"environ", "environb", "getenv", "putenv"}
     broken: list[str] = []
     for source in sources:
-        if source.module == "inferengine.config":
+        if source.module == "inferengine.environment":
             continue
         for node in ast.walk(source.tree):
             if isinstance(node, ast.Attribute) and node.attr in names and _is_name(node.value, "os"):

@@ -1,0 +1,86 @@
+"""From the text of files, variables and flags to checked values. Knows keys as dataclass fields, and none by name."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from inferengine.errors import ConfigError
+
+ENVIRONMENT_PREFIX = "INFERENGINE_"
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """A TOML file. Raises ConfigError."""
+    try:
+        with path.open("rb") as handle:
+            return tomllib.load(handle)
+    except FileNotFoundError:
+        raise ConfigError("--config", f"no such file: {path}") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError("--config", f"{path.name} is not valid TOML: {error}") from None
+
+
+def flatten(document: Mapping[str, Any]) -> dict[str, Any]:
+    """`section.key` to value. Raises ConfigError for a key outside of sections."""
+    flat: dict[str, Any] = {}
+    for section, values in document.items():
+        if not isinstance(values, dict):
+            raise ConfigError(section, "keys stand inside a [section]")
+        for key, value in values.items():
+            flat[f"{section}.{key}"] = value
+    return flat
+
+
+def from_environment(variables: Mapping[str, str], known: Mapping[str, Any]) -> dict[str, str]:
+    """The variables that name one of the known keys. Raises ConfigError for one of ours that names none."""
+    names = {f"{ENVIRONMENT_PREFIX}{name.replace('.', '_')}".upper(): name for name in known}
+    found: dict[str, str] = {}
+    for variable, value in variables.items():
+        if not variable.startswith(ENVIRONMENT_PREFIX):
+            continue
+        if variable not in names:
+            raise ConfigError(variable, f"no such key{suggestion(variable, names)}")
+        found[names[variable]] = value
+    return found
+
+
+def convert(name: str, item: dataclasses.Field[Any], raw: Any) -> Any:
+    """The value of a key from text, or from a TOML value. Raises ConfigError naming the key."""
+    value = _typed(name, str(item.type), raw)
+    choices, minimum = item.metadata["choices"], item.metadata["minimum"]
+    if choices and value not in choices:
+        raise ConfigError(name, f"must be one of {', '.join(map(str, choices))}; got {value!r}")
+    if minimum is not None and value < minimum:
+        raise ConfigError(name, f"must be at least {minimum}; got {value}")
+    return value
+
+
+def _typed(name: str, kind: str, raw: Any) -> Any:
+    if kind == "bool":
+        lowered = str(raw).lower()
+        if lowered in ("true", "1", "yes", "on"):
+            return True
+        if lowered in ("false", "0", "no", "off"):
+            return False
+        raise ConfigError(name, f"must be true or false; got {raw!r}")
+    if kind == "str":
+        if not isinstance(raw, str):
+            raise ConfigError(name, f"must be text; got {raw!r}")
+        return raw
+    if isinstance(raw, bool):
+        raise ConfigError(name, f"must be a number; got {raw!r}")
+    try:
+        return int(raw) if kind == "int" else float(raw)
+    except (TypeError, ValueError):
+        raise ConfigError(name, f"must be {'a whole number' if kind == 'int' else 'a number'}; got {raw!r}") from None
+
+
+def suggestion(name: str, known: Mapping[str, Any]) -> str:
+    """Which known name may have been meant: the end of an error message."""
+    close = difflib.get_close_matches(name, list(known), n=1)
+    return f"; did you mean {close[0]}?" if close else ""
