@@ -19,7 +19,7 @@ MAX_SEED = 2**63 - 1
 MAX_BAD_WORDS = 256
 MAX_PROMPT_LOGPROBS = 400_000  # values for one prompt: they travel in one message
 MAX_BAD_WORD_TOKENS = 32
-POOLINGS = ("last", "mean")  # how the final hidden states of a prompt become one vector: its last token's, or their mean
+POOLINGS = ("last", "mean")  # which final hidden states make a prompt's embedding: the last token's, or the mean
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,25 @@ class AdmissionLimits:
     max_tenant_requests: int = 0  # 0: no limit of its own
 
 
+def check_prompt(num_prompt: int, limits: AdmissionLimits) -> None:
+    """A prompt that no output follows: it may take the whole context. Raises InvalidRequest."""
+    if num_prompt == 0:
+        raise InvalidRequest("prompt", "must hold at least one token")
+    if num_prompt > limits.max_model_len:
+        raise InvalidRequest(
+            "prompt",
+            f"This model's maximum context length is {limits.max_model_len} tokens; the prompt has {num_prompt}. "
+            "Shorten the prompt.",
+            code="context_length_exceeded",
+        )
+    if num_prompt > limits.num_kv_tokens:
+        raise InvalidRequest(
+            "prompt",
+            f"The KV cache holds {limits.num_kv_tokens} tokens; the prompt has {num_prompt}.",
+            code="prompt_never_fits",
+        )
+
+
 def resolve_max_tokens(num_prompt: int, max_tokens: int | None, limits: AdmissionLimits) -> int:
     """The output length to run with. An open one is cut to what context and pool allow; an explicit one is honoured or
     refused. Raises InvalidRequest."""

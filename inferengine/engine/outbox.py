@@ -10,13 +10,12 @@ peer is a constant, and sending is one conversion of the drawn tokens. Only the 
 from __future__ import annotations
 
 import logging
-from array import array
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
-from typing import Any
 
 from inferengine.core.scheduler import StepOutput
 from inferengine.core.stopping import Finished
+from inferengine.engine.outgoing import Outgoing
 from inferengine.engine.output_log import Log, MakeText, Submission, Subscription, TextLog
 from inferengine.engine.peer import Peer
 from inferengine.engine.telemetry import Telemetry
@@ -163,6 +162,9 @@ class Outbox:
                 self._logs[uid].prompt_logprobs = self._logs[uid].prompt_logprobs or prompt_rows
             for log, indices in layout.texts.items():
                 self._push_text(log, [token_ids[index] for index in indices], finished.get(log.uid))
+        for uid, vector in (output.embeddings or {}).items():
+            if uid in self._logs:
+                self._logs[uid].embedding = vector
         ended = self._end_rows(output.finished, now) if finished else []
         touched: set[Peer] = set()
         if layout is not None:
@@ -178,45 +180,26 @@ class Outbox:
         """Send what waits for this peer, if it may have it."""
         if peer.backlog:
             peer.flush_backlog(now)
-        if not peer.dirty or not peer.can_step:
-            return
-        streams, counts, tokens = array("I"), array("I"), array("I")
-        done: list[Done] = []
-        text: list[tuple[int, str]] = []
-        logprobs: list[tuple[int, list[Any]]] = []
-        prompts: list[tuple[int, list[Any]]] = []
-        waiting = list(peer.dirty.values())
-        for subscription in waiting:
+        while peer.dirty and peer.can_step and self._send_news(peer, now):
+            continue
+
+    def _send_news(self, peer: Peer, now: float) -> bool:
+        """One STEP, with all that waits unless that is too much. False: it could not be sent."""
+        step = Outgoing()
+        for subscription in peer.dirty.values():
+            step.add(subscription)
+            if step.full:
+                break
+        if not peer.send_step(step.frames(peer.window.seq + 1, self._step), now):
+            return False
+        for subscription in step.subscriptions:
             log = subscription.log
-            if subscription.wants_tokens and (count := len(log.tokens) - subscription.cursor) > 0:
-                streams.append(subscription.stream)
-                counts.append(count)
-                tokens.extend(log.tokens[subscription.cursor :])
-            if log.logprobs is not None and (rows := log.logprobs[subscription.cursor :]):
-                logprobs.append((subscription.stream, rows))
-            if log.prompt_logprobs and not subscription.cursor:
-                prompts.append((subscription.stream, log.prompt_logprobs))
-            if subscription.wants_text and log.text is not None and (new := log.text.text[subscription.characters :]):
-                text.append((subscription.stream, new))
-            if log.ended is not None:
-                done.append(subscription.terminal_row())
-        extras: dict[str, Any] = {}
-        if text:
-            extras["text"] = text
-        if logprobs:
-            extras["logprobs"] = logprobs
-        if prompts:
-            extras["prompt_logprobs"] = prompts
-        columns = (codec.to_u32(streams), codec.to_u32(counts), done, extras or None, codec.to_u32(tokens))
-        if not peer.send_step(codec.step_frames(peer.window.seq + 1, self._step, *columns), now):
-            return
-        peer.dirty.clear()
-        for subscription in waiting:
-            log = subscription.log
+            del peer.dirty[subscription.stream]
             subscription.cursor = len(log.tokens)
             subscription.characters = 0 if log.text is None else len(log.text.text)
             if log.ended is not None:
                 self._close(subscription)
+        return True
 
     def expire(self, now: float) -> None:
         """Forget what has ended long enough ago, or is too much to keep."""
@@ -342,7 +325,8 @@ class Outbox:
                 _log_end(log, ended)
         submission = log.submission
         if submission.ended:
-            num_tokens = sum(len(each.tokens) for each in submission.logs) + len(submission.note) // TOKEN_BYTES
+            num_bytes = len(submission.note) + sum(len(each.embedding or b"") for each in submission.logs)
+            num_tokens = sum(len(each.tokens) for each in submission.logs) + num_bytes // TOKEN_BYTES
             self._kept_tokens += num_tokens
             self._finished.append((now + self._resume_ttl_s, submission, num_tokens))
         return log

@@ -20,7 +20,19 @@ MakeText = Callable[["Submission", bool], TextStream]  # of a submission; whethe
 class Submission:
     """One SUBMIT: its choices and what all of them share. Kept for `resume_ttl_s` after its end."""
 
-    __slots__ = ("adapter", "context_ids", "detached", "id", "label", "logs", "note", "num_prompt", "params", "tenant")
+    __slots__ = (
+        "adapter",
+        "context_ids",
+        "detached",
+        "id",
+        "label",
+        "logs",
+        "note",
+        "num_prompt",
+        "params",
+        "pooling",
+        "tenant",
+    )
 
     def __init__(
         self,
@@ -31,6 +43,7 @@ class Submission:
         detached: bool = False,
         label: str = "",
         note: bytes = b"",
+        pooling: str | None = None,
     ) -> None:
         self.id = id
         self.params = params
@@ -38,6 +51,7 @@ class Submission:
         self.detached = detached
         self.label = label
         self.note = note  # its client's, unread
+        self.pooling = pooling  # of an embedding; None: it generates
         self.num_prompt = 0
         self.adapter = 0  # LoRA adapter it runs with
         self.context_ids: list[int] = []  # last tokens of the prompt, where the output continues its text
@@ -84,6 +98,7 @@ class Log:
         "append",
         "arrival_s",
         "choice",
+        "embedding",
         "ended",
         "layout",
         "logprobs",
@@ -107,6 +122,7 @@ class Log:
         wants_prompt = submission.params.prompt_logprobs is not None and choice == 0
         self.prompt_logprobs: list[TokenLogprobs] | None = [] if wants_prompt else None
         self.text: TextLog | None = None
+        self.embedding: bytes | None = None  # with its end
         self.ended: Done | None = None  # its terminal row, still without a stream
         self.subscriptions: list[Subscription] = []
         self.sole: Subscription | None = None  # the only subscription, where there is exactly one
@@ -170,8 +186,9 @@ class Subscription:
         self.log = log
         self.stream = stream
         self.wants_tokens = reply != "text"
-        self.wants_text = reply != "tokens"
-        self.plain = not self.wants_text and log.logprobs is None and log.prompt_logprobs is None
+        self.wants_text = reply in ("text", "both")
+        extra = log.logprobs is not None or log.prompt_logprobs is not None or log.submission.pooling is not None
+        self.plain = not self.wants_text and not extra
         self.cursor = 0  # tokens sent
         self.characters = 0  # characters of text sent
 

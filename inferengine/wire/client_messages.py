@@ -101,6 +101,7 @@ def _submit_from(body: dict[str, Any], raw: Sequence[bytes]) -> Submit:
         read.optional(body.get("grammar"), read.each, "grammar", _string_or_nil),
         read.note(body),
         read.string(body.get("adapter", ""), "adapter"),
+        read.string(body.get("pooling", ""), "pooling"),
     )
 
 
@@ -121,7 +122,7 @@ def _encode_submit(message: Submit) -> tuple[int, Any, Frames]:
     for name in ("text", "messages", "deadline_ms", "grammar"):
         if (value := getattr(message, name)) is not None:
             body[name] = value
-    for name in ("params", "priority", "tenant", "salt", "detached", "label", "note", "adapter"):
+    for name in ("params", "priority", "tenant", "salt", "detached", "label", "note", "adapter", "pooling"):
         if value := getattr(message, name):
             body[name] = value
     if message.reply != "tokens":

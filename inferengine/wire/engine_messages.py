@@ -30,6 +30,8 @@ from inferengine.wire.u32 import from_u32, to_u32
 
 _T = TypeVar("_T")
 
+_LATER_MODEL_KEYS = ("adapters", "embedding_size", "pooling")  # left out where there is nothing to say
+
 
 def _decode_welcome(body: Any, raw: Sequence[bytes]) -> Welcome:
     body = read.map_body(body)
@@ -64,14 +66,16 @@ def _model_info(value: Any) -> ModelInfo:
         read.integer(values.get("num_kv_tokens", 0), "model.num_kv_tokens"),
         read.string(values.get("dtype", ""), "model.dtype"),
         read.each(values.get("adapters", []), "model.adapters", read.string),
+        read.integer(values.get("embedding_size", 0), "model.embedding_size"),
+        read.string(values.get("pooling", ""), "model.pooling"),
     )
 
 
 def _encode_welcome(message: Welcome) -> tuple[int, Any, Frames]:
     body = message._asdict()
-    body["model"] = None if message.model is None else message.model._asdict()
-    if message.model is not None and not message.model.adapters:
-        del body["model"]["adapters"]
+    model = body["model"] = None if message.model is None else message.model._asdict()
+    if model is not None:
+        body["model"] = {key: value for key, value in model.items() if value or key not in _LATER_MODEL_KEYS}
     if message.resumed is None:
         del body["resumed"]
     return Kind.WELCOME, body, []
@@ -124,16 +128,30 @@ def _decode_step(body: Any, raw: Sequence[bytes]) -> Step:
     text: list[tuple[int, str]] = []
     logprobs: list[tuple[int, list[Any]]] = []
     prompts: list[tuple[int, list[Any]]] = []
+    embeddings: list[tuple[int, bytes]] = []
     if extras:
         text = [_stream_and(row, str, "text") for row in extras.get("text") or ()]
         logprobs = [_stream_and(row, list, "logprobs") for row in extras.get("logprobs") or ()]
         prompts = [_stream_and(row, list, "prompt_logprobs") for row in extras.get("prompt_logprobs") or ()]
+        embeddings = [_stream_and(row, bytes, "embedding") for row in extras.get("embedding") or ()]
+        for _, vector in embeddings:
+            if len(vector) % 4:
+                raise WireError("extras.embedding: an f32[] has a length that is a multiple of 4", field="embedding")
         for _, positions in (*logprobs, *prompts):
             for position in positions:
                 _check_logprobs(position)
     done = [_done(row) for row in done_rows] if done_rows else []
     return Step(
-        read.integer(seq, "seq", 1), read.integer(step, "step"), streams, tokens, counts, done, text, logprobs, prompts
+        read.integer(seq, "seq", 1),
+        read.integer(step, "step"),
+        streams,
+        tokens,
+        counts,
+        done,
+        text,
+        logprobs,
+        prompts,
+        embeddings,
     )
 
 
@@ -171,6 +189,8 @@ def _encode_step(message: Step) -> tuple[int, Any, Frames]:
         extras["logprobs"] = message.logprobs
     if message.prompt_logprobs:
         extras["prompt_logprobs"] = message.prompt_logprobs
+    if message.embeddings:
+        extras["embedding"] = message.embeddings
     counts = None if message.counts is None else to_u32(message.counts)
     body = [message.seq, message.step, to_u32(message.streams), counts, message.done, extras or None]
     return Kind.STEP, body, [to_u32(message.tokens)]

@@ -6,12 +6,13 @@ from array import array
 from typing import Any, NamedTuple
 
 PROTOCOL_MAJOR = 1
-PROTOCOL_MINOR = 0
+PROTOCOL_MINOR = 1
 MAGIC = b"IE"
 
 STARTING, READY, DRAINING, STOPPING = "STARTING", "READY", "DRAINING", "STOPPING"
 STATES = (STARTING, READY, DRAINING, STOPPING)
-REPLIES = ("tokens", "text", "both")
+REPLIES = ("tokens", "text", "both", "embedding")
+EMBEDDINGS = "embeddings"  # the feature of engines that take reply "embedding"
 FINISH_REASONS = ("stop", "length", "abort", "error")
 ID_BYTES = 16
 EPOCH_BYTES = 8
@@ -69,6 +70,7 @@ class Submit(NamedTuple):
     grammar: tuple[str | None, ...] | None = None  # kind, source, pattern of white space
     note: bytes = b""  # the engine's to keep and to give to whoever attaches
     adapter: str = ""  # LoRA adapter, by name
+    pooling: str = ""  # of an embedding: last or mean; empty: the engine's
 
 
 class Cancel(NamedTuple):
@@ -117,6 +119,8 @@ class ModelInfo(NamedTuple):
     num_kv_tokens: int
     dtype: str
     adapters: tuple[str, ...] = ()
+    embedding_size: int = 0  # values of an embedding; 0: this engine gives none
+    pooling: str = ""  # of embeddings whose request names none
 
 
 class Welcome(NamedTuple):
@@ -181,6 +185,7 @@ class Step(NamedTuple):
     text: list[tuple[int, str]] = []  # noqa: RUF012
     logprobs: list[tuple[int, list[Any]]] = []  # noqa: RUF012  (stream, rows of [logprob, rank, ids, logprobs])
     prompt_logprobs: list[tuple[int, list[Any]]] = []  # noqa: RUF012  (likewise, of the prompt's tokens after the first)
+    embeddings: list[tuple[int, bytes]] = []  # noqa: RUF012  (stream, f32[] little-endian)
 
 
 class ModelFiles(NamedTuple):

@@ -35,8 +35,9 @@ EPOCH = bytes(range(8, 0, -1))
 PROMPT = array("I", [1, 2, 70_000, 2**32 - 1])
 
 EXAMPLES: dict[str, Message] = {
-    "hello": Hello(role="http", name="front-1", features=("text",), window=32),
-    "hello_resume": Hello(role="http", name="front-1", epoch=EPOCH, last_seq=41),
+    "hello": Hello((1, 0), role="http", name="front-1", features=("text",), window=32),
+    "hello_1_1": Hello(role="http"),
+    "hello_resume": Hello((1, 0), role="http", name="front-1", epoch=EPOCH, last_seq=41),
     "submit_tokens": Submit(
         ID, 7, PROMPT.tobytes(), params={"max_tokens": 16, "temperature": 0.5, "seed": 11}, label="job 1"
     ),
@@ -56,6 +57,7 @@ EXAMPLES: dict[str, Message] = {
     "submit_grammar": Submit(ID, 9, PROMPT.tobytes(), grammar=("regex", "[a-z]+", None)),
     "submit_note": Submit(ID, 9, PROMPT.tobytes(), detached=True, note=b"\x00note"),
     "submit_adapter": Submit(ID, 9, PROMPT.tobytes(), adapter="pirate"),
+    "submit_embedding": Submit(ID, 9, PROMPT.tobytes(), reply="embedding", pooling="mean"),
     "cancel": Cancel((7, 8), (ID,)),
     "attach": Attach(ID, 20, (5, 0), "both"),
     "credit": Credit(300),
@@ -64,7 +66,7 @@ EXAMPLES: dict[str, Message] = {
     "ping": Ping(12345),
     "admin": Admin("drain", 4, {"exit": False}),
     "bye": Bye(),
-    "welcome_starting": Welcome("engine-0", EPOCH, "STARTING", ("weights", 0.25)),
+    "welcome_starting": Welcome("engine-0", EPOCH, "STARTING", ("weights", 0.25), protocol=(1, 0)),
     "welcome_ready": Welcome(
         "engine-0",
         EPOCH,
@@ -76,7 +78,15 @@ EXAMPLES: dict[str, Message] = {
         2.0,
         6.0,
         ("text", "resume"),
+        (1, 0),
         resumed=True,
+    ),
+    "welcome_embeddings": Welcome(
+        "engine-0",
+        EPOCH,
+        "READY",
+        model=ModelInfo("tiny", "ab" * 32, 32_000, 4096, (2,), 16, 65_536, "bfloat16", (), 1024, "last"),
+        features=("embeddings",),
     ),
     "accept": Accept(ID, 7, 4, 2, True),
     "accept_note": Accept(ID, 7, 4, 2, True, b"\x00note"),
@@ -99,6 +109,15 @@ EXAMPLES: dict[str, Message] = {
     ),
     "step_prompt_logprobs": Step(
         5, 92, array("I", [7]), array("I", [1]), array("I", [1]), prompt_logprobs=[(7, [[-0.25, 2, [6], [-0.125]]])]
+    ),
+    "step_embedding": Step(
+        6,
+        93,
+        array("I"),
+        array("I"),
+        array("I"),
+        [Done(7, "stop", None, 4, 3, 0, 0.5, 0.0, 12.25)],
+        embeddings=[(7, array("f", [0.6, -0.8]).tobytes())],
     ),
     "model_files": ModelFiles("cd" * 32, {"tokenizer.json": b"{}", "chat_template.jinja": "{{ 'ü' }}".encode()}),
     "pong": Pong(12345, 1.5, "READY", EPOCH),
