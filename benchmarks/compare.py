@@ -181,13 +181,13 @@ def report(ours: Path, peer: Path) -> Row:
     return {"benchmark": "compare", "rows": rows}
 
 
-def table(document: Row) -> str:
+def table(document: Row, *, peer: str = "peer") -> str:
     """The comparison as Markdown."""
-    lines = ["| workload | unit | ours | peer | ratio | share of the floor |", "|---|---|---|---|---|---|"]
+    lines = [f"| workload | unit | ours | {peer} | ratio | share of the floor |", "|---|---|---|---|---|---|"]
     for row in document["rows"]:
-        peer = "" if row["peer"] is None else f"{row['peer']:,.2f}"
+        theirs = "" if row["peer"] is None else f"{row['peer']:,.2f}"
         ratio, share = row.get("ratio", ""), f"{row['floor_share']:.0%}" if "floor_share" in row else ""
-        lines.append(f"| {row['workload']} | {row['unit']} | {row['ours']:,.2f} | {peer} | {ratio} | {share} |")
+        lines.append(f"| {row['workload']} | {row['unit']} | {row['ours']:,.2f} | {theirs} | {ratio} | {share} |")
     return "\n".join(lines)
 
 

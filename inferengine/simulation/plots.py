@@ -53,7 +53,7 @@ def bar_chart(
 ) -> str:
     """For each group one bar per series; `ys[g]` is the series' value in group g (its xs are not looked at)."""
     most = max((y for item in bars for y in item.ys if math.isfinite(y)), default=1.0)
-    y_axis = _Axis(0.0, most or 1.0, HEIGHT - BOTTOM, TOP, False)
+    y_axis = _Axis(0.0, most * 1.07 or 1.0, HEIGHT - BOTTOM, TOP, False)  # room for the highest bar's value
     parts = _frame(title, "", y_label) + _grid(None, y_axis)
     slot = (WIDTH - RIGHT - LEFT) / max(1, len(groups))
     width = slot * 0.8 / max(1, len(bars))
@@ -70,7 +70,8 @@ def bar_chart(
                 f'fill="{COLORS[s % len(COLORS)]}"/>'
             )
             if show_values and width > 24:
-                parts.append(_text(x + width * 0.46, top - 4, _number(value), "middle"))
+                shown = f"{value / 1000:.1f}k" if width < 40 and 1000 <= value < 10_000 else _number(value)
+                parts.append(_text(x + width * 0.46, top - 4, shown, "middle"))
     return _document(parts + _legend([item.name for item in bars]))
 
 
