@@ -3,6 +3,7 @@
 
 import { codeElement, icon, make } from "./markdown.js";
 
+const ONE_LINE = 72;
 const JSON_TOKEN = /("(?:\\.|[^"\\])*")(\s*:)?|-?\d+(?:\.\d+)?(?:[eE][+-]?\d+)?|\b(?:true|false|null)\b/g;
 
 /** A block of JSON, its keys and values told apart by colour. */
@@ -21,10 +22,12 @@ export function jsonElement(text, label = "JSON") {
   return block;
 }
 
-/** JSON with line breaks, or the text itself where it is not whole. */
-export function pretty(text) {
+/** JSON with line breaks, or the text itself where it is not whole. What has at most `most` characters stays a line. */
+export function pretty(text, most = 0) {
   try {
-    return JSON.stringify(JSON.parse(text), null, 2);
+    const lines = JSON.stringify(JSON.parse(text), null, 1); // a string has no line break of its own in it
+    const line = lines.replace(/([{[])\n */g, "$1").replace(/\n *([}\]])/g, "$1").replace(/\n */g, " ");
+    return line.length <= most ? line : JSON.stringify(JSON.parse(text), null, 2);
   } catch {
     return text;
   }
@@ -71,7 +74,7 @@ export function drawCalls(element, calls, results, give) {
     card.setAttribute("aria-label", `Call of ${call.name}`);
     const head = make("div", "call-head");
     head.append(icon("tool"), make("strong", "", call.name), make("span", "", stateOf(call, results, give)));
-    card.append(head, jsonElement(pretty(call.arguments), "arguments"));
+    card.append(head, jsonElement(pretty(call.arguments, ONE_LINE), "arguments"));
     if (results.has(call.id)) card.append(resultOf(results.get(call.id)));
     else if (give) card.append(resultInput(call, inputs));
     form.append(card);
@@ -93,7 +96,7 @@ function stateOf(call, results, give) {
 }
 
 function resultOf(text) {
-  return isJson(text) ? jsonElement(pretty(text), "result") : codeElement(text, "result");
+  return isJson(text) ? jsonElement(pretty(text, ONE_LINE), "result") : codeElement(text, "result");
 }
 
 function resultInput(call, inputs) {
