@@ -86,11 +86,6 @@ class ModelConfig:
         "embeddings: of a prompt's final hidden states the last token's, or the mean",
         ("last", "mean"),
     )
-    pooling: str = _key(
-        "last",
-        "embeddings: of a prompt's final hidden states the last token's, or the mean",
-        ("last", "mean"),
-    )
     adapters: str = _key("", "folder of LoRA adapters, a sub-folder each; each is a model of its sub-folder's name")
     max_adapter_rank: int = _key(64, "largest rank of a LoRA adapter", minimum=1)
 
@@ -187,7 +182,6 @@ class LimitsConfig:
     max_logit_bias: int = _key(1024, "entries of logit_bias", minimum=0)
     max_logprobs: int = _key(20, "alternatives per position", minimum=0)
     max_prompts: int = _key(256, "prompts in one /v1/completions call", minimum=1)
-    max_embedding_inputs: int = _key(2048, "inputs in one /v1/embeddings call", minimum=1)
     max_embedding_inputs: int = _key(2048, "inputs in one /v1/embeddings call", minimum=1)
     max_grammar_bytes: int = _key(256 * 1024, "bytes of one schema, expression or grammar", minimum=1)
     grammar_timeout_s: float = _key(5.0, "longest that a request waits for its grammar", minimum=0.1)
