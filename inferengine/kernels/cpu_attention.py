@@ -17,19 +17,26 @@ from torch.nn import functional
 from inferengine.kernels.reference import rms_norm
 
 FP8, FP8_MAX = torch.float8_e4m3fn, 448.0
+SHORT_ROW = 16  # most new tokens of a row that is computed as decodes are: guesses to verify, mostly
 QUERY_TILE = 128  # flattened query tokens per prompt tile
 KEY_TILE = 4096  # keys at which a tile that spans several rows is closed early
 CHUNK_TOKENS = 256  # keys per decode item when rows differ much in length
 
 
 class DecodePlan(NamedTuple):
-    """Which keys the decode rows read. I items of C blocks; `rows[i]` owns item i; items of a row are neighbours."""
+    """Which keys rows of few tokens read. I items of C blocks; `rows[i]` owns item i; items of a row are neighbours.
+    Every row has Q queries: 1 for decodes; shorter rows repeat their last one."""
 
+    begin: int  # the tokens computed are [begin, end)
+    end: int
+    num_queries: int
+    tokens: torch.Tensor | None  # [R * Q] token of each query, counted from `begin`; None: one for one
+    is_first: torch.Tensor | None  # [R * Q] which queries are no repetition; None: all
     places: torch.Tensor  # [2 * I * K * C] rows of kv seen as [num_blocks * 2 * K, block_size * D]
-    mask: torch.Tensor  # [I * K, 1, C * block_size], 0 or -inf
+    mask: torch.Tensor  # [I * K, Q, C * block_size], 0 or -inf
     rows: torch.Tensor | None  # [I]; None when every row is one item
     host_rows: np.ndarray
-    row_begin: np.ndarray  # [D] first item of each row
+    row_begin: np.ndarray  # [R] first item of each row
     gathered: torch.Tensor  # [2 * I * K * C, block_size * D] scratch shared by the layers
     num_items: int
 
@@ -56,10 +63,10 @@ class Angles(NamedTuple):
 class AttentionPlan:
     """What one step and one KV group decide for all their layers."""
 
-    __slots__ = ("angles", "decode", "tiles", "written")
+    __slots__ = ("angles", "decodes", "tiles", "written")
 
-    def __init__(self, decode: DecodePlan | None, tiles: list[TilePlan], written: torch.Tensor) -> None:
-        self.decode = decode
+    def __init__(self, decodes: list[DecodePlan], tiles: list[TilePlan], written: torch.Tensor) -> None:
+        self.decodes = decodes  # rows of one token, then rows of few
         self.tiles = tiles
         self.written = written  # [T, 2K] rows of kv seen as [.., D] that take each token's K and V
         self.angles: dict[tuple[int, int], Angles] = {}  # by rotation table and number of heads
@@ -71,11 +78,15 @@ def prepare_attention(batch: Any, group: int, kv: torch.Tensor, window: int | No
     if columns is None:
         raise RuntimeError("attention on the CPU needs the step's columns on the host")
     table = batch.block_tables[group].numpy()
-    decode = _plan_decode(columns, batch.num_decodes, table, kv, window) if batch.num_decodes else None
-    tiles = []
-    if batch.num_tokens > batch.num_decodes:
-        tiles = _plan_tiles(columns, batch.num_decodes, table, kv, window)
-    return AttentionPlan(decode, tiles, torch.from_numpy(_written(columns, table, kv)))
+    num_short = _num_short(columns, batch.num_decodes)
+    ends = [batch.num_decodes, batch.num_decodes + num_short]
+    decodes = [
+        _plan_decode(columns, begin, end, table, kv, window)
+        for begin, end in zip([0, ends[0]], ends, strict=True)
+        if end > begin
+    ]
+    tiles = _plan_tiles(columns, ends[1], table, kv, window) if ends[1] < batch.num_rows else []
+    return AttentionPlan(decodes, tiles, torch.from_numpy(_written(columns, table, kv)))
 
 
 def attention_qkv(
@@ -133,11 +144,11 @@ def attention(
     """q [T, H, D] over the paged keys of each token's row -> [T, H * D]. `window` is baked into the step's plan."""
     plan: AttentionPlan = batch.plans[group]
     num_tokens, num_heads, head_dim = q.shape
-    if plan.decode is not None and not plan.tiles:
-        return _decode(q, kv, plan.decode, scale, softcap)
+    if len(plan.decodes) == 1 and not plan.tiles:
+        return _decode(q, kv, plan.decodes[0], scale, softcap)
     out = torch.empty(num_tokens, num_heads * head_dim, dtype=q.dtype)
-    if plan.decode is not None:
-        out[: batch.num_decodes] = _decode(q[: batch.num_decodes], kv, plan.decode, scale, softcap)
+    for part in plan.decodes:
+        out[part.begin : part.end] = _decode(q[part.begin : part.end], kv, part, scale, softcap)
     for tile in plan.tiles:
         out[tile.begin : tile.end] = _prompt_tile(q[tile.begin : tile.end], kv, tile, scale, softcap)
     return out
@@ -177,29 +188,52 @@ def _angles(
 
 
 def _decode(q: torch.Tensor, kv: torch.Tensor, plan: DecodePlan, scale: float, softcap: float | None) -> torch.Tensor:
-    num_rows, num_heads, head_dim = q.shape
-    num_kv_heads, block_size = kv.shape[2], kv.shape[3]
+    _, num_heads, head_dim = q.shape
+    num_kv_heads, block_size, num_rows = kv.shape[2], kv.shape[3], len(plan.row_begin)
+    if plan.num_queries > 1:
+        q = _by_kv_head(q, plan, num_rows, num_kv_heads)
     torch.index_select(_stored(kv).view(-1, block_size * head_dim), 0, plan.places, out=plan.gathered)
     keys, values = _numbers(plan.gathered, kv).view(2, plan.num_items * num_kv_heads, -1, head_dim).unbind(0)
     queries = q if plan.rows is None else q.index_select(0, plan.rows)
-    queries = queries.reshape(plan.num_items * num_kv_heads, num_heads // num_kv_heads, head_dim)
-    if softcap is None:
+    queries = queries.reshape(plan.num_items * num_kv_heads, -1, head_dim)
+    if softcap is None and plan.num_queries == 1:
         scores = torch.baddbmm(plan.mask, queries, keys.transpose(1, 2), alpha=scale)
     else:
-        scores = torch.bmm(queries, keys.transpose(1, 2)).mul_(scale / softcap).tanh_().mul_(softcap).add_(plan.mask)
+        scores = torch.bmm(queries, keys.transpose(1, 2)).mul_(scale)
+        if softcap is not None:
+            scores.div_(softcap).tanh_().mul_(softcap)
+        by_query = scores.view(len(scores), plan.num_queries, -1, scores.shape[2])
+        by_query.add_(plan.mask.unsqueeze(2))
     weights = torch.softmax(scores, -1)
     partial = torch.bmm(weights, values)
     if plan.rows is None:
-        return partial.view(num_rows, num_heads * head_dim)
+        return _by_token(partial, plan, num_rows, num_kv_heads, num_heads * head_dim)
     # log-sum-exp without another pass of exponentials: the largest weight is exp(0) / sum
     peak = scores.amax(-1).float() - weights.amax(-1).float().log_()
-    logsumexp = peak.view(plan.num_items, num_heads).numpy()
+    logsumexp = peak.view(plan.num_items, -1).numpy()
     top = np.maximum.reduceat(logsumexp, plan.row_begin, axis=0)
     share = np.exp(logsumexp - top[plan.host_rows])
     share /= np.add.reduceat(share, plan.row_begin, axis=0)[plan.host_rows]
-    partial = partial.view(plan.num_items, num_heads, head_dim).mul_(torch.from_numpy(share).unsqueeze(-1))
-    out = torch.zeros(num_rows, num_heads * head_dim, dtype=q.dtype)
-    return out.index_add_(0, plan.rows, partial.view(plan.num_items, -1))
+    partial = partial.view(plan.num_items, -1, head_dim).mul_(torch.from_numpy(share).unsqueeze(-1))
+    out = torch.zeros(num_rows, partial.shape[1] * head_dim, dtype=q.dtype)
+    out.index_add_(0, plan.rows, partial.view(plan.num_items, -1))
+    return _by_token(out, plan, num_rows, num_kv_heads, num_heads * head_dim)
+
+
+def _by_kv_head(q: torch.Tensor, plan: DecodePlan, num_rows: int, num_kv_heads: int) -> torch.Tensor:
+    """[T, H, D] -> [R, K * Q * H / K, D]: queries of a row that read the same keys become neighbours."""
+    _, num_heads, head_dim = q.shape
+    queries = q if plan.tokens is None else q.index_select(0, plan.tokens)
+    queries = queries.view(num_rows, plan.num_queries, num_kv_heads, num_heads // num_kv_heads, head_dim)
+    return queries.transpose(1, 2).reshape(num_rows, -1, head_dim)
+
+
+def _by_token(mixed: torch.Tensor, plan: DecodePlan, num_rows: int, num_kv_heads: int, width: int) -> torch.Tensor:
+    """The way back -> [T, H * D]; repetitions are left out."""
+    if plan.num_queries == 1:
+        return mixed.view(num_rows, width)
+    by_query = mixed.view(num_rows, num_kv_heads, plan.num_queries, -1).transpose(1, 2).reshape(-1, width)
+    return by_query if plan.is_first is None else by_query[plan.is_first]
 
 
 def _prompt_tile(
@@ -222,10 +256,24 @@ def _prompt_tile(
     return mixed.permute(2, 0, 1, 3).reshape(count, num_heads * head_dim)
 
 
-def _plan_decode(columns: Any, count: int, table: np.ndarray, kv: torch.Tensor, window: int | None) -> DecodePlan:
+def _num_short(columns: Any, num_decodes: int) -> int:
+    """Rows after the decodes, up to the first long one, that are computed as decodes are."""
+    counts = np.diff(columns.query_start[num_decodes:])
+    long = np.flatnonzero(counts > SHORT_ROW)
+    return int(long[0]) if len(long) else len(counts)
+
+
+def _plan_decode(
+    columns: Any, begin: int, end: int, table: np.ndarray, kv: torch.Tensor, window: int | None
+) -> DecodePlan:
+    """For the rows [begin, end)."""
     num_kv_heads, block_size, head_dim = kv.shape[2], kv.shape[3], kv.shape[4]
-    lengths = columns.row_len[:count].astype(np.int64)
-    first_key = np.zeros_like(lengths) if window is None else np.maximum(lengths - window, 0)
+    count, slots = end - begin, columns.row_slot[begin:end]
+    lengths, starts = columns.row_len[begin:end].astype(np.int64), columns.row_start[begin:end].astype(np.int64)
+    counts = lengths - starts
+    num_queries = int(counts.max())
+    places_of = np.minimum(np.arange(num_queries), counts[:, None] - 1)  # [R, Q] of a query within its row
+    first_key = np.zeros_like(lengths) if window is None else np.maximum(starts + 1 - window, 0)
     first_block = first_key // block_size
     num_blocks = -(-lengths // block_size) - first_block
     longest = int(num_blocks.max())
@@ -238,12 +286,23 @@ def _plan_decode(columns: Any, count: int, table: np.ndarray, kv: torch.Tensor, 
     item_in_row = np.arange(len(host_rows)) - row_begin[host_rows]
     index = (first_block[host_rows] + item_in_row * chunk)[:, None] + np.arange(chunk)  # [I, C] block within its row
     last = first_block + num_blocks - 1
-    blocks = table[columns.row_slot[:count][host_rows][:, None], np.minimum(index, last[host_rows][:, None])]
-    keys = index[:, :, None] * block_size + np.arange(block_size)
-    hidden = (keys >= lengths[host_rows][:, None, None]) | (keys < first_key[host_rows][:, None, None])
-    mask = np.where(hidden.reshape(len(host_rows), 1, -1), np.float32(-np.inf), np.float32(0))
+    blocks = table[slots[host_rows][:, None], np.minimum(index, last[host_rows][:, None])]
+    keys = (index[:, :, None] * block_size + np.arange(block_size)).reshape(len(host_rows), 1, -1)
+    positions = (starts[:, None] + places_of)[host_rows][:, :, None]  # [I, Q, 1] of the queries
+    hidden = keys > positions
+    if window is not None:
+        hidden |= keys <= positions - window
+    mask = np.where(hidden, np.float32(-np.inf), np.float32(0))
     places = torch.from_numpy(_places(blocks, num_kv_heads))
+    first_token = int(columns.query_start[begin])
+    ragged = int(counts.min()) < num_queries
+    tokens = (columns.query_start[begin:end] - first_token)[:, None] + places_of
     return DecodePlan(
+        begin=first_token,
+        end=int(columns.query_start[end]),
+        num_queries=num_queries,
+        tokens=torch.from_numpy(tokens.reshape(-1)) if ragged else None,
+        is_first=torch.from_numpy((np.arange(num_queries) < counts[:, None]).reshape(-1)) if ragged else None,
         places=places,
         mask=torch.from_numpy(np.repeat(mask, num_kv_heads, axis=0)).to(number_type(kv)),
         rows=None if len(host_rows) == count else torch.from_numpy(host_rows),
