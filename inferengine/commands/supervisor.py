@@ -1,5 +1,8 @@
 """Keeps a few child processes running: starts, restarts with backoff, drains, aborts. What `inferengine up` runs on.
 
+To stop, all children are told at once, as the systemd units do it: front ends accept nobody any more and let their
+streams end, the engine refuses new requests of others and finishes what runs, and one deadline holds for all.
+
 One thread, one selector: it wakes for output, notifications, signals and timers and sleeps otherwise. It imports
 neither torch nor zmq, so it starts in a blink and cannot be what fails.
 """
@@ -22,8 +25,7 @@ FAST_FAILURE_S = 10.0  # a run shorter than this counts towards giving up
 MAX_FAST_FAILURES = 5
 FIRST_DELAY_S = 0.5
 LONGEST_DELAY_S = 10.0
-FRONT_END_STOP_S = 10.0
-DRAIN_GRACE_S = 5.0  # on top of engine.drain_timeout_s, before SIGKILL
+DRAIN_GRACE_S = 10.0  # on top of engine.drain_timeout_s, before SIGKILL: time for the last words
 ABORT_S = 3.0
 FINAL_CODES = {  # another try would end the same way
     ExitCode.USAGE: "the configuration or the command line is wrong",
@@ -209,10 +211,8 @@ class Supervisor:
 
     def _on_exit(self, name: str, code: int, lifetime_s: float) -> None:
         if self._stopping:
-            if name == self._engine.name:
-                if self._exit_code == ExitCode.OK:
-                    self._exit_code = code
-                self._stop_front_ends()
+            if name == self._engine.name and self._exit_code == ExitCode.OK:
+                self._exit_code = code
             return
         if name == self._engine.name and code == ExitCode.OK:
             self._view.notice("the engine was drained by an operator: stopping the front ends")
@@ -230,23 +230,16 @@ class Supervisor:
     def _stop(self) -> None:
         self._stopping = True
         self._restarts.clear()
-        engine = self._children.get(self._engine.name)
-        if engine is None:
-            self._stop_front_ends()
-            return
-        if self._signals:
+        if self._signals and self._children:
             self._view.notice(
                 f"stopping: running requests have {self._drain_timeout_s:g} s to finish; once more to stop at once"
             )
-        engine.kill(signal.SIGTERM)
-        self._kill_at = time.monotonic() + self._drain_timeout_s + DRAIN_GRACE_S
-
-    def _stop_front_ends(self) -> None:
-        if self._signals > 1:
-            return
+        for spec in self._specs.values():
+            if spec.listener is not None:
+                spec.listener.close()  # nobody is to wait at a door that will not open
         for child in self._children.values():
             child.kill(signal.SIGTERM)
-        self._kill_at = time.monotonic() + FRONT_END_STOP_S
+        self._kill_at = time.monotonic() + self._drain_timeout_s + DRAIN_GRACE_S
 
     def _abort(self) -> None:
         self._view.notice("stopping at once")
@@ -256,9 +249,6 @@ class Supervisor:
         self._kill_at = time.monotonic() + ABORT_S
 
     def _on_overdue(self) -> None:
-        engine_only = self._engine.name in self._children and self._signals < 2
         for name, child in self._children.items():
-            if engine_only and name != self._engine.name:
-                continue
             self._view.notice(f"{name} did not end in time: killing it")
             child.kill(signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""The supervisor with real processes: restarts, giving up, drain order, abort, watchdog."""
+"""The supervisor with real processes: restarts, giving up, draining, abort, watchdog."""
 
 from __future__ import annotations
 
@@ -73,17 +73,69 @@ def noted(folder: Path, *texts: str) -> Callable[[RecordingView], bool]:
     return lambda view: all(text in notes(folder) for text in texts)
 
 
-def test_sigterm_stops_the_engine_first_and_the_front_ends_after_it(tmp_path: Path) -> None:
+def test_sigterm_tells_all_at_once_and_the_engine_may_outlast_the_streams_of_the_front_ends(tmp_path: Path) -> None:
+    """Neither waits for the other: each has been told before any has ended."""
+    patient = """
+def stop(*_):
+    note("{name} told")
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline and sum(line.endswith("told\\n") for line in open(LOG)) < 3:
+        time.sleep(0.01)
+    note("{name} stopped")
+    sys.exit(0)
+signal.signal(signal.SIGTERM, stop)
+note("{name} started")
+notify("READY=1")
+while True:
+    until_signal()
+"""
+    engine, http, ws = [service(name, patient.replace("{name}", name), tmp_path) for name in ("engine", "http", "ws")]
     outcome = supervise(
-        steady("engine", tmp_path),
-        [steady("http", tmp_path), steady("ws", tmp_path)],
+        engine,
+        [http, ws],
         tmp_path,
         steps=[(noted(tmp_path, "engine started", "http started", "ws started"), send(signal.SIGTERM))],
+        drain_timeout_s=15.0,
     )
     assert outcome.code == ExitCode.OK
-    stops = [note for note in notes(tmp_path) if note.endswith("stopped")]
-    assert stops[0] == "engine stopped"
-    assert sorted(stops[1:]) == ["http stopped", "ws stopped"]
+    lines = [note for note in notes(tmp_path) if not note.endswith("started")]
+    assert sorted(lines[:3]) == ["engine told", "http told", "ws told"]
+    assert sorted(lines[3:]) == ["engine stopped", "http stopped", "ws stopped"]
+
+
+def test_a_stopping_service_turns_newcomers_away_instead_of_letting_them_wait(tmp_path: Path) -> None:
+    slow = """
+def stop(*_):
+    os.close(3)  # as a front end does
+    note("told")
+    while not os.path.exists(LOG + ".go"):
+        time.sleep(0.01)
+    sys.exit(0)
+signal.signal(signal.SIGTERM, stop)
+note("up")
+notify("READY=1")
+while True:
+    until_signal()
+"""
+    refused: list[bool] = []
+
+    def knock() -> None:
+        try:
+            socket.create_connection(address, timeout=10).close()
+        except ConnectionRefusedError:
+            refused.append(True)
+        (tmp_path / "notes.go").touch()
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = listener.getsockname()
+        front_end = service("http", slow, tmp_path)._replace(listener=listener)
+        supervise(
+            steady("engine", tmp_path),
+            [front_end],
+            tmp_path,
+            steps=[(noted(tmp_path, "up", "engine started"), send(signal.SIGTERM)), (noted(tmp_path, "told"), knock)],
+        )
+    assert refused == [True]
 
 
 def test_readiness_is_announced_once_when_everything_is_ready(tmp_path: Path) -> None:
@@ -207,9 +259,10 @@ note(str(socket.socket(fileno=3).getsockname()[1]))
 notify("READY=1")
 time.sleep(0.1)
 """
+        port = listener.getsockname()[1]
         spec = service("engine", body, tmp_path)._replace(listener=listener)
         supervise(spec, [], tmp_path)
-        assert notes(tmp_path) == [str(listener.getsockname()[1])]
+        assert notes(tmp_path) == [str(port)]
 
 
 def test_delays_grow_with_each_quick_failure_until_it_gives_up() -> None:

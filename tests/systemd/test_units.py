@@ -60,6 +60,15 @@ def test_systemd_waits_longer_than_the_drain(service: Path) -> None:
     assert int(found.group(1)) > EngineConfig().drain_timeout_s
 
 
+@pytest.mark.parametrize("service", SERVICES, ids=lambda path: path.name)
+def test_no_service_waits_for_another_to_start_or_to_stop(service: Path) -> None:
+    """Else a front end would be silent while the engine loads, and a stop would take the sum of two deadlines."""
+    orders = re.findall(r"^(?:After|Before|Requires|BindsTo)=(.*)$", service.read_text(), re.MULTILINE)
+    others = {path.name for path in SERVICES} - {service.name}
+    assert orders
+    assert not others & set(" ".join(orders).split())
+
+
 def test_every_example_configuration_is_valid() -> None:
     from inferengine.config import load
 
