@@ -15,15 +15,21 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import logging
+import os
 import secrets
+import time
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from inferengine.errors import ConfigError, InferEngineError
 
+logger = logging.getLogger(__name__)
+
+LOOK_AGAIN_S = 1.0
 KEY_PREFIX = "ie_"
 KEY_BYTES = 32
 MAX_PRESENTED_CHARACTERS = 256
@@ -42,7 +48,7 @@ _FIELDS: dict[str, type] = {
 
 @dataclass(frozen=True)
 class ApiKey:
-    """What holds for whoever presents this key. `index`: its place in the file."""
+    """What holds for whoever presents this key. Without a name: nobody was asked for one."""
 
     name: str = ""
     tenant: str = ""
@@ -51,7 +57,6 @@ class ApiKey:
     max_in_flight: int = 0
     models: tuple[str, ...] = ()
     admin: bool = False
-    index: int = -1
 
     def may_use(self, model: str) -> bool:
         return not self.models or model in self.models
@@ -69,17 +74,37 @@ ANYBODY = ApiKey()
 
 
 class KeyRing:
-    """The keys of a file. Without a file nobody is asked for one."""
+    """The keys of a file; without a file nobody is asked for one.
 
-    def __init__(self, keys: Sequence[ApiKey] = (), digests: Sequence[bytes] = (), *, required: bool = False) -> None:
+    The file is looked at again when somebody comes in, at most once a second. A changed one replaces the keys as a
+    whole; one that cannot be used leaves them as they are, and `complaint` says what is wrong with it.
+    """
+
+    def __init__(
+        self,
+        keys: Sequence[ApiKey] = (),
+        digests: Sequence[bytes] = (),
+        *,
+        required: bool = False,
+        path: str = "",
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`path`: where the keys came from, to be looked at again; "" never does."""
         self.keys = keys
         self.required = required
+        self.complaint = ""
         self._digests = digests
+        self._path = path
+        self._clock = clock
+        self._stamp = _stamp(path)
+        self._next_look_s = clock() + LOOK_AGAIN_S
 
     def identify(self, presented: str | None) -> ApiKey:
         """Whose key this is. Raises `unauthorized`. Takes equally long for every key, known or not."""
         if not self.required:
             return ANYBODY
+        if self._path and self._clock() >= self._next_look_s:
+            self._look_again()
         if presented is None or len(presented) > MAX_PRESENTED_CHARACTERS:
             raise InferEngineError("unauthorized", "An API key is needed.")
         digest, found = digest_of(presented), -1
@@ -89,6 +114,32 @@ class KeyRing:
         if found < 0:
             raise InferEngineError("unauthorized", "The API key is not known here.")
         return self.keys[found]
+
+    def reload(self) -> None:
+        """Read the file now, changed or not."""
+        self._stamp = _stamp(self._path)  # before reading: what is written meanwhile is seen the next time
+        try:
+            fresh = read_keys(self._path)
+        except ConfigError as error:
+            self.complaint = str(error)
+            logger.error("the keys file cannot be used, the old keys hold", extra={"fields": {"error": str(error)}})
+            return
+        self.keys, self._digests, self.complaint = fresh.keys, fresh._digests, ""
+        logger.info("keys read again", extra={"fields": {"keys": len(self.keys)}})
+
+    def _look_again(self) -> None:
+        self._next_look_s = self._clock() + LOOK_AGAIN_S
+        if _stamp(self._path) != self._stamp:
+            self.reload()
+
+
+def _stamp(path: str) -> tuple[int, ...]:
+    """What changes with a file's content, or when another one takes its place."""
+    try:
+        status = os.stat(path)
+    except (OSError, ValueError):
+        return ()
+    return status.st_mtime_ns, status.st_size, status.st_ino
 
 
 def digest_of(key: str) -> bytes:
@@ -107,7 +158,7 @@ def entry(name: str, key: str, **values: Any) -> str:
     return "\n".join(lines) + "\n"
 
 
-def read_keys(path: str) -> KeyRing:
+def read_keys(path: str, clock: Callable[[], float] = time.monotonic) -> KeyRing:
     """Raises ConfigError that names the entry and the field at fault. An empty path asks nobody for a key."""
     if not path:
         return KeyRing()
@@ -124,7 +175,7 @@ def read_keys(path: str) -> KeyRing:
     names = [key.name for key in keys]
     if len(set(names)) != len(names):
         raise ConfigError(CONFIG_KEY, "every key needs a name of its own")
-    return KeyRing(keys, [bytes.fromhex(item["sha256"]) for item in entries], required=True)
+    return KeyRing(keys, [bytes.fromhex(item["sha256"]) for item in entries], required=True, path=path, clock=clock)
 
 
 def _read_entry(index: int, item: Any) -> ApiKey:
@@ -147,7 +198,7 @@ def _read_entry(index: int, item: Any) -> ApiKey:
         raise ConfigError(CONFIG_KEY, f"{where}: limits are 0 (none) or above")
     values = {field: item[field] for field in item if field not in ("name", "sha256", "tenant", "models")}
     tenant, models = str(item.get("tenant", name)), tuple(item.get("models", ()))
-    return ApiKey(name=name, tenant=tenant, models=models, index=index, **values)
+    return ApiKey(name=name, tenant=tenant, models=models, **values)
 
 
 def _toml(value: Any) -> str:

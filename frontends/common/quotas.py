@@ -1,13 +1,15 @@
 """How much each key may still do, counted over all workers of a front end.
 
-Each worker writes its own cells of one shared anonymous mapping made before the fork and reads everybody's, so limits
+Each worker writes its own rows of one shared anonymous mapping made before the fork and reads everybody's, so limits
 hold for the sum without a lock; two workers that decide in the same microsecond may let one request too many pass.
+A row is found by the key's name, because keys come and go while the workers run.
 Rates are a sliding window: the share of the last minute's count that still lies within 60 s, and this minute's.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import mmap
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -16,7 +18,8 @@ from frontends.common.keys import ApiKey
 from inferengine.errors import InferEngineError
 
 WINDOW_S = 60.0
-_IN_FLIGHT, _WINDOW, _COUNT, _COUNT_BEFORE, _CELLS = range(5)
+MIN_ROWS = 256
+_MARK, _IN_FLIGHT, _WINDOW, _COUNT, _COUNT_BEFORE, _CELLS = range(6)
 _DOUBLE = 8
 
 
@@ -31,19 +34,21 @@ class Quotas:
         num_workers: int = 1,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`max_in_flight`: of all keys together, 0 for no limit. `clock` must be the same for all workers."""
+        """`keys`: those known now; there is room for four times as many. `max_in_flight`: of all keys together, 0 for
+        no limit. `clock` must be the same for all workers."""
         self._max_in_flight = max_in_flight
         self._num_workers = num_workers
         self._clock = clock
-        self._row = (len(keys) + 1) * _CELLS  # the first key is everybody together
-        self._memory = mmap.mmap(-1, num_workers * self._row * _DOUBLE)
+        self._slab = (1 + max(MIN_ROWS, 4 * len(keys))) * _CELLS  # the first row is everybody together
+        self._memory = mmap.mmap(-1, num_workers * self._slab * _DOUBLE)
         self._cells: memoryview[float] = memoryview(self._memory).cast("d")
         self._worker = 0
+        self._places: dict[tuple[int, float], int] = {}  # where a worker's row of a key was last seen
 
     def choose_worker(self, worker: int) -> None:
         """After the fork. What a predecessor had in flight died with it; what it counted in this minute stays."""
         self._worker = worker
-        for place in range(worker * self._row, (worker + 1) * self._row, _CELLS):
+        for place in range(worker * self._slab, (worker + 1) * self._slab, _CELLS):
             self._cells[place + _IN_FLIGHT] = 0.0
 
     @contextlib.contextmanager
@@ -69,27 +74,29 @@ class Quotas:
                 wait_s = min(WINDOW_S, excess * WINDOW_S / key.requests_per_minute)
                 raise InferEngineError("rate_limited", message, retry_after_s=wait_s)
             self._count(key)
-        self._cells[self._place(self._worker, -1) + _IN_FLIGHT] += 1
-        if key.index >= 0:
-            self._cells[self._place(self._worker, key.index) + _IN_FLIGHT] += 1
+        self._cells[self._worker * self._slab + _IN_FLIGHT] += 1
+        if key.name:
+            self._cells[self._own_row(key) + _IN_FLIGHT] += 1
 
     def leave(self, key: ApiKey) -> None:
-        self._cells[self._place(self._worker, -1) + _IN_FLIGHT] -= 1
-        if key.index >= 0:
-            self._cells[self._place(self._worker, key.index) + _IN_FLIGHT] -= 1
+        self._cells[self._worker * self._slab + _IN_FLIGHT] -= 1
+        if key.name:
+            self._cells[self._own_row(key) + _IN_FLIGHT] -= 1
 
     def in_flight(self, key: ApiKey | None = None) -> int:
         """Requests being answered by all workers: of a key, or of everybody."""
-        index = -1 if key is None else key.index
-        return int(sum(self._cells[self._place(worker, index)] for worker in range(self._num_workers)))
+        if key is None:
+            rows = [worker * self._slab for worker in range(self._num_workers)]
+        else:
+            rows = self._rows(key)
+        return int(sum(self._cells[row + _IN_FLIGHT] for row in rows))
 
     def rate(self, key: ApiKey) -> float:
         """Requests of a key in the last minute."""
         window, share = divmod(self._clock() / WINDOW_S, 1.0)
         total = 0.0
-        for worker in range(self._num_workers):
-            place = self._place(worker, key.index)
-            began, count, before = self._cells[place + _WINDOW : place + _IN_FLIGHT + _CELLS]
+        for row in self._rows(key):
+            began, count, before = self._cells[row + _WINDOW : row + _COUNT_BEFORE + 1]
             if began == window:
                 total += count + before * (1.0 - share)
             elif began == window - 1:
@@ -98,13 +105,51 @@ class Quotas:
 
     def _count(self, key: ApiKey) -> None:
         window = self._clock() // WINDOW_S
-        place = self._place(self._worker, key.index)
-        if self._cells[place + _WINDOW] != window:
-            is_next = self._cells[place + _WINDOW] == window - 1
-            self._cells[place + _COUNT_BEFORE] = self._cells[place + _COUNT] if is_next else 0.0
-            self._cells[place + _COUNT] = 0.0
-            self._cells[place + _WINDOW] = window
-        self._cells[place + _COUNT] += 1
+        row = self._own_row(key)
+        if self._cells[row + _WINDOW] != window:
+            is_next = self._cells[row + _WINDOW] == window - 1
+            self._cells[row + _COUNT_BEFORE] = self._cells[row + _COUNT] if is_next else 0.0
+            self._cells[row + _COUNT] = 0.0
+            self._cells[row + _WINDOW] = window
+        self._cells[row + _COUNT] += 1
 
-    def _place(self, worker: int, index: int) -> int:
-        return worker * self._row + (index + 1) * _CELLS
+    def _rows(self, key: ApiKey) -> list[int]:
+        """Of all workers that have answered this key."""
+        mark = _mark(key.name)
+        rows = [self._find(worker, mark) for worker in range(self._num_workers)]
+        return [row for row in rows if row is not None]
+
+    def _own_row(self, key: ApiKey) -> int:
+        """This worker's row of the key: made when there is none, in place of one that counts nothing any more."""
+        mark = _mark(key.name)
+        if (found := self._find(self._worker, mark)) is not None:
+            return found
+        window = self._clock() // WINDOW_S
+        for row in self._slab_rows(self._worker):
+            cells = self._cells
+            if not cells[row + _MARK] or (not cells[row + _IN_FLIGHT] and cells[row + _WINDOW] < window - 1):
+                for place, value in enumerate((mark, 0.0, -2.0, 0.0, 0.0)):
+                    cells[row + place] = value
+                return row
+        raise InferEngineError("overloaded", "More keys are in use than this server counts.", retry_after_s=WINDOW_S)
+
+    def _find(self, worker: int, mark: float) -> int | None:
+        """Rows are filled from the first on, so the first that was never used ends the search."""
+        known = self._places.get((worker, mark))
+        if known is not None and self._cells[known + _MARK] == mark:
+            return known
+        for row in self._slab_rows(worker):
+            if self._cells[row + _MARK] == mark:
+                self._places[worker, mark] = row
+                return row
+            if not self._cells[row + _MARK]:
+                break
+        return None
+
+    def _slab_rows(self, worker: int) -> range:
+        return range(worker * self._slab + _CELLS, (worker + 1) * self._slab, _CELLS)
+
+
+def _mark(name: str) -> float:
+    """A number of 53 bits for a name, never 0: what a cell holds exactly."""
+    return float(1 + int.from_bytes(hashlib.sha256(name.encode()).digest()[:6], "big"))

@@ -63,7 +63,18 @@ async def unload_adapter(request: Request) -> Response:
     return JsonBytes({"status": "unloaded", "engines": await _all(service, "unload_adapter", name=name)})
 
 
+async def reload_keys(request: Request) -> Response:
+    """Read the keys file now; 400 with what is wrong with it, and then the old keys hold. Every worker looks at the
+    file by itself within a second: this tells whether it can be used."""
+    keys = request.app.state.service.keys
+    keys.reload()
+    if keys.complaint:
+        raise InferEngineError("invalid_request", f"The old keys hold: {keys.complaint}")
+    return JsonBytes({"status": "read", "keys": len(keys.keys)})
+
+
 ROUTES = (
+    Route("/reload_keys", reload_keys, methods=["POST"]),
     Route("/v1/load_lora_adapter", load_adapter, methods=["POST"]),
     Route("/v1/unload_lora_adapter", unload_adapter, methods=["POST"]),
     Route("/pause", pause, methods=["POST"]),

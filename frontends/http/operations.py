@@ -77,6 +77,8 @@ async def stats(request: Request) -> Response:
     document = await stats_document(service.engines)
     document.setdefault("config", service.config.resolved())
     document["http"] = {"active_requests": service.num_calls, "worker": service.metrics.worker}
+    if service.keys.required:
+        document["http"]["keys"] = {"count": len(service.keys.keys), "complaint": service.keys.complaint}
     return JsonBytes(document)
 
 

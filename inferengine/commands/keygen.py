@@ -53,7 +53,7 @@ def _api(values: dict[str, Any]) -> int:
         handle.write(f"\n{entry}" if path.stat().st_size else entry)
     keys.read_keys(file)
     print(key)
-    print(f"The entry is in {file}; front ends read it when they start.", file=sys.stderr)
+    print(f"The entry is in {file}; running front ends see it within a second.", file=sys.stderr)
     return ExitCode.OK
 
 

@@ -6,13 +6,19 @@ from pathlib import Path
 
 import pytest
 
-from frontends.common.keys import ANYBODY, ApiKey, KeyRing, entry, new_key, read_keys
-from frontends.common.quotas import WINDOW_S, Quotas
+from frontends.common.keys import ANYBODY, LOOK_AGAIN_S, ApiKey, KeyRing, entry, new_key, read_keys
+from frontends.common.quotas import MIN_ROWS, WINDOW_S, Quotas
 from inferengine.errors import ConfigError, InferEngineError
 
 
+def write(folder: Path, *entries: str) -> None:
+    """As an editor or a tool does that lets nobody see half a file."""
+    (folder / "keys.new").write_text("\n".join(entries))
+    (folder / "keys.new").replace(folder / "keys.toml")
+
+
 def ring(folder: Path, *entries: str) -> KeyRing:
-    (folder / "keys.toml").write_text("\n".join(entries))
+    write(folder, *entries)
     return read_keys(str(folder / "keys.toml"))
 
 
@@ -24,8 +30,7 @@ def test_a_key_is_known_by_its_digest_alone(tmp_path: Path) -> None:
     key = new_key()
     keys = ring(tmp_path, entry("alice", new_key()), entry("bob", key, tenant="team", priority=3, admin=True))
     assert key not in (tmp_path / "keys.toml").read_text()
-    assert keys.identify(key) == ApiKey("bob", "team", 3, admin=True, index=1)
-    assert keys.identify(key).index == 1
+    assert keys.identify(key) == ApiKey("bob", "team", 3, admin=True)
 
 
 @pytest.mark.parametrize("presented", [None, "", "ie_wrong", "x" * 10_000, "\udcff", "ï¿½"])
@@ -73,6 +78,40 @@ def test_tenants_do_not_share_cached_prefixes() -> None:
     assert ANYBODY.salt(b"x") == b"x"
 
 
+def test_a_changed_file_is_seen_within_a_second(tmp_path: Path) -> None:
+    clock, old, new = Clock(), new_key(), new_key()
+    write(tmp_path, entry("alice", old))
+    keys = read_keys(str(tmp_path / "keys.toml"), clock)
+    write(tmp_path, entry("alice", new, max_in_flight=7))
+    assert keys.identify(old).max_in_flight == 0  # not looked at yet
+    clock.now += LOOK_AGAIN_S
+    assert keys.identify(new).max_in_flight == 7
+    with pytest.raises(InferEngineError, match="not known"):
+        keys.identify(old)
+
+
+@pytest.mark.parametrize("text", ["[[key", "", "[[key]]\nname = 'a'", None], ids=["torn", "empty", "no digest", "gone"])
+def test_a_broken_file_keeps_the_old_keys_and_says_so(
+    tmp_path: Path, text: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    clock, key = Clock(), new_key()
+    write(tmp_path, entry("alice", key))
+    keys = read_keys(str(tmp_path / "keys.toml"), clock)
+    if text is None:
+        (tmp_path / "keys.toml").unlink()
+    else:
+        write(tmp_path, text)
+    for _ in range(3):
+        clock.now += LOOK_AGAIN_S
+        assert keys.identify(key).name == "alice"
+    assert "auth.keys_file" in keys.complaint
+    assert [record.message for record in caplog.records] == ["the keys file cannot be used, the old keys hold"]
+    write(tmp_path, entry("bob", key))
+    clock.now += LOOK_AGAIN_S
+    assert keys.identify(key).name == "bob"
+    assert keys.complaint == ""
+
+
 class Clock:
     def __init__(self) -> None:
         self.now = 6000.0
@@ -90,7 +129,7 @@ def refusal(quotas: Quotas, key: ApiKey) -> InferEngineError | None:
 
 
 def test_requests_in_flight_are_counted_over_all_workers() -> None:
-    key, other = ApiKey("a", max_in_flight=2, index=0), ApiKey("b", index=1)
+    key, other = ApiKey("a", max_in_flight=2), ApiKey("b")
     quotas = Quotas([key, other], num_workers=2)
     for worker in (0, 1):
         quotas.choose_worker(worker)
@@ -104,7 +143,7 @@ def test_requests_in_flight_are_counted_over_all_workers() -> None:
 
 
 def test_what_a_dead_worker_had_in_flight_is_forgotten() -> None:
-    key = ApiKey("a", max_in_flight=1, index=0)
+    key = ApiKey("a", max_in_flight=1)
     quotas = Quotas([key], num_workers=2)
     quotas.choose_worker(1)
     quotas.enter(key)
@@ -123,7 +162,7 @@ def test_everybody_together_has_a_limit_too() -> None:
 
 def test_a_rate_holds_over_workers_and_over_the_minute_s_end() -> None:
     clock = Clock()
-    key = ApiKey("a", requests_per_minute=10, index=0)
+    key = ApiKey("a", requests_per_minute=10)
     quotas = Quotas([key], num_workers=2, clock=clock)
     for number in range(10):
         quotas.choose_worker(number % 2)
@@ -138,3 +177,20 @@ def test_a_rate_holds_over_workers_and_over_the_minute_s_end() -> None:
     assert refusal(quotas, key) is None
     clock.now += 2 * WINDOW_S
     assert [refusal(quotas, key) is None for _ in range(11)].count(True) == 10
+
+
+def test_keys_come_and_go_while_others_are_counted() -> None:
+    """More names than there is room for: rows of those that count nothing any more are used again."""
+    clock = Clock()
+    quotas, busy = Quotas(clock=clock, num_workers=2), ApiKey("busy", max_in_flight=1)
+    quotas.enter(busy)
+    for number in range(3 * MIN_ROWS):
+        with quotas.request(ApiKey(f"key {number}", requests_per_minute=5)):
+            clock.now += 1.0
+    assert refusal(quotas, busy) is not None
+    quotas.leave(busy)
+    quotas.choose_worker(1)
+    quotas.enter(busy)
+    quotas.choose_worker(0)
+    assert quotas.in_flight(busy) == 1
+    assert quotas.in_flight() == 1

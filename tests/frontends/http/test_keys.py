@@ -149,6 +149,27 @@ def test_without_keys_operators_routes_are_closed(served: House) -> None:
     assert (answer.status_code, answer.json()["error"]["code"]) == (403, "forbidden")
 
 
+def test_keys_are_read_again_while_others_are_served(tmp_path: Path) -> None:
+    """By an operator's word at once; a file that cannot be used is told to him, and changes nothing."""
+    file, carol = tmp_path / "keys.toml", new_key()
+    root = entry("root", ADMIN, admin=True)
+    file.write_text("\n".join([root, entry("alice", ALICE)]))
+    with house(running=False, auth={"keys_file": str(file)}) as built:
+        guarded = Guarded(built)
+        built.engine.start()
+        wait_until(lambda: built.http.get("/ready").status_code == 200)
+        file.write_text("\n".join([root, entry("carol", carol, max_in_flight=1)]))
+        assert guarded.ask("POST", "/reload_keys", ADMIN).json() == {"status": "read", "keys": 2}
+        assert guarded.complete(carol).status_code == 200
+        assert guarded.complete(ALICE).status_code == 401
+        file.write_text("[[key]]")
+        answer = guarded.ask("POST", "/reload_keys", ADMIN)
+        assert (answer.status_code, "name is required" in answer.json()["error"]["message"]) == (400, True)
+        assert guarded.complete(carol).status_code == 200
+        told = guarded.ask("GET", "/stats", ADMIN).json()["http"]["keys"]
+        assert (told["count"], "name is required" in told["complaint"]) == (2, True)
+
+
 def test_a_public_address_without_keys_is_refused() -> None:
     class Listener:
         def getsockname(self) -> tuple[str, int]:
