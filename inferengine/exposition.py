@@ -46,6 +46,7 @@ COUNTERS = (
     ("vllm:spec_decode_num_draft_tokens", "speculation.drafted", "Tokens guessed."),
     ("vllm:spec_decode_num_accepted_tokens", "speculation.accepted", "Guesses that were right."),
     ("inferengine_tokens_generated", "output_tokens", "Tokens generated."),
+    ("inferengine_embeddings", "embeddings", "Embeddings given."),
     ("inferengine_decode_steps", "decode_steps", "Steps of the engine."),
     ("inferengine_failed_steps", "failed_steps", "Steps that raised."),
     ("inferengine_kv_evictions", "cache.evictions", "Cached KV blocks given up for new ones."),

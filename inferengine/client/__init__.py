@@ -2,6 +2,7 @@
 
 from inferengine.client.async_client import AsyncClient, Stream, Submission
 from inferengine.client.blocking import Client
+from inferengine.client.embedding import Embedding
 from inferengine.client.pool import EnginePool
 from inferengine.client.streams import Delta, Finish, TokenLogprobs
 from inferengine.wire.messages import Accept, ModelFiles, ModelInfo, Pong, Welcome
@@ -11,6 +12,7 @@ __all__ = [
     "AsyncClient",
     "Client",
     "Delta",
+    "Embedding",
     "EnginePool",
     "Finish",
     "ModelFiles",

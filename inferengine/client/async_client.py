@@ -12,10 +12,12 @@ from functools import partial
 from types import TracebackType
 from typing import Any, TypeVar, Unpack
 
+from inferengine.client.embedding import Embedding, Prompt, from_deltas, require_embeddings, to_submits
 from inferengine.client.session import Phase, Session
 from inferengine.client.streams import Answer, Call, Collector, Delta
 from inferengine.client.submitting import SubmitOptions
 from inferengine.client.transport import Transport
+from inferengine.client.waiting import wait_for
 from inferengine.errors import InferEngineError
 from inferengine.params import SamplingParams
 from inferengine.wire import sockets
@@ -89,10 +91,15 @@ class Submission:
 
     async def accepted(self) -> Accept:
         """The engine's answer. Raises InferEngineError when it was refused."""
-        accept = await _wait(self._call.accepted)
+        accept = await wait_for(self._call.accepted)
         known = len(self.streams)  # an attached request may have more choices than the caller knew
         self.streams += [Stream(self._client, collector) for collector in self._call.collectors[known:]]
         return accept
+
+    async def embedding(self) -> Embedding:
+        """Wait for the vector of a request with reply "embedding". Raises InferEngineError when there will be none."""
+        await self.accepted()
+        return from_deltas([delta async for delta in self.streams[0]])
 
     def cancel(self) -> None:
         """Cancel every choice. Fire and forget."""
@@ -248,6 +255,17 @@ class AsyncClient:
         self._after_sending()
         return submission
 
+    async def embed(self, prompts: Prompt | Sequence[Prompt], **options: Unpack[SubmitOptions]) -> list[Embedding]:
+        """The embeddings of one or several prompts (texts or token ids), in their order; `pooling` is an option. Raises
+        InferEngineError when one of them fails."""
+        require_embeddings(self.welcome)
+        submissions = [self.submit(prompt_ids, **asked) for prompt_ids, asked in to_submits(prompts, options)]
+        try:
+            return [await submission.embedding() for submission in submissions]
+        finally:
+            for submission in submissions:
+                submission.cancel()
+
     def attach(self, request_id: bytes, cursors: Sequence[int] = (), n: int = 1, reply: str = "tokens") -> Submission:
         """Read a request on from `cursors`: tokens already held of each choice (with reply "text": characters)."""
         call = self._open_session().attach(request_id, cursors, n, reply)
@@ -287,7 +305,7 @@ class AsyncClient:
         answer = question(self._open_session())
         self._after_sending()
         try:
-            return await asyncio.wait_for(_wait(answer), timeout_s)
+            return await asyncio.wait_for(wait_for(answer), timeout_s)
         except TimeoutError:
             raise InferEngineError("engine_unavailable", "The engine did not answer in time.") from None
 
@@ -376,19 +394,3 @@ class AsyncClient:
 def _wake(waiter: asyncio.Future[None]) -> None:
     if not waiter.done():  # its reader may have been cancelled meanwhile
         waiter.set_result(None)
-
-
-async def _wait(answer: Answer[T]) -> T:
-    if not answer.done:
-        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        previous = answer.on_done
-
-        def wake() -> None:
-            if previous is not None:
-                previous()
-            if not waiter.done():
-                waiter.set_result(None)
-
-        answer.on_done = wake
-        await waiter
-    return answer.result()

@@ -15,6 +15,7 @@ from typing import Any, TypeVar, Unpack
 
 import zmq
 
+from inferengine.client.embedding import Embedding, Prompt, from_deltas, require_embeddings, to_submits
 from inferengine.client.session import Phase, Session
 from inferengine.client.streams import Answer, Call, Collector, Delta
 from inferengine.client.submitting import SubmitOptions
@@ -78,6 +79,11 @@ class BlockingSubmission:
         known = len(self.streams)
         self.streams += [BlockingStream(self._client, collector) for collector in self._call.collectors[known:]]
         return accept
+
+    def embedding(self) -> Embedding:
+        """Wait for the vector of a request with reply "embedding". Raises InferEngineError when there will be none."""
+        self.accepted()
+        return from_deltas(list(self.streams[0]))
 
     def cancel(self) -> None:
         self._client._cancel(self._call.collectors)
@@ -167,6 +173,17 @@ class Client:
             call = self._session.submit(prompt_ids, params, **options)
             self._wake()
         return BlockingSubmission(self, call)
+
+    def embed(self, prompts: Prompt | Sequence[Prompt], **options: Unpack[SubmitOptions]) -> list[Embedding]:
+        """The embeddings of one or several prompts (texts or token ids), in their order; `pooling` is an option. Raises
+        InferEngineError when one of them fails."""
+        require_embeddings(self.welcome)
+        submissions = [self.submit(prompt_ids, **asked) for prompt_ids, asked in to_submits(prompts, options)]
+        try:
+            return [submission.embedding() for submission in submissions]
+        finally:
+            for submission in submissions:
+                submission.cancel()
 
     def attach(
         self, request_id: bytes, cursors: Sequence[int] = (), n: int = 1, reply: str = "tokens"

@@ -138,6 +138,9 @@ class Calls:
         for name, rows in step.prompt_logprobs:
             if (collector := collectors.get(name)) is not None:
                 collector.add_prompt_logprobs(rows)
+        for name, vector in step.embeddings:
+            if (collector := collectors.get(name)) is not None:
+                collector.add_embedding(vector)
         for name, text in step.text:
             if (collector := collectors.get(name)) is not None:
                 collector.add_text(text)

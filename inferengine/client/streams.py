@@ -46,6 +46,7 @@ class Delta(NamedTuple):
     logprobs: list[TokenLogprobs] | None
     finish: Finish | None
     prompt_logprobs: list[TokenLogprobs] | None = None  # with the first tokens: of the prompt's tokens after its first
+    embedding: bytes | None = None  # with the finish of a request for one: f32, little-endian
 
 
 class Answer(Generic[T]):
@@ -86,6 +87,7 @@ class Collector:
     """The output of one choice, as far as it has arrived and was not read."""
 
     __slots__ = (
+        "_embedding",
         "_finish",
         "_logprobs",
         "_parts",
@@ -111,6 +113,7 @@ class Collector:
         self._parts: list[str] = []
         self._logprobs: list[TokenLogprobs] | None = None
         self._prompt_logprobs: list[TokenLogprobs] | None = None
+        self._embedding: bytes | None = None
         self._finish: Finish | None = None
         self._taken = False
 
@@ -130,7 +133,9 @@ class Collector:
 
     def take(self) -> Delta:
         """All that is new. Only when there is news."""
-        delta = Delta(self.token_ids, "".join(self._parts), self._logprobs, self._finish, self._prompt_logprobs)
+        delta = Delta(
+            self.token_ids, "".join(self._parts), self._logprobs, self._finish, self._prompt_logprobs, self._embedding
+        )
         self.token_ids, self._parts, self._logprobs, self._prompt_logprobs = [], [], None, None
         self._taken = self._finish is not None
         return delta
@@ -152,6 +157,10 @@ class Collector:
 
     def add_prompt_logprobs(self, rows: list[Any]) -> None:
         self._prompt_logprobs = [TokenLogprobs(row[0], row[1], row[2], row[3]) for row in rows]
+
+    def add_embedding(self, data: bytes) -> None:
+        """Comes in the same message as the end."""
+        self._embedding = data
 
     def end(self, finish: Finish) -> None:
         if self._finish is None:

@@ -24,7 +24,8 @@ class SubmitOptions(TypedDict, total=False):
     salt: bytes  # of the prefix cache: only requests with the same salt share prefixes
     deadline_s: float | None  # from now
     detached: bool  # runs on when its clients are gone
-    reply: str  # tokens, text or both
+    reply: str  # tokens, text, both or embedding
+    pooling: str  # of an embedding: last or mean; the engine's without
     label: str  # for the logs
     grammar: GrammarSpec | None
     note: bytes  # the engine's to keep, and to give to whoever attaches
@@ -64,6 +65,7 @@ def make_submit(
         grammar=None if grammar is None else tuple(grammar_to_list(grammar)),
         note=options.get("note", b""),
         adapter=options.get("adapter", ""),
+        pooling=options.get("pooling", ""),
     )
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from inferengine.config import Config
-from inferengine.core.admission import AdmissionLimits, admit, resolve_max_tokens
+from inferengine.core.admission import AdmissionLimits, admit, check_prompt, resolve_max_tokens
 from inferengine.core.grammar import Grammar
 from inferengine.core.request import Request
 from inferengine.engine.adapters import Adapters
@@ -28,7 +28,7 @@ from inferengine.engine.seeds import choice_seed
 from inferengine.engine.telemetry import Telemetry
 from inferengine.engine.text_service import CONTEXT_TOKENS, TextService
 from inferengine.errors import InferEngineError, InvalidRequest, bounded
-from inferengine.params import MAX_PROMPT_LOGPROBS, SamplingParams, from_map, validate
+from inferengine.params import MAX_PROMPT_LOGPROBS, POOLINGS, SamplingParams, from_map, validate
 from inferengine.structure import GrammarSpec, grammar_from_list, validate_grammar
 from inferengine.wire import codec
 from inferengine.wire.messages import DRAINING, READY, Accept, Attach, Cancel, Reject, Submit
@@ -43,6 +43,7 @@ class Engine:
     loop: EngineLoop
     limits: AdmissionLimits
     vocab_size: int
+    embedding_size: int = 0
 
 
 class Link:
@@ -102,6 +103,7 @@ class Link:
                 detached=message.detached,
                 label=message.label,
                 note=message.note,
+                pooling=(message.pooling or self._config.model.pooling) if message.reply == "embedding" else None,
             )
             deadline_s = None if message.deadline_ms is None else now + message.deadline_ms / 1e3
             self._outbox.register(submission)
@@ -173,7 +175,9 @@ class Link:
         self._check_streams(peer, message.stream, params.n)
         if message.reply == "tokens" and params.stop:
             raise InvalidRequest("params.stop", 'stop strings need reply "text" or "both"')
-        if (message.reply != "tokens" or message.prompt is None) and not self._texts.available:
+        if message.reply == "embedding" or message.pooling:
+            _check_embedding(message, params, engine)
+        if (message.reply in ("text", "both") or message.prompt is None) and not self._texts.available:
             raise InvalidRequest("reply", "this model has no tokenizer: send and read token ids", code="unsupported")
         self._adapters.resolve(message.adapter)
         if message.grammar is not None:
@@ -239,7 +243,11 @@ class Link:
     ) -> None:
         """Hand the choices to the loop. Raises InferEngineError; then nothing has happened."""
         params = submission.params
-        max_tokens = resolve_max_tokens(len(prompt), params.max_tokens, engine.limits)
+        if submission.pooling is None:
+            max_tokens = resolve_max_tokens(len(prompt), params.max_tokens, engine.limits)
+        else:
+            check_prompt(len(prompt), engine.limits)
+            max_tokens = 0
         if (highest := max(prompt)) >= engine.vocab_size:
             raise InvalidRequest(
                 "prompt",
@@ -270,6 +278,7 @@ class Link:
                 grammar=spec,
                 request_id=message.label or message.id.hex(),
                 adapter=submission.adapter,
+                pooling=submission.pooling,
             )
             for choice in range(params.n)
         ]
@@ -312,7 +321,9 @@ class Link:
             return
         try:
             self._check_streams(peer, message.stream, len(submission.logs))
-            if message.reply != "tokens" and not self._texts.available:
+            if message.reply == "embedding" and submission.pooling is None:
+                raise InvalidRequest("reply", "that request generates: it gives no embedding")
+            if message.reply in ("text", "both") and not self._texts.available:
                 raise InvalidRequest("reply", "this model has no tokenizer: read token ids", code="unsupported")
         except InferEngineError as error:
             self._reject(peer, message, error, now)
@@ -357,6 +368,20 @@ class Link:
     def _end(self, uids: list[int], reason: str, detail: tuple[str, str]) -> None:
         if uids and self.engine is not None:
             self.engine.loop.cancel(uids, reason, detail)
+
+
+def _check_embedding(message: Submit, params: SamplingParams, engine: Engine) -> None:
+    """An embedding draws no token: what says how is refused, so that nobody wonders why it has no effect."""
+    if message.reply != "embedding":
+        raise InvalidRequest("pooling", 'is for reply "embedding" only')
+    if not engine.embedding_size:
+        raise InvalidRequest("reply", "this engine gives no embeddings", code="unsupported")
+    if message.pooling and message.pooling not in POOLINGS:
+        raise InvalidRequest("pooling", f"must be one of {', '.join(POOLINGS)}")
+    if message.grammar is not None:
+        raise InvalidRequest("grammar", "an embedding has no output that could match it: leave it out")
+    if params != SamplingParams():
+        raise InvalidRequest("params", "an embedding draws no tokens: leave them out")
 
 
 def _characters(messages: list[dict[str, object]] | None) -> int:

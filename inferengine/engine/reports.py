@@ -89,6 +89,7 @@ class Reports:
             "completed_requests": stats.num_finished,
             "decode_steps": stats.num_steps,
             "scheduled_tokens": stats.num_scheduled_tokens,
+            "embeddings": stats.num_embeddings,
             "average_batch_size": stats.num_scheduled_rows / stats.num_steps if stats.num_steps else 0.0,
             "max_batch_observed": stats.max_batch,
             "last_error": self._lifecycle.last_error or loop.last_error,

@@ -199,9 +199,11 @@ class EngineService:
             capacity.block_size,
             limits.num_kv_tokens,
             str(getattr(executor, "dtype", self.config.model.dtype)).removeprefix("torch."),
+            embedding_size=capacity.embedding_size,
+            pooling=self.config.model.pooling if capacity.embedding_size else "",
         )
         self.core = core
-        self._engine = engine = Engine(loop, limits, capacity.vocab_size)
+        self._engine = engine = Engine(loop, limits, capacity.vocab_size, capacity.embedding_size)
         store: AdapterStore | None = getattr(executor, "adapters", None)
         self._wire.call(lambda: self._on_loaded(info, engine, store))
         return loop

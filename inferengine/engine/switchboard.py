@@ -19,6 +19,7 @@ from inferengine.engine.telemetry import Telemetry
 from inferengine.errors import InferEngineError, InvalidRequest
 from inferengine.wire import codec
 from inferengine.wire.messages import (
+    EMBEDDINGS,
     Admin,
     AdminReply,
     Attach,
@@ -40,7 +41,7 @@ from inferengine.wire.messages import (
 
 logger = logging.getLogger(__name__)
 
-FEATURES = ("text", "messages", "resume", "attach", "logprobs")
+FEATURES = ("text", "messages", "resume", "attach", "logprobs", EMBEDDINGS)
 LEASE_INTERVALS = 3
 WELCOME_INTERVAL_S = 0.1  # at most so often while loading
 Reply = Callable[[Any], None]
