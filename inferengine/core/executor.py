@@ -68,6 +68,23 @@ class AdapterStore(Protocol):
     def remove(self, number: int) -> None: ...
 
 
+class Recorder(Protocol):
+    """Records what steps do, once: made by the method `recorder()` of an executor that can be profiled. All but `trace`
+    belong to the thread that executes, between steps; each may raise."""
+
+    def start(self) -> None: ...
+
+    def stepped(self) -> None:
+        """A step is over."""
+        ...
+
+    def stop(self) -> None: ...
+
+    def trace(self) -> bytes:
+        """What was recorded, as a Chrome trace compressed by gzip. In any thread."""
+        ...
+
+
 class Executor(Protocol):
     """Steps are executed in the order of the calls. At most `max_in_flight` may be under way: 1 without overlap."""
 

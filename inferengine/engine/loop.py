@@ -95,6 +95,7 @@ class EngineLoop:
         self.prefill_tokens_per_s = 0.0
         self.snapshot: SchedulerSnapshot = core.scheduler.snapshot()
         self._snapshot_s = 0.0
+        self.on_step: Callable[[], None] | None = None  # called after each step, in the loop's thread; must not raise
 
     def submit(self, requests: list[Request], grammars: Sequence[Grammar] = ()) -> None:
         """Hand over the choices of one accepted submission, with a grammar for each where they have one."""
@@ -187,6 +188,8 @@ class EngineLoop:
         elif not core.num_in_flight and core.has_work:
             for command in self._commands(STUCK_WAIT_S):
                 self._obey(command)
+        if num_tokens and self.on_step is not None:
+            self.on_step()
         if now - self._snapshot_s > SNAPSHOT_S:
             self._take_snapshot(now)
 

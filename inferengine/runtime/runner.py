@@ -38,6 +38,7 @@ from inferengine.runtime.prompt_logprobs import PromptLogprobs
 from inferengine.runtime.roofline import roofline_of
 from inferengine.runtime.sampler import StepDraws
 from inferengine.runtime.slots import Slots
+from inferengine.runtime.step_recorder import StepRecorder
 from inferengine.runtime.threads import Threads
 
 
@@ -159,6 +160,10 @@ class TorchExecutor:
             gb_per_s=settings.peak_gb_per_s,
             tflops=settings.peak_tflops,
         )
+
+    def recorder(self) -> StepRecorder:
+        """Records the steps from its `start` to its `stop`."""
+        return StepRecorder(self.device)
 
     def close(self) -> None:
         """Give the memory back."""
