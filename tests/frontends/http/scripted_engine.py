@@ -67,6 +67,11 @@ class _Running:
         self.sent = 0
         self.next_s = 0.0
 
+    @property
+    def is_silent(self) -> bool:
+        """Nothing more will come of it."""
+        return self.script.stop_after is not None and self.sent >= self.script.stop_after
+
 
 def model_files() -> dict[str, bytes]:
     config = {**json.loads(CONFIG), "chat_template": TEMPLATE}
@@ -94,6 +99,7 @@ class ScriptedEngine:
         self.cancelled: list[int] = []
         self.admin: dict[str, Any] = {}
         self.loop_age_ms = 0.5
+        self.lease_s = 1.0
         self._seq: dict[bytes, int] = {}
         self._running: list[_Running] = []
         self._stop = threading.Event()
@@ -131,7 +137,8 @@ class ScriptedEngine:
         router.bind(self.address)
         try:
             while not self._stop.is_set():
-                wait_ms = 0 if any(one.next_s <= time.monotonic() for one in self._running) else 5
+                now = time.monotonic()
+                wait_ms = 0 if any(one.next_s <= now and not one.is_silent for one in self._running) else 5
                 if router.poll(wait_ms):
                     peer, *frames = router.recv_multipart()
                     for answer in self._answer(peer, codec.decode(frames)):
@@ -147,7 +154,13 @@ class ScriptedEngine:
             resumed = None if message.epoch is None else False
             return [
                 Welcome(
-                    "scripted", self.epoch, self.state, model=self.info, heartbeat_s=0.2, lease_s=1.0, resumed=resumed
+                    "scripted",
+                    self.epoch,
+                    self.state,
+                    model=self.info,
+                    heartbeat_s=0.2,
+                    lease_s=self.lease_s,
+                    resumed=resumed,
                 )
             ]
         if isinstance(message, Submit):
@@ -183,7 +196,7 @@ class ScriptedEngine:
         for one in list(self._running):
             script = one.script
             limit = len(script.token_ids) if script.stop_after is None else script.stop_after
-            if one.next_s > now or (script.stop_after is not None and one.sent >= limit):
+            if one.next_s > now or one.is_silent:
                 continue
             one.next_s = now + script.pause_s
             tokens = script.token_ids[one.sent : min(one.sent + script.chunk, limit)]
