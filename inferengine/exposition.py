@@ -87,6 +87,7 @@ LABELLED_GAUGES = (
         "1 for the engine's state; it never sleeps.",
     ),
     ("inferengine_engine_state", "state_flags", "state", "1 for the state that the engine is in."),
+    ("inferengine_startup_seconds", "startup_seconds", "phase", "Time that each phase of the engine's start took."),
     (
         "inferengine_roofline_share",
         "roofline_share",

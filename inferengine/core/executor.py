@@ -86,7 +86,11 @@ class Recorder(Protocol):
 
 
 class Executor(Protocol):
-    """Steps are executed in the order of the calls. At most `max_in_flight` may be under way: 1 without overlap."""
+    """Steps are executed in the order of the calls. At most `max_in_flight` may be under way: 1 without overlap.
+
+    An executor may have more, which the engine looks for when it is loaded: `adapters` (AdapterStore), `recorder()`
+    (Recorder), `roofline()` (core/roofline.py's Roofline of its model and device, or None).
+    """
 
     max_in_flight: int
 

@@ -22,7 +22,9 @@ class Lifecycle:
         self.progress: tuple[str, float] = ("starting", 0.0)
         self.last_error: str | None = None
         self.turned_s: float | None = None  # when the loop last came round; None before its first turn
+        self.phases: dict[str, float] = {}  # seconds that each phase of starting took
         self.on_change: Callable[[], None] = lambda: None
+        self._marked_s = self.started_s
 
     def enter(self, state: str) -> None:
         """Change the state."""
@@ -32,8 +34,15 @@ class Lifecycle:
 
     def report(self, phase: str, share: float) -> None:
         """Loading progress: `share` in [0, 1] of the phase."""
+        self.mark(phase)
         self.progress = (phase, share)
         self.on_change()
+
+    def mark(self, phase: str) -> None:
+        """What was done since the last mark belongs to this phase of starting. In the loop's thread."""
+        now = self.clock()
+        self.phases[phase] = self.phases.get(phase, 0.0) + now - self._marked_s
+        self._marked_s = now
 
     def loop_age_s(self) -> float:
         """How long ago the loop turned. A waiting loop turns once a second."""

@@ -10,6 +10,7 @@ from inferengine.engine.ending import Ending
 from inferengine.engine.lifecycle import Lifecycle
 from inferengine.engine.link import Engine, Link
 from inferengine.engine.outbox import Outbox
+from inferengine.engine.profiling import Profiling
 from inferengine.engine.switchboard import AdminOp, Reply
 from inferengine.errors import InferEngineError
 from inferengine.wire.messages import DRAINING, READY
@@ -25,6 +26,7 @@ class Operations:
         link: Link,
         outbox: Outbox,
         adapters: Adapters,
+        profiling: Profiling,
         *,
         stats: Callable[[], dict[str, Any]],
         config: Callable[[], dict[str, Any]],
@@ -45,6 +47,7 @@ class Operations:
             "adapters": adapters.list,
             "load_adapter": adapters.load,
             "unload_adapter": adapters.unload,
+            "profile": profiling.profile,
         }
 
     def _flush(self, arguments: dict[str, Any], reply: Reply) -> None:

@@ -86,7 +86,9 @@ class Profiling:
             trace = recording.recorder.trace()
             result = {"steps": recording.num_steps, "seconds": recording.seconds, "trace": trace}
             if len(trace) > MAX_TRACE_BYTES:
-                result = InvalidRequest("steps", f"give a trace above {MAX_TRACE_BYTES >> 20} MiB: ask for fewer")
+                result = InvalidRequest(
+                    "steps", f"so many steps give a trace above {MAX_TRACE_BYTES >> 20} MiB: ask for fewer"
+                )
         except Exception as error:
             logger.error("profile: %s: %s", type(error).__name__, error, exc_info=error)
             result = InferEngineError("engine_error", "The trace could not be written; the engine's log has the cause.")
@@ -161,12 +163,12 @@ class _Recording:
 def _integer(arguments: dict[str, Any], name: str, default: int, most: int) -> int:
     value = arguments.get(name, default)
     if type(value) is not int or not 1 <= value <= most:
-        raise InvalidRequest(name, f"must be a whole number from 1 to {most}")
+        raise InvalidRequest(name, f"{name} must be a whole number from 1 to {most}")
     return value
 
 
 def _seconds(arguments: dict[str, Any], name: str, default: float, most: float) -> float:
     value = arguments.get(name, default)
     if type(value) not in (int, float) or not 0 < value <= most:
-        raise InvalidRequest(name, f"must be a number of seconds above 0, at most {most:g}")
+        raise InvalidRequest(name, f"{name} must be a number of seconds above 0, at most {most:g}")
     return float(value)

@@ -78,6 +78,7 @@ class Reports:
             "percentiles": telemetry.percentiles(),
             "histograms": telemetry.histograms(),
             "config": self.config(),
+            "startup_seconds": {phase: round(seconds, 3) for phase, seconds in list(self._lifecycle.phases.items())},
             "sleep_state": {"awake": 1, "weights_offloaded": 0, "discard_all": 0},
             "state_flags": {state: int(state == self._lifecycle.state) for state in STATES},
             "gpu": self._gpus.read(),

@@ -20,6 +20,7 @@ from typing import Any
 
 from inferengine.config import Config
 from inferengine.core.executor import AdapterStore, Capacity, Executor
+from inferengine.core.roofline import Roofline
 from inferengine.core.scheduler import StepOutput
 from inferengine.core.stopping import Finished
 from inferengine.engine.adapters import Adapters
@@ -37,6 +38,7 @@ from inferengine.engine.notify import Notifier, Watchdog
 from inferengine.engine.operations import Operations
 from inferengine.engine.options import admission_limits, scheduler_options
 from inferengine.engine.outbox import Outbox
+from inferengine.engine.profiling import MakeRecorder, Profiling
 from inferengine.engine.reports import Reports
 from inferengine.engine.switchboard import Switchboard
 from inferengine.engine.telemetry import Telemetry
@@ -50,6 +52,7 @@ from inferengine.wire.messages import EPOCH_BYTES, READY, STOPPING, ModelInfo, S
 logger = logging.getLogger(__name__)
 
 DELIVERY_S = 2.0  # for the last messages to reach their readers
+NEWS_BEHIND = 8  # steps that the I/O thread may be behind before the loop waits for it
 SWITCH_INTERVAL_S = 0.001  # the I/O thread must not wait long for a loop that computes in Python
 
 Build = Callable[[], Executor]
@@ -99,6 +102,7 @@ class EngineService:
         )
         self.switchboard = Switchboard(config, self.lifecycle, card, self.outbox, self.telemetry, self._wire.send)
         self._adapters = Adapters(self.outbox, self._wire.call, self._on_adapters)
+        self._profiling = Profiling(clock, self._wire.call)
         self.link = Link(
             config,
             self.lifecycle,
@@ -120,6 +124,7 @@ class EngineService:
             self.link,
             self.outbox,
             self._adapters,
+            self._profiling,
             stats=self._stats,
             config=self._reports.config,
             call=self._wire.call,
@@ -166,7 +171,9 @@ class EngineService:
         executor: Executor | None = None
         try:
             executor = self._build()
+            self.lifecycle.mark("importing torch")
             capacity = executor.load(self.lifecycle.report)
+            self.lifecycle.mark("allocating the cache")
             executor.warm_up(self.lifecycle.report)
             loop = self._make_loop(executor, capacity)
             gc.collect()
@@ -202,14 +209,18 @@ class EngineService:
             embedding_size=capacity.embedding_size,
             pooling=self.config.model.pooling if capacity.embedding_size else "",
         )
+        core.roofline = _roofline_of(executor)
+        self.lifecycle.mark("measuring the device")
         self.core = core
         self._engine = engine = Engine(loop, limits, capacity.vocab_size, capacity.embedding_size)
         store: AdapterStore | None = getattr(executor, "adapters", None)
-        self._wire.call(lambda: self._on_loaded(info, engine, store))
+        make: MakeRecorder | None = getattr(executor, "recorder", None)
+        self._wire.call(lambda: self._on_loaded(info, engine, store, make))
         return loop
 
     def _post(self, news: News) -> None:
         self._wire.call(lambda: self._publish(news))
+        self._wire.catch_up(NEWS_BEHIND)
 
     def _on_failure(self, error: BaseException) -> None:
         """Loading failed, or the loop: the engine cannot go on."""
@@ -222,16 +233,21 @@ class EngineService:
 
     # -- the I/O thread ----------------------------------------------------------------------------------------------
 
-    def _on_loaded(self, info: ModelInfo, engine: Engine, adapters: AdapterStore | None) -> None:
+    def _on_loaded(
+        self, info: ModelInfo, engine: Engine, adapters: AdapterStore | None, make: MakeRecorder | None
+    ) -> None:
         self.switchboard.model = info
         self.link.engine = engine
         self._adapters.begin(adapters, engine.loop)
+        self._profiling.begin(make, engine.loop)
         self._on_adapters()
         self.lifecycle.progress = ("ready", 1.0)
         if not self._ending.begun:
             self.lifecycle.enter(READY)
             self._notifier.send("READY=1", f"STATUS=serving {info.name}")
-            logger.info("ready: %s after %.1f s", info.name, self.lifecycle.clock() - self.lifecycle.started_s)
+            phases = ", ".join(f"{phase} {seconds:.2f}" for phase, seconds in self.lifecycle.phases.items())
+            seconds = self.lifecycle.clock() - self.lifecycle.started_s
+            logger.info("ready: %s after %.1f s: %s", info.name, seconds, phases)
 
     def _on_adapters(self) -> None:
         """Tell every peer which adapters there are."""
@@ -252,6 +268,7 @@ class EngineService:
         self.switchboard.tell_state(now)
         self.switchboard.tick(now)
         self._adapters.tick()
+        self._profiling.tick(now)
         if now >= self._status_due_s:
             self._status_due_s = now + self.config.wire.status_interval_s
             values = self._reports.status(self._engine, len(self.switchboard.peers))
@@ -345,3 +362,13 @@ class EngineService:
 
     def _on_wire_crash(self, error: BaseException) -> None:
         self._ending.fail(ExitCode.CRASH, error)
+
+
+def _roofline_of(executor: Executor) -> Roofline | None:
+    """A device that cannot be held against its peaks serves all the same."""
+    describe: Callable[[], Roofline | None] | None = getattr(executor, "roofline", None)
+    try:
+        return describe() if describe is not None else None
+    except Exception as error:
+        logger.warning("no share of the roofline: %s: %s", type(error).__name__, error)
+        return None

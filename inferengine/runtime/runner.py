@@ -106,6 +106,7 @@ class TorchExecutor:
         )
         if settings.random_weights:
             weights.fill_random(model, dtype=self.dtype, device=self.device, seed=settings.seed)
+            progress("making random weights", 1.0)
         else:
             weights.load_weights(
                 model,

@@ -17,8 +17,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from inferengine.core.executor import Executor
 from inferengine.engine.gpus import Gpus
 from inferengine.engine.service import EngineService
-from inferengine.engine.simulator import SimulatedExecutor
 from tests.engine.builders import address_of, run_service, small_capacity
+from tests.engine.test_roofline import KnownDevice
 from tests.engine.test_service import free_port
 from tests.frontends.http.builders import HEADERS, FrontEnd, wait_until
 from tests.frontends.websocket.builders import open_socket, serving
@@ -54,6 +54,7 @@ PUBLISHED = {
 OWN = {
     *("inferengine_requests_total", "inferengine_tokens_generated_total", "inferengine_batch_size"),
     *("inferengine_active_requests", "inferengine_waiting_requests", "inferengine_kv_used_pages"),
+    *("inferengine_roofline_share", "inferengine_roofline_seconds_total", "inferengine_step_seconds_total"),
     *("inferengine_kv_pressure_events", "inferengine_request_latency_seconds_bucket", "inferengine_decode_steps_total"),
 }
 OF_HTTP = {"http_requests_total", "http_request_duration_seconds_bucket", "http_requests_active"}
@@ -81,7 +82,7 @@ def port() -> int:
 @pytest.fixture(scope="module")
 def engine(port: int) -> Iterator[EngineService]:
     def build() -> Executor:
-        return SimulatedExecutor(small_capacity(), step_s=0.001)
+        return KnownDevice(small_capacity(), step_s=0.001)
 
     sections = {"engine": {"metrics_port": port, "device": "cpu"}, "speculation": {"method": "ngram"}}
     with run_service(build, **sections) as running:
