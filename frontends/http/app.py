@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -30,6 +31,8 @@ from frontends.http.messages import count_tokens, messages
 from frontends.http.metrics import HttpMetrics
 from frontends.http.native import generate
 from frontends.http.openapi import openapi
+from frontends.http.response_shelf import ResponseShelf
+from frontends.http.response_store import KEEP_S, MAX_BYTES, MAX_RESPONSES
 from frontends.http.resume import cancel_stream, read_stream
 from frontends.http.service import Service
 from frontends.http.tokens import detokenize, tokenize
@@ -80,13 +83,21 @@ def make_quotas(config: Config, keys: KeyRing) -> Quotas:
     return Quotas(keys.keys, max_in_flight=http.max_in_flight, num_workers=http.workers)
 
 
+def make_shelf(folder: Path) -> ResponseShelf:
+    return ResponseShelf(folder, max_bytes=MAX_BYTES, max_records=MAX_RESPONSES, keep_s=KEEP_S)
+
+
 def make_service(
-    config: Config, metrics: HttpMetrics | None = None, keys: KeyRing | None = None, quotas: Quotas | None = None
+    config: Config,
+    metrics: HttpMetrics | None = None,
+    keys: KeyRing | None = None,
+    quotas: Quotas | None = None,
+    shelf: ResponseShelf | None = None,
 ) -> Service:
     """One worker's state. What the workers of a process share is made before their fork, and given here."""
     engines = EnginePool(engine_addresses(config), role="http", policy=config.wire.choice, curve=client_keys(config))
     keys = keys or read_keys(config.auth.keys_file)
-    return Service(config, engines, metrics or make_metrics(), keys, quotas or make_quotas(config, keys))
+    return Service(config, engines, metrics or make_metrics(), keys, quotas or make_quotas(config, keys), shelf)
 
 
 def make_app(service: Service) -> ASGIApp:

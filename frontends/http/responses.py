@@ -29,6 +29,7 @@ from inferengine.errors import InferEngineError, InvalidRequest
 logger = logging.getLogger(__name__)
 
 MAX_METADATA = 16
+CANCEL_S = 10.0
 Endpoint = Callable[[Request], Awaitable[Response]]
 
 
@@ -59,20 +60,22 @@ async def create(request: Request) -> Response:
     messages = read_input(body)
     if (previous := fields.string(body, "previous_response_id")) is not None:
         before = service.responses.get(previous, tenant)
-        if before.document["status"] in ("queued", "in_progress"):
+        if before.unfinished:
             raise InvalidRequest("previous_response_id", "is not finished yet")
         messages = [*before.messages, *as_messages(before.document["output"]), *messages]
     chat = await read_chat(service, to_chat(body, messages), request.scope["request_id"])
     envelope = _envelope(body, chat)
 
+    begun = Stored(tenant, messages, envelope)
+
     def keep(document: dict[str, Any]) -> None:
-        if store:
+        if store and not (background and service.responses.was_deleted(begun)):
             service.responses.put(Stored(tenant, messages, document))
 
     generation = chat.generation(service, request)
     format = ResponsesFormat(chat, envelope, keep)
     if background:
-        return await _in_background(service, generation, format, Stored(tenant, messages, envelope))
+        return await _in_background(service, generation, format, begun)
     return await answer(service, request, generation, format, stream=chat.answer.streaming.stream)
 
 
@@ -89,14 +92,19 @@ async def cancel(request: Request) -> Response:
     stored = service.responses.get(request.path_params["id"], _tenant(request))
     if not stored.document.get("background"):
         raise InvalidRequest("id", "only responses made in the background can be cancelled")
-    stored.cancel()
     if stored.task is not None:
+        stored.cancel()
         await asyncio.wait([stored.task])
+    elif stored.unfinished:
+        await _cancel_elsewhere(service, stored)
     return JsonBytes(service.responses.get(request.path_params["id"], _tenant(request)).document)
 
 
 async def delete(request: Request) -> Response:
     service: Service = request.app.state.service
+    stored = service.responses.get(request.path_params["id"], _tenant(request))
+    if stored.unfinished and stored.task is None:
+        service.engines.cancel_request(stored.request_id)
     service.responses.delete(request.path_params["id"], _tenant(request))
     return JsonBytes({"id": request.path_params["id"], "object": "response", "deleted": True})
 
@@ -109,6 +117,7 @@ async def _in_background(service: Service, generation: Generation, format: Respo
         generation.cancel()
         raise
     stored.document = {**stored.document, "status": "queued"}
+    stored.request_id = generation.submissions[0].id
     stored.cancel = generation.cancel
     stored.task = asyncio.create_task(_make(service, generation, format, stored))
     service.responses.put(stored)
@@ -117,6 +126,7 @@ async def _in_background(service: Service, generation: Generation, format: Respo
 
 async def _make(service: Service, generation: Generation, format: ResponsesFormat, stored: Stored) -> None:
     stored.document = {**stored.document, "status": "in_progress"}
+    service.responses.put(stored)
     try:
         with service.call(generation, _nobody_leaves):
             outputs = await generation.collect()
@@ -126,6 +136,15 @@ async def _make(service: Service, generation: Generation, format: ResponsesForma
     except Exception:
         logger.exception("a response in the background failed")
         format.failure(unexpected())
+
+
+async def _cancel_elsewhere(service: Service, stored: Stored) -> None:
+    """Another worker makes it: end it in the engine, and wait until that worker has heard of it."""
+    service.engines.cancel_request(stored.request_id)
+    until_s = time.monotonic() + CANCEL_S
+    while stored.unfinished and time.monotonic() < until_s:
+        await asyncio.sleep(0.02)
+        stored = service.responses.get(stored.document["id"], stored.tenant)
 
 
 async def _nobody_leaves() -> Message:

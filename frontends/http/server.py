@@ -7,11 +7,13 @@ import os
 import signal
 import sys
 import time
+from dataclasses import replace
 
 from frontends.common.keys import read_keys
 from frontends.common.notify import notify
 from frontends.common.protection import check_protection, tls_files
-from frontends.http.app import make_metrics, make_quotas
+from frontends.http.app import make_metrics, make_quotas, make_shelf
+from frontends.http.response_shelf import make_folder, remove_folder
 from frontends.http.worker import Shared, run_worker
 from inferengine.config import Config, watchdog_interval_s
 from inferengine.errors import ExitCode
@@ -45,7 +47,11 @@ def run_http(config: Config) -> int:
     signs = SignsOfLife(address)
     if config.http.workers == 1:
         return run_worker(config, shared, signs.turn)
-    return Workers(config, shared, signs).run()
+    folder = make_folder()
+    try:
+        return Workers(config, replace(shared, shelf=make_shelf(folder)), signs).run()
+    finally:
+        remove_folder(folder)
 
 
 class SignsOfLife:

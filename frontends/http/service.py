@@ -12,13 +12,14 @@ from typing import Protocol
 from starlette.requests import Request
 from starlette.types import Receive
 
-from frontends.common.generation import Generation, Submitter
+from frontends.common.generation import Submitter
 from frontends.common.keys import KeyRing
 from frontends.common.model_context import ModelContext, ServedModel
 from frontends.common.quotas import Quotas
 from frontends.common.registry import Registry
 from frontends.http.metrics import HttpMetrics
 from frontends.http.relay import Turn
+from frontends.http.response_shelf import ResponseShelf
 from frontends.http.response_store import ResponseStore
 from frontends.http.submitter import submitter
 from inferengine.client import EnginePool
@@ -34,8 +35,15 @@ class Service:
     """One worker's state. Made before the event loop runs, started inside it."""
 
     def __init__(
-        self, config: Config, engines: EnginePool, metrics: HttpMetrics, keys: KeyRing, quotas: Quotas
+        self,
+        config: Config,
+        engines: EnginePool,
+        metrics: HttpMetrics,
+        keys: KeyRing,
+        quotas: Quotas,
+        shelf: ResponseShelf | None = None,
     ) -> None:
+        """`shelf`: where the workers of one front end keep responses for each other; None where there is one."""
         self.config = config
         self.engines = engines
         self.metrics = metrics
@@ -43,7 +51,7 @@ class Service:
         self.quotas = quotas
         self.model = ModelContext(engines)
         self.registry = Registry(engines, config.wire.resume_ttl_s, cancel_unread=False)
-        self.responses = ResponseStore()
+        self.responses = ResponseStore(shelf)
         self.turn = Turn()
         self.draining = False
         self.started_s = time.time()
@@ -82,14 +90,16 @@ class Service:
             raise InferEngineError("draining", "The server is shutting down.", retry_after_s=1.0)
         return await self.model.get()
 
-    def engines_for(self, request: Request, served: ServedModel) -> Submitter:
+    def engines_for(self, request: Request, served: ServedModel, *, detachable: bool = True) -> Submitter:
         """Where this request's generation goes: within its key's limits, and to be read on later if it is detached.
         Its body has been read. Raises `forbidden` for a model that the key may not use."""
-        chosen: Submitter = submitter(request, self.engines, self.registry, served.name, served.info.adapters)
+        chosen: Submitter = submitter(
+            request, self.engines, self.registry, served.name, served.info.adapters, detachable=detachable
+        )
         return chosen
 
     @contextlib.contextmanager
-    def call(self, generation: Generation, receive: Receive) -> Iterator[Call]:
+    def call(self, generation: Submitted, receive: Receive) -> Iterator[Call]:
         """While a generation is answered: it ends when the client leaves, and a little after its deadline at the
         latest. On leaving whatever has not finished is cancelled."""
         call = Call(generation, receive, self.config.http.request_timeout_s + GRACE_S)

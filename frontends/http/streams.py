@@ -165,6 +165,10 @@ class LoggedSubmission:
         self._tenant = tenant
         self._left = False
 
+    @property
+    def id(self) -> bytes:
+        return self.log.id
+
     async def accepted(self) -> Accept:
         """Raises the engine's refusal, and not_found for a request of another tenant."""
         try:

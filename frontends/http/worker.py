@@ -20,6 +20,7 @@ from frontends.common.protection import tls_files
 from frontends.common.quotas import Quotas
 from frontends.http.app import make_app, make_service
 from frontends.http.metrics import HttpMetrics
+from frontends.http.response_shelf import ResponseShelf
 from frontends.http.service import Service
 from inferengine.config import Config
 from inferengine.errors import ExitCode
@@ -40,6 +41,7 @@ class Shared:
     metrics: HttpMetrics
     keys: KeyRing
     quotas: Quotas
+    shelf: ResponseShelf | None = None
 
     def choose_worker(self, worker: int) -> None:
         """After the fork: count as this one."""
@@ -53,7 +55,7 @@ def run_worker(config: Config, shared: Shared, on_turn: Callable[[bool], None]) 
     # uvicorn raises its signals again when it is done, for whoever handled them before; nobody else is to hear them.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: None)
-    service = make_service(config, shared.metrics, shared.keys, shared.quotas)
+    service = make_service(config, shared.metrics, shared.keys, shared.quotas, shared.shelf)
     tls = tls_files("http", config.http.tls_certificate, config.http.tls_key)
     server = uvicorn.Server(
         uvicorn.Config(

@@ -37,8 +37,8 @@ def says(text: str, **script: Any) -> Callable[[Submit, int], Script]:
 class FrontEnd:
     """uvicorn with the real application in a thread, on a free port."""
 
-    def __init__(self, config: Config) -> None:
-        self.service = make_service(config)
+    def __init__(self, config: Config, **shared: Any) -> None:
+        self.service = make_service(config, **shared)
         listener = socket.create_server(("127.0.0.1", 0))
         self.port = listener.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"

@@ -1,0 +1,108 @@
+"""Stored responses that all workers of one front end see: a file each, in a folder made before the first worker.
+
+In memory where the machine lets us (/dev/shm), for its owner alone, and removed with the process; what a killed one
+left is removed by the next. A file is replaced as a whole, so a reader has the old one or the new one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+PREFIX = "inferengine-responses-"
+MEMORY = Path("/dev/shm")
+PRUNE_EVERY_S = 5.0
+
+
+class ResponseShelf:
+    """Records by tenant and id, bounded in bytes, number and age over all workers."""
+
+    def __init__(
+        self, folder: Path, *, max_bytes: int, max_records: int, keep_s: float, clock: Callable[[], float] = time.time
+    ) -> None:
+        """`clock`: Unix time, as files carry it."""
+        self._folder = folder
+        self._max_bytes = max_bytes
+        self._max_records = max_records
+        self._keep_s = keep_s
+        self._clock = clock
+        self._next_prune_s = 0.0
+        self._unpruned_bytes = 0
+
+    def put(self, tenant: str, response_id: str, record: dict[str, Any]) -> None:
+        """In place of what is there under that id."""
+        content = json.dumps(record).encode()
+        path = self._path(tenant, response_id)
+        fresh = path.with_suffix(f".{os.getpid()}")
+        fresh.write_bytes(content)
+        fresh.replace(path)
+        self._unpruned_bytes += len(content)
+        if self._clock() >= self._next_prune_s or self._unpruned_bytes > self._max_bytes // 8:
+            self._prune()
+
+    def get(self, tenant: str, response_id: str) -> dict[str, Any] | None:
+        try:
+            content = self._path(tenant, response_id).read_bytes()
+        except FileNotFoundError:
+            return None
+        record: dict[str, Any] = json.loads(content)
+        return record
+
+    def delete(self, tenant: str, response_id: str) -> None:
+        self._path(tenant, response_id).unlink(missing_ok=True)
+
+    def _path(self, tenant: str, response_id: str) -> Path:
+        """Named by a digest: no word of a request becomes part of a path."""
+        return self._folder / hashlib.sha256(f"{tenant}\0{response_id}".encode()).hexdigest()
+
+    def _prune(self) -> None:
+        """The oldest go first."""
+        now = self._clock()
+        self._next_prune_s, self._unpruned_bytes = now + PRUNE_EVERY_S, 0
+        found = []
+        with os.scandir(self._folder) as entries:
+            for entry in entries:
+                with contextlib.suppress(FileNotFoundError):  # another worker was first
+                    status = entry.stat()
+                    found.append((status.st_mtime, status.st_size, Path(entry.path)))
+        found.sort(reverse=True)
+        num_bytes = 0
+        for place, (written_s, size, path) in enumerate(found):
+            num_bytes += size
+            if num_bytes > self._max_bytes or place >= self._max_records or now - written_s > self._keep_s:
+                path.unlink(missing_ok=True)
+
+
+def make_folder(parent: Path | None = None) -> Path:
+    """A folder of this process for `ResponseShelf`. Removes those of processes that are gone."""
+    if parent is None:
+        parent = MEMORY if os.access(MEMORY, os.W_OK) else Path(tempfile.gettempdir())
+    mine = f"{PREFIX}{os.getuid()}-"
+    for path in parent.glob(f"{mine}*"):
+        process = path.name.removeprefix(mine).partition("-")[0]
+        if process.isdigit() and not is_alive(int(process)):
+            remove_folder(path)
+    return Path(tempfile.mkdtemp(prefix=f"{mine}{os.getpid()}-", dir=parent))  # mode 0700
+
+
+def remove_folder(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def is_alive(process: int) -> bool:
+    """Whether a process of this user runs under that id."""
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # somebody else's by now
+        return False
+    return True
