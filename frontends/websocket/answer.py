@@ -7,6 +7,7 @@ resume   ------------> ATTACH -> accepted -> delta ... -> done     (the text up 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -22,13 +23,14 @@ from frontends.websocket.asked import Told, make_note, read_asked, told_by
 from frontends.websocket.channel import Channel
 from frontends.websocket.frames import Generate, Resume
 from frontends.websocket.message import MessageText
-from inferengine.client import Finish, TokenLogprobs
+from inferengine.client import EnginePool, Finish, TokenLogprobs
 from inferengine.config import Config
 from inferengine.errors import InferEngineError
 from inferengine.params import SamplingParams, from_map
 from inferengine.text import TextStream
 from inferengine.wire.messages import Accept
 
+RESUME_WAIT_S = 5.0  # clients come back to a restarted front end sooner than it has found its engine
 USAGE_WAIT_S = 1.0  # after a stop string: how long the engine may take to say what it had counted
 
 
@@ -36,9 +38,16 @@ USAGE_WAIT_S = 1.0  # after a stop string: how long the engine may take to say w
 class Desk:
     """What every answer of this process uses."""
 
+    engine: EnginePool
     models: ModelContext
     registry: Registry
     config: Config
+
+    async def find_engine(self) -> None:
+        """Wait a little for the engine where it is not connected: it has what is to be resumed, and it alone."""
+        if not self.engine.connected:
+            with contextlib.suppress(InferEngineError):  # said in better words by whoever needs it next
+                await self.engine.connect(RESUME_WAIT_S)
 
 
 class Caller(NamedTuple):
@@ -77,6 +86,8 @@ class Answer:
 
     async def run(self) -> None:
         """Raises InferEngineError for what ends the whole request; then nothing runs on."""
+        if isinstance(self.frame, Resume):
+            await self._desk.find_engine()
         model = await self._desk.models.get()
         prepared = await self._prepare(model)
         if prepared is None:

@@ -57,7 +57,8 @@ class WebsocketFrontEnd:
         self._quotas = Quotas(self.keys.keys)
         self._metrics = SocketMetrics()
         models = ModelContext(self._engine)
-        self._desk = Desk(models, Registry(self._engine, config.wire.resume_ttl_s), config)
+        registry = Registry(self._engine, config.wire.resume_ttl_s)
+        self._desk = Desk(self._engine, models, registry, config)
         self.view = EngineView(self._engine, config, models)
         self._connections: set[Connection] = set()
 

@@ -41,7 +41,7 @@ def script(prompt: str, choice: int) -> str:
     if question.startswith("markdown"):
         return MARKDOWN
     if question.startswith("long"):
-        return "One sentence after the other keeps the page busy. " * 60
+        return "One sentence after the other keeps the page busy. " * 25
     turns = prompt.count("<user>")
     return f"Turn {turns}: you said “{question}”."
 

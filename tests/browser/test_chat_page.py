@@ -12,7 +12,7 @@ from tests.frontends.websocket.builders import serving
 
 pytestmark = pytest.mark.browser
 
-LONG = "One sentence after the other keeps the page busy. " * 60
+LONG = "One sentence after the other keeps the page busy. " * 25
 
 
 def ask(page, text):

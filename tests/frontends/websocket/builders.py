@@ -88,9 +88,15 @@ def serving(engine: ScriptedEngine | str, port: int = 0, **sections: Any) -> Ite
     try:
         if isinstance(engine, ScriptedEngine):
             wait_until(lambda: server.front_end.view.engine_state == "READY")
+            wait_until(lambda: _knows_model(server.front_end))  # no news of that comes between a test's frames
         yield server
     finally:
         server.stop()
+
+
+def _knows_model(front_end: WebsocketFrontEnd) -> bool:
+    model = front_end.view.facts()["model"]
+    return model is not None and model["chat"] is not None
 
 
 class Socket:

@@ -6,6 +6,7 @@ Outputs are logs, as in the engine: a request runs on whoever listens, and ATTAC
 from __future__ import annotations
 
 import os
+import queue
 import threading
 import time
 from collections.abc import Callable
@@ -93,6 +94,7 @@ class ScriptedEngine:
         self._seqs: dict[bytes, int] = {}
         self._late_accepts: list[tuple[bytes, Accept]] = []
         self._num_tokens = 0
+        self._actions: queue.SimpleQueue[tuple[Callable[[], None], threading.Event]] = queue.SimpleQueue()
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="scripted engine")
         self._bound = threading.Event()
@@ -112,25 +114,36 @@ class ScriptedEngine:
         self.held = True
 
     def release(self, num_tokens: int = 10**9) -> None:
-        """Let every choice have so many more tokens."""
+        """So many more steps that give tokens; they wait for a request that has not come yet."""
         with self._lock:
             self._allowed += num_tokens
 
     def restart(self) -> None:
         """As a new process at the same address: nothing of before is known."""
-        with self._lock:
-            self._epoch = os.urandom(8)
-            self._jobs.clear()
-            self._subscribers.clear()
-            peers, self._seqs = list(self._seqs), {}
-            for peer in peers:
-                self._send(peer, self._welcome())
+        self._in_its_thread(self._restart)
 
     def set_state(self, state: str) -> None:
-        with self._lock:
+        def tell() -> None:
             self.state = state
-            for peer in self._seqs:
+            for peer in list(self._seqs):
                 self._send(peer, self._welcome())
+
+        self._in_its_thread(tell)
+
+    def _in_its_thread(self, action: Callable[[], None]) -> None:
+        """A ZeroMQ socket belongs to one thread. Returns when it has been done."""
+        done = threading.Event()
+        self._actions.put((action, done))
+        assert done.wait(20)
+
+    def _restart(self) -> None:
+        self._epoch = os.urandom(8)
+        self._jobs.clear()
+        self._subscribers.clear()
+        self._late_accepts.clear()
+        peers, self._seqs = list(self._seqs), {}
+        for peer in peers:
+            self._send(peer, self._welcome())
 
     @property
     def num_running(self) -> int:
@@ -161,6 +174,11 @@ class ScriptedEngine:
                         peer, *frames = self._router.recv_multipart()
                         with self._lock:
                             self._on(peer, codec.decode(frames))
+                while not self._actions.empty():
+                    action, done = self._actions.get()
+                    with self._lock:
+                        action()
+                    done.set()
                 with self._lock:
                     self._advance()
                     self._flush()
@@ -251,7 +269,7 @@ class ScriptedEngine:
             return
         if self.held and self._allowed <= 0:
             return
-        self._allowed -= self.held
+        self._allowed -= self.held and self.num_running > 0
         for job in self._jobs.values():
             for output in job.outputs:
                 if output.ended is not None:
@@ -265,7 +283,8 @@ class ScriptedEngine:
     def _flush(self) -> None:
         """One STEP for each peer with news."""
         for peer in list(self._seqs):
-            mine = [item for item in self._subscribers if item.peer == peer]
+            unheard = {accept.stream + i for to, accept in self._late_accepts if to == peer for i in range(accept.n)}
+            mine = [item for item in self._subscribers if item.peer == peer and item.name not in unheard]
             streams, counts, tokens, done = [], [], [], []
             for item in mine:
                 new = item.output.token_ids[item.cursor :]

@@ -94,6 +94,26 @@ def test_choices_are_resumed_each_from_its_own_cursor(tmp_path):
     assert reading.text == {choice: TEXT[choice * 40 :] for choice in range(3)}
 
 
+def test_a_client_that_is_back_before_its_front_end_has_found_the_engine_waits(tmp_path):
+    with make_engine(tmp_path, lambda prompt, choice: TEXT) as engine:
+        reading = Reading()
+        with serving(engine) as server, open_socket(server) as client:
+            client.generate("r1", detached=True)
+            take_some(client, reading, 5)
+            client.drop()
+        with serving(f"ipc://{tmp_path}/later.sock") as server, open_socket(server) as client:
+            client.send(type="ping", nonce=1)
+            client.until("pong")
+            accepted = reading.accepted
+            client.send(type="resume", id="r1", request_id=accepted["request_id"], cursors=[reading.cursors[0]])
+            client.send(type="ping", nonce=2)
+            assert client.until("pong", "error")["type"] == "pong"
+            (tmp_path / "later.sock").symlink_to(tmp_path / "engine.sock")
+            while not reading.ended:
+                reading.take(client.until("accepted", "delta", "done", "error"))
+    assert reading.text[0] == TEXT
+
+
 def test_a_stop_string_across_the_cut_still_ends_the_answer(tmp_path):
     with make_engine(tmp_path, lambda prompt, choice: TEXT) as engine, serving(engine) as server:
         reading = Reading()
