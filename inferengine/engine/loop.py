@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from queue import Empty, SimpleQueue
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from inferengine.core.executor import DeviceLost
 from inferengine.core.grammar import Grammar
@@ -27,6 +27,16 @@ IDLE_TURN_S = 1.0  # how often a waiting loop shows that it is alive
 SNAPSHOT_S = 0.1
 STUCK_WAIT_S = 0.01  # nothing can be computed though something waits: for time to pass, or a command
 RATE_MEMORY = 0.8
+
+
+class StepWatcher(Protocol):
+    """Told of each turn of the core, before and after. Must not raise."""
+
+    def begins(self) -> None: ...
+
+    def ended(self, computed: bool) -> None:
+        """`computed`: whether the turn gave the device something to do."""
+        ...
 
 
 class Submit(NamedTuple):
@@ -95,7 +105,7 @@ class EngineLoop:
         self.prefill_tokens_per_s = 0.0
         self.snapshot: SchedulerSnapshot = core.scheduler.snapshot()
         self._snapshot_s = 0.0
-        self.on_step: Callable[[], None] | None = None  # called after each step, in the loop's thread; must not raise
+        self.watcher: StepWatcher | None = None  # set and called in the loop's thread
 
     def submit(self, requests: list[Request], grammars: Sequence[Grammar] = ()) -> None:
         """Hand over the choices of one accepted submission, with a grammar for each where they have one."""
@@ -178,6 +188,8 @@ class EngineLoop:
 
     def _step(self) -> None:
         core, stats = self._core, self._core.scheduler.stats
+        if self.watcher is not None:
+            self.watcher.begins()
         tokens, rows, begin = stats.num_scheduled_tokens, stats.num_scheduled_rows, self._clock()
         output = core.step()
         now = self._clock()
@@ -188,8 +200,8 @@ class EngineLoop:
         elif not core.num_in_flight and core.has_work:
             for command in self._commands(STUCK_WAIT_S):
                 self._obey(command)
-        if num_tokens and self.on_step is not None:
-            self.on_step()
+        if self.watcher is not None:
+            self.watcher.ended(num_tokens > 0)
         if now - self._snapshot_s > SNAPSHOT_S:
             self._take_snapshot(now)
 

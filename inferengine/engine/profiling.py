@@ -100,7 +100,7 @@ class Profiling:
 
 
 class _Recording:
-    """One recording. Its methods belong to the loop's thread, between steps, and never raise."""
+    """One recording, and the loop's StepWatcher meanwhile. Its methods belong to the loop's thread and never raise."""
 
     def __init__(
         self,
@@ -127,13 +127,13 @@ class _Recording:
             self._finish(error)
             return
         self._began_s = self._clock()
-        self._loop.on_step = self._stepped
+        self._loop.watcher = self
 
     def stop(self) -> None:
         """With what there is. Nothing where it has ended already."""
         if self._over:
             return
-        self._loop.on_step = None
+        self._loop.watcher = None
         self.seconds = self._clock() - self._began_s
         try:
             self.recorder.stop()
@@ -142,18 +142,27 @@ class _Recording:
         else:
             self._finish(None)
 
-    def _stepped(self) -> None:
+    def begins(self) -> None:
         try:
-            self.recorder.stepped()
+            self.recorder.begin_step()
         except Exception as error:
-            self._loop.on_step = None
-            with contextlib.suppress(Exception):  # the first error is the one to tell
-                self.recorder.stop()
-            self._finish(error)
+            self._give_up(error)
+
+    def ended(self, computed: bool) -> None:
+        try:
+            self.recorder.end_step()
+        except Exception as error:
+            self._give_up(error)
             return
-        self.num_steps += 1
+        self.num_steps += computed
         if self.num_steps >= self._wanted:
             self.stop()
+
+    def _give_up(self, error: Exception) -> None:
+        self._loop.watcher = None
+        with contextlib.suppress(Exception):  # the first error is the one to tell
+            self.recorder.stop()
+        self._finish(error)
 
     def _finish(self, error: BaseException | None) -> None:
         self._over = True

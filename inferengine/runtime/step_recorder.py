@@ -30,17 +30,20 @@ class StepRecorder:
     def start(self) -> None:
         """From here on. In the thread that executes, between two steps."""
         self._profile.__enter__()
-        self._open_range()
 
-    def stepped(self) -> None:
-        """A step is over and the next begins."""
-        self._close_range()
+    def begin_step(self) -> None:
+        """The range of a step in the trace."""
+        self._range = record_function(f"{STEP}{self._num_steps}")
+        self._range.__enter__()
+
+    def end_step(self) -> None:
+        if self._range is not None:
+            self._range.__exit__(None, None, None)
+        self._range = None
         self._num_steps += 1
-        self._open_range()
 
     def stop(self) -> None:
         """Up to here, what the device has been given included. In the same thread as `start`."""
-        self._close_range()
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         self._profile.__exit__(None, None, None)
@@ -51,12 +54,3 @@ class StepRecorder:
             path = Path(folder) / "trace.json"
             self._profile.export_chrome_trace(str(path))
             return gzip.compress(path.read_bytes(), COMPRESSION)
-
-    def _open_range(self) -> None:
-        self._range = record_function(f"{STEP}{self._num_steps}")
-        self._range.__enter__()
-
-    def _close_range(self) -> None:
-        if self._range is not None:
-            self._range.__exit__(None, None, None)
-            self._range = None

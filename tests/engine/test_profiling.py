@@ -32,8 +32,11 @@ class FakeRecorder:
     def start(self) -> None:
         self._note("start")
 
-    def stepped(self) -> None:
-        self._note("stepped")
+    def begin_step(self) -> None:
+        self._note("begin")
+
+    def end_step(self) -> None:
+        self._note("end")
 
     def stop(self) -> None:
         self._note("stop")
@@ -102,10 +105,10 @@ def test_so_many_steps_are_recorded_in_the_loops_thread(device: Recorded, client
     assert (answers[0]["steps"], answers[0]["trace"]) == (5, b"a trace")
     assert answers[0]["seconds"] > 0
     (recorder,) = device.made
-    assert recorder.calls == ["start", *["stepped"] * 5, "stop"]
+    assert recorder.calls == ["start", *["begin", "end"] * 5, "stop"]
     assert recorder.threads == {"inferengine-loop"}
     assert run_some(client) == tokens, "the same request gives the same tokens, recorded or not"
-    assert len(recorder.calls) == 7
+    assert len(recorder.calls) == 12
 
 
 def test_with_fewer_steps_in_the_time_there_are_those(device: Recorded, client: Client, service: EngineService) -> None:
@@ -139,7 +142,7 @@ def test_one_at_a_time(device: Recorded, client: Client) -> None:
     assert (first[0]["steps"], second[0]["steps"]) == (3, 3)
 
 
-@pytest.mark.parametrize("failing", ["start", "stepped", "stop", "trace"])
+@pytest.mark.parametrize("failing", ["start", "begin_step", "end_step", "stop", "trace"])
 def test_a_profiler_that_fails_is_told_and_the_engine_goes_on(device: Recorded, client: Client, failing: str) -> None:
     def fail(recorder: FakeRecorder) -> None:
         raise RuntimeError("CUPTI is taken")
