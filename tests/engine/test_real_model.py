@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 import random
+import threading
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
+from inferengine.client import Client
+from inferengine.commands.trace_summary import summarize
 from inferengine.engine.model_card import read_model_card
 from inferengine.engine.service import EngineService
 from inferengine.engine.startup import build_executor
@@ -110,3 +115,32 @@ def test_cancelling_others_changes_nothing(engine: EngineService, peer: RawPeer,
         tokens = collected.tokens.get(stream, [])
         assert tokens == outputs[stream % len(PROMPTS)][: len(tokens)]
     check_idle(engine)
+
+
+def test_steps_that_a_profile_records_give_the_same_tokens(
+    engine: EngineService, peer: RawPeer, alone: dict[int, list[int]]
+) -> None:
+    want = expected(peer, alone)
+    answers: list[dict[str, Any]] = []
+    operator = Client(address_of(engine))
+    operator.connect()
+    asker = threading.Thread(target=lambda: answers.append(operator.admin("profile", steps=10)), daemon=True)
+    asker.start()
+    wait_until(lambda: is_recording(engine))
+    for index in range(len(PROMPTS)):
+        submit(peer, 3000 + index, index)
+    got = peer.collect({3000 + index for index in range(len(PROMPTS))}, 60.0)
+    asker.join(20.0)
+    operator.close()
+    assert {index: got.tokens[3000 + index] for index in range(len(PROMPTS))} == want
+    summary = summarize(json.loads(gzip.decompress(answers[0]["trace"])))
+    assert answers[0]["steps"] == 10
+    assert len(summary.steps_us) >= 10, "with overlap the last results come in a turn that computes nothing"
+    assert not summary.on_device
+    assert sum(row.total_us for row in summary.rows) > 0.2 * sum(summary.steps_us), "most of a step is operations"
+    check_idle(engine)
+
+
+def is_recording(engine: EngineService) -> bool:
+    assert engine.link.engine is not None
+    return engine.link.engine.loop.watcher is not None
