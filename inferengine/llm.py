@@ -12,7 +12,7 @@ from typing import Any
 
 from inferengine.config import Config
 from inferengine.config import load as load_config
-from inferengine.core.admission import resolve_max_tokens
+from inferengine.core.admission import check_prompt, resolve_max_tokens
 from inferengine.core.plan import TokenLogprobs
 from inferengine.core.request import Request
 from inferengine.core.scheduler import StepOutput
@@ -20,13 +20,14 @@ from inferengine.core.stopping import Finished
 from inferengine.engine.core import EngineCore
 from inferengine.engine.model_card import read_model_card
 from inferengine.engine.options import admission_limits, scheduler_options
-from inferengine.errors import InvalidRequest
-from inferengine.params import MAX_SEED, SamplingParams, validate
+from inferengine.errors import InferEngineError, InvalidRequest
+from inferengine.params import MAX_SEED, POOLINGS, SamplingParams, validate
 from inferengine.runtime.factory import build_executor
 from inferengine.spec.proposers import build_proposer
 from inferengine.structure import GrammarSpec, read_grammar, validate_grammar
 from inferengine.structured.compiler import GrammarCompiler
 from inferengine.text import ChatTemplate, TextStream, Tokenizer
+from inferengine.vectors import to_floats
 
 Prompt = str | Sequence[int]
 
@@ -56,6 +57,16 @@ class Generation:
     def text(self) -> str:
         """Of the first choice."""
         return self.choices[0].text
+
+
+@dataclass(frozen=True)
+class Embedding:
+    """A prompt as a vector of length 1 (L2)."""
+
+    prompt: str | None
+    prompt_ids: list[int]
+    values: list[float]
+    num_cached_tokens: int = 0
 
 
 class LLM:
@@ -132,6 +143,55 @@ class LLM:
         ]
         return self.generate(prompts, params, progress=progress, **structured)
 
+    def embed(
+        self, prompts: Prompt | Sequence[Prompt], *, pooling: str | None = None, progress: bool = True
+    ) -> list[Embedding]:
+        """The embedding of each prompt (text or token ids), in their order: of the final hidden states the last token's
+        or the mean, as `pooling` or else model.pooling says.
+
+        Raises InvalidRequest naming the field of the first prompt that cannot run (then nothing has run), and
+        InferEngineError when computing one fails.
+        """
+        pooling = pooling or self.config.model.pooling
+        if pooling not in POOLINGS:
+            raise InvalidRequest("pooling", f"must be one of {', '.join(POOLINGS)}")
+        listed = _as_list(prompts)
+        ids = [self._token_ids(prompt) for prompt in listed]
+        for each in ids:
+            check_prompt(len(each), self._limits)
+        first = self._next_uid + 1
+        self._next_uid += len(ids)
+        waiting = set(range(first, first + len(ids)))
+        for uid, each in enumerate(ids, first):
+            self.core.submit(
+                Request(uid, each, SamplingParams(), max_tokens=0, arrival_s=time.monotonic(), pooling=pooling)
+            )
+        vectors: dict[int, bytes] = {}
+        cached: dict[int, int] = {}
+        bar = _Bar(len(ids)) if progress and sys.stderr.isatty() else None
+        try:
+            while waiting:
+                output = self.core.step()
+                if output is None:
+                    continue
+                vectors |= output.embeddings or {}
+                for row in output.finished:
+                    if isinstance(row.detail, tuple):
+                        raise InferEngineError(*row.detail)
+                    waiting.discard(row.uid)
+                    cached[row.uid] = row.num_cached
+                    if bar is not None:
+                        bar.advance(row.num_prompt, done=True)
+        finally:
+            for uid in waiting:
+                self.core.cancel(uid)
+            if bar is not None:
+                bar.close()
+        return [
+            Embedding(prompt if isinstance(prompt, str) else None, each, to_floats(vectors[uid]), cached[uid])
+            for uid, (prompt, each) in enumerate(zip(listed, ids, strict=True), first)
+        ]
+
     def close(self) -> None:
         """Give the device's memory back."""
         self._grammars.close()
@@ -148,15 +208,19 @@ class LLM:
     # -- inside ------------------------------------------------------------------------------------------------------
 
     def _job(self, prompt: Prompt, params: SamplingParams, spec: GrammarSpec | None) -> _Job:
-        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else [int(token) for token in prompt]
+        ids = self._token_ids(prompt)
         validate(params, vocab_size=self.capacity.vocab_size, limits=self.config.limits)
-        if any(not 0 <= token < self.capacity.vocab_size for token in ids):
-            raise InvalidRequest("prompt", f"a token id is outside the vocabulary of {self.capacity.vocab_size}")
         if spec is not None:
             validate_grammar(spec, self.config.limits)
             self._grammars.compile(spec)
         max_tokens = resolve_max_tokens(len(ids), params.max_tokens, self._limits)
         return _Job(prompt if isinstance(prompt, str) else None, ids, params, max_tokens)
+
+    def _token_ids(self, prompt: Prompt) -> list[int]:
+        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else [int(token) for token in prompt]
+        if any(not 0 <= token < self.capacity.vocab_size for token in ids):
+            raise InvalidRequest("prompt", f"a token id is outside the vocabulary of {self.capacity.vocab_size}")
+        return ids
 
     def _run(self, jobs: list[_Job], spec: GrammarSpec | None, progress: bool) -> list[Generation]:
         outputs: dict[int, _Output] = {}

@@ -66,32 +66,40 @@ async def completions(request: Request) -> Response:
     )
 
 
-async def read_prompts(body: dict[str, Any], served: ServedModel, limits: LimitsConfig) -> list[list[int]]:
-    """`prompt` in its four shapes: a text, a list of texts, a list of token ids, a list of such lists."""
-    prompt = body.get("prompt")
+async def read_prompts(
+    body: dict[str, Any], served: ServedModel, limits: LimitsConfig, *, field: str = "prompt", most: int | None = None
+) -> list[list[int]]:
+    """`field` in its four shapes: a text, a list of texts, a list of token ids, a list of such lists; at most `most`
+    (None: limits.max_prompts)."""
+    prompt = body.get(field)
     add_special_tokens = fields.flag(body, "add_special_tokens", True)
     if prompt is None:
-        raise InvalidRequest("prompt", "is required")
+        raise InvalidRequest(field, "is required")
     if isinstance(prompt, str):
         items: list[Any] = [prompt]
     elif isinstance(prompt, list) and prompt:
         items = [prompt] if type(prompt[0]) is int else prompt
     else:
-        raise InvalidRequest("prompt", "must be a text or a list of token ids, or a list of either, not empty")
-    if len(items) > limits.max_prompts:
-        raise InvalidRequest("prompt", f"at most {limits.max_prompts} prompts in one call")
+        raise InvalidRequest(field, "must be a text or a list of token ids, or a list of either, not empty")
+    most = limits.max_prompts if most is None else most
+    if len(items) > most:
+        raise InvalidRequest(field, f"at most {most} in one call")
     prompts = []
-    for place, item in enumerate(items):
+    for name, item in zip(prompt_names(len(items), field), items, strict=True):
         await asyncio.sleep(0)  # many short prompts are tokenized here: let others have their turn in between
-        name = "prompt" if len(items) == 1 else f"prompt[{place}]"
         if not isinstance(item, str):
             prompts.append(fields.token_ids(item, name))
             continue
         token_ids = await served.encode(item, limits, name=name, add_special_tokens=add_special_tokens)
-        if not token_ids:
+        if not token_ids or not item:
             raise InvalidRequest(name, "must not be empty")
         prompts.append(token_ids)
     return prompts
+
+
+def prompt_names(count: int, field: str) -> list[str]:
+    """What each of so many prompts is called in errors."""
+    return [field] if count == 1 else [f"{field}[{place}]" for place in range(count)]
 
 
 def _echoed(prompt: Any, prompts: list[list[int]], served: ServedModel) -> list[str]:

@@ -1,13 +1,96 @@
-"""POST /v1/embeddings: known, and refused. The engine gives tokens and log-probabilities, no hidden states."""
+"""POST /v1/embeddings."""
 
 from __future__ import annotations
+
+import asyncio
+import base64
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from inferengine.errors import InferEngineError
+from frontends.common import fields
+from frontends.common.embedding import Embeddings
+from frontends.common.model_context import ServedModel
+from frontends.common.sse import dumps
+from frontends.http import fields as dialect
+from frontends.http.body import read_json
+from frontends.http.completions import prompt_names, read_prompts
+from frontends.http.service import Service
+from inferengine.client import Embedding
+from inferengine.errors import InferEngineError, InvalidRequest
+from inferengine.params import POOLINGS
+from inferengine.vectors import shorten
+
+ENCODINGS = ("float", "base64")
+# Fields of vLLM's that change the values: what is listed is what is done anyway.
+REFUSED: dict[str, tuple[Any, ...]] = {
+    "normalize": (True,),
+    "use_activation": (True,),
+    "embed_dtype": ("float32",),
+    "endianness": ("native", "little"),
+    "stream": (False,),
+    "detached": (False,),
+    "truncation_side": ("left",),
+}
 
 
 async def embeddings(request: Request) -> Response:
-    """Refused: this engine gives no embeddings."""
-    raise InferEngineError("unsupported", "This engine generates text; it gives no embeddings.")
+    """`input` (text, list of texts, token ids, list of lists of token ids) as vectors of length 1."""
+    service: Service = request.app.state.service
+    config = service.config
+    body = await read_json(request, config.http.max_body_bytes)
+    served = await service.served()
+    dialect.check_model(body, served)
+    dialect.refuse_unsupported(body, REFUSED)
+    if not served.info.embedding_size:
+        raise InferEngineError("unsupported", "This engine gives no embeddings.")
+    encoding = _one_of(body, "encoding_format", ENCODINGS) or "float"
+    pooling = _one_of(body, "pooling", POOLINGS) or ""
+    dimensions = _dimensions(body, served)
+    fields.string(body, "user")
+    label = dialect.read_label(body, request.scope["request_id"])
+    options = dialect.read_options(body, config, label=label, continues_prompt=True)
+    prompts = await read_prompts(body, served, config.limits, field="input", most=config.limits.max_embedding_inputs)
+    prompts = [dialect.truncate(body, prompt_ids, served, 0) for prompt_ids in prompts]
+    names = prompt_names(len(prompts), "input")
+    engines = service.engines_for(request, served, detachable=False)
+    call = Embeddings(engines, prompts, names, pooling, options)
+    with service.call(call, request.receive):
+        found = await call.collect()
+    return Response(await _document(body, served, label, found, encoding, dimensions), media_type="application/json")
+
+
+def _one_of(body: dict[str, Any], name: str, choices: tuple[str, ...]) -> str | None:
+    value = fields.string(body, name)
+    if value is not None and value not in choices:
+        raise InvalidRequest(name, f"must be one of {', '.join(choices)}")
+    return value
+
+
+def _dimensions(body: dict[str, Any], served: ServedModel) -> int:
+    size = served.info.embedding_size
+    try:
+        return fields.integer(body, "dimensions", size, least=1, most=size) or size
+    except InvalidRequest as error:
+        raise InvalidRequest("dimensions", f"{error.message}: this model's embeddings have {size} values") from None
+
+
+async def _document(
+    body: dict[str, Any], served: ServedModel, label: str, found: list[Embedding], encoding: str, dimensions: int
+) -> bytes:
+    """Written vector by vector: thousands of them take a while, and others have their turn in between."""
+    data = []
+    for index, embedding in enumerate(found):
+        await asyncio.sleep(0)
+        shortened = embedding._replace(data=shorten(embedding.data, dimensions))
+        value = base64.b64encode(shortened.data).decode() if encoding == "base64" else shortened.values
+        data.append(dumps({"object": "embedding", "index": index, "embedding": value}))
+    tokens = sum(embedding.prompt_tokens for embedding in found)
+    head = dumps({"object": "list", "id": f"embd-{label}", "model": body.get("model") or served.name})
+    usage = {
+        "prompt_tokens": tokens,
+        "total_tokens": tokens,
+        "prompt_tokens_details": {"cached_tokens": sum(embedding.cached_tokens for embedding in found)},
+    }
+    return head[:-1] + b',"data":[' + b",".join(data) + b'],"usage":' + dumps(usage) + b"}"

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from inferengine.config import LimitsConfig
-from inferengine.params import MAX_BAD_WORDS, MAX_SEED
+from inferengine.params import MAX_BAD_WORDS, MAX_SEED, POOLINGS
 from inferengine.wire.codec import MAX_NAME_CHARACTERS, MAX_SALT_BYTES
 
 Schema = dict[str, Any]
@@ -205,7 +205,26 @@ def bodies(limits: LimitsConfig) -> dict[str, list[Field]]:
         Field("reasoning_effort", STRING, "given to the chat template"),
     ]
     max_tokens = Field("max_tokens", integer(1), "most tokens of the output, within the model's length")
+    inputs = {
+        "anyOf": [
+            PROMPT,
+            array(PROMPT, least=1, most=limits.max_embedding_inputs),
+            array(TOKEN_ID, least=1),
+            array(array(TOKEN_ID, least=1), least=1, most=limits.max_embedding_inputs),
+        ]
+    }
+    shared = {field.name: field for field in common(limits)}
     return {
+        "/v1/embeddings": [
+            Field("input", inputs, "text, list of texts, token ids, list of lists of token ids", required=True),
+            shared["model"],
+            Field("encoding_format", {"enum": ["float", "base64"]}, "numbers, or little-endian f32 in base64"),
+            Field("dimensions", integer(1), "keep so many values, of length 1 again; at most what the model has"),
+            Field("pooling", {"enum": list(POOLINGS)}, "of the final hidden states the last token's, or the mean"),
+            Field("user", STRING, "taken, and not looked at"),
+            Field("truncate_prompt_tokens", integer(-1), "keep each input's last tokens; -1: as many as fit; not 0"),
+            *(shared[name] for name in ("priority", "cache_salt", "request_id", "add_special_tokens")),
+        ],
         "/v1/completions": [
             Field("prompt", prompts, "text, list of texts, token ids, list of lists of token ids", required=True),
             max_tokens,

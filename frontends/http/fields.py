@@ -6,6 +6,7 @@ because clients of other servers send their own.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from frontends.common import fields
@@ -96,11 +97,11 @@ class Extras(NamedTuple):
     tokens_as_ids: bool = False
 
 
-def refuse_unsupported(body: dict[str, Any]) -> None:
+def refuse_unsupported(body: dict[str, Any], refused: Mapping[str, tuple[Any, ...]] = REFUSED) -> None:
     """Raise for the first field that asks for what cannot be had."""
-    for name in body.keys() & REFUSED.keys():
+    for name in body.keys() & refused.keys():
         value = body[name]
-        if value is not None and not any(type(value) is type(idle) and value == idle for idle in REFUSED[name]):
+        if value is not None and not any(type(value) is type(idle) and value == idle for idle in refused[name]):
             raise InvalidRequest(name, "is not supported by this engine: leave it out", code="unsupported")
 
 
@@ -220,7 +221,7 @@ def truncate(body: dict[str, Any], prompt_ids: list[int], served: ServedModel, m
     if keep == 0:
         raise InvalidRequest("truncate_prompt_tokens", "must be -1 or at least 1")
     if keep == -1:
-        keep = max(1, served.info.max_model_len - (max_tokens or 1))
+        keep = max(1, served.info.max_model_len - (1 if max_tokens is None else max_tokens))
     return prompt_ids[-keep:]
 
 

@@ -22,12 +22,19 @@ STREAM_HEADER = "x-stream-id"
 
 
 def submitter(
-    request: Request, engines: Submitter, registry: Registry, served_name: str, adapters: Sequence[str] = ()
+    request: Request,
+    engines: Submitter,
+    registry: Registry,
+    served_name: str,
+    adapters: Sequence[str] = (),
+    *,
+    detachable: bool = True,
 ) -> Any:
     """What this request's generation is given to. Its body has been read. A model's name may be that of one of the
     LoRA `adapters`.
 
     Detached are those that say so (`detached: true`) and those that bring an id of their own for their stream.
+    Nothing is where there is no stream to read on (`detachable` false).
     Raises `forbidden` for a model that the key may not use.
     """
     scope = request.scope
@@ -37,6 +44,8 @@ def submitter(
     if not key.may_use(str(model)):
         raise InferEngineError("forbidden", "This key may not use that model.", field="model")
     adapter = str(model) if model != served_name and model in adapters else ""
+    if not detachable:
+        return KeyedSubmitter(engines, key, adapter)
     state: StreamState | None = scope.get("stream")  # a stream that is read on
     if state is not None:
         return LogSubmitter(registry, state, key, None, adapter)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import sys
-from array import array
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from inferengine.client.streams import Delta, error_from
 from inferengine.client.submitting import SubmitOptions
 from inferengine.errors import InferEngineError
+from inferengine.vectors import to_floats
 from inferengine.wire.messages import EMBEDDINGS, Welcome
 
 Prompt = str | Sequence[int]
@@ -24,11 +23,7 @@ class Embedding(NamedTuple):
 
     @property
     def values(self) -> list[float]:
-        values = array("f")
-        values.frombytes(self.data)
-        if sys.byteorder == "big":
-            values.byteswap()
-        return values.tolist()
+        return to_floats(self.data)
 
 
 def require_embeddings(welcome: Welcome) -> None:

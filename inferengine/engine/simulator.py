@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import math
 import time
-from array import array
 from collections.abc import Callable, Sequence
 
 from inferengine.core.executor import Capacity, KVGroup, Progress
 from inferengine.core.plan import PooledRow, StepPlan, StepResult
+from inferengine.vectors import to_bytes
 
 
 class _Done:
@@ -97,7 +97,7 @@ def simulated_embedding(num_prompt: int, mean: bool, size: int) -> bytes:
     """What a prompt of this length gets: f32 values of length 1 together."""
     values = [math.sin(num_prompt * (place + 1) + mean) for place in range(size)]
     norm = math.hypot(*values)
-    return array("f", [value / norm for value in values]).tobytes()
+    return to_bytes(value / norm for value in values)
 
 
 def _length(plan: StepPlan, item: PooledRow) -> int:

@@ -15,6 +15,7 @@ FOUNDATION = (
     "inferengine.logs",
     "inferengine.listening",
     "inferengine.exposition",
+    "inferengine.vectors",
 )
 LAYERS: dict[str, tuple[str, ...]] = {
     "inferengine": ("inferengine.llm", "inferengine.params"),
@@ -38,6 +39,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "inferengine.logs": ("inferengine.config",),
     "inferengine.listening": ("inferengine.config",),
     "inferengine.exposition": (),
+    "inferengine.vectors": (),
     "inferengine.core": FOUNDATION,
     "inferengine.wire": FOUNDATION,
     "inferengine.text": FOUNDATION,
@@ -113,6 +115,7 @@ LIGHT_PARTS = (
     "inferengine.logs",
     "inferengine.listening",
     "inferengine.exposition",
+    "inferengine.vectors",
     "inferengine.core",
     "inferengine.wire",
     "inferengine.text",

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import zmq
 
+from inferengine.engine.simulator import simulated_embedding
 from inferengine.text import fingerprint
 from inferengine.wire import codec, sockets
 from inferengine.wire.messages import (
@@ -43,6 +44,7 @@ TEMPLATE = (
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 MAX_MODEL_LEN = 512
+EMBEDDING_SIZE = 8
 
 
 class Script(NamedTuple):
@@ -66,6 +68,7 @@ class _Running:
         self.peer, self.stream, self.script, self.prompt_tokens = peer, stream, script, prompt_tokens
         self.sent = 0
         self.next_s = 0.0
+        self.embedding: bytes | None = None
 
     @property
     def is_silent(self) -> bool:
@@ -83,6 +86,7 @@ FILES = model_files()
 
 def model_info(**changes: Any) -> ModelInfo:
     info = ModelInfo("tiny", fingerprint(FILES), 302, MAX_MODEL_LEN, (1,), 16, 4096, "float32")
+    info = info._replace(embedding_size=EMBEDDING_SIZE, pooling="last")
     return info._replace(**changes)
 
 
@@ -186,10 +190,22 @@ class ScriptedEngine:
         if scripts[0].refusal is not None:
             return [scripts[0].refusal._replace(id=submit.id, stream=submit.stream)]
         prompt_tokens = len(submit.prompt or b"") // 4
+        if submit.reply == "embedding":
+            return self._embed(peer, submit, scripts[0], prompt_tokens)
         self._running += [
             _Running(peer, submit.stream + choice, script, prompt_tokens) for choice, script in enumerate(scripts)
         ]
         return [Accept(submit.id, submit.stream, prompt_tokens, n)] if scripts[0].accept else []
+
+    def _embed(self, peer: bytes, submit: Submit, script: Script, prompt_tokens: int) -> list[Any]:
+        """As the engine does: no tokens, and a vector with the end. A script that is to fall silent or fail does."""
+        if script.reason == "length":
+            script = script._replace(token_ids=[], reason="stop")
+        one = _Running(peer, submit.stream, script, prompt_tokens)
+        if script.reason == "stop":
+            one.embedding = simulated_embedding(prompt_tokens, submit.pooling == "mean", EMBEDDING_SIZE)
+        self._running.append(one)
+        return [Accept(submit.id, submit.stream, prompt_tokens)]
 
     def _step(self, router: zmq.Socket[bytes]) -> None:
         now = time.monotonic()
@@ -207,6 +223,8 @@ class ScriptedEngine:
             if done:
                 self._running.remove(one)
                 step = step._replace(done=self._done(one, script.reason, script.detail, step.seq).done)
+                if one.embedding is not None:
+                    step = step._replace(embeddings=[(one.stream, one.embedding)])
             self._send(router, one.peer, step)
 
     def _send(self, router: zmq.Socket[bytes], peer: bytes, message: Any) -> None:

@@ -38,6 +38,7 @@ NAMES = st.sampled_from(
         ),
         *("logprobs", "top_logprobs", "messages", "tokens", "chat_template_kwargs", "documents", "reasoning_effort"),
         *("priority", "cache_salt", "request_id", "truncate_prompt_tokens", "return_token_ids", "add_special_tokens"),
+        *("input", "encoding_format", "dimensions", "pooling"),
         *("tools", "tool_choice", "parallel_tool_calls", "include_reasoning"),
         *("continue_final_message", "add_generation_prompt", "return_tokens_as_token_ids", "user"),
     ]
@@ -48,6 +49,7 @@ PATHS = st.sampled_from(
         "/v1/completions",
         "/v1/chat/completions",
         "/v1/chat/completions",
+        "/v1/embeddings",
         "/v1/generate",
         "/generate",
         "/infer/v1/completions",
@@ -55,7 +57,7 @@ PATHS = st.sampled_from(
         "/detokenize",
     ]
 )
-GOOD: dict[str, Any] = {"prompt": "say", "messages": [{"role": "user", "content": "hi"}], "tokens": [5]}
+GOOD: dict[str, Any] = {"prompt": "say", "input": "say", "messages": [{"role": "user", "content": "hi"}], "tokens": [5]}
 
 
 @settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

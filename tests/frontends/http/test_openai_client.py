@@ -117,8 +117,3 @@ def test_a_class_is_parsed_from_the_answer(embedded: Embedded) -> None:
             assert isinstance(stream.get_final_completion().choices[0].message.parsed, Person)
         response = client.responses.parse(model="", input="Who is Ada?", text_format=Person, max_output_tokens=200)
         assert isinstance(response.output_parsed, Person)
-
-
-def test_what_is_not_there_says_so(client: openai.OpenAI) -> None:
-    with pytest.raises(openai.BadRequestError, match="no embeddings"):
-        client.embeddings.create(model="tiny", input="hi")

@@ -24,6 +24,7 @@ ROOT = Path(__file__).resolve().parents[3]
 PAGE = (ROOT / "docs" / "parameters.md").read_text(encoding="utf-8")
 TABLES = bodies(LimitsConfig())
 GOOD: dict[str, dict[str, Any]] = {
+    "/v1/embeddings": {"input": "say"},
     "/v1/completions": {"prompt": "say"},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "hi"}]},
     "/v1/responses": {"input": "hi"},
