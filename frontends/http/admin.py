@@ -12,6 +12,7 @@ from starlette.routing import Route
 from frontends.common import fields
 from frontends.http.answer import JsonBytes
 from frontends.http.body import read_json
+from frontends.http.profiling import profile
 from frontends.http.service import Service
 from inferengine.client import AsyncClient
 from inferengine.errors import InferEngineError, InvalidRequest
@@ -75,6 +76,7 @@ async def reload_keys(request: Request) -> Response:
 
 ROUTES = (
     Route("/reload_keys", reload_keys, methods=["POST"]),
+    Route("/profile", profile, methods=["POST"]),
     Route("/v1/load_lora_adapter", load_adapter, methods=["POST"]),
     Route("/v1/unload_lora_adapter", unload_adapter, methods=["POST"]),
     Route("/pause", pause, methods=["POST"]),

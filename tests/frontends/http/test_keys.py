@@ -144,6 +144,21 @@ def test_operators_act_on_the_engine(guarded: Guarded) -> None:
     assert guarded.ask("GET", "/is_paused", ADMIN).json() == {"is_paused": False}
 
 
+def test_operators_record_a_profile(guarded: Guarded) -> None:
+    guarded.house.engine.admin = {"profile": {"steps": 7, "seconds": 0.1, "trace": b"a trace"}}
+    assert guarded.ask("POST", "/profile?steps=7", ALICE).json()["error"]["code"] == "forbidden"
+    answer = guarded.ask("POST", "/profile?steps=7&wait_s=2.5", ADMIN)
+    assert (answer.status_code, answer.content, answer.headers["x-steps"]) == (200, b"a trace", "7")
+    assert answer.headers["content-type"] == "application/gzip"
+    assert "trace.json.gz" in answer.headers["content-disposition"]
+
+
+@pytest.mark.parametrize(("query", "field"), [("steps=many", "steps"), ("engine=other", "engine")])
+def test_a_bad_profile_is_refused_by_name(guarded: Guarded, query: str, field: str) -> None:
+    answer = guarded.ask("POST", f"/profile?{query}", ADMIN)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, field)
+
+
 def test_without_keys_operators_routes_are_closed(served: House) -> None:
     answer = served.http.post("/abort_requests")
     assert (answer.status_code, answer.json()["error"]["code"]) == (403, "forbidden")
