@@ -64,14 +64,37 @@ class Planner:
         return self._finish_plan(draft)
 
     def wants_results(self, last: ScheduledStep) -> bool:
-        """Whether planning should wait for the steps under way: what a grammar allows next, or what to guess next,
-        depends on their tokens."""
-        if last.plan.masked:
+        """Whether planning should wait for the steps under way: what a grammar allows next, where a sequence stands
+        after its guesses, or what to guess next, depends on their tokens."""
+        if last.plan.masked or last.drafts:
             return True
         if self.proposer is None:
             return False
         running = self.roster.running
-        return any(self.drafts.length(s, len(running)) > 0 for s in running[: self.options.max_running_to_draft + 1])
+        return self.drafts.awake(len(running)) and any(self.drafts.is_due(s, s.num_tokens) for s in running)
+
+    def observe(self, scheduled: ScheduledStep, duration_s: float) -> None:
+        """How long a step took whose tokens are not committed yet: what chunks and guesses are measured by."""
+        plan, drafted = scheduled.plan, [scheduled.rows[row] for row in scheduled.drafts]
+        num_decodes, num_guesses = plan.num_decodes + len(drafted), sum(plan.num_drafts)
+        num_prompt_tokens = plan.num_tokens - num_decodes - num_guesses
+        if self.chunks is not None:
+            self.chunks.observe(num_decodes, num_prompt_tokens, duration_s)
+        if self.proposer is None or num_prompt_tokens or not num_decodes:
+            return
+        if self.proposer.on_device and any(sequence.draft_rate is None for sequence in drafted):
+            return  # the draft model has read their prompts in this step
+        self.drafts.cost.observe(num_decodes, num_guesses, duration_s)
+
+    def write_again(self, failed: ScheduledStep) -> None:
+        """Forced tokens that a failed step should have told the device, of sequences that had no row in it: those with
+        a row start over from their known tokens."""
+        writes = failed.plan.token_writes
+        if writes is not None:
+            by_slot = {sequence.slot: sequence for sequence in self.roster.running if sequence not in failed.rows}
+            for slot, position, token in zip(*writes, strict=True):
+                if slot in by_slot:
+                    self.forced.append((by_slot[slot], position, token))
 
     def new_layout(self) -> int:
         self._layout += 1
@@ -81,24 +104,36 @@ class Planner:
 
     def _propose(self) -> dict[Sequence, list[int]]:
         """Guesses for sequences whose tokens are all known, with blocks for them; nobody gives way for a guess."""
-        guesses: dict[Sequence, list[int]] = {}
-        running, proposer = self.roster.running, self.proposer
-        if proposer is None or len(running) > self.options.max_running_to_draft:
-            return guesses
+        running, proposer, drafts = self.roster.running, self.proposer, self.drafts
+        if proposer is None or not drafts.begin(len(running)):
+            return {}
+        offers: dict[Sequence, list[int]] = {}
         for sequence in running:
             total = len(sequence.tokens)
-            if sequence.num_inflight or total - sequence.num_computed != 1 or total < sequence.drafts_resume_at:
+            if sequence.num_inflight or total - sequence.num_computed != 1 or not drafts.is_due(sequence, total):
                 continue
             if sequence.grammar is not None and proposer.on_device:
                 continue  # the device cannot ask a grammar whether a guess is allowed
-            most = min(self.drafts.length(sequence, len(running)), sequence.max_total - total - 1)
-            tokens = proposer.propose(sequence, most) if most > 0 else []
+            most = min(drafts.length(sequence), sequence.max_total - total - 1)
+            if most <= 0:
+                continue
+            tokens = proposer.propose(sequence, most)
             if sequence.grammar is not None:
                 tokens = tokens[: sequence.grammar.validate(tokens)]
-            if not tokens and most > 0:
-                sequence.drafts_resume_at = total + 4  # nothing to go by: look again a little later
-            if tokens and self.roster.kv.allocate(sequence, total + len(tokens)):
+            if tokens:
+                offers[sequence] = tokens
+            else:
+                drafts.nothing_offered(sequence)
+        lengths = drafts.choose(
+            {sequence: len(tokens) for sequence, tokens in offers.items()}, len(running), on_device=proposer.on_device
+        )
+        guesses: dict[Sequence, list[int]] = {}
+        room = max(0, self.options.max_num_batched_tokens - len(running))  # nobody waits for a guess of somebody else
+        for sequence, tokens in offers.items():
+            tokens = tokens[: min(lengths.get(sequence, 0), room)]
+            if tokens and self.roster.kv.allocate(sequence, len(sequence.tokens) + len(tokens)):
                 guesses[sequence] = tokens
+                room -= len(tokens)
         return guesses
 
     def _plan_decodes(self, draft: StepDraft, guesses: dict[Sequence, list[int]], now: float) -> list[Sequence]:

@@ -183,10 +183,8 @@ class Scheduler:
         return self._output(scheduled, result, uids, token_ids, layout, finished)
 
     def observe(self, scheduled: ScheduledStep, duration_s: float) -> None:
-        """How long the device took for a step: what the chunk controller learns from."""
-        if self._planner.chunks is not None:
-            plan = scheduled.plan
-            self._planner.chunks.observe(plan.num_decodes, plan.num_tokens - plan.num_decodes, duration_s)
+        """How long the device took for a step that is not committed yet."""
+        self._planner.observe(scheduled, duration_s)
 
     def fail(self, scheduled: ScheduledStep, rows: list[int] | None, message: str, now: float) -> list[Finished]:
         """A step did not give a result: end the requests of `rows`, or of the whole step where no culprit is known.
@@ -207,6 +205,7 @@ class Scheduler:
                 self._roster.forget_host_copy(sequence)  # it lacks this step's KV
         for sequence in scheduled.swapped_out:
             self._roster.forget_host_copy(sequence)  # it may never have been made
+        self._planner.write_again(scheduled)
         return finished
 
     # -- questions ---------------------------------------------------------------------------------------------------

@@ -28,6 +28,7 @@ class Sequence:
         "block_hashes",
         "block_tables",
         "capacity",
+        "draft_pause",
         "draft_rate",
         "drafts_resume_at",
         "first_scheduled_s",
@@ -38,9 +39,11 @@ class Sequence:
         "min_total",
         "next_event_at",
         "next_hash_at",
+        "num_accepted",
         "num_blocks_released",
         "num_cached",
         "num_computed",
+        "num_drafted",
         "num_fresh",
         "num_inflight",
         "num_preemptions",
@@ -76,6 +79,9 @@ class Sequence:
         self.grammar: Grammar | None = None  # compiled, at the end of `tokens`
         self.draft_rate: float | None = None  # share of guesses that proved right
         self.drafts_resume_at = 0  # number of tokens at which guessing is tried again
+        self.draft_pause = 0  # tokens that it last waited because there was nothing to guess from
+        self.num_drafted = 0  # guesses verified
+        self.num_accepted = 0  # of them right
         self.num_cached = 0  # prompt tokens found in the prefix cache when first admitted
         self.num_fresh = 0  # tokens appended by the commit under way
         self.num_preemptions = 0

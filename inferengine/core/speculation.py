@@ -1,21 +1,31 @@
-"""Speculation: how many tokens to guess ahead for a sequence, from what guessing has brought so far.
+"""Speculation: how many tokens to guess ahead for each sequence, from what guessing has brought and cost so far.
 
-A guess that is right saves a step, a wrong one costs the time to verify it. The length follows the sequence's own rate
-of acceptance (an exponential mean): one more guess pays as long as the chance that all up to it are right, r^k, beats
-its cost. A sequence whose guesses fail stops guessing and tries again after a while. Under load the batch fills the
-device without guesses, and there are none.
+A guess that is right saves a step, a wrong one costs the time to verify it. A sequence's own rate of acceptance r (an
+exponential mean) says what a guess is worth: all up to the k-th are right with chance r^k. What a guess costs is
+measured (GuessCost). Guesses are taken, the likeliest first, while each raises the tokens per second of the step; where
+even the best choice does not beat a step without guesses there are none, but for a trial now and then. So the length
+follows acceptance and load, and a load or a text for which guessing does not pay loses a step in hundreds.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Protocol
 
+from inferengine.core.guess_cost import Estimate, GuessCost
 from inferengine.core.sequence import Sequence
 
-SMOOTHING = 0.2  # weight of a new observation
-WORTHWHILE = 0.3  # probability at which one more guess pays
+SMOOTHING = 0.2  # weight of a new observation in a sequence's rate
+SHARED_SMOOTHING = 0.05  # and in the rate of all, which a new sequence begins with
+FIRST_RATE = 0.6  # before anything was verified
+HOPELESS = 0.1  # rate below which a sequence guesses only now and then
+LEAST_CHANCE = 0.05  # a guess less likely than this is not asked for
 RETRY_AFTER = 32  # tokens after which a sequence that gave up tries again
-PROBE_LENGTH = 2  # guesses of a sequence about which nothing is known yet, beyond the first
+PROBE_LENGTH = 2  # guesses of a trial
+ADVANTAGE = 1.03  # by how much guessing must promise to win
+FIRST_PAUSE, LAST_PAUSE = 16, 128  # steps between trials while it does not pay, doubled each time
+REFRESH = 64  # steps with guesses after which one without is measured again
+LOOK_AGAIN, LOOK_AGAIN_LAST = 2, 32  # tokens until a proposer that had nothing to go by is asked again, doubled
 
 
 class Proposer(Protocol):
@@ -33,43 +43,136 @@ class Proposer(Protocol):
         ...
 
 
+class _Load:
+    """What is remembered for batches of about one size."""
+
+    __slots__ = ("guessed", "pause", "resume_at", "steps")
+
+    def __init__(self) -> None:
+        self.steps = 0  # planned
+        self.guessed = 0  # with guesses, since the last without
+        self.resume_at = 0  # number of steps before which nothing is guessed
+        self.pause = FIRST_PAUSE
+
+
 class DraftControl:
-    """Decides the number of guesses. `max_drafts` bounds it, `max_running` is where the device has enough to do."""
+    """Decides the number of guesses. `max_drafts` bounds it, with more than `max_running` sequences there are none."""
 
     def __init__(self, max_drafts: int, max_running: int) -> None:
         self.max_drafts = max_drafts
         self.max_running = max_running
+        self.cost = GuessCost()
         self.num_drafted = 0
         self.accepted_by_position = [0] * max_drafts
         self.num_accepted = 0
         self.num_verified = 0  # verifications: accepted / verified + 1 is the mean length of a step
+        self._shared_rate = FIRST_RATE
+        self._loads: dict[int, _Load] = {}  # by bit length of the number of rows
 
-    def length(self, sequence: Sequence, num_running: int) -> int:
-        """How many guesses to ask for now."""
-        if num_running > self.max_running:
-            return 0
-        rate = sequence.draft_rate
-        if rate is None:
-            return min(self.max_drafts, PROBE_LENGTH)
-        if rate < WORTHWHILE:
-            return PROBE_LENGTH if len(sequence.tokens) >= sequence.drafts_resume_at else 0
+    # -- when --------------------------------------------------------------------------------------------------------
+
+    def begin(self, num_rows: int) -> bool:
+        """A step of so many rows is being planned: whether guesses should be asked for."""
+        load = self._load(num_rows)
+        load.steps += 1
+        if self.awake(num_rows) and load.guessed < REFRESH:
+            return True
+        load.guessed = 0
+        return False
+
+    def awake(self, num_rows: int) -> bool:
+        """Whether guessing pays, or may be tried again, with so many rows."""
+        if num_rows == 0 or num_rows > self.max_running:
+            return False
+        load = self._load(num_rows)
+        return load.steps >= load.resume_at and self.cost.estimate(num_rows) is not None
+
+    def is_due(self, sequence: Sequence, num_tokens: int) -> bool:
+        """Whether this sequence may guess when it has so many tokens."""
+        return num_tokens >= sequence.drafts_resume_at
+
+    # -- how many ----------------------------------------------------------------------------------------------------
+
+    def length(self, sequence: Sequence) -> int:
+        """The most guesses that could be worth while, whatever they cost."""
+        rate = self._rate(sequence)
         length, chance = 1, rate * rate
-        while length < self.max_drafts and chance >= WORTHWHILE:
+        while length < self.max_drafts and chance >= LEAST_CHANCE:
             length += 1
             chance *= rate
-        return length
+        return max(length, min(PROBE_LENGTH, self.max_drafts))
+
+    def choose(self, offers: Mapping[Sequence, int], num_rows: int, *, on_device: bool) -> dict[Sequence, int]:
+        """How many of the guesses on offer to verify in a step of `num_rows` rows."""
+        estimate = self.cost.estimate(num_rows)
+        if not offers or estimate is None:
+            return {}
+        load = self._load(num_rows)
+        load.guessed += 1
+        trials = {sequence: min(length, PROBE_LENGTH) for sequence, length in offers.items()}
+        lengths = self._best(offers, num_rows, estimate)
+        if lengths:
+            load.pause = FIRST_PAUSE
+            return {sequence: trials[sequence] for sequence in trials if self._rate(sequence) < HOPELESS} | lengths
+        if not (on_device and any(sequence.draft_rate is None for sequence in offers)):
+            # else the draft model reads whole prompts in this step: what guessing costs shows in the next one
+            self.cost.doubt(num_rows)
+            load.resume_at = load.steps + load.pause
+            load.pause = min(LAST_PAUSE, 2 * load.pause)
+        return trials
+
+    def _best(self, offers: Mapping[Sequence, int], num_rows: int, estimate: Estimate) -> dict[Sequence, int]:
+        """The choice with the most tokens per second; empty where that is none at all."""
+        chances = [
+            (rate**place, sequence)
+            for sequence, length in offers.items()
+            for rate in (self._rate(sequence),)
+            if rate >= HOPELESS
+            for place in range(1, length + 1)
+        ]
+        chances.sort(key=lambda item: -item[0])
+        tokens, seconds = float(num_rows), estimate.plain_s + estimate.fixed_s
+        lengths: dict[Sequence, int] = {}
+        for (
+            chance,
+            sequence,
+        ) in chances:  # a sequence's own come in their order: each is less likely than the one before
+            if chance * seconds < estimate.slope_s * tokens:
+                break
+            tokens, seconds = tokens + chance, seconds + estimate.slope_s
+            lengths[sequence] = lengths.get(sequence, 0) + 1
+        return lengths if tokens * estimate.plain_s > ADVANTAGE * num_rows * seconds else {}
+
+    # -- what came of it ---------------------------------------------------------------------------------------------
+
+    def nothing_offered(self, sequence: Sequence) -> None:
+        """The proposer had nothing to go by: ask again a little later, and later each time."""
+        sequence.draft_pause = min(LOOK_AGAIN_LAST, 2 * sequence.draft_pause or LOOK_AGAIN)
+        sequence.drafts_resume_at = len(sequence.tokens) + sequence.draft_pause
 
     def observe(self, sequence: Sequence, num_drafted: int, num_accepted: int) -> None:
         """A verification is back."""
         self.num_drafted += num_drafted
         self.num_accepted += num_accepted
+        sequence.num_drafted += num_drafted
+        sequence.num_accepted += num_accepted
         for place in range(min(num_accepted, self.max_drafts)):
             self.accepted_by_position[place] += 1
         self.num_verified += 1
         # tokens after the first wrong guess say nothing: judge only those up to it
-        judged = min(num_drafted, num_accepted + 1)
-        rate = num_accepted / judged
-        old = sequence.draft_rate
-        sequence.draft_rate = rate if old is None else old + SMOOTHING * (rate - old)
-        if sequence.draft_rate < WORTHWHILE:
+        rate = num_accepted / min(num_drafted, num_accepted + 1)
+        old = self._rate(sequence)
+        sequence.draft_rate = old + SMOOTHING * (rate - old)
+        self._shared_rate += SHARED_SMOOTHING * (rate - self._shared_rate)
+        sequence.draft_pause = 0
+        if sequence.draft_rate < HOPELESS:
             sequence.drafts_resume_at = len(sequence.tokens) + RETRY_AFTER
+
+    def _rate(self, sequence: Sequence) -> float:
+        return self._shared_rate if sequence.draft_rate is None else sequence.draft_rate
+
+    def _load(self, num_rows: int) -> _Load:
+        load = self._loads.get(num_rows.bit_length())
+        if load is None:
+            load = self._loads[num_rows.bit_length()] = _Load()
+        return load

@@ -1,34 +1,56 @@
 """Prompt lookup: guess that what followed the last few tokens before will follow them again.
 
 Saxena, "Prompt Lookup Decoding" (2023): no second model, and right most of the time where an output copies from its
-prompt: summaries, edits of code, extraction. The index grows with the sequence, so that a guess costs a few dictionary
-look-ups whatever the length.
+prompt: summaries, edits of code, extraction. Of the places where the last two tokens stood before, the one where most
+tokens before them agree too is copied from. The index grows with the sequence by one dictionary entry per token, and a
+guess looks at a bounded number of places, whatever the length.
 """
 
 from __future__ import annotations
 
 from inferengine.core.sequence import Sequence
 
-LENGTHS = (4, 3, 2)  # tokens to match, the longest first
+MOST_PLACES = 16  # latest places that are compared
+MOST_MATCHING = 16  # tokens at which a match is long enough
+SHIFT = 32  # bits of a token id in the key of a pair
 
 
 class _Index:
-    """For each n-gram of a sequence the position after its last occurrence but the one at the very end."""
+    """The places after each pair of tokens, the latest first: `last[pair]`, then `before[place]`; 0 ends the chain."""
 
-    __slots__ = ("after", "num_indexed")
+    __slots__ = ("before", "last", "num_indexed")
 
     def __init__(self) -> None:
-        self.after: dict[tuple[int, ...], int] = {}
-        self.num_indexed = 0
+        self.last: dict[int, int] = {}
+        self.before: list[int] = [0, 0]
+        self.num_indexed = 2  # places below this have been taken in
 
     def extend(self, tokens: list[int]) -> None:
-        """Take in the tokens up to the last but one: what follows the last is not known."""
-        after = self.after
-        for end in range(max(self.num_indexed, 1), len(tokens)):
-            for length in LENGTHS:
-                if end >= length:
-                    after[tuple(tokens[end - length : end])] = end
+        """Take in the places up to the last token: what follows the last is not known."""
+        last, before = self.last, self.before
+        for place in range(self.num_indexed, len(tokens)):
+            pair = tokens[place - 2] << SHIFT | tokens[place - 1]
+            before.append(last.get(pair, 0))
+            last[pair] = place
         self.num_indexed = max(self.num_indexed, len(tokens))
+
+    def best(self, tokens: list[int]) -> int:
+        """The place where the text goes on that agrees with the end of `tokens` the furthest back, the latest of equal
+        ones; 0: none."""
+        end = len(tokens)
+        place = self.last.get(tokens[-2] << SHIFT | tokens[-1], 0)
+        best, best_length = 0, 1
+        for _ in range(MOST_PLACES):
+            if place == 0 or best_length == MOST_MATCHING:
+                break
+            most = min(place, MOST_MATCHING)
+            length = 2
+            while length < most and tokens[place - length - 1] == tokens[end - length - 1]:
+                length += 1
+            if length > best_length:
+                best, best_length = place, length
+            place = self.before[place]
+        return best
 
 
 class NgramProposer:
@@ -41,15 +63,19 @@ class NgramProposer:
 
     def propose(self, sequence: Sequence, max_tokens: int) -> list[int]:
         tokens = sequence.tokens
+        if len(tokens) < 2:
+            return []
         index = self._indices.get(sequence.uid)
         if index is None:
             index = self._indices[sequence.uid] = _Index()
         index.extend(tokens)
-        for length in LENGTHS:
-            begin = index.after.get(tuple(tokens[-length:])) if len(tokens) >= length else None
-            if begin is not None:
-                return self._until_stop(sequence, tokens[begin : begin + max_tokens])
-        return []
+        begin = index.best(tokens)
+        if begin == 0:
+            return []
+        guesses = tokens[begin : begin + max_tokens]
+        while len(guesses) < max_tokens:  # the copy has reached the end: a text that repeats itself goes round
+            guesses += guesses[: max_tokens - len(guesses)]
+        return self._until_stop(sequence, guesses)
 
     def forget(self, sequence: Sequence) -> None:
         self._indices.pop(sequence.uid, None)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
-from inferengine.core.speculation import RETRY_AFTER, DraftControl
+from inferengine.core.sequence import Sequence
+from inferengine.core.speculation import FIRST_PAUSE, LAST_PAUSE, PROBE_LENGTH, RETRY_AFTER, DraftControl
 from tests.core.builders import HalfRightProposer, Run, expected_output, make_capacity, make_request
 
 OVERLAP = pytest.mark.parametrize("max_in_flight", [1, 2])
@@ -63,25 +66,130 @@ def test_nobody_guesses_when_the_device_has_enough_to_do() -> None:
     run.to_end()
 
 
-def test_a_sequence_whose_guesses_fail_stops_guessing_and_tries_again_later() -> None:
+def test_a_sequence_whose_guesses_fail_stops_guessing_and_tries_again_now_and_then() -> None:
     run = Run(make_capacity(200), proposer=HalfRightProposer(wrong_every=1), max_drafts=4)
     run.submit(make_request(1, max_tokens=200)).to_end()
     snapshot = run.scheduler.snapshot()
     assert snapshot.num_drafts_accepted == 0
-    assert 3 <= snapshot.num_verified <= 5 + 200 / RETRY_AFTER
+    assert 2 <= snapshot.num_verified <= 12 + 200 / RETRY_AFTER
     assert run.outputs[1] == expected_output(make_request(1, max_tokens=200))
 
 
-def test_the_length_follows_the_rate_of_acceptance() -> None:
-    control = DraftControl(max_drafts=8, max_running=4)
-    run = Run().submit(make_request())
-    sequence = run.scheduler.sequences[1]
-    lengths = []
-    for rate in (0.95, 0.7, 0.4, 0.1):
-        sequence.draft_rate, sequence.drafts_resume_at = rate, 10**6
-        lengths.append(control.length(sequence, num_running=1))
-    assert lengths == [8, 3, 1, 0]
-    assert control.length(sequence, num_running=5) == 0
+# -- how many guesses ------------------------------------------------------------------------------------------------
+
+
+def make_control(plain_s: float = 1.0, fixed_s: float = 0.0, slope_s: float = 0.1, num_rows: int = 1) -> DraftControl:
+    """One that has seen steps of this cost."""
+    control = DraftControl(max_drafts=8, max_running=64)
+    control.cost.observe(num_rows, 0, plain_s)
+    for num_guesses in (1, 4, 8, 2, 6) * 4:
+        control.cost.observe(num_rows, num_guesses, plain_s + fixed_s + slope_s * num_guesses)
+    return control
+
+
+def make_sequences(*rates: float) -> list[Sequence]:
+    sequences = [Sequence(make_request(uid + 1)) for uid in range(len(rates))]
+    for sequence, rate in zip(sequences, rates, strict=True):
+        sequence.draft_rate = rate
+    return sequences
+
+
+def chosen(control: DraftControl, *rates: float) -> list[int]:
+    """How many guesses of 8 on offer each sequence gets, all in one step."""
+    sequences = make_sequences(*rates)
+    control.begin(len(sequences))
+    lengths = control.choose(dict.fromkeys(sequences, 8), len(sequences), on_device=False)
+    return [lengths.get(sequence, 0) for sequence in sequences]
+
+
+@pytest.mark.parametrize("rate", [0.95, 0.8, 0.6, 0.4])
+@pytest.mark.parametrize(("fixed_s", "slope_s"), [(0.0, 0.001), (0.0, 0.1), (0.1, 0.2)])
+def test_the_length_is_the_one_with_the_most_tokens_per_second(rate: float, fixed_s: float, slope_s: float) -> None:
+    def tokens_per_s(length: int) -> float:
+        return sum(rate**place for place in range(length + 1)) / (1 + fixed_s + slope_s * length)
+
+    assert chosen(make_control(1.0, fixed_s, slope_s), rate) == [max(range(1, 9), key=tokens_per_s)]
+
+
+def test_the_guesses_of_a_step_are_those_with_the_most_tokens_per_second_whosever_they_are() -> None:
+    rates, fixed_s, slope_s = (0.95, 0.8, 0.2), 0.1, 0.1
+
+    def tokens_per_s(lengths: tuple[int, ...]) -> float:
+        tokens = sum(rate**place for rate, length in zip(rates, lengths, strict=True) for place in range(length + 1))
+        return tokens / (1 + fixed_s + slope_s * sum(lengths))
+
+    best = max(itertools.product(range(9), repeat=3), key=tokens_per_s)
+    assert chosen(make_control(1.0, fixed_s, slope_s, num_rows=3), *rates) == list(best)
+    assert best[0] > best[1] > 0
+
+
+@pytest.mark.parametrize("costs", [{"slope_s": 1.5}, {"fixed_s": 5.0}])
+def test_where_guessing_does_not_pay_only_a_trial_is_left_and_those_become_rare(costs: dict[str, float]) -> None:
+    control = make_control(**costs)
+    trials = [step for step in range(600) if control.begin(1) and control.choose(offer(), 1, on_device=False)]
+    assert trials[:4] == [0, FIRST_PAUSE, 3 * FIRST_PAUSE, 7 * FIRST_PAUSE]
+    assert max(after - before for before, after in itertools.pairwise(trials)) == LAST_PAUSE
+
+
+def offer() -> dict[Sequence, int]:
+    return dict.fromkeys(make_sequences(0.9), 8)
+
+
+def test_a_trial_that_shows_better_times_wakes_guessing_up() -> None:
+    control = make_control(slope_s=1.5)
+    asked = 0
+    for _ in range(600):
+        if control.begin(1):
+            guesses = sum(control.choose(offer(), 1, on_device=False).values())
+            asked += guesses
+            control.cost.observe(1, guesses, 1.0 + 0.01 * guesses)
+        else:
+            control.cost.observe(1, 0, 1.0)
+    assert asked > 8 * 300
+
+
+def test_nothing_is_guessed_before_a_plain_step_was_measured_and_one_is_measured_again_now_and_then() -> None:
+    control = DraftControl(max_drafts=4, max_running=8)
+    assert not control.begin(1)
+    control.cost.observe(1, 0, 1.0)
+    guessing = []
+    for _ in range(200):
+        guessing.append(control.begin(1))
+        if guessing[-1]:
+            guesses = sum(control.choose(offer(), 1, on_device=False).values())
+            control.cost.observe(1, guesses, 1.0)
+    assert 2 <= guessing.count(False) <= 4
+
+
+def test_one_slow_step_changes_little() -> None:
+    control = make_control()
+    before = control.cost.estimate(1)
+    control.cost.observe(1, 4, 400.0)
+    after = control.cost.estimate(1)
+    assert before is not None
+    assert after is not None
+    assert after.fixed_s + 4 * after.slope_s < before.plain_s
+
+
+def test_batches_of_other_sizes_are_judged_by_themselves() -> None:
+    control = make_control(num_rows=1)
+    assert control.cost.estimate(32) is None
+    control.cost.observe(32, 0, 4.0)
+    control.cost.observe(32, 64, 40.0)
+    assert chosen(control, *[0.9] * 32) == [PROBE_LENGTH] * 32
+    assert chosen(control, 0.9) == [8]
+
+
+def test_guesses_leave_every_other_sequence_its_token() -> None:
+    run = Run(make_capacity(200), budget=9, proposer=HalfRightProposer(wrong_every=10**9), max_drafts=8)
+    run.submit(*(make_request(uid, prompt=3, max_tokens=60) for uid in range(1, 9)))
+    while not all(run.outputs.values()):
+        run.step()
+    for _ in range(10):
+        before = {uid: len(tokens) for uid, tokens in run.outputs.items()}
+        run.step()
+        assert all(len(run.outputs[uid]) > count for uid, count in before.items())
+    assert run.scheduler.snapshot().num_drafts_accepted > 0
 
 
 def test_a_stop_inside_accepted_guesses_ends_the_sequence_there() -> None:

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from inferengine.core.sequence import Sequence
-from inferengine.spec.ngram import LENGTHS, NgramProposer
+from inferengine.spec.ngram import MOST_MATCHING, NgramProposer
 from tests.core.builders import Run, expected_output, make_capacity, make_request
 
 
@@ -38,19 +38,31 @@ def test_no_guess_goes_beyond_a_stop() -> None:
 @pytest.mark.parametrize("seed", range(5))
 def test_the_index_grows_with_the_sequence_as_if_built_at_once(seed: int) -> None:
     draw = random.Random(seed)
-    growing, sequence = NgramProposer(), sequence_of([draw.randrange(4) for _ in range(5)])
+    growing, sequence = NgramProposer(), sequence_of([draw.randrange(6) for _ in range(5)])
     for _ in range(200):
-        sequence.tokens.append(draw.randrange(4))
+        sequence.tokens.append(draw.randrange(6))
         assert growing.propose(sequence, 3) == NgramProposer().propose(sequence, 3)
         assert growing.propose(sequence, 3) == brute_force(sequence.tokens, 3)
 
 
 def brute_force(tokens: list[int], most: int) -> list[int]:
-    for length in LENGTHS:
-        for begin in range(len(tokens) - length - 1, -1, -1):
-            if tokens[begin : begin + length] == tokens[-length:]:
-                return tokens[begin + length : begin + length + most]
-    return []
+    """Compare every place; of those that agree the furthest back, the latest."""
+
+    def agreeing(place: int) -> int:
+        length = 0
+        while length < min(place, MOST_MATCHING) and tokens[place - length - 1] == tokens[len(tokens) - length - 1]:
+            length += 1
+        return length
+
+    places = [place for place in range(2, len(tokens)) if agreeing(place) >= 2]
+    if not places:
+        return []
+    begin = max(places, key=lambda place: (agreeing(place), place))
+    return (tokens[begin:] * most)[:most]
+
+
+def test_a_text_that_repeats_itself_goes_round() -> None:
+    assert NgramProposer().propose(sequence_of([9, 5, 6, 7, 5, 6, 7, 5, 6]), 8) == [7, 5, 6, 7, 5, 6, 7, 5]
 
 
 def test_nothing_is_kept_of_a_sequence_that_ended() -> None:

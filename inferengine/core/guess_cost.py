@@ -1,0 +1,107 @@
+"""GuessCost: what guesses add to a step, learnt from finished steps.
+
+For a batch of some size the time of a step is taken to be plain + fixed + slope x guesses: `plain` from steps of as
+many rows without guesses, the rest by least squares over the steps with guesses, recent ones first. A GPU with little
+to do verifies guesses for nothing, a CPU pays for every row, a draft model costs its own forward passes: all of it is
+in the time, so nothing needs to be known of the device.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+SMOOTHING = 0.15  # weight of a new plain step
+FORGETTING = 0.92  # weight that the past keeps when a step with guesses comes in
+DOUBT = 0.4  # weight that it keeps when it was not looked at for a while
+MOST_SURPRISE = 3.0  # a step that took longer than so many times the expected is the machine's doing
+NEARBY = 1.3  # plain steps of so many times more or fewer rows stand for each other
+FIRST_FIXED, FIRST_SLOPE = 0.1, 0.03  # shares of a plain step: believed until something was measured
+
+
+class Estimate(NamedTuple):
+    """Seconds of a step without guesses, of having any, and of each."""
+
+    plain_s: float
+    fixed_s: float
+    slope_s: float
+
+
+class _Fit:
+    """Least squares of extra seconds over numbers of guesses, both parts not below 0."""
+
+    __slots__ = ("count", "sum_x", "sum_xx", "sum_xy", "sum_y")
+
+    def __init__(self) -> None:
+        self.count = self.sum_x = self.sum_y = self.sum_xx = self.sum_xy = 0.0
+
+    def add(self, num_guesses: int, extra_s: float) -> None:
+        self.fade(FORGETTING)
+        self.count += 1
+        self.sum_x += num_guesses
+        self.sum_y += extra_s
+        self.sum_xx += num_guesses**2
+        self.sum_xy += num_guesses * extra_s
+
+    def fade(self, share: float) -> None:
+        for name in self.__slots__:
+            setattr(self, name, share * getattr(self, name))
+
+    def line(self) -> tuple[float, float]:
+        """(at 0, slope)."""
+        spread = self.count * self.sum_xx - self.sum_x**2
+        if spread > 0.01 * self.sum_x**2:
+            slope = (self.count * self.sum_xy - self.sum_x * self.sum_y) / spread
+            fixed = (self.sum_y - slope * self.sum_x) / self.count
+            if slope >= 0 and fixed >= 0:
+                return fixed, slope
+            if slope < 0:
+                return max(0.0, self.sum_y / self.count), 0.0
+        return 0.0, max(0.0, self.sum_xy / self.sum_xx)  # all about equal: through the origin
+
+
+class GuessCost:
+    """Pure: the caller says what a step held and how long it took."""
+
+    def __init__(self) -> None:
+        self._plain_s: dict[int, float] = {}  # by number of rows
+        self._fits: dict[int, _Fit] = {}  # by bit length of the number of rows
+
+    def observe(self, num_rows: int, num_guesses: int, seconds: float) -> None:
+        """A step of `num_rows` rows without prompts is done."""
+        if num_guesses == 0:
+            old = self._plain_s.get(num_rows)
+            self._plain_s[num_rows] = seconds if old is None else old + SMOOTHING * (_clipped(seconds, old) - old)
+            return
+        expected = self.estimate(num_rows)
+        if expected is None:
+            return
+        fit = self._fits.get(num_rows.bit_length())
+        if fit is None:
+            fit = self._fits[num_rows.bit_length()] = _Fit()
+        else:
+            seconds = _clipped(seconds, expected.plain_s + expected.fixed_s + expected.slope_s * num_guesses)
+        fit.add(num_guesses, max(0.0, seconds - expected.plain_s))
+
+    def doubt(self, num_rows: int) -> None:
+        """What is known of guesses is old: what comes next counts for more."""
+        fit = self._fits.get(num_rows.bit_length())
+        if fit is not None:
+            fit.fade(DOUBT)
+
+    def estimate(self, num_rows: int) -> Estimate | None:
+        """None: it is not known how long a step of about so many rows takes."""
+        plain_s = self._plain_s.get(num_rows)
+        if plain_s is None:
+            nearest = min(self._plain_s, key=lambda known: abs(known - num_rows), default=0)
+            if nearest * NEARBY < num_rows or num_rows * NEARBY < nearest:
+                return None
+            plain_s = self._plain_s[nearest]
+        if plain_s <= 0:
+            return Estimate(1.0, FIRST_FIXED, FIRST_SLOPE)  # the clock is too coarse to tell
+        fit = self._fits.get(num_rows.bit_length())
+        line = (FIRST_FIXED * plain_s, FIRST_SLOPE * plain_s) if fit is None else fit.line()
+        return Estimate(plain_s, *line)
+
+
+def _clipped(seconds: float, expected_s: float) -> float:
+    return min(seconds, MOST_SURPRISE * expected_s) if expected_s > 0 else seconds
