@@ -1,7 +1,8 @@
 """The I/O thread: owns the sockets, and with them the switchboard, the link and the outbox.
 
-It sleeps until a message, news of the loop, or a timer is there. News go before messages and messages come in bounded
-turns, so a flood of them delays nobody's tokens. Answers work while a step runs.
+It sleeps until a message, news of the loop, or a timer is there. News go before messages, and both come in bounded
+turns: a flood of messages delays nobody's tokens, and a flood of steps delays nobody's question. Answers work while a
+step runs.
 """
 
 from __future__ import annotations
@@ -26,10 +27,12 @@ from inferengine.wire.codec import Frames
 logger = logging.getLogger(__name__)
 
 MESSAGES_PER_TURN = 128
+MESSAGES_BESIDE_NEWS = 16  # of them when news are waiting: an operator's word must not wait for every other message
 TICK_S = 0.25  # leases, stalls, retries
 RETRY_S = 0.02  # while a full pipe keeps an answer waiting
 LINGER_MS = 1000
 ANSWER_S = 1.0
+CATCH_UP_S = 1.0
 
 T = TypeVar("T")
 
@@ -74,6 +77,14 @@ class WireThread:
 
         self.call(ask)
         return answer[0] if asked.wait(ANSWER_S) else None
+
+    def catch_up(self, most: int) -> None:
+        """Wait while this thread is more than `most` calls behind, so that who posts faster than it can work lets it
+        have the interpreter. For a second at most: a thread that has failed stops nobody."""
+        if len(self._calls) > most:
+            done = threading.Event()
+            self.call(done.set)
+            done.wait(CATCH_UP_S)
 
     def send(self, routing_id: bytes, frames: Frames) -> Sent:
         """Only in the I/O thread."""
@@ -149,19 +160,19 @@ class WireThread:
             ready = dict(poller.poll(math.ceil(wait_s * 1e3)))
             if self._wake_fd in ready:
                 os.eventfd_read(self._wake_fd)
-            while self._calls:
+            for _ in range(len(self._calls)):  # what they post waits for the next turn
                 self._calls.popleft()()
             if replay is not None and replay in ready:
                 self._replay(replay)
             if zap is not None and zap in ready:
                 self._endpoint.answer_zap()
             waiting = router in ready
-            for _ in range(MESSAGES_PER_TURN if waiting else 0):
+            for number in range(MESSAGES_PER_TURN if waiting else 0):
                 if not sockets.readable(router):
                     waiting = False
                     break
                 self._receive(router.recv_multipart(zmq.NOBLOCK), clock())
-                if self._calls:
+                if self._calls and number + 1 >= MESSAGES_BESIDE_NEWS:
                     break
             now = clock()
             if now >= due_s:
