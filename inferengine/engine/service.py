@@ -52,7 +52,7 @@ from inferengine.wire.messages import EPOCH_BYTES, READY, STOPPING, ModelInfo, S
 logger = logging.getLogger(__name__)
 
 DELIVERY_S = 2.0  # for the last messages to reach their readers
-NEWS_BEHIND = 8  # steps that the I/O thread may be behind before the loop waits for it
+NEWS_BEHIND = 32  # steps that the I/O thread may be behind before the loop waits for it
 SWITCH_INTERVAL_S = 0.001  # the I/O thread must not wait long for a loop that computes in Python
 
 Build = Callable[[], Executor]
