@@ -1,8 +1,12 @@
-"""How long until the service is READY: `inferengine engine` and `inferengine up`, from exec to sd_notify or banner.
+"""How long until the service is READY, and until the first token; and which phases of the start took how long.
 
-On a machine that does other things too, look at `engine_ready_cpu_s`: the CPU time that the engine needed.
+python -m benchmarks.startup [--runs 5] [--model FOLDER | --shape NAME] [--json FILE] [--section.key VALUE ...]
 
-python benchmarks/startup.py [--runs 5] [--model FOLDER] [--json FILE]
+Each run starts processes anew: `inferengine engine` from exec to sd_notify and to the first token of a prompt of 128
+tokens (greedy), then `inferengine up` from exec to its banner. `--shape` writes a checkpoint of random weights first,
+as safetensors in a temporary folder: files just written are in the page cache. The first run of a machine compiles
+kernels on a card; it is told apart. On a machine that does other things too, look at `engine_ready_cpu_s`: the CPU
+time that the engine needed.
 """
 
 from __future__ import annotations
@@ -19,37 +23,59 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-TIMEOUT_S = 120.0
+from benchmarks.shapes import SHAPES
+from inferengine.client import Client
+from inferengine.config import parse_flags
+from inferengine.params import SamplingParams
+
+TIMEOUT_S = 300.0
+PROMPT_TOKENS = 128
 
 
-def engine_ready_s(model: list[str]) -> tuple[float, float]:
-    """Seconds from exec of `inferengine engine` to its READY=1, and its CPU seconds until then."""
+class EngineStart(NamedTuple):
+    """Seconds from exec. `phases` are the engine's own, from when it had read its configuration."""
+
+    ready_s: float
+    cpu_s: float
+    first_token_s: float
+    phases: dict[str, float]
+
+
+def start_engine(words: list[str]) -> EngineStart:
+    """One start of `inferengine engine`."""
     with tempfile.TemporaryDirectory() as folder:
-        path = f"{folder}/notify"
+        path, address = f"{folder}/notify", f"ipc://{folder}/engine.sock"
         notify = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         notify.bind(path)
-        environment = {**os.environ, "NOTIFY_SOCKET": path, "XDG_RUNTIME_DIR": folder}
         began = time.monotonic()
-        process = _start(["engine", *model], environment)
+        process = _start(["engine", *words, "--wire.socket", address], {**os.environ, "NOTIFY_SOCKET": path})
         try:
-            while time.monotonic() - began < TIMEOUT_S and process.poll() is None:
-                if select.select([notify], [], [], 1.0)[0] and b"READY=1" in notify.recv(8192):
-                    return time.monotonic() - began, _cpu_seconds(process.pid)
-            raise SystemExit(f"the engine did not get ready; exit code {process.poll()}")
+            ready_s = _wait_ready(process, notify, began)
+            cpu_s = _cpu_seconds(process.pid)
+            client = Client(address, status_address="")
+            client.connect(TIMEOUT_S)
+            params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
+            stream = client.submit([5] * PROMPT_TOKENS, params).streams[0]
+            next(delta for delta in stream if delta.token_ids)
+            first_token_s = time.monotonic() - began
+            phases = dict(client.admin("stats")["startup_seconds"])
+            client.close()
+            return EngineStart(ready_s, cpu_s, first_token_s, phases)
         finally:
             _stop(process)
             notify.close()
 
 
-def up_ready_s(model: list[str]) -> float:
+def start_up(words: list[str]) -> float:
     """Seconds from exec of `inferengine up` to its banner."""
     with tempfile.TemporaryDirectory() as folder:
         environment = {**os.environ, "XDG_RUNTIME_DIR": folder}
         began = time.monotonic()
-        process = _start(["up", *model, "--http.port", "0", "--ws.port", "0"], environment, stdout=subprocess.PIPE)
+        process = _start(["up", *words, "--http.port", "0", "--ws.port", "0"], environment, stdout=subprocess.PIPE)
         assert process.stdout is not None
         try:
             for line in process.stdout:
@@ -58,6 +84,94 @@ def up_ready_s(model: list[str]) -> float:
             raise SystemExit(f"the service did not get ready; exit code {process.wait()}")
         finally:
             _stop(process)
+
+
+def report(starts: Sequence[EngineStart], ups: Sequence[float]) -> dict[str, Any]:
+    """Medians and all values; the first run apart, because it may have compiled kernels and read files from a disk."""
+    later = starts[1:] or starts
+    columns = {
+        "engine_ready_s": [start.ready_s for start in later],
+        "engine_first_token_s": [start.first_token_s for start in later],
+        "engine_ready_cpu_s": [start.cpu_s for start in later],
+        "up_ready_s": list(ups),
+    }
+    names = list(dict.fromkeys(name for start in starts for name in start.phases))
+    return {
+        "first_run": starts[0]._asdict(),
+        **{
+            name: {"median": round(statistics.median(values), 3), "all": [round(value, 3) for value in values]}
+            for name, values in columns.items()
+        },
+        "phases_s": {
+            name: round(statistics.median(start.phases.get(name, 0.0) for start in later), 3) for name in names
+        },
+    }
+
+
+def lines(results: dict[str, Any]) -> list[str]:
+    """For people: phases of a median start, then the whole."""
+    phases = results["phases_s"]
+    before = results["engine_ready_s"]["median"] - sum(phases.values())
+    shown = [f"{before:>8.2f} s  starting Python, reading the configuration"]
+    shown += [f"{seconds:>8.2f} s  {name}" for name, seconds in phases.items()]
+    texts = {"engine_ready_s": "engine ready", "engine_first_token_s": "first token", "up_ready_s": "up: banner"}
+    shown += [f"{results[name]['median']:>8.2f} s  from exec: {text}" for name, text in texts.items()]
+    first = results["first_run"]
+    return [*shown, f"{first['first_token_s']:>8.2f} s  from exec: first token, in the first run"]
+
+
+def random_checkpoint(shape: str, folder: Path) -> None:
+    """Random weights of a shape as safetensors."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    values = dict(SHAPES[shape])
+    config = AutoConfig.for_model(values.pop("model_type"), **values)
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
+
+
+def main() -> None:
+    flags, rest = parse_flags(sys.argv[1:])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--model", help="checkpoint folder; neither this nor --shape: the embedded model")
+    parser.add_argument("--shape", choices=sorted(SHAPES), help="random weights of this shape")
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args(rest)
+    with tempfile.TemporaryDirectory() as scratch:
+        model = [arguments.model] if arguments.model else []
+        if arguments.shape:
+            random_checkpoint(arguments.shape, Path(scratch))
+            model = [scratch]
+        words = [*model, *(word for key, value in flags.items() for word in (f"--{key}", value))]
+        starts = [start_engine(words) for _ in range(arguments.runs)]
+        ups = [start_up(words) for _ in range(arguments.runs)]
+    results: dict[str, Any] = {
+        "benchmark": "startup",
+        "model": arguments.shape or (Path(arguments.model).name if arguments.model else "embedded"),
+        "machine": {
+            "processor": platform.processor() or platform.machine(),
+            "cores": os.cpu_count(),
+            "load_average": round(os.getloadavg()[0], 2),
+            "python": platform.python_version(),
+        },
+        "flags": flags,
+        **report(starts, ups),
+    }
+    print("\n".join(lines(results)))
+    if arguments.json:
+        arguments.json.write_text(json.dumps(results, indent=1) + "\n")
+
+
+# -- inside ----------------------------------------------------------------------------------------------------------
+
+
+def _wait_ready(process: subprocess.Popen[bytes], notify: socket.socket, began: float) -> float:
+    while time.monotonic() - began < TIMEOUT_S and process.poll() is None:
+        if select.select([notify], [], [], 1.0)[0] and b"READY=1" in notify.recv(8192):
+            return time.monotonic() - began
+    raise SystemExit(f"the engine did not get ready; exit code {process.poll()}")
 
 
 def _cpu_seconds(pid: int) -> float:
@@ -74,28 +188,6 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
     if process.poll() is None:
         process.send_signal(signal.SIGTERM)
     process.communicate(timeout=TIMEOUT_S)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--runs", type=int, default=5)
-    parser.add_argument("--model", help="checkpoint folder; default: the embedded model")
-    parser.add_argument("--json", type=Path)
-    arguments = parser.parse_args()
-    model = [arguments.model] if arguments.model else []
-    report: dict[str, Any] = {"machine": platform.processor() or platform.machine(), "cores": os.cpu_count()}
-    report["load_average"] = os.getloadavg()[0]
-    engine = [engine_ready_s(model) for _ in range(arguments.runs)]
-    columns = {
-        "engine_ready_s": [wall for wall, _ in engine],
-        "engine_ready_cpu_s": [cpu for _, cpu in engine],
-        "up_ready_s": [up_ready_s(model) for _ in range(arguments.runs)],
-    }
-    for name, seconds in columns.items():
-        report[name] = {"median": round(statistics.median(seconds), 3), "all": [round(s, 3) for s in seconds]}
-    print(json.dumps(report, indent=2))
-    if arguments.json:
-        arguments.json.write_text(json.dumps(report, indent=2) + "\n")
 
 
 if __name__ == "__main__":
