@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from frontends.common.request_log import EngineRequest, RequestLog
+from frontends.common.turn import Turn
 from inferengine.errors import InferEngineError
 from inferengine.params import SamplingParams
 
@@ -34,6 +35,7 @@ class Registry:
         self.resume_window_s = resume_window_s
         self._cancel_unread = cancel_unread
         self._engine = engine
+        self._turn = Turn()
         self._logs: dict[bytes, RequestLog] = {}
         self._timers: dict[bytes, asyncio.TimerHandle] = {}
 
@@ -52,14 +54,16 @@ class Registry:
         if log is None:
             request = self._engine.submit(prompt_ids, params, request_id=request_id, detached=detached, **arguments)
             note = arguments.get("note", b"")
-            log = RequestLog(request, detached=detached, context_ids=context_ids, note=note)
+            log = RequestLog(request, self._turn, detached=detached, context_ids=context_ids, note=note)
         return self._read(log)
 
     def resume(self, request_id: bytes, n: int, *, detached: bool, context_ids: Sequence[int]) -> RequestLog:
         """Read a request that this process, another one or another client started."""
         log = self._logs.get(request_id)
         if log is None:
-            log = RequestLog(self._engine.attach(request_id, (), n), detached=detached, context_ids=context_ids)
+            log = RequestLog(
+                self._engine.attach(request_id, (), n), self._turn, detached=detached, context_ids=context_ids
+            )
         log.detached = detached
         return self._read(log)
 

@@ -8,20 +8,22 @@ follows is exactly what was missed.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from functools import partial
 from typing import Protocol
 
+from frontends.common.turn import Turn
 from inferengine.client import Delta, Finish, TokenLogprobs
 from inferengine.errors import InferEngineError
 from inferengine.wire.messages import Accept
-
-Brake = Callable[[], Awaitable[None] | None]  # None: go on at once
 
 
 class TokenStream(Protocol):
     """What a log needs of a client's Stream."""
 
-    async def __anext__(self) -> Delta: ...
+    def on_news(self, callback: Callable[[], None]) -> None: ...
+
+    def take(self) -> Delta: ...
 
     @property
     def num_tokens(self) -> int: ...
@@ -47,20 +49,20 @@ class EngineRequest(Protocol):
 
 
 class ChoiceLog:
-    """The tokens of one choice so far. The reader that finds nothing new reads the stream for all of them."""
+    """The tokens of one choice so far. While some reader waits, what arrives is taken in the turn, for all of them."""
 
-    def __init__(self, stream: TokenStream) -> None:
+    def __init__(self, stream: TokenStream, turn: Turn) -> None:
         self.token_ids: list[int] = []
         self.logprobs: list[TokenLogprobs] | None = None
         self.finish: Finish | None = None
         self._stream = stream
-        self._being_read = False
-        self._was_read: asyncio.Event | None = None  # for further readers, while there are any
+        self._turn = turn
+        self._waiting: list[Callable[[], None]] = []
+        self._is_listening = False
 
-    def view(self, cursor: int, brake: Brake) -> LogView:
-        """A reader of its own. Its first delta ends at `cursor` exactly, unless the log ends before. `brake` is
-        asked between news and reading it, so that a reader who is held up gets all that came meanwhile."""
-        return LogView(self, cursor, brake)
+    def view(self, cursor: int) -> LogView:
+        """A reader of its own. Its first delta ends at `cursor` exactly, unless the log ends before."""
+        return LogView(self, cursor)
 
     def cancel(self) -> None:
         self._stream.cancel()
@@ -70,29 +72,36 @@ class ChoiceLog:
         """Its end has arrived, read or not."""
         return self.finish is not None or self._stream.finished
 
+    def when_news(self, callback: Callable[[], None]) -> None:
+        """Have it called once, in the turn that takes the next news. It raises nothing. Not after the end."""
+        self._waiting.append(callback)
+        if not self._is_listening:
+            self._is_listening = True
+            self._stream.on_news(self._noted)
+
+    def take_turn(self) -> None:
+        """What a stream brought becomes part of the log, and whoever waits for it is called."""
+        self._is_listening = False
+        self.catch_up()
+        waiting, self._waiting = self._waiting, []
+        for callback in waiting:
+            callback()
+
+    def catch_up(self) -> None:
+        """Take what has arrived since."""
+        if self.finish is None and (self._stream.num_tokens > len(self.token_ids) or self._stream.finished):
+            delta = self._stream.take()
+            self.token_ids += delta.token_ids
+            if delta.logprobs is not None:
+                self.logprobs = (self.logprobs or []) + delta.logprobs
+            self.finish = delta.finish
+
     async def wait(self, num_tokens: int) -> None:
         """Until there are more than `num_tokens` tokens, or the last one is there."""
         while len(self.token_ids) <= num_tokens and self.finish is None:
-            if self._being_read:
-                if self._was_read is None:
-                    self._was_read = asyncio.Event()
-                await self._was_read.wait()
-                continue
-            self._being_read = True
-            try:
-                self._append(await self._stream.__anext__())
-            finally:  # a reader whose socket has gone leaves the stream to the next
-                self._being_read = False
-                if self._was_read is not None:
-                    self._was_read.set()
-                    self._was_read = None
-
-    async def catch_up(self) -> None:
-        """Take what has arrived since. Does not wait."""
-        stream = self._stream
-        has_news = stream.num_tokens > len(self.token_ids) or stream.finished
-        if has_news and not self._being_read and self.finish is None:
-            self._append(await stream.__anext__())
+            waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self.when_news(partial(_wake, waiter))
+            await waiter
 
     async def ended(self) -> Finish:
         """How it ended, once it has."""
@@ -100,20 +109,16 @@ class ChoiceLog:
             await self.wait(len(self.token_ids))
         return self.finish
 
-    def _append(self, delta: Delta) -> None:
-        self.token_ids += delta.token_ids
-        if delta.logprobs is not None:
-            self.logprobs = (self.logprobs or []) + delta.logprobs
-        self.finish = delta.finish
+    def _noted(self) -> None:
+        self._turn.add(self)  # the message of the engine that is being read may have more
 
 
 class LogView:
     """An iterator over a ChoiceLog: each delta holds all that was added while its reader was busy."""
 
-    def __init__(self, log: ChoiceLog, cursor: int, brake: Brake) -> None:
+    def __init__(self, log: ChoiceLog, cursor: int) -> None:
         self._log = log
         self._cursor = cursor
-        self._brake = brake
         self._position = 0
         self._ended = False
 
@@ -121,16 +126,24 @@ class LogView:
         return self
 
     async def __anext__(self) -> Delta:
-        log, start = self._log, self._position
         if self._ended:
             raise StopAsyncIteration
-        wanted = start if start >= self._cursor else self._cursor - 1
-        if len(log.token_ids) <= wanted and log.finish is None:
-            await log.wait(wanted)
-        held = self._brake()
-        if held is not None:
-            await held
-            await log.catch_up()
+        if not self.has_news:
+            await self._log.wait(self._wanted)
+        return self.take()
+
+    @property
+    def has_news(self) -> bool:
+        """`take` gives something. Tokens up to the cursor come all at once."""
+        return len(self._log.token_ids) > self._wanted or self._log.finish is not None
+
+    @property
+    def _wanted(self) -> int:
+        return self._position if self._position >= self._cursor else self._cursor - 1
+
+    def take(self) -> Delta:
+        """All that is new, without waiting. Only when there is news."""
+        log, start = self._log, self._position
         stop = self._cursor if start < self._cursor <= len(log.token_ids) else len(log.token_ids)
         self._position = stop
         repeats = start < self._cursor
@@ -139,6 +152,15 @@ class LogView:
             raise InferEngineError("invalid_request", f"there are only {stop} tokens", field="cursors")
         logprobs = None if log.logprobs is None else log.logprobs[start:stop]
         return Delta(log.token_ids[start:stop], "", logprobs, log.finish if self._ended else None)
+
+    def take_one(self) -> int | None:
+        """The token that is new, where it is exactly one beyond the cursor, and not the end; else None, and nothing
+        was taken."""
+        log, position = self._log, self._position
+        if len(log.token_ids) != position + 1 or position < self._cursor or log.finish is not None:
+            return None
+        self._position = position + 1
+        return log.token_ids[position]
 
     def cancel(self) -> None:
         self._log.cancel()
@@ -149,7 +171,13 @@ class RequestLog:
     look at what precedes a text. `note`: what its first reader had the engine keep with it."""
 
     def __init__(
-        self, request: EngineRequest, *, detached: bool, context_ids: Sequence[int] = (), note: bytes = b""
+        self,
+        request: EngineRequest,
+        turn: Turn,
+        *,
+        detached: bool,
+        context_ids: Sequence[int] = (),
+        note: bytes = b"",
     ) -> None:
         self.id = request.id
         self.note = note
@@ -158,12 +186,13 @@ class RequestLog:
         self.choices: list[ChoiceLog] = []
         self.num_readers = 0
         self._request = request
+        self._turn = turn
 
     async def accepted(self) -> Accept:
         """The engine's answer; `choices` is filled afterwards. Raises InferEngineError when it was refused."""
         accept = await self._request.accepted()
         if not self.choices:  # of two that waited, the first fills it
-            self.choices = [ChoiceLog(stream) for stream in self._request.streams]
+            self.choices = [ChoiceLog(stream, self._turn) for stream in self._request.streams]
             self.note = accept.note if accept.attached else self.note
         return accept
 
@@ -175,3 +204,8 @@ class RequestLog:
     def cancel(self) -> None:
         """Fire and forget, any number of times."""
         self._request.cancel()
+
+
+def _wake(waiter: asyncio.Future[None]) -> None:
+    if not waiter.done():
+        waiter.set_result(None)

@@ -17,6 +17,7 @@ from starlette.types import Message
 
 from frontends.common.generation import Choice, Generation, Piece
 from frontends.common.sse import quote
+from frontends.common.turn import Turn
 from inferengine.client import Stream
 from inferengine.errors import InferEngineError
 
@@ -30,23 +31,6 @@ class EventFormat(Protocol):
         """What stands before and after a token's text in its event, once nothing but the text differs; else None."""
 
     def events(self, generation: Generation, choice: Choice, pieces: list[Piece]) -> bytes: ...
-
-
-class Turn:
-    """Relays with news, written together when the event loop comes round."""
-
-    def __init__(self) -> None:
-        self._relays: list[Relay] = []
-
-    def add(self, relay: Relay) -> None:
-        if not self._relays:
-            asyncio.get_running_loop().call_soon(self._run)
-        self._relays.append(relay)
-
-    def _run(self) -> None:
-        relays, self._relays = self._relays, []
-        for relay in relays:
-            relay.write_news()
 
 
 class Relay:
@@ -87,7 +71,7 @@ class Relay:
             raise self._failure
         return None if self._last is None else self._last.error
 
-    def write_news(self) -> None:
+    def take_turn(self) -> None:
         """All that has come since the last time."""
         if self._left:
             return

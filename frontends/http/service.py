@@ -17,14 +17,16 @@ from frontends.common.keys import KeyRing
 from frontends.common.model_context import ModelContext, ServedModel
 from frontends.common.quotas import Quotas
 from frontends.common.registry import Registry
+from frontends.common.turn import Turn
 from frontends.http.metrics import HttpMetrics
-from frontends.http.relay import Turn
 from frontends.http.response_shelf import ResponseShelf
 from frontends.http.response_store import ResponseStore
+from frontends.http.spans import TracedSubmitter
 from frontends.http.submitter import submitter
 from inferengine.client import EnginePool
 from inferengine.config import Config
 from inferengine.errors import InferEngineError
+from inferengine.tracing import Span, Tracing
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +44,7 @@ class Service:
         keys: KeyRing,
         quotas: Quotas,
         shelf: ResponseShelf | None = None,
+        tracing: Tracing | None = None,
     ) -> None:
         """`shelf`: where the workers of one front end keep responses for each other; None where there is one."""
         self.config = config
@@ -49,6 +52,7 @@ class Service:
         self.metrics = metrics
         self.keys = keys
         self.quotas = quotas
+        self.tracing = tracing
         self.model = ModelContext(engines)
         self.registry = Registry(engines, config.wire.resume_ttl_s, cancel_unread=False)
         self.responses = ResponseStore(shelf)
@@ -70,6 +74,8 @@ class Service:
         self.registry.close()
         self.responses.close()
         await self.engines.close()
+        if self.tracing is not None:
+            await asyncio.to_thread(self.tracing.close)
 
     def drain(self) -> None:
         """Take no more generations; those that run go on."""
@@ -96,6 +102,9 @@ class Service:
         chosen: Submitter = submitter(
             request, self.engines, self.registry, served.name, served.info.adapters, detachable=detachable
         )
+        span: Span | None = request.scope.get("span")
+        if span is not None:
+            return TracedSubmitter(chosen, span, served.name, request.scope["path"])
         return chosen
 
     @contextlib.contextmanager

@@ -127,7 +127,7 @@ class LoggedStream:
             return _ended(error)
         if self._view is None:
             await self._submission.accepted()
-            self._view = self._submission.log.choices[self._choice].view(self._cursor, _no_brake)
+            self._view = self._submission.log.choices[self._choice].view(self._cursor)
         self._reader = asyncio.current_task()
         try:
             return await self._view.__anext__()
@@ -209,7 +209,3 @@ def _mark(num_tokens: int, ended: bool) -> bytes:
 
 def _ended(error: InferEngineError) -> Delta:
     return Delta([], "", None, Finish("error", [error.code, error.message], 0, 0, 0, 0.0, 0.0, 0.0))
-
-
-def _no_brake() -> None:
-    """Tokens wait in the log for whoever reads slowly: nothing else has to."""

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from frontends.common.generation import Choice, Piece
+from frontends.common.generation import Piece
 from frontends.common.keys import ANYBODY, ApiKey
 from frontends.common.model_context import ModelContext, ServedModel
 from frontends.common.notes import read_note
@@ -21,13 +21,12 @@ from frontends.common.registry import Registry
 from frontends.common.request_log import ChoiceLog, RequestLog
 from frontends.websocket.asked import Told, make_note, read_asked, told_by
 from frontends.websocket.channel import Channel
+from frontends.websocket.choice import ChoiceWriter, Wanted
 from frontends.websocket.frames import Generate, Resume
-from frontends.websocket.message import MessageText
-from inferengine.client import EnginePool, Finish, TokenLogprobs
+from inferengine.client import EnginePool, Finish
 from inferengine.config import Config
 from inferengine.errors import InferEngineError
 from inferengine.params import SamplingParams, from_map
-from inferengine.text import TextStream
 from inferengine.wire.messages import Accept
 
 RESUME_WAIT_S = 5.0  # clients come back to a restarted front end sooner than it has found its engine
@@ -168,10 +167,15 @@ class Answer:
     # -- what comes out ----------------------------------------------------------------------------------------------
 
     async def _choices(self, prepared: _Prepared, accept: Accept, model: ServedModel) -> None:
+        frame, asked_log = self.frame, prepared.log
+        told = prepared.told or told_by(asked_log.note)
+        request_id, context_ids = asked_log.id.hex(), asked_log.context_ids
+        wanted = Wanted(frame.id, request_id, prepared.params, context_ids, told, frame.return_token_ids)
         choices = []
-        for index, log in enumerate(prepared.log.choices):
+        for index, log in enumerate(asked_log.choices):
             cursor = prepared.cursors[index] if index < len(prepared.cursors) else 0
-            choices.append(self._choice(index, cursor, log, prepared, accept, model))
+            writer = ChoiceWriter(wanted, index, cursor, log, self._channel, model.tokenizer)
+            choices.append(self._choice(writer, log, accept))
         if len(choices) == 1:
             await choices[0]
             return
@@ -183,60 +187,13 @@ class Answer:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _choice(
-        self, index: int, cursor: int, log: ChoiceLog, prepared: _Prepared, accept: Accept, model: ServedModel
-    ) -> None:
-        params, name, channel = prepared.params, self.frame.id, self._channel
-        told = prepared.told or told_by(prepared.log.note)
-        message = None if told.reading.is_plain else MessageText(told, prepared.log.id.hex(), index)
-        text = TextStream(
-            model.tokenizer,
-            stop=params.stop,
-            include_stop=params.include_stop_str_in_output,
-            skip_special_tokens=params.skip_special_tokens and not told.reading.keeps_special_tokens,
-            min_tokens=params.min_tokens,
-            context_ids=prepared.log.context_ids,
-        )
-        view = log.view(cursor, channel.brake)
-        choice = Choice(index, (), view, text)
-        repeats = cursor > 0  # the first piece ends at the cursor: the client has its text
-        plain = message is None and not self.frame.return_token_ids and params.logprobs is None
-        async for delta in view:
-            (piece,) = choice.read(delta, per_token=False)
-            if plain and piece.finish_reason is None and piece.error is None and not repeats:  # nearly all of them
-                if piece.text:
-                    channel.delta(name, index, piece.num_tokens, piece.text, None)
-                continue
-            if piece.error is not None:
-                raise piece.error
-            beside: dict[str, Any] = {}
-            if message is not None:
-                piece, beside = message.read(piece)
-            if repeats:
-                repeats, piece, beside = False, piece._replace(text="", token_ids=[], logprobs=None), {}
-                if not piece.is_last:
-                    continue
-            extra = self._extra(piece, beside)
-            if not (piece.text or piece.is_last or extra):
-                continue
-            if not piece.is_last:
-                channel.delta(name, index, piece.num_tokens, piece.text, extra)
-                continue
-            finish = choice.finish or await _finish_after_stop(log)
-            await channel.room()
-            channel.done(_done(name, index, piece, accept, finish, extra))
-            return
-
-    def _extra(self, piece: Piece, beside: dict[str, Any]) -> dict[str, Any] | None:
-        """What there is beside the text; None, as nearly always, lets a delta go the short way."""
-        if piece.logprobs is None and not self.frame.return_token_ids:
-            return beside or None
-        extra = dict(beside)
-        if self.frame.return_token_ids:
-            extra["token_ids"] = list(piece.token_ids)
-        if piece.logprobs is not None:
-            extra["logprobs"] = [_logprob(row) for row in piece.logprobs]
-        return extra
+    async def _choice(self, writer: ChoiceWriter, log: ChoiceLog, accept: Accept) -> None:
+        """From the first delta frame to the done frame."""
+        piece, extra, finish = await writer.run()
+        if finish is None:
+            finish = await _finish_after_stop(log)
+        await self._channel.room()
+        self._channel.done(_done(self.frame.id, writer.index, piece, accept, finish, extra))
 
 
 async def _finish_after_stop(log: ChoiceLog) -> Finish | None:
@@ -248,7 +205,7 @@ async def _finish_after_stop(log: ChoiceLog) -> Finish | None:
 
 
 def _done(
-    name: str, index: int, piece: Piece, accept: Accept, finish: Finish | None, extra: dict[str, Any] | None
+    name: str, index: int, piece: Piece, accept: Accept, finish: Finish | None, extra: dict[str, Any]
 ) -> dict[str, Any]:
     """The last text of a choice travels with its end: a client that has the one has the other."""
     return {
@@ -271,15 +228,11 @@ def _done(
             "first_token_ms": finish.first_token_ms,
             "total_ms": finish.total_ms,
         },
-        **(extra or {}),
+        **extra,
     }
 
 
 def _unheard(name: str, index: int, prompt_tokens: int) -> dict[str, Any]:
     """The end of a choice that was cancelled before the engine had it."""
     piece = Piece("", [], None, 0, "abort")
-    return _done(name, index, piece, Accept(b"", 0, prompt_tokens), None, None)
-
-
-def _logprob(row: TokenLogprobs) -> dict[str, Any]:
-    return {"logprob": row.logprob, "rank": row.rank, "top": [*zip(row.top_ids, row.top_logprobs, strict=True)]}
+    return _done(name, index, piece, Accept(b"", 0, prompt_tokens), None, {})

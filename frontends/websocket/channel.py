@@ -80,11 +80,12 @@ class Channel:
         self._num_acknowledged = max(self._num_acknowledged, num_frames)
         self._room.set()
 
-    def brake(self) -> Awaitable[None] | None:
-        """`room` to wait for, or None when there is some."""
-        if self._free.is_set() and not self._window and not self._gone:
-            return None
-        return self.room()
+    @property
+    def is_braked(self) -> bool:
+        """An output frame has to wait for `room`, which also says when none will ever be."""
+        window = self._window
+        full = window and self._num_output - self._num_acknowledged >= window
+        return bool(full) or self._gone or not self._free.is_set()
 
     async def room(self) -> None:
         """Return when an output frame may go out. Raises client_stalled and SocketGone."""
@@ -100,14 +101,20 @@ class Channel:
                     "client_stalled", f"{self._window} frames were left unacknowledged for {self._stall_limit_s:g} s"
                 ) from None
 
-    def delta(self, name: str, choice: int, cursor: int, text: str, extra: Mapping[str, Any] | None) -> None:
-        """The next text of a choice; `cursor` counts its tokens so far, `extra` has token ids and logprobs."""
+    def delta_head(self, name: str, choice: int) -> bytes:
+        """What all short delta frames of a choice begin with."""
+        return self._codec.delta_head(name, choice)
+
+    def delta(self, head: bytes, cursor: int, text: str) -> None:
+        """The next text of a choice; `cursor` counts its tokens so far."""
         self._num_output += 1
-        if extra is None:
-            self._put(self._codec.encode_delta(name, choice, cursor, text))
-        else:
-            frame = {"type": "delta", "id": name, "choice": choice, "cursor": cursor, "text": text}
-            self._put(self._codec.encode({**frame, **extra}))
+        self._put(self._codec.encode_delta(head, cursor, text))
+
+    def delta_with(self, name: str, choice: int, cursor: int, text: str, extra: Mapping[str, Any]) -> None:
+        """A delta that has more than text: token ids, logprobs, calls."""
+        self._num_output += 1
+        frame = {"type": "delta", "id": name, "choice": choice, "cursor": cursor, "text": text}
+        self._put(self._codec.encode({**frame, **extra}))
 
     def done(self, frame: Mapping[str, Any]) -> None:
         """The last output frame of a choice."""

@@ -16,6 +16,8 @@ from inferengine.errors import InferEngineError
 JSON_SUBPROTOCOL = "inferengine.v1.json"
 MSGPACK_SUBPROTOCOL = "inferengine.v1.msgpack"
 MAX_DEPTH = 32
+_TEXT_KEY = msgpack.packb("text")
+_NO_TEXT = b"".join((msgpack.packb(0), _TEXT_KEY, msgpack.packb("")))
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
@@ -29,7 +31,10 @@ class Codec(Protocol):
     def encode(self, frame: Mapping[str, Any]) -> bytes:
         """Any frame as a message's payload."""
 
-    def encode_delta(self, name: str, choice: int, cursor: int, text: str) -> bytes:
+    def delta_head(self, name: str, choice: int) -> bytes:
+        """What all delta frames of a choice begin with."""
+
+    def encode_delta(self, head: bytes, cursor: int, text: str) -> bytes:
         """The frame that carries nearly all traffic, without a dictionary on the way."""
 
 
@@ -54,11 +59,11 @@ class JsonCodec:
     def encode(self, frame: Mapping[str, Any]) -> bytes:
         return json.dumps(frame, separators=(",", ":")).encode()
 
-    def encode_delta(self, name: str, choice: int, cursor: int, text: str) -> bytes:
-        return (
-            f'{{"type":"delta","id":{encode_basestring_ascii(name)},"choice":{choice},'
-            f'"cursor":{cursor},"text":{encode_basestring_ascii(text)}}}'
-        ).encode()
+    def delta_head(self, name: str, choice: int) -> bytes:
+        return f'{{"type":"delta","id":{encode_basestring_ascii(name)},"choice":{choice},"cursor":'.encode()
+
+    def encode_delta(self, head: bytes, cursor: int, text: str) -> bytes:
+        return b'%b%d,"text":%b}' % (head, cursor, encode_basestring_ascii(text).encode())
 
 
 class MsgpackCodec:
@@ -77,8 +82,12 @@ class MsgpackCodec:
     def encode(self, frame: Mapping[str, Any]) -> bytes:
         return bytes(msgpack.packb(frame))
 
-    def encode_delta(self, name: str, choice: int, cursor: int, text: str) -> bytes:
-        return self.encode({"type": "delta", "id": name, "choice": choice, "cursor": cursor, "text": text})
+    def delta_head(self, name: str, choice: int) -> bytes:
+        whole: bytes = msgpack.packb({"type": "delta", "id": name, "choice": choice, "cursor": 0, "text": ""})
+        return whole.removesuffix(_NO_TEXT)
+
+    def encode_delta(self, head: bytes, cursor: int, text: str) -> bytes:
+        return b"".join((head, msgpack.packb(cursor), _TEXT_KEY, msgpack.packb(text)))
 
 
 def choose_codec(offered: list[str]) -> Codec | None:
