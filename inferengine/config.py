@@ -41,6 +41,7 @@ __all__ = [
     "ModelConfig",
     "SchedulerConfig",
     "SpeculationConfig",
+    "TraceConfig",
     "WireConfig",
     "WsConfig",
     "cache_directory",
@@ -240,6 +241,12 @@ class LogConfig:
 
 
 @dataclass(frozen=True)
+class TraceConfig:
+    enabled: bool = _key(False, "OpenTelemetry spans of front ends and engine, sent as the environment's OTEL_* say")
+    endpoint: str = _key("", "collector's URL for OTLP over HTTP, with /v1/traces; empty: OTEL_EXPORTER_OTLP_ENDPOINT")
+
+
+@dataclass(frozen=True)
 class Config:
     model: ModelConfig = field(default_factory=ModelConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
@@ -252,6 +259,7 @@ class Config:
     ws: WsConfig = field(default_factory=WsConfig)
     auth: AuthConfig = field(default_factory=AuthConfig)
     log: LogConfig = field(default_factory=LogConfig)
+    trace: TraceConfig = field(default_factory=TraceConfig)
 
     def with_values(self, **sections: Mapping[str, Any]) -> Config:
         """A copy with some keys changed: `config.with_values(http={"port": 0})`. Checked like any other input."""

@@ -17,6 +17,7 @@ from frontends.common.sse import dumps
 from frontends.http.formats import Format
 from frontends.http.relay import Relay
 from frontends.http.service import Call, Service
+from frontends.http.spans import describe
 from frontends.http.streams import StreamReader, StreamState
 from inferengine.client import Stream
 from inferengine.errors import InferEngineError
@@ -38,6 +39,7 @@ async def answer(
 ) -> Response:
     """Wait until the engine has taken the request, so that a refusal still has its HTTP status; then answer."""
     with contextlib.ExitStack() as stack:
+        stack.callback(describe, request.scope, generation)
         call = stack.enter_context(service.call(generation, request.receive))
         await generation.accepted()
         if stream:

@@ -39,6 +39,7 @@ from frontends.http.tokens import detokenize, tokenize
 from inferengine.client import EnginePool
 from inferengine.config import Config, engine_addresses
 from inferengine.errors import InferEngineError
+from inferengine.tracing import Tracing, make_tracing
 from inferengine.wire.curve import client_keys
 
 logger = logging.getLogger(__name__)
@@ -93,11 +94,15 @@ def make_service(
     keys: KeyRing | None = None,
     quotas: Quotas | None = None,
     shelf: ResponseShelf | None = None,
+    tracing: Tracing | None = None,
 ) -> Service:
     """One worker's state. What the workers of a process share is made before their fork, and given here."""
     engines = EnginePool(engine_addresses(config), role="http", policy=config.wire.choice, curve=client_keys(config))
+    tracing = tracing or make_tracing(config.trace, "inferengine-http")
     keys = keys or read_keys(config.auth.keys_file)
-    return Service(config, engines, metrics or make_metrics(), keys, quotas or make_quotas(config, keys), shelf)
+    return Service(
+        config, engines, metrics or make_metrics(), keys, quotas or make_quotas(config, keys), shelf, tracing
+    )
 
 
 def make_app(service: Service) -> ASGIApp:
@@ -117,7 +122,7 @@ def make_app(service: Service) -> ASGIApp:
     )
     app.state.service = service
     app.router.redirect_slashes = False  # a redirected POST loses its body in many clients
-    return Edge(app, service.metrics, service.config.http.max_header_bytes)
+    return Edge(app, service.metrics, service.config.http.max_header_bytes, service.tracing)
 
 
 async def _refused(request: Request, error: Exception) -> Response:

@@ -1,4 +1,4 @@
-"""The outermost ASGI layer: request ids, the access log, counting. Adds no coroutine to the path of a chunk."""
+"""The outermost ASGI layer: request ids, the access log, counting, spans. Adds no coroutine to the path of a chunk."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from typing import Any
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from frontends.http.metrics import OTHER, HttpMetrics
+from frontends.http.spans import begin_request, end_request
+from inferengine.tracing import Tracing
 
 logger = logging.getLogger("inferengine.access")
 
@@ -22,10 +24,13 @@ _GOOD_ID = re.compile(rb"[\w.:-]{1,128}")
 class Edge:
     """Wraps the application. Sets `request_id` and `plain_send` in the scope; reads `route` and `status` from it."""
 
-    def __init__(self, app: ASGIApp, metrics: HttpMetrics, max_header_bytes: int = 64 * 1024) -> None:
+    def __init__(
+        self, app: ASGIApp, metrics: HttpMetrics, max_header_bytes: int = 64 * 1024, tracing: Tracing | None = None
+    ) -> None:
         self._app = app
         self._metrics = metrics
         self._max_header_bytes = max_header_bytes
+        self._tracing = tracing
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -37,6 +42,9 @@ class Edge:
         scope["request_id"] = request_id.decode()
         scope["plain_send"] = send  # for chunks of a body, which no layer in between has anything to add to
         status = 0
+        span = None
+        if self._tracing is not None and scope["path"] not in QUIET_PATHS:
+            span = begin_request(self._tracing, scope)
 
         def send_named(message: MutableMapping[str, Any]) -> Awaitable[None]:
             if message["type"] == "http.response.start":
@@ -61,6 +69,8 @@ class Edge:
             status = scope.get("status") or status or 499
             route = scope.get("route")
             self._metrics.request_ended(getattr(route, "path", OTHER), status, seconds)
+            if span is not None:
+                end_request(span, scope, status)
             self._log(scope, status, seconds)
 
     def _log(self, scope: Scope, status: int, seconds: float) -> None:
@@ -80,6 +90,7 @@ class Edge:
                     "status": status,
                     "ms": round(seconds * 1000, 1),
                     **({"key": key.name} if key is not None and key.name else {}),
+                    **({"trace_id": scope["span"].trace_id} if "span" in scope else {}),
                 }
             },
         )

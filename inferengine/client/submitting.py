@@ -30,6 +30,7 @@ class SubmitOptions(TypedDict, total=False):
     grammar: GrammarSpec | None
     note: bytes  # the engine's to keep, and to give to whoever attaches
     adapter: str  # LoRA adapter, by name
+    traceparent: str  # W3C's, of the caller's span
 
 
 def make_submit(
@@ -66,6 +67,7 @@ def make_submit(
         note=options.get("note", b""),
         adapter=options.get("adapter", ""),
         pooling=options.get("pooling", ""),
+        traceparent=options.get("traceparent", ""),
     )
 
 

@@ -104,6 +104,7 @@ class Link:
                 label=message.label,
                 note=message.note,
                 pooling=(message.pooling or self._config.model.pooling) if message.reply == "embedding" else None,
+                traceparent=message.traceparent,
             )
             deadline_s = None if message.deadline_ms is None else now + message.deadline_ms / 1e3
             self._outbox.register(submission)

@@ -75,8 +75,10 @@ class Outbox:
         stop: Callable[[int], None],
         resume_ttl_s: float,
         log_requests: bool = False,
+        on_end: Callable[[Log, Finished, Done], None] | None = None,
     ) -> None:
-        """`stop(uid)` ends a choice whose stop string was found. `log_requests`: a line for each choice's end."""
+        """`stop(uid)` ends a choice whose stop string was found. `log_requests`: a line for each choice's end.
+        `on_end` hears of each: the log, its end as the core and as clients see it."""
         self.submissions: dict[bytes, Submission] = {}
         self.num_open = 0  # choices that have not ended
         self._telemetry = telemetry
@@ -84,6 +86,7 @@ class Outbox:
         self._stop = stop
         self._resume_ttl_s = resume_ttl_s
         self._log_requests = log_requests
+        self._on_end = on_end
         self._logs: dict[int, Log] = {}
         self._targets: dict[int, Log] = {}  # where a uid's tokens go: its log, until a stop string has ended that
         self._layout: _Layout | None = None
@@ -323,6 +326,8 @@ class Outbox:
             self._telemetry.ended(row, ended.reason, ended.completion_tokens)
             if self._log_requests:
                 _log_end(log, ended)
+            if self._on_end is not None:
+                self._on_end(log, row, ended)
         submission = log.submission
         if submission.ended:
             num_bytes = len(submission.note) + sum(len(each.embedding or b"") for each in submission.logs)

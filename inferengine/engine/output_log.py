@@ -32,6 +32,7 @@ class Submission:
         "params",
         "pooling",
         "tenant",
+        "traceparent",
     )
 
     def __init__(
@@ -44,6 +45,7 @@ class Submission:
         label: str = "",
         note: bytes = b"",
         pooling: str | None = None,
+        traceparent: str = "",
     ) -> None:
         self.id = id
         self.params = params
@@ -52,6 +54,7 @@ class Submission:
         self.label = label
         self.note = note  # its client's, unread
         self.pooling = pooling  # of an embedding; None: it generates
+        self.traceparent = traceparent
         self.num_prompt = 0
         self.adapter = 0  # LoRA adapter it runs with
         self.context_ids: list[int] = []  # last tokens of the prompt, where the output continues its text

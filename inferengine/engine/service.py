@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from inferengine.config import Config
@@ -40,12 +41,14 @@ from inferengine.engine.options import admission_limits, scheduler_options
 from inferengine.engine.outbox import Outbox
 from inferengine.engine.profiling import MakeRecorder, Profiling
 from inferengine.engine.reports import Reports
+from inferengine.engine.spans import record_choice
 from inferengine.engine.switchboard import Switchboard
 from inferengine.engine.telemetry import Telemetry
 from inferengine.engine.text_service import TextService
 from inferengine.engine.wire_thread import RETRY_S, TICK_S, WireThread
 from inferengine.errors import ExitCode, InferEngineError
 from inferengine.spec.proposers import build_proposer
+from inferengine.tracing import Tracing, make_tracing
 from inferengine.wire import codec
 from inferengine.wire.messages import EPOCH_BYTES, READY, STOPPING, ModelInfo, Status
 
@@ -72,6 +75,7 @@ class EngineService:
         watchdog: Watchdog | None = None,
         exit_code_of: ExitCodeOf = lambda error: ExitCode.CRASH,
         clock: Callable[[], float] = time.monotonic,
+        tracing: Tracing | None = None,
     ) -> None:
         """`build` makes the executor, in the loop's thread: it may import what takes long. `exit_code_of` an error of
         `build` or loading. Raises AddressTaken and ConfigError: the sockets are bound here."""
@@ -88,6 +92,7 @@ class EngineService:
         self._ended = threading.Event()
         self._ending = Ending(config.engine, self.lifecycle)
         self._over = False  # the I/O thread has ended everything: what the loop still posts is too late
+        self._tracing = tracing or make_tracing(config.trace, "inferengine-engine")
         self._endpoint = Endpoint(config)
         self._wire = WireThread(self._endpoint, self.lifecycle)
         self._wire.on_crash = self._on_wire_crash
@@ -99,6 +104,7 @@ class EngineService:
             stop=self._stop_choice,
             resume_ttl_s=config.wire.resume_ttl_s,
             log_requests=config.log.requests,
+            on_end=None if self._tracing is None else partial(record_choice, self._tracing, card.name),
         )
         self.switchboard = Switchboard(config, self.lifecycle, card, self.outbox, self.telemetry, self._wire.send)
         self._adapters = Adapters(self.outbox, self._wire.call, self._on_adapters)
@@ -359,6 +365,8 @@ class EngineService:
         self._grammars.close()
         self._wire.stop()
         self._notifier.close()
+        if self._tracing is not None:
+            self._tracing.close()
 
     def _on_wire_crash(self, error: BaseException) -> None:
         self._ending.fail(ExitCode.CRASH, error)

@@ -25,6 +25,9 @@ from inferengine.wire.messages import (
 )
 from inferengine.wire.read import MAX_I64, MAX_SALT_BYTES, MAX_U32, WireError
 
+# Fields of SUBMIT that are left out where they are empty.
+SELDOM = ("params", "priority", "tenant", "salt", "detached", "label", "note", "adapter", "pooling", "traceparent")
+
 
 def _decode_hello(body: Any, raw: Sequence[bytes]) -> Hello:
     body = read.map_body(body)
@@ -102,6 +105,7 @@ def _submit_from(body: dict[str, Any], raw: Sequence[bytes]) -> Submit:
         read.note(body),
         read.string(body.get("adapter", ""), "adapter"),
         read.string(body.get("pooling", ""), "pooling"),
+        read.string(body.get("traceparent", ""), "traceparent"),
     )
 
 
@@ -122,7 +126,7 @@ def _encode_submit(message: Submit) -> tuple[int, Any, Frames]:
     for name in ("text", "messages", "deadline_ms", "grammar"):
         if (value := getattr(message, name)) is not None:
             body[name] = value
-    for name in ("params", "priority", "tenant", "salt", "detached", "label", "note", "adapter", "pooling"):
+    for name in SELDOM:
         if value := getattr(message, name):
             body[name] = value
     if message.reply != "tokens":

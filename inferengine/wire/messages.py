@@ -71,6 +71,7 @@ class Submit(NamedTuple):
     note: bytes = b""  # the engine's to keep and to give to whoever attaches
     adapter: str = ""  # LoRA adapter, by name
     pooling: str = ""  # of an embedding: last or mean; empty: the engine's
+    traceparent: str = ""  # W3C's, of the span that this request is a part of
 
 
 class Cancel(NamedTuple):

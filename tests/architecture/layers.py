@@ -16,6 +16,7 @@ FOUNDATION = (
     "inferengine.listening",
     "inferengine.exposition",
     "inferengine.vectors",
+    "inferengine.tracing",
 )
 LAYERS: dict[str, tuple[str, ...]] = {
     "inferengine": ("inferengine.llm", "inferengine.params"),
@@ -40,6 +41,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "inferengine.listening": ("inferengine.config",),
     "inferengine.exposition": (),
     "inferengine.vectors": (),
+    "inferengine.tracing": ("inferengine.config", "inferengine.errors"),
     "inferengine.core": FOUNDATION,
     "inferengine.wire": FOUNDATION,
     "inferengine.text": FOUNDATION,

@@ -20,6 +20,7 @@ from inferengine.engine.model_card import ModelCard
 from inferengine.engine.service import EngineService
 from inferengine.engine.simulator import SimulatedExecutor, make_capacity
 from inferengine.text import fingerprint
+from inferengine.tracing import Tracing
 from inferengine.wire import codec
 from inferengine.wire.messages import Accept, Credit, Done, Hello, Message, Ping, Reject, Step, Submit, Welcome
 from tests.text.vocabularies import byte_level
@@ -42,13 +43,18 @@ def small_capacity(**sizes: int) -> Capacity:
 
 @contextmanager
 def run_service(
-    build: Callable[[], Executor] | None = None, *, step_s: float = 0.0, card: ModelCard | None = None, **sections: Any
+    build: Callable[[], Executor] | None = None,
+    *,
+    step_s: float = 0.0,
+    card: ModelCard | None = None,
+    tracing: Tracing | None = None,
+    **sections: Any,
 ) -> Iterator[EngineService]:
     """A started engine, READY. It is aborted at the end, and must have kept its books in order."""
     with tempfile.TemporaryDirectory(prefix="ie-") as folder:
         config = make_config(folder, **sections)
         make = build or (lambda: SimulatedExecutor(small_capacity(), step_s=step_s))
-        service = EngineService(config, card or make_card(), make)
+        service = EngineService(config, card or make_card(), make, tracing=tracing)
         service.start()
         try:
             wait_until(lambda: service.lifecycle.state == "READY" or service.wait(0.0) is not None)

@@ -57,6 +57,9 @@ EXAMPLES: dict[str, Message] = {
     "submit_grammar": Submit(ID, 9, PROMPT.tobytes(), grammar=("regex", "[a-z]+", None)),
     "submit_note": Submit(ID, 9, PROMPT.tobytes(), detached=True, note=b"\x00note"),
     "submit_adapter": Submit(ID, 9, PROMPT.tobytes(), adapter="pirate"),
+    "submit_trace": Submit(
+        ID, 9, PROMPT.tobytes(), traceparent="00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+    ),
     "submit_embedding": Submit(ID, 9, PROMPT.tobytes(), reply="embedding", pooling="mean"),
     "cancel": Cancel((7, 8), (ID,)),
     "attach": Attach(ID, 20, (5, 0), "both"),

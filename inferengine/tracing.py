@@ -1,0 +1,113 @@
+"""OpenTelemetry spans of a process, where `trace.enabled` asks for them; otherwise nothing of it is imported.
+
+Where spans go, how many are kept and what they say of their process is the SDK's business, which reads OTEL_* itself
+(OTEL_EXPORTER_OTLP_ENDPOINT and _HEADERS, OTEL_TRACES_SAMPLER, OTEL_SERVICE_NAME, OTEL_RESOURCE_ATTRIBUTES).
+Between processes a span travels as W3C's `traceparent`. Spans hold figures and names, never what was said.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from inferengine.config import TraceConfig
+from inferengine.errors import ConfigError
+
+PROVIDER = "inferengine"
+UNNAMED = "unknown_service"
+
+
+class Tracing:
+    """Makes spans and ends them. One per process; `provider` is an SDK's TracerProvider."""
+
+    def __init__(self, provider: Any) -> None:
+        from opentelemetry import trace
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+        self._provider = provider
+        self._trace = trace
+        self._tracer = provider.get_tracer(PROVIDER)
+        self._propagator = TraceContextTextMapPropagator()
+
+    def begin(
+        self, name: str, carrier: Mapping[str, str], attributes: Mapping[str, Any], start_ns: int | None = None
+    ) -> Span:
+        """A span of a server, under the one that `carrier` (traceparent, tracestate) names, if it names one.
+        `start_ns`: Unix time; None is now. Attributes that are None are left out."""
+        parent = self._propagator.extract(carrier)
+        kind = self._trace.SpanKind.SERVER
+        known = {name: value for name, value in attributes.items() if value is not None}
+        span = self._tracer.start_span(name, parent, kind, attributes=known, start_time=start_ns)
+        return Span(self, span)
+
+    def carrier(self, span: Any) -> dict[str, str]:
+        carrier: dict[str, str] = {}
+        self._propagator.inject(carrier, self._trace.set_span_in_context(span))
+        return carrier
+
+    def failed(self, message: str) -> Any:
+        return self._trace.Status(self._trace.StatusCode.ERROR, message)
+
+    def close(self) -> None:
+        """Send what waits. Takes as long as the exporter's timeout where nobody listens."""
+        self._provider.shutdown()
+
+
+class Span:
+    """Something that takes time."""
+
+    def __init__(self, tracing: Tracing, span: Any) -> None:
+        self._tracing = tracing
+        self._span = span
+
+    @property
+    def traceparent(self) -> str:
+        """For whoever does a part of it in another process."""
+        return self._tracing.carrier(self._span).get("traceparent", "")
+
+    @property
+    def trace_id(self) -> str:
+        """As it stands in `traceparent`, and in logs."""
+        return f"{self._span.get_span_context().trace_id:032x}"
+
+    def rename(self, name: str) -> None:
+        self._span.update_name(name)
+
+    def set(self, name: str, value: Any) -> None:
+        """Nothing where the value is None."""
+        if value is not None:
+            self._span.set_attribute(name, value)
+
+    def event(self, name: str, at_ns: int) -> None:
+        self._span.add_event(name, timestamp=at_ns)
+
+    def fail(self, message: str) -> None:
+        self._span.set_status(self._tracing.failed(message))
+
+    def end(self, at_ns: int | None = None) -> None:
+        self._span.end(end_time=at_ns)
+
+
+def make_tracing(config: TraceConfig, service: str) -> Tracing | None:
+    """None where it is switched off. `service` names the process unless OTEL_SERVICE_NAME does. Call after any fork:
+    a thread of its own sends the spans. Raises ConfigError when the packages are missing."""
+    if not config.enabled:
+        return None
+    try:
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+    except ImportError:
+        raise ConfigError("trace.enabled", "needs OpenTelemetry: pip install 'inferengine[otel]'") from None
+    resource = Resource.create()
+    if str(resource.attributes.get("service.name", UNNAMED)).startswith(UNNAMED):
+        resource = resource.merge(Resource({"service.name": service}))
+    provider = TracerProvider(resource=resource)
+    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=config.endpoint or None)))
+    return Tracing(provider)
+
+
+def unix_ns(seconds_ago: float = 0.0) -> int:
+    return time.time_ns() - int(seconds_ago * 1e9)
