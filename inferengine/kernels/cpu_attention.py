@@ -51,10 +51,8 @@ class TilePlan(NamedTuple):
 
 
 class Angles(NamedTuple):
-    """Rotation of all heads of packed qkv at once, [T, H + 2K, D] each; the values' heads are turned by nothing.
-
-    rotated = x * cos + roll(x, D / 2) * sin: the rolled head holds each element's partner.
-    """
+    """Rotation of query and key heads [T, H + K, D]: x * cos + roll(x, D / 2) * sin, where the rolled head holds each
+    element's partner. Both [T, 1, D]."""
 
     cos: torch.Tensor
     sin: torch.Tensor
@@ -69,7 +67,7 @@ class AttentionPlan:
         self.decodes = decodes  # rows of one token, then rows of few
         self.tiles = tiles
         self.written = written  # [T, 2K] rows of kv seen as [.., D] that take each token's K and V
-        self.angles: dict[tuple[int, int], Angles] = {}  # by rotation table and number of heads
+        self.angles: dict[int, Angles] = {}  # by rotation table
 
 
 def prepare_attention(batch: Any, group: int, kv: torch.Tensor, window: int | None) -> AttentionPlan:
@@ -118,12 +116,16 @@ def attention_qkv(
         gain = torch.cat((q_norm.expand(num_heads, head_dim), k_norm.expand(num_kv_heads, head_dim)))
         heads[:, :-num_kv_heads] = rms_norm(heads[:, :-num_kv_heads], gain, eps)
     if cos_sin is not None:
-        angles = _angles(plan, cos_sin, batch.positions, num_heads, num_kv_heads)
-        turned = torch.mul(heads, angles.cos)
-        heads = turned.addcmul_(torch.roll(heads, head_dim // 2, -1), angles.sin)
-    queries, new = heads[:, :num_heads].to(number_type(kv)), heads[:, num_heads:]
+        cos, sin = plan.angles.get(id(cos_sin)) or _angles(plan, cos_sin, batch.positions)
+        heads = heads if heads.dtype == torch.float32 else heads.float()
+        turned = heads[:, :-num_kv_heads]
+        rolled = torch.roll(turned, head_dim // 2, -1)
+        turned.mul_(cos).addcmul_(rolled, sin)
+    queries, new = heads[:, :num_heads], heads[:, num_heads:]
+    if queries.dtype != number_type(kv):
+        queries = queries.to(number_type(kv))
     if kv.dtype != FP8:
-        kv.view(-1, head_dim).index_put_((plan.written,), new.to(kv.dtype))
+        kv.view(-1, head_dim).index_put_((plan.written,), new if new.dtype == kv.dtype else new.to(kv.dtype))
         return attention(queries, kv, batch, group, scale, window, softcap)
     new = torch.cat((new[:, :num_kv_heads] / kv_scales[0], new[:, num_kv_heads:] / kv_scales[1]), 1)
     codes = new.clamp_(-FP8_MAX, FP8_MAX).to(FP8).view(torch.uint8)
@@ -169,22 +171,15 @@ def _numbers(gathered: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
     return gathered.view(FP8).to(torch.float32) if kv.dtype == FP8 else gathered
 
 
-def _angles(
-    plan: AttentionPlan, cos_sin: torch.Tensor, positions: torch.Tensor, num_heads: int, num_kv_heads: int
-) -> Angles:
-    key = (id(cos_sin), num_heads)
-    found = plan.angles.get(key)
-    if found is None:
-        num_turned, half = num_heads + num_kv_heads, cos_sin.shape[1] // 2
-        cos, sin = cos_sin.index_select(0, positions).view(-1, 1, 2, half).unbind(2)
-        shape = (len(positions), num_turned + num_kv_heads, 2 * half)
-        found = Angles(torch.ones(shape), torch.zeros(shape))
-        found.cos[:, :num_turned, :half] = cos
-        found.cos[:, :num_turned, half:] = cos
-        torch.neg(sin.expand(-1, num_turned, -1), out=found.sin[:, :num_turned, :half])
-        found.sin[:, :num_turned, half:] = sin
-        plan.angles[key] = found
-    return found
+def _angles(plan: AttentionPlan, cos_sin: torch.Tensor, positions: torch.Tensor) -> Angles:
+    """Looked up once per step."""
+    half = cos_sin.shape[1] // 2
+    rows = cos_sin.index_select(0, positions).view(-1, 2, 1, half)
+    made = plan.angles[id(cos_sin)] = Angles(*torch.mul(rows, _HALVES).view(-1, 2, 1, 2 * half).unbind(1))
+    return made
+
+
+_HALVES = torch.tensor([[1.0, 1.0], [-1.0, 1.0]]).view(2, 2, 1)  # cosines as they are, sines against their partners
 
 
 def _decode(q: torch.Tensor, kv: torch.Tensor, plan: DecodePlan, scale: float, softcap: float | None) -> torch.Tensor:

@@ -25,15 +25,19 @@ def sample(logits: torch.Tensor, slots: Any, rows: torch.Tensor, positions: torc
     finite winner gives -1 (and 0 in slots.tokens). `logits` may be overwritten.
     """
     rows, positions = rows.long(), positions.long()
-    scores = logits.float()
+    scores = logits if logits.dtype == torch.float32 else logits.float()
     if needs & PROCESSED:
         process(scores, slots, rows, positions, needs)
     if needs & RANDOM:
         best, ids = draw(scores, slots, rows, positions, needs)
     else:
         best, ids = scores.max(-1)
-    ids = ids.masked_fill(~(best > float("-inf")), -1).int()
-    slots.tokens[rows, positions] = ids.clamp_min(0)
+    ids = ids.int()
+    is_drawn = best > float("-inf")  # false for NaN too
+    if not bool(is_drawn.all()):
+        slots.tokens[rows, positions] = ids.masked_fill(~is_drawn, 0)
+        return ids.masked_fill(~is_drawn, -1)
+    slots.tokens[rows, positions] = ids
     return ids
 
 
