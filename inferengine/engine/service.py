@@ -179,7 +179,7 @@ class EngineService:
             executor = self._build()
             self.lifecycle.mark("importing torch")
             capacity = executor.load(self.lifecycle.report)
-            self.lifecycle.mark("preparing weights and cache")
+            self.lifecycle.mark("allocating the cache")
             executor.warm_up(self.lifecycle.report)
             loop = self._make_loop(executor, capacity)
             gc.collect()

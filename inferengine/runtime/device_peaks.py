@@ -57,7 +57,7 @@ SHEETS = {
 }
 READ_BYTES = {"cpu": (8 << 20, 64 << 20), "cuda": (256 << 20, 256 << 20)}  # least and most of a buffer that is read
 SIDE = {"cpu": 512, "cuda": 4096}  # of the square matrices multiplied
-REPEATS = 4
+REPEATS = 8
 
 
 def sheet_of(name: str) -> Sheet | None:
@@ -106,7 +106,7 @@ def device_peaks(
 
 @torch.inference_mode()
 def measure(device: torch.device, dtype: torch.dtype, weight_bytes: int) -> DevicePeaks:
-    """The best of a few reads and products: some 20 ms on a CPU. On one that others use it comes out too low, and
+    """The best of a few reads and products: some 30 ms on a CPU. On one that others use it comes out too low, and
     shares too high. The calling thread's number of torch threads is what it measures. Raises torch.OutOfMemoryError."""
     least, most = READ_BYTES[device.type]
     size = min(most, max(least, weight_bytes))

@@ -9,7 +9,8 @@ import torch
 from inferengine.config import Config
 from inferengine.errors import ConfigError
 from inferengine.model_folder import draft_folder, model_folder
-from inferengine.runtime.runner import ExecutorSettings, TorchExecutor
+from inferengine.runtime.runner import TorchExecutor
+from inferengine.runtime.settings import ExecutorSettings
 
 BLOCK_SIZES = {"cpu": 16, "cuda": 64}  # 64: what the tensor memory accelerator can fetch as one tile
 DEFAULTS = {"cpu": (64, 512), "cuda": (256, 8192)}  # max_num_seqs, max_num_batched_tokens

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -11,41 +13,55 @@ from inferengine.layers.linear import Linear
 from inferengine.quant.layouts import layout_of
 from inferengine.runtime import memory_plan
 from inferengine.runtime.device_peaks import device_peaks
+from inferengine.runtime.settings import ExecutorSettings
 
 EIGHT_BIT_PRODUCTS = ("fp8", "fp8_tensor", "int8_w8a8")  # schemes whose inputs are rounded too: quant/cuda.py
 
 
 def roofline_of(
+    settings: ExecutorSettings,
     config: DecoderConfig,
     model: nn.Module,
     values: dict[str, object],
-    *,
     dtype: torch.dtype,
-    kv_item_bytes: int,
-    quantization: str,
-    device: torch.device,
-    gb_per_s: float,
-    tflops: float,
+    kv_dtype: torch.dtype,
 ) -> Roofline | None:
-    """The roofline of a loaded model; None where its device's peaks are unknown. Some 30 ms. `values` are
-    config.json's, `quantization`, `gb_per_s` and `tflops` the configuration's."""
-    weight_bytes = memory_plan.weight_bytes(config, values, dtype, quantization)
-    found = device_peaks(device, dtype, weight_bytes=weight_bytes, gb_per_s=gb_per_s, tflops=tflops)
+    """The roofline of a loaded model; None where its device's peaks are unknown. Some 50 ms. `values` are
+    config.json's."""
+    weight_bytes = memory_plan.weight_bytes(config, values, dtype, settings.quantization)
+    found = device_peaks(
+        settings.device,
+        dtype,
+        weight_bytes=weight_bytes,
+        gb_per_s=settings.peak_gb_per_s,
+        tflops=settings.peak_tflops,
+    )
     if found is None:
         return None
     peaks, faster = found
     layout = layout_of(values)
-    scheme = quantization if layout is None else layout.scheme
+    scheme = settings.quantization if layout is None else layout.scheme
     linears = [module for module in model.modules() if isinstance(module, Linear)]
+    halves = [module for module in linears if is_half(module)] if scheme == "none" else []
     work = model_work(
         config,
-        weight_bytes=weight_bytes,
-        num_layer_weights=sum(module.in_features * sum(module.parts) for module in linears),
+        weight_bytes=weight_bytes - sum(map(num_weights, halves)) * (dtype.itemsize - 2),
+        num_layer_weights=sum(map(num_weights, linears)),
         item_bytes=dtype.itemsize,
-        kv_item_bytes=kv_item_bytes,
+        head_item_bytes=2 if is_half(model.head) else dtype.itemsize,
+        kv_item_bytes=kv_dtype.itemsize,
         product_speed=faster if scheme in EIGHT_BIT_PRODUCTS else 1.0,
     )
     return Roofline(work, peaks)
+
+
+def num_weights(linear: Linear) -> int:
+    return linear.in_features * sum(linear.parts)
+
+
+def is_half(module: Any) -> bool:
+    """Whether a CPU keeps the weight of an fp32 layer in half precision: see kernels/reference.py's pack_linear."""
+    return isinstance(module.packed, torch.ScriptObject)
 
 
 def model_work(
@@ -54,6 +70,7 @@ def model_work(
     weight_bytes: int,
     num_layer_weights: int,
     item_bytes: int,
+    head_item_bytes: int,
     kv_item_bytes: int,
     product_speed: float = 1.0,
 ) -> ModelWork:
@@ -64,7 +81,7 @@ def model_work(
     groups = range(len(config.group_windows))
     return ModelWork(
         layer_bytes=float(weight_bytes - tables * item_bytes),
-        head_bytes=float(head_weights * item_bytes),
+        head_bytes=float(head_weights * head_item_bytes),
         operations_per_token=2.0 * num_layer_weights / product_speed,
         operations_per_draw=2.0 * head_weights,
         groups=tuple(

@@ -8,7 +8,6 @@ back. On a CPU the work is done when `execute` returns.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -37,39 +36,10 @@ from inferengine.runtime.pooling import Pooling
 from inferengine.runtime.prompt_logprobs import PromptLogprobs
 from inferengine.runtime.roofline import roofline_of
 from inferengine.runtime.sampler import StepDraws
+from inferengine.runtime.settings import ExecutorSettings
 from inferengine.runtime.slots import Slots
 from inferengine.runtime.step_recorder import StepRecorder
 from inferengine.runtime.threads import Threads
-
-
-@dataclass(frozen=True)
-class ExecutorSettings:
-    """What the configuration decides, resolved: nothing is `auto` here. 0 in `cache` and `max_model_len`: decide."""
-
-    folder: Path
-    device: torch.device
-    dtype: torch.dtype | None  # None: the checkpoint's
-    random_weights: bool
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    max_model_len: int
-    block_size: int
-    num_blocks: int
-    memory_fraction: float
-    swap_bytes: int
-    chunked_prefill: bool
-    overlap: bool
-    cuda_graphs: bool
-    deterministic: bool
-    threads: int = 0  # of the CPU; 0: as many as a step is worth
-    seed: int = 0
-    draft_folder: Path | None = None
-    quantization: str = "none"
-    cache_dtype: str = "auto"
-    adapters_folder: Path | None = None
-    max_adapter_rank: int = 64
-    peak_gb_per_s: float = 0.0  # of the device, for the share of the roofline; 0: its data sheet's, or measured
-    peak_tflops: float = 0.0
 
 
 class TorchExecutor:
@@ -118,6 +88,7 @@ class TorchExecutor:
             )
         self.threads = Threads(self.config, settings.threads) if self.device.type == "cpu" else None
         weights.finish(model)
+        progress("packing weights", 1.0)
         self.model = model.eval()
         if settings.adapters_folder is not None:
             self._load_adapters(settings.adapters_folder, family.weight_map(self.config).targets)
@@ -150,17 +121,8 @@ class TorchExecutor:
         settings = self.settings
         if self.threads is not None:
             torch.set_num_threads(self.threads.most)
-        return roofline_of(
-            self.config,
-            self.model,
-            read_json(settings.folder / "config.json"),
-            dtype=self.dtype,
-            kv_item_bytes=self._kv_dtype.itemsize,
-            quantization=settings.quantization,
-            device=self.device,
-            gb_per_s=settings.peak_gb_per_s,
-            tflops=settings.peak_tflops,
-        )
+        values = read_json(settings.folder / "config.json")
+        return roofline_of(settings, self.config, self.model, values, self.dtype, self._kv_dtype)
 
     def recorder(self) -> StepRecorder:
         """Records the steps from its `start` to its `stop`."""
