@@ -1,0 +1,60 @@
+"""Clients that many programs use, unmodified, against the embedded model: LangChain's ChatOpenAI and LiteLLM.
+
+Each runs in a process of its own: their imports take seconds, and warn. They need the extra `clients`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.frontends.http.embedded import Embedded
+
+FOLDER = Path(__file__).parent / "clients"
+QUIET = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "LANGSMITH_TRACING": "false", "DO_NOT_TRACK": "1"}  # no network
+CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is a KV cache?"}]
+
+
+def answers(embedded: Embedded, client: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What that client got, and what the same request gives over plain HTTP."""
+    if importlib.util.find_spec(client) is None:
+        pytest.skip(f"clients: no {client}: pip install 'inferengine[clients]'")
+    model = embedded.http.get("/v1/models").json()["data"][0]["id"]
+    script = FOLDER / f"{client.partition('_')[0]}_client.py"
+    command = [sys.executable, "-W", "ignore", str(script), f"{embedded.front.url}/v1", model]
+    ran = subprocess.run(command, env={**os.environ, **QUIET}, capture_output=True, text=True, timeout=60)
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    plain = embedded.ask("/v1/chat/completions", messages=CHAT, max_tokens=24, temperature=0, seed=1)
+    return json.loads(ran.stdout.splitlines()[-1]), plain
+
+
+def test_langchain(embedded: Embedded) -> None:
+    got, plain = answers(embedded, "langchain_openai")
+    text, usage = plain["choices"][0]["message"]["content"], plain["usage"]
+    assert [got["text"], got["streamed"], got["awaited"], *got["batched"]] == [text] * 5
+    assert got["finish_reason"] == plain["choices"][0]["finish_reason"]
+    for told in (got["usage"], got["streamed_usage"]):
+        assert (told["input_tokens"], told["output_tokens"]) == (usage["prompt_tokens"], usage["completion_tokens"])
+    assert got["num_chunks"] > usage["completion_tokens"] // 2
+    assert got["calls"] == [["weather", ["city"]]] * len(got["calls"])
+    assert got["calls"]
+    assert got["after_tools"]
+    assert got["structured"] == {"json_schema": "Person", "function_calling": "Person"}
+
+
+def test_litellm(embedded: Embedded) -> None:
+    got, plain = answers(embedded, "litellm")
+    text, usage = plain["choices"][0]["message"]["content"], plain["usage"]
+    assert [got["text"], got["streamed"], got["awaited"], got["awaited_stream"]] == [text] * 4
+    assert got["finish_reason"] == plain["choices"][0]["finish_reason"]
+    assert got["usage"] == got["streamed_usage"] == [usage["prompt_tokens"], usage["completion_tokens"]]
+    assert set(got["calls"]) == {"weather"}
+    assert got["completed"]
+    assert got["error"] == "NotFoundError"
