@@ -58,11 +58,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         hint = f"; did you mean '{close[0]}'?" if close else f"; commands are {', '.join(COMMANDS)}"
         print(f"inferengine: no command '{name}'{hint}", file=sys.stderr)
         return ExitCode.USAGE
-    command = importlib.import_module(f"inferengine.commands.{name.replace('-', '_')}")
-    if any(word in ("-h", "--help") for word in words[1:]):
-        print(str(command.__doc__).strip())
-        return ExitCode.OK
     try:
+        command = importlib.import_module(f"inferengine.commands.{name.replace('-', '_')}")
+        if any(word in ("-h", "--help") for word in words[1:]):
+            print(str(command.__doc__).strip())
+            return ExitCode.OK
         return int(command.run(words[1:]))
     except InferEngineError as error:
         print(f"inferengine {name}: {error}", file=sys.stderr)

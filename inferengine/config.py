@@ -291,9 +291,9 @@ def load(
     """
     config = Config()
     if file is not None:
-        config = _apply(config, flatten(read_toml(Path(file))), "file")
+        config = _apply(config, flatten(read_toml(Path(file))), "file", f" (in {Path(file).name})")
     found = from_environment(variables() if environment is None else environment, keys())
-    config = _apply(config, found, "environment")
+    config = _apply(config, found, "environment", " (from the environment)")
     return _apply(config, dict(flags or {}), "flag")
 
 
@@ -375,14 +375,18 @@ def to_toml(config: Config) -> str:
     return "\n".join(lines)
 
 
-def _apply(config: Config, values: Mapping[str, Any], source: str) -> Config:
+def _apply(config: Config, values: Mapping[str, Any], source: str, place: str = "") -> Config:
+    """`place` ends the message about a value that cannot be used: where to look for it."""
     table = keys()
     changed: dict[str, dict[str, Any]] = {}
     for name, raw in values.items():
         if name not in table:
             raise ConfigError(name, f"no such key in the {source}{suggestion(name, table)}")
         section, _, key = name.partition(".")
-        changed.setdefault(section, {})[key] = convert(name, table[name], raw)
+        try:
+            changed.setdefault(section, {})[key] = convert(name, table[name], raw)
+        except ConfigError as error:
+            raise ConfigError(name, error.message + place) from None
     sections = {name: dataclasses.replace(getattr(config, name), **items) for name, items in changed.items()}
     return dataclasses.replace(config, **sections)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,13 +16,15 @@ ENVIRONMENT_PREFIX = "INFERENGINE_"
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """A TOML file. Raises ConfigError."""
+    """A TOML file. Raises ConfigError for one that cannot be read."""
     try:
         with path.open("rb") as handle:
             return tomllib.load(handle)
     except FileNotFoundError:
         raise ConfigError("--config", f"no such file: {path}") from None
-    except tomllib.TOMLDecodeError as error:
+    except OSError as error:
+        raise ConfigError("--config", f"{path} cannot be read: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError("--config", f"{path.name} is not valid TOML: {error}") from None
 
 
@@ -74,10 +77,14 @@ def _typed(name: str, kind: str, raw: Any) -> Any:
         return raw
     if isinstance(raw, bool):
         raise ConfigError(name, f"must be a number; got {raw!r}")
+    wanted = "a whole number" if kind == "int" else "a number"
     try:
-        return int(raw) if kind == "int" else float(raw)
+        value: int | float = float(raw) if kind != "int" or isinstance(raw, float) else int(raw)
     except (TypeError, ValueError):
-        raise ConfigError(name, f"must be {'a whole number' if kind == 'int' else 'a number'}; got {raw!r}") from None
+        raise ConfigError(name, f"must be {wanted}; got {raw!r}") from None
+    if not math.isfinite(value) or (kind == "int" and value != int(value)):
+        raise ConfigError(name, f"must be {wanted}; got {raw!r}")
+    return int(value) if kind == "int" else value
 
 
 def suggestion(name: str, known: Mapping[str, Any]) -> str:

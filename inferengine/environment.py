@@ -18,12 +18,21 @@ def variables() -> Mapping[str, str]:
 
 
 def runtime_directory() -> Path:
-    """Where sockets live, mode 0750: systemd's RUNTIME_DIRECTORY, XDG_RUNTIME_DIR, else a private folder in /tmp."""
+    """Where sockets live, mode 0750: systemd's RUNTIME_DIRECTORY, XDG_RUNTIME_DIR, else a private folder in /tmp.
+
+    Raises ConfigError where there can be none."""
     if systemd := os.environ.get("RUNTIME_DIRECTORY"):
         return Path(systemd.split(":")[0])
     base = os.environ.get("XDG_RUNTIME_DIR")
     folder = Path(base) / "inferengine" if base and Path(base).is_dir() else Path(f"/tmp/inferengine-{os.getuid()}")
-    folder.mkdir(mode=0o750, exist_ok=True)
+    try:
+        folder.mkdir(mode=0o750, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            "wire.socket",
+            f"the folder {folder} for the engine's socket cannot be made: {error.strerror}; "
+            "set XDG_RUNTIME_DIR to a folder of yours, or wire.socket",
+        ) from None
     if folder.stat().st_uid != os.getuid():
         raise ConfigError("wire.socket", "the runtime directory belongs to another user: set wire.socket")
     return folder

@@ -27,7 +27,7 @@ def run(arguments: Sequence[str]) -> int:
     """Make a key and say what it is for."""
     values = _read(arguments)
     if ("--api" in values) == ("--curve" in values):
-        raise ConfigError("keygen", "say either --api NAME or --curve NAME")
+        raise ConfigError("--api", "say either --api NAME or --curve NAME")
     return _api(values) if "--api" in values else _curve(values)
 
 
@@ -49,8 +49,11 @@ def _api(values: dict[str, Any]) -> int:
     path = Path(file)
     if path.exists() and name in [known.name for known in keys.read_keys(file).keys]:
         raise ConfigError("--api", f"{file} has a key of that name: choose another, or take its entry out first")
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o640), "a") as handle:
-        handle.write(f"\n{entry}" if path.stat().st_size else entry)
+    try:
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o640), "a") as handle:
+            handle.write(f"\n{entry}" if path.stat().st_size else entry)
+    except OSError as error:
+        raise ConfigError("--file", f"{file} cannot be written: {error.strerror}") from None
     keys.read_keys(file)
     print(key)
     print(f"The entry is in {file}; running front ends see it within a second.", file=sys.stderr)

@@ -211,7 +211,8 @@ class Supervisor:
 
     def _on_exit(self, name: str, code: int, lifetime_s: float) -> None:
         if self._stopping:
-            if name == self._engine.name and self._exit_code == ExitCode.OK:
+            told = code == 128 + signal.SIGTERM  # it had not begun, and so had nothing to finish: systemd's view too
+            if name == self._engine.name and self._exit_code == ExitCode.OK and not told:
                 self._exit_code = code
             return
         if name == self._engine.name and code == ExitCode.OK:

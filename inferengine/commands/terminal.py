@@ -24,9 +24,11 @@ class Terminal:
         self._name_width = name_width
         self._progress = ""
         self._last_told: dict[str, tuple[str, int]] = {}
+        self._last_line: dict[str, str] = {}
 
     def line(self, name: str, text: str) -> None:
         """A line that a child wrote."""
+        self._last_line[name] = text
         self._write(text if self._json_lines else self._prefix(name) + text)
 
     def notice(self, text: str) -> None:
@@ -41,6 +43,8 @@ class Terminal:
             self._stream.write(self._progress)
             self._stream.flush()
             return
+        if self._last_line.get(name, "").endswith(text):
+            return  # just written by the child itself
         phase, share = split_share(text)
         told = (phase, (share or 0) // 25)
         if self._last_told.get(name) != told:

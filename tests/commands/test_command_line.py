@@ -82,3 +82,59 @@ def test_an_unknown_key_in_the_file_is_an_error(tmp_path: Path) -> None:
     file.write_text("[http]\nprot = 1\n")
     with pytest.raises(ConfigError, match=r"http\.prot: no such key in the file; did you mean"):
         resolve([f"--config={file}"])
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        (b"[http]\nport = 8000.5\n", r"http\.port: must be a whole number; got 8000\.5 \(in service\.toml\)"),
+        (b"[engine]\ndrain_timeout_s = nan\n", r"engine\.drain_timeout_s: must be a number; got nan"),
+        (b"[http]\nport = -1\n", r"http\.port: must be at least 0; got -1 \(in service\.toml\)"),
+        (b"port = 1\n", "port: keys stand inside a"),
+        (b"[http\n", "service.toml is not valid TOML"),
+        (b"\xff\xfe", "service.toml is not valid TOML"),
+    ],
+)
+def test_a_mistake_in_the_file_names_the_key_and_the_file(tmp_path: Path, text: bytes, complaint: str) -> None:
+    file = tmp_path / "service.toml"
+    file.write_bytes(text)
+    with pytest.raises(ConfigError, match=complaint):
+        resolve(["--config", str(file)])
+
+
+def test_whole_numbers_may_be_written_as_toml_does(tmp_path: Path) -> None:
+    file = tmp_path / "service.toml"
+    file.write_text("[http]\nport = 9000.0\n[engine]\ndrain_timeout_s = 3\n")
+    resolved = resolve(["--config", str(file)])
+    assert (resolved.http.port, resolved.engine.drain_timeout_s) == (9000, 3.0)
+
+
+def test_a_folder_is_no_configuration_file(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be read"):
+        resolve(["--config", str(tmp_path)])
+
+
+def test_a_mistake_in_the_environment_says_that_it_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("INFERENGINE_HTTP_PORT", "many")
+    with pytest.raises(ConfigError, match=r"http\.port: must be a whole number; got 'many' \(from the environment\)"):
+        resolve([])
+
+
+def test_a_runtime_folder_that_cannot_be_made_is_a_clear_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "inferengine").write_text("a file in its place")
+    monkeypatch.delenv("RUNTIME_DIRECTORY", raising=False)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    assert cli.main(["up", "--http.port", "0", "--ws.port", "0"]) == ExitCode.USAGE
+    complaint = capsys.readouterr().err
+    assert "cannot be made" in complaint
+    assert "set XDG_RUNTIME_DIR" in complaint
+
+
+def test_ctrl_c_ends_a_command_without_a_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(name: str) -> object:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("importlib.import_module", interrupted)
+    assert cli.main(["config"]) == ExitCode.ABORTED

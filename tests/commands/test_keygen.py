@@ -55,6 +55,7 @@ def test_a_curve_pair(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
         (["--curve", "a/b"], "file's name"),
         (["--curve", "a", "--admin"], "--admin"),
         (["--curve", "a", "--folder", "/nowhere/at/all"], "cannot be written"),
+        (["--api", "a", "--file", "/nowhere/at/all"], "cannot be written"),
         (["--secret", "a"], "no such option"),
     ],
 )

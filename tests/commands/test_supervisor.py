@@ -138,6 +138,17 @@ while True:
     assert refused == [True]
 
 
+def test_an_engine_that_was_told_before_it_could_listen_has_nothing_to_finish(tmp_path: Path) -> None:
+    """Ctrl-C in the first moments: the signal ends it as the kernel does, and that is a stop as asked."""
+    outcome = supervise(
+        service("engine", 'note("up")\nwhile True:\n    until_signal()', tmp_path),
+        [],
+        tmp_path,
+        steps=[(noted(tmp_path, "up"), send(signal.SIGINT))],
+    )
+    assert outcome.code == ExitCode.OK
+
+
 def test_readiness_is_announced_once_when_everything_is_ready(tmp_path: Path) -> None:
     outcome = supervise(
         steady("engine", tmp_path),

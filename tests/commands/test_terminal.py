@@ -26,6 +26,15 @@ def test_in_a_file_each_phase_and_quarter_is_one_line() -> None:
     assert shares[-1] == "engine | warming up"
 
 
+def test_in_a_file_a_status_that_the_child_has_just_written_is_not_repeated() -> None:
+    stream = io.StringIO()
+    terminal = Terminal(stream)
+    terminal.line("ws", "2026-01-01 12:00:00 info listening on 127.0.0.1 port 8001")
+    terminal.status("ws", "listening on 127.0.0.1 port 8001")
+    terminal.status("http", "listening on 127.0.0.1 port 8001")
+    assert [line[:4] for line in stream.getvalue().splitlines()] == ["ws  ", "http"]
+
+
 def test_on_a_terminal_progress_is_one_line_below_the_others() -> None:
     screen = Screen()
     terminal = Terminal(screen)
