@@ -87,6 +87,7 @@ class MemoryExecutor:
         for item in plan.admitted:
             self.seeds[item.slot] = item.seed
             self.tokens[item.slot] = dict(enumerate(item.token_ids))
+            self.gathered[item.slot] = []
             for table in self.tables:
                 table[item.slot] = {}
         for table, updates in zip(self.tables, plan.block_updates, strict=True):
@@ -129,9 +130,7 @@ class MemoryExecutor:
             table = self.tables[0][slot]
             states = [blocks[table[p // size]][p % size][1] for p in range(start, start + count)]
             if mean:
-                if start == 0:
-                    self.gathered[slot] = []
-                elif len(self.gathered[slot]) != start:
+                if len(self.gathered[slot]) != start:
                     raise AssertionError(f"slot {slot} has gathered {len(self.gathered[slot])} positions, not {start}")
                 self.gathered[slot] += states
             if ends:

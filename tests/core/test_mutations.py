@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Callable
 from typing import Any
@@ -20,6 +21,23 @@ from inferengine.core.swap import SwapSpace
 from tests.core.test_random_machine import walk
 
 Wrap = Callable[..., Any]
+
+
+def as_if_last(function: Wrap) -> Wrap:
+    """The method takes a sequence for one that needs no more than its last token's state."""
+
+    def mutated(self: Any, sequence: Any) -> Any:
+        request = sequence.request
+        if request.pooling == "mean":
+            sequence.request = dataclasses.replace(request, pooling="last")
+        try:
+            return function(self, sequence)
+        finally:
+            sequence.request = request
+
+    return mutated
+
+
 MUTATIONS: dict[str, tuple[Any, str, Callable[[Wrap], Wrap]]] = {
     "a released block is forgotten": (
         BlockPool,
@@ -106,6 +124,17 @@ MUTATIONS: dict[str, tuple[Any, str, Callable[[Wrap], Wrap]]] = {
                 hit := lookup(self, sequence),
                 PrefixHit(min(hit.num_tokens + self.block_size, len(sequence.tokens)), hit.block_ids, hit.block_hashes),
             )[1 if sequence.uid % 2 else 0]
+        ),
+    ),
+    "a mean takes a cached prefix": (KVCacheManager, "lookup", as_if_last),
+    "the last chunk of an embedding is told as one of many": (
+        StepDraft,
+        "advance",
+        lambda advance: (
+            lambda self: (
+                advance(self),
+                setattr(self, "pooled", [item._replace(ends=False) for item in self.pooled]),
+            )[0]
         ),
     ),
 }

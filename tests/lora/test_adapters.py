@@ -148,3 +148,15 @@ def test_rows_without_an_adapter_are_the_model_to_the_bit(llama: tuple[Any, Path
     found = [[item.logprob for item in engine.logprobs[uid]] for engine in (with_bank, without)
              for uid in [engine.submit(PROMPTS[0], 8, logprobs=0)] if engine.run()]  # fmt: skip
     assert torch.equal(torch.tensor(found[0]), torch.tensor(found[1]))
+
+
+def test_an_embedding_is_made_by_the_adapter_that_its_request_names(llama: tuple[Any, Path], tmp_path: Path) -> None:
+    model, checkpoint = llama
+    merged = write_adapter(tmp_path / "adapters" / "pirate", model)
+    engine = make_engine(checkpoint, tmp_path / "adapters", budget=9)
+    uids = {engine.embed(PROMPTS[1], adapter=adapter): of for adapter, of in ((1, merged), (0, model), (1, merged))}
+    engine.run()
+    for uid, of in uids.items():
+        with torch.inference_mode():
+            state = of.base_model(torch.tensor([PROMPTS[1]]), use_cache=False).last_hidden_state[0, -1]
+        assert (torch.tensor(engine.embeddings[uid]) - state / state.norm()).norm() < 1e-4
