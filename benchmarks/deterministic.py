@@ -2,10 +2,10 @@
 
 python -m benchmarks.deterministic --shape qwen3-0.6b [--batches 1 8 64 256] [--json FILE]
 
-Eight greedy requests with log-probabilities: each alone, so again, all together, in chunks of 48 prompt tokens, with the
-prefixes of an earlier run in the cache, and beside strangers. `different` counts the requests of which any token or any
-bit of a log-probability is another than alone: in deterministic mode it must be 0 everywhere (else the exit code is 1),
-in fast mode it says what the promise is worth. Then the time of a decode step in both modes.
+Eight greedy requests with log-probabilities: each alone, so again, all together, in chunks of 48 prompt tokens, with
+the prefixes of an earlier run in the cache, and beside strangers. `different` counts the requests of which any token or
+any bit of a log-probability is another than alone: in deterministic mode it must be 0 everywhere (else the exit code is
+1), in fast mode it says what the promise is worth. Then the time of a decode step in both modes.
 
 On a CPU there is no deterministic mode: only the fast one is shown.
 """
