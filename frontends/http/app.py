@@ -44,6 +44,7 @@ from inferengine.wire.curve import client_keys
 
 logger = logging.getLogger(__name__)
 
+FIRST_WORD_S = 0.5  # that a new front end waits for an engine before it opens
 ROUTES = (
     Route("/v1/completions", completions, methods=["POST"]),
     Route("/v1/chat/completions", chat_completions, methods=["POST"]),
@@ -111,6 +112,8 @@ def make_app(service: Service) -> ASGIApp:
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         service.start()
+        with contextlib.suppress(InferEngineError):  # who has waited at the door finds the engine that is there
+            await service.engines.connect(FIRST_WORD_S)
         yield
         await service.close()
 
@@ -141,7 +144,7 @@ async def _no_route(request: Request, error: Exception) -> Response:
     if status == 405:
         message, code = f"{request.method} is not allowed on this path.", "method_not_allowed"
     elif status == 404:
-        message, code = "There is no such path.", "not_found"
+        message, code = "There is no such path. /openapi.json lists those that there are.", "not_found"
     else:
         message, code = str(getattr(error, "detail", "The request cannot be served."))[:200], "invalid_request"
     body = {"message": message, "type": "invalid_request_error", "param": None, "code": code}

@@ -37,6 +37,7 @@ logger = logging.getLogger(__name__)
 
 SOCKET_PATH = "/v1/ws"
 _IDLE_LOOK_S = 0.05
+_FIRST_WORD_S = 0.5  # that a new front end waits for an engine before it opens
 _READY_WAIT_S, _RETRY_S = 3600.0, 0.5
 
 
@@ -81,6 +82,8 @@ class WebsocketFrontEnd:
     async def lifespan(self, _: Starlette) -> AsyncIterator[None]:
         for client in self._engine.clients:
             client.start()  # in the background: this front end may start before its engine
+        with contextlib.suppress(InferEngineError):  # who has waited at the door finds the engine that is there
+            await self._engine.connect(_FIRST_WORD_S)
         tasks = [asyncio.create_task(self.view.watch(self._tell_state)), asyncio.create_task(self._fetch_model())]
         try:
             yield

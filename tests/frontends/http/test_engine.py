@@ -53,6 +53,18 @@ def serve(**service: Any) -> Iterator[Served]:
                 front.stop()
 
 
+def test_who_has_waited_at_the_door_of_a_new_front_end_finds_the_engine() -> None:
+    """A restarted front end's first requests were there before it."""
+    with run_service() as engine:
+        front = FrontEnd(engine.config)
+        try:
+            body = json.dumps({"prompt": "the fox", "max_tokens": 2})
+            first = httpx.post(f"{front.url}/v1/completions", content=body, headers=HEADERS, timeout=30.0)
+            assert first.status_code == 200, first.text
+        finally:
+            front.stop()
+
+
 @pytest.fixture(scope="module")
 def served() -> Iterator[Served]:
     with serve(step_s=0.001) as built:
