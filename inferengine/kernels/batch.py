@@ -65,6 +65,7 @@ class Batch:
         "sample_slots",
         "sample_tokens",
         "slot_mapping",
+        "steady",
         "token_row",
         "token_slot",
     )
@@ -92,3 +93,7 @@ class Batch:
     sample_slots: torch.Tensor  # [N] int32
     sample_positions: torch.Tensor  # [N] int32, index of the token to be drawn
     plans: list[Any]
+    steady: Any  # cpu_steady.SteadyBatch, where the executor has one
+
+    def __init__(self) -> None:
+        self.steady = None

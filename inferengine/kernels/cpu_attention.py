@@ -61,12 +61,15 @@ class Angles(NamedTuple):
 class AttentionPlan:
     """What one step and one KV group decide for all their layers."""
 
-    __slots__ = ("angles", "decodes", "tiles", "written")
+    __slots__ = ("angles", "decodes", "kept", "tiles", "written")
 
-    def __init__(self, decodes: list[DecodePlan], tiles: list[TilePlan], written: torch.Tensor) -> None:
+    def __init__(
+        self, decodes: list[DecodePlan], tiles: list[TilePlan], written: torch.Tensor, kept: Any = None
+    ) -> None:
         self.decodes = decodes  # rows of one token, then rows of few
         self.tiles = tiles
         self.written = written  # [T, 2K] rows of kv seen as [.., D] that take each token's K and V
+        self.kept = kept  # cpu_steady.KeptKeys, which then stand for decodes and tiles
         self.angles: dict[int, Angles] = {}  # by rotation table
 
 
@@ -76,6 +79,11 @@ def prepare_attention(batch: Any, group: int, kv: torch.Tensor, window: int | No
     if columns is None:
         raise RuntimeError("attention on the CPU needs the step's columns on the host")
     table = batch.block_tables[group].numpy()
+    written = torch.from_numpy(_written(columns, table, kv))
+    if batch.steady is not None and window is None:
+        kept = batch.steady.keep(columns, group, table, kv)
+        if kept is not None:
+            return AttentionPlan([], [], written, kept)
     num_short = _num_short(columns, batch.num_decodes)
     ends = [batch.num_decodes, batch.num_decodes + num_short]
     decodes = [
@@ -84,7 +92,7 @@ def prepare_attention(batch: Any, group: int, kv: torch.Tensor, window: int | No
         if end > begin
     ]
     tiles = _plan_tiles(columns, ends[1], table, kv, window) if ends[1] < batch.num_rows else []
-    return AttentionPlan(decodes, tiles, torch.from_numpy(_written(columns, table, kv)))
+    return AttentionPlan(decodes, tiles, written)
 
 
 def attention_qkv(
@@ -125,7 +133,10 @@ def attention_qkv(
     if queries.dtype != number_type(kv):
         queries = queries.to(number_type(kv))
     if kv.dtype != FP8:
-        kv.view(-1, head_dim).index_put_((plan.written,), new if new.dtype == kv.dtype else new.to(kv.dtype))
+        new = new if new.dtype == kv.dtype else new.to(kv.dtype)
+        kv.view(-1, head_dim).index_put_((plan.written,), new)
+        if plan.kept is not None:
+            return plan.kept.attention(queries, new, kv, scale, softcap)
         return attention(queries, kv, batch, group, scale, window, softcap)
     new = torch.cat((new[:, :num_kv_heads] / kv_scales[0], new[:, num_kv_heads:] / kv_scales[1]), 1)
     codes = new.clamp_(-FP8_MAX, FP8_MAX).to(FP8).view(torch.uint8)
@@ -288,7 +299,7 @@ def _plan_decode(
     if window is not None:
         hidden |= keys <= positions - window
     mask = np.where(hidden, np.float32(-np.inf), np.float32(0))
-    places = torch.from_numpy(_places(blocks, num_kv_heads))
+    places = torch.from_numpy(block_places(blocks, num_kv_heads))
     first_token = int(columns.query_start[begin])
     ragged = int(counts.min()) < num_queries
     tokens = (columns.query_start[begin:end] - first_token)[:, None] + places_of
@@ -317,7 +328,7 @@ def _written(columns: Any, table: np.ndarray, kv: torch.Tensor) -> np.ndarray:
     return first[:, None] + np.arange(2 * num_kv_heads) * block_size
 
 
-def _places(blocks: np.ndarray, num_kv_heads: int) -> np.ndarray:
+def block_places(blocks: np.ndarray, num_kv_heads: int) -> np.ndarray:
     """Rows of kv seen as [num_blocks * 2 * K, block_size * D], ordered [K or V, item, kv head, block]."""
     halves = np.arange(2).reshape(2, 1, 1, 1)
     heads = np.arange(num_kv_heads).reshape(1, 1, num_kv_heads, 1)
@@ -381,5 +392,5 @@ def _tile(
     if window is not None:
         seen &= key > position - window
     mask = torch.from_numpy(np.where(seen, np.float32(0), np.float32(-np.inf))).to(dtype)
-    places = torch.from_numpy(_places(np.concatenate(blocks)[None], num_kv_heads))
+    places = torch.from_numpy(block_places(np.concatenate(blocks)[None], num_kv_heads))
     return TilePlan(begin, end, places, mask)

@@ -1,7 +1,8 @@
 """DraftModel: a small model of the same vocabulary that guesses ahead for the large one.
 
 It reads and writes the same slots and block tables, with a KV cache of its own beside the large model's: block b of one
-stands for block b of the other. So prefix hits, chunks, preemption and copies need nothing of their own.
+stands for block b of the other. What it has read of each sequence is DraftProgress: it catches up when it is to guess,
+so a step without guesses does not wait for it.
 
 A guess is drawn with the parameters and the random numbers of the request, at its position: the draw that the large
 model makes there uses the very same noise, so the two agree whenever their distributions do (Gumbel-max coupling, see
@@ -18,11 +19,12 @@ import torch
 from inferengine.core.executor import KVGroup
 from inferengine.core.plan import StepPlan
 from inferengine.errors import ConfigError
-from inferengine.kernels.batch import Batch
+from inferengine.kernels.batch import Batch, StepColumns
 from inferengine.kernels.ops import Ops
 from inferengine.layers.decoder_config import DecoderConfig
 from inferengine.models import registry, weights
 from inferengine.runtime.batch import columns_of, make_batch
+from inferengine.runtime.draft_progress import DraftProgress
 from inferengine.runtime.kv_cache import KVCache
 from inferengine.runtime.slots import Slots
 
@@ -62,9 +64,13 @@ class DraftModel:
         block_size: int,
         dtype: torch.dtype,
         max_model_len: int,
+        max_tokens: int,
         random_weights: bool = False,
     ) -> None:
+        """`max_tokens` bounds a batch, as it does the target's."""
         self._ops, self._slots, self._device = ops, slots, slots.device
+        self._max_tokens = max_tokens
+        self._progress = DraftProgress(slots.num_slots, group.num_blocks, slots.max_blocks, block_size)
         _, family = registry.read_model_config(folder)
         with torch.device("meta"):
             model = family.build(ops, config)
@@ -77,37 +83,71 @@ class DraftModel:
         self.kv = KVCache(config, [group], block_size, dtype, self._device)
         self.kv.bind(self._model, max_model_len)
 
+    def begin(self, plan: StepPlan) -> None:
+        """A step is about to run: keep the caches alike."""
+        self.kv.copy_blocks(plan)
+        self._progress.begin(plan)
+
     def guess(self, plan: StepPlan) -> None:
         """Write guesses after the pending token of every row that verifies some: one token of all such rows at a time.
-        The k-th is drawn from the guesses before it."""
+        The k-th is drawn from the guesses before it. Before the first, the draft reads what it has not read yet."""
         rows = [row for row, count in enumerate(plan.num_drafts) if count]
+        slots, ends = [plan.slots[row] for row in rows], [plan.starts[row] + 1 for row in rows]
+        starts = self._catch_up(slots, ends)
+        logits, columns, batch = self._read(slots, starts, ends)
         for index in range(max(plan.num_drafts)):
-            rows = [row for row in rows if plan.num_drafts[row] > index]
-            step = _decode_step(plan, rows, index)
-            columns = columns_of(step)
-            batch = make_batch(step, columns, self._slots, self._device)
-            logits = self._model.logits(self._forward(batch))
-            needs = self._slots.needs(columns.row_slot, columns.sample_positions)
+            if index:
+                rows = [row for row in rows if plan.num_drafts[row] > index]
+                starts = [plan.starts[row] + index for row in rows]
+                logits, columns, batch = self._read([plan.slots[row] for row in rows], starts, [s + 1 for s in starts])
+            needs = self._slots.needs(columns.row_slot[columns.sample_rows], columns.sample_positions)
             self._ops.sample(logits, self._slots, batch.sample_slots, batch.sample_positions, needs)
+        for row, count in enumerate(plan.num_drafts):
+            if count:
+                self._progress.has_read(plan.slots[row], plan.starts[row] + 1, count - 1)
 
-    def follow(self, batch: Batch) -> None:
-        """Keep the draft's KV in step with the target's: the same tokens at the same places."""
-        self._forward(batch)
+    def _catch_up(self, slots: list[int], ends: list[int]) -> list[int]:
+        """Where each sequence is to be read from so that one more batch reads all up to `ends`. What that batch would
+        not hold is read here."""
+        starts = [self._progress.num_read(slot) for slot in slots]
+        while sum(ends) - sum(starts) > max(self._max_tokens, len(slots)):
+            room, reads = self._max_tokens, []
+            for index, (start, end) in enumerate(zip(starts, ends, strict=True)):
+                count = min(room, end - 1 - start)
+                if count > 0:
+                    reads.append((slots[index], start, start + count))
+                    starts[index] += count
+                    room -= count
+            self._forward(*(list(column) for column in zip(*reads, strict=True)))
+        return starts
 
-    def _forward(self, batch: Batch) -> torch.Tensor:
+    def _read(self, slots: list[int], starts: list[int], ends: list[int]) -> tuple[torch.Tensor, StepColumns, Batch]:
+        """Tokens [starts, ends) of each slot: logits after the last of each."""
+        hidden, columns, batch = self._forward(slots, starts, ends)
+        if batch.num_samples < batch.num_tokens:
+            hidden = hidden.index_select(0, batch.sample_tokens)
+        return self._model.logits(hidden), columns, batch
+
+    def _forward(self, slots: list[int], starts: list[int], ends: list[int]) -> tuple[torch.Tensor, StepColumns, Batch]:
+        step = _reading_step(slots, starts, ends)
+        columns = columns_of(step)
+        batch = make_batch(step, columns, self._slots, self._device)
         batch.plans = [self._ops.prepare_attention(batch, 0, self.kv.layers[0], None)]
-        return self._model(batch)
+        return self._model(batch), columns, batch
 
 
-def _decode_step(plan: StepPlan, rows: list[int], index: int) -> StepPlan:
+def _reading_step(slots: list[int], starts: list[int], ends: list[int]) -> StepPlan:
+    """Rows of one token first, as every plan has them."""
+    order = sorted(range(len(slots)), key=lambda row: ends[row] - starts[row])
+    counts = [ends[row] - starts[row] for row in order]
     return StepPlan(
-        step=plan.step,
-        slots=[plan.slots[row] for row in rows],
-        starts=[plan.starts[row] + index for row in rows],
-        counts=[1] * len(rows),
-        samples=[True] * len(rows),
-        num_decodes=len(rows),
-        num_tokens=len(rows),
+        step=0,
+        slots=[slots[row] for row in order],
+        starts=[starts[row] for row in order],
+        counts=counts,
+        samples=[True] * len(slots),
+        num_decodes=counts.count(1),
+        num_tokens=sum(counts),
         admitted=[],
         block_updates=[],
     )

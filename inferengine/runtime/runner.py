@@ -19,6 +19,7 @@ from inferengine.core.roofline import Roofline
 from inferengine.errors import ConfigError
 from inferengine.kernels import ops as ops_table
 from inferengine.kernels.batch import StepColumns
+from inferengine.kernels.cpu_steady import SteadyBatch
 from inferengine.layers.decoder_config import DecoderConfig
 from inferengine.lora.bank import AdapterBank
 from inferengine.lora.folder import AdapterFolder
@@ -136,6 +137,7 @@ class TorchExecutor:
         self.__dict__.pop("model", None)
         self.__dict__.pop("kv", None)
         self.__dict__.pop("slots", None)
+        self.__dict__.pop("steady", None)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
             torch.cuda.empty_cache()
@@ -148,7 +150,7 @@ class TorchExecutor:
             self.threads.prepare(plan.num_tokens)
         self.kv.copy_blocks(plan)
         if self.draft is not None:
-            self.draft.kv.copy_blocks(plan)
+            self.draft.begin(plan)
         self.slots.admit(plan.admitted)
         if self.adapters is not None:
             for item in plan.admitted:
@@ -169,10 +171,15 @@ class TorchExecutor:
         if self.graphs is not None and plan.num_decodes == len(plan.slots) and not adapted:
             return self._replay(plan, columns)
         batch = make_batch(plan, columns, self.slots, self.device)
+        if self.steady is not None:
+            self.steady.begin(columns, plan.num_decodes, changed=bool(plan.admitted or plan.copies or plan.swap_in))
+            batch.steady = self.steady
         batch.plans = [
             self.ops.prepare_attention(batch, group, kv, window) for group, (kv, window) in enumerate(self._group_kv)
         ]
         hidden = self.model(batch)
+        if self.steady is not None:
+            self.steady.end(columns)
         logits = None
         if batch.num_samples:
             last = hidden if batch.num_samples == batch.num_tokens else hidden.index_select(0, batch.sample_tokens)
@@ -180,8 +187,6 @@ class TorchExecutor:
         prompt = None
         if prompt_logprobs.are_asked(self.slots, columns):
             prompt = PromptLogprobs(self.model, hidden, self.slots, columns)
-        if self.draft is not None:
-            self.draft.follow(batch)
         embeddings = self.pooling.compute(self.model, hidden, plan.pooled, columns) if plan.pooled else None
         return StepDraws(self.ops, self.slots, plan, batch, logits, prompt=prompt, embeddings=embeddings)
 
@@ -192,9 +197,6 @@ class TorchExecutor:
         logits, ids = self.graphs.run(columns, kind)
         batch = self.graphs.batch(len(columns.row_slot))
         batch.columns = columns
-        if self.draft is not None:
-            batch.input_ids = self.graphs.input_ids(batch.num_rows)
-            self.draft.follow(batch)
         return StepDraws(self.ops, self.slots, plan, batch, logits, ids)
 
     # -- inside ------------------------------------------------------------------------------------------------------
@@ -226,6 +228,7 @@ class TorchExecutor:
             block_size=self.settings.block_size,
             dtype=self.dtype,
             max_model_len=self.capacity.max_model_len,
+            max_tokens=self.settings.max_num_batched_tokens,
         )
 
     def _max_model_len(self, config: DecoderConfig) -> int:
@@ -309,6 +312,7 @@ class TorchExecutor:
             vocab_size=self.config.vocab_size,
             device=self.device,
         )
+        self.steady = SteadyBatch(len(self.kv.layers)) if self.device.type == "cpu" else None
         self.pooling = Pooling(settings.max_num_seqs, self.config.hidden_size, self.device)
 
     def _profile(self, max_model_len: int) -> int:
