@@ -14,6 +14,7 @@ from starlette.types import Receive
 
 from frontends.common.generation import Submitter
 from frontends.common.keys import KeyRing
+from frontends.common.line import Line
 from frontends.common.model_context import ModelContext, ServedModel
 from frontends.common.quotas import Quotas
 from frontends.common.registry import Registry
@@ -57,6 +58,7 @@ class Service:
         self.registry = Registry(engines, config.wire.resume_ttl_s, cancel_unread=False)
         self.responses = ResponseStore(shelf)
         self.turn = Turn()
+        self.line = Line()
         self.draining = False
         self.started_s = time.time()
         self._calls: set[Call] = set()
@@ -91,9 +93,10 @@ class Service:
         return len(self._calls)
 
     async def served(self) -> ServedModel:
-        """The model to answer with. Raises `draining` or `engine_unavailable`."""
+        """The model to answer with, when a request may begin. Raises `draining` or `engine_unavailable`."""
         if self.draining:
             raise InferEngineError("draining", "The server is shutting down.", retry_after_s=1.0)
+        await self.line.wait()
         return await self.model.get()
 
     def engines_for(self, request: Request, served: ServedModel, *, detachable: bool = True) -> Submitter:

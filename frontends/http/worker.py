@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import uvicorn
 from sse_starlette.sse import AppStatus
 
+from frontends.common.acceptor import Server
 from frontends.common.keys import KeyRing
 from frontends.common.protection import tls_files
 from frontends.common.quotas import Quotas
@@ -57,7 +58,7 @@ def run_worker(config: Config, shared: Shared, on_turn: Callable[[bool], None]) 
         signal.signal(number, lambda *_: None)
     service = make_service(config, shared.metrics, shared.keys, shared.quotas, shared.shelf)
     tls = tls_files("http", config.http.tls_certificate, config.http.tls_key)
-    server = uvicorn.Server(
+    server = Server(
         uvicorn.Config(
             make_app(service),
             loop="uvloop",
@@ -78,7 +79,7 @@ def run_worker(config: Config, shared: Shared, on_turn: Callable[[bool], None]) 
 
 
 async def _serve(
-    server: uvicorn.Server,
+    server: Server,
     service: Service,
     sockets: list[socket.socket],
     drain_timeout_s: float,

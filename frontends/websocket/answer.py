@@ -9,11 +9,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from frontends.common.generation import Piece
 from frontends.common.keys import ANYBODY, ApiKey
+from frontends.common.line import Line
 from frontends.common.model_context import ModelContext, ServedModel
 from frontends.common.notes import read_note
 from frontends.common.quotas import Quotas
@@ -41,6 +42,7 @@ class Desk:
     models: ModelContext
     registry: Registry
     config: Config
+    line: Line = field(default_factory=Line)
 
     async def find_engine(self) -> None:
         """Wait a little for the engine where it is not connected: it has what is to be resumed, and it alone."""
@@ -87,6 +89,7 @@ class Answer:
         """Raises InferEngineError for what ends the whole request; then nothing runs on."""
         if isinstance(self.frame, Resume):
             await self._desk.find_engine()
+        await self._desk.line.wait()
         model = await self._desk.models.get()
         prepared = await self._prepare(model)
         if prepared is None:

@@ -16,6 +16,7 @@ import sys
 
 import uvicorn
 
+from frontends.common.acceptor import Server
 from frontends.common.notify import notify
 from frontends.common.protection import check_protection, tls_files
 from frontends.websocket.app import WebsocketFrontEnd
@@ -45,7 +46,7 @@ def run_websocket(config: Config) -> int:
         return ExitCode.ADDRESS
     front_end = WebsocketFrontEnd(config)
     check_protection("ws", listener, front_end.keys, allow_public=config.ws.allow_public)
-    server = uvicorn.Server(server_config(config, front_end))
+    server = Server(server_config(config, front_end))
     with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:
         return runner.run(_serve(config, front_end, server, listener))
 
@@ -71,7 +72,7 @@ def server_config(config: Config, front_end: WebsocketFrontEnd) -> uvicorn.Confi
     )
 
 
-async def _serve(config: Config, front_end: WebsocketFrontEnd, server: uvicorn.Server, listener: socket.socket) -> int:
+async def _serve(config: Config, front_end: WebsocketFrontEnd, server: Server, listener: socket.socket) -> int:
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     while not server.started and not serving.done():
         await asyncio.sleep(_LOOK_S)

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import msgpack
-import uvicorn
 from websockets.sync.client import ClientConnection, connect
 
+from frontends.common.acceptor import Server as AcceptingServer
 from frontends.websocket.app import SOCKET_PATH, WebsocketFrontEnd
 from frontends.websocket.codec import JSON_SUBPROTOCOL, MSGPACK_SUBPROTOCOL
 from frontends.websocket.server import server_config
@@ -48,7 +48,7 @@ class Server:
         self.front_end = front_end
         self.listener = socket.create_server(("127.0.0.1", port))
         self.port = self.listener.getsockname()[1]
-        self._server = uvicorn.Server(server_config(config, front_end))
+        self._server = AcceptingServer(server_config(config, front_end))
         self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [self.listener]}, name="server")
 
     @property

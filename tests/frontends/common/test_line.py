@@ -1,0 +1,56 @@
+"""Requests begin a few at a time, in order, and nobody waits without a crowd."""
+
+from __future__ import annotations
+
+import asyncio
+
+from frontends.common.line import Line
+
+
+async def begin(line: Line, name: str, log: list[str]) -> None:
+    await line.wait()
+    log.append(name)
+
+
+def test_without_a_crowd_nobody_waits() -> None:
+    async def run() -> None:
+        line = Line(2)
+        for _ in range(5):
+            waiting = line.wait()
+            try:
+                waiting.send(None)
+            except StopIteration:
+                pass
+            else:
+                raise AssertionError("it waited")
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+
+    asyncio.run(run())
+
+
+def test_a_crowd_begins_a_few_in_a_round_and_lets_others_in_between() -> None:
+    async def run() -> tuple[list[str], list[int]]:
+        line, log, begun = Line(2), [], []
+        tasks = [asyncio.create_task(begin(line, name, log)) for name in "abcdefg"]
+        while len(log) < 7:
+            await asyncio.sleep(0)
+            begun.append(len(log))
+        await asyncio.gather(*tasks)
+        return log, begun
+
+    log, begun = asyncio.run(run())
+    assert log == [*"abcdefg"]
+    assert all(after - before <= 2 for before, after in zip([0, *begun], begun, strict=False))
+
+
+def test_one_that_leaves_the_line_holds_up_nobody() -> None:
+    async def run() -> list[str]:
+        line, log = Line(1), list[str]()
+        tasks = [asyncio.create_task(begin(line, name, log)) for name in "abc"]
+        await asyncio.sleep(0)
+        tasks[1].cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        return log
+
+    assert asyncio.run(run()) == ["a", "c"]
