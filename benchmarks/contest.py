@@ -1,7 +1,7 @@
 """The same requests to two engines in turn, in one process: what a feature brings or costs.
 
 Each round runs every contestant once, the order reversed from round to round; the figure is the median of the rounds'
-own ratios, so that what else the machine does meets all of them alike.
+own ratios, so that what else the machine does meets all of them alike. An even number of rounds is a fair one.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from inferengine.core.grammar import Grammar
 from inferengine.core.request import Request
 from inferengine.core.scheduler import SchedulerOptions
 from inferengine.core.speculation import Proposer
-from inferengine.core.stats import SchedulerSnapshot
 from inferengine.engine.core import EngineCore
 from inferengine.params import SamplingParams
 from inferengine.structure import GrammarSpec
@@ -51,7 +50,8 @@ class Outcome(NamedTuple):
     outputs: list[list[int]]
     num_steps: int
     num_forced: int
-    snapshot: SchedulerSnapshot
+    num_drafted: int
+    num_accepted: int
 
     @property
     def num_tokens(self) -> int:
@@ -62,12 +62,15 @@ class Outcome(NamedTuple):
         return self.num_tokens / self.seconds
 
 
-class Run:
-    """All jobs of a contestant, submitted at once; `step` until `done`. Prompts count."""
+class Entrant:
+    """A contestant's engine. It lives through all rounds, as an engine does: what it has learnt, it keeps."""
 
-    def __init__(self, contestant: Contestant, jobs: Sequence[Job], clock: Clock) -> None:
-        self._clock, self.seconds = clock, 0.0
-        self._outputs: list[list[int]] = [[] for _ in jobs]
+    def __init__(self, contestant: Contestant, clock: Clock) -> None:
+        self._clock = clock
+        self._uid = 0
+        self._outputs: dict[int, list[int]] = {}
+        self._before = (0, 0, 0, 0)
+        self.seconds = 0.0
         self.core = EngineCore(
             contestant.executor,
             contestant.capacity,
@@ -76,19 +79,25 @@ class Run:
             on_failure=raise_failure,
             proposer=contestant.proposer(),
         )
-        for uid, job in enumerate(jobs):
+
+    def submit(self, jobs: Sequence[Job]) -> None:
+        """All at once; then `step` until `done`. Prompts count."""
+        self.seconds, self._outputs, self._before = 0.0, {}, self._counts()
+        for index, job in enumerate(jobs):
+            self._uid += 1
+            self._outputs[self._uid] = []
             request = Request(
-                uid=uid,
+                uid=self._uid,
                 prompt_ids=job.prompt_ids,
                 params=job.params,
                 max_tokens=job.max_tokens,
                 eos_token_ids=job.eos_token_ids,
-                seed=uid if job.params.seed is None else job.params.seed,
+                seed=index if job.params.seed is None else job.params.seed,
                 grammar=job.spec,
             )
             self.core.submit(request)
             if job.grammar is not None:
-                self.core.grammar_ready(uid, job.grammar())
+                self.core.grammar_ready(self._uid, job.grammar())
 
     @property
     def done(self) -> bool:
@@ -106,9 +115,12 @@ class Run:
         """To the end."""
         while not self.done:
             self.step()
-        scheduler = self.core.scheduler
-        stats = scheduler.stats
-        return Outcome(self.seconds, self._outputs, stats.num_steps, stats.num_forced_tokens, scheduler.snapshot())
+        counts = [now - before for now, before in zip(self._counts(), self._before, strict=True)]
+        return Outcome(self.seconds, list(self._outputs.values()), *counts)
+
+    def _counts(self) -> tuple[int, int, int, int]:
+        stats, snapshot = self.core.scheduler.stats, self.core.scheduler.snapshot()
+        return stats.num_steps, stats.num_forced_tokens, snapshot.num_drafted, snapshot.num_drafts_accepted
 
 
 def compete(
@@ -122,30 +134,36 @@ def compete(
     """Outcomes by name, one of each round. `jobs` are those of each contestant; a first round warms up and is dropped.
 
     With executors of their own that compute within the call (a CPU's), the contestants take steps by turns, the one
-    with the least time so far first. On a GPU, whose queue they would share, they run one after the other. `equals` are contestants whose executors could be each other's: they swap them from
-    round to round, because two copies of the same weights are not equally fast.
+    with the least time so far first. On a GPU, whose queue they would share, they run one after the other. `equals` are
+    contestants whose executors could be each other's: they swap them from round to round, because two copies of the
+    same weights are not equally fast.
     """
     executors = {id(contestant.executor) for contestant in contestants.values()}
     by_turns = len(executors) == len(contestants) and all(c.executor.max_in_flight == 1 for c in contestants.values())
     outcomes: dict[str, list[Outcome]] = {name: [] for name in contestants}
+    entrants = {name: Entrant(contestant, clock) for name, contestant in contestants.items()}
     for turn in range(rounds + 1):
-        order = list(contestants) if turn % 2 else list(reversed(contestants))
-        others = {name: equals[(equals.index(name) + turn) % len(equals)] for name in equals}
-        runs = {}
-        for name in order:
-            executor = contestants[others.get(name, name)].executor
-            runs[name] = Run(contestants[name]._replace(executor=executor), jobs[name], clock)
-        while by_turns and any(not run.done for run in runs.values()):
-            min((run for run in runs.values() if not run.done), key=lambda run: run.seconds).step()
-        for name, run in runs.items():
-            outcomes[name].append(run.outcome())
+        for name in equals:
+            other = equals[(equals.index(name) + turn) % len(equals)]
+            entrants[name].core.executor = contestants[other].executor
+        for name, entrant in entrants.items():
+            entrant.submit(jobs[name])
+        while by_turns and any(not entrant.done for entrant in entrants.values()):
+            min((one for one in entrants.values() if not one.done), key=lambda one: one.seconds).step()
+        for name in entrants if turn % 2 else reversed(entrants):
+            outcomes[name].append(entrants[name].outcome())
     return {name: results[1:] for name, results in outcomes.items()}
 
 
 def ratio(outcomes: Sequence[Outcome], baseline: Sequence[Outcome]) -> float:
-    """Median over the rounds of tokens per second over the baseline's."""
-    pairs = zip(outcomes, baseline, strict=True)
-    return statistics.median(ours.tokens_per_s / theirs.tokens_per_s for ours, theirs in pairs)
+    """Tokens per second over the baseline's: the median over pairs of neighbouring rounds, in which two equal
+    contestants have used either executor once."""
+
+    def tokens_per_s(results: Sequence[Outcome]) -> float:
+        return sum(result.num_tokens for result in results) / sum(result.seconds for result in results)
+
+    pairs = [slice(begin, begin + 2) for begin in range(0, len(outcomes), 2)]
+    return statistics.median(tokens_per_s(outcomes[pair]) / tokens_per_s(baseline[pair]) for pair in pairs)
 
 
 def same_outputs(outcomes: Sequence[Outcome], baseline: Sequence[Outcome]) -> float:

@@ -20,7 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.contest import Contestant, Job, Row, Run, compete, figures, ratio, same_outputs
+from benchmarks.contest import Contestant, Entrant, Job, Row, compete, figures, ratio, same_outputs
 from benchmarks.device import Clock, add_model_arguments, open_executor, plain_options
 from inferengine.config import load, parse_flags
 from inferengine.engine.model_card import read_model_card
@@ -69,7 +69,9 @@ class Workloads:
         if name == "chat":
             return [self._ask([QUESTIONS[i % len(QUESTIONS)]], greedy) for i in range(batch)]
         first = [self._ask([story], greedy) for story in stories]
-        answers = Run(self._plain, first, Clock("wall")).outcome().outputs
+        entrant = Entrant(self._plain, Clock("wall"))
+        entrant.submit(first)
+        answers = entrant.outcome().outputs
         texts = [self._tokenizer.decode(answer) for answer in answers]
         return [self._ask([story, text, story], greedy) for story, text in zip(stories, texts, strict=True)]
 
@@ -91,7 +93,7 @@ def main() -> None:
     parser.add_argument("--workloads", nargs="+", default=WORKLOADS, choices=WORKLOADS)
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 8, 32])
     parser.add_argument("--output-tokens", type=int, default=128)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--json", type=Path)
     flags, rest = parse_flags(sys.argv[1:])
     arguments = parser.parse_args(rest)
@@ -127,9 +129,8 @@ def main() -> None:
                 print(json.dumps(rows[-1]), flush=True)
                 for method, results in outcomes.items():
                     row: Row = {"workload": name, "batch": batch, "method": method, **figures(results)}
-                    drafted, accepted = results[-1].snapshot.num_drafted, results[-1].snapshot.num_drafts_accepted
                     row |= {"ratio": round(ratio(results, baseline), 3), "same": same_outputs(results, baseline)}
-                    row |= {"drafted": drafted, "accepted": accepted}
+                    row |= {"drafted": results[-1].num_drafted, "accepted": results[-1].num_accepted}
                     rows.append(row)
                     print(json.dumps(row), flush=True)
     if arguments.json:

@@ -22,8 +22,9 @@ HOPELESS = 0.1  # rate below which a sequence guesses only now and then
 LEAST_CHANCE = 0.05  # a guess less likely than this is not asked for
 RETRY_AFTER = 32  # tokens after which a sequence that gave up tries again
 PROBE_LENGTH = 2  # guesses of a trial
-ADVANTAGE = 1.03  # by how much guessing must promise to win
-FIRST_PAUSE, LAST_PAUSE = 16, 128  # steps between trials while it does not pay, doubled each time
+ADVANTAGE = 1.08  # by how much guessing must promise to win
+WORTH = 1.25  # a guess is for one sequence, its time is everybody's: it must be worth so much more
+FIRST_PAUSE, LAST_PAUSE = 4, 128  # steps between trials while it does not pay, doubled each time
 REFRESH = 64  # steps with guesses after which one without is measured again
 LOOK_AGAIN, LOOK_AGAIN_LAST = 2, 32  # tokens until a proposer that had nothing to go by is asked again, doubled
 
@@ -137,7 +138,7 @@ class DraftControl:
             chance,
             sequence,
         ) in chances:  # a sequence's own come in their order: each is less likely than the one before
-            if chance * seconds < estimate.slope_s * tokens:
+            if chance * seconds < WORTH * estimate.slope_s * tokens:
                 break
             tokens, seconds = tokens + chance, seconds + estimate.slope_s
             lengths[sequence] = lengths.get(sequence, 0) + 1
