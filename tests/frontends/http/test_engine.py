@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 import time
@@ -13,10 +14,13 @@ from typing import Any
 import httpx
 import pytest
 
+from frontends.http.app import make_app, make_service
+from frontends.http.service import Service
 from inferengine.core.plan import StepPlan
 from inferengine.engine.core import StepFailed
 from inferengine.engine.service import EngineService
 from inferengine.engine.simulator import SimulatedExecutor
+from inferengine.logs import JsonFormatter
 from tests.engine.builders import check_idle, run_service, small_capacity
 from tests.frontends.http.builders import HEADERS, FrontEnd, events, open_request, text_of, wait_until
 
@@ -53,16 +57,26 @@ def serve(**service: Any) -> Iterator[Served]:
                 front.stop()
 
 
-def test_who_has_waited_at_the_door_of_a_new_front_end_finds_the_engine() -> None:
-    """A restarted front end's first requests were there before it."""
+async def opened(service: Service) -> bool:
+    """Whether the engine is there at the moment when a new front end opens its door."""
+    asked: asyncio.Queue[Any] = asyncio.Queue()
+    answered: asyncio.Queue[Any] = asyncio.Queue()
+    scope = {"type": "lifespan", "asgi": {"version": "3.0"}, "state": {}}
+    running = asyncio.create_task(make_app(service)(scope, asked.get, answered.put))
+    await asked.put({"type": "lifespan.startup"})
+    assert (await answered.get())["type"] == "lifespan.startup.complete"
+    connected = service.engines.connected
+    await asked.put({"type": "lifespan.shutdown"})
+    await running
+    return connected
+
+
+def test_a_new_front_end_opens_when_its_engine_is_there_or_after_a_moment_without() -> None:
+    """Its first requests may have waited at the door while it was restarted."""
     with run_service() as engine:
-        front = FrontEnd(engine.config)
-        try:
-            body = json.dumps({"prompt": "the fox", "max_tokens": 2})
-            first = httpx.post(f"{front.url}/v1/completions", content=body, headers=HEADERS, timeout=30.0)
-            assert first.status_code == 200, first.text
-        finally:
-            front.stop()
+        assert asyncio.run(opened(make_service(engine.config)))
+        alone = engine.config.with_values(wire={"socket": f"{engine.config.wire.socket}.nobody"})
+        assert not asyncio.run(opened(make_service(alone)))
 
 
 @pytest.fixture(scope="module")
@@ -201,6 +215,22 @@ def test_figures_under_the_names_of_the_field(served: Served) -> None:
         assert name in text, name
     # /load reads the last STATUS, which is up to a quarter of a second old: it may still tell of earlier requests
     wait_until(lambda: served.http.get("/load").json()["running_requests"] == 0)
+
+
+def test_one_request_id_stands_in_the_logs_of_front_end_and_engine(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO"), serve(log={"requests": True}) as served:
+        body = {"prompt": "the fox", "max_tokens": 3, "ignore_eos": True}
+        served.http.post("/v1/completions", json=body, headers={"x-request-id": "seen-2"})
+
+        def lines() -> list[dict[str, Any]]:
+            told = [json.loads(JsonFormatter().format(record)) for record in caplog.records]
+            return [line for line in told if line.get("request_id") == "seen-2"]
+
+        wait_until(lambda: len(lines()) == 2)
+        engine, front = sorted(lines(), key=lambda line: str(line["logger"]), reverse=True)
+        assert (engine["message"], engine["output_tokens"], engine["reason"]) == ("request ended", 3, "length")
+        assert (front["message"], front["path"], front["status"]) == ("request", "/v1/completions", 200)
+        assert "the fox" not in caplog.text
 
 
 def test_models_and_versions(served: Served) -> None:
