@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 import threading
 from collections.abc import Iterator
-from typing import Any
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
+from inferengine.cli import main
 from inferengine.client import Client
-from inferengine.engine.profiling import MAX_STEPS, MAX_TRACE_BYTES
+from inferengine.commands.trace_summary import read_trace
+from inferengine.engine.loop import EngineLoop
+from inferengine.engine.profiling import MAX_STEPS, MAX_TRACE_BYTES, Profiling
 from inferengine.engine.service import EngineService
 from inferengine.engine.simulator import SimulatedExecutor
-from inferengine.errors import InferEngineError
+from inferengine.errors import ExitCode, InferEngineError
 from inferengine.params import SamplingParams
-from tests.engine.builders import address_of, check_idle, run_service, small_capacity, wait_until
+from tests.engine.builders import address_of, run_service, small_capacity, wait_until
 
 
 class FakeRecorder:
@@ -111,13 +118,24 @@ def test_so_many_steps_are_recorded_in_the_loops_thread(device: Recorded, client
     assert len(recorder.calls) == 12
 
 
-def test_with_fewer_steps_in_the_time_there_are_those(device: Recorded, client: Client, service: EngineService) -> None:
-    answers = ask(client, steps=50, wait_s=0.5)
-    wait_until(lambda: bool(device.made))
-    run_some(client, max_tokens=8)
+def test_with_fewer_steps_in_the_time_there_are_those() -> None:
+    now, answers = [100.0], []
+    loop = SimpleNamespace(watcher=None, call=lambda function: function())
+    profiling = Profiling(lambda: now[0], lambda function: function())
+    profiling.begin(FakeRecorder, cast(EngineLoop, loop))
+    profiling.profile({"steps": 50, "wait_s": 5}, answers.append)
+    for computed in (True, True, False, True):
+        loop.watcher.begins()
+        loop.watcher.ended(computed)
+    now[0] = 104.9
+    profiling.tick(now[0])
+    assert loop.watcher is not None
+    now[0] = 105.0
+    profiling.tick(now[0])
+    profiling.tick(now[0])
     wait_until(lambda: bool(answers))
-    assert answers[0]["steps"] == 8
-    check_idle(service)
+    assert answers == [{"steps": 3, "seconds": 5.0, "trace": b"a trace"}]
+    assert loop.watcher is None
 
 
 def test_an_idle_engine_has_nothing_to_record(device: Recorded, client: Client) -> None:
@@ -194,3 +212,37 @@ def test_a_device_that_cannot_be_profiled_says_so() -> None:
             client.admin("profile")
         client.close()
     assert caught.value.code == "unsupported"
+
+
+@pytest.mark.parametrize("name", ["trace.json", "trace.json.gz"])
+def test_the_command_writes_the_trace_and_prints_the_table(
+    name: str, device: Recorded, client: Client, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kernel = {"ph": "X", "cat": "kernel", "name": "gemm", "ts": 1.0, "dur": 2000.0}
+
+    class Traced(FakeRecorder):
+        def trace(self) -> bytes:
+            return gzip.compress(json.dumps({"traceEvents": [kernel]}).encode())
+
+    device.next = Traced
+    busy = threading.Thread(target=lambda: (wait_until(lambda: bool(device.made)), run_some(client)), daemon=True)
+    busy.start()
+    words = ["profile", "--steps", "4", "--out", str(tmp_path / name), "--wire.socket", client.address]
+    assert main(words) == ExitCode.OK
+    busy.join(20.0)
+    said = capsys.readouterr()
+    assert f"{name}: 4 steps" in said.err
+    assert said.out.splitlines()[-1].split() == ["2.00", "100.0%", "1", "1.0", "2000.00", "gemm"]
+    written = (tmp_path / name).read_bytes()
+    assert written.startswith(b"\x1f\x8b") == name.endswith(".gz")
+    assert read_trace(tmp_path / name) == {"traceEvents": [kernel]}
+
+
+def test_the_command_says_when_no_engine_answers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("inferengine.commands.profile.CONNECT_TIMEOUT_S", 0.1)
+    words = ["profile", "--out", str(tmp_path / "trace.json"), "--wire.socket", f"ipc://{tmp_path}/none.sock"]
+    assert main(words) == ExitCode.CRASH
+    assert "No engine answers" in capsys.readouterr().err
+    assert not (tmp_path / "trace.json").exists()
