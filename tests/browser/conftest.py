@@ -35,11 +35,28 @@ def hello():
 """
 
 
+EVIL = "<img src=x onerror='window.hacked = true'><script>window.hacked = true</script>"
+CALLS = (
+    "Let me look.<tool_call>\n"
+    '{"name": "get_weather", "arguments": {"city": "Lisbon", "unit": "celsius"}}\n</tool_call>\n'
+    '<tool_call>\n{"name": "get_weather", "arguments": {"city": "' + EVIL.replace('"', "") + '"}}\n</tool_call>'
+)
+JSON_ANSWER = '{"name": "Anna", "text": "' + EVIL + '", "age": 31, "ok": true}'
+
+
 def script(prompt: str, choice: int) -> str:
     """Answers by what the last user turn says."""
     question = prompt.rpartition("<user>")[2].partition("\n<assistant>")[0]
     if question.startswith("markdown"):
         return MARKDOWN
+    if question.startswith("<tool_response>"):
+        return f"The tools say: {question}"
+    if question.startswith("call"):
+        return CALLS
+    if question.startswith("json"):
+        return JSON_ANSWER
+    if question.startswith("think"):
+        return f"<think>First I consider {EVIL}.</think>Then I **answer**."
     if question.startswith("long"):
         return "One sentence after the other keeps the page busy. " * 25
     turns = prompt.count("<user>")

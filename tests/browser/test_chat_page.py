@@ -8,30 +8,10 @@ import pytest
 
 from inferengine.wire.messages import Reject
 from tests.browser.conftest import MARKDOWN
+from tests.browser.reading import CONTRAST, LONG, answers, ask, stream_some
 from tests.frontends.websocket.builders import serving
 
 pytestmark = pytest.mark.browser
-
-LONG = "One sentence after the other keeps the page busy. " * 25
-
-
-def ask(page, text):
-    page.fill("#composer-input", text)
-    page.keyboard.press("Enter")
-
-
-def answers(page):
-    """All answers on the page once the last one is complete."""
-    page.wait_for_selector(".message.assistant:last-child:not(.streaming)")
-    return page.locator(".message.assistant .body").all_inner_texts()
-
-
-def stream_some(page, engine, text="long"):
-    """Ask for a long answer and stop it in the middle."""
-    engine.hold()
-    engine.release(200)
-    ask(page, text)
-    page.wait_for_selector(".message.streaming .body:has-text('keeps the page')")
 
 
 def test_a_question_is_answered_and_told_with_its_figures(open_page):
@@ -347,27 +327,3 @@ def test_a_phone_shows_everything_without_scrolling_sideways(open_page, width):
     box = page.locator("#send").bounding_box()
     assert box["width"] >= 36
     assert box["height"] >= 36
-
-
-CONTRAST = """() => {
-  const channel = (value) => (value /= 255) <= 0.03928 ? value / 12.92 : ((value + 0.055) / 1.055) ** 2.4;
-  const luminance = ([r, g, b]) => 0.2126 * channel(r) + 0.7152 * channel(g) + 0.0722 * channel(b);
-  const parse = (text) => (text.match(/[\\d.]+/g) ?? []).map(Number);
-  const ground = (element) => {
-    for (; element; element = element.parentElement) {
-      const colour = parse(getComputedStyle(element).backgroundColor);
-      if (colour.length === 3 || colour[3] === 1) return colour;
-    }
-  };
-  const bad = [];
-  const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
-  while (walker.nextNode()) {
-    const element = walker.currentNode.parentElement;
-    if (!walker.currentNode.data.trim() || !element.checkVisibility({ opacityProperty: true })) continue;
-    if (element.closest(".hidden-live, .skip")) continue;
-    const [a, b] = [luminance(parse(getComputedStyle(element).color)), luminance(ground(element))];
-    const ratio = (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
-    if (ratio < 4.5) bad.push(`${ratio.toFixed(2)} ${walker.currentNode.data.trim().slice(0, 30)}`);
-  }
-  return bad;
-}"""
