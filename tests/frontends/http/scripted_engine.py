@@ -198,10 +198,12 @@ class ScriptedEngine:
         return [Accept(submit.id, submit.stream, prompt_tokens, n)] if scripts[0].accept else []
 
     def _embed(self, peer: bytes, submit: Submit, script: Script, prompt_tokens: int) -> list[Any]:
-        """As the engine does: no tokens, and a vector with the end. A script that is to fall silent or fail does."""
+        """As the engine does: no tokens, and a vector with the end, after the script's pause. A script that is to fall
+        silent or fail does."""
         if script.reason == "length":
             script = script._replace(token_ids=[], reason="stop")
         one = _Running(peer, submit.stream, script, prompt_tokens)
+        one.next_s = time.monotonic() + script.pause_s
         if script.reason == "stop":
             one.embedding = simulated_embedding(prompt_tokens, submit.pooling == "mean", EMBEDDING_SIZE)
         self._running.append(one)

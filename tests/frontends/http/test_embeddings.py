@@ -18,7 +18,7 @@ from inferengine.client import Client
 from inferengine.engine.simulator import simulated_embedding
 from inferengine.wire.messages import Reject
 from tests.engine.builders import address_of
-from tests.frontends.http.builders import House, house, ids, open_request, says, wait_until
+from tests.frontends.http.builders import House, house, ids, open_request, wait_until
 from tests.frontends.http.embedded import Embedded
 from tests.frontends.http.scripted_engine import EMBEDDING_SIZE, Script
 
@@ -170,10 +170,33 @@ def test_a_client_that_leaves_cancels_its_inputs(served: House) -> None:
 def test_a_thousand_inputs_go_out_a_batch_at_a_time(served: House) -> None:
     """As LangChain sends them: 1,000 lists of token ids in one call."""
     waiting: list[int] = []
-    served.script = lambda submit, choice: waiting.append(served.engine.num_running) or says("")(submit, choice)
+    served.script = lambda submit, choice: waiting.append(served.engine.num_running) or Script(pause_s=0.05)
     found = vectors(served, input=[[7] * (1 + place % 5) for place in range(1000)])
     assert found == [floats(simulated_embedding(1 + place % 5, False, EMBEDDING_SIZE)) for place in range(1000)]
-    assert max(waiting) < 256
+    assert 20 < max(waiting) < 256
+
+
+def test_an_engine_that_takes_few_at_a_time_gets_few(served: House) -> None:
+    """As with scheduler.max_tenant_requests below the number of inputs."""
+    busy = Reject(None, None, "rate_limited", "too many", "tenant", True, 1000)
+    refused: list[bool] = []
+
+    def script(submit: Any, choice: int) -> Script:
+        refused.append(served.engine.num_running >= 5)
+        return Script(refusal=busy if refused[-1] else None, pause_s=0.02)
+
+    served.script = script
+    found = vectors(served, input=[[7] * (1 + place % 5) for place in range(100)])
+    assert found == [floats(simulated_embedding(1 + place % 5, False, EMBEDDING_SIZE)) for place in range(100)]
+    assert 0 < sum(refused) < 100
+
+
+def test_an_engine_that_takes_none_sends_the_caller_away(served: House) -> None:
+    busy = Reject(None, None, "rate_limited", "too many", "tenant", True, 3000)
+    served.script = lambda submit, choice: Script(refusal=busy)
+    response = served.post(PATH, input=[[1]] * 20)
+    assert error_of(response) == (429, "tenant", "rate_limited")
+    assert response.headers["retry-after"] == "3"
 
 
 def test_a_key_pays_for_its_own_salt_and_tenant(served: House) -> None:
