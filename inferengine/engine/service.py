@@ -176,6 +176,7 @@ class EngineService:
     def _run_loop(self) -> None:
         executor: Executor | None = None
         try:
+            self.lifecycle.report("importing torch", 0.0)  # seconds, on a cold disk half a minute
             executor = self._build()
             self.lifecycle.mark("importing torch")
             capacity = executor.load(self.lifecycle.report)
