@@ -145,12 +145,13 @@ async def idle(count: int) -> dict[str, float]:
     return {"opened_s": opened_s, "stats_median_ms": sorted(waits)[10] * 1e3, "stats_worst_ms": max(waits) * 1e3}
 
 
-async def stream_to_its_end(killed: asyncio.Event) -> float:
+async def stream_to_its_end(begun: asyncio.Semaphore, killed: asyncio.Event) -> float:
     """Seconds from the engine's death to the stream's end, an error event and [DONE]."""
     reader, writer = await asyncio.open_connection("127.0.0.1", HTTP_PORT)
     writer.write(http_request(7000))
     try:
         await reader.readuntil(b"data: ")
+        begun.release()
         await killed.wait()
         started = time.monotonic()
         await _until(reader, b"[DONE]")
@@ -215,9 +216,11 @@ class House:
 
 async def restart(house: House, streams: int) -> dict[str, float]:
     """Kill the engine under `streams` streams and start it anew; the front ends are left alone."""
-    killed = asyncio.Event()
-    reading = [asyncio.create_task(stream_to_its_end(killed)) for _ in range(streams)]
-    await asyncio.sleep(1.0)
+    begun, killed = asyncio.Semaphore(0), asyncio.Event()
+    reading = [asyncio.create_task(stream_to_its_end(begun, killed)) for _ in range(streams)]
+    async with asyncio.timeout(30):
+        for _ in range(streams):
+            await begun.acquire()
     house.engine.kill()
     house.engine.join()
     killed.set()
