@@ -75,3 +75,24 @@ def test_json_mode_answers_in_json_and_nothing_else(page):
     page.wait_for_selector(ANSWER)
     shown = page.locator(".message.assistant .body code").last.inner_text()
     assert isinstance(json.loads(shown), dict)
+
+
+def test_a_demanded_tool_is_called_for_real_and_its_result_is_answered(page):
+    """However small the model: a grammar leaves it no other way."""
+    page.click("#open-settings")
+    page.click("#example-tools")
+    page.select_option("#p-tool_choice", "get_weather")
+    page.fill("#p-max_tokens", "120")
+    page.click("text=Done")
+    page.fill("#composer-input", "How is the weather in Rome?")
+    page.keyboard.press("Enter")
+    page.wait_for_selector(".call .call-result")
+    assert page.inner_text(".call-head strong") == "get_weather"
+    arguments = json.loads(page.inner_text(".call code"))
+    assert arguments["city"] in ("Lisbon", "Paris", "Rome")
+    assert arguments["unit"] in ("celsius", "fahrenheit")
+    for field in page.locator(".call-result textarea").all():
+        field.fill("21 degrees")
+    page.click(".calls .primary")
+    page.wait_for_selector(f".message.assistant:has(.call) + {ANSWER}")
+    assert page.locator(".message.assistant .body").last.inner_text()
