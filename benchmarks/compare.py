@@ -1,19 +1,20 @@
 """The same workloads for this engine and for a peer, and one comparison of both with ratios.
 
-python benchmarks/compare.py run --shape llama-3.1-8b --out ours.jsonl          our engine, in process
-python benchmarks/compare.py http --url http://127.0.0.1:8000 --out ours.jsonl  any OpenAI-compatible server
-python benchmarks/compare.py report ours.jsonl peer.jsonl --json out.json       ratios, floors, a table
+python -m benchmarks.compare run --shape llama-3.1-8b --out ours.jsonl          our engine, in process
+python -m benchmarks.compare http --url http://127.0.0.1:8000 --out ours.jsonl  any OpenAI-compatible server
+python -m benchmarks.compare report ours.jsonl peer.jsonl --peer "vLLM 0.26.0" --json out.json   ratios, floors, a table
 
 A workload is a name in WORKLOADS; its seed, its lengths and the way its time is taken are part of it. Decode: (median
 time of 256 output tokens - median time of 1) / 255, so that neither prompts nor set-up count. A peer's results are rows
 of the same shape, one JSON object each line: {"workload", "value", "unit", "gpu"?}. `gpu` is what NVML saw of the
-devices while the row was measured (benchmarks/gpu_trace.py).
+devices while the row was measured (benchmarks/gpu_trace.py). A line {"environment": {...}} says where it was.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import platform
 import random
 import statistics
 import subprocess
@@ -21,6 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -159,7 +161,7 @@ def run_http(url: str, model: str, emit: Emit) -> None:
                 emit(f"http c={concurrency} {figure} {percentile}", best[key][percentile], best["gpu"])
 
 
-def report(ours: Path, peer: Path) -> Row:
+def report(ours: Path, peer: Path, peer_name: str = "peer") -> Row:
     """Both sides' rows joined by workload; `ratio` above 1 means that ours is better, `floor_share` how close it is to
     what the device allows."""
     mine, theirs = _read(ours), _read(peer)
@@ -178,7 +180,8 @@ def report(ours: Path, peer: Path) -> Row:
             row["floor_share"] = round(share, 3)
         row |= {f"gpu_{side}": one["gpu"] for side, one in zip(("ours", "peer"), both, strict=True) if "gpu" in one}
         rows.append(row)
-    return {"benchmark": "compare", "rows": rows}
+    document: Row = {"benchmark": "compare", "rows": rows, "peer": peer_name}
+    return document | {"environment": _environment_of(ours), "peer_environment": _environment_of(peer)}
 
 
 def table(document: Row, *, peer: str = "peer") -> str:
@@ -192,8 +195,46 @@ def table(document: Row, *, peer: str = "peer") -> str:
 
 
 def _read(path: Path) -> dict[str, Row]:
-    rows = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
-    return {row["workload"]: row for row in rows}
+    return {row["workload"]: row for row in _lines(path) if "workload" in row}
+
+
+def _environment_of(path: Path) -> Row:
+    """The last that was written: several runs may have gone into one file."""
+    found = [dict(row["environment"]) for row in _lines(path) if "environment" in row]
+    return found[-1] if found else {}
+
+
+def _lines(path: Path) -> list[Row]:
+    return [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
+
+
+def environment(gpus: Row) -> Row:
+    """Where and with what something is measured; `gpus` is a summary of benchmarks/gpu_trace.py."""
+    devices = [device["name"] for device in gpus.get("devices", [])]
+    packages = {name: _version(name) for name in ("inferengine", "torch", "triton")}
+    return {
+        "device": ", ".join(devices) or f"{platform.machine()} CPU",
+        "python": platform.python_version(),
+        **{name: version for name, version in packages.items() if version},
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
+        "revision": _revision(),
+    }
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def _revision() -> str:
+    """Of this repository; empty where it is not one."""
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return ""
 
 
 def main() -> None:
@@ -208,17 +249,20 @@ def main() -> None:
     http.add_argument("--out", type=Path, required=True)
     joined = commands.add_parser("report")
     joined.add_argument("ours", type=Path)
-    joined.add_argument("peer", type=Path)
+    joined.add_argument("their", metavar="peer", type=Path)
+    joined.add_argument("--peer", default="peer", help="what the peer is, its version and settings")
     joined.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     if arguments.command == "report":
-        document = report(arguments.ours, arguments.peer)
-        print(table(document))
+        document = report(arguments.ours, arguments.their, arguments.peer)
+        print(table(document, peer=arguments.peer.partition(" ")[0]))
         if arguments.json:
             arguments.json.write_text(json.dumps(document, indent=1) + "\n")
         return
 
     with GpuTrace() as gpus:
+        with arguments.out.open("a") as file:
+            file.write(json.dumps({"environment": environment(gpus.summary())}) + "\n")
 
         def emit(name: str, value: float, gpu: Row | None = None) -> None:
             unit = WORKLOADS[name].unit if name in WORKLOADS else "s"

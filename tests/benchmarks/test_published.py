@@ -53,14 +53,19 @@ def test_plots_show_both_sides_and_the_floor() -> None:
 def test_rows_are_joined_by_workload_with_their_ratio_and_share_of_the_floor(tmp_path: Path) -> None:
     ours, peer = tmp_path / "ours.jsonl", tmp_path / "peer.jsonl"
     trace = {"available": False, "why": "not available"}
+    where = compare.environment({"available": True, "devices": [{"name": "NVIDIA H200"}]})
+    assert where["device"] == "NVIDIA H200"
     rows = [
+        {"environment": where},
         {"workload": "llama-3.1-8b decode 1", "value": 4.0, "unit": "ms per step", "gpu": trace},
         {"workload": "llama-3.1-8b throughput t=0", "value": 9000.0, "unit": "output tokens/s"},
         {"workload": "load and warm-up", "value": 3.0, "unit": "s"},
     ]
     ours.write_text("\n".join(map(json.dumps, rows)))
     peer.write_text(json.dumps({"workload": "llama-3.1-8b decode 1", "value": 5.0, "unit": "ms per step"}) + "\n")
-    decode, throughput = compare.report(ours, peer)["rows"]
+    document = compare.report(ours, peer, "vLLM 0.26.0")
+    assert (document["peer"], document["environment"], document["peer_environment"]) == ("vLLM 0.26.0", where, {})
+    decode, throughput = document["rows"]
     assert (decode["ratio"], decode["floor_share"], decode["gpu_ours"]) == (1.25, 0.845, trace)
     assert (throughput["ours"], throughput["peer"]) == (9000.0, None)
     assert "ratio" not in throughput
