@@ -14,9 +14,10 @@ from inferengine.layers.decoder_config import DecoderConfig
 
 BYTES_PER_S = 10e9  # what one core reads
 FLOPS = 50e9  # what one core computes in fp32
-WORTH_IT_S = 4e-3  # a step that one thread does in less is not worth waking another
+WORTH_IT_S = 1.5e-3  # a step that one thread does in less is not worth waking another
 MEMORY = 0.25  # weight of the newest step in a mean: one step of 400 ms is enough to turn away
 FIRST_TRIAL, LAST_TRIAL = 16, 4096  # steps until the slower choice is tried again; doubled each time it loses
+TRIAL_SHARE = 0.02  # of all time may go into trials that lose: a slow one is followed by a long pause
 
 
 class Threads:
@@ -75,11 +76,18 @@ class _Choice:
         return self._using
 
     def observe(self, seconds: float) -> None:
-        before = self._mean_s.get(self._using, seconds)
-        was_best = len(self._mean_s) < 2 or self._mean_s[self._using] <= self._mean_s[not self._using]
-        self._mean_s[self._using] = before + (MEMORY if was_best else 1.0) * (seconds - before)
-        if not was_best and self._mean_s[self._using] < self._mean_s[not self._using]:
-            self._until_trial = self._interval = FIRST_TRIAL  # the trial won: things have changed
+        using = self._using
+        other_s = self._mean_s.get(not using)
+        before = self._mean_s.get(using, seconds)
+        was_best = other_s is None or before <= other_s
+        mean_s = self._mean_s[using] = before + (MEMORY if was_best else 1.0) * (seconds - before)
+        if other_s is None:
+            return
+        if was_best != (mean_s <= other_s):  # things have changed
+            self._until_trial = self._interval = FIRST_TRIAL
+        if mean_s > other_s:
+            pause = int((mean_s / other_s - 1.0) / TRIAL_SHARE)
+            self._until_trial = max(self._until_trial, min(LAST_TRIAL, pause))
 
 
 def _num_weights(config: DecoderConfig) -> int:

@@ -21,10 +21,11 @@ def two_threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def make_threads(fixed: int = 0) -> Threads:
+def make_threads(fixed: int = 0, num_layers: int = 6) -> Threads:
     config = DecoderConfig(
-        model_type="llama", vocab_size=4096, hidden_size=384, intermediate_size=1024, num_layers=6, num_heads=6,
-        num_kv_heads=2, head_dim=64, max_position=2048, norm_eps=1e-5, windows=(None,) * 6, attention_scale=0.125,
+        model_type="llama", vocab_size=4096, hidden_size=384, intermediate_size=1024, num_layers=num_layers,
+        num_heads=6, num_kv_heads=2, head_dim=64, max_position=2048, norm_eps=1e-5, windows=(None,) * num_layers,
+        attention_scale=0.125,
     )  # fmt: skip
     return Threads(config, fixed)
 
@@ -39,8 +40,23 @@ def run(threads: Threads, num_steps: int, seconds: dict[int, float], num_tokens:
     return chosen
 
 
-def test_a_step_of_one_token_of_a_small_model_runs_on_one():
-    assert set(run(make_threads(), 50, {1: 0.003, 2: 0.001}, num_tokens=1)) == {1}
+def test_a_step_of_one_token_of_a_tiny_model_runs_on_one():
+    assert set(run(make_threads(num_layers=2), 50, {1: 0.003, 2: 0.001}, num_tokens=1)) == {1}
+
+
+def test_a_trial_that_loses_much_is_followed_by_a_long_pause():
+    assert run(make_threads(), 600, {1: 0.004, 2: 0.064}).count(2) == 1
+
+
+def test_a_trial_that_loses_little_is_repeated():
+    assert run(make_threads(), 600, {1: 0.004, 2: 0.0042}).count(2) > 3
+
+
+def test_one_slow_step_of_the_better_choice_is_soon_forgiven():
+    threads = make_threads()
+    run(threads, 3000, {1: 0.016, 2: 0.012})
+    run(threads, 1, {1: 0.016, 2: 0.1})
+    assert run(threads, 150, {1: 0.016, 2: 0.012})[-1] == 2
 
 
 def test_the_faster_number_is_used_all_but_seldom():
