@@ -61,6 +61,8 @@ class Usage(NamedTuple):
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
+    accepted_tokens: int = 0  # of the completion, guessed before
+    rejected_tokens: int = 0  # guesses that were wrong
 
 
 @dataclass(frozen=True)
@@ -254,10 +256,13 @@ class Generation:
     def usage(self) -> Usage:
         """Tokens of the call as far as it has come."""
         firsts = self.choices[:: len(self.choices) // len(self.prompts)]  # choices of one prompt share what was cached
+        ends = [choice.finish for choice in self.choices if choice.finish is not None]
         return Usage(
             sum(map(len, self.prompts)),
             sum(choice.num_tokens for choice in self.choices),
             sum(choice.finish.cached_tokens for choice in firsts if choice.finish is not None),
+            sum(finish.accepted_tokens for finish in ends),
+            sum(finish.rejected_tokens for finish in ends),
         )
 
     def cancel(self) -> None:

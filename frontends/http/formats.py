@@ -50,11 +50,19 @@ class Format(Protocol):
 
 
 def usage_object(usage: Usage) -> dict[str, Any]:
+    """OpenAI's, with the details of guessing ahead where the engine did."""
+    guesses: dict[str, Any] = {}
+    if usage.accepted_tokens or usage.rejected_tokens:
+        guesses["completion_tokens_details"] = {
+            "accepted_prediction_tokens": usage.accepted_tokens,
+            "rejected_prediction_tokens": usage.rejected_tokens,
+        }
     return {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+        **guesses,
     }
 
 

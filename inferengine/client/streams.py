@@ -36,6 +36,8 @@ class Finish(NamedTuple):
     queued_ms: float
     first_token_ms: float
     total_ms: float
+    accepted_tokens: int = 0
+    rejected_tokens: int = 0
 
 
 class Delta(NamedTuple):

@@ -24,6 +24,8 @@ class Finished(NamedTuple):
     total_s: float
     tenant: str
     num_preemptions: int
+    num_accepted: int = 0  # tokens of the output that were guessed before
+    num_rejected: int = 0  # guesses that were wrong
 
 
 def stop_reason(sequence: Sequence, token_id: int) -> tuple[str, FinishDetail] | None:
@@ -52,4 +54,6 @@ def terminal_row(sequence: Sequence, reason: str, detail: FinishDetail, now: flo
         total_s=now - arrival,
         tenant=sequence.request.tenant,
         num_preemptions=sequence.num_preemptions,
+        num_accepted=min(sequence.num_accepted, sequence.num_output),  # what came after a stop is no output
+        num_rejected=sequence.num_drafted - sequence.num_accepted,
     )

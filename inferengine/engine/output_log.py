@@ -167,6 +167,8 @@ class Log:
             round(queued_s * 1e3, 3),
             round((row.first_token_s or 0.0) * 1e3, 3),
             round(row.total_s * 1e3, 3),
+            min(row.num_accepted, num_tokens),
+            row.num_rejected,
         )
 
     def subscribe(self, subscription: Subscription) -> None:

@@ -29,6 +29,7 @@ from inferengine.wire.read import MAX_LIST_ITEMS, WireError
 from inferengine.wire.u32 import from_u32, to_u32
 
 _T = TypeVar("_T")
+TERMINAL_ROW = 9  # elements that every one has
 
 _LATER_MODEL_KEYS = ("adapters", "embedding_size", "pooling")  # left out where there is nothing to say
 
@@ -170,14 +171,15 @@ def _check_logprobs(row: Any) -> None:
 
 
 def _done(row: Any) -> Done:
-    if not isinstance(row, list) or len(row) < 9:
-        raise WireError("a terminal row has 9 elements", field="done")
+    if not isinstance(row, list) or len(row) < TERMINAL_ROW:
+        raise WireError(f"a terminal row has {TERMINAL_ROW} elements", field="done")
     return Done(
         read.u32(row[0], "done"),
         read.choice(row[1], "done", FINISH_REASONS),
         row[2],
         *(read.integer(value, "done") for value in row[3:6]),
         *(read.number(value, "done") for value in row[6:9]),
+        *(read.integer(value, "done") for value in row[9:11]),
     )
 
 
@@ -192,7 +194,8 @@ def _encode_step(message: Step) -> tuple[int, Any, Frames]:
     if message.embeddings:
         extras["embedding"] = message.embeddings
     counts = None if message.counts is None else to_u32(message.counts)
-    body = [message.seq, message.step, to_u32(message.streams), counts, message.done, extras or None]
+    done = [row if row.accepted_tokens or row.rejected_tokens else row[:TERMINAL_ROW] for row in message.done]
+    body = [message.seq, message.step, to_u32(message.streams), counts, done, extras or None]
     return Kind.STEP, body, [to_u32(message.tokens)]
 
 

@@ -172,6 +172,8 @@ class Done(NamedTuple):
     queued_ms: float = 0.0
     first_token_ms: float = 0.0
     total_ms: float = 0.0
+    accepted_tokens: int = 0
+    rejected_tokens: int = 0
 
 
 class Step(NamedTuple):

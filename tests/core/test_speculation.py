@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from inferengine.core.sequence import Sequence
-from inferengine.core.speculation import FIRST_PAUSE, LAST_PAUSE, PROBE_LENGTH, RETRY_AFTER, DraftControl
+from inferengine.core.speculation import FIRST_PAUSE, LAST_PAUSE, PROBE_LENGTH, RETRY_AFTER, WORTH, DraftControl
 from tests.core.builders import HalfRightProposer, Run, expected_output, make_capacity, make_request
 
 OVERLAP = pytest.mark.parametrize("max_in_flight", [1, 2])
@@ -75,6 +75,15 @@ def test_a_sequence_whose_guesses_fail_stops_guessing_and_tries_again_now_and_th
     assert run.outputs[1] == expected_output(make_request(1, max_tokens=200))
 
 
+def test_a_request_ends_with_the_count_of_its_guesses() -> None:
+    run = Run(make_capacity(200), proposer=HalfRightProposer(), max_drafts=4)
+    run.submit(make_request(1, max_tokens=60), make_request(2, prompt=9, max_tokens=60)).to_end()
+    rows, snapshot = [run.rows[1], run.rows[2]], run.scheduler.snapshot()
+    assert all(row.num_accepted > 0 and row.num_rejected > 0 for row in rows)  # type: ignore[attr-defined]
+    assert sum(row.num_accepted for row in rows) == snapshot.num_drafts_accepted  # type: ignore[attr-defined]
+    assert sum(row.num_accepted + row.num_rejected for row in rows) == snapshot.num_drafted  # type: ignore[attr-defined]
+
+
 # -- how many guesses ------------------------------------------------------------------------------------------------
 
 
@@ -102,25 +111,26 @@ def chosen(control: DraftControl, *rates: float) -> list[int]:
     return [lengths.get(sequence, 0) for sequence in sequences]
 
 
-@pytest.mark.parametrize("rate", [0.95, 0.8, 0.6, 0.4])
+@pytest.mark.parametrize("rate", [0.95, 0.8, 0.6])
 @pytest.mark.parametrize(("fixed_s", "slope_s"), [(0.0, 0.001), (0.0, 0.1), (0.1, 0.2)])
-def test_the_length_is_the_one_with_the_most_tokens_per_second(rate: float, fixed_s: float, slope_s: float) -> None:
-    def tokens_per_s(length: int) -> float:
-        return sum(rate**place for place in range(length + 1)) / (1 + fixed_s + slope_s * length)
+def test_the_length_is_the_one_of_most_tokens_for_its_time(rate: float, fixed_s: float, slope_s: float) -> None:
+    def value(length: int) -> float:
+        return sum(rate**place for place in range(length + 1)) / (1 + fixed_s + slope_s * length) ** WORTH
 
-    assert chosen(make_control(1.0, fixed_s, slope_s), rate) == [max(range(1, 9), key=tokens_per_s)]
+    assert chosen(make_control(1.0, fixed_s, slope_s), rate) == [max(range(1, 9), key=value)]
 
 
-def test_the_guesses_of_a_step_are_those_with_the_most_tokens_per_second_whosever_they_are() -> None:
+def test_the_guesses_of_a_step_are_those_of_most_tokens_for_their_time_whosever_they_are() -> None:
     rates, fixed_s, slope_s = (0.95, 0.8, 0.2), 0.1, 0.1
 
-    def tokens_per_s(lengths: tuple[int, ...]) -> float:
+    def value(lengths: tuple[int, ...]) -> float:
         tokens = sum(rate**place for rate, length in zip(rates, lengths, strict=True) for place in range(length + 1))
-        return tokens / (1 + fixed_s + slope_s * sum(lengths))
+        return tokens / (1 + fixed_s + slope_s * sum(lengths)) ** WORTH
 
-    best = max(itertools.product(range(9), repeat=3), key=tokens_per_s)
-    assert chosen(make_control(1.0, fixed_s, slope_s, num_rows=3), *rates) == list(best)
-    assert best[0] > best[1] > 0
+    best = max(itertools.product(range(9), repeat=3), key=value)
+    lengths = chosen(make_control(1.0, fixed_s, slope_s, num_rows=3), *rates)
+    assert value(tuple(lengths)) > 0.99 * value(best)
+    assert lengths[0] > lengths[1] > 0
 
 
 @pytest.mark.parametrize("costs", [{"slope_s": 1.5}, {"fixed_s": 5.0}])

@@ -183,7 +183,7 @@ class TestGrowth:
         assert message == Submit(ID, 1, text="x")
 
     def test_arrays_may_grow_at_the_end(self) -> None:
-        body = [1, 2, codec.to_u32([7]), None, [[7, "stop", None, 1, 0, 1, 0.0, 0.0, 0.0, "new"]], None, "new"]
+        body = [1, 2, codec.to_u32([7]), None, [[7, "stop", None, 1, 0, 1, 0.0, 0.0, 0.0, 0, 0, "new"]], None, "new"]
         message = codec.decode(frames_of(Kind.STEP, body, codec.to_u32([5])))
         assert isinstance(message, Step)
         assert (message.streams, message.done[0].reason) == (array("I", [7]), "stop")

@@ -61,6 +61,7 @@ class Script(NamedTuple):
     accept: bool = True
     logprobs: list[Any] | None = None
     cached_tokens: int = 0
+    guesses: tuple[int, int] = (0, 0)  # right and wrong
 
 
 class _Running:
@@ -243,7 +244,8 @@ class ScriptedEngine:
         return Step(seq, 0, array("I", [one.stream]), array("I", tokens), array("I", [len(tokens)]), [], [], logprobs)
 
     def _done(self, one: _Running, reason: str, detail: Any, seq: int | None = None) -> Step:
-        row = Done(one.stream, reason, detail, one.prompt_tokens, one.script.cached_tokens, one.sent, 0.1, 0.2, 0.3)
+        counts = one.prompt_tokens, one.script.cached_tokens, one.sent
+        row = Done(one.stream, reason, detail, *counts, 0.1, 0.2, 0.3, *one.script.guesses)
         if seq is None:
             seq = self._seq[one.peer] = self._seq[one.peer] + 1
         return Step(seq, 0, array("I"), array("I"), array("I"), [row])

@@ -210,6 +210,12 @@ def test_cached_tokens_are_told(served: House) -> None:
     assert served.complete()["usage"]["prompt_tokens_details"] == {"cached_tokens": 1}
 
 
+def test_guesses_are_told_of_all_choices_together(served: House) -> None:
+    served.script = says("fox", guesses=(3, 1))
+    details = served.complete(n=2, temperature=1.0)["usage"]["completion_tokens_details"]
+    assert details == {"accepted_prediction_tokens": 6, "rejected_prediction_tokens": 2}
+
+
 def test_a_long_prompt_is_cut_from_the_left_on_request(served: House) -> None:
     served.complete(prompt=list(range(40, 60)), truncate_prompt_tokens=3)
     served.complete(prompt=[40] * 600, truncate_prompt_tokens=-1, max_tokens=12)
