@@ -312,24 +312,27 @@ class Link:
 
     def _attach(self, peer: Peer, message: Submit | Attach, submission: Submission, now: float) -> None:
         waiting = self._preparation.get(submission.id)
-        if waiting is not None:
-            if not any(reader is peer and wanted.stream == message.stream for reader, wanted in waiting.readers):
-                waiting.readers.append((peer, message))
-            return
+        if waiting is not None and any(
+            reader is peer and wanted.stream == message.stream for reader, wanted in waiting.readers
+        ):
+            return  # it was sent again; the answer comes when there is one
         own = peer.streams.get(message.stream)
         if own is not None and own.log.submission is submission:  # the ACCEPT was lost; the stream goes on
             self._send_accept(peer, message, submission, now, attached=True)
             return
         try:
-            self._check_streams(peer, message.stream, len(submission.logs))
+            self._check_streams(peer, message.stream, submission.params.n)
             if message.reply == "embedding" and submission.pooling is None:
                 raise InvalidRequest("reply", "that request generates: it gives no embedding")
             if message.reply in ("text", "both") and not self._texts.available:
                 raise InvalidRequest("reply", "this model has no tokenizer: read token ids", code="unsupported")
         except InferEngineError as error:
             self._reject(peer, message, error, now)
-        else:
+            return
+        if waiting is None:
             self._greet_reader(peer, message, submission, now, attached=True)
+        else:
+            waiting.readers.append((peer, message))
 
     def _greet_reader(
         self, peer: Peer, message: Submit | Attach, submission: Submission, now: float, *, attached: bool

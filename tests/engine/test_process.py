@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -80,7 +81,8 @@ def test_a_service_from_start_to_drain(launch: Launch, tmp_path: Path) -> None:
     listener.bind(str(tmp_path / "notify"))
     listener.settimeout(START_S)
     process = launch(environment={"NOTIFY_SOCKET": str(tmp_path / "notify"), "WATCHDOG_USEC": "2000000"})
-    with Client(process.address) as client:
+    with contextlib.closing(Client(process.address)) as client:
+        client.connect(START_S)
         assert client.welcome.state in ("STARTING", "READY")
         heard = ""
         while "READY=1" not in heard:

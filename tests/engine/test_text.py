@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import random
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 
@@ -11,8 +14,8 @@ from inferengine.core.plan import StepPlan, StepResult
 from inferengine.engine.service import EngineService
 from inferengine.engine.simulator import SimulatedExecutor
 from inferengine.text import Tokenizer
-from inferengine.wire.messages import Attach, Cancel, Reject, Step
-from tests.engine.builders import check_idle, make_card, run_service, small_capacity
+from inferengine.wire.messages import Accept, Attach, Cancel, Reject, Step
+from tests.engine.builders import check_idle, make_card, run_service, small_capacity, wait_until
 from tests.engine.conftest import Connect
 
 ID = bytes(range(16))
@@ -177,6 +180,45 @@ def test_cancelling_while_it_is_tokenized_is_answered_once(engine: EngineService
     assert peer.expect(Reject).code == "cancelled"
     assert peer.receive(0.5) is None
     check_idle(engine)
+
+
+@contextmanager
+def tokenizing_for_ever(engine: EngineService) -> Iterator[None]:
+    """Whatever text comes meanwhile, it is being tokenized until the end."""
+    over = threading.Event()
+
+    def encode(text: str | None, messages: object) -> list[int]:
+        over.wait(30.0)
+        return [1]
+
+    engine._texts._encode = encode  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        over.set()
+
+
+def test_every_choice_of_a_text_that_is_being_tokenized_has_its_stream(engine: EngineService, connect: Connect) -> None:
+    peer = connect(engine)
+    with tokenizing_for_ever(engine):
+        peer.submit(1, text="fox", params={"n": 3})
+        peer.submit(3)
+        reject = peer.expect(Reject)
+        assert (reject.code, reject.field, reject.stream) == ("conflict", "stream", 3)
+        peer.submit(4)
+        assert peer.expect(Accept).stream == 4
+
+
+def test_who_attaches_to_a_text_that_is_being_tokenized_needs_a_free_stream_too(connect: Connect) -> None:
+    with run_service(step_s=0.05) as engine, tokenizing_for_ever(engine):
+        owner, reader = connect(engine), connect(engine)
+        reader.submit(5, max_tokens=900)
+        reader.expect(Accept)
+        waiting = owner.submit(1, text="fox")
+        wait_until(lambda: engine.link.has_unanswered)
+        reader.send(Attach(waiting.id, 5))
+        reject = reader.expect(Reject)
+        assert (reject.code, reject.field, reject.stream) == ("conflict", "stream", 5)
 
 
 def test_a_model_without_a_tokenizer_serves_token_ids_only(connect: Connect) -> None:
