@@ -38,7 +38,7 @@ from inferengine.wire.messages import (
     Welcome,
 )
 
-LEASE_S, HEARTBEAT_S = 1.5, 0.5
+HEARTBEAT_S = 0.5
 EOS = 1
 
 
@@ -75,7 +75,9 @@ class ScriptedEngine:
         *,
         step_s: float = 0.001,
         name: str = "scripted",
+        lease_s: float = 10.0,
     ) -> None:
+        """`lease_s`: how long clients wait for one that says nothing. Machines may be that slow."""
         self.address = address
         self.tokenizer = Tokenizer.from_files(files)
         self.submitted: list[Submit] = []
@@ -86,6 +88,7 @@ class ScriptedEngine:
         self.accepting = True
         self.held = False
         self._files, self._script, self._step_s, self._name = files, script, step_s, name
+        self._lease_s = lease_s
         self._lock = threading.RLock()
         self._allowed = 0
         self._epoch = os.urandom(8)
@@ -307,7 +310,7 @@ class ScriptedEngine:
             "scripted-model", fingerprint(self._files), self.tokenizer.vocab_size, 4096, (EOS,), 16, 65536, "float32"
         )
         return Welcome(
-            self._name, self._epoch, self.state, model=info, heartbeat_s=HEARTBEAT_S, lease_s=LEASE_S, window=64
+            self._name, self._epoch, self.state, model=info, heartbeat_s=HEARTBEAT_S, lease_s=self._lease_s, window=64
         )
 
     def _send(self, peer: bytes, message: Message) -> None:

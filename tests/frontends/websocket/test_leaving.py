@@ -94,7 +94,11 @@ def test_a_detached_request_runs_on_without_its_socket(tmp_path):
 
 
 def test_an_engine_that_goes_away_ends_requests_with_a_retryable_error(tmp_path):
-    with make_engine(tmp_path) as engine, serving(engine) as server, open_socket(server) as client:
+    with (
+        make_engine(tmp_path, lease_s=1.0) as engine,
+        serving(engine) as server,
+        open_socket(server) as client,
+    ):
         engine.hold()
         client.generate()
         client.until("accepted")
