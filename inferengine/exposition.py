@@ -30,6 +30,12 @@ GAUGES = (
     ("inferengine_kv_free_pages", "cache.free_pages", "KV blocks that no live sequence holds."),
     ("inferengine_kv_pressure_events", "cache.pressure_events", "Times that an allocation did not fit at first."),
     ("inferengine_kv_internal_fragmentation", "cache.internal_fragmentation", "Share of held slots without a token."),
+    ("vllm:spec_decode_draft_acceptance_rate", "speculation.acceptance_rate", "Share of guesses that were right."),
+    (
+        "inferengine_spec_decode_mean_accepted_length",
+        "speculation.mean_accepted_length",
+        "Tokens that a verification gave, on average: the right guesses and one.",
+    ),
     ("inferengine_peers", "peers", "Clients connected to the engine."),
     ("inferengine_loop_age_seconds", "loop_age_ms", "Time since the engine's loop last turned."),
     ("inferengine_uptime_seconds", "uptime_s", "Time since the engine's start."),

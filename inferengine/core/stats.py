@@ -49,6 +49,16 @@ class SchedulerSnapshot:
     drafts_accepted_by_position: tuple[int, ...] = ()
 
     @property
+    def acceptance_rate(self) -> float:
+        """Share of the verified guesses that were right."""
+        return self.num_drafts_accepted / self.num_drafted if self.num_drafted else 0.0
+
+    @property
+    def mean_accepted_length(self) -> float:
+        """Tokens that a verification gave: the right guesses and the one drawn after them. 1 without guesses."""
+        return 1.0 + self.num_drafts_accepted / self.num_verified if self.num_verified else 1.0
+
+    @property
     def internal_fragmentation(self) -> float:
         """Share of the slots of held blocks that hold no token."""
         slots = self.num_blocks_held * self.block_size

@@ -103,6 +103,8 @@ class Reports:
                 "verified": snapshot.num_verified,
                 "drafted": snapshot.num_drafted,
                 "accepted": snapshot.num_drafts_accepted,
+                "acceptance_rate": snapshot.acceptance_rate,
+                "mean_accepted_length": snapshot.mean_accepted_length,
                 "accepted_by_position": {
                     str(place): count for place, count in enumerate(snapshot.drafts_accepted_by_position)
                 },

@@ -1,0 +1,84 @@
+"""Guessing ahead behind real HTTP: the same text, and what the guesses brought in usage, /stats and /metrics."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from inferengine.llm import LLM
+from inferengine.params import SamplingParams
+from tests.frontends.http.embedded import Embedded, embedded_model
+
+STORY = [{"role": "user", "content": "Write a short story about a fox and an owl."}]
+CHAT = "/v1/chat/completions"
+
+
+@pytest.fixture(scope="module")
+def first_answer() -> str:
+    """Of an engine that does not guess."""
+    with LLM(engine={"threads": 1}, cache={"num_blocks": 64}) as llm:
+        return llm.chat(STORY, SamplingParams(temperature=0.0, max_tokens=64), progress=False)[0].text
+
+
+@pytest.fixture(scope="module")
+def embedded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Embedded]:
+    with embedded_model(str(tmp_path_factory.mktemp("e")), speculation={"method": "ngram"}) as embedded:
+        yield embedded
+
+
+@pytest.fixture
+def asked_again(first_answer: str) -> dict[str, Any]:
+    """A request whose answer repeats its prompt."""
+    return {"messages": [*STORY, {"role": "assistant", "content": first_answer}, *STORY], "temperature": 0}
+
+
+def test_guesses_are_counted_for_the_request_and_the_engine_alike(
+    embedded: Embedded, asked_again: dict[str, Any], first_answer: str
+) -> None:
+    before = embedded.http.get("/stats").json()["speculation"]
+    answer = embedded.ask(CHAT, **asked_again, max_tokens=64)
+    assert answer["choices"][0]["message"]["content"] == first_answer
+    details = answer["usage"]["completion_tokens_details"]
+    accepted, rejected = details["accepted_prediction_tokens"], details["rejected_prediction_tokens"]
+    assert 10 < accepted < answer["usage"]["completion_tokens"]
+    after = embedded.http.get("/stats").json()["speculation"]
+    assert after["accepted"] - before["accepted"] == accepted
+    assert after["drafted"] - before["drafted"] == accepted + rejected
+    assert after["acceptance_rate"] == pytest.approx(after["accepted"] / after["drafted"])
+    assert after["mean_accepted_length"] == pytest.approx(1 + after["accepted"] / after["verified"])
+    assert sum(after["accepted_by_position"].values()) == after["accepted"]
+
+
+def test_metrics_say_what_stats_say(embedded: Embedded, asked_again: dict[str, Any]) -> None:
+    embedded.ask(CHAT, **asked_again, max_tokens=64)
+    stats = embedded.http.get("/stats").json()["speculation"]
+    text = embedded.http.get("/metrics").text
+    for name, key in (
+        ("vllm:spec_decode_num_drafts_total", "verified"),
+        ("vllm:spec_decode_num_draft_tokens_total", "drafted"),
+        ("vllm:spec_decode_num_accepted_tokens_total", "accepted"),
+        ("vllm:spec_decode_draft_acceptance_rate", "acceptance_rate"),
+        ("inferengine_spec_decode_mean_accepted_length", "mean_accepted_length"),
+    ):
+        found = re.search(rf"^{name}{{.*}} (\S+)$", text, re.MULTILINE)
+        assert found is not None, name
+        assert float(found[1]) == pytest.approx(stats[key])
+
+
+def test_a_stop_string_inside_guesses_ends_the_text_before_it(
+    embedded: Embedded, asked_again: dict[str, Any], first_answer: str
+) -> None:
+    stop = first_answer[80:90]
+    answer = embedded.ask(CHAT, **asked_again, max_tokens=64, stop=[stop])
+    assert answer["choices"][0]["message"]["content"] == first_answer[: first_answer.index(stop)]
+    chunks = embedded.stream(CHAT, **asked_again, max_tokens=64, stop=[stop])
+    deltas = [chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks if isinstance(chunk, dict)]
+    assert "".join(deltas) == first_answer[: first_answer.index(stop)]
+
+
+def test_a_request_without_guesses_has_no_such_details(embedded: Embedded) -> None:
+    answer = embedded.ask(CHAT, messages=STORY, max_tokens=1)
+    assert "completion_tokens_details" not in answer["usage"]
