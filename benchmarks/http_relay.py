@@ -2,12 +2,14 @@
 
 A peer that really speaks the wire (ROUTER over ipc, STEP in columns, credit) sends every stream one token per step; the
 front end runs as `inferengine http`; a light client counts events. The engine is simulated, nothing else is.
-Two figures: *paced*, where steps come so slowly that each token is its own write (the cost of an event at its highest),
-and *saturated*, where steps come as fast as credit allows and tokens of one stream share a write.
+Three figures: *paced*, where steps come so slowly that each token is its own write (the cost of an event at its
+highest); *paced, few*, as many events a second on a quarter of the streams; and *saturated*, where steps come as fast
+as credit allows and tokens of one stream share a write.
 
 *Added latency* is from the moment that the engine sends a step to the moment that the client has read that token's
-event, for every token of every stream: the wire, the front end, the kernel and the client's own turn of its loop. By
-default the paced run is 256 streams at 40 tokens/s each: 10,240 tokens/s.
+event, for every token of every stream: the wire, the front end, the kernel and the client's own turn of its loop. A
+step has a token for every stream, so the last of 256 waits for 255 others. By default the paced runs are 256 streams
+at 40 tokens/s and 64 at 160: 10,240 tokens/s.
 
     python -m benchmarks.http_relay [--streams 256] [--tokens 200] [--step-ms 25] [--json FILE]
 """
@@ -234,11 +236,13 @@ def wait_ready(port: int) -> None:
     raise RuntimeError("the front end did not become ready")
 
 
-def measure(arguments: argparse.Namespace, mode: str, step_s: float, port: int) -> dict[str, Any]:
+def measure(
+    arguments: argparse.Namespace, mode: str, step_s: float, port: int, streams: int, tokens: int
+) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         address = f"ipc://{folder}/engine.sock"
         processes = multiprocessing.get_context("spawn")
-        sent_s = processes.Array("d", arguments.tokens, lock=False)
+        sent_s = processes.Array("d", tokens, lock=False)
         peer = processes.Process(target=run_peer, args=(address, step_s, sent_s), daemon=True)
         peer.start()
         command = [sys.executable, "-m", "inferengine.cli", "http"]
@@ -250,8 +254,7 @@ def measure(arguments: argparse.Namespace, mode: str, step_s: float, port: int) 
             rounds, late_s = [], []
             for number in range(arguments.rounds + 1):
                 before = cpu_s(server.pid)
-                name = f"{mode}-{number}"
-                asked = (port, arguments.streams, arguments.tokens, arguments.path, name, sent_s)
+                asked = (port, streams, tokens, arguments.path, f"{mode}-{number}", sent_s)
                 result, late = asyncio.run(one_round(*asked))
                 late_s += late if number else []
                 own, kernel = (after - begun for begun, after in zip(before, cpu_s(server.pid), strict=True))
@@ -260,6 +263,7 @@ def measure(arguments: argparse.Namespace, mode: str, step_s: float, port: int) 
             rounds = rounds[1:]  # the first one warms up
             return {
                 "mode": mode,
+                "streams": streams,
                 "step_ms": step_s * 1000,
                 "events_per_s": statistics.median(one["events"] / one["seconds"] for one in rounds),
                 "events_per_core_s": statistics.median(one["events"] / one["cpu_s"] for one in rounds),
@@ -298,17 +302,17 @@ def main() -> None:
     parser.add_argument("--port", type=int, default=8911)
     parser.add_argument("--json", default="", help="write the results here")
     arguments = parser.parse_args()
+    streams, tokens, step_s = arguments.streams, arguments.tokens, arguments.step_ms / 1000
     results = {
         "benchmark": "http_relay",
         "machine": {"cpus": os.cpu_count(), "python": platform.python_version(), "system": platform.platform()},
         "load_average": os.getloadavg(),  # of others, before this began: what they take is not ours to show
-        "streams": arguments.streams,
-        "tokens": arguments.tokens,
         "path": arguments.path,
         "import_s": import_seconds(),
         "runs": [
-            measure(arguments, "paced", arguments.step_ms / 1000, arguments.port),
-            measure(arguments, "saturated", 0.0, arguments.port + 1),
+            measure(arguments, "paced", step_s, arguments.port, streams, tokens),
+            measure(arguments, "paced, few", step_s / 4, arguments.port + 2, streams // 4, 4 * tokens),
+            measure(arguments, "saturated", 0.0, arguments.port + 1, streams, tokens),
         ],
     }
     text = json.dumps(results, indent=2)
