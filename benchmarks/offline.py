@@ -5,7 +5,7 @@ python benchmarks/offline.py --model FOLDER --against transformers
 
 Rows: `decode` (median ms per step at a steady batch), `prefill` (prompt tokens per second), `mixed` (requests of random
 lengths submitted at once: output tokens per second), `generate` (the same prompts to us and to transformers' generate,
-one after the other in this process: tokens per second and their ratio).
+one after the other in this process: tokens per second and their ratio). `roofline` is the engine's own share.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ import torch
 from benchmarks.shapes import SHAPES
 from inferengine.config import Config, load, parse_flags
 from inferengine.core.request import Request
+from inferengine.core.roofline import Roofline
 from inferengine.core.scheduler import SchedulerOptions
 from inferengine.engine.core import EngineCore
 from inferengine.params import SamplingParams
@@ -47,15 +48,22 @@ class Bench:
         begin = time.perf_counter()
         self.executor.warm_up(lambda phase, share: None)
         self.warm_up_s = time.perf_counter() - begin
+        self.known = self.executor.roofline()
         self.uid = 0
         self.random = random.Random(0)
+
+    def roofline(self) -> Roofline | None:
+        """A fresh one, to hold what comes against; None where the device's peaks are unknown."""
+        return Roofline(self.known.work, self.known.peaks) if self.known is not None else None
 
     def core(self) -> EngineCore:
         """A fresh scheduler without prefix cache, so that no run lives off the one before."""
         options = SchedulerOptions(
             self.capacity.max_num_batched_tokens, self.capacity.max_num_seqs, prefix_caching=False
         )
-        return EngineCore(self.executor, self.capacity, options, clock=time.perf_counter, on_failure=_raise)
+        core = EngineCore(self.executor, self.capacity, options, clock=time.perf_counter, on_failure=_raise)
+        core.roofline = self.roofline()
+        return core
 
     def submit(self, core: EngineCore, prompt: int | list[int], max_tokens: int, temperature: float = 0.0) -> None:
         self.uid += 1
@@ -85,7 +93,7 @@ class Bench:
             "row": "decode", "batch": batch, "prompt_tokens": prompt, "output_tokens": num_tokens,
             "temperature": temperature, "median_ms": round(statistics.median(times), 4),
             "mean_ms": round(statistics.fmean(times), 4), "p99_ms": round(times[int(len(times) * 0.99)], 4),
-            "tokens_per_s": round(batch / statistics.fmean(times) * 1e3, 1),
+            "tokens_per_s": round(batch / statistics.fmean(times) * 1e3, 1), "roofline": share(core, "decode"),
         }  # fmt: skip
 
     def prefill(self, num_prompts: int, length: int, repeats: int = 3) -> Row:
@@ -102,6 +110,7 @@ class Bench:
         return {
             "row": "prefill", "prompts": num_prompts, "prompt_tokens": length,
             "seconds": round(best, 4), "tokens_per_s": round(num_prompts * length / best, 1),
+            "roofline": share(core, "prefill"),
         }  # fmt: skip
 
     def mixed(self, count: int, inputs: tuple[int, int], outputs: tuple[int, int], temperature: float) -> Row:
@@ -175,6 +184,11 @@ def environment(bench: Bench) -> Row:
         "load_s": round(bench.load_s, 3),
         "warm_up_s": round(bench.warm_up_s, 3),
     }
+
+
+def share(core: EngineCore, phase: str) -> float | None:
+    """Of the roofline, as the engine itself counts it (core/roofline.py)."""
+    return core.roofline.shares().get(phase) if core.roofline is not None else None
 
 
 def drain(core: EngineCore) -> None:

@@ -39,7 +39,7 @@ def profile_decode(bench: Bench, batch: int, prompt: int, trace: Path | None) ->
     while warm < WARM_STEPS:
         output = core.step()
         warm += output is not None and len(output.uids) == batch
-    core.roofline = bench.executor.roofline()
+    core.roofline = bench.roofline()
     begin = time.perf_counter()
     for _ in range(STEPS):
         core.step()
