@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
+import queue
 import socket
 import threading
 import time
@@ -49,7 +51,8 @@ class Server:
         self.listener = socket.create_server(("127.0.0.1", port))
         self.port = self.listener.getsockname()[1]
         self._server = AcceptingServer(server_config(config, front_end))
-        self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [self.listener]}, name="server")
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread = threading.Thread(target=self._run, name="server")
 
     @property
     def url(self) -> str:
@@ -66,6 +69,13 @@ class Server:
             assert self._thread.is_alive()
             time.sleep(0.002)
 
+    def num_tasks(self) -> int:
+        """Of its event loop."""
+        assert self._loop is not None
+        counted: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self._loop.call_soon_threadsafe(lambda: counted.put(len(asyncio.all_tasks())))
+        return counted.get(timeout=WAIT_S)
+
     def cut(self) -> None:
         """Lose every connection without a word."""
         for connection in list(self._server.server_state.connections):
@@ -76,6 +86,14 @@ class Server:
         self._server.should_exit = True
         self._thread.join(10)
         assert not self._thread.is_alive()
+
+    def _run(self) -> None:
+        async def serve() -> None:
+            self._loop = asyncio.get_running_loop()
+            await self._server.serve([self.listener])
+
+        with asyncio.Runner(loop_factory=self._server.config.get_loop_factory()) as runner:
+            runner.run(serve())
 
 
 @contextlib.contextmanager
