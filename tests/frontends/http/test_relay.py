@@ -1,0 +1,160 @@
+"""The way of one choice's tokens into its response: nothing lost, repeated or reordered, whatever the socket does."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+from starlette.types import Message
+
+from frontends.common.generation import Choice, Piece
+from frontends.common.turn import Turn
+from frontends.http.relay import Relay
+from inferengine.client import Stream
+from inferengine.client.streams import Collector, Finish
+from inferengine.text import TextStream
+from tests.frontends.http.builders import TOKENIZER, ids
+
+LENGTH = Finish("length", None, 1, 0, 1, 0.0, 0.0, 0.0)
+TEXT = "the quick brown fox 🎉 jumps over the lazy dog "
+Send = Callable[[Message], Awaitable[None]]
+
+
+class Plain:
+    """A format whose events are the text in brackets. `long_way`: how often it was asked to make them."""
+
+    def __init__(self, broken: str = "") -> None:
+        self.long_way = 0
+        self._broken = broken
+
+    def plain(self, choice: Choice) -> tuple[bytes, bytes]:
+        return b"[", b"]"
+
+    def events(self, generation: Any, choice: Choice, pieces: list[Piece]) -> bytes:
+        self.long_way += 1
+        if any(self._broken and self._broken in piece.text for piece in pieces):
+            raise RuntimeError("this format is broken")
+        return b"".join(b'["%s"]' % piece.text.encode() for piece in pieces if piece.text)
+
+
+class Socket:
+    """Takes `free` messages at once; each one after that waits to be let through."""
+
+    def __init__(self, free: int = 10**6) -> None:
+        self.written: list[bytes] = []
+        self.waiting: asyncio.Future[None] | None = None
+        self._free = free
+
+    async def send(self, message: Message) -> None:
+        if len(self.written) >= self._free:
+            self.waiting = asyncio.get_running_loop().create_future()
+            try:
+                await self.waiting
+            finally:
+                self.waiting = None
+        self.written.append(message["body"])
+
+    @property
+    def text(self) -> str:
+        return b"".join(self.written).decode().replace('"]["', "").strip('["]')
+
+
+class Line:
+    """A relay and both of its ends."""
+
+    def __init__(self, socket: Socket, format: Plain | None = None, stop: tuple[str, ...] = ()) -> None:
+        client: Any = type("Client", (), {"_cancel": lambda self, collectors: None})()
+        self.collector = Collector(1)
+        self.format = format or Plain()
+        stream = Stream(client, self.collector)
+        self.choice = Choice(0, [1], stream, TextStream(TOKENIZER, stop=stop))
+        generation: Any = None
+        relay = Relay(generation, self.choice, stream, self.format, socket.send, Turn())
+        self.running = asyncio.ensure_future(relay.run())
+
+    async def feed(self, token_ids: list[int], size: int = 1) -> None:
+        """As steps bring them, `size` at a time."""
+        for place in range(0, len(token_ids), size):
+            self.collector.add_tokens(token_ids[place : place + size])
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_tokens_arrive_in_order(size: int) -> None:
+    async def run() -> None:
+        socket = Socket()
+        line = Line(socket)
+        await line.feed(ids(TEXT), size)
+        line.collector.end(LENGTH)
+        assert await line.running is None
+        assert socket.text == TEXT
+        if size == 1:
+            assert line.format.long_way == 2  # the first token, which shows the way, and the end
+
+    asyncio.run(run())
+
+
+def test_what_a_full_socket_holds_up_comes_together_later() -> None:
+    """The server is given nothing more while it waits, so that a slow reader costs one message of memory."""
+
+    async def run() -> None:
+        socket = Socket(free=3)
+        line = Line(socket)
+        await line.feed(ids(TEXT))
+        assert len(socket.written) == 3
+        assert line.collector.has_news
+        while not line.running.done():
+            if socket.waiting is not None and not socket.waiting.done():
+                socket.waiting.set_result(None)
+                line.collector.end(LENGTH)
+            await asyncio.sleep(0)
+        assert socket.text == TEXT
+        assert len(socket.written) < 7
+
+    asyncio.run(run())
+
+
+def test_a_connection_lost_while_its_socket_is_full_ends_the_wait() -> None:
+    async def run() -> None:
+        socket = Socket(free=1)
+        line = Line(socket)
+        await line.feed(ids(TEXT))
+        assert socket.waiting is not None
+        line.running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await line.running
+        assert socket.waiting is None
+        await line.feed(ids(TEXT))  # what the engine still says goes nowhere
+        assert len(socket.written) == 1
+
+    asyncio.run(run())
+
+
+def test_a_stop_string_ends_it_and_what_follows_is_dropped() -> None:
+    async def run() -> None:
+        socket = Socket()
+        line = Line(socket, stop=("fox",))
+        await line.feed(ids(TEXT))
+        assert await line.running is None
+        assert socket.text == "the quick brown "
+
+    asyncio.run(run())
+
+
+def test_an_error_is_handed_to_whoever_answers() -> None:
+    async def run() -> None:
+        line = Line(Socket())
+        await line.feed(ids("the fox"))
+        line.collector.fail("engine_restarted", "gone")
+        error = await line.running
+        assert error is not None
+        assert error.code == "engine_restarted"
+        broken = Line(Socket(), Plain(broken="the"))
+        await broken.feed(ids("the fox"))
+        with pytest.raises(RuntimeError, match="broken"):
+            await broken.running
+
+    asyncio.run(run())
