@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import base64
+from collections.abc import AsyncIterator
 from typing import Any
 
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 
 from frontends.common import fields
 from frontends.common.embedding import Embeddings
@@ -23,6 +24,7 @@ from inferengine.params import POOLINGS
 from inferengine.vectors import shorten
 
 ENCODINGS = ("float", "base64")
+PART_BYTES = 64 * 1024
 # Fields of vLLM's that change the values: what is listed is what is done anyway.
 REFUSED: dict[str, tuple[Any, ...]] = {
     "normalize": (True,),
@@ -58,7 +60,8 @@ async def embeddings(request: Request) -> Response:
     call = Embeddings(engines, prompts, names, pooling, options)
     with service.call(call, request.receive):
         found = await call.collect()
-    return Response(await _document(body, served, label, found, encoding, dimensions), media_type="application/json")
+    document = _document(body, served, label, found, encoding, dimensions)
+    return StreamingResponse(document, media_type="application/json")
 
 
 def _one_of(body: dict[str, Any], name: str, choices: tuple[str, ...]) -> str | None:
@@ -78,19 +81,22 @@ def _dimensions(body: dict[str, Any], served: ServedModel) -> int:
 
 async def _document(
     body: dict[str, Any], served: ServedModel, label: str, found: list[Embedding], encoding: str, dimensions: int
-) -> bytes:
-    """Written vector by vector: thousands of them take a while, and others have their turn in between."""
-    data = []
+) -> AsyncIterator[bytes]:
+    """Written a few vectors at a time: thousands of them take a while and, as decimal numbers, 100 MB."""
+    head = dumps({"object": "list", "id": f"embd-{label}", "model": body.get("model") or served.name})
+    part = head[:-1] + b',"data":['
     for index, embedding in enumerate(found):
-        await asyncio.sleep(0)
         shortened = embedding._replace(data=shorten(embedding.data, dimensions))
         value = base64.b64encode(shortened.data).decode() if encoding == "base64" else shortened.values
-        data.append(dumps({"object": "embedding", "index": index, "embedding": value}))
+        part += b"," * (index > 0) + dumps({"object": "embedding", "index": index, "embedding": value})
+        if len(part) >= PART_BYTES:
+            yield part
+            part = b""
+            await asyncio.sleep(0)  # a send that does not have to wait lets nobody else have their turn
     tokens = sum(embedding.prompt_tokens for embedding in found)
-    head = dumps({"object": "list", "id": f"embd-{label}", "model": body.get("model") or served.name})
     usage = {
         "prompt_tokens": tokens,
         "total_tokens": tokens,
         "prompt_tokens_details": {"cached_tokens": sum(embedding.cached_tokens for embedding in found)},
     }
-    return head[:-1] + b',"data":[' + b",".join(data) + b'],"usage":' + dumps(usage) + b"}"
+    yield part + b'],"usage":' + dumps(usage) + b"}"

@@ -298,6 +298,12 @@ def test_the_engine_counts_them(embedded: Embedded) -> None:
         time.sleep(0.01)
 
 
+def test_a_long_answer_comes_in_parts_that_make_one_document(embedded: Embedded) -> None:
+    found = vectors(embedded, input=[[place] for place in range(100)])
+    assert {len(vector) for vector in found} == {384}
+    assert len({tuple(vector) for vector in found}) == 100
+
+
 def test_numbers_are_json_that_any_reader_takes(embedded: Embedded) -> None:
     response = embedded.post(PATH, input=TEXTS[0])
     assert response.headers["content-type"] == "application/json"
