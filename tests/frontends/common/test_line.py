@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
+
 from frontends.common.line import Line
 
 
@@ -16,13 +18,8 @@ def test_without_a_crowd_nobody_waits() -> None:
     async def run() -> None:
         line = Line(2)
         for _ in range(5):
-            waiting = line.wait()
-            try:
-                waiting.send(None)
-            except StopIteration:
-                pass
-            else:
-                raise AssertionError("it waited")
+            with pytest.raises(StopIteration):  # it returned without waiting for anything
+                line.wait().send(None)
             await asyncio.sleep(0)
             await asyncio.sleep(0)
 
