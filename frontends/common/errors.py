@@ -18,10 +18,16 @@ def scrubbed(message: str) -> str:
     return bounded(_PLACES.sub("...", message))
 
 
+def sentence(error: InferEngineError) -> str:
+    """What a person reads who sees nothing but this: `max_tokens: must be a whole number`."""
+    whole = error.field is None or error.message[:1].isupper()  # a message in small letters says something of its field
+    return scrubbed(error.message if whole else f"{error.field}: {error.message}")
+
+
 def error_object(error: InferEngineError) -> dict[str, Any]:
     """The value of `error` in a body or an event."""
     return {
-        "message": scrubbed(error.message),
+        "message": sentence(error),
         "type": error.kind.openai_type,
         "param": error.field,
         "code": error.code,

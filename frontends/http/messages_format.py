@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from frontends.common.errors import scrubbed
+from frontends.common.errors import sentence
 from frontends.common.generation import Choice, Generation, Output, Piece, Usage
 from frontends.common.sse import event
 from frontends.http.chat import ChatRequest
@@ -27,9 +27,8 @@ ERROR_TYPES = {
 
 def error_body(error: InferEngineError) -> dict[str, Any]:
     """An error in this dialect. The field at fault is named in the message, which is all that its clients show."""
-    message = scrubbed(error.message if error.field is None else f"{error.field}: {error.message}")
     kind = ERROR_TYPES.get(error.http_status, "api_error" if error.http_status >= 500 else "invalid_request_error")
-    return {"type": "error", "error": {"type": kind, "message": message}}
+    return {"type": "error", "error": {"type": kind, "message": sentence(error)}}
 
 
 class MessagesFormat:

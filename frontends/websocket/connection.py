@@ -7,7 +7,7 @@ import logging
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
-from frontends.common.errors import error_object, scrubbed, unexpected
+from frontends.common.errors import scrubbed, unexpected
 from frontends.websocket.answer import Answer, Caller, Desk
 from frontends.websocket.channel import Channel, SocketGone
 from frontends.websocket.codec import Codec
@@ -200,11 +200,10 @@ class Connection:
 
 
 def error_frame(error: InferEngineError) -> dict[str, Any]:
-    """The `error` of an error frame: what HTTP says, and what a program or a person can do about it."""
-    told = error_object(error)
+    """The `error` of an error frame: what is wrong, with which field, and what a program or a person can do about it."""
     return {
         "code": error.code,
-        "message": told["message"],
+        "message": scrubbed(error.message),
         "field": error.field,
         "retryable": error.kind.retryable,
         "retry_after_s": error.retry_after_s,

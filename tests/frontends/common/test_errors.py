@@ -1,0 +1,31 @@
+"""Errors as people read them, who often see the message and nothing else."""
+
+from __future__ import annotations
+
+import pytest
+
+from frontends.common.errors import error_object
+from inferengine.errors import InferEngineError, InvalidRequest
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (InvalidRequest("max_tokens", "must be a whole number"), "max_tokens: must be a whole number"),
+        (InvalidRequest("messages[0].content", "is missing"), "messages[0].content: is missing"),
+        (
+            InferEngineError("model_not_found", "The model `x` does not exist.", field="model"),
+            "The model `x` does not exist.",
+        ),
+        (InferEngineError("overloaded", "the queue is full"), "the queue is full"),
+    ],
+)
+def test_a_message_names_its_field_unless_it_is_a_whole_sentence(error: InferEngineError, message: str) -> None:
+    told = error_object(error)
+    assert told["message"] == message
+    assert (told["param"], told["code"]) == (error.field, error.code)
+
+
+def test_a_message_shows_no_place_on_this_machine() -> None:
+    told = error_object(InvalidRequest("model.path", "there is nothing in /var/lib/secret/models at ipc:///run/a.sock"))
+    assert "/" not in told["message"]
