@@ -200,7 +200,7 @@ class Connection:
 
 
 def error_frame(error: InferEngineError) -> dict[str, Any]:
-    """The `error` of an error frame: what is wrong, with which field, and what a program or a person can do about it."""
+    """The `error` of an error frame: what is wrong, with which field, and what somebody can do about it."""
     return {
         "code": error.code,
         "message": scrubbed(error.message),
