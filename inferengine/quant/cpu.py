@@ -55,9 +55,17 @@ class Int8Weight:
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
         if x.shape[0] > self.most_rows:
             return functional.linear(x, self.codes.to(x.dtype)).mul_(self.scales.to(x.dtype))
-        scales = self.short if self.exact else self.ones
-        y = torch._weight_int8pack_mm(x.bfloat16(), self.codes, scales).to(x.dtype)
-        return y if self.exact else y.mul_(self.scales.to(x.dtype))
+        y = self._product(x)
+        return y if y.dtype == x.dtype else y.to(x.dtype)
+
+    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """residual += product, which an addition widens by itself."""
+        return residual.add_(self.multiply(x) if x.shape[0] > self.most_rows else self._product(x))
+
+    def _product(self, x: torch.Tensor) -> torch.Tensor:
+        """Of few rows; bf16 where the scales are."""
+        y = torch._weight_int8pack_mm(x.bfloat16(), self.codes, self.short if self.exact else self.ones)
+        return y if self.exact else y.to(x.dtype).mul_(self.scales.to(x.dtype))
 
 
 class Int8Both:
@@ -74,8 +82,13 @@ class Int8Both:
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
         wide = x.float()
         magnitude = torch.linalg.vector_norm(wide, torch.inf, -1, keepdim=True).clamp_(min=1e-12)
-        product = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32
-        return product(wide / magnitude, 1.0 / INPUT_LEVELS, INPUT_ZERO, self.packed).mul_(magnitude).to(x.dtype)
+        levels = wide / magnitude
+        with torch._C.DisableTorchFunctionSubclass():  # see kernels/reference.py: a packed weight is slow to ask
+            y = _product_of_levels(levels, 1.0 / INPUT_LEVELS, INPUT_ZERO, self.packed)
+        return y.mul_(magnitude).to(x.dtype)
+
+
+_product_of_levels = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32.default._op
 
 
 def pack(weight: QuantizedWeight) -> Packed:
@@ -101,6 +114,8 @@ def table(base: Ops, make: Make) -> Ops:
         return linear(base.rms_norm(x, gain, eps), weight, bias)
 
     def linear_add(x: torch.Tensor, weight: Packed, bias: torch.Tensor | None, residual: torch.Tensor) -> torch.Tensor:
+        if bias is None and isinstance(weight, Int8Weight):
+            return weight.add_to(residual, x)
         return residual.add_(linear(x, weight, bias))
 
     def norm_gated_linear(
