@@ -38,7 +38,7 @@ class SteadyBatch:
         self._num_unchanged = 0
         self._slots: np.ndarray | None = None  # rows of the last step that succeeded, and where they stood
         self._starts: np.ndarray | None = None
-        self._storage: dict[int, torch.Tensor] = {}  # by layer, used again by the next copy
+        self.storage: dict[int, torch.Tensor] = {}  # by layer, used again by the next copy
 
     def begin(self, columns: StepColumns, num_decodes: int, *, changed: bool) -> None:
         """Before a step. `changed`: slots or blocks have new contents that no step computed."""
@@ -72,7 +72,7 @@ class SteadyBatch:
                 return None
             if len(columns.row_slot) * longest > RAGGED * columns.row_len.sum():
                 return None
-            kept = self.copies[group] = KeptKeys(columns, table, kv, capacity, self._storage)
+            kept = self.copies[group] = KeptKeys(columns, table, kv, capacity, self.storage)
         kept.advance(columns)
         return kept
 
