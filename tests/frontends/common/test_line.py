@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 
 import pytest
 
@@ -15,15 +16,18 @@ async def begin(line: Line, name: str, log: list[str]) -> None:
 
 
 def test_without_a_crowd_nobody_waits() -> None:
-    async def run() -> None:
-        line = Line(2)
-        for _ in range(5):
-            with pytest.raises(StopIteration):  # it returned without waiting for anything
-                line.wait().send(None)
+    async def run() -> list[str]:
+        line, log = Line(1), list[str]()
+        for name in "abc":
+            beginning = begin(line, name, log)
+            with contextlib.suppress(StopIteration):  # to its end without a pause
+                beginning.send(None)
+            beginning.close()
             await asyncio.sleep(0)
             await asyncio.sleep(0)
+        return log
 
-    asyncio.run(run())
+    assert asyncio.run(run()) == ["a", "b", "c"]
 
 
 def test_a_crowd_begins_a_few_in_a_round_and_lets_others_in_between() -> None:
