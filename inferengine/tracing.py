@@ -7,6 +7,7 @@ Between processes a span travels as W3C's `traceparent`. Spans hold figures and 
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -15,6 +16,7 @@ from inferengine.config import TraceConfig
 from inferengine.errors import ConfigError
 
 PROVIDER = "inferengine"
+CLOSE_S = 2.0
 UNNAMED = "unknown_service"
 
 
@@ -50,8 +52,10 @@ class Tracing:
         return self._trace.Status(self._trace.StatusCode.ERROR, message)
 
     def close(self) -> None:
-        """Send what waits. Takes as long as the exporter's timeout where nobody listens."""
-        self._provider.shutdown()
+        """Send what waits, as far as that takes CLOSE_S: where nobody listens the SDK would try for longer."""
+        closing = threading.Thread(target=self._provider.shutdown, daemon=True)
+        closing.start()
+        closing.join(CLOSE_S)
 
 
 class Span:
@@ -104,7 +108,7 @@ def make_tracing(config: TraceConfig, service: str) -> Tracing | None:
     resource = Resource.create()
     if str(resource.attributes.get("service.name", UNNAMED)).startswith(UNNAMED):
         resource = resource.merge(Resource({"service.name": service}))
-    provider = TracerProvider(resource=resource)
+    provider = TracerProvider(resource=resource, shutdown_on_exit=False)
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=config.endpoint or None)))
     return Tracing(provider)
 
