@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Sequence
+from pathlib import Path
 
 from inferengine import config as configuration
 from inferengine.config import Config
@@ -39,6 +41,19 @@ def resolve(arguments: Sequence[str], *, takes_model: bool = False, options: Seq
             raise ConfigError("--model.path", f"was given twice: as a flag and as '{models[0]}'")
         flags["model.path"] = models[0]
     return configuration.load(file, flags)
+
+
+def output_file(option: str, name: str) -> Path:
+    """A file that is to be written later: what would keep it from that is said before the work begins. Raises
+    ConfigError."""
+    path = Path(name)
+    if path.is_dir():
+        raise ConfigError(option, f"{name} is a folder: name a file")
+    if not path.parent.is_dir():
+        raise ConfigError(option, f"there is no folder {path.parent}")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ConfigError(option, f"{name} cannot be written")
+    return path
 
 
 def _suggestion(word: str, options: Sequence[str]) -> str:

@@ -12,6 +12,7 @@ turns; Ctrl-C stops an answer, Ctrl-D or /quit leaves. Lines from a pipe are tur
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 import time
@@ -21,13 +22,13 @@ from typing import Any, TextIO
 from inferengine.client import Client, Delta, Finish
 from inferengine.client.streams import error_from
 from inferengine.commands.arguments import resolve
+from inferengine.commands.connection import CONNECT_TIMEOUT_S, connect
 from inferengine.config import LimitsConfig, engine_address, status_address
 from inferengine.errors import ExitCode, InferEngineError, InvalidRequest
 from inferengine.params import SamplingParams, from_map, validate
 from inferengine.wire.curve import client_keys
 
 HELP = str(__doc__).strip().partition("\n\n")[2]
-CONNECT_TIMEOUT_S = 3.0
 LOAD_TIMEOUT_S = 600.0
 
 
@@ -146,7 +147,7 @@ def run(arguments: Sequence[str]) -> int:
     """Connect to the engine and talk."""
     config = resolve(arguments)
     status, curve = status_address(config), client_keys(config)
-    with Client(engine_address(config), status_address=status, role="chat", curve=curve) as client:
+    with contextlib.closing(Client(engine_address(config), status_address=status, role="chat", curve=curve)) as client:
         _wait_ready(client)
         model = client.welcome.model
         interactive = sys.stdin.isatty()
@@ -188,7 +189,7 @@ def _until_finished(stream: Iterator[Delta], cancel: Callable[[], None]) -> Iter
 
 
 def _wait_ready(client: Client) -> None:
-    welcome = client.connect(CONNECT_TIMEOUT_S)
+    welcome = connect(client)
     if welcome.state == "STARTING":
         print(f"The engine is starting: {welcome.progress[0] or 'loading'} ...", file=sys.stderr)
     client.wait_ready(LOAD_TIMEOUT_S if welcome.state == "STARTING" else CONNECT_TIMEOUT_S)

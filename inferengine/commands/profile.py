@@ -26,19 +26,20 @@ from typing import Any
 
 from inferengine.client import Client
 from inferengine.commands import trace_summary
-from inferengine.commands.arguments import resolve
+from inferengine.commands.arguments import output_file, resolve
+from inferengine.commands.connection import connect
 from inferengine.config import Config, engine_address
-from inferengine.errors import ConfigError, ExitCode, InferEngineError
+from inferengine.errors import ConfigError, ExitCode
 from inferengine.wire.curve import client_keys
 
 OPTIONS = {"--steps": "20", "--out": "trace.json.gz", "--top": "20", "--summary": "", "--wait": "10", "--read": ""}
-CONNECT_TIMEOUT_S = 3.0
 
 
 def run(arguments: Sequence[str]) -> int:
     """Record or read, then print."""
     try:
         options, rest = _take_options(arguments)
+        report = output_file("--summary", options["--summary"]) if options["--summary"] else None
         top = _number(options, "--top")
         if options["--read"]:
             resolve(rest, options=list(OPTIONS))
@@ -51,19 +52,18 @@ def run(arguments: Sequence[str]) -> int:
         return ExitCode.USAGE
     summary = trace_summary.summarize(trace)
     print("\n".join(trace_summary.lines(summary, top)))
-    if options["--summary"]:
-        Path(options["--summary"]).write_text(json.dumps(summary.to_map(), indent=1) + "\n")
+    if report is not None:
+        report.write_text(json.dumps(summary.to_map(), indent=1) + "\n")
     return ExitCode.OK
 
 
 def _record(config: Config, options: dict[str, str]) -> dict[str, Any]:
     """Have the engine record, and write its trace. Raises InferEngineError as the engine does."""
-    steps, wait_s, out = _number(options, "--steps"), _number(options, "--wait"), Path(options["--out"])
-    if not out.parent.is_dir():
-        raise ConfigError("--out", f"there is no folder {out.parent}")
+    steps, wait_s = _number(options, "--steps"), _number(options, "--wait")
+    out = output_file("--out", options["--out"])
     client = Client(engine_address(config), status_address="", role="profile", curve=client_keys(config))
     try:
-        _connect(client)
+        connect(client)
         print(f"recording {steps} steps", file=sys.stderr, flush=True)
         result = client.admin("profile", steps=steps, wait_s=wait_s)
     finally:
@@ -74,14 +74,6 @@ def _record(config: Config, options: dict[str, str]) -> dict[str, Any]:
     print(f"wrote {out}: {result['steps']} steps in {result['seconds']:.2f} s", file=sys.stderr)
     trace: dict[str, Any] = json.loads(plain)
     return trace
-
-
-def _connect(client: Client) -> None:
-    try:
-        client.connect(CONNECT_TIMEOUT_S)
-    except InferEngineError as error:
-        message = f"No engine answers at {client.address}: 'inferengine check' looks for the reason."
-        raise InferEngineError(error.code, message) from None
 
 
 def _take_options(arguments: Sequence[str]) -> tuple[dict[str, str], list[str]]:

@@ -39,7 +39,7 @@ from pathlib import Path
 from typing import Any
 
 from inferengine.client.chooser import POLICIES
-from inferengine.commands.arguments import resolve
+from inferengine.commands.arguments import output_file, resolve
 from inferengine.config import Config
 from inferengine.engine.options import admission_limits, scheduler_options
 from inferengine.errors import ConfigError, ExitCode
@@ -68,6 +68,7 @@ def run(arguments: Sequence[str]) -> int:
     if values["cost"] == "list":
         print("\n".join(f"{name}: {load_profile(name).name}" for name in profile_names()))
         return ExitCode.OK
+    report_file = output_file("--json", values["json"]) if values["json"] else None
     options = engine_options(config, load_profile(values["cost"]))
     recorder = Recorder(Objective(values["slo-ttft-ms"] / 1e3, values["slo-itl-ms"] / 1e3))
     for failure in failures:
@@ -93,8 +94,8 @@ def run(arguments: Sequence[str]) -> int:
     print(
         f"\nsimulated in {report['simulation']['wall_s']:,.1f} s ({report['simulation']['cpu_s']:,.1f} s of one core)"
     )
-    if values["json"]:
-        Path(values["json"]).write_text(json.dumps(report, indent=1) + "\n")
+    if report_file is not None:
+        report_file.write_text(json.dumps(report, indent=1) + "\n")
     if values["plots"]:
         write_plots(Path(values["plots"]), recorder)
     return ExitCode.OK

@@ -138,3 +138,25 @@ def test_ctrl_c_ends_a_command_without_a_traceback(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr("importlib.import_module", interrupted)
     assert cli.main(["config"]) == ExitCode.ABORTED
+
+
+def test_chat_without_an_engine_says_where_it_looked_and_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("inferengine.commands.connection.CONNECT_TIMEOUT_S", 0.05)
+    address = f"ipc://{tmp_path}/nobody.sock"
+    assert cli.main(["chat", "--wire.socket", address]) == ExitCode.CRASH
+    complaint = capsys.readouterr().err
+    assert address in complaint
+    assert "inferengine check" in complaint
+
+
+@pytest.mark.parametrize(("name", "complaint"), [("", "is a folder"), ("nowhere/report.json", "there is no folder")])
+def test_a_report_that_could_not_be_written_is_refused_before_the_work(
+    tmp_path: Path, name: str, complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["simulate", "--requests", "10", "--json", str(tmp_path / name)]) == ExitCode.USAGE
+    told = capsys.readouterr()
+    assert "--json" in told.err
+    assert complaint in told.err
+    assert told.out == "", "nothing was simulated"
