@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 
-import pytest
-
 from frontends.common.line import Line
 
 
@@ -32,7 +30,7 @@ def test_without_a_crowd_nobody_waits() -> None:
 
 def test_a_crowd_begins_a_few_in_a_round_and_lets_others_in_between() -> None:
     async def run() -> tuple[list[str], list[int]]:
-        line, log, begun = Line(2), [], []
+        line, log, begun = Line(2), list[str](), list[int]()
         tasks = [asyncio.create_task(begin(line, name, log)) for name in "abcdefg"]
         while len(log) < 7:
             await asyncio.sleep(0)
