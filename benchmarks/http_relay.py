@@ -70,7 +70,9 @@ def tokenizer_files() -> dict[str, bytes]:
     fast.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     fast.train_from_iterator([" ".join(WORDS)] * 8, trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet))
-    return {"tokenizer.json": fast.to_str().encode()}
+    template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    settings = json.dumps({"chat_template": template}).encode()
+    return {"tokenizer.json": fast.to_str().encode(), "tokenizer_config.json": settings}
 
 
 class Peer:
