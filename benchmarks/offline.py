@@ -11,6 +11,7 @@ one after the other in this process: tokens per second and their ratio). `roofli
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import platform
 import random
@@ -48,6 +49,7 @@ class Bench:
         begin = time.perf_counter()
         self.executor.warm_up(lambda phase, share: None)
         self.warm_up_s = time.perf_counter() - begin
+        freeze()
         self.known = self.executor.roofline()
         self.uid = 0
         self.random = random.Random(0)
@@ -146,6 +148,7 @@ def against_transformers(bench: Bench, folder: Path, batches: list[int], prompt:
 
     dtype, device = bench.executor.dtype, bench.executor.device
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device).eval()
+    freeze()
     rows = []
     for batch in batches:
         prompts = [bench.prompt(prompt) for _ in range(batch)]
@@ -189,6 +192,12 @@ def environment(bench: Bench) -> Row:
 def share(core: EngineCore, phase: str) -> float | None:
     """Of the roofline, as the engine itself counts it (core/roofline.py)."""
     return core.roofline.shares().get(phase) if core.roofline is not None else None
+
+
+def freeze() -> None:
+    """What is loaded is there to stay: the collector need not look at it again. As the service does."""
+    gc.collect()
+    gc.freeze()
 
 
 def drain(core: EngineCore) -> None:
