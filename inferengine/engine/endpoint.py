@@ -6,6 +6,7 @@ import contextlib
 import ipaddress
 import os
 import socket as plain_socket
+import stat
 from collections.abc import Iterator
 
 import zmq
@@ -110,6 +111,8 @@ def _bind(socket: zmq.Socket[bytes], address: str) -> None:
     path = address.removeprefix("ipc://")
     if path != address and _answers(path):  # ZeroMQ would take the name away from the engine that has it
         raise AddressTaken(f"another engine serves {address}: stop it, or set engine.name or wire.socket")
+    if path != address and os.path.lexists(path) and not stat.S_ISSOCK(os.lstat(path).st_mode):
+        raise AddressTaken(f"{path} is no socket, and would be lost: choose another wire.socket")  # ZeroMQ removes it
     try:
         with _private_files():
             socket.bind(address)

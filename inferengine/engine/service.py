@@ -166,11 +166,6 @@ class EngineService:
         """The exit code, or None when it has not ended in time."""
         return self._ending.exit_code if self._ended.wait(timeout_s) else None
 
-    @property
-    def loop_has_ended(self) -> bool:
-        """False while the loop's thread cannot be ended: in the middle of loading, or frozen."""
-        return not self._loop_thread.is_alive()
-
     # -- the loop's thread -------------------------------------------------------------------------------------------
 
     def _run_loop(self) -> None:

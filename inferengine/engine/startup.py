@@ -9,6 +9,7 @@ import sys
 import time
 from queue import SimpleQueue
 from types import FrameType
+from typing import NoReturn
 
 from inferengine import logs
 from inferengine.config import Config
@@ -25,7 +26,8 @@ MEMORY_ERRORS = ("OutOfMemoryError", "MemoryError")
 
 
 def run_engine(config: Config) -> int:
-    """Serve until a signal, and return the exit code. Must be called in the main thread."""
+    """Serve until a signal, and end the process with the exit code; one that cannot begin returns its own. Must be
+    called in the main thread."""
     logs.configure(config.log)
     notifier = Notifier.from_environment()
     try:
@@ -44,7 +46,7 @@ def run_engine(config: Config) -> int:
         return _refuse(notifier, str(error), ExitCode.MODEL if error.field == "model.path" else ExitCode.USAGE)
     except InferEngineError as error:
         return _refuse(notifier, str(error), ExitCode.MODEL)
-    return _serve(service)
+    _serve(service)
 
 
 def exit_code_of(error: BaseException) -> int:
@@ -66,7 +68,7 @@ def build_executor(config: Config) -> Executor:
     return executor
 
 
-def _serve(service: EngineService) -> int:
+def _serve(service: EngineService) -> NoReturn:
     events: SimpleQueue[int | None] = SimpleQueue()  # its put is safe inside a signal handler
 
     def on_signal(number: int, frame: FrameType | None) -> None:
@@ -85,17 +87,16 @@ def _serve(service: EngineService) -> int:
         else:
             service.abort()
     code = service.wait(0.0)
-    _leave(service, ExitCode.CRASH if code is None else code)
-    return ExitCode.CRASH if code is None else code
+    _leave(ExitCode.CRASH if code is None else code)
 
 
-def _leave(service: EngineService, code: int) -> None:
-    """Where a thread is stuck in the device or in loading, the interpreter's own end would wait for it."""
+def _leave(code: int) -> NoReturn:
+    """All is closed by now. The interpreter's own end would wait for a thread that is stuck in the device or in
+    loading, and have Triton's bindings list a hundred lines of what they leaked."""
     logging.shutdown()
-    if not service.loop_has_ended:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _refuse(notifier: Notifier, message: str, code: int) -> int:

@@ -110,6 +110,7 @@ def test_a_service_from_start_to_drain(launch: Launch, tmp_path: Path) -> None:
         assert finish.reason == "length"
         assert process.wait() == ExitCode.OK
     listener.close()
+    assert (tmp_path / "log").read_text().splitlines()[-1].endswith("SIGTERM: finishing what runs")
 
 
 def test_killed_it_leaves_an_error_and_its_successor_serves(launch: Launch) -> None:

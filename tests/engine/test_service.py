@@ -117,7 +117,7 @@ class TestStarting:
         service = start(tmp_path, gate)
         service.drain()
         assert service.wait(5.0) == ExitCode.OK
-        assert not service.loop_has_ended
+        assert service._loop_thread.is_alive(), "nobody has waited for it"
         gate.opened.set()
 
 
@@ -135,6 +135,13 @@ class TestAddresses:
         left.close()
         with run_service(wire={"socket": f"ipc://{tmp_path}/e.sock"}) as engine:
             assert engine.lifecycle.state == "READY"
+
+    def test_a_file_that_is_no_socket_is_not_removed(self, tmp_path: Path) -> None:
+        precious = tmp_path / "e.sock"
+        precious.write_text("of somebody")
+        with pytest.raises(AddressTaken, match="is no socket"):
+            Endpoint(Config().with_values(wire={"socket": f"ipc://{precious}"}))
+        assert precious.read_text() == "of somebody"
 
     def test_the_socket_is_not_for_everybody(self, tmp_path: Path) -> None:
         with run_service(wire={"socket": f"ipc://{tmp_path}/e.sock"}):
