@@ -98,8 +98,9 @@ class Submission:
 
     async def embedding(self) -> Embedding:
         """Wait for the vector of a request with reply "embedding". Raises InferEngineError when there will be none."""
-        await self.accepted()
-        return from_deltas([delta async for delta in self.streams[0]])
+        deltas = [delta async for delta in self.streams[0]]
+        await self.accepted()  # a refusal knows more than the stream that it ends
+        return from_deltas(deltas)
 
     def cancel(self) -> None:
         """Cancel every choice. Fire and forget."""

@@ -82,8 +82,9 @@ class BlockingSubmission:
 
     def embedding(self) -> Embedding:
         """Wait for the vector of a request with reply "embedding". Raises InferEngineError when there will be none."""
-        self.accepted()
-        return from_deltas(list(self.streams[0]))
+        deltas = list(self.streams[0])
+        self.accepted()  # a refusal knows more than the stream that it ends
+        return from_deltas(deltas)
 
     def cancel(self) -> None:
         self._client._cancel(self._call.collectors)

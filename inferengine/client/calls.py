@@ -149,8 +149,11 @@ class Calls:
                 continue
             if (collector := collectors.pop(row.stream, None)) is not None:
                 collector.end(finish_from(row))
-                if collector.call is not None and collector.call.finished:
-                    self._calls.pop(collector.call.id, None)
+                if (call := collector.call) is not None and call.finished:
+                    self._calls.pop(call.id, None)
+                    if not call.accepted.done:  # its ACCEPT was lost with a connection; its output was sent again
+                        message, n = call.message, len(call.collectors)
+                        call.accepted.resolve(Accept(call.id, message.stream, row.prompt_tokens, n))
 
     # -- inside ------------------------------------------------------------------------------------------------------
 

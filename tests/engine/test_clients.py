@@ -11,8 +11,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from inferengine.client import AsyncClient, Client
+from inferengine.client import AsyncClient, Client, Embedding
 from inferengine.engine.service import EngineService
+from inferengine.engine.simulator import simulated_embedding
 from inferengine.errors import InferEngineError
 from inferengine.params import SamplingParams
 from tests.engine.builders import address_of, check_idle, run_service, wait_until
@@ -134,6 +135,49 @@ class TestAsyncClient:
         assert all(len(finishes) == 1 for _, finishes in results)
         assert service.core is not None
         assert service.core.scheduler.stats.num_submitted == 31, "none ran twice"
+        check_idle(service)
+
+    def test_embeddings_come_once_each_over_a_connection_that_is_cut(
+        self, relayed: tuple[EngineService, Relay]
+    ) -> None:
+        service, relay = relayed
+
+        async def scenario() -> list[Embedding]:
+            async with AsyncClient(f"tcp://127.0.0.1:{relay.port}", status_address="") as client:
+                readers = []
+                for length in range(1, 31):
+                    submission = client.submit([4] * length, reply="embedding", detached=length % 2 == 0)
+                    readers.append(asyncio.create_task(submission.embedding()))
+                    if length % 5 == 0:
+                        await asyncio.sleep(0.03)
+                        relay.cut()
+                return await asyncio.gather(*readers)
+
+        found = asyncio.run(asyncio.wait_for(scenario(), 60.0))
+        assert [embedding.prompt_tokens for embedding in found] == list(range(1, 31))
+        assert [embedding.data for embedding in found] == [simulated_embedding(n, False, 8) for n in range(1, 31)]
+        assert service.core is not None
+        assert service.core.scheduler.stats.num_embeddings == 30, "none ran twice"
+        check_idle(service)
+
+    def test_every_submission_is_answered_over_a_connection_that_is_cut(
+        self, relayed: tuple[EngineService, Relay]
+    ) -> None:
+        """An ACCEPT may be lost while the output, which is sent again, is not."""
+        service, relay = relayed
+
+        async def scenario() -> list[int]:
+            async with AsyncClient(f"tcp://127.0.0.1:{relay.port}", status_address="") as client:
+                answers = []
+                for place in range(30):
+                    submission = client.submit([1, 2, 3], SamplingParams(max_tokens=1))
+                    answers.append(asyncio.create_task(submission.accepted()))
+                    if place % 5 == 4:
+                        await asyncio.sleep(0.03)
+                        relay.cut()
+                return [accept.prompt_tokens for accept in await asyncio.gather(*answers)]
+
+        assert asyncio.run(asyncio.wait_for(scenario(), 60.0)) == [3] * 30
         check_idle(service)
 
     def test_a_detached_stream_survives_a_lease_that_ran_out(self, relayed: tuple[EngineService, Relay]) -> None:
