@@ -249,6 +249,7 @@ class Scheduler:
         uids: list[int] = []
         token_ids: list[int] = []
         begin = 0
+        waiting = self.waiting
         draws = (row for row, samples in enumerate(scheduled.plan.samples) if samples)
         for index, row in enumerate(draws):
             sequence = scheduled.rows[row]
@@ -267,11 +268,12 @@ class Scheduler:
             ended = self._append(sequence, new, now)
             if ended is None and sequence.grammar is not None:
                 ended = self._follow_grammar(sequence, now)
-            fresh = sequence.tokens[len(sequence.tokens) - sequence.num_fresh :] if sequence.num_fresh else []
-            sequence.num_fresh = 0
-            self.waiting.charge(sequence, len(fresh))
-            uids.extend([sequence.uid] * len(fresh))
-            token_ids.extend(fresh)
+            num_fresh, sequence.num_fresh = sequence.num_fresh, 0
+            if num_fresh:
+                uids += [sequence.uid] * num_fresh
+                token_ids += sequence.tokens[-num_fresh:]
+            if waiting.wants_charges:
+                waiting.charge(sequence, num_fresh)
             if ended is not None:
                 finished.append(self._finish(sequence, *ended, now))
         return self._output(scheduled, result, uids, token_ids, self._planner.new_layout(), finished)
@@ -284,9 +286,10 @@ class Scheduler:
                 return "error", ("engine_error", "A token came that the grammar does not allow.")
             sequence.tokens.append(token_id)
             sequence.num_fresh += 1
-            stopped = self._look_at(sequence, token_id, now)
-            if stopped is not None:
-                return stopped
+            if len(sequence.tokens) >= sequence.next_event_at or token_id in sequence.stop_ids:
+                stopped = self._look_at(sequence, token_id, now)
+                if stopped is not None:
+                    return stopped
             if grammar is not None and grammar.is_terminated():
                 return "stop", GRAMMAR_COMPLETE
         return None
@@ -296,8 +299,11 @@ class Scheduler:
         grammar = sequence.grammar
         if grammar is None or sequence.request.params.logprobs is not None:
             return None  # every token of a request with log-probabilities goes through the model
+        forced = grammar.forced()
+        if not forced:
+            return None
         before = len(sequence.tokens)
-        ended = self._append(sequence, grammar.forced(), now)
+        ended = self._append(sequence, forced, now)
         if sequence.status is Status.RUNNING:
             known = enumerate(sequence.tokens[before:], start=before)
             self._planner.forced.extend((sequence, position, token) for position, token in known)

@@ -1,4 +1,4 @@
-"""EngineCore: one step at a time, and nothing else. No sockets, no threads, no clock of its own.
+"""EngineCore: one step at a time, and nothing else. No sockets, no clock of its own, no threads but a helper for masks.
 
 With an executor that takes two steps at a time, step n+1 is planned and launched while step n runs; `step` then returns
 the news of step n. Every request that was submitted ends with exactly one `Finished`, whatever the executor does.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import heapq
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 from inferengine.core.executor import Capacity, Executor, StepFuture
 from inferengine.core.grammar import Grammar
@@ -48,6 +49,7 @@ class EngineCore:
         self._clock = clock
         self._on_failure = on_failure
         self._in_flight: deque[tuple[ScheduledStep, StepFuture]] = deque()
+        self._helper: ThreadPoolExecutor | None = None  # made when the first grammar comes
         self._busy_since = 0.0  # when the device began with the oldest step under way
         self._deadlines: list[tuple[float, int]] = []
 
@@ -88,13 +90,18 @@ class EngineCore:
         if scheduled is not None:
             if not self._in_flight:
                 self._busy_since = now
+            masks = self._begin_masks(scheduled) if scheduled.plan.masked else None
             try:
                 self._in_flight.append((scheduled, self.executor.execute(scheduled.plan)))
             except Exception as error:
+                if masks is not None:
+                    expired += masks()[1]
                 failed = self._fail(scheduled, error)
             else:
-                if scheduled.plan.masked:
-                    expired += self._provide_masks()
+                if masks is not None:
+                    words, ended = masks()
+                    self._in_flight[-1][1].provide_masks(words)
+                    expired += ended
                 if len(self._in_flight) < self.executor.max_in_flight:
                     return self._news(None, expired)
         if failed or not self._in_flight:
@@ -126,12 +133,15 @@ class EngineCore:
         rows = [self.cancel(uid, reason, detail) for uid in uids]
         return [row for row in rows if row is not None]
 
-    def _provide_masks(self) -> list[Finished]:
-        """Fill the masks of the step just launched, while its forward pass runs."""
-        scheduled, future = self._in_flight[-1]
-        masks, failed = self.scheduler.fill_masks(scheduled, self._clock())
-        future.provide_masks(masks)
-        return failed
+    def _begin_masks(self, scheduled: ScheduledStep) -> Callable[[], tuple[bytearray, list[Finished]]]:
+        """The masks of a step about to be launched, computed while its forward pass runs: by this thread once the
+        device has its work, or beside it where `execute` itself computes. Nobody else touches a sequence meanwhile."""
+        now = self._clock()
+        if self.executor.max_in_flight > 1:
+            return lambda: self.scheduler.fill_masks(scheduled, now)
+        if self._helper is None:
+            self._helper = ThreadPoolExecutor(1, thread_name_prefix="masks")
+        return self._helper.submit(self.scheduler.fill_masks, scheduled, now).result
 
     def _expire(self, now: float) -> list[Finished]:
         finished: list[Finished] = []
