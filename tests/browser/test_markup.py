@@ -59,7 +59,8 @@ PIECES = [
 HARMLESS = """async (texts) => {
   const { renderMarkdown } = await import("./markdown.js");
   const elements = new Set(["A", "BLOCKQUOTE", "BR", "BUTTON", "CODE", "DEL", "DIV", "EM", "H1", "H2", "H3",
-    "H4", "HR", "LI", "OL", "P", "PRE", "SPAN", "STRONG", "TABLE", "TBODY", "TD", "TH", "THEAD", "TR", "UL", "svg", "use"]);
+    "H4", "HR", "LI", "OL", "P", "PRE", "SPAN", "STRONG", "TABLE", "TBODY", "TD", "TH", "THEAD", "TR", "UL", "svg",
+    "use"]);
   const attributes = new Set(["class", "type", "data-copy", "aria-label", "aria-hidden", "tabindex", "start",
     "rel", "target"]);
   const isHarmless = (element, { name, value }) => attributes.has(name)
