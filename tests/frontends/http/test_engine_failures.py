@@ -30,7 +30,7 @@ def test_a_refusal_keeps_its_http_status(served: House, code: str, status: int, 
     response = served.post("/v1/completions", prompt="say", stream=stream)
     assert response.status_code == status
     assert response.json()["error"] == {
-        "message": "no",
+        "message": "prompt: no",
         "type": response.json()["error"]["type"],
         "param": "prompt",
         "code": code,
