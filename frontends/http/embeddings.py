@@ -18,6 +18,7 @@ from frontends.http import fields as dialect
 from frontends.http.body import read_json
 from frontends.http.completions import prompt_names, read_prompts
 from frontends.http.service import Service
+from frontends.http.spans import describe_embeddings
 from inferengine.client import Embedding
 from inferengine.errors import InferEngineError, InvalidRequest
 from inferengine.params import POOLINGS
@@ -60,6 +61,7 @@ async def embeddings(request: Request) -> Response:
     call = Embeddings(engines, prompts, names, pooling, options)
     with service.call(call, request.receive):
         found = await call.collect()
+    describe_embeddings(request.scope, found, dimensions)
     document = _document(body, served, label, found, encoding, dimensions)
     return StreamingResponse(document, media_type="application/json")
 

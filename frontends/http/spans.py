@@ -9,7 +9,7 @@ from typing import Any
 from starlette.types import Scope
 
 from frontends.common.generation import Generation, Submitter
-from inferengine.client import Submission
+from inferengine.client import Embedding, Submission
 from inferengine.params import SamplingParams
 from inferengine.tracing import PROVIDER, Span, Tracing
 
@@ -68,6 +68,16 @@ class TracedSubmitter:
         span.set("gen_ai.provider.name", PROVIDER)
         span.set("gen_ai.request.model", self._model)
         return self._engines.submit(prompt_ids, params, traceparent=span.traceparent, **arguments)
+
+
+def describe_embeddings(scope: Scope, found: Sequence[Embedding], dimensions: int) -> None:
+    """What a call's inputs came to."""
+    span: Span | None = scope.get("span")
+    if span is None:
+        return
+    span.set("gen_ai.usage.input_tokens", sum(embedding.prompt_tokens for embedding in found))
+    span.set("gen_ai.usage.cache_read.input_tokens", sum(embedding.cached_tokens for embedding in found))
+    span.set("gen_ai.embeddings.dimension.count", dimensions)
 
 
 def describe(scope: Scope, generation: Generation) -> None:

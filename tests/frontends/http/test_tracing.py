@@ -119,6 +119,17 @@ def test_each_choice_has_a_span_and_a_refusal_has_none_in_the_engine(traced: Tra
     assert dict(refused.attributes or {})["http.response.status_code"] == 400
 
 
+def test_each_input_of_an_embedding_call_has_a_span_in_the_engine(traced: Traced) -> None:
+    assert traced.post("/v1/embeddings", input=[[5, 6], [7]], dimensions=4).status_code == 200
+    request, *inputs = traced.spans(3)
+    told = dict(request.attributes or {})
+    assert (told["gen_ai.operation.name"], told["gen_ai.usage.input_tokens"]) == ("embeddings", 3)
+    assert told["gen_ai.embeddings.dimension.count"] == 4
+    assert [span.name for span in inputs] == ["embeddings simulated"] * 2
+    assert sorted(dict(span.attributes or {})["gen_ai.usage.input_tokens"] for span in inputs) == [1, 2]
+    assert {ids_of(span)[0] for span in inputs} == {TRACE}
+
+
 @pytest.mark.parametrize("parent", ["", "nonsense", f"00-{'0' * 32}-{CALLER}-01", "x" * 500])
 def test_without_a_parent_that_makes_sense_a_trace_begins_here(traced: Traced, parent: str) -> None:
     assert traced.post("/v1/completions", parent, prompt="x", max_tokens=2).status_code == 200
