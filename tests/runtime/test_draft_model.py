@@ -61,6 +61,24 @@ def test_tokens_equal_those_without_guesses(plain: LLM, guessing: LLM, name: str
             assert len(ours) == len(left.choices[0].token_ids)
 
 
+TIGHT = {
+    "cache": {"num_blocks": 11, "block_size": 8},
+    "engine": {"max_num_seqs": 4, "max_num_batched_tokens": 16, "threads": 1},
+}
+
+
+@pytest.mark.parametrize("method", ["draft", "ngram"])
+def test_chunks_prefix_hits_and_preemption_change_no_token(plain: LLM, method: str) -> None:
+    again = [[*CHATS[0], {"role": "assistant", "content": "A KV cache."}, *chat] for chat in CHATS]  # share a prefix
+    with LLM(**TIGHT, model={"max_model_len": 88}, speculation={"method": method, "max_drafts": 3}) as llm:
+        for name in ("greedy", "sampled", "penalties"):
+            assert tokens(llm.chat(again, PARAMS[name])) == tokens(plain.chat(again, PARAMS[name]))
+        stats, snapshot = llm.core.scheduler.stats, llm.core.scheduler.snapshot()
+        assert stats.num_preemptions > 0
+        assert snapshot.num_prefix_hit_tokens > 0
+        assert snapshot.num_drafted > 0
+
+
 def test_a_grammar_holds_beside_guesses(plain: LLM, guessing: LLM) -> None:
     schema = {
         "type": "object",
