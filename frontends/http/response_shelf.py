@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import logging
 import os
 import shutil
 import tempfile
@@ -16,6 +17,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+logger = logging.getLogger(__name__)
 
 PREFIX = "inferengine-responses-"
 MEMORY = Path("/dev/shm")
@@ -28,9 +31,9 @@ class ResponseShelf:
     def __init__(
         self, folder: Path, *, max_bytes: int, max_records: int, keep_s: float, clock: Callable[[], float] = time.time
     ) -> None:
-        """`clock`: Unix time, as files carry it."""
+        """`max_bytes`: at most half of what is free there now. `clock`: Unix time, as files carry it."""
         self._folder = folder
-        self._max_bytes = max_bytes
+        self._max_bytes = min(max_bytes, shutil.disk_usage(folder).free // 2)
         self._max_records = max_records
         self._keep_s = keep_s
         self._clock = clock
@@ -38,12 +41,18 @@ class ResponseShelf:
         self._unpruned_bytes = 0
 
     def put(self, tenant: str, response_id: str, record: dict[str, Any]) -> None:
-        """In place of what is there under that id."""
+        """In place of what is there under that id. Where there is no room it is not kept: whoever asked for the response
+        still gets it."""
         content = json.dumps(record).encode()
         path = self._path(tenant, response_id)
         fresh = path.with_suffix(f".{os.getpid()}")
-        fresh.write_bytes(content)
-        fresh.replace(path)
+        try:
+            fresh.write_bytes(content)
+            fresh.replace(path)
+        except OSError as error:
+            logger.error("a response cannot be kept", extra={"fields": {"error": error.strerror}})
+            fresh.unlink(missing_ok=True)
+            path.unlink(missing_ok=True)
         self._unpruned_bytes += len(content)
         if self._clock() >= self._next_prune_s or self._unpruned_bytes > self._max_bytes // 8:
             self._prune()

@@ -29,7 +29,7 @@ def answers(embedded: Embedded, client: str) -> tuple[dict[str, Any], dict[str, 
     model = embedded.http.get("/v1/models").json()["data"][0]["id"]
     script = FOLDER / f"{client.partition('_')[0]}_client.py"
     command = [sys.executable, "-W", "ignore", str(script), f"{embedded.front.url}/v1", model]
-    ran = subprocess.run(command, env={**os.environ, **QUIET}, capture_output=True, text=True, timeout=60)
+    ran = subprocess.run(command, env={**os.environ, **QUIET}, capture_output=True, text=True, timeout=100)
     assert ran.returncode == 0, ran.stderr[-3000:]
     plain = embedded.ask("/v1/chat/completions", messages=CHAT, max_tokens=24, temperature=0, seed=1)
     return json.loads(ran.stdout.splitlines()[-1]), plain

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -115,6 +116,20 @@ def test_the_shelf_is_bounded_in_bytes_number_and_time(folder: Path) -> None:
     now[0] += 100.0
     shelf.put("", "last", {})
     assert {path.read_bytes() for path in folder.iterdir()} <= {b"{}"}
+
+
+def test_without_room_a_response_is_not_kept_and_nobody_fails(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shelf = shelf_in(folder)
+    shelf.put("", "r", {"text": "old"})
+
+    def full(path: Path, content: bytes) -> int:
+        path.touch()
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    shelf.put("", "r", {"text": "new"})
+    assert shelf.get("", "r") is None
+    assert not list(folder.iterdir())
 
 
 def test_the_folder_is_its_owner_s_and_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
