@@ -108,8 +108,10 @@ class Submission:
 
     def abandon(self, error: InferEngineError) -> None:
         """Cancel, and end every choice on this side at once with `error`, whatever the engine does about it."""
-        self.cancel()
-        self._call.end(error)
+        if (session := self._client._session) is not None:
+            session.cancel(self._call.collectors)
+        self._call.end(error)  # before anything is sent: sending reads too, and the engine may have answered by then
+        self._client._after_sending()
 
     @property
     def call(self) -> Call:
