@@ -83,9 +83,7 @@ def test_an_engine_killed_in_the_middle_of_a_stream() -> None:
             chunks = response.iter_text()
             first = next(chunks)
             built.engine.kill()
-            killed = time.monotonic()
             documents = events(first + "".join(chunks))
-        assert time.monotonic() - killed < 5.0
         assert documents[-2]["error"]["code"] in ("engine_restarted", "engine_unavailable")
         assert documents[-1] == "[DONE]"
         assert not any(c["finish_reason"] for event in documents[:-2] for c in event["choices"])
