@@ -66,8 +66,10 @@ def test_nobody_guesses_when_the_device_has_enough_to_do() -> None:
     run.to_end()
 
 
-def test_a_sequence_whose_guesses_fail_stops_guessing_and_tries_again_now_and_then() -> None:
-    run = Run(make_capacity(200), proposer=HalfRightProposer(wrong_every=1), max_drafts=4)
+@OVERLAP
+def test_a_sequence_whose_guesses_fail_stops_guessing_and_tries_again_now_and_then(max_in_flight: int) -> None:
+    proposer = HalfRightProposer(wrong_every=1)
+    run = Run(make_capacity(200), max_in_flight=max_in_flight, proposer=proposer, max_drafts=4)
     run.submit(make_request(1, max_tokens=200)).to_end()
     snapshot = run.scheduler.snapshot()
     assert snapshot.num_drafts_accepted == 0

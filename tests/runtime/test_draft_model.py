@@ -96,13 +96,12 @@ def test_a_grammar_holds_beside_guesses(plain: LLM, guessing: LLM) -> None:
 
 
 def test_a_draft_that_is_the_model_itself_is_always_right() -> None:
-    with LLM(**SMALL, speculation={"method": "draft", "draft_model": str(EMBEDDED)}) as llm:
-        llm.chat(CHATS, PARAMS["greedy"])
-        llm.chat(CHATS, PARAMS["sampled"])
+    with LLM(**SMALL, speculation={"method": "draft", "draft_model": str(EMBEDDED), "max_drafts": 3}) as llm:
+        llm.chat(CHATS, SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=24))
+        llm.chat(CHATS, SamplingParams(temperature=2.0, seed=5, ignore_eos=True, max_tokens=24))  # of lucky draws, too
         snapshot = llm.core.scheduler.snapshot()
-        ends = 2 * len(CHATS)  # guesses beyond an output's end are never looked at
         assert snapshot.num_drafted > 40
-        assert snapshot.num_drafts_accepted >= snapshot.num_drafted - 3 * ends
+        assert snapshot.num_drafts_accepted == snapshot.num_drafted
 
 
 def test_a_draft_of_another_vocabulary_is_refused_by_name(tmp_path: Path) -> None:

@@ -143,6 +143,39 @@ def test_penalties_by_their_formulas():
     assert torch.allclose(scores[0], expected, atol=1e-6)
 
 
+@pytest.mark.parametrize(
+    "feature",
+    [
+        {"temperature": 0.0, "repetition_penalty": 2.0},
+        {"temperature": 0.0, "frequency_penalty": 2.0, "presence_penalty": 2.0},
+        {"temperature": 0.0, "bad_words_ids": ((42, 43),)},
+        {"temperature": 0.0, "min_tokens": 2},
+        {"temperature": 1.3, "top_p": 0.9, "top_k": 50, "min_p": 0.01},
+    ],
+    ids=lambda feature: "+".join(feature),
+)
+def test_several_positions_of_a_sequence_are_drawn_as_one_after_the_other(feature):
+    """What verifies guesses: the draw behind the k-th guess knows all guesses before it, and none after."""
+    guesses = [42, 43, 42, 43]
+    logits = random_logits(1).repeat(len(guesses), 1)
+    logits[:, [42, 43, 98]] = torch.tensor([20.0, 20.5, 19.8])  # what was just guessed would be likeliest
+    length = len(PROMPT)
+    positions = torch.arange(length, length + len(guesses)) + 1
+
+    def drawn(rows: slice) -> list[int]:
+        slots = make_slots(SamplingParams(**feature), output=guesses, stops=(43,))
+        scores, at = logits[rows].clone(), positions[rows]
+        index = torch.zeros(len(at), dtype=torch.int32)
+        needs = slots.needs(index.numpy(), at.numpy())
+        if needs & reference_sampling.BAD_WORDS:
+            slots.bad_words.forbid(scores, slots, index, at)
+        return sample(scores, slots, index, at, needs).tolist()
+
+    together = drawn(slice(None))
+    assert together == [drawn(slice(row, row + 1))[0] for row in range(len(guesses))]
+    assert len(set(together)) > 1
+
+
 def test_bias_moves_the_argmax_and_only_of_its_row():
     logits = random_logits(2)
     plain = SamplingParams(temperature=0.0)
