@@ -151,7 +151,7 @@ class SpeculationConfig:
     method: str = _key("none", "who guesses ahead: nobody, repeated text, a small model", ("none", "ngram", "draft"))
     draft_model: str = _key("", "folder or hub id of the small model; empty: the embedded model's draft")
     max_drafts: int = _key(8, "most guesses ahead of one sequence in a step", minimum=1)
-    max_running: int = _key(64, "with more sequences running nobody guesses: the device has enough to do", minimum=1)
+    max_running: int = _key(16, "with more sequences running nobody guesses: the device has enough to do", minimum=1)
 
 
 @dataclass(frozen=True)
