@@ -241,7 +241,7 @@ def test_the_command_writes_the_trace_and_prints_the_table(
 def test_the_command_says_when_no_engine_answers(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("inferengine.commands.profile.CONNECT_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("inferengine.commands.connection.CONNECT_TIMEOUT_S", 0.1)
     words = ["profile", "--out", str(tmp_path / "trace.json"), "--wire.socket", f"ipc://{tmp_path}/none.sock"]
     assert main(words) == ExitCode.CRASH
     assert "No engine answers" in capsys.readouterr().err
