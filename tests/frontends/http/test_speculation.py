@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -35,6 +36,16 @@ def asked_again(first_answer: str) -> dict[str, Any]:
     return {"messages": [*STORY, {"role": "assistant", "content": first_answer}, *STORY], "temperature": 0}
 
 
+def told(embedded: Embedded, condition: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+    """What /stats says of guesses once the condition holds, or after a while: it tells of the engine's last STATUS."""
+    deadline = time.monotonic() + 10
+    while True:
+        figures: dict[str, Any] = embedded.http.get("/stats").json()["speculation"]
+        if condition(figures) or time.monotonic() > deadline:
+            return figures
+        time.sleep(0.05)
+
+
 def test_guesses_are_counted_for_the_request_and_the_engine_alike(
     embedded: Embedded, asked_again: dict[str, Any], first_answer: str
 ) -> None:
@@ -44,7 +55,7 @@ def test_guesses_are_counted_for_the_request_and_the_engine_alike(
     details = answer["usage"]["completion_tokens_details"]
     accepted, rejected = details["accepted_prediction_tokens"], details["rejected_prediction_tokens"]
     assert 10 < accepted < answer["usage"]["completion_tokens"]
-    after = embedded.http.get("/stats").json()["speculation"]
+    after = told(embedded, lambda figures: figures["accepted"] - before["accepted"] >= accepted)
     assert after["accepted"] - before["accepted"] == accepted
     assert after["drafted"] - before["drafted"] == accepted + rejected
     assert after["acceptance_rate"] == pytest.approx(after["accepted"] / after["drafted"])
@@ -54,8 +65,10 @@ def test_guesses_are_counted_for_the_request_and_the_engine_alike(
 
 def test_metrics_say_what_stats_say(embedded: Embedded, asked_again: dict[str, Any]) -> None:
     embedded.ask(CHAT, **asked_again, max_tokens=64)
-    stats = embedded.http.get("/stats").json()["speculation"]
     text = embedded.http.get("/metrics").text
+    accepted = re.search(r"^vllm:spec_decode_num_accepted_tokens_total{.*} (\S+)$", text, re.MULTILINE)
+    assert accepted is not None
+    stats = told(embedded, lambda figures: figures["accepted"] >= float(accepted[1]))
     for name, key in (
         ("vllm:spec_decode_num_drafts_total", "verified"),
         ("vllm:spec_decode_num_draft_tokens_total", "drafted"),
