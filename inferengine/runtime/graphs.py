@@ -56,7 +56,7 @@ class DecodeGraphs:
         self._pinned = [torch.empty(COLUMNS, max_rows, dtype=torch.int32, pin_memory=True) for _ in range(RING)]
         self._next = 0
         self._captured: dict[tuple[int, int | None], Captured] = {}
-        self._pool: Any = None
+        self.pool: Any = None  # of memory: other graphs that never run at the same time may use it, too
 
     def capture_all(self, progress: Callable[[float], None]) -> None:
         """Capture every size, largest first so that the pool is as large as it gets."""
@@ -129,9 +129,9 @@ class DecodeGraphs:
             self._compute(size, needs)  # compiles kernels and sizes workspaces outside the capture
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=side):
+        with torch.cuda.graph(graph, pool=self.pool, stream=side):
             logits, ids = self._compute(size, needs)
-        self._pool = self._pool or graph.pool()
+        self.pool = self.pool or graph.pool()
         self._captured[size, needs] = Captured(graph, logits, ids)
 
     def _upload(self, columns: StepColumns, count: int, size: int) -> None:

@@ -8,6 +8,7 @@ back. On a CPU the work is done when `execute` returns.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -33,6 +34,7 @@ from inferengine.runtime.batch import columns_of, make_batch
 from inferengine.runtime.draft_model import DraftModel
 from inferengine.runtime.graphs import DecodeGraphs
 from inferengine.runtime.kv_cache import KVCache
+from inferengine.runtime.mixed_graphs import MixedGraphs, MixedShape, shapes_to_capture
 from inferengine.runtime.pooling import Pooling
 from inferengine.runtime.prompt_logprobs import PromptLogprobs
 from inferengine.runtime.roofline import roofline_of
@@ -52,6 +54,7 @@ class TorchExecutor:
         self.device = settings.device
         self.ops = ops_table.resolve(settings.device, deterministic=settings.deterministic)
         self.graphs: DecodeGraphs | None = None
+        self.mixed: MixedGraphs | None = None
         self.draft: DraftModel | None = None
         self.adapters: AdapterFolder | None = None
 
@@ -104,11 +107,13 @@ class TorchExecutor:
         first request pays for nothing."""
         if self.device.type == "cuda":
             graphs = DecodeGraphs(self.model, self.ops, self.slots, self._group_kv, self.settings.max_num_seqs)
-            self._compile(graphs)
+            mixed = MixedGraphs(self.model, self.ops, self.slots, self._group_kv, self._mixed_shapes())
+            self._compile([graphs.touch_all, mixed.touch_all])
             progress("compiling kernels", 1.0)
             if self.settings.cuda_graphs:
-                graphs.capture_all(lambda share: progress("capturing graphs", share))
-                self.graphs = graphs
+                graphs.capture_all(lambda share: progress("capturing decode graphs", share))
+                mixed.capture_all(lambda share: progress("capturing prompt graphs", share), graphs.pool)
+                self.graphs, self.mixed = graphs, mixed
         sizes = (1, 16, self.settings.max_num_batched_tokens) if self.device.type == "cuda" else (16, 1)
         for index, num_tokens in enumerate(sizes):
             self.execute(self._scratch_plan(num_tokens)).result()
@@ -132,7 +137,7 @@ class TorchExecutor:
     def close(self) -> None:
         """Give the memory back."""
         self.draft = None
-        self.graphs = None
+        self.graphs = self.mixed = None
         self.__dict__.pop("_group_kv", None)
         self.__dict__.pop("model", None)
         self.__dict__.pop("kv", None)
@@ -168,8 +173,10 @@ class TorchExecutor:
     def _compute(self, plan: StepPlan) -> StepDraws:
         columns = columns_of(plan)
         adapted = self.adapters is not None and self.adapters.bank.begin(columns.row_slot, columns.token_row)
-        if self.graphs is not None and plan.num_decodes == len(plan.slots) and not adapted:
-            return self._replay(plan, columns)
+        if self.graphs is not None and not adapted:
+            captured = self._replay(plan, columns)
+            if captured is not None:
+                return captured
         batch = make_batch(plan, columns, self.slots, self.device)
         if self.steady is not None:
             self.steady.begin(columns, plan.num_decodes, changed=bool(plan.admitted or plan.copies or plan.swap_in))
@@ -190,26 +197,39 @@ class TorchExecutor:
         embeddings = self.pooling.compute(self.model, hidden, plan.pooled, columns) if plan.pooled else None
         return StepDraws(self.ops, self.slots, plan, batch, logits, prompt=prompt, embeddings=embeddings)
 
-    def _replay(self, plan: StepPlan, columns: StepColumns) -> StepDraws:
-        """A step of decodes only: one graph launch, drawing included where the graph can."""
-        needs = self.slots.needs(columns.row_slot, columns.sample_positions)
-        kind = None if plan.masked else self.graphs.kind(len(columns.row_slot), needs)
-        logits, ids = self.graphs.run(columns, kind)
-        batch = self.graphs.batch(len(columns.row_slot))
-        batch.columns = columns
-        return StepDraws(self.ops, self.slots, plan, batch, logits, ids)
+    def _replay(self, plan: StepPlan, columns: StepColumns) -> StepDraws | None:
+        """The step as one graph launch, drawing included where the graph can. None: no graph holds such a step."""
+        if plan.num_decodes == len(plan.slots):
+            needs = self.slots.needs(columns.row_slot, columns.sample_positions)
+            kind = None if plan.masked else self.graphs.kind(len(columns.row_slot), needs)
+            logits, ids = self.graphs.run(columns, kind)
+            batch = self.graphs.batch(len(columns.row_slot))
+            batch.columns = columns
+            return StepDraws(self.ops, self.slots, plan, batch, logits, ids)
+        shape = self.mixed.shape(plan, len(columns.sample_rows))
+        if shape is None or plan.pooled or prompt_logprobs.are_asked(self.slots, columns):
+            return None
+        batch, logits = self.mixed.run(shape, plan, columns)
+        return StepDraws(self.ops, self.slots, plan, batch, logits if batch.num_samples else None)
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
-    def _compile(self, graphs: DecodeGraphs) -> None:
-        """Compile what steps of every kind launch."""
+    def _mixed_shapes(self) -> list[MixedShape]:
+        """Steps with prompt chunks to capture: those that the device computes faster than a host can launch them."""
+        settings = self.settings
+        found = self.roofline()
+        token_s = 0.0 if found is None else found.work.operations_per_token / found.peaks.operations_per_s
+        return shapes_to_capture(settings.max_num_seqs, settings.max_num_batched_tokens, token_s)
+
+    def _compile(self, captured: list[Callable[[], None]]) -> None:
+        """Compile what steps of every kind launch, those to be captured among them."""
         eager = rehearsal.plans(
             self.slots.num_slots,
             len(self.kv.groups),
             max_rows=self.settings.max_num_seqs,
             max_tokens=min(self.settings.max_num_batched_tokens, self.slots.tokens.shape[1] - 1),
         )
-        rehearsal.compile_kernels([graphs.touch_all, *(partial(self.execute, plan) for plan in eager)])
+        rehearsal.compile_kernels([*captured, *(partial(self.execute, plan) for plan in eager)])
 
     def _load_adapters(self, folder: Path, targets: dict[str, Target]) -> None:
         """Make room for adapters beside the model, and load those that are there."""
