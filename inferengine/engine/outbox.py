@@ -4,17 +4,19 @@ A peer without credit costs nothing: its subscriptions are marked dirty, their c
 more. Coalescing for a slow reader, resuming, and attaching are therefore the same operation.
 
 The step that everybody waits for is short: while the same sequences run (equal `layout`), the stream column of each
-peer is a constant, and sending is one conversion of the drawn tokens. Only the I/O thread comes here.
+peer is a constant, and sending is one conversion of the drawn tokens (`layout.py`). Only the I/O thread comes here.
 """
 
 from __future__ import annotations
 
 import logging
-from collections import Counter, deque
+from array import array
+from collections import deque
 from collections.abc import Callable, Iterable
 
 from inferengine.core.scheduler import StepOutput
 from inferengine.core.stopping import Finished
+from inferengine.engine.layout import Group, Layout
 from inferengine.engine.outgoing import Outgoing
 from inferengine.engine.output_log import Log, MakeText, Submission, Subscription, TextLog
 from inferengine.engine.peer import Peer
@@ -26,42 +28,6 @@ logger = logging.getLogger("inferengine.requests")
 
 MAX_KEPT_TOKENS = 8_000_000  # of finished logs, and as much of notes: 32 MB
 TOKEN_BYTES = 4
-
-
-class _Group:
-    """The rows of one layout that go to one peer. `indices` is None where those are all rows."""
-
-    __slots__ = ("indices", "peer", "plain", "streams", "subscriptions")
-
-    def __init__(self, peer: Peer, subscriptions: list[Subscription], indices: list[int] | None) -> None:
-        self.peer = peer
-        self.subscriptions = subscriptions
-        self.indices = indices
-        self.streams = codec.to_u32([subscription.stream for subscription in subscriptions])
-        self.plain = not [subscription for subscription in subscriptions if not subscription.plain]
-
-
-class _Layout:
-    """What can be prepared once for all steps that draw tokens for the same sequences, `logs[i]` for the i-th token. A
-    log stands there as often as it gets tokens in one step."""
-
-    __slots__ = ("_counts", "appends", "groups", "key", "num_logs", "texts", "time_s")
-
-    def __init__(self, key: int, logs: list[Log], time_s: float) -> None:
-        self.key = key
-        self.time_s = time_s  # of the last step
-        self.num_logs = len({log.uid for log in logs})
-        self.appends = [log.append for log in logs]
-        self.groups = _groups(logs)
-        self._counts = Counter(logs) if self.num_logs != len(logs) else None
-        self.texts: dict[Log, list[int]] = {}  # with the indices of their tokens
-        for index, log in enumerate(logs):
-            if log.text is not None:
-                self.texts.setdefault(log, []).append(index)
-
-    def tokens_of(self, log: Log) -> int:
-        """How many tokens this log gets in one step."""
-        return 1 if self._counts is None else self._counts[log]
 
 
 class Outbox:
@@ -89,8 +55,8 @@ class Outbox:
         self._on_end = on_end
         self._logs: dict[int, Log] = {}
         self._targets: dict[int, Log] = {}  # where a uid's tokens go: its log, until a stop string has ended that
-        self._layout: _Layout | None = None
-        self._layout_valid = False
+        self._layout = Layout(-1, [], 0.0)
+        self._layout.stale = True
         self._finished: deque[tuple[float, Submission, int]] = deque()
         self._kept_tokens = 0
         self._step = 0
@@ -125,21 +91,24 @@ class Outbox:
                     subscription.characters = self._characters_of(log, subscription.cursor)
             elif log.text is not None:
                 subscription.characters = min(start, len(log.text.text))
-            log.subscribe(subscription)
+            log.subscriptions.append(subscription)
+            if log.layout is not None:
+                log.layout.stale = True
             peer.streams[subscription.stream] = subscription
             if log.tokens or log.ended is not None:
                 peer.dirty[subscription.stream] = subscription
-        self._layout_valid = False
 
     def drop(self, peer: Peer) -> list[Submission]:
         """Forget a peer's cursors. Returns the submissions that nobody reads now, not ended and not detached."""
         orphans: dict[bytes, Submission] = {}
         for subscription in list(peer.streams.values()):
-            submission = subscription.log.submission
+            log = subscription.log
+            if log.layout is not None:
+                log.layout.stale = True
+            submission = log.submission
             self._close(subscription)
             if not submission.detached and not submission.ended and not submission.num_subscriptions:
                 orphans[submission.id] = submission
-        self._layout_valid = False
         return list(orphans.values())
 
     # -- a step ------------------------------------------------------------------------------------------------------
@@ -150,15 +119,10 @@ class Outbox:
         self._step = output.step or self._step
         layout = None
         if output.uids:
-            layout = self._layout
-            if layout is None or not self._layout_valid or layout.key != output.layout:
-                layout = self._enter_layout(output, now)
-            else:
-                self._telemetry.token_gap_s.observe(now - layout.time_s, layout.num_logs)
-                layout.time_s = now
+            layout = self._enter_layout(output, now)
             token_ids = output.token_ids
-            for append, token_id in zip(layout.appends, token_ids, strict=True):
-                append(token_id)
+            tokens = array("I", token_ids)
+            layout.push(tokens)
             if output.logprobs:
                 self._append_logprobs(output)
             for uid, prompt_rows in (output.prompt_logprobs or {}).items():
@@ -171,11 +135,11 @@ class Outbox:
         ended = self._end_rows(output.finished, now) if finished else []
         touched: set[Peer] = set()
         if layout is not None:
-            for group in layout.groups:
-                self._send_group(group, layout, output, ended, touched, now)
+            for group in layout.groups.values():
+                self._send_group(group, layout, tokens, ended, touched, now)
         for log in ended:
             for subscription in log.subscriptions:
-                self._mark(subscription, touched, len(log.tokens))
+                self._mark(subscription, touched, 0)
         for peer in touched:
             self.flush(peer, now)
 
@@ -221,60 +185,58 @@ class Outbox:
     # -- inside ------------------------------------------------------------------------------------------------------
 
     def _send_group(
-        self,
-        group: _Group,
-        layout: _Layout,
-        output: StepOutput,
-        ended: list[Log],
-        touched: set[Peer],
-        now: float,
+        self, group: Group, layout: Layout, tokens: array[int], ended: list[Log], touched: set[Peer], now: float
     ) -> None:
         peer = group.peer
-        if group.plain and not peer.dirty and peer.can_step and self._layout_valid:
-            token_ids, indices = output.token_ids, group.indices
-            tokens = codec.to_u32(token_ids if indices is None else [token_ids[index] for index in indices])
-            closing = [s for log in ended for s in log.subscriptions if s.peer is peer]
+        if not group.num_special and not peer.dirty and peer.can_step and not layout.stale:
+            closing = [s for log in ended for s in log.subscriptions if s.peer is peer] if ended else []
             if all(subscription.plain for subscription in closing):
                 done = [subscription.terminal_row() for subscription in closing]
-                seq = peer.window.seq + 1
-                frames = codec.step_frames(seq, output.step, group.streams, None, done, None, tokens)
+                seq, column = peer.window.seq + 1, group.token_column(tokens)
+                frames = codec.step_frames(seq, self._step, group.stream_column, None, done, None, column)
                 if peer.send_step(frames, now):
                     for subscription in closing:
                         self._close(subscription)
                     return
         for subscription in group.subscriptions:
-            log = subscription.log
-            self._mark(subscription, touched, len(log.tokens) - layout.tokens_of(log))
+            self._mark(subscription, touched, layout.tokens_of(subscription.log))
 
-    def _mark(self, subscription: Subscription, touched: set[Peer], cursor: int) -> None:
-        """There is news that was not sent; a plain subscription had everything up to `cursor`."""
+    def _mark(self, subscription: Subscription, touched: set[Peer], num_new: int) -> None:
+        """There is news that was not sent; a plain subscription had everything but the last `num_new` tokens."""
         peer = subscription.peer
         if subscription.stream not in peer.dirty:
             if subscription.plain:
-                subscription.cursor = cursor
+                subscription.cursor = len(subscription.log.tokens) - num_new
             elif not subscription.behind:
                 return  # its token has no character yet
             peer.dirty[subscription.stream] = subscription
         touched.add(peer)
 
-    def _enter_layout(self, output: StepOutput, now: float) -> _Layout:
-        """Other sequences draw tokens now, or other peers read them."""
+    def _enter_layout(self, output: StepOutput, now: float) -> Layout:
+        """The layout of this step: that of the step before, or its successor when other sequences draw tokens now, or
+        other peers read them."""
+        layout, gap, first = self._layout, self._telemetry.token_gap_s, self._telemetry.first_token_s
+        if layout.is_of(output.layout):
+            gap.observe(now - layout.time_s, layout.num_logs)
+            layout.time_s = now
+            return layout
         targets = self._targets
-        logs = [targets[uid] for uid in output.uids]
-        old = self._layout
-        layout = _Layout(output.layout, logs, now)
-        gap, first = self._telemetry.token_gap_s, self._telemetry.first_token_s
-        others = {log for log in logs if log.layout is not old or old is None}
-        if old is not None and layout.num_logs > len(others):
-            gap.observe(now - old.time_s, layout.num_logs - len(others))
-        for log in others:
+        new = layout.change(output.layout, output.uids, targets)
+        last_s = layout.time_s
+        if new is None:
+            logs = [targets[uid] for uid in output.uids]
+            new = list({log: None for log in logs if log.layout is not layout})
+            layout = Layout(output.layout, logs, now)
+        if layout.num_logs > len(new):
+            gap.observe(now - last_s, layout.num_logs - len(new))
+        for log in new:
             if log.layout is None:
                 first.observe(now - log.arrival_s)
             else:
                 gap.observe(now - log.layout.time_s)
-        for log in logs:
+        for log in new if layout is self._layout else layout.logs:
             log.layout = layout
-        self._layout, self._layout_valid = layout, True
+        self._layout, layout.time_s = layout, now
         return layout
 
     def _append_logprobs(self, output: StepOutput) -> None:
@@ -288,7 +250,7 @@ class Outbox:
             return
         stop_token = row is not None and row.reason == "stop" and not isinstance(row.detail, str)
         if log.text.push(token_ids, final=row is not None, stop_token=stop_token):
-            self._layout_valid = False
+            self._layout.stale = True
             log.cut(log.text.stopped_at)
             self._targets[log.uid] = log.sink()  # the core draws on until it has heard of it
             if row is None:
@@ -316,7 +278,9 @@ class Outbox:
         log = self._logs.pop(row.uid, None)
         if log is None:
             return None
-        del self._targets[row.uid]
+        target = self._targets.pop(row.uid)
+        if target.layout is self._layout:
+            self._layout.gone.append(row.uid)
         if log.text is not None and not log.stopped:
             log.text.push([], final=True, stop_token=False)  # what was held back; nothing if its last token is in
         log.end(row)
@@ -340,7 +304,7 @@ class Outbox:
         peer = subscription.peer
         peer.streams.pop(subscription.stream, None)
         peer.dirty.pop(subscription.stream, None)
-        subscription.log.unsubscribe(subscription)
+        subscription.log.subscriptions.remove(subscription)
 
 
 def _log_end(log: Log, ended: Done) -> None:
@@ -362,21 +326,3 @@ def _log_end(log: Log, ended: Done) -> None:
     if ended.reason in ("error", "abort") and isinstance(ended.detail, list):
         fields["code"] = ended.detail[0]
     logger.info("request ended", extra={"fields": fields})
-
-
-def _groups(logs: list[Log]) -> list[_Group]:
-    """The rows of each peer. Mostly there is one peer, and every log has one reader."""
-    sole = [log.sole for log in logs]
-    first = sole[0]
-    if first is not None:
-        peer = first.peer
-        own = [subscription for subscription in sole if subscription is not None and subscription.peer is peer]
-        if len(own) == len(logs):
-            return [_Group(peer, own, None)]
-    by_peer: dict[Peer, tuple[list[Subscription], list[int]]] = {}
-    for index, log in enumerate(logs):
-        for subscription in log.subscriptions:
-            subscriptions, indices = by_peer.setdefault(subscription.peer, ([], []))
-            subscriptions.append(subscription)
-            indices.append(index)
-    return [_Group(peer, subscriptions, indices) for peer, (subscriptions, indices) in by_peer.items()]

@@ -98,7 +98,6 @@ class Log:
     """The output of one choice: tokens, and where asked for their log-probabilities and their text."""
 
     __slots__ = (
-        "append",
         "arrival_s",
         "choice",
         "embedding",
@@ -106,11 +105,10 @@ class Log:
         "layout",
         "logprobs",
         "prompt_logprobs",
-        "sole",
+        "stored",
         "submission",
         "subscriptions",
         "text",
-        "tokens",
         "uid",
     )
 
@@ -119,8 +117,7 @@ class Log:
         self.submission = submission
         self.choice = choice
         self.arrival_s = arrival_s
-        self.tokens: array[int] = array("I")
-        self.append = self.tokens.append
+        self.stored: array[int] = array("I")  # without what its layout has not given it yet
         self.logprobs: list[TokenLogprobs] | None = [] if submission.params.logprobs is not None else None
         wants_prompt = submission.params.prompt_logprobs is not None and choice == 0
         self.prompt_logprobs: list[TokenLogprobs] | None = [] if wants_prompt else None
@@ -128,8 +125,14 @@ class Log:
         self.embedding: bytes | None = None  # with its end
         self.ended: Done | None = None  # its terminal row, still without a stream
         self.subscriptions: list[Subscription] = []
-        self.sole: Subscription | None = None  # the only subscription, where there is exactly one
-        self.layout: Any = None  # the outbox's, of the last step that had a token for it
+        self.layout: Any = None  # of the last step that had a token for it
+
+    @property
+    def tokens(self) -> array[int]:
+        """All tokens so far."""
+        if self.layout is not None:
+            self.layout.settle()
+        return self.stored
 
     @property
     def stopped(self) -> bool:
@@ -170,14 +173,6 @@ class Log:
             min(row.num_accepted, num_tokens),
             row.num_rejected,
         )
-
-    def subscribe(self, subscription: Subscription) -> None:
-        self.subscriptions.append(subscription)
-        self.sole = subscription if len(self.subscriptions) == 1 else None
-
-    def unsubscribe(self, subscription: Subscription) -> None:
-        self.subscriptions.remove(subscription)
-        self.sole = self.subscriptions[0] if len(self.subscriptions) == 1 else None
 
 
 class Subscription:
