@@ -290,7 +290,8 @@ def _decode_kernel(
     begin = tl.maximum(length - window, 0) if WINDOW else 0
     first_tile = begin // BLOCK_T
     num_tiles = tl.maximum(tl.cdiv(end, BLOCK_T) - first_tile, 0)
-    tiles_per_split = tl.maximum(tl.cdiv(num_tiles, SPLITS), MIN_TILES)
+    wanted = tl.minimum(tl.maximum(tl.cdiv(num_tiles, MIN_TILES), 1), SPLITS)
+    tiles_per_split = tl.maximum(tl.cdiv(num_tiles, wanted), 1)  # as equal as they get
     active = tl.maximum(tl.cdiv(num_tiles, tiles_per_split), 1)
     if split >= active:
         return  # split 0 of the row waits for the previous kernel

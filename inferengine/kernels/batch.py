@@ -48,6 +48,7 @@ class Batch:
         "block_tables",
         "columns",
         "input_ids",
+        "isolated",
         "max_query_len",
         "max_row_len",
         "num_decodes",
@@ -94,6 +95,8 @@ class Batch:
     sample_positions: torch.Tensor  # [N] int32, index of the token to be drawn
     plans: list[Any]
     steady: Any  # cpu_steady.SteadyBatch, where the executor has one
+    isolated: bool  # on the CPU: no row's numbers come near another row's, because some are NaN
 
     def __init__(self) -> None:
         self.steady = None
+        self.isolated = False

@@ -3,96 +3,21 @@
 Block-granular flash decoding (Dao et al. 2023): the keys of all decode rows are gathered at once in chunks of whole
 blocks, every (row, chunk) pair is one item of a batched matrix product, and partial results are combined by their
 log-sum-exp. Prompt tokens run in tiles of flattened queries over the keys of the rows they belong to. What depends only
-on the step (which blocks, which masks, which angles) is worked out once for all layers of a group: AttentionPlan.
+on the step (which blocks, which masks) is worked out once for all layers of a group: cpu_attention_plan.py.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from torch.nn import functional
 
+from inferengine.kernels.cpu_attention_plan import FP8, Angles, AttentionPlan, DecodePlan, TilePlan, number_type, stored
 from inferengine.kernels.reference import rms_norm
 
-FP8, FP8_MAX = torch.float8_e4m3fn, 448.0
-SHORT_ROW = 16  # most new tokens of a row that is computed as decodes are: guesses to verify, mostly
-QUERY_TILE = 128  # flattened query tokens per prompt tile
-KEY_TILE = 4096  # keys at which a tile that spans several rows is closed early
-CHUNK_TOKENS = 256  # keys per decode item when rows differ much in length
-
-
-class DecodePlan(NamedTuple):
-    """Which keys rows of few tokens read. I items of C blocks; `rows[i]` owns item i; items of a row are neighbours.
-    Every row has Q queries: 1 for decodes; shorter rows repeat their last one."""
-
-    begin: int  # the tokens computed are [begin, end)
-    end: int
-    num_queries: int
-    tokens: torch.Tensor | None  # [R * Q] token of each query, counted from `begin`; None: one for one
-    is_first: torch.Tensor | None  # [R * Q] which queries are no repetition; None: all
-    places: torch.Tensor  # [2 * I * K * C] rows of kv seen as [num_blocks * 2 * K, block_size * D]
-    mask: torch.Tensor  # [I * K, Q, C * block_size], 0 or -inf
-    rows: torch.Tensor | None  # [I]; None when every row is one item
-    host_rows: np.ndarray
-    row_begin: np.ndarray  # [R] first item of each row
-    gathered: torch.Tensor  # [2 * I * K * C, block_size * D] scratch shared by the layers
-    num_items: int
-
-
-class TilePlan(NamedTuple):
-    """Prompt tokens [begin, end) and the keys of their rows. `mask` [end - begin, keys] is 0 or -inf."""
-
-    begin: int
-    end: int
-    places: torch.Tensor  # [2 * K * blocks]
-    mask: torch.Tensor
-
-
-class Angles(NamedTuple):
-    """Rotation of query and key heads [T, H + K, D]: x * cos + roll(x, D / 2) * sin, where the rolled head holds each
-    element's partner. Both [T, 1, D]."""
-
-    cos: torch.Tensor
-    sin: torch.Tensor
-
-
-class AttentionPlan:
-    """What one step and one KV group decide for all their layers."""
-
-    __slots__ = ("angles", "decodes", "kept", "tiles", "written")
-
-    def __init__(
-        self, decodes: list[DecodePlan], tiles: list[TilePlan], written: torch.Tensor, kept: Any = None
-    ) -> None:
-        self.decodes = decodes  # rows of one token, then rows of few
-        self.tiles = tiles
-        self.written = written  # [T, 2K] rows of kv seen as [.., D] that take each token's K and V
-        self.kept = kept  # cpu_steady.KeptKeys, which then stand for decodes and tiles
-        self.angles: dict[int, Angles] = {}  # by rotation table
-
-
-def prepare_attention(batch: Any, group: int, kv: torch.Tensor, window: int | None) -> AttentionPlan:
-    """Once per step and group: which blocks each query reads, as index lists and masks."""
-    columns = batch.columns
-    if columns is None:
-        raise RuntimeError("attention on the CPU needs the step's columns on the host")
-    table = batch.block_tables[group].numpy()
-    written = torch.from_numpy(_written(columns, table, kv))
-    if batch.steady is not None and window is None:
-        kept = batch.steady.keep(columns, group, table, kv)
-        if kept is not None:
-            return AttentionPlan([], [], written, kept)
-    num_short = _num_short(columns, batch.num_decodes)
-    ends = [batch.num_decodes, batch.num_decodes + num_short]
-    decodes = [
-        _plan_decode(columns, begin, end, table, kv, window)
-        for begin, end in zip([0, ends[0]], ends, strict=True)
-        if end > begin
-    ]
-    tiles = _plan_tiles(columns, ends[1], table, kv, window) if ends[1] < batch.num_rows else []
-    return AttentionPlan(decodes, tiles, written)
+FP8_MAX = 448.0
 
 
 def attention_qkv(
@@ -136,7 +61,7 @@ def attention_qkv(
         new = new if new.dtype == kv.dtype else new.to(kv.dtype)
         kv.view(-1, head_dim).index_put_((plan.written,), new)
         if plan.kept is not None:
-            return plan.kept.attention(queries, new, kv, scale, softcap)
+            return _kept_first(queries, new, kv, plan, scale, softcap)
         return attention(queries, kv, batch, group, scale, window, softcap)
     new = torch.cat((new[:, :num_kv_heads] / kv_scales[0], new[:, num_kv_heads:] / kv_scales[1]), 1)
     codes = new.clamp_(-FP8_MAX, FP8_MAX).to(FP8).view(torch.uint8)
@@ -167,14 +92,16 @@ def attention(
     return out
 
 
-def number_type(kv: torch.Tensor) -> torch.dtype:
-    """What keys and values are computed with: the cache's own type, fp32 where it holds 8-bit codes."""
-    return torch.float32 if kv.dtype == FP8 else kv.dtype
-
-
-def _stored(kv: torch.Tensor) -> torch.Tensor:
-    """The cache as a type that can be gathered."""
-    return kv.view(torch.uint8) if kv.dtype == FP8 else kv
+def _kept_first(
+    q: torch.Tensor, new: torch.Tensor, kv: torch.Tensor, plan: AttentionPlan, scale: float, softcap: float | None
+) -> torch.Tensor:
+    """The rows whose keys lie side by side, then the tiles of prompts."""
+    count = plan.kept.num_tokens
+    mixed = plan.kept.attention(q[:count], new[:count], kv, scale, softcap)
+    if not plan.tiles:
+        return mixed
+    tiles = [_prompt_tile(q[tile.begin : tile.end], kv, tile, scale, softcap) for tile in plan.tiles]
+    return torch.cat((mixed, *tiles))
 
 
 def _numbers(gathered: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
@@ -198,7 +125,7 @@ def _decode(q: torch.Tensor, kv: torch.Tensor, plan: DecodePlan, scale: float, s
     num_kv_heads, block_size, num_rows = kv.shape[2], kv.shape[3], len(plan.row_begin)
     if plan.num_queries > 1:
         q = _by_kv_head(q, plan, num_rows, num_kv_heads)
-    torch.index_select(_stored(kv).view(-1, block_size * head_dim), 0, plan.places, out=plan.gathered)
+    torch.index_select(stored(kv).view(-1, block_size * head_dim), 0, plan.places, out=plan.gathered)
     keys, values = _numbers(plan.gathered, kv).view(2, plan.num_items * num_kv_heads, -1, head_dim).unbind(0)
     queries = q if plan.rows is None else q.index_select(0, plan.rows)
     queries = queries.reshape(plan.num_items * num_kv_heads, -1, head_dim)
@@ -248,8 +175,8 @@ def _prompt_tile(
     count, num_heads, head_dim = q.shape
     num_kv_heads, block_size = kv.shape[2], kv.shape[3]
     group_heads = num_heads // num_kv_heads
-    gathered = _numbers(_stored(kv).view(-1, block_size * head_dim).index_select(0, tile.places), kv).to(q.dtype)
-    keys, values = gathered.view(2, num_kv_heads, 1, -1, head_dim)
+    gathered = _numbers(stored(kv).view(-1, block_size * head_dim).index_select(0, tile.places), kv).to(q.dtype)
+    keys, values = gathered.view(2, num_kv_heads, 1, -1, head_dim)[:, :, :, : tile.mask.shape[1]]
     queries = q.view(count, num_kv_heads, group_heads, head_dim).permute(1, 2, 0, 3)
     if softcap is None:
         shape = (num_kv_heads, group_heads, -1, head_dim)
@@ -260,137 +187,3 @@ def _prompt_tile(
         scores = torch.matmul(queries, keys.transpose(2, 3)).mul_(scale / softcap).tanh_().mul_(softcap)
         mixed = torch.matmul(torch.softmax(scores.add_(tile.mask), -1), values)
     return mixed.permute(2, 0, 1, 3).reshape(count, num_heads * head_dim)
-
-
-def _num_short(columns: Any, num_decodes: int) -> int:
-    """Rows after the decodes, up to the first long one, that are computed as decodes are."""
-    counts = np.diff(columns.query_start[num_decodes:])
-    long = np.flatnonzero(counts > SHORT_ROW)
-    return int(long[0]) if len(long) else len(counts)
-
-
-def _plan_decode(
-    columns: Any, begin: int, end: int, table: np.ndarray, kv: torch.Tensor, window: int | None
-) -> DecodePlan:
-    """For the rows [begin, end)."""
-    num_kv_heads, block_size, head_dim = kv.shape[2], kv.shape[3], kv.shape[4]
-    count, slots = end - begin, columns.row_slot[begin:end]
-    lengths, starts = columns.row_len[begin:end].astype(np.int64), columns.row_start[begin:end].astype(np.int64)
-    counts = lengths - starts
-    num_queries = int(counts.max())
-    places_of = np.minimum(np.arange(num_queries), counts[:, None] - 1)  # [R, Q] of a query within its row
-    first_key = np.zeros_like(lengths) if window is None else np.maximum(starts + 1 - window, 0)
-    first_block = first_key // block_size
-    num_blocks = -(-lengths // block_size) - first_block
-    longest = int(num_blocks.max())
-    chunk = longest
-    if count > 1 and count * longest > 1.25 * num_blocks.sum():  # ragged: chunks rather than padding to the longest
-        chunk = min(longest, max(1, CHUNK_TOKENS // block_size))
-    items = -(-num_blocks // chunk)
-    row_begin = np.cumsum(items) - items
-    host_rows = np.repeat(np.arange(count), items)
-    item_in_row = np.arange(len(host_rows)) - row_begin[host_rows]
-    index = (first_block[host_rows] + item_in_row * chunk)[:, None] + np.arange(chunk)  # [I, C] block within its row
-    last = first_block + num_blocks - 1
-    blocks = table[slots[host_rows][:, None], np.minimum(index, last[host_rows][:, None])]
-    keys = (index[:, :, None] * block_size + np.arange(block_size)).reshape(len(host_rows), 1, -1)
-    positions = (starts[:, None] + places_of)[host_rows][:, :, None]  # [I, Q, 1] of the queries
-    hidden = keys > positions
-    if window is not None:
-        hidden |= keys <= positions - window
-    mask = np.where(hidden, np.float32(-np.inf), np.float32(0))
-    places = torch.from_numpy(block_places(blocks, num_kv_heads))
-    first_token = int(columns.query_start[begin])
-    ragged = int(counts.min()) < num_queries
-    tokens = (columns.query_start[begin:end] - first_token)[:, None] + places_of
-    return DecodePlan(
-        begin=first_token,
-        end=int(columns.query_start[end]),
-        num_queries=num_queries,
-        tokens=torch.from_numpy(tokens.reshape(-1)) if ragged else None,
-        is_first=torch.from_numpy((np.arange(num_queries) < counts[:, None]).reshape(-1)) if ragged else None,
-        places=places,
-        mask=torch.from_numpy(np.repeat(mask, num_kv_heads, axis=0)).to(number_type(kv)),
-        rows=None if len(host_rows) == count else torch.from_numpy(host_rows),
-        host_rows=host_rows,
-        row_begin=row_begin,
-        gathered=torch.empty(len(places), block_size * head_dim, dtype=_stored(kv).dtype),
-        num_items=len(host_rows),
-    )
-
-
-def _written(columns: Any, table: np.ndarray, kv: torch.Tensor) -> np.ndarray:
-    """[T, 2K] rows of kv seen as [num_blocks * 2 * K * block_size, D]: each token's keys, then its values."""
-    num_kv_heads, block_size = kv.shape[2], kv.shape[3]
-    positions = columns.positions
-    blocks = table[columns.row_slot[columns.token_row], positions // block_size].astype(np.int64)
-    first = blocks * (2 * num_kv_heads * block_size) + positions % block_size
-    return first[:, None] + np.arange(2 * num_kv_heads) * block_size
-
-
-def block_places(blocks: np.ndarray, num_kv_heads: int) -> np.ndarray:
-    """Rows of kv seen as [num_blocks * 2 * K, block_size * D], ordered [K or V, item, kv head, block]."""
-    halves = np.arange(2).reshape(2, 1, 1, 1)
-    heads = np.arange(num_kv_heads).reshape(1, 1, num_kv_heads, 1)
-    return ((blocks.astype(np.int64)[None, :, None, :] * 2 + halves) * num_kv_heads + heads).reshape(-1)
-
-
-def _plan_tiles(
-    columns: Any, first_row: int, table: np.ndarray, kv: torch.Tensor, window: int | None
-) -> list[TilePlan]:
-    """Cut the prompt tokens of a step into tiles: at most QUERY_TILE queries, few keys if several rows share one."""
-    num_kv_heads, block_size = kv.shape[2], kv.shape[3]
-    tiles: list[TilePlan] = []
-    pieces: list[tuple[int, int, int]] = []  # (row, begin, end) in flattened tokens
-    num_queries = num_keys = 0
-
-    def close() -> None:
-        nonlocal num_queries, num_keys
-        if pieces:
-            tiles.append(_tile(columns, pieces, table, num_kv_heads, block_size, window, number_type(kv)))
-        pieces.clear()
-        num_queries = num_keys = 0
-
-    for row in range(first_row, len(columns.row_slot)):
-        begin, row_end = int(columns.query_start[row]), int(columns.query_start[row + 1])
-        while begin < row_end:
-            if num_queries == QUERY_TILE or (pieces and num_keys + int(columns.row_len[row]) > KEY_TILE):
-                close()
-            end = min(row_end, begin + QUERY_TILE - num_queries)
-            pieces.append((row, begin, end))
-            num_queries += end - begin
-            num_keys += int(columns.row_len[row])
-            begin = end
-    close()
-    return tiles
-
-
-def _tile(
-    columns: Any,
-    pieces: list[tuple[int, int, int]],
-    table: np.ndarray,
-    num_kv_heads: int,
-    block_size: int,
-    window: int | None,
-    dtype: torch.dtype,
-) -> TilePlan:
-    blocks, keys, key_rows = [], [], []
-    for row, begin, end in pieces:
-        oldest = int(columns.positions[begin]) if window is None else max(0, int(columns.positions[begin]) - window + 1)
-        span = np.arange(
-            0 if window is None else oldest // block_size, int(columns.positions[end - 1]) // block_size + 1
-        )
-        blocks.append(table[columns.row_slot[row], span])
-        keys.append((span[:, None] * block_size + np.arange(block_size)).reshape(-1))
-        key_rows.append(np.full(len(span) * block_size, row))
-    begin, end = pieces[0][1], pieces[-1][2]
-    position, row_of = columns.positions[begin:end, None], columns.token_row[begin:end, None]
-    key = np.concatenate(keys)
-    seen = key <= position
-    if len(pieces) > 1:
-        seen &= np.concatenate(key_rows) == row_of
-    if window is not None:
-        seen &= key > position - window
-    mask = torch.from_numpy(np.where(seen, np.float32(0), np.float32(-np.inf))).to(dtype)
-    places = torch.from_numpy(block_places(np.concatenate(blocks)[None], num_kv_heads))
-    return TilePlan(begin, end, places, mask)

@@ -1,8 +1,9 @@
-"""Steady decodes on the CPU: while the same rows decode step after step, their keys and values lie side by side.
+"""Steady decodes on the CPU: the keys and values of rows that go on step after step lie side by side.
 
-Gathering paged keys copies all of them in every layer of every step. A batch whose rows stay the same needs that once:
-from then on a step adds its own tokens' keys and values to the copy. They go to the paged cache as always, which stays
-the truth: a copy is forgotten as soon as anything but "the same rows, one token further" happens.
+Gathering paged keys copies all of them in every layer of every step. Rows that go on need that once: each has a place
+in a copy, to which a step adds its own tokens' keys and values. They go to the paged cache as always, which stays the
+truth. A row that comes is gathered into a free place, one that ends leaves its place free; a row may have several new
+tokens (guesses to verify, tokens that a grammar forces), and it may begin before its place ends (guesses were wrong).
 """
 
 from __future__ import annotations
@@ -13,133 +14,296 @@ import numpy as np
 import torch
 
 from inferengine.kernels.batch import StepColumns
-from inferengine.kernels.cpu_attention import FP8, block_places
+from inferengine.kernels.cpu_attention_plan import FP8, block_places
 
 KEPT_BYTES = 64 << 20  # most that is kept, all layers together
-STEADY_STEPS = 2  # unchanged steps after which a copy is made: before, it might not pay for itself
-ROOM = 64  # a copy has room for this many to twice as many tokens more than its longest row
+STEADY_STEPS = 2  # steps of the same rows after which a copy is made: before, it might not pay for itself
+ROOM = 64  # a place has room for this many to twice as many tokens more than the longest row
 RAGGED = 1.25  # padding to the longest row, over all keys, beyond which rows are too unequal to lie side by side
+NEWCOMERS = 0.25  # share of a step's rows beyond which it is another batch
+FILLED = 0.75  # share of places below which they are picked, not taken as they lie
+SPARSE_STEPS = 4  # such steps in a row after which the copy is too large for what is left of its rows
 
 
 class LayerCopy(NamedTuple):
-    """One layer's keys and values of R rows, with room for `capacity` tokens each."""
+    """One layer's keys and values in P places, with room for `capacity` tokens each."""
 
-    flat: torch.Tensor  # [2 * R * K * capacity, D]: what the other two look at
-    keys: torch.Tensor  # [R * K, capacity, D]
+    flat: torch.Tensor  # [2 * P * K * capacity, D]: what the other two look at
+    keys: torch.Tensor  # [P * K, capacity, D]
     values: torch.Tensor
 
 
+class Queries(NamedTuple):
+    """Queries that are computed together: Q of each of X places; those that nobody wants are repetitions."""
+
+    num_queries: int
+    places: torch.Tensor | None  # [X]; None: all of them as they lie
+    tokens: torch.Tensor | None  # [X * Q] token of each query; None: one for one
+    mask: torch.Tensor  # [X * K, 1 or Q * H / K, keys], 0 or -inf; or a lone 0: nothing is hidden
+    mask_weight: int
+    wanted: torch.Tensor | None  # indices in [0, X * Q); None: all
+    into: torch.Tensor | None  # tokens that the wanted ones stand for; None: as they come
+
+
 class SteadyBatch:
-    """Follows the steps of one executor. `copies` is filled by `keep`, by KV group."""
+    """Follows the steps of one model. `copies` is filled by `keep`, by KV group."""
 
     def __init__(self, num_layers: int) -> None:
         self.copies: dict[int, KeptKeys] = {}
-        self._num_layers = num_layers
-        self._num_unchanged = 0
-        self._slots: np.ndarray | None = None  # rows of the last step that succeeded, and where they stood
-        self._starts: np.ndarray | None = None
         self.storage: dict[int, torch.Tensor] = {}  # by layer, used again by the next copy
+        self._num_layers = num_layers
+        self._num_alike = 0  # steps of about the same rows, up to this one
+        self._step = 1
+        self._last_step = np.zeros(1, dtype=np.int64)  # by slot: when it had a row last
+        self._under_way = False
 
-    def begin(self, columns: StepColumns, num_decodes: int, *, changed: bool) -> None:
-        """Before a step. `changed`: slots or blocks have new contents that no step computed."""
-        continues = (
-            not changed
-            and self._slots is not None
-            and num_decodes == len(columns.row_slot)
-            and np.array_equal(columns.row_slot, self._slots)
-            and np.array_equal(columns.row_start, self._starts)
-        )
-        self._num_unchanged = self._num_unchanged + 1 if continues else 0
-        if not continues:
+    def begin(self, columns: StepColumns, admitted: list[int]) -> None:
+        """Before a step. `admitted`: slots with contents that no step of this model computed."""
+        if self._under_way:  # the last step failed half way
+            self.forget()
+        self._under_way = True
+        highest = int(columns.row_slot.max())
+        if highest >= len(self._last_step):
+            self._last_step = np.concatenate((self._last_step, np.zeros(highest + 1, dtype=np.int64)))
+        self.drop(admitted)
+        num_new = int((self._last_step[columns.row_slot] < self._step).sum())
+        self._num_alike = self._num_alike + 1 if num_new <= NEWCOMERS * len(columns.row_slot) else 0
+        self._step += 1
+        self._last_step[columns.row_slot] = self._step
+        if not self._num_alike:
             self.copies.clear()
-        self._slots = None
 
-    def end(self, columns: StepColumns) -> None:
+    def end(self) -> None:
         """The step has gone through all layers."""
-        self._slots, self._starts = columns.row_slot, columns.row_len
+        self._under_way = False
 
-    def keep(self, columns: StepColumns, group: int, table: np.ndarray, kv: torch.Tensor) -> KeptKeys | None:
-        """The copies of a group without window, ready for this step; None where there are none and none are to be."""
+    def drop(self, slots: list[int]) -> None:
+        """These slots are somebody else's now."""
+        self._last_step[[slot for slot in slots if slot < len(self._last_step)]] = 0
+        for kept in self.copies.values():
+            kept.drop(slots)
+
+    def forget(self) -> None:
+        """What is kept may be wrong."""
+        self.copies.clear()
+        self._num_alike = 0
+        self._last_step[:] = 0
+
+    def keep(
+        self, columns: StepColumns, num_rows: int, group: int, table: np.ndarray, kv: torch.Tensor
+    ) -> KeptKeys | None:
+        """The copies of a group without window, ready for the first `num_rows` rows of this step; None where there are
+        none and none are to be."""
+        lengths = columns.row_len[:num_rows]
+        longest = int(lengths.max())
         kept = self.copies.get(group)
-        longest = int(columns.row_len.max())
-        if kept is None or longest > kept.capacity:
-            self.copies.pop(group, None)
-            if self._num_unchanged < STEADY_STEPS or kv.dtype == FP8:
-                return None
+        if kept is not None and not kept.suits(num_rows, longest):
+            self.copies.pop(group)
+            kept = None
+        if self._num_alike < STEADY_STEPS or num_rows * longest > RAGGED * lengths.sum():
+            return None
+        if kept is None:
             capacity = (longest // ROOM + 2) * ROOM
-            num_numbers = 2 * len(columns.row_slot) * kv.shape[2] * capacity * kv.shape[4]
-            if num_numbers * kv.element_size() * self._num_layers > KEPT_BYTES:
+            num_numbers = 2 * num_rows * kv.shape[2] * capacity * kv.shape[4]
+            if kv.dtype == FP8 or num_numbers * kv.element_size() * self._num_layers > KEPT_BYTES:
                 return None
-            if len(columns.row_slot) * longest > RAGGED * columns.row_len.sum():
-                return None
-            kept = self.copies[group] = KeptKeys(columns, table, kv, capacity, self.storage)
-        kept.advance(columns)
+            kept = self.copies[group] = KeptKeys(num_rows, kv, capacity, self.storage)
+        kept.advance(columns, num_rows, table)
         return kept
 
 
 class KeptKeys:
     """Copies of the layers of one KV group."""
 
-    def __init__(
-        self, columns: StepColumns, table: np.ndarray, kv: torch.Tensor, capacity: int, storage: dict[int, torch.Tensor]
-    ) -> None:
-        self.capacity = capacity
-        self._num_rows, self._num_kv_heads = len(columns.row_slot), kv.shape[2]
-        num_blocks = -(-columns.row_len // kv.shape[3])
-        index = np.minimum(np.arange(int(num_blocks.max())), num_blocks[:, None] - 1)
-        self._sources = torch.from_numpy(block_places(table[columns.row_slot[:, None], index], self._num_kv_heads))
+    def __init__(self, num_places: int, kv: torch.Tensor, capacity: int, storage: dict[int, torch.Tensor]) -> None:
+        self.num_tokens = 0  # of the step: the first ones, those of rows with a place
+        self._capacity, self._num_kv_heads, self._block_size = capacity, kv.shape[2], kv.shape[3]
+        self._slots = np.full(num_places, -1)  # by place
+        self._num_known = np.zeros(num_places, dtype=np.int64)  # by place: its first tokens
         halves_and_heads = np.arange(2 * self._num_kv_heads)
         half, head = halves_and_heads // self._num_kv_heads, halves_and_heads % self._num_kv_heads
-        rows = np.arange(self._num_rows)[:, None]
-        self._first_place = ((half * self._num_rows + rows) * self._num_kv_heads + head) * capacity  # [R, 2K]
+        places = np.arange(num_places)[:, None]
+        self._first = ((half * num_places + places) * self._num_kv_heads + head) * capacity  # [P, 2K] in `flat`
         self._storage, self._layers = storage, dict[int, LayerCopy]()
         self._zero = torch.zeros((), dtype=kv.dtype)
-        self._longest = self._mask_weight = 0
-        self._places = self._mask = self._zero
+        self._num_sparse = self._longest = 0
+        self._is_sparse = False
+        self._written = self._zero
+        self._queries: list[Queries] = []
+        self._joining: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
 
-    def advance(self, columns: StepColumns) -> None:
+    def drop(self, slots: list[int]) -> None:
+        """What these slots held is gone."""
+        if slots:
+            gone = np.isin(self._slots, slots)
+            self._slots[gone], self._num_known[gone] = -1, 0
+
+    def suits(self, num_rows: int, longest: int) -> bool:
+        """Whether the next step's rows, up to so long, find a place each, and have lately filled enough of them."""
+        self._is_sparse = num_rows < FILLED * len(self._slots)
+        self._num_sparse = self._num_sparse + 1 if self._is_sparse else 0
+        return longest <= self._capacity and num_rows <= len(self._slots) and self._num_sparse <= SPARSE_STEPS
+
+    # -- once per step -----------------------------------------------------------------------------------------------
+
+    def advance(self, columns: StepColumns, num_rows: int, table: np.ndarray) -> None:
         """To the tokens of the next step."""
-        lengths = columns.row_len
+        slots, starts, lengths = columns.row_slot[:num_rows], columns.row_start[:num_rows], columns.row_len[:num_rows]
+        places = self._places_of(slots)
+        self.num_tokens = int(columns.query_start[num_rows])
+        rows = columns.token_row[: self.num_tokens]
+        self._written = torch.from_numpy(self._first[places[rows]] + columns.positions[: self.num_tokens, None])
         self._longest = int(lengths.max())
-        self._places = torch.from_numpy(self._first_place + columns.row_start[:, None])
-        self._mask, self._mask_weight = self._zero, 0
-        if int(lengths.min()) < self._longest:
-            self._mask_weight = 1
-            hidden = np.arange(self._longest) >= lengths[:, None]
-            mask = np.where(hidden, np.float32(-np.inf), np.float32(0))
-            mask = np.repeat(mask, self._num_kv_heads, axis=0)[:, None]
-            self._mask = torch.from_numpy(mask).to(self._zero.dtype)
+        behind = np.flatnonzero(starts > self._num_known[places])
+        self._joining = self._join(slots[behind], places[behind], lengths[behind], table) if len(behind) else None
+        self._num_known[places] = lengths
+        self._queries = self._plan_queries(columns.query_start[: num_rows + 1], places, starts)
+
+    def _places_of(self, slots: np.ndarray) -> np.ndarray:
+        """The place of each row; rows without one are given one that no row of this step has."""
+        if np.array_equal(self._slots[: len(slots)], slots):
+            return np.arange(len(slots))
+        by_slot = np.full(int(max(slots.max(), self._slots.max())) + 2, -1)  # the last one: of no slot
+        by_slot[self._slots] = np.arange(len(self._slots))
+        by_slot[-1] = -1
+        places = by_slot[slots]
+        new = np.flatnonzero(places < 0)
+        if len(new):
+            is_taken = np.zeros(len(self._slots), dtype=np.bool_)
+            is_taken[places[places >= 0]] = True
+            free = np.flatnonzero(~is_taken)[: len(new)]
+            places[new], self._slots[free], self._num_known[free] = free, slots[new], 0
+        return places
+
+    def _join(
+        self, slots: np.ndarray, places: np.ndarray, lengths: np.ndarray, table: np.ndarray
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(places, sources, hidden) of rows whose keys are to be gathered: J, rows of the paged cache, and [J, keys]
+        that lie behind the row's last one."""
+        num_blocks = -(-lengths // self._block_size)
+        index = np.minimum(np.arange(int(num_blocks.max())), num_blocks[:, None] - 1)
+        sources = block_places(table[slots[:, None], index], self._num_kv_heads)
+        hidden = np.arange(index.shape[1] * self._block_size) >= lengths[:, None]
+        return torch.from_numpy(places), torch.from_numpy(sources), torch.from_numpy(hidden)
+
+    def _plan_queries(self, query_start: np.ndarray, places: np.ndarray, starts: np.ndarray) -> list[Queries]:
+        """All rows at once; where few have several tokens these by themselves, so that the others need not pad."""
+        counts, first = np.diff(query_start), query_start[:-1]
+        many = counts > 1
+        if not many.any() or 2 * many.sum() > len(places):
+            return [self._plan_places(first, counts, places, starts, picked=self._is_sparse)]
+        return [
+            self._plan_places(first[rows], counts[rows], places[rows], starts[rows], picked=picked)
+            for rows, picked in ((many, True), (~many, self._is_sparse))
+        ]
+
+    def _plan_places(
+        self, first: np.ndarray, counts: np.ndarray, places: np.ndarray, starts: np.ndarray, *, picked: bool
+    ) -> Queries:
+        """For rows of `counts` tokens from token `first` on. `picked`: their places alone, else all as they lie."""
+        num_places = len(places) if picked else len(self._slots)
+        at = np.arange(num_places) if picked else places
+        num_queries = int(counts.max())
+        in_order = len(places) == num_places and np.array_equal(at, np.arange(num_places))
+        places_of = np.minimum(np.arange(num_queries), counts[:, None] - 1)  # [R, Q] of a query within its row
+        last_key = np.zeros((num_places, num_queries), dtype=np.int64)
+        last_key[at] = starts[:, None] + places_of
+        hidden = np.arange(self._longest) > last_key[:, :, None]  # [X, Q, keys]
+        tokens = wanted = into = None
+        if self.num_tokens != len(places) or not in_order:
+            of_place = np.zeros((num_places, num_queries), dtype=np.int64)
+            of_place[at] = first[:, None] + places_of
+            tokens = torch.from_numpy(of_place.reshape(-1))
+            is_wanted = np.zeros((num_places, num_queries), dtype=np.bool_)
+            is_wanted[at] = np.arange(num_queries) < counts[:, None]
+            chosen = np.flatnonzero(is_wanted.reshape(-1))
+            into = tokens[chosen]
+            wanted = None if len(chosen) == len(tokens) else torch.from_numpy(chosen)
+        mask = self._zero
+        if hidden.any():
+            values = np.where(hidden, np.float32(-np.inf), np.float32(0))
+            mask = torch.from_numpy(np.repeat(values, self._num_kv_heads, axis=0)).to(self._zero.dtype)
+        return Queries(
+            num_queries,
+            torch.from_numpy(places) if picked else None,
+            tokens,
+            mask,
+            int(mask.dim() > 0),
+            wanted,
+            into,
+        )
+
+    # -- once per layer ----------------------------------------------------------------------------------------------
 
     def attention(
         self, q: torch.Tensor, new: torch.Tensor, kv: torch.Tensor, scale: float, softcap: float | None
     ) -> torch.Tensor:
-        """q [R, H, D] over the keys of each row -> [R, H * D]. `new` [R, 2K, D] are the step's own keys and values,
-        which are in `kv` already."""
+        """q [T, H, D] over the keys of each token's row -> [T, H * D]. `new` [T, 2K, D] are the step's own keys and
+        values, which are in `kv` already."""
         copy = self._layers.get(kv.data_ptr())
         if copy is None:
-            copy = self._layers[kv.data_ptr()] = self._gather(kv)
-        else:
-            copy.flat.index_put_((self._places,), new)
-        queries = q.reshape(copy.keys.shape[0], -1, q.shape[2])
-        keys = copy.keys[:, : self._longest].transpose(1, 2)
-        if softcap is None:
-            scores = torch.baddbmm(self._mask, queries, keys, beta=self._mask_weight, alpha=scale)
-        else:
-            scores = torch.bmm(queries, keys).mul_(scale / softcap).tanh_().mul_(softcap).add_(self._mask)
-        mixed = torch.bmm(torch.softmax(scores, -1), copy.values[:, : self._longest])
-        return mixed.view(q.shape[0], -1)
+            copy = self._layers[kv.data_ptr()] = self._make(kv)
+        if self._joining is not None:
+            self._gather(copy, kv, *self._joining)
+        copy.flat.index_put_((self._written,), new)
+        first = self._queries[0]
+        if first.into is None:
+            return self._attend(copy, q, first, scale, softcap)
+        out = torch.empty(q.shape[0], q.shape[1] * q.shape[2], dtype=q.dtype)
+        for queries in self._queries:
+            mixed = self._attend(copy, q, queries, scale, softcap)
+            out[queries.into] = mixed if queries.wanted is None else mixed.index_select(0, queries.wanted)
+        return out
 
-    def _gather(self, kv: torch.Tensor) -> LayerCopy:
-        block_size, head_dim = kv.shape[3:]
-        found = kv.view(-1, block_size * head_dim).index_select(0, self._sources)
-        shape = 2, self._num_rows * self._num_kv_heads, self.capacity, head_dim
+    def _attend(
+        self, copy: LayerCopy, q: torch.Tensor, queries: Queries, scale: float, softcap: float | None
+    ) -> torch.Tensor:
+        """[X * Q, H * D]."""
+        num_queries, width, head_dim = queries.num_queries, q.shape[1] * q.shape[2], q.shape[2]
+        keys, values = copy.keys[:, : self._longest], copy.values[:, : self._longest]
+        if queries.places is not None:
+            shape = -1, self._num_kv_heads, self._capacity, head_dim
+            keys = copy.keys.view(shape)[:, :, : self._longest].index_select(0, queries.places).flatten(0, 1)
+            values = copy.values.view(shape)[:, :, : self._longest].index_select(0, queries.places).flatten(0, 1)
+        if queries.tokens is not None:
+            q = q.index_select(0, queries.tokens)
+        by_head = q.view(-1, num_queries, self._num_kv_heads, width // head_dim // self._num_kv_heads, head_dim)
+        if num_queries > 1:
+            by_head = by_head.transpose(1, 2)
+        by_head = by_head.reshape(keys.shape[0], -1, head_dim)
+        if softcap is None and num_queries == 1:
+            scores = torch.baddbmm(queries.mask, by_head, keys.transpose(1, 2), beta=queries.mask_weight, alpha=scale)
+        else:
+            scores = torch.bmm(by_head, keys.transpose(1, 2)).mul_(scale)
+            if softcap is not None:
+                scores.div_(softcap).tanh_().mul_(softcap)
+            if queries.mask_weight:
+                scores.view(len(scores), num_queries, -1, self._longest).add_(queries.mask.unsqueeze(2))
+        mixed = torch.bmm(torch.softmax(scores, -1), values)
+        if num_queries > 1:
+            mixed = mixed.view(-1, self._num_kv_heads, num_queries, width // self._num_kv_heads).transpose(1, 2)
+        return mixed.reshape(-1, width)
+
+    def _make(self, kv: torch.Tensor) -> LayerCopy:
+        """Places full of zeros: what is hidden is multiplied by 0, which must give 0."""
+        shape = 2, len(self._slots) * self._num_kv_heads, self._capacity, kv.shape[4]
         size = int(np.prod(shape))
         storage = self._storage.get(kv.data_ptr())
         if storage is None or len(storage) < size:
             storage = self._storage[kv.data_ptr()] = torch.empty(size, dtype=kv.dtype)
-        both = storage[:size].view(shape)
-        found = found.view(2, shape[1], -1, head_dim)
-        filled = min(self.capacity, found.shape[2])
-        both[:, :, :filled] = found[:, :, :filled]
-        both[:, :, filled:] = 0.0  # masked, but what lies in fresh memory may be no number
-        return LayerCopy(both.view(-1, head_dim), both[0], both[1])
+        both = storage[:size].zero_().view(shape)
+        return LayerCopy(both.view(-1, shape[3]), both[0], both[1])
+
+    def _gather(
+        self, copy: LayerCopy, kv: torch.Tensor, places: torch.Tensor, sources: torch.Tensor, hidden: torch.Tensor
+    ) -> None:
+        """Fill places from the paged cache, with zeros behind each row's last token: what a request before left there
+        may be no number."""
+        block_size, head_dim = kv.shape[3:]
+        found = kv.view(-1, block_size * head_dim).index_select(0, sources)
+        found = found.view(2, len(places), self._num_kv_heads, -1, head_dim)
+        found.masked_fill_(hidden.view(1, len(places), 1, -1, 1), 0.0)
+        both = copy.flat.view(2, len(self._slots), self._num_kv_heads, self._capacity, head_dim)
+        filled = min(self._capacity, found.shape[3])
+        both[:, places, :, :filled] = found[:, :, :, :filled]
+        both[:, places, :, filled:] = 0.0

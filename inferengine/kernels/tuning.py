@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 
 class DecodeTuning(NamedTuple):
-    """Decode attention: tokens per tile, programs per (row, KV head) and the fewest tiles that one of them takes;
-    `packed`: the rotation of q and k and the KV write are part of the kernel."""
+    """Decode attention: tokens per tile, most programs per (row, KV head), of which one more takes part for each
+    `min_tiles` of the context; `packed`: the rotation of q and k and the KV write are part of the kernel."""
 
     block_tokens: int
     num_splits: int
