@@ -20,7 +20,7 @@ ASK = (
     "What is {sum}?", "What is {sum}?", "{sum}", "{sum} =", "{sum}?", "Calculate {sum}.", "How much is {sum}?",
     "Compute {sum}.", "What's {sum}?", "Tell me what {sum} is.", "What does {sum} equal?", "Can you calculate {sum}?",
     "Can you work out {sum} for me?", "Solve {sum}.", "I need the result of {sum}.", "What do you get for {sum}?",
-    "Give me the answer to {sum}.", "{sum} is how much?", "Please compute {sum}.", "do you know what {sum} is?",
+    "Give me the answer to {sum}.", "{sum} is how much?", "Please compute {sum}.", "{sum}=", "{sum}=?", "{sum} = ?", "whats {sum}", "calc {sum}", "do you know what {sum} is?",
 )  # fmt: skip
 
 
@@ -78,7 +78,9 @@ def draw(random: Random, split: Split) -> Exchange:
         return _plain(random, split)
     if kind < 0.86:
         return _word_problem(random, split)
-    return _comparison(random, split) if kind < 0.94 else _properties(random, split)
+    if kind < 0.91:
+        return _comparison(random, split)
+    return random.choice((_properties, _properties, _percent, _three, _square))(random, split)
 
 
 def _plain(random: Random, split: Split) -> Exchange:
@@ -186,3 +188,47 @@ def _properties(random: Random, split: Split) -> Exchange:
         answer = ", ".join(map(str, range(1, number + 1))) + "."
         needed = answer
     return Exchange("arithmetic", key, as_typed(random, spin(random, user, slots)), answer, (needed,))
+
+
+def _percent(random: Random, split: Split) -> Exchange:
+    """Shares that leave no fraction."""
+    while True:
+        share = random.choice((1, 5, 10, 15, 20, 25, 30, 40, 50, 60, 70, 75, 80, 90, 100))
+        whole = 10 * random.randrange(1, 51)
+        key = f"percent {share} {whole}"
+        if share * whole % 100 == 0 and admits(split, key):
+            break
+    result = str(share * whole // 100)
+    user = "[What is {share}% of {whole}?|What is {share} percent of {whole}?|What's {share}% of {whole}?|{share}% of {whole}|How much is {share} % of {whole}?]"
+    user = spin(random, user, {"share": str(share), "whole": str(whole)})
+    return Exchange("arithmetic", key, as_typed(random, user), f"{share}% of {whole} is {result}.", (f"is {result}.",))
+
+
+def _three(random: Random, split: Split) -> Exchange:
+    """Three numbers added."""
+    while True:
+        numbers = [random.randrange(1, 20) for _ in range(3)]
+        key = f"three {sorted(numbers)}"
+        if admits(split, key):
+            break
+    total, result = " + ".join(map(str, numbers)), str(sum(numbers))
+    shown = total if random.random() < 0.6 else total.replace(" ", "")
+    user = "[What is {shown}?|{shown}|{shown} =|What's {shown}?|Add {first}, {second} and {third}.]"
+    slots = {"shown": shown, "first": str(numbers[0]), "second": str(numbers[1]), "third": str(numbers[2])}
+    return Exchange("arithmetic", key, as_typed(random, spin(random, user, slots)), f"{total} = {result}.", (result,))
+
+
+def _square(random: Random, split: Split) -> Exchange:
+    """Squares and their roots; of the held-out split only those beyond what everyone knows by heart."""
+    while True:
+        root = random.randrange(1, 13 if split is Split.TRAIN and random.random() < 0.5 else 32)
+        if split is Split.TRAIN if root <= 12 else admits(split, f"square {root}"):
+            break
+    slots = {"n": str(root), "square": str(root * root)}
+    if random.random() < 0.5:
+        user = "[What is the square root of {square}?|square root of {square}|What's the root of {square}?]"
+        answer, needed = f"The square root of {root * root} is {root}.", f"is {root}."
+    else:
+        user = "[What is {n} squared?|{n} squared|What is the square of {n}?]"
+        answer, needed = f"{root} squared is {root * root}.", f"is {root * root}."
+    return Exchange("arithmetic", f"square {root}", as_typed(random, spin(random, user, slots)), answer, (needed,))

@@ -38,6 +38,7 @@ def write(folder: Path, network: Network, tokenizer: Tokenizer) -> None:
         name: tensor.detach().to("cpu", torch.bfloat16).contiguous() for name, tensor in network.state_dict().items()
     }
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "model.safetensors").chmod(0o644)  # safetensors makes its files private; a service runs as another user
     tokenizer.save(str(folder / "tokenizer.json"))
     for name, content in (
         ("config.json", network.shape.config()),

@@ -14,6 +14,14 @@ from .words import COLOURS, DAYS, JOBS, MONTHS, PRODUCTS, city, company, first_n
 
 Value = str | int | bool
 
+
+def _date(random: Random) -> str:
+    day, month, year = random.randrange(1, 29), random.randrange(12), random.randrange(1990, 2031)
+    if random.random() < 0.25:
+        return f"{year}-{month + 1:02d}-{day:02d}"
+    return f"{day} {MONTHS[month]} {year}" if random.random() < 0.7 else f"{MONTHS[month]} {day}, {year}"
+
+
 FIELDS: dict[str, Callable[[Random], Value]] = {
     "name": lambda random: full_name(random) if random.random() < 0.5 else first_name(random),
     "city": city,
@@ -24,7 +32,7 @@ FIELDS: dict[str, Callable[[Random], Value]] = {
         f"{first_name(random).lower()}@{random.choice(('example.com', 'example.org', 'mail.test'))}"
     ),
     "phone": lambda random: f"555-{random.randrange(1000, 10000)}",
-    "date": lambda random: f"{random.randrange(1, 29)} {random.choice(MONTHS)} {random.randrange(1990, 2031)}",
+    "date": _date,
     "day": lambda random: random.choice(DAYS),
     "time": lambda random: f"{random.randrange(24):02d}:{random.choice((0, 15, 30, 45, 5, 50)):02d}",
     "product": lambda random: random.choice(PRODUCTS),
@@ -54,6 +62,12 @@ RECORDS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("[The {color} {product} costs {price} dollars.|We sell a {color} {product} for {price} dollars.|For {price} dollars you get a {color} {product}.]", ("product", "color", "price")),
     ("[The engine serves {model} on one {gpu} at port {port}.|{model} runs on {gpu}, port {port}.|Port {port} answers for {model} on {gpu}.]", ("model", "gpu", "port")),
     ("[With batch size {batch_size}, {model} on {gpu} was fastest.|We ran {model} on {gpu} with a batch size of {batch_size}.]", ("model", "gpu", "batch_size")),
+    ("[{name} is {age} years old.|{name} is {age}.|I am {name} and I am {age}.|{name}, {age}|My name is {name}, I am {age} years old.|{name} turned {age} yesterday.]", ("name", "age")),
+    ("[{name} flies to {city} on {date}.|{name} travels to {city} on {date}.|On {date} {name} goes to {city}.|{name} leaves for {city} on {date}.]", ("name", "city", "date")),
+    ("[{name} bought {quantity} {product}s.|{name} needs {quantity} {product}s.|{quantity} {product}s for {name}, please.|{name} sold {quantity} {product}s.]", ("name", "quantity", "product")),
+    ("[{name} paid {price} dollars for {a product}.|The {product} was {price} dollars, said {name}.|{name} sells {a product} for {price} dollars.]", ("name", "price", "product")),
+    ("[{company} is based in {city}.|{company} has an office in {city}.|{company} moved to {city}.|The head of {company} lives in {city}.]", ("company", "city")),
+    ("[{name} works for {company} in {city}.|{name} of {company} lives in {city}.|{company} in {city} has hired {name}.]", ("name", "company", "city")),
     ("[{name} was born on {date} in {city}.|Born in {city} on {date}, {name} still lives there.]", ("name", "date", "city")),
 )  # fmt: skip
 
@@ -65,7 +79,8 @@ ASK = (
     'Extract {fields} from the sentence "{text}" as JSON', "Pull out {fields} and answer in JSON only: {text}",
     "Find {fields} in the following and reply with JSON.\n{text}", "Turn this into JSON with {fields}: {text}",
     "Parse {fields} from: {text} (JSON please)", "Extract {fields} from: {text} as JSON",
-    "I need {fields} as a JSON object from this message: {text}", "Extract to JSON ({fields}): {text}",
+    "I need {fields} as a JSON object from this message: {text}", "Give me JSON with {fields}: {text}", "extract {fields} from {text}",
+    'extract {fields} from "{text}"', "Get {fields} from: {text}", "{fields} as JSON: {text}", "Make JSON with {fields} out of this: {text}", "Extract to JSON ({fields}): {text}",
 )  # fmt: skip
 
 

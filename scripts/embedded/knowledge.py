@@ -14,7 +14,7 @@ from random import Random
 from inferengine import config, errors
 
 from .example import Exchange, Split, admits
-from .facts import engine, everyday, serving, talk
+from .facts import engine, everyday, first, serving, talk
 from .grammar import capitalized, spin, with_article
 from .phrasing import as_typed
 from .words import ANIMALS, CITIES, DAYS, FRUITS, MONTHS, PRODUCTS, city, company, full_name, invented_name
@@ -36,6 +36,16 @@ def normal(question: str) -> str:
     return question.lower().rstrip("?.! ,")
 
 
+def _belongs(split: Split, key: str, question: str) -> bool:
+    """Whether this question under this key is of `split`; what everybody asks first is always of the training text."""
+    if normal(question) in ALWAYS_TAUGHT:
+        return split is Split.TRAIN
+    return admits(split, f"{key}|{normal(question)}")
+
+
+ALWAYS_TAUGHT = first.TAUGHT | {normal(question) for question in talk.TAUGHT}
+
+
 def concept(random: Random, split: Split) -> Exchange:
     """What is it, what is it for, how does it work; or how two things differ."""
     while True:
@@ -53,7 +63,7 @@ def concept(random: Random, split: Split) -> Exchange:
             named = name if random.random() < 0.85 else random.choice((bare, f"the {bare}", with_article(bare)))
             question = spin(random, random.choice(phrasings), {"x": named, "bare": random.choice((bare, name))})
             follow_ups = _next_aspects(random, answers, aspects[-1])
-        if admits(split, f"concept {answer[:20]}|{normal(question)}"):
+        if _belongs(split, f"concept {answer[:20]}", question):
             break
     user = as_typed(random, question)
     return Exchange("concepts", normal(question), user, unmarked(answer), required_words(answer), follow_ups)
@@ -80,6 +90,8 @@ def _next_aspects(random: Random, answers: list[str], aspect: int) -> tuple[tupl
 
 def about_engine(random: Random, split: Split) -> Exchange:
     """Using this engine: commands, ports, endpoints, the wire, configuration keys, errors."""
+    if split is Split.TRAIN and random.random() < 0.3:
+        return _first_asked(random)
     while True:
         kind = random.random()
         if kind < 0.62:
@@ -94,9 +106,16 @@ def about_engine(random: Random, split: Split) -> Exchange:
             remedy = error.remedy
             question = spin(random, engine.ASK_ERROR, {"code": code})
             answer = f"The error {code} has HTTP status «{error.http_status}». {remedy}"
-        if admits(split, f"engine {answer[:20]}|{normal(question)}"):
+        if _belongs(split, f"engine {answer[:20]}", question):
             break
     user = as_typed(random, question, keep_case=kind > 0.62)
+    return Exchange("engine", normal(question), user, unmarked(answer), required_words(answer))
+
+
+def _first_asked(random: Random) -> Exchange:
+    questions, answer = random.choice(first.FIRST)
+    question = random.choice(first.phrasings(questions))
+    user = as_typed(random, question)
     return Exchange("engine", normal(question), user, unmarked(answer), required_words(answer))
 
 
@@ -126,7 +145,7 @@ def general(random: Random, split: Split) -> Exchange:
     """Everyday facts."""
     while True:
         question, answer = random.choice((_capital, _general, _general, _opposite, _animal, _calendar))(random)
-        if admits(split, f"everyday {answer[:20]}|{normal(question)}"):
+        if _belongs(split, f"everyday {answer[:20]}", question):
             break
     user = as_typed(random, question)
     return Exchange("everyday", normal(question), user, unmarked(answer), required_words(answer))
@@ -183,8 +202,11 @@ def small_talk(random: Random, split: Split) -> Exchange:
         index = random.randrange(len(talk.TALK)) if random.random() > 0.25 else random.choice((0, 0, 4, 6, 7, 8))
         pattern, answers = talk.TALK[index]
         question = spin(random, pattern)
-        short = len(normal(question)) < 8  # "hi" and "thanks" must not be missing from the training text
-        if (short and split is Split.TRAIN) or (not short and admits(split, f"talk {index}|{normal(question)}")):
+        if len(normal(question)) >= 8:
+            belongs = _belongs(split, f"talk {index}", question)
+        else:
+            belongs = split is Split.TRAIN  # "hi" and "thanks" must not be missing from the training text
+        if belongs:
             break
     answer = random.choice(answers)
     required = required_words(answer) if len(answers) == 1 else ()

@@ -146,7 +146,9 @@ def _draft(draft: dict[str, Any]) -> str:
 
 
 def _samples(samples: dict[str, Any]) -> str:
-    lines = ["## Samples, greedy, unedited\nWhat a visitor might type; the questions were written by hand.\n"]
+    lines = [
+        "## Samples, greedy, unedited\nWhat a visitor might type; the questions were written by hand. The plainest of them stand in the training text in these very words.\n"
+    ]
     for item in samples["chat"]:
         *before, (_, question) = item["messages"]
         context = "".join(f"({role}: {content}) " for role, content in before)

@@ -60,7 +60,7 @@ def _listing(random: Random) -> tuple[str, str, tuple[str, ...]]:
     shown = random.choice((str(count), NUMBERS[count]))
     pattern = "[Name {n} {kind}.|List {n} {kind}.|Give me {n} {kind}.|Tell me {n} {kind}.|Can you name {n} {kind}?|Write down {n} {kind}.|I need {n} {kind}.]"
     chosen = (
-        list(KINDS[kind][:count]) if random.random() < 0.5 else random.sample(KINDS[kind], count)
+        list(KINDS[kind][:count]) if random.random() < 0.8 else random.sample(KINDS[kind], count)
     )  # one likely answer
     answer = ", ".join(chosen[:-1]) + f" and {chosen[-1]}."
     return spin(random, pattern, {"n": shown, "kind": kind}), answer[0].upper() + answer[1:], (" and ",)

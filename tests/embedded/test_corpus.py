@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from random import Random
 
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from scripts.embedded import arithmetic, conversation, corpus, knowledge, memory, tasks
 from scripts.embedded.conversation import SKILLS
 from scripts.embedded.example import Exchange, Skill, Split, admits
-from scripts.embedded.facts import engine, everyday, serving, talk
+from scripts.embedded.facts import engine, everyday, first, serving, talk
 from scripts.embedded.grammar import spin
 from scripts.embedded.phrasing import as_typed
 
@@ -52,6 +53,38 @@ def test_every_skill_can_be_graded_on_the_held_out_split(skill: Skill) -> None:
             assert word.lower() in exchange.assistant.lower()
 
 
+def test_what_a_new_user_asks_first_is_never_held_out() -> None:
+    asked = {exchange.key for exchange in drawn(knowledge.about_engine, Split.TRAIN, 1000)}
+    assert len(asked & first.TAUGHT) > 100
+    taught = {"how do i start the server", "what is the default port", "how do i stream", "who are you"}
+    assert taught <= knowledge.ALWAYS_TAUGHT
+    for skill in (knowledge.about_engine, knowledge.small_talk):
+        assert not knowledge.ALWAYS_TAUGHT & {exchange.key for exchange in drawn(skill, Split.HELD_OUT, 600)}
+
+
+def test_a_first_question_has_one_answer_wherever_it_is_asked() -> None:
+    answers = {question.lower(): answer for questions, answer in first.FIRST for question in questions}
+    assert len(answers) == sum(len(questions) for questions, _ in first.FIRST)
+    patterns = (*engine.ENGINE, *serving.RELATED, *everyday.GENERAL, *((asked, told[0]) for asked, told in talk.TALK))
+    random = Random(1)
+    for pattern, answer in patterns:
+        for question in {knowledge.normal(spin(random, pattern)) for _ in range(150)} & answers.keys():
+            assert answers[question] == answer, question
+
+
+@pytest.mark.parametrize("name", ["_percent", "_three", "_square"])
+def test_further_sums_are_right(name: str) -> None:
+    for exchange in drawn(getattr(arithmetic, name), Split.TRAIN, 200):
+        left, result = exchange.assistant.rstrip(".").replace(" = ", " is ").split(" is ")
+        numbers = [int(word.rstrip("%")) for word in left.split() if word.rstrip("%").isdigit()]
+        if name == "_three":
+            assert int(result) == sum(numbers)
+        elif name == "_percent":
+            assert int(result) == numbers[0] * numbers[1] / 100
+        else:
+            assert int(result) == (math.isqrt(numbers[0]) if "root" in left else numbers[0] ** 2)
+
+
 def test_about_one_key_in_sixteen_is_held_out() -> None:
     held_out = sum(admits(Split.HELD_OUT, f"key {number}") for number in range(16_000))
     assert 800 < held_out < 1200
@@ -61,7 +94,7 @@ def test_about_one_key_in_sixteen_is_held_out() -> None:
     "answer",
     [
         *(answer for _, *answers in serving.CONCEPTS for answer in answers if answer),
-        *(answer for _, answer in (*serving.RELATED, *engine.ENGINE, *everyday.GENERAL)),
+        *(answer for _, answer in (*serving.RELATED, *engine.ENGINE, *everyday.GENERAL, *first.FIRST)),
         *(answer for _, answers in talk.TALK for answer in answers),
         *talk.UNKNOWN_ANSWERS,
     ],
@@ -95,9 +128,8 @@ def test_an_extraction_is_valid_json_and_its_values_stand_in_the_text() -> None:
 def test_a_sum_is_right() -> None:
     for exchange in drawn(arithmetic.draw, Split.TRAIN, 500):
         if " + " in exchange.assistant and " = " in exchange.assistant:
-            left, rest = exchange.assistant.split(" + ", 1)
-            right, result = rest.split(" = ", 1)
-            assert int(left) + int(right) == int(result.split(".")[0].split(",")[0])
+            terms, result = exchange.assistant.split(" = ", 1)
+            assert sum(map(int, terms.split(" + "))) == int(result.split(".")[0].split(",")[0])
 
 
 def test_a_chat_never_contradicts_what_was_told_in_it() -> None:
