@@ -288,8 +288,9 @@ def run_peer(address: str, step_s: float, sent_s: Any = None) -> None:
     Peer(address, step_s, sent_s).run()
 
 
-def import_seconds() -> float:
-    program = "import time; t = time.perf_counter(); import frontends.http.server; print(time.perf_counter() - t)"
+def import_seconds(module: str) -> float:
+    """What a front end's start costs before it reads its configuration, in a process of its own."""
+    program = f"import time; t = time.perf_counter(); import {module}; print(time.perf_counter() - t)"
     runs = [float(subprocess.check_output([sys.executable, "-c", program])) for _ in range(3)]
     return statistics.median(runs)
 
@@ -310,7 +311,7 @@ def main() -> None:
         "machine": {"cpus": os.cpu_count(), "python": platform.python_version(), "system": platform.platform()},
         "load_average": os.getloadavg(),  # of others, before this began: what they take is not ours to show
         "path": arguments.path,
-        "import_s": import_seconds(),
+        "import_s": import_seconds("frontends.http.server"),
         "runs": [
             measure(arguments, "paced", step_s, arguments.port, streams, tokens),
             measure(arguments, "paced, few", step_s / 4, arguments.port + 2, streams // 4, 4 * tokens),

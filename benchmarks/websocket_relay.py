@@ -1,10 +1,13 @@
-"""What one websocket front end relays: delta frames per second of one core, over few sockets with many requests each.
+"""What one websocket front end relays: frames with text per second of one core; few sockets with many requests each.
 
 The engine's side is that of `http_relay`: a peer that really speaks the wire and steps all streams together. *Paced*
-steps come so slowly that each token is its own frame; *saturated* ones as fast as credit allows, so tokens share
-frames.
+steps come so slowly that each token is its own frame; *paced, few* brings as many tokens a second on a quarter of the
+streams; *saturated* steps come as fast as credit allows, so tokens share frames.
 
-    python -m benchmarks.websocket_relay [--sockets 8] [--streams 256] [--tokens 200] [--step-ms 20] [--json FILE]
+*Added latency* is what it is there too: from the moment that the engine sends a step to the moment that the client has
+read the frame with that token, for every token of every stream.
+
+    python -m benchmarks.websocket_relay [--sockets 8] [--streams 256] [--tokens 200] [--step-ms 25] [--json FILE]
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import json
 import multiprocessing
 import os
 import platform
+import re
 import statistics
 import subprocess
 import sys
@@ -23,12 +27,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.http_relay import cpu_s, memory_mib, run_peer, wait_ready
+from benchmarks.http_relay import cpu_s, import_seconds, memory_mib, percentiles_ms, run_peer, wait_ready
 
 HANDSHAKE = (
     "GET /v1/ws HTTP/1.1\r\nHost: x\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
     "Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\nSec-WebSocket-Version: 13\r\n\r\n"
 )
+TOKENS = re.compile(rb'\{"type":"(delta|done)","id":"(r\d+)","choice":0,"cursor":(\d+),')
 
 
 def frame(text: str) -> bytes:
@@ -39,55 +44,61 @@ def frame(text: str) -> bytes:
 
 
 class Counter(asyncio.Protocol):
-    """Starts `streams` requests on one socket and counts the frames of their answers."""
+    """Starts `streams` requests on one socket and notes when each token of their answers came."""
 
     def __init__(self, requests: list[str], done: asyncio.Future[None]) -> None:
         self._requests = requests
         self._done = done
         self._tail = b""
         self._open = len(requests)
-        self.deltas = 0
+        self._cursors: dict[bytes, int] = {}
+        self.frames = 0
+        self.came: list[tuple[int, float]] = []  # (token's place in its stream, when)
 
     def connection_made(self, transport: Any) -> None:
         self._transport = transport
         transport.write(HANDSHAKE.encode())
 
     def data_received(self, data: bytes) -> None:
+        now = time.monotonic()
         if self._requests and b'"type":"hello"' in self._tail + data:
             self._transport.write(b"".join(map(frame, self._requests)))
             self._requests = []
-        data = self._tail + data
-        cut = data.rfind(b"{")  # a frame's first words may still be cut
-        data, self._tail = data[:cut], data[cut:]
-        self.deltas += data.count(b'{"type":"delta"')
-        self._open -= data.count(b'{"type":"done"')
-        if self._open == 0 or (self._open == 1 and self._tail.startswith(b'{"type":"done"')):
-            self._finish()
+        data, read = self._tail + data, 0
+        for match in TOKENS.finditer(data):
+            read = match.end()
+            name, cursor = match[2], int(match[3])
+            self.came += [(place, now) for place in range(self._cursors.get(name, 0), cursor)]
+            self._cursors[name] = cursor
+            self.frames += 1
+            self._open -= match[1] == b"done"
+        self._tail = data[read:][-256:]  # a frame's first words may still be cut
+        if self._open == 0 and not self._done.done():
+            self._done.set_result(None)
 
     def connection_lost(self, error: Exception | None) -> None:
         if not self._done.done():
             self._done.set_exception(ConnectionError("the front end closed a socket before its end"))
 
-    def _finish(self) -> None:
-        if not self._done.done():
-            self._done.set_result(None)
 
-
-async def one_round(port: int, arguments: argparse.Namespace, name: str) -> dict[str, float]:
+async def one_round(
+    port: int, sockets: int, streams: int, tokens: int, name: str, sent_s: Any
+) -> tuple[dict[str, float], list[float]]:
+    """Its figures, and how much later than the engine's step each token came."""
     loop = asyncio.get_running_loop()
     started, counters, ends = time.monotonic(), [], []
-    for place in range(arguments.sockets):
+    for place in range(sockets):
         requests = [
             json.dumps(
                 {
                     "type": "generate",
                     "id": f"r{number}",
                     "prompt": "go",
-                    "params": {"max_tokens": arguments.tokens},
-                    "label": f"{arguments.streams}-{name}",
+                    "params": {"max_tokens": tokens},
+                    "label": f"{streams}-{name}",
                 }
             )
-            for number in range(place, arguments.streams, arguments.sockets)
+            for number in range(place, streams, sockets)
         ]
         end: asyncio.Future[None] = loop.create_future()
         transport, counter = await loop.create_connection(
@@ -99,13 +110,19 @@ async def one_round(port: int, arguments: argparse.Namespace, name: str) -> dict
     seconds = time.monotonic() - started
     for transport, _ in counters:
         transport.abort()
-    return {"seconds": seconds, "frames": sum(counter.deltas for _, counter in counters)}
+    late_s = [came_s - sent_s[place] for _, counter in counters for place, came_s in counter.came]
+    return {"seconds": seconds, "frames": sum(counter.frames for _, counter in counters)}, late_s
 
 
-def measure(arguments: argparse.Namespace, mode: str, step_s: float, port: int) -> dict[str, Any]:
+def measure(
+    arguments: argparse.Namespace, mode: str, step_s: float, port: int, streams: int, tokens: int
+) -> dict[str, Any]:
+    sockets = min(arguments.sockets, streams)
     with tempfile.TemporaryDirectory() as folder:
         address = f"ipc://{folder}/engine.sock"
-        peer = multiprocessing.get_context("spawn").Process(target=run_peer, args=(address, step_s), daemon=True)
+        processes = multiprocessing.get_context("spawn")
+        sent_s = processes.Array("d", tokens, lock=False)
+        peer = processes.Process(target=run_peer, args=(address, step_s, sent_s), daemon=True)
         peer.start()
         command = [sys.executable, "-m", "inferengine.cli", "ws"]
         flags = ["--wire.socket", address, "--ws.port", str(port), "--log.level", "error"]
@@ -113,22 +130,27 @@ def measure(arguments: argparse.Namespace, mode: str, step_s: float, port: int) 
         try:
             wait_ready(port)
             idle_mib = memory_mib(server.pid)
-            rounds = []
+            rounds, late_s = [], []
             for number in range(arguments.rounds + 1):
                 before = sum(cpu_s(server.pid))
-                result = asyncio.run(one_round(port, arguments, f"{mode}-{number}"))
+                asked = (port, sockets, streams, tokens, f"{mode}-{number}", sent_s)
+                result, late = asyncio.run(one_round(*asked))
+                late_s += late if number else []
                 result["cpu_s"] = sum(cpu_s(server.pid)) - before
                 rounds.append(result)
             rounds = rounds[1:]  # the first one warms up
-            tokens = arguments.streams * arguments.tokens
+            relayed = streams * tokens
             return {
                 "mode": mode,
+                "streams": streams,
+                "sockets": sockets,
                 "step_ms": step_s * 1000,
                 "frames_per_s": statistics.median(one["frames"] / one["seconds"] for one in rounds),
                 "frames_per_core_s": statistics.median(one["frames"] / one["cpu_s"] for one in rounds),
-                "tokens_per_core_s": statistics.median(tokens / one["cpu_s"] for one in rounds),
-                "tokens_per_frame": statistics.median(tokens / one["frames"] for one in rounds),
+                "tokens_per_core_s": statistics.median(relayed / one["cpu_s"] for one in rounds),
+                "tokens_per_frame": statistics.median(relayed / one["frames"] for one in rounds),
                 "core_share": statistics.median(one["cpu_s"] / one["seconds"] for one in rounds),
+                "added_latency_ms": percentiles_ms(late_s),
                 "rss_idle_mib": idle_mib,
                 "rss_after_mib": memory_mib(server.pid),
             }
@@ -144,20 +166,22 @@ def main() -> None:
     parser.add_argument("--sockets", type=int, default=8)
     parser.add_argument("--streams", type=int, default=256)
     parser.add_argument("--tokens", type=int, default=200)
-    parser.add_argument("--step-ms", type=float, default=20.0, help="of the paced run")
+    parser.add_argument("--step-ms", type=float, default=25.0, help="of the paced run")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--port", type=int, default=8921)
     parser.add_argument("--json", default="", help="write the results here")
     arguments = parser.parse_args()
+    streams, tokens, step_s = arguments.streams, arguments.tokens, arguments.step_ms / 1000
     results = {
         "benchmark": "websocket_relay",
         "machine": {"cpus": os.cpu_count(), "python": platform.python_version(), "system": platform.platform()},
-        "sockets": arguments.sockets,
-        "streams": arguments.streams,
-        "tokens": arguments.tokens,
+        "load_average": os.getloadavg(),  # of others, before this began: what they take is not ours to show
+        "tokens": tokens,
+        "import_s": import_seconds("frontends.websocket.server"),
         "runs": [
-            measure(arguments, "paced", arguments.step_ms / 1000, arguments.port),
-            measure(arguments, "saturated", 0.0, arguments.port + 1),
+            measure(arguments, "paced", step_s, arguments.port, streams, tokens),
+            measure(arguments, "paced, few", step_s / 4, arguments.port + 2, streams // 4, 4 * tokens),
+            measure(arguments, "saturated", 0.0, arguments.port + 1, streams, tokens),
         ],
     }
     text = json.dumps(results, indent=2)
