@@ -60,6 +60,7 @@ class Outbox:
         self._finished: deque[tuple[float, Submission, int]] = deque()
         self._kept_tokens = 0
         self._step = 0
+        self._writer = codec.StepWriter()
 
     # -- submissions and subscriptions -------------------------------------------------------------------------------
 
@@ -125,13 +126,15 @@ class Outbox:
             layout.push(tokens)
             if output.logprobs:
                 self._append_logprobs(output)
-            for uid, prompt_rows in (output.prompt_logprobs or {}).items():
-                self._logs[uid].prompt_logprobs = self._logs[uid].prompt_logprobs or prompt_rows
+            if output.prompt_logprobs:
+                for uid, prompt_rows in output.prompt_logprobs.items():
+                    self._logs[uid].prompt_logprobs = self._logs[uid].prompt_logprobs or prompt_rows
             for log, indices in layout.texts.items():
                 self._push_text(log, [token_ids[index] for index in indices], finished.get(log.uid))
-        for uid, vector in (output.embeddings or {}).items():
-            if uid in self._logs:
-                self._logs[uid].embedding = vector
+        if output.embeddings:
+            for uid, vector in output.embeddings.items():
+                if uid in self._logs:
+                    self._logs[uid].embedding = vector
         ended = self._end_rows(output.finished, now) if finished else []
         touched: set[Peer] = set()
         if layout is not None:
@@ -193,7 +196,7 @@ class Outbox:
             if all(subscription.plain for subscription in closing):
                 done = [subscription.terminal_row() for subscription in closing]
                 seq, column = peer.window.seq + 1, group.token_column(tokens)
-                frames = codec.step_frames(seq, self._step, group.stream_column, None, done, None, column)
+                frames = self._writer.frames(seq, self._step, group.stream_column, done, column)
                 if peer.send_step(frames, now):
                     for subscription in closing:
                         self._close(subscription)

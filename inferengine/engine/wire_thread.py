@@ -33,6 +33,8 @@ RETRY_S = 0.02  # while a full pipe keeps an answer waiting
 LINGER_MS = 1000
 ANSWER_S = 1.0
 CATCH_UP_S = 1.0
+NOW = int(zmq.NOBLOCK)
+NOW_AND_MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
 
 T = TypeVar("T")
 
@@ -47,6 +49,7 @@ class WireThread:
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._thread: threading.Thread | None = None
         self._stopping = False
+        self._woken = False  # the descriptor is written and not read yet: whoever calls now need not write again
         self._lock = threading.Lock()  # guards the descriptor, which other threads write to
         self._receive: Callable[[list[bytes], float], None] = lambda frames, now: None
         self._tick: Callable[[float], float] = lambda now: now + TICK_S
@@ -62,8 +65,11 @@ class WireThread:
     def call(self, function: Callable[[], None]) -> None:
         """Have this called in the I/O thread, soon. Does not block; from any thread."""
         self._calls.append(function)
+        if self._woken:
+            return
         with self._lock:
             if self._wake_fd >= 0:
+                self._woken = True
                 os.eventfd_write(self._wake_fd, 1)
 
     def ask(self, question: Callable[[], T]) -> T | None:
@@ -87,9 +93,14 @@ class WireThread:
             done.wait(CATCH_UP_S)
 
     def send(self, routing_id: bytes, frames: Frames) -> Sent:
-        """Only in the I/O thread."""
+        """Only in the I/O thread. Frame by frame: `send_multipart` would look at each of them twice. A ROUTER refuses a
+        message at its first frame or not at all."""
+        send = self._endpoint.router.send
         try:
-            self._endpoint.router.send_multipart([routing_id, *frames], zmq.NOBLOCK)
+            send(routing_id, NOW_AND_MORE)
+            for index in range(len(frames) - 1):
+                send(frames[index], NOW_AND_MORE)
+            send(frames[-1], NOW)
         except zmq.Again:
             return Sent.FULL
         except zmq.ZMQError as error:
@@ -160,6 +171,7 @@ class WireThread:
             ready = dict(poller.poll(math.ceil(wait_s * 1e3)))
             if self._wake_fd in ready:
                 os.eventfd_read(self._wake_fd)
+                self._woken = False  # before the calls are taken: one that comes after them wakes this thread again
             for _ in range(len(self._calls)):  # what they post waits for the next turn
                 self._calls.popleft()()
             if replay is not None and replay in ready:
