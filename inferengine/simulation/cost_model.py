@@ -1,11 +1,14 @@
 """CostModel: how long a step takes, from what its plan holds.
 
-    t = step + [chunks] chunk_step + max(knee, tokens) * token + rows * row
+    t = step + [chunks] chunk_step + [rows differ from the step before] change + max(knee, tokens) * token + rows * row
         + KV tokens read by decodes * kv_token + attention pairs of prompt chunks * pair
 
 Up to `knee` tokens a step reads every weight once whatever it computes; beyond, arithmetic decides. Decodes read the
 whole context; a prompt chunk attends each of its tokens to everything before it. A step with chunks has an overhead of
-its own (it does not run as one CUDA graph, for one).
+its own; one whose rows have changed writes slots and tables, and on a CPU gathers keys anew.
+
+Where steps are captured as CUDA graphs (`CapturedSteps`), `tokens` are those of the graph that the step is padded to. A
+step that no graph holds is launched kernel by kernel, which takes as long as computing `eager_knee` tokens.
 
 The coefficients come from measured steps (`fit`, benchmarks/calibrate.py) or from a model's shapes and a device's
 ceilings (`analytic`).
@@ -14,7 +17,8 @@ ceilings (`analytic`).
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -35,24 +39,53 @@ class StepShape(NamedTuple):
     num_kv_tokens: int  # context read by decode rows, themselves included
     num_pairs: float  # (query, key) pairs of prompt chunks
     seconds: float = 0.0
+    is_changed: bool = False  # its rows are not those of the step before
+
+    @property
+    def has_chunks(self) -> bool:
+        return self.num_rows > self.num_decodes
 
 
-def shape_of(plan: StepPlan) -> StepShape:
-    """The shape of a planned step. O(rows), most of it in one `sum`."""
+def shape_of(plan: StepPlan, last_slots: Sequence[int] | None = None) -> StepShape:
+    """The shape of a planned step. O(rows), most of it in one `sum`. `last_slots`: of the step before, if any."""
     decodes, starts, counts = plan.num_decodes, plan.starts, plan.counts
     num_rows = len(starts)
+    changed = last_slots is not None and plan.slots != last_slots
     if decodes == num_rows:
-        return StepShape(plan.num_tokens, num_rows, decodes, sum(starts) + decodes, 0.0)
+        return StepShape(plan.num_tokens, num_rows, decodes, sum(starts) + decodes, 0.0, 0.0, changed)
     pairs = 0.0
     for row in range(decodes, num_rows):
         count = counts[row]
         pairs += count * (starts[row] + 0.5 * (count + 1))
-    return StepShape(plan.num_tokens, num_rows, decodes, sum(starts[:decodes]) + decodes, pairs)
+    return StepShape(plan.num_tokens, num_rows, decodes, sum(starts[:decodes]) + decodes, pairs, 0.0, changed)
+
+
+@dataclass(frozen=True)
+class CapturedSteps:
+    """The CUDA graphs that steps are padded to: batch sizes of decodes, and (decodes, prompt tokens) of mixed steps
+    with at most `prompt_rows` prompts, both from small to large."""
+
+    decodes: tuple[int, ...] = ()
+    mixed: tuple[tuple[int, int], ...] = ()
+    prompt_rows: int = 0
+
+    def padded(self, shape: StepShape) -> int | None:
+        """Tokens of the smallest graph with room for this step. None: it is launched kernel by kernel."""
+        if not shape.has_chunks:
+            place = bisect_left(self.decodes, shape.num_rows)
+            return self.decodes[place] if place < len(self.decodes) else None
+        if shape.num_rows - shape.num_decodes > self.prompt_rows:
+            return None
+        prompt_tokens = shape.num_tokens - shape.num_decodes
+        for decodes, tokens in self.mixed:
+            if decodes >= shape.num_decodes and tokens >= prompt_tokens:
+                return decodes + tokens
+        return None
 
 
 @dataclass(frozen=True, slots=True)
 class CostModel:
-    """Seconds per unit; see the module's formula. `knee` is in tokens."""
+    """Seconds per unit; see the module's formula. Knees are in tokens."""
 
     step_s: float
     token_s: float
@@ -61,16 +94,30 @@ class CostModel:
     row_s: float = 0.0
     kv_token_s: float = 0.0
     pair_s: float = 0.0
+    change_s: float = 0.0
+    eager_knee: float = 0.0
+    graphs: CapturedSteps | None = None
 
     def seconds(self, shape: StepShape) -> float:
         """Time of one step."""
-        tokens = shape.num_tokens if shape.num_tokens > self.knee else self.knee
         seconds = (
-            self.step_s + tokens * self.token_s + shape.num_rows * self.row_s + shape.num_kv_tokens * self.kv_token_s
+            self.step_s
+            + self.tokens_of(shape) * self.token_s
+            + shape.num_rows * self.row_s
+            + shape.num_kv_tokens * self.kv_token_s
         )
+        if shape.is_changed:
+            seconds += self.change_s
         if shape.num_rows > shape.num_decodes:
             seconds += self.chunk_step_s + shape.num_pairs * self.pair_s
         return seconds
+
+    def tokens_of(self, shape: StepShape) -> float:
+        """Tokens that the step costs: its own, its graph's, or as many as reading the weights or launching takes."""
+        if self.graphs is None:
+            return shape.num_tokens if shape.num_tokens > self.knee else self.knee
+        padded = self.graphs.padded(shape)
+        return max(self.eager_knee, shape.num_tokens) if padded is None else max(self.knee, padded)
 
 
 @dataclass(frozen=True)
@@ -112,7 +159,9 @@ def load_profile(name: str) -> DeviceProfile:
     path = Path(name) if name.endswith(".json") else COSTS_FOLDER / f"{name}.json"
     try:
         document = json.loads(path.read_text())
-        cost = CostModel(**{key: float(value) for key, value in document.pop("cost").items()})
+        values = document.pop("cost")
+        graphs = _graphs(values.pop("graphs", None))
+        cost = CostModel(**{key: float(value) for key, value in values.items()}, graphs=graphs)
         known = {item.name for item in fields(DeviceProfile)}
         if unknown := set(document) - known:
             raise ConfigError("--cost", f"{path.name} has unknown keys: {', '.join(sorted(unknown))}")
@@ -122,6 +171,13 @@ def load_profile(name: str) -> DeviceProfile:
         raise ConfigError("--cost", f"no such cost model: {name}; there are {names}, or give a .json file") from None
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ConfigError("--cost", f"{path.name} is not a cost model: {error}") from None
+
+
+def _graphs(document: Mapping[str, Any] | None) -> CapturedSteps | None:
+    if document is None:
+        return None
+    mixed = tuple((int(decodes), int(tokens)) for decodes, tokens in document["mixed"])
+    return CapturedSteps(tuple(map(int, document["decodes"])), mixed, int(document["prompt_rows"]))
 
 
 def profile_names() -> list[str]:

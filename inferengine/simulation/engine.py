@@ -6,7 +6,8 @@ batching, chunks, blocks, preemption, overlap and deadlines are the service's ow
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
 
 from inferengine.core.admission import AdmissionLimits, admit, resolve_max_tokens
 from inferengine.core.executor import Capacity, Progress
@@ -14,9 +15,15 @@ from inferengine.core.plan import StepPlan, StepResult
 from inferengine.core.request import Request
 from inferengine.core.scheduler import SchedulerOptions, StepOutput
 from inferengine.engine.core import EngineCore
-from inferengine.simulation.cost_model import CostModel, shape_of
+from inferengine.simulation.cost_model import StepShape, shape_of
 
 _RATE_MEMORY = 0.8  # as in engine.loop
+
+
+class StepCost(Protocol):
+    """How long a step of a shape takes: a CostModel, or steps that were recorded."""
+
+    def seconds(self, shape: StepShape) -> float: ...
 
 
 class VirtualClock:
@@ -54,13 +61,22 @@ class _VirtualStep:
 class VirtualExecutor:
     """Implements `core.executor.Executor`. A request's tokens are all its seed: cheap, and known to the workload."""
 
-    def __init__(self, capacity: Capacity, cost: CostModel, clock: VirtualClock, max_in_flight: int = 1) -> None:
+    def __init__(
+        self,
+        capacity: Capacity,
+        cost: StepCost,
+        clock: VirtualClock,
+        max_in_flight: int = 1,
+        pace: Callable[[float], float] | None = None,
+    ) -> None:
         self.max_in_flight = max_in_flight
         self.busy_s = 0.0
         self._capacity = capacity
         self._cost = cost
+        self._pace = pace
         self._clock = clock
         self._busy_until = 0.0
+        self._last_slots: list[int] | None = None
         self._seeds = [0] * capacity.max_num_seqs
 
     def load(self, progress: Progress) -> Capacity:
@@ -79,9 +95,13 @@ class VirtualExecutor:
         for row in range(decodes, len(plan.slots)):
             if samples[row]:
                 tokens.append(seeds[plan.slots[row]])
-        duration = self._cost.seconds(shape_of(plan))
+        begin = max(self._busy_until, self._clock.now)
+        duration = self._cost.seconds(shape_of(plan, self._last_slots))
+        if self._pace is not None:
+            duration *= self._pace(begin)
+        self._last_slots = plan.slots
         self.busy_s += duration
-        self._busy_until = max(self._busy_until, self._clock.now) + duration
+        self._busy_until = begin + duration
         embeddings = {item.row: b"" for item in plan.pooled if item.ends} if plan.pooled else None
         return _VirtualStep(StepResult(tokens, embeddings=embeddings), self._busy_until, self._clock)
 
@@ -93,13 +113,15 @@ class VirtualExecutor:
 
 
 class EngineOptions(NamedTuple):
-    """One kind of engine; a fleet is made of any number of them."""
+    """One kind of engine; a fleet is made of any number of them. `pace`: how many times longer than `cost` says a step
+    takes that begins at a time, for machines whose speed was measured while it changed."""
 
     capacity: Capacity
-    cost: CostModel
+    cost: StepCost
     scheduler: SchedulerOptions
     limits: AdmissionLimits
     max_in_flight: int = 1
+    pace: Callable[[float], float] | None = None
 
 
 class VirtualEngine:
@@ -109,7 +131,7 @@ class VirtualEngine:
     def __init__(self, options: EngineOptions, now: float = 0.0) -> None:
         self.options = options
         self.clock = VirtualClock(now)
-        self.executor = VirtualExecutor(options.capacity, options.cost, self.clock, options.max_in_flight)
+        self.executor = VirtualExecutor(options.capacity, options.cost, self.clock, options.max_in_flight, options.pace)
         self.core = EngineCore(self.executor, options.capacity, options.scheduler, clock=self.clock.read)
         self.scheduler = self.core.scheduler
         self.stepping = False  # a step is under way; set by whoever drives the engine
