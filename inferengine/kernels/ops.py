@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from inferengine.kernels import cpu_attention, reference, reference_fused, reference_sampling
+from inferengine.kernels import cpu_attention, cpu_attention_plan, reference, reference_fused, reference_sampling
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ REFERENCE = Ops(
     norm_linear=reference_fused.norm_linear,
     linear_add=reference_fused.linear_add,
     norm_gated_linear=reference_fused.norm_gated_linear,
-    prepare_attention=cpu_attention.prepare_attention,
+    prepare_attention=cpu_attention_plan.prepare_attention,
     attention_qkv=cpu_attention.attention_qkv,
     sample=reference_sampling.sample,
 )

@@ -29,7 +29,7 @@ from inferengine.models.hf_config import read_json
 from inferengine.models.weight_map import Target
 from inferengine.params import SamplingParams
 from inferengine.quant.apply import quantize
-from inferengine.runtime import draft_model, kv_scales, memory, prompt_logprobs, rehearsal
+from inferengine.runtime import cpu_forward, draft_model, kv_scales, memory, prompt_logprobs, rehearsal
 from inferengine.runtime.batch import columns_of, make_batch
 from inferengine.runtime.draft_model import DraftModel
 from inferengine.runtime.graphs import DecodeGraphs
@@ -179,14 +179,14 @@ class TorchExecutor:
                 return captured
         batch = make_batch(plan, columns, self.slots, self.device)
         if self.steady is not None:
-            self.steady.begin(columns, plan.num_decodes, changed=bool(plan.admitted or plan.copies or plan.swap_in))
-            batch.steady = self.steady
-        batch.plans = [
-            self.ops.prepare_attention(batch, group, kv, window) for group, (kv, window) in enumerate(self._group_kv)
-        ]
-        hidden = self.model(batch)
-        if self.steady is not None:
-            self.steady.end(columns)
+            admitted = [item.slot for item in plan.admitted]
+            hidden = cpu_forward.forward(self.model, self.ops, batch, self._group_kv, self.steady, admitted)
+        else:
+            batch.plans = [
+                self.ops.prepare_attention(batch, group, kv, window)
+                for group, (kv, window) in enumerate(self._group_kv)
+            ]
+            hidden = self.model(batch)
         logits = None
         if batch.num_samples:
             last = hidden if batch.num_samples == batch.num_tokens else hidden.index_select(0, batch.sample_tokens)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from inferengine.kernels import cpu_attention
+from inferengine.kernels import cpu_attention, cpu_attention_plan
 from inferengine.kernels.batch import Batch, StepColumns
 from tests.kernels.builders import PagedCase, make_paged_case, reference_attention, relative_error, tolerance
 
@@ -44,7 +44,7 @@ def test_every_kind_of_row_equals_the_definition(rows, heads, kv_heads, head_dim
     case = make_paged_case(row_lens, counts, kv_heads, head_dim, block_size, torch.float32, torch.device("cpu"))
     num_decodes = next((index for index, count in enumerate(counts) if count > 1), len(counts))
     batch = batch_of(case, num_decodes)
-    batch.plans = [cpu_attention.prepare_attention(batch, 0, case.kv, window)]
+    batch.plans = [cpu_attention_plan.prepare_attention(batch, 0, case.kv, window)]
     q = torch.randn(sum(counts), heads, head_dim)
     out = cpu_attention.attention(q, case.kv, batch, 0, 0.2, window, softcap)
     expected = reference_attention(q, case, 0.2, window, softcap)

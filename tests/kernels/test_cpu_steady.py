@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import random
+
 import numpy as np
 import pytest
 import torch
 
-from inferengine.kernels import cpu_attention, cpu_steady
+from inferengine.kernels import cpu_attention, cpu_attention_plan, cpu_steady
 from inferengine.kernels.batch import Batch, StepColumns
 from inferengine.kernels.cpu_steady import STEADY_STEPS, SteadyBatch
 
@@ -14,43 +16,63 @@ HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE, MAX_BLOCKS = 4, 2, 8, 4, 64
 
 
 class Case:
-    """A paged cache of random numbers, and rows with blocks in it."""
+    """A paged cache of random numbers, and rows with blocks in it. `starts` grow with every step."""
 
     def __init__(self, lengths: list[int]) -> None:
         torch.manual_seed(0)
         self.kv = torch.randn(len(lengths) * MAX_BLOCKS, 2, KV_HEADS, BLOCK_SIZE, HEAD_DIM)
         blocks = torch.randperm(len(self.kv)).view(len(lengths), MAX_BLOCKS)
         self.tables = blocks.to(torch.int32)
-        self.slots, self.starts = list(range(len(lengths))), list(lengths)
+        self.starts = dict(enumerate(lengths))
         self.steady = SteadyBatch(num_layers=1)
 
-    def batch(self, steady: SteadyBatch | None, window: int | None = None, *, changed: bool = False) -> Batch:
-        slots, starts = np.array(self.slots, dtype=np.int32), np.array(self.starts, dtype=np.int32)
-        rows, nothing = np.arange(len(slots), dtype=np.int32), np.empty(0, dtype=np.int32)
-        query_start = np.arange(len(slots) + 1, dtype=np.int32)
+    def batch(
+        self, counts: dict[int, int], steady: SteadyBatch | None, admitted: list[int], window: int | None = None
+    ) -> Batch:
+        slots = np.array(list(counts), dtype=np.int32)
+        starts = np.array([self.starts[slot] for slot in counts], dtype=np.int32)
+        num_new = np.array(list(counts.values()), dtype=np.int32)
+        rows, nothing = np.repeat(np.arange(len(slots), dtype=np.int32), num_new), np.empty(0, dtype=np.int32)
+        query_start = np.concatenate(([0], np.cumsum(num_new))).astype(np.int32)
+        positions = (np.arange(len(rows)) - np.repeat(query_start[:-1] - starts, num_new)).astype(np.int32)
         batch = Batch()
-        batch.columns = StepColumns(slots, starts, starts + 1, query_start, rows, starts, nothing, nothing, nothing)
-        batch.num_rows = batch.num_decodes = batch.num_tokens = len(slots)
+        batch.columns = StepColumns(
+            slots, starts, starts + num_new, query_start, rows, positions, nothing, nothing, nothing
+        )
+        batch.num_rows, batch.num_tokens = len(slots), len(rows)
+        batch.num_decodes = next((row for row, count in enumerate(num_new) if count > 1), len(slots))
         batch.block_tables, batch.steady = [self.tables], steady
         if steady is not None:
-            steady.begin(batch.columns, batch.num_decodes, changed=changed)
-        batch.plans = [cpu_attention.prepare_attention(batch, 0, self.kv, window)]
+            steady.begin(batch.columns, admitted)
+        batch.plans = [cpu_attention_plan.prepare_attention(batch, 0, self.kv, window)]
         return batch
 
-    def step(self, *, softcap: float | None = None, changed: bool = False) -> bool:
-        """One token for every row, both ways; returns whether a copy was used."""
-        qkv = torch.randn(len(self.slots), (HEADS + 2 * KV_HEADS) * HEAD_DIM)
-        kept = self.batch(self.steady, changed=changed)
+    def step(
+        self, counts: dict[int, int] | None = None, *, softcap: float | None = None, admitted: tuple[int, ...] = ()
+    ) -> bool:
+        """New tokens for rows, by slot (one for each, where nothing is said), both ways; returns whether a copy was
+        used."""
+        counts = counts or dict.fromkeys(self.starts, 1)
+        qkv = torch.randn(sum(counts.values()), (HEADS + 2 * KV_HEADS) * HEAD_DIM)
+        kept = self.batch(counts, self.steady, list(admitted))
         found, expected = (
             cpu_attention.attention_qkv(
                 qkv.clone(), None, None, 1e-6, None, self.kv, batch, 0, HEADS, KV_HEADS, 0.3, None, softcap
             )
-            for batch in (kept, self.batch(None))
+            for batch in (kept, self.batch(counts, None, []))
         )
-        self.steady.end(kept.columns)
+        self.steady.end()
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
-        self.starts = [start + 1 for start in self.starts]
+        for slot, count in counts.items():
+            self.starts[slot] += count
         return kept.plans[0].kept is not None
+
+    def settle(self) -> Case:
+        """So that a copy is in use."""
+        for _ in range(STEADY_STEPS):
+            self.step()
+        assert self.step()
+        return self
 
 
 @pytest.mark.parametrize("softcap", [None, 5.0])
@@ -61,25 +83,74 @@ def test_kept_keys_give_what_paged_keys_give(lengths, softcap):
     assert used == [False] * STEADY_STEPS + [True] * (150 - STEADY_STEPS)
 
 
-def test_another_set_of_rows_is_gathered_anew():
-    case = Case([12, 15, 14])
-    assert [case.step() for _ in range(5)][-1]
-    case.slots, case.starts = case.slots[:2], case.starts[:2]
-    assert not case.step()
+@pytest.mark.parametrize("softcap", [None, 5.0])
+@pytest.mark.parametrize("seed", range(4))
+def test_rows_with_any_number_of_new_tokens_keep_their_places(seed, softcap):
+    """Forced tokens and guesses, some of which prove wrong; rows that pause; the order of rows as plans have it."""
+    draw = random.Random(seed)
+    case = Case([30, 31, 33, 30, 32, 30, 30, 31]).settle()
+    for _ in range(40):
+        paused = draw.randrange(20)
+        slots = [slot for slot in case.starts if slot != paused]
+        counts = {slot: draw.choice([1, 1, 1, 1, 2, 5]) for slot in slots}
+        ordered = sorted(counts.items(), key=lambda item: item[1] > 1)
+        assert case.step(dict(ordered), softcap=softcap)
+        for slot, count in counts.items():
+            case.starts[slot] -= draw.randrange(count)  # wrong guesses
 
 
-def test_blocks_with_new_contents_are_read_again():
-    case = Case([12, 15])
-    assert [case.step() for _ in range(5)][-1]
-    case.kv.normal_()
-    assert not case.step(changed=True)
-    assert [case.step() for _ in range(5)][-1]
+def test_a_row_alone_verifies_guesses_in_its_place():
+    case = Case([20]).settle()
+    for count in (4, 1, 3, 6):
+        assert case.step({0: count})
+        case.starts[0] -= count // 2
+
+
+def test_a_newcomer_takes_the_place_of_one_that_ended():
+    case = Case([30, 31, 32, 33, 30, 31, 32, 33, 34]).settle()
+    late = case.starts.pop(8)
+    assert case.step()
+    del case.starts[3]
+    case.starts[8] = late
+    assert case.step(admitted=(8,))
+    assert case.step()
+
+
+def test_a_slot_given_to_another_request_is_read_again():
+    case = Case([30, 31, 32, 33]).settle()
+    case.kv[case.tables[2].long()] = torch.randn(MAX_BLOCKS, *case.kv.shape[1:])
+    assert case.step(admitted=(2,))
+
+
+def test_prompts_beside_kept_rows_go_their_own_way():
+    case = Case([30, 31, 32, 33, 34, 0]).settle()
+    case.starts[5] = 0
+    assert case.step({0: 1, 1: 1, 2: 1, 3: 1, 4: 2, 5: 40}, admitted=(5,))
+    assert case.step()
+
+
+def test_a_batch_that_shrinks_and_grows_is_copied_anew():
+    case = Case([30] * 8).settle()
+    for _ in range(3):
+        assert case.step(dict.fromkeys(range(2), 1))  # two of eight: picked out of the copy
+    for slot in range(2, 8):
+        case.starts[slot] = case.starts[0]
+    for _ in range(8):
+        case.step()
+    assert case.step()
+    for _ in range(8):
+        assert case.step(dict.fromkeys(range(2), 1))
+
+
+def test_another_batch_is_gathered_anew():
+    case = Case([12, 15, 14, 13])
+    rows = [dict.fromkeys((0, 1), 1), dict.fromkeys((2, 3), 1)]
+    assert not any(case.step(rows[index % 2]) for index in range(8))
 
 
 def test_a_step_that_failed_leaves_no_copy_behind():
-    case = Case([12])
-    assert [case.step() for _ in range(5)][-1]
-    case.batch(case.steady)  # begun, never ended
+    case = Case([12]).settle()
+    case.batch({0: 1}, case.steady, [])  # begun, never ended
     assert not case.step()
 
 
@@ -95,19 +166,26 @@ def test_what_is_too_large_is_not_kept(monkeypatch):
 
 
 def test_windows_are_not_kept():
-    case = Case([12])
-    assert [case.step() for _ in range(5)][-1]
-    assert case.batch(case.steady, window=6).plans[0].kept is None
+    case = Case([12]).settle()
+    assert case.batch({0: 1}, case.steady, [], window=6).plans[0].kept is None
+
+
+def test_what_lies_behind_a_newcomer_may_be_no_number():
+    case = Case([30, 30, 30, 30, 9]).settle()
+    case.kv[case.tables[4, 3:].long()] = torch.nan  # never its own
+    case.kv[case.tables[4, 2].long(), :, :, 2:] = torch.nan
+    case.starts[4] = 9
+    kept = case.batch(dict.fromkeys(range(5), 1), case.steady, [4])
+    queries = torch.randn(5, (HEADS + 2 * KV_HEADS) * HEAD_DIM)
+    out = cpu_attention.attention_qkv(queries, None, None, 1e-6, None, case.kv, kept, 0, HEADS, KV_HEADS, 0.3)
+    assert kept.plans[0].kept is not None
+    assert out.isfinite().all()
 
 
 def test_memory_is_used_again():
-    case = Case([12, 15])
-    for _ in range(3):
-        for _ in range(5):
-            case.step()
-        case.step(changed=True)
+    case = Case([12, 15]).settle()
     before = {place: tensor.data_ptr() for place, tensor in case.steady.storage.items()}
     assert len(before) == 1
-    for _ in range(5):
-        case.step()
+    case.steady.forget()
+    case.settle()
     assert {place: tensor.data_ptr() for place, tensor in case.steady.storage.items()} == before
