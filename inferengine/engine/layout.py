@@ -29,15 +29,15 @@ class Group:
 
     __slots__ = ("_column", "_pick", "_whole", "indices", "num_special", "peer", "streams", "subscriptions")
 
-    def __init__(self, peer: Peer) -> None:
+    def __init__(self, peer: Peer, subscriptions: list[Subscription], indices: list[int]) -> None:
         self.peer = peer
-        self.subscriptions: list[Subscription] = []
-        self.indices: list[int] = []  # of the rows, ascending
-        self.streams = array("I")
-        self.num_special = 0  # subscriptions that are more than tokens
+        self.subscriptions = subscriptions
+        self.indices = indices  # of the rows, ascending
+        self.streams = array("I", [subscription.stream for subscription in subscriptions])
+        self.num_special = len([s for s in subscriptions if not s.plain])  # those that are more than tokens
         self._column: bytes | None = None  # the streams as the wire has them
         self._pick: Any = None  # takes the tokens of these rows out of a step's
-        self._whole = True  # whether `indices` are 0, 1, 2, …
+        self._whole = indices == list(range(len(indices)))
 
     def add(self, index: int, subscription: Subscription) -> None:
         """A reader of the row `index`, the last so far."""
@@ -70,37 +70,54 @@ class Group:
             self._column = codec.to_u32(self.streams)
         return self._column
 
-    def token_column(self, tokens: array[int]) -> bytes:
-        """The tokens of the rows out of all tokens of a step, u32[]."""
+    def token_column(self, token_ids: list[int], tokens: array[int]) -> bytes:
+        """The tokens of the rows, u32[], out of all tokens of a step, given in both forms."""
         indices = self.indices
         if self._whole and len(indices) == len(tokens):
             return codec.to_u32(tokens)
         if len(indices) == 1:
-            return codec.to_u32(tokens[indices[0] : indices[0] + 1])
+            return codec.to_u32((token_ids[indices[0]],))
         if self._pick is None:
             self._pick = itemgetter(*indices)
-        return codec.to_u32(self._pick(tokens))
+        return codec.to_u32(self._pick(token_ids))
 
 
 class Layout:
     """The i-th token of a step goes to `logs[i]`. A log stands there as often as it gets tokens in one step."""
 
-    __slots__ = ("_columns", "_counts", "_stored", "_uids", "gone", "groups", "key", "logs", "stale", "texts", "time_s")
+    __slots__ = (
+        "_columns",
+        "_counts",
+        "_stored",
+        "_token_ids",
+        "_tokens",
+        "_uids",
+        "gone",
+        "groups",
+        "key",
+        "logs",
+        "stale",
+        "texts",
+        "time_s",
+    )
 
     def __init__(self, key: int, logs: list[Log], time_s: float) -> None:
         self.key = key
         self.time_s = time_s  # of the last step
-        self.logs: list[Log] = []
-        self.groups: dict[Peer, Group] = {}
-        self.texts: dict[Log, list[int]] = {}  # logs with text, with the indices of their tokens
+        self.logs = list(logs)
         self.gone: list[int] = []  # uids that have ended since
         self.stale = False  # a reader has come or gone: to be made anew
-        self._uids: list[int] = []
-        self._stored: list[array[int]] = []
+        self.texts: dict[Log, list[int]] = {}  # logs with text, with the indices of their tokens
+        self._uids = [log.uid for log in logs]
+        self._stored = [log.stored for log in logs]
+        self._token_ids: list[int] = []  # of the last step, in two forms
+        self._tokens = array("I")
         self._columns: list[array[int]] = []  # tokens that the logs have not taken yet, by step
-        for log in logs:
-            self._add(log)
         self._counts = Counter(logs) if len(set(self._uids)) != len(logs) else None
+        for index, log in enumerate(logs):
+            if log.text is not None:
+                self.texts.setdefault(log, []).append(index)
+        self.groups = _groups(logs)
 
     @property
     def num_logs(self) -> int:
@@ -112,14 +129,20 @@ class Layout:
 
     def is_of(self, key: int) -> bool:
         """Whether a step with this key draws for these very logs, with readers as they were."""
-        return key == self.key and not self.stale and not self.gone
+        return key == self.key and not self.stale
 
-    def push(self, tokens: array[int]) -> None:
+    def push(self, token_ids: list[int]) -> None:
         """The tokens of a step."""
-        assert len(tokens) == len(self.logs), "a step has one token for each row of its layout"
-        self._columns.append(tokens)
+        assert len(token_ids) == len(self.logs), "a step has one token for each row of its layout"
         if len(self._columns) >= MOST_COLUMNS:
             self.settle()
+        self._token_ids = token_ids
+        self._tokens = array("I", token_ids)
+        self._columns.append(self._tokens)
+
+    def token_column(self, group: Group) -> bytes:
+        """What the last step gave to one peer, u32[]."""
+        return group.token_column(self._token_ids, self._tokens)
 
     def settle(self) -> None:
         """Give the logs all that is theirs."""
@@ -168,8 +191,9 @@ class Layout:
         for subscription in log.subscriptions:
             group = self.groups.get(subscription.peer)
             if group is None:
-                group = self.groups[subscription.peer] = Group(subscription.peer)
-            group.add(index, subscription)
+                self.groups[subscription.peer] = Group(subscription.peer, [subscription], [index])
+            else:
+                group.add(index, subscription)
 
     def _remove(self, index: int) -> None:
         log = self.logs.pop(index)
@@ -181,3 +205,17 @@ class Layout:
             group.remove(index)
             if not group.indices:
                 del self.groups[group.peer]
+
+
+def _groups(logs: list[Log]) -> dict[Peer, Group]:
+    """The rows of each peer. Mostly there is one peer, and every log has one reader."""
+    sole = [log.subscriptions[0] for log in logs if len(log.subscriptions) == 1]
+    if len(sole) == len(logs) and len({subscription.peer for subscription in sole}) == 1:
+        return {sole[0].peer: Group(sole[0].peer, sole, list(range(len(sole))))}
+    rows: dict[Peer, tuple[list[Subscription], list[int]]] = {}
+    for index, log in enumerate(logs):
+        for subscription in log.subscriptions:
+            subscriptions, indices = rows.setdefault(subscription.peer, ([], []))
+            subscriptions.append(subscription)
+            indices.append(index)
+    return {peer: Group(peer, subscriptions, indices) for peer, (subscriptions, indices) in rows.items()}

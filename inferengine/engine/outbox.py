@@ -10,7 +10,6 @@ peer is a constant, and sending is one conversion of the drawn tokens (`layout.p
 from __future__ import annotations
 
 import logging
-from array import array
 from collections import deque
 from collections.abc import Callable, Iterable
 
@@ -122,8 +121,7 @@ class Outbox:
         if output.uids:
             layout = self._enter_layout(output, now)
             token_ids = output.token_ids
-            tokens = array("I", token_ids)
-            layout.push(tokens)
+            layout.push(token_ids)
             if output.logprobs:
                 self._append_logprobs(output)
             if output.prompt_logprobs:
@@ -139,7 +137,7 @@ class Outbox:
         touched: set[Peer] = set()
         if layout is not None:
             for group in layout.groups.values():
-                self._send_group(group, layout, tokens, ended, touched, now)
+                self._send_group(group, layout, ended, touched, now)
         for log in ended:
             for subscription in log.subscriptions:
                 self._mark(subscription, touched, 0)
@@ -187,16 +185,14 @@ class Outbox:
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
-    def _send_group(
-        self, group: Group, layout: Layout, tokens: array[int], ended: list[Log], touched: set[Peer], now: float
-    ) -> None:
+    def _send_group(self, group: Group, layout: Layout, ended: list[Log], touched: set[Peer], now: float) -> None:
         peer = group.peer
         if not group.num_special and not peer.dirty and peer.can_step and not layout.stale:
             closing = [s for log in ended for s in log.subscriptions if s.peer is peer] if ended else []
             if all(subscription.plain for subscription in closing):
                 done = [subscription.terminal_row() for subscription in closing]
-                seq, column = peer.window.seq + 1, group.token_column(tokens)
-                frames = self._writer.frames(seq, self._step, group.stream_column, done, column)
+                seq, tokens = peer.window.seq + 1, layout.token_column(group)
+                frames = self._writer.frames(seq, self._step, group.stream_column, done, tokens)
                 if peer.send_step(frames, now):
                     for subscription in closing:
                         self._close(subscription)
