@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Mapping
 from typing import Any
 
 from inferengine.errors import InferEngineError, InvalidRequest, bounded
@@ -48,6 +49,17 @@ def retry_after(error: InferEngineError) -> str | None:
 def unexpected() -> InferEngineError:
     """What a client learns of a bug here; the log has the rest."""
     return InferEngineError("engine_error", "The server failed on this request.")
+
+
+def rename_field(error: InferEngineError, names: Mapping[str, str]) -> None:
+    """Say a dialect's name of the field instead of the one behind it, in the message too: who sent `max_new_tokens` is
+    not to look for a `max_tokens`. Names that are words of the language, such as `stop`, stay in the message."""
+    field = error.field
+    if field is None or field not in names:
+        return
+    error.field = names[field]
+    if "_" in field:
+        error.message = re.sub(rf"(?<![\w.]){re.escape(field)}(?!\w)", error.field, error.message)
 
 
 def as_unprocessable(error: InvalidRequest) -> InferEngineError:

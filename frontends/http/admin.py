@@ -20,7 +20,7 @@ from inferengine.wire.messages import DRAINING
 
 
 async def pause(request: Request) -> Response:
-    """Take no more requests; what runs goes on. `?wait=true` answers when it has ended."""
+    """Take no more requests; what runs goes on. `?wait=true`: answered when it has ended."""
     service: Service = request.app.state.service
     results = await _all(service, "drain", exit=False)
     if request.query_params.get("wait") == "true":
@@ -38,6 +38,7 @@ async def resume(request: Request) -> Response:
 
 
 async def is_paused(request: Request) -> Response:
+    """Whether all engines refuse new requests."""
     states = [item.state for item in request.app.state.service.engines.health() if item.connected]
     return JsonBytes({"is_paused": bool(states) and all(state == DRAINING for state in states)})
 
@@ -65,8 +66,9 @@ async def unload_adapter(request: Request) -> Response:
 
 
 async def reload_keys(request: Request) -> Response:
-    """Read the keys file now; 400 with what is wrong with it, and then the old keys hold. Every worker looks at the
-    file by itself within a second: this tells whether it can be used."""
+    """Read the keys file now; 400 with what is wrong with it, and then the old keys hold.
+
+    Every worker looks at the file by itself within a second: this tells whether it can be used."""
     keys = request.app.state.service.keys
     keys.reload()
     if keys.complaint:

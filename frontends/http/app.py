@@ -27,6 +27,7 @@ from frontends.http.completions import completions
 from frontends.http.edge import Edge
 from frontends.http.embeddings import embeddings
 from frontends.http.gate import Gate
+from frontends.http.index import index
 from frontends.http.messages import count_tokens, messages
 from frontends.http.metrics import HttpMetrics
 from frontends.http.native import generate
@@ -46,6 +47,7 @@ logger = logging.getLogger(__name__)
 
 FIRST_WORD_S = 0.5  # that a new front end waits for an engine before it opens
 ROUTES = (
+    Route("/", index),
     Route("/v1/completions", completions, methods=["POST"]),
     Route("/v1/chat/completions", chat_completions, methods=["POST"]),
     Route("/v1/responses", responses.create, methods=["POST"]),
@@ -144,7 +146,7 @@ async def _no_route(request: Request, error: Exception) -> Response:
     if status == 405:
         message, code = f"{request.method} is not allowed on this path.", "method_not_allowed"
     elif status == 404:
-        message, code = "There is no such path. /openapi.json lists those that there are.", "not_found"
+        message, code = "There is no such path. GET / lists those that there are.", "not_found"
     else:
         message, code = str(getattr(error, "detail", "The request cannot be served."))[:200], "invalid_request"
     body = {"message": message, "type": "invalid_request_error", "param": None, "code": code}

@@ -11,6 +11,7 @@ from starlette.responses import Response
 
 from frontends.common import fields
 from frontends.common.conversation import Turn, read_turn
+from frontends.common.errors import rename_field
 from frontends.common.generation import Generation, Options
 from frontends.common.model_context import ServedModel
 from frontends.http import fields as dialect
@@ -20,7 +21,7 @@ from frontends.http.formats import Answer, ChatFormat, Format
 from frontends.http.message_format import MessageFormat
 from frontends.http.service import Service
 from inferengine.config import LimitsConfig
-from inferengine.errors import InvalidRequest
+from inferengine.errors import InferEngineError, InvalidRequest
 from inferengine.params import SamplingParams
 
 
@@ -40,6 +41,7 @@ class ChatRequest:
 
 
 async def chat_completions(request: Request) -> Response:
+    """OpenAI's chat: messages through the model's chat template, tools, structured output, whole or as events."""
     service: Service = request.app.state.service
     body = await read_json(request, service.config.http.max_body_bytes)
     chat = await read_chat(service, body, request.scope["request_id"])
@@ -49,9 +51,13 @@ async def chat_completions(request: Request) -> Response:
         format = ChatFormat(chat.answer, chat.params.n)
     else:
         format = MessageFormat(chat.answer, chat.params.n, chat.turn.reading, include_reasoning=reasoning)
-    return await answer(
-        service, request, chat.generation(service, request), format, stream=chat.answer.streaming.stream
-    )
+    stream = chat.answer.streaming.stream
+    try:
+        return await answer(service, request, chat.generation(service, request), format, stream=stream)
+    except InferEngineError as error:
+        if body.get("max_completion_tokens") is not None:
+            rename_field(error, {"max_tokens": "max_completion_tokens"})
+        raise
 
 
 async def read_chat(service: Service, body: dict[str, Any], request_id: str) -> ChatRequest:

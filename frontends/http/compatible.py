@@ -26,13 +26,13 @@ INFER_MAX_TOKENS = 128
 
 
 async def generate_text(request: Request) -> Response:
-    """POST /generate: prompt and max_tokens, both required, to the text with its prompt."""
+    """`prompt` and `max_tokens`, both required, to the text with its prompt."""
     service: Service = request.app.state.service
     body = await read_json(request, service.config.http.max_body_bytes)
     served = await service.served()
     for name in ("prompt", "max_tokens"):
         if body.get(name) is None:
-            raise InferEngineError("unprocessable", f"{name} is required", field=name)
+            raise InferEngineError("unprocessable", "is required", field=name)
     try:
         prompt = fields.string(body, "prompt")
         max_tokens = fields.integer(body, "max_tokens")
@@ -62,7 +62,7 @@ async def generate_text(request: Request) -> Response:
 
 
 async def infer(request: Request) -> Response:
-    """POST /infer/v1/completions: events `token`, then `done` or `error`. 422 for another model or unknown fields."""
+    """Events `token`, then `done` or `error`. 422 for another model or unknown fields."""
     service: Service = request.app.state.service
     body = await read_json(request, service.config.http.max_body_bytes)
     served = await service.served()

@@ -23,6 +23,7 @@ from inferengine.errors import InvalidRequest
 
 
 async def completions(request: Request) -> Response:
+    """OpenAI's completions: text or token ids in, text out, whole or as events."""
     service: Service = request.app.state.service
     config = service.config
     body = await read_json(request, config.http.max_body_bytes)

@@ -1,6 +1,7 @@
 """Who may come in: the layer between CORS and the routes. Decides on the ASGI path, never on a URL made of headers.
 
-Every route but health asks for a key where there are keys; admin routes ask for an admin's, and are closed without any.
+Every route but health and the list of routes asks for a key where there are keys; admin routes ask for an admin's, and
+are closed without any.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from frontends.common.keys import ANYBODY, ApiKey, KeyRing
 from frontends.common.quotas import Quotas
 from inferengine.errors import InferEngineError
 
-OPEN_PATHS = frozenset({"/health", "/ready", "/ping"})
+OPEN_PATHS = frozenset({"/", "/health", "/ready", "/ping"})
 
 
 class Gate:

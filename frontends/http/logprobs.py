@@ -57,8 +57,18 @@ def with_prompt(
     first = token_text(tokenizer, prompt_ids[0], as_ids)
     rows = [row._replace(top_ids=row.top_ids[:num_top], top_logprobs=row.top_logprobs[:num_top]) for row in rows]
     prompt = as_completion(tokenizer, prompt_ids[1:], rows, len(first), as_ids)
+    prompt["text_offset"] = _offsets(tokenizer, prompt_ids)[1:]
     begin = {"text_offset": [0], "token_logprobs": [None], "tokens": [first], "top_logprobs": [None]}
     return {name: begin[name] + prompt[name] + output[name] for name in begin}
+
+
+def _offsets(tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> list[int]:
+    """Where each token of a prompt begins in its echo, which does not show special tokens."""
+    offsets, place = [], 0
+    for token_id in prompt_ids:
+        offsets.append(place)
+        place += 0 if tokenizer.is_special(token_id) else len(token_text(tokenizer, token_id, False))
+    return offsets
 
 
 def as_chat(

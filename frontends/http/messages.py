@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from frontends.common.conversation import read_turn
-from frontends.common.errors import retry_after
+from frontends.common.errors import rename_field, retry_after
 from frontends.http import fields as dialect
 from frontends.http.answer import JsonBytes, answer
 from frontends.http.body import read_json
@@ -30,7 +30,7 @@ def in_this_dialect(endpoint: Endpoint) -> Endpoint:
         try:
             return await endpoint(request)
         except InferEngineError as error:
-            error.field = NAMES.get(error.field or "", error.field)
+            rename_field(error, NAMES)
             response = JsonBytes(error_body(error), error.http_status)
             if (wait := retry_after(error)) is not None:
                 response.headers["Retry-After"] = wait
@@ -41,6 +41,7 @@ def in_this_dialect(endpoint: Endpoint) -> Endpoint:
 
 @in_this_dialect
 async def messages(request: Request) -> Response:
+    """Anthropic's Messages: text and tools, whole or as events."""
     service: Service = request.app.state.service
     body = await read_json(request, service.config.http.max_body_bytes)
     chat = await read_chat(service, to_chat(body), request.scope["request_id"])

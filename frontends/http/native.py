@@ -8,7 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from frontends.common import fields
-from frontends.common.errors import as_unprocessable
+from frontends.common.errors import as_unprocessable, rename_field
 from frontends.common.generation import Generation
 from frontends.http import fields as dialect
 from frontends.http.answer import JsonBytes
@@ -20,7 +20,9 @@ DEFAULT_NEW_TOKENS = 64
 
 
 async def generate(request: Request) -> Response:
-    """400 past the model's length, 422 for a field of the wrong type or range, 429 when no pool could hold it."""
+    """`prompt` to exactly `max_new_tokens` tokens, greedy unless asked otherwise.
+
+    400 past the model's length, 422 for a field of the wrong type or range, 429 when no pool could hold it."""
     service: Service = request.app.state.service
     started = time.monotonic()
     body = await read_json(request, service.config.http.max_body_bytes)
@@ -45,6 +47,7 @@ async def generate(request: Request) -> Response:
             await generation.accepted()
             (output,) = await generation.collect()
     except InferEngineError as error:
+        rename_field(error, {"max_tokens": "max_new_tokens"})
         if error.code == "prompt_never_fits":
             raise InferEngineError("rate_limited", error.message, field=error.field) from None
         raise

@@ -36,6 +36,7 @@ ERROR = {
 
 
 async def openapi(request: Request) -> Response:
+    """Every route, its fields and their ranges."""
     service: Service = request.app.state.service
     routes = [route for route in request.app.routes if isinstance(route, Route)]
     return JsonBytes(describe(routes, service.config.limits))

@@ -18,11 +18,13 @@ from inferengine.wire.messages import PROTOCOL_MAJOR, PROTOCOL_MINOR, READY, STO
 
 
 async def models(request: Request) -> Response:
+    """What is served: the model and its LoRA adapters."""
     service: Service = request.app.state.service
     return JsonBytes({"object": "list", "data": await _model_cards(service)})
 
 
 async def model(request: Request) -> Response:
+    """One of them; 404 for any other name."""
     service: Service = request.app.state.service
     card = next((card for card in await _model_cards(service) if card["id"] == request.path_params["model"]), None)
     if card is None:
@@ -57,6 +59,7 @@ async def ping(request: Request) -> Response:
 
 
 async def version(request: Request) -> Response:
+    """Of the program and of the wire."""
     return JsonBytes({"version": __version__, "protocol": [PROTOCOL_MAJOR, PROTOCOL_MINOR]})
 
 

@@ -15,7 +15,7 @@ from starlette.responses import Response
 from starlette.types import Message
 
 from frontends.common import fields
-from frontends.common.errors import unexpected
+from frontends.common.errors import rename_field, unexpected
 from frontends.common.generation import Generation
 from frontends.http.answer import JsonBytes, answer
 from frontends.http.body import read_json
@@ -41,7 +41,9 @@ def with_own_names(endpoint: Endpoint) -> Endpoint:
         try:
             return await endpoint(request)
         except InferEngineError as error:
-            error.field = NAMES.get((error.field or "").partition("[")[0], error.field)
+            if error.field is not None and error.field not in NAMES:
+                error.field = NAMES.get(error.field.partition("[")[0], error.field)
+            rename_field(error, NAMES)
             raise
 
     return wrapped
@@ -49,6 +51,7 @@ def with_own_names(endpoint: Endpoint) -> Endpoint:
 
 @with_own_names
 async def create(request: Request) -> Response:
+    """OpenAI's Responses: whole, as events, or in the background."""
     service: Service = request.app.state.service
     body = await read_json(request, service.config.http.max_body_bytes)
     tenant = _tenant(request)
@@ -80,6 +83,7 @@ async def create(request: Request) -> Response:
 
 
 async def get(request: Request) -> Response:
+    """A stored response."""
     service: Service = request.app.state.service
     if request.query_params.get("stream") == "true":
         raise InvalidRequest("stream", "a stored response is not streamed", code="unsupported")
@@ -101,6 +105,7 @@ async def cancel(request: Request) -> Response:
 
 
 async def delete(request: Request) -> Response:
+    """Forget a stored response."""
     service: Service = request.app.state.service
     stored = service.responses.get(request.path_params["id"], _tenant(request))
     if stored.unfinished and stored.task is None:

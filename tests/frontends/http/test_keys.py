@@ -56,14 +56,14 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
         yield Guarded(built)
 
 
-@pytest.mark.parametrize("path", ["/health", "/ready", "/ping"])
+@pytest.mark.parametrize("path", ["/", "/health", "/ready", "/ping"])
 def test_health_needs_no_key(guarded: Guarded, path: str) -> None:
     assert guarded.ask("GET", path, None).status_code == 200
 
 
 @pytest.mark.parametrize("route", ROUTES, ids=lambda route: route.path)
 def test_every_other_route_does(guarded: Guarded, route: Any) -> None:
-    if route.path in ("/health", "/ready", "/ping"):
+    if route.path in ("/", "/health", "/ready", "/ping"):
         return
     path = route.path.replace("{model:path}", "x").replace("{id}", "0" * 32)
     for method in route.methods - {"HEAD"}:

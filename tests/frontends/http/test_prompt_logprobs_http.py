@@ -26,6 +26,9 @@ def test_an_echo_tells_the_prompts_tokens_too(embedded: Embedded) -> None:
     for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
         assert len(shown[name]) == len(ids), name
     assert "".join(shown["tokens"]).endswith(choice["text"])
+    special = len(ids) - len(PROMPT.split()) - len(choice["token_ids"])  # shown in the tokens, not in the text
+    for token, offset in list(zip(shown["tokens"], shown["text_offset"], strict=True))[special:]:
+        assert choice["text"][offset:].startswith(token)
     assert (shown["token_logprobs"][0], shown["top_logprobs"][0]) == (None, None)
     assert all(logprob <= 0 for logprob in shown["token_logprobs"][1:])
 
