@@ -44,7 +44,7 @@ def read_config(config: ConfigReader) -> DecoderConfig:
         num_kv_heads=config.integer("num_key_value_heads", 4),
         head_dim=head_dim,
         max_position=max_position,
-        norm_eps=config.number("rms_norm_eps", 1e-6),
+        norm_eps=config.number("rms_norm_eps", 1e-6, zero=True),
         windows=windows,
         attention_scale=config.number("query_pre_attn_scalar", 256) ** -0.5,
         rope=read_rope(config, head_dim, max_position, layer_type="full_attention"),

@@ -13,13 +13,15 @@ from inferengine.layers.decoder_config import DecoderConfig
 from inferengine.layers.embedding import Embedding, Head
 from inferengine.layers.mlp import MLP
 from inferengine.layers.norm import LayerNorm
-from inferengine.models.hf_config import ConfigReader
+from inferengine.models.hf_config import ConfigReader, refused
 from inferengine.models.weight_map import Target, WeightMap
 
 
 def read_config(config: ConfigReader) -> DecoderConfig:
     hidden_size, num_heads = config.integer("n_embd", 768), config.integer("n_head", 12)
     num_layers = config.integer("n_layer", 12)
+    if hidden_size % num_heads:
+        raise refused(f"{config.where}: n_embd = {hidden_size} does not divide among n_head = {num_heads}")
     config.expect("activation_function", "gelu_new", "gelu_pytorch_tanh")
     config.expect("scale_attn_weights", True)
     config.expect("scale_attn_by_inverse_layer_idx", False)
@@ -35,7 +37,7 @@ def read_config(config: ConfigReader) -> DecoderConfig:
         num_kv_heads=num_heads,
         head_dim=hidden_size // num_heads,
         max_position=config.integer("n_positions", 1024),
-        norm_eps=config.number("layer_norm_epsilon", 1e-5),
+        norm_eps=config.number("layer_norm_epsilon", 1e-5, zero=True),
         windows=(None,) * num_layers,
         attention_scale=(hidden_size // num_heads) ** -0.5,
         qkv_bias=True,

@@ -7,6 +7,7 @@ a model that computes something else than its authors meant.
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -60,14 +61,22 @@ class ConfigReader:
         self.where = where
         self._seen: set[str] = set()
 
-    def integer(self, name: str, default: Any = _REQUIRED) -> int:
-        return int(self._typed(name, int, default, "a whole number"))
+    def integer(self, name: str, default: Any = _REQUIRED, *, least: int = 1) -> int:
+        """A count or a size."""
+        value = int(self._typed(name, int, default, "a whole number"))
+        if value < least:
+            raise refused(f"{self.where}: {name} must be at least {least}; got {value}")
+        return value
 
-    def number(self, name: str, default: Any = _REQUIRED) -> float:
-        return float(self._typed(name, (int, float), default, "a number"))
+    def number(self, name: str, default: Any = _REQUIRED, *, zero: bool = False) -> float:
+        """A finite number above 0; with `zero`, 0 itself too."""
+        value = float(self._typed(name, (int, float), default, "a number"))
+        if not math.isfinite(value) or value < 0 or (value == 0 and not zero):
+            raise refused(f"{self.where}: {name} must be a finite number above 0; got {_shown(self.values.get(name))}")
+        return value
 
-    def optional_number(self, name: str) -> float | None:
-        return None if self.value(name) is None else self.number(name)
+    def optional_number(self, name: str, *, zero: bool = False) -> float | None:
+        return None if self.value(name) is None else self.number(name, zero=zero)
 
     def flag(self, name: str, default: bool) -> bool:
         return bool(self._typed(name, bool, default, "true or false"))
@@ -83,7 +92,7 @@ class ConfigReader:
     def expect(self, name: str, *allowed: Any) -> None:
         """Refuse any value but these; an absent key and null are fine."""
         value = self.value(name)
-        if value is not None and value not in allowed:
+        if value is not None and not any(value == item and type(value) is type(item) for item in allowed):
             choices = " or ".join(json.dumps(item) for item in (*allowed, None))
             raise refused(f"{self.where}: {name} = {_shown(value)} is not supported; only {choices} is")
 
@@ -95,7 +104,8 @@ class ConfigReader:
 
     def dtype(self) -> str:
         """The checkpoint's number format under either of its names; float32 where it says nothing."""
-        name = str(self.values.get("dtype") or self.values.get("torch_dtype") or "float32").removeprefix("torch.")
+        values = (self.values.get("dtype"), self.values.get("torch_dtype"), "float32")
+        name = str(next(value for value in values if value is not None)).removeprefix("torch.")
         if name not in DTYPES:
             raise refused(f"{self.where}: dtype = {name!r} is not supported; only {', '.join(DTYPES)} are")
         return name
@@ -114,16 +124,17 @@ class ConfigReader:
 def read_rope(config: ConfigReader, head_dim: int, max_position: int, *, layer_type: str | None = None) -> RopeConfig:
     """The rotation, from `rope_parameters` (transformers 5; by layer type for some models) or `rope_theta` with
     `rope_scaling` (before)."""
-    values = config.value("rope_parameters")
-    if values is None:
-        values = dict(config.value("rope_scaling") or {})
-        values.setdefault("rope_theta", config.number("rope_theta", 10_000.0))
-    elif layer_type is not None and layer_type in values:
+    name = "rope_scaling" if config.value("rope_parameters") is None else "rope_parameters"
+    values = config.value(name)
+    if isinstance(values, dict) and layer_type is not None and layer_type in values:
         values = values[layer_type]
+    if values is not None and not isinstance(values, dict):
+        raise refused(f"{config.where}: {name} must be an object; got {_shown(values)}")
+    values = dict(values or {})
+    if name == "rope_scaling":
+        values.setdefault("rope_theta", config.number("rope_theta", 10_000.0))
     config.value("rope_theta"), config.value("rope_scaling")  # transformers 5 may repeat what rope_parameters says
-    if not isinstance(values, dict):
-        raise refused(f"{config.where}: rope_parameters must be an object")
-    rope = ConfigReader(values, f"{config.where}: rope_parameters")
+    rope = ConfigReader(values, f"{config.where}: {name}")
     kind = str(rope.value("rope_type") or rope.value("type") or "default")
     rope.value("type")
     rope.expect("partial_rotary_factor", 1.0)
@@ -146,6 +157,8 @@ def read_rope(config: ConfigReader, head_dim: int, max_position: int, *, layer_t
             low_freq_factor=rope.number("low_freq_factor"),
             high_freq_factor=rope.number("high_freq_factor"),
         )
+        if result.high_freq_factor <= result.low_freq_factor:
+            raise refused(f"{rope.where}: high_freq_factor must be above low_freq_factor")
     elif kind == "yarn":
         result = RopeConfig(
             theta,
@@ -156,8 +169,8 @@ def read_rope(config: ConfigReader, head_dim: int, max_position: int, *, layer_t
             attention_factor=rope.optional_number("attention_factor"),
             beta_fast=rope.optional_number("beta_fast") or 32.0,
             beta_slow=rope.optional_number("beta_slow") or 1.0,
-            mscale=rope.optional_number("mscale"),
-            mscale_all_dim=rope.optional_number("mscale_all_dim"),
+            mscale=rope.optional_number("mscale", zero=True),
+            mscale_all_dim=rope.optional_number("mscale_all_dim", zero=True),
             truncate=rope.flag("truncate", True),
         )
     else:
@@ -175,6 +188,8 @@ def read_windows(config: ConfigReader, num_layers: int, window: int | None) -> t
     layer_types = config.value("layer_types")
     if layer_types is None:
         return (window,) * num_layers
+    if not isinstance(layer_types, list) or not all(isinstance(name, str) for name in layer_types):
+        raise refused(f"{config.where}: layer_types must be a list of names; got {_shown(layer_types)}")
     known = {"full_attention": None, "sliding_attention": window}
     for name in layer_types:
         if name not in known:

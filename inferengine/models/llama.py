@@ -1,5 +1,5 @@
-"""Llama (Touvron et al. 2023; 3.x), and what differs from it only in the config: Mistral (sliding window), Qwen 2
-(biases on q, k, v), Qwen 3 (norms on q and k).
+"""Llama (Touvron et al. 2023; 3.x), and what Mistral (sliding window), Qwen 2 (biases on q, k, v) and Qwen 3 (norms on
+q and k) share with it.
 """
 
 from __future__ import annotations
@@ -14,14 +14,13 @@ from inferengine.layers.decoder_config import DecoderConfig
 from inferengine.layers.embedding import Embedding, Head
 from inferengine.layers.mlp import GatedMLP
 from inferengine.layers.norm import RMSNorm
-from inferengine.models.hf_config import ConfigReader, read_rope, read_windows
+from inferengine.models.hf_config import ConfigReader, read_rope
 from inferengine.models.weight_map import Target, WeightMap, attention_targets, gated_mlp_targets
 
 
 def read_config(config: ConfigReader) -> DecoderConfig:
-    """LlamaForCausalLM and MistralForCausalLM, whose every layer slides when the config sets a window."""
-    window = config.integer("sliding_window") if config.value("sliding_window") else None
-    return read_decoder(config, read_windows(config, config.integer("num_hidden_layers"), window))
+    """Full attention in every layer: a window is refused (by `finish`), as no Llama was trained with one."""
+    return read_decoder(config, (None,) * config.integer("num_hidden_layers"))
 
 
 def read_decoder(
@@ -34,6 +33,9 @@ def read_decoder(
     max_position = config.integer("max_position_embeddings", 2048)
     config.expect("hidden_act", "silu")
     bias = config.flag("attention_bias", False)
+    rope = read_rope(config, head_dim, max_position)
+    if rope.kind == "yarn":  # max_position_embeddings may still be what it was before the context was extended
+        max_position = max(max_position, int(rope.original_max_position * rope.factor))
     return DecoderConfig(
         model_type=config.text("model_type"),
         vocab_size=config.integer("vocab_size"),
@@ -44,10 +46,10 @@ def read_decoder(
         num_kv_heads=config.integer("num_key_value_heads", num_heads),
         head_dim=head_dim,
         max_position=max_position,
-        norm_eps=config.number("rms_norm_eps", 1e-6),
+        norm_eps=config.number("rms_norm_eps", 1e-6, zero=True),
         windows=windows,
         attention_scale=head_dim**-0.5,
-        rope=read_rope(config, head_dim, max_position),
+        rope=rope,
         qkv_bias=bias,
         out_bias=bias,
         mlp_bias=config.flag("mlp_bias", False),

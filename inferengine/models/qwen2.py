@@ -25,5 +25,5 @@ def read_upper_windows(config: ConfigReader) -> tuple[int | None, ...]:
         window = None
     if window is None or config.value("layer_types") is not None:
         return read_windows(config, num_layers, window)
-    first = config.integer("max_window_layers", num_layers)
+    first = config.integer("max_window_layers", 28, least=0)
     return tuple(window if layer >= first else None for layer in range(num_layers))

@@ -7,12 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
 from inferengine.errors import ConfigError
+from inferengine.layers.decoder_config import DecoderConfig
 from inferengine.models import registry
 from inferengine.models.weights import INDEX
-from tests.models.checkpoints import make_model, save
+from tests.models.checkpoints import FAMILIES, LLAMA3, YARN, make_model, save
 from tests.runtime.engine import Engine
 
 
@@ -134,13 +136,80 @@ def test_an_index_names_no_file_outside_the_folder(tmp_path):
         ({"vocab_size": None}, "vocab_size is missing"),
         ({"num_key_value_heads": 4}, "6 heads do not divide among 4 KV heads"),
         ({"hidden_size": 0}, "hidden_size must be at least 1"),
+        ({"hidden_size": -48}, "hidden_size must be at least 1"),
+        ({"num_attention_heads": 0}, "num_attention_heads must be at least 1"),
+        ({"head_dim": None, "num_attention_heads": 98}, "head_dim must be at least 1"),
+        ({"max_position_embeddings": 0}, "max_position_embeddings must be at least 1"),
+        ({"rms_norm_eps": -1e-6}, "rms_norm_eps must be a finite number above 0"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps must be a finite number above 0; got NaN"),
+        ({"rope_parameters": [1]}, "rope_parameters must be an object"),
+        ({"rope_parameters": None, "rope_scaling": "yarn"}, "rope_scaling must be an object"),
+        ({"rope_parameters": None, "rope_theta": 0}, "rope_theta must be a finite number above 0"),
+        ({"rope_parameters": {"rope_type": "linear", "factor": 0}}, "factor must be a finite number above 0"),
+        (
+            {"rope_parameters": {**LLAMA3["rope_parameters"], "low_freq_factor": 4.0}},
+            "high_freq_factor must be above low_freq_factor",
+        ),
+        (
+            {"rope_parameters": {**YARN["rope_parameters"], "original_max_position_embeddings": 0}},
+            "original_max_position_embeddings must be at least 1",
+        ),
+        ({"sliding_window": 12}, "sliding_window = 12 is not supported"),
         ({"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM is not supported"),
+        ({"architectures": [["LlamaForCausalLM"]]}, "is not supported"),
+        ({"dtype": 16}, "dtype = '16'"),
         ({"dtype": "float8_e4m3fn"}, "dtype = 'float8_e4m3fn'"),
     ],
 )
 def test_a_config_value_without_support_is_refused_by_name(folder, values, named):
     edit_config(folder, **values)
     assert named in refusal(folder)
+
+
+@pytest.mark.parametrize(
+    ("family", "values", "named"),
+    [
+        ("gemma3", {"query_pre_attn_scalar": -24}, "query_pre_attn_scalar must be a finite number above 0"),
+        ("gemma3", {"final_logit_softcapping": 0}, "final_logit_softcapping must be a finite number above 0"),
+        ("gemma3", {"layer_types": None, "sliding_window_pattern": 0}, "sliding_window_pattern must be at least 1"),
+        ("gemma3", {"layer_types": 5}, "layer_types must be a list of names"),
+        ("gemma3", {"layer_types": ["full_attention"]}, "layer_types has 1 entries for 5 layers"),
+        ("gemma3", {"rope_parameters": 10_000.0}, "rope_parameters must be an object"),
+        ("gemma3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping = 50.0 is not supported"),
+        ("gpt2", {"n_head": 4}, "n_embd = 54 does not divide among n_head = 4"),
+        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx = true"),
+        ("mistral-window", {"sliding_window": -12}, "sliding_window must be at least 1"),
+        ("qwen2", {"use_sliding_window": "yes"}, "use_sliding_window must be true or false"),
+        ("qwen3", {"layer_types": ["chunked_attention"] * 3}, "layer_types has 'chunked_attention'"),
+    ],
+)
+def test_each_family_refuses_by_name(family, values, named):
+    with pytest.raises(ConfigError) as caught:
+        config_of(family, **values)
+    assert named in caught.value.message
+
+
+def config_of(family: str, **values: object) -> DecoderConfig:
+    """A family's config.json with some values changed, as the engine reads it."""
+    class_name, shapes = FAMILIES[family]
+    config = getattr(transformers, class_name)(**shapes).to_dict() | values
+    return registry.config_of(config, registry.family(config))
+
+
+def test_mistral_slides_where_the_config_says_nothing():
+    config = config_of("mistral-window")
+    assert config.windows == (12, 12, 12)
+    assert config_of("mistral-window", sliding_window=None).windows == (None,) * 3
+    class_name, shapes = FAMILIES["mistral-window"]
+    silent = getattr(transformers, class_name)(**shapes).to_dict()
+    del silent["sliding_window"]
+    assert registry.config_of(silent, registry.family(silent)).windows == (4096,) * 3
+
+
+def test_yarn_reaches_as_far_as_it_extends():
+    extended = {**YARN["rope_parameters"], "factor": 16.0}  # 64 tokens × 16; max_position_embeddings still says 256
+    assert config_of("llama", rope_parameters=extended).max_position == 1024
+    assert config_of("llama", rope_parameters=YARN["rope_parameters"]).max_position == 256
 
 
 def test_a_longer_context_than_the_model_was_made_for(folder):
