@@ -40,7 +40,7 @@ def arguments(words: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--out", type=Path, default=ASSETS, help="folder for embedded/ and embedded-draft/")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--steps", type=int, default=4200, help="most steps of the model's training")
+    parser.add_argument("--steps", type=int, default=3300, help="most steps of the model's training")
     parser.add_argument("--seconds", type=float, default=240.0, help="most seconds of the model's training")
     parser.add_argument("--rows", type=int, default=0, help="rows of 2048 tokens per step; 0: 64 on a GPU, 2 on a CPU")
     parser.add_argument("--workers", type=int, default=min(16, max(1, (os.cpu_count() or 2) - 1)))
