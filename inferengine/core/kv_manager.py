@@ -53,6 +53,7 @@ class KVCacheManager:
         self.num_hit_tokens = 0
         self.events: list[KVEvent] | None = [] if record_events else None
         self._roots: dict[tuple[bytes, int], bytes] = {}
+        self._full_groups = [index for index, group in enumerate(groups) if group.window is None]
         self._updates = self._empty_updates()
         self._copies = CopyList(len(groups))
 
@@ -157,24 +158,23 @@ class KVCacheManager:
     def allocate(self, sequence: Sequence, num_tokens: int) -> bool:
         """Make room for the first `num_tokens` tokens in every group. False if it does not fit: no block was taken."""
         needed = -(-num_tokens // self.block_size)
-        for group, pool, table in zip(self.groups, self.pools, sequence.block_tables, strict=True):
-            if group.window is not None:
-                continue
-            if needed - len(table) > pool.num_free:
+        tables = sequence.block_tables
+        for group_index in self._full_groups:
+            if needed - len(tables[group_index]) > self.pools[group_index].num_free:
                 return False
-        if len(self.groups) > 1 or self.groups[0].window is not None:
+        if len(self._full_groups) < len(tables):
             self._release_left_of_window(sequence)
-            for pool, table in zip(self.pools, sequence.block_tables, strict=True):
+            for pool, table in zip(self.pools, tables, strict=True):
                 if needed - len(table) > pool.num_free:
                     return False
-        for group_index, table in enumerate(sequence.block_tables):
+        for group_index, table in enumerate(tables):
             missing = needed - len(table)
             if missing > 0:
                 blocks, evicted = self.pools[group_index].take(missing)
                 if evicted:
                     self._evict(group_index, evicted)
                 self._record(group_index, sequence.slot, len(table), blocks)
-                table.extend(blocks)
+                table += blocks
         sequence.capacity = needed * self.block_size
         return True
 
@@ -184,11 +184,12 @@ class KVCacheManager:
         hashes = sequence.block_hashes
         full = min(num_computed, len(sequence.tokens)) // size
         sequence.next_hash_at = (full + 1) * size
-        if not self.prefix_caching:
+        known = len(hashes)
+        if not self.prefix_caching or full <= known:
             return
-        for index in range(len(hashes), full):
-            parent = hashes[-1] if hashes else self._root(sequence.request)
-            digest = block_hash(parent, sequence.tokens[index * size : (index + 1) * size])
+        digest = hashes[-1] if hashes else self._root(sequence.request)
+        for index in range(known, full):
+            digest = block_hash(digest, sequence.tokens[index * size : (index + 1) * size])
             hashes.append(digest)
             self._insert(sequence, index, digest)
 
@@ -281,10 +282,10 @@ class KVCacheManager:
 
     def _insert(self, sequence: Sequence, index: int, digest: bytes) -> None:
         stored = False
-        for pool, cache, table in zip(self.pools, self.caches, sequence.block_tables, strict=True):
+        for group_index, table in enumerate(sequence.block_tables):
             block_id = table[index]
-            if block_id >= 0 and cache.insert(digest, block_id):
-                pool.mark_cached(block_id)
+            if block_id >= 0 and self.caches[group_index].insert(digest, block_id):
+                self.pools[group_index].mark_cached(block_id)
                 stored = True
         if stored and self.events is not None:
             size = self.block_size
@@ -312,10 +313,15 @@ class KVCacheManager:
                 sequence.num_blocks_released[group_index] = first
 
     def _record(self, group_index: int, slot: int, first_index: int, block_ids: list[int]) -> None:
-        updates = self._updates[group_index]
-        updates.slots.extend([slot] * len(block_ids))
-        updates.indices.extend(range(first_index, first_index + len(block_ids)))
-        updates.block_ids.extend(block_ids)
+        slots, indices, blocks = self._updates[group_index]
+        if len(block_ids) == 1:  # what a decode needs
+            slots.append(slot)
+            indices.append(first_index)
+            blocks.append(block_ids[0])
+            return
+        slots.extend([slot] * len(block_ids))
+        indices.extend(range(first_index, first_index + len(block_ids)))
+        blocks.extend(block_ids)
 
     def _root(self, request: Request) -> bytes:
         salt = (request.cache_salt, request.adapter)

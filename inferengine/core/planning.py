@@ -40,6 +40,7 @@ class Planner:
         self._decode_offset = 0
         self._step = 0
         self._layout = 0
+        self._last_sampled: list[Sequence] = []
         self._last_uids: list[int] = []
         self._last_layout = 0
 
@@ -137,35 +138,33 @@ class Planner:
         return guesses
 
     def _plan_decodes(self, draft: StepDraft, guesses: dict[Sequence, list[int]], now: float) -> list[Sequence]:
-        """Give one token to every running sequence that has one pending. Returns those that have more."""
+        """Give one token to every running sequence that has one pending, and count it as under way: a row in the draft
+        stays. Returns those that have more."""
         if self.options.max_num_decodes:
             return self._plan_capped_decodes(draft, now)
         prefilling: list[Sequence] = []
-        running, rows, starts = self.roster.running, draft.rows, draft.starts
-        budget = draft.budget
-        index = 0
-        while index < len(running):
-            sequence = running[index]
+        rows, starts, budget = draft.rows, draft.starts, draft.budget
+        for sequence in self.roster.running:  # who gives way is the last of them
+            inflight = sequence.num_inflight
+            total = len(sequence.tokens) + inflight
             computed = sequence.num_computed
-            total = len(sequence.tokens) + sequence.num_inflight
             if total - computed != 1:
                 if total > computed:
                     prefilling.append(sequence)
-                index += 1
                 continue
             if total >= sequence.max_total or (guesses and sequence in guesses):
                 if sequence.request.pooling is not None:
                     prefilling.append(sequence)  # the last token of a prompt that nothing follows
-                index += 1  # its last token is under way, or it gets more than one
-                continue
+                continue  # its last token is under way, or it gets more than one
             if budget == 0:
                 break
             if total > sequence.capacity and not self._make_room(sequence, total, now):
-                continue  # the sequence itself had to go: `index` is at the next one
+                continue  # the sequence itself had to go
             rows.append(sequence)
             starts.append(computed)
+            sequence.num_computed = total
+            sequence.num_inflight = inflight + 1
             budget -= 1
-            index += 1
         draft.budget = budget
         return prefilling
 
@@ -180,6 +179,8 @@ class Planner:
             if sequence.status is Status.RUNNING and self._make_room_beside(draft, sequence, sequence.num_tokens, now):
                 draft.rows.append(sequence)
                 draft.starts.append(sequence.num_computed)
+                sequence.num_computed += 1
+                sequence.num_inflight += 1
         self._decode_offset = begin + cap
         draft.budget -= len(draft.rows)
         return prefilling
@@ -204,12 +205,10 @@ class Planner:
 
     def _finish_plan(self, draft: StepDraft) -> ScheduledStep:
         samples, sampled = draft.advance()
-        uids = [sequence.uid for sequence in sampled]
-        if uids == self._last_uids:
-            uids, layout = self._last_uids, self._last_layout
-        else:
-            layout = self.new_layout()
-            self._last_uids, self._last_layout = uids, layout
+        if sampled != self._last_sampled:
+            self._last_sampled, self._last_layout = sampled, self.new_layout()
+            self._last_uids = [sequence.uid for sequence in sampled]
+        uids, layout = self._last_uids, self._last_layout
         self._step += 1
         roster, on_device = self.roster, self.proposer is not None and self.proposer.on_device
         writes = self._take_writes(draft, on_device) if self.forced or draft.drafts else None

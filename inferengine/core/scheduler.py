@@ -160,12 +160,12 @@ class Scheduler:
             return self._commit_many(scheduled, result, finished, now)
         uids, token_ids, layout = scheduled.uids, result.token_ids, scheduled.layout
         dropped: set[int] | None = None
-        for index, sequence in enumerate(scheduled.sampled):
-            if sequence.status is Status.FINISHED:
+        over = Status.FINISHED
+        for sequence, token_id in zip(scheduled.sampled, token_ids, strict=True):
+            if sequence.status is over:
                 dropped = dropped or set()
-                dropped.add(index)
+                dropped.add(sequence.uid)
                 continue
-            token_id = token_ids[index]
             tokens = sequence.tokens
             tokens.append(token_id)
             sequence.num_inflight -= 1
@@ -174,7 +174,7 @@ class Scheduler:
                 if stopped is not None:
                     finished.append(self._finish(sequence, *stopped, now))
         if dropped:
-            keep = [index for index in range(len(uids)) if index not in dropped]
+            keep = [index for index, uid in enumerate(uids) if uid not in dropped]
             uids, token_ids = [uids[i] for i in keep], [token_ids[i] for i in keep]
             layout = self._planner.new_layout()
         if self.waiting.wants_charges:

@@ -69,13 +69,11 @@ class StepDraft:
         self.add_chunk(sequence, count)
 
     def advance(self) -> tuple[list[bool], list[Sequence]]:
-        """Count the step's tokens as computed and its draws as under way. Returns (samples, sampled sequences)."""
+        """Count the tokens of all rows but the decodes, which are counted already, as computed and their draws as under
+        way. Returns (samples, sampled sequences)."""
         num_decodes, rows = self.num_decodes, self.rows
         sampled = rows[:num_decodes]
         samples = [True] * num_decodes
-        for sequence in sampled:
-            sequence.num_computed += 1
-            sequence.num_inflight += 1
         for row in range(num_decodes, len(rows)):
             sequence = rows[row]
             sequence.num_computed += self.counts[row]
