@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from inferengine.kernels import activation, norm, rope_cache, sampling
+from inferengine.kernels import activation, norm, rope_cache, sampling, sampling_masks
 from inferengine.kernels.attention_decode import decode_attention, decode_attention_qkv
 from inferengine.kernels.attention_prefill import prefill_attention
 from inferengine.kernels.linear import gemv, tiled
@@ -199,5 +199,6 @@ def table(device: torch.device, *, deterministic: bool = False) -> dict[str, Any
         "norm_gated_linear": kernels.norm_gated_linear,
         "prepare_attention": kernels.prepare_attention,
         "attention_qkv": kernels.attention_qkv,
+        "apply_masks": sampling_masks.apply_masks,
         "sample": sampling.sample,
     }

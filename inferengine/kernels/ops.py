@@ -11,7 +11,14 @@ from typing import Any
 
 import torch
 
-from inferengine.kernels import cpu_attention, cpu_attention_plan, reference, reference_fused, reference_sampling
+from inferengine.kernels import (
+    cpu_attention,
+    cpu_attention_plan,
+    reference,
+    reference_fused,
+    reference_masks,
+    reference_sampling,
+)
 
 
 @dataclass(frozen=True)
@@ -31,6 +38,7 @@ class Ops:
     norm_gated_linear: Callable[..., torch.Tensor]
     prepare_attention: Callable[..., Any]
     attention_qkv: Callable[..., torch.Tensor]
+    apply_masks: Callable[[torch.Tensor, torch.Tensor], None]
     sample: Callable[..., torch.Tensor]
 
 
@@ -48,6 +56,7 @@ REFERENCE = Ops(
     norm_gated_linear=reference_fused.norm_gated_linear,
     prepare_attention=cpu_attention_plan.prepare_attention,
     attention_qkv=cpu_attention.attention_qkv,
+    apply_masks=reference_masks.apply_masks,
     sample=reference_sampling.sample,
 )
 

@@ -1,4 +1,4 @@
-"""Bit masks of allowed tokens, as grammars give them: bit t of word t // 32 stands for token t."""
+"""Bit masks of allowed tokens, as grammars give them, on their way to the logits: one copy and one kernel."""
 
 from __future__ import annotations
 
@@ -7,26 +7,15 @@ from collections.abc import Sequence as SequenceOf
 import numpy as np
 import torch
 
-
-def apply(logits: torch.Tensor, draws: SequenceOf[int], words: bytes | bytearray) -> None:
-    """Set what a mask forbids to -inf, in place: mask i belongs to row draws[i] of logits [N, V]."""
-    vocab_size = logits.shape[1]
-    if not logits.is_cuda:
-        _apply_on_host(logits, draws, words)
-        return
-    packed = np.frombuffer(words, dtype=np.int32).reshape(len(draws), -(-vocab_size // 32)).copy()
-    masks = torch.from_numpy(packed).to(logits.device)
-    bits = masks.unsqueeze(-1) >> torch.arange(32, dtype=torch.int32, device=logits.device)
-    forbidden = (bits & 1).flatten(1)[:, :vocab_size] == 0
-    rows = torch.tensor(draws, dtype=torch.int64, device=logits.device)
-    logits[rows] = logits[rows].masked_fill_(forbidden, float("-inf"))
+from inferengine.kernels.ops import Ops
 
 
-def _apply_on_host(logits: torch.Tensor, draws: SequenceOf[int], words: bytes | bytearray) -> None:
-    packed = np.frombuffer(words, dtype=np.uint8).reshape(len(draws), -1)
-    forbidden = np.unpackbits(~packed, axis=1, count=logits.shape[1], bitorder="little").view(np.bool_)
-    if len(draws) == len(logits):  # every draw has a mask: they are in order
-        logits.masked_fill_(torch.from_numpy(forbidden), float("-inf"))
-        return
-    for draw, row in zip(draws, torch.from_numpy(forbidden), strict=True):
-        logits[draw].masked_fill_(row, float("-inf"))
+def apply(ops: Ops, logits: torch.Tensor, draws: SequenceOf[int], words: bytes | bytearray) -> None:
+    """Set what a mask forbids to -inf, in place: mask i, of ceil(V / 32) words, belongs to row draws[i] of logits
+    [N, V]; bit t % 32 of its word t // 32 stands for token t."""
+    num_words = -(-logits.shape[1] // 32)
+    packed = torch.empty(len(draws), 1 + num_words, dtype=torch.int32, pin_memory=logits.is_cuda)
+    host = packed.numpy()
+    host[:, 0] = draws
+    host[:, 1:] = np.frombuffer(words, dtype=np.int32).reshape(len(draws), num_words)
+    ops.apply_masks(logits, packed.to(logits.device, non_blocking=True))

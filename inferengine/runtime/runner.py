@@ -229,7 +229,12 @@ class TorchExecutor:
             max_rows=self.settings.max_num_seqs,
             max_tokens=min(self.settings.max_num_batched_tokens, self.slots.tokens.shape[1] - 1),
         )
-        rehearsal.compile_kernels([*captured, *(partial(self.execute, plan) for plan in eager)])
+        masked = [lambda: self.execute(self._scratch_plan(1)._replace(masked=[0])).provide_masks(self._open_mask())]
+        rehearsal.compile_kernels([*captured, *masked, *(partial(self.execute, plan) for plan in eager)])
+
+    def _open_mask(self) -> bytearray:
+        """Of one draw: every token is allowed."""
+        return bytearray(b"\xff") * (4 * -(-self.config.vocab_size // 32))
 
     def _load_adapters(self, folder: Path, targets: dict[str, Target]) -> None:
         """Make room for adapters beside the model, and load those that are there."""

@@ -98,7 +98,7 @@ class StepDraws:
             self._counts = slots.host_logprobs[rows][self._asked].tolist()
             kept = logits[torch.from_numpy(self._asked).to(logits.device)]
         if words is not None:
-            masks.apply(logits, self._plan.masked, words)
+            masks.apply(self._ops, logits, self._plan.masked, words)
         if needs & BAD_WORDS:
             slots.bad_words.forbid(logits, slots, batch.sample_slots, batch.sample_positions)
         sent: list[torch.Tensor] = []

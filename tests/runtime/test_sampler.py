@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from inferengine.core.plan import SlotInit
-from inferengine.kernels import reference_sampling
+from inferengine.kernels import ops, reference_sampling
 from inferengine.kernels.reference_sampling import gumbel, philox, sample
 from inferengine.params import SamplingParams
 from inferengine.runtime import masks
@@ -271,7 +271,7 @@ def test_masks_forbid_all_but_their_bits():
         for token in tokens:
             words[row, token // 32] |= np.int32(np.uint32(1 << (token % 32)).astype(np.int32))
     masked = logits.clone()
-    masks.apply(masked, [0, 2], bytearray(words.tobytes()))
+    masks.apply(ops.REFERENCE, masked, [0, 2], bytearray(words.tobytes()))
     assert torch.isfinite(masked[0]).nonzero().flatten().tolist() == [0, 31]
     assert torch.equal(masked[1], logits[1])
     assert torch.isfinite(masked[2]).nonzero().flatten().tolist() == [300]
