@@ -44,18 +44,19 @@ class BlockPool:
 
         The caller has checked `num_free`.
         """
-        empty = self._empty
-        blocks: list[int] = []
+        empty, counts = self._empty, self._reference_counts
+        first = max(0, len(empty) - count)
+        blocks = empty[first:]
+        del empty[first:]
+        blocks.reverse()
         evicted: list[int] = []
-        for _ in range(count):
-            if empty:
-                block_id = empty.pop()
-            else:
-                block_id = self._evictable.pop()
-                self._is_cached[block_id] = False
-                evicted.append(block_id)
-            self._reference_counts[block_id] = 1
+        while len(blocks) < count:
+            block_id = self._evictable.pop()
+            self._is_cached[block_id] = False
+            evicted.append(block_id)
             blocks.append(block_id)
+        for block_id in blocks:
+            counts[block_id] = 1
         return blocks, evicted
 
     def share(self, block_ids: Iterable[int]) -> None:

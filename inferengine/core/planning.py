@@ -144,6 +144,7 @@ class Planner:
             return self._plan_capped_decodes(draft, now)
         prefilling: list[Sequence] = []
         rows, starts, budget = draft.rows, draft.starts, draft.budget
+        allocate = self.roster.kv.allocate
         for sequence in self.roster.running:  # who gives way is the last of them
             inflight = sequence.num_inflight
             total = len(sequence.tokens) + inflight
@@ -158,7 +159,7 @@ class Planner:
                 continue  # its last token is under way, or it gets more than one
             if budget == 0:
                 break
-            if total > sequence.capacity and not self._make_room(sequence, total, now):
+            if total > sequence.capacity and not (allocate(sequence, total) or self._make_room(sequence, total, now)):
                 continue  # the sequence itself had to go
             rows.append(sequence)
             starts.append(computed)

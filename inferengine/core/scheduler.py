@@ -53,10 +53,7 @@ class Scheduler:
         self._roster = Roster(capacity, options)
         self._prompt_logprobs: dict[int, list[TokenLogprobs]] = {}  # by uid, until the prompt is computed
         self._planner = Planner(self._roster, capacity, options, proposer)
-
-    @property
-    def kv(self) -> KVCacheManager:
-        return self._roster.kv
+        self.kv: KVCacheManager = self._roster.kv
 
     @property
     def waiting(self) -> WaitingQueue:
