@@ -11,16 +11,28 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import random
 import statistics
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from benchmarks.device import Clock, Stopwatch, add_model_arguments, open_executor, plain_options, raise_failure
+from benchmarks.device import (
+    Clock,
+    Stopwatch,
+    TimedStep,
+    add_model_arguments,
+    captured_steps,
+    open_executor,
+    plain_options,
+    raise_failure,
+)
+from benchmarks.pace import Pace, Yardstick
 from inferengine.config import parse_flags
 from inferengine.core.executor import Capacity, Executor
 from inferengine.core.request import Request
@@ -29,76 +41,108 @@ from inferengine.params import SamplingParams
 from inferengine.simulation.cost_model import COSTS_FOLDER, DeviceProfile, StepShape
 from inferengine.simulation.fitting import Fit, fit
 
+Scenario = dict[str, Any]
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 DECODE_STEPS = 16
+STREAM_OUTPUT = 24  # mean
 BATCHES = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256)
 CONTEXTS = (16, 128, 512, 1024, 2048, 4096, 8192)
 PROMPTS = (1, 4, 16, 33, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 
 
 class Grid:
-    """Runs the scenarios and keeps their steps."""
+    """Runs the scenarios, all at once or in parts, and keeps their steps."""
 
-    def __init__(self, executor: Executor, capacity: Capacity, clock: Clock, token_limit: int, seed: int = 0) -> None:
+    def __init__(
+        self,
+        executor: Executor,
+        capacity: Capacity,
+        clock: Clock,
+        yardstick: Yardstick,
+        token_limit: int,
+        seed: int = 0,
+    ) -> None:
         self.capacity = capacity
         self._clock = clock
-        self.steps: list[StepShape] = []
+        self._yardstick = yardstick
         self._watch = Stopwatch(executor, clock.now)
         self._token_limit = token_limit  # most prompt tokens that one scenario may compute
         self._random = random.Random(seed)
         self._uid = 0
+        self._runs: list[list[TimedStep]] = []  # of each scenario
 
-    def run(self) -> None:
-        """Every scenario once, in an order that spreads a machine's moods over all of them."""
-        scenarios = [*self._decodes(), *self._prompts(), *self._mixtures()]
+    def deal(self, num_parts: int) -> list[list[Scenario]]:
+        """Every scenario once, in an order that spreads a machine's moods over all of them; each part has some of every
+        kind."""
+        scenarios = [*self._decodes(), *self._prompts(), *self._streams()]
         self._random.shuffle(scenarios)
+        return [scenarios[part::num_parts] for part in range(num_parts)]
+
+    def run(self, scenarios: Sequence[Scenario]) -> None:
         for scenario in scenarios:
             self._run(**scenario)
 
-    def _decodes(self) -> Iterator[dict[str, Any]]:
+    def steps(self, pace: Pace) -> list[StepShape]:
+        """What has been measured, as the machine would have done it at its reference pace."""
+        found: list[StepShape] = []
+        for run in self._runs:
+            found += _without_noise([at_reference_pace(step, pace) for step in run])
+        return found
+
+    def _decodes(self) -> Iterator[Scenario]:
         longest = self.capacity.max_model_len - DECODE_STEPS - 1
         room = self.capacity.groups[0].num_blocks * self.capacity.block_size
         for batch in BATCHES:
             for context in CONTEXTS:
                 fits = batch * (context + DECODE_STEPS + self.capacity.block_size) <= min(room, self._token_limit)
                 if batch <= self.capacity.max_num_seqs and context <= longest and fits:
-                    yield {"prompts": self._ragged(batch, context, longest), "max_tokens": DECODE_STEPS}
+                    yield {"prompts": self._ragged(batch, context, longest), "max_tokens": [DECODE_STEPS] * batch}
 
     def _ragged(self, batch: int, mean: int, longest: int) -> list[int]:
         """Lengths around a mean: rows of equal length are a special case that some kernels do better on."""
         return [min(longest, self._random.randint(max(1, mean // 4), 2 * mean - mean // 4)) for _ in range(batch)]
 
-    def _prompts(self) -> Iterator[dict[str, Any]]:
+    def _prompts(self) -> Iterator[Scenario]:
         for length in PROMPTS:
             if length < self.capacity.max_model_len and length <= self._token_limit:
-                yield {"prompts": [length] * 3, "max_tokens": 1, "one_by_one": True}
+                yield {"prompts": [length] * 3, "max_tokens": [1] * 3, "per_step": 1.0}
                 for chunk in (32, 128, 512):
-                    if chunk < length:
-                        yield {"prompts": [length], "max_tokens": 1, "prefill_chunk": chunk}
+                    if chunk < length <= 64 * chunk:
+                        yield {"prompts": [length], "max_tokens": [1], "prefill_chunk": chunk}
 
-    def _mixtures(self) -> Iterator[dict[str, Any]]:
-        """Prompts that come while others decode."""
-        for batch in (4, 16, 64, 192):
-            if batch > self.capacity.max_num_seqs // 2:
-                continue
-            for length in (32, 128, 384):
-                if batch * length <= self._token_limit:
-                    yield {"prompts": [length] * batch, "max_tokens": 24, "one_by_one": True}
+    def _streams(self) -> Iterator[Scenario]:
+        """Requests that come and go: prompts beside decodes, rows that change, blocks that lie where others lay. The
+        number of rows wanders around `batch`."""
+        longest = self.capacity.max_model_len - 2 * STREAM_OUTPUT
+        for batch in (2, 6, 12, 24, 48, 96, 192):
+            for length in (48, 128, 320):
+                count = min(2 * batch + 8, self._token_limit // 3 // length)
+                if count < batch or batch > self.capacity.max_num_seqs:
+                    continue
+                yield {
+                    "prompts": self._ragged(count, length, longest),
+                    "max_tokens": self._ragged(count, STREAM_OUTPUT, 2 * STREAM_OUTPUT),
+                    "per_step": batch / STREAM_OUTPUT,
+                }
 
     def _run(
-        self, prompts: Sequence[int], max_tokens: int, *, prefill_chunk: int = 0, one_by_one: bool = False
+        self, prompts: Sequence[int], max_tokens: Sequence[int], *, prefill_chunk: int = 0, per_step: float = math.inf
     ) -> None:
+        """Requests of these lengths, `per_step` of them at each step; infinite: all at once."""
         options = plain_options(self.capacity, prefill_chunk=prefill_chunk)
         core = EngineCore(self._watch, self.capacity, options, clock=self._clock.now, on_failure=raise_failure)
-        self._watch.shapes.clear()
-        waiting = [self._request(length, max_tokens) for length in prompts]
+        self._watch.steps.clear()
+        waiting = [self._request(*lengths) for lengths in zip(prompts, max_tokens, strict=True)]
+        due = 0.0
         while waiting or core.has_work:
-            while waiting:
+            self._yardstick.look()
+            due += per_step
+            while waiting and (due >= 1.0 or not core.has_work):
                 core.submit(waiting.pop())
-                if one_by_one:
-                    break
+                due = max(0.0, due - 1.0)
             self._watch.step(core)
-        self.steps += _without_noise(self._watch.shapes)
+        overlaps = self._watch.max_in_flight > 1
+        self._runs.append([step for step in self._watch.steps if step.overlapped or not overlaps])
 
     def _request(self, length: int, max_tokens: int) -> Request:
         self._uid += 1
@@ -106,11 +150,16 @@ class Grid:
         return Request(uid=self._uid, prompt_ids=ids, params=GREEDY, max_tokens=max_tokens)
 
 
+def at_reference_pace(step: TimedStep, pace: Pace) -> StepShape:
+    """The step as it would have been at the machine's reference pace."""
+    return step.shape._replace(seconds=step.shape.seconds / pace.at(step.end_s))
+
+
 def _without_noise(shapes: Sequence[StepShape]) -> list[StepShape]:
     """Runs of steps of equal size as one, with their mean time; steps that took thrice the median do not count. (The
     median would be too fast: what delays some steps a little delays some steps of a real run as well.)"""
     merged: list[StepShape] = []
-    for _, group in groupby(shapes, key=lambda shape: shape[:3]):
+    for _, group in groupby(shapes, key=lambda shape: (*shape[:3], shape.is_changed)):
         steps = list(group)
         limit = 3 * statistics.median(step.seconds for step in steps)
         merged.append(
@@ -123,20 +172,16 @@ def _without_noise(shapes: Sequence[StepShape]) -> list[StepShape]:
     return merged
 
 
-def calibrate(
-    executor: Executor, capacity: Capacity, clock: Clock, *, token_limit: int, repeats: int = 1
-) -> tuple[list[StepShape], Fit]:
-    """Measured steps and the model that fits them."""
-    grid = Grid(executor, capacity, clock, token_limit)
-    for _ in range(repeats):
-        grid.run()
-    return grid.steps, fit(grid.steps)
+def default_token_limit(about: dict[str, Any]) -> int:
+    """Prompt tokens in a scenario: as much KV as a full batch of some hundred tokens each reads."""
+    return 18_000 if "CPU" in about["device"] else 65_536
 
 
-def profile_of(name: str, capacity: Capacity, found: Fit, about: dict[str, Any]) -> DeviceProfile:
+def profile_of(name: str, capacity: Capacity, found: Fit, pace: Pace, about: dict[str, Any]) -> DeviceProfile:
     """The fit with the sizes it holds for."""
     source = {
         **about,
+        "pace": pace.summary(),
         "method": "measured steps, non-negative least squares (benchmarks/calibrate.py)",
         "measured_steps": found.num_steps,
         "median_error": round(found.median_error, 4),
@@ -163,23 +208,28 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="default: inferengine/simulation/costs/NAME.json")
     parser.add_argument("--steps", type=Path, help="write the measured steps here")
     parser.add_argument(
-        "--token-limit", type=int, default=0, help="prompt tokens per scenario; 0: 18000, on CUDA 131072"
+        "--token-limit", type=int, default=0, help="prompt tokens per scenario; 0: 18000, on CUDA 65536"
     )
     parser.add_argument("--repeats", type=int, default=1)
     arguments = parser.parse_args(rest)
     with open_executor(arguments, flags) as (executor, capacity, about):
-        limit = arguments.token_limit or (18_000 if "CPU" in about["device"] else 131_072)
+        clock = Clock(arguments.clock)
+        yardstick = Yardstick(clock, enabled="CPU" in about["device"])
+        grid = Grid(executor, capacity, clock, yardstick, arguments.token_limit or default_token_limit(about))
         begin = time.perf_counter()
-        steps, found = calibrate(
-            executor, capacity, Clock(arguments.clock), token_limit=limit, repeats=arguments.repeats
-        )
+        for _ in range(arguments.repeats):
+            grid.run(grid.deal(1)[0])
+        pace = yardstick.pace()
+        steps = grid.steps(pace)
+        found = fit(steps, captured_steps(executor))
         about["calibration_s"] = round(time.perf_counter() - begin, 1)
-        profile = profile_of(arguments.name, capacity, found, about)
+        profile = profile_of(arguments.name, capacity, found, pace, about)
     profile.save(arguments.out or COSTS_FOLDER / f"{arguments.name}.json")
     if arguments.steps:
         document = {"environment": about, "columns": StepShape._fields, "steps": [list(step) for step in steps]}
         arguments.steps.write_text(json.dumps(document) + "\n")
-    print(json.dumps({"cost": [f"{name}={getattr(found.cost, name):.3e}" for name in found.cost.__slots__]}))
+    coefficients = {key: value for key, value in asdict(found.cost).items() if key != "graphs"}
+    print(json.dumps({"cost": [f"{name}={value:.3e}" for name, value in coefficients.items()]}))
     print(
         f"{found.num_steps} steps in {about['calibration_s']} s; the model is off by {found.median_error:.1%} "
         f"(median), {found.p90_error:.1%} (90th percentile)"

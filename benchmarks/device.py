@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -25,7 +25,7 @@ from inferengine.core.plan import StepPlan
 from inferengine.core.scheduler import SchedulerOptions, StepOutput
 from inferengine.engine.core import EngineCore
 from inferengine.runtime.factory import build_executor
-from inferengine.simulation.cost_model import StepShape, shape_of
+from inferengine.simulation.cost_model import CapturedSteps, StepShape, shape_of
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
@@ -82,6 +82,23 @@ def environment(executor: Any, arguments: argparse.Namespace, capacity: Capacity
     }
 
 
+def captured_steps(executor: Any) -> CapturedSteps | None:
+    """What the executor pads steps to. None: it has no CUDA graphs."""
+    graphs, mixed = getattr(executor, "graphs", None), getattr(executor, "mixed", None)
+    if graphs is None:
+        return None
+    shapes = [] if mixed is None else mixed.shapes
+    prompt_rows = max((shape.num_rows - shape.decodes for shape in shapes), default=0)
+    pairs = sorted(((shape.decodes, shape.prompt_tokens) for shape in shapes), key=sum)
+    return CapturedSteps(tuple(graphs.sizes), tuple(pairs), prompt_rows)
+
+
+class Pause:
+    """How long a pause of the clock was."""
+
+    seconds = 0.0
+
+
 class Clock:
     """Seconds. `wall` is real time. `cpu` is what this thread computed plus what it would have slept: it shows what the
     engine does on a core of its own though others use the machine. For a model on the CPU with one thread."""
@@ -89,9 +106,10 @@ class Clock:
     def __init__(self, kind: str) -> None:
         self.kind = kind
         self._slept_s = 0.0
+        self._paused_s = 0.0
 
     def now(self) -> float:
-        return time.perf_counter() if self.kind == "wall" else time.thread_time() + self._slept_s
+        return self._running_s() + self._slept_s - self._paused_s
 
     def sleep(self, seconds: float) -> None:
         """Until `now` is so much later."""
@@ -100,20 +118,42 @@ class Clock:
         else:
             self._slept_s += max(0.0, seconds)
 
+    @contextmanager
+    def paused(self) -> Iterator[Pause]:
+        """What is done meanwhile takes no time."""
+        pause, begin = Pause(), self._running_s()
+        try:
+            yield pause
+        finally:
+            pause.seconds = self._running_s() - begin
+            self._paused_s += pause.seconds
+
+    def _running_s(self) -> float:
+        return time.perf_counter() if self.kind == "wall" else time.thread_time()
+
+
+class TimedStep(NamedTuple):
+    """A step and how long it took. `overlapped`: the step before was under way when it was launched."""
+
+    shape: StepShape  # with its seconds
+    end_s: float
+    overlapped: bool
+
 
 class Stopwatch:
-    """Implements `core.executor.Executor` around another one: notes each step's shape, and when its news came.
-
-    With one step in flight its time is that of the whole EngineCore.step, scheduling included. With two it is the time
-    between results while the pipeline is full, which is what a stream sees.
+    """Implements `core.executor.Executor` around another one: notes each step's shape, and how long it took: from its
+    launch, scheduling included, or from the news of the step before where that was later, to its news. With two steps
+    in flight that is the time between results, which is what a stream sees.
     """
 
     def __init__(self, executor: Executor, clock: Callable[[], float] = time.perf_counter) -> None:
         self.max_in_flight = executor.max_in_flight
         self._clock = clock
-        self.shapes: list[StepShape] = []
+        self.steps: list[TimedStep] = []
         self._executor = executor
-        self._under_way: deque[StepShape] = deque()
+        self._under_way: deque[tuple[StepShape, float, bool]] = deque()
+        self._last_slots: list[int] | None = None
+        self._launch_s = self._news_s = 0.0
 
     def load(self, progress: Progress) -> Capacity:
         return self._executor.load(progress)
@@ -122,7 +162,9 @@ class Stopwatch:
         self._executor.warm_up(progress)
 
     def execute(self, plan: StepPlan) -> StepFuture:
-        self._under_way.append(shape_of(plan))
+        shape = shape_of(plan, self._last_slots)
+        self._last_slots = plan.slots
+        self._under_way.append((shape, self._launch_s, bool(self._under_way)))
         return self._executor.execute(plan)
 
     def flush(self) -> None:
@@ -132,16 +174,21 @@ class Stopwatch:
         """The executor belongs to whoever opened it."""
 
     def step(self, core: EngineCore) -> StepOutput | None:
-        """One step of `core`, whose executor this is, with the time that it took."""
-        waited = bool(self._under_way)
-        begin = self._clock()
+        """One step of `core`, whose executor this is. The time that its news came is `news_s`."""
+        self._launch_s = self._clock()
         output = core.step()
-        elapsed = self._clock() - begin
+        now = self._clock()
         if output is not None and output.layout != -1 and self._under_way:
-            shape = self._under_way.popleft()
-            if self.max_in_flight == 1 or waited:
-                self.shapes.append(shape._replace(seconds=elapsed))
+            shape, launch_s, overlapped = self._under_way.popleft()
+            shape = shape._replace(seconds=now - max(launch_s, self._news_s))
+            self.steps.append(TimedStep(shape, now, overlapped))
+        if output is not None:
+            self._news_s = now
         return output
+
+    @property
+    def news_s(self) -> float:
+        return self._news_s
 
 
 def plain_options(capacity: Capacity, **changes: Any) -> SchedulerOptions:

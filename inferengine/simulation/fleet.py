@@ -84,6 +84,7 @@ class Fleet:
         self._status_planned = False
         self._num_steps = 0
         self._num_stepping = 0
+        self._idle_hosts: list[_Host] = []
         self._last_news_s = 0.0
         self._first_arrival_s: float | None = None
         self._totals: dict[str, float] = dict.fromkeys(_TOTALS, 0.0)
@@ -111,9 +112,13 @@ class Fleet:
                 self.now = arrival.arrival_s
                 self._on_arrival(arrival)
                 arrival = next(arrivals, None)
-                continue
-            self.now, _, kind, payload = heapq.heappop(events)
-            handlers[kind](payload)
+                if arrival is not None and arrival.arrival_s == self.now:
+                    continue  # what comes at the same time is in the queue before anything begins
+            else:
+                self.now, _, kind, payload = heapq.heappop(events)
+                handlers[kind](payload)
+            if self._idle_hosts:
+                self._begin_steps()
         for host in self.hosts:
             self._count(host.engine)
         begin = self._first_arrival_s or 0.0
@@ -221,12 +226,19 @@ class Fleet:
             self.recorder.num_moved += bool(refused_by)
             host.arrivals[arrival.uid] = arrival
             if not host.engine.stepping:
-                self._begin_step(host)
+                self._idle_hosts.append(host)
             if len(self.hosts) > 1 and not self._status_planned:
                 self._plan_status()
             return
         self.recorder.refused(code)
         self._follow_up(arrival)
+
+    def _begin_steps(self) -> None:
+        """Wake the engines that had nothing to do and have been sent something."""
+        idle, self._idle_hosts = self._idle_hosts, []
+        for host in idle:
+            if host.alive and not host.engine.stepping:
+                self._begin_step(host)
 
     def _begin_step(self, host: _Host) -> None:
         engine = host.engine

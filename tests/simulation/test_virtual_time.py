@@ -13,7 +13,7 @@ from inferengine.core.plan import StepPlan, StepResult
 from inferengine.core.request import Request
 from inferengine.engine.core import EngineCore
 from inferengine.params import SamplingParams
-from inferengine.simulation.cost_model import shape_of
+from inferengine.simulation.cost_model import CostModel, shape_of
 from inferengine.simulation.engine import EngineOptions, VirtualEngine
 from inferengine.simulation.fleet import Fleet
 from tests.simulation.builders import COST, Written, make_arrival, make_options, make_workload, run
@@ -138,3 +138,28 @@ def test_one_engine_is_simulated_without_the_wires_library() -> None:
     )
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
     assert (ran.stdout.strip(), ran.stderr) == ("20", "")
+
+
+def test_requests_of_the_same_moment_share_the_first_step() -> None:
+    """As in the service's loop, which takes what is there before it steps."""
+    arrivals = [make_arrival(uid, 1.0, prompt=16, output=1) for uid in range(1, 5)]
+    fleet = Fleet(make_options(), Written(*arrivals))
+    run(fleet)
+    assert list(fleet.recorder.first_token_s) == pytest.approx([0.010 + 64 * 0.0001] * 4)
+
+
+def test_a_machine_that_slows_down_takes_longer_from_then_on() -> None:
+    options = make_options()._replace(pace=lambda now: 1.0 if now < 1.0 else 2.0)
+    fleet = Fleet(options, Written(make_arrival(1, 0.0, output=1), make_arrival(2, 2.0, output=1)))
+    run(fleet)
+    step_s = 0.010 + 16 * 0.0001
+    assert list(fleet.recorder.first_token_s) == pytest.approx([step_s, 2 * step_s])
+
+
+def test_a_step_whose_rows_changed_costs_more() -> None:
+    """Six steps, of which the one that lets the second request in has other rows than the step before."""
+    cost = CostModel(step_s=0.010, token_s=0.0, change_s=0.001)
+    fleet = Fleet(make_options(cost=cost), Written(make_arrival(1, 0.0, output=6), make_arrival(2, 0.035, output=2)))
+    run(fleet)
+    (engine,) = (host.engine for host in fleet.hosts)
+    assert engine.executor.busy_s == pytest.approx(6 * 0.010 + 0.001)
