@@ -82,6 +82,19 @@ def environment(executor: Any, arguments: argparse.Namespace, capacity: Capacity
     }
 
 
+@contextmanager
+def switched(executor: Any, *, graphs: bool, overlap: bool) -> Iterator[None]:
+    """An executor that has both, with less of it for a while: loading another one takes longer than most runs."""
+    before = executor.graphs, executor.mixed, executor.max_in_flight
+    if not graphs:
+        executor.graphs = executor.mixed = None
+    executor.max_in_flight = 2 if overlap else 1
+    try:
+        yield
+    finally:
+        executor.graphs, executor.mixed, executor.max_in_flight = before
+
+
 def captured_steps(executor: Any) -> CapturedSteps | None:
     """What the executor pads steps to. None: it has no CUDA graphs."""
     graphs, mixed = getattr(executor, "graphs", None), getattr(executor, "mixed", None)

@@ -21,7 +21,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.device import Clock, add_model_arguments, open_executor, raise_failure
+from benchmarks.device import Clock, add_model_arguments, open_executor, raise_failure, switched
 from inferengine.config import parse_flags
 from inferengine.core.executor import Capacity, Executor, KVGroup
 from inferengine.core.request import Request
@@ -124,9 +124,10 @@ def _paged(rng: random.Random, sizes: Sizes) -> list[Item]:
 
 
 def _chunked(rng: random.Random, sizes: Sizes) -> list[Item]:
-    """Streams that run while long prompts come in: how long must they wait for their next token?"""
+    """Streams that run while long prompts come in: how long must they wait for their next token? Enough prompts that
+    the steps that hold them are more than one in a hundred."""
     streams = [Item(_ids(rng, sizes, 16), 3 * sizes.output) for _ in range(max(2, sizes.batch // 4))]
-    return streams + [Item(_ids(rng, sizes, sizes.long_prompt), 2) for _ in range(4)]
+    return streams + [Item(_ids(rng, sizes, sizes.long_prompt), 2) for _ in range(max(4, sizes.batch // 2))]
 
 
 def _prefix(rng: random.Random, sizes: Sizes) -> list[Item]:
@@ -156,7 +157,7 @@ WORKLOADS = (
 def sizes_for(capacity: Capacity, on_cuda: bool) -> Sizes:
     longest = min(capacity.max_model_len, 8192 if on_cuda else 1024)
     if on_cuda:
-        return Sizes(64, 512, 128, min(4096, longest // 2), longest, capacity.vocab_size)
+        return Sizes(32, 512, 64, min(2048, longest // 2), longest, capacity.vocab_size)
     return Sizes(8, 96, 32, min(448, longest // 2), longest, capacity.vocab_size)
 
 
@@ -236,6 +237,32 @@ def chart(rungs: Sequence[Rung], figures: dict[str, dict[str, float]]) -> str:
     return plots.bar_chart(names, bars, title=title, y_label="times better", show_values=False)
 
 
+def report(
+    rungs: Sequence[Rung],
+    runs: dict[str, dict[str, list[float]]],
+    about: dict[str, Any],
+    sizes: Sizes,
+    file: Path | None,
+) -> dict[str, dict[str, float]]:
+    """The medians of all repeats so far, which are written to `file`."""
+    medians = {
+        name: {rung: round(statistics.median(values), 2) for rung, values in row.items()} for name, row in runs.items()
+    }
+    if file is not None:
+        document = {
+            "benchmark": "ladder",
+            "environment": about,
+            "time": time.strftime("%Y-%m-%d"),
+            "sizes": sizes._asdict(),
+            "units": {item.name: item.unit for item in WORKLOADS},
+            "rungs": [rung._asdict() for rung in rungs],
+            "figures": medians,
+            "runs": runs,
+        }
+        file.write_text(json.dumps(document, indent=1) + "\n")
+    return medians
+
+
 def main() -> None:
     flags, rest = parse_flags(sys.argv[1:])
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -246,40 +273,22 @@ def main() -> None:
     arguments = parser.parse_args(rest)
     clock = Clock(arguments.clock)
     runs: dict[str, dict[str, list[float]]] = {item.name: {} for item in WORKLOADS}
-    rungs: list[Rung] = []
-    done: set[tuple[bool, bool]] = set()
     on_cuda = arguments.device == "cuda"
-    while True:
-        switches = next(((r.graphs, r.overlap) for r in rungs if (r.graphs, r.overlap) not in done), (False, False))
-        if switches in done:
-            break
-        engine = {"cuda_graphs": switches[0], "overlap": "on" if switches[1] else "off"}
-        with open_executor(arguments, flags, engine=engine) as (executor, capacity, about):
-            sizes = sizes_for(capacity, on_cuda)
-            rungs = rungs or make_rungs(on_cuda)
-            climbing = [rung for rung in rungs if (rung.graphs, rung.overlap) == switches]
-            for repeat in range(0 if on_cuda else 1, arguments.repeats + 1):  # 0 compiles kernels and does not count
-                for workload in WORKLOADS:
-                    for rung in climbing:
+    rungs = make_rungs(on_cuda)
+    engine = {"cuda_graphs": on_cuda, "overlap": "on" if on_cuda else "off"}
+    with open_executor(arguments, flags, engine=engine) as (executor, capacity, about):
+        sizes = sizes_for(capacity, on_cuda)
+        for repeat in range(arguments.repeats + 1):  # 0 is the warm-up
+            for rung in rungs:
+                for workload in WORKLOADS if repeat else WORKLOADS[:1]:
+                    with switched(executor, graphs=rung.graphs, overlap=rung.overlap):
                         value = measure(executor, capacity, rung, workload, sizes, clock, seed=repeat)
-                        if repeat:
-                            runs[workload.name].setdefault(rung.name, []).append(value)
-        done.add(switches)
-    medians = {
-        name: {rung: round(statistics.median(values), 2) for rung, values in row.items()} for name, row in runs.items()
-    }
+                    if repeat:
+                        runs[workload.name].setdefault(rung.name, []).append(value)
+                        print(f"{repeat} {rung.name:<14}{workload.name:<22}{value:>12,.1f} {workload.unit}", flush=True)
+            if repeat:
+                medians = report(rungs, runs, about, sizes, arguments.json)  # what is there, should it end early
     print(table(rungs, medians))
-    if arguments.json:
-        document = {
-            "benchmark": "ladder",
-            "environment": about,
-            "time": time.strftime("%Y-%m-%d"),
-            "units": {item.name: item.unit for item in WORKLOADS},
-            "rungs": [rung._asdict() for rung in rungs],
-            "figures": medians,
-            "runs": runs,
-        }
-        arguments.json.write_text(json.dumps(document, indent=1) + "\n")
     if arguments.svg:
         arguments.svg.write_text(chart(rungs, medians))
 
