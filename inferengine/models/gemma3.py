@@ -47,7 +47,7 @@ def read_config(config: ConfigReader) -> DecoderConfig:
         norm_eps=config.number("rms_norm_eps", 1e-6, zero=True),
         windows=windows,
         attention_scale=config.number("query_pre_attn_scalar", 256) ** -0.5,
-        rope=read_rope(config, head_dim, max_position, layer_type="full_attention"),
+        rope=read_rope(config, head_dim, max_position, layer_type="full_attention", default_theta=1e6),
         local_rope=(
             read_rope(config, head_dim, max_position, layer_type="sliding_attention")
             if by_layer_type

@@ -121,7 +121,14 @@ class ConfigReader:
         return value
 
 
-def read_rope(config: ConfigReader, head_dim: int, max_position: int, *, layer_type: str | None = None) -> RopeConfig:
+def read_rope(
+    config: ConfigReader,
+    head_dim: int,
+    max_position: int,
+    *,
+    layer_type: str | None = None,
+    default_theta: float = 10_000.0,
+) -> RopeConfig:
     """The rotation, from `rope_parameters` (transformers 5; by layer type for some models) or `rope_theta` with
     `rope_scaling` (before)."""
     name = "rope_scaling" if config.value("rope_parameters") is None else "rope_parameters"
@@ -132,13 +139,13 @@ def read_rope(config: ConfigReader, head_dim: int, max_position: int, *, layer_t
         raise refused(f"{config.where}: {name} must be an object; got {_shown(values)}")
     values = dict(values or {})
     if name == "rope_scaling":
-        values.setdefault("rope_theta", config.number("rope_theta", 10_000.0))
+        values.setdefault("rope_theta", config.number("rope_theta", default_theta))
     config.value("rope_theta"), config.value("rope_scaling")  # transformers 5 may repeat what rope_parameters says
     rope = ConfigReader(values, f"{config.where}: {name}")
     kind = str(rope.value("rope_type") or rope.value("type") or "default")
     rope.value("type")
     rope.expect("partial_rotary_factor", 1.0)
-    theta = rope.number("rope_theta", 10_000.0)
+    theta = rope.number("rope_theta", default_theta)
     if kind == "default":
         rope.value("factor"), rope.value("original_max_position_embeddings")
         result = RopeConfig(theta, head_dim)

@@ -22,6 +22,7 @@ MODULES = {
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
     "Gemma3ForCausalLM": "gemma3",
+    "Gemma3ForConditionalGeneration": "gemma3_vision",
     "GPT2LMHeadModel": "gpt2",
 }
 BY_MODEL_TYPE = {  # for configs that name no architecture
@@ -30,6 +31,7 @@ BY_MODEL_TYPE = {  # for configs that name no architecture
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
+    "gemma3": "Gemma3ForConditionalGeneration",
     "gpt2": "GPT2LMHeadModel",
 }
 

@@ -45,7 +45,7 @@ def load_weights(
     _materialise(model, dtype, device)
     loader = _Loader(model, weight_map)
     files = weight_files(folder)
-    total, done = sum(path.stat().st_size for path in files), 0
+    total, done = sum(path.stat().st_size for path in files if path.is_file()), 0
     for path in files:
         try:
             with safe_open(path, framework="pt", device="cpu") as shard:
@@ -54,6 +54,8 @@ def load_weights(
                     progress(min(1.0, done / total))
         except SafetensorError as error:
             raise refused(f"{path.name} is no whole safetensors file ({error}): fetch it again") from None
+        except OSError as error:  # a link into the hub's cache whose file is gone, a folder, no permission
+            raise refused(f"{path.name} cannot be read ({error.strerror or error}): fetch it again") from None
     _check_index(folder, loader.origin)
     loader.check_complete()
     progress(1.0)
@@ -224,5 +226,10 @@ class _Loader:
 def _materialise(model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
-            data = torch.empty(parameter.shape, dtype=dtype, device=device)
+            try:
+                data = torch.empty(parameter.shape, dtype=dtype, device=device)
+            except torch.OutOfMemoryError:
+                raise
+            except RuntimeError as error:  # the CPU's allocator has no error class of its own
+                raise MemoryError(f"no memory for a parameter of {list(parameter.shape)} as {dtype}: {error}") from None
             module.register_parameter(name, nn.Parameter(data, requires_grad=False))

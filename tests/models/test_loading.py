@@ -14,7 +14,7 @@ from inferengine.errors import ConfigError
 from inferengine.layers.decoder_config import DecoderConfig
 from inferengine.models import registry
 from inferengine.models.weights import INDEX
-from tests.models.checkpoints import FAMILIES, LLAMA3, YARN, make_model, save
+from tests.models.checkpoints import FAMILIES, GEMMA3, LLAMA3, YARN, greedy_reference, make_model, save
 from tests.runtime.engine import Engine
 
 
@@ -81,6 +81,19 @@ def test_a_file_cut_short(folder):
     path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-100])
     assert "model.safetensors is no whole safetensors file" in refusal(folder)
+
+
+def test_a_file_that_cannot_be_opened(folder):
+    path = folder / "model.safetensors"
+    path.unlink()
+    path.symlink_to(folder / "gone")  # a hub cache that was cleared by hand
+    assert refusal(folder).startswith("model.safetensors cannot be read")
+
+
+def test_a_model_larger_than_memory_is_said_to_be_so(folder):
+    edit_config(folder, intermediate_size=10**12)
+    with pytest.raises(MemoryError, match=r"no memory for a parameter of \[2000000000000, 48\]"):
+        Engine(folder)
 
 
 def test_no_weights(folder):
@@ -210,6 +223,67 @@ def test_yarn_reaches_as_far_as_it_extends():
     extended = {**YARN["rope_parameters"], "factor": 16.0}  # 64 tokens × 16; max_position_embeddings still says 256
     assert config_of("llama", rope_parameters=extended).max_position == 1024
     assert config_of("llama", rope_parameters=YARN["rope_parameters"]).max_position == 256
+
+
+GEMMA_3_4B = {  # as published: what is not said is what Gemma3TextConfig says
+    "architectures": ["Gemma3ForConditionalGeneration"],
+    "boi_token_index": 255_999,
+    "eoi_token_index": 256_000,
+    "eos_token_id": [1, 106],
+    "image_token_index": 262_144,
+    "initializer_range": 0.02,
+    "mm_tokens_per_image": 256,
+    "model_type": "gemma3",
+    "text_config": {
+        "hidden_size": 2560,
+        "intermediate_size": 10_240,
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 34,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+    },
+    "torch_dtype": "bfloat16",
+    "vision_config": {"hidden_size": 1152, "model_type": "siglip_vision_model", "vision_use_head": False},
+}
+
+
+def test_the_text_of_a_gemma_that_sees_is_read_from_its_text_config():
+    config = registry.config_of(GEMMA_3_4B, registry.family(GEMMA_3_4B))
+    assert (config.num_heads, config.num_kv_heads, config.head_dim, config.vocab_size) == (8, 4, 256, 262_208)
+    assert (config.windows.count(1024), config.windows.count(None)) == (29, 5)
+    assert config.rope is not None
+    assert (config.rope.theta, config.rope.kind, config.rope.factor) == (1_000_000.0, "linear", 8.0)
+    assert config.local_rope is not None
+    assert (config.local_rope.theta, config.local_rope.kind) == (10_000.0, "default")
+    assert (config.tied_embeddings, config.dtype, config.max_position) == (True, "bfloat16", 131_072)
+    unknown = GEMMA_3_4B | {"text_config": GEMMA_3_4B["text_config"] | {"altup_num_inputs": 4}}
+    with pytest.raises(ConfigError, match="text_config: altup_num_inputs = 4 is not supported"):
+        registry.config_of(unknown, registry.family(unknown))
+
+
+def test_a_gemma_that_sees_generates_as_transformers_has_it(tmp_path):
+    config = transformers.Gemma3Config(
+        text_config=transformers.Gemma3TextConfig(**GEMMA3),
+        vision_config={"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2,
+                       "image_size": 28, "patch_size": 14},
+        mm_tokens_per_image=4,
+        tie_word_embeddings=False,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.Gemma3ForConditionalGeneration(config).eval()
+    folder, prompt = save(model, tmp_path), list(range(10, 50))
+    (output,) = Engine(folder).generate([prompt], 24)
+    assert output == greedy_reference(model, prompt, output)
+
+    path = folder / "model.safetensors"  # as transformers 4.52 and later may write it
+    names = {
+        name: name.replace("language_model.model.", "model.language_model.")
+        if name.startswith("language_model.model.")
+        else name.removeprefix("language_model.")
+        for name in load_file(path)
+    }
+    save_file({names[name]: tensor for name, tensor in load_file(path).items()}, path)
+    assert Engine(folder).generate([prompt], 24) == [output]
 
 
 def test_a_longer_context_than_the_model_was_made_for(folder):
