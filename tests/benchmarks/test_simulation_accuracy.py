@@ -1,0 +1,139 @@
+"""The comparison of simulator and engine, where the engine's device is itself a simulated one: no error may be left."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from benchmarks.calibrate import Grid
+from benchmarks.device import Pause, TimedStep
+from benchmarks.pace import Pace, Sample, Yardstick
+from benchmarks.simulation_accuracy import Recorded, Results, errors_by_class, predict, run_real, step_class
+from inferengine.core.executor import Capacity
+from inferengine.simulation.cost_model import CapturedSteps, CostModel, DeviceProfile, StepShape
+from inferengine.simulation.engine import VirtualClock, VirtualExecutor
+from inferengine.simulation.fitting import fit
+from inferengine.simulation.workload import WorkloadOptions
+
+GRAPHS = CapturedSteps(decodes=(1, 4, 16), mixed=((4, 64), (16, 64)), prompt_rows=4)
+COST = CostModel(
+    step_s=1e-3, token_s=1e-5, knee=32.0, chunk_step_s=5e-4, row_s=2e-5, kv_token_s=1e-7, pair_s=1e-9, change_s=2e-4,
+    eager_knee=128.0, graphs=GRAPHS,
+)  # fmt: skip
+
+
+class MachineClock:
+    """Stands for benchmarks.device.Clock: the time of a simulated device."""
+
+    kind = "virtual"
+
+    def __init__(self) -> None:
+        self.virtual = VirtualClock()
+
+    def now(self) -> float:
+        return self.virtual.now
+
+    def sleep(self, seconds: float) -> None:
+        self.virtual.now += max(0.0, seconds)
+
+    @contextmanager
+    def paused(self) -> Iterator[Pause]:
+        yield Pause()
+
+
+def make_profile(max_in_flight: int) -> DeviceProfile:
+    return DeviceProfile(
+        "test", COST, num_blocks=512, max_num_seqs=16, max_num_batched_tokens=256, max_model_len=512,
+        max_in_flight=max_in_flight,
+    )  # fmt: skip
+
+
+def make_machine(profile: DeviceProfile, **options: Any) -> tuple[Any, Capacity, Any, Yardstick]:
+    clock: Any = MachineClock()
+    capacity = profile.capacity()
+    executor = VirtualExecutor(capacity, profile.cost, clock.virtual, profile.max_in_flight, **options)
+    return executor, capacity, clock, Yardstick(clock, enabled=False)
+
+
+def make_load(load: str = "poisson", rate: float = 150.0) -> WorkloadOptions:
+    return WorkloadOptions(
+        60, load, rate, prompt_tokens="uniform:4-90", output_tokens="uniform:1-30", max_tokens=512, vocab_size=1000
+    )
+
+
+@pytest.mark.parametrize("max_in_flight", [1, 2])
+@pytest.mark.parametrize("load", ["at_once", "poisson"])
+def test_a_device_that_does_what_the_model_says_is_predicted_without_error(load: str, max_in_flight: int) -> None:
+    profile, real = make_profile(max_in_flight), Results()
+    executor, capacity, clock, yardstick = make_machine(profile)
+    item = run_real(executor, capacity, clock, yardstick, make_load(load), real)
+    row = predict(0.6, real, [item], profile, capacity, Pace([]))
+    assert row["error"] == pytest.approx(dict.fromkeys(row["error"], 0.0), abs=1e-3)
+    assert row["error_of_the_rest"] == pytest.approx(dict.fromkeys(row["error"], 0.0), abs=1e-3)
+    assert row["steps_of_another_shape"] == 0
+
+
+def test_a_machine_whose_pace_changes_is_predicted_from_its_measured_pace() -> None:
+    """It is half as fast from the second tenth of a second on, and the yardstick has seen that."""
+    profile, real = make_profile(1), Results()
+    executor, capacity, clock, yardstick = make_machine(profile, pace=lambda now: 1.0 if now < 0.1 else 2.0)
+    item = run_real(executor, capacity, clock, yardstick, make_load(), real)
+    row = predict(0.6, real, [item], profile, capacity, StepPace([]))
+    assert row["error"] == pytest.approx(dict.fromkeys(row["error"], 0.0), abs=0.01)
+    assert row["error_at_one_pace"]["end_to_end_ms_p50"] < -0.2
+
+
+class StepPace(Pace):
+    """What the yardstick has seen of that machine."""
+
+    def at(self, time_s: float) -> float:
+        return 1.0 if time_s < 0.1 else 2.0
+
+
+def test_calibration_finds_the_cost_model_of_the_device_with_steps_in_flight_and_graphs() -> None:
+    profile = make_profile(2)
+    executor, capacity, clock, yardstick = make_machine(profile)
+    grid = Grid(executor, capacity, clock, yardstick, token_limit=3000)
+    for part in grid.deal(2):
+        grid.run(part)
+    found = fit(grid.steps(yardstick.pace()), GRAPHS)
+    assert found.median_error < 0.02
+    assert found.cost.eager_knee == COST.eager_knee
+
+
+def test_the_pace_is_that_of_the_moment_relative_to_the_reference() -> None:
+    pace = Pace([Sample(time_s, 0.010 if time_s < 50 else 0.030) for time_s in range(0, 100, 10)], 0.010)
+    assert [pace.at(time_s) for time_s in (-5, 20, 45, 50, 200)] == pytest.approx([1.0, 1.0, 2.0, 3.0, 3.0])
+    assert pace.mean(0, 40) == pytest.approx(1.0)
+    assert pace.summary()["slowest"] == 3.0
+
+
+def test_one_measurement_that_was_disturbed_does_not_count() -> None:
+    pace = Pace([Sample(0.2 * index, 0.100 if index == 7 else 0.010) for index in range(20)])
+    assert pace.at(1.4) == pytest.approx(1.0)
+
+
+def test_recorded_steps_give_each_shape_its_own_times_in_their_order() -> None:
+    decode, chunk = StepShape(1, 1, 1, 10, 0.0), StepShape(64, 1, 0, 0, 100.0)
+    steps = [
+        TimedStep(shape._replace(seconds=s), 0.0, True) for shape, s in ((decode, 1.0), (chunk, 2.0), (decode, 3.0))
+    ]
+    recorded = Recorded(steps, COST)
+    assert [recorded.seconds(shape) for shape in (chunk, decode, decode)] == [2.0, 1.0, 3.0]
+    assert recorded.seconds(decode) == COST.seconds(decode)
+    assert recorded.num_others == 1
+
+
+def test_errors_are_told_by_class_of_steps() -> None:
+    decode = StepShape(1, 1, 1, 10, 0.0)
+    slow = decode._replace(seconds=2 * COST.seconds(decode))
+    changed = decode._replace(is_changed=True)
+    exact = changed._replace(seconds=COST.seconds(changed))
+    rows = errors_by_class(COST, [TimedStep(slow, 0.0, True), TimedStep(exact, 0.0, True)], Pace([]))
+    assert rows["decodes, the same rows"]["error_of_their_time"] == pytest.approx(-0.5)
+    assert rows["decodes, other rows than before"]["error_of_their_time"] == pytest.approx(0.0)
+    assert step_class(StepShape(300, 1, 0, 0, 1.0), COST) == "with prompts, kernel by kernel"
+    assert step_class(StepShape(30, 1, 0, 0, 1.0), COST) == "with prompts, as a graph"
