@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from frontends.common.generation import Piece
+from frontends.common.generation import Piece, guess_counts
 from frontends.common.keys import ANYBODY, ApiKey
 from frontends.common.line import Line
 from frontends.common.model_context import ModelContext, ServedModel
@@ -223,6 +223,7 @@ def _done(
             "prompt_tokens": accept.prompt_tokens,
             "cached_tokens": 0 if finish is None else finish.cached_tokens,
             "completion_tokens": piece.num_tokens,
+            **({} if finish is None else guess_counts(finish)),
         },
         "timings": None
         if finish is None

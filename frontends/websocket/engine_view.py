@@ -125,6 +125,7 @@ class EngineView:
                 "vocab_size": model.vocab_size,
                 "max_model_len": model.max_model_len,
                 "chat": None if served is None else served.template is not None,
+                "defaults": None if served is None else served.defaults,
             },
             "limits": self._limits,
         }

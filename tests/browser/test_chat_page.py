@@ -67,13 +67,29 @@ def test_parameters_travel_and_are_kept(open_page, engine):
     ask(page, "hello")
     answers(page)
     message = engine.submitted[0]
-    assert message.params == {"temperature": 0.2, "top_p": 0.5, "max_tokens": 12, "seed": 7}
+    assert message.params == {"temperature": 0.2, "top_p": 0.5, "top_k": 20, "max_tokens": 12, "seed": 7}
     assert "stopped at the token limit" in page.inner_text(".figures-line")
     page.reload()
     page.click("#open-settings")
     assert page.input_value("#p-system") == "Be brief."
     page.click("#reset-settings")
     assert page.input_value("#p-max_tokens") == ""
+
+
+def test_untouched_parameters_are_the_models_own_and_are_shown(open_page, engine):
+    page = open_page()
+    page.click("#open-settings")
+    assert page.locator(".field output").all_inner_texts() == ["the model’s own, 0.60", "the model’s own, 1.00"]
+    assert page.get_attribute("#p-top_k", "placeholder") == "20"
+    page.locator("#p-top_p").fill("0.5")
+    page.locator("#p-temperature").fill("0.2")
+    assert page.locator(".field output").all_inner_texts() == ["0.20", "0.50"]
+    page.click("#reset-settings")
+    page.locator("#p-top_p").fill("0.9")
+    page.click("text=Done")
+    ask(page, "hello")
+    answers(page)
+    assert engine.submitted[0].params == {"temperature": 0.6, "top_k": 20, "top_p": 0.9}
 
 
 def test_the_system_prompt_reaches_the_template(open_page, engine):

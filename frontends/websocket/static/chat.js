@@ -369,11 +369,16 @@ for (const [kind, text] of EXAMPLES) {
 
 // -- engine ---------------------------------------------------------------------------------------------------------
 
-engine.addEventListener("hello", () => {
+function showEngine() {
   line.show();
+  drawer.showDefaults(engine.hello?.model?.defaults);
+}
+
+engine.addEventListener("hello", () => {
+  showEngine();
   resumePending();
 });
-engine.addEventListener("state", () => line.show());
+engine.addEventListener("state", showEngine);
 engine.addEventListener("stats", (event) => panel.show(event.detail));
 engine.addEventListener("status", () => line.show());
 engine.addEventListener("problem", ({ detail }) => line.tell(`${sentence(detail.message)} ${detail.remedy}`.trim()));

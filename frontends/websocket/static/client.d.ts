@@ -162,6 +162,8 @@ export interface ModelInfo {
   max_model_len: number;
   /** Whether it has a chat template; null until its files were fetched. */
   chat: boolean | null;
+  /** Its own sampling parameters, used where a request says nothing; null until its files were fetched. */
+  defaults: Record<string, number> | null;
 }
 
 export interface StateFrame {

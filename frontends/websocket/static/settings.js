@@ -5,12 +5,14 @@ import { EXAMPLE_TOOLS, namesOf, readSchema, readTools } from "./form.js";
 import { DEFAULT_SETTINGS } from "./store.js";
 
 const NUMBERS = ["temperature", "top_p", "top_k", "max_tokens", "seed"];
+const OFF = { temperature: 1, top_p: 1 }; // where sliders stand that neither the person nor the model has set
 
 export class SettingsDrawer {
   constructor(document, store) {
     this._dialog = document.getElementById("settings");
     this._form = document.getElementById("settings-form");
     this._store = store;
+    this._defaults = {};
     document.getElementById("open-settings").addEventListener("click", () => this.open());
     document.getElementById("reset-settings").addEventListener("click", () =>
       this._fill({ ...DEFAULT_SETTINGS, key: this._store.settings.key }));
@@ -18,10 +20,21 @@ export class SettingsDrawer {
       this._fill({ ...this._store.settings, tools: JSON.stringify(EXAMPLE_TOOLS, null, 2) });
       this._form.elements.namedItem("tools").focus();
     });
-    this._form.addEventListener("input", () => this._changed());
+    this._form.addEventListener("input", (event) => {
+      delete event.target.dataset.own;
+      this._changed();
+    });
     this._dialog.addEventListener("click", (event) => event.target === this._dialog && this._dialog.close());
     this._dialog.addEventListener("close", () => this.onClose?.());
     this._fill(store.settings);
+  }
+
+  /** The model's own parameters, shown where nothing else was chosen. */
+  showDefaults(defaults) {
+    this._defaults = defaults ?? {};
+    for (const input of this._form.querySelectorAll("input[data-own]")) this._standAtDefault(input);
+    this._form.elements.namedItem("top_k").placeholder = this._defaults.top_k || "off";
+    this._tellNumbers();
   }
 
   get isOpen() {
@@ -42,6 +55,7 @@ export class SettingsDrawer {
     for (const [name, value] of Object.entries(settings)) {
       const input = this._form.elements.namedItem(name);
       if (input?.type === "checkbox") input.checked = value;
+      else if (input?.type === "range" && value === null) this._standAtDefault(input);
       else if (input) input.value = value ?? "";
     }
     this._offerTools(settings.tool_choice);
@@ -59,13 +73,24 @@ export class SettingsDrawer {
     settings.tool_choice = this._form.elements.namedItem("tool_choice").value;
     for (const name of NUMBERS) {
       const input = this._form.elements.namedItem(name);
-      if (input.validity.valid) settings[name] = input.value === "" ? null : input.valueAsNumber;
+      const open = input.value === "" || "own" in input.dataset;
+      if (input.validity.valid) settings[name] = open ? null : input.valueAsNumber;
     }
-    for (const output of this._form.querySelectorAll("output")) {
-      output.textContent = Number(this._form.elements.namedItem(output.htmlFor[0]).value).toFixed(2);
-    }
+    this._tellNumbers();
     this._store.saveSettings(settings);
     this.onChange?.();
+  }
+
+  _standAtDefault(input) {
+    input.dataset.own = "";
+    input.value = this._defaults[input.name] ?? OFF[input.name];
+  }
+
+  _tellNumbers() {
+    for (const output of this._form.querySelectorAll("output")) {
+      const input = this._form.elements.namedItem(output.htmlFor[0]);
+      output.textContent = `${"own" in input.dataset ? "the model’s own, " : ""}${Number(input.value).toFixed(2)}`;
+    }
   }
 
   /** Say beside a field what is wrong with its text. The dialog still closes: asking says it again. */

@@ -6,8 +6,8 @@ const SETTINGS = "inferengine.settings";
 const MOST_CONVERSATIONS = 200;
 const TITLE_CHARACTERS = 60;
 
-/** `schema` and `tools` as they were typed; see form.js. */
-export const DEFAULT_SETTINGS = { system: "", temperature: 0.7, top_p: 1, top_k: null, max_tokens: null, seed: null,
+/** `schema` and `tools` as they were typed; see form.js. A number that is null is the model's own. */
+export const DEFAULT_SETTINGS = { system: "", temperature: null, top_p: null, top_k: null, max_tokens: null, seed: null,
   json: false, schema: "", tools: "", tool_choice: "auto", key: "" };
 
 /**
@@ -85,8 +85,8 @@ export class Store {
 
 /** What the engine is asked for: the settings that are set. */
 export function paramsOf(settings) {
-  const params = { temperature: settings.temperature, top_p: settings.top_p };
-  for (const name of ["top_k", "max_tokens", "seed"]) if (settings[name] !== null) params[name] = settings[name];
+  const params = {};
+  for (const name of ["temperature", "top_p", "top_k", "max_tokens", "seed"]) if (settings[name] !== null) params[name] = settings[name];
   return params;
 }
 

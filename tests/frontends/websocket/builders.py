@@ -33,7 +33,11 @@ def model_files(kind: str = "byte_level") -> dict[str, bytes]:
     """The files of a small model that has a chat template."""
     fast = byte_level() if kind == "byte_level" else sentencepiece()
     settings = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": TEMPLATE}
-    return {"tokenizer.json": fast.to_str().encode(), "tokenizer_config.json": json.dumps(settings).encode()}
+    return {
+        "tokenizer.json": fast.to_str().encode(),
+        "tokenizer_config.json": json.dumps(settings).encode(),
+        "generation_config.json": json.dumps({"temperature": 0.6, "top_k": 20}).encode(),
+    }
 
 
 def make_engine(folder: Path, script: Any = None, **options: Any) -> ScriptedEngine:

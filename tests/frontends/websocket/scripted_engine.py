@@ -87,6 +87,7 @@ class ScriptedEngine:
         self.state = READY
         self.accepting = True
         self.held = False
+        self.guesses = (0, 0)  # right and wrong, of every choice
         self._files, self._script, self._step_s, self._name = files, script, step_s, name
         self._lease_s = lease_s
         self._lock = threading.RLock()
@@ -298,7 +299,8 @@ class ScriptedEngine:
                     item.cursor += len(new)
                 if item.output.ended is not None:
                     reason, detail = item.output.ended
-                    done.append(Done(item.name, reason, detail, 5, 2, len(item.output.token_ids), 1.0, 2.0, 30.0))
+                    counts = 5, 2, len(item.output.token_ids)
+                    done.append(Done(item.name, reason, detail, *counts, 1.0, 2.0, 30.0, *self.guesses))
                     self._subscribers.remove(item)
             if streams or done:
                 self._seqs[peer] += 1

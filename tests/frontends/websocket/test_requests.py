@@ -29,6 +29,7 @@ def test_hello_tells_model_limits_and_state(tmp_path):
         assert client.hello["protocol"] == 1
         assert client.hello["engine"]["state"] == "READY"
         assert client.hello["model"]["name"] == "scripted-model"
+        assert client.hello["model"]["defaults"] == {"temperature": 0.6, "top_k": 20}
         assert client.hello["limits"]["max_requests"] == 64
 
 
@@ -135,7 +136,7 @@ def test_fields_of_a_request_reach_the_engine(tmp_path):
         assert message.id.hex() == "00112233445566778899aabbccddeeff"
         assert (message.priority, message.salt, message.deadline_ms) == (-3, b"tenant", 2500)
         assert (message.detached, message.label) == (True, "mine")
-        assert message.params == {"seed": 7, "top_p": 0.5}
+        assert message.params == {"temperature": 0.6, "top_k": 20, "seed": 7, "top_p": 0.5}
 
 
 def test_an_id_sent_twice_runs_once(tmp_path):
