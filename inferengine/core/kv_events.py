@@ -6,12 +6,14 @@ from typing import NamedTuple
 
 
 class BlockStored(NamedTuple):
-    """A block with these tokens, after `parent_block_hash` (None at the beginning), can be reused."""
+    """A block with these tokens, after `parent_block_hash` (None at the beginning), can be reused by requests with the
+    same LoRA adapter (0: none)."""
 
     block_hashes: list[bytes]
     parent_block_hash: bytes | None
     token_ids: list[int]
     block_size: int
+    adapter: int = 0
 
 
 class BlockRemoved(NamedTuple):

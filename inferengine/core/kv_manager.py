@@ -290,7 +290,8 @@ class KVCacheManager:
         if stored and self.events is not None:
             size = self.block_size
             parent = sequence.block_hashes[index - 1] if index else None
-            self.events.append(BlockStored([digest], parent, sequence.tokens[index * size : (index + 1) * size], size))
+            token_ids = sequence.tokens[index * size : (index + 1) * size]
+            self.events.append(BlockStored([digest], parent, token_ids, size, sequence.request.adapter))
 
     def _evict(self, group_index: int, block_ids: list[int]) -> None:
         digests = [self.caches[group_index].evict(block_id) for block_id in block_ids]

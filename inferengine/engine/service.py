@@ -123,6 +123,7 @@ class EngineService:
         self.switchboard.link = self.link
         self._reports = Reports(config, self.lifecycle, card, self.outbox, self.telemetry)
         self._kv_publisher = KVPublisher(config.engine.name, card.name, self._wire.publish)
+        self._kv_publisher.adapters = lambda: self._adapters.names
         self._wire.replay_batches = self._kv_publisher.replay
         self.switchboard.admin_ops = Operations(
             self.lifecycle,

@@ -9,6 +9,8 @@ import msgpack
 import pytest
 import zmq
 
+from inferengine.core.kv_events import BlockRemoved, BlockStored
+from inferengine.engine.kv_publisher import KVPublisher
 from inferengine.engine.service import EngineService
 from inferengine.wire import sockets
 from inferengine.wire.messages import Admin, AdminReply
@@ -54,7 +56,7 @@ def test_stored_blocks_are_published_with_their_tokens_and_parents(
         subscriber.setsockopt(zmq.SUBSCRIBE, b"kv@")
         subscriber.connect(sockets.default_status_address(address_of(publishing)))
         peer = connect(publishing)
-        stored: dict[bytes, list[Any]] = {}
+        stored: dict[int, dict[str, Any]] = {}
         stream = 0
         while len(stored) < 2:  # a subscriber that has just connected may miss the first
             peer.send(Admin("flush", 1))
@@ -66,13 +68,18 @@ def test_stored_blocks_are_published_with_their_tokens_and_parents(
                 topic, number, payload = subscriber.recv_multipart()
                 assert topic == b"kv@engine@simulated"
                 assert len(number) == 8
-                _time, events, _rank = msgpack.unpackb(payload)
+                _time, events, rank = msgpack.unpackb(payload)
+                assert rank == 0
                 for event in events:
-                    if event[0] == "BlockStored":
-                        stored[event[1][0]] = event
-    first, second = sorted(stored.values(), key=lambda event: event[2] is not None)[:2]
-    assert (first[2], first[3], first[4]) == (None, PROMPT[:16], 16)
-    assert (second[2], second[3]) == (first[1][0], PROMPT[16:32])
+                    if event["type"] == "BlockStored":
+                        stored[event["block_hashes"][0]] = event
+    first, second = sorted(stored.values(), key=lambda event: event["parent_block_hash"] is not None)[:2]
+    assert first == {
+        "type": "BlockStored", "block_hashes": first["block_hashes"], "parent_block_hash": None,
+        "token_ids": PROMPT[:16], "block_size": 16, "lora_id": None, "medium": "GPU", "lora_name": None,
+    }  # fmt: skip
+    assert all(0 <= digest < 1 << 64 for digest in first["block_hashes"])
+    assert (second["parent_block_hash"], second["token_ids"]) == (first["block_hashes"][0], PROMPT[16:32])
 
 
 def test_what_was_missed_is_replayed_from_a_number(
@@ -88,7 +95,7 @@ def test_what_was_missed_is_replayed_from_a_number(
     peer.collect({3})
     batches = replayed(context, publishing, 0)
     assert [number for number, _ in batches] == list(range(len(batches)))
-    assert "AllBlocksCleared" in {event[0] for _, (_, events, _) in batches for event in events}
+    assert "AllBlocksCleared" in {event["type"] for _, (_, events, _) in batches for event in events}
     assert replayed(context, publishing, len(batches) - 1) == batches[-1:]
     assert replayed(context, publishing, 10**6) == []
 
@@ -99,3 +106,23 @@ def test_without_the_switch_nothing_is_recorded(engine: EngineService, connect: 
     peer.collect({1})
     assert engine.core is not None
     assert engine.core.scheduler.kv.events is None
+
+
+def test_blocks_of_an_adapter_carry_its_number_and_name() -> None:
+    """Routers that work out hashes themselves take the name into them."""
+    sent: list[Any] = []
+    publisher = KVPublisher("engine", "model", sent.append)
+    publisher.adapters = lambda: {"cats": 1, "dogs": 2}
+    publisher.publish(
+        [BlockStored([bytes(24) + b"\1" * 8], b"\2" * 32, [5, 6], 2, adapter=2), BlockRemoved([b"\3" * 32])]
+    )
+    _time, (stored, removed), _rank = msgpack.unpackb(sent[0][2])
+    assert (stored["lora_id"], stored["lora_name"]) == (2, "dogs")
+    assert (stored["block_hashes"], stored["parent_block_hash"]) == ([0x0101010101010101], 0x0202020202020202)
+    assert removed == {"type": "BlockRemoved", "block_hashes": [0x0303030303030303], "medium": "GPU"}
+
+
+def test_an_adapter_that_has_gone_meanwhile_is_still_told_apart_from_the_base_model() -> None:
+    sent: list[Any] = []
+    KVPublisher("engine", "model", sent.append).publish([BlockStored([b"\1" * 32], None, [5, 6], 2, adapter=2)])
+    assert msgpack.unpackb(sent[0][2])[1][0]["lora_name"] == "adapter 2"
