@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from inferengine.config import Config
 from inferengine.core.executor import AdapterStore, Capacity, Executor
@@ -33,7 +33,6 @@ from inferengine.engine.kv_publisher import KVPublisher
 from inferengine.engine.lifecycle import Lifecycle
 from inferengine.engine.link import Engine, Link
 from inferengine.engine.loop import EngineLoop, News
-from inferengine.engine.metrics_server import MetricsServer
 from inferengine.engine.model_card import ModelCard
 from inferengine.engine.notify import Notifier, Watchdog
 from inferengine.engine.operations import Operations
@@ -51,6 +50,9 @@ from inferengine.spec.proposers import build_proposer
 from inferengine.tracing import Tracing, make_tracing
 from inferengine.wire import codec
 from inferengine.wire.messages import EPOCH_BYTES, READY, STOPPING, ModelInfo, Status
+
+if TYPE_CHECKING:
+    from inferengine.engine.metrics_server import MetricsServer
 
 logger = logging.getLogger(__name__)
 
@@ -136,8 +138,7 @@ class EngineService:
             config=self._reports.config,
             call=self._wire.call,
         ).table
-        port = config.engine.metrics_port
-        self._metrics = MetricsServer(port, self._read_stats) if port else None
+        self._metrics = self._make_metrics(config.engine.metrics_port)
         self._status_due_s = 0.0
         self._loop_thread = threading.Thread(target=self._run_loop, name="inferengine-loop", daemon=True)
         self._main_thread = threading.Thread(target=self._supervise, name="inferengine-supervisor", daemon=True)
@@ -167,6 +168,13 @@ class EngineService:
         """The exit code, or None when it has not ended in time."""
         return self._ending.exit_code if self._ended.wait(timeout_s) else None
 
+    def _make_metrics(self, port: int) -> MetricsServer | None:
+        if not port:
+            return None
+        from inferengine.engine.metrics_server import MetricsServer  # an HTTP server and Prometheus' library
+
+        return MetricsServer(port, self._read_stats)
+
     # -- the loop's thread -------------------------------------------------------------------------------------------
 
     def _run_loop(self) -> None:
@@ -181,6 +189,7 @@ class EngineService:
             loop = self._make_loop(executor, capacity)
             gc.collect()
             gc.freeze()
+            gc.enable()  # `run_engine` has switched it off
             loop.run()
         except BaseException as error:
             self._on_failure(error)

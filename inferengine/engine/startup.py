@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import signal
@@ -29,6 +30,7 @@ def run_engine(config: Config) -> int:
     """Serve until a signal, and end the process with the exit code; one that cannot begin returns its own. Must be
     called in the main thread."""
     logs.configure(config.log)
+    gc.disable()  # until the model is loaded: imports and loading make a million objects and hardly any garbage
     notifier = Notifier.from_environment()
     try:
         card = read_model_card(config)

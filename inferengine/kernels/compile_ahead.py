@@ -14,15 +14,15 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
-from triton.runtime import _async_compile
-from triton.runtime.jit import JITFunction
-
 MAX_THREADS = 16
 
 
 @contextmanager
 def compiling_ahead() -> Iterator[None]:
     """Launches inside compile and do nothing else. Not for use by several threads."""
+    from triton.runtime import _async_compile  # an engine on a CPU starts without triton
+    from triton.runtime.jit import JITFunction
+
     launch = JITFunction.run
 
     def compile_only(self: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> Any:

@@ -83,6 +83,24 @@ _half_linear: Callable[..., torch.Tensor] = torch.ops.quantized.linear_dynamic_f
 _PLAIN_CALL = torch._C.DisableTorchFunctionSubclass
 
 
+HALF_MAX = 65504.0
+LOST_BITS = 0x1FFF  # of fp32's fraction: those that fp16 has not
+PIECE = 1 << 15  # values looked at together: few enough for the cache, and for torch to stay in this thread
+
+
 def _half_is_exact(weight: torch.Tensor) -> bool:
     """Whether fp16 holds every value; below its normal range the nearest multiple of 2^-24 will do."""
-    return all(float((rows.half().float() - rows).abs().max()) <= 2.0**-25 for rows in weight.split(4096))
+    pieces = weight.contiguous().view(-1).split(PIECE)
+    return all(_is_short(piece) or _is_near_half(piece) for piece in pieces)
+
+
+def _is_short(values: torch.Tensor) -> bool:
+    """What holds for all that was stored as bf16 or fp16 in fp16's range, and costs two looks at the values."""
+    least, most = values.aminmax()
+    if not -HALF_MAX <= float(least) <= float(most) <= HALF_MAX:
+        return False
+    return not bool(values.view(torch.int32).bitwise_and(LOST_BITS).any())
+
+
+def _is_near_half(values: torch.Tensor) -> bool:
+    return float((values.half().float() - values).abs().max()) <= 2.0**-25

@@ -62,7 +62,7 @@ REPEATS = 8
 
 def sheet_of(name: str) -> Sheet | None:
     """The data sheet of a device by torch's name for it. A slice of a device (MIG) has none."""
-    if " MIG " in name:
+    if not name or " MIG " in name:
         return None
     for part, sheet in SHEETS.items():
         if re.search(rf"(?<![A-Za-z0-9]){re.escape(part)}(?![A-Za-z0-9])", name, re.IGNORECASE):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence as SequenceOf
 
 import numpy as np
@@ -13,6 +14,8 @@ from inferengine.core.plan import BlockCopies, StepPlan
 from inferengine.layers.attention import Attention
 from inferengine.layers.decoder_config import DecoderConfig
 from inferengine.layers.rotary import RopeConfig, cos_sin_table
+
+CACHE_LINE = 64  # bytes; torch begins its tensors at a multiple of it too
 
 
 class KVCache:
@@ -29,9 +32,7 @@ class KVCache:
         self.groups = groups
         shape = (2, config.num_kv_heads, block_size, config.head_dim)
         self.layer_groups = [config.group_windows.index(window) for window in config.windows]
-        self.layers = [
-            torch.zeros(groups[group].num_blocks + 1, *shape, dtype=dtype, device=device) for group in self.layer_groups
-        ]
+        self.layers = [zeros((groups[group].num_blocks + 1, *shape), dtype, device) for group in self.layer_groups]
         self.host_layers = [
             torch.zeros(groups[group].num_host_blocks, *shape, dtype=dtype, pin_memory=device.type == "cuda")
             for group in self.layer_groups
@@ -74,6 +75,17 @@ class KVCache:
                 if layer_group == group:
                     for begin, to, count in runs:
                         target[to : to + count].copy_(source[begin : begin + count], non_blocking=True)
+
+
+def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A tensor of zeros. On a CPU its pages come from the system when they are first written to: filling a cache of
+    gigabytes by hand would be most of an engine's start."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    num_bytes = math.prod(shape) * dtype.itemsize
+    memory = np.zeros(num_bytes + CACHE_LINE, dtype=np.uint8)
+    begin = -memory.ctypes.data % CACHE_LINE
+    return torch.from_numpy(memory[begin : begin + num_bytes]).view(dtype).view(shape)
 
 
 def _runs(copy: BlockCopies) -> list[tuple[int, int, int]]:
