@@ -65,6 +65,16 @@ class Usage(NamedTuple):
     rejected_tokens: int = 0  # guesses that were wrong
 
 
+def guess_counts(counted: Usage | Finish) -> dict[str, int]:
+    """What guessing ahead brought, in OpenAI's words; empty where the engine did not guess."""
+    if not counted.accepted_tokens and not counted.rejected_tokens:
+        return {}
+    return {
+        "accepted_prediction_tokens": counted.accepted_tokens,
+        "rejected_prediction_tokens": counted.rejected_tokens,
+    }
+
+
 @dataclass(frozen=True)
 class Options:
     """What travels with every prompt of a call besides the sampling parameters."""

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 from frontends.common.errors import error_object
-from frontends.common.generation import Choice, Generation, Output, Piece, Usage
+from frontends.common.generation import Choice, Generation, Output, Piece, Usage, guess_counts
 from frontends.common.sse import DONE, dumps, event, quote
 from frontends.http import logprobs
 from frontends.http.fields import Extras, Streaming
@@ -51,18 +51,13 @@ class Format(Protocol):
 
 def usage_object(usage: Usage) -> dict[str, Any]:
     """OpenAI's, with the details of guessing ahead where the engine did."""
-    guesses: dict[str, Any] = {}
-    if usage.accepted_tokens or usage.rejected_tokens:
-        guesses["completion_tokens_details"] = {
-            "accepted_prediction_tokens": usage.accepted_tokens,
-            "rejected_prediction_tokens": usage.rejected_tokens,
-        }
+    guesses = guess_counts(usage)
     return {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
-        **guesses,
+        **({"completion_tokens_details": guesses} if guesses else {}),
     }
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from frontends.common.errors import sentence
-from frontends.common.generation import Choice, Generation, Output, Piece, Usage
+from frontends.common.generation import Choice, Generation, Output, Piece, Usage, guess_counts
 from frontends.common.sse import event
 from frontends.http.chat import ChatRequest
 from frontends.http.messages_body import tool_input
@@ -142,10 +142,11 @@ def _stop(last: Piece | None, num_calls: int) -> tuple[str | None, str | None]:
 
 
 def _usage(usage: Usage, output_tokens: int | None = None) -> dict[str, Any]:
-    """Cached tokens of the prompt are counted apart from the others."""
+    """Cached tokens of the prompt are counted apart. Guesses have OpenAI's names: Anthropic has none for them."""
     return {
         "input_tokens": usage.prompt_tokens - usage.cached_tokens,
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": usage.cached_tokens,
         "output_tokens": usage.completion_tokens if output_tokens is None else output_tokens,
+        **guess_counts(usage),
     }

@@ -118,6 +118,9 @@ export interface Usage {
   prompt_tokens: number;
   cached_tokens: number;
   completion_tokens: number;
+  /** Guesses ahead that were right, and wrong; absent where the engine did not guess. */
+  accepted_prediction_tokens?: number;
+  rejected_prediction_tokens?: number;
 }
 
 export interface Timings {

@@ -71,6 +71,16 @@ def test_why_it_stopped(client: anthropic.Anthropic, served: House) -> None:
     assert message.content[0].text == "one "
 
 
+def test_guesses_are_told_where_there_were_any(client: anthropic.Anthropic, served: House) -> None:
+    served.script = says("fox")
+    assert "accepted_prediction_tokens" not in ask(client).usage.model_dump()
+    served.script = says("fox", guesses=(3, 1))
+    with client.messages.stream(model="tiny", max_tokens=400, messages=HELLO) as stream:
+        streamed = stream.get_final_message().usage.model_dump()
+    for usage in (ask(client).usage.model_dump(), streamed):
+        assert (usage["accepted_prediction_tokens"], usage["rejected_prediction_tokens"]) == (3, 1)
+
+
 def test_a_stream_builds_the_same_message(client: anthropic.Anthropic, served: House) -> None:
     served.script = writes(TWO_CALLS)
     whole = ask(client, tools=TOOLS)

@@ -60,6 +60,18 @@ def test_text(client: openai.OpenAI, served: House) -> None:
     assert cut.incomplete_details.reason == "max_output_tokens"
 
 
+def test_guesses_are_told_where_there_were_any(client: openai.OpenAI, served: House) -> None:
+    def details() -> dict[str, Any]:
+        usage = client.responses.create(model="tiny", input="Say.").usage
+        assert usage is not None
+        return usage.output_tokens_details.model_dump()
+
+    served.script = says("fox")
+    assert details() == {"reasoning_tokens": 0}
+    served.script = says("fox", guesses=(3, 1))
+    assert details() == {"reasoning_tokens": 0, "accepted_prediction_tokens": 3, "rejected_prediction_tokens": 1}
+
+
 def test_events_build_the_response(client: openai.OpenAI, served: House) -> None:
     served.script = writes(TWO_CALLS)
     events = list(client.responses.create(model="tiny", input="hi", tools=[WEATHER, NOW], stream=True))

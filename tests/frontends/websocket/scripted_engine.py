@@ -299,8 +299,8 @@ class ScriptedEngine:
                     item.cursor += len(new)
                 if item.output.ended is not None:
                     reason, detail = item.output.ended
-                    counts = 5, 2, len(item.output.token_ids)
-                    done.append(Done(item.name, reason, detail, *counts, 1.0, 2.0, 30.0, *self.guesses))
+                    totals = 5, 2, len(item.output.token_ids)
+                    done.append(Done(item.name, reason, detail, *totals, 1.0, 2.0, 30.0, *self.guesses))
                     self._subscribers.remove(item)
             if streams or done:
                 self._seqs[peer] += 1
