@@ -110,6 +110,8 @@ def test_a_stop_id_is_reported_and_ignored_before_min_tokens() -> None:
     output = expected_output(make_request(max_tokens=12))
     stopping = make_request(max_tokens=12, stop_token_ids=(output[3],), min_tokens=2)
     assert Run().submit(stopping).to_end().finished[1] == ("stop", output[3])
+    just = make_request(max_tokens=12, stop_token_ids=(output[3],), min_tokens=4)
+    assert len(Run().submit(just).to_end().outputs[1]) == 4
     patient = make_request(max_tokens=12, stop_token_ids=(output[3],), min_tokens=12)
     assert Run().submit(patient).to_end().finished[1][0] in {"length", "stop"}
     assert len(Run().submit(patient).to_end().outputs[1]) == 12
