@@ -25,7 +25,7 @@ _STYLE = """
 :root { color-scheme: light dark; font: 15px/1.55 system-ui, sans-serif; }
 body { margin: 0 auto; max-width: 56rem; padding: 2.5rem 1.25rem 4rem; }
 h1 { font-size: 1.5rem; margin: 0; } h2 { font-size: 1rem; margin: 2rem 0 .25rem; }
-p, li span { opacity: .8; } a { color: light-dark(#0b62c4, #7db8ff); }
+li span { opacity: .8; } a { color: light-dark(#0b62c4, #7db8ff); }
 pre { overflow-x: auto; padding: .9rem 1rem; border-radius: .5rem; background: light-dark(#f2f3f5, #1c1f24); }
 code { font: .875rem/1.5 ui-monospace, monospace; }
 ul { list-style: none; margin: 0; padding: 0; }

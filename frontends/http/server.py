@@ -39,10 +39,10 @@ def run_http(config: Config) -> int:
         print(f"inferengine http: {error}", file=sys.stderr)
         return ExitCode.ADDRESS
     address = describe(sockets[0], "https" if config.http.tls_certificate else "http")
-    logger.info("listening", extra={"fields": {"address": address, "workers": config.http.workers}})
     keys = read_keys(config.auth.keys_file)
     check_protection("http", sockets[0], keys, allow_public=config.http.allow_public)
     tls_files("http", config.http.tls_certificate, config.http.tls_key)
+    logger.info("listening", extra={"fields": {"address": address, "workers": config.http.workers}})
     shared = Shared(sockets, make_metrics(config.http.workers), keys, make_quotas(config, keys))
     signs = SignsOfLife(address)
     if config.http.workers == 1:

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
+import logging
 import os
 import socket as plain_socket
 import stat
 from collections.abc import Iterator
 
 import zmq
+from zmq.utils import z85
 
 from inferengine.config import Config, engine_address
 from inferengine.errors import ConfigError
 from inferengine.wire import sockets
 from inferengine.wire.curve import answer, read_clients, read_pair
 
+logger = logging.getLogger(__name__)
+
 LONGEST_UNIX_PATH = 107  # bytes, sockaddr_un
+MOST_STRANGERS = 64  # refused keys that are logged, and remembered for that
 _PROBE_TIMEOUT_S = 0.5
 
 
@@ -39,6 +44,7 @@ class Endpoint:
         self.publisher = sockets.engine_publisher(self.context)
         self.replay = sockets.replay_router(self.context) if config.cache.events else None
         self.zap: zmq.Socket[bytes] | None = None
+        self._strangers: set[bytes] = set()
         try:
             if own is not None:
                 self.zap = sockets.zap_handler(self.context)
@@ -59,7 +65,19 @@ class Endpoint:
     def answer_zap(self) -> None:
         """Say of one client that wants to connect whether its key is on the list."""
         if self.zap is not None:
-            self.zap.send_multipart(answer(self.zap.recv_multipart(), self.clients))
+            frames = self.zap.recv_multipart()
+            self._note_stranger(frames)
+            self.zap.send_multipart(answer(frames, self.clients))
+
+    def _note_stranger(self, frames: list[bytes]) -> None:
+        """Log a key that is not on the list, once: its owner sees no more than that nobody answers, and tries again
+        every second."""
+        key = frames[6] if len(frames) == 7 and frames[5] == b"CURVE" else b""
+        if len(key) != 32 or key in self.clients or key in self._strangers or len(self._strangers) >= MOST_STRANGERS:
+            return
+        self._strangers.add(key)
+        where = {"address": frames[3].decode(errors="replace")[:64], "key": z85.encode(key).decode()}
+        logger.warning("a client's CURVE key is not in wire.curve_clients_file", extra={"fields": where})
 
     def close(self, linger_ms: int) -> None:
         """What has not been sent after `linger_ms` is lost."""

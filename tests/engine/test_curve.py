@@ -57,6 +57,14 @@ def answers(address: str, curve: ClientKeys | None) -> bool:
         client.close()
 
 
+def test_a_stranger_is_named_in_the_log_once(engine: EngineService, caplog: pytest.LogCaptureFixture) -> None:
+    stranger = new_pair()
+    for _ in range(2):
+        assert not answers(engine.config.wire.tcp, ClientKeys(stranger, ENGINE.public))
+    told = [record.fields["key"] for record in caplog.records if "CURVE key is not in" in record.message]
+    assert told.count(stranger.public.decode()) == 1
+
+
 def test_a_listed_key_is_served(engine: EngineService) -> None:
     assert answers(engine.config.wire.tcp, ClientKeys(FRIEND, ENGINE.public))
 
