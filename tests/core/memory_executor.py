@@ -145,11 +145,16 @@ class MemoryExecutor:
 
     def _write(self, slot: int, position: int) -> None:
         size, token = self.capacity.block_size, self.tokens[slot][position]
-        for blocks, table in zip(self.blocks, self.tables, strict=True):
+        for group, blocks, table in zip(self.capacity.groups, self.blocks, self.tables, strict=True):
             before = 0
             if position:
                 before = blocks[table[slot][(position - 1) // size]][(position - 1) % size][1]
             blocks[table[slot][position // size]][position % size] = (token, extend(before, token))
+            if group.window is not None:  # the farthest that it sees must still be there
+                far = max(0, position - group.window + 1)
+                block = self.blocks[0][self.tables[0][slot][far // size]]
+                if blocks[table[slot][far // size]][far % size] != block[far % size]:
+                    raise AssertionError(f"slot {slot} computes position {position} without all of its window")
 
     def _draw(self, slot: int, length: int, mask: memoryview | None = None) -> int:
         """The next token, from the KV of every group; a window group must agree on what it can see."""

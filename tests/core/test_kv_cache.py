@@ -117,10 +117,11 @@ def test_a_window_group_reuses_a_prefix_of_which_it_kept_only_the_window() -> No
     capacity = make_capacity(64, window=6, window_blocks=16)
     prompt = [token % 97 for token in range(41)]
     run = Run(capacity, budget=8).submit(make_request(1, prompt)).to_end()
-    request = make_request(2, [*prompt, 5, 6])
-    run.submit(request).to_end()
-    assert run.rows[2].num_cached == 40  # type: ignore[attr-defined]
-    assert run.outputs[2] == expected_output(request)
+    elsewhere = make_request(2, prompt=3, max_tokens=20)  # so that no table still names the first one's blocks
+    request = make_request(3, [*prompt, 5, 6])
+    run.submit(elsewhere, request).to_end()
+    assert run.rows[3].num_cached == 40  # type: ignore[attr-defined]
+    assert run.outputs[3] == expected_output(request)
 
 
 def test_a_cached_prefix_of_thousands_of_blocks_needs_no_recursion() -> None:
