@@ -23,6 +23,7 @@ from inferengine.errors import ConfigError, ExitCode, InferEngineError
 
 logger = logging.getLogger(__name__)
 
+GARBAGE_OBJECTS = 50_000  # made before cycles are looked for; Python's 700 come and go in a step, freed without
 MEMORY_ERRORS = ("OutOfMemoryError", "MemoryError")
 
 
@@ -31,6 +32,7 @@ def run_engine(config: Config) -> int:
     called in the main thread."""
     logs.configure(config.log)
     gc.disable()  # until the model is loaded: imports and loading make a million objects and hardly any garbage
+    gc.set_threshold(GARBAGE_OBJECTS, 20, 20)
     notifier = Notifier.from_environment()
     try:
         card = read_model_card(config)
@@ -63,9 +65,13 @@ def exit_code_of(error: BaseException) -> int:
 
 
 def build_executor(config: Config) -> Executor:
-    """The executor of this configuration. Imports torch, which takes seconds: call it in the loop's thread."""
-    from inferengine.runtime import factory
+    """The executor of this configuration, its memory plan logged. Imports torch, which takes seconds: call it in the
+    loop's thread."""
+    from inferengine.runtime import factory, memory_plan
 
+    settings = factory.executor_settings(config)
+    plan = memory_plan.make_plan(settings, memory_plan.device_memory(settings.device))
+    logger.info("memory plan:\n%s", "\n".join(memory_plan.plan_lines(plan)))
     executor: Executor = factory.build_executor(config)
     return executor
 
