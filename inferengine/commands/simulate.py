@@ -31,9 +31,11 @@ the report
 
 from __future__ import annotations
 
+import gc
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -84,7 +86,8 @@ def run(arguments: Sequence[str]) -> int:
         seed=values["seed"],
     )
     begin, begin_cpu = time.perf_counter(), time.process_time()
-    report = fleet.run()
+    with _no_cycles():
+        report = fleet.run()
     report["simulation"] = {
         "wall_s": round(time.perf_counter() - begin, 3),
         "cpu_s": round(time.process_time() - begin_cpu, 3),
@@ -99,6 +102,18 @@ def run(arguments: Sequence[str]) -> int:
     if values["plots"]:
         write_plots(Path(values["plots"]), recorder)
     return ExitCode.OK
+
+
+@contextmanager
+def _no_cycles() -> Iterator[None]:
+    """Without the search for garbage in cycles: a simulation leaves none behind, and looking costs a tenth of it."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def parse(arguments: Sequence[str]) -> tuple[dict[str, Any], list[Failure], list[str]]:

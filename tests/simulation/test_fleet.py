@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 from typing import Any
 
@@ -169,3 +170,16 @@ def test_chunked_prefill_bounds_the_time_between_tokens() -> None:
         return float(run(Fleet(settings, Written(*arrivals)))["latency_ms"]["between_tokens"]["max"])
 
     assert slowest(prefill_chunk=100) < 60 < 700 < slowest(chunked_prefill=False)
+
+
+def test_a_simulation_leaves_no_cycles_behind() -> None:
+    """The command runs without looking for them: a million requests would fill the memory."""
+    workload = make_workload(60, rate=100.0, turns=2, think_s=0.1, num_prefixes=2, deadline_s=5.0)
+    fleet = Fleet(make_options(), workload, num_engines=3, choice="prefix_affinity", failures=[Failure(0.2, 1, 0.1)])
+    gc.collect()
+    gc.disable()
+    try:
+        run(fleet)
+        assert gc.collect() == 0
+    finally:
+        gc.enable()
