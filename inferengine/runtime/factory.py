@@ -24,9 +24,10 @@ def build_executor(config: Config) -> TorchExecutor:
     return TorchExecutor(executor_settings(config))
 
 
-def executor_settings(config: Config) -> ExecutorSettings:
-    """The configuration as the executor sees it."""
-    device = choose_device(config.engine.device)
+def executor_settings(config: Config, device: torch.device | None = None) -> ExecutorSettings:
+    """The configuration as the executor sees it, on the device that it names or, to plan for another machine, on
+    `device`."""
+    device = device or choose_device(config.engine.device)
     if config.engine.deterministic and device.type == "cpu":
         raise ConfigError("engine.deterministic", "the CPU's matrix products depend on the batch: it needs cuda")
     max_num_seqs, max_num_batched_tokens = DEFAULTS[device.type]

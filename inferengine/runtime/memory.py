@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -48,11 +49,15 @@ def plan_groups(config: DecoderConfig, settings: CacheSettings, dtype: torch.dty
         counts = [settings.num_blocks] * len(windows)
     else:
         typical = min(TYPICAL_TOKENS, settings.max_model_len)
-        share = [_blocks_of(window, typical, settings) for window in windows]
         costs = [block_bytes(config, group, size, dtype) for group in range(len(windows))]
-        units = budget_bytes / sum(count * cost for count, cost in zip(share, costs, strict=True))
+        share, once = [held_blocks(window, typical, size) for window in windows], _blocks_once(windows, settings)
+        rest = budget_bytes - sum(count * cost for count, cost in zip(once, costs, strict=True))
+        if rest < sum(count * cost for count, cost in zip(share, costs, strict=True)):  # hardly one sequence
+            share, once, rest = longest, [0] * len(windows), budget_bytes
+        units = rest / sum(count * cost for count, cost in zip(share, costs, strict=True))
         counts = [
-            min(int(units * count), most * settings.max_num_seqs) for count, most in zip(share, longest, strict=True)
+            min(int(units * each) + extra, most * settings.max_num_seqs)
+            for each, extra, most in zip(share, once, longest, strict=True)
         ]
     if min(counts) < 2:
         raise ConfigError(
@@ -66,15 +71,39 @@ def plan_groups(config: DecoderConfig, settings: CacheSettings, dtype: torch.dty
     return [KVGroup(count, window, num_host) for count, window, num_host in zip(counts, windows, host, strict=True)]
 
 
+def sequences_at_once(groups: list[KVGroup], num_tokens: int, settings: CacheSettings) -> int:
+    """How many sequences of this length the groups hold beside each other, prompts being read one chunk at a time."""
+    once = _blocks_once([group.window for group in groups], settings)
+    return min(
+        max(0, group.num_blocks - extra) // held_blocks(group.window, num_tokens, settings.block_size)
+        for group, extra in zip(groups, once, strict=True)
+    )
+
+
+def held_blocks(window: int | None, num_tokens: int, block_size: int) -> int:
+    """Blocks that a sequence of this length holds between steps: what lies left of a window has been given back."""
+    needed = -(-num_tokens // block_size)
+    return needed if window is None else min(needed, -(-window // block_size) + 1)
+
+
+def _blocks_once(windows: Sequence[int | None], settings: CacheSettings) -> list[int]:
+    """Blocks beside those, for all sequences together: the step's prompt chunks, until their windows have moved on."""
+    return [0 if window is None else -(-settings.max_chunk // settings.block_size) for window in windows]
+
+
 def budget_bytes(device: torch.device, memory_fraction: float, activation_bytes: int) -> int:
     """Memory for the KV cache, weights being loaded. `activation_bytes` is what the largest step needs beside it."""
     if device.type == "cpu":
-        free = _free_host_bytes()
-        if memory_fraction:
-            return int(free * memory_fraction)
-        return min(int(free * DEFAULT_CPU_SHARE), DEFAULT_CPU_LIMIT_BYTES)
+        return host_budget_bytes(free_host_bytes(), memory_fraction)
     free, total = torch.cuda.mem_get_info(device)
     return int(free - (1 - (memory_fraction or DEFAULT_CUDA_SHARE)) * total - activation_bytes)
+
+
+def host_budget_bytes(free: int, memory_fraction: float) -> int:
+    """The part of a host's free memory that the KV cache may have."""
+    if memory_fraction:
+        return int(free * memory_fraction)
+    return min(int(free * DEFAULT_CPU_SHARE), DEFAULT_CPU_LIMIT_BYTES)
 
 
 def _blocks_of(window: int | None, num_tokens: int, settings: CacheSettings) -> int:
@@ -83,7 +112,7 @@ def _blocks_of(window: int | None, num_tokens: int, settings: CacheSettings) -> 
     return needed if window is None else min(needed, -(-(window + settings.max_chunk) // settings.block_size) + 1)
 
 
-def _free_host_bytes() -> int:
+def free_host_bytes() -> int:
     """What can be had without swapping: page cache that the kernel would give back counts as free."""
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()

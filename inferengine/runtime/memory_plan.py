@@ -6,20 +6,36 @@ from typing import NamedTuple
 
 import torch
 
+from inferengine.core.executor import KVGroup
+from inferengine.errors import ConfigError
 from inferengine.kernels.ops import REFERENCE
 from inferengine.layers.decoder_config import DecoderConfig
 from inferengine.layers.linear import Linear
 from inferengine.models import registry
+from inferengine.models.hf_config import read_json
 from inferengine.quant.layouts import layout_of
 from inferengine.quant.schemes import bytes_per_weight
+from inferengine.runtime.memory import (
+    DEFAULT_CUDA_SHARE,
+    CacheSettings,
+    free_host_bytes,
+    held_blocks,
+    host_budget_bytes,
+    plan_groups,
+    sequences_at_once,
+)
+from inferengine.runtime.settings import ExecutorSettings
 
 GIB = 1 << 30
 CUDA_CONTEXT_BYTES = 600 * (1 << 20)  # driver, kernels and libraries of one process, measured on Hopper
+CONTEXTS = (1024, 4096, 8192, 32768, 131072)
+NUM_GRAPHS = 35  # batch sizes that are captured at start
 GRAPH_BYTES_PER_BATCH_SIZE = 4 * (1 << 20)  # nodes of one captured decode step; its buffers are shared by all
 
 
 class MemoryPlan(NamedTuple):
-    """Bytes. `kv_bytes_per_token` is of full-attention layers, `window_bytes_per_sequence` of all sliding ones."""
+    """Bytes. `kv_bytes_per_token` is of full-attention layers, `window_bytes_per_sequence` of all sliding ones of
+    a long sequence. `groups` is how the engine divides `kv_budget`; none where the rest does not fit."""
 
     weights: int
     activations: int
@@ -28,16 +44,18 @@ class MemoryPlan(NamedTuple):
     kv_bytes_per_token: int
     window_bytes_per_sequence: int
     kv_budget: int  # negative where the rest does not fit
+    groups: list[KVGroup]
+    cache: CacheSettings
 
     def sequences(self, num_tokens: int) -> int:
         """How many sequences of this length the KV cache holds at once."""
-        return max(0, self.kv_budget) // max(1, num_tokens * self.kv_bytes_per_token + self.window_bytes_per_sequence)
+        return sequences_at_once(self.groups, num_tokens, self.cache) if self.groups else 0
 
     @property
     def num_kv_tokens(self) -> int:
-        """Tokens that one sequence, or many sharing, could keep in full-attention layers."""
-        room = max(0, self.kv_budget - self.window_bytes_per_sequence)
-        return room // self.kv_bytes_per_token if self.kv_bytes_per_token else 0
+        """Tokens that one sequence, or many sharing, could keep in full-attention layers, where there are any."""
+        full = [group.num_blocks for group in self.groups if group.window is None]
+        return min(full or [group.num_blocks for group in self.groups] or [0]) * self.cache.block_size
 
 
 def weight_bytes(
@@ -63,36 +81,62 @@ def activation_bytes(config: DecoderConfig, num_tokens: int, num_seqs: int, dtyp
     return num_tokens * (widest + 4 * config.hidden_size) * 2 * dtype.itemsize + num_seqs * config.vocab_size * 12
 
 
-def make_plan(
-    config: DecoderConfig,
-    model_type_values: dict[str, object],
-    *,
-    dtype: torch.dtype,
-    device_bytes: int,
-    memory_fraction: float,
-    max_num_seqs: int,
-    max_num_batched_tokens: int,
-    num_graphs: int,
-    quantization: str = "none",
-    kv_dtype: torch.dtype | None = None,
-) -> MemoryPlan:
-    """The plan for a device of `device_bytes`, of which `memory_fraction` may be used. `kv_dtype` None: `dtype`."""
-    weights = weight_bytes(config, model_type_values, dtype, quantization)
-    activations = activation_bytes(config, max_num_batched_tokens, max_num_seqs, dtype)
-    context = CUDA_CONTEXT_BYTES if num_graphs else 0
-    graphs = num_graphs * GRAPH_BYTES_PER_BATCH_SIZE
+def make_plan(settings: ExecutorSettings, device_bytes: int) -> MemoryPlan:
+    """The plan for a device with `device_bytes`, of which nothing is taken yet; a draft model's share is not in it."""
+    config, _ = registry.read_model_config(settings.folder)
+    values = read_json(settings.folder / "config.json")
+    dtype = settings.dtype or getattr(torch, config.dtype)
+    kv_dtype = torch.float8_e4m3fn if settings.cache_dtype == "fp8" else dtype
+    on_cuda = settings.device.type == "cuda"
+    weights = weight_bytes(config, values, dtype, settings.quantization)
+    activations = activation_bytes(config, settings.max_num_batched_tokens, settings.max_num_seqs, dtype)
+    context = CUDA_CONTEXT_BYTES if on_cuda else 0
+    graphs = NUM_GRAPHS * GRAPH_BYTES_PER_BATCH_SIZE if on_cuda and settings.cuda_graphs else 0
+    if on_cuda:
+        usable = int(device_bytes * (settings.memory_fraction or DEFAULT_CUDA_SHARE))
+        budget = usable - weights - activations - context - graphs
+    else:
+        budget = host_budget_bytes(max(0, device_bytes - weights), settings.memory_fraction)
     full = window_bytes = 0
     for group, window in enumerate(config.group_windows):
-        per_token = config.kv_bytes_per_token(group, (kv_dtype or dtype).itemsize)
+        per_token = config.kv_bytes_per_token(group, kv_dtype.itemsize)
         if window is None:
             full += per_token
         else:
-            window_bytes += per_token * (window + max_num_batched_tokens)
-    budget = int(device_bytes * memory_fraction) - weights - activations - context - graphs
-    return MemoryPlan(weights, activations, graphs, context, full, window_bytes, budget)
+            window_bytes += per_token * settings.block_size * held_blocks(window, 1 << 40, settings.block_size)
+    cache = cache_settings(settings, settings.max_model_len or config.max_position)
+    try:
+        groups = plan_groups(config, cache, kv_dtype, budget) if budget > 0 else []
+    except ConfigError:  # not even one sequence
+        groups = []
+    return MemoryPlan(weights, activations, graphs, context, full, window_bytes, budget, groups, cache)
 
 
-def plan_lines(plan: MemoryPlan, contexts: list[int]) -> list[str]:
+def cache_settings(settings: ExecutorSettings, max_model_len: int) -> CacheSettings:
+    """What decides the size of the cache, out of all that the configuration decides."""
+    return CacheSettings(
+        block_size=settings.block_size,
+        num_blocks=settings.num_blocks,
+        memory_fraction=settings.memory_fraction,
+        swap_bytes=settings.swap_bytes,
+        max_num_seqs=settings.max_num_seqs,
+        max_model_len=max_model_len,
+        max_chunk=settings.max_num_batched_tokens if settings.chunked_prefill else max_model_len,
+    )
+
+
+def device_memory(device: torch.device) -> int:
+    """Bytes of a CUDA device, or what is free on this host."""
+    return int(torch.cuda.mem_get_info(device)[1]) if device.type == "cuda" else free_host_bytes()
+
+
+def plan_contexts(plan: MemoryPlan) -> list[int]:
+    """Context lengths that a plan is shown for."""
+    longest = plan.cache.max_model_len
+    return [length for length in CONTEXTS if length < longest] + [longest]
+
+
+def plan_lines(plan: MemoryPlan) -> list[str]:
     """The plan as a table for people."""
     rows = [
         ("weights", plan.weights),
@@ -102,13 +146,14 @@ def plan_lines(plan: MemoryPlan, contexts: list[int]) -> list[str]:
         ("KV cache", plan.kv_budget),
     ]
     lines = [f"  {name:<34}{size / GIB:>9.2f} GiB" for name, size in rows]
-    lines.append(f"  {'KV per token':<34}{plan.kv_bytes_per_token / 1024:>9.1f} KiB")
+    if plan.kv_bytes_per_token:
+        lines.append(f"  {'KV per token':<34}{plan.kv_bytes_per_token / 1024:>9.1f} KiB")
     if plan.window_bytes_per_sequence:
         lines.append(f"  {'sliding windows per sequence':<34}{plan.window_bytes_per_sequence / (1 << 20):>9.1f} MiB")
-    if plan.kv_budget <= 0:
+    if not plan.groups:
         lines.append("  It does not fit: take a smaller model or number format, or a larger device.")
         return lines
     lines.append(f"  {'tokens in the KV cache':<34}{plan.num_kv_tokens:>9,}")
     lines.append("  context length      sequences at once")
-    lines += [f"  {length:>14,}      {plan.sequences(length):>17,}" for length in contexts]
+    lines += [f"  {length:>14,}      {plan.sequences(length):>17,}" for length in plan_contexts(plan)]
     return lines

@@ -50,7 +50,33 @@ def test_the_embedded_model_ties_its_embeddings(capsys: pytest.CaptureFixture[st
     assert figure(capsys.readouterr().out, "weights") == pytest.approx(weights * 2 / 2**30, abs=0.01)
 
 
+def test_a_window_bounds_what_a_long_sequence_holds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    mistral = {**LLAMA_3_1_8B, "architectures": ["MistralForCausalLM"], "model_type": "mistral", "rope_scaling": None,
+               "vocab_size": 32_000, "sliding_window": 4096, "max_position_embeddings": 32_768}  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(mistral))
+    assert main(["plan-memory", str(tmp_path)]) == ExitCode.OK
+    output = capsys.readouterr().out
+    assert figure(output, "weights") == pytest.approx(7_241_732_096 * 2 / 2**30, abs=0.01)
+    assert figure(output, "sliding windows per sequence") == (4096 + 64) * 128 / 1024  # and a block that is cut
+    at = {
+        words[0]: int(words[1]) for line in output.splitlines() if len(words := line.split()) == 2 and "," in words[0]
+    }
+    assert at["1,024"] > 4 * at["8,192"] - 8
+    assert at["8,192"] == at["32,768"] > 100
+
+
 @pytest.mark.parametrize("words", [["--memory"], ["--memory", "much"], ["--memory", "0"]])
 def test_a_bad_size_is_named(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan-memory", *words]) == ExitCode.USAGE
     assert "--memory" in capsys.readouterr().err
+
+
+def test_the_engine_logs_the_plan_before_it_loads(caplog: pytest.LogCaptureFixture) -> None:
+    from inferengine.config import Config
+    from inferengine.engine.startup import build_executor
+
+    with caplog.at_level("INFO", logger="inferengine.engine.startup"):
+        build_executor(Config().with_values(engine={"device": "cpu"}))
+    assert "memory plan:" in caplog.text
+    assert figure(caplog.text, "weights") == pytest.approx(0.04, abs=0.005)
+    assert "sequences at once" in caplog.text

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 
+from inferengine.config import Config
 from inferengine.models import registry
 from inferengine.quant import cuda
 from inferengine.quant.schemes import MADE, bytes_per_weight
-from inferengine.runtime.memory_plan import make_plan, weight_bytes
+from inferengine.runtime import factory, memory
+from inferengine.runtime.memory_plan import MemoryPlan, make_plan, weight_bytes
 
 VALUES = {
     "model_type": "llama", "vocab_size": 1000, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2,
@@ -36,9 +42,34 @@ def test_a_checkpoint_that_is_quantized_says_so_itself() -> None:
     assert weight_bytes(CONFIG, stored, torch.bfloat16) == weight_bytes(CONFIG, VALUES, torch.bfloat16, "int4")
 
 
-def test_an_fp8_cache_holds_twice_the_tokens_of_bfloat16() -> None:
-    sizes = {"dtype": torch.bfloat16, "device_bytes": 1 << 30, "memory_fraction": 0.9, "max_num_seqs": 4,
-             "max_num_batched_tokens": 64, "num_graphs": 0}  # fmt: skip
-    full = make_plan(CONFIG, VALUES, **sizes)
-    small = make_plan(CONFIG, VALUES, **sizes, kv_dtype=torch.float8_e4m3fn)
-    assert small.num_kv_tokens // full.num_kv_tokens == 2
+def plan_of(folder: Path, device_bytes: int, **sections: dict[str, Any]) -> MemoryPlan:
+    (folder / "config.json").write_text(json.dumps(VALUES))
+    config = Config().with_values(**{**sections, "model": {"path": str(folder)}})
+    return make_plan(factory.executor_settings(config, torch.device("cpu")), device_bytes)
+
+
+def test_an_fp8_cache_holds_four_times_the_tokens_of_float32(tmp_path: Path) -> None:
+    full = plan_of(tmp_path, 1 << 26, cache={"memory_fraction": 0.1})
+    small = plan_of(tmp_path, 1 << 26, cache={"memory_fraction": 0.1, "dtype": "fp8"})
+    assert small.num_kv_tokens // full.num_kv_tokens == 4
+
+
+def test_the_engine_divides_its_memory_as_planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gemma = {
+        "model_type": "gemma3_text", "vocab_size": 100, "hidden_size": 32, "intermediate_size": 48, "head_dim": 16,
+        "num_hidden_layers": 6, "num_attention_heads": 2, "num_key_value_heads": 1, "sliding_window": 64,
+        "sliding_window_pattern": 3, "max_position_embeddings": 4096,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(gemma))
+    config = Config().with_values(model={"path": str(tmp_path), "load_format": "dummy"}, engine={"device": "cpu"})
+    free = 40 << 20
+    monkeypatch.setattr(memory, "free_host_bytes", lambda: free)
+    executor = factory.build_executor(config)
+    capacity = executor.load(lambda phase, share: None)
+    executor.close()
+    settings = factory.executor_settings(config)
+    weights = make_plan(settings, free).weights
+    plan = make_plan(settings, free + weights)  # the engine looks at what is free when its weights are in place
+    assert plan.groups == capacity.groups
+    assert [group.window for group in plan.groups] == [None, 64]
+    assert plan.sequences(16) > plan.sequences(4096) > 0

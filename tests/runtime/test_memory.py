@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from inferengine.core.executor import KVGroup
+from inferengine.core.executor import Capacity, KVGroup
 from inferengine.errors import ConfigError
 from inferengine.layers.decoder_config import DecoderConfig
-from inferengine.runtime.memory import CacheSettings, block_bytes, budget_bytes, plan_groups
+from inferengine.runtime.memory import CacheSettings, block_bytes, budget_bytes, plan_groups, sequences_at_once
+from tests.core.builders import Run, make_request
+from tests.core.memory_executor import VOCAB_SIZE
 
 FP32 = torch.float32
 
@@ -46,9 +48,31 @@ def test_groups_share_the_budget_by_what_a_sequence_holds_in_each():
     config = make_config((None, 32))
     full, sliding = plan_groups(config, make_settings(max_num_seqs=1000), FP32, 1 << 20)
     assert sliding.window == 32
-    assert full.num_blocks / sliding.num_blocks == pytest.approx(64 / 7, rel=0.1)
+    assert full.num_blocks / (sliding.num_blocks - 64 // 16) == pytest.approx(64 / 3, rel=0.1)
     used = full.num_blocks * block_bytes(config, 0, 16, FP32) + sliding.num_blocks * block_bytes(config, 1, 16, FP32)
     assert 0.98 * (1 << 20) < used <= 1 << 20
+
+
+@pytest.mark.parametrize("length", [20, 64, 200, 600])
+def test_as_many_sequences_as_a_plan_says_run_beside_each_other(length: int):
+    config, settings = make_config((None, 32, 32)), make_settings(max_num_seqs=1000, max_chunk=48)
+    groups = plan_groups(config, settings, FP32, 500_000)
+    count = sequences_at_once(groups, length, settings)
+    assert count >= 3
+    capacity = Capacity(16, groups, 1000, 48, 1024, VOCAB_SIZE)
+    run = Run(capacity, budget=48, watermark=0.0, prefix_caching=False)
+    prompt = 10 if length < 100 else length - 100  # long prompts come in chunks while the others decode
+    run.submit(*(make_request(uid, prompt=prompt, max_tokens=length - prompt) for uid in range(1, count + 1)))
+    run.to_end()
+    assert run.scheduler.stats.num_preemptions == 0
+    assert run.scheduler.stats.max_batch == count
+
+
+def test_hardly_any_memory_still_holds_the_one_sequence_that_fits():
+    config, settings = make_config((None, 32)), make_settings(max_chunk=512)
+    one = 64 * block_bytes(config, 0, 16, FP32) + 35 * block_bytes(config, 1, 16, FP32)
+    full, sliding = plan_groups(config, settings, FP32, one)
+    assert (full.num_blocks, sliding.num_blocks) == (64, 35)
 
 
 def test_a_number_in_the_configuration_is_taken_as_it_is():
