@@ -10,7 +10,7 @@ from inferengine.client import AsyncClient
 from inferengine.engine.service import EngineService
 from inferengine.engine.simulator import SimulatedExecutor
 from inferengine.params import SamplingParams
-from inferengine.wire.messages import Accept, Attach, Bye, Credit, Hello, Ping, Reject, Step, Welcome
+from inferengine.wire.messages import Accept, Attach, Bye, Credit, Hello, Ping, Pong, Reject, Step, Welcome
 from tests.engine.builders import Collected, RawPeer, address_of, check_idle, run_service, small_capacity, wait_until
 from tests.engine.conftest import Connect
 
@@ -63,19 +63,28 @@ class TestCredit:
     def test_a_stalled_peer_loses_its_requests_with_that_reason(self, connect: Connect) -> None:
         with run_service(step_s=0.01, wire={"stall_limit_s": 0.3}) as engine:
             peer = connect(engine, window=2)
-            peer.submit(1, max_tokens=900)
-            wait_until(lambda: engine.outbox.num_open == 1)
+            for stream in (1, 2):  # having recovered, it may stall once more
+                peer.submit(stream, max_tokens=900)
+                wait_until(lambda: engine.outbox.num_open == 1)
+                wait_until(lambda: engine.outbox.num_open == 0)
+                check_idle(engine)
+                collected = peer.collect({stream})
+                assert collected.done[stream][0].detail[0] == "client_stalled"
+                assert len(collected.done[stream]) == 1
+
+    def test_a_stalled_peer_loses_nothing_that_is_detached_or_read_by_another(self, connect: Connect) -> None:
+        with run_service(step_s=0.01, wire={"stall_limit_s": 0.3}) as engine:
+            peer, reader = connect(engine, window=2), connect(engine)
+            reader.submit(5, id=ID, max_tokens=100)
+            reader.expect(Accept)
+            peer.submit(1, max_tokens=100, detached=True)
+            peer.send(Attach(ID, 2))
+            peer.submit(3, max_tokens=900)
+            assert len(reader.collect({5}).tokens[5]) == 100
             wait_until(lambda: engine.outbox.num_open == 0)
-            check_idle(engine)
-            collected = Collected()
-            while not collected.done:
-                message = peer.receive()
-                assert message is not None
-                collected.take(message)
-                if isinstance(message, Step):
-                    peer.send(Credit(message.seq))
-            assert collected.done[1][0].detail[0] == "client_stalled"
-            assert len(collected.done[1]) == 1
+            done = peer.collect({1, 2, 3}).done
+            assert [done[stream][0].reason for stream in (1, 2)] == ["length", "length"]
+            assert done[3][0].detail[0] == "client_stalled"
 
 
 class TestResume:
@@ -106,6 +115,16 @@ class TestResume:
         peer = connect(engine, routing_id=b"front-2", epoch=engine.lifecycle.epoch, last_seq=7)
         assert peer.welcome is not None
         assert peer.welcome.resumed is False
+
+    def test_steps_that_were_acknowledged_cannot_be_asked_for_again(self, connect: Connect) -> None:
+        with run_service(step_s=0.005) as engine:
+            peer = connect(engine, routing_id=b"front-3")
+            peer.submit(1, max_tokens=20)
+            last = peer.collect({1}).steps[-1].seq
+            peer.ping()
+            peer.expect(Pong)  # the credit before it has arrived
+            peer.send(Hello(epoch=engine.lifecycle.epoch, last_seq=last - 1))
+            assert peer.expect(Welcome).resumed is False
 
     def test_another_epoch_is_told_apart(self, engine: EngineService, connect: Connect) -> None:
         peer = connect(engine, epoch=bytes(8), last_seq=1)
