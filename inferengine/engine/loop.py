@@ -253,6 +253,8 @@ class EngineLoop:
             self._publish(StepOutput(0, [], [], ended, -1), self._clock())
 
     def _publish(self, output: StepOutput, now: float, num_scheduled_tokens: int = 0) -> None:
+        if output.finished and not self._core.scheduler.has_unfinished:
+            self._take_snapshot(now)  # who has seen the last end and asks, hears of an idle engine
         self._post(News(output, now, self._core.scheduler.kv.take_events(), num_scheduled_tokens))
 
     def _take_snapshot(self, now: float) -> None:
