@@ -31,9 +31,30 @@ this engine (its commands, ports, endpoints, wire, every configuration key, ever
 into JSON, short stories, reading questions, small tasks on words, things told earlier in a chat, small talk, a little
 general knowledge, and honest refusals. About a fifth is plain text without roles. The generator is deterministic: chunk
 number n is the same text on every machine. One key in sixteen is held out, where the key is the content: the phrasing
-of a question for one fact, the operands of a sum, the record behind a sentence, hero, place and plot of a story.
+of a question for one fact, the operands of a sum, the record behind a sentence, hero, place and plot of a story. Never
+held out is what everybody knows or asks first: the tables up to twelve, greetings, "how do I start the server".
 
 The draft was trained to give the model's own distribution over the same text.
+"""
+_OTHERS = """\
+## Other models
+A folder in the Hugging Face layout, or a hub id that is in the local cache; nothing is ever downloaded.
+
+| architecture in config.json | |
+|---|---|
+| `LlamaForCausalLM` | Llama 2 and 3.x, and what is built like them |
+| `MistralForCausalLM` | with and without a sliding window |
+| `Qwen2ForCausalLM`, `Qwen3ForCausalLM` | Qwen 2, 2.5 and 3, dense |
+| `Gemma3ForCausalLM` | Gemma 3 270M and 1B |
+| `Gemma3ForConditionalGeneration` | the text model of Gemma 3 4B, 12B and 27B; what reads images is not loaded |
+| `GPT2LMHeadModel` | GPT-2 |
+
+RoPE default, linear, llama3, YaRN (the context is what it extends to) and dynamic (up to the context that the model was
+trained for). Layers with and without a window in one model have caches of their own. Weights are read from safetensors,
+one file or many, whose every tensor is accounted for. A key of config.json that is not understood is refused by name, as
+is a value that makes no sense; `inferengine check MODEL` says so before anything is loaded, and `inferengine check MODEL
+--compare` shows layer by layer how far this engine is from transformers. `inferengine plan-memory MODEL` needs no more
+than config.json. Low precision and adapters: [quantization.md](quantization.md).
 """
 
 
@@ -53,6 +74,7 @@ def render(assets: Path) -> str:
             _answers(report["answered_right"]),
             _draft(report["draft"]),
             _samples(report["samples"]),
+            _OTHERS,
         ]
     )
 
