@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -104,6 +106,14 @@ def tolerance(dtype: torch.dtype) -> float:
 def dtypes() -> list[torch.dtype]:
     """What the tests run in: bfloat16 is what the card is for; the interpreter's numpy has no such type."""
     return [torch.float32, torch.bfloat16] if torch.cuda.is_available() else [torch.float32, torch.float16]
+
+
+def with_dtypes(cases: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+    """Every case with every dtype on a card. The interpreter, a thousand times slower, takes all in float32 and the
+    first in the other dtype: what that changes, casts around the products, is the same for all."""
+    plain, *others = dtypes()
+    lesser = cases if torch.cuda.is_available() else cases[:1]
+    return [(*case, plain) for case in cases] + [(*case, dtype) for dtype in others for case in lesser]
 
 
 def make_scratch(device: torch.device) -> Scratch:

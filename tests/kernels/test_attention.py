@@ -5,7 +5,6 @@ from inferengine.kernels.attention_decode import decode_attention, decode_attent
 from inferengine.kernels.attention_prefill import prefill_attention
 from inferengine.kernels.tuning import PrefillTuning
 from tests.kernels.builders import (
-    dtypes,
     make_paged_case,
     make_scratch,
     reference_attention,
@@ -13,6 +12,7 @@ from tests.kernels.builders import (
     reference_rope,
     relative_error,
     tolerance,
+    with_dtypes,
 )
 
 # heads, kv heads, head dim, block size, window, softcap
@@ -23,11 +23,11 @@ SHAPES = [
     (4, 2, 24, 64, None, 20.0),
     (2, 1, 128, 64, 70, 30.0),
 ]
-DTYPES = dtypes()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("heads", "kv_heads", "head_dim", "block_size", "window", "softcap"), SHAPES)
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "block_size", "window", "softcap", "dtype"), with_dtypes(SHAPES)
+)
 def test_decode_attention(heads, kv_heads, head_dim, block_size, window, softcap, dtype, device):
     row_lens = [1, 150, 0, 64]
     case = make_paged_case(row_lens, [1] * len(row_lens), kv_heads, head_dim, block_size, dtype, device)
@@ -81,8 +81,9 @@ def test_decode_attention_from_packed_qkv_writes_the_new_token(
         assert relative_error(out, expected) < 1e-4
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("heads", "kv_heads", "head_dim", "block_size", "window", "softcap"), SHAPES)
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "block_size", "window", "softcap", "dtype"), with_dtypes(SHAPES)
+)
 def test_prefill_attention(heads, kv_heads, head_dim, block_size, window, softcap, dtype, device):
     row_lens, counts = [30, 17, 50, 100, 5], [1, 1, 50, 30, 5]
     case = make_paged_case(row_lens, counts, kv_heads, head_dim, block_size, dtype, device)
@@ -100,7 +101,7 @@ def test_prefill_attention(heads, kv_heads, head_dim, block_size, window, softca
         assert not out[:skipped].any(), "decode rows belong to the decode kernel"
 
 
-@pytest.mark.parametrize(("head_dim", "block_size"), [(32, 16), (128, 64)])
+@pytest.mark.parametrize(("head_dim", "block_size"), [(32, 16), pytest.param(128, 64, marks=pytest.mark.gpu)])
 def test_prefill_attention_does_not_depend_on_chunking(head_dim, block_size, device):
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     case = make_paged_case([190], [190], 2, head_dim, block_size, dtype, device)
