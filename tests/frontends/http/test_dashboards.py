@@ -56,6 +56,8 @@ OWN = {
     *("inferengine_active_requests", "inferengine_waiting_requests", "inferengine_kv_used_pages"),
     *("inferengine_roofline_share", "inferengine_roofline_seconds_total", "inferengine_step_seconds_total"),
     *("inferengine_kv_pressure_events", "inferengine_request_latency_seconds_bucket", "inferengine_decode_steps_total"),
+    *("inferengine_kv_evictions_total", "inferengine_kv_swapped_out_pages_total"),
+    *("inferengine_kv_swapped_in_pages_total", "inferengine_kv_internal_fragmentation"),
 }
 OF_HTTP = {"http_requests_total", "http_request_duration_seconds_bucket", "http_requests_active"}
 OF_SOCKETS = {"vllm:websocket_connections_active", "vllm:websocket_connections_total"}
