@@ -11,7 +11,7 @@ event, for every token of every stream: the wire, the front end, the kernel and 
 step has a token for every stream, so the last of 256 waits for 255 others. By default the paced runs are 256 streams
 at 40 tokens/s and 64 at 160: 10,240 tokens/s.
 
-    python -m benchmarks.http_relay [--streams 256] [--tokens 200] [--step-ms 25] [--json FILE]
+    python -m benchmarks.http_relay [--streams 256] [--tokens 200] [--step-ms 25] [--workers 1] [--json FILE]
 """
 
 from __future__ import annotations
@@ -75,8 +75,16 @@ def tokenizer_files() -> dict[str, bytes]:
     return {"tokenizer.json": fast.to_str().encode(), "tokenizer_config.json": settings}
 
 
+class Subscriber:
+    """One worker at the engine's socket: its credit, and its streams with what each has been sent and wants."""
+
+    def __init__(self) -> None:
+        self.window = CreditWindow(64)
+        self.streams: dict[int, list[int]] = {}
+
+
 class Peer:
-    """The engine's side of the wire, stepping all streams together."""
+    """The engine's side of the wire, stepping all streams of all workers together."""
 
     def __init__(self, address: str, step_s: float, sent_s: Any = None) -> None:
         """`sent_s`: shared memory for when each step of a round was sent; None: nobody asks."""
@@ -89,70 +97,78 @@ class Peer:
         self._step_s = step_s
         self._router = sockets.engine_router(zmq.Context.instance(), 2**24)
         self._router.bind(address)
-        self._streams: dict[int, list[int]] = {}  # stream -> [sent, wanted]
-        self._waiting: list[tuple[int, int]] = []
-        self._window = CreditWindow(64)
-        self._peer = b""
+        self._subscribers: dict[bytes, Subscriber] = {}
+        self._waiting: list[tuple[Subscriber, int, int]] = []  # of which, stream, wanted
         self._batch = 1
 
     def run(self) -> None:
         due = 0.0
         while True:
             now = time.monotonic()
-            may_step = bool(self._streams) and self._window.open
-            wait_ms = 100 if not may_step else max(0, int((due - now) * 1000))
+            wait_ms = 100 if not self._may_step() else max(0, int((due - now) * 1000))
             while self._router.poll(wait_ms):
                 self._receive(self._router.recv_multipart())
                 wait_ms = 0
-            if self._streams and self._window.open and time.monotonic() >= due:
+            if self._may_step() and time.monotonic() >= due:
                 due = max(due + self._step_s, time.monotonic() - self._step_s) if due else time.monotonic()
                 self._step()
+
+    def _may_step(self) -> bool:
+        busy = [one for one in self._subscribers.values() if one.streams]
+        return bool(busy) and all(one.window.open for one in busy)
 
     def _receive(self, frames: list[bytes]) -> None:
         peer, *rest = frames
         message = codec.decode(rest)
         if isinstance(message, Hello):
-            self._peer, self._window = peer, CreditWindow(64)
-            self._streams.clear()
-            self._send(Welcome("relay", EPOCH, READY, model=self._info, window=64, resumed=None))
-        elif isinstance(message, Submit):
-            self._send(Accept(message.id, message.stream, len(message.prompt or b"") // 4, 1))
-            self._waiting.append((message.stream, int(message.params["max_tokens"])))
+            self._subscribers[peer] = Subscriber()
+            self._send(peer, Welcome("relay", EPOCH, READY, model=self._info, window=64, resumed=None))
+            return
+        subscriber = self._subscribers[peer]
+        if isinstance(message, Submit):
+            self._send(peer, Accept(message.id, message.stream, len(message.prompt or b"") // 4, 1))
+            self._waiting.append((subscriber, message.stream, int(message.params["max_tokens"])))
             self._batch = int(message.label.partition("-")[0])  # all of a round begin in the same step
             if len(self._waiting) >= self._batch:
-                self._streams.update({stream: [0, wanted] for stream, wanted in self._waiting})
+                for whose, stream, wanted in self._waiting:
+                    whose.streams[stream] = [0, wanted]
                 self._waiting.clear()
                 self._round_step = 0
         elif isinstance(message, Cancel):
             for stream in message.streams:
-                self._streams.pop(stream, None)
+                subscriber.streams.pop(stream, None)
         elif isinstance(message, Credit):
-            self._window.give(message.seq)
+            subscriber.window.give(message.seq)
         elif isinstance(message, Model):
-            self._send(ModelFiles(self._info.fingerprint, self._files))
+            self._send(peer, ModelFiles(self._info.fingerprint, self._files))
         elif isinstance(message, Ping):
-            self._send(Pong(message.nonce, 0.0, READY, EPOCH))
+            self._send(peer, Pong(message.nonce, 0.0, READY, EPOCH))
         elif isinstance(message, Admin):
-            self._send(AdminReply(message.op, message.nonce, True, {}))
+            self._send(peer, AdminReply(message.op, message.nonce, True, {}))
 
     def _step(self) -> None:
+        now = time.monotonic()
+        if self._sent_s is not None:
+            self._sent_s[self._round_step] = now
+            self._round_step += 1
+        for peer, subscriber in self._subscribers.items():
+            if subscriber.streams:
+                self._step_one(peer, subscriber, now)
+
+    def _step_one(self, peer: bytes, subscriber: Subscriber, now: float) -> None:
         tokens, done = array("I"), []
-        for stream, state in self._streams.items():
+        for stream, state in subscriber.streams.items():
             tokens.append(self._tokens[(stream + state[0]) % len(self._tokens)])
             state[0] += 1
             if state[0] >= state[1]:
                 done.append(Done(stream, "length", None, 4, 0, state[0]))
-        now = time.monotonic()
-        seq = self._window.take(now)
-        if self._sent_s is not None:
-            self._sent_s[self._round_step] = now
-            self._round_step += 1
-        self._send(Step(seq, seq, array("I", self._streams), tokens, None, done))
+        seq = subscriber.window.take(now)
+        self._send(peer, Step(seq, seq, array("I", subscriber.streams), tokens, None, done))
         for row in done:
-            del self._streams[row.stream]
+            del subscriber.streams[row.stream]
 
-    def _send(self, message: Any) -> None:
-        self._router.send_multipart([self._peer, *codec.encode(message)])
+    def _send(self, peer: bytes, message: Any) -> None:
+        self._router.send_multipart([peer, *codec.encode(message)])
 
 
 class Counter(asyncio.Protocol):
@@ -217,6 +233,12 @@ def percentiles_ms(samples_s: list[float]) -> dict[str, float]:
     return {name: round(ordered[int(share * (len(ordered) - 1))] * 1e3, 3) for name, share in shares.items()}
 
 
+def workers_of(pid: int) -> list[int]:
+    """The processes that serve: the children of one that has any, else itself."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [int(child) for child in children] or [pid]
+
+
 def cpu_s(pid: int) -> tuple[float, float]:
     """Seconds of a core that a process has used: its own, and the kernel's for it."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
@@ -249,22 +271,30 @@ def measure(
         peer.start()
         command = [sys.executable, "-m", "inferengine.cli", "http"]
         flags = ["--wire.socket", address, "--http.port", str(port), "--log.level", "error"]
+        flags += ["--http.workers", str(arguments.workers)]
         server = subprocess.Popen([*command, *flags])
         try:
             wait_ready(port)
-            idle_mib = memory_mib(server.pid)
+            workers = workers_of(server.pid)
+            idle_mib = max(map(memory_mib, workers))
             rounds, late_s = [], []
             for number in range(arguments.rounds + 1):
-                before = cpu_s(server.pid)
+                before = [cpu_s(pid) for pid in workers]
                 asked = (port, streams, tokens, arguments.path, f"{mode}-{number}", sent_s)
                 result, late = asyncio.run(one_round(*asked))
                 late_s += late if number else []
-                own, kernel = (after - begun for begun, after in zip(before, cpu_s(server.pid), strict=True))
+                own, kernel = (
+                    sum(after) - sum(begun)
+                    for begun, after in zip(
+                        zip(*before, strict=True), zip(*map(cpu_s, workers), strict=True), strict=True
+                    )
+                )
                 result["cpu_s"], result["kernel_s"] = own + kernel, kernel
                 rounds.append(result)
             rounds = rounds[1:]  # the first one warms up
             return {
                 "mode": mode,
+                "workers": arguments.workers,
                 "streams": streams,
                 "step_ms": step_s * 1000,
                 "events_per_s": statistics.median(one["events"] / one["seconds"] for one in rounds),
@@ -275,7 +305,7 @@ def measure(
                 "added_latency_ms": percentiles_ms(late_s),
                 "events_per_read": statistics.median(one["events"] / one["reads"] for one in rounds),
                 "rss_idle_mib": idle_mib,
-                "rss_after_mib": memory_mib(server.pid),
+                "rss_after_mib": max(map(memory_mib, workers)),
             }
         finally:
             server.terminate()
@@ -302,21 +332,28 @@ def main() -> None:
     parser.add_argument("--step-ms", type=float, default=25.0, help="of the paced run")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--path", default="/v1/completions")
+    parser.add_argument(
+        "--workers", type=int, default=1, help="processes of the front end; figures per core are of all"
+    )
+    parser.add_argument(
+        "--modes", nargs="+", default=["paced", "few", "saturated"], choices=["paced", "few", "saturated"]
+    )
     parser.add_argument("--port", type=int, default=8911)
     parser.add_argument("--json", default="", help="write the results here")
     arguments = parser.parse_args()
     streams, tokens, step_s = arguments.streams, arguments.tokens, arguments.step_ms / 1000
+    modes: dict[str, tuple[str, float, int, int, int]] = {
+        "paced": ("paced", step_s, arguments.port, streams, tokens),
+        "few": ("paced, few", step_s / 4, arguments.port + 2, streams // 4, 4 * tokens),
+        "saturated": ("saturated", 0.0, arguments.port + 1, streams, tokens),
+    }
     results = {
         "benchmark": "http_relay",
         "machine": {"cpus": os.cpu_count(), "python": platform.python_version(), "system": platform.platform()},
         "load_average": os.getloadavg(),  # of others, before this began: what they take is not ours to show
         "path": arguments.path,
         "import_s": import_seconds("frontends.http.server"),
-        "runs": [
-            measure(arguments, "paced", step_s, arguments.port, streams, tokens),
-            measure(arguments, "paced, few", step_s / 4, arguments.port + 2, streams // 4, 4 * tokens),
-            measure(arguments, "saturated", 0.0, arguments.port + 1, streams, tokens),
-        ],
+        "runs": [measure(arguments, *modes[name]) for name in arguments.modes],
     }
     text = json.dumps(results, indent=2)
     if arguments.json:
