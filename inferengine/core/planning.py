@@ -83,8 +83,8 @@ class Planner:
             self.chunks.observe(num_decodes, num_prompt_tokens, duration_s)
         if self.proposer is None or num_prompt_tokens or not num_decodes:
             return
-        if self.proposer.on_device and any(sequence.draft_rate is None for sequence in drafted):
-            return  # the draft model has read their prompts in this step
+        if self.proposer.on_device and any(sequence.is_draft_behind for sequence in drafted):
+            return  # the draft model has read their prompts in this step, or what came since its last guesses
         self.drafts.cost.observe(num_decodes, num_guesses, duration_s)
 
     def write_again(self, failed: ScheduledStep) -> None:
@@ -134,6 +134,7 @@ class Planner:
             tokens = tokens[: min(lengths.get(sequence, 0), room)]
             if tokens and self.roster.kv.allocate(sequence, len(sequence.tokens) + len(tokens)):
                 guesses[sequence] = tokens
+                drafts.begin_guesses(sequence)
                 room -= len(tokens)
         return guesses
 

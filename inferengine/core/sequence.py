@@ -34,7 +34,9 @@ class Sequence:
         "first_scheduled_s",
         "first_token_s",
         "grammar",
+        "guessed_at",
         "host_tables",
+        "is_draft_behind",
         "max_total",
         "min_total",
         "next_event_at",
@@ -79,6 +81,8 @@ class Sequence:
         self.grammar: Grammar | None = None  # compiled, at the end of `tokens`
         self.draft_rate: float | None = None  # share of guesses that proved right
         self.drafts_resume_at = 0  # number of tokens at which guessing is tried again
+        self.guessed_at = 0  # number of tokens when it last had guesses
+        self.is_draft_behind = False  # a draft model had much to read before its latest guesses
         self.draft_pause = 0  # tokens that it last waited because there was nothing to guess from
         self.num_drafted = 0  # guesses verified
         self.num_accepted = 0  # of them right

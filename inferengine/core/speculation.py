@@ -26,6 +26,7 @@ ADVANTAGE = 1.08  # by how much guessing must promise to win
 WORTH = 1.25  # a guess is for one sequence, its time is everybody's: it must be worth so much more
 FIRST_PAUSE, LAST_PAUSE = 4, 128  # steps between trials while it does not pay, doubled each time
 REFRESH = 64  # steps with guesses after which one without is measured again
+CATCH_UP = 8  # tokens that a draft model reads as fast as one
 LOOK_AGAIN, LOOK_AGAIN_LAST = 2, 32  # tokens until a proposer that had nothing to go by is asked again, doubled
 
 
@@ -47,13 +48,14 @@ class Proposer(Protocol):
 class _Load:
     """What is remembered for batches of about one size."""
 
-    __slots__ = ("guessed", "pause", "resume_at", "steps")
+    __slots__ = ("guessed", "has_read_up", "pause", "resume_at", "steps")
 
     def __init__(self) -> None:
         self.steps = 0  # planned
         self.guessed = 0  # with guesses, since the last without
         self.resume_at = 0  # number of steps before which nothing is guessed
         self.pause = FIRST_PAUSE
+        self.has_read_up = False  # the trial under way was for the draft model to catch up
 
 
 class DraftControl:
@@ -92,6 +94,16 @@ class DraftControl:
         """Whether this sequence may guess when it has so many tokens."""
         return num_tokens >= sequence.drafts_resume_at
 
+    def is_behind(self, sequence: Sequence) -> bool:
+        """Whether a draft model that guesses for it now has much to read first: the prompt, or what came while there
+        were no guesses."""
+        return len(sequence.tokens) - sequence.guessed_at > CATCH_UP
+
+    def begin_guesses(self, sequence: Sequence) -> None:
+        """Guesses for it are part of the step that is planned."""
+        sequence.is_draft_behind = self.is_behind(sequence)
+        sequence.guessed_at = len(sequence.tokens)
+
     # -- how many ----------------------------------------------------------------------------------------------------
 
     def length(self, sequence: Sequence) -> int:
@@ -113,10 +125,10 @@ class DraftControl:
         trials = {sequence: min(length, PROBE_LENGTH) for sequence, length in offers.items()}
         lengths = self._best(offers, num_rows, estimate)
         if lengths:
-            load.pause = FIRST_PAUSE
+            load.pause, load.has_read_up = FIRST_PAUSE, False
             return {sequence: trials[sequence] for sequence in trials if self._rate(sequence) < HOPELESS} | lengths
-        if not (on_device and any(sequence.draft_rate is None for sequence in offers)):
-            # else the draft model reads whole prompts in this step: what guessing costs shows in the next one
+        load.has_read_up = on_device and not load.has_read_up and any(map(self.is_behind, offers))
+        if not load.has_read_up:  # else the draft model has much to read first: what guessing costs shows in the next
             self.cost.doubt(num_rows)
             load.resume_at = load.steps + load.pause
             load.pause = min(LAST_PAUSE, 2 * load.pause)

@@ -20,9 +20,11 @@ from inferengine.core.executor import KVGroup
 from inferengine.core.plan import StepPlan
 from inferengine.errors import ConfigError
 from inferengine.kernels.batch import Batch, StepColumns
+from inferengine.kernels.cpu_steady import SteadyBatch
 from inferengine.kernels.ops import Ops
 from inferengine.layers.decoder_config import DecoderConfig
 from inferengine.models import registry, weights
+from inferengine.runtime import cpu_forward, rehearsal
 from inferengine.runtime.batch import columns_of, make_batch
 from inferengine.runtime.draft_progress import DraftProgress
 from inferengine.runtime.kv_cache import KVCache
@@ -82,11 +84,23 @@ class DraftModel:
         self._model = model.eval()
         self.kv = KVCache(config, [group], block_size, dtype, self._device)
         self.kv.bind(self._model, max_model_len)
+        self._steady = SteadyBatch(len(self.kv.layers)) if self._device.type == "cpu" else None
 
     def begin(self, plan: StepPlan) -> None:
         """A step is about to run: keep the caches alike."""
         self.kv.copy_blocks(plan)
         self._progress.begin(plan)
+        if self._steady is not None:
+            self._steady.drop([item.slot for item in plan.admitted])
+
+    def rehearse(self) -> None:
+        """Read chunks of every class of sizes, of the slot that belongs to nobody: what guesses will launch."""
+        slot, longest = self._slots.num_slots, self._slots.tokens.shape[1] - 1
+        for count in (*rehearsal.CHUNKS, self._max_tokens):
+            self._read([slot], [0], [min(count, longest)])
+        for rows in rehearsal.BESIDE:
+            if rows <= self._slots.num_slots:
+                self._read([slot] * rows, [0] * rows, [1] * rows)
 
     def guess(self, plan: StepPlan) -> None:
         """Write guesses after the pending token of every row that verifies some: one token of all such rows at a time.
@@ -132,6 +146,9 @@ class DraftModel:
         step = _reading_step(slots, starts, ends)
         columns = columns_of(step)
         batch = make_batch(step, columns, self._slots, self._device)
+        if self._steady is not None:
+            groups = [(self.kv.layers[0], None)]
+            return cpu_forward.forward(self._model, self._ops, batch, groups, self._steady, []), columns, batch
         batch.plans = [self._ops.prepare_attention(batch, 0, self.kv.layers[0], None)]
         return self._model(batch), columns, batch
 

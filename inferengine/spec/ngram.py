@@ -12,6 +12,8 @@ from inferengine.core.sequence import Sequence
 
 MOST_PLACES = 16  # latest places that are compared
 MOST_MATCHING = 16  # tokens at which a match is long enough
+UNPROVEN_MATCH = 4  # tokens that must agree while a sequence's guesses have not been right more often than wrong
+PROVEN = 0.5  # rate of acceptance above which the last two tokens are enough
 SHIFT = 32  # bits of a token id in the key of a pair
 
 
@@ -34,12 +36,12 @@ class _Index:
             last[pair] = place
         self.num_indexed = max(self.num_indexed, len(tokens))
 
-    def best(self, tokens: list[int]) -> int:
+    def best(self, tokens: list[int], least: int) -> int:
         """The place where the text goes on that agrees with the end of `tokens` the furthest back, the latest of equal
-        ones; 0: none."""
+        ones; 0: none of at least so many tokens."""
         end = len(tokens)
         place = self.last.get(tokens[-2] << SHIFT | tokens[-1], 0)
-        best, best_length = 0, 1
+        best, best_length = 0, least - 1
         for _ in range(MOST_PLACES):
             if place == 0 or best_length == MOST_MATCHING:
                 break
@@ -69,7 +71,8 @@ class NgramProposer:
         if index is None:
             index = self._indices[sequence.uid] = _Index()
         index.extend(tokens)
-        begin = index.best(tokens)
+        is_proven = sequence.draft_rate is not None and sequence.draft_rate > PROVEN
+        begin = index.best(tokens, 2 if is_proven else UNPROVEN_MATCH)
         if begin == 0:
             return []
         guesses = tokens[begin : begin + max_tokens]

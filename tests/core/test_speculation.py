@@ -6,9 +6,12 @@ import itertools
 
 import pytest
 
+from inferengine.core.executor import StepFuture
+from inferengine.core.plan import StepPlan
 from inferengine.core.sequence import Sequence
 from inferengine.core.speculation import FIRST_PAUSE, LAST_PAUSE, PROBE_LENGTH, RETRY_AFTER, WORTH, DraftControl
 from tests.core.builders import HalfRightProposer, Run, expected_output, make_capacity, make_request
+from tests.core.memory_executor import MemoryExecutor
 
 OVERLAP = pytest.mark.parametrize("max_in_flight", [1, 2])
 WHERE = pytest.mark.parametrize("on_device", [False, True])
@@ -141,6 +144,41 @@ def test_where_guessing_does_not_pay_only_a_trial_is_left_and_those_become_rare(
     trials = [step for step in range(600) if control.begin(1) and control.choose(offer(), 1, on_device=False)]
     assert trials[:4] == [0, FIRST_PAUSE, 3 * FIRST_PAUSE, 7 * FIRST_PAUSE]
     assert max(after - before for before, after in itertools.pairwise(trials)) == LAST_PAUSE
+
+
+def test_a_trial_of_a_draft_model_that_has_much_to_read_first_is_two_steps() -> None:
+    control = make_control(slope_s=1.5)
+    unread = Sequence(make_request(1, prompt=20))
+    trials = [step for step in range(40) if control.begin(1) and control.choose({unread: 8}, 1, on_device=True)]
+    second = 1 + FIRST_PAUSE
+    assert trials[:5] == [0, 1, second, second + 1, second + 1 + 2 * FIRST_PAUSE]
+
+
+class ReadingDraft(MemoryExecutor):
+    """Takes a second for a step, and with guesses as long as its draft model takes to read what it has not read."""
+
+    timed: Run
+    num_read = 0
+
+    def execute(self, plan: StepPlan) -> StepFuture:
+        self.timed.now += 1.0
+        if plan.device_drafts:
+            end = plan.starts[0] + 1
+            self.timed.now += 0.1 * (end - self.num_read) + 0.02 * sum(plan.num_drafts)
+            self.num_read = end + sum(plan.num_drafts)
+        return super().execute(plan)
+
+
+def test_what_a_draft_model_reads_to_catch_up_is_not_taken_for_the_cost_of_guesses() -> None:
+    run = Run(make_capacity(400), proposer=HalfRightProposer(on_device=True, wrong_every=10**9), max_drafts=4)
+    run.core.executor = executor = ReadingDraft(run.capacity)
+    executor.timed = run
+    run.submit(make_request(1, prompt=50, max_tokens=300))
+    control = run.scheduler._planner.drafts
+    control.begin(1)
+    control._load(1).resume_at = 150  # guessing pauses for half of the output: there is much to read then
+    run.to_end()
+    assert control.num_accepted > 80
 
 
 def offer() -> dict[Sequence, int]:

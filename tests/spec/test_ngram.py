@@ -11,8 +11,11 @@ from inferengine.spec.ngram import MOST_MATCHING, NgramProposer
 from tests.core.builders import Run, expected_output, make_capacity, make_request
 
 
-def sequence_of(tokens: list[int], **params: object) -> Sequence:
-    return Sequence(make_request(1, tokens, max_tokens=50, **params))
+def sequence_of(tokens: list[int], *, rate: float | None = 0.9, **params: object) -> Sequence:
+    """Its guesses so far were right at this rate; None: there were none."""
+    sequence = Sequence(make_request(1, tokens, max_tokens=50, **params))
+    sequence.draft_rate = rate
+    return sequence
 
 
 def test_the_continuation_of_the_longest_match_is_guessed() -> None:
@@ -23,6 +26,14 @@ def test_the_continuation_of_the_longest_match_is_guessed() -> None:
 def test_of_two_equal_matches_the_later_one_counts() -> None:
     sequence = sequence_of([1, 2, 10, 1, 2, 20, 1, 2])
     assert NgramProposer().propose(sequence, 1) == [20]
+
+
+@pytest.mark.parametrize("rate", [None, 0.2])
+def test_guesses_that_have_not_proved_right_need_a_longer_match(rate: float | None) -> None:
+    short, long = [1, 2, 3, 50, 9, 1, 2, 3], [1, 2, 3, 4, 50, 9, 1, 2, 3, 4]
+    assert NgramProposer().propose(sequence_of(short), 1) == [50]
+    assert NgramProposer().propose(sequence_of(short, rate=rate), 1) == []
+    assert NgramProposer().propose(sequence_of(long, rate=rate), 1) == [50]
 
 
 def test_nothing_is_guessed_where_nothing_repeats() -> None:
