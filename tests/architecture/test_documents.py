@@ -6,12 +6,14 @@ import re
 import subprocess
 import sys
 import tomllib
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
 from inferengine import cli, config
 from inferengine.errors import KINDS, ExitCode
+from inferengine.params import SamplingParams
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -38,6 +40,18 @@ def test_every_flag_and_command_that_is_named_exists(document: Path) -> None:
     assert [flag for flag in flags if flag not in keys] == []
     commands = set(re.findall(r"[`/ ]inferengine ([a-z][a-z-]+)\b(?= |`)", text)) - {"is", "may"}
     assert [command for command in commands if command not in cli.COMMANDS] == []
+
+
+def test_every_sampling_parameter_has_its_line_and_every_test_named_there_exists() -> None:
+    text = (ROOT / "docs" / "parameters.md").read_text(encoding="utf-8")
+    lines = dict(re.findall(r"^\| `(\w+)` \|(.*)$", text, re.MULTILINE))
+    names = {"bad_words_ids": "bad_words"}  # words in HTTP, their tokens on the wire
+    assert "`bad_words_ids`" in text
+    assert [name for item in fields(SamplingParams) if (name := names.get(item.name, item.name)) not in lines] == []
+    assert [name for name, line in lines.items() if len(line.split(" | ")) < 3] == []  # definition, range, test
+    for file, function in re.findall(r"`(test_\w+)\.py: (\w+)`", text):
+        sources = [path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob(f"{file}.py")]
+        assert any(f"def {function}(" in source for source in sources), (file, function)
 
 
 def test_every_key_that_operations_names_exists() -> None:
