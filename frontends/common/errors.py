@@ -36,7 +36,7 @@ def error_object(error: InferEngineError) -> dict[str, Any]:
 
 
 def error_body(error: InferEngineError) -> bytes:
-    return json.dumps({"error": error_object(error)}, ensure_ascii=False).encode()
+    return json.dumps({"error": error_object(error)}, ensure_ascii=False, separators=(",", ":")).encode()
 
 
 def retry_after(error: InferEngineError) -> str | None:

@@ -17,7 +17,9 @@ async def read_json(request: Request, most_bytes: int) -> dict[str, Any]:
     """Raises request_too_large, invalid_request, or `cancelled` when the client left in the middle."""
     kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
     if kind != "application/json" and not kind.endswith("+json"):
-        raise InvalidRequest("Content-Type", "The Content-Type must be application/json.")
+        raise InvalidRequest(
+            "Content-Type", "The Content-Type must be application/json (curl: -H 'Content-Type: application/json')."
+        )
     declared = request.headers.get("content-length", "")
     if declared.isdigit() and int(declared) > most_bytes:
         raise _too_large(most_bytes)

@@ -202,6 +202,7 @@ def test_another_content_type_is_refused(served: House) -> None:
     """A page of another origin may post text/plain without asking; it may not post JSON."""
     response = served.http.post(COMPLETIONS, content=b'{"prompt":"x"}', headers={"content-type": "text/plain"})
     assert (response.status_code, response.json()["error"]["param"]) == (400, "Content-Type")
+    assert "-H 'Content-Type: application/json'" in response.json()["error"]["message"]  # the remedy, whole
     assert served.http.post(
         COMPLETIONS, content=b'{"prompt":"x"}', headers={"content-type": "application/json; charset=utf-8"}
     ).is_success
