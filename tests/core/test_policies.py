@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 
 import pytest
@@ -128,6 +129,37 @@ def test_the_counts_of_a_queue_are_exact_under_any_history(policy: str) -> None:
         assert queue.num_tokens == sum(sequence.num_prompt for sequence in queue)
     run.to_end()
     assert (len(run.scheduler.waiting), run.scheduler.waiting.num_tokens) == (0, 0)
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_requests_that_are_cancelled_while_nobody_is_admitted_are_not_kept(policy: str) -> None:
+    """One slot, one that holds it, one that waits for it, and somebody who sends and cancels: the queue's limits count
+    the living, so the dead must not fill the memory."""
+    run = Run(make_capacity(max_num_seqs=1), policy=policy)
+    run.submit(make_request(1, max_tokens=60))
+    run.step()
+    run.submit(make_request(2, max_tokens=3))
+    for uid in range(3, 800):
+        run.submit(make_request(uid, prompt=9, max_tokens=5, priority=5, tenant=f"tenant {uid % 400}"))
+        run.cancel(uid)
+    kept = sum(isinstance(item, Sequence) for item in gc.get_objects())
+    assert kept < 200
+    assert [sequence.uid for sequence in run.scheduler.waiting] == [2]
+    run.to_end()
+    assert len(run.outputs[2]) == 3
+
+
+def test_fair_share_keeps_nothing_of_tenants_that_come_and_cancel() -> None:
+    queue = FairShare()
+    waits = Sequence(make_request(0, tenant="waits"), num_groups=1)
+    queue.push(waits)
+    for uid in range(1, 3000):
+        sequence = Sequence(make_request(uid, tenant=f"tenant {uid}"), num_groups=1)
+        queue.push(sequence)
+        queue.remove(sequence)
+    assert len(queue._queues) == 1
+    assert len(queue._heap) < 100
+    assert queue.peek(0.0, 0) is waits
 
 
 def test_a_cap_on_decodes_lets_all_take_turns() -> None:

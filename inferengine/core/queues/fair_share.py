@@ -11,7 +11,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator
 
-from inferengine.core.queues.first_come import FirstComeFirstServed
+from inferengine.core.queues.first_come import FirstComeFirstServed, is_mostly_removed
 from inferengine.core.sequence import Sequence
 
 PROMPT_WEIGHT = 1.0
@@ -30,12 +30,11 @@ class FairShare:
         self._heap: list[tuple[float, str]] = []  # lazily ordered: an entry is valid if it equals the counter
         self._preempted = FirstComeFirstServed()
         self._head: FirstComeFirstServed | None = None
-
-    @property
-    def num_tokens(self) -> int:
-        return self._preempted.num_tokens + sum(queue.num_tokens for queue in self._queues.values())
+        self._length = 0
+        self.num_tokens = 0
 
     def push(self, sequence: Sequence) -> None:
+        self._count(sequence, 1)
         tenant = sequence.request.tenant
         queue = self._queues.get(tenant)
         if queue is None:
@@ -45,6 +44,7 @@ class FairShare:
         queue.push(sequence)
 
     def push_back(self, sequence: Sequence) -> None:
+        self._count(sequence, 1)
         self._preempted.push_back(sequence)
 
     def peek(self, now: float, num_running: int) -> Sequence | None:
@@ -72,15 +72,23 @@ class FairShare:
         if self._head is None:
             raise RuntimeError("pop without peek")
         sequence = self._head.pop()
+        self._count(sequence, -1)
         if self._head is not self._preempted:
             self._counters[sequence.request.tenant] += PROMPT_WEIGHT * sequence.num_prompt
         return sequence
 
     def remove(self, sequence: Sequence) -> None:
+        self._count(sequence, -1)
         if sequence.num_preemptions:
             self._preempted.remove(sequence)
-        else:
-            self._queues[sequence.request.tenant].remove(sequence)
+            return
+        queue = self._queues[sequence.request.tenant]
+        queue.remove(sequence)
+        if not len(queue):  # what is left of it is marks
+            del self._queues[sequence.request.tenant]
+            if is_mostly_removed(len(self._heap) - len(self._queues), len(self._heap)):
+                self._heap = [(self._counters[tenant], tenant) for tenant in self._queues]
+                heapq.heapify(self._heap)
 
     def charge(self, sequence: Sequence, num_tokens: int) -> None:
         tenant = sequence.request.tenant
@@ -91,12 +99,16 @@ class FairShare:
         return self._counters.get(tenant, 0.0)
 
     def __len__(self) -> int:
-        return len(self._preempted) + sum(len(queue) for queue in self._queues.values())
+        return self._length
 
     def __iter__(self) -> Iterator[Sequence]:
         yield from self._preempted
         for tenant in sorted(self._queues, key=lambda name: (self._counters[name], name)):
             yield from self._queues[tenant]
+
+    def _count(self, sequence: Sequence, change: int) -> None:
+        self._length += change
+        self.num_tokens += change * sequence.num_prompt
 
     def _lift(self, tenant: str) -> None:
         """A tenant that joins starts no lower than the least served one that waits."""

@@ -7,9 +7,17 @@ from collections.abc import Iterator
 
 from inferengine.core.sequence import Sequence, Status
 
+FEW_REMOVED = 32  # marks that are left alone
+
+
+def is_mostly_removed(num_removed: int, length: int) -> bool:
+    """Whether to drop the marks now, not when they come to the head: while nobody is admitted, requests that come and
+    are cancelled would pile up. Each sweep is paid for by the removals before it."""
+    return num_removed > FEW_REMOVED and 2 * num_removed > length
+
 
 class FirstComeFirstServed:
-    """Order of arrival. Removal marks; the mark is dropped when it comes to the head."""
+    """Order of arrival. Removal marks; the mark is dropped when it comes to the head, or when marks are the most."""
 
     wants_charges = False
 
@@ -40,6 +48,9 @@ class FirstComeFirstServed:
     def remove(self, sequence: Sequence) -> None:
         self._num_removed += 1
         self.num_tokens -= sequence.num_prompt
+        if is_mostly_removed(self._num_removed, len(self._queue)):
+            self._queue = deque(item for item in self if item is not sequence)
+            self._num_removed = 0
 
     def charge(self, sequence: Sequence, num_tokens: int) -> None:
         """Order of arrival owes nobody anything."""

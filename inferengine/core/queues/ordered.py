@@ -10,6 +10,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Iterator
 
+from inferengine.core.queues.first_come import is_mostly_removed
 from inferengine.core.sequence import Sequence, Status
 
 PRIORITY_AGEING_S = 10.0  # waiting so long is worth one level of priority
@@ -67,6 +68,12 @@ class OrderedQueue:
     def remove(self, sequence: Sequence) -> None:
         self._num_removed += 1
         self.num_tokens -= sequence.num_prompt
+        if is_mostly_removed(self._num_removed, len(self._heap)):
+            self._heap = [
+                item for item in self._heap if item[3] is not sequence and item[3].status is not Status.FINISHED
+            ]
+            heapq.heapify(self._heap)
+            self._num_removed = 0
 
     def charge(self, sequence: Sequence, num_tokens: int) -> None:
         """The order depends on arrival alone."""
