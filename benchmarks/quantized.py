@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as functional
 
 from inferengine.kernels import quantized, quantized_int4
+from inferengine.kernels.norm import rms_norm
 from inferengine.kernels.quantized import BlockTuning, VectorTuning
 from inferengine.kernels.scratch import Scratch
 from inferengine.quant import cuda
@@ -82,11 +83,11 @@ def sweep(shape: str, scheme: str, rows: int, bandwidth: float, budget: int) -> 
     step = max(1, len(every) // budget)
     for tuned in every[::step]:
         if isinstance(tuned, VectorTuning):
-            surroundings: dict[str, Any] = {"gain": gain, "eps": 1e-5} if width != columns else {"residual": residual}
-            surroundings |= {"gated": 0} if gated else {}
+            surroundings: dict[str, Any] = {"gated": 0} if gated else {"residual": residual} if width <= columns else {}
 
             def call(index: int, tuned: VectorTuning = tuned, surroundings: dict[str, Any] = surroundings) -> None:
-                kernels.vector_product(x, packed[index], tuned, **surroundings)
+                normed = x if "residual" in surroundings else rms_norm(x, gain, 1e-5)
+                kernels.vector_product(normed, packed[index], tuned, **surroundings)
         else:
 
             def call(index: int, tuned: BlockTuning = tuned) -> None:  # type: ignore[misc]

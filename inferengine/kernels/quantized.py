@@ -1,9 +1,13 @@
 """Matrix products with 8-bit weights: x [M, K] @ (codes [N, K] * scales)^T, made into numbers in registers.
 
 Codes are e4m3 or int8. Scales are of whole rows (applied to the sum), or of blocks of 128 columns. As in linear.py, one
-kernel takes a single row on the vector units and can norm its input, gate or add a residual; the other takes a few rows
-on the tensor cores and may cut the inner dimension in chunks that meet in scratch memory. Both begin to read their
-weight before they wait for the kernel that writes x. Many rows are another matter: see quant/cuda.py.
+kernel takes a single row on the vector units and can gate or add a residual; the other takes a few rows, numbers or
+codes themselves, on the tensor cores and may cut the inner dimension in chunks that meet in scratch memory. Both begin
+to read their weight before they wait for the kernel that writes x. Many rows are another matter: see quant/cuda.py.
+
+The vector kernel is bound by its arithmetic before it is by memory, so its input comes normed: norming it again in
+every program costs more than a kernel of its own. And a thread reads eight neighbours of x and of each weight row, so
+that x need not be handed from thread to thread.
 """
 
 from __future__ import annotations
@@ -55,25 +59,21 @@ def vector_product(
     tuned: VectorTuning,
     *,
     bias: torch.Tensor | None = None,
-    gain: torch.Tensor | None = None,
-    eps: float = 0.0,
     residual: torch.Tensor | None = None,
     gated: int | None = None,
 ) -> torch.Tensor:
-    """x [1, K] -> [1, N], or [1, N / 2] when gated by an activation of activation.py. `gain` [K]: x is normed first.
-    `residual` [1, N]: added in place and returned."""
+    """x [1, K] -> [1, N], or [1, N / 2] when gated by an activation of activation.py. `residual` [1, N]: added in place
+    and returned."""
     rows, columns = weight.codes.shape
     width = rows if gated is None else rows // 2
     out = residual if residual is not None else x.new_empty(1, width)
     _vector_kernel[(triton.cdiv(width, tuned.block_n),)](
         x,
-        x if gain is None else gain,
         weight.codes,
         weight.scales,
         x if bias is None else bias,
         x if residual is None else residual,
         out,
-        eps,
         N=width,
         K=columns,
         BLOCK_N=tuned.block_n,
@@ -81,7 +81,6 @@ def vector_product(
         SCALES=BLOCKS if weight.block_rows else ROW,
         BLOCK_ROWS=max(1, weight.block_rows),
         GRID=weight.scales.shape[-1],
-        NORM=gain is not None,
         ADD=residual is not None,
         BIAS=bias is not None,
         GATED=gated is not None,
@@ -100,11 +99,14 @@ def tile_product(
     *,
     bias: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
+    input_scales: torch.Tensor | None = None,
+    dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """x [M, K] -> [M, N]. `residual` [M, N] is added in place and returned."""
+    """x [M, K] -> [M, N] of `dtype`, x's where there is none. `residual` [M, N] is added in place and returned. With
+    `input_scales` [M, 1] fp32 x holds codes of the weight's own number format."""
     num_rows, columns = x.shape
     width = weight.codes.shape[0]
-    out = residual if residual is not None else x.new_empty(num_rows, width)
+    out = residual if residual is not None else x.new_empty(num_rows, width, dtype=dtype or x.dtype)
     if num_rows == 0:
         return out
     m_tiles, n_tiles = triton.cdiv(num_rows, tuned.block_m), triton.cdiv(width, tuned.block_n)
@@ -119,6 +121,7 @@ def tile_product(
         weight.scales,
         x if bias is None else bias,
         x if residual is None else residual,
+        weight.scales if input_scales is None else input_scales,
         out,
         scratch.partial,
         scratch.arrived,
@@ -137,6 +140,7 @@ def tile_product(
         GRID=weight.scales.shape[-1],
         ADD=residual is not None,
         BIAS=bias is not None,
+        CODES=input_scales is not None,
         num_warps=tuned.num_warps,
         num_stages=tuned.num_stages,
         **launch_options(supports_pdl(x.device)),
@@ -163,15 +167,22 @@ def _scaled(
 
 
 @triton.jit
+def _number(codes):
+    """Codes as float32. An int8 code c becomes the low byte of 2^23, as c + 128: faster than to convert it."""
+    if codes.dtype == tl.int8:
+        return (((codes.to(tl.int32) & 0xFF) ^ 0x4B000080).to(tl.float32, bitcast=True)) - 8388736.0
+    else:
+        return codes.to(tl.float32)
+
+
+@triton.jit
 def _vector_kernel(
     x_ptr,
-    gain_ptr,
     weight_ptr,
     scale_ptr,
     bias_ptr,
     residual_ptr,
     out_ptr,
-    eps,
     N: tl.constexpr,
     K: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -179,7 +190,6 @@ def _vector_kernel(
     SCALES: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     GRID: tl.constexpr,
-    NORM: tl.constexpr,
     ADD: tl.constexpr,
     BIAS: tl.constexpr,
     GATED: tl.constexpr,
@@ -191,7 +201,7 @@ def _vector_kernel(
     n = first + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
     row = tl.minimum(n, N - 1).to(tl.int64)  # rows past the end repeat the last one and are not stored
-    weight_at = weight_ptr + row[:, None] * K + k[None, :]
+    weight_at = weight_ptr + row[:, None] * K + tl.max_contiguous(k, 8)[None, :]
     mask = k[None, :] < K
     left = tl.load(weight_at, mask=mask, other=0.0)
     if GATED:
@@ -201,22 +211,18 @@ def _vector_kernel(
 
     acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
     acc_up = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
-    squares = tl.zeros([BLOCK_K], tl.float32)
     for start in tl.static_range(0, K, BLOCK_K):
         x = tl.load(x_ptr + start + k, mask=start + k < K, other=0.0).to(tl.float32)
-        if NORM:
-            squares += x * x
-            x = x * tl.load(gain_ptr + start + k, mask=start + k < K, other=0.0).to(tl.float32)
         if SCALES == 0:
-            acc += left.to(tl.float32) * x[None, :]
+            acc += _number(left) * x[None, :]
             if GATED:
-                acc_up += right.to(tl.float32) * x[None, :]
+                acc_up += _number(right) * x[None, :]
         else:
             column = tl.minimum(start + k, K - 1) // 128
-            acc += left.to(tl.float32) * _scaled(x, scale_ptr, row, first, column, BLOCK_ROWS, GRID, SHARED)
+            acc += _number(left) * _scaled(x, scale_ptr, row, first, column, BLOCK_ROWS, GRID, SHARED)
             if GATED:
                 up_x = _scaled(x, scale_ptr, row + N, first + N, column, BLOCK_ROWS, GRID, SHARED)
-                acc_up += right.to(tl.float32) * up_x
+                acc_up += _number(right) * up_x
         if start + BLOCK_K < K:
             mask = start + BLOCK_K + k[None, :] < K
             left = tl.load(weight_at + start + BLOCK_K, mask=mask, other=0.0)
@@ -225,17 +231,12 @@ def _vector_kernel(
     result = tl.sum(acc, axis=1)
     if SCALES == 0:
         result = result * tl.load(scale_ptr + row)
-    if NORM:
-        rms = tl.rsqrt(tl.sum(squares, axis=0) / K + eps)
-        result = result * rms
     if BIAS:
         result += tl.load(bias_ptr + row).to(tl.float32)
     if GATED:
         up = tl.sum(acc_up, axis=1)
         if SCALES == 0:
             up = up * tl.load(scale_ptr + N + row)
-        if NORM:
-            up = up * rms
         if BIAS:
             up += tl.load(bias_ptr + N + row).to(tl.float32)
         result = gate(result, ACTIVATION) * up
@@ -251,6 +252,7 @@ def _tile_kernel(
     scale_ptr,
     bias_ptr,
     residual_ptr,
+    input_scale_ptr,
     out_ptr,
     partial_ptr,
     arrived_ptr,
@@ -269,6 +271,7 @@ def _tile_kernel(
     GRID: tl.constexpr,
     ADD: tl.constexpr,
     BIAS: tl.constexpr,
+    CODES: tl.constexpr,
     PDL: tl.constexpr,
 ):
     N_TILES: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
@@ -318,6 +321,8 @@ def _tile_kernel(
             acc += tl.load(partial + other * TILE, cache_modifier=".cg")
     if SCALES == 0:
         acc = acc * tl.load(scale_ptr + row)[:, None]
+    if CODES:
+        acc = acc * tl.load(input_scale_ptr + m, mask=row_mask, other=0.0)[None, :]
     if BIAS:
         acc += tl.load(bias_ptr + row).to(tl.float32)[:, None]
     place = m.to(tl.int64)[None, :] * out_stride + n[:, None]

@@ -57,8 +57,6 @@ def vector_product(
     tuned: VectorTuning,
     *,
     bias: torch.Tensor | None = None,
-    gain: torch.Tensor | None = None,
-    eps: float = 0.0,
     residual: torch.Tensor | None = None,
     gated: int | None = None,
 ) -> torch.Tensor:
@@ -68,24 +66,22 @@ def vector_product(
     out = residual if residual is not None else x.new_empty(1, width)
     _vector_kernel[(triton.cdiv(width, tuned.block_n),)](
         x,
-        x if gain is None else gain,
         weight.words,
         weight.points,
         x if bias is None else bias,
         x if residual is None else residual,
         out,
-        eps,
         N=width,
         K=weight.columns,
         WORDS=weight.words.shape[1],
         SLICE=weight.slice_words,
         BLOCK_N=tuned.block_n,
         BLOCK_W=tuned.block_k,
-        NORM=gain is not None,
         ADD=residual is not None,
         BIAS=bias is not None,
         GATED=gated is not None,
         ACTIVATION=gated or 0,
+        HARDWARE=x.is_cuda,
         num_warps=tuned.num_warps,
         **launch_options(supports_pdl(x.device)),
     )
@@ -158,26 +154,42 @@ def _scale_and_zero(points):
 
 
 @triton.jit
-def _high(words, shift: tl.constexpr):
-    """128 + the nibble that `shift` (to the left) brings to bits 16 to 19, as float32."""
-    moved = words << shift if shift >= 0 else words >> (0 - shift)
-    return ((moved & 0x000F0000) | 0x43000000).to(tl.float32, bitcast=True)
+def _high(words, HARDWARE: tl.constexpr):
+    """128 + the nibble in bits 16 to 19, as float32. And-or is one instruction, which the compiler does not find."""
+    if HARDWARE:
+        number = tl.inline_asm_elementwise(
+            "lop3.b32 $0, $1, 0x000F0000, 0x43000000, 0xEA;", "=r,r", [words], tl.int32, is_pure=True, pack=1
+        )
+    else:
+        number = (words & 0x000F0000) | 0x43000000
+    return number.to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _low(words, shift: tl.constexpr):
-    """2048 + the nibble that `shift` (to the left) brings to bits 12 to 15, as float32."""
-    moved = words << shift if shift >= 0 else words >> (0 - shift)
-    return ((moved & 0x0000F000) | 0x45000000).to(tl.float32, bitcast=True)
+def _low(words, HARDWARE: tl.constexpr):
+    """2048 + the nibble in bits 12 to 15, as float32."""
+    if HARDWARE:
+        number = tl.inline_asm_elementwise(
+            "lop3.b32 $0, $1, 0x0000F000, 0x45000000, 0xEA;", "=r,r", [words], tl.int32, is_pure=True, pack=1
+        )
+    else:
+        number = (words & 0x0000F000) | 0x45000000
+    return number.to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _row_sum(words, points, x0, x1, x2, x3, x4, x5, x6, x7, offset, total):
+def _row_sum(words, points, x0, x1, x2, x3, x4, x5, x6, x7, offset, total, HARDWARE: tl.constexpr):
     """Sum over the eight columns of each word: words and points [BLOCK_N, BLOCK_W], x [BLOCK_W] by nibble."""
-    acc = _high(words, 0) * x4[None, :] + _low(words, 0) * x3[None, :]
-    acc += _high(words, 8) * x2[None, :] + _low(words, 8) * x1[None, :]
-    acc += _high(words, -8) * x6[None, :] + _low(words, -8) * x5[None, :]
-    acc += _high(words, 16) * x0[None, :] + _low(words, -16) * x7[None, :]
+    acc = _high(words, HARDWARE) * x4[None, :]  # one after the other: each a multiply-add
+    acc = acc + _low(words, HARDWARE) * x3[None, :]
+    left = words << 8
+    acc = acc + _high(left, HARDWARE) * x2[None, :]
+    acc = acc + _low(left, HARDWARE) * x1[None, :]
+    right = words >> 8
+    acc = acc + _high(right, HARDWARE) * x6[None, :]
+    acc = acc + _low(right, HARDWARE) * x5[None, :]
+    acc = acc + _high(words << 16, HARDWARE) * x0[None, :]
+    acc = acc + _low(words >> 16, HARDWARE) * x7[None, :]
     scale, zero = _scale_and_zero(points)
     return scale * (acc - offset[None, :] - zero * total[None, :])
 
@@ -185,24 +197,22 @@ def _row_sum(words, points, x0, x1, x2, x3, x4, x5, x6, x7, offset, total):
 @triton.jit
 def _vector_kernel(
     x_ptr,
-    gain_ptr,
     words_ptr,
     points_ptr,
     bias_ptr,
     residual_ptr,
     out_ptr,
-    eps,
     N: tl.constexpr,
     K: tl.constexpr,
     WORDS: tl.constexpr,
     SLICE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_W: tl.constexpr,
-    NORM: tl.constexpr,
     ADD: tl.constexpr,
     BIAS: tl.constexpr,
     GATED: tl.constexpr,
     ACTIVATION: tl.constexpr,
+    HARDWARE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -221,24 +231,23 @@ def _vector_kernel(
 
     acc = tl.zeros([BLOCK_N, BLOCK_W], tl.float32)
     acc_up = tl.zeros([BLOCK_N, BLOCK_W], tl.float32)
-    squares = tl.zeros([BLOCK_W], tl.float32)
     for start in tl.static_range(0, WORDS, BLOCK_W):
         at = start + w
-        column = at // SLICE * (SLICE * 8) + at % SLICE
-        x0, squares = _input(x_ptr, gain_ptr, column, squares, K, NORM)
-        x1, squares = _input(x_ptr, gain_ptr, column + SLICE, squares, K, NORM)
-        x2, squares = _input(x_ptr, gain_ptr, column + 2 * SLICE, squares, K, NORM)
-        x3, squares = _input(x_ptr, gain_ptr, column + 3 * SLICE, squares, K, NORM)
-        x4, squares = _input(x_ptr, gain_ptr, column + 4 * SLICE, squares, K, NORM)
-        x5, squares = _input(x_ptr, gain_ptr, column + 5 * SLICE, squares, K, NORM)
-        x6, squares = _input(x_ptr, gain_ptr, column + 6 * SLICE, squares, K, NORM)
-        x7, squares = _input(x_ptr, gain_ptr, column + 7 * SLICE, squares, K, NORM)
+        column = tl.max_contiguous(at // SLICE * (SLICE * 8) + at % SLICE, 4)  # as many of x as words in a thread
+        x0 = _input(x_ptr, column, K)
+        x1 = _input(x_ptr, column + SLICE, K)
+        x2 = _input(x_ptr, column + 2 * SLICE, K)
+        x3 = _input(x_ptr, column + 3 * SLICE, K)
+        x4 = _input(x_ptr, column + 4 * SLICE, K)
+        x5 = _input(x_ptr, column + 5 * SLICE, K)
+        x6 = _input(x_ptr, column + 6 * SLICE, K)
+        x7 = _input(x_ptr, column + 7 * SLICE, K)
         even = x0 + x2 + x4 + x6
         odd = x1 + x3 + x5 + x7
         offset = 128.0 * even + 2048.0 * odd
-        acc += _row_sum(left, left_points, x0, x1, x2, x3, x4, x5, x6, x7, offset, even + odd)
+        acc += _row_sum(left, left_points, x0, x1, x2, x3, x4, x5, x6, x7, offset, even + odd, HARDWARE)
         if GATED:
-            acc_up += _row_sum(right, right_points, x0, x1, x2, x3, x4, x5, x6, x7, offset, even + odd)
+            acc_up += _row_sum(right, right_points, x0, x1, x2, x3, x4, x5, x6, x7, offset, even + odd, HARDWARE)
         if start + BLOCK_W < WORDS:
             ahead = start + BLOCK_W + w
             mask = ahead[None, :] < WORDS
@@ -248,15 +257,10 @@ def _vector_kernel(
                 right = tl.load(words_at + N * WORDS + start + BLOCK_W, mask=mask, other=0)
                 right_points = tl.load(points_at + N * (WORDS // SLICE) + (ahead // SLICE)[None, :], mask=mask, other=0)
     result = tl.sum(acc, axis=1)
-    if NORM:
-        rms = tl.rsqrt(tl.sum(squares, axis=0) / K + eps)
-        result = result * rms
     if BIAS:
         result += tl.load(bias_ptr + row).to(tl.float32)
     if GATED:
         up = tl.sum(acc_up, axis=1)
-        if NORM:
-            up = up * rms
         if BIAS:
             up += tl.load(bias_ptr + N + row).to(tl.float32)
         result = gate(result, ACTIVATION) * up
@@ -266,13 +270,8 @@ def _vector_kernel(
 
 
 @triton.jit
-def _input(x_ptr, gain_ptr, column, squares, K: tl.constexpr, NORM: tl.constexpr):
-    """The input at some columns, times its gain where it is to be normed, and the growing sum of its squares."""
-    x = tl.load(x_ptr + column, mask=column < K, other=0.0).to(tl.float32)
-    if NORM:
-        squares += x * x
-        x = x * tl.load(gain_ptr + column, mask=column < K, other=0.0).to(tl.float32)
-    return x, squares
+def _input(x_ptr, column, K: tl.constexpr):
+    return tl.load(x_ptr + column, mask=column < K, other=0.0).to(tl.float32)
 
 
 @triton.jit

@@ -17,14 +17,14 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """Root mean square norm of the last dimension, in fp32 (Zhang and Sennrich 2019). x [..., E], weight [E]."""
     wide = x if x.dtype == torch.float32 else x.float()
     norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
-    scale = torch.addcmul(_constant(eps), norm, norm, value=1.0 / x.shape[-1]).rsqrt_()
+    scale = torch.addcmul(_constant(eps, wide.device), norm, norm, value=1.0 / x.shape[-1]).rsqrt_()
     normed = torch.mul(wide, scale)  # few operations: their number is what costs at batch 1
     return (normed if x.dtype == torch.float32 else normed.to(x.dtype)).mul_(weight)
 
 
 @functools.cache
-def _constant(value: float) -> torch.Tensor:
-    return torch.full((), value, dtype=torch.float32)
+def _constant(value: float, device: torch.device) -> torch.Tensor:
+    return torch.full((), value, dtype=torch.float32, device=device)
 
 
 def add_rms_norm(

@@ -1,9 +1,9 @@
 """Products with quantized weights on CUDA: which kernel takes how many rows. All of it may be captured in a graph.
 
-One row: vector kernels, with norm, gate and residual inside. More: FP8 with a scale for each output goes through the
-FP8 tensor cores (torch's scaled matmul, inputs rounded by token), W8A8 from 65 rows through the int8 ones; all else
-takes tiles on the tensor cores, codes made into numbers in registers, and from 257 rows, where arithmetic is what
-costs, is made into numbers once for each product and left to cuBLAS.
+One row: vector kernels, with gate and residual inside. More: FP8 with a scale for each output goes through the
+FP8 tensor cores (inputs rounded by token; own tiles up to 64 rows, torch's scaled matmul beyond), W8A8 from 65 rows
+through the int8 ones; all else takes tiles on the tensor cores, codes made into numbers in registers, and from 257
+rows, where arithmetic is what costs, is made into numbers once for each product and left to cuBLAS.
 """
 
 from __future__ import annotations
@@ -78,17 +78,17 @@ class CudaProducts:
             return self._vector(x, packed, bias=bias)
         if self._few(x, packed):
             return self._tile(x, packed, bias=bias)
+        if _rounds_inputs(x, packed):
+            return self._rounded(*quantize_rows(x, packed.inputs), packed, x.dtype, bias)
         return _plus(self._many(x, packed), bias)
 
     def norm_linear(
         self, x: torch.Tensor, gain: torch.Tensor, eps: float, packed: Packed, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
         """linear(rms_norm(x))"""
-        if self._one(x):
-            return self._vector(x, packed, bias=bias, gain=gain, eps=eps)
-        if self._few(x, packed) or not _rounds_inputs(x, packed):
+        if self._one(x) or self._few(x, packed) or not _rounds_inputs(x, packed):
             return self.linear(self.base.rms_norm(x, gain, eps), packed, bias)
-        return _plus(_rounded_product(*quantize_rows(x, packed.inputs, gain, eps), packed, x.dtype), bias)
+        return self._rounded(*quantize_rows(x, packed.inputs, gain, eps), packed, x.dtype, bias)
 
     def linear_add(
         self, x: torch.Tensor, packed: Packed, bias: torch.Tensor | None, residual: torch.Tensor
@@ -98,6 +98,8 @@ class CudaProducts:
             return self._vector(x, packed, bias=bias, residual=residual)
         if self._few(x, packed):
             return self._tile(x, packed, bias=bias, residual=residual)
+        if _rounds_inputs(x, packed):
+            return self._rounded(*quantize_rows(x, packed.inputs), packed, x.dtype, bias, residual)
         return residual.add_(_plus(self._many(x, packed), bias))
 
     def norm_gated_linear(
@@ -111,7 +113,8 @@ class CudaProducts:
     ) -> torch.Tensor:
         """act(gate) * up of rms_norm(x), the gate's rows first."""
         if self._one(x):
-            return self._vector(x, packed, bias=bias, gain=gain, eps=eps, gated=ACTIVATIONS[activation])
+            normed = self.base.rms_norm(x, gain, eps)
+            return self._vector(normed, packed, bias=bias, gated=ACTIVATIONS[activation])
         both = self.norm_linear(x, gain, eps, packed, bias)
         return self.base.silu_and_mul(both) if activation == "silu" else self.base.gelu_tanh_and_mul(both)
 
@@ -143,10 +146,27 @@ class CudaProducts:
         tuned = tuning.byte_tile(rows, *weight.codes.shape, x.element_size())
         return quantized.tile_product(x, weight, tuned, self.scratch, **surroundings)
 
+    def _rounded(
+        self,
+        codes: torch.Tensor,
+        scales: torch.Tensor,
+        packed: Packed,
+        dtype: torch.dtype,
+        bias: torch.Tensor | None,
+        residual: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Rounded inputs [T, in] and their scales [T, 1] times the weight, on the 8-bit tensor cores -> [T, out]."""
+        rows, weight = codes.shape[0], packed.weight
+        if rows <= tuning.MOST_CODE_ROWS and codes.dtype == torch.float8_e4m3fn:
+            tuned = tuning.code_tile(rows, *weight.codes.shape)
+            return quantized.tile_product(
+                codes, weight, tuned, self.scratch, bias=bias, residual=residual, input_scales=scales, dtype=dtype
+            )
+        product = _plus(_rounded_product(codes, scales, packed, dtype), bias)
+        return product if residual is None else residual.add_(product)
+
     def _many(self, x: torch.Tensor, packed: Packed) -> torch.Tensor:
         weight = packed.weight
-        if _rounds_inputs(x, packed):
-            return _rounded_product(*quantize_rows(x, packed.inputs), packed, x.dtype)
         if isinstance(weight, NibbleWeight):
             return functional.linear(x, quantized_int4.to_numbers(weight, x.dtype))
         return functional.linear(x, numbers_of_blocks(weight.codes, weight.scales, weight.block_rows, x.dtype))

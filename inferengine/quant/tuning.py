@@ -1,5 +1,5 @@
-"""Launch parameters of the quantized products by shape: chosen by counting the instructions of each candidate as
-compiled for Hopper, and by a first run on an H200; benchmarks/quantized.py times them one by one.
+"""Launch parameters of the quantized products by shape: measured on an H200 with the 8B's shapes, among candidates
+chosen by counting the instructions of each as compiled for Hopper; benchmarks/quantized.py times them one by one.
 
 Plain functions of the shape. A shape that was not looked at takes its class's values: that may be slow, never wrong.
 `rows` None: parameters that must not depend on the number of rows (deterministic mode).
@@ -12,26 +12,42 @@ import torch
 from inferengine.kernels.quantized import BlockTuning, VectorTuning
 
 MOST_TILE_ROWS = 256  # beyond, the weight is made into numbers for each product
+MOST_CODE_ROWS = 64  # up to so many rows of FP8 codes our tiles are faster than torch's scaled matmul
 MOST_EXACT_ROWS = {torch.float8_e4m3fn: 1, torch.int8: 64}  # beyond, inputs are rounded where the scheme says so
 TARGET_PROGRAMS = 264  # two programs on each of 132 multiprocessors
 SHARED_BYTES = 200 << 10  # of a multiprocessor, with some to spare
 
 
 def byte_vector(width: int, columns: int, gated: bool, *, blocks: bool) -> VectorTuning:
-    """One row, 8-bit codes [width, columns]. A warp takes whole rows: few sums across lanes, few registers."""
+    """One row, 8-bit codes [width, columns]. Eight columns for each thread, all warps side by side."""
     if columns < 1024:
-        return VectorTuning(8, 512, 4)
-    return VectorTuning(4, 1024, 4) if gated else VectorTuning(8, 512, 4)
+        return VectorTuning(8, 512, 2)
+    if gated:
+        return VectorTuning(2, 512, 2)
+    return VectorTuning(8, 512, 2) if width > columns else VectorTuning(8, 1024, 4)
 
 
 def nibble_vector(width: int, columns: int, gated: bool) -> VectorTuning:
-    """One row, 4-bit codes; block_k counts words of eight."""
-    return VectorTuning(8, 128, 4)
+    """One row, 4-bit codes; block_k counts words of eight, four of them for each thread."""
+    if gated:
+        return VectorTuning(4, 256, 2)
+    if columns > 8192:
+        return VectorTuning(8, 256, 2)
+    return VectorTuning(4, 128, 1) if width > columns else VectorTuning(8, 512, 4)
 
 
 def byte_tile(rows: int | None, width: int, columns: int, item_bytes: int) -> BlockTuning:
     """A few rows, 8-bit codes."""
     return _tile(rows, width, columns, item_bytes, 128)
+
+
+def code_tile(rows: int, width: int, columns: int) -> BlockTuning:
+    """A few rows of FP8 codes times FP8 codes."""
+    block_m = 16 if rows <= 16 else 32 if rows <= 32 else 64
+    if width > 16384:
+        return BlockTuning(block_m, 64, 128, 1, 4, 3 if block_m == 16 else 5)
+    chunks = 4 if block_m < 64 else 2 if columns > 8192 else 1
+    return BlockTuning(block_m, 64, 256, chunks, 4, 4)
 
 
 def nibble_tile(rows: int | None, width: int, columns: int, item_bytes: int) -> BlockTuning:

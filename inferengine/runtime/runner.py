@@ -108,7 +108,8 @@ class TorchExecutor:
         if self.device.type == "cuda":
             graphs = DecodeGraphs(self.model, self.ops, self.slots, self._group_kv, self.settings.max_num_seqs)
             mixed = MixedGraphs(self.model, self.ops, self.slots, self._group_kv, self._mixed_shapes())
-            self._compile([graphs.touch_all, mixed.touch_all])
+            drafting = [] if self.draft is None else [self.draft.rehearse]
+            self._compile([graphs.touch_all, mixed.touch_all, *drafting])
             progress("compiling kernels", 1.0)
             if self.settings.cuda_graphs:
                 graphs.capture_all(lambda share: progress("capturing decode graphs", share))

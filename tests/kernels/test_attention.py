@@ -3,7 +3,7 @@ import torch
 
 from inferengine.kernels.attention_decode import decode_attention, decode_attention_qkv
 from inferengine.kernels.attention_prefill import prefill_attention
-from inferengine.kernels.tuning import PrefillTuning
+from inferengine.kernels.tuning import PrefillTuning, decode_tuning
 from tests.kernels.builders import (
     make_paged_case,
     make_scratch,
@@ -42,6 +42,20 @@ def test_decode_attention(heads, kv_heads, head_dim, block_size, window, softcap
         )  # fmt: skip
         assert relative_error(out, expected) < tolerance(dtype)
         assert not scratch.arrived.any(), "a launch must leave the arrival counters at zero"
+
+
+@pytest.mark.parametrize("rows", [16, 64, 256])
+def test_launches_for_so_many_rows_of_very_unequal_lengths(rows, device):
+    row_lens = [1, 65, 1100]
+    case = make_paged_case(row_lens, [1] * len(row_lens), 1, 16, 64, torch.float32, device)
+    q = torch.randn(len(row_lens), 4, 16, device=device)
+    tuned = decode_tuning(rows, num_kv_heads=8, group=4, head_dim=128)
+    scratch = make_scratch(device)
+    out = decode_attention(
+        q, case.kv, case.row_slot, case.row_len, case.block_table, 0.2, None, None, scratch, tuning=tuned
+    )
+    assert relative_error(out, reference_attention(q, case, 0.2, None, None)) < tolerance(torch.float32)
+    assert not scratch.arrived.any()
 
 
 @pytest.mark.parametrize("qk_norm", [False, True])
