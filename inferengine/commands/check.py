@@ -83,12 +83,14 @@ def packages() -> Iterator[Finding]:
 
 
 def model(config: Config) -> Iterator[Finding]:
-    """Whether the checkpoint is whole."""
+    """Whether the checkpoint is whole, and would load."""
     if config.model.load_format == "dummy":
         yield Finding(NOTE, "model", "load_format is dummy: random weights, for measuring speed only")
     try:
         folder = model_folder(config)
         found = model_files.inspect(folder)
+        if config.model.path:
+            _would_load(folder, config.model.quantization)
     except (model_files.BadModel, ConfigError) as error:
         text = error.message if isinstance(error, ConfigError) else str(error)
         yield Finding(PROBLEM, "model", f"{config.model.path or 'embedded model'}: {text}")
@@ -101,6 +103,15 @@ def model(config: Config) -> Iterator[Finding]:
     )
     if not found.has_chat_template:
         yield Finding(NOTE, "model", "it has no chat template: completions work, chat is refused")
+
+
+def _would_load(folder: Path, quantization: str) -> None:
+    """Raises ConfigError. Needs torch, and a second for it; without torch that it is missing has been said already."""
+    try:
+        from inferengine.runtime.dry_run import dry_run
+    except ImportError:
+        return
+    dry_run(folder, quantization)
 
 
 def device(config: Config) -> Iterator[Finding]:

@@ -43,6 +43,16 @@ def load_weights(
 ) -> None:
     """Fill every parameter of `model` from the folder's safetensors. Raises ConfigError naming a tensor or file."""
     _materialise(model, dtype, device)
+    _read_all(model, weight_map, folder, progress)
+
+
+def check_weights(model: nn.Module, weight_map: WeightMap, folder: Path) -> None:
+    """What `load_weights` would say of the files, for a model that is still on `meta`: every tensor is accounted for
+    and none is copied. Whether a tied head equals the embedding is not looked at."""
+    _read_all(model, weight_map, folder, lambda share: None)
+
+
+def _read_all(model: nn.Module, weight_map: WeightMap, folder: Path, progress: Progress) -> None:
     loader = _Loader(model, weight_map)
     files = weight_files(folder)
     total, done = sum(path.stat().st_size for path in files if path.is_file()), 0
@@ -169,7 +179,8 @@ class _Loader:
                 raise refused(f"the tensor {name} fills a place that another tensor has filled already")
             del self.missing[piece]
         source = tensor.t() if target.transpose else tensor
-        place.copy_(source.float().add_(1.0) if target.plus_one else source)
+        if not place.is_meta:
+            place.copy_(source.float().add_(1.0) if target.plus_one else source)
         return tensor.numel() * tensor.element_size()
 
     def check_complete(self) -> None:
@@ -179,7 +190,7 @@ class _Loader:
             source = getattr(module, "source", None)
             if source is not None and (name := source.missing()) is not None:
                 raise refused(f"the tensor {name} is missing from the checkpoint")
-        if self.stored_head is not None:
+        if self.stored_head is not None and not self.parameters["embed.weight"].is_meta:
             embedding = self.parameters["embed.weight"].data.cpu()
             head = self.stored_head.to(embedding.dtype)
             if head.shape != embedding.shape or not torch.equal(head, embedding):

@@ -10,10 +10,14 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from inferengine.commands import check
+from inferengine.config import Config
 from inferengine.errors import ConfigError
 from inferengine.layers.decoder_config import DecoderConfig
+from inferengine.model_folder import EMBEDDED
 from inferengine.models import registry
 from inferengine.models.weights import INDEX
+from inferengine.runtime.dry_run import dry_run
 from tests.models.checkpoints import FAMILIES, GEMMA3, LLAMA3, YARN, greedy_reference, make_model, save
 from tests.runtime.engine import Engine
 
@@ -286,8 +290,36 @@ def test_a_gemma_that_sees_generates_as_transformers_has_it(tmp_path):
     assert Engine(folder).generate([prompt], 24) == [output]
 
 
+@pytest.mark.parametrize("family", ["gpt2", "gemma3", "qwen2", "mistral-window"])
+def test_a_dry_run_finds_nothing_wrong_with_a_whole_checkpoint(family, tmp_path):
+    dry_run(save(make_model(family), tmp_path, shard_size="60KB"))
+
+
+@pytest.mark.parametrize(
+    ("break_it", "named"),
+    [
+        (lambda folder: edit_tensors(folder, model__norm__weight=None), "model.norm.weight is missing"),
+        (lambda folder: edit_tensors(folder, model__norm__weight=torch.zeros(5)), "has shape [5]"),
+        (lambda folder: edit_tensors(folder, surplus=torch.zeros(5)), "the tensor surplus is unexpected"),
+        (lambda folder: edit_config(folder, residual_multiplier=2.0), "residual_multiplier = 2.0"),
+        (
+            lambda folder: edit_config(folder, quantization_config={"quant_method": "gptq", "bits": 3}),
+            "quantization_config.bits = 3",
+        ),
+    ],
+)
+def test_check_says_what_loading_would(break_it, named, folder):
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).write_bytes((EMBEDDED / name).read_bytes())
+    config = Config().with_values(model={"path": str(folder)})
+    assert [finding.grade for finding in check.model(config)] == [check.OK]
+    break_it(folder)
+    (finding,) = check.model(config)
+    assert finding.grade == check.PROBLEM
+    assert named in finding.text
+
+
 def test_a_longer_context_than_the_model_was_made_for(folder):
-    from inferengine.config import Config
     from inferengine.runtime.factory import build_executor
 
     config = Config().with_values(model={"path": str(folder), "max_model_len": 257})

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from inferengine.errors import ConfigError
+from inferengine.runtime.dry_run import dry_run
 from tests.models.checkpoints import greedy_reference, make_model
 from tests.quant.checkpoints import LAYOUTS, edit_tensors, write
 from tests.runtime.engine import Engine
@@ -22,6 +23,7 @@ def test_tokens_equal_those_of_the_weights_as_numbers(layout: str, tmp_path: Pat
     same = write(
         make_model("qwen2-mixed-window", hidden_size=64, head_dim=16, **{"intermediate_size": 96}), layout, tmp_path
     )
+    dry_run(tmp_path)
     engine = Engine(tmp_path)
     for prompt, output in zip(PROMPTS, engine.generate(PROMPTS, 16), strict=True):
         expected = greedy_reference(same, prompt, output)
@@ -81,8 +83,9 @@ def test_what_is_not_supported_is_refused_by_name(
 def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
     write(make_model("llama", **SHAPES), "awq", tmp_path)
     edit_tensors(tmp_path, lambda tensors: tensors.pop("model.layers.2.mlp.up_proj.scales"))
-    with pytest.raises(ConfigError, match=r"model\.layers\.2\.mlp\.up_proj\.scales is missing"):
-        Engine(tmp_path)
+    for look in (Engine, dry_run):
+        with pytest.raises(ConfigError, match=r"model\.layers\.2\.mlp\.up_proj\.scales is missing"):
+            look(tmp_path)
 
 
 def test_a_misshaped_tensor_is_named(tmp_path: Path) -> None:

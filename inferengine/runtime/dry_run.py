@@ -1,0 +1,29 @@
+"""Whether a checkpoint would load: its config.json understood, every tensor in its place, without memory for any."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from inferengine.kernels.ops import REFERENCE
+from inferengine.models import registry
+from inferengine.models.hf_config import read_json
+from inferengine.models.weights import check_weights
+from inferengine.quant.apply import quantize
+from inferengine.quant.layouts import layout_of
+
+
+def dry_run(folder: Path, quantization: str = "none") -> None:
+    """Go through the files as loading would. `quantization` is the configuration's. Raises ConfigError, naming what
+    does not fit. Of what a quantized checkpoint stores in place of a weight only the names are looked at: the
+    shapes are checked where it is packed."""
+    config, family = registry.read_model_config(folder)
+    weight_map = family.weight_map(config)
+    values = read_json(folder / "config.json")
+    with torch.device("meta"):
+        model = family.build(REFERENCE, config)
+    if layout_of(values) is not None:  # weights that are made small at load are stored as they are
+        cpu = torch.device("cpu")
+        quantize(model, REFERENCE, values, weight_map.targets, scheme=quantization, device=cpu)
+    check_weights(model, weight_map, folder)
