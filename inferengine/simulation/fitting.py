@@ -23,8 +23,8 @@ from inferengine.simulation.cost_model import CapturedSteps, CostModel, StepShap
 Matrix = NDArray[np.float64]
 _KNEES = (0, 1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 _EAGER_KNEES = (0, 32, 64, 128, 192, 256, 384, 512, 768, 1024)
-_HUBER = 0.15  # relative error beyond which a step counts less,
-_DISTURBED = 1.0  # and beyond which not at all
+_HUBER = 0.5  # relative error beyond which a step counts less: small ones belong to the mean that a load will see,
+_DISTURBED = 1.0  # and beyond which it does not count at all
 _REWEIGHTINGS = 12
 _SEARCH_REWEIGHTINGS = 4  # while knees are compared
 _COEFFICIENTS = ("step_s", "chunk_step_s", "token_s", "row_s", "kv_token_s", "pair_s", "change_s")
