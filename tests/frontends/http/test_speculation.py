@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -17,11 +17,21 @@ STORY = [{"role": "user", "content": "Write a short story about a fox and an owl
 CHAT = "/v1/chat/completions"
 
 
+class Plain(NamedTuple):
+    """A conversation whose next answer repeats much of the last one, and that answer, of an engine that does not
+    guess."""
+
+    messages: list[dict[str, str]]
+    answer: str
+
+
 @pytest.fixture(scope="module")
-def first_answer() -> str:
-    """Of an engine that does not guess."""
+def plain() -> Plain:
+    params = SamplingParams(temperature=0.0, max_tokens=64)
     with LLM(engine={"threads": 1}, cache={"num_blocks": 64}) as llm:
-        return llm.chat(STORY, SamplingParams(temperature=0.0, max_tokens=64), progress=False)[0].text
+        first = llm.chat(STORY, params, progress=False)[0].text
+        messages = [*STORY, {"role": "assistant", "content": first}, *STORY]
+        return Plain(messages, llm.chat(messages, params, progress=False)[0].text)
 
 
 @pytest.fixture(scope="module")
@@ -31,9 +41,8 @@ def embedded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Embedded]:
 
 
 @pytest.fixture
-def asked_again(first_answer: str) -> dict[str, Any]:
-    """A request whose answer repeats its prompt."""
-    return {"messages": [*STORY, {"role": "assistant", "content": first_answer}, *STORY], "temperature": 0}
+def asked_again(plain: Plain) -> dict[str, Any]:
+    return {"messages": plain.messages, "temperature": 0}
 
 
 def told(embedded: Embedded, condition: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
@@ -47,11 +56,11 @@ def told(embedded: Embedded, condition: Callable[[dict[str, Any]], bool]) -> dic
 
 
 def test_guesses_are_counted_for_the_request_and_the_engine_alike(
-    embedded: Embedded, asked_again: dict[str, Any], first_answer: str
+    embedded: Embedded, asked_again: dict[str, Any], plain: Plain
 ) -> None:
     before = embedded.http.get("/stats").json()["speculation"]
     answer = embedded.ask(CHAT, **asked_again, max_tokens=64)
-    assert answer["choices"][0]["message"]["content"] == first_answer
+    assert answer["choices"][0]["message"]["content"] == plain.answer
     details = answer["usage"]["completion_tokens_details"]
     accepted, rejected = details["accepted_prediction_tokens"], details["rejected_prediction_tokens"]
     assert 10 < accepted < answer["usage"]["completion_tokens"]
@@ -82,14 +91,15 @@ def test_metrics_say_what_stats_say(embedded: Embedded, asked_again: dict[str, A
 
 
 def test_a_stop_string_inside_guesses_ends_the_text_before_it(
-    embedded: Embedded, asked_again: dict[str, Any], first_answer: str
+    embedded: Embedded, asked_again: dict[str, Any], plain: Plain
 ) -> None:
-    stop = first_answer[80:90]
+    stop = plain.answer[80:90]
+    before = plain.answer[: plain.answer.index(stop)]
     answer = embedded.ask(CHAT, **asked_again, max_tokens=64, stop=[stop])
-    assert answer["choices"][0]["message"]["content"] == first_answer[: first_answer.index(stop)]
+    assert answer["choices"][0]["message"]["content"] == before
     chunks = embedded.stream(CHAT, **asked_again, max_tokens=64, stop=[stop])
     deltas = [chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks if isinstance(chunk, dict)]
-    assert "".join(deltas) == first_answer[: first_answer.index(stop)]
+    assert "".join(deltas) == before
 
 
 def test_a_request_without_guesses_has_no_such_details(embedded: Embedded) -> None:
