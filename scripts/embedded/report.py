@@ -54,7 +54,8 @@ trained for). Layers with and without a window in one model have caches of their
 one file or many, whose every tensor is accounted for. A key of config.json that is not understood is refused by name, as
 is a value that makes no sense; `inferengine check MODEL` says so before anything is loaded, and `inferengine check MODEL
 --compare` shows layer by layer how far this engine is from transformers. `inferengine plan-memory MODEL` needs no more
-than config.json; the engine logs the same plan when it starts, and divides its memory so. Low precision and adapters: [quantization.md](quantization.md).
+than config.json; the engine logs the same plan when it starts, and divides its memory so. Low precision and adapters:
+[quantization.md](quantization.md).
 """
 
 
