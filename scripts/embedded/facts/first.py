@@ -30,7 +30,6 @@ _MODEL = _answer("Give the folder")
 _PAGE = _answer("Open http")
 _METRICS = _answer("`GET /metrics`")
 _JSON = _answer('Set `"response_format"')
-_LENGTH = _answer('Set `"max_tokens"`')
 _PYTHON = _answer("Use `inferengine.client`")
 
 # phrasings (no patterns: each is typed as it stands), answer
@@ -45,7 +44,6 @@ FIRST: tuple[tuple[tuple[str, ...], str], ...] = (
     (("Where is the chat page", "How do I open the chat page", "Is there a chat page", "Is there a web page", "Is there a UI", "Where is the UI", "How do I chat", "Where can I chat", "How do I chat in the browser", "Is there a web UI"), _PAGE),
     (("How do I see metrics", "Where are the metrics", "How do I get metrics", "How do I see the metrics", "Are there metrics", "How do I monitor it", "How do I use Prometheus", "Is there a metrics endpoint"), _METRICS),
     (("How do I get JSON", "How do I use JSON mode", "How do I get structured output", "How do I force JSON", "Is there a JSON mode", "Can I get JSON", "How do I use a JSON schema", "Do you support structured output"), _JSON),
-    (("How do I set max tokens", "How do I set max_tokens", "How do I limit the tokens", "How do I limit the output", "How do I make it shorter", "How do I limit the length", "How do I set the length", "What is max_tokens", "How many tokens do I get"), _LENGTH),
     (("How do I use it from Python", "How do I use Python", "Is there a Python client", "How do I call it from Python", "Is there a client", "Is there a client library", "How do I use ZeroMQ", "How do I talk to the engine over ZeroMQ"), _PYTHON),
     (("How do I install it", "How do I install InferEngine", "How to install", "How do I install", "How do I set it up", "What do I need to install", "How do I install the engine", "How to install it", "Installation"), "Run `«./scripts/serve»`: the first time it installs everything into `.venv`. It needs Linux and Python 3.11 or newer."),
     (("How do I use a GPU", "How do I use the GPU", "How do I run it on a GPU", "How do I run on GPU", "Does it use the GPU", "Does it use my GPU", "Can it use a GPU", "How do I enable the GPU", "Do I need a GPU", "Is a GPU needed", "Does it need a GPU", "How do I use CUDA"), "With `«--engine.device auto»`, the default, it takes a GPU when there is one and the CPU otherwise."),
