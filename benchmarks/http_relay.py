@@ -60,6 +60,7 @@ from inferengine.wire.messages import (
 
 WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "while", "engines", "stream", "tokens"]
 EPOCH = b"relaybch"
+ARRIVAL_TOKENS = 5
 TICKS = os.sysconf("SC_CLK_TCK")
 
 
@@ -199,8 +200,8 @@ class Counter(asyncio.Protocol):
 
 async def one_round(
     port: int, streams: int, tokens: int, path: str, name: str, sent_s: Any
-) -> tuple[dict[str, float], list[float]]:
-    """Its figures, and how much later than the engine's step each token came."""
+) -> tuple[dict[str, float], list[tuple[int, float]]]:
+    """Its figures, and for each token its place in its stream and how much later than the engine's step it came."""
     loop = asyncio.get_running_loop()
     prompt = '"messages":[{"role":"user","content":"go"}]' if "chat" in path else '"prompt":"go"'
     body = f'{{{prompt},"max_tokens":{tokens},"stream":true,"request_id":"{streams}-{name}"}}'.encode()
@@ -219,12 +220,23 @@ async def one_round(
         transport.abort()
     first = 1 if "chat" in path else 0  # chat begins with an event that no token made
     late_s = [
-        came_s - step_s
+        (place, came_s - step_s)
         for _, counter in counters
-        for came_s, step_s in zip(counter.event_s[first : tokens + first], sent_s[:tokens], strict=True)
+        for place, (came_s, step_s) in enumerate(
+            zip(counter.event_s[first : tokens + first], sent_s[:tokens], strict=True)
+        )
     ]
     events = sum(len(counter.event_s) for _, counter in counters)
     return {"seconds": seconds, "events": events, "reads": sum(counter.reads for _, counter in counters)}, late_s
+
+
+def latency_ms(late_s: list[tuple[int, float]]) -> dict[str, dict[str, float]]:
+    """Of all tokens, and of those behind the crowd's arrival: all requests of a round come at the same moment, and
+    until they have been read their first tokens wait for that, as they would in no service at its pace."""
+    return {
+        "added_latency_ms": percentiles_ms([late for _, late in late_s]),
+        "added_latency_after_arrival_ms": percentiles_ms([late for place, late in late_s if place >= ARRIVAL_TOKENS]),
+    }
 
 
 def percentiles_ms(samples_s: list[float]) -> dict[str, float]:
@@ -302,7 +314,7 @@ def measure(
                 "cpu_us_per_event": statistics.median(one["cpu_s"] * 1e6 / one["events"] for one in rounds),
                 "of_that_kernel_us": statistics.median(one["kernel_s"] * 1e6 / one["events"] for one in rounds),
                 "worker_core_share": statistics.median(one["cpu_s"] / one["seconds"] for one in rounds),
-                "added_latency_ms": percentiles_ms(late_s),
+                **latency_ms(late_s),
                 "events_per_read": statistics.median(one["events"] / one["reads"] for one in rounds),
                 "rss_idle_mib": idle_mib,
                 "rss_after_mib": max(map(memory_mib, workers)),

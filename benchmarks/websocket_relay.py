@@ -27,7 +27,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.http_relay import cpu_s, import_seconds, memory_mib, percentiles_ms, run_peer, wait_ready
+from benchmarks.http_relay import cpu_s, import_seconds, latency_ms, memory_mib, run_peer, wait_ready
 
 HANDSHAKE = (
     "GET /v1/ws HTTP/1.1\r\nHost: x\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
@@ -83,8 +83,8 @@ class Counter(asyncio.Protocol):
 
 async def one_round(
     port: int, sockets: int, streams: int, tokens: int, name: str, sent_s: Any
-) -> tuple[dict[str, float], list[float]]:
-    """Its figures, and how much later than the engine's step each token came."""
+) -> tuple[dict[str, float], list[tuple[int, float]]]:
+    """Its figures, and for each token its place in its stream and how much later than the engine's step it came."""
     loop = asyncio.get_running_loop()
     started, counters, ends = time.monotonic(), [], []
     for place in range(sockets):
@@ -110,7 +110,7 @@ async def one_round(
     seconds = time.monotonic() - started
     for transport, _ in counters:
         transport.abort()
-    late_s = [came_s - sent_s[place] for _, counter in counters for place, came_s in counter.came]
+    late_s = [(place, came_s - sent_s[place]) for _, counter in counters for place, came_s in counter.came]
     return {"seconds": seconds, "frames": sum(counter.frames for _, counter in counters)}, late_s
 
 
@@ -150,7 +150,7 @@ def measure(
                 "tokens_per_core_s": statistics.median(relayed / one["cpu_s"] for one in rounds),
                 "tokens_per_frame": statistics.median(relayed / one["frames"] for one in rounds),
                 "core_share": statistics.median(one["cpu_s"] / one["seconds"] for one in rounds),
-                "added_latency_ms": percentiles_ms(late_s),
+                **latency_ms(late_s),
                 "rss_idle_mib": idle_mib,
                 "rss_after_mib": memory_mib(server.pid),
             }
