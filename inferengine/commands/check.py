@@ -90,7 +90,7 @@ def model(config: Config) -> Iterator[Finding]:
         folder = model_folder(config)
         found = model_files.inspect(folder)
         if config.model.path:
-            _would_load(folder, config.model.quantization)
+            compare.would_load(folder, config.model.quantization)
     except (model_files.BadModel, ConfigError) as error:
         text = error.message if isinstance(error, ConfigError) else str(error)
         yield Finding(PROBLEM, "model", f"{config.model.path or 'embedded model'}: {text}")
@@ -103,15 +103,6 @@ def model(config: Config) -> Iterator[Finding]:
     )
     if not found.has_chat_template:
         yield Finding(NOTE, "model", "it has no chat template: completions work, chat is refused")
-
-
-def _would_load(folder: Path, quantization: str) -> None:
-    """Raises ConfigError. Needs torch, and a second for it; without torch that it is missing has been said already."""
-    try:
-        from inferengine.runtime.dry_run import dry_run
-    except ImportError:
-        return
-    dry_run(folder, quantization)
 
 
 def device(config: Config) -> Iterator[Finding]:

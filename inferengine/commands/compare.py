@@ -1,9 +1,11 @@
-"""`inferengine check --compare`: this engine's model beside transformers' own, layer by layer."""
+"""What `inferengine check` asks of the model's own code: whether a checkpoint would load, and with --compare where this
+engine's model and transformers' own part, layer by layer."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from inferengine.commands.arguments import resolve
 from inferengine.errors import ConfigError, ExitCode
@@ -21,3 +23,12 @@ def run(arguments: Sequence[str]) -> int:
         return ExitCode.USAGE
     print("\n".join(compare.table(comparison)))
     return ExitCode.OK if comparison.parted is None else ExitCode.CRASH
+
+
+def would_load(folder: Path, quantization: str) -> None:
+    """Raises ConfigError. Needs torch, and a second for it; without torch that it is missing has been said already."""
+    try:
+        from inferengine.runtime.dry_run import dry_run
+    except ImportError:
+        return
+    dry_run(folder, quantization)

@@ -292,7 +292,8 @@ def test_a_gemma_that_sees_generates_as_transformers_has_it(tmp_path):
 
 @pytest.mark.parametrize("family", ["gpt2", "gemma3", "qwen2", "mistral-window"])
 def test_a_dry_run_finds_nothing_wrong_with_a_whole_checkpoint(family, tmp_path):
-    dry_run(save(make_model(family), tmp_path, shard_size="60KB"))
+    model = make_model(family)
+    assert dry_run(save(model, tmp_path, shard_size="60KB")) == model.num_parameters()
 
 
 @pytest.mark.parametrize(
