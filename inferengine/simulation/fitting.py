@@ -52,6 +52,8 @@ def fit(shapes: Sequence[StepShape], graphs: CapturedSteps | None = None) -> Fit
         CostModel(0.0, 0.0, float(knee), eager_knee=float(most), graphs=graphs) for knee in _KNEES for most in eager
     ]
     features = _features(shapes)
+    if graphs is not None:  # a captured step costs the same whose rows it has: what else would be put on the change?
+        features[:, _COEFFICIENTS.index("change_s")] = 0.0
     best, least = models[0], math.inf
     for model in models:
         _, loss = _robust(_with_tokens(features, shapes, model), times, _SEARCH_REWEIGHTINGS)

@@ -102,10 +102,18 @@ def test_the_fit_finds_the_coefficients_that_made_the_steps() -> None:
 
 
 def test_the_fit_finds_what_graphs_and_launches_cost() -> None:
-    truth = replace(TRUTH, eager_knee=384.0, graphs=GRAPHS)
+    truth = replace(TRUTH, eager_knee=384.0, graphs=GRAPHS, change_s=0.0)
     found = fit(make_steps(noise=0.0, truth=truth), GRAPHS)
     assert found.cost.graphs == GRAPHS
     assert coefficients(found.cost) == pytest.approx(coefficients(truth), rel=1e-3)
+
+
+def test_where_steps_are_graphs_nothing_is_put_on_the_change_of_rows() -> None:
+    """Steps with prompts change the rows, so that the two are hard to tell apart; a load of decodes pays for it."""
+    truth = replace(TRUTH, eager_knee=384.0, graphs=GRAPHS)
+    found = fit(make_steps(noise=0.0, truth=truth), GRAPHS).cost
+    assert found.change_s == 0.0
+    assert found.step_s > truth.step_s
 
 
 def test_the_fit_is_not_biased_towards_steps_that_happened_to_be_fast() -> None:
