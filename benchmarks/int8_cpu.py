@@ -1,6 +1,6 @@
-"""A model on the CPU in fp32 and in low precision, alternating in one process: what a decode step costs.
+"""A model on the CPU in fp32, bf16 and low precision, alternating in one process: what a decode step costs.
 
-python benchmarks/int8_cpu.py [--model FOLDER] [--schemes int8 int8_w8a8] [--threads 1] [--batch 1] [--json FILE]
+python benchmarks/int8_cpu.py [--model FOLDER] [--schemes bfloat16 int8 int8_w8a8] [--threads 1] [--batch 1]
 
 Wall time and this thread's own CPU time: with one thread the latter tells what the engine does on a core of its own
 though others use the machine. Medians of steps that only decode; the ratio is tokens per second over fp32's.
@@ -54,7 +54,7 @@ class Timed:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="", help="checkpoint folder; none: the embedded model")
-    parser.add_argument("--schemes", nargs="+", default=["int8", "int8_w8a8"])
+    parser.add_argument("--schemes", nargs="+", default=["bfloat16", "int8", "int8_w8a8"])
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=30)
@@ -62,7 +62,9 @@ def main() -> None:
     arguments = parser.parse_args()
     engines: dict[str, Timed] = {}
     for scheme in ("none", *arguments.schemes):
-        values: dict[str, Any] = {"path": arguments.model, "quantization": scheme}
+        values: dict[str, Any] = {"path": arguments.model, "dtype": "float32", "quantization": scheme}
+        if scheme == "bfloat16":
+            values |= {"dtype": scheme, "quantization": "none"}
         config = load().with_values(
             model=values,
             engine={"device": "cpu", "threads": arguments.threads, "max_num_seqs": arguments.batch},
