@@ -142,7 +142,7 @@ def test_requests_that_are_cancelled_while_nobody_is_admitted_are_not_kept(polic
     for uid in range(3, 800):
         run.submit(make_request(uid, prompt=9, max_tokens=5, priority=5, tenant=f"tenant {uid % 400}"))
         run.cancel(uid)
-    kept = sum(isinstance(item, Sequence) for item in gc.get_objects())
+    kept = sum(type(item) is Sequence for item in gc.get_objects())
     assert kept < 200
     assert [sequence.uid for sequence in run.scheduler.waiting] == [2]
     run.to_end()
