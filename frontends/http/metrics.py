@@ -1,25 +1,23 @@
 """The front end's own figures. The engine owns queue, tokens, latencies and cache; here are only requests over HTTP.
 
-Each worker counts in its own slab of one shared anonymous mapping made before the fork, so any worker can answer for
-all of them. Every series exists from the start (route x status), which is what makes the slab's layout fixed.
+Every series exists from the start (route x status), which is what makes the layout of a worker's cells fixed.
 """
 
 from __future__ import annotations
 
 import bisect
-import mmap
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from frontends.common.worker_cells import WorkerCells
+
 STATUSES = (200, 400, 401, 403, 404, 405, 409, 413, 422, 429, 431, 499, 500, 503, 504)
 OTHER = "other"  # the handler of whatever no route takes
 BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
-_DOUBLE = 8
 
 
 class HttpMetrics(Collector):
@@ -31,25 +29,19 @@ class HttpMetrics(Collector):
         self._num_statuses = len(STATUSES) + 1  # the last for any other
         self._counts = len(self.handlers) * self._num_statuses
         self._histogram = len(BUCKETS_S) + 2  # buckets, +Inf, sum
-        self._size = self._counts + len(self.handlers) * self._histogram + 2
-        self._memory = mmap.mmap(-1, max(1, num_workers * self._size * _DOUBLE))
-        self._all: memoryview[float] = memoryview(self._memory).cast("d")
-        self._num_workers = num_workers
-        self.worker = 0
-        self._own: Any = self._slab(0)
+        self.cells = WorkerCells(self._counts + len(self.handlers) * self._histogram + 1, num_workers)
 
     def choose_worker(self, worker: int) -> None:
-        """After the fork: write into this worker's slab from now on. A restarted worker goes on where its
-        predecessor stopped, except for the gauges, which died with it."""
-        self.worker = worker
-        self._own = self._slab(worker)
-        self._own[-1] = self._own[-2] = 0.0
+        """After the fork: count as this worker from now on. A restarted one goes on where its predecessor stopped,
+        except for the gauge, which died with it."""
+        self.cells.choose_worker(worker)
+        self.cells.own[-1] = 0.0
 
     def request_started(self) -> None:
-        self._own[-1] += 1
+        self.cells.own[-1] += 1
 
     def request_ended(self, handler: str, status: int, seconds: float) -> None:
-        own, place = self._own, self._place.get(handler, len(self.handlers) - 1)
+        own, place = self.cells.own, self._place.get(handler, len(self.handlers) - 1)
         own[-1] -= 1
         code = STATUSES.index(status) if status in STATUSES else len(STATUSES)
         own[place * self._num_statuses + code] += 1
@@ -57,17 +49,9 @@ class HttpMetrics(Collector):
         own[start + bisect.bisect_left(BUCKETS_S, seconds)] += 1
         own[start + self._histogram - 1] += seconds
 
-    def beat(self, now: float) -> None:
-        """This worker's event loop turned at `now` (monotonic)."""
-        self._own[-2] = now
-
-    def last_beat(self, worker: int) -> float:
-        """When that worker's loop last turned; 0.0 before it ever did."""
-        return self._slab(worker)[-2]
-
     def collect(self) -> Iterable[Metric]:
         """For prometheus-client: the sum over the workers."""
-        total = [sum(self._slab(worker)[place] for worker in range(self._num_workers)) for place in range(self._size)]
+        total = [self.cells.total(place) for place in range(self.cells.num_cells)]
         requests = CounterMetricFamily("http_requests", "Requests answered.", labels=["handler", "status"])
         codes = CounterMetricFamily("inferengine_http_responses", "Requests answered.", labels=["handler", "code"])
         seconds = HistogramMetricFamily(
@@ -94,6 +78,3 @@ class HttpMetrics(Collector):
         yield codes
         yield seconds
         yield GaugeMetricFamily("http_requests_active", "Requests being answered.", value=total[-1])
-
-    def _slab(self, worker: int) -> memoryview[float]:
-        return self._all[worker * self._size : (worker + 1) * self._size]

@@ -79,7 +79,7 @@ async def stats(request: Request) -> Response:
     service: Service = request.app.state.service
     document = await stats_document(service.engines)
     document.setdefault("config", service.config.resolved())
-    document["http"] = {"active_requests": service.num_calls, "worker": service.metrics.worker}
+    document["http"] = {"active_requests": service.num_calls, "worker": service.metrics.cells.worker}
     if service.keys.required:
         document["http"]["keys"] = {"count": len(service.keys.keys), "complaint": service.keys.complaint}
     return JsonBytes(document)

@@ -94,7 +94,7 @@ async def _serve(
     while not serving.done():
         now = time.monotonic()
         if server.started:
-            service.metrics.beat(now)
+            service.metrics.cells.beat(now)
             on_turn(server.should_exit)
         if os.getppid() != parent:
             server.should_exit = True  # the process that would restart us is gone
