@@ -218,11 +218,12 @@ class HttpConfig:
 class WsConfig:
     host: str = _key("127.0.0.1", "address to listen on")
     port: int = _key(8001, "port; 0: any free one", minimum=0)
+    workers: int = _key(1, "processes that share the listening socket", minimum=1)
     max_requests: int = _key(64, "requests in flight on one socket", minimum=1)
     max_message_bytes: int = _key(4 * 1024 * 1024, "largest frame accepted", minimum=1024)
     send_queue_messages: int = _key(256, "frames waiting for a slow reader before its requests pause", minimum=1)
     origins: str = _key("", "further web origins that may open the socket, comma-separated; *: all")
-    max_sockets: int = _key(4096, "open sockets before new ones get 503", minimum=1)
+    max_sockets: int = _key(4096, "open sockets of all workers before new ones get 503", minimum=1)
     allow_public: bool = _key(False, "listen beyond this machine without API keys, behind something that asks for them")
     tls_certificate: str = _key("", "PEM file with the certificate chain: serve wss; empty: ws")
     tls_key: str = _key("", "PEM file with its private key; empty: in the same file")

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import AsyncIterator, Sequence
+from typing import NamedTuple
 
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -16,7 +18,7 @@ from starlette.websockets import WebSocket
 
 from frontends.common.errors import error_object
 from frontends.common.figures import CONTENT_TYPE, metrics_text, stats_document
-from frontends.common.keys import read_keys
+from frontends.common.keys import KeyRing, read_keys
 from frontends.common.model_context import ModelContext
 from frontends.common.quotas import Quotas
 from frontends.common.registry import Registry
@@ -41,11 +43,31 @@ _FIRST_WORD_S = 0.5  # that a new front end waits for an engine before it opens
 _READY_WAIT_S, _RETRY_S = 3600.0, 0.5
 
 
+class Shared(NamedTuple):
+    """What all workers of a front end have in common, made before the first of them."""
+
+    keys: KeyRing
+    quotas: Quotas
+    metrics: SocketMetrics
+
+    def choose_worker(self, worker: int) -> None:
+        """After the fork: count as this one."""
+        self.quotas.choose_worker(worker)
+        self.metrics.choose_worker(worker)
+
+
+def make_shared(config: Config) -> Shared:
+    keys = read_keys(config.auth.keys_file)
+    return Shared(keys, Quotas(keys.keys, num_workers=config.ws.workers), SocketMetrics(config.ws.workers))
+
+
 class WebsocketFrontEnd:
     """All sockets of this process and the engine behind them. `lifespan` must run around everything."""
 
-    def __init__(self, config: Config, addresses: Sequence[str] = ()) -> None:
-        """`addresses` of the engines; empty: those of the configuration."""
+    def __init__(self, config: Config, addresses: Sequence[str] = (), *, shared: Shared | None = None) -> None:
+        """`addresses` of the engines; empty: those of the configuration. `shared`: with the other workers, where there
+        are any."""
+        shared = shared or make_shared(config)
         self._config = config
         self._origins = read_origins(config.ws.origins)
         self._engine = EnginePool(
@@ -54,9 +76,7 @@ class WebsocketFrontEnd:
             policy=config.wire.choice,
             curve=client_keys(config),
         )
-        self.keys = read_keys(config.auth.keys_file)
-        self._quotas = Quotas(self.keys.keys)
-        self._metrics = SocketMetrics()
+        self.keys, self._quotas, self._metrics = shared
         models = ModelContext(self._engine)
         registry = Registry(self._engine, config.wire.resume_ttl_s)
         self._desk = Desk(self._engine, models, registry, config)
@@ -94,6 +114,10 @@ class WebsocketFrontEnd:
             self._desk.registry.close()
             await self._engine.close()
 
+    def beat(self) -> None:
+        """The event loop turns."""
+        self._metrics.cells.beat(time.monotonic())
+
     @property
     def num_answers(self) -> int:
         """Requests that some socket is reading."""
@@ -121,12 +145,12 @@ class WebsocketFrontEnd:
         try:
             key = self.keys.identify(presented_key(headers, websocket.scope["subprotocols"]))
         except InferEngineError as error:
-            self._metrics.num_refused += 1
+            self._metrics.refused()
             await websocket.send_denial_response(PlainTextResponse(error.message, error.http_status))
             return
-        if len(self._connections) >= self._config.ws.max_sockets:
-            text = f"{len(self._connections)} sockets are open, the most that may be."
-            self._metrics.num_refused += 1
+        if self._metrics.num_open >= self._config.ws.max_sockets:
+            text = f"{self._metrics.num_open} sockets are open, the most that may be."
+            self._metrics.refused()
             await websocket.send_denial_response(PlainTextResponse(text, 503, {"Retry-After": "1"}))
             return
         codec = choose_codec(without_keys(websocket.scope["subprotocols"]))
@@ -148,17 +172,18 @@ class WebsocketFrontEnd:
             self._metrics.closed(opened_s)
 
     async def health(self, _: Request) -> JSONResponse:
-        """This process answers; what the engine does is told beside it."""
-        return JSONResponse({"status": "ok", "engine": self.view.engine_state, "sockets": len(self._connections)})
+        """This process answers; what the engine does is told beside it, and the sockets of all workers."""
+        return JSONResponse({"status": "ok", "engine": self.view.engine_state, "sockets": self._metrics.num_open})
 
     async def stats(self, request: Request) -> JSONResponse:
-        """The engine's live figures, as the HTTP front end gives them."""
+        """The engine's live figures, as the HTTP front end gives them, and the sockets of all workers and of this."""
         if (refusal := self._refusal(request)) is not None:
             return refusal
-        return JSONResponse({**await stats_document(self._engine), "sockets": len(self._connections)})
+        own = {"sockets": len(self._connections), "worker": self._metrics.cells.worker}
+        return JSONResponse({**await stats_document(self._engine), "sockets": self._metrics.num_open, "ws": own})
 
     async def metrics(self, request: Request) -> Response:
-        """Prometheus text: the engine's figures and those of the sockets."""
+        """Prometheus text: the engine's figures and those of all workers' sockets."""
         if (refusal := self._refusal(request)) is not None:
             return refusal
         text = await metrics_text(self._engine, self._metrics)

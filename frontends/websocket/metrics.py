@@ -10,39 +10,62 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from frontends.common.worker_cells import WorkerCells
+
 BUCKETS_S = (0.1, 1.0, 5.0, 15.0, 60.0, 300.0, 900.0, 3600.0, 14400.0)
+_OPEN, _OPENED, _REFUSED, _SECONDS, _FIRST_BUCKET = range(5)
+_NUM_BUCKETS = len(BUCKETS_S) + 1
 
 
 class SocketMetrics(Collector):
-    """Counts sockets. Written on the event loop alone."""
+    """Counts the sockets of all workers; this object writes those of one, on its event loop alone."""
 
-    def __init__(self) -> None:
-        self.num_open = self.num_opened = self.num_refused = 0
-        self._counts = [0] * (len(BUCKETS_S) + 1)
-        self._seconds = 0.0
+    def __init__(self, num_workers: int = 1) -> None:
+        self.cells = WorkerCells(_FIRST_BUCKET + _NUM_BUCKETS, num_workers)
+
+    def choose_worker(self, worker: int) -> None:
+        """After the fork: count as this worker from now on. A restarted one goes on where its predecessor stopped,
+        except for the sockets that died with it."""
+        self.cells.choose_worker(worker)
+        self.cells.own[_OPEN] = 0.0
+
+    @property
+    def num_open(self) -> int:
+        """Sockets that are open now, of all workers."""
+        return int(self.cells.total(_OPEN))
+
+    @property
+    def num_opened(self) -> int:
+        """Sockets that were ever opened, of all workers."""
+        return int(self.cells.total(_OPENED))
+
+    def refused(self) -> None:
+        """A socket was not accepted."""
+        self.cells.own[_REFUSED] += 1
 
     def opened(self) -> float:
         """A socket was accepted; the returned time is for `closed`."""
-        self.num_open += 1
-        self.num_opened += 1
+        self.cells.own[_OPEN] += 1
+        self.cells.own[_OPENED] += 1
         return time.monotonic()
 
     def closed(self, opened_s: float) -> None:
-        self.num_open -= 1
-        seconds = time.monotonic() - opened_s
-        self._counts[bisect.bisect_left(BUCKETS_S, seconds)] += 1
-        self._seconds += seconds
+        own, seconds = self.cells.own, time.monotonic() - opened_s
+        own[_OPEN] -= 1
+        own[_FIRST_BUCKET + bisect.bisect_left(BUCKETS_S, seconds)] += 1
+        own[_SECONDS] += seconds
 
     def collect(self) -> Iterable[Metric]:
-        """For prometheus-client."""
-        yield GaugeMetricFamily("vllm:websocket_connections_active", "Sockets that are open.", value=self.num_open)
-        yield CounterMetricFamily("vllm:websocket_connections", "Sockets opened.", value=self.num_opened)
-        yield CounterMetricFamily("inferengine_websocket_refused", "Sockets refused.", value=self.num_refused)
-        running, buckets = 0, []
-        for bound, count in zip((*BUCKETS_S, "+Inf"), self._counts, strict=True):
+        """For prometheus-client: the sum over the workers."""
+        total = [self.cells.total(place) for place in range(self.cells.num_cells)]
+        yield GaugeMetricFamily("vllm:websocket_connections_active", "Sockets that are open.", value=total[_OPEN])
+        yield CounterMetricFamily("vllm:websocket_connections", "Sockets opened.", value=total[_OPENED])
+        yield CounterMetricFamily("inferengine_websocket_refused", "Sockets refused.", value=total[_REFUSED])
+        running, buckets = 0.0, []
+        for bound, count in zip((*BUCKETS_S, "+Inf"), total[_FIRST_BUCKET:], strict=True):
             running += count
-            buckets.append((str(bound), float(running)))
+            buckets.append((str(bound), running))
         text = "From a socket's opening to its end."
         yield HistogramMetricFamily(
-            "vllm:websocket_connection_duration_seconds", text, buckets=buckets, sum_value=self._seconds
+            "vllm:websocket_connection_duration_seconds", text, buckets=buckets, sum_value=total[_SECONDS]
         )

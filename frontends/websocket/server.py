@@ -1,4 +1,5 @@
-"""The process of the websocket front end: uvicorn around the application, systemd's protocol, and an orderly end.
+"""The process of the websocket front end: uvicorn around the application, systemd's protocol, and an orderly end. One
+worker runs in it; several are its children on one socket.
 
 The first SIGTERM or SIGINT drains, a second one stops at once. Sockets that are still open at the end are closed with
 1012 (service restart); clients come back to the next process and resume what was detached.
@@ -10,18 +11,20 @@ import asyncio
 import contextlib
 import gc
 import logging
+import os
 import signal
 import socket
 import sys
+from collections.abc import Callable
 
 import uvicorn
 
 from frontends.common.acceptor import Server
-from frontends.common.notify import notify
 from frontends.common.protection import check_protection, tls_files
-from frontends.websocket.app import WebsocketFrontEnd
+from frontends.common.workers import TURN_S, SignsOfLife, Workers
+from frontends.websocket.app import Shared, WebsocketFrontEnd, make_shared
 from frontends.websocket.protocol import FramesProtocol
-from inferengine.config import Config, watchdog_interval_s
+from inferengine.config import Config
 from inferengine.errors import ExitCode
 from inferengine.listening import AddressTaken, open_listeners
 from inferengine.logs import configure
@@ -44,11 +47,39 @@ def run_websocket(config: Config) -> int:
     except AddressTaken as error:
         print(f"inferengine ws: {error}", file=sys.stderr)
         return ExitCode.ADDRESS
-    front_end = WebsocketFrontEnd(config)
-    check_protection("ws", listener, front_end.keys, allow_public=config.ws.allow_public)
+    shared = make_shared(config)
+    check_protection("ws", listener, shared.keys, allow_public=config.ws.allow_public)
+    tls_files("ws", config.ws.tls_certificate, config.ws.tls_key)
+    host, port = listener.getsockname()[:2]
+    logger.info("listening on %s port %s", host, port)
+    signs = SignsOfLife(f"listening on {host} port {port}")
+    if config.ws.workers == 1:
+        return run_worker(config, shared, listener, signs.turn)
+
+    def serve(worker: int) -> int:
+        shared.choose_worker(worker)
+        return run_worker(config, shared, listener, lambda stopping: None, parent=parent)
+
+    parent = os.getpid()
+    return Workers(
+        serve,
+        num_workers=config.ws.workers,
+        sockets=[listener],
+        cells=shared.metrics.cells,
+        frozen_after_s=config.engine.frozen_after_s,
+        signs=signs,
+    ).run()
+
+
+def run_worker(
+    config: Config, shared: Shared, listener: socket.socket, on_turn: Callable[[bool], None], *, parent: int = 0
+) -> int:
+    """Serve until SIGTERM or SIGINT, or until `parent` is gone, who would restart this one. `on_turn(stopping)` is
+    called from the event loop, first when it accepts. Returns an exit code of ExitCode."""
+    front_end = WebsocketFrontEnd(config, shared=shared)
     server = Server(server_config(config, front_end))
     with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:
-        return runner.run(_serve(config, front_end, server, listener))
+        return runner.run(_serve(config, front_end, server, listener, on_turn, parent))
 
 
 def server_config(config: Config, front_end: WebsocketFrontEnd) -> uvicorn.Config:
@@ -72,10 +103,20 @@ def server_config(config: Config, front_end: WebsocketFrontEnd) -> uvicorn.Confi
     )
 
 
-async def _serve(config: Config, front_end: WebsocketFrontEnd, server: Server, listener: socket.socket) -> int:
+async def _serve(
+    config: Config,
+    front_end: WebsocketFrontEnd,
+    server: Server,
+    listener: socket.socket,
+    on_turn: Callable[[bool], None],
+    parent: int,
+) -> int:
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     while not server.started and not serving.done():
         await asyncio.sleep(_LOOK_S)
+    if not server.started:
+        await serving
+        return ExitCode.CRASH
     end = _End()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):  # after uvicorn has set its own handlers, which drain nothing
@@ -83,13 +124,10 @@ async def _serve(config: Config, front_end: WebsocketFrontEnd, server: Server, l
     gc.collect()
     gc.freeze()  # what was loaded stays: no need to look through it again
     gc.set_threshold(GC_THRESHOLD)
-    host, port = listener.getsockname()[:2]
-    logger.info("listening on %s port %s", host, port)
-    notify(f"READY=1\nSTATUS=listening on {host} port {port}")
-    alive = asyncio.create_task(_feed_watchdog())
+    alive = asyncio.create_task(_turn(front_end, end, on_turn, parent))
     stopping = asyncio.create_task(end.wait())
     await asyncio.wait([serving, stopping], return_when=asyncio.FIRST_COMPLETED)
-    notify("STOPPING=1\nSTATUS=letting open requests finish")
+    on_turn(True)
     draining = asyncio.create_task(front_end.drain(config.engine.drain_timeout_s))
     aborted = asyncio.create_task(end.wait(2))
     await asyncio.wait([serving, draining, aborted], return_when=asyncio.FIRST_COMPLETED)
@@ -119,8 +157,11 @@ class _End:
             await self._changed.wait()
 
 
-async def _feed_watchdog() -> None:
-    interval_s = watchdog_interval_s()
-    while interval_s is not None:
-        notify("WATCHDOG=1")
-        await asyncio.sleep(interval_s)
+async def _turn(front_end: WebsocketFrontEnd, end: _End, on_turn: Callable[[bool], None], parent: int) -> None:
+    """For ever: show that the event loop turns, and end with the parent."""
+    while True:
+        front_end.beat()
+        on_turn(end.num_signals > 0)
+        if parent and os.getppid() != parent and not end.num_signals:
+            end.on_signal()
+        await asyncio.sleep(TURN_S)
