@@ -1,6 +1,7 @@
 """Which requests are known to this process, and how long one stays that nobody reads.
 
-A request that is not detached ends with its last reader. A detached one goes on for the resume window, in which its
+A request that is not detached ends with its last reader, those of other processes included: the engine knows them. A
+detached one goes on for the resume window, in which its
 client may come back. What becomes of it then is the front end's choice: a page closed for good must not keep the engine
 busy, while a job sent over HTTP runs to its end and is kept for the resume window from there.
 """
@@ -58,13 +59,13 @@ class Registry:
         return self._read(log)
 
     def resume(self, request_id: bytes, n: int, *, detached: bool, context_ids: Sequence[int]) -> RequestLog:
-        """Read a request that this process, another one or another client started."""
+        """Read a request that this process, another one or another client started. `detached` holds where it was not
+        known here: whoever may read it can change it afterwards."""
         log = self._logs.get(request_id)
         if log is None:
             log = RequestLog(
                 self._engine.attach(request_id, (), n), self._turn, detached=detached, context_ids=context_ids
             )
-        log.detached = detached
         return self._read(log)
 
     def leave(self, log: RequestLog, *, forget: bool = False) -> None:
@@ -102,6 +103,6 @@ class Registry:
         self._timers.pop(log.id, None)
         self._logs.pop(log.id, None)
         try:
-            log.cancel()  # without effect on what has finished
+            log.leave()  # without effect on what has finished
         except InferEngineError:  # the client was closed meanwhile
             return

@@ -47,6 +47,8 @@ class EngineRequest(Protocol):
 
     def cancel(self) -> None: ...
 
+    def leave(self) -> None: ...
+
 
 class ChoiceLog:
     """The tokens of one choice so far. While some reader waits, what arrives is taken in the turn, for all of them."""
@@ -204,6 +206,10 @@ class RequestLog:
     def cancel(self) -> None:
         """Fire and forget, any number of times."""
         self._request.cancel()
+
+    def leave(self) -> None:
+        """Nobody reads it here any more. It ends unless somebody elsewhere does: another worker, another front end."""
+        self._request.leave()
 
 
 def _wake(waiter: asyncio.Future[None]) -> None:

@@ -78,11 +78,12 @@ class Answer:
         self._desk = desk
         self._log: RequestLog | None = None
         self._cancelled = False
+        self._is_ours = isinstance(frame, Generate)  # of a resumed one the engine has to tell whose it is
 
     def cancel(self) -> None:
         """Stop generating; the done frames say `cancelled`. Any number of times."""
         self._cancelled = True
-        if self._log is not None:
+        if self._log is not None and self._is_ours:
             self._log.cancel()
 
     async def run(self) -> None:
@@ -96,25 +97,34 @@ class Answer:
             return
         self._log, refused = prepared.log, False
         try:
-            if self._cancelled:
+            if self._cancelled and self._is_ours:
                 self._log.cancel()
             try:
                 accept = await self._log.accepted()
-                if read_note(self._log.note).tenant != self._key.tenant:
-                    raise InferEngineError("not_found", "There is no such request.", field="request_id")
             except InferEngineError as error:
                 refused = True
                 if error.field == "grammar":
                     error.field = prepared.grammar_field
                 raise
+            self._claim(self._log)
             await self._channel.plain(self._accepted(accept))
             await self._choices(prepared, accept, model)
         except InferEngineError as error:
-            if error.code != "client_stalled":  # whoever is merely slow may come back for the rest
+            if self._is_ours and error.code != "client_stalled":  # whoever is merely slow may come back for the rest
                 self._log.cancel()
             raise
         finally:
             self._desk.registry.leave(self._log, forget=refused)
+
+    def _claim(self, log: RequestLog) -> None:
+        """Raises not_found for another tenant's request, which goes on as if nobody had asked."""
+        self._is_ours = read_note(log.note).tenant == self._key.tenant
+        if not self._is_ours:
+            raise InferEngineError("not_found", "There is no such request.", field="request_id")
+        if isinstance(self.frame, Resume):
+            log.detached = self.frame.detached
+            if self._cancelled:
+                log.cancel()
 
     # -- before the engine -------------------------------------------------------------------------------------------
 
@@ -124,7 +134,7 @@ class Answer:
         if isinstance(frame, Resume):
             params = from_map(frame.params)
             log = desk.registry.resume(
-                frame.request_id, len(frame.cursors), detached=frame.detached, context_ids=frame.context_ids
+                frame.request_id, len(frame.cursors), detached=True, context_ids=frame.context_ids
             )
             return _Prepared(log, params, frame.cursors)
         adapter = model.adapter_of(frame.model)

@@ -113,6 +113,13 @@ class Submission:
         self._call.end(error)  # before anything is sent: sending reads too, and the engine may have answered by then
         self._client._after_sending()
 
+    def leave(self) -> None:
+        """Read it no more: its streams end here at once, and the engine cancels it unless somebody else reads it."""
+        if (session := self._client._session) is not None:
+            session.leave(self._call)
+        self._call.end(InferEngineError("cancelled", "Nobody reads this request here any more."))
+        self._client._after_sending()
+
     @property
     def call(self) -> Call:
         return self._call

@@ -90,7 +90,7 @@ class PooledAttachment:
         self._clients = clients
         self._arguments = (cursors, n, reply)
         self._submission: Submission | None = None
-        self._cancelled = False
+        self._cancelled = self._left = False
 
     async def accepted(self) -> Accept:
         """Raises not_found when no engine has the request. `streams` is filled afterwards."""
@@ -107,6 +107,8 @@ class PooledAttachment:
             self._submission, self.streams = submission, submission.streams
             if self._cancelled:
                 submission.cancel()
+            if self._left:
+                submission.leave()
             return accept
         raise failure
 
@@ -114,6 +116,12 @@ class PooledAttachment:
         self._cancelled = True
         if self._submission is not None:
             self._submission.cancel()
+
+    def leave(self) -> None:
+        """As Submission.leave."""
+        self._left = True
+        if self._submission is not None:
+            self._submission.leave()
 
 
 class EnginePool:

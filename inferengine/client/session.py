@@ -74,6 +74,7 @@ class Session:
         self._calls = Calls()
         self._questions = Questions(self._ask)
         self._orphans: list[int] = []  # streams released while the connection was broken
+        self._left: list[int] = []  # likewise, but somebody else may read them
         self._handlers: dict[type, Callable[[Any, float], None]] = {
             Welcome: self._on_welcome,
             Accept: lambda message, now: self._calls.on_accept(message),
@@ -135,6 +136,15 @@ class Session:
             self._send(Cancel(tuple(names)))
         else:
             self._orphans += names
+
+    def leave(self, call: Call) -> None:
+        """Forget a call that nobody here reads any more. The engine cancels it, now or when it is back, unless
+        another peer reads it."""
+        names = self._calls.release(call)
+        if names and self.phase is Phase.UP:
+            self._send(Cancel(tuple(names), leave=True))
+        else:
+            self._left += names
 
     def ping(self) -> Answer[Pong]:
         return self._questions.ping()
@@ -261,6 +271,9 @@ class Session:
         self._orphans.clear()
         if names:
             self._send(Cancel(tuple(names)))
+        if self._left:
+            self._send(Cancel(tuple(self._left), leave=True))
+            self._left.clear()
         for question in self._questions.unanswered():
             self._send(question)
 

@@ -130,6 +130,9 @@ class Link:
 
     def cancel(self, peer: Peer, message: Cancel, now: float) -> None:
         """End streams of this peer, or requests by id. Unknown ones are ignored."""
+        if message.leave:
+            self._leave(peer, set(message.streams))
+            message = message._replace(streams=())
         logs: list[Log] = [peer.streams[stream].log for stream in message.streams if stream in peer.streams]
         for id in message.ids:
             submission = self._outbox.submissions.get(id)
@@ -368,6 +371,17 @@ class Link:
             after_ms,
         )
         peer.answer(codec.encode(answer), now)
+
+    def _leave(self, peer: Peer, streams: set[int]) -> None:
+        """This peer reads them no more: what nobody else reads is cancelled."""
+        for item in self._preparation:
+            others = [each for each in item.readers if each[0] is not peer or each[1].stream not in streams]
+            if len(others) < len(item.readers):
+                item.readers[:] = others
+                if not others:
+                    self._preparation.forget(item)
+                    self._outbox.forget(item.submission)
+        self.abandon(self._outbox.leave(peer, streams), CANCELLED)
 
     def _end(self, uids: list[int], reason: str, detail: tuple[str, str]) -> None:
         if uids and self.engine is not None:

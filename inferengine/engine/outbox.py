@@ -100,14 +100,21 @@ class Outbox:
 
     def drop(self, peer: Peer) -> list[Submission]:
         """Forget a peer's cursors. Returns the submissions that nobody reads now, not ended and not detached."""
+        return [submission for submission in self.leave(peer, list(peer.streams)) if not submission.detached]
+
+    def leave(self, peer: Peer, streams: Iterable[int]) -> list[Submission]:
+        """Forget some of a peer's cursors. Returns the submissions that nobody reads now and that have not ended."""
         orphans: dict[bytes, Submission] = {}
-        for subscription in list(peer.streams.values()):
+        for stream in streams:
+            subscription = peer.streams.get(stream)
+            if subscription is None:
+                continue
             log = subscription.log
             if log.layout is not None:
                 log.layout.stale = True
             submission = log.submission
             self._close(subscription)
-            if not submission.detached and not submission.ended and not submission.num_subscriptions:
+            if not submission.ended and not submission.num_subscriptions:
                 orphans[submission.id] = submission
         return list(orphans.values())
 

@@ -134,10 +134,19 @@ def _encode_submit(message: Submit) -> tuple[int, Any, Frames]:
     return Kind.SUBMIT, body, [] if message.prompt is None else [message.prompt]
 
 
+def _encode_cancel(message: Cancel) -> tuple[int, Any, Frames]:
+    body: dict[str, Any] = {"streams": message.streams, "ids": message.ids}
+    if message.leave:
+        body["leave"] = True
+    return Kind.CANCEL, body, []
+
+
 def _decode_cancel(body: Any, raw: Sequence[bytes]) -> Cancel:
     body = read.map_body(body)
     return Cancel(
-        read.each(body.get("streams", []), "streams", read.u32), read.each(body.get("ids", []), "ids", read.request_id)
+        read.each(body.get("streams", []), "streams", read.u32),
+        read.each(body.get("ids", []), "ids", read.request_id),
+        read.boolean(body.get("leave", False), "leave"),
     )
 
 
@@ -173,7 +182,7 @@ def _encode_admin(message: Admin) -> tuple[int, Any, Frames]:
 ENCODERS: Mapping[type, Encoder] = {
     Hello: _encode_hello,
     Submit: _encode_submit,
-    Cancel: encode_fields(Kind.CANCEL),
+    Cancel: _encode_cancel,
     Attach: encode_fields(Kind.ATTACH),
     Credit: lambda message: (Kind.CREDIT, [message.seq], []),
     Model: encode_fields(Kind.MODEL, without_none=True),

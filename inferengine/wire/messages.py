@@ -77,6 +77,7 @@ class Submit(NamedTuple):
 class Cancel(NamedTuple):
     streams: tuple[int, ...] = ()
     ids: tuple[bytes, ...] = ()
+    leave: bool = False  # this peer reads `streams` no more: they end where no other peer reads them
 
 
 class Attach(NamedTuple):

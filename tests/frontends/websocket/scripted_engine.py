@@ -213,7 +213,10 @@ class ScriptedEngine:
             case Cancel():
                 for item in list(self._subscribers):
                     if item.peer == peer and item.name in message.streams:
-                        self._cancel(item.output)
+                        if message.leave:
+                            self._subscribers.remove(item)
+                        if not message.leave or not any(other.output is item.output for other in self._subscribers):
+                            self._cancel(item.output)
             case Bye():
                 for job in self._jobs.values():
                     if not job.message.detached and any(self._listens(peer, output) for output in job.outputs):
