@@ -99,7 +99,7 @@ class EngineConfig:
     max_num_seqs: int = _key(0, "most sequences in one step; 0: 64 on CPU, 256 on CUDA", minimum=0)
     max_num_batched_tokens: int = _key(0, "token budget of one step; 0: 512 on CPU, 8192 on CUDA", minimum=0)
     overlap: str = _key("auto", "schedule step n+1 while step n runs; auto: on CUDA", ("auto", "on", "off"))
-    cuda_graphs: bool = _key(True, "replay decode steps as one CUDA graph launch")
+    cuda_graphs: bool = _key(True, "replay decode steps, and small ones with prompts, as one CUDA graph launch")
     deterministic: bool = _key(False, "bit-equal outputs whatever else is in the batch")
     seed: int = _key(0, "seed of requests that bring none; 0: a new one for each start", minimum=0)
     drain_timeout_s: float = _key(30.0, "how long SIGTERM lets running requests finish", minimum=0)
