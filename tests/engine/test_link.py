@@ -365,6 +365,30 @@ class TestCancel:
         assert peer.expect(Pong).nonce == 5
         check_idle(engine)
 
+    def test_who_leaves_ends_it_for_nobody_else(self, connect: Connect) -> None:
+        with run_service(step_s=0.01) as engine:
+            first, second = connect(engine), connect(engine)
+            first.submit(1, id=ID, max_tokens=60, detached=True)
+            assert first.expect(Step).tokens
+            second.send(Attach(ID, 5))
+            assert second.expect(Accept).attached
+            first.send(Cancel((1,), leave=True))
+            collected = second.collect({5})
+            assert (collected.done[5][0].reason, len(collected.tokens[5])) == ("length", 60)
+            check_idle(engine)
+
+    def test_the_last_to_leave_ends_it(self, connect: Connect) -> None:
+        with run_service(step_s=0.01) as engine:
+            first, second = connect(engine), connect(engine)
+            first.submit(1, id=ID, max_tokens=900, detached=True)
+            assert first.expect(Step).tokens
+            second.send(Attach(ID, 5))
+            assert second.expect(Accept).attached
+            second.send(Cancel((5,), leave=True))
+            assert first.expect(Step).tokens
+            first.send(Cancel((1,), leave=True))
+            check_idle(engine)
+
     def test_blocks_are_free_within_two_steps(self, connect: Connect) -> None:
         with run_service(step_s=0.03) as engine:
             peer = connect(engine)

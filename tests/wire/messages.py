@@ -62,6 +62,7 @@ EXAMPLES: dict[str, Message] = {
     ),
     "submit_embedding": Submit(ID, 9, PROMPT.tobytes(), reply="embedding", pooling="mean"),
     "cancel": Cancel((7, 8), (ID,)),
+    "cancel_leave": Cancel((7, 8), leave=True),
     "attach": Attach(ID, 20, (5, 0), "both"),
     "credit": Credit(300),
     "model": Model(),

@@ -94,7 +94,7 @@ def test_another_tenant_s_request_is_not_there(engine, server):
         request_id = alice.until("accepted")["request_id"]
         bob.send(type="resume", id="b", request_id=request_id)
         assert bob.until("error", "accepted")["error"]["code"] == "not_found"
-        alice.until("done")
+        assert alice.until("done")["finish_reason"] == "length", "whoever may not read it may not end it either"
     with by_header(server, ALICE) as alice:
         alice.send(type="resume", id="again", request_id=request_id)
         assert alice.until("done", "error")["type"] == "done"

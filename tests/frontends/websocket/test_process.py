@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -105,6 +106,8 @@ def test_a_socket_handed_over_is_used(tmp_path):
             open_socket(server) as client,
         ):
             assert server.port == listener.getsockname()[1]
+            children = Path(f"/proc/{server.child.pid}/task/{server.child.pid}/children")
+            assert not children.read_text(), "one worker runs in the process itself"
             assert client.hello["type"] == "hello"
 
 
