@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import os
+import select
 import sys
 from collections.abc import Sequence
+from typing import TextIO
 
 from inferengine.errors import ExitCode, InferEngineError
 
@@ -43,6 +46,21 @@ def usage() -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command line and return the process's exit code (see errors.ExitCode)."""
+    try:
+        code = _run(arguments)
+        sys.stdout.flush()  # not at the interpreter's end, where nobody could tell a reader that has gone from a bug
+        return code
+    except BrokenPipeError:
+        unread = [stream for stream in (sys.stdout, sys.stderr) if _is_unread(stream)]
+        if not unread:
+            raise
+        with open(os.devnull, "wb") as nowhere:
+            for stream in unread:  # what is still in their buffers
+                os.dup2(nowhere.fileno(), stream.fileno())
+        return ExitCode.UNREAD
+
+
+def _run(arguments: Sequence[str] | None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     if not words or words[0] in ("-h", "--help", "help"):
         print(usage())
@@ -69,6 +87,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return ExitCode.USAGE if error.code == "invalid_request" else ExitCode.CRASH
     except KeyboardInterrupt:
         return ExitCode.ABORTED
+
+
+def _is_unread(stream: TextIO) -> bool:
+    """Whether it is a pipe or socket that nobody reads any more."""
+    poll = select.poll()
+    poll.register(stream.fileno(), 0)  # errors are told unasked
+    return bool(poll.poll(0))
 
 
 if __name__ == "__main__":

@@ -121,3 +121,4 @@ class ExitCode:
     ADDRESS = 5  # a socket cannot be bound
     FROZEN = 6  # the loop stopped turning
     ABORTED = 130  # a second signal cut the drain short
+    UNREAD = 141  # whoever read the output has gone, as `head` does

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -160,3 +163,32 @@ def test_a_report_that_could_not_be_written_is_refused_before_the_work(
     assert "--json" in told.err
     assert complaint in told.err
     assert told.out == "", "nothing was simulated"
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"], ids=["at its end", "at its first line"])
+def test_a_reader_that_has_gone_ends_a_command_without_a_word(unbuffered: str) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        ended = subprocess.run(
+            [sys.executable, "-m", "inferengine.cli", "config"],
+            stdout=writer,
+            stderr=subprocess.PIPE,
+            env={**os.environ, "PYTHONUNBUFFERED": unbuffered},
+            timeout=20,
+        )
+    finally:
+        os.close(writer)
+    assert (ended.returncode, ended.stderr) == (ExitCode.UNREAD, b"")
+
+
+def test_a_pipe_that_broke_elsewhere_is_no_quiet_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(words: list[str]) -> int:
+        raise BrokenPipeError
+
+    monkeypatch.setattr("inferengine.commands.config.run", fail)
+    with open(os.devnull, "w") as read_by_all:
+        monkeypatch.setattr("sys.stdout", read_by_all)
+        monkeypatch.setattr("sys.stderr", read_by_all)
+        with pytest.raises(BrokenPipeError):
+            cli.main(["config"])
