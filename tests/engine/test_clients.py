@@ -80,6 +80,45 @@ class TestAsyncClient:
         asyncio.run(scenario())
         assert engine.telemetry.finished.total() == 1
 
+    def test_who_leaves_reads_no_more_and_others_read_on(self) -> None:
+        async def scenario(address: str) -> tuple[str, int, str]:
+            async with AsyncClient(address) as first, AsyncClient(address) as second:
+                left = first.submit([1], SamplingParams(max_tokens=100), detached=True)
+                await left.streams[0].__anext__()
+                read_on = second.attach(left.id)
+                await read_on.accepted()
+                left.leave()
+                _, ends = await read(left.streams[0])
+                tokens, finishes = await read(read_on.streams[0])
+                assert first.attach(left.id).id == left.id, "it may be read here again"
+                return ends[0].detail[0], len(tokens), finishes[0].reason  # type: ignore[attr-defined,index]
+
+        with run_service(step_s=0.005) as engine:
+            assert asyncio.run(scenario(address_of(engine))) == ("cancelled", 100, "length")
+
+    def test_what_was_left_while_the_connection_was_broken_ends_afterwards(self) -> None:
+        async def scenario(relay: Relay, service: EngineService) -> None:
+            async with AsyncClient(f"tcp://127.0.0.1:{relay.port}", status_address="") as client:
+                submission = client.submit([1], SamplingParams(max_tokens=900), detached=True)
+                await submission.streams[0].__anext__()
+                relay.cut(refuse=True)
+                async with asyncio.timeout(10.0):
+                    while client.connected:
+                        await asyncio.sleep(0.005)
+                submission.leave()
+                relay.heal()
+                await client.connect(10.0)
+                await asyncio.to_thread(check_idle, service)
+
+        port = free_port()
+        with run_service(step_s=0.02, wire={"tcp": f"tcp://127.0.0.1:{port}", "heartbeat_s": 1.0}) as service:
+            relay = Relay(port)
+            try:
+                asyncio.run(scenario(relay, service))
+            finally:
+                relay.close()
+            assert service.telemetry.finished["abort"] == 1
+
     def test_a_slow_reader_gets_everything_merged(self, engine: EngineService) -> None:
         async def scenario() -> int:
             async with AsyncClient(address_of(engine), window=2) as client:

@@ -210,6 +210,17 @@ def test_what_nobody_reads_is_an_orphan_unless_it_is_detached() -> None:
     assert peer.streams == {}
 
 
+def test_what_the_last_reader_left_is_an_orphan_detached_or_not() -> None:
+    bench = Bench()
+    peer, other = bench.peer(b"p"), bench.peer(b"q")
+    detached, shared, kept = (bench.open(peer, [uid], uid) for uid in (1, 2, 3))
+    detached.detached = True
+    bench.outbox.subscribe(other, shared, 1, (), "tokens")
+    assert bench.outbox.leave(peer, [1, 2, 99]) == [detached]
+    assert list(peer.streams) == [3]
+    assert kept.num_subscriptions == 1
+
+
 def test_finished_logs_are_forgotten_after_their_time() -> None:
     bench = Bench(ttl_s=5.0)
     submission = bench.open(bench.peer(), [1], 5)
