@@ -84,6 +84,10 @@ class BlockPool:
         self._is_cached[block_id] = True
         self._evictable.cached(block_id)
 
+    def unmark_cached(self, block_id: int) -> None:
+        """The block's content is in the prefix cache no more. The caller holds the block."""
+        self._is_cached[block_id] = False
+
     def forget_cached(self) -> None:
         """No block is cached any more."""
         self._is_cached = [False] * self.num_blocks

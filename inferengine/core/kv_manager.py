@@ -179,7 +179,7 @@ class KVCacheManager:
         return True
 
     def cache_full_blocks(self, sequence: Sequence, num_computed: int) -> None:
-        """Hash the blocks that became full with `num_computed` tokens done, and offer them for reuse."""
+        """Hash the blocks that are full with `num_computed` tokens done or under way, and offer them for reuse."""
         size = self.block_size
         hashes = sequence.block_hashes
         full = min(num_computed, len(sequence.tokens)) // size
@@ -192,6 +192,20 @@ class KVCacheManager:
             digest = block_hash(digest, sequence.tokens[index * size : (index + 1) * size])
             hashes.append(digest)
             self._insert(sequence, index, digest)
+
+    def forget(self, sequence: Sequence, from_token: int) -> None:
+        """Offer the blocks from that token on to nobody any more: what is in them is worth nothing."""
+        gone: list[bytes] = []
+        for index in range(from_token // self.block_size, len(sequence.block_hashes)):
+            digest = sequence.block_hashes[index]
+            for pool, cache, table in zip(self.pools, self.caches, sequence.block_tables, strict=True):
+                if index < len(table) and cache.get(digest) == table[index]:
+                    cache.evict(table[index])
+                    pool.unmark_cached(table[index])
+                    gone.append(digest)
+        if gone and self.events is not None:
+            lost = [digest for digest in dict.fromkeys(gone) if not any(digest in cache for cache in self.caches)]
+            self.events.append(BlockRemoved(lost))
 
     def release(self, sequence: Sequence) -> None:
         """Give back every block of the sequence; cached content stays until it is evicted."""

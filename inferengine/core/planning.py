@@ -221,6 +221,9 @@ class Planner:
         stats.num_scheduled_rows += len(draft.rows)
         stats.max_batch = max(stats.max_batch, len(draft.rows))
         swapped_out, roster.swapped_out = roster.swapped_out, []
+        for row in range(plan.num_decodes, len(draft.rows)):
+            if row not in draft.drafts:  # steps run in order: the next one may read what this one is going to write
+                roster.kv.cache_full_blocks(draft.rows[row], plan.starts[row] + plan.counts[row])
         return ScheduledStep(plan, draft.rows, sampled, uids, layout, swapped_out, draft.drafts)
 
     def _take_writes(self, draft: StepDraft, on_device: bool) -> TokenWrites:

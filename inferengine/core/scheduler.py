@@ -138,7 +138,8 @@ class Scheduler:
         return masks, failed
 
     def commit(self, scheduled: ScheduledStep, result: StepResult, now: float) -> StepOutput:
-        """Append the tokens of a finished step, end what stopped, and offer full blocks for reuse."""
+        """Append the tokens of a finished step, end what stopped, and offer full blocks of outputs for reuse: those of
+        prompts have been since the step was planned."""
         plan, kv = scheduled.plan, self.kv
         if result.prompt_logprobs:
             self._keep_prompt_logprobs(scheduled, result.prompt_logprobs)
@@ -146,11 +147,8 @@ class Scheduler:
         for row, message in (result.failed_rows or {}).items():
             sequence = scheduled.rows[row]
             if sequence.status is not Status.FINISHED:
+                kv.forget(sequence, plan.starts[row])
                 finished.append(self._finish(sequence, "error", ("engine_error", message), now))
-        for row in range(plan.num_decodes, len(scheduled.rows)):
-            sequence = scheduled.rows[row]
-            if sequence.status is Status.RUNNING and not plan.samples[row]:  # rows that draw follow below
-                kv.cache_full_blocks(sequence, plan.starts[row] + plan.counts[row])
         if plan.pooled:
             finished += self._finish_pooled(scheduled, result, now)
         if plan.masked or scheduled.drafts:
@@ -186,6 +184,7 @@ class Scheduler:
     def fail(self, scheduled: ScheduledStep, rows: list[int] | None, message: str, now: float) -> list[Finished]:
         """A step did not give a result: end the requests of `rows`, or of the whole step where no culprit is known.
         The others have lost the step's work, so they start over from their known tokens."""
+        self.kv.flush()  # what the step was going to write has been offered for reuse
         culprits = set(range(len(scheduled.rows)) if rows is None else rows)
         finished: list[Finished] = []
         for row, sequence in enumerate(scheduled.rows):

@@ -7,7 +7,9 @@ import random
 import pytest
 
 from inferengine.core.block_pool import BlockPool
+from inferengine.core.plan import StepPlan, StepResult
 from inferengine.core.prefix_cache import PrefixCache, block_hash, root_hash
+from inferengine.engine.core import StepFailed
 from tests.core.builders import Run, expected_output, make_capacity, make_request
 
 
@@ -166,3 +168,45 @@ def test_any_history_of_requests_leaves_no_block_and_changes_no_output(seed: int
         assert got == (expected[: len(got)] if uid in cancelled else expected)
     assert set(run.finished) == set(requests)
     assert all(pool.num_held == 0 for pool in run.scheduler.kv.pools)
+
+
+PROMPT = list(range(1, 33))
+
+
+def test_with_overlap_a_step_reads_the_prefix_that_the_one_under_way_writes() -> None:
+    run = Run(max_in_flight=2)
+    first, second = make_request(1, [*PROMPT, 40]), make_request(2, [*PROMPT, 50, 51])
+    run.submit(first).step()
+    run.submit(second).step()
+    assert run.scheduler.kv.num_hit_tokens == len(PROMPT)
+    run.to_end()
+    assert [run.outputs[1], run.outputs[2]] == [expected_output(first), expected_output(second)]
+
+
+@pytest.mark.parametrize("max_in_flight", [1, 2])
+def test_what_a_failed_step_was_to_write_is_not_reused(max_in_flight: int) -> None:
+    run = Run(max_in_flight=max_in_flight)
+    run.executor.fail_with = StepFailed("the device did not take it", rows=[])
+    requests = [make_request(uid, [*PROMPT, 40 + uid]) for uid in (1, 2)]
+    for request in requests:
+        run.submit(request).step()
+    run.to_end()
+    for request in requests:
+        assert run.outputs[request.uid] == expected_output(request)
+
+
+def test_a_prompt_that_gave_no_numbers_leaves_nothing_for_others() -> None:
+    run = Run(budget=16)
+    computed = run.executor.run
+
+    def broken(plan: StepPlan, words: bytearray | None) -> StepResult:
+        result = computed(plan, words)
+        return result._replace(failed_rows={0: "not a number"}) if plan.samples[0] else result
+
+    run.executor.run = broken  # type: ignore[method-assign]
+    run.submit(make_request(1, PROMPT)).to_end()
+    assert run.finished[1] == ("error", ("engine_error", "not a number"))
+    run.executor.run = computed  # type: ignore[method-assign]
+    again = make_request(2, [*PROMPT, 40])
+    assert run.submit(again).to_end().outputs[2] == expected_output(again)
+    assert run.scheduler.kv.num_hit_tokens == 16  # the first chunk's: nothing was wrong with that one
