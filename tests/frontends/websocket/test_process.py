@@ -25,13 +25,15 @@ def process(folder, *flags, environment=None, handed_over=None):
     notify.settimeout(15)
     command = [sys.executable, "-m", "inferengine.cli", "ws", "--wire.socket", f"ipc://{folder}/engine.sock", *flags]
     if handed_over is not None:  # LISTEN_PID must be the process's own, as systemd sets it
-        program = "import os, sys; os.environ['LISTEN_PID'] = str(os.getpid()); os.execv(sys.argv[1], sys.argv[1:])"
-        command = [sys.executable, "-c", program, *command]
-        os.dup2(handed_over.fileno(), 3)
+        program = (
+            "import os, sys; os.environ['LISTEN_PID'] = str(os.getpid()); os.dup2(int(sys.argv[1]), 3); "
+            "os.execv(sys.argv[2], sys.argv[2:])"
+        )
+        command = [sys.executable, "-c", program, str(handed_over.fileno()), *command]
     child = subprocess.Popen(
         command,
         env={**os.environ, "NOTIFY_SOCKET": f"{folder}/notify.sock", **(environment or {})},
-        pass_fds=(3,) if handed_over is not None else (),
+        pass_fds=(handed_over.fileno(),) if handed_over is not None else (),
     )
     try:
         first = notify.recv(4096).decode()
