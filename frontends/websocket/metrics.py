@@ -34,11 +34,6 @@ class SocketMetrics(Collector):
         """Sockets that are open now, of all workers."""
         return int(self.cells.total(_OPEN))
 
-    @property
-    def num_opened(self) -> int:
-        """Sockets that were ever opened, of all workers."""
-        return int(self.cells.total(_OPENED))
-
     def refused(self) -> None:
         """A socket was not accepted."""
         self.cells.own[_REFUSED] += 1
