@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from inferengine.kernels import cpu_noise
+
 # what a step needs
 RANDOM, FILTER, PENALTY, BIAS, ALLOWED, MIN_TOKENS, LOGPROBS, BAD_WORDS = (1 << bit for bit in range(8))
 PROCESSED = PENALTY | BIAS | ALLOWED | MIN_TOKENS
@@ -111,14 +113,18 @@ def candidates(
 
 def gumbel(seeds: torch.Tensor, positions: torch.Tensor, tokens: int | torch.Tensor) -> torch.Tensor:
     """Noise [N, V] for the whole vocabulary (`tokens` = V), or [N, C] for the given ids."""
-    if isinstance(tokens, int):
-        blocks = torch.arange(-(-tokens // 4), device=seeds.device)
-        words = torch.stack(philox(seeds, positions, blocks.unsqueeze(0)), -1).flatten(1)[:, :tokens]
+    whole = isinstance(tokens, int)
+    blocks = torch.arange(-(-tokens // 4), device=seeds.device).unsqueeze(0) if whole else tokens // 4
+    if seeds.is_cuda:
+        four = torch.stack(philox(seeds, positions, blocks), -1).float()
     else:
-        four = torch.stack(philox(seeds, positions, tokens // 4), -1)
-        words = four.gather(-1, (tokens % 4).unsqueeze(-1)).squeeze(-1)
-    uniform = (words.float() + 0.5) * 2.0**-32
-    return -torch.log(-torch.log1p(-uniform))
+        four = torch.from_numpy(cpu_noise.philox(seeds, positions.long(), blocks))
+    if whole:
+        words = four.flatten(1)[:, :tokens]
+    else:
+        words = four.gather(-1, (tokens % 4).long().unsqueeze(-1)).squeeze(-1)
+    uniform = words.add_(0.5).mul_(2.0**-32)
+    return uniform.neg_().log1p_().neg_().log_().neg_()
 
 
 def philox(

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from inferengine.core.plan import SlotInit
-from inferengine.kernels import ops, reference_sampling
+from inferengine.kernels import cpu_noise, ops, reference_sampling
 from inferengine.kernels.reference_sampling import gumbel, philox, sample
 from inferengine.params import SamplingParams
 from inferengine.runtime import masks
@@ -56,6 +56,16 @@ def test_philox_matches_the_published_vectors():
     words = philox(torch.tensor([0]), torch.tensor([0]), torch.tensor([[0]]))
     assert [int(word) for word in words] == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
     assert [int(word) for word in philox(ones, torch.tensor([0]), torch.tensor([[0]]))] != [int(word) for word in words]
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (1, 300), (5, 300), (5, 1)])
+def test_the_noise_of_the_cpu_is_the_definition_bit_by_bit(shape: tuple[int, int]) -> None:
+    generator = torch.Generator().manual_seed(3)
+    seeds = torch.randint(-(2**63), 2**63 - 1, (5,), generator=generator)
+    positions = torch.randint(0, 100_000, (5,), generator=generator)
+    blocks = torch.randint(0, 40_000, shape, generator=generator)
+    expected = torch.stack(philox(seeds, positions, blocks), -1).float()
+    assert torch.equal(torch.from_numpy(cpu_noise.philox(seeds, positions, blocks)), expected)
 
 
 def test_noise_for_some_tokens_is_that_of_the_whole_vocabulary():
