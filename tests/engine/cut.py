@@ -37,7 +37,8 @@ class Relay:
 
     def close(self) -> None:
         self._closing = True
-        self._wake_writer.send(b"x")
+        with contextlib.suppress(OSError):  # its thread was awake, and has closed everything already
+            self._wake_writer.send(b"x")
         self._thread.join(5.0)
 
     def _run(self) -> None:
