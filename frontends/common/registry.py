@@ -1,9 +1,9 @@
 """Which requests are known to this process, and how long one stays that nobody reads.
 
 A request that is not detached ends with its last reader, those of other processes included: the engine knows them. A
-detached one goes on for the resume window, in which its
-client may come back. What becomes of it then is the front end's choice: a page closed for good must not keep the engine
-busy, while a job sent over HTTP runs to its end and is kept for the resume window from there.
+detached one goes on for the resume window, in which its client may come back. What becomes of it then is the choice of
+the front end: a page closed for good must not keep the engine busy, while a job sent over HTTP runs to its end and is
+kept for the resume window from there.
 """
 
 from __future__ import annotations

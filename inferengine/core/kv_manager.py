@@ -203,8 +203,8 @@ class KVCacheManager:
                     cache.evict(table[index])
                     pool.unmark_cached(table[index])
                     gone.append(digest)
-        if gone and self.events is not None:
-            lost = [digest for digest in dict.fromkeys(gone) if not any(digest in cache for cache in self.caches)]
+        lost = [digest for digest in dict.fromkeys(gone) if not any(digest in cache for cache in self.caches)]
+        if lost and self.events is not None:
             self.events.append(BlockRemoved(lost))
 
     def release(self, sequence: Sequence) -> None:

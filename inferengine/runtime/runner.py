@@ -29,7 +29,7 @@ from inferengine.models.hf_config import read_json
 from inferengine.models.weight_map import Target
 from inferengine.params import SamplingParams
 from inferengine.quant.apply import quantize
-from inferengine.runtime import cpu_forward, draft_model, kv_scales, memory, prompt_logprobs, rehearsal
+from inferengine.runtime import cpu_forward, draft_model, kv_scales, memory, memory_plan, prompt_logprobs, rehearsal
 from inferengine.runtime.batch import columns_of, make_batch
 from inferengine.runtime.draft_model import DraftModel
 from inferengine.runtime.graphs import DecodeGraphs
@@ -267,15 +267,7 @@ class TorchExecutor:
 
     def _allocate(self, max_model_len: int) -> Capacity:
         settings = self.settings
-        cache = memory.CacheSettings(
-            block_size=settings.block_size,
-            num_blocks=settings.num_blocks,
-            memory_fraction=settings.memory_fraction,
-            swap_bytes=settings.swap_bytes,
-            max_num_seqs=settings.max_num_seqs,
-            max_model_len=max_model_len,
-            max_chunk=settings.max_num_batched_tokens if settings.chunked_prefill else max_model_len,
-        )
+        cache = memory_plan.cache_settings(settings, max_model_len)
         if self._kv_dtype != self.dtype:
             self._scale_cache(max_model_len)
         activation_bytes = self._profile(max_model_len) if self.device.type == "cuda" else 0
