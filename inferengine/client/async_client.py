@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from functools import partial
 from types import TracebackType
 from typing import Any, TypeVar, Unpack
 
-from inferengine.client.embedding import Embedding, Prompt, from_deltas, require_embeddings, to_submits
+from inferengine.client.embedding import Embedding, Prompt, require_embeddings, to_submits
 from inferengine.client.session import Phase, Session
-from inferengine.client.streams import Answer, Call, Collector, Delta
+from inferengine.client.streams import Answer, Call, Collector
+from inferengine.client.submission import Submission
 from inferengine.client.submitting import SubmitOptions
 from inferengine.client.transport import Transport
 from inferengine.client.waiting import wait_for
@@ -22,124 +22,12 @@ from inferengine.errors import InferEngineError
 from inferengine.params import SamplingParams
 from inferengine.wire import sockets
 from inferengine.wire.curve import ClientKeys
-from inferengine.wire.messages import READY, Accept, ModelFiles, Pong, Welcome
+from inferengine.wire.messages import READY, ModelFiles, Pong, Welcome
 
 T = TypeVar("T")
 
 REQUEST_TIMEOUT_S = 30.0  # of questions (model files, admin, ping); outputs have no limit of this client's
 _DRAIN_BATCH = 64  # messages handled before the event loop's other work has its turn
-
-
-class Stream:
-    """The output of one choice. Iterate it: each delta holds all that came while the reader was away."""
-
-    def __init__(self, client: AsyncClient, collector: Collector) -> None:
-        self._client = client
-        self._collector = collector
-
-    def __aiter__(self) -> Stream:
-        return self
-
-    async def __anext__(self) -> Delta:
-        collector = self._collector
-        while not collector.has_news:
-            if collector.exhausted:
-                raise StopAsyncIteration
-            waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            collector.on_news = partial(_wake, waiter)
-            await waiter
-        return collector.take()
-
-    def on_news(self, callback: Callable[[], None]) -> None:
-        """Have it called once, when there is something to take; at once if there is. For whoever reads without a task;
-        such a stream is not iterated as well."""
-        if self._collector.has_news:
-            callback()
-        else:
-            self._collector.on_news = callback
-
-    def take(self) -> Delta:
-        """All that is new, without waiting. Only after `on_news` has called."""
-        return self._collector.take()
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens received so far: the cursor for `attach`."""
-        return self._collector.num_tokens
-
-    @property
-    def finished(self) -> bool:
-        """The terminal event has arrived (and may not have been read)."""
-        return self._collector.finished
-
-    def cancel(self) -> None:
-        """Fire and forget; the stream ends with `abort`. Any number of times, at any time."""
-        self._client._cancel([self._collector])
-
-
-class Submission:
-    """A submitted or attached request. As a context manager it cancels on leaving what has not finished."""
-
-    def __init__(self, client: AsyncClient, call: Call) -> None:
-        self._client = client
-        self._call = call
-        self.streams = [Stream(client, collector) for collector in call.collectors]
-
-    @property
-    def id(self) -> bytes:
-        return self._call.id
-
-    async def accepted(self) -> Accept:
-        """The engine's answer. Raises InferEngineError when it was refused."""
-        accept = await wait_for(self._call.accepted)
-        known = len(self.streams)  # an attached request may have more choices than the caller knew
-        self.streams += [Stream(self._client, collector) for collector in self._call.collectors[known:]]
-        return accept
-
-    async def embedding(self) -> Embedding:
-        """Wait for the vector of a request with reply "embedding". Raises InferEngineError when there will be none."""
-        deltas = [delta async for delta in self.streams[0]]
-        await self.accepted()  # a refusal knows more than the stream that it ends
-        return from_deltas(deltas)
-
-    def cancel(self) -> None:
-        """Cancel every choice. Fire and forget."""
-        self._client._cancel(self._call.collectors)
-
-    def abandon(self, error: InferEngineError) -> None:
-        """Cancel, and end every choice on this side at once with `error`, whatever the engine does about it."""
-        if (session := self._client._session) is not None:
-            session.cancel(self._call.collectors)
-        self._call.end(error)  # before anything is sent: sending reads too, and the engine may have answered by then
-        self._client._after_sending()
-
-    def leave(self) -> None:
-        """Read it no more: its streams end here at once, and the engine cancels it unless somebody else reads it."""
-        if (session := self._client._session) is not None:
-            session.leave(self._call)
-        self._call.end(InferEngineError("cancelled", "Nobody reads this request here any more."))
-        self._client._after_sending()
-
-    @property
-    def call(self) -> Call:
-        return self._call
-
-    def move_to(self, client: AsyncClient) -> None:
-        """Go on at another engine, under the same id and with the same streams: nothing of the output has come yet.
-        Raises engine_unavailable or conflict, and then nothing has changed."""
-        client._open_session().adopt(self._call)
-        self._client = client
-        for stream in self.streams:
-            stream._client = client
-        client._after_sending()
-
-    async def __aenter__(self) -> Submission:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.cancel()
 
 
 class AsyncClient:
@@ -262,7 +150,7 @@ class AsyncClient:
         submission = Submission(self, call)
         if prepare is not None:
             prepare(submission)
-        self._after_sending()
+        self.send()
         return submission
 
     async def embed(self, prompts: Prompt | Sequence[Prompt], **options: Unpack[SubmitOptions]) -> list[Embedding]:
@@ -279,19 +167,19 @@ class AsyncClient:
     def attach(self, request_id: bytes, cursors: Sequence[int] = (), n: int = 1, reply: str = "tokens") -> Submission:
         """Read a request on from `cursors`: tokens already held of each choice (with reply "text": characters)."""
         call = self._open_session().attach(request_id, cursors, n, reply)
-        self._after_sending()
+        self.send()
         return Submission(self, call)
 
     def release(self, submission: Submission) -> None:
         """Forget a submission that is about to `move_to` another engine, and have this one cancel it."""
         if self._session is not None:
             self._session.release(submission.call)
-            self._after_sending()
+            self.send()
 
     def cancel_request(self, request_id: bytes) -> None:
         """Cancel a request by its id, whoever submitted it. Fire and forget."""
         self._open_session().cancel_request(request_id)
-        self._after_sending()
+        self.send()
 
     async def model_files(self, files: Sequence[str] | None = None) -> ModelFiles:
         """The model's tokenizer, template and configuration files: all, or the named ones."""
@@ -304,6 +192,24 @@ class AsyncClient:
     async def ping(self, timeout_s: float = REQUEST_TIMEOUT_S) -> Pong:
         return await self._ask(lambda session: session.ping(), timeout_s)
 
+    # -- for the requests that are open (see Sender) -------------------------------------------------------------------
+
+    def cancel_streams(self, collectors: Sequence[Collector]) -> None:
+        if self._session is not None:
+            self._session.cancel(collectors)
+
+    def leave_call(self, call: Call) -> None:
+        if self._session is not None:
+            self._session.leave(call)
+
+    def adopt_call(self, call: Call) -> None:
+        self._open_session().adopt(call)
+
+    def send(self) -> None:
+        """Send now, and drain: a send may have swallowed the descriptor's edge."""
+        if self._session is not None and self._session.outgoing:
+            self._drain()
+
     # -- inside ------------------------------------------------------------------------------------------------------
 
     def _open_session(self) -> Session:
@@ -313,16 +219,11 @@ class AsyncClient:
 
     async def _ask(self, question: Callable[[Session], Answer[T]], timeout_s: float = REQUEST_TIMEOUT_S) -> T:
         answer = question(self._open_session())
-        self._after_sending()
+        self.send()
         try:
             return await asyncio.wait_for(wait_for(answer), timeout_s)
         except TimeoutError:
             raise InferEngineError("engine_unavailable", "The engine did not answer in time.") from None
-
-    def _cancel(self, collectors: Sequence[Collector]) -> None:
-        if self._session is not None:
-            self._session.cancel(collectors)
-            self._after_sending()
 
     def _drains(self) -> list[tuple[int, Callable[[], None]]]:
         """The descriptors to watch, and what each calls."""
@@ -331,11 +232,6 @@ class AsyncClient:
         if transport.subscriber is not None:
             drains.append((transport.subscriber.fileno(), self._drain_status))
         return drains
-
-    def _after_sending(self) -> None:
-        """Send now, and drain: a send may have swallowed the descriptor's edge."""
-        if self._session is not None and self._session.outgoing:
-            self._drain()
 
     def _drain(self) -> None:
         """Take in what is there, do what is due, and send what there is to say, until nothing of that is left."""
@@ -359,7 +255,7 @@ class AsyncClient:
     def _drain_monitor(self) -> None:
         if self._session is not None:
             self._transport.watch(self._loop.time())
-            self._after_sending()
+            self.send()
 
     def _drain_status(self) -> None:
         if self._session is not None and (values := self._transport.latest_status()) is not None:
@@ -399,8 +295,3 @@ class AsyncClient:
                 raise InferEngineError("engine_unavailable", complaint) from None
             finally:
                 self._waiters.discard(waiter)
-
-
-def _wake(waiter: asyncio.Future[None]) -> None:
-    if not waiter.done():  # its reader may have been cancelled meanwhile
-        waiter.set_result(None)

@@ -65,7 +65,9 @@ class Line:
     """A relay and both of its ends."""
 
     def __init__(self, socket: Socket, format: Plain | None = None, stop: tuple[str, ...] = ()) -> None:
-        client: Any = type("Client", (), {"_cancel": lambda self, collectors: None})()
+        client: Any = type(
+            "Unconnected", (), {"cancel_streams": lambda self, collectors: None, "send": lambda self: None}
+        )()
         self.collector = Collector(1)
         self.format = format or Plain()
         stream = Stream(client, self.collector)
