@@ -25,11 +25,12 @@ from inferengine.engine.output_log import Log, Submission
 from inferengine.engine.peer import Peer
 from inferengine.engine.preparation import Preparation, Unprepared
 from inferengine.engine.seeds import choice_seed
+from inferengine.engine.submit_check import check_submit
 from inferengine.engine.telemetry import Telemetry
 from inferengine.engine.text_service import CONTEXT_TOKENS, TextService
 from inferengine.errors import InferEngineError, InvalidRequest, bounded
-from inferengine.params import MAX_PROMPT_LOGPROBS, POOLINGS, SamplingParams, from_map, validate
-from inferengine.structure import GrammarSpec, grammar_from_list, validate_grammar
+from inferengine.params import MAX_PROMPT_LOGPROBS
+from inferengine.structure import GrammarSpec, grammar_from_list
 from inferengine.wire import codec
 from inferengine.wire.messages import DRAINING, READY, Accept, Attach, Cancel, Reject, Submit
 
@@ -95,7 +96,16 @@ class Link:
             return
         submission: Submission | None = None
         try:
-            engine, params = self._check(peer, message)
+            engine = self._require_ready()
+            params = check_submit(
+                message,
+                self._config.limits,
+                vocab_size=engine.vocab_size,
+                has_embeddings=engine.embedding_size > 0,
+                has_text=self._texts.available,
+            )
+            self._check_streams(peer, message.stream, params.n)
+            self._adapters.resolve(message.adapter)
             submission = Submission(
                 message.id,
                 params,
@@ -168,32 +178,12 @@ class Link:
 
     # -- from message to request -------------------------------------------------------------------------------------
 
-    def _check(self, peer: Peer, message: Submit) -> tuple[Engine, SamplingParams]:
-        """What can be said without the prompt's tokens."""
-        state, engine, limits = self._lifecycle.state, self.engine, self._config.limits
+    def _require_ready(self) -> Engine:
+        state, engine = self._lifecycle.state, self.engine
         if state != READY or engine is None:
             code, retry_after_s = ("draining", 5.0) if state == DRAINING else ("engine_unavailable", 2.0)
             raise InferEngineError(code, f"The engine is {state}.", retry_after_s=retry_after_s)
-        params = from_map(message.params)
-        validate(params, vocab_size=engine.vocab_size, limits=limits)
-        self._check_streams(peer, message.stream, params.n)
-        if message.reply == "tokens" and params.stop:
-            raise InvalidRequest("params.stop", 'stop strings need reply "text" or "both"')
-        if message.reply == "embedding" or message.pooling:
-            _check_embedding(message, params, engine)
-        if (message.reply in ("text", "both") or message.prompt is None) and not self._texts.available:
-            raise InvalidRequest("reply", "this model has no tokenizer: send and read token ids", code="unsupported")
-        self._adapters.resolve(message.adapter)
-        if message.grammar is not None:
-            validate_grammar(grammar_from_list(message.grammar), limits)
-        if message.text is not None and not message.text:
-            raise InvalidRequest("text", "must not be empty")
-        if message.messages is not None and not message.messages:
-            raise InvalidRequest("messages", "must not be empty")
-        most = limits.max_text_characters
-        if len(message.text or "") > most or _characters(message.messages) > most:
-            raise InvalidRequest("prompt", f"must have at most {most} characters", code="request_too_large")
-        return engine, params
+        return engine
 
     def _check_streams(self, peer: Peer, stream: int, count: int) -> None:
         if stream + count > codec.MAX_U32:
@@ -224,9 +214,8 @@ class Link:
         """Tokenized and compiled: answer, and let it run."""
         submission, now = item.submission, self._lifecycle.clock()
         try:
-            if self.engine is None or self._lifecycle.state != READY:
-                raise InferEngineError("draining", f"The engine is {self._lifecycle.state}.", retry_after_s=5.0)
-            self._accept(self.engine, submission, item.message, prompt, item.deadline_s, now, item.spec, item.grammars)
+            engine = self._require_ready()
+            self._accept(engine, submission, item.message, prompt, item.deadline_s, now, item.spec, item.grammars)
         except InferEngineError as refusal:
             self._refuse(item, refusal)
             return
@@ -386,21 +375,3 @@ class Link:
     def _end(self, uids: list[int], reason: str, detail: tuple[str, str]) -> None:
         if uids and self.engine is not None:
             self.engine.loop.cancel(uids, reason, detail)
-
-
-def _check_embedding(message: Submit, params: SamplingParams, engine: Engine) -> None:
-    """An embedding draws no token: what says how is refused, so that nobody wonders why it has no effect."""
-    if message.reply != "embedding":
-        raise InvalidRequest("pooling", 'is for reply "embedding" only')
-    if not engine.embedding_size:
-        raise InvalidRequest("reply", "this engine gives no embeddings", code="unsupported")
-    if message.pooling and message.pooling not in POOLINGS:
-        raise InvalidRequest("pooling", f"must be one of {', '.join(POOLINGS)}")
-    if message.grammar is not None:
-        raise InvalidRequest("grammar", "an embedding has no output that could match it: leave it out")
-    if params != SamplingParams():
-        raise InvalidRequest("params", "an embedding draws no tokens: leave them out")
-
-
-def _characters(messages: list[dict[str, object]] | None) -> int:
-    return sum(len(str(message.get("content") or "")) for message in messages or ())

@@ -1,0 +1,100 @@
+"""CANCEL, and a peer that goes: what ends with it, what runs on, and when its blocks are free."""
+
+from __future__ import annotations
+
+import pytest
+
+from inferengine.engine.service import EngineService
+from inferengine.engine.simulator import SimulatedExecutor
+from inferengine.wire.messages import (
+    Accept,
+    Attach,
+    Cancel,
+    Ping,
+    Pong,
+    Step,
+)
+from tests.engine.builders import check_idle, run_service, small_capacity, wait_until
+from tests.engine.conftest import Connect
+
+ID = bytes(range(16))
+
+
+class TestCancel:
+    @pytest.mark.parametrize("by_id", [False, True])
+    def test_a_running_request_ends_with_abort_and_its_blocks_are_free(self, connect: Connect, by_id: bool) -> None:
+        with run_service(step_s=0.01) as engine:
+            peer = connect(engine)
+            peer.submit(1, id=ID, max_tokens=500)
+            assert peer.expect(Step).tokens
+            peer.send(Cancel(ids=(ID,)) if by_id else Cancel((1,)))
+            (done,) = peer.collect({1}).done[1]
+            assert (done.reason, done.detail[0]) == ("abort", "cancelled")
+            check_idle(engine)
+
+    def test_a_waiting_request_too(self, connect: Connect) -> None:
+        slow = SimulatedExecutor(small_capacity(max_num_seqs=1), step_s=0.02)
+        with run_service(lambda: slow) as engine:
+            peer = connect(engine)
+            peer.submit(1, max_tokens=20)
+            peer.submit(2, max_tokens=20)
+            peer.send(Cancel((2,)))
+            collected = peer.collect({1, 2})
+            assert collected.done[2][0].reason == "abort"
+            assert collected.tokens.get(2, []) == []
+            assert len(collected.tokens[1]) == 20
+
+    def test_one_choice_alone(self, connect: Connect) -> None:
+        with run_service(step_s=0.005) as engine:
+            peer = connect(engine)
+            peer.submit(1, max_tokens=40, params={"n": 2})
+            assert peer.expect(Step).tokens
+            peer.send(Cancel((2,)))
+            collected = peer.collect({1, 2})
+            assert (collected.done[1][0].reason, collected.done[2][0].reason) == ("length", "abort")
+
+    def test_again_and_of_the_unknown_changes_nothing(self, engine: EngineService, connect: Connect) -> None:
+        peer = connect(engine)
+        peer.submit(1, max_tokens=200)
+        for _ in range(3):
+            peer.send(Cancel((1, 99), (ID,)))
+        assert len(peer.collect({1}).done[1]) == 1
+        peer.send(Ping(5))
+        assert peer.expect(Pong).nonce == 5
+        check_idle(engine)
+
+    def test_who_leaves_ends_it_for_nobody_else(self, connect: Connect) -> None:
+        with run_service(step_s=0.01) as engine:
+            first, second = connect(engine), connect(engine)
+            first.submit(1, id=ID, max_tokens=60, detached=True)
+            assert first.expect(Step).tokens
+            second.send(Attach(ID, 5))
+            assert second.expect(Accept).attached
+            first.send(Cancel((1,), leave=True))
+            collected = second.collect({5})
+            assert (collected.done[5][0].reason, len(collected.tokens[5])) == ("length", 60)
+            check_idle(engine)
+
+    def test_the_last_to_leave_ends_it(self, connect: Connect) -> None:
+        with run_service(step_s=0.01) as engine:
+            first, second = connect(engine), connect(engine)
+            first.submit(1, id=ID, max_tokens=900, detached=True)
+            assert first.expect(Step).tokens
+            second.send(Attach(ID, 5))
+            assert second.expect(Accept).attached
+            second.send(Cancel((5,), leave=True))
+            assert first.expect(Step).tokens
+            first.send(Cancel((1,), leave=True))
+            check_idle(engine)
+
+    def test_blocks_are_free_within_two_steps(self, connect: Connect) -> None:
+        with run_service(step_s=0.03) as engine:
+            peer = connect(engine)
+            peer.submit(1, max_tokens=500)
+            peer.expect(Step)
+            core = engine.core
+            assert core is not None
+            peer.send(Cancel((1,)))
+            steps_before = core.scheduler.stats.num_steps
+            wait_until(lambda: core.scheduler.kv.usage == 0.0)
+            assert core.scheduler.stats.num_steps - steps_before <= 2
