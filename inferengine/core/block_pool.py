@@ -85,8 +85,11 @@ class BlockPool:
         self._evictable.cached(block_id)
 
     def unmark_cached(self, block_id: int) -> None:
-        """The block's content is in the prefix cache no more. The caller holds the block."""
+        """The block's content is in the prefix cache no more."""
         self._is_cached[block_id] = False
+        if self._reference_counts[block_id] == 0:
+            self._evictable.discard(block_id)
+            self._empty.append(block_id)
 
     def forget_cached(self) -> None:
         """No block is cached any more."""

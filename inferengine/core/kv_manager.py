@@ -7,6 +7,8 @@ way back.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from inferengine.core.block_pool import BlockPool
 from inferengine.core.executor import KVGroup
 from inferengine.core.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
@@ -15,6 +17,14 @@ from inferengine.core.prefix_cache import PrefixCache, block_hash, root_hash
 from inferengine.core.request import Request
 from inferengine.core.sequence import Sequence
 from inferengine.core.swap import CopyList, SwapSpace
+
+
+class OfferedBlock(NamedTuple):
+    """A block of one group that is in the prefix cache under this hash."""
+
+    group_index: int
+    block_id: int
+    digest: bytes
 
 
 class PrefixHit:
@@ -178,31 +188,44 @@ class KVCacheManager:
         sequence.capacity = needed * self.block_size
         return True
 
-    def cache_full_blocks(self, sequence: Sequence, num_computed: int) -> None:
-        """Hash the blocks that are full with `num_computed` tokens done or under way, and offer them for reuse."""
+    def cache_full_blocks(self, sequence: Sequence, num_computed: int) -> list[OfferedBlock]:
+        """Hash the blocks that are full with `num_computed` tokens done or under way, and offer them for reuse. Returns
+        those whose content nobody had."""
         size = self.block_size
         hashes = sequence.block_hashes
         full = min(num_computed, len(sequence.tokens)) // size
         sequence.next_hash_at = (full + 1) * size
         known = len(hashes)
+        offered: list[OfferedBlock] = []
         if not self.prefix_caching or full <= known:
-            return
+            return offered
         digest = hashes[-1] if hashes else self._root(sequence.request)
         for index in range(known, full):
             digest = block_hash(digest, sequence.tokens[index * size : (index + 1) * size])
             hashes.append(digest)
-            self._insert(sequence, index, digest)
+            offered += self._insert(sequence, index, digest)
+        return offered
 
     def forget(self, sequence: Sequence, from_token: int) -> None:
-        """Offer the blocks from that token on to nobody any more: what is in them is worth nothing."""
+        """Offer the sequence's blocks from that token on to nobody any more: what is in them is worth nothing."""
+        hashes = sequence.block_hashes
+        self.withdraw(
+            [
+                OfferedBlock(group_index, table[index], hashes[index])
+                for index in range(from_token // self.block_size, len(hashes))
+                for group_index, table in enumerate(sequence.block_tables)
+                if index < len(table)
+            ]
+        )
+
+    def withdraw(self, offered: list[OfferedBlock]) -> None:
+        """Offer these blocks to nobody any more, as far as they still are what they were offered as."""
         gone: list[bytes] = []
-        for index in range(from_token // self.block_size, len(sequence.block_hashes)):
-            digest = sequence.block_hashes[index]
-            for pool, cache, table in zip(self.pools, self.caches, sequence.block_tables, strict=True):
-                if index < len(table) and cache.get(digest) == table[index]:
-                    cache.evict(table[index])
-                    pool.unmark_cached(table[index])
-                    gone.append(digest)
+        for group_index, block_id, digest in offered:
+            if self.caches[group_index].get(digest) == block_id:
+                self.caches[group_index].evict(block_id)
+                self.pools[group_index].unmark_cached(block_id)
+                gone.append(digest)
         lost = [digest for digest in dict.fromkeys(gone) if not any(digest in cache for cache in self.caches)]
         if lost and self.events is not None:
             self.events.append(BlockRemoved(lost))
@@ -294,18 +317,19 @@ class KVCacheManager:
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
-    def _insert(self, sequence: Sequence, index: int, digest: bytes) -> None:
-        stored = False
+    def _insert(self, sequence: Sequence, index: int, digest: bytes) -> list[OfferedBlock]:
+        stored: list[OfferedBlock] = []
         for group_index, table in enumerate(sequence.block_tables):
             block_id = table[index]
             if block_id >= 0 and self.caches[group_index].insert(digest, block_id):
                 self.pools[group_index].mark_cached(block_id)
-                stored = True
+                stored.append(OfferedBlock(group_index, block_id, digest))
         if stored and self.events is not None:
             size = self.block_size
             parent = sequence.block_hashes[index - 1] if index else None
             token_ids = sequence.tokens[index * size : (index + 1) * size]
             self.events.append(BlockStored([digest], parent, token_ids, size, sequence.request.adapter))
+        return stored
 
     def _evict(self, group_index: int, block_ids: list[int]) -> None:
         digests = [self.caches[group_index].evict(block_id) for block_id in block_ids]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from inferengine.core.chunk_control import ChunkController
 from inferengine.core.executor import Capacity
-from inferengine.core.kv_manager import PrefixHit
+from inferengine.core.kv_manager import OfferedBlock, PrefixHit
 from inferengine.core.options import SchedulerOptions
 from inferengine.core.plan import TokenWrites
 from inferengine.core.pressure import Relief, choose_relief
@@ -221,10 +221,11 @@ class Planner:
         stats.num_scheduled_rows += len(draft.rows)
         stats.max_batch = max(stats.max_batch, len(draft.rows))
         swapped_out, roster.swapped_out = roster.swapped_out, []
+        offered: list[OfferedBlock] = []
         for row in range(plan.num_decodes, len(draft.rows)):
             if row not in draft.drafts:  # steps run in order: the next one may read what this one is going to write
-                roster.kv.cache_full_blocks(draft.rows[row], plan.starts[row] + plan.counts[row])
-        return ScheduledStep(plan, draft.rows, sampled, uids, layout, swapped_out, draft.drafts)
+                offered += roster.kv.cache_full_blocks(draft.rows[row], plan.starts[row] + plan.counts[row])
+        return ScheduledStep(plan, draft.rows, sampled, uids, layout, swapped_out, draft.drafts, offered)
 
     def _take_writes(self, draft: StepDraft, on_device: bool) -> TokenWrites:
         """Tokens that the device has to be told: forced ones of sequences that still run, and guesses."""

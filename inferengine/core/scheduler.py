@@ -183,8 +183,12 @@ class Scheduler:
 
     def fail(self, scheduled: ScheduledStep, rows: list[int] | None, message: str, now: float) -> list[Finished]:
         """A step did not give a result: end the requests of `rows`, or of the whole step where no culprit is known.
-        The others have lost the step's work, so they start over from their known tokens."""
-        self.kv.flush()  # what the step was going to write has been offered for reuse
+        The others have lost the step's work, so they start over from their known tokens.
+
+        A step writes into blocks of its own rows alone. Those of its blocks that are in the prefix cache are in
+        `offered`: a decode's block is offered only when its step is committed. Whoever has adopted one since has a row
+        in a later step, which fails with this one."""
+        self.kv.withdraw(scheduled.offered)
         culprits = set(range(len(scheduled.rows)) if rows is None else rows)
         finished: list[Finished] = []
         for row, sequence in enumerate(scheduled.rows):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from inferengine.core.kv_manager import KVCacheManager
+from inferengine.core.kv_manager import KVCacheManager, OfferedBlock
 from inferengine.core.plan import PooledRow, SlotInit, StepPlan, TokenWrites
 from inferengine.core.sequence import Sequence
 
@@ -19,6 +19,7 @@ class ScheduledStep(NamedTuple):
     layout: int  # equal for two steps only if `uids` is the same list
     swapped_out: list[Sequence]  # sequences whose KV this plan moves to the host
     drafts: dict[int, list[int]]  # guesses by row
+    offered: list[OfferedBlock]  # blocks that this plan fills and that may be reused by the next one
 
 
 class StepDraft:

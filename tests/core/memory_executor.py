@@ -77,6 +77,7 @@ class MemoryExecutor:
         if self.fail_with is not None and (self.fail_on_step is None or plan.step == self.fail_on_step):
             error, self.fail_with = self.fail_with, None
             error.injected = True  # type: ignore[attr-defined]
+            self._scribble(plan)
             raise error
         for memory, copies in zip(zip(self.blocks, self.host_blocks, strict=True), plan.swap_out, strict=False):
             _copy(memory[0], memory[1], copies)
@@ -118,6 +119,21 @@ class MemoryExecutor:
         return StepResult(
             emitted, num_emitted=num_emitted if plan.num_drafts else None, embeddings=self._pool(plan) or None
         )
+
+    def _scribble(self, plan: StepPlan) -> None:
+        """What a step leaves that fails at its worst: nothing of use in any block that it was to write."""
+        size = self.capacity.block_size
+        tables = [{slot: dict(entries) for slot, entries in table.items()} for table in self.tables]
+        for item in plan.admitted:
+            for table in tables:
+                table[item.slot] = {}
+        for table, updates in zip(tables, plan.block_updates, strict=True):
+            for slot, index, block_id in zip(updates.slots, updates.indices, updates.block_ids, strict=True):
+                table[slot][index] = block_id
+        for blocks, table in zip(self.blocks, tables, strict=True):
+            for slot, start, count in zip(plan.slots, plan.starts, plan.counts, strict=True):
+                for position in range(start, start + count):
+                    blocks[table[slot][position // size]][position % size] = EMPTY[0]
 
     def _pool(self, plan: StepPlan) -> dict[int, bytes]:
         """The "embedding" of a prompt: the checksums at its positions, as the KV of the full group has them."""

@@ -195,6 +195,32 @@ def test_what_a_failed_step_was_to_write_is_not_reused(max_in_flight: int) -> No
         assert run.outputs[request.uid] == expected_output(request)
 
 
+@pytest.mark.parametrize("max_in_flight", [1, 2])
+@pytest.mark.parametrize("error", [RuntimeError("the device failed"), StepFailed("one bad row", rows=[0])])
+def test_a_failed_step_costs_the_others_none_of_what_they_have_cached(max_in_flight: int, error: Exception) -> None:
+    run = Run(max_in_flight=max_in_flight)
+    run.submit(make_request(1, [*PROMPT, 40])).to_end()
+    run.executor.fail_with = error
+    run.submit(make_request(2, [50, *PROMPT])).to_end()
+    again = make_request(3, [*PROMPT, 41])
+    assert run.submit(again).to_end().outputs[3] == expected_output(again)
+    assert run.scheduler.kv.num_hit_tokens == len(PROMPT)
+
+
+def test_a_block_of_a_failed_step_is_withdrawn_though_its_request_was_cancelled_and_nobody_holds_it() -> None:
+    run = Run(max_in_flight=2)
+    run.executor.fail_with = RuntimeError("the device failed")
+    run.submit(make_request(1, PROMPT)).step()
+    run.cancel(1)
+    pool = run.scheduler.kv.pools[0]
+    assert pool.num_evictable == len(PROMPT) // run.capacity.block_size
+    run.to_end()
+    assert pool.num_evictable == 0
+    again = make_request(2, [*PROMPT, 41])
+    assert run.submit(again).to_end().outputs[2] == expected_output(again)
+    assert run.scheduler.kv.num_hit_tokens == 0
+
+
 def test_a_prompt_that_gave_no_numbers_leaves_nothing_for_others() -> None:
     run = Run(budget=16)
     computed = run.executor.run

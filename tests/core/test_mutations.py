@@ -126,6 +126,11 @@ MUTATIONS: dict[str, tuple[Any, str, Callable[[Wrap], Wrap]]] = {
             )[1 if sequence.uid % 2 else 0]
         ),
     ),
+    "what a failed step was to write stays on offer": (
+        KVCacheManager,
+        "withdraw",
+        lambda _: lambda self, offered: None,
+    ),
     "a mean takes a cached prefix": (KVCacheManager, "lookup", as_if_last),
     "the last chunk of an embedding is told as one of many": (
         StepDraft,
