@@ -38,15 +38,23 @@ from inferengine.core.executor import Capacity, Executor
 from inferengine.core.request import Request
 from inferengine.engine.core import EngineCore
 from inferengine.params import SamplingParams
-from inferengine.simulation.cost_model import COSTS_FOLDER, DeviceProfile, StepShape
+from inferengine.simulation.cost_model import (
+    COSTS_FOLDER,
+    CapturedSteps,
+    CostModel,
+    DeviceProfile,
+    KindCost,
+    StepShape,
+)
 from inferengine.simulation.fitting import Fit, fit
 
 Scenario = dict[str, Any]
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 DECODE_STEPS = 16
 STREAM_OUTPUT = 24  # mean
-BATCHES = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256)
-CONTEXTS = (16, 128, 512, 1024, 2048, 4096, 8192)
+LONG_OUTPUT = 96  # of streams in which a prompt comes every few steps
+BATCHES = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 320, 384, 448, 512)
+CONTEXTS = (16, 128, 512, 2048, 8192)
 PROMPTS = (1, 4, 16, 33, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 
 
@@ -107,23 +115,27 @@ class Grid:
             if length < self.capacity.max_model_len and length <= self._token_limit:
                 yield {"prompts": [length] * 3, "max_tokens": [1] * 3, "per_step": 1.0}
                 for chunk in (32, 128, 512):
-                    if chunk < length <= 64 * chunk:
-                        yield {"prompts": [length], "max_tokens": [1], "prefill_chunk": chunk}
+                    if chunk < length <= 64 * chunk:  # beside a decode: a step without draws is not waited for
+                        steps = 1 + length // chunk
+                        yield {"prompts": [length, 8], "max_tokens": [1, steps], "prefill_chunk": chunk}
 
     def _streams(self) -> Iterator[Scenario]:
         """Requests that come and go: prompts beside decodes, rows that change, blocks that lie where others lay. The
         number of rows wanders around `batch`."""
-        longest = self.capacity.max_model_len - 2 * STREAM_OUTPUT
-        for batch in (2, 6, 12, 24, 48, 96, 192):
-            for length in (48, 128, 320):
-                count = min(2 * batch + 8, self._token_limit // 3 // length)
-                if count < batch or batch > self.capacity.max_num_seqs:
-                    continue
-                yield {
-                    "prompts": self._ragged(count, length, longest),
-                    "max_tokens": self._ragged(count, STREAM_OUTPUT, 2 * STREAM_OUTPUT),
-                    "per_step": batch / STREAM_OUTPUT,
-                }
+        for output, batches, lengths in (
+            (STREAM_OUTPUT, (2, 6, 12, 24, 48, 96, 192, 384), (48, 128, 320)),
+            (LONG_OUTPUT, (8, 32, 96), (256,)),
+        ):
+            longest = self.capacity.max_model_len - 2 * output
+            for batch in batches:
+                for length in lengths:
+                    count = min(2 * batch + 8, self._token_limit // 3 // (length + output - STREAM_OUTPUT))
+                    if batch <= min(count, self.capacity.max_num_seqs):
+                        yield {
+                            "prompts": self._ragged(count, length, longest),
+                            "max_tokens": self._ragged(count, output, 2 * output),
+                            "per_step": batch / output,
+                        }
 
     def _run(
         self, prompts: Sequence[int], max_tokens: Sequence[int], *, prefill_chunk: int = 0, per_step: float = math.inf
@@ -159,7 +171,7 @@ def _without_noise(shapes: Sequence[StepShape]) -> list[StepShape]:
     """Runs of steps of equal size as one, with their mean time; steps that took thrice the median do not count. (The
     median would be too fast: what delays some steps a little delays some steps of a real run as well.)"""
     merged: list[StepShape] = []
-    for _, group in groupby(shapes, key=lambda shape: (*shape[:3], shape.is_changed)):
+    for _, group in groupby(shapes, key=lambda shape: (*shape[:3], shape.is_changed, shape.is_device_time)):
         steps = list(group)
         limit = 3 * statistics.median(step.seconds for step in steps)
         merged.append(
@@ -167,6 +179,7 @@ def _without_noise(shapes: Sequence[StepShape]) -> list[StepShape]:
                 num_kv_tokens=round(statistics.fmean(step.num_kv_tokens for step in steps)),
                 num_pairs=statistics.fmean(step.num_pairs for step in steps),
                 seconds=statistics.fmean(step.seconds for step in steps if step.seconds <= limit),
+                host_s=statistics.fmean(step.host_s for step in steps),
             )
         )
     return merged
@@ -174,7 +187,7 @@ def _without_noise(shapes: Sequence[StepShape]) -> list[StepShape]:
 
 def default_token_limit(about: dict[str, Any]) -> int:
     """Prompt tokens in a scenario: as much KV as a full batch of some hundred tokens each reads."""
-    return 18_000 if "CPU" in about["device"] else 65_536
+    return 18_000 if "CPU" in about["device"] else 110_000
 
 
 def profile_of(name: str, capacity: Capacity, found: Fit, pace: Pace, about: dict[str, Any]) -> DeviceProfile:
@@ -200,6 +213,44 @@ def profile_of(name: str, capacity: Capacity, found: Fit, pace: Pace, about: dic
     )
 
 
+def save_steps(
+    path: Path, about: dict[str, Any], steps: dict[str, Sequence[StepShape]], graphs: CapturedSteps | None
+) -> None:
+    """Steps by where they were measured, so that a fit can be made again without the device. Times in microseconds."""
+    document = {
+        "environment": about,
+        "graphs": None if graphs is None else asdict(graphs),
+        "columns": StepShape._fields,
+        "steps": {
+            name: [
+                [*shape[:5], round(1e6 * shape.seconds, 1), int(shape.is_changed), round(1e6 * shape.host_s),
+                 int(shape.is_device_time)]
+                for shape in shapes
+            ]
+            for name, shapes in steps.items()
+        },
+    }  # fmt: skip
+    path.write_text(json.dumps(document, separators=(",", ":")) + "\n")
+
+
+def describe(cost: CostModel) -> str:
+    """The coefficients, a line for each kind of steps."""
+    lines = []
+    for name in ("decodes", "prompts", "launched"):
+        kind: KindCost | None = getattr(cost, name)
+        if kind is not None:
+            curve = ", ".join(f"{tokens:g}: {1e3 * seconds:.2f}" for tokens, seconds in kind.curve)
+            lines.append(
+                f"{name:<9}ms {curve}; us per row {1e6 * kind.row_s:.2f}, KV token {1e6 * kind.kv_token_s:.4f}, "
+                f"pair {1e6 * kind.pair_s:.5f}, change {1e6 * kind.change_s:.0f}"
+            )
+    host = cost.host
+    lines.append(
+        f"host     ms {1e3 * host.step_s:.2f}, launching {1e3 * host.launch_s:.2f}; us per row {1e6 * host.row_s:.2f}"
+    )
+    return "\n".join(lines)
+
+
 def main() -> None:
     flags, rest = parse_flags(sys.argv[1:])
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -208,7 +259,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="default: inferengine/simulation/costs/NAME.json")
     parser.add_argument("--steps", type=Path, help="write the measured steps here")
     parser.add_argument(
-        "--token-limit", type=int, default=0, help="prompt tokens per scenario; 0: 18000, on CUDA 65536"
+        "--token-limit", type=int, default=0, help="prompt tokens per scenario; 0: 18000, on CUDA 110000"
     )
     parser.add_argument("--repeats", type=int, default=1)
     arguments = parser.parse_args(rest)
@@ -226,10 +277,8 @@ def main() -> None:
         profile = profile_of(arguments.name, capacity, found, pace, about)
     profile.save(arguments.out or COSTS_FOLDER / f"{arguments.name}.json")
     if arguments.steps:
-        document = {"environment": about, "columns": StepShape._fields, "steps": [list(step) for step in steps]}
-        arguments.steps.write_text(json.dumps(document) + "\n")
-    coefficients = {key: value for key, value in asdict(found.cost).items() if key != "graphs"}
-    print(json.dumps({"cost": [f"{name}={value:.3e}" for name, value in coefficients.items()]}))
+        save_steps(arguments.steps, about, {"calibration": steps}, profile.cost.graphs)
+    print(describe(found.cost))
     print(
         f"{found.num_steps} steps in {about['calibration_s']} s; the model is off by {found.median_error:.1%} "
         f"(median), {found.p90_error:.1%} (90th percentile)"

@@ -21,7 +21,7 @@ import torch
 from benchmarks.shapes import SHAPES
 from inferengine.config import load
 from inferengine.core.executor import Capacity, Executor, Progress, StepFuture
-from inferengine.core.plan import StepPlan
+from inferengine.core.plan import StepPlan, StepResult
 from inferengine.core.scheduler import SchedulerOptions, StepOutput
 from inferengine.engine.core import EngineCore
 from inferengine.runtime.factory import build_executor
@@ -145,18 +145,47 @@ class Clock:
         return time.perf_counter() if self.kind == "wall" else time.thread_time()
 
 
+WAITED_S = 2e-4  # a result waited for longer than fetching it takes: the device was still at work
+
+
 class TimedStep(NamedTuple):
     """A step and how long it took. `overlapped`: the step before was under way when it was launched."""
 
-    shape: StepShape  # with its seconds
+    shape: StepShape  # with its seconds, those of the host, and whose they are
     end_s: float
     overlapped: bool
+
+
+class _UnderWay:
+    """A step that was launched: its shape, when that began, and what the host did from then on without waiting."""
+
+    __slots__ = ("host_s", "launch_s", "overlapped", "shape")
+
+    def __init__(self, shape: StepShape, launch_s: float, overlapped: bool) -> None:
+        self.shape, self.launch_s, self.overlapped, self.host_s = shape, launch_s, overlapped, 0.0
+
+
+class _Waited:
+    """Implements `core.executor.StepFuture` around another one: tells how long its result was waited for."""
+
+    def __init__(self, future: StepFuture, watch: Stopwatch) -> None:
+        self._future, self._watch = future, watch
+
+    def done(self) -> bool:
+        return self._future.done()
+
+    def provide_masks(self, words: bytearray) -> None:
+        self._future.provide_masks(words)
+
+    def result(self) -> StepResult:
+        return self._watch.wait(self._future)
 
 
 class Stopwatch:
     """Implements `core.executor.Executor` around another one: notes each step's shape, and how long it took: from its
     launch, scheduling included, or from the news of the step before where that was later, to its news. With two steps
-    in flight that is the time between results, which is what a stream sees.
+    in flight that is the time between results, which is what a stream sees. It is the device's time where the host
+    waited for both results; what the host did without waiting is noted beside it.
     """
 
     def __init__(self, executor: Executor, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -164,9 +193,11 @@ class Stopwatch:
         self._clock = clock
         self.steps: list[TimedStep] = []
         self._executor = executor
-        self._under_way: deque[tuple[StepShape, float, bool]] = deque()
+        self._under_way: deque[_UnderWay] = deque()
         self._last_slots: list[int] | None = None
         self._launch_s = self._news_s = 0.0
+        self._waited_s = self._last_waited_s = 0.0  # for the last result, and for the one before
+        self._total_waited_s = 0.0
 
     def load(self, progress: Progress) -> Capacity:
         return self._executor.load(progress)
@@ -177,8 +208,10 @@ class Stopwatch:
     def execute(self, plan: StepPlan) -> StepFuture:
         shape = shape_of(plan, self._last_slots)
         self._last_slots = plan.slots
-        self._under_way.append((shape, self._launch_s, bool(self._under_way)))
-        return self._executor.execute(plan)
+        item = _UnderWay(shape, self._launch_s, bool(self._under_way))
+        self._under_way.append(item)
+        future = self._executor.execute(plan)
+        return future if self.max_in_flight == 1 else _Waited(future, self)
 
     def flush(self) -> None:
         self._executor.flush()
@@ -189,15 +222,29 @@ class Stopwatch:
     def step(self, core: EngineCore) -> StepOutput | None:
         """One step of `core`, whose executor this is. The time that its news came is `news_s`."""
         self._launch_s = self._clock()
+        last, waited_s = self._under_way[-1] if self._under_way else None, self._total_waited_s
         output = core.step()
         now = self._clock()
+        if self.max_in_flight > 1 and self._under_way and self._under_way[-1] is not last:
+            self._under_way[-1].host_s = now - self._launch_s - (self._total_waited_s - waited_s)
         if output is not None and output.layout != -1 and self._under_way:
-            shape, launch_s, overlapped = self._under_way.popleft()
-            shape = shape._replace(seconds=now - max(launch_s, self._news_s))
-            self.steps.append(TimedStep(shape, now, overlapped))
+            item = self._under_way.popleft()
+            waited = min(self._waited_s, self._last_waited_s) > WAITED_S or self.max_in_flight == 1
+            shape = item.shape._replace(
+                seconds=now - max(item.launch_s, self._news_s), host_s=item.host_s, is_device_time=waited
+            )
+            self.steps.append(TimedStep(shape, now, item.overlapped))
         if output is not None:
             self._news_s = now
         return output
+
+    def wait(self, future: StepFuture) -> StepResult:
+        """A step's result, and how long it was waited for."""
+        begin = self._clock()
+        result = future.result()
+        self._last_waited_s, self._waited_s = self._waited_s, self._clock() - begin
+        self._total_waited_s += self._waited_s
+        return result
 
     @property
     def news_s(self) -> float:

@@ -29,7 +29,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.calibrate import Grid, at_reference_pace, default_token_limit, profile_of
+from benchmarks.calibrate import Grid, at_reference_pace, default_token_limit, describe, profile_of, save_steps
 from benchmarks.device import (
     Clock,
     Stopwatch,
@@ -47,7 +47,7 @@ from inferengine.core.executor import Capacity, Executor
 from inferengine.core.request import Request
 from inferengine.engine.core import EngineCore
 from inferengine.params import SamplingParams
-from inferengine.simulation.cost_model import CostModel, DeviceProfile, StepShape, load_profile
+from inferengine.simulation.cost_model import CostModel, DeviceProfile, HostTime, StepShape, load_profile
 from inferengine.simulation.engine import EngineOptions, StepCost
 from inferengine.simulation.fitting import fit
 from inferengine.simulation.fleet import Fleet
@@ -170,6 +170,10 @@ class Recorded:
         self.num_others += 1
         return self._otherwise.seconds(shape)
 
+    def host_time(self, shape: StepShape) -> HostTime:
+        """It is in the recorded times."""
+        return HostTime(0.0, 0.0)
+
 
 def compare(real: dict[str, float], virtual: dict[str, float]) -> dict[str, float]:
     """Relative errors of the simulator's figures."""
@@ -183,20 +187,23 @@ def judged(errors: dict[str, float]) -> dict[str, float]:
 
 def step_class(shape: StepShape, cost: CostModel) -> str:
     """What kind of step it is: classes of steps have errors of their own."""
-    if not shape.has_chunks:
-        return "decodes, other rows than before" if shape.is_changed else "decodes, the same rows"
-    if cost.graphs is None:
+    kind, _ = cost.kind_of(shape)
+    if kind == "launched":
+        return "launched kernel by kernel"
+    if kind == "prompts":
         return "with prompts"
-    return "with prompts, kernel by kernel" if cost.graphs.padded(shape) is None else "with prompts, as a graph"
+    return "decodes, other rows than before" if shape.is_changed else "decodes, the same rows"
 
 
 def errors_by_class(cost: CostModel, steps: Sequence[TimedStep], pace: Pace) -> dict[str, dict[str, float]]:
-    """How far the cost model is off on the steps of the load: of all their time together, and of the median step."""
+    """How far the cost model is off on the steps of the load that the device's time is known of: of all their time
+    together, and of the median step."""
     found: dict[str, list[tuple[float, float]]] = {}
     for step in steps:
-        shape = at_reference_pace(step, pace)
-        found.setdefault(step_class(shape, cost), []).append((cost.seconds(shape), shape.seconds))
-    whole = sum(seconds for pairs in found.values() for _, seconds in pairs)
+        if step.shape.is_device_time:
+            shape = at_reference_pace(step, pace)
+            found.setdefault(step_class(shape, cost), []).append((cost.seconds(shape), shape.seconds))
+    whole = sum(step.shape.seconds for step in steps)
     rows = {}
     for name, pairs in sorted(found.items()):
         calm = [(model, seconds) for model, seconds in pairs if seconds <= DISTURBED * model] or pairs
@@ -273,6 +280,7 @@ def main() -> None:
     parser.add_argument("--prompt-tokens", default="uniform:16-256")
     parser.add_argument("--output-tokens", default="uniform:16-96")
     parser.add_argument("--token-limit", type=int, default=0, help="of the calibration, see benchmarks/calibrate.py")
+    parser.add_argument("--steps", type=Path, help="write the measured steps of calibration and loads here")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args(rest)
     with open_executor(arguments, flags) as (executor, capacity, about):
@@ -310,19 +318,26 @@ def main() -> None:
                     workload = replace(workload, arrivals="poisson", rate=load * most)
                 slices[load].append(run_real(executor, capacity, clock, yardstick, workload, real[load]))
             calibrate_part()
+        measured: dict[str, Sequence[StepShape]] = {}
         if arguments.cost:
             profile = load_profile(arguments.cost)
             pace = yardstick.pace(profile.source.get("pace", {}).get("yardstick_ms", 0.0) / 1e3)
         else:
             pace = yardstick.pace()
-            found = fit(grid.steps(pace), captured_steps(executor))
+            measured["calibration"] = grid.steps(pace)
+            found = fit(measured["calibration"], captured_steps(executor))
             profile = profile_of(
                 arguments.save.stem if arguments.save else "measured here", capacity, found, pace, about
             )
             about["fit"] = {"steps": found.num_steps, "median_error": round(found.median_error, 4)}
         about["pace"] = pace.summary()
+        for load in arguments.loads:
+            measured[f"load {load:g}"] = [at_reference_pace(step, pace) for item in slices[load] for step in item.steps]
     if arguments.save and not arguments.cost:
         profile.save(arguments.save)
+    if arguments.steps:
+        save_steps(arguments.steps, about, measured, profile.cost.graphs)
+    print(describe(profile.cost))
     rows = [predict(load, real[load], slices[load], profile, capacity, pace) for load in arguments.loads]
     for row in rows:
         show(row)

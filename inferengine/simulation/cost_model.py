@@ -1,25 +1,34 @@
 """CostModel: how long a step takes, from what its plan holds.
 
-    t = step + [chunks] chunk_step + [rows differ from the step before] change + max(knee, tokens) * token + rows * row
-        + KV tokens read by decodes * kv_token + attention pairs of prompt chunks * pair
+Steps are of three kinds, each with coefficients of its own (`KindCost`):
 
-Up to `knee` tokens a step reads every weight once whatever it computes; beyond, arithmetic decides. Decodes read the
-whole context; a prompt chunk attends each of its tokens to everything before it. A step with chunks has an overhead of
-its own; one whose rows have changed writes slots and tables, and on a CPU gathers keys anew.
+    decodes     decode rows alone
+    prompts     with prompt chunks
+    launched    no CUDA graph holds them, so the host launches them kernel by kernel; only where there are graphs
 
-Where steps are captured as CUDA graphs (`CapturedSteps`), `tokens` are those of the graph that the step is padded to. A
-step that no graph holds is launched kernel by kernel, which takes as long as computing `eager_knee` tokens.
+    t = curve(tokens) + rows * row + KV tokens read by decodes * kv_token + attention pairs of prompt chunks * pair
+        + [rows differ from the step before] change
 
-The coefficients come from measured steps (`fit`, benchmarks/calibrate.py) or from a model's shapes and a device's
-ceilings (`analytic`).
+`curve` joins measured points by straight lines: it bends where reading the weights ends to be what takes the time, and
+wherever kernels change their ways. Decodes read the whole context; a prompt chunk attends each of its tokens to all
+before it. Where steps are captured as CUDA graphs (`CapturedSteps`), `tokens` are those of the graph that the step is
+padded to.
+
+With two steps in flight the host works while the device does (`HostCost`): its time counts where it is the longer one.
+Without, it is part of every step's time and HostCost is nothing.
+
+The coefficients come from measured steps (fitting.py, benchmarks/calibrate.py), or from a model's shapes and a device's
+ceilings (analytic.py).
 """
 
 from __future__ import annotations
 
 import json
+import re
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,7 +40,7 @@ COSTS_FOLDER = Path(__file__).parent / "costs"
 
 
 class StepShape(NamedTuple):
-    """What the time of a step depends on. `seconds` is there for measured ones."""
+    """What the time of a step depends on. What begins with `seconds` is there for measured ones."""
 
     num_tokens: int
     num_rows: int
@@ -40,6 +49,8 @@ class StepShape(NamedTuple):
     num_pairs: float  # (query, key) pairs of prompt chunks
     seconds: float = 0.0
     is_changed: bool = False  # its rows are not those of the step before
+    host_s: float = 0.0  # of `seconds`, or beside them, what the host did for it
+    is_device_time: bool = True  # the host waited for this step and the one before: `seconds` are the device's
 
     @property
     def has_chunks(self) -> bool:
@@ -83,41 +94,117 @@ class CapturedSteps:
         return None
 
 
-@dataclass(frozen=True, slots=True)
-class CostModel:
-    """Seconds per unit; see the module's formula. Knees are in tokens."""
+Curve = tuple[tuple[float, float], ...]
 
-    step_s: float
-    token_s: float
-    knee: float = 0.0
-    chunk_step_s: float = 0.0
+
+@dataclass(frozen=True, slots=True)
+class KindCost:
+    """Seconds of the steps of one kind; see the module's formula. `curve`: (tokens, seconds), tokens ascending; flat
+    before its first point, beyond its last one as steep as just before."""
+
+    curve: Curve
     row_s: float = 0.0
     kv_token_s: float = 0.0
     pair_s: float = 0.0
     change_s: float = 0.0
-    eager_knee: float = 0.0
+
+    def seconds(self, tokens: int, shape: StepShape) -> float:
+        seconds = (
+            self.at(tokens)
+            + shape.num_rows * self.row_s
+            + shape.num_kv_tokens * self.kv_token_s
+            + shape.num_pairs * self.pair_s
+        )
+        return seconds + self.change_s if shape.is_changed else seconds
+
+    def at(self, tokens: float) -> float:
+        """The curve."""
+        curve = self.curve
+        index = min(bisect_left(curve, (tokens,)), len(curve) - 1)
+        if index == 0:
+            return curve[0][1]
+        (left, low), (right, high) = curve[index - 1], curve[index]
+        return low + (high - low) * (tokens - left) / (right - left)
+
+
+class HostTime(NamedTuple):
+    """What the host does for a step. The device may begin after `plan_s`; it is not done before the host has launched
+    all of it."""
+
+    plan_s: float
+    launch_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class HostCost:
+    """Seconds of the host for a step: planning, and launching kernel by kernel where no graph holds it."""
+
+    step_s: float = 0.0
+    row_s: float = 0.0
+    launch_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class CostModel:
+    """How long steps take: implements `simulation.engine.StepCost`."""
+
+    decodes: KindCost
+    prompts: KindCost
+    launched: KindCost | None = None
+    host: HostCost = HostCost()
     graphs: CapturedSteps | None = None
 
     def seconds(self, shape: StepShape) -> float:
-        """Time of one step."""
-        seconds = (
-            self.step_s
-            + self.tokens_of(shape) * self.token_s
-            + shape.num_rows * self.row_s
-            + shape.num_kv_tokens * self.kv_token_s
-        )
-        if shape.is_changed:
-            seconds += self.change_s
-        if shape.num_rows > shape.num_decodes:
-            seconds += self.chunk_step_s + shape.num_pairs * self.pair_s
-        return seconds
+        """Time of one step on the device."""
+        kind, tokens = self.kind_of(shape)
+        if kind == "decodes":
+            return self.decodes.seconds(tokens, shape)
+        costs = self.launched if kind == "launched" else None
+        return (costs or self.prompts).seconds(tokens, shape)
 
-    def tokens_of(self, shape: StepShape) -> float:
-        """Tokens that the step costs: its own, its graph's, or as many as reading the weights or launching takes."""
-        if self.graphs is None:
-            return shape.num_tokens if shape.num_tokens > self.knee else self.knee
-        padded = self.graphs.padded(shape)
-        return max(self.eager_knee, shape.num_tokens) if padded is None else max(self.knee, padded)
+    def kind_of(self, shape: StepShape) -> tuple[str, int]:
+        """The field with its coefficients, and the tokens that it is computed as."""
+        return kind_of(shape, self.graphs)
+
+    def host_time(self, shape: StepShape) -> HostTime:
+        """Time of one step on the host."""
+        host = self.host
+        plan_s = host.step_s + shape.num_rows * host.row_s
+        return HostTime(plan_s, host.launch_s if host.launch_s and self.kind_of(shape)[0] == "launched" else 0.0)
+
+    @property
+    def prompt_token_s(self) -> float:
+        """Of one more prompt token in a large step."""
+        curve = (self.launched or self.prompts).curve
+        if len(curve) == 1:
+            return 0.0
+        (left, low), (right, high) = curve[-2:]
+        return (high - low) / (right - left)
+
+
+def kind_of(shape: StepShape, graphs: CapturedSteps | None) -> tuple[str, int]:
+    """The kind of a step, one of CostModel's fields, and its tokens with the graph's padding."""
+    kind = "prompts" if shape.has_chunks else "decodes"
+    if graphs is None:
+        return kind, shape.num_tokens
+    padded = graphs.padded(shape)
+    return ("launched", shape.num_tokens) if padded is None else (kind, padded)
+
+
+def linear_cost(
+    step_s: float,
+    token_s: float,
+    *,
+    knee: float = 0.0,
+    row_s: float = 0.0,
+    kv_token_s: float = 0.0,
+    pair_s: float = 0.0,
+    change_s: float = 0.0,
+) -> CostModel:
+    """step + max(knee, tokens) * token + the rest, the same for all kinds of steps."""
+    curve = ((knee, step_s + knee * token_s), (knee + 1.0, step_s + (knee + 1.0) * token_s))
+    kind = KindCost(curve, row_s, kv_token_s, pair_s, change_s)
+    return CostModel(kind, kind)
 
 
 @dataclass(frozen=True)
@@ -144,13 +231,16 @@ class DeviceProfile:
             max_num_batched_tokens=sizes["max_num_batched_tokens"],
             max_model_len=sizes["max_model_len"],
             vocab_size=1 << 20,
-            prefill_token_s=self.cost.token_s,
+            prefill_token_s=self.cost.prompt_token_s,
         )
 
     def save(self, path: Path) -> None:
-        path.write_text(json.dumps(asdict(self), indent=1) + "\n")
+        """As JSON, lists of numbers on one line."""
+        text = json.dumps(asdict(self), indent=1)
+        path.write_text(_NUMBERS.sub(lambda found: " ".join(found[0].split()), text) + "\n")
 
 
+_NUMBERS = re.compile(r"\[[\s\d.,e+-]*\]")
 _SIZES = ("block_size", "num_blocks", "max_num_seqs", "max_num_batched_tokens", "max_model_len")
 
 
@@ -159,9 +249,7 @@ def load_profile(name: str) -> DeviceProfile:
     path = Path(name) if name.endswith(".json") else COSTS_FOLDER / f"{name}.json"
     try:
         document = json.loads(path.read_text())
-        values = document.pop("cost")
-        graphs = _graphs(values.pop("graphs", None))
-        cost = CostModel(**{key: float(value) for key, value in values.items()}, graphs=graphs)
+        cost = _cost(document.pop("cost"))
         known = {item.name for item in fields(DeviceProfile)}
         if unknown := set(document) - known:
             raise ConfigError("--cost", f"{path.name} has unknown keys: {', '.join(sorted(unknown))}")
@@ -171,6 +259,26 @@ def load_profile(name: str) -> DeviceProfile:
         raise ConfigError("--cost", f"no such cost model: {name}; there are {names}, or give a .json file") from None
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ConfigError("--cost", f"{path.name} is not a cost model: {error}") from None
+
+
+def _cost(document: Mapping[str, Any]) -> CostModel:
+    if unknown := set(document) - {item.name for item in fields(CostModel)}:
+        raise ValueError(f"unknown keys: {', '.join(sorted(unknown))}; measure it again with benchmarks.calibrate")
+    launched = document.get("launched")
+    return CostModel(
+        _kind(document["decodes"]),
+        _kind(document["prompts"]),
+        None if launched is None else _kind(launched),
+        HostCost(**{key: float(value) for key, value in document.get("host", {}).items()}),
+        _graphs(document.get("graphs")),
+    )
+
+
+def _kind(document: Mapping[str, Any]) -> KindCost:
+    curve = tuple((float(tokens), float(seconds)) for tokens, seconds in document["curve"])
+    if not curve or any(left >= right for (left, _), (right, _) in pairwise(curve)):
+        raise ValueError("a curve needs points, their tokens ascending")
+    return KindCost(curve, **{key: float(value) for key, value in document.items() if key != "curve"})
 
 
 def _graphs(document: Mapping[str, Any] | None) -> CapturedSteps | None:
@@ -183,68 +291,3 @@ def _graphs(document: Mapping[str, Any] | None) -> CapturedSteps | None:
 def profile_names() -> list[str]:
     """The cost models that come with the package."""
     return sorted(path.stem for path in COSTS_FOLDER.glob("*.json"))
-
-
-class ModelShape(NamedTuple):
-    """What of a decoder's configuration decides its cost."""
-
-    num_layers: int
-    hidden_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    intermediate_size: int
-    vocab_size: int
-    tied_embeddings: bool = False
-
-    @property
-    def num_matmul_weights(self) -> int:
-        """Weights that every token is multiplied with (the input embedding is looked up, not multiplied)."""
-        attention = self.hidden_size * self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads)
-        layer = attention + 3 * self.hidden_size * self.intermediate_size
-        return self.num_layers * layer + self.hidden_size * self.vocab_size
-
-
-class DeviceCeilings(NamedTuple):
-    """What a device reaches, not what its data sheet says."""
-
-    memory_bytes_per_s: float
-    flops_per_s: float
-    step_s: float  # fixed time of a step: launches, scheduling, sampling
-    row_s: float = 0.0
-
-
-def shape_from_config(config: Mapping[str, Any]) -> ModelShape:
-    """From a Hugging Face config.json of a Llama-like decoder. Raises ConfigError naming the missing key."""
-    try:
-        heads = config["num_attention_heads"]
-        return ModelShape(
-            num_layers=config["num_hidden_layers"],
-            hidden_size=config["hidden_size"],
-            num_heads=heads,
-            num_kv_heads=config.get("num_key_value_heads", heads),
-            head_dim=config.get("head_dim") or config["hidden_size"] // heads,
-            intermediate_size=config["intermediate_size"],
-            vocab_size=config["vocab_size"],
-            tied_embeddings=bool(config.get("tie_word_embeddings", False)),
-        )
-    except KeyError as error:
-        raise ConfigError("config.json", f"has no {error.args[0]}") from None
-
-
-def analytic(
-    shape: ModelShape, device: DeviceCeilings, *, weight_bytes: float = 2.0, kv_bytes: float = 2.0
-) -> CostModel:
-    """A cost model from first principles, the roofline (Williams, Waterman and Patterson, 2009): reading the weights
-    or multiplying with them, whichever takes longer; reading KV; attention's arithmetic."""
-    weights_s = shape.num_matmul_weights * weight_bytes / device.memory_bytes_per_s
-    token_s = 2.0 * shape.num_matmul_weights / device.flops_per_s
-    kv_token_bytes = 2.0 * shape.num_layers * shape.num_kv_heads * shape.head_dim * kv_bytes
-    return CostModel(
-        step_s=device.step_s,
-        token_s=token_s,
-        knee=weights_s / token_s,
-        row_s=device.row_s,
-        kv_token_s=kv_token_bytes / device.memory_bytes_per_s,
-        pair_s=4.0 * shape.num_layers * shape.num_heads * shape.head_dim / device.flops_per_s,
-    )

@@ -15,15 +15,17 @@ from inferengine.core.plan import StepPlan, StepResult
 from inferengine.core.request import Request
 from inferengine.core.scheduler import SchedulerOptions, StepOutput
 from inferengine.engine.core import EngineCore
-from inferengine.simulation.cost_model import StepShape, shape_of
+from inferengine.simulation.cost_model import HostTime, StepShape, shape_of
 
 _RATE_MEMORY = 0.8  # as in engine.loop
 
 
 class StepCost(Protocol):
-    """How long a step of a shape takes: a CostModel, or steps that were recorded."""
+    """How long a step of a shape takes on the device, and on the host beside it: a CostModel, or recorded steps."""
 
     def seconds(self, shape: StepShape) -> float: ...
+
+    def host_time(self, shape: StepShape) -> HostTime: ...
 
 
 class VirtualClock:
@@ -95,15 +97,21 @@ class VirtualExecutor:
         for row in range(decodes, len(plan.slots)):
             if samples[row]:
                 tokens.append(seeds[plan.slots[row]])
+        shape = shape_of(plan, self._last_slots)
+        host = self._cost.host_time(shape)
+        self._clock.now += host.plan_s
         begin = max(self._busy_until, self._clock.now)
-        duration = self._cost.seconds(shape_of(plan, self._last_slots))
+        self._clock.now += host.launch_s
+        duration = self._cost.seconds(shape)
         if self._pace is not None:
             duration *= self._pace(begin)
         self._last_slots = plan.slots
         self.busy_s += duration
-        self._busy_until = begin + duration
+        self._busy_until = max(begin + duration, self._clock.now)
         embeddings = {item.row: b"" for item in plan.pooled if item.ends} if plan.pooled else None
-        return _VirtualStep(StepResult(tokens, embeddings=embeddings), self._busy_until, self._clock)
+        # Beside a device the host waits for draws alone: a step without any is news as soon as it has been launched.
+        ready_s = self._busy_until if tokens or embeddings or self.max_in_flight == 1 else self._clock.now
+        return _VirtualStep(StepResult(tokens, embeddings=embeddings), ready_s, self._clock)
 
     def flush(self) -> None:
         """Nothing is kept between requests."""

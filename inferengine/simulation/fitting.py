@@ -1,33 +1,35 @@
-"""From measured steps to a CostModel: non-negative least squares for each candidate knee; the best one is kept.
+"""From measured steps to a CostModel: non-negative least squares for each kind of steps.
 
-Every coefficient is a time, so none may be negative; errors are taken relative to the step's time, so that a decode of
-two milliseconds counts as much as a prompt of two hundred: relative to the time that the model gives it, by iteration.
+Every coefficient is a time, so none may be negative, and the curve over tokens may not fall: it is made of the rises
+between its points, each of them a coefficient. Errors are taken relative to the step's time, so that a decode of two
+milliseconds counts as much as a prompt of two hundred: relative to the time that the model gives it, by iteration.
 (Relative to the measured one, a step that happened to be fast would count more than one that happened to be slow, and
 every prediction would be too short: by 4 % where times scatter by 20 %.) A machine that was busy with something else
 gives steps that are far too long: their weight falls with their error (Huber, "Robust estimation of a location
 parameter", 1964), to nothing at twice their time.
+
+Where the host works beside the device, only steps that it waited for tell the device's time; the others last as long as
+the host took for the next one, which `HostCost` says.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any, NamedTuple
+from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from inferengine.simulation.cost_model import CapturedSteps, CostModel, StepShape
+from inferengine.simulation.cost_model import CapturedSteps, CostModel, Curve, HostCost, KindCost, StepShape, kind_of
 
 Matrix = NDArray[np.float64]
-_KNEES = (0, 1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
-_EAGER_KNEES = (0, 32, 64, 128, 192, 256, 384, 512, 768, 1024)
+KNOTS = (1, 2, 4, 8, 16, 32, 64, 128, 192, 256, 384, 512, 768, 1024, 2048, 4096, 8192)
+_BETWEEN = 3  # different numbers of tokens or steps that a piece of the curve needs at least
 _HUBER = 0.5  # relative error beyond which a step counts less: small ones belong to the mean that a load will see,
 _DISTURBED = 1.0  # and beyond which it does not count at all
 _REWEIGHTINGS = 12
-_SEARCH_REWEIGHTINGS = 4  # while knees are compared
-_COEFFICIENTS = ("step_s", "chunk_step_s", "token_s", "row_s", "kv_token_s", "pair_s", "change_s")
+_LEAST = 12  # steps of a kind that can be fitted
 
 
 class Fit(NamedTuple):
@@ -40,69 +42,93 @@ class Fit(NamedTuple):
 
 
 def fit(shapes: Sequence[StepShape], graphs: CapturedSteps | None = None) -> Fit:
-    """`graphs`: what steps are padded to on this device. Raises ValueError where there are fewer measured steps than
-    coefficients."""
-    if len(shapes) < len(_COEFFICIENTS):
-        raise ValueError(f"{len(shapes)} measured steps cannot fix {len(_COEFFICIENTS)} coefficients")
-    times = np.array([shape.seconds for shape in shapes], dtype=np.float64)
-    if not np.all(times > 0):
+    """`graphs`: what steps are padded to on this device. Raises ValueError where there are too few measured steps."""
+    if not all(shape.seconds > 0 for shape in shapes):
         raise ValueError("every measured step needs a time above 0")
-    eager = _EAGER_KNEES if graphs is not None else (0,)
-    models = [
-        CostModel(0.0, 0.0, float(knee), eager_knee=float(most), graphs=graphs) for knee in _KNEES for most in eager
-    ]
-    features = _features(shapes)
-    if graphs is not None:  # a captured step costs the same whose rows it has: what else would be put on the change?
-        features[:, _COEFFICIENTS.index("change_s")] = 0.0
-    best, least = models[0], math.inf
-    for model in models:
-        _, loss = _robust(_with_tokens(features, shapes, model), times, _SEARCH_REWEIGHTINGS)
-        if loss < least * (1.0 - 1e-9):
-            best, least = model, loss
-    solution, _ = _robust(_with_tokens(features, shapes, best), times, _REWEIGHTINGS)
-    values: dict[str, Any] = dict(zip(_COEFFICIENTS, map(float, solution), strict=True))
-    cost = replace(best, **values)
-    errors = np.abs(np.array([cost.seconds(shape) for shape in shapes]) / times - 1.0)
+    kinds: dict[str, list[tuple[int, StepShape]]] = {"decodes": [], "prompts": [], "launched": []}
+    for shape in shapes:
+        kind, tokens = kind_of(shape, graphs)
+        kinds[kind].append((tokens, shape))
+    for kind in ("decodes", "prompts"):
+        if len(kinds[kind]) < _LEAST:
+            raise ValueError(f"{len(kinds[kind])} measured steps of kind '{kind}' cannot fix its coefficients")
+    launched = kinds["launched"]
+    cost = CostModel(
+        fit_kind(kinds["decodes"], graphs is not None),
+        fit_kind(kinds["prompts"], graphs is not None),
+        fit_kind(launched, graphs is not None) if len(launched) >= _LEAST else None,
+        fit_host(shapes, graphs),
+        graphs,
+    )
+    judged = [shape for shape in shapes if shape.is_device_time] or list(shapes)
+    errors = np.abs(np.array([cost.seconds(shape) / shape.seconds for shape in judged]) - 1.0)
     return Fit(cost, len(shapes), float(np.median(errors)), float(np.quantile(errors, 0.9)))
 
 
-def _robust(features: Matrix, times: Matrix, rounds: int) -> tuple[Matrix, float]:
-    """The coefficients for which `features @ x` is nearest to `times`, and what is left, both by Huber's measure of
-    errors relative to the prediction."""
+def fit_kind(steps: Sequence[tuple[int, StepShape]], on_card: bool) -> KindCost:
+    """`steps`: with the tokens that each is computed as. On a card nothing is put on the change of rows: a step costs
+    the same whose rows it has, and since prompts always change them, the two could not be told apart."""
+    device = [item for item in steps if item[1].is_device_time]
+    steps = device if len(device) >= _LEAST else steps
+    tokens = np.array([count for count, _ in steps], dtype=np.float64)
+    knots = _knots(tokens)
+    chunks = any(shape.has_chunks for _, shape in steps)
+    columns = [np.ones(len(steps)), *_rises(tokens, knots)]
+    for values, used in (
+        ([shape.num_rows for _, shape in steps], chunks),
+        ([shape.num_kv_tokens for _, shape in steps], True),
+        ([shape.num_pairs for _, shape in steps], chunks),
+        ([shape.is_changed for _, shape in steps], not on_card),
+    ):
+        columns.append(np.array(values, dtype=np.float64) * float(used))
+    times = np.array([shape.seconds for _, shape in steps], dtype=np.float64)
+    solution = list(map(float, robust_least_squares(np.stack(columns, axis=1), times)))
+    heights = np.cumsum(solution[: len(knots)])
+    curve: Curve = tuple(zip(map(float, knots), map(float, heights), strict=True))
+    return KindCost(curve, *solution[len(knots) :])
+
+
+def fit_host(shapes: Sequence[StepShape], graphs: CapturedSteps | None) -> HostCost:
+    """What the host does beside the device. Nothing where it was not measured: it is part of the steps' times then."""
+    measured = [shape for shape in shapes if shape.host_s > 0]
+    if len(measured) < _LEAST:
+        return HostCost()
+    rows = [(1.0, float(shape.num_rows), float(kind_of(shape, graphs)[0] == "launched")) for shape in measured]
+    times = np.array([shape.host_s for shape in measured], dtype=np.float64)
+    return HostCost(*map(float, robust_least_squares(np.array(rows), times)))
+
+
+def _knots(tokens: Matrix) -> list[float]:
+    """Points of the curve: the smallest and the largest step, and those of KNOTS that have enough steps on both
+    sides."""
+    least, most = float(tokens.min()), float(tokens.max())
+    found = [least]
+    for knot in (*(float(knot) for knot in KNOTS if least < knot < most), most):
+        piece = tokens[(tokens > found[-1]) & (tokens <= knot)]
+        if len(piece) >= _BETWEEN:
+            found.append(knot)
+    if most > least:
+        found = [*found[:-1], most] if len(found) > 1 else [least, most]
+    return found
+
+
+def _rises(tokens: Matrix, knots: Sequence[float]) -> list[Matrix]:
+    """How much of each rise from one point to the next a step has: from 0 to 1."""
+    return [np.clip((tokens - left) / (right - left), 0.0, 1.0) for left, right in pairwise(knots)]
+
+
+def robust_least_squares(features: Matrix, times: Matrix) -> Matrix:
+    """The x >= 0 for which `features @ x` is nearest to `times`, by Huber's measure of errors relative to the
+    prediction."""
     weights, scale = np.ones(len(times)), times
-    for _ in range(rounds):
+    solution = np.zeros(features.shape[1])
+    for _ in range(_REWEIGHTINGS):
         root = np.sqrt(weights) / scale
         solution = nonnegative_least_squares(features * root[:, None], times * root)
         scale = np.maximum(features @ solution, 1e-3 * times)
         error = np.abs(times / scale - 1.0)
         weights = np.where(error < _DISTURBED, np.minimum(1.0, _HUBER / np.maximum(error, 1e-12)), 1e-6)
-    error = np.abs(np.log(times / scale))  # symmetric, so that no model gains by predicting too much
-    loss = np.where(error <= _HUBER, 0.5 * error**2, _HUBER * (error - 0.5 * _HUBER))
-    return solution, float(loss.sum())
-
-
-def _features(shapes: Sequence[StepShape]) -> Matrix:
-    """One row a step, one column a coefficient."""
-    rows = [
-        (
-            1.0,
-            float(shape.has_chunks),
-            0.0,
-            float(shape.num_rows),
-            float(shape.num_kv_tokens),
-            shape.num_pairs,
-            float(shape.is_changed),
-        )
-        for shape in shapes
-    ]
-    return np.array(rows, dtype=np.float64)
-
-
-def _with_tokens(features: Matrix, shapes: Sequence[StepShape], model: CostModel) -> Matrix:
-    """The same with the tokens that these knees make of each step."""
-    found = features.copy()
-    found[:, _COEFFICIENTS.index("token_s")] = [model.tokens_of(shape) for shape in shapes]
-    return found
+    return solution
 
 
 def nonnegative_least_squares(matrix: Matrix, target: Matrix) -> Matrix:

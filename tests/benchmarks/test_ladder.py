@@ -10,15 +10,15 @@ import pytest
 
 from benchmarks.device import switched
 from benchmarks.ladder import WORKLOADS, make_rungs, measure, sizes_for
-from inferengine.simulation.cost_model import CostModel, DeviceProfile
+from inferengine.simulation.cost_model import DeviceProfile, linear_cost
 from inferengine.simulation.engine import VirtualClock, VirtualExecutor
 
 CPU = DeviceProfile(
-    "cpu", CostModel(step_s=2e-3, token_s=3.5e-4, knee=8.0, row_s=5e-4, kv_token_s=4e-6), num_blocks=4096,
+    "cpu", linear_cost(step_s=2e-3, token_s=3.5e-4, knee=8.0, row_s=5e-4, kv_token_s=4e-6), num_blocks=4096,
     max_num_seqs=64, max_num_batched_tokens=512, max_model_len=2048,
 )  # fmt: skip
 CARD = DeviceProfile(
-    "card", CostModel(step_s=4e-4, token_s=2.4e-5, knee=156.0, row_s=4e-6, kv_token_s=3e-8, pair_s=8e-10),
+    "card", linear_cost(step_s=4e-4, token_s=2.4e-5, knee=156.0, row_s=4e-6, kv_token_s=3e-8, pair_s=8e-10),
     num_blocks=50_000, max_in_flight=2,
 )  # fmt: skip
 GAINS = {"continuous": 1.5, "paged": 1.5, "chunked": 1.5, "prefix": 3.0}

@@ -14,16 +14,21 @@ from benchmarks.device import Pause, TimedStep
 from benchmarks.pace import Pace, Sample, Yardstick
 from benchmarks.simulation_accuracy import Recorded, Results, errors_by_class, predict, run_real, step_class
 from inferengine.core.executor import Capacity
-from inferengine.simulation.cost_model import CapturedSteps, CostModel, DeviceProfile, StepShape
+from inferengine.simulation.cost_model import CapturedSteps, CostModel, DeviceProfile, HostCost, KindCost, StepShape
 from inferengine.simulation.engine import VirtualClock, VirtualExecutor
 from inferengine.simulation.fitting import fit
 from inferengine.simulation.workload import WorkloadOptions
 
 GRAPHS = CapturedSteps(decodes=(1, 4, 16), mixed=((4, 64), (16, 64)), prompt_rows=4)
 COST = CostModel(
-    step_s=1e-3, token_s=1e-5, knee=32.0, chunk_step_s=5e-4, row_s=2e-5, kv_token_s=1e-7, pair_s=1e-9, change_s=2e-4,
-    eager_knee=128.0, graphs=GRAPHS,
-)  # fmt: skip
+    decodes=KindCost(((1, 1e-3), (4, 1.2e-3), (16, 2e-3)), kv_token_s=1e-7, change_s=2e-4),
+    prompts=KindCost(((32, 2e-3), (128, 4e-3)), row_s=2e-5, kv_token_s=1e-7, pair_s=1e-9, change_s=2e-4),
+    launched=KindCost(((64, 4e-3), (256, 8e-3)), row_s=2e-5, kv_token_s=1e-7, pair_s=1e-9),
+    graphs=GRAPHS,
+)
+ANY_ROWS = replace(  # graphs cost the same whose rows they have
+    COST, decodes=replace(COST.decodes, change_s=0.0), prompts=replace(COST.prompts, change_s=0.0)
+)
 
 
 class MachineClock:
@@ -96,14 +101,33 @@ class StepPace(Pace):
 
 def test_calibration_finds_the_cost_model_of_the_device_with_steps_in_flight_and_graphs() -> None:
     profile = make_profile(2)
-    profile = replace(profile, cost=replace(COST, change_s=0.0))  # graphs cost the same whose rows they have
+    profile = replace(profile, cost=ANY_ROWS)
     executor, capacity, clock, yardstick = make_machine(profile)
     grid = Grid(executor, capacity, clock, yardstick, token_limit=3000)
     for part in grid.deal(2):
         grid.run(part)
     found = fit(grid.steps(yardstick.pace()), GRAPHS)
     assert found.median_error < 0.02
-    assert found.cost.eager_knee == COST.eager_knee
+    assert found.cost.launched is not None
+    assert found.cost.launched.at(200) == pytest.approx(COST.launched.at(200), rel=0.1)
+
+
+def test_a_host_that_launches_longer_than_the_device_computes_is_measured_and_predicted() -> None:
+    """The news of a step wait for the launches of the next one, whose own come the sooner for it: steps' times between
+    news are neither the device's nor the host's, and yet both are found."""
+    host = HostCost(step_s=3e-4, row_s=5e-6, launch_s=7e-3)
+    profile = make_profile(2)
+    profile, real = replace(profile, cost=replace(ANY_ROWS, host=host)), Results()
+    executor, capacity, clock, yardstick = make_machine(profile)
+    grid = Grid(executor, capacity, clock, yardstick, token_limit=2000)
+    grid.run(grid.deal(1)[0])
+    found = fit(grid.steps(yardstick.pace()), GRAPHS)
+    assert found.median_error < 0.03
+    assert found.cost.host.launch_s == pytest.approx(host.launch_s, rel=0.05)
+    item = run_real(executor, capacity, clock, yardstick, make_load(rate=60.0), real)
+    error = predict(0.6, real, [item], replace(profile, cost=found.cost), capacity, Pace([]))["error"]
+    medians = {name: value for name, value in error.items() if name.endswith(("p50", "per_s"))}
+    assert medians == pytest.approx(dict.fromkeys(medians, 0.0), abs=0.05)
 
 
 def test_the_pace_is_that_of_the_moment_relative_to_the_reference() -> None:
@@ -137,5 +161,10 @@ def test_errors_are_told_by_class_of_steps() -> None:
     rows = errors_by_class(COST, [TimedStep(slow, 0.0, True), TimedStep(exact, 0.0, True)], Pace([]))
     assert rows["decodes, the same rows"]["error_of_their_time"] == pytest.approx(-0.5)
     assert rows["decodes, other rows than before"]["error_of_their_time"] == pytest.approx(0.0)
-    assert step_class(StepShape(300, 1, 0, 0, 1.0), COST) == "with prompts, kernel by kernel"
-    assert step_class(StepShape(30, 1, 0, 0, 1.0), COST) == "with prompts, as a graph"
+    assert step_class(StepShape(300, 1, 0, 0, 1.0), COST) == "launched kernel by kernel"
+    assert step_class(StepShape(30, 1, 0, 0, 1.0), COST) == "with prompts"
+
+
+def test_steps_that_the_host_did_not_wait_for_are_in_no_class() -> None:
+    step = StepShape(1, 1, 1, 10, 0.0, seconds=1.0, is_device_time=False)
+    assert errors_by_class(COST, [TimedStep(step, 0.0, True)], Pace([])) == {}

@@ -8,12 +8,12 @@ from typing import Any
 
 from inferengine.core.admission import AdmissionLimits
 from inferengine.core.scheduler import SchedulerOptions
-from inferengine.simulation.cost_model import CostModel, DeviceProfile
+from inferengine.simulation.cost_model import CostModel, DeviceProfile, linear_cost
 from inferengine.simulation.engine import EngineOptions
 from inferengine.simulation.fleet import Fleet
 from inferengine.simulation.workload import Arrival, SyntheticWorkload, WorkloadOptions
 
-COST = CostModel(step_s=0.010, token_s=0.0001)
+COST = linear_cost(step_s=0.010, token_s=0.0001)
 
 
 def make_options(

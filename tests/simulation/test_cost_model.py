@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import asdict, replace
+from dataclasses import astuple, replace
 from pathlib import Path
 
 import numpy as np
@@ -11,22 +11,24 @@ import pytest
 
 from inferengine.core.plan import StepPlan
 from inferengine.errors import ConfigError
+from inferengine.simulation.analytic import DeviceCeilings, analytic, shape_from_config
 from inferengine.simulation.cost_model import (
     CapturedSteps,
     CostModel,
-    DeviceCeilings,
     DeviceProfile,
+    HostCost,
+    KindCost,
     StepShape,
-    analytic,
+    linear_cost,
     load_profile,
     profile_names,
-    shape_from_config,
     shape_of,
 )
 from inferengine.simulation.fitting import fit, nonnegative_least_squares
 
 TRUTH = CostModel(
-    step_s=3e-4, token_s=2e-5, knee=96.0, chunk_step_s=2e-4, row_s=5e-6, kv_token_s=3e-8, pair_s=8e-10, change_s=1e-4
+    decodes=KindCost(((1, 1e-3), (32, 1.1e-3), (64, 1.2e-3), (128, 3e-3)), kv_token_s=3e-8, change_s=1e-4),
+    prompts=KindCost(((1, 2e-3), (128, 2e-3), (1024, 2e-2)), row_s=5e-6, kv_token_s=3e-8, pair_s=8e-10, change_s=1e-4),
 )
 GRAPHS = CapturedSteps(decodes=(1, 8, 32, 128), mixed=((0, 64), (32, 64), (128, 256)), prompt_rows=2)
 LLAMA = {
@@ -69,25 +71,43 @@ def test_a_step_is_padded_to_the_smallest_graph_with_room(decodes: int, prompts:
     assert GRAPHS.padded(shape) == padded
 
 
-def test_a_step_that_no_graph_holds_costs_its_launches() -> None:
-    cost = CostModel(step_s=0.0, token_s=1e-3, knee=10.0, eager_knee=400.0, graphs=GRAPHS)
-    assert cost.seconds(StepShape(9, 9, 9, 0, 0.0)) == pytest.approx(0.032)
-    assert cost.seconds(StepShape(5, 5, 5, 0, 0.0)) == pytest.approx(0.010)
-    assert cost.seconds(StepShape(300, 1, 0, 0, 0.0)) == pytest.approx(0.400)
-    assert cost.seconds(StepShape(500, 1, 0, 0, 0.0)) == pytest.approx(0.500)
+def test_each_kind_of_step_has_costs_of_its_own() -> None:
+    cost = CostModel(
+        decodes=KindCost(((1, 1.0), (8, 2.0), (32, 3.0))),
+        prompts=KindCost(((64, 10.0), (96, 20.0))),
+        launched=KindCost(((1, 100.0), (301, 400.0))),
+        graphs=GRAPHS,
+    )
+    assert cost.seconds(shape_of(make_plan([5] * 9, []))) == 3.0  # as the graph of 32
+    assert cost.seconds(shape_of(make_plan([5] * 3, [(0, 60)]))) == 20.0  # as the graph of 32 decodes and 64 tokens
+    assert cost.seconds(shape_of(make_plan([], [(0, 401)]))) == pytest.approx(500.0)  # no graph holds it
+    assert replace(cost, launched=None).seconds(shape_of(make_plan([], [(0, 401)]))) > 100.0  # beyond all points
+
+
+def test_a_curve_is_flat_before_its_points_straight_between_them_and_goes_on_as_it_ended() -> None:
+    kind = KindCost(((4, 1.0), (8, 2.0), (16, 6.0)))
+    assert [kind.at(tokens) for tokens in (1, 4, 6, 8, 12, 16, 20)] == pytest.approx([1, 1, 1.5, 2, 4, 6, 8])
+    assert KindCost(((4, 1.0),)).at(100) == 1.0
+
+
+def test_only_what_no_graph_holds_is_launched_kernel_by_kernel() -> None:
+    cost = replace(TRUTH, host=HostCost(1e-3, 1e-5, 6e-3), graphs=GRAPHS)
+    assert cost.host_time(shape_of(make_plan([5] * 9, []))) == pytest.approx((1.09e-3, 0.0))
+    assert cost.host_time(shape_of(make_plan([], [(0, 300)]))) == pytest.approx((1.01e-3, 6e-3))
 
 
 def test_below_the_knee_a_step_costs_the_weights_whatever_it_computes() -> None:
-    cost = CostModel(step_s=0.0, token_s=1e-3, knee=50.0)
+    cost = linear_cost(step_s=0.0, token_s=1e-3, knee=50.0)
     seconds = [cost.seconds(StepShape(tokens, tokens, tokens, 0, 0.0)) for tokens in (1, 50, 100)]
     assert seconds == pytest.approx([0.05, 0.05, 0.1])
 
 
-def make_steps(noise: float, count: int = 300, seed: int = 1, truth: CostModel = TRUTH) -> list[StepShape]:
+def make_steps(noise: float, count: int = 400, seed: int = 1, truth: CostModel = TRUTH) -> list[StepShape]:
     generator = random.Random(seed)
     steps = []
     for _ in range(count):
-        decodes = [generator.randrange(1, 2000) for _ in range(generator.choice((0, 1, 4, 32, 128)))]
+        batch = generator.choice((0, 1, 4, 8, 16, 24, 32, 48, 64, 100, 128))
+        decodes = [generator.randrange(1, 2000) for _ in range(batch)]
         chunks = [(generator.randrange(1000), generator.randrange(1, 512)) for _ in range(generator.randrange(3))]
         if decodes or chunks:
             shape = shape_of(make_plan(decodes, chunks))._replace(is_changed=generator.random() < 0.5)
@@ -95,39 +115,55 @@ def make_steps(noise: float, count: int = 300, seed: int = 1, truth: CostModel =
     return steps
 
 
-def test_the_fit_finds_the_coefficients_that_made_the_steps() -> None:
+def test_the_fit_finds_the_costs_that_made_the_steps() -> None:
     found = fit(make_steps(noise=0.0))
-    assert found.median_error < 1e-6
-    assert coefficients(found.cost) == pytest.approx(coefficients(TRUTH), rel=1e-3)
-
-
-def test_the_fit_finds_what_graphs_and_launches_cost() -> None:
-    truth = replace(TRUTH, eager_knee=384.0, graphs=GRAPHS, change_s=0.0)
-    found = fit(make_steps(noise=0.0, truth=truth), GRAPHS)
-    assert found.cost.graphs == GRAPHS
-    assert coefficients(found.cost) == pytest.approx(coefficients(truth), rel=1e-3)
+    assert found.median_error < 1e-3
+    for kind, truth in ((found.cost.decodes, TRUTH.decodes), (found.cost.prompts, TRUTH.prompts)):
+        assert astuple(kind)[1:] == pytest.approx(astuple(truth)[1:], rel=0.01, abs=1e-12)
+        assert [kind.at(tokens) for tokens in (1, 32, 100, 128)] == pytest.approx(
+            [truth.at(tokens) for tokens in (1, 32, 100, 128)], rel=0.01
+        )
 
 
 def test_where_steps_are_graphs_nothing_is_put_on_the_change_of_rows() -> None:
     """Steps with prompts change the rows, so that the two are hard to tell apart; a load of decodes pays for it."""
-    truth = replace(TRUTH, eager_knee=384.0, graphs=GRAPHS)
+    found = fit(make_steps(noise=0.0, truth=replace(TRUTH, graphs=GRAPHS)), GRAPHS).cost
+    assert found.decodes.change_s == found.prompts.change_s == 0.0
+    assert found.decodes.at(1) > TRUTH.decodes.at(1)
+
+
+def test_steps_that_no_graph_holds_are_fitted_by_themselves() -> None:
+    launched = KindCost(((1, 5e-3), (1024, 3e-2)))
+    truth = replace(TRUTH, decodes=replace(TRUTH.decodes, change_s=0.0), launched=launched, graphs=GRAPHS)
+    truth = replace(truth, prompts=replace(TRUTH.prompts, change_s=0.0))
     found = fit(make_steps(noise=0.0, truth=truth), GRAPHS).cost
-    assert found.change_s == 0.0
-    assert found.step_s > truth.step_s
+    assert found.launched is not None
+    assert found.launched.at(600) == pytest.approx(launched.at(600), rel=0.01)
+    assert found.prompts.at(96) == pytest.approx(TRUTH.prompts.at(96), rel=0.01)
+
+
+def test_steps_that_the_host_did_not_wait_for_say_nothing_about_the_device() -> None:
+    steps = make_steps(noise=0.0)
+    waited_for = [step._replace(host_s=4e-4 + 1e-6 * step.num_rows) for step in steps]
+    others = [step._replace(seconds=0.5 * step.seconds, is_device_time=False, host_s=0.0) for step in steps]
+    found = fit([*waited_for, *others])
+    assert found.cost.seconds(steps[5]) == pytest.approx(TRUTH.seconds(steps[5]), rel=0.01)
+    assert found.cost.host.step_s == pytest.approx(4e-4, rel=0.01)
+    assert found.cost.host.row_s == pytest.approx(1e-6, rel=0.01)
+
+
+def test_a_curve_has_a_point_only_where_steps_were_measured() -> None:
+    shapes = [StepShape(count, count, count, 10 * count, 0.0, 1e-3 * count) for count in (1, 2, 400)] * 5
+    prompts = [StepShape(count, 1, 0, 0, 0.0, 1e-3) for count in range(10, 30)]
+    assert [tokens for tokens, _ in fit([*shapes, *prompts]).cost.decodes.curve] == [1, 2, 400]
 
 
 def test_the_fit_is_not_biased_towards_steps_that_happened_to_be_fast() -> None:
     """Relative to measured times, noise of 20 % would make the model 4 % too fast."""
     steps = [step for step in make_steps(noise=0.2, count=700) if step.seconds > 0]
     found = fit(steps)
-    bias = sum(found.cost.seconds(step) for step in steps) / sum(TRUTH.seconds(step) for step in steps)
+    bias = sum(found.cost.seconds(step) for step in steps) / sum(step.seconds for step in steps)
     assert bias == pytest.approx(1.0, abs=0.015)
-
-
-def coefficients(cost: CostModel) -> dict[str, float]:
-    values = asdict(cost)
-    del values["graphs"]
-    return values
 
 
 def test_the_fit_is_not_led_astray_by_a_machine_that_was_busy() -> None:
@@ -171,7 +207,7 @@ def test_a_config_without_a_shape_is_refused_by_the_missing_key() -> None:
 
 
 def test_a_profile_comes_back_from_its_file(tmp_path: Path) -> None:
-    cost = replace(TRUTH, eager_knee=384.0, graphs=GRAPHS)
+    cost = replace(TRUTH, launched=TRUTH.prompts, host=HostCost(1e-3, 1e-6, 6e-3), graphs=GRAPHS)
     profile = DeviceProfile("x", cost, num_blocks=99, max_in_flight=2, source={"machine": "y"})
     profile.save(tmp_path / "x.json")
     assert load_profile(str(tmp_path / "x.json")) == profile
@@ -184,7 +220,14 @@ def test_the_profiles_that_come_along_can_be_loaded_and_say_where_they_are_from(
     assert 0 < profile.cost.seconds(StepShape(1, 1, 1, 100, 0.0)) < 1
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"name": "x"}', '{"name": "x", "cost": {"speed": 1}}'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "", "[]", '{"name": "x"}', '{"name": "x", "cost": {"speed": 1}}',
+        '{"name": "x", "cost": {"decodes": {"curve": []}, "prompts": {"curve": [[1, 1]]}}}',
+        '{"name": "x", "cost": {"decodes": {"curve": [[2, 1], [1, 1]]}, "prompts": {"curve": [[1, 1]]}}}',
+    ],
+)  # fmt: skip
 def test_a_file_that_is_no_cost_model_is_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "broken.json"
     path.write_text(text)

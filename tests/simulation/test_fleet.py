@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from inferengine.client.chooser import LOAD_FACTOR
-from inferengine.simulation.cost_model import CostModel
+from inferengine.simulation.cost_model import linear_cost
 from inferengine.simulation.fleet import Failure, Fleet
 from tests.simulation.builders import Written, make_arrival, make_options, make_workload, run
 
@@ -163,7 +163,7 @@ def test_fair_share_shields_a_small_tenant_from_a_large_one() -> None:
 def test_chunked_prefill_bounds_the_time_between_tokens() -> None:
     arrivals = [make_arrival(1, 0.0, prompt=16, output=200)]
     arrivals += [make_arrival(i + 2, 1.5 * i, prompt=1500, output=1) for i in range(5)]
-    cost = CostModel(step_s=0.005, token_s=0.0005)
+    cost = linear_cost(step_s=0.005, token_s=0.0005)
 
     def slowest(**options: Any) -> float:
         settings = make_options(cost=cost, num_blocks=512, budget=2048, **options)

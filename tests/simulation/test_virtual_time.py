@@ -13,7 +13,7 @@ from inferengine.core.plan import StepPlan, StepResult
 from inferengine.core.request import Request
 from inferengine.engine.core import EngineCore
 from inferengine.params import SamplingParams
-from inferengine.simulation.cost_model import CostModel, shape_of
+from inferengine.simulation.cost_model import linear_cost, shape_of
 from inferengine.simulation.engine import EngineOptions, VirtualEngine
 from inferengine.simulation.fleet import Fleet
 from tests.simulation.builders import COST, Written, make_arrival, make_options, make_workload, run
@@ -158,7 +158,7 @@ def test_a_machine_that_slows_down_takes_longer_from_then_on() -> None:
 
 def test_a_step_whose_rows_changed_costs_more() -> None:
     """Six steps, of which the one that lets the second request in has other rows than the step before."""
-    cost = CostModel(step_s=0.010, token_s=0.0, change_s=0.001)
+    cost = linear_cost(step_s=0.010, token_s=0.0, change_s=0.001)
     fleet = Fleet(make_options(cost=cost), Written(make_arrival(1, 0.0, output=6), make_arrival(2, 0.035, output=2)))
     run(fleet)
     (engine,) = (host.engine for host in fleet.hosts)
