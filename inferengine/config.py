@@ -96,7 +96,7 @@ class EngineConfig:
     name: str = _key("engine", "name of this engine, part of the socket's file name")
     device: str = _key("auto", "where the model runs", ("auto", "cpu", "cuda"))
     threads: int = _key(0, "CPU threads for the model; 0: as many as a step is worth, up to all cores", minimum=0)
-    max_num_seqs: int = _key(0, "most sequences in one step; 0: 64 on CPU, 256 on CUDA", minimum=0)
+    max_num_seqs: int = _key(0, "most sequences in one step; 0: 64 on CPU, 512 on CUDA", minimum=0)
     max_num_batched_tokens: int = _key(0, "token budget of one step; 0: 512 on CPU, 8192 on CUDA", minimum=0)
     overlap: str = _key("auto", "schedule step n+1 while step n runs; auto: on CUDA", ("auto", "on", "off"))
     cuda_graphs: bool = _key(True, "replay decode steps, and small ones with prompts, as one CUDA graph launch")

@@ -13,7 +13,7 @@ from inferengine.runtime.runner import TorchExecutor
 from inferengine.runtime.settings import ExecutorSettings
 
 BLOCK_SIZES = {"cpu": 16, "cuda": 64}  # 64: what the tensor memory accelerator can fetch as one tile
-DEFAULTS = {"cpu": (64, 512), "cuda": (256, 8192)}  # max_num_seqs, max_num_batched_tokens
+DEFAULTS = {"cpu": (64, 512), "cuda": (512, 8192)}  # max_num_seqs, max_num_batched_tokens
 
 
 def build_executor(config: Config) -> TorchExecutor:
