@@ -11,6 +11,7 @@ import torch
 
 from inferengine.quant.weight import FP8, FP8_MAX, INT4, INT8, Block, QuantizedWeight, blocks_of
 
+EIGHT_BIT_PRODUCTS = ("fp8", "fp8_tensor", "int8_w8a8")  # schemes whose inputs are rounded too: quant/cuda.py
 INT4_GROUP = 128
 SMALLEST = 1e-12  # a block of zeros has this for its magnitude
 

@@ -39,6 +39,16 @@ def padded_sizes(most: int) -> list[int]:
     return [size for size in sizes if size < most] + [most]
 
 
+def kinds(size: int) -> tuple[int | None, ...]:
+    """The draws that steps of so many rows are captured with."""
+    return (*DRAWS, None) if size <= LARGEST_WITH_DRAWS else (None,)
+
+
+def graphs_to_capture(max_rows: int) -> list[tuple[int, int | None]]:
+    """Batch size and draw of each, largest first so that the pool is as large as it gets."""
+    return [(size, needs) for size in reversed(padded_sizes(max_rows)) for needs in kinds(size)]
+
+
 class DecodeGraphs:
     """All captured decode steps of a model. `needs` None means: up to the logits."""
 
@@ -59,8 +69,8 @@ class DecodeGraphs:
         self.pool: Any = None  # of memory: other graphs that never run at the same time may use it, too
 
     def capture_all(self, progress: Callable[[float], None]) -> None:
-        """Capture every size, largest first so that the pool is as large as it gets."""
-        graphs = [(size, needs) for size in reversed(self.sizes) for needs in self._kinds(size)]
+        """Capture every size."""
+        graphs = graphs_to_capture(self.max_rows)
         for index, (size, needs) in enumerate(graphs):
             self._capture(size, needs)
             progress((index + 1) / len(graphs))
@@ -73,10 +83,7 @@ class DecodeGraphs:
 
     def kind(self, num_rows: int, needs: int) -> int | None:
         """The graph for a step of so many rows whose draws need these features."""
-        return needs if needs in self._kinds(self._padded(num_rows)) else None
-
-    def _kinds(self, size: int) -> tuple[int | None, ...]:
-        return (*DRAWS, None) if size <= LARGEST_WITH_DRAWS else (None,)
+        return needs if needs in kinds(self._padded(num_rows)) else None
 
     def _padded(self, num_rows: int) -> int:
         return next(size for size in self.sizes if size >= num_rows)

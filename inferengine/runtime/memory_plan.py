@@ -14,7 +14,9 @@ from inferengine.layers.linear import Linear
 from inferengine.models import registry
 from inferengine.models.hf_config import read_json
 from inferengine.quant.layouts import layout_of
-from inferengine.quant.schemes import bytes_per_weight
+from inferengine.quant.schemes import EIGHT_BIT_PRODUCTS, bytes_per_weight
+from inferengine.runtime.device_peaks import device_peaks
+from inferengine.runtime.graphs import graphs_to_capture
 from inferengine.runtime.memory import (
     DEFAULT_CUDA_SHARE,
     CacheSettings,
@@ -24,13 +26,13 @@ from inferengine.runtime.memory import (
     plan_groups,
     sequences_at_once,
 )
+from inferengine.runtime.mixed_graphs import shapes_to_capture
 from inferengine.runtime.settings import ExecutorSettings
 
 GIB = 1 << 30
 CUDA_CONTEXT_BYTES = 600 * (1 << 20)  # driver, kernels and libraries of one process, measured on Hopper
 CONTEXTS = (1024, 4096, 8192, 32768, 131072)
-NUM_GRAPHS = 35  # batch sizes that are captured at start
-GRAPH_BYTES_PER_BATCH_SIZE = 4 * (1 << 20)  # nodes of one captured decode step; its buffers are shared by all
+GRAPH_BYTES = 4 * (1 << 20)  # nodes of one captured step; its buffers are shared by all
 
 
 class MemoryPlan(NamedTuple):
@@ -81,6 +83,33 @@ def activation_bytes(config: DecoderConfig, num_tokens: int, num_seqs: int, dtyp
     return num_tokens * (widest + 4 * config.hidden_size) * 2 * dtype.itemsize + num_seqs * config.vocab_size * 12
 
 
+def graph_bytes(config: DecoderConfig, settings: ExecutorSettings, dtype: torch.dtype, token_s: float) -> int:
+    """What the steps captured at start take: their nodes, and the buffers of the largest, which all of them share.
+    `token_s`: device seconds for each token of a step, which decides how many steps with prompts are captured."""
+    shapes = shapes_to_capture(settings.max_num_seqs, settings.max_num_batched_tokens, token_s)
+    num_graphs = len(graphs_to_capture(settings.max_num_seqs)) + len(shapes)
+    num_tokens = max([settings.max_num_seqs, *(shape.num_tokens for shape in shapes)])
+    num_rows = max([settings.max_num_seqs, *(shape.num_rows for shape in shapes)])
+    return num_graphs * GRAPH_BYTES + activation_bytes(config, num_tokens, num_rows, dtype)
+
+
+def _token_s(config: DecoderConfig, values: dict[str, object], settings: ExecutorSettings, dtype: torch.dtype) -> float:
+    """Device seconds for each token of a step, as the engine reckons them at start; 0 for a device that is not here:
+    then every shape counts."""
+    if not torch.cuda.is_available():
+        return 0.0
+    whole = weight_bytes(config, {**values, "quantization_config": None, "compression_config": None}, dtype)
+    found = device_peaks(settings.device, dtype, weight_bytes=whole, tflops=settings.peak_tflops)
+    if found is None:
+        return 0.0
+    peaks, faster = found
+    layout = layout_of(values)
+    scheme = settings.quantization if layout is None else layout.scheme
+    tables = config.vocab_size * config.hidden_size * (1 if config.tied_embeddings else 2)
+    operations = 2.0 * (whole // dtype.itemsize - tables)
+    return operations / peaks.operations_per_s / (faster if scheme in EIGHT_BIT_PRODUCTS else 1.0)
+
+
 def make_plan(settings: ExecutorSettings, device_bytes: int) -> MemoryPlan:
     """The plan for a device with `device_bytes`, of which nothing is taken yet; a draft model's share is not in it."""
     config, _ = registry.read_model_config(settings.folder)
@@ -91,7 +120,9 @@ def make_plan(settings: ExecutorSettings, device_bytes: int) -> MemoryPlan:
     weights = weight_bytes(config, values, dtype, settings.quantization)
     activations = activation_bytes(config, settings.max_num_batched_tokens, settings.max_num_seqs, dtype)
     context = CUDA_CONTEXT_BYTES if on_cuda else 0
-    graphs = NUM_GRAPHS * GRAPH_BYTES_PER_BATCH_SIZE if on_cuda and settings.cuda_graphs else 0
+    graphs = 0
+    if on_cuda and settings.cuda_graphs:
+        graphs = graph_bytes(config, settings, dtype, _token_s(config, values, settings, dtype))
     if on_cuda:
         usable = int(device_bytes * (settings.memory_fraction or DEFAULT_CUDA_SHARE))
         budget = usable - weights - activations - context - graphs

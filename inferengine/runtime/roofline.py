@@ -11,11 +11,10 @@ from inferengine.core.roofline import AttentionGroup, ModelWork, Roofline
 from inferengine.layers.decoder_config import DecoderConfig
 from inferengine.layers.linear import Linear
 from inferengine.quant.layouts import layout_of
+from inferengine.quant.schemes import EIGHT_BIT_PRODUCTS
 from inferengine.runtime import memory_plan
 from inferengine.runtime.device_peaks import device_peaks
 from inferengine.runtime.settings import ExecutorSettings
-
-EIGHT_BIT_PRODUCTS = ("fp8", "fp8_tensor", "int8_w8a8")  # schemes whose inputs are rounded too: quant/cuda.py
 
 
 def roofline_of(

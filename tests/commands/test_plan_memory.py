@@ -6,10 +6,14 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from benchmarks.shapes import LLAMA_3_1_8B
 from inferengine.cli import main
+from inferengine.config import Config
 from inferengine.errors import ExitCode
+from inferengine.models import registry
+from inferengine.runtime import factory, memory_plan, mixed_graphs
 
 
 @pytest.fixture
@@ -32,6 +36,21 @@ def test_an_8b_model_on_an_80_gib_card(llama: Path, capsys: pytest.CaptureFixtur
     assert kv_tokens == pytest.approx(figure(output, "KV cache") * 2**30 / (128 * 1024), rel=1e-3)
     at_8k = next(line.split() for line in output.splitlines() if line.strip().startswith("8,192 "))
     assert int(at_8k[1]) == kv_tokens // 8192
+
+
+def test_every_graph_that_is_captured_counts_those_of_steps_with_prompts_among_them(llama: Path) -> None:
+    config = Config().with_values(model={"path": str(llama)}, engine={"max_num_seqs": 256})
+    settings = factory.executor_settings(config, torch.device("cuda"))
+    shape, _ = registry.read_model_config(llama)
+    at_15_us = memory_plan.graph_bytes(shape, settings, torch.bfloat16, 15e-6)  # 24 shapes of at most 400 prompt tokens
+    buffers = memory_plan.activation_bytes(shape, 256 + 384, 256 + mixed_graphs.PROMPT_ROWS, torch.bfloat16)
+    assert at_15_us == (35 + 24) * memory_plan.GRAPH_BYTES + buffers
+    assert memory_plan.graph_bytes(shape, settings, torch.bfloat16, 0.0) > at_15_us
+
+
+def test_without_graphs_none_count(llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["plan-memory", str(llama), "--memory", "80", "--engine.cuda_graphs", "false"])
+    assert figure(capsys.readouterr().out, "captured graphs") == 0.0
 
 
 def test_a_bare_config_file_is_enough(llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
