@@ -1,12 +1,13 @@
 """From measured steps to a CostModel: non-negative least squares for each kind of steps.
 
-Every coefficient is a time, so none may be negative, and the curve over tokens may not fall: it is made of the rises
-between its points, each of them a coefficient. Errors are taken relative to the step's time, so that a decode of two
-milliseconds counts as much as a prompt of two hundred: relative to the time that the model gives it, by iteration.
-(Relative to the measured one, a step that happened to be fast would count more than one that happened to be slow, and
-every prediction would be too short: by 4 % where times scatter by 20 %.) A machine that was busy with something else
-gives steps that are far too long: their weight falls with their error (Huber, "Robust estimation of a location
-parameter", 1964), to nothing at twice their time.
+Every coefficient is a time, so none may be negative. Each CUDA graph has a point of the curve over tokens to itself.
+Without graphs the curve may not fall: it is made of the rises between its points, each of them a coefficient.
+
+Errors are taken relative to the step's time, so that a decode of two milliseconds counts as much as a prompt of two
+hundred: relative to the time that the model gives it, by iteration. (Relative to the measured one, a step that happened
+to be fast would count more than one that happened to be slow, and every prediction would be too short: by 4 % where
+times scatter by 20 %.) A machine that was busy with something else gives steps that are far too long: their weight
+falls with their error (Huber, "Robust estimation of a location parameter", 1964), to nothing at twice their time.
 
 Where the host works beside the device, only steps that it waited for tell the device's time; the others last as long as
 the host took for the next one, which `HostCost` says.
@@ -25,7 +26,8 @@ from inferengine.simulation.cost_model import CapturedSteps, CostModel, Curve, H
 
 Matrix = NDArray[np.float64]
 KNOTS = (1, 2, 4, 8, 16, 32, 64, 128, 192, 256, 384, 512, 768, 1024, 2048, 4096, 8192)
-_BETWEEN = 3  # different numbers of tokens or steps that a piece of the curve needs at least
+_OF_A_SIZE = 2  # steps that a graph needs for a point of its own
+_BETWEEN = 3  # steps that a piece of the curve needs at least
 _HUBER = 0.5  # relative error beyond which a step counts less: small ones belong to the mean that a load will see,
 _DISTURBED = 1.0  # and beyond which it does not count at all
 _REWEIGHTINGS = 12
@@ -53,10 +55,11 @@ def fit(shapes: Sequence[StepShape], graphs: CapturedSteps | None = None) -> Fit
         if len(kinds[kind]) < _LEAST:
             raise ValueError(f"{len(kinds[kind])} measured steps of kind '{kind}' cannot fix its coefficients")
     launched = kinds["launched"]
+    captured = graphs is not None
     cost = CostModel(
-        fit_kind(kinds["decodes"], graphs is not None),
-        fit_kind(kinds["prompts"], graphs is not None),
-        fit_kind(launched, graphs is not None) if len(launched) >= _LEAST else None,
+        fit_kind(kinds["decodes"], captured, on_card=captured),
+        fit_kind(kinds["prompts"], captured, on_card=captured),
+        fit_kind(launched, False, on_card=True) if len(launched) >= _LEAST else None,
         fit_host(shapes, graphs),
         graphs,
     )
@@ -65,15 +68,16 @@ def fit(shapes: Sequence[StepShape], graphs: CapturedSteps | None = None) -> Fit
     return Fit(cost, len(shapes), float(np.median(errors)), float(np.quantile(errors, 0.9)))
 
 
-def fit_kind(steps: Sequence[tuple[int, StepShape]], on_card: bool) -> KindCost:
-    """`steps`: with the tokens that each is computed as. On a card nothing is put on the change of rows: a step costs
-    the same whose rows it has, and since prompts always change them, the two could not be told apart."""
+def fit_kind(steps: Sequence[tuple[int, StepShape]], captured: bool, *, on_card: bool) -> KindCost:
+    """`steps`: with the tokens that each is computed as. `captured`: those are the sizes of graphs. On a card nothing
+    is put on the change of rows: a step costs the same whose rows it has, and since prompts always change them, the
+    two could not be told apart."""
     device = [item for item in steps if item[1].is_device_time]
     steps = device if len(device) >= _LEAST else steps
     tokens = np.array([count for count, _ in steps], dtype=np.float64)
-    knots = _knots(tokens)
+    points = _sizes(tokens) if captured else _knots(tokens)
     chunks = any(shape.has_chunks for _, shape in steps)
-    columns = [np.ones(len(steps)), *_rises(tokens, knots)]
+    columns = _shares(tokens, points) if captured else [np.ones(len(steps)), *_rises(tokens, points)]
     for values, used in (
         ([shape.num_rows for _, shape in steps], chunks),
         ([shape.num_kv_tokens for _, shape in steps], True),
@@ -82,10 +86,12 @@ def fit_kind(steps: Sequence[tuple[int, StepShape]], on_card: bool) -> KindCost:
     ):
         columns.append(np.array(values, dtype=np.float64) * float(used))
     times = np.array([shape.seconds for _, shape in steps], dtype=np.float64)
-    solution = list(map(float, robust_least_squares(np.stack(columns, axis=1), times)))
-    heights = np.cumsum(solution[: len(knots)])
-    curve: Curve = tuple(zip(map(float, knots), map(float, heights), strict=True))
-    return KindCost(curve, *solution[len(knots) :])
+    solution = robust_least_squares(np.stack(columns, axis=1), times)
+    heights, others = solution[: len(points)], solution[len(points) :]
+    if not captured:
+        heights = np.cumsum(heights)
+    curve: Curve = tuple(zip(map(float, points), map(float, heights), strict=True))
+    return KindCost(curve, *map(float, others))
 
 
 def fit_host(shapes: Sequence[StepShape], graphs: CapturedSteps | None) -> HostCost:
@@ -98,14 +104,24 @@ def fit_host(shapes: Sequence[StepShape], graphs: CapturedSteps | None) -> HostC
     return HostCost(*map(float, robust_least_squares(np.array(rows), times)))
 
 
+def _sizes(tokens: Matrix) -> list[float]:
+    """Points of a curve over graphs: each has a time of its own, and a smaller one may take longer than a larger."""
+    sizes, counts = np.unique(tokens, return_counts=True)
+    return [float(size) for size, count in zip(sizes, counts, strict=True) if count >= _OF_A_SIZE or size == sizes[-1]]
+
+
+def _shares(tokens: Matrix, points: Sequence[float]) -> list[Matrix]:
+    """How near a step is to each point: 1 there, 0 from its neighbours on."""
+    return [np.interp(tokens, points, row) for row in np.eye(len(points))]
+
+
 def _knots(tokens: Matrix) -> list[float]:
-    """Points of the curve: the smallest and the largest step, and those of KNOTS that have enough steps on both
-    sides."""
+    """Points of a curve that may not fall: the smallest and the largest step, and those of KNOTS that have enough steps
+    on both sides."""
     least, most = float(tokens.min()), float(tokens.max())
     found = [least]
     for knot in (*(float(knot) for knot in KNOTS if least < knot < most), most):
-        piece = tokens[(tokens > found[-1]) & (tokens <= knot)]
-        if len(piece) >= _BETWEEN:
+        if np.count_nonzero((tokens > found[-1]) & (tokens <= knot)) >= _BETWEEN:
             found.append(knot)
     if most > least:
         found = [*found[:-1], most] if len(found) > 1 else [least, most]
