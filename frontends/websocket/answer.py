@@ -24,10 +24,12 @@ from frontends.websocket.asked import Told, make_note, read_asked, told_by
 from frontends.websocket.channel import Channel
 from frontends.websocket.choice import ChoiceWriter, Wanted
 from frontends.websocket.frames import Generate, Resume
+from frontends.websocket.spans import AnswerSpan
 from inferengine.client import EnginePool, Finish
 from inferengine.config import Config
 from inferengine.errors import InferEngineError
 from inferengine.params import SamplingParams, from_map
+from inferengine.tracing import Tracing
 from inferengine.wire.messages import Accept
 
 RESUME_WAIT_S = 5.0  # clients come back to a restarted front end sooner than it has found its engine
@@ -42,6 +44,7 @@ class Desk:
     models: ModelContext
     registry: Registry
     config: Config
+    tracing: Tracing | None = None
     line: Line = field(default_factory=Line)
 
     async def find_engine(self) -> None:
@@ -52,10 +55,13 @@ class Desk:
 
 
 class Caller(NamedTuple):
-    """Who opened a socket, and what counts how much they do."""
+    """Who opened a socket, where, and what counts how much they do. `traceparent`: of the span that opened it."""
 
     key: ApiKey
     quotas: Quotas
+    path: str
+    address: str | None = None
+    traceparent: str = ""
 
 
 class _Prepared(NamedTuple):
@@ -71,9 +77,10 @@ class _Prepared(NamedTuple):
 class Answer:
     """Run `run()` as a task; `cancel()` stops the generation, not the task: the end is still told."""
 
-    def __init__(self, frame: Generate | Resume, channel: Channel, desk: Desk, key: ApiKey) -> None:
+    def __init__(self, frame: Generate | Resume, channel: Channel, desk: Desk, caller: Caller) -> None:
         self.frame = frame
-        self._key = key
+        self._caller, self._key = caller, caller.key
+        self._span: AnswerSpan | None = None
         self._channel = channel
         self._desk = desk
         self._log: RequestLog | None = None
@@ -88,6 +95,20 @@ class Answer:
 
     async def run(self) -> None:
         """Raises InferEngineError for what ends the whole request; then nothing runs on."""
+        caller, tracing = self._caller, self._desk.tracing
+        if tracing is not None:
+            self._span = AnswerSpan(tracing, self.frame, caller.path, caller.address, caller.traceparent)
+        failure: BaseException | None = None
+        try:
+            await self._run()
+        except BaseException as error:
+            failure = error
+            raise
+        finally:
+            if self._span is not None:
+                self._span.end(failure)
+
+    async def _run(self) -> None:
         if isinstance(self.frame, Resume):
             await self._desk.find_engine()
         await self._desk.line.wait()
@@ -107,6 +128,8 @@ class Answer:
                     error.field = prepared.grammar_field
                 raise
             self._claim(self._log)
+            if self._span is not None:
+                self._span.accepted(self._log.id.hex(), accept)
             await self._channel.plain(self._accepted(accept))
             await self._choices(prepared, accept, model)
         except InferEngineError as error:
@@ -137,6 +160,8 @@ class Answer:
                 frame.request_id, len(frame.cursors), detached=True, context_ids=frame.context_ids
             )
             return _Prepared(log, params, frame.cursors)
+        if self._span is not None:
+            self._span.asks(frame.model or model.name)
         adapter = model.adapter_of(frame.model)
         if adapter is None:
             raise InferEngineError("model_not_found", f"this engine serves {model.name}", field="model")
@@ -160,6 +185,7 @@ class Answer:
             note=make_note(key, asked.told),
             deadline_s=frame.deadline_s,
             label=frame.label,
+            traceparent="" if self._span is None else self._span.traceparent,
             grammar=asked.grammar,
             adapter=adapter,
         )
@@ -205,6 +231,8 @@ class Answer:
         piece, extra, finish = await writer.run()
         if finish is None:
             finish = await _finish_after_stop(log)
+        if self._span is not None:
+            self._span.choice_ended(writer.index, piece, finish)
         await self._channel.room()
         self._channel.done(_done(self.frame.id, writer.index, piece, accept, finish, extra))
 

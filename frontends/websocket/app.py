@@ -33,6 +33,7 @@ from frontends.websocket.pages import Pages
 from inferengine.client import EnginePool
 from inferengine.config import Config, engine_addresses
 from inferengine.errors import InferEngineError
+from inferengine.tracing import Tracing, make_tracing
 from inferengine.wire.curve import client_keys
 
 logger = logging.getLogger(__name__)
@@ -64,9 +65,16 @@ def make_shared(config: Config) -> Shared:
 class WebsocketFrontEnd:
     """All sockets of this process and the engine behind them. `lifespan` must run around everything."""
 
-    def __init__(self, config: Config, addresses: Sequence[str] = (), *, shared: Shared | None = None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        addresses: Sequence[str] = (),
+        *,
+        shared: Shared | None = None,
+        tracing: Tracing | None = None,
+    ) -> None:
         """`addresses` of the engines; empty: those of the configuration. `shared`: with the other workers, where there
-        are any."""
+        are any. `tracing` None: as the configuration says."""
         shared = shared or make_shared(config)
         self._config = config
         self._origins = read_origins(config.ws.origins)
@@ -79,7 +87,8 @@ class WebsocketFrontEnd:
         self.keys, self._quotas, self._metrics = shared
         models = ModelContext(self._engine)
         registry = Registry(self._engine, config.wire.resume_ttl_s)
-        self._desk = Desk(self._engine, models, registry, config)
+        self._tracing = tracing or make_tracing(config.trace, "inferengine-ws")
+        self._desk = Desk(self._engine, models, registry, config, self._tracing)
         self.view = EngineView(self._engine, config, models)
         self._connections: set[Connection] = set()
 
@@ -113,6 +122,8 @@ class WebsocketFrontEnd:
             await asyncio.gather(*tasks, return_exceptions=True)
             self._desk.registry.close()
             await self._engine.close()
+            if self._tracing is not None:
+                await asyncio.to_thread(self._tracing.close)
 
     def beat(self) -> None:
         """The event loop turns."""
@@ -160,7 +171,8 @@ class WebsocketFrontEnd:
             return
         await websocket.accept(subprotocol=codec.subprotocol if websocket.scope["subprotocols"] else None)
         receive, send = websocket._receive, websocket._send  # without Starlette's checks on each message
-        caller = Caller(key, self._quotas)
+        address = None if websocket.client is None else websocket.client.host
+        caller = Caller(key, self._quotas, SOCKET_PATH, address, headers.get("traceparent", ""))
         connection = Connection(receive, send, codec, self._desk, self.view, self._config, caller)
         connection.draining = self.view.draining
         self._connections.add(connection)

@@ -127,7 +127,7 @@ class Connection:
         if self.draining and isinstance(frame, Generate):
             raise InferEngineError("draining", "This server is about to stop.", retry_after_s=1.0)
         self._caller.quotas.enter(self._caller.key)
-        answer = self._answers[frame.id] = Answer(frame, self._channel, self._desk, self._caller.key)
+        answer = self._answers[frame.id] = Answer(frame, self._channel, self._desk, self._caller)
         task = self._spawn(self._run_answer(answer))
         task.add_done_callback(lambda _: self._caller.quotas.leave(self._caller.key))  # even if it never ran
 

@@ -60,6 +60,7 @@ class Generate(NamedTuple):
     detached: bool
     return_token_ids: bool
     label: str
+    traceparent: str
     conversation: dict[str, Any]
     structure: dict[str, Any]
 
@@ -76,6 +77,7 @@ class Resume(NamedTuple):
     params: dict[str, Any]
     detached: bool
     return_token_ids: bool
+    traceparent: str
 
 
 class Cancel(NamedTuple):
@@ -241,6 +243,7 @@ def _read_generate(fields: _Fields) -> Generate:
         detached=fields.flag("detached"),
         return_token_ids=fields.flag("return_token_ids"),
         label=fields.text("label", "", most=MAX_LABEL_CHARACTERS),
+        traceparent=fields.text("traceparent", "", most=MAX_LABEL_CHARACTERS),
         conversation=fields.raw(CONVERSATION),
         structure=fields.raw(STRUCTURE),
     )
@@ -263,6 +266,7 @@ def _read_resume(fields: _Fields) -> Resume:
         params=fields.params(),
         detached=fields.flag("detached"),
         return_token_ids=fields.flag("return_token_ids"),
+        traceparent=fields.text("traceparent", "", most=MAX_LABEL_CHARACTERS),
     )
     fields.finish()
     if request_id is None:

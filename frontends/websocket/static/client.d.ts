@@ -73,6 +73,8 @@ export interface GenerateOptions {
   detached?: boolean;
   returnTokenIds?: boolean;
   label?: string;
+  /** W3C's, of the span that this request is a part of; for the service's OpenTelemetry spans. */
+  traceparent?: string;
   /** What the answer must match, as in OpenAI's API. */
   responseFormat?: { type: "text" | "json_object" } | { type: "json_schema"; json_schema: { name?: string; schema: object } };
   /** The same in vLLM's words: exactly one of these. */

@@ -104,8 +104,9 @@ class Server:
 def serving(engine: ScriptedEngine | str, port: int = 0, **sections: Any) -> Iterator[Server]:
     """A front end for `engine` (or an address), ready to be asked."""
     address = engine if isinstance(engine, str) else engine.address
+    tracing = sections.pop("tracing", None)
     config = Config().with_values(wire={"socket": address, **sections.pop("wire", {})}, **sections)
-    server = Server(WebsocketFrontEnd(config), config, port)
+    server = Server(WebsocketFrontEnd(config, tracing=tracing), config, port)
     server.start()
     try:
         if isinstance(engine, ScriptedEngine):

@@ -1,0 +1,87 @@
+"""The span of one request on a socket, from its frame to its last frame, and what of it travels on to the engine. It is
+as the HTTP front end's: OpenTelemetry's gen_ai conventions, figures and names, never what was said."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from frontends.common.generation import Piece
+from frontends.websocket.channel import SocketGone
+from frontends.websocket.frames import Generate, Resume
+from inferengine.client import Finish
+from inferengine.errors import InferEngineError
+from inferengine.tracing import PROVIDER, Span, Tracing
+from inferengine.wire.messages import Accept
+
+CLIENT_GONE = "client_gone"
+
+
+class _End(NamedTuple):
+    reason: str | None
+    completion_tokens: int
+    cached_tokens: int
+
+
+class AnswerSpan:
+    """Of one generate or resume frame. `end` is called once, whatever becomes of it."""
+
+    def __init__(
+        self, tracing: Tracing, frame: Generate | Resume, path: str, client: str | None, traceparent: str
+    ) -> None:
+        """Under the span that the frame names, else under `traceparent`, the one that opened the socket."""
+        kind = "generate" if isinstance(frame, Generate) else "resume"
+        self._span: Span = tracing.begin(
+            f"{kind} {path}",
+            {"traceparent": frame.traceparent or traceparent},
+            {
+                "url.path": path,
+                "network.protocol.name": "websocket",
+                "client.address": client,
+                "gen_ai.provider.name": PROVIDER,
+                "gen_ai.operation.name": _operation(frame),
+            },
+        )
+        self._label = frame.label if isinstance(frame, Generate) else ""
+        self._ends: dict[int, _End] = {}
+
+    @property
+    def traceparent(self) -> str:
+        """For the engine."""
+        return self._span.traceparent
+
+    def asks(self, model: str) -> None:
+        self._span.set("gen_ai.request.model", model)
+
+    def accepted(self, request_id: str, accept: Accept) -> None:
+        """`request_id` goes by the client's name for it where there is one, as in the engine's span."""
+        self._span.set("inferengine.request_id", self._label or request_id)
+        self._span.set("gen_ai.usage.input_tokens", accept.prompt_tokens)
+
+    def choice_ended(self, index: int, piece: Piece, finish: Finish | None) -> None:
+        """`finish` is None where the engine did not tell."""
+        cached = 0 if finish is None else finish.cached_tokens
+        self._ends[index] = _End(piece.finish_reason, piece.num_tokens, cached)
+
+    def end(self, error: BaseException | None) -> None:
+        """`error`: what ended the request before its choices did."""
+        ends = [self._ends[index] for index in sorted(self._ends)]
+        if ends:
+            self._span.set("gen_ai.usage.cache_read.input_tokens", ends[0].cached_tokens)
+            self._span.set("gen_ai.usage.output_tokens", sum(end.completion_tokens for end in ends))
+            self._span.set("gen_ai.response.finish_reasons", [end.reason for end in ends if end.reason])
+        if isinstance(error, InferEngineError):
+            self._span.set("error.type", error.code)
+            if error.http_status >= 500:  # as over HTTP: what the client got wrong is no failure of this server
+                self._span.fail("")
+        elif isinstance(error, Exception) and not isinstance(error, SocketGone):
+            self._span.set("error.type", "engine_error")
+            self._span.fail("")
+        elif error is not None:
+            self._span.set("error.type", CLIENT_GONE)
+        self._span.end()
+
+
+def _operation(frame: Generate | Resume) -> str | None:
+    if isinstance(frame, Resume):
+        return None  # the engine has kept what it was
+    return "text_completion" if frame.messages is None else "chat"
