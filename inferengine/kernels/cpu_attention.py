@@ -51,10 +51,10 @@ def attention_qkv(
     if cos_sin is not None:
         cos, sin = plan.angles.get(id(cos_sin)) or _angles(plan, cos_sin, batch.positions)
         heads = heads if heads.dtype == torch.float32 else heads.float()
-        turned = heads[:, :-num_kv_heads]
+        turned = heads.narrow(1, 0, num_heads + num_kv_heads)
         rolled = torch.roll(turned, head_dim // 2, -1)
         turned.mul_(cos).addcmul_(rolled, sin)
-    queries, new = heads[:, :num_heads], heads[:, num_heads:]
+    queries, new = heads.narrow(1, 0, num_heads), heads.narrow(1, num_heads, 2 * num_kv_heads)
     if queries.dtype != number_type(kv):
         queries = queries.to(number_type(kv))
     if kv.dtype != FP8:

@@ -110,6 +110,8 @@ def stored(kv: torch.Tensor) -> torch.Tensor:
 
 def _num_short(columns: Any, num_decodes: int) -> int:
     """Rows after the decodes, up to the first long one, that are computed as decodes are."""
+    if num_decodes == len(columns.row_slot):
+        return 0
     counts = np.diff(columns.query_start[num_decodes:])
     long = np.flatnonzero(counts > SHORT_ROW)
     return int(long[0]) if len(long) else len(counts)
@@ -169,6 +171,10 @@ def _written(columns: Any, table: np.ndarray, kv: torch.Tensor) -> np.ndarray:
     """[T, 2K] rows of kv seen as [num_blocks * 2 * K * block_size, D]: each token's keys, then its values."""
     num_kv_heads, block_size = kv.shape[2], kv.shape[3]
     positions = columns.positions
+    if len(positions) == 1:
+        block, offset = divmod(int(positions[0]), block_size)
+        first = int(table[columns.row_slot[0], block]) * (2 * num_kv_heads * block_size) + offset
+        return np.arange(first, first + 2 * num_kv_heads * block_size, block_size)[None]
     blocks = table[columns.row_slot[columns.token_row], positions // block_size].astype(np.int64)
     first = blocks * (2 * num_kv_heads * block_size) + positions % block_size
     return first[:, None] + np.arange(2 * num_kv_heads) * block_size

@@ -39,10 +39,12 @@ class Queries(NamedTuple):
     num_queries: int
     places: torch.Tensor | None  # [X]; None: all of them as they lie
     tokens: torch.Tensor | None  # [X * Q] token of each query; None: one for one
-    mask: torch.Tensor  # [X * K, 1 or Q * H / K, keys], 0 or -inf; or a lone 0: nothing is hidden
-    mask_weight: int
+    mask: torch.Tensor | None  # [X * K, Q, keys], 0 or -inf; None: nothing is hidden
     wanted: torch.Tensor | None  # indices in [0, X * Q); None: all
     into: torch.Tensor | None  # tokens that the wanted ones stand for; None: as they come
+
+
+_ALONE = [Queries(1, None, None, None, None, None)]  # one query of each place, nothing hidden
 
 
 class SteadyBatch:
@@ -55,6 +57,7 @@ class SteadyBatch:
         self._num_alike = 0  # steps of about the same rows, up to this one
         self._step = 1
         self._last_step = np.zeros(1, dtype=np.int64)  # by slot: when it had a row last
+        self._last_rows = b""  # slots of the last step
         self._under_way = False
 
     def begin(self, columns: StepColumns, admitted: list[int]) -> None:
@@ -62,6 +65,10 @@ class SteadyBatch:
         if self._under_way:  # the last step failed half way
             self.forget()
         self._under_way = True
+        rows = columns.row_slot.tobytes()
+        if rows == self._last_rows and not admitted:
+            self._num_alike += 1
+            return
         highest = int(columns.row_slot.max())
         if highest >= len(self._last_step):
             self._last_step = np.concatenate((self._last_step, np.zeros(highest + 1, dtype=np.int64)))
@@ -70,6 +77,7 @@ class SteadyBatch:
         self._num_alike = self._num_alike + 1 if num_new <= NEWCOMERS * len(columns.row_slot) else 0
         self._step += 1
         self._last_step[columns.row_slot] = self._step
+        self._last_rows = rows
         if not self._num_alike:
             self.copies.clear()
 
@@ -79,6 +87,9 @@ class SteadyBatch:
 
     def drop(self, slots: list[int]) -> None:
         """These slots are somebody else's now."""
+        if not slots:
+            return
+        self._last_rows = b""
         self._last_step[[slot for slot in slots if slot < len(self._last_step)]] = 0
         for kept in self.copies.values():
             kept.drop(slots)
@@ -87,6 +98,7 @@ class SteadyBatch:
         """What is kept may be wrong."""
         self.copies.clear()
         self._num_alike = 0
+        self._last_rows = b""
         self._last_step[:] = 0
 
     def keep(
@@ -95,12 +107,12 @@ class SteadyBatch:
         """The copies of a group without window, ready for the first `num_rows` rows of this step; None where there are
         none and none are to be."""
         lengths = columns.row_len[:num_rows]
-        longest = int(lengths.max())
+        longest = int(lengths[0] if num_rows == 1 else lengths.max())
         kept = self.copies.get(group)
         if kept is not None and not kept.suits(num_rows, longest):
             self.copies.pop(group)
             kept = None
-        if self._num_alike < STEADY_STEPS or num_rows * longest > RAGGED * lengths.sum():
+        if self._num_alike < STEADY_STEPS or (num_rows > 1 and num_rows * longest > RAGGED * lengths.sum()):
             return None
         if kept is None:
             capacity = (longest // ROOM + 2) * ROOM
@@ -134,9 +146,8 @@ class KeptKeys:
 
     def drop(self, slots: list[int]) -> None:
         """What these slots held is gone."""
-        if slots:
-            gone = np.isin(self._slots, slots)
-            self._slots[gone], self._num_known[gone] = -1, 0
+        gone = np.isin(self._slots, slots)
+        self._slots[gone], self._num_known[gone] = -1, 0
 
     def suits(self, num_rows: int, longest: int) -> bool:
         """Whether the next step's rows, up to so long, find a place each, and have lately filled enough of them."""
@@ -148,6 +159,8 @@ class KeptKeys:
 
     def advance(self, columns: StepColumns, num_rows: int, table: np.ndarray) -> None:
         """To the tokens of the next step."""
+        if num_rows == len(self._slots) == 1 and self._advance_alone(columns):
+            return
         slots, starts, lengths = columns.row_slot[:num_rows], columns.row_start[:num_rows], columns.row_len[:num_rows]
         places = self._places_of(slots)
         self.num_tokens = int(columns.query_start[num_rows])
@@ -158,6 +171,17 @@ class KeptKeys:
         self._joining = self._join(slots[behind], places[behind], lengths[behind], table) if len(behind) else None
         self._num_known[places] = lengths
         self._queries = self._plan_queries(columns.query_start[: num_rows + 1], places, starts)
+
+    def _advance_alone(self, columns: StepColumns) -> bool:
+        """As `advance` for the next token of the one row there is; False where it is not that simple."""
+        position = int(columns.row_start[0])
+        if columns.query_start[1] > 1 or columns.row_slot[0] != self._slots[0] or position > self._num_known[0]:
+            return False
+        self.num_tokens, self._longest, self._joining = 1, position + 1, None
+        self._written = torch.from_numpy(self._first + position)
+        self._num_known[0] = position + 1
+        self._queries = _ALONE
+        return True
 
     def _places_of(self, slots: np.ndarray) -> np.ndarray:
         """The place of each row; rows without one are given one that no row of this step has."""
@@ -219,7 +243,7 @@ class KeptKeys:
             chosen = np.flatnonzero(is_wanted.reshape(-1))
             into = tokens[chosen]
             wanted = None if len(chosen) == len(tokens) else torch.from_numpy(chosen)
-        mask = self._zero
+        mask = None
         if hidden.any():
             values = np.where(hidden, np.float32(-np.inf), np.float32(0))
             mask = torch.from_numpy(np.repeat(values, self._num_kv_heads, axis=0)).to(self._zero.dtype)
@@ -228,7 +252,6 @@ class KeptKeys:
             torch.from_numpy(places) if picked else None,
             tokens,
             mask,
-            int(mask.dim() > 0),
             wanted,
             into,
         )
@@ -246,21 +269,20 @@ class KeptKeys:
         if self._joining is not None:
             self._gather(copy, kv, *self._joining)
         copy.flat.index_put_((self._written,), new)
+        q = torch.mul(q, scale)  # here, not the scores: there are fewer of them
         first = self._queries[0]
         if first.into is None:
-            return self._attend(copy, q, first, scale, softcap)
+            return self._attend(copy, q, first, softcap)
         out = torch.empty(q.shape[0], q.shape[1] * q.shape[2], dtype=q.dtype)
         for queries in self._queries:
-            mixed = self._attend(copy, q, queries, scale, softcap)
+            mixed = self._attend(copy, q, queries, softcap)
             out[queries.into] = mixed if queries.wanted is None else mixed.index_select(0, queries.wanted)
         return out
 
-    def _attend(
-        self, copy: LayerCopy, q: torch.Tensor, queries: Queries, scale: float, softcap: float | None
-    ) -> torch.Tensor:
-        """[X * Q, H * D]."""
+    def _attend(self, copy: LayerCopy, q: torch.Tensor, queries: Queries, softcap: float | None) -> torch.Tensor:
+        """[X * Q, H * D] of queries that have been scaled."""
         num_queries, width, head_dim = queries.num_queries, q.shape[1] * q.shape[2], q.shape[2]
-        keys, values = copy.keys[:, : self._longest], copy.values[:, : self._longest]
+        keys, values = copy.keys.narrow(1, 0, self._longest), copy.values.narrow(1, 0, self._longest)
         if queries.places is not None:
             shape = -1, self._num_kv_heads, self._capacity, head_dim
             keys = copy.keys.view(shape)[:, :, : self._longest].index_select(0, queries.places).flatten(0, 1)
@@ -271,14 +293,11 @@ class KeptKeys:
         if num_queries > 1:
             by_head = by_head.transpose(1, 2)
         by_head = by_head.reshape(keys.shape[0], -1, head_dim)
-        if softcap is None and num_queries == 1:
-            scores = torch.baddbmm(queries.mask, by_head, keys.transpose(1, 2), beta=queries.mask_weight, alpha=scale)
-        else:
-            scores = torch.bmm(by_head, keys.transpose(1, 2)).mul_(scale)
-            if softcap is not None:
-                scores.div_(softcap).tanh_().mul_(softcap)
-            if queries.mask_weight:
-                scores.view(len(scores), num_queries, -1, self._longest).add_(queries.mask.unsqueeze(2))
+        scores = torch.bmm(by_head, keys.transpose(1, 2))
+        if softcap is not None:
+            scores.div_(softcap).tanh_().mul_(softcap)
+        if queries.mask is not None:
+            scores.view(len(scores), num_queries, -1, self._longest).add_(queries.mask.unsqueeze(2))
         mixed = torch.bmm(torch.softmax(scores, -1), values)
         if num_queries > 1:
             mixed = mixed.view(-1, self._num_kv_heads, num_queries, width // self._num_kv_heads).transpose(1, 2)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 
 from inferengine.kernels import cpu_noise
@@ -26,14 +27,16 @@ def sample(logits: torch.Tensor, slots: Any, rows: torch.Tensor, positions: torc
     `positions` [N] are those of the tokens drawn; `needs` are the feature bits that some row uses. A row without a
     finite winner gives -1 (and 0 in slots.tokens). `logits` may be overwritten.
     """
-    rows, positions = rows.long(), positions.long()
     scores = logits if logits.dtype == torch.float32 else logits.float()
+    if scores.is_cpu and not needs & (PROCESSED | RANDOM):
+        return _sample_greedily(scores, slots, rows, positions)
+    rows, positions = rows.long(), positions.long()
     if needs & PROCESSED:
         process(scores, slots, rows, positions, needs)
     if needs & RANDOM:
         best, ids = draw(scores, slots, rows, positions, needs)
     else:
-        best, ids = scores.max(-1)
+        best, ids = _largest(scores)
     ids = ids.int()
     is_drawn = best > float("-inf")  # false for NaN too
     if not bool(is_drawn.all()):
@@ -41,6 +44,29 @@ def sample(logits: torch.Tensor, slots: Any, rows: torch.Tensor, positions: torc
         return ids.masked_fill(~is_drawn, -1)
     slots.tokens[rows, positions] = ids
     return ids
+
+
+def _sample_greedily(scores: torch.Tensor, slots: Any, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """As `sample` for rows of temperature 0 on the CPU, in few operations."""
+    best, drawn = (found.numpy() for found in _largest(scores))
+    ids = drawn.astype(np.int32)
+    is_drawn = best > -np.inf  # false for NaN too
+    if not is_drawn.all():
+        slots.tokens.numpy()[rows.numpy(), positions.numpy()] = np.where(is_drawn, ids, 0)
+        ids[~is_drawn] = -1
+        return torch.from_numpy(ids)
+    slots.tokens.numpy()[rows.numpy(), positions.numpy()] = ids
+    return torch.from_numpy(ids)
+
+
+def _largest(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(value, id) of each row: the first of equal ones, or what is no number. numpy is ten times as fast as torch."""
+    if not scores.is_cpu:
+        best, ids = scores.max(-1)
+        return best, ids
+    values = scores.numpy()
+    places = values.argmax(1)
+    return torch.from_numpy(values[np.arange(len(places)), places]), torch.from_numpy(places)
 
 
 def process(scores: torch.Tensor, slots: Any, rows: torch.Tensor, positions: torch.Tensor, needs: int) -> None:
@@ -71,11 +97,11 @@ def draw(
     if needs & FILTER:
         top_k = torch.where(is_random.squeeze(1), slots.top_k[rows], 1)  # a greedy row needs no long list
         values, ids = candidates(scaled, top_k, slots.top_p[rows], slots.min_p[rows])
-        best, place = (values + gumbel(slots.seed[rows], positions, ids)).max(-1)
+        best, place = _largest(values + gumbel(slots.seed[rows], positions, ids))
         drawn = ids.gather(1, place.unsqueeze(1)).squeeze(1)
     else:
-        best, drawn = (scaled + gumbel(slots.seed[rows], positions, scores.shape[1])).max(-1)
-    top, top_id = scores.max(-1)
+        best, drawn = _largest(scaled + gumbel(slots.seed[rows], positions, scores.shape[1]))
+    top, top_id = _largest(scores)
     is_random = is_random.squeeze(1)
     return torch.where(is_random, best, top), torch.where(is_random, drawn, top_id)
 

@@ -65,8 +65,23 @@ def make_batch(plan: StepPlan, columns: StepColumns, slots: Slots, device: torch
     batch.row_slot, batch.row_start, batch.row_len, batch.query_start = parts[0], parts[1], parts[2], parts[3]
     batch.token_row, batch.positions = parts[4], parts[5]
     batch.sample_rows, batch.sample_tokens, batch.sample_positions = parts[6], parts[7], parts[8]
-    look_up(batch, slots)
+    if device.type == "cpu":
+        _look_up_on_host(batch, columns, slots)
+    else:
+        look_up(batch, slots)
     return batch
+
+
+def _look_up_on_host(batch: Batch, columns: StepColumns, slots: Slots) -> None:
+    """As `look_up`, by numpy: its calls on a few numbers cost a fifth of torch's."""
+    batch.block_size = slots.block_size
+    batch.block_tables = slots.block_tables
+    token_slot = columns.row_slot[columns.token_row]
+    batch.token_slot = torch.from_numpy(token_slot)
+    batch.input_ids = torch.from_numpy(slots.tokens.numpy()[token_slot, columns.positions])
+    batch.slot_mapping = SlotMapping(slots.block_tables, batch.token_slot, batch.positions, slots.block_size)
+    batch.sample_slots = torch.from_numpy(columns.row_slot[columns.sample_rows])
+    batch.plans = []
 
 
 def look_up(batch: Batch, slots: Slots) -> None:

@@ -8,6 +8,7 @@ same for good rows, and only the culprits fail.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ def forward(
     steady.begin(batch.columns, admitted)
     batch.steady = steady
     hidden = _pass(model, ops, batch, groups)
-    if torch.isfinite(hidden.sum(dtype=torch.float32)):
+    if math.isfinite(hidden.sum(dtype=torch.float32).item()):
         steady.end()
         return hidden
     steady.forget()

@@ -12,6 +12,7 @@ import torch
 
 from inferengine.core.plan import TokenLogprobs
 from inferengine.kernels.batch import StepColumns
+from inferengine.kernels.ops import Ops
 from inferengine.runtime import logprobs
 from inferengine.runtime.slots import Slots
 
@@ -30,10 +31,10 @@ class _Asked(NamedTuple):
 class PromptLogprobs:
     """Of one step; on its way to the host until `result`."""
 
-    def __init__(self, model: Any, hidden: torch.Tensor, slots: Slots, columns: StepColumns) -> None:
+    def __init__(self, ops: Ops, model: Any, hidden: torch.Tensor, slots: Slots, columns: StepColumns) -> None:
         """hidden [T, H] are those of the step's tokens."""
         self._asked = list(_asked(slots, columns))
-        self._parts: list[list[logprobs.DeviceLogprobs]] = []
+        self._parts: list[list[torch.Tensor]] = []
         self._event: torch.cuda.Event | None = None
         for item in self._asked:
             slot, start = int(columns.row_slot[item.row]), int(columns.row_start[item.row])
@@ -42,8 +43,7 @@ class PromptLogprobs:
             for begin in range(0, item.count, POSITIONS_AT_ONCE):
                 end = min(begin + POSITIONS_AT_ONCE, item.count)
                 logits = model.logits(hidden[item.first + begin : item.first + end])
-                values = logprobs.compute(logits, targets[begin:end], item.num_alternatives)
-                parts.append(logprobs.DeviceLogprobs(*map(_to_host, values)))
+                parts.append(_to_host(logprobs.compute(ops, logits, targets[begin:end], item.num_alternatives)))
             self._parts.append(parts)
         if self._asked and hidden.is_cuda:
             self._event = torch.cuda.Event()
@@ -57,7 +57,7 @@ class PromptLogprobs:
             self._event.synchronize()
         return {
             item.row: [
-                one for part in parts for one in logprobs.to_host(part, [item.num_alternatives] * len(part.ranks))
+                one for part in parts for one in logprobs.to_host(part.numpy(), [part.shape[1] // 2 - 1] * len(part))
             ]
             for item, parts in zip(self._asked, self._parts, strict=True)
         }
@@ -65,7 +65,7 @@ class PromptLogprobs:
 
 def are_asked(slots: Slots, columns: StepColumns) -> bool:
     """Whether any row of the step computes prompt positions of a request that wants to know."""
-    return bool((slots.host_prompt_end[columns.row_slot] > columns.row_start).any())
+    return slots.has_prompt_logprobs and bool((slots.host_prompt_end[columns.row_slot] > columns.row_start).any())
 
 
 def _asked(slots: Slots, columns: StepColumns) -> Any:

@@ -30,7 +30,7 @@ from inferengine.kernels.reference_sampling import (
 from inferengine.runtime.bad_words import BadWords
 
 _FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
-_INTS = ("num_prompt", "top_k", "min_tokens")
+_INTS = ("num_prompt", "top_k", "min_tokens", "num_logprobs")
 
 
 class Slots:
@@ -59,7 +59,7 @@ class Slots:
         self.temperature, self.top_p, self.min_p = self.floats[0], self.floats[1], self.floats[2]
         self.repetition_penalty, self.presence_penalty = self.floats[3], self.floats[4]
         self.frequency_penalty = self.floats[5]
-        self.num_prompt, self.top_k, self.min_tokens = self.ints[0], self.ints[1], self.ints[2]
+        self.num_prompt, self.top_k, self.min_tokens, self.num_logprobs = self.ints
         self.bias_ids, self.bias_values = self._table(0), self._table(0, torch.float32)
         self.stop_ids = self._table(0)
         self.bad_words = BadWords(rows, device)
@@ -71,6 +71,7 @@ class Slots:
         self.host_logprobs = np.full(rows, -1, dtype=np.int64)  # alternatives asked for
         self.host_prompt_logprobs = np.full(rows, -1, dtype=np.int64)  # alternatives asked for
         self.host_prompt_end = np.zeros(rows, dtype=np.int64)  # prompt positions whose next token is the prompt's too
+        self.has_prompt_logprobs = False  # whether any slot's request wants them
         self.host_top_k = np.zeros(rows, dtype=np.int64)  # 0: not bounded by top_k
 
     @property
@@ -90,14 +91,14 @@ class Slots:
         """Write block-table entries."""
         for table, update in zip(self.block_tables, updates, strict=True):
             if update.slots:
-                packed = self._upload(np.array([update.slots, update.indices, update.block_ids], dtype=np.int32))
+                packed = self.upload(np.array([update.slots, update.indices, update.block_ids], dtype=np.int32))
                 places = packed[:2].long()
                 table[places[0], places[1]] = packed[2]
 
     def write_tokens(self, writes: TokenWrites | None) -> None:
         """Tokens that only the host knows: guesses, and what a grammar forces."""
         if writes is not None and writes.slots:
-            packed = self._upload(np.array([writes.slots, writes.positions, writes.token_ids], dtype=np.int32))
+            packed = self.upload(np.array([writes.slots, writes.positions, writes.token_ids], dtype=np.int32))
             places = packed[:2].long()
             self.tokens[places[0], places[1]] = packed[2]
 
@@ -120,18 +121,20 @@ class Slots:
                 params.presence_penalty,
                 params.frequency_penalty,
             )
-            ints[:, column] = item.num_prompt, max(0, params.top_k), params.min_tokens
+            logprobs = -1 if params.logprobs is None else min(params.logprobs, self.vocab_size)
+            ints[:, column] = item.num_prompt, max(0, params.top_k), params.min_tokens, logprobs
             seeds[column] = _signed64(item.seed)
             self._mirror(item)
+        self.has_prompt_logprobs = bool(self.host_prompt_end.any())
         lengths = np.array([len(item.token_ids) for item in admitted], dtype=np.int64)
         flat = np.concatenate([np.asarray(item.token_ids, dtype=np.int32) for item in admitted])
         begins = slots * self.tokens.shape[1] - (np.cumsum(lengths) - lengths)
         places = np.repeat(begins, lengths) + np.arange(len(flat))
-        rows = self._upload(slots)
-        self.tokens.view(-1)[self._upload(places)] = self._upload(flat)
-        self.floats.index_copy_(1, rows, self._upload(floats))
-        self.ints.index_copy_(1, rows, self._upload(ints))
-        self.seed.index_copy_(0, rows, self._upload(seeds))
+        rows = self.upload(slots)
+        self.tokens.view(-1)[self.upload(places)] = self.upload(flat)
+        self.floats.index_copy_(1, rows, self.upload(floats))
+        self.ints.index_copy_(1, rows, self.upload(ints))
+        self.seed.index_copy_(0, rows, self.upload(seeds))
         self._admit_lists(admitted, rows)
 
     # -- inside ------------------------------------------------------------------------------------------------------
@@ -155,7 +158,7 @@ class Slots:
             bits |= BAD_WORDS
         self.features[item.slot] = bits
         self.host_min_end[item.slot] = item.num_prompt + params.min_tokens
-        self.host_logprobs[item.slot] = -1 if params.logprobs is None else params.logprobs
+        self.host_logprobs[item.slot] = -1 if params.logprobs is None else min(params.logprobs, self.vocab_size)
         self.host_prompt_logprobs[item.slot] = -1 if params.prompt_logprobs is None else params.prompt_logprobs
         self.host_prompt_end[item.slot] = 0 if params.prompt_logprobs is None else item.num_prompt - 1
         self.host_top_k[item.slot] = max(0, params.top_k)
@@ -168,25 +171,25 @@ class Slots:
             values = _padded([[pair[1] for pair in bias] for bias in biases], 0.0, np.float32)
             self.bias_ids = self._widened(self.bias_ids, ids.shape[1], -1)
             self.bias_values = self._widened(self.bias_values, ids.shape[1], 0.0)
-            self.bias_ids[rows] = self._upload(_fill_to(ids, self.bias_ids.shape[1], -1))
-            self.bias_values[rows] = self._upload(_fill_to(values, self.bias_values.shape[1], 0.0))
+            self.bias_ids[rows] = self.upload(_fill_to(ids, self.bias_ids.shape[1], -1))
+            self.bias_values[rows] = self.upload(_fill_to(values, self.bias_values.shape[1], 0.0))
         elif self.bias_ids.shape[1]:
             self.bias_ids[rows] = -1
         stops = [list(item.stop_token_ids) if item.params.min_tokens else [] for item in admitted]
         if any(stops):
             ids = _padded(stops, -1, np.int32)
             self.stop_ids = self._widened(self.stop_ids, ids.shape[1], -1)
-            self.stop_ids[rows] = self._upload(_fill_to(ids, self.stop_ids.shape[1], -1))
+            self.stop_ids[rows] = self.upload(_fill_to(ids, self.stop_ids.shape[1], -1))
         elif self.stop_ids.shape[1]:
             self.stop_ids[rows] = -1
         if any(item.params.allowed_token_ids for item in admitted):
             if not self.allowed.shape[1]:
                 words = -(-self.vocab_size // 32)
                 self.allowed = torch.full((self.num_slots + 1, words), -1, dtype=torch.int32, device=self.device)
-            self.allowed[rows] = self._upload(np.stack([self._bitmask(item) for item in admitted]))
+            self.allowed[rows] = self.upload(np.stack([self._bitmask(item) for item in admitted]))
         elif self.allowed.shape[1]:
             self.allowed[rows] = -1
-        self.bad_words.admit(rows, [item.params.bad_words_ids for item in admitted])
+        self.bad_words.admit(rows, [item.params.bad_words_ids for item in admitted], self.upload)
 
     def _bitmask(self, item: SlotInit) -> np.ndarray:
         words = self.allowed.shape[1]
@@ -208,7 +211,8 @@ class Slots:
         wider[:, : table.shape[1]] = table
         return wider
 
-    def _upload(self, array: np.ndarray) -> torch.Tensor:
+    def upload(self, array: np.ndarray) -> torch.Tensor:
+        """To the device, without waiting for what it does."""
         tensor = torch.from_numpy(array)
         if self.device.type == "cpu":
             return tensor
