@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -77,9 +77,19 @@ class _Prepared(NamedTuple):
 class Answer:
     """Run `run()` as a task; `cancel()` stops the generation, not the task: the end is still told."""
 
-    def __init__(self, frame: Generate | Resume, channel: Channel, desk: Desk, caller: Caller) -> None:
+    def __init__(
+        self,
+        frame: Generate | Resume,
+        channel: Channel,
+        desk: Desk,
+        caller: Caller,
+        before_last_frame: Callable[[], None],
+    ) -> None:
+        """`before_last_frame`, any number of times: whoever has read the last frame finds what this one held free."""
         self.frame = frame
+        self.before_last_frame = before_last_frame
         self._caller, self._key = caller, caller.key
+        self._num_open = 0  # choices whose done frame has not gone out
         self._span: AnswerSpan | None = None
         self._channel = channel
         self._desk = desk
@@ -169,6 +179,7 @@ class Answer:
             raise InferEngineError("forbidden", "This key may not use that model.", field="model")
         asked = await read_asked(frame, model, desk.config)
         if self._cancelled:
+            self.before_last_frame()
             for choice in range(asked.params.n):
                 self._channel.done(_unheard(frame.id, choice, len(asked.prompt_ids)))
             return None
@@ -215,6 +226,7 @@ class Answer:
             cursor = prepared.cursors[index] if index < len(prepared.cursors) else 0
             writer = ChoiceWriter(wanted, index, cursor, log, self._channel, model.tokenizer)
             choices.append(self._choice(writer, log, accept))
+        self._num_open = len(choices)
         if len(choices) == 1:
             await choices[0]
             return
@@ -234,6 +246,9 @@ class Answer:
         if self._span is not None:
             self._span.choice_ended(writer.index, piece, finish)
         await self._channel.room()
+        self._num_open -= 1
+        if not self._num_open:
+            self.before_last_frame()
         self._channel.done(_done(self.frame.id, writer.index, piece, accept, finish, extra))
 
 

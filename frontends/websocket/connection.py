@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
@@ -126,10 +127,11 @@ class Connection:
             )
         if self.draining and isinstance(frame, Generate):
             raise InferEngineError("draining", "This server is about to stop.", retry_after_s=1.0)
-        self._caller.quotas.enter(self._caller.key)
-        answer = self._answers[frame.id] = Answer(frame, self._channel, self._desk, self._caller)
+        counted = contextlib.ExitStack()
+        counted.enter_context(self._caller.quotas.request(self._caller.key))
+        answer = self._answers[frame.id] = Answer(frame, self._channel, self._desk, self._caller, counted.close)
         task = self._spawn(self._run_answer(answer))
-        task.add_done_callback(lambda _: self._caller.quotas.leave(self._caller.key))  # even if it never ran
+        task.add_done_callback(lambda _: counted.close())  # even if it never ran
 
     async def _run_answer(self, answer: Answer) -> None:
         failure: InferEngineError | None = None
@@ -146,6 +148,7 @@ class Connection:
             del self._answers[answer.frame.id]
         if failure is None:
             return
+        answer.before_last_frame()
         try:
             await self._error(answer.frame.id, failure)
             if failure.code == "client_stalled":
