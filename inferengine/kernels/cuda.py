@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from inferengine.kernels import activation, norm, rope_cache, sampling, sampling_masks
+from inferengine.kernels import activation, logprobs, norm, rope_cache, sampling, sampling_masks
 from inferengine.kernels.attention_decode import decode_attention, decode_attention_qkv
 from inferengine.kernels.attention_prefill import prefill_attention
 from inferengine.kernels.linear import gemv, tiled
@@ -201,4 +201,5 @@ def table(device: torch.device, *, deterministic: bool = False) -> dict[str, Any
         "attention_qkv": kernels.attention_qkv,
         "apply_masks": sampling_masks.apply_masks,
         "sample": sampling.sample,
+        "token_logprobs": logprobs.token_logprobs,
     }

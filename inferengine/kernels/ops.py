@@ -16,6 +16,7 @@ from inferengine.kernels import (
     cpu_attention_plan,
     reference,
     reference_fused,
+    reference_logprobs,
     reference_masks,
     reference_sampling,
 )
@@ -40,6 +41,7 @@ class Ops:
     attention_qkv: Callable[..., torch.Tensor]
     apply_masks: Callable[[torch.Tensor, torch.Tensor], None]
     sample: Callable[..., torch.Tensor]
+    token_logprobs: Callable[..., torch.Tensor]
 
 
 REFERENCE = Ops(
@@ -58,6 +60,7 @@ REFERENCE = Ops(
     attention_qkv=cpu_attention.attention_qkv,
     apply_masks=reference_masks.apply_masks,
     sample=reference_sampling.sample,
+    token_logprobs=reference_logprobs.token_logprobs,
 )
 
 

@@ -6,6 +6,7 @@ from the slots' tokens on the device, so it is exact with steps under way and wi
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,12 @@ class BadWords:
     def __init__(self, num_rows: int, device: torch.device) -> None:
         self.table = torch.full((num_rows, 0, 0), -1, dtype=torch.int32, device=device)
 
-    def admit(self, slots: torch.Tensor, words: list[tuple[tuple[int, ...], ...]]) -> None:
+    def admit(
+        self,
+        slots: torch.Tensor,
+        words: list[tuple[tuple[int, ...], ...]],
+        upload: Callable[[np.ndarray], torch.Tensor],
+    ) -> None:
         """Write the words of newly admitted slots [M]; the table grows to the largest seen so far."""
         if any(words):
             self._grow(max(map(len, words)), max(len(word) for each in words for word in each))
@@ -29,7 +35,7 @@ class BadWords:
         for row, each in enumerate(words):
             for place, word in enumerate(each):
                 rows[row, place, longest - len(word) :] = word
-        self.table[slots] = torch.from_numpy(rows).to(self.table.device)
+        self.table[slots] = upload(rows)
 
     def forbid(self, logits: torch.Tensor, slots: Any, rows: torch.Tensor, positions: torch.Tensor) -> None:
         """In place on logits [N, V]: -inf for what must not be drawn at `positions` [N] of the slots `rows` [N]."""

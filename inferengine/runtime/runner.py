@@ -194,7 +194,7 @@ class TorchExecutor:
             logits = self.model.logits(last)
         prompt = None
         if prompt_logprobs.are_asked(self.slots, columns):
-            prompt = PromptLogprobs(self.model, hidden, self.slots, columns)
+            prompt = PromptLogprobs(self.ops, self.model, hidden, self.slots, columns)
         embeddings = self.pooling.compute(self.model, hidden, plan.pooled, columns) if plan.pooled else None
         return StepDraws(self.ops, self.slots, plan, batch, logits, prompt=prompt, embeddings=embeddings)
 
@@ -231,7 +231,11 @@ class TorchExecutor:
             max_tokens=min(self.settings.max_num_batched_tokens, self.slots.tokens.shape[1] - 1),
         )
         masked = [lambda: self.execute(self._scratch_plan(1)._replace(masked=[0])).provide_masks(self._open_mask())]
-        rehearsal.compile_kernels([*captured, *masked, *(partial(self.execute, plan) for plan in eager)])
+        telling = self._scratch_plan(1)
+        params = SamplingParams(temperature=0.0, logprobs=1)
+        telling = telling._replace(admitted=[telling.admitted[0]._replace(params=params)])
+        plans = (telling, *eager)
+        rehearsal.compile_kernels([*captured, *masked, *(partial(self.execute, plan) for plan in plans)])
 
     def _open_mask(self) -> bytearray:
         """Of one draw: every token is allowed."""

@@ -8,7 +8,8 @@ import torch
 from inferengine.core.plan import StepPlan, StepResult, TokenLogprobs
 from inferengine.kernels.batch import Batch
 from inferengine.kernels.ops import Ops
-from inferengine.runtime import logprobs, masks
+from inferengine.runtime import masks
+from inferengine.runtime.logprobs import DrawnLogprobs
 from inferengine.runtime.pooling import Embeddings, Vectors
 from inferengine.runtime.prompt_logprobs import PromptLogprobs
 from inferengine.runtime.slots import BAD_WORDS, LOGPROBS, Slots
@@ -38,9 +39,8 @@ class StepDraws:
         self._ops, self._slots, self._plan, self._batch, self._logits = ops, slots, plan, batch, logits
         self._prompt = prompt
         self._embeddings = embeddings
-        self._sent: list[torch.Tensor] = []  # ids, guesses, then the log-probabilities: on the host once the event is
-        self._asked: np.ndarray = np.empty(0, dtype=np.int64)  # draws that want log-probabilities
-        self._counts: list[int] = []  # alternatives that each of them wants
+        self._sent: list[torch.Tensor] = []  # ids, guesses, log-probabilities last: on the host once the event is
+        self._asked: DrawnLogprobs | None = None
         self._event: torch.cuda.Event | None = None
         self._error: Exception | None = None
         if ids is not None:
@@ -71,7 +71,7 @@ class StepDraws:
         token_ids: list[int] = self._sent[0].tolist()
         emitted = self._verify(token_ids)
         failed = self._failed(token_ids, emitted)
-        chosen = self._logprobs(emitted) if len(self._asked) else None
+        chosen = None if self._asked is None else self._logprobs(self._asked, emitted)
         if emitted is not None:
             first = self._first_draws()
             pairs = zip(first, emitted, strict=True)
@@ -92,11 +92,9 @@ class StepDraws:
         self._logits = None
         rows = batch.columns.row_slot[batch.columns.sample_rows]
         needs = slots.needs(rows, batch.columns.sample_positions)
-        kept = None
-        if needs & LOGPROBS:  # before masks and the sampler change the logits
-            self._asked = np.flatnonzero(slots.host_logprobs[rows] >= 0)
-            self._counts = slots.host_logprobs[rows][self._asked].tolist()
-            kept = logits[torch.from_numpy(self._asked).to(logits.device)]
+        if needs & LOGPROBS:
+            kept = logits.is_cuda and words is None and not needs & BAD_WORDS  # a CPU's sampler works in place
+            self._asked = DrawnLogprobs(self._ops, slots, rows, logits, kept=kept)
         if words is not None:
             masks.apply(self._ops, logits, self._plan.masked, words)
         if needs & BAD_WORDS:
@@ -106,9 +104,8 @@ class StepDraws:
             sent.append(slots.tokens[batch.sample_slots.long(), batch.sample_positions.long()])
         ids = self._ops.sample(logits, slots, batch.sample_slots, batch.sample_positions, needs)
         sent.insert(0, ids)
-        if kept is not None:
-            chosen = ids[torch.from_numpy(self._asked).to(ids.device)]
-            sent += logprobs.compute(kept, chosen, max(self._counts))
+        if self._asked is not None:
+            sent.append(self._asked.launch(batch.sample_slots, ids))
         self._send(sent)
 
     def _send(self, tensors: list[torch.Tensor]) -> None:
@@ -155,15 +152,17 @@ class StepDraws:
         pairs = zip(self._first_draws().tolist(), emitted, strict=True)
         return [begin + index for begin, count in pairs for index in range(count)]
 
-    def _logprobs(self, emitted: list[int] | None) -> dict[int, list[TokenLogprobs]]:
-        columns = self._batch.columns
-        values = logprobs.DeviceLogprobs(*self._sent[-len(logprobs.DeviceLogprobs._fields) :])
-        live = None if emitted is None else set(self._emitted_draws(emitted))
-        rows: dict[int, list[TokenLogprobs]] = {}
-        for draw, item in zip(self._asked.tolist(), logprobs.to_host(values, self._counts), strict=True):
-            if live is None or draw in live:
-                rows.setdefault(int(columns.sample_rows[draw]), []).append(item)
-        return rows
+    def _logprobs(self, asked: DrawnLogprobs, emitted: list[int] | None) -> dict[int, list[TokenLogprobs]]:
+        items = asked.read(self._sent[-1])
+        rows = self._batch.columns.sample_rows[asked.draws].tolist()
+        if emitted is None:  # one draw a row
+            return {row: [item] for row, item in zip(rows, items, strict=True)}
+        live = set(self._emitted_draws(emitted))
+        found: dict[int, list[TokenLogprobs]] = {}
+        for draw, row, item in zip(asked.draws.tolist(), rows, items, strict=True):
+            if draw in live:
+                found.setdefault(row, []).append(item)
+        return found
 
 
 def _to_pinned(tensor: torch.Tensor) -> torch.Tensor:

@@ -91,8 +91,8 @@ def test_what_is_sampled_never_has_a_bad_word(checkpoint) -> None:
 
 def test_the_table_grows_and_keeps_what_it_had() -> None:
     table = BadWords(3, torch.device("cpu"))
-    table.admit(torch.tensor([0]), [((1, 2),)])
-    table.admit(torch.tensor([1]), [((3,), (4, 5, 6), (7,))])
+    table.admit(torch.tensor([0]), [((1, 2),)], torch.from_numpy)
+    table.admit(torch.tensor([1]), [((3,), (4, 5, 6), (7,))], torch.from_numpy)
     rows = table.table.numpy()
     assert rows.shape == (3, 4, 4)
     kept = [[int(token) for token in word if token >= 0] for word in rows[0] if (word >= 0).any()]
