@@ -127,7 +127,7 @@ class Scheduler:
                 continue
             try:
                 for index, mask_row in enumerate(own):
-                    if grammar.is_terminated():
+                    if index and grammar.is_terminated():
                         continue  # after the last guess nothing can follow: this draw will be dropped
                     grammar.fill_bitmask(rows[mask_row * 4 * words : (mask_row + 1) * 4 * words])
                     if index < len(drafts):
