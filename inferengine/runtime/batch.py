@@ -84,6 +84,18 @@ def _look_up_on_host(batch: Batch, columns: StepColumns, slots: Slots) -> None:
     batch.plans = []
 
 
+def step_on(columns: StepColumns, batch: Batch, slots: Slots) -> None:
+    """On the CPU: change both, of rows of one token each, into the step that computes the token after. The tensors of
+    the batch look at the arrays of the columns; positions are where rows start, and what is drawn is where they end."""
+    if columns.positions is not columns.row_start or columns.sample_positions is not columns.row_len:
+        raise RuntimeError("only rows of one token each can step on")
+    np.add(columns.row_start, 1, out=columns.row_start)
+    np.add(columns.row_len, 1, out=columns.row_len)
+    batch.max_row_len += 1
+    batch.isolated = False
+    _look_up_on_host(batch, columns, slots)
+
+
 def look_up(batch: Batch, slots: Slots) -> None:
     """Fill in what device state decides: input tokens, KV places, positions to draw. Device operations only."""
     batch.block_size = slots.block_size

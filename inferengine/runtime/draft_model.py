@@ -25,7 +25,7 @@ from inferengine.kernels.ops import Ops
 from inferengine.layers.decoder_config import DecoderConfig
 from inferengine.models import registry, weights
 from inferengine.runtime import cpu_forward, rehearsal
-from inferengine.runtime.batch import columns_of, make_batch
+from inferengine.runtime.batch import columns_of, make_batch, step_on
 from inferengine.runtime.draft_progress import DraftProgress
 from inferengine.runtime.kv_cache import KVCache
 from inferengine.runtime.slots import Slots
@@ -111,9 +111,14 @@ class DraftModel:
         logits, columns, batch = self._read(slots, starts, ends)
         for index in range(max(plan.num_drafts)):
             if index:
-                rows = [row for row in rows if plan.num_drafts[row] > index]
-                starts = [plan.starts[row] + index for row in rows]
-                logits, columns, batch = self._read([plan.slots[row] for row in rows], starts, [s + 1 for s in starts])
+                still = [row for row in rows if plan.num_drafts[row] > index]
+                if index > 1 and len(still) == len(rows) and self._steady is not None:
+                    logits = self._read_on(self._steady, columns, batch)
+                else:
+                    starts = [plan.starts[row] + index for row in still]
+                    ends = [start + 1 for start in starts]
+                    logits, columns, batch = self._read([plan.slots[row] for row in still], starts, ends)
+                rows = still
             needs = self._slots.needs(columns.row_slot[columns.sample_rows], columns.sample_positions)
             self._ops.sample(logits, self._slots, batch.sample_slots, batch.sample_positions, needs)
         for row, count in enumerate(plan.num_drafts):
@@ -141,6 +146,12 @@ class DraftModel:
         if batch.num_samples < batch.num_tokens:
             hidden = hidden.index_select(0, batch.sample_tokens)
         return self._model.logits(hidden), columns, batch
+
+    def _read_on(self, steady: SteadyBatch, columns: StepColumns, batch: Batch) -> torch.Tensor:
+        """The next token of each row, on the CPU: `columns` and `batch`, of one token each, become this step's."""
+        step_on(columns, batch, self._slots)
+        groups = [(self.kv.layers[0], None)]
+        return self._model.logits(cpu_forward.forward(self._model, self._ops, batch, groups, steady, []))
 
     def _forward(self, slots: list[int], starts: list[int], ends: list[int]) -> tuple[torch.Tensor, StepColumns, Batch]:
         step = _reading_step(slots, starts, ends)
