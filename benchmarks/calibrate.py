@@ -32,7 +32,7 @@ from benchmarks.device import (
     plain_options,
     raise_failure,
 )
-from benchmarks.pace import Pace, Yardstick
+from benchmarks.pace import Pace, Yardstick, work_of, works_of
 from inferengine.config import parse_flags
 from inferengine.core.executor import Capacity, Executor
 from inferengine.core.request import Request
@@ -164,7 +164,7 @@ class Grid:
 
 def at_reference_pace(step: TimedStep, pace: Pace) -> StepShape:
     """The step as it would have been at the machine's reference pace."""
-    return step.shape._replace(seconds=step.shape.seconds / pace.at(step.end_s))
+    return step.shape._replace(seconds=step.shape.seconds / pace.at(step.end_s, work_of(step.shape)))
 
 
 def _without_noise(shapes: Sequence[StepShape]) -> list[StepShape]:
@@ -265,7 +265,7 @@ def main() -> None:
     arguments = parser.parse_args(rest)
     with open_executor(arguments, flags) as (executor, capacity, about):
         clock = Clock(arguments.clock)
-        yardstick = Yardstick(clock, enabled="CPU" in about["device"])
+        yardstick = Yardstick(clock, works_of(executor) if "CPU" in about["device"] else ())
         grid = Grid(executor, capacity, clock, yardstick, arguments.token_limit or default_token_limit(about))
         begin = time.perf_counter()
         for _ in range(arguments.repeats):

@@ -40,7 +40,7 @@ from benchmarks.device import (
     plain_options,
     raise_failure,
 )
-from benchmarks.pace import Pace, Yardstick
+from benchmarks.pace import Pace, Yardstick, work_of, works_of
 from inferengine.config import parse_flags
 from inferengine.core.admission import AdmissionLimits
 from inferengine.core.executor import Capacity, Executor
@@ -142,7 +142,7 @@ def run_virtual(
     max_in_flight: int,
     workload: WorkloadOptions,
     results: Results,
-    pace: Callable[[float], float] | None = None,
+    pace: Callable[[float, StepShape], float] | None = None,
 ) -> None:
     """The same requests in virtual time."""
     limits = AdmissionLimits(capacity.max_model_len, 1 << 40, 1 << 30, 1 << 40)
@@ -227,8 +227,8 @@ def predict(
     cost, in_flight, num_others = profile.cost, profile.max_in_flight, 0
     for item in slices:
 
-        def pace_then(now: float, begin_s: float = item.begin_s) -> float:
-            return pace.at(begin_s + now)
+        def pace_then(now: float, shape: StepShape, begin_s: float = item.begin_s) -> float:
+            return pace.at(begin_s + now, work_of(shape))
 
         run_virtual(cost, capacity, in_flight, item.workload, followed, pace_then)
         run_virtual(cost, capacity, in_flight, item.workload, even)
@@ -246,7 +246,7 @@ def predict(
         "error_at_one_pace": compare(figures, even.figures()),
         "error_of_the_rest": compare(figures, rest.figures()),
         "steps_of_another_shape": num_others,
-        "pace_of_slices": [round(pace.mean(item.begin_s, item.end_s), 3) for item in slices],
+        "pace_of_slices": [pace.mean(item.begin_s, item.end_s) for item in slices],
         "classes": errors_by_class(profile.cost, [step for item in slices for step in item.steps], pace),
     }
 
@@ -287,7 +287,7 @@ def main() -> None:
         on_cpu = "CPU" in about["device"]
         num_slices = arguments.slices or (4 if on_cpu else 1)
         clock = Clock(arguments.clock)
-        yardstick = Yardstick(clock, enabled=on_cpu)
+        yardstick = Yardstick(clock, works_of(executor) if on_cpu else ())
         grid = Grid(executor, capacity, clock, yardstick, arguments.token_limit or default_token_limit(about))
         parts = [] if arguments.cost else grid.deal(num_slices + 1)
         gc.collect()
@@ -321,7 +321,7 @@ def main() -> None:
         measured: dict[str, Sequence[StepShape]] = {}
         if arguments.cost:
             profile = load_profile(arguments.cost)
-            pace = yardstick.pace(profile.source.get("pace", {}).get("yardstick_ms", 0.0) / 1e3)
+            pace = yardstick.pace([1e-3 * ms for ms in profile.source.get("pace", {}).get("yardstick_ms", [])])
         else:
             pace = yardstick.pace()
             measured["calibration"] = grid.steps(pace)

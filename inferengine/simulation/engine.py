@@ -69,7 +69,7 @@ class VirtualExecutor:
         cost: StepCost,
         clock: VirtualClock,
         max_in_flight: int = 1,
-        pace: Callable[[float], float] | None = None,
+        pace: Callable[[float, StepShape], float] | None = None,
     ) -> None:
         self.max_in_flight = max_in_flight
         self.busy_s = 0.0
@@ -104,7 +104,7 @@ class VirtualExecutor:
         self._clock.now += host.launch_s
         duration = self._cost.seconds(shape)
         if self._pace is not None:
-            duration *= self._pace(begin)
+            duration *= self._pace(begin, shape)
         self._last_slots = plan.slots
         self.busy_s += duration
         self._busy_until = max(begin + duration, self._clock.now)
@@ -122,14 +122,14 @@ class VirtualExecutor:
 
 class EngineOptions(NamedTuple):
     """One kind of engine; a fleet is made of any number of them. `pace`: how many times longer than `cost` says a step
-    takes that begins at a time, for machines whose speed was measured while it changed."""
+    of a shape takes that begins at a time, for machines whose speed was measured while it changed."""
 
     capacity: Capacity
     cost: StepCost
     scheduler: SchedulerOptions
     limits: AdmissionLimits
     max_in_flight: int = 1
-    pace: Callable[[float], float] | None = None
+    pace: Callable[[float, StepShape], float] | None = None
 
 
 class VirtualEngine:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.calibrate import Grid
 from benchmarks.device import Pause, TimedStep
-from benchmarks.pace import Pace, Sample, Yardstick
+from benchmarks.pace import Pace, Sample, Yardstick, work_of
 from benchmarks.simulation_accuracy import Recorded, Results, errors_by_class, predict, run_real, step_class
 from inferengine.core.executor import Capacity
 from inferengine.simulation.cost_model import CapturedSteps, CostModel, DeviceProfile, HostCost, KindCost, StepShape
@@ -61,7 +61,7 @@ def make_machine(profile: DeviceProfile, **options: Any) -> tuple[Any, Capacity,
     clock: Any = MachineClock()
     capacity = profile.capacity()
     executor = VirtualExecutor(capacity, profile.cost, clock.virtual, profile.max_in_flight, **options)
-    return executor, capacity, clock, Yardstick(clock, enabled=False)
+    return executor, capacity, clock, Yardstick(clock)
 
 
 def make_load(load: str = "poisson", rate: float = 150.0) -> WorkloadOptions:
@@ -85,7 +85,7 @@ def test_a_device_that_does_what_the_model_says_is_predicted_without_error(load:
 def test_a_machine_whose_pace_changes_is_predicted_from_its_measured_pace() -> None:
     """It is half as fast from the second tenth of a second on, and the yardstick has seen that."""
     profile, real = make_profile(1), Results()
-    executor, capacity, clock, yardstick = make_machine(profile, pace=lambda now: 1.0 if now < 0.1 else 2.0)
+    executor, capacity, clock, yardstick = make_machine(profile, pace=lambda now, shape: 1.0 if now < 0.1 else 2.0)
     item = run_real(executor, capacity, clock, yardstick, make_load(), real)
     row = predict(0.6, real, [item], profile, capacity, StepPace([]))
     assert row["error"] == pytest.approx(dict.fromkeys(row["error"], 0.0), abs=0.01)
@@ -95,7 +95,7 @@ def test_a_machine_whose_pace_changes_is_predicted_from_its_measured_pace() -> N
 class StepPace(Pace):
     """What the yardstick has seen of that machine."""
 
-    def at(self, time_s: float) -> float:
+    def at(self, time_s: float, work: int) -> float:
         return 1.0 if time_s < 0.1 else 2.0
 
 
@@ -130,16 +130,27 @@ def test_a_host_that_launches_longer_than_the_device_computes_is_measured_and_pr
     assert medians == pytest.approx(dict.fromkeys(medians, 0.0), abs=0.05)
 
 
-def test_the_pace_is_that_of_the_moment_relative_to_the_reference() -> None:
-    pace = Pace([Sample(time_s, 0.010 if time_s < 50 else 0.030) for time_s in range(0, 100, 10)], 0.010)
-    assert [pace.at(time_s) for time_s in (-5, 20, 45, 50, 200)] == pytest.approx([1.0, 1.0, 2.0, 3.0, 3.0])
-    assert pace.mean(0, 40) == pytest.approx(1.0)
-    assert pace.summary()["slowest"] == 3.0
+def make_samples(*works: Callable[[float], float]) -> list[Sample]:
+    """Works that took so long at each second from 0 to 99."""
+    return [Sample(time_s, tuple(work(time_s) for work in works)) for time_s in range(100)]
+
+
+def test_each_kind_of_step_has_the_pace_of_the_moment_relative_to_its_reference() -> None:
+    pace = Pace(make_samples(lambda time_s: 0.010, lambda time_s: 0.020 if time_s < 50 else 0.060), (0.010, 0.020))
+    assert [pace.at(time_s, 0) for time_s in (-5, 20, 80)] == pytest.approx([1.0, 1.0, 1.0])
+    assert [pace.at(time_s, 1) for time_s in (-5, 20, 40, 49.5, 60, 200)] == pytest.approx([1, 1, 1, 2, 3, 3])
+    assert pace.mean(0, 40) == [1.0, 1.0]
+    assert pace.summary()["slowest"] == [1.0, 3.0]
+
+
+def test_steps_go_with_the_yardstick_of_their_kind() -> None:
+    shapes = [StepShape(1, 1, 1, 10, 0.0), StepShape(30, 30, 30, 900, 0.0), StepShape(64, 2, 1, 10, 2000.0)]
+    assert [work_of(shape) for shape in shapes] == [0, 1, 2]
 
 
 def test_one_measurement_that_was_disturbed_does_not_count() -> None:
-    pace = Pace([Sample(0.2 * index, 0.100 if index == 7 else 0.010) for index in range(20)])
-    assert pace.at(1.4) == pytest.approx(1.0)
+    pace = Pace(make_samples(lambda time_s: 0.100 if time_s == 7 else 0.010))
+    assert pace.at(7, 0) == pytest.approx(1.0)
 
 
 def test_recorded_steps_give_each_shape_its_own_times_in_their_order() -> None:

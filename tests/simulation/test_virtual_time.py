@@ -149,7 +149,7 @@ def test_requests_of_the_same_moment_share_the_first_step() -> None:
 
 
 def test_a_machine_that_slows_down_takes_longer_from_then_on() -> None:
-    options = make_options()._replace(pace=lambda now: 1.0 if now < 1.0 else 2.0)
+    options = make_options()._replace(pace=lambda now, shape: 1.0 if now < 1.0 else 2.0)
     fleet = Fleet(options, Written(make_arrival(1, 0.0, output=1), make_arrival(2, 2.0, output=1)))
     run(fleet)
     step_s = 0.010 + 16 * 0.0001
