@@ -2,6 +2,7 @@
 
 python -m benchmarks.calibrate --shape llama-3.1-8b --device cuda --name h200-llama-3.1-8b
 python -m benchmarks.calibrate --name cpu-embedded --steps steps.json
+python -m benchmarks.calibrate --name cpu-embedded --again steps.json
 
 Writes inferengine/simulation/costs/NAME.json (or --out FILE), and the measured steps with --steps. Every key of the
 configuration is a flag too: --engine.threads 1, --engine.overlap off.
@@ -10,14 +11,12 @@ configuration is a flag too: --engine.threads 1, --engine.overlap off.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import random
 import statistics
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -32,20 +31,14 @@ from benchmarks.device import (
     plain_options,
     raise_failure,
 )
+from benchmarks.measured_steps import CALIBRATION, describe, errors_of, fit_again, save_steps
 from benchmarks.pace import Pace, Yardstick, work_of, works_of
 from inferengine.config import parse_flags
 from inferengine.core.executor import Capacity, Executor
 from inferengine.core.request import Request
 from inferengine.engine.core import EngineCore
 from inferengine.params import SamplingParams
-from inferengine.simulation.cost_model import (
-    COSTS_FOLDER,
-    CapturedSteps,
-    CostModel,
-    DeviceProfile,
-    KindCost,
-    StepShape,
-)
+from inferengine.simulation.cost_model import COSTS_FOLDER, DeviceProfile, StepShape
 from inferengine.simulation.fitting import Fit, fit
 
 Scenario = dict[str, Any]
@@ -196,9 +189,7 @@ def profile_of(name: str, capacity: Capacity, found: Fit, pace: Pace, about: dic
         **about,
         "pace": pace.summary(),
         "method": "measured steps, non-negative least squares (benchmarks/calibrate.py)",
-        "measured_steps": found.num_steps,
-        "median_error": round(found.median_error, 4),
-        "p90_error": round(found.p90_error, 4),
+        **errors_of(found),
     }
     return DeviceProfile(
         name=name,
@@ -213,44 +204,6 @@ def profile_of(name: str, capacity: Capacity, found: Fit, pace: Pace, about: dic
     )
 
 
-def save_steps(
-    path: Path, about: dict[str, Any], steps: dict[str, Sequence[StepShape]], graphs: CapturedSteps | None
-) -> None:
-    """Steps by where they were measured, so that a fit can be made again without the device. Times in microseconds."""
-    document = {
-        "environment": about,
-        "graphs": None if graphs is None else asdict(graphs),
-        "columns": StepShape._fields,
-        "steps": {
-            name: [
-                [*shape[:5], round(1e6 * shape.seconds, 1), int(shape.is_changed), round(1e6 * shape.host_s),
-                 int(shape.is_device_time)]
-                for shape in shapes
-            ]
-            for name, shapes in steps.items()
-        },
-    }  # fmt: skip
-    path.write_text(json.dumps(document, separators=(",", ":")) + "\n")
-
-
-def describe(cost: CostModel) -> str:
-    """The coefficients, a line for each kind of steps."""
-    lines = []
-    for name in ("decodes", "prompts", "launched"):
-        kind: KindCost | None = getattr(cost, name)
-        if kind is not None:
-            curve = ", ".join(f"{tokens:g}: {1e3 * seconds:.2f}" for tokens, seconds in kind.curve)
-            lines.append(
-                f"{name:<9}ms {curve}; us per row {1e6 * kind.row_s:.2f}, KV token {1e6 * kind.kv_token_s:.4f}, "
-                f"pair {1e6 * kind.pair_s:.5f}, change {1e6 * kind.change_s:.0f}"
-            )
-    host = cost.host
-    lines.append(
-        f"host     ms {1e3 * host.step_s:.2f}, launching {1e3 * host.launch_s:.2f}; us per row {1e6 * host.row_s:.2f}"
-    )
-    return "\n".join(lines)
-
-
 def main() -> None:
     flags, rest = parse_flags(sys.argv[1:])
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -262,7 +215,14 @@ def main() -> None:
         "--token-limit", type=int, default=0, help="prompt tokens per scenario; 0: 18000, on CUDA 110000"
     )
     parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--again", type=Path, metavar="STEPS", help="fit the steps in this file: measures nothing")
     arguments = parser.parse_args(rest)
+    out = arguments.out or COSTS_FOLDER / f"{arguments.name}.json"
+    if arguments.again:
+        profile = fit_again(arguments.again, arguments.name)
+        profile.save(out)
+        print(describe(profile.cost))
+        return
     with open_executor(arguments, flags) as (executor, capacity, about):
         clock = Clock(arguments.clock)
         yardstick = Yardstick(clock, works_of(executor) if "CPU" in about["device"] else ())
@@ -275,9 +235,9 @@ def main() -> None:
         found = fit(steps, captured_steps(executor))
         about["calibration_s"] = round(time.perf_counter() - begin, 1)
         profile = profile_of(arguments.name, capacity, found, pace, about)
-    profile.save(arguments.out or COSTS_FOLDER / f"{arguments.name}.json")
+    profile.save(out)
     if arguments.steps:
-        save_steps(arguments.steps, about, {"calibration": steps}, profile.cost.graphs)
+        save_steps(arguments.steps, profile, {CALIBRATION: steps})
     print(describe(found.cost))
     print(
         f"{found.num_steps} steps in {about['calibration_s']} s; the model is off by {found.median_error:.1%} "

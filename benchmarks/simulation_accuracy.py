@@ -29,7 +29,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.calibrate import Grid, at_reference_pace, default_token_limit, describe, profile_of, save_steps
+from benchmarks.calibrate import Grid, at_reference_pace, default_token_limit, profile_of
 from benchmarks.device import (
     Clock,
     Stopwatch,
@@ -40,6 +40,7 @@ from benchmarks.device import (
     plain_options,
     raise_failure,
 )
+from benchmarks.measured_steps import CALIBRATION, describe, save_steps
 from benchmarks.pace import Pace, Yardstick, work_of, works_of
 from inferengine.config import parse_flags
 from inferengine.core.admission import AdmissionLimits
@@ -324,8 +325,8 @@ def main() -> None:
             pace = yardstick.pace([1e-3 * ms for ms in profile.source.get("pace", {}).get("yardstick_ms", [])])
         else:
             pace = yardstick.pace()
-            measured["calibration"] = grid.steps(pace)
-            found = fit(measured["calibration"], captured_steps(executor))
+            measured[CALIBRATION] = grid.steps(pace)
+            found = fit(measured[CALIBRATION], captured_steps(executor))
             profile = profile_of(
                 arguments.save.stem if arguments.save else "measured here", capacity, found, pace, about
             )
@@ -336,7 +337,7 @@ def main() -> None:
     if arguments.save and not arguments.cost:
         profile.save(arguments.save)
     if arguments.steps:
-        save_steps(arguments.steps, about, measured, profile.cost.graphs)
+        save_steps(arguments.steps, profile, measured)
     print(describe(profile.cost))
     rows = [predict(load, real[load], slices[load], profile, capacity, pace) for load in arguments.loads]
     for row in rows:
