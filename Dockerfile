@@ -13,9 +13,13 @@ RUN apt-get update \
 
 WORKDIR /opt/inferengine
 COPY constraints.txt pyproject.toml README.md LICENSE ./
+# What it depends on first, with no code yet: a change of the code alone does not fetch torch again.
+RUN mkdir inferengine frontends \
+    && pip install --no-cache-dir --extra-index-url "$TORCH_INDEX" --constraint constraints.txt . \
+    && rm -rf build
 COPY inferengine inferengine
 COPY frontends frontends
-RUN pip install --no-cache-dir --extra-index-url "$TORCH_INDEX" --constraint constraints.txt .
+RUN pip install --no-cache-dir --no-deps --force-reinstall . && rm -rf build
 
 USER inferengine
 WORKDIR /var/lib/inferengine
@@ -24,7 +28,7 @@ ENV PYTHONUNBUFFERED=1 \
     INFERENGINE_WIRE_SOCKET=ipc:///run/inferengine/engine.sock
 VOLUME ["/run/inferengine", "/var/lib/inferengine"]
 EXPOSE 8000 8001
-# Longer than engine.drain_timeout_s: stop with `docker stop --time 45`.
+# Longer than engine.drain_timeout_s: stop with `docker stop -t 45`.
 STOPSIGNAL SIGTERM
 ENTRYPOINT ["inferengine"]
 # The port that `docker run -p` publishes decides who can reach it: publish on 127.0.0.1, or set auth.keys_file.

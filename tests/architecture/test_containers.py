@@ -1,0 +1,72 @@
+"""Dockerfile, compose.yaml and constraints.txt fit the package: what can be said without Docker."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from inferengine.commands.arguments import resolve
+from inferengine.config import Config
+from tests.engine.builders import address_of, run_service
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCKERFILE = (ROOT / "Dockerfile").read_text(encoding="utf-8")
+SERVICES: dict[str, Any] = yaml.safe_load((ROOT / "compose.yaml").read_text(encoding="utf-8"))["services"]
+
+
+def command_of_the_image() -> list[str]:
+    found = re.search(r"^CMD (\[.*\])$", DOCKERFILE, re.MULTILINE)
+    assert found is not None
+    return list(json.loads(found[1]))
+
+
+@pytest.mark.parametrize(
+    "command",
+    [command_of_the_image(), *(service["command"] for service in SERVICES.values())],
+    ids=lambda words: words[0],
+)
+def test_every_command_is_one_of_the_command_line_s(command: list[str]) -> None:
+    part, *flags = command
+    assert part in ("up", "engine", "http", "ws")
+    config = resolve([str(flag) for flag in flags], takes_model=True)
+    assert config.http.allow_public == (part in ("up", "http"))
+    assert config.ws.allow_public == (part in ("up", "ws"))
+
+
+def test_what_the_image_copies_is_there_and_all_that_the_package_needs() -> None:
+    copied = {word for line in re.findall(r"^COPY (.*) \S+$", DOCKERFILE, re.MULTILINE) for word in line.split()}
+    assert [name for name in copied if not (ROOT / name).exists()] == []
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    packages = {name.rstrip("*") for name in project["tool"]["setuptools"]["packages"]["find"]["include"]}
+    assert packages | {project["project"]["readme"], "pyproject.toml", "constraints.txt"} <= copied
+
+
+def test_every_part_has_longer_to_stop_than_it_takes_to_drain() -> None:
+    for service in SERVICES.values():
+        assert float(service["stop_grace_period"].removesuffix("s")) > Config().engine.drain_timeout_s + 5
+
+
+def test_the_engine_is_healthy_while_its_loop_turns_and_not_without_one(tmp_path: Path) -> None:
+    _, _, *arguments = SERVICES["engine"]["healthcheck"]["test"]
+    with run_service() as engine:
+        for address, code in ((address_of(engine), 0), (f"ipc://{tmp_path}/nobody", 1)):
+            environment = {**os.environ, "INFERENGINE_WIRE_SOCKET": address}
+            ran = subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, text=True)
+            assert ran.returncode == code, ran.stderr
+
+
+def test_no_version_of_triton_is_fixed() -> None:
+    """A CUDA build of torch asks for one version of triton exactly, which is seldom the newest: with another one fixed
+    beside it nothing can be installed on a machine with a GPU."""
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    (triton,) = (line.partition("#")[0] for line in lines if line.startswith("triton"))
+    assert "==" not in triton
