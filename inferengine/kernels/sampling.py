@@ -24,14 +24,14 @@ from inferengine.kernels.pdl import allow_next, launch_options, supports_pdl, wa
 from inferengine.kernels.reference_sampling import FILTER, PROCESSED, RANDOM
 from inferengine.kernels.sampling_noise import noise_at, noise_tile
 from inferengine.kernels.sampling_process import process
+from inferengine.kernels.sampling_race import race
+from inferengine.kernels.sampling_threshold import keep_threshold, scaled_scores
 
 CANDIDATES = 4096  # tokens that a row's last step keeps at hand
 BLOCK = 1024  # tokens per tile of a pass
-TARGET_PROGRAMS = 528  # programs of a pass over all rows
+TARGET_PROGRAMS = 1056  # programs of a pass over all rows: eight a multiprocessor of the largest devices
 LEVELS = tl.constexpr(16)
 REACH = tl.constexpr(32.0)
-WAYS = tl.constexpr(8)  # thresholds tried at once when narrowing
-ROUNDS = tl.constexpr(12)  # 8^12 divisions: the bounds are neighbours in fp32 before that
 
 
 def sample(logits: torch.Tensor, slots: Any, rows: torch.Tensor, positions: torch.Tensor, needs: int) -> torch.Tensor:
@@ -89,15 +89,6 @@ def _parts(num_rows: int, vocab_size: int) -> tuple[int, int]:
 
 
 @triton.jit
-def scaled_scores(row, token, end, temperature):
-    """Scores over temperature; NaN becomes +inf, which no later step takes for a winner. Past the end: -inf."""
-    score = tl.load(row + token, mask=token < end, other=float("-inf")).to(tl.float32)
-    if temperature > 0:
-        score = tl.div_rn(score, tl.zeros_like(score) + temperature)
-    return tl.where(score == score, score, float("inf"))
-
-
-@triton.jit
 def has_filter(temperature, top_k, top_p, min_p):
     return (temperature > 0) & ((top_k > 0) | (top_p < 1.0) | (min_p > 0.0))
 
@@ -127,26 +118,29 @@ def _draw_kernel(
     row = scores_ptr + n * scores_stride
     begin = part * PART
     end = tl.minimum(begin + PART, VOCAB)
+    at = n * PARTS + part
+    plane = num_rows * PARTS
+    if IS_RANDOM:
+        if (temperature > 0) & (not filtered):
+            top, top_id = race(row, begin, PART, VOCAB, temperature, seed, position, BLOCK, FAST)
+            tl.store(best_ptr + at, top)
+            tl.store((best_ptr + plane + at).to(tl.pointer_type(tl.int32)), top_id)
+            return
     best = tl.full([BLOCK], float("-inf"), tl.float32)
     best_id = tl.zeros([BLOCK], tl.int32)
     mass = tl.zeros([BLOCK], tl.float32)
     for start in range(begin, end, BLOCK):
         token = start + tl.arange(0, BLOCK)
-        score = scaled_scores(row, token, end, temperature)
+        score = scaled_scores(row, token, VOCAB, temperature)
         if filtered:
             peak = tl.maximum(best, score)
             shift = tl.where(tl.abs(peak) == float("inf"), 0.0, peak)
             mass = mass * tl.exp(best - shift) + tl.exp(score - shift)
-        if (temperature > 0) & (not filtered):
-            if IS_RANDOM:
-                score += noise_tile(seed, position, start, BLOCK, FAST)
         better = score > best
         best = tl.where(better, score, best)
         best_id = tl.where(better, token, best_id)
     top = tl.max(best, axis=0)
     top_id = tl.min(tl.where(best == top, best_id, 2147483647), axis=0)
-    at = n * PARTS + part
-    plane = num_rows * PARTS
     tl.store(best_ptr + at, top)
     tl.store((best_ptr + plane + at).to(tl.pointer_type(tl.int32)), top_id)
     if filtered:
@@ -200,7 +194,7 @@ def _census_kernel(
     counts = tl.zeros([LEVELS, BLOCK // RUN], tl.float32)
     masses = tl.zeros([LEVELS, BLOCK // RUN], tl.float32)
     for start in range(begin, end, BLOCK):
-        score = scaled_scores(row, start + tl.arange(0, BLOCK), end, temperature)
+        score = scaled_scores(row, start + tl.arange(0, BLOCK), VOCAB, temperature)
         runs = tl.reshape(score, [1, BLOCK // RUN, RUN])
         above = runs >= threshold[:, None, None]
         counts += tl.sum(above.to(tl.float32), axis=2)
@@ -267,67 +261,13 @@ def _gather_kernel(
     end = tl.minimum(begin + PART, VOCAB)
     for start in range(begin, end, BLOCK):
         token = start + tl.arange(0, BLOCK)
-        score = scaled_scores(row, token, end, temperature)
+        score = scaled_scores(row, token, VOCAB, temperature)
         above = score >= threshold
         taken = above.to(tl.int32)
         at = n * CAPACITY + place + tl.cumsum(taken, axis=0) - 1
         tl.store(kept_scores_ptr + at, score, mask=above)
         tl.store(kept_ids_ptr + at, token, mask=above)
         place += tl.sum(taken, axis=0)
-
-
-@triton.jit
-def narrow(row, size, temperature, low, high, target, weighed, peak, BLOCK: tl.constexpr):
-    """The largest threshold in [low, high) at or above which tokens count (or, `weighed`, weigh) at least `target`;
-    `low` if none does. Returns it and the sum of exp(score - peak) at or above it.
-
-    Each round tries WAYS thresholds; it ends when at most one token, or no number, lies between the bounds.
-    """
-    way = tl.arange(0, WAYS)
-    above_low = float("inf")
-    above_high = 0.0
-    mass_low = -1.0
-    rounds = 0
-    while (rounds < ROUNDS) & (above_low - above_high > 1.0):
-        step = (high - low) / WAYS
-        threshold = low + step * way.to(tl.float32)
-        counts = tl.zeros([WAYS, BLOCK], tl.float32)
-        masses = tl.zeros([WAYS, BLOCK], tl.float32)
-        for start in range(0, size, BLOCK):
-            score = scaled_scores(row, start + tl.arange(0, BLOCK), size, temperature)
-            above = score[None, :] >= threshold[:, None]
-            counts += above.to(tl.float32)
-            masses += tl.where(above, tl.exp(score - peak)[None, :], 0.0)
-        count = tl.sum(counts, axis=1)
-        mass = tl.sum(masses, axis=1)
-        enough = tl.where(weighed, mass, count) >= target
-        last = tl.maximum(tl.max(tl.where(enough, way, 0), axis=0), 0)
-        new_low = tl.sum(tl.where(way == last, threshold, 0.0), axis=0)
-        above_low = tl.sum(tl.where(way == last, count, 0.0), axis=0)
-        mass_low = tl.sum(tl.where(way == last, mass, 0.0), axis=0)
-        if last < WAYS - 1:
-            high = tl.sum(tl.where(way == last + 1, threshold, 0.0), axis=0)
-            above_high = tl.sum(tl.where(way == last + 1, count, 0.0), axis=0)
-        low = new_low
-        rounds += 1
-        if not (low + (high - low) / 2 > low):
-            rounds = ROUNDS
-    return low, mass_low
-
-
-@triton.jit
-def keep_threshold(row, size, temperature, low, top_k, top_p, min_p, peak, total, BLOCK: tl.constexpr):
-    """Score from which on tokens of `row` pass top-k, then top-p of what that left, and min-p."""
-    above_peak = peak + tl.maximum(tl.abs(peak) * 1.0e-6, 1.0e-6)
-    threshold = low
-    if top_k > 0:
-        threshold, total = narrow(row, size, temperature, low, above_peak, top_k.to(tl.float32), False, peak, BLOCK)
-    if top_p < 1.0:
-        by_mass, _ = narrow(row, size, temperature, threshold, above_peak, top_p * total, True, peak, BLOCK)
-        threshold = tl.maximum(threshold, by_mass)
-    if min_p > 0:
-        threshold = tl.maximum(threshold, peak + tl.log(min_p))
-    return tl.minimum(threshold, peak)
 
 
 @triton.jit(do_not_specialize=["num_rows"])

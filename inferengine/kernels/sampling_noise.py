@@ -28,19 +28,34 @@ def gumbel_of(word, FAST: tl.constexpr):
 
 
 @triton.jit
+def philox(seed, position, counter):
+    """Four 32-bit words of each counter. As tl.philox, but with both halves of a product from one multiplication."""
+    key0, key1 = seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
+    c0 = counter.to(tl.uint32)
+    c2 = c0 * 0
+    c1, c3 = c2 + position.to(tl.uint32), c2
+    for _ in tl.static_range(10):
+        product0, product1 = c0.to(tl.uint64) * 0xD2511F53, c2.to(tl.uint64) * 0xCD9E8D57
+        c0 = (product1 >> 32).to(tl.uint32) ^ c1 ^ key0
+        c2 = (product0 >> 32).to(tl.uint32) ^ c3 ^ key1
+        c1, c3 = product1.to(tl.uint32), product0.to(tl.uint32)
+        key0 += 0x9E3779B9
+        key1 += 0xBB67AE85
+    return c0, c1, c2, c3
+
+
+@triton.jit
 def noise_tile(seed, position, start, BLOCK: tl.constexpr, FAST: tl.constexpr):
     """Noise of tokens [start, start + BLOCK), start a multiple of 4: Philox gives four words at a time."""
     counter = start // 4 + tl.arange(0, BLOCK // 4)
-    zero = counter * 0
-    w0, w1, w2, w3 = tl.philox(seed, counter, zero + position, zero, zero)
+    w0, w1, w2, w3 = philox(seed, position, counter)
     return gumbel_of(tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3)), FAST)
 
 
 @triton.jit
 def noise_at(seed, position, ids, FAST: tl.constexpr):
     """Noise of scattered tokens."""
-    zero = ids * 0
-    w0, w1, w2, w3 = tl.philox(seed, ids // 4, zero + position, zero, zero)
+    w0, w1, w2, w3 = philox(seed, position, ids // 4)
     low = tl.where(ids % 2 == 0, w0, w1)
     high = tl.where(ids % 2 == 0, w2, w3)
     return gumbel_of(tl.where(ids % 4 < 2, low, high), FAST)

@@ -1,0 +1,70 @@
+"""Top-k, top-p and min-p as a threshold: narrowed between two bounds until no number lies between them."""
+
+import triton
+import triton.language as tl
+
+WAYS = tl.constexpr(8)  # thresholds tried at once when narrowing
+ROUNDS = tl.constexpr(12)  # 8^12 divisions: the bounds are neighbours in fp32 before that
+
+
+@triton.jit
+def scaled_scores(row, token, end, temperature):
+    """Scores over temperature; NaN becomes +inf, which no later step takes for a winner. Past the end: -inf."""
+    score = tl.load(row + token, mask=token < end, other=float("-inf")).to(tl.float32)
+    if temperature > 0:
+        score = tl.div_rn(score, tl.zeros_like(score) + temperature)
+    return tl.where(score == score, score, float("inf"))
+
+
+@triton.jit
+def narrow(row, size, temperature, low, high, target, weighed, peak, BLOCK: tl.constexpr):
+    """The largest threshold in [low, high) at or above which tokens count (or, `weighed`, weigh) at least `target`;
+    `low` if none does. Returns it and the sum of exp(score - peak) at or above it.
+
+    Each round tries WAYS thresholds; it ends when at most one token, or no number, lies between the bounds.
+    """
+    way = tl.arange(0, WAYS)
+    above_low = float("inf")
+    above_high = 0.0
+    mass_low = -1.0
+    rounds = 0
+    while (rounds < ROUNDS) & (above_low - above_high > 1.0):
+        step = (high - low) / WAYS
+        threshold = low + step * way.to(tl.float32)
+        counts = tl.zeros([WAYS, BLOCK], tl.float32)
+        masses = tl.zeros([WAYS, BLOCK], tl.float32)
+        for start in range(0, size, BLOCK):
+            score = scaled_scores(row, start + tl.arange(0, BLOCK), size, temperature)
+            above = score[None, :] >= threshold[:, None]
+            counts += above.to(tl.float32)
+            masses += tl.where(above, tl.exp(score - peak)[None, :], 0.0)
+        count = tl.sum(counts, axis=1)
+        mass = tl.sum(masses, axis=1)
+        enough = tl.where(weighed, mass, count) >= target
+        last = tl.maximum(tl.max(tl.where(enough, way, 0), axis=0), 0)
+        new_low = tl.sum(tl.where(way == last, threshold, 0.0), axis=0)
+        above_low = tl.sum(tl.where(way == last, count, 0.0), axis=0)
+        mass_low = tl.sum(tl.where(way == last, mass, 0.0), axis=0)
+        if last < WAYS - 1:
+            high = tl.sum(tl.where(way == last + 1, threshold, 0.0), axis=0)
+            above_high = tl.sum(tl.where(way == last + 1, count, 0.0), axis=0)
+        low = new_low
+        rounds += 1
+        if not (low + (high - low) / 2 > low):
+            rounds = ROUNDS
+    return low, mass_low
+
+
+@triton.jit
+def keep_threshold(row, size, temperature, low, top_k, top_p, min_p, peak, total, BLOCK: tl.constexpr):
+    """Score from which on tokens of `row` pass top-k, then top-p of what that left, and min-p."""
+    above_peak = peak + tl.maximum(tl.abs(peak) * 1.0e-6, 1.0e-6)
+    threshold = low
+    if top_k > 0:
+        threshold, total = narrow(row, size, temperature, low, above_peak, top_k.to(tl.float32), False, peak, BLOCK)
+    if top_p < 1.0:
+        by_mass, _ = narrow(row, size, temperature, threshold, above_peak, top_p * total, True, peak, BLOCK)
+        threshold = tl.maximum(threshold, by_mass)
+    if min_p > 0:
+        threshold = tl.maximum(threshold, peak + tl.log(min_p))
+    return tl.minimum(threshold, peak)
