@@ -28,6 +28,7 @@ from inferengine.params import SamplingParams
 from inferengine.spec.proposers import PROPOSERS
 from inferengine.text import ChatTemplate, Tokenizer
 
+MAX_RUNNING = 16  # where the configuration does not say
 WORKLOADS = ("copy", "chat", "sampled", "random")
 HEROES = (
     "robot", "fox", "train", "cat", "dragon", "rabbit", "lantern", "bear", "wizard", "owl", "turtle", "horse", "king",
@@ -112,7 +113,7 @@ def main() -> None:
             options = plain_options(
                 capacity,
                 max_drafts=0 if method == "none" else speculation.max_drafts,
-                max_running_to_draft=speculation.max_running,
+                max_running_to_draft=speculation.max_running or MAX_RUNNING,
             )
             contestants[method] = Contestant(executor, capacity, options, PROPOSERS[method])
         workloads = Workloads(contestants["none"], arguments.model, arguments.output_tokens)

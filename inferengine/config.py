@@ -148,10 +148,14 @@ class SchedulerConfig:
 
 @dataclass(frozen=True)
 class SpeculationConfig:
-    method: str = _key("none", "who guesses ahead: nobody, repeated text, a small model", ("none", "ngram", "draft"))
-    draft_model: str = _key("", "folder or hub id of the small model; empty: the embedded model's draft")
+    method: str = _key(
+        "auto",
+        "who guesses ahead: nobody, repeated text, a small model; auto: draft for the embedded model on a CPU",
+        ("auto", "none", "ngram", "draft"),
+    )
+    draft_model: str = _key("", "folder or hub id of the small model, which auto uses, too; empty: the embedded one's")
     max_drafts: int = _key(8, "most guesses ahead of one sequence in a step", minimum=1)
-    max_running: int = _key(16, "with more sequences running nobody guesses: the device has enough to do", minimum=1)
+    max_running: int = _key(0, "most sequences running while anybody guesses; 0: 16, with auto 4", minimum=0)
 
 
 @dataclass(frozen=True)

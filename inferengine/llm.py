@@ -88,7 +88,11 @@ class LLM:
         self._limits = admission_limits(self.config, self.capacity)
         options = scheduler_options(self.config, self.capacity)
         self.core = EngineCore(
-            self._executor, self.capacity, options, clock=time.monotonic, proposer=build_proposer(self.config)
+            self._executor,
+            self.capacity,
+            options,
+            clock=time.monotonic,
+            proposer=build_proposer(self.config, self.capacity),
         )
         self._grammars = GrammarCompiler(
             card.files["tokenizer.json"].decode(),

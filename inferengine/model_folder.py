@@ -25,14 +25,17 @@ def model_folder(config: Config) -> Path:
     return _find(config.model.path, "model.path") if config.model.path else EMBEDDED
 
 
-def draft_folder(config: Config) -> Path | None:
-    """The folder of the small model that guesses ahead; None where nothing of the kind is asked for."""
+def draft_folder(config: Config, *, on_cpu: bool) -> Path | None:
+    """The folder of the small model that guesses ahead; None where none is to. `on_cpu`: where the model runs."""
     speculation = config.speculation
-    if speculation.method != "draft":
+    if speculation.method not in ("auto", "draft"):
         return None
     if speculation.draft_model:
         return _find(speculation.draft_model, "speculation.draft_model")
-    if config.model.path:
+    is_embedded = model_folder(config).resolve() == EMBEDDED.resolve()
+    if speculation.method == "auto":
+        return EMBEDDED_DRAFT if is_embedded and on_cpu and config.model.load_format != "dummy" else None
+    if not is_embedded:
         raise ConfigError("speculation.draft_model", "must name a model of the same vocabulary")
     return EMBEDDED_DRAFT
 

@@ -26,7 +26,7 @@ from inferengine.commands import compare, model_files
 from inferengine.commands.arguments import resolve
 from inferengine.config import Config, engine_address, status_address
 from inferengine.errors import ConfigError, ExitCode, InferEngineError
-from inferengine.model_folder import model_folder
+from inferengine.model_folder import draft_folder, model_folder
 
 OK, NOTE, PROBLEM = "ok", "note", "problem"
 ENGINE_TIMEOUT_S = 1.0
@@ -54,7 +54,7 @@ def run(arguments: Sequence[str]) -> int:
         _print([*findings, Finding(PROBLEM, "config", f"{error.field}: {error.message}")])
         return ExitCode.USAGE
     findings.append(Finding(OK, "config", "every key is known and in range"))
-    for look in (model, device, engine_socket, ports, engine):
+    for look in (model, device, guesses, engine_socket, ports, engine):
         findings += look(config)
     _print(findings)
     return ExitCode.CRASH if any(finding.grade == PROBLEM for finding in findings) else ExitCode.OK
@@ -114,6 +114,24 @@ def device(config: Config) -> Iterator[Finding]:
         yield Finding(OK, "device", "NVIDIA driver is there")
     else:
         yield Finding(OK, "device", f"CPU, {len(os.sched_getaffinity(0))} cores")
+
+
+def guesses(config: Config) -> Iterator[Finding]:
+    """Who guesses ahead."""
+    on_cpu = config.engine.device == "cpu" or not Path("/dev/nvidiactl").exists()
+    method = config.speculation.method
+    try:
+        folder = draft_folder(config, on_cpu=on_cpu)
+    except ConfigError as error:
+        if error.field != "model.path":  # which has been looked at
+            yield Finding(PROBLEM, "guesses", f"{error.field}: {error.message}")
+        return
+    if folder is not None:
+        yield Finding(OK, "guesses", f"draft model {folder.name} (speculation.method is {method})")
+    elif method == "ngram":
+        yield Finding(OK, "guesses", "repeated text (speculation.method is ngram)")
+    else:
+        yield Finding(OK, "guesses", f"nobody guesses ahead (speculation.method is {method})")
 
 
 def engine_socket(config: Config) -> Iterator[Finding]:

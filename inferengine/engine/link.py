@@ -45,6 +45,7 @@ class Engine:
     limits: AdmissionLimits
     vocab_size: int
     embedding_size: int = 0
+    guess_method: str = "none"  # `speculation.method`, decided
 
 
 class Link:

@@ -100,6 +100,7 @@ class Reports:
                 "local_cache_hit": stats.num_cached_tokens,
             },
             "speculation": {
+                "method": engine.guess_method,
                 "verified": snapshot.num_verified,
                 "drafted": snapshot.num_drafted,
                 "accepted": snapshot.num_drafts_accepted,

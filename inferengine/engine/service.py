@@ -46,7 +46,7 @@ from inferengine.engine.telemetry import Telemetry
 from inferengine.engine.text_service import TextService
 from inferengine.engine.wire_thread import RETRY_S, TICK_S, WireThread
 from inferengine.errors import ExitCode, InferEngineError
-from inferengine.spec.proposers import build_proposer
+from inferengine.spec.proposers import build_proposer, guess_method
 from inferengine.tracing import Tracing, make_tracing
 from inferengine.wire import codec
 from inferengine.wire.messages import EPOCH_BYTES, READY, STOPPING, ModelInfo, Status
@@ -203,7 +203,7 @@ class EngineService:
             capacity,
             scheduler_options(self.config, capacity),
             clock=self.lifecycle.clock,
-            proposer=build_proposer(self.config),
+            proposer=build_proposer(self.config, capacity),
             on_failure=lambda error: loop.observe_failure(error),
         )
         loop = EngineLoop(core, self.lifecycle, post=self._post, on_turn=self._watchdog.feed)
@@ -224,7 +224,9 @@ class EngineService:
         core.roofline = _roofline_of(executor)
         self.lifecycle.mark("measuring the device")
         self.core = core
-        self._engine = engine = Engine(loop, limits, capacity.vocab_size, capacity.embedding_size)
+        self._engine = engine = Engine(
+            loop, limits, capacity.vocab_size, capacity.embedding_size, guess_method(self.config, capacity)
+        )
         store: AdapterStore | None = getattr(executor, "adapters", None)
         make: MakeRecorder | None = getattr(executor, "recorder", None)
         self._wire.call(lambda: self._on_loaded(info, engine, store, make))

@@ -72,6 +72,8 @@ def build_executor(config: Config) -> Executor:
     settings = factory.executor_settings(config)
     plan = memory_plan.make_plan(settings, memory_plan.device_memory(settings.device))
     logger.info("memory plan:\n%s", "\n".join(memory_plan.plan_lines(plan)))
+    if settings.draft_folder is not None:
+        logger.info("guessing ahead: draft model %s", settings.draft_folder.name)
     executor: Executor = factory.build_executor(config)
     return executor
 

@@ -33,7 +33,7 @@ def executor_settings(config: Config, device: torch.device | None = None) -> Exe
     max_num_seqs, max_num_batched_tokens = DEFAULTS[device.type]
     return ExecutorSettings(
         folder=model_folder(config),
-        draft_folder=draft_folder(config),
+        draft_folder=draft_folder(config, on_cpu=device.type == "cpu"),
         device=device,
         dtype=_dtype(config.model.dtype, device),
         random_weights=config.model.load_format == "dummy",

@@ -292,6 +292,7 @@ class TorchExecutor:
             swap_block_s=swap_block_s,
             prefill_token_s=prefill_token_s,
             embedding_size=self.config.hidden_size,
+            has_draft_model=settings.draft_folder is not None,
         )
 
     @property

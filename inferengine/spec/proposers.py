@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from inferengine.config import Config
+from inferengine.core.executor import Capacity
 from inferengine.core.sequence import Sequence
 from inferengine.core.speculation import Proposer
 from inferengine.spec.ngram import NgramProposer
@@ -29,6 +30,14 @@ PROPOSERS: dict[str, Callable[[], Proposer | None]] = {
 }
 
 
-def build_proposer(config: Config) -> Proposer | None:
-    """The proposer of `speculation.method`."""
-    return PROPOSERS[config.speculation.method]()
+def guess_method(config: Config, capacity: Capacity) -> str:
+    """`speculation.method`, where `auto` is what the executor has come to: it has loaded a draft model, or not."""
+    method = config.speculation.method
+    if method == "auto":
+        return "draft" if capacity.has_draft_model else "none"
+    return method
+
+
+def build_proposer(config: Config, capacity: Capacity) -> Proposer | None:
+    """The proposer that guesses ahead; None where nobody does."""
+    return PROPOSERS[guess_method(config, capacity)]()

@@ -39,7 +39,7 @@ def tokens(results: list[Generation]) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def plain() -> Iterator[LLM]:
-    with LLM(**SMALL) as llm:
+    with LLM(**SMALL, speculation={"method": "none"}) as llm:
         yield llm
 
 
@@ -115,5 +115,5 @@ def test_a_draft_of_another_vocabulary_is_refused_by_name(tmp_path: Path) -> Non
 
 def test_a_draft_has_to_be_named_where_the_model_is_not_the_embedded_one() -> None:
     with pytest.raises(ConfigError) as caught:
-        LLM(str(EMBEDDED), **SMALL, speculation={"method": "draft"})
+        LLM(str(EMBEDDED_DRAFT), **SMALL, speculation={"method": "draft"})
     assert caught.value.field == "speculation.draft_model"
