@@ -22,6 +22,7 @@ ROOM = 64  # a place has room for this many to twice as many tokens more than th
 RAGGED = 1.25  # padding to the longest row, over all keys, beyond which rows are too unequal to lie side by side
 NEWCOMERS = 0.25  # share of a step's rows beyond which it is another batch
 FILLED = 0.75  # share of places below which they are picked, not taken as they lie
+SPARE_QUERIES = 12  # repeated queries that cost as much as a row whose keys are copied for its later queries
 SPARSE_STEPS = 4  # such steps in a row after which the copy is too large for what is left of its rows
 
 
@@ -34,17 +35,15 @@ class LayerCopy(NamedTuple):
 
 
 class Queries(NamedTuple):
-    """Queries that are computed together: Q of each of X places; those that nobody wants are repetitions."""
+    """Queries that are computed together: Q of each of X places, repetitions among them."""
 
     num_queries: int
     places: torch.Tensor | None  # [X]; None: all of them as they lie
     tokens: torch.Tensor | None  # [X * Q] token of each query; None: one for one
     mask: torch.Tensor | None  # [X * K, Q, keys], 0 or -inf; None: nothing is hidden
-    wanted: torch.Tensor | None  # indices in [0, X * Q); None: all
-    into: torch.Tensor | None  # tokens that the wanted ones stand for; None: as they come
 
 
-_ALONE = [Queries(1, None, None, None, None, None)]  # one query of each place, nothing hidden
+_ALONE = [Queries(1, None, None, None)]  # one query of each place, nothing hidden
 
 
 class SteadyBatch:
@@ -142,6 +141,7 @@ class KeptKeys:
         self._is_sparse = False
         self._written = self._zero
         self._queries: list[Queries] = []
+        self._order: torch.Tensor | None = None  # [T] where each token's result lies among those of all queries
         self._joining: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
 
     def drop(self, slots: list[int]) -> None:
@@ -170,7 +170,7 @@ class KeptKeys:
         behind = np.flatnonzero(starts > self._num_known[places])
         self._joining = self._join(slots[behind], places[behind], lengths[behind], table) if len(behind) else None
         self._num_known[places] = lengths
-        self._queries = self._plan_queries(columns.query_start[: num_rows + 1], places, starts)
+        self._queries, self._order = self._plan_queries(columns.query_start[: num_rows + 1], places, starts)
 
     def _advance_alone(self, columns: StepColumns) -> bool:
         """As `advance` for the next token of the one row there is; False where it is not that simple."""
@@ -180,7 +180,7 @@ class KeptKeys:
         self.num_tokens, self._longest, self._joining = 1, position + 1, None
         self._written = torch.from_numpy(self._first + position)
         self._num_known[0] = position + 1
-        self._queries = _ALONE
+        self._queries, self._order = _ALONE, None
         return True
 
     def _places_of(self, slots: np.ndarray) -> np.ndarray:
@@ -210,51 +210,57 @@ class KeptKeys:
         hidden = np.arange(index.shape[1] * self._block_size) >= lengths[:, None]
         return torch.from_numpy(places), torch.from_numpy(sources), torch.from_numpy(hidden)
 
-    def _plan_queries(self, query_start: np.ndarray, places: np.ndarray, starts: np.ndarray) -> list[Queries]:
-        """All rows at once; where few have several tokens these by themselves, so that the others need not pad."""
+    def _plan_queries(
+        self, query_start: np.ndarray, places: np.ndarray, starts: np.ndarray
+    ) -> tuple[list[Queries], torch.Tensor | None]:
+        """All rows at once, the shorter ones padded; where that is much, first tokens at once, the others after them.
+        With the place of each token's result, None: as they come."""
         counts, first = np.diff(query_start), query_start[:-1]
+        num_queries = int(counts.max())
+        if num_queries == 1 and np.array_equal(places, np.arange(len(self._slots))):
+            return [Queries(1, None, None, self._mask(starts[:, None]))], None
         many = counts > 1
-        if not many.any() or 2 * many.sum() > len(places):
-            return [self._plan_places(first, counts, places, starts, picked=self._is_sparse)]
-        return [
-            self._plan_places(first[rows], counts[rows], places[rows], starts[rows], picked=picked)
-            for rows, picked in ((many, True), (~many, self._is_sparse))
-        ]
+        parts = [(first, counts, places, starts, self._is_sparse)]
+        if len(places) * num_queries - self.num_tokens > SPARE_QUERIES * (1 + many.sum()):
+            after = (first[many] + 1, counts[many] - 1, places[many], starts[many] + 1, True)
+            parts = [(first, np.ones_like(counts), places, starts, self._is_sparse), after]
+        order, queries, num_results = np.empty(self.num_tokens, dtype=np.int64), [], 0
+        for part in parts:
+            tokens, results, found = self._plan_places(*part)
+            queries.append(found)
+            order[tokens] = num_results + results
+            num_results += found.num_queries * (len(self._slots) if found.places is None else len(found.places))
+        return queries, None if _in_order(order) and num_results == self.num_tokens else torch.from_numpy(order)
 
     def _plan_places(
-        self, first: np.ndarray, counts: np.ndarray, places: np.ndarray, starts: np.ndarray, *, picked: bool
-    ) -> Queries:
-        """For rows of `counts` tokens from token `first` on. `picked`: their places alone, else all as they lie."""
+        self, first: np.ndarray, counts: np.ndarray, places: np.ndarray, starts: np.ndarray, picked: bool
+    ) -> tuple[np.ndarray, np.ndarray, Queries]:
+        """For rows of `counts` tokens from token `first` on: these tokens, which results are theirs, and the queries.
+        `picked`: the rows' places alone, else all as they lie."""
         num_places = len(places) if picked else len(self._slots)
         at = np.arange(num_places) if picked else places
-        num_queries = int(counts.max())
-        in_order = len(places) == num_places and np.array_equal(at, np.arange(num_places))
-        places_of = np.minimum(np.arange(num_queries), counts[:, None] - 1)  # [R, Q] of a query within its row
-        last_key = np.zeros((num_places, num_queries), dtype=np.int64)
-        last_key[at] = starts[:, None] + places_of
-        hidden = np.arange(self._longest) > last_key[:, :, None]  # [X, Q, keys]
-        tokens = wanted = into = None
-        if self.num_tokens != len(places) or not in_order:
-            of_place = np.zeros((num_places, num_queries), dtype=np.int64)
-            of_place[at] = first[:, None] + places_of
-            tokens = torch.from_numpy(of_place.reshape(-1))
-            is_wanted = np.zeros((num_places, num_queries), dtype=np.bool_)
-            is_wanted[at] = np.arange(num_queries) < counts[:, None]
-            chosen = np.flatnonzero(is_wanted.reshape(-1))
-            into = tokens[chosen]
-            wanted = None if len(chosen) == len(tokens) else torch.from_numpy(chosen)
-        mask = None
-        if hidden.any():
-            values = np.where(hidden, np.float32(-np.inf), np.float32(0))
-            mask = torch.from_numpy(np.repeat(values, self._num_kv_heads, axis=0)).to(self._zero.dtype)
-        return Queries(
-            num_queries,
+        within = np.arange(int(counts.max()))
+        place_of = np.minimum(within, counts[:, None] - 1)  # [R, Q] of a query within its row
+        tokens, last_key = np.zeros((2, num_places, len(within)), dtype=np.int64)
+        tokens[at], last_key[at] = first[:, None] + place_of, starts[:, None] + place_of
+        is_wanted = within < counts[:, None]
+        results = (at[:, None] * len(within) + within)[is_wanted]
+        flat = tokens.reshape(-1)
+        queries = Queries(
+            len(within),
             torch.from_numpy(places) if picked else None,
-            tokens,
-            mask,
-            wanted,
-            into,
+            None if len(flat) == self.num_tokens and _in_order(flat) else torch.from_numpy(flat),
+            self._mask(last_key),
         )
+        return flat[results], results, queries
+
+    def _mask(self, last_key: np.ndarray) -> torch.Tensor | None:
+        """What queries [X, Q] must not see of the longest row's keys."""
+        hidden = np.arange(self._longest) > last_key[:, :, None]  # [X, Q, keys]
+        if not hidden.any():
+            return None
+        values = np.where(hidden, np.float32(-np.inf), np.float32(0))
+        return torch.from_numpy(np.repeat(values, self._num_kv_heads, axis=0)).to(self._zero.dtype)
 
     # -- once per layer ----------------------------------------------------------------------------------------------
 
@@ -270,14 +276,9 @@ class KeptKeys:
             self._gather(copy, kv, *self._joining)
         copy.flat.index_put_((self._written,), new)
         q = torch.mul(q, scale)  # here, not the scores: there are fewer of them
-        first = self._queries[0]
-        if first.into is None:
-            return self._attend(copy, q, first, softcap)
-        out = torch.empty(q.shape[0], q.shape[1] * q.shape[2], dtype=q.dtype)
-        for queries in self._queries:
-            mixed = self._attend(copy, q, queries, softcap)
-            out[queries.into] = mixed if queries.wanted is None else mixed.index_select(0, queries.wanted)
-        return out
+        parts = [self._attend(copy, q, queries, softcap) for queries in self._queries]
+        results = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return results if self._order is None else results.index_select(0, self._order)
 
     def _attend(self, copy: LayerCopy, q: torch.Tensor, queries: Queries, softcap: float | None) -> torch.Tensor:
         """[X * Q, H * D] of queries that have been scaled."""
@@ -326,3 +327,7 @@ class KeptKeys:
         filled = min(self._capacity, found.shape[3])
         both[:, places, :, :filled] = found[:, :, :, :filled]
         both[:, places, :, filled:] = 0.0
+
+
+def _in_order(indices: np.ndarray) -> bool:
+    return np.array_equal(indices, np.arange(len(indices)))
