@@ -45,6 +45,7 @@ Scenario = dict[str, Any]
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 DECODE_STEPS = 16
 STREAM_OUTPUT = 24  # mean
+DRAIN_PROMPT, DRAIN_OUTPUT = 160, 48  # means
 LONG_OUTPUT = 96  # of streams in which a prompt comes every few steps
 BATCHES = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 320, 384, 448, 512)
 CONTEXTS = (16, 128, 512, 2048, 8192)
@@ -75,7 +76,7 @@ class Grid:
     def deal(self, num_parts: int) -> list[list[Scenario]]:
         """Every scenario once, in an order that spreads a machine's moods over all of them; each part has some of every
         kind."""
-        scenarios = [*self._decodes(), *self._prompts(), *self._streams()]
+        scenarios = [*self._decodes(), *self._drains(), *self._prompts(), *self._streams()]
         self._random.shuffle(scenarios)
         return [scenarios[part::num_parts] for part in range(num_parts)]
 
@@ -98,6 +99,16 @@ class Grid:
                 fits = batch * (context + DECODE_STEPS + self.capacity.block_size) <= min(room, self._token_limit)
                 if batch <= self.capacity.max_num_seqs and context <= longest and fits:
                     yield {"prompts": self._ragged(batch, context, longest), "max_tokens": [DECODE_STEPS] * batch}
+
+    def _drains(self) -> Iterator[Scenario]:
+        """Requests that come at once and end one after the other, so that their rows have gaps between them."""
+        longest = self.capacity.max_model_len - 2 * LONG_OUTPUT
+        for batch in (8, 24, 64, 192, 512):
+            if batch <= self.capacity.max_num_seqs and batch * DRAIN_PROMPT <= self._token_limit:
+                yield {
+                    "prompts": self._ragged(batch, DRAIN_PROMPT, longest),
+                    "max_tokens": self._ragged(batch, DRAIN_OUTPUT, 2 * DRAIN_OUTPUT),
+                }
 
     def _ragged(self, batch: int, mean: int, longest: int) -> list[int]:
         """Lengths around a mean: rows of equal length are a special case that some kernels do better on."""
