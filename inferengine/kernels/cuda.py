@@ -16,8 +16,17 @@ from inferengine.kernels import activation, logprobs, norm, rope_cache, sampling
 from inferengine.kernels.attention_decode import decode_attention, decode_attention_qkv
 from inferengine.kernels.attention_prefill import prefill_attention
 from inferengine.kernels.linear import gemv, tiled
+from inferengine.kernels.linear_wide import can_be_wide, wide
 from inferengine.kernels.scratch import Scratch
-from inferengine.kernels.tuning import GemvTuning, TileTuning, decode_tuning, deterministic_tuning, linear_tuning
+from inferengine.kernels.tuning import (
+    GemvTuning,
+    TileTuning,
+    WideTuning,
+    decode_tuning,
+    deterministic_tuning,
+    linear_tuning,
+    wide_tuning,
+)
 
 ACTIVATIONS = {"silu": activation.SILU, "gelu_tanh": activation.GELU_TANH}
 
@@ -38,7 +47,7 @@ class CudaKernels:
             return functional.linear(x, weight, bias)
         if isinstance(tuned, GemvTuning):
             return gemv(x, weight, tuned, bias=bias)
-        return tiled(x, weight, tuned, self.scratch, bias=bias)
+        return self._tile(x, weight, tuned, bias=bias)
 
     def norm_linear(
         self,
@@ -61,8 +70,8 @@ class CudaKernels:
         tuned = self._tuning(x, weight, gated=False)
         if isinstance(tuned, GemvTuning):
             return gemv(x, weight, tuned, bias=bias, residual=residual)
-        if isinstance(tuned, TileTuning):
-            return tiled(x, weight, tuned, self.scratch, bias=bias, residual=residual)
+        if tuned is not None:
+            return self._tile(x, weight, tuned, bias=bias, residual=residual)
         if bias is not None:
             return residual.add_(functional.linear(x, weight, bias))
         return torch.addmm(residual, x, weight.t(), out=residual)
@@ -82,20 +91,31 @@ class CudaKernels:
         if isinstance(tuned, GemvTuning):
             return gemv(x, weight, tuned, bias=bias, gain=gain, eps=eps, gated=act)
         normed = norm.rms_norm(x, gain, eps)
-        if isinstance(tuned, TileTuning):
-            return tiled(normed, weight, tuned, self.scratch, bias=bias, gated=act)
+        if tuned is not None:
+            return self._tile(normed, weight, tuned, bias=bias, gated=act)
         return self._activate(act, self.linear(normed, weight, bias))
 
     def _activate(self, act: int, x: torch.Tensor) -> torch.Tensor:
         return activation.silu_and_mul(x) if act == activation.SILU else activation.gelu_tanh_and_mul(x)
 
-    def _tuning(self, x: torch.Tensor, weight: torch.Tensor, *, gated: bool) -> GemvTuning | TileTuning | None:
+    def _tile(
+        self, x: torch.Tensor, weight: torch.Tensor, tuned: TileTuning | WideTuning, **surroundings: Any
+    ) -> torch.Tensor:
+        product = wide if isinstance(tuned, WideTuning) else tiled
+        return product(x, weight, tuned, self.scratch, **surroundings)
+
+    def _tuning(
+        self, x: torch.Tensor, weight: torch.Tensor, *, gated: bool
+    ) -> GemvTuning | TileTuning | WideTuning | None:
         width, columns = weight.shape
         if self.deterministic:
             tuned = deterministic_tuning(x.shape[0], width, columns, gated)
             return tuned if x.element_size() == 2 else tuned._replace(num_stages=2)  # fp32 tiles take twice the room
         if x.dtype == torch.float32:
             return None
+        large = wide_tuning(x.shape[0], width, columns, gated)
+        if large is not None and can_be_wide(x, weight, large, gated=gated):
+            return large
         return linear_tuning(x.shape[0], width, columns, gated)
 
     # -- attention ---------------------------------------------------------------------------------------------------

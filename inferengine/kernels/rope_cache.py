@@ -130,17 +130,17 @@ def _rope_write_kernel(
     PDL: tl.constexpr,
 ):
     allow_next(PDL)
-    wait_for_previous(PDL)
     token = tl.program_id(0).to(tl.int64)
+    cos_sin_row = cos_sin_ptr
+    if ROPE:  # a column of the step: no kernel of the step writes it
+        cos_sin_row += tl.load(positions_ptr + token).to(tl.int64) * HEAD_DIM
+    wait_for_previous(PDL)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
     d = tl.arange(0, BLOCK_DIM)[None, :]
     in_dim = d < HEAD_DIM
     is_value = head >= NUM_HEADS + NUM_KV_HEADS
     exists = head < NUM_HEADS + 2 * NUM_KV_HEADS
     row = qkv_ptr + token * qkv_stride + head * HEAD_DIM
-    cos_sin_row = cos_sin_ptr
-    if ROPE:
-        cos_sin_row += tl.load(positions_ptr + token).to(tl.int64) * HEAD_DIM
     norm_row = q_norm_ptr
     if QK_NORM:
         norm_row = tl.where(head < NUM_HEADS, q_norm_ptr, k_norm_ptr)
@@ -151,9 +151,9 @@ def _rope_write_kernel(
     q_at = q_ptr + (token * NUM_HEADS + head) * HEAD_DIM + d
     tl.store(q_at, x.to(q_ptr.dtype.element_ty), mask=(head < NUM_HEADS) & in_dim)
 
-    slot = tl.load(slot_mapping_ptr + token + 0 * head).to(tl.int64)
     stored = tl.where(is_value, value * v_scale, x * k_scale).to(kv_ptr.dtype.element_ty)
     kv_head = tl.where(is_value, head - NUM_HEADS - NUM_KV_HEADS, head - NUM_HEADS)
+    slot = tl.load(slot_mapping_ptr + token + 0 * head).to(tl.int64)
     kv_at = kv_ptr + (slot // BLOCK_SIZE) * kv_block_stride + (slot % BLOCK_SIZE) * HEAD_DIM
     kv_at += tl.where(is_value, kv_value_stride, 0) + kv_head * kv_head_stride + d
     tl.store(kv_at, stored, mask=exists & (head >= NUM_HEADS) & in_dim & (slot >= 0))

@@ -62,6 +62,19 @@ class TileTuning(NamedTuple):
     preload: bool = False
 
 
+class WideTuning(NamedTuple):
+    """Some hundred rows times a weight: tiles of rows, of outputs (twice as many weight rows when gated) and of the
+    inner dimension, which `splits` programs share. `weight_left`: the weight is the tensor cores' left operand."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    splits: int
+    num_warps: int
+    num_stages: int
+    weight_left: bool = False
+
+
 class PrefillTuning(NamedTuple):
     """Prefill attention: rows (tokens x heads of a group) and keys per tile, by the tensor memory accelerator where the
     cache's blocks allow it."""
@@ -81,6 +94,25 @@ def prefill_tuning(head_dim: int, block_size: int) -> PrefillTuning:
     if block_size == 32:
         return PrefillTuning(64, 32, 4, 4, tma=True)
     return PrefillTuning(64, 64, 4, 2)
+
+
+def wide_tuning(rows: int, width: int, columns: int, gated: bool) -> WideTuning | None:
+    """How to multiply with tiles by the tensor memory accelerator; None: another kernel is faster. `width` counts the
+    weight's rows. Deep pipelines on one tile a multiprocessor win, and sums that need no second program."""
+    if not 16 < rows <= 128 or width * columns < 12 << 20 or columns % 128:
+        return None
+    if rows > 64:
+        return WideTuning(128, 128, 64, 1, 8, 4, True) if gated else None
+    if rows > 32:
+        if gated:
+            return WideTuning(64, 64, 64, 1, 4, 4)
+        if width > 16384:
+            return WideTuning(64, 128, 64, 1, 8, 4, True)
+        return WideTuning(64, 64, 64, 1, 4, 8) if width > 4096 else None
+    if gated:
+        return WideTuning(32, 64, 128, 1, 4, 2, True)
+    splits = max(1, min(4, round(132 * 64 / width)))
+    return WideTuning(32, 64, 128, splits, 4, 5, True) if width <= 16384 else None
 
 
 def linear_tuning(rows: int, width: int, columns: int, gated: bool) -> GemvTuning | TileTuning | None:

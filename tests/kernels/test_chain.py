@@ -3,7 +3,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from inferengine.kernels import attention_decode, linear, norm, rope_cache
+from inferengine.kernels import attention_decode, linear, linear_wide, norm, rope_cache
 from inferengine.kernels.cuda import CudaKernels
 from tests.kernels.builders import make_paged_case
 
@@ -51,7 +51,7 @@ def test_a_chain_in_a_graph_with_early_launches_gives_the_bits_that_it_gives_wit
         return x
 
     with monkeypatch.context() as patch:
-        for module in (attention_decode, linear, norm, rope_cache):
+        for module in (attention_decode, linear, linear_wide, norm, rope_cache):
             patch.setattr(module, "supports_pdl", lambda device: False)
         expected = run()
     run()

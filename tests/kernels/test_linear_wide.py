@@ -1,0 +1,75 @@
+import pytest
+import torch
+
+from inferengine.kernels.activation import GELU_TANH, SILU
+from inferengine.kernels.linear_wide import can_be_wide, wide
+from inferengine.kernels.tuning import WideTuning, wide_tuning
+from tests.kernels.builders import dtypes, make_scratch, relative_error, tolerance
+
+DTYPE = dtypes()[-1]
+
+
+def make_operands(rows: int, columns: int, width: int, device: torch.device):
+    x = torch.randn(rows, columns, device=device).to(DTYPE)
+    return x, (torch.randn(width, columns, device=device) / columns**0.5).to(DTYPE)
+
+
+@pytest.mark.parametrize("weight_left", [False, True])
+@pytest.mark.parametrize(("rows", "columns", "splits"), [(64, 128, 1), (70, 320, 2), (1, 200, 3)])
+def test_product_with_bias_and_residual(rows, columns, splits, weight_left, device):
+    x, weight = make_operands(rows, columns, 128, device)
+    bias, residual = torch.randn(128, device=device).to(DTYPE), torch.randn(rows, 128, device=device).to(DTYPE)
+    tuned, scratch = WideTuning(64, 64, 64, splits, 4, 3, weight_left), make_scratch(device)
+    expected = x.double() @ weight.double().T
+    assert relative_error(wide(x, weight, tuned, scratch), expected) < tolerance(DTYPE)
+    stored = residual.clone()
+    actual = wide(x, weight, tuned, scratch, bias=bias, residual=stored)
+    assert actual.data_ptr() == stored.data_ptr()
+    assert relative_error(stored, expected + bias.double() + residual.double()) < tolerance(DTYPE)
+    assert not scratch.arrived.any(), "a launch must leave the arrival counters at zero"
+
+
+@pytest.mark.parametrize("weight_left", [False, True])
+@pytest.mark.parametrize("activation", [SILU, GELU_TANH])
+def test_gated_product(activation, weight_left, device):
+    x, weight = make_operands(70, 192, 2 * 128, device)
+    bias = torch.randn(256, device=device).to(DTYPE)
+    left, right = (x.double() @ weight.double().T + bias.double()).chunk(2, -1)
+    act = torch.nn.functional.silu(left) if activation == SILU else torch.nn.functional.gelu(left, approximate="tanh")
+    tuned = WideTuning(64, 64, 64, 1, 4, 3, weight_left)
+    actual = wide(x, weight, tuned, make_scratch(device), bias=bias, gated=activation)
+    assert relative_error(actual, act * right) < tolerance(DTYPE)
+
+
+def test_chunks_without_room_to_meet_are_summed_by_one_program(device):
+    x, weight = make_operands(200, 256, 128, device)
+    scratch = make_scratch(device)
+    scratch.partial = scratch.partial[:1024]
+    actual = wide(x, weight, WideTuning(64, 64, 64, 2, 4, 3), scratch)
+    assert relative_error(actual, x.double() @ weight.double().T) < tolerance(DTYPE)
+
+
+def test_what_the_tensor_memory_accelerator_cannot_read(device):
+    tuned = WideTuning(64, 64, 64, 1, 4, 3)
+    x, weight = make_operands(64, 128, 128, device)
+    assert can_be_wide(x, weight, tuned, gated=True)
+    assert not can_be_wide(x, weight[:96], tuned, gated=False), "a tile that is not whole"
+    assert not can_be_wide(x[:, 4:], weight[:, 4:], tuned, gated=False), "rows that begin between 16 bytes"
+    assert can_be_wide(torch.cat([x, x], 1)[:, :128], weight, tuned, gated=False), "rows may lie apart"
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize(
+    ("width", "columns"), [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (128256, 4096)]
+)
+def test_tiles_of_the_table_fit_a_multiprocessor(width, columns, gated):
+    for rows in range(1, 513):
+        tuned = wide_tuning(rows, width, columns, gated)
+        if tuned is None:
+            continue
+        outputs = tuned.block_n * (2 if gated else 1)
+        staged = (tuned.block_m + outputs) * tuned.block_k * 2 * tuned.num_stages
+        assert staged <= 220 << 10, "shared memory"
+        assert tuned.block_m * outputs <= 128 * 32 * tuned.num_warps, "accumulators in registers"
+        assert -(-rows // tuned.block_m) * tuned.block_m < 2 * rows, "tiles that are mostly padding"
+        assert columns % (tuned.block_k * tuned.splits) == 0
