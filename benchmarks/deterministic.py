@@ -55,14 +55,15 @@ class Requests:
         for index in range(len(self._prompts)):
             alone |= self._run([index])
         everyone = list(range(len(self._prompts)))
-        cached = self._core(prefix_caching=True)
-        self._run(everyone, cached)
+        core = self._core(prefix_caching=True)
+        self._run(everyone, core)
+        cached = self._run(everyone, core)  # at once: every core believes that the executor's blocks are its own
         return {
             "alone": alone,
             "alone again": {index: output for index in everyone for output in self._run([index]).values()},
             "together": self._run(everyone),
             "in chunks": self._run(everyone, self._core(prefill_chunk=CHUNK)),
-            "prefix cached": self._run(everyone, cached),
+            "prefix cached": cached,
             "beside strangers": self._run(everyone, strangers=True),
         }
 
@@ -85,9 +86,9 @@ class Requests:
             if output is None:
                 continue
             logprobs = output.logprobs or {}
-            for place, (uid, token) in enumerate(zip(output.uids, output.token_ids, strict=True)):
+            for uid, token in zip(output.uids, output.token_ids, strict=True):
                 if uid in outputs:
-                    outputs[uid].append((token, logprobs.get(place)))
+                    outputs[uid].append((token, logprobs.get(uid)))
         return outputs
 
     def _submit(self, core: EngineCore, uid: int, prompt: list[int], max_tokens: int) -> None:
