@@ -1,5 +1,7 @@
 """Variable-length paged attention for rows of any number of queries: prompts, chunks of prompts, drafts to verify.
 
+Hopper has a kernel of its own for what is common there (attention_prefill_hopper); this one takes all the rest.
+
 A program takes a tile of queries of one row with all heads of one KV head packed beside each other (BLOCK_ROWS =
 tokens x group), so that short chunks fill the tile as well as long ones, and walks the row's keys in the paged cache
 in tiles that start at multiples of BLOCK_TOKENS. The grid is bounded by host integers; a program finds its row by
@@ -16,6 +18,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from inferengine.kernels import attention_prefill_hopper as hopper
 from inferengine.kernels.activation import tanh
 from inferengine.kernels.pdl import allow_next, launch_options, supports_pdl, wait_for_previous
 from inferengine.kernels.tuning import PrefillTuning, prefill_tuning
@@ -43,12 +46,18 @@ def prefill_attention(
 
     Row r's queries are tokens [query_start[r], query_start[r + 1]) at positions row_start[r] on; it attends causally
     to everything in the cache up to itself. `num_tokens`, the tokens of those rows, is a host integer: an upper bound
-    is enough. `deterministic`: no contraction of products and sums, so that masked and unmasked tiles round alike.
+    is enough. `tuning`: the tiles of this file's kernel, whatever the device. `deterministic`: no contraction of
+    products and sums, so that masked and unmasked tiles round alike.
     """
     num_heads, head_dim = q.shape[1], q.shape[2]
     num_rows = row_slot.shape[0] - first_row
     if num_rows <= 0 or num_tokens <= 0:
         return out
+    if tuning is None and hopper.fits(q, kv):
+        return hopper.prefill_attention(
+            q, kv, row_slot, row_start, query_start, block_table, scale, window, softcap, first_row=first_row,
+            num_tokens=num_tokens, out=out, kv_scales=kv_scales, deterministic=deterministic,
+        )  # fmt: skip
     num_kv_heads, block_size = kv.shape[2], kv.shape[3]
     group = num_heads // num_kv_heads
     tuned = tuning or prefill_tuning(head_dim, block_size)
