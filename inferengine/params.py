@@ -154,13 +154,13 @@ def _strings(path: str, value: Any) -> tuple[str, ...]:
 def _token_ids(path: str, value: Any) -> tuple[int, ...]:
     if not isinstance(value, list | tuple):
         raise InvalidRequest(path, "must be a list of token ids")
-    return tuple(_integer(path, item) for item in value)
+    return tuple(_integer(f"{path}[{place}]", item) for place, item in enumerate(value))
 
 
 def _sequences(path: str, value: Any) -> tuple[tuple[int, ...], ...]:
     if not isinstance(value, list | tuple):
         raise InvalidRequest(path, "must be a list of lists of token ids")
-    return tuple(_token_ids(path, item) for item in value)
+    return tuple(_token_ids(f"{path}[{place}]", item) for place, item in enumerate(value))
 
 
 def _bias(path: str, value: Any) -> tuple[tuple[int, float], ...]:
@@ -175,7 +175,9 @@ def _bias(path: str, value: Any) -> tuple[tuple[int, float], ...]:
         raw_id, bias = item
         if isinstance(raw_id, str) and raw_id.isascii() and raw_id.isdigit() and len(raw_id) < 10:
             raw_id = int(raw_id)
-        pairs.append((_integer(path, raw_id), _number(path, bias)))
+        if isinstance(raw_id, bool) or not isinstance(raw_id, int):
+            raise InvalidRequest(path, f"keys must be token ids, and {str(raw_id)[:24]!r} is none")
+        pairs.append((_integer(path, raw_id), _number(f"{path}.{raw_id}", bias)))
     return tuple(pairs)
 
 

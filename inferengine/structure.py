@@ -85,7 +85,7 @@ def _read_response_format(value: Any) -> GrammarSpec | None:
     if not isinstance(value, Mapping):
         raise InvalidRequest(path, "must be an object with a type")
     kind = value.get("type")
-    if kind in (None, "text"):
+    if kind == "text" or not value:  # {}: asks for nothing, as clients send that fill in every field
         return None
     if kind == "json_object":
         return GrammarSpec("json_object", "{}")
@@ -126,8 +126,10 @@ def _read_json(path: str, value: Any) -> GrammarSpec:
             value = json.loads(value)
         except (ValueError, RecursionError):
             raise InvalidRequest(path, "is not valid JSON") from None
-    if not isinstance(value, Mapping | bool):
-        raise InvalidRequest(path, "must be a JSON schema: an object, true or false")
+    if value is True:  # what allows everything
+        value = {}
+    if not isinstance(value, Mapping):
+        raise InvalidRequest(path, "must be a JSON schema that allows something: an object, or true")
     return GrammarSpec("json_schema", _dumps(path, value))
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from inferengine.errors import InvalidRequest
 
 MAX_INTEGER = 2**63 - 1
+MAX_PATH_CHARACTERS = 100
 
 
 def parse_object(body: bytes) -> dict[str, Any]:
@@ -17,13 +18,16 @@ def parse_object(body: bytes) -> dict[str, Any]:
         document = json.loads(body)
     except RecursionError:
         raise _no_field("The body is nested too deeply.") from None
-    except ValueError as error:  # includes broken UTF-8 and integers of thousands of digits
-        place = f" at position {error.pos}: {error.msg}" if isinstance(error, json.JSONDecodeError) else ""
-        raise _no_field(f"The body is not valid JSON{place}.") from None
+    except json.JSONDecodeError as error:
+        raise _no_field(f"The body is not valid JSON at position {error.pos}: {error.msg}.") from None
+    except UnicodeDecodeError as error:
+        raise _no_field(f"The body is not valid JSON: byte {error.start} is not {error.encoding.upper()}.") from None
+    except ValueError:
+        raise _no_field("The body is not valid JSON: a number has thousands of digits.") from None
     if not isinstance(document, dict):
         raise _no_field("The body must be a JSON object.")
-    if b"\\u" in body and not _encodable(document):
-        raise _no_field("The body contains half of a surrogate pair.")
+    if b"\\u" in body and (place := _half_pair(document)) is not None:
+        raise InvalidRequest(place, "has half of a surrogate pair, which is no character: send both halves or none")
     return document
 
 
@@ -92,10 +96,32 @@ def token_ids(value: Any, name: str) -> list[int]:
     return value
 
 
-def _encodable(document: dict[str, Any]) -> bool:
-    """JSON can spell half a surrogate pair; no tokenizer and no UTF-8 can."""
+def _half_pair(document: dict[str, Any]) -> str | None:
+    """Where half a surrogate pair is, which JSON can spell and no tokenizer and no UTF-8 can."""
+    todo: list[tuple[str, Any]] = [("", document)]
+    while todo:  # not by recursion: a body may be nested deeper than Python's stack
+        path, value = todo.pop()
+        if isinstance(value, str):
+            if not _encodable(value):
+                return path
+        elif isinstance(value, dict):
+            for name, item in value.items():
+                if not _encodable(name):
+                    return path or "body"
+                todo.append((_under(path, f".{name[:40]}" if path else name[:40]), item))
+        elif isinstance(value, list):
+            todo += [(_under(path, f"[{place}]"), item) for place, item in enumerate(value)]
+    return None
+
+
+def _under(path: str, step: str) -> str:
+    """As far as people read it."""
+    return path + step if len(path) < MAX_PATH_CHARACTERS else path
+
+
+def _encodable(text: str) -> bool:
     try:
-        json.dumps(document, ensure_ascii=False).encode()
+        text.encode()
     except UnicodeEncodeError:
         return False
     return True

@@ -87,6 +87,7 @@ class Options:
     continues_prompt: bool = True  # the output goes on where the prompt ends (completions), or is a text of its own
     grammar: GrammarSpec | None = None
     grammar_field: str = "grammar"  # the request's name for it: a grammar that does not compile is refused under it
+    prompt_field: str = "prompt"  # likewise for what the prompt was made of
 
 
 class Choice:
@@ -179,7 +180,7 @@ class Generation:
     ) -> None:
         """Submits everything at once. Raises InferEngineError when no engine can be asked; then nothing runs on."""
         self.prompts = prompts
-        self._grammar_field = options.grammar_field
+        self._names = {"grammar": options.grammar_field, "prompt": options.prompt_field}
         self.submissions: list[Submission] = []
         self.choices: list[Choice] = []
         self.error: InferEngineError | None = None
@@ -217,8 +218,7 @@ class Generation:
                 await submission.accepted()
         except InferEngineError as error:
             self.cancel()
-            if error.field == "grammar":
-                error.field = self._grammar_field
+            error.field = self._names.get(error.field or "", error.field)
             raise self.error or error from None
 
     async def collect(self) -> list[Output]:

@@ -144,7 +144,9 @@ async def _refused(request: Request, error: Exception) -> Response:
 async def _no_route(request: Request, error: Exception) -> Response:
     status = error.status_code if isinstance(error, HTTPException) else 500
     if status == 405:
-        message, code = f"{request.method} is not allowed on this path.", "method_not_allowed"
+        allowed = (getattr(error, "headers", None) or {}).get("Allow", "")
+        remedy = f": use {allowed}" if allowed else ""
+        message, code = f"{request.method} is not allowed on this path{remedy}.", "method_not_allowed"
     elif status == 404:
         message, code = "There is no such path. GET / lists those that there are.", "not_found"
     else:

@@ -20,6 +20,10 @@ async def read_json(request: Request, most_bytes: int) -> dict[str, Any]:
         raise InvalidRequest(
             "Content-Type", "The Content-Type must be application/json (curl: -H 'Content-Type: application/json')."
         )
+    if (coding := request.headers.get("content-encoding", "identity").strip().lower()) != "identity":
+        raise InvalidRequest(
+            "Content-Encoding", f"{coding[:40]} is not read here: send the body as it is", code="unsupported"
+        )
     declared = request.headers.get("content-length", "")
     if declared.isdigit() and int(declared) > most_bytes:
         raise _too_large(most_bytes)

@@ -88,6 +88,8 @@ async def read_prompts(
     prompts = []
     for name, item in zip(prompt_names(len(items), field), items, strict=True):
         await asyncio.sleep(0)  # many short prompts are tokenized here: let others have their turn in between
+        if not isinstance(item, str | list):
+            raise InvalidRequest(name, "must be a text or a list of token ids")
         if not isinstance(item, str):
             prompts.append(fields.token_ids(item, name))
             continue

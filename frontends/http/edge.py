@@ -11,8 +11,10 @@ from typing import Any
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from frontends.common.errors import error_body
 from frontends.http.metrics import OTHER, HttpMetrics
 from frontends.http.spans import begin_request, end_request
+from inferengine.errors import InferEngineError
 from inferengine.tracing import Tracing
 
 logger = logging.getLogger("inferengine.access")
@@ -58,7 +60,7 @@ class Edge:
         self._metrics.request_started()
         try:
             if sum(len(name) + len(value) for name, value in scope["headers"]) > self._max_header_bytes:
-                await _headers_too_large(send_named)
+                await _headers_too_large(send_named, self._max_header_bytes)
             else:
                 await self._app(scope, receive, send_named)
         except Exception:
@@ -96,8 +98,8 @@ class Edge:
         )
 
 
-async def _headers_too_large(send: Send) -> None:
-    body = b'{"error":{"message":"The headers are too large.","type":"invalid_request_error","param":null,"code":431}}'
+async def _headers_too_large(send: Send, most_bytes: int) -> None:
+    body = error_body(InferEngineError("request_too_large", f"The headers must have at most {most_bytes} bytes."))
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     await send({"type": "http.response.start", "status": 431, "headers": headers})
     await send({"type": "http.response.body", "body": body})

@@ -191,6 +191,7 @@ def read_options(body: dict[str, Any], config: Config, *, label: str, continues_
         continues_prompt=continues_prompt,
         grammar=grammar,
         grammar_field=grammar_field,
+        prompt_field="prompt" if continues_prompt else "messages",
     )
 
 

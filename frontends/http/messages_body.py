@@ -160,6 +160,8 @@ def _add_thinking(chat: dict[str, Any], body: dict[str, Any]) -> None:
     """Templates of thinking models know `enable_thinking`; others do not read it."""
     kind = fields.mapping(body, "thinking").get("type")
     if kind is not None:
+        if not isinstance(kind, str):
+            raise InvalidRequest("thinking.type", "must be enabled, adaptive or disabled")
         chat["chat_template_kwargs"] = {"enable_thinking": kind != "disabled", **chat.get("chat_template_kwargs", {})}
 
 

@@ -62,7 +62,11 @@ async def create(request: Request) -> Response:
         raise InvalidRequest("store", "must be true for a response in the background")
     messages = read_input(body)
     if (previous := fields.string(body, "previous_response_id")) is not None:
-        before = service.responses.get(previous, tenant)
+        try:
+            before = service.responses.get(previous, tenant)
+        except InferEngineError as error:
+            error.field = "previous_response_id"
+            raise
         if before.unfinished:
             raise InvalidRequest("previous_response_id", "is not finished yet")
         messages = [*before.messages, *as_messages(before.document["output"]), *messages]

@@ -21,6 +21,7 @@ NAMES = {
     "reasoning_effort": "reasoning.effort",
     "messages": "input",
 }
+MAX_TOP_LOGPROBS = 20  # OpenAI's
 REFUSED: dict[str, tuple[Any, ...]] = {
     "conversation": (),
     "prompt": (),
@@ -56,7 +57,8 @@ def to_chat(body: dict[str, Any], messages: list[dict[str, Any]]) -> dict[str, A
         chat["response_format"] = _form(form)
     if (effort := fields.mapping(body, "reasoning").get("effort")) is not None:
         chat["reasoning_effort"] = effort
-    include, top_logprobs = body.get("include") or [], fields.integer(body, "top_logprobs", 0, least=0)
+    include = [] if body.get("include") is None else body["include"]
+    top_logprobs = fields.integer(body, "top_logprobs", 0, least=0, most=MAX_TOP_LOGPROBS)
     if not isinstance(include, list) or not all(isinstance(name, str) for name in include):
         raise InvalidRequest("include", "must be a list of names")
     if "message.output_text.logprobs" in include:
@@ -70,7 +72,9 @@ def to_chat(body: dict[str, Any], messages: list[dict[str, Any]]) -> dict[str, A
 
 
 def _add_item(item: Any, messages: list[dict[str, Any]], path: str) -> None:
-    kind = item.get("type", "message") if isinstance(item, dict) else None
+    if not isinstance(item, dict):
+        raise InvalidRequest(path, "must be an object with a type, such as message")
+    kind = item.get("type", "message")
     if kind == "message":
         messages.append({"role": item.get("role"), "content": _content(item.get("content"), f"{path}.content")})
     elif kind == "function_call":

@@ -136,6 +136,8 @@ class Answer:
                 refused = True
                 if error.field == "grammar":
                     error.field = prepared.grammar_field
+                elif error.field == "prompt" and isinstance(self.frame, Generate):
+                    error.field = self.frame.prompt_field
                 raise
             self._claim(self._log)
             if self._span is not None:

@@ -64,6 +64,11 @@ class Generate(NamedTuple):
     conversation: dict[str, Any]
     structure: dict[str, Any]
 
+    @property
+    def prompt_field(self) -> str:
+        """The one that the prompt is made of."""
+        return next(name for name in ("prompt", "messages", "prompt_ids") if getattr(self, name) is not None)
+
 
 class Resume(NamedTuple):
     """Go on with a request from `cursors` (tokens already received, one per choice). Of `params` only what concerns

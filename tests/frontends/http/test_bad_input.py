@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import time
 from typing import Any
 
 import pytest
 
+from inferengine.wire.messages import Reject
 from tests.frontends.http.builders import HEADERS, House, ids, says
+from tests.frontends.http.scripted_engine import Script
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 HELLO = [{"role": "user", "content": "hi"}]
@@ -25,6 +28,7 @@ COMPLETION_FAULTS: list[tuple[str, Any, int, str | None, str]] = [
     ("prompt", [1, "two"], 400, "prompt", "invalid_request"),
     ("prompt", [1, -2], 400, "prompt", "invalid_request"),
     ("prompt", [2**32], 400, "prompt", "invalid_request"),
+    ("prompt", ["fine", 5], 400, "prompt[1]", "invalid_request"),
     ("prompt", [1.5], 400, "prompt", "invalid_request"),
     ("prompt", {"text": "x"}, 400, "prompt", "invalid_request"),
     ("prompt", ["x"] * 300, 400, "prompt", "invalid_request"),
@@ -56,6 +60,9 @@ COMPLETION_FAULTS: list[tuple[str, Any, int, str | None, str]] = [
     ("logit_bias", {"302": 1}, 400, "logit_bias", "invalid_request"),
     ("logit_bias", {"5": 101}, 400, "logit_bias", "invalid_request"),
     ("logit_bias", "x", 400, "logit_bias", "invalid_request"),
+    ("logit_bias", {"a": 1}, 400, "logit_bias", "invalid_request"),
+    ("logit_bias", {"5": "x"}, 400, "logit_bias.5", "invalid_request"),
+    ("stop_token_ids", [5, "x"], 400, "stop_token_ids[1]", "invalid_request"),
     ("logprobs", 21, 400, "logprobs", "invalid_request"),
     ("logprobs", -1, 400, "logprobs", "invalid_request"),
     ("stream", "yes", 400, "stream", "invalid_request"),
@@ -70,6 +77,8 @@ COMPLETION_FAULTS: list[tuple[str, Any, int, str | None, str]] = [
     ("use_beam_search", True, 400, "use_beam_search", "unsupported"),
     ("prompt_logprobs", 21, 400, "prompt_logprobs", "invalid_request"),
     ("response_format", {"type": "xml"}, 400, "response_format.type", "invalid_request"),
+    ("response_format", {"schema": {}}, 400, "response_format.type", "invalid_request"),
+    ("guided_json", False, 400, "guided_json", "invalid_request"),
     ("guided_json", 5, 400, "guided_json", "invalid_request"),
     ("guided_choice", [], 400, "guided_choice", "invalid_request"),
     ("structured_outputs", {"regex": ""}, 400, "structured_outputs.regex", "invalid_request"),
@@ -176,6 +185,82 @@ def test_a_body_that_is_no_json_object(served: House, path: str, body: bytes) ->
     status, _, code, _ = refused(served, path, body)
     assert (status, code) == (400, "invalid_request")
     assert served.engine.submits == []
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "says"),
+    [
+        (b'{"prompt": "\\ud800"}', "prompt", "half of a surrogate pair"),
+        (b'{"prompt": "x", "stop": ["a", "\\udc00b"]}', "stop[1]", "half of a surrogate pair"),
+        (
+            b'{"prompt": "x", "response_format": {"type": "\\ud800"}}',
+            "response_format.type",
+            "half of a surrogate pair",
+        ),
+        (b'{"prompt": "x", "logit_bias": {"\\ud800": 1}}', "logit_bias", "half of a surrogate pair"),
+        (
+            b'{"prompt": "x", "unknown": ' + b"[" * 900 + b'"\\ud800"' + b"]" * 900 + b"}",
+            "unknown" + "[0]" * 31,
+            "half",
+        ),
+        (b'{"prompt": "x\xff"}', None, "byte 13 is not UTF-8"),
+        (b'{"prompt": "x", "seed": ' + b"9" * 5000 + b"}", None, "a number has thousands of digits"),
+        (b'{"prompt": "x",}', None, "at position 15"),
+    ],
+    ids=lambda value: repr(value)[:30],
+)
+def test_what_is_wrong_with_a_body_is_told_with_its_place(served: House, body: bytes, param: str, says: str) -> None:
+    status, where, _, message = refused(served, COMPLETIONS, body)
+    assert (status, where) == (400, param)
+    assert says in message
+
+
+def test_both_halves_of_a_pair_are_a_character(served: House) -> None:
+    served.script = says("fox")
+    assert served.http.post(COMPLETIONS, content=b'{"prompt": "\\ud83c\\udf89"}').status_code == 200
+
+
+def test_a_compressed_body_is_refused_as_such(served: House) -> None:
+    body = gzip.compress(b'{"prompt": "x"}')
+    error = served.http.post(COMPLETIONS, content=body, headers={"content-encoding": "gzip"}).json()["error"]
+    assert (error["param"], error["code"]) == ("Content-Encoding", "unsupported")
+
+
+def test_headers_over_the_limit_have_a_code(served: House) -> None:
+    response = served.http.post(COMPLETIONS, content=b"{}", headers={"x-long": "x" * 70_000})
+    assert (response.status_code, response.json()["error"]["code"]) == (431, "request_too_large")
+
+
+def test_another_method_is_told_which_one_there_is(served: House) -> None:
+    response = served.http.get(COMPLETIONS)
+    assert (response.status_code, response.headers["allow"]) == (405, "POST")
+    assert "use POST" in response.json()["error"]["message"]
+
+
+def test_too_long_a_conversation_is_refused_under_the_name_that_it_came_by(served: House) -> None:
+    refusal = Reject(None, None, "context_length_exceeded", "The prompt is too long.", "prompt")
+    served.script = lambda submit, choice: Script(refusal=refusal)
+    bodies = {
+        COMPLETIONS: ({"prompt": "x"}, "prompt"),
+        CHAT: ({"messages": HELLO}, "messages"),
+        "/v1/responses": ({"input": "hi"}, "input"),
+    }
+    for path, (body, field) in bodies.items():
+        assert refused(served, path, body)[1:3] == (field, "context_length_exceeded")
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "param"),
+    [
+        ("include", 0, "include"),
+        ("top_logprobs", 21, "top_logprobs"),
+        ("input", [5], "input[0]"),
+        ("previous_response_id", "x", "previous_response_id"),
+        ("prompt", {"id": "x"}, "prompt"),
+    ],
+)
+def test_a_field_of_a_response_is_refused_by_name(served: House, field: str, value: Any, param: str) -> None:
+    assert refused(served, "/v1/responses", {"input": "hi", field: value})[1] == param
 
 
 def test_top_k_zero_bad_json_and_list_prompts_are_no_server_errors(served: House) -> None:
