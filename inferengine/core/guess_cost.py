@@ -88,14 +88,21 @@ class GuessCost:
         if fit is not None:
             fit.fade(DOUBT)
 
-    def estimate(self, num_rows: int) -> Estimate | None:
-        """None: it is not known how long a step of about so many rows takes."""
+    def plain_s(self, num_rows: int) -> float | None:
+        """Seconds of a step without guesses; None: it is not known of about so many rows."""
         plain_s = self._plain_s.get(num_rows)
         if plain_s is None:
             nearest = min(self._plain_s, key=lambda known: abs(known - num_rows), default=0)
             if nearest * NEARBY < num_rows or num_rows * NEARBY < nearest:
                 return None
             plain_s = self._plain_s[nearest]
+        return plain_s
+
+    def estimate(self, num_rows: int) -> Estimate | None:
+        """None: it is not known how long a step of about so many rows takes."""
+        plain_s = self.plain_s(num_rows)
+        if plain_s is None:
+            return None
         if plain_s <= 0:
             return Estimate(1.0, FIRST_FIXED, FIRST_SLOPE)  # the clock is too coarse to tell
         fit = self._fits.get(num_rows.bit_length())

@@ -39,6 +39,7 @@ class Planner:
         self._watermark_blocks = int(options.watermark * min(group.num_blocks for group in capacity.groups))
         self._decode_offset = 0
         self._step = 0
+        self._waited_step = 0  # the last one that was not launched behind another, for the sake of guesses
         self._layout = 0
         self._last_sampled: list[Sequence] = []
         self._last_uids: list[int] = []
@@ -67,12 +68,25 @@ class Planner:
     def wants_results(self, last: ScheduledStep) -> bool:
         """Whether planning should wait for the steps under way: what a grammar allows next, where a sequence stands
         after its guesses, or what to guess next, depends on their tokens."""
-        if last.plan.masked or last.drafts:
+        if last.plan.masked:
             return True
-        if self.proposer is None:
+        if last.drafts or (self.proposer is not None and self._wants_to_guess(self.proposer)):
+            self._waited_step = self._step + 1
+            return True
+        return False
+
+    def _wants_to_guess(self, proposer: Proposer) -> bool:
+        """Whether it is worth waiting for the tokens under way. A proposer on the host is asked what it would guess
+        after the tokens that are known: where it has nothing to go by now, it will hardly have after one more."""
+        running, drafts = self.roster.running, self.drafts
+        if not drafts.awake(len(running)):
             return False
-        running = self.roster.running
-        return self.drafts.awake(len(running)) and any(self.drafts.is_due(s, s.num_tokens) for s in running)
+        for sequence in running:
+            if sequence.num_pending == 1 and drafts.is_due(sequence, sequence.num_tokens):
+                if proposer.on_device or proposer.propose(sequence, 1):
+                    return True
+                drafts.nothing_offered(sequence)
+        return False
 
     def observe(self, scheduled: ScheduledStep, duration_s: float) -> None:
         """How long a step took whose tokens are not committed yet: what chunks and guesses are measured by."""
@@ -83,9 +97,14 @@ class Planner:
             self.chunks.observe(num_decodes, num_prompt_tokens, duration_s)
         if self.proposer is None or num_prompt_tokens or not num_decodes:
             return
-        if self.proposer.on_device and any(sequence.is_draft_behind for sequence in drafted):
-            return  # the draft model has read their prompts in this step, or what came since its last guesses
-        self.drafts.cost.observe(num_decodes, num_guesses, duration_s)
+        self.drafts.observe_step(
+            num_decodes,
+            num_guesses,
+            duration_s,
+            has_waited=plan.step == self._waited_step,
+            # the draft model has read their prompts in this step, or what came since its last guesses
+            is_reading=self.proposer.on_device and any(sequence.is_draft_behind for sequence in drafted),
+        )
 
     def write_again(self, failed: ScheduledStep) -> None:
         """Forced tokens that a failed step should have told the device, of sequences that had no row in it: those with

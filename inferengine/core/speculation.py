@@ -4,7 +4,8 @@ A guess that is right saves a step, a wrong one costs the time to verify it. A s
 exponential mean) says what a guess is worth: all up to the k-th are right with chance r^k. What a guess costs is
 measured (GuessCost). Guesses are taken, the likeliest first, while each raises the tokens per second of the step; where
 even the best choice does not beat a step without guesses there are none, but for a trial now and then. So the length
-follows acceptance and load, and a load or a text for which guessing does not pay loses a step in hundreds.
+follows acceptance and load. What trials cost, with what it costs that a step waits for its tokens and cannot be
+launched behind the one before, is kept account of: it stays below a fiftieth of the time (core/guess_credit.py).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Mapping
 from typing import Protocol
 
 from inferengine.core.guess_cost import Estimate, GuessCost
+from inferengine.core.guess_credit import GuessCredit
 from inferengine.core.sequence import Sequence
 
 SMOOTHING = 0.2  # weight of a new observation in a sequence's rate
@@ -26,6 +28,7 @@ ADVANTAGE = 1.08  # by how much guessing must promise to win
 WORTH = 1.25  # a guess is for one sequence, its time is everybody's: it must be worth so much more
 FIRST_PAUSE, LAST_PAUSE = 4, 128  # steps between trials while it does not pay, doubled each time
 REFRESH = 64  # steps with guesses after which one without is measured again
+REFRESH_STEPS = 3  # steps until one is launched behind another again, where that is done
 CATCH_UP = 8  # tokens that a draft model reads as fast as one
 LOOK_AGAIN, LOOK_AGAIN_LAST = 2, 32  # tokens until a proposer that had nothing to go by is asked again, doubled
 
@@ -65,6 +68,7 @@ class DraftControl:
         self.max_drafts = max_drafts
         self.max_running = max_running
         self.cost = GuessCost()
+        self.credit = GuessCredit()
         self.num_drafted = 0
         self.accepted_by_position = [0] * max_drafts
         self.num_accepted = 0
@@ -76,11 +80,18 @@ class DraftControl:
 
     def begin(self, num_rows: int) -> bool:
         """A step of so many rows is being planned: whether guesses should be asked for."""
+        if num_rows > self.max_running or num_rows == 0:
+            return False
         load = self._load(num_rows)
         load.steps += 1
-        if self.awake(num_rows) and load.guessed < REFRESH:
+        if not self.awake(num_rows):
+            load.guessed = 0
+            return False
+        if load.guessed < REFRESH:
             return True
         load.guessed = 0
+        if self.credit.has_waited:
+            load.resume_at = load.steps + REFRESH_STEPS
         return False
 
     def awake(self, num_rows: int) -> bool:
@@ -88,7 +99,9 @@ class DraftControl:
         if num_rows == 0 or num_rows > self.max_running:
             return False
         load = self._load(num_rows)
-        return load.steps >= load.resume_at and self.cost.estimate(num_rows) is not None
+        if load.steps < load.resume_at or not (self.credit.allows or load.has_read_up):
+            return False
+        return self.cost.estimate(num_rows) is not None
 
     def is_due(self, sequence: Sequence, num_tokens: int) -> bool:
         """Whether this sequence may guess when it has so many tokens."""
@@ -117,10 +130,10 @@ class DraftControl:
 
     def choose(self, offers: Mapping[Sequence, int], num_rows: int, *, on_device: bool) -> dict[Sequence, int]:
         """How many of the guesses on offer to verify in a step of `num_rows` rows."""
-        estimate = self.cost.estimate(num_rows)
+        estimate, load = self.cost.estimate(num_rows), self._load(num_rows)
         if not offers or estimate is None:
+            load.has_read_up = False
             return {}
-        load = self._load(num_rows)
         load.guessed += 1
         trials = {sequence: min(length, PROBE_LENGTH) for sequence, length in offers.items()}
         lengths = self._best(offers, num_rows, estimate)
@@ -163,8 +176,26 @@ class DraftControl:
         sequence.draft_pause = min(LOOK_AGAIN_LAST, 2 * sequence.draft_pause or LOOK_AGAIN)
         sequence.drafts_resume_at = len(sequence.tokens) + sequence.draft_pause
 
+    def observe_step(
+        self, num_rows: int, num_guesses: int, seconds: float, *, has_waited: bool, is_reading: bool
+    ) -> None:
+        """How long a step of `num_rows` rows without prompts took. `has_waited`: nothing was launched behind the step
+        before, for the sake of guesses. `is_reading`: a draft model had much to read in it."""
+        plain_s = self.cost.plain_s(num_rows)
+        if plain_s:
+            self.credit.observe_step(
+                num_rows,
+                seconds / plain_s,
+                is_plain=not (num_guesses or has_waited),
+                has_waited=has_waited,
+                is_reading=is_reading,
+            )
+        if not (is_reading or (has_waited and not num_guesses)):
+            self.cost.observe(num_rows, num_guesses, seconds)
+
     def observe(self, sequence: Sequence, num_drafted: int, num_accepted: int) -> None:
         """A verification is back."""
+        self.credit.observe_accepted(num_accepted)
         self.num_drafted += num_drafted
         self.num_accepted += num_accepted
         sequence.num_drafted += num_drafted

@@ -50,11 +50,14 @@ class EngineCore:
         self._on_failure = on_failure
         self._in_flight: deque[tuple[ScheduledStep, StepFuture]] = deque()
         self._helper: ThreadPoolExecutor | None = None  # made when the first grammar comes
-        self._busy_since = 0.0  # when the device began with the oldest step under way
+        self._busy_since = 0.0  # when the device began with the oldest step under way, or could have
+        self._was_idle = True  # there was nothing to compute since the last step ended
         self._deadlines: list[tuple[float, int]] = []
 
     def submit(self, request: Request) -> None:
         """Queue an accepted request."""
+        if not self.has_work:
+            self._was_idle = True
         self.scheduler.add(request)
         if request.deadline_s is not None:
             heapq.heappush(self._deadlines, (request.deadline_s, request.uid))
@@ -88,8 +91,9 @@ class EngineCore:
         expired += self.scheduler.take_rejected()
         failed: list[Finished] = []
         if scheduled is not None:
-            if not self._in_flight:
-                self._busy_since = now
+            if not self._in_flight and (self._was_idle or self.executor.max_in_flight == 1):
+                self._busy_since = now  # else the device has waited: steps could have been launched behind each other
+            self._was_idle = False
             masks = self._begin_masks(scheduled) if scheduled.plan.masked else None
             try:
                 self._in_flight.append((scheduled, self.executor.execute(scheduled.plan)))
@@ -105,6 +109,7 @@ class EngineCore:
                 if len(self._in_flight) < self.executor.max_in_flight:
                     return self._news(None, expired)
         if failed or not self._in_flight:
+            self._was_idle = True
             return self._news(None, expired + failed)
         return self._collect(expired)
 

@@ -1,0 +1,140 @@
+"""What guessing costs while it brings nothing: a bounded share of the time, lost overlap included."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import pytest
+
+from inferengine.core.guess_credit import MOST, SHARE, GuessCredit
+from inferengine.core.plan import StepPlan, StepResult
+from inferengine.core.scheduler import SchedulerOptions
+from inferengine.core.sequence import Sequence
+from inferengine.engine.core import EngineCore
+from tests.core.builders import make_capacity, make_request
+
+TOKEN = 5  # the only one that this model knows
+HOST_S, STEP_S = 1.0, 4.0
+
+
+class Timed:
+    """A device with a queue, and a clock. A step takes STEP_S, each guess `guess_s` more. Every call of the engine
+    takes HOST_S, which is hidden where a step is under way."""
+
+    def __init__(self, max_in_flight: int, guess_s: float, *, is_right: bool) -> None:
+        self.max_in_flight, self.guess_s, self.is_right = max_in_flight, guess_s, is_right
+        self.now = self.free_at = 0.0
+
+    def execute(self, plan: StepPlan) -> _Step:
+        self.free_at = max(self.free_at, self.now) + STEP_S + self.guess_s * sum(plan.num_drafts)
+        return _Step(self, plan, self.free_at)
+
+
+class _Step(NamedTuple):
+    device: Timed
+    plan: StepPlan
+    ready_at: float
+
+    def done(self) -> bool:
+        return self.device.now >= self.ready_at
+
+    def result(self) -> StepResult:
+        self.device.now = max(self.device.now, self.ready_at)
+        drafts = self.plan.num_drafts or [0] * len(self.plan.slots)
+        draws = [
+            1 + count * self.device.is_right for count, draws in zip(drafts, self.plan.samples, strict=True) if draws
+        ]
+        return StepResult([TOKEN] * sum(draws), num_emitted=draws if self.plan.num_drafts else None)
+
+
+class Guesser:
+    def __init__(self, *, on_device: bool = False, length: int = 8) -> None:
+        self.on_device, self.length = on_device, length
+
+    def propose(self, sequence: Sequence, max_tokens: int) -> list[int]:
+        return [TOKEN] * min(max_tokens, self.length)
+
+    def forget(self, sequence: Sequence) -> None:
+        """It remembers nothing."""
+
+
+def ends(
+    guesser: Guesser | None, *, guess_s: float = 0.0, max_in_flight: int = 2, is_right: bool = False, rounds: int = 1
+) -> list[float]:
+    """When each round of two requests at once, of 250 tokens each, is over."""
+    device, capacity = Timed(max_in_flight, guess_s, is_right=is_right), make_capacity(400)
+    options = SchedulerOptions(64, capacity.max_num_seqs, max_drafts=4 if guesser else 0)
+    core = EngineCore(device, capacity, options, clock=lambda: device.now, proposer=guesser)  # type: ignore[arg-type]
+    times = []
+    for index in range(rounds):
+        for row in range(2):
+            core.submit(make_request(2 * index + row + 1, prompt=5 + row, max_tokens=250))
+        while core.has_work:
+            device.now += HOST_S
+            core.step()
+        times.append(device.now)
+    assert core.scheduler.snapshot().num_drafted > 0 or guesser is None or guesser.length == 0
+    return times
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+@pytest.mark.parametrize("max_in_flight", [1, 2])
+@pytest.mark.parametrize("guess_s", [1.0, 20.0])
+def test_wrong_guesses_take_their_share_of_the_time_and_no_more(
+    on_device: bool, max_in_flight: int, guess_s: float
+) -> None:
+    [plain] = ends(None, max_in_flight=max_in_flight)
+    times = ends(Guesser(on_device=on_device), guess_s=guess_s, max_in_flight=max_in_flight, rounds=12)
+    assert times[5] < (1.01 + SHARE) * 6 * plain + 2 * MOST * STEP_S
+    assert times[11] - times[5] < (1.01 + SHARE) * 6 * plain
+
+
+@pytest.mark.parametrize("max_in_flight", [1, 2])
+def test_right_guesses_are_made_all_the_same(max_in_flight: int) -> None:
+    [guessing] = ends(Guesser(), guess_s=0.1, max_in_flight=max_in_flight, is_right=True)
+    assert guessing < 0.5 * ends(None, max_in_flight=max_in_flight)[0]
+
+
+def test_a_step_waits_for_no_tokens_while_nobody_would_guess() -> None:
+    assert ends(Guesser(length=0)) == ends(None)
+
+
+def test_what_a_step_loses_by_waiting_is_part_of_what_guesses_cost() -> None:
+    device, capacity = Timed(2, 0.0, is_right=False), make_capacity(400)
+    options = SchedulerOptions(64, capacity.max_num_seqs, max_drafts=4)
+    core = EngineCore(device, capacity, options, clock=lambda: device.now, proposer=Guesser())  # type: ignore[arg-type]
+    core.submit(make_request(1, prompt=5, max_tokens=40))
+    while core.has_work:
+        device.now += HOST_S
+        core.step()
+    cost = core.scheduler._planner.drafts.cost.estimate(1)
+    assert cost is not None
+    assert cost.plain_s == pytest.approx(STEP_S)
+    assert cost.fixed_s + cost.slope_s == pytest.approx(2 * HOST_S, rel=0.5)  # the calls that collect and that launch
+
+
+def test_what_was_paid_is_won_back_by_guesses_that_are_right() -> None:
+    credit = GuessCredit()
+    credit.observe_step(1, 1.5 * MOST, is_plain=False, is_reading=True)
+    credit.observe_accepted(1)
+    assert credit.left < 0
+    for _ in range(5):
+        credit.observe_step(2, 1.1, is_plain=False)
+        credit.observe_accepted(4)
+    assert -MOST < credit.left < 0
+    assert credit.allows
+    for _ in range(20):
+        credit.observe_step(2, 1.1, is_plain=False)
+    assert not credit.allows
+
+
+def test_a_debt_is_paid_by_the_share_of_plain_steps() -> None:
+    credit = GuessCredit()
+    credit.observe_step(4, 1 + MOST + 1, is_plain=False)
+    credit.observe_step(4, 1.0, is_plain=True)
+    assert not credit.allows
+    steps = 0
+    while not credit.allows:
+        credit.observe_step(4, 1.0, is_plain=True)
+        steps += 1
+    assert steps <= 1 / SHARE
