@@ -1,7 +1,7 @@
 """EngineCore and TorchExecutor in one process, no sockets: what the engine itself costs.
 
 python benchmarks/offline.py --shape llama-3.1-8b --batches 1 8 32 --prefill 16x4096 --mixed 512 [--json FILE]
-python benchmarks/offline.py --model FOLDER --against transformers
+python benchmarks/offline.py --model FOLDER --against transformers [--speculation.method none]
 
 Rows: `decode` (median ms per step at a steady batch), `prefill` (prompt tokens per second), `mixed` (requests of random
 lengths submitted at once: output tokens per second), `generate` (the same prompts to us and to transformers' generate,
@@ -19,19 +19,23 @@ import statistics
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks.device import Clock
 from benchmarks.shapes import SHAPES
 from inferengine.config import Config, load, parse_flags
 from inferengine.core.request import Request
 from inferengine.core.roofline import Roofline
 from inferengine.core.scheduler import SchedulerOptions
 from inferengine.engine.core import EngineCore
+from inferengine.engine.options import scheduler_options
 from inferengine.params import SamplingParams
 from inferengine.runtime.factory import build_executor
+from inferengine.spec.proposers import build_proposer, guess_method
 
 Row = dict[str, Any]
 
@@ -39,8 +43,9 @@ Row = dict[str, Any]
 class Bench:
     """A loaded engine and a counter of requests."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, clock: Clock | None = None) -> None:
         self.config = config
+        self.clock = clock or Clock("wall")
         self.num_threads = config.engine.threads or torch.get_num_threads()
         begin = time.perf_counter()
         self.executor = build_executor(config)
@@ -58,12 +63,20 @@ class Bench:
         """A fresh one, to hold what comes against; None where the device's peaks are unknown."""
         return Roofline(self.known.work, self.known.peaks) if self.known is not None else None
 
-    def core(self) -> EngineCore:
-        """A fresh scheduler without prefix cache, so that no run lives off the one before."""
+    def core(self, *, guessing: bool = False) -> EngineCore:
+        """A fresh scheduler without prefix cache, so that no run lives off the one before. `guessing`: as far as
+        speculation.method says, else every step is one token a row."""
         options = SchedulerOptions(
             self.capacity.max_num_batched_tokens, self.capacity.max_num_seqs, prefix_caching=False
         )
-        core = EngineCore(self.executor, self.capacity, options, clock=time.perf_counter, on_failure=_raise)
+        proposer = None
+        if guessing:
+            asked = scheduler_options(self.config, self.capacity)
+            options = replace(options, max_drafts=asked.max_drafts, max_running_to_draft=asked.max_running_to_draft)
+            proposer = build_proposer(self.config, self.capacity)
+        core = EngineCore(
+            self.executor, self.capacity, options, clock=self.clock.now, on_failure=_raise, proposer=proposer
+        )
         core.roofline = self.roofline()
         return core
 
@@ -132,17 +145,18 @@ class Bench:
             "output_tokens_per_s": round(total_out / seconds, 1), "preemptions": core.scheduler.stats.num_preemptions,
         }  # fmt: skip
 
-    def generate(self, prompts: list[list[int]], num_tokens: int) -> float:
-        """Seconds for these prompts, greedy, all submitted at once."""
-        core = self.core()
+    def generate(self, core: EngineCore, prompts: list[list[int]], num_tokens: int) -> float:
+        """Seconds for these prompts, greedy, all submitted at once. What `core` has learnt of guesses it keeps."""
         for prompt in prompts:
             self.submit(core, prompt, num_tokens)
-        begin = time.perf_counter()
+        begin = self.clock.now()
         drain(core)
-        return time.perf_counter() - begin
+        return self.clock.now() - begin
 
 
-def against_transformers(bench: Bench, folder: Path, batches: list[int], prompt: int, num_tokens: int) -> list[Row]:
+def against_transformers(
+    bench: Bench, folder: Path, batches: list[int], prompt: int, num_tokens: int, rounds: int
+) -> list[Row]:
     """The same prompts through transformers' generate, alternating with ours."""
     from transformers import AutoModelForCausalLM
 
@@ -152,11 +166,12 @@ def against_transformers(bench: Bench, folder: Path, batches: list[int], prompt:
     rows = []
     for batch in batches:
         prompts = [bench.prompt(prompt) for _ in range(batch)]
+        core = bench.core(guessing=True)
         ours, theirs = [], []
-        for _ in range(3):
-            ours.append(bench.generate(prompts, num_tokens))
+        for _ in range(rounds):
+            ours.append(bench.generate(core, prompts, num_tokens))
             torch.set_num_threads(bench.num_threads)  # the engine chooses anew for each of its steps
-            begin = time.perf_counter()
+            begin = bench.clock.now()
             with torch.inference_mode():
                 ids = torch.tensor(prompts, device=device)
                 out = model.generate(
@@ -164,10 +179,11 @@ def against_transformers(bench: Bench, folder: Path, batches: list[int], prompt:
                     max_new_tokens=num_tokens, min_new_tokens=num_tokens,
                 )  # fmt: skip
             assert out.shape[1] == prompt + num_tokens
-            theirs.append(time.perf_counter() - begin)
+            theirs.append(bench.clock.now() - begin)
         total = batch * num_tokens
         us, them = total / statistics.median(ours), total / statistics.median(theirs)
         row: Row = {"row": "generate", "batch": batch, "prompt_tokens": prompt, "output_tokens": num_tokens}
+        row["guesses"] = guess_method(bench.config, bench.capacity)
         row |= {"tokens_per_s": round(us, 1), "transformers_tokens_per_s": round(them, 1), "ratio": round(us / them, 3)}
         rows.append(row)
         print(json.dumps(rows[-1]), flush=True)
@@ -242,6 +258,8 @@ def main() -> None:
     parser.add_argument("--mixed-in", default="128-1024", metavar="LOW-HIGH")
     parser.add_argument("--mixed-out", default="64-512", metavar="LOW-HIGH")
     parser.add_argument("--against", choices=["transformers"])
+    parser.add_argument("--clock", choices=["wall", "cpu"], default="wall", help="cpu: of one thread, with --against")
+    parser.add_argument("--rounds", type=int, default=3, help="of each side, by turns, with --against")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args(rest)
     if (arguments.model is None) == (arguments.shape is None):
@@ -256,7 +274,7 @@ def main() -> None:
             (folder / "config.json").write_text(json.dumps(SHAPES[arguments.shape]))
             load_format = "dummy"
         config = load(flags=flags).with_values(model={"path": str(folder), "load_format": load_format})
-        bench = Bench(config)
+        bench = Bench(config, Clock(arguments.clock))
         rows: list[Row] = []
 
         def report(row: Row) -> None:
@@ -267,7 +285,7 @@ def main() -> None:
         print(json.dumps(about), flush=True)
         size = arguments.prompt_tokens, arguments.output_tokens
         if arguments.against:
-            rows += against_transformers(bench, folder, arguments.batches, *size)
+            rows += against_transformers(bench, folder, arguments.batches, *size, arguments.rounds)
         else:
             for batch in arguments.batches:
                 report(bench.decode(batch, *size, arguments.temperature))

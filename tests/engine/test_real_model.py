@@ -29,7 +29,8 @@ PROMPTS = [
 ]
 LENGTHS = [24, 5, 17, 1, 30, 12]
 
-# Enough to run everything at once; and so little that prompts are chunked and requests preempted.
+# Enough to run everything at once; and so little that prompts are chunked and requests preempted. Without guesses: with
+# them requests may be over before they are in each other's way.
 SIZES: dict[str, dict[str, Any]] = {
     "roomy": {"cache": {"num_blocks": 256}},
     "tight": {
@@ -45,6 +46,7 @@ SIZES: dict[str, dict[str, Any]] = {
 def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineService]:
     sections = {name: dict(values) for name, values in SIZES[request.param].items()}
     sections.setdefault("engine", {})["threads"] = 1
+    sections["speculation"] = {"method": "none"}
     config = make_config(str(tmp_path_factory.mktemp("e")), model={"max_model_len": 64}, **sections)
     service = EngineService(config, read_model_card(config), lambda: build_executor(config))
     service.start()
