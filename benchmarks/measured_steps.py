@@ -61,8 +61,9 @@ def describe(cost: CostModel) -> str:
         kind: KindCost | None = getattr(cost, name)
         if kind is not None:
             curve = ", ".join(f"{tokens:g}: {1e3 * seconds:.2f}" for tokens, seconds in kind.curve)
+            kv = ", ".join(f"{1e6 * seconds:.4f} ({decodes:g})" for decodes, seconds in kind.kv_token_s)
             lines.append(
-                f"{name:<9}ms {curve}; us per row {1e6 * kind.row_s:.2f}, KV token {1e6 * kind.kv_token_s:.4f}, "
+                f"{name:<9}ms {curve}; us per row {1e6 * kind.row_s:.2f}, KV token {kv}, "
                 f"pair {1e6 * kind.pair_s:.5f}, change {1e6 * kind.change_s:.0f}"
             )
     host = cost.host

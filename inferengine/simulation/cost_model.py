@@ -6,11 +6,12 @@ Steps are of three kinds, each with coefficients of its own (`KindCost`):
     prompts     with prompt chunks
     launched    no CUDA graph holds them, so the host launches them kernel by kernel; only where there are graphs
 
-    t = curve(tokens) + rows * row + KV tokens read by decodes * kv_token + attention pairs of prompt chunks * pair
-        + [rows differ from the step before] change
+    t = curve(tokens) + rows * row + KV tokens read by decodes * kv_token(decodes)
+        + attention pairs of prompt chunks * pair + [rows differ from the step before] change
 
-`curve` joins measured points by straight lines: it bends where reading the weights ends to be what takes the time, and
-wherever kernels change their ways. Decodes read the whole context; a prompt chunk attends each of its tokens to all
+`curve` and `kv_token` join measured points by straight lines: the one bends where reading the weights ends to be what
+takes the time, and wherever kernels change their ways; the other falls with the number of rows, of which a few do not
+keep a device's memory busy. Decodes read the whole context; a prompt chunk attends each of its tokens to all
 before it. Where steps are captured as CUDA graphs (`CapturedSteps`), `tokens` are those of the graph that the step is
 padded to.
 
@@ -100,31 +101,33 @@ Curve = tuple[tuple[float, float], ...]
 @dataclass(frozen=True, slots=True)
 class KindCost:
     """Seconds of the steps of one kind; see the module's formula. `curve`: (tokens, seconds), tokens ascending; flat
-    before its first point, beyond its last one as steep as just before."""
+    before its first point, beyond its last one as steep as just before. `kv_token_s`: (decodes, seconds), flat at both
+    ends."""
 
     curve: Curve
     row_s: float = 0.0
-    kv_token_s: float = 0.0
+    kv_token_s: Curve = ()
     pair_s: float = 0.0
     change_s: float = 0.0
 
     def seconds(self, tokens: int, shape: StepShape) -> float:
-        seconds = (
-            self.at(tokens)
-            + shape.num_rows * self.row_s
-            + shape.num_kv_tokens * self.kv_token_s
-            + shape.num_pairs * self.pair_s
-        )
+        seconds = self.at(tokens) + shape.num_rows * self.row_s + shape.num_pairs * self.pair_s
+        if self.kv_token_s:
+            decodes = min(max(shape.num_decodes, self.kv_token_s[0][0]), self.kv_token_s[-1][0])
+            seconds += shape.num_kv_tokens * _height(self.kv_token_s, decodes)
         return seconds + self.change_s if shape.is_changed else seconds
 
     def at(self, tokens: float) -> float:
         """The curve."""
-        curve = self.curve
-        index = min(bisect_left(curve, (tokens,)), len(curve) - 1)
-        if index == 0:
-            return curve[0][1]
-        (left, low), (right, high) = curve[index - 1], curve[index]
-        return low + (high - low) * (tokens - left) / (right - left)
+        return _height(self.curve, tokens)
+
+
+def _height(curve: Curve, place: float) -> float:
+    index = min(bisect_left(curve, (place,)), len(curve) - 1)
+    if index == 0:
+        return curve[0][1]
+    (left, low), (right, high) = curve[index - 1], curve[index]
+    return low + (high - low) * (place - left) / (right - left)
 
 
 class HostTime(NamedTuple):
@@ -203,7 +206,7 @@ def linear_cost(
 ) -> CostModel:
     """step + max(knee, tokens) * token + the rest, the same for all kinds of steps."""
     curve = ((knee, step_s + knee * token_s), (knee + 1.0, step_s + (knee + 1.0) * token_s))
-    kind = KindCost(curve, row_s, kv_token_s, pair_s, change_s)
+    kind = KindCost(curve, row_s, ((1.0, kv_token_s),), pair_s, change_s)
     return CostModel(kind, kind)
 
 
@@ -275,10 +278,15 @@ def _cost(document: Mapping[str, Any]) -> CostModel:
 
 
 def _kind(document: Mapping[str, Any]) -> KindCost:
-    curve = tuple((float(tokens), float(seconds)) for tokens, seconds in document["curve"])
-    if not curve or any(left >= right for (left, _), (right, _) in pairwise(curve)):
-        raise ValueError("a curve needs points, their tokens ascending")
-    return KindCost(curve, **{key: float(value) for key, value in document.items() if key != "curve"})
+    values: dict[str, Any] = {}
+    for key, value in document.items():
+        values[key] = tuple((float(x), float(y)) for x, y in value) if key in ("curve", "kv_token_s") else float(value)
+    for curve in (values["curve"], values.get("kv_token_s", ())):
+        if any(left >= right for (left, _), (right, _) in pairwise(curve)):
+            raise ValueError("the points of a curve must ascend")
+    if not values["curve"]:
+        raise ValueError("a curve needs points")
+    return KindCost(**values)
 
 
 def _graphs(document: Mapping[str, Any] | None) -> CapturedSteps | None:

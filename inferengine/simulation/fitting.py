@@ -26,6 +26,7 @@ from inferengine.simulation.cost_model import CapturedSteps, CostModel, Curve, H
 
 Matrix = NDArray[np.float64]
 KNOTS = (1, 2, 4, 8, 16, 32, 64, 128, 192, 256, 384, 512, 768, 1024, 2048, 4096, 8192)
+KV_ROWS = (1.0, 16.0, 128.0)  # decodes for which reading a token of KV has a time of its own
 _OF_A_SIZE = 2  # steps that a graph needs for a point of its own
 _BETWEEN = 3  # steps that a piece of the curve needs at least
 _HUBER = 0.5  # relative error beyond which a step counts less: small ones belong to the mean that a load will see,
@@ -78,20 +79,22 @@ def fit_kind(steps: Sequence[tuple[int, StepShape]], captured: bool, *, on_card:
     points = _sizes(tokens) if captured else _knots(tokens)
     chunks = any(shape.has_chunks for _, shape in steps)
     columns = _shares(tokens, points) if captured else [np.ones(len(steps)), *_rises(tokens, points)]
+    decodes = np.array([shape.num_decodes for _, shape in steps], dtype=np.float64)
+    kv_points = [rows for rows in KV_ROWS if rows <= decodes.max(initial=KV_ROWS[0])]
+    columns += [share * np.array([shape.num_kv_tokens for _, shape in steps]) for share in _shares(decodes, kv_points)]
     for values, used in (
         ([shape.num_rows for _, shape in steps], chunks),
-        ([shape.num_kv_tokens for _, shape in steps], True),
         ([shape.num_pairs for _, shape in steps], chunks),
         ([shape.is_changed for _, shape in steps], not on_card),
     ):
         columns.append(np.array(values, dtype=np.float64) * float(used))
     times = np.array([shape.seconds for _, shape in steps], dtype=np.float64)
     solution = robust_least_squares(np.stack(columns, axis=1), times)
-    heights, others = solution[: len(points)], solution[len(points) :]
+    heights, kv_token_s, others = np.split(solution, [len(points), len(points) + len(kv_points)])
     if not captured:
         heights = np.cumsum(heights)
-    curve: Curve = tuple(zip(map(float, points), map(float, heights), strict=True))
-    return KindCost(curve, *map(float, others))
+    row_s, pair_s, change_s = map(float, others)
+    return KindCost(_curve(points, heights), row_s, _curve(kv_points, kv_token_s), pair_s, change_s)
 
 
 def fit_host(shapes: Sequence[StepShape], graphs: CapturedSteps | None) -> HostCost:
@@ -102,6 +105,10 @@ def fit_host(shapes: Sequence[StepShape], graphs: CapturedSteps | None) -> HostC
     rows = [(1.0, float(shape.num_rows), float(kind_of(shape, graphs)[0] == "launched")) for shape in measured]
     times = np.array([shape.host_s for shape in measured], dtype=np.float64)
     return HostCost(*map(float, robust_least_squares(np.array(rows), times)))
+
+
+def _curve(points: Sequence[float], heights: Matrix) -> Curve:
+    return tuple((float(point), float(height)) for point, height in zip(points, heights, strict=True))
 
 
 def _sizes(tokens: Matrix) -> list[float]:

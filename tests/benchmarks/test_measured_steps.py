@@ -13,7 +13,7 @@ from inferengine.simulation.fitting import fit
 
 GRAPHS = CapturedSteps((1, 8), ((8, 64),), 4)
 COST = CostModel(
-    KindCost(((1, 4e-3), (8, 5e-3)), kv_token_s=5e-8), KindCost(((72, 9e-3),), kv_token_s=5e-8), None,
+    KindCost(((1, 4e-3), (8, 5e-3)), kv_token_s=((1, 5e-8),)), KindCost(((72, 9e-3),), kv_token_s=((1, 5e-8),)), None,
     HostCost(1e-3, 2e-6), GRAPHS,
 )  # fmt: skip
 PROFILE = DeviceProfile("card", COST, num_blocks=99, max_in_flight=2, source={"device": "a card"})

@@ -21,9 +21,9 @@ from inferengine.simulation.workload import WorkloadOptions
 
 GRAPHS = CapturedSteps(decodes=(1, 4, 16), mixed=((4, 64), (16, 64)), prompt_rows=4)
 COST = CostModel(
-    decodes=KindCost(((1, 1e-3), (4, 1.2e-3), (16, 2e-3)), kv_token_s=1e-7, change_s=2e-4),
-    prompts=KindCost(((32, 2e-3), (128, 4e-3)), row_s=2e-5, kv_token_s=1e-7, pair_s=1e-9, change_s=2e-4),
-    launched=KindCost(((64, 4e-3), (256, 8e-3)), row_s=2e-5, kv_token_s=1e-7, pair_s=1e-9),
+    decodes=KindCost(((1, 1e-3), (4, 1.2e-3), (16, 2e-3)), kv_token_s=((1, 1e-7),), change_s=2e-4),
+    prompts=KindCost(((32, 2e-3), (128, 4e-3)), row_s=2e-5, kv_token_s=((1, 1e-7),), pair_s=1e-9, change_s=2e-4),
+    launched=KindCost(((64, 4e-3), (256, 8e-3)), row_s=2e-5, kv_token_s=((1, 1e-7),), pair_s=1e-9),
     graphs=GRAPHS,
 )
 ANY_ROWS = replace(  # graphs cost the same whose rows they have

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import astuple, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -26,9 +26,10 @@ from inferengine.simulation.cost_model import (
 )
 from inferengine.simulation.fitting import fit, nonnegative_least_squares
 
+KV_TOKEN_S = ((1.0, 6e-8), (16.0, 4e-8), (128.0, 3e-8))
 TRUTH = CostModel(
-    decodes=KindCost(((1, 1e-3), (32, 1.1e-3), (64, 1.2e-3), (128, 3e-3)), kv_token_s=3e-8, change_s=1e-4),
-    prompts=KindCost(((1, 2e-3), (128, 2e-3), (1024, 2e-2)), row_s=5e-6, kv_token_s=3e-8, pair_s=8e-10, change_s=1e-4),
+    decodes=KindCost(((1, 1e-3), (32, 1.1e-3), (64, 1.2e-3), (128, 3e-3)), kv_token_s=KV_TOKEN_S, change_s=1e-4),
+    prompts=KindCost(((1, 2e-3), (128, 2e-3), (1024, 2e-2)), 5e-6, KV_TOKEN_S, pair_s=8e-10, change_s=1e-4),
 )
 GRAPHS = CapturedSteps(decodes=(1, 8, 32, 128), mixed=((0, 64), (32, 64), (128, 256)), prompt_rows=2)
 LLAMA = {
@@ -90,6 +91,11 @@ def test_a_curve_is_flat_before_its_points_straight_between_them_and_goes_on_as_
     assert KindCost(((4, 1.0),)).at(100) == 1.0
 
 
+def test_a_token_of_kv_costs_what_it_does_with_that_many_rows() -> None:
+    kind = KindCost(((1, 0.0),), kv_token_s=((2, 4.0), (10, 2.0)))
+    assert [kind.seconds(1, StepShape(n, n, n, 100, 0.0)) for n in (1, 2, 6, 10, 50)] == [400, 400, 300, 200, 200]
+
+
 def test_only_what_no_graph_holds_is_launched_kernel_by_kernel() -> None:
     cost = replace(TRUTH, host=HostCost(1e-3, 1e-5, 6e-3), graphs=GRAPHS)
     assert cost.host_time(shape_of(make_plan([5] * 9, []))) == pytest.approx((1.09e-3, 0.0))
@@ -119,7 +125,9 @@ def test_the_fit_finds_the_costs_that_made_the_steps() -> None:
     found = fit(make_steps(noise=0.0))
     assert found.median_error < 1e-3
     for kind, truth in ((found.cost.decodes, TRUTH.decodes), (found.cost.prompts, TRUTH.prompts)):
-        assert astuple(kind)[1:] == pytest.approx(astuple(truth)[1:], rel=0.01, abs=1e-12)
+        others = [(item.row_s, item.pair_s, item.change_s) for item in (kind, truth)]
+        assert others[0] == pytest.approx(others[1], rel=0.01, abs=1e-12)
+        assert np.array(kind.kv_token_s) == pytest.approx(np.array(truth.kv_token_s), rel=0.01)
         assert [kind.at(tokens) for tokens in (1, 32, 100, 128)] == pytest.approx(
             [truth.at(tokens) for tokens in (1, 32, 100, 128)], rel=0.01
         )
