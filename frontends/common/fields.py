@@ -26,9 +26,15 @@ def parse_object(body: bytes) -> dict[str, Any]:
         raise _no_field("The body is not valid JSON: a number has thousands of digits.") from None
     if not isinstance(document, dict):
         raise _no_field("The body must be a JSON object.")
-    if b"\\u" in body and (place := _half_pair(document)) is not None:
-        raise InvalidRequest(place, "has half of a surrogate pair, which is no character: send both halves or none")
+    if b"\\u" in body:
+        refuse_half_pairs(document)
     return document
+
+
+def refuse_half_pairs(document: dict[str, Any]) -> None:
+    """JSON can spell half of a surrogate pair; no tokenizer and no UTF-8 can."""
+    if (place := _half_pair(document)) is not None:
+        raise InvalidRequest(place, "has half of a surrogate pair, which is no character: send both halves or none")
 
 
 def string(body: dict[str, Any], name: str, default: str | None = None) -> str | None:
@@ -97,7 +103,7 @@ def token_ids(value: Any, name: str) -> list[int]:
 
 
 def _half_pair(document: dict[str, Any]) -> str | None:
-    """Where half a surrogate pair is, which JSON can spell and no tokenizer and no UTF-8 can."""
+    """Where the first one is that is found."""
     todo: list[tuple[str, Any]] = [("", document)]
     while todo:  # not by recursion: a body may be nested deeper than Python's stack
         path, value = todo.pop()

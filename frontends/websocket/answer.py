@@ -138,6 +138,8 @@ class Answer:
                     error.field = prepared.grammar_field
                 elif error.field == "prompt" and isinstance(self.frame, Generate):
                     error.field = self.frame.prompt_field
+                elif error.field == "max_tokens":
+                    error.field = "params.max_tokens"
                 raise
             self._claim(self._log)
             if self._span is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
 from json.encoder import encode_basestring_ascii
 from typing import Any, Protocol
@@ -15,10 +14,8 @@ from inferengine.errors import InferEngineError
 
 JSON_SUBPROTOCOL = "inferengine.v1.json"
 MSGPACK_SUBPROTOCOL = "inferengine.v1.msgpack"
-MAX_DEPTH = 32
 _TEXT_KEY = msgpack.packb("text")
 _NO_TEXT = b"".join((msgpack.packb(0), _TEXT_KEY, msgpack.packb("")))
-_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 class Codec(Protocol):
@@ -50,10 +47,12 @@ class JsonCodec:
             document = json.loads(text, parse_constant=_no_constant)
         except RecursionError:
             raise _broken("the JSON is nested too deep") from None
-        except ValueError as error:
+        except _NoJson as error:
             raise _broken(f"not valid JSON: {error}") from None
-        if _SURROGATE.search(text) and not _encodable(document):
-            raise _broken("a string holds half of a surrogate pair, which is no character")
+        except json.JSONDecodeError as error:
+            raise _broken(f"not valid JSON at position {error.pos}: {error.msg}") from None
+        except ValueError:
+            raise _broken("not valid JSON: a number has thousands of digits") from None
         return document
 
     def encode(self, frame: Mapping[str, Any]) -> bytes:
@@ -101,25 +100,17 @@ def choose_codec(offered: list[str]) -> Codec | None:
     return None if offered else JsonCodec()
 
 
+class _NoJson(ValueError):
+    """Something that Python reads as JSON and nobody else does."""
+
+
 def _broken(message: str) -> InferEngineError:
     return InferEngineError("protocol_error", message)
 
 
 def _no_constant(name: str) -> Any:
-    raise ValueError(f"{name} is not JSON")
+    raise _NoJson(f"{name} is not a number that JSON has")
 
 
 def _no_extension(code: int, data: bytes) -> Any:
     raise ValueError("extension types are refused")
-
-
-def _encodable(document: Any, depth: int = 0) -> bool:
-    if isinstance(document, str):
-        return not any("\ud800" <= character <= "\udfff" for character in document)
-    if depth > MAX_DEPTH:
-        return False
-    if isinstance(document, dict):
-        return all(_encodable(key, depth + 1) and _encodable(value, depth + 1) for key, value in document.items())
-    if isinstance(document, list):
-        return all(_encodable(item, depth + 1) for item in document)
-    return True

@@ -36,6 +36,7 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 CLOSE_STALLED = 1008
+PROTOCOL_REMEDY = "Send frames as docs/websocket.md says."
 
 
 class Connection:
@@ -210,5 +211,5 @@ def error_frame(error: InferEngineError) -> dict[str, Any]:
         "field": error.field,
         "retryable": error.kind.retryable,
         "retry_after_s": error.retry_after_s,
-        "remedy": scrubbed(error.kind.remedy),
+        "remedy": PROTOCOL_REMEDY if error.code == "protocol_error" else scrubbed(error.kind.remedy),
     }

@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
+from frontends.common.fields import refuse_half_pairs
 from inferengine.errors import InferEngineError, InvalidRequest
 from inferengine.params import SamplingParams, from_map
 
@@ -118,6 +119,7 @@ def read_frame(document: Any) -> Frame:
     message is no frame at all."""
     if not isinstance(document, dict):
         raise InferEngineError("protocol_error", "a frame must be an object such as {type: ping}")
+    refuse_half_pairs(document)
     kind = document.get("type")
     read = _READERS.get(kind) if isinstance(kind, str) else None
     if read is None:
@@ -253,6 +255,8 @@ def _read_generate(fields: _Fields) -> Generate:
         structure=fields.raw(STRUCTURE),
     )
     fields.finish()
+    if frame.prompt == "":
+        raise InvalidRequest("prompt", "must not be empty")
     given = sum(value is not None for value in (frame.prompt, frame.messages, frame.prompt_ids))
     if given != 1:
         raise InvalidRequest("prompt", "give exactly one of prompt, messages and prompt_ids")

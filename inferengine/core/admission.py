@@ -53,6 +53,13 @@ def resolve_max_tokens(num_prompt: int, max_tokens: int | None, limits: Admissio
             f"output; the prompt has {num_prompt}. Shorten the prompt.",
             code="context_length_exceeded",
         )
+    if max_tokens is not None and max_tokens > room:
+        raise InvalidRequest(
+            "max_tokens",
+            f"This model's maximum context length is {limits.max_model_len} tokens; the prompt has {num_prompt}, so "
+            f"max_tokens may be at most {max(1, min(room, limits.num_kv_tokens - num_prompt))}; got {max_tokens}.",
+            code="context_length_exceeded",
+        )
     needed = num_prompt + (max_tokens or 1)
     if needed > limits.num_kv_tokens:
         raise InvalidRequest(
@@ -60,16 +67,7 @@ def resolve_max_tokens(num_prompt: int, max_tokens: int | None, limits: Admissio
             f"The KV cache holds {limits.num_kv_tokens} tokens; prompt and output need {needed}.",
             code="prompt_never_fits",
         )
-    if max_tokens is None:
-        return min(room, limits.num_kv_tokens - num_prompt)
-    if max_tokens > room:
-        raise InvalidRequest(
-            "max_tokens",
-            f"This model's maximum context length is {limits.max_model_len} tokens; the prompt has {num_prompt}, so "
-            f"max_tokens may be at most {room}; got {max_tokens}.",
-            code="context_length_exceeded",
-        )
-    return max_tokens
+    return min(room, limits.num_kv_tokens - num_prompt) if max_tokens is None else max_tokens
 
 
 def admit(

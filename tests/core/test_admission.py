@@ -25,7 +25,7 @@ def test_an_explicit_length_is_honoured() -> None:
         (100, None, "context_length_exceeded", "prompt"),
         (90, None, "prompt_never_fits", "prompt"),
         (40, 50, "prompt_never_fits", "max_tokens"),
-        (30, 71, "prompt_never_fits", "max_tokens"),
+        (30, 71, "context_length_exceeded", "max_tokens"),  # no pool would help
     ],
 )
 def test_what_cannot_run_is_refused_by_name(num_prompt: int, max_tokens: int | None, code: str, field: str) -> None:
@@ -35,6 +35,8 @@ def test_what_cannot_run_is_refused_by_name(num_prompt: int, max_tokens: int | N
 
 
 def test_a_context_too_long_says_how_much_is_left() -> None:
+    with pytest.raises(InvalidRequest, match="at most 50"):  # what the pool leaves of it
+        resolve_max_tokens(30, 71, LIMITS)
     roomy = AdmissionLimits(max_model_len=100, num_kv_tokens=1000, max_queued_requests=4, max_queued_tokens=1000)
     with pytest.raises(InvalidRequest, match="at most 60"):
         resolve_max_tokens(40, 61, roomy)

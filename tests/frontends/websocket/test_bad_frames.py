@@ -78,7 +78,7 @@ def test_a_bad_frame_names_its_field_and_the_socket_goes_on(server, frame, code,
 
 @pytest.mark.parametrize(
     "message",
-    ["", "{", "nonsense", "[" * 100_000, '{"type":"ping","nonce":NaN}', '{"type": "\\ud800"}', "1" * 5000, b"\x00\x01"],
+    ["", "{", "nonsense", "[" * 100_000, '{"type":"ping","nonce":NaN}', "1" * 5000, b"\x00\x01"],
 )
 def test_what_is_no_json_is_refused(server, message):
     with open_socket(server) as client:
@@ -98,6 +98,43 @@ def test_what_is_no_msgpack_is_refused(server, message):
         assert client.until("error")["error"]["code"] == "protocol_error"
         client.send(type="ping", nonce=1)
         assert client.next()["type"] == "pong"
+
+
+@pytest.mark.parametrize(
+    ("rest", "field"),
+    [
+        ('"prompt": "\\udc00"', "prompt"),
+        ('"prompt": "x", "params": {"stop": ["a", "\\ud800"]}', "params.stop[1]"),
+        ('"messages": [{"role": "user", "content": "a\\ud83c!"}]', "messages[0].content"),
+    ],
+)
+def test_half_a_surrogate_pair_is_refused_with_its_place_and_its_request(server, rest, field):
+    with open_socket(server) as client:
+        client.send_raw(f'{{"type": "generate", "id": "r1", {rest}}}')
+        frame = client.until("error")
+        assert (frame["id"], frame["error"]["code"], frame["error"]["field"]) == ("r1", "invalid_request", field)
+
+
+def test_the_remedy_of_a_broken_frame_is_this_protocol_s_description(server):
+    with open_socket(server) as client:
+        client.send_raw('{"type": "nope", "n": ' + "9" * 5000 + "}")
+        error = client.until("error")["error"]
+        assert "docs/websocket.md" in error["remedy"]
+        assert error["message"] == "not valid JSON: a number has thousands of digits"
+
+
+def test_what_does_not_fit_is_refused_under_the_name_that_it_came_by(tmp_path):
+    with make_engine(tmp_path) as engine, serving(engine) as server, open_socket(server) as client:
+        asked = {
+            "prompt": ({"prompt": "hello"}, "prompt"),
+            "messages": ({"messages": [{"role": "user", "content": "hello"}]}, "prompt"),
+            "prompt_ids": ({"prompt_ids": [5]}, "prompt"),
+            "params.max_tokens": ({"prompt": "hello"}, "max_tokens"),
+        }
+        for field, (frame, named) in asked.items():
+            engine.refuse = Reject(b"", 0, "context_length_exceeded", "It is too long.", named, False, None)
+            client.send(type="generate", id="r1", **frame)
+            assert client.until("error")["error"]["field"] == field
 
 
 def test_a_misspelt_parameter_is_told_its_right_name(server):
