@@ -48,7 +48,7 @@ STREAM_OUTPUT = 24  # mean
 DRAIN_PROMPT, DRAIN_OUTPUT = 160, 48  # means
 LONG_OUTPUT = 96  # of streams in which a prompt comes every few steps
 BATCHES = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 320, 384, 448, 512)
-CONTEXTS = (16, 128, 512, 2048, 8192)
+CONTEXTS = (32, 192, 512, 2048, 8192)
 PROMPTS = (1, 4, 16, 33, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 
 
@@ -92,12 +92,14 @@ class Grid:
         return found
 
     def _decodes(self) -> Iterator[Scenario]:
-        longest = self.capacity.max_model_len - DECODE_STEPS - 1
-        room = self.capacity.groups[0].num_blocks * self.capacity.block_size
+        capacity = self.capacity
+        longest = capacity.max_model_len - DECODE_STEPS - 1
+        room = capacity.groups[0].num_blocks * capacity.block_size
         for batch in BATCHES:
             for context in CONTEXTS:
-                fits = batch * (context + DECODE_STEPS + self.capacity.block_size) <= min(room, self._token_limit)
-                if batch <= self.capacity.max_num_seqs and context <= longest and fits:
+                held = batch * (context + DECODE_STEPS + capacity.block_size)
+                fits = held <= room and batch * context <= self._token_limit
+                if batch <= capacity.max_num_seqs and context <= longest and fits:
                     yield {"prompts": self._ragged(batch, context, longest), "max_tokens": [DECODE_STEPS] * batch}
 
     def _drains(self) -> Iterator[Scenario]:
