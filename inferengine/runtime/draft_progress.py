@@ -21,6 +21,7 @@ class DraftProgress:
         self._is_read = np.zeros(num_blocks + 1, dtype=np.bool_)  # by block: all of its tokens
         self._num_read = np.zeros(num_slots + 1, dtype=np.int64)  # by slot: its first tokens
         self._num_marked = np.zeros(num_slots + 1, dtype=np.int64)  # by slot: leading blocks known to be flagged
+        self._ahead: set[int] = set()  # slots of which guesses were read, until it is known which were right
 
     def begin(self, plan: StepPlan) -> None:
         """A step is about to run: take in what it changes."""
@@ -32,15 +33,20 @@ class DraftProgress:
         if plan.block_updates and plan.block_updates[0].slots:
             slots, indices, block_ids = (np.array(column) for column in plan.block_updates[0])
             self._tables[slots, indices] = block_ids
-            first_own = np.array([adopted.get(slot, 0) for slot in plan.block_updates[0].slots])
-            self._is_read[block_ids[indices >= first_own]] = False
+            if adopted:
+                first_own = np.array([adopted.get(slot, 0) for slot in plan.block_updates[0].slots])
+                block_ids = block_ids[indices >= first_own]
+            self._is_read[block_ids] = False
         for slot, count in adopted.items():
             shared = self._is_read[self._tables[slot, :count]]
             num_blocks = count if shared.all() else int(shared.argmin())
             self._num_read[slot] = num_blocks * self._block_size
             self._num_marked[slot] = num_blocks
-        slots = np.array(plan.slots)
-        self._num_read[slots] = np.minimum(self._num_read[slots], plan.starts)  # what lies behind were guesses
+        if self._ahead:
+            for slot, start in zip(plan.slots, plan.starts, strict=True):
+                if slot in self._ahead:
+                    self._num_read[slot] = min(self._num_read[slot], start)  # what lies behind were guesses
+            self._ahead.difference_update(plan.slots)
 
     def num_read(self, slot: int) -> int:
         """Tokens of the sequence that need not be read again."""
@@ -49,6 +55,8 @@ class DraftProgress:
     def has_read(self, slot: int, num_known: int, num_guessed: int) -> None:
         """The draft's KV holds these first tokens of the sequence, and guesses after them."""
         self._num_read[slot] = num_known + num_guessed
+        if num_guessed:
+            self._ahead.add(slot)
         first, full = int(self._num_marked[slot]), num_known // self._block_size
         if full > first:
             self._is_read[self._tables[slot, first:full]] = True
