@@ -40,7 +40,7 @@ class Queries(NamedTuple):
     num_queries: int
     places: torch.Tensor | None  # [X]; None: all of them as they lie
     tokens: torch.Tensor | None  # [X * Q] token of each query; None: one for one
-    mask: torch.Tensor | None  # [X * K, Q, keys], 0 or -inf; None: nothing is hidden
+    mask: torch.Tensor | None  # [X, 1, Q, 1, keys], 0 or -inf; None: nothing is hidden
 
 
 _ALONE = [Queries(1, None, None, None)]  # one query of each place, nothing hidden
@@ -162,8 +162,8 @@ class KeptKeys:
         if num_rows == len(self._slots) == 1 and self._advance_alone(columns):
             return
         slots, starts, lengths = columns.row_slot[:num_rows], columns.row_start[:num_rows], columns.row_len[:num_rows]
-        places = self._places_of(slots)
         self.num_tokens = int(columns.query_start[num_rows])
+        places = self._places_of(slots)
         rows = columns.token_row[: self.num_tokens]
         self._written = torch.from_numpy(self._first[places[rows]] + columns.positions[: self.num_tokens, None])
         self._longest = int(lengths.max())
@@ -196,6 +196,8 @@ class KeptKeys:
             is_taken = np.zeros(len(self._slots), dtype=np.bool_)
             is_taken[places[places >= 0]] = True
             free = np.flatnonzero(~is_taken)[: len(new)]
+            if self.num_tokens > len(slots):  # rows of several tokens come last, and only in this step
+                new = new[np.argsort(slots[new])]
             places[new], self._slots[free], self._num_known[free] = free, slots[new], 0
         return places
 
@@ -260,7 +262,7 @@ class KeptKeys:
         if not hidden.any():
             return None
         values = np.where(hidden, np.float32(-np.inf), np.float32(0))
-        return torch.from_numpy(np.repeat(values, self._num_kv_heads, axis=0)).to(self._zero.dtype)
+        return torch.from_numpy(values).to(self._zero.dtype)[:, None, :, None]
 
     # -- once per layer ----------------------------------------------------------------------------------------------
 
@@ -298,7 +300,7 @@ class KeptKeys:
         if softcap is not None:
             scores.div_(softcap).tanh_().mul_(softcap)
         if queries.mask is not None:
-            scores.view(len(scores), num_queries, -1, self._longest).add_(queries.mask.unsqueeze(2))
+            scores.view(len(queries.mask), self._num_kv_heads, num_queries, -1, self._longest).add_(queries.mask)
         mixed = torch.bmm(torch.softmax(scores, -1), values)
         if num_queries > 1:
             mixed = mixed.view(-1, self._num_kv_heads, num_queries, width // self._num_kv_heads).transpose(1, 2)
