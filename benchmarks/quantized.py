@@ -18,9 +18,10 @@ from typing import Any
 import torch
 import torch.nn.functional as functional
 
-from inferengine.kernels import quantized, quantized_int4
+from inferengine.kernels import quantized
 from inferengine.kernels.norm import rms_norm
 from inferengine.kernels.quantized import BlockTuning, VectorTuning
+from inferengine.kernels.quantized_fragments import FragmentTuning, fragment_product
 from inferengine.kernels.scratch import Scratch
 from inferengine.quant import cuda
 from inferengine.quant.schemes import MADE
@@ -50,16 +51,17 @@ def microseconds(call: Callable[[int], Any], ring: int, repeats: int = 3) -> flo
     return best
 
 
-def candidates(rows: int, nibbles: bool) -> list[VectorTuning | BlockTuning]:
+def candidates(rows: int, nibbles: bool) -> list[VectorTuning | BlockTuning | FragmentTuning]:
+    if nibbles:
+        registers = (0, 72, 96) if rows <= 8 else (0,)
+        every_fragment = itertools.product((1, 2), (4, 8, 16), (1, 2, 4), (0, 16), registers)
+        return [FragmentTuning(*values) for values in every_fragment if values[1] * values[2] <= 32]
     if rows == 1:
-        widths = (128, 256, 512) if nibbles else (512, 1024, 2048, 4096)
-        every = itertools.product((2, 4, 8, 16), widths, (2, 4, 8))
-        most = 4096 if nibbles else 16384
-        return [VectorTuning(n, k, warps) for n, k, warps in every if warps * 128 <= n * k <= most * warps // 4]
+        every = itertools.product((2, 4, 8, 16), (512, 1024, 2048, 4096), (2, 4, 8))
+        return [VectorTuning(n, k, warps) for n, k, warps in every if warps * 128 <= n * k <= 4096 * warps]
     block_m = 16 if rows <= 16 else 32 if rows <= 32 else 64
-    depths = (16, 32, 64) if nibbles else (64, 128, 256)
-    every_tile = itertools.product((32, 64, 128), depths, (1, 2, 4, 8), (4, 8), (2, 4))
-    return [BlockTuning(block_m, n, k, c, w, s) for n, k, c, w, s in every_tile if w == 4 or n * k >= 64 * depths[1]]
+    every_tile = itertools.product((32, 64, 128), (64, 128, 256), (1, 2, 4, 8), (4, 8), (2, 4))
+    return [BlockTuning(block_m, n, k, c, w, s) for n, k, c, w, s in every_tile if w == 4 or n * k >= 64 * 128]
 
 
 def sweep(shape: str, scheme: str, rows: int, bandwidth: float, budget: int) -> dict[str, Any]:
@@ -77,21 +79,28 @@ def sweep(shape: str, scheme: str, rows: int, bandwidth: float, budget: int) -> 
     packed += [
         type(packed[0])(*(v.clone() if isinstance(v, torch.Tensor) else v for v in packed[0])) for _ in range(ring - 1)
     ]
-    kernels = quantized_int4 if first.kind == INT4 else quantized
     found = []
     every = candidates(rows, first.kind == INT4)
     step = max(1, len(every) // budget)
     for tuned in every[::step]:
-        if isinstance(tuned, VectorTuning):
-            surroundings: dict[str, Any] = {"gated": 0} if gated else {"residual": residual} if width <= columns else {}
+        surroundings: dict[str, Any] = {"gated": 0} if gated else {"residual": residual} if width <= columns else {}
+        if isinstance(tuned, FragmentTuning):
+            if rows == 1 and "residual" not in surroundings:
+                surroundings |= {"gain": gain, "eps": 1e-5}
+            if rows > 1:
+                surroundings = {}
 
-            def call(index: int, tuned: VectorTuning = tuned, surroundings: dict[str, Any] = surroundings) -> None:
+            def call(index: int, tuned: Any = tuned, surroundings: dict[str, Any] = surroundings) -> None:
+                fragment_product(x, packed[index], tuned, **surroundings)
+        elif isinstance(tuned, VectorTuning):
+
+            def call(index: int, tuned: Any = tuned, surroundings: dict[str, Any] = surroundings) -> None:
                 normed = x if "residual" in surroundings else rms_norm(x, gain, 1e-5)
-                kernels.vector_product(normed, packed[index], tuned, **surroundings)
+                quantized.vector_product(normed, packed[index], tuned, **surroundings)
         else:
 
-            def call(index: int, tuned: BlockTuning = tuned) -> None:  # type: ignore[misc]
-                kernels.tile_product(x, packed[index], tuned, scratch)
+            def call(index: int, tuned: Any = tuned, surroundings: dict[str, Any] = surroundings) -> None:
+                quantized.tile_product(x, packed[index], tuned, scratch)
 
         try:
             found.append((microseconds(call, ring), list(tuned)))

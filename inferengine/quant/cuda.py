@@ -1,9 +1,10 @@
 """Products with quantized weights on CUDA: which kernel takes how many rows. All of it may be captured in a graph.
 
-One row: vector kernels, with gate and residual inside. More: FP8 with a scale for each output goes through the
-FP8 tensor cores (inputs rounded by token; own tiles up to 64 rows, torch's scaled matmul beyond), W8A8 from 65 rows
-through the int8 ones; all else takes tiles on the tensor cores, codes made into numbers in registers, and from 257
-rows, where arithmetic is what costs, is made into numbers once for each product and left to cuBLAS.
+One row of 8-bit codes: vector kernels, with gate and residual inside. More: FP8 with a scale for each output goes
+through the FP8 tensor cores (inputs rounded by token; own tiles up to 64 rows, torch's scaled matmul beyond), W8A8 from
+65 rows through the int8 ones; all else takes tiles on the tensor cores, codes made into numbers in registers. INT4 has
+one kernel from one row on. From 257 rows (INT4: 129), where arithmetic is what costs, those are made into numbers once
+for each product and left to cuBLAS.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from inferengine.kernels import activation, quantized, quantized_int4
 from inferengine.kernels.ops import Ops
 from inferengine.kernels.quantize_rows import numbers_of_blocks, quantize_rows, scale_products
 from inferengine.kernels.quantized import BLOCK_COLUMNS, ByteWeight
+from inferengine.kernels.quantized_fragments import fragment_product, fragment_product_float32
 from inferengine.kernels.quantized_int4 import NibbleWeight, pack_nibbles
 from inferengine.kernels.scratch import Scratch
 from inferengine.quant import tuning
@@ -74,7 +76,7 @@ class CudaProducts:
 
     def linear(self, x: torch.Tensor, packed: Packed, bias: torch.Tensor | None = None) -> torch.Tensor:
         """x [T, in] -> [T, out]."""
-        if self._one(x):
+        if self._one(x, packed):
             return self._vector(x, packed, bias=bias)
         if self._few(x, packed):
             return self._tile(x, packed, bias=bias)
@@ -86,7 +88,9 @@ class CudaProducts:
         self, x: torch.Tensor, gain: torch.Tensor, eps: float, packed: Packed, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
         """linear(rms_norm(x))"""
-        if self._one(x) or self._few(x, packed) or not _rounds_inputs(x, packed):
+        if self._norms(x, packed):
+            return self._vector(x, packed, bias=bias, gain=gain, eps=eps)
+        if self._one(x, packed) or self._few(x, packed) or not _rounds_inputs(x, packed):
             return self.linear(self.base.rms_norm(x, gain, eps), packed, bias)
         return self._rounded(*quantize_rows(x, packed.inputs, gain, eps), packed, x.dtype, bias)
 
@@ -94,7 +98,7 @@ class CudaProducts:
         self, x: torch.Tensor, packed: Packed, bias: torch.Tensor | None, residual: torch.Tensor
     ) -> torch.Tensor:
         """residual += linear(x), in place."""
-        if self._one(x):
+        if self._one(x, packed):
             return self._vector(x, packed, bias=bias, residual=residual)
         if self._few(x, packed):
             return self._tile(x, packed, bias=bias, residual=residual)
@@ -112,28 +116,38 @@ class CudaProducts:
         activation: str = "silu",
     ) -> torch.Tensor:
         """act(gate) * up of rms_norm(x), the gate's rows first."""
-        if self._one(x):
-            normed = self.base.rms_norm(x, gain, eps)
-            return self._vector(normed, packed, bias=bias, gated=ACTIVATIONS[activation])
+        if self._one(x, packed) and (packed.num_outputs % 32 == 0 or not isinstance(packed.weight, NibbleWeight)):
+            gated = ACTIVATIONS[activation]
+            if self._norms(x, packed):
+                return self._vector(x, packed, bias=bias, gain=gain, eps=eps, gated=gated)
+            return self._vector(self.base.rms_norm(x, gain, eps), packed, bias=bias, gated=gated)
         both = self.norm_linear(x, gain, eps, packed, bias)
         return self.base.silu_and_mul(both) if activation == "silu" else self.base.gelu_tanh_and_mul(both)
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
-    def _one(self, x: torch.Tensor) -> bool:
-        return x.shape[0] == 1 and not self.deterministic
+    def _one(self, x: torch.Tensor, packed: Packed) -> bool:
+        """Whether x is one row that goes its own way. INT4's kernel takes 16 bits."""
+        takes = x.dtype in MATRIX_TYPES or not isinstance(packed.weight, NibbleWeight)
+        return x.shape[0] == 1 and takes and not self.deterministic
+
+    def _norms(self, x: torch.Tensor, packed: Packed) -> bool:
+        """Whether the product norms its input itself. In fp16 a row times its gain might overflow."""
+        return self._one(x, packed) and isinstance(packed.weight, NibbleWeight) and x.dtype == torch.bfloat16
 
     def _few(self, x: torch.Tensor, packed: Packed) -> bool:
         if self.deterministic:
             return True
+        if isinstance(packed.weight, NibbleWeight):
+            return x.shape[0] <= tuning.MOST_FRAGMENT_ROWS
         rounds = _rounds_inputs(x, packed)
         return x.shape[0] <= (tuning.MOST_EXACT_ROWS[packed.inputs] if rounds else tuning.MOST_TILE_ROWS)
 
     def _vector(self, x: torch.Tensor, packed: Packed, **surroundings: Any) -> torch.Tensor:
         weight, gated = packed.weight, surroundings.get("gated") is not None
         if isinstance(weight, NibbleWeight):
-            tuned = tuning.nibble_vector(packed.num_outputs, weight.columns, gated)
-            return quantized_int4.vector_product(x, weight, tuned, **surroundings)
+            tuned = tuning.fragments(1, weight.rows, weight.columns, gated)
+            return fragment_product(x, weight, tuned, **surroundings)
         tuned = tuning.byte_vector(*weight.codes.shape, gated, blocks=weight.block_rows > 0)
         return quantized.vector_product(x, weight, tuned, **surroundings)
 
@@ -141,8 +155,10 @@ class CudaProducts:
         weight = packed.weight
         rows = None if self.deterministic else x.shape[0]
         if isinstance(weight, NibbleWeight):
-            tuned = tuning.nibble_tile(rows, packed.num_outputs, weight.columns, x.element_size())
-            return quantized_int4.tile_product(x, weight, tuned, self.scratch, **surroundings)
+            tuned = tuning.fragments(rows, weight.rows, weight.columns, gated=False)
+            if x.dtype in MATRIX_TYPES:
+                return fragment_product(x, weight, tuned, **surroundings)
+            return _around(fragment_product_float32(x, weight, tuned), **surroundings)
         tuned = tuning.byte_tile(rows, *weight.codes.shape, x.element_size())
         return quantized.tile_product(x, weight, tuned, self.scratch, **surroundings)
 
@@ -183,6 +199,11 @@ def table(base: Ops, make: Make, device: torch.device, *, deterministic: bool = 
         linear_add=products.linear_add,
         norm_gated_linear=products.norm_gated_linear,
     )
+
+
+def _around(y: torch.Tensor, bias: torch.Tensor | None = None, residual: torch.Tensor | None = None) -> torch.Tensor:
+    y = _plus(y, bias)
+    return y if residual is None else residual.add_(y)
 
 
 def _rounded_product(codes: torch.Tensor, scales: torch.Tensor, packed: Packed, dtype: torch.dtype) -> torch.Tensor:

@@ -10,12 +10,13 @@ from __future__ import annotations
 import torch
 
 from inferengine.kernels.quantized import BlockTuning, VectorTuning
+from inferengine.kernels.quantized_fragments import FragmentTuning
 
 MOST_TILE_ROWS = 256  # beyond, the weight is made into numbers for each product
+MOST_FRAGMENT_ROWS = 128  # likewise, of 4-bit weights
 MOST_CODE_ROWS = 64  # up to so many rows of FP8 codes our tiles are faster than torch's scaled matmul
 MOST_EXACT_ROWS = {torch.float8_e4m3fn: 1, torch.int8: 64}  # beyond, inputs are rounded where the scheme says so
 TARGET_PROGRAMS = 264  # two programs on each of 132 multiprocessors
-SHARED_BYTES = 200 << 10  # of a multiprocessor, with some to spare
 
 
 def byte_vector(width: int, columns: int, gated: bool, *, blocks: bool) -> VectorTuning:
@@ -27,13 +28,15 @@ def byte_vector(width: int, columns: int, gated: bool, *, blocks: bool) -> Vecto
     return VectorTuning(8, 512, 2) if width > columns else VectorTuning(8, 1024, 4)
 
 
-def nibble_vector(width: int, columns: int, gated: bool) -> VectorTuning:
-    """One row, 4-bit codes; block_k counts words of eight, four of them for each thread."""
+def fragments(rows: int | None, width: int, columns: int, gated: bool) -> FragmentTuning:
+    """4-bit codes, up to MOST_FRAGMENT_ROWS rows."""
+    if rows is None:
+        return FragmentTuning(1, 4, 2)
+    if rows > 8:
+        return FragmentTuning(1, 8, 1)
     if gated:
-        return VectorTuning(4, 256, 2)
-    if columns > 8192:
-        return VectorTuning(8, 256, 2)
-    return VectorTuning(4, 128, 1) if width > columns else VectorTuning(8, 512, 4)
+        return FragmentTuning(2, 4, 1, registers=72)
+    return FragmentTuning(1, 8, 2) if width > columns else FragmentTuning(1, 8, 4)
 
 
 def byte_tile(rows: int | None, width: int, columns: int, item_bytes: int) -> BlockTuning:
@@ -48,14 +51,6 @@ def code_tile(rows: int, width: int, columns: int) -> BlockTuning:
         return BlockTuning(block_m, 64, 128, 1, 4, 3 if block_m == 16 else 5)
     chunks = 4 if block_m < 64 else 2 if columns > 8192 else 1
     return BlockTuning(block_m, 64, 256, chunks, 4, 4)
-
-
-def nibble_tile(rows: int | None, width: int, columns: int, item_bytes: int) -> BlockTuning:
-    """A few rows, 4-bit codes; block_k counts words of eight."""
-    tuned = _tile(rows, width, columns, item_bytes, 64)
-    inputs_bytes = 8 * tuned.block_k * tuned.block_m * item_bytes  # a stage holds the inputs of all eight nibbles
-    words_bytes = 4 * 2 * tuned.block_n * tuned.block_k
-    return tuned._replace(num_stages=max(1, min(3, SHARED_BYTES // (inputs_bytes + words_bytes))))
 
 
 def _tile(rows: int | None, width: int, columns: int, item_bytes: int, block_k: int) -> BlockTuning:

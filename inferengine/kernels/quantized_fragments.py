@@ -1,0 +1,614 @@
+"""Products of a few rows with 4-bit weights on the tensor cores, straight from registers: quantized_int4.py's layout.
+
+The instruction mma m16n8k16 multiplies 16 weight rows x 16 columns by up to eight rows of x. The weight lies in memory
+in the order in which its threads hold it, so what a thread loads is what it multiplies, with nothing handed over. A
+word holds eight codes of a row, two instructions' worth. One and-or makes a pair of codes the 16-bit numbers 128 + code
+(16 + code in fp16), exactly; what was added is subtracted, with the zero point, once for a group, for which a product
+with ones gives the sums of x (Kim et al. 2022; Frantar et al. 2024).
+
+A program takes 16 or 32 weight rows and its warps share the inner dimension slice by slice. It reads its first slices
+before it waits for the kernel that writes x, so that memory is busy between products. The sum of a row of x does not
+depend on the others.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from inferengine.kernels.activation import gate
+from inferengine.kernels.pdl import allow_next, launch_options, supports_pdl, wait_for_previous
+from inferengine.kernels.quantized_int4 import NibbleWeight
+
+INSTRUCTION_ROWS = 8  # rows of x
+
+
+class FragmentTuning(NamedTuple):
+    """Tiles of 16 weight rows of a program (two where the product is gated), its warps, slices that each warp has on
+    their way, slices that the program asks L2 for beyond those, the most registers of a thread (0: as many as it takes)
+    and the most blocks of eight rows of x that a program takes."""
+
+    tiles: int
+    num_warps: int
+    ahead: int
+    prefetch: int = 0
+    registers: int = 0
+    row_blocks: int = 4
+
+
+def fragment_product(
+    x: torch.Tensor,
+    weight: NibbleWeight,
+    tuned: FragmentTuning,
+    *,
+    bias: torch.Tensor | None = None,
+    gain: torch.Tensor | None = None,
+    eps: float = 0.0,
+    residual: torch.Tensor | None = None,
+    gated: int | None = None,
+) -> torch.Tensor:
+    """x [M, K] of 16-bit numbers -> [M, N], or [M, N / 2] when gated by an activation of activation.py; N / 2 is then a
+    multiple of 16. `residual` [M, N]: added in place and returned. `gain` [K], for one row in bf16: x is RMS-normed
+    first; the root mean square is a factor of the whole row and is applied at the end.
+    """
+    num_rows, columns = x.shape
+    width = weight.rows if gated is None else weight.rows // 2
+    out = x.new_empty(num_rows, width) if residual is None else residual
+    if num_rows == 0:
+        return out
+    if columns % 4 or x.stride(0) % 4 or x.data_ptr() % 8:
+        x = torch.nn.functional.pad(x, (0, -columns % 4)).contiguous()
+        gain = None if gain is None else torch.nn.functional.pad(gain, (0, -columns % 4))
+    blocks = min(tuned.row_blocks, triton.next_power_of_2(triton.cdiv(num_rows, INSTRUCTION_ROWS)))
+    every_tile, slices = weight.words.shape[:2]
+    tiles = 2 if gated is not None else tuned.tiles if every_tile % tuned.tiles == 0 else 1
+    ahead = min(tuned.ahead, triton.cdiv(slices, tuned.num_warps))
+    programs = every_tile // 2 if gated is not None else every_tile // tiles
+    inputs = x.view(torch.int32)
+    _fragment_kernel[(programs, triton.cdiv(num_rows, blocks * INSTRUCTION_ROWS))](
+        inputs,
+        inputs if gain is None else gain.view(torch.int32),
+        weight.words,
+        weight.points,
+        out if bias is None else bias,
+        out,
+        eps,
+        num_rows,
+        x.stride(0) // 2,
+        out.stride(0),
+        N=width,
+        K=columns,
+        PAIRS=x.shape[1] // 2,
+        SLICES=slices,
+        PARTS=weight.parts,
+        TILES=tiles,
+        BLOCKS=blocks,
+        ONE=num_rows == 1,
+        HALF=x.dtype == torch.float16,
+        AHEAD=ahead,
+        PREFETCH=max(0, min(tuned.prefetch, slices - ahead * tuned.num_warps)),
+        WARPS=tuned.num_warps,
+        NORM=gain is not None,
+        ADD=residual is not None,
+        BIAS=bias is not None,
+        GATED=gated is not None,
+        ACTIVATION=gated or 0,
+        HARDWARE=x.is_cuda,
+        num_warps=tuned.num_warps,
+        **({"maxnreg": tuned.registers} if tuned.registers and x.is_cuda else {}),
+        **launch_options(supports_pdl(x.device)),
+    )
+    return out
+
+
+def fragment_product_float32(x: torch.Tensor, weight: NibbleWeight, tuned: FragmentTuning) -> torch.Tensor:
+    """x [M, K] -> [M, N] in float32, whose 24 bits are the sum of three numbers in bf16."""
+    first = x.bfloat16()
+    left = x - first.float()
+    second = left.bfloat16()
+    pieces = torch.cat([first, second, (left - second.float()).bfloat16()])
+    out = x.new_zeros(pieces.shape[0], weight.rows)
+    fragment_product(pieces, weight, tuned, residual=out)
+    return out.view(3, x.shape[0], weight.rows).sum(0)
+
+
+_BF16_NUMBERS = tl.constexpr("""{
+.reg .b32 a, b, c;
+shr.u32 a, $4, 4;
+shr.u32 b, $4, 8;
+shr.u32 c, $4, 12;
+lop3.b32 $0, $4, 0x000F000F, 0x43004300, 0xEA;
+lop3.b32 $1, a, 0x000F000F, 0x43004300, 0xEA;
+lop3.b32 $2, b, 0x000F000F, 0x43004300, 0xEA;
+lop3.b32 $3, c, 0x000F000F, 0x43004300, 0xEA;
+}""")
+_FP16_NUMBERS = tl.constexpr("""{
+.reg .b32 a, b, c, d;
+shl.b32 a, $4, 6;
+shl.b32 b, $4, 2;
+shr.u32 c, $4, 2;
+shr.u32 d, $4, 6;
+lop3.b32 $0, a, 0x03C003C0, 0x4C004C00, 0xEA;
+lop3.b32 $1, b, 0x03C003C0, 0x4C004C00, 0xEA;
+lop3.b32 $2, c, 0x03C003C0, 0x4C004C00, 0xEA;
+lop3.b32 $3, d, 0x03C003C0, 0x4C004C00, 0xEA;
+}""")
+_MULTIPLY = (
+    "mma.sync.aligned.m16n8k16.row.col.f32.TYPE.TYPE.f32 {$0,$1,$2,$3}, {$4,$5,$6,$7}, {$8,$9}, {$10,$11,$12,$13};"
+)
+_BF16_MULTIPLY = tl.constexpr(_MULTIPLY.replace("TYPE", "bf16"))
+_FP16_MULTIPLY = tl.constexpr(_MULTIPLY.replace("TYPE", "f16"))
+_PREFETCH = tl.constexpr(
+    """{
+    .reg .pred asks;
+    setp.ne.u32 asks, $3, 0;
+    @asks cp.async.bulk.prefetch.L2.global [$1], $2;
+    mov.b32 $0, 0;
+    }"""
+)
+
+
+@triton.jit
+def _numbers(words, HALF: tl.constexpr, HARDWARE: tl.constexpr):
+    """Four pairs of 16-bit numbers, 128 (fp16: 16) + code, of the nibbles i and i + 4 of each word. The compiler does
+    not find that and-or is one instruction."""
+    if HARDWARE:
+        return tl.inline_asm_elementwise(
+            _FP16_NUMBERS if HALF else _BF16_NUMBERS,
+            "=&r,=&r,=&r,=&r,r",
+            [words],
+            (tl.int32, tl.int32, tl.int32, tl.int32),
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        if HALF:
+            return (
+                ((words << 6) & 0x03C003C0) | 0x4C004C00,
+                ((words << 2) & 0x03C003C0) | 0x4C004C00,
+                ((words >> 2) & 0x03C003C0) | 0x4C004C00,
+                ((words >> 6) & 0x03C003C0) | 0x4C004C00,
+            )
+        else:
+            return (
+                (words & 0x000F000F) | 0x43004300,
+                ((words >> 4) & 0x000F000F) | 0x43004300,
+                ((words >> 8) & 0x000F000F) | 0x43004300,
+                ((words >> 12) & 0x000F000F) | 0x43004300,
+            )
+
+
+@triton.jit
+def _multiply(a0, a1, a2, a3, b0, b1, c, HALF: tl.constexpr, HARDWARE: tl.constexpr):
+    """c + a b in each warp: 16 x 16 times 16 x 8, each operand spread over the threads 4 g + t as mma.m16n8k16 has it.
+    a1 and a3 are of rows g + 8, a2, a3 and b1 of inner columns + 8, the others of rows g and columns 2 t, 2 t + 1; c
+    has rows g, g, g + 8, g + 8 and columns 2 t, 2 t + 1."""
+    if HARDWARE:
+        return tl.inline_asm_elementwise(
+            _FP16_MULTIPLY if HALF else _BF16_MULTIPLY,
+            "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f",
+            [a0, a1, a2, a3, b0, b1, c[0], c[1], c[2], c[3]],
+            (tl.float32, tl.float32, tl.float32, tl.float32),
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        a = tl.join(tl.join(a0, a2), tl.join(a1, a3))
+        b = tl.join(b0, b1)
+        WARPS: tl.constexpr = a0.shape[0] // 32
+        products = _products(_low(a, HALF), _low(b, HALF), WARPS) + _products(_high(a, HALF), _high(b, HALF), WARPS)
+        total = tl.sum(tl.sum(products, axis=4), axis=3)  # by row g, column, half of the rows
+        upper, lower = tl.split(tl.reshape(total, [WARPS * 32, 2, 2]))
+        upper_even, upper_odd = tl.split(upper)
+        lower_even, lower_odd = tl.split(lower)
+        return c[0] + upper_even, c[1] + upper_odd, c[2] + lower_even, c[3] + lower_odd
+
+
+@triton.jit
+def _products(a, b, WARPS: tl.constexpr):
+    """For the interpreter: a [32 threads 4 g + t, register, half of the rows] times b [32 threads, register]."""
+    return tl.reshape(a, [WARPS, 8, 1, 4, 2, 2]) * tl.reshape(b, [WARPS, 1, 8, 4, 2, 1])
+
+
+@triton.jit
+def _low(pairs, HALF: tl.constexpr):
+    if HALF:
+        return _half_to_float(pairs)
+    else:
+        return (pairs << 16).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _high(pairs, HALF: tl.constexpr):
+    if HALF:
+        return _half_to_float(pairs >> 16)
+    else:
+        return (pairs & -65536).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _scale_pairs(pairs, by, HARDWARE: tl.constexpr):
+    """Products of two bf16 each, rounded to bf16."""
+    if HARDWARE:
+        return tl.inline_asm_elementwise(
+            "mul.rn.bf16x2 $0, $1, $2;", "=r,r,r", [pairs, by], tl.int32, is_pure=True, pack=1
+        )
+    else:
+        low = (_low(pairs, False) * _low(by, False)).to(tl.bfloat16).to(tl.int16, bitcast=True).to(tl.int32)
+        high = (_high(pairs, False) * _high(by, False)).to(tl.bfloat16).to(tl.int16, bitcast=True).to(tl.int32)
+        return (low & 0xFFFF) | (high << 16)
+
+
+@triton.jit
+def _squares(pairs):
+    """Sum of the squares of the four bf16 numbers in two registers."""
+    total = 0.0
+    for part in tl.static_range(2):
+        low, high = _low(pairs[part], False), _high(pairs[part], False)
+        total += low * low + high * high
+    return total
+
+
+@triton.jit
+def _prefetch(at, lane, BYTES: tl.constexpr):
+    """Have so many bytes from one address on brought into L2, by a few threads."""
+    SPAN: tl.constexpr = 4096 if BYTES % 4096 == 0 else 1024
+    tl.inline_asm_elementwise(
+        _PREFETCH,
+        "=r,l,r,r",
+        [
+            (at + lane * (SPAN // 4)).to(tl.int64),
+            tl.full(lane.shape, SPAN, tl.int32),
+            (lane < BYTES // SPAN).to(tl.int32),
+        ],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def _half_to_float(bits):
+    return bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def _load_two(at, mask):
+    """Two neighbours from each address. `mask` None: all are there."""
+    neighbours = at[:, None] + tl.arange(0, 2)[None, :]
+    if mask is None:
+        two = tl.load(neighbours)
+    else:
+        two = tl.load(neighbours, mask=mask[:, None], other=0)
+    return tl.split(two)
+
+
+@triton.jit
+def _load_four(at, mask):
+    neighbours = at[:, None] + tl.arange(0, 4)[None, :]
+    if mask is None:
+        four = tl.load(neighbours, eviction_policy="evict_first")
+    else:
+        four = tl.load(neighbours, mask=mask[:, None], other=0, eviction_policy="evict_first")
+    even, odd = tl.split(tl.reshape(four, [at.shape[0], 2, 2]))
+    first, third = tl.split(even)
+    second, fourth = tl.split(odd)
+    return first, second, third, fourth
+
+
+@triton.jit
+def _load_slice(words_at, points_at, mask, PARTS: tl.constexpr):
+    """Of rows g and g + 8 of a tile: four words of each, then the points of each part."""
+    held = _load_four(words_at, mask) + _load_four(words_at + 128, mask)
+    for part in tl.static_range(PARTS):
+        held += _load_two(points_at + part * 16, mask)
+    return held
+
+
+@triton.jit
+def _load_tiles(words_at, points_at, warp, turn, shape):
+    """A slice of each tile of the program; zeros for a warp that has none left."""
+    SLICES: tl.constexpr = shape[0]
+    PARTS: tl.constexpr = shape[1]
+    WARPS: tl.constexpr = shape[2]
+    AHEAD: tl.constexpr = shape[3]
+    TILES: tl.constexpr = shape[4]
+    OTHER: tl.constexpr = shape[5]
+    there = None
+    if SLICES % (WARPS * AHEAD) != 0:
+        there = turn * WARPS + warp < SLICES
+    words_at += turn * (WARPS * 256)
+    points_at += turn * (WARPS * PARTS * 16)
+    held = (_load_slice(words_at, points_at, there, PARTS),)
+    if TILES == 2:
+        held += (_load_slice(words_at + OTHER * SLICES * 256, points_at + OTHER * SLICES * PARTS * 16, there, PARTS),)
+    return held
+
+
+@triton.jit
+def _load_inputs(x_at, pair, mask, PAIRS: tl.constexpr, EVEN: tl.constexpr):
+    """The pairs of x that meet a slice: two for each of eight instructions."""
+    held = ()
+    for step in tl.static_range(8):
+        there = mask
+        if not EVEN:
+            there = pair + step * 8 < PAIRS
+            if mask is not None:
+                there = there & mask
+        held += _load_two(x_at + step * 8, there)
+    return held
+
+
+@triton.jit
+def _totals(x, zeros, PARTS: tl.constexpr, HALF: tl.constexpr, HARDWARE: tl.constexpr):
+    """Sums over each part of the slice of the two rows of x that a thread's results belong to: a product with ones. Two
+    chains of instructions, because each waits for the one before it in its chain."""
+    ones = tl.full(zeros[0].shape, 0x3C003C00 if HALF else 0x3F803F80, tl.int32)
+    found = ()
+    for part in tl.static_range(PARTS):
+        even = zeros
+        odd = zeros
+        for step in tl.static_range(part * (8 // PARTS), (part + 1) * (8 // PARTS)):
+            if step % 2 == 0:
+                even = _multiply(ones, ones, ones, ones, x[2 * step], x[2 * step + 1], even, HALF, HARDWARE)
+            else:
+                odd = _multiply(ones, ones, ones, ones, x[2 * step], x[2 * step + 1], odd, HALF, HARDWARE)
+        found += (even[0] + odd[0], even[1] + odd[1])
+    return found
+
+
+@triton.jit
+def _add_part(sums, even, odd, upper, lower, total, total_next, HALF: tl.constexpr):
+    """sums += scale * (c - (OFFSET + zero) * total), where c = even + odd is the product of x and OFFSET + code."""
+    OFFSET: tl.constexpr = 16.0 if HALF else 128.0
+    above, above_lower = _half_to_float(upper >> 16) + OFFSET, _half_to_float(lower >> 16) + OFFSET
+    scale, scale_lower = _half_to_float(upper), _half_to_float(lower)
+    return (
+        sums[0] + scale * (even[0] + odd[0] - above * total),
+        sums[1] + scale * (even[1] + odd[1] - above * total_next),
+        sums[2] + scale_lower * (even[2] + odd[2] - above_lower * total),
+        sums[3] + scale_lower * (even[3] + odd[3] - above_lower * total_next),
+    )
+
+
+@triton.jit
+def _add_slice(
+    sums, held, x, totals, zeros, PARTS: tl.constexpr, BLOCKS: tl.constexpr, HALF: tl.constexpr, HARDWARE: tl.constexpr
+):
+    """sums += scale * (codes - zero) x of a slice of a tile, for every block of rows of x."""
+    even = ()
+    odd = ()
+    for _ in tl.static_range(BLOCKS):
+        even += (zeros,)
+        odd += (zeros,)
+    for step in tl.static_range(4):
+        upper = _numbers(held[step], HALF, HARDWARE)
+        lower = _numbers(held[4 + step], HALF, HARDWARE)
+        grown = ()
+        for block in tl.static_range(BLOCKS):
+            grown += (
+                _multiply(
+                    upper[0], lower[0], upper[1], lower[1], x[block][4 * step], x[block][4 * step + 1], even[block],
+                    HALF, HARDWARE,
+                ),
+            )  # fmt: skip
+        even = grown
+        if PARTS == 8:
+            sums = _add_parts(sums, even, odd, held, totals, 2 * step, BLOCKS, HALF)
+            even = odd
+        grown = ()
+        for block in tl.static_range(BLOCKS):
+            grown += (
+                _multiply(
+                    upper[2], lower[2], upper[3], lower[3], x[block][4 * step + 2], x[block][4 * step + 3], odd[block],
+                    HALF, HARDWARE,
+                ),
+            )  # fmt: skip
+        if (step + 1) * PARTS % 4 == 0:
+            sums = _add_parts(sums, even, grown, held, totals, (2 * step + 1) * PARTS // 8, BLOCKS, HALF)
+            grown = ()
+            for _ in tl.static_range(BLOCKS):
+                grown += (zeros,)
+            even = grown
+        odd = grown
+    return sums
+
+
+@triton.jit
+def _add_parts(sums, even, odd, held, totals, PART: tl.constexpr, BLOCKS: tl.constexpr, HALF: tl.constexpr):
+    found = ()
+    for block in tl.static_range(BLOCKS):
+        total, total_next = totals[block][2 * PART], totals[block][2 * PART + 1]
+        upper, lower = held[8 + 2 * PART], held[9 + 2 * PART]
+        found += (_add_part(sums[block], even[block], odd[block], upper, lower, total, total_next, HALF),)
+    return found
+
+
+@triton.jit
+def _pass(
+    kept,
+    sums,
+    squares,
+    words_at,
+    points_at,
+    x_at,
+    gain_at,
+    pair,
+    masks,
+    lane,
+    base,
+    zeros,
+    shape,
+    MORE: tl.constexpr,
+    PAIRS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    ONE: tl.constexpr,
+    NORM: tl.constexpr,
+    HALF: tl.constexpr,
+    HARDWARE: tl.constexpr,
+):
+    """Multiply the slices that are kept, one after the other, and load as many again. `sums` by tile and block."""
+    SLICES: tl.constexpr = shape[0]
+    PARTS: tl.constexpr = shape[1]
+    WARPS: tl.constexpr = shape[2]
+    AHEAD: tl.constexpr = shape[3]
+    TILES: tl.constexpr = shape[4]
+    EVEN: tl.constexpr = SLICES % (WARPS * AHEAD) == 0 and PAIRS == SLICES * 64
+    warp = lane // 32
+    following = ()
+    for turn in tl.static_range(AHEAD):
+        if MORE:
+            following += (_load_tiles(words_at, points_at, warp, base + turn + AHEAD, shape),)
+        first = (base + turn) * (WARPS * 64)
+        x = ()
+        totals = ()
+        for block in tl.static_range(BLOCKS):
+            x += (_load_inputs(x_at[block] + first, pair + first, None if ONE else masks[block], PAIRS, EVEN),)
+        if NORM:
+            gain = _load_inputs(gain_at + first, pair + first, None, PAIRS, EVEN)
+            own = x_at[0] - pair + first + lane * 2  # two pairs of a thread's own
+            squares += _squares(_load_two(own, None if EVEN else first + lane * 2 < PAIRS))
+            scaled = ()
+            for step in tl.static_range(8):
+                low, high = x[0][2 * step], x[0][2 * step + 1]
+                scaled += (
+                    _scale_pairs(low, gain[2 * step], HARDWARE),
+                    _scale_pairs(high, gain[2 * step + 1], HARDWARE),
+                )
+            x = (scaled,)
+        for block in tl.static_range(BLOCKS):
+            totals += (_totals(x[block], zeros, PARTS, HALF, HARDWARE),)
+        found = (_add_slice(sums[0], kept[turn][0], x, totals, zeros, PARTS, BLOCKS, HALF, HARDWARE),)
+        if TILES == 2:
+            found += (_add_slice(sums[1], kept[turn][1], x, totals, zeros, PARTS, BLOCKS, HALF, HARDWARE),)
+        sums = found
+    return following, sums, squares
+
+
+@triton.jit
+def _over_warps(first, second, WARPS: tl.constexpr):
+    """[LANES] -> [32] each, the sums over the warps."""
+    return tl.split(tl.sum(tl.reshape(tl.join(first, second), [WARPS, 32, 2]), axis=0))
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _fragment_kernel(
+    x_ptr,
+    gain_ptr,
+    words_ptr,
+    points_ptr,
+    bias_ptr,
+    out_ptr,
+    eps,
+    num_rows,
+    x_stride,
+    out_stride,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    PAIRS: tl.constexpr,
+    SLICES: tl.constexpr,
+    PARTS: tl.constexpr,
+    TILES: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    ONE: tl.constexpr,
+    HALF: tl.constexpr,
+    AHEAD: tl.constexpr,
+    PREFETCH: tl.constexpr,
+    WARPS: tl.constexpr,
+    NORM: tl.constexpr,
+    ADD: tl.constexpr,
+    BIAS: tl.constexpr,
+    GATED: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    HARDWARE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    PASSES: tl.constexpr = ((SLICES + WARPS - 1) // WARPS + AHEAD - 1) // AHEAD
+    OTHER: tl.constexpr = N // 16 if GATED else 1  # how far the second tile is
+    shape: tl.constexpr = (SLICES, PARTS, WARPS, AHEAD, TILES, OTHER)
+    tile = tl.program_id(0) if GATED else tl.program_id(0) * TILES
+    lane = tl.arange(0, 32 * WARPS)
+    warp = lane // 32
+    tile_words = words_ptr + tile.to(tl.int64) * (SLICES * 256)
+    words_at = tile_words + (warp * 256 + lane % 32 * 4)
+    points_at = points_ptr + tile.to(tl.int64) * (SLICES * PARTS * 16) + (warp * (PARTS * 16) + lane % 32 // 4 * 2)
+    kept = ()
+    for turn in tl.static_range(AHEAD):
+        kept += (_load_tiles(words_at, points_at, warp, turn, shape),)
+    if PDL and PREFETCH > 0:
+        for other in tl.static_range(TILES):
+            _prefetch(tile_words + (other * OTHER * SLICES + AHEAD * WARPS) * 256, lane, PREFETCH * 1024)
+    allow_next(PDL)
+    wait_for_previous(PDL)
+
+    pair = warp * 64 + lane % 4 * 2
+    first_row = tl.program_id(1) * (BLOCKS * 8)
+    zero = tl.zeros([32 * WARPS], tl.float32)
+    zeros = (zero, zero, zero, zero)
+    x_at = ()
+    masks = ()
+    of_tile = ()
+    for block in tl.static_range(BLOCKS):
+        row = first_row + block * 8 + lane % 32 // 4
+        if ONE:
+            x_at += (x_ptr + pair,)
+        else:
+            x_at += (x_ptr + row.to(tl.int64) * x_stride + pair,)
+        masks += (row < num_rows,)
+        of_tile += (zeros,)
+    sums = (of_tile, of_tile) if TILES == 2 else (of_tile,)
+    squares = zero
+    for one_pass in tl.range(0, PASSES - 1, num_stages=1):
+        kept, sums, squares = _pass(
+            kept, sums, squares, words_at, points_at, x_at, gain_ptr + pair, pair, masks, lane, one_pass * AHEAD, zeros,
+            shape, True, PAIRS, BLOCKS, ONE, NORM, HALF, HARDWARE,
+        )  # fmt: skip
+    kept, sums, squares = _pass(
+        kept, sums, squares, words_at, points_at, x_at, gain_ptr + pair, pair, masks, lane, (PASSES - 1) * AHEAD, zeros,
+        shape, False, PAIRS, BLOCKS, ONE, NORM, HALF, HARDWARE,
+    )  # fmt: skip
+
+    factor = 1.0
+    if NORM:
+        factor = tl.rsqrt(tl.sum(squares, axis=0) / K + eps)
+    inside = tl.arange(0, 32)
+    n = tile * 16 + inside // 4
+    for block in tl.static_range(BLOCKS):
+        for odd in tl.static_range(1 if ONE else 2):
+            m = first_row + block * 8 + inside % 4 * 2 + odd
+            at = out_ptr + m.to(tl.int64) * out_stride + n
+            upper, lower = _over_warps(sums[0][block][odd], sums[0][block][2 + odd], WARPS)
+            if TILES == 2:
+                upper_next, lower_next = _over_warps(sums[1][block][odd], sums[1][block][2 + odd], WARPS)
+            if GATED:
+                upper = _gated(upper * factor, upper_next * factor, bias_ptr, n, N, BIAS, ACTIVATION)
+                lower = _gated(lower * factor, lower_next * factor, bias_ptr, n + 8, N, BIAS, ACTIVATION)
+                _store(upper, at, bias_ptr, n, m < num_rows, N, False, ADD)
+                _store(lower, at + 8, bias_ptr, n + 8, m < num_rows, N, False, ADD)
+            else:
+                _store(upper * factor, at, bias_ptr, n, m < num_rows, N, BIAS, ADD)
+                _store(lower * factor, at + 8, bias_ptr, n + 8, m < num_rows, N, BIAS, ADD)
+                if TILES == 2:
+                    _store(upper_next * factor, at + 16, bias_ptr, n + 16, m < num_rows, N, BIAS, ADD)
+                    _store(lower_next * factor, at + 24, bias_ptr, n + 24, m < num_rows, N, BIAS, ADD)
+
+
+@triton.jit
+def _gated(left, right, bias_ptr, n, N: tl.constexpr, BIAS: tl.constexpr, ACTIVATION: tl.constexpr):
+    if BIAS:
+        left += tl.load(bias_ptr + n).to(tl.float32)
+        right += tl.load(bias_ptr + N + n).to(tl.float32)
+    return gate(left, ACTIVATION) * right
+
+
+@triton.jit
+def _store(result, at, bias_ptr, n, here, N: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr):
+    mask = here & (n < N)
+    if BIAS:
+        result += tl.load(bias_ptr + n, mask=mask, other=0.0).to(tl.float32)
+    if ADD:
+        result += tl.load(at, mask=mask, other=0.0).to(tl.float32)
+    tl.store(at, result.to(at.dtype.element_ty), mask=mask)
