@@ -21,6 +21,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from inferengine.kernels import attention_prefill_hopper as hopper
 from inferengine.kernels.activation import tanh
 from inferengine.kernels.pdl import allow_next, launch_options, supports_pdl, wait_for_previous
+from inferengine.kernels.row_tiles import find_row
 from inferengine.kernels.tuning import PrefillTuning, prefill_tuning
 
 
@@ -108,24 +109,6 @@ def can_use_tma(kv: torch.Tensor, block_tokens: int) -> bool:
     fits = block_size % block_tokens == 0 and head_dim & (head_dim - 1) == 0 and head_dim * kv.element_size() >= 32
     capable = kv.device.type != "cuda" or torch.cuda.get_device_capability(kv.device)[0] >= 9
     return fits and capable and kv.is_contiguous()
-
-
-@triton.jit
-def find_row(query_start_ptr, first_row, num_rows, tile, TILE_TOKENS: tl.constexpr):
-    """The row that a tile belongs to: the last one whose first tile is not after it. Row r begins at tile
-    (query_start[r] - query_start[first]) // TILE_TOKENS + (r - first), which leaves at least cdiv(count) tiles each."""
-    base = tl.load(query_start_ptr + first_row)
-    low = 0
-    high = num_rows
-    while high - low > 1:
-        middle = (low + high) // 2
-        start = (tl.load(query_start_ptr + first_row + middle) - base) // TILE_TOKENS + middle
-        if start <= tile:
-            low = middle
-        else:
-            high = middle
-    first_tile = (tl.load(query_start_ptr + first_row + low) - base) // TILE_TOKENS + low
-    return first_row + low, tile - first_tile
 
 
 @triton.jit
