@@ -1,11 +1,14 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
 
 import pytest
 
 from inferengine.errors import InferEngineError
 from inferengine.text import Tokenizer, fingerprint
+from inferengine.text.tokenizer import SHORT_TEXT_CHARACTERS
 from tests.text.vocabularies import byte_level
 
 
@@ -35,6 +38,25 @@ def test_bytes_of_tokens_join_to_the_text(byte_exact_tokenizer: Tokenizer) -> No
 def test_an_id_beyond_the_vocabulary_has_no_text(tokenizer: Tokenizer) -> None:
     assert tokenizer.decode([tokenizer.vocab_size + 5]) == ""
     assert tokenizer.token_bytes(tokenizer.vocab_size + 5) == b""
+
+
+@pytest.mark.parametrize("add_special_tokens", [False, True])
+def test_a_long_text_has_the_ids_of_a_short_one(byte_exact_tokenizer: Tokenizer, add_special_tokens: bool) -> None:
+    text = "the fox 🎉 says 你好,\u0301 naïvely</s>\n\n  twice " * 3
+    long = text * (1 + SHORT_TEXT_CHARACTERS // len(text))
+    expected = byte_exact_tokenizer._fast.encode(long, add_special_tokens=add_special_tokens).ids
+    assert byte_exact_tokenizer.encode(long, add_special_tokens) == expected
+
+
+def test_others_run_while_a_long_text_is_tokenized(tokenizer: Tokenizer) -> None:
+    """Front ends and the engine's loop share an interpreter with the thread that tokenizes."""
+    text, turns = "x" * 300_000, 0
+    thread = threading.Thread(target=tokenizer.encode, args=(text,))
+    thread.start()
+    while thread.is_alive():
+        time.sleep(0)
+        turns += 1
+    assert turns > 50
 
 
 def test_truncation_and_padding_of_the_training_run_do_not_apply(tokenizer: Tokenizer) -> None:
