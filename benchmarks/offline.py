@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import json
 import platform
 import random
@@ -27,15 +28,18 @@ import torch
 
 from benchmarks.device import Clock
 from benchmarks.shapes import SHAPES
+from benchmarks.speculation import HEROES
 from inferengine.config import Config, load, parse_flags
 from inferengine.core.request import Request
 from inferengine.core.roofline import Roofline
 from inferengine.core.scheduler import SchedulerOptions
 from inferengine.engine.core import EngineCore
+from inferengine.engine.model_card import read_model_card
 from inferengine.engine.options import scheduler_options
 from inferengine.params import SamplingParams
 from inferengine.runtime.factory import build_executor
 from inferengine.spec.proposers import build_proposer, guess_method
+from inferengine.text import ChatTemplate, Tokenizer
 
 Row = dict[str, Any]
 
@@ -154,10 +158,24 @@ class Bench:
         return self.clock.now() - begin
 
 
+def story_prompts(folder: Path) -> list[list[int]]:
+    """Chats that ask for a story, of one length in tokens, which transformers computes without padding."""
+    card = read_model_card(load(environment={}).with_values(model={"path": str(folder)}))
+    tokenizer, template = Tokenizer.from_files(card.files), ChatTemplate.from_files(card.files)
+    by_length: dict[int, list[list[int]]] = {}
+    for first, second in itertools.permutations(HEROES, 2):
+        text = f"Tell me a story about a {first} and a {second}."
+        text = template.render([{"role": "user", "content": text}]) if template else text
+        ids = tokenizer.encode(text, add_special_tokens=template is None)
+        by_length.setdefault(len(ids), []).append(ids)
+    return max(by_length.values(), key=len)
+
+
 def against_transformers(
-    bench: Bench, folder: Path, batches: list[int], prompt: int, num_tokens: int, rounds: int
+    bench: Bench, folder: Path, batches: list[int], prompt: int, num_tokens: int, rounds: int, stories: bool
 ) -> list[Row]:
-    """The same prompts through transformers' generate, alternating with ours."""
+    """The same prompts through transformers' generate, alternating with ours after a round that is not counted. Prompts
+    are random tokens, other ones each round, or `stories`: guesses are right as often as the text lets them."""
     from transformers import AutoModelForCausalLM
 
     dtype, device = bench.executor.dtype, bench.executor.device
@@ -165,10 +183,14 @@ def against_transformers(
     freeze()
     rows = []
     for batch in batches:
-        prompts = [bench.prompt(prompt) for _ in range(batch)]
+        known = story_prompts(folder) if stories else []
         core = bench.core(guessing=True)
         ours, theirs = [], []
-        for _ in range(rounds):
+        for turn in range(rounds + 1):
+            if stories:
+                prompts = [known[(turn * batch + row) % len(known)] for row in range(batch)]
+            else:
+                prompts = [bench.prompt(prompt) for _ in range(batch)]
             ours.append(bench.generate(core, prompts, num_tokens))
             torch.set_num_threads(bench.num_threads)  # the engine chooses anew for each of its steps
             begin = bench.clock.now()
@@ -178,11 +200,11 @@ def against_transformers(
                     ids, attention_mask=torch.ones_like(ids), do_sample=False, pad_token_id=0,
                     max_new_tokens=num_tokens, min_new_tokens=num_tokens,
                 )  # fmt: skip
-            assert out.shape[1] == prompt + num_tokens
+            assert out.shape[1] == len(prompts[0]) + num_tokens
             theirs.append(bench.clock.now() - begin)
         total = batch * num_tokens
-        us, them = total / statistics.median(ours), total / statistics.median(theirs)
-        row: Row = {"row": "generate", "batch": batch, "prompt_tokens": prompt, "output_tokens": num_tokens}
+        us, them = total / statistics.median(ours[1:]), total / statistics.median(theirs[1:])
+        row: Row = {"row": "generate", "batch": batch, "prompt_tokens": len(prompts[0]), "output_tokens": num_tokens}
         row["guesses"] = guess_method(bench.config, bench.capacity)
         row |= {"tokens_per_s": round(us, 1), "transformers_tokens_per_s": round(them, 1), "ratio": round(us / them, 3)}
         rows.append(row)
@@ -259,6 +281,7 @@ def main() -> None:
     parser.add_argument("--mixed-out", default="64-512", metavar="LOW-HIGH")
     parser.add_argument("--against", choices=["transformers"])
     parser.add_argument("--clock", choices=["wall", "cpu"], default="wall", help="cpu: of one thread, with --against")
+    parser.add_argument("--prompts", choices=["random", "stories"], default="random", help="with --against")
     parser.add_argument("--rounds", type=int, default=3, help="of each side, by turns, with --against")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args(rest)
@@ -285,7 +308,8 @@ def main() -> None:
         print(json.dumps(about), flush=True)
         size = arguments.prompt_tokens, arguments.output_tokens
         if arguments.against:
-            rows += against_transformers(bench, folder, arguments.batches, *size, arguments.rounds)
+            stories = arguments.prompts == "stories"
+            rows += against_transformers(bench, folder, arguments.batches, *size, arguments.rounds, stories)
         else:
             for batch in arguments.batches:
                 report(bench.decode(batch, *size, arguments.temperature))
