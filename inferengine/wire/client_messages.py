@@ -86,7 +86,7 @@ def _submit_from(body: dict[str, Any], raw: Sequence[bytes]) -> Submit:
     if isinstance(salt, str):
         salt = salt.encode()
     if not isinstance(salt, bytes) or len(salt) > MAX_SALT_BYTES:
-        raise WireError(f"salt: must be at most {MAX_SALT_BYTES} bytes", field="salt")
+        raise WireError(f"salt: must be bytes (bin), at most {MAX_SALT_BYTES}", field="salt")
     return Submit(
         read.request_id(body.get("id"), "id"),
         read.u32(body.get("stream"), "stream"),

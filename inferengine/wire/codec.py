@@ -74,8 +74,19 @@ def decode(frames: Sequence[bytes]) -> Message:
     except WireError:
         raise
     except Exception as error:  # msgpack raises a dozen types; all of them mean the same to the peer
-        raise WireError(f"the body is not one msgpack value: {type(error).__name__}") from None
+        raise WireError(_complaint(error)) from None
     return decoder(body, frames[2:])
+
+
+def _complaint(error: Exception) -> str:
+    """What of msgpack's errors somebody can act on."""
+    if isinstance(error, UnicodeDecodeError):
+        return "a string in the body is not UTF-8"
+    if isinstance(error, msgpack.StackError):
+        return "the body is nested too deeply"
+    if "map key" in str(error):
+        return "a map in the body has a key that is no string: write numbers as strings, or as [[number, value], …]"
+    return f"the body is not one msgpack value: {type(error).__name__}"
 
 
 class StepWriter:

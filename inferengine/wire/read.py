@@ -106,7 +106,12 @@ def each(value: Any, field: str, read: Callable[[Any, str], _T]) -> tuple[_T, ..
         raise WireError(f"{field}: must be an array", field=field)
     if len(value) > MAX_LIST_ITEMS:
         raise WireError(f"{field}: at most {MAX_LIST_ITEMS} entries", field=field)
-    return tuple(read(item, field) for item in value)
+    try:
+        return tuple(read(item, field) for item in value)
+    except WireError:
+        for place, item in enumerate(value):
+            read(item, f"{field}[{place}]")  # the one at fault raises again, with its place
+        raise
 
 
 def optional(value: Any, read: Callable[..., _T], *arguments: Any) -> _T | None:
@@ -131,5 +136,5 @@ def protocol(value: Any) -> tuple[int, int]:
 def note(body: dict[str, Any]) -> bytes:
     note = body.get("note", b"")
     if not isinstance(note, bytes) or len(note) > MAX_NOTE_BYTES:
-        raise WireError(f"note: must be at most {MAX_NOTE_BYTES} bytes", field="note")
+        raise WireError(f"note: must be bytes (bin), at most {MAX_NOTE_BYTES}", field="note")
     return note

@@ -151,8 +151,9 @@ class TestWhatIsRefused:
             ({"deadline_ms": 0}, "deadline_ms"),
             ({"detached": 1}, "detached"),
             ({"text": 5}, "text"),
-            ({"messages": [5]}, "messages"),
-            ({"messages": [{"role": "user", "content": 5}]}, "messages.content"),
+            ({"messages": [5]}, "messages[0]"),
+            ({"messages": [{"role": "user", "content": "x"}, {"role": "user", "content": 5}]}, "messages[1].content"),
+            ({"note": "x"}, "note"),
         ],
     )
     def test_a_wrong_field_of_submit_is_named_with_its_request(self, change: dict[str, Any], field: str) -> None:
@@ -162,6 +163,18 @@ class TestWhatIsRefused:
         assert error.field == field
         assert error.id == (None if "id" in change else ID)
         assert error.stream == (None if "stream" in change else 7)
+
+    @pytest.mark.parametrize(
+        ("body", "says"),
+        [
+            (msgpack.packb({"params": {"logit_bias": {5: 1.0}}}), "key that is no string"),
+            (b"\x81\xa4text\xa3\xed\xa0\x80", "not UTF-8"),
+            (b"\x91" * 100_000, "nested too deeply"),
+            (b"\x81\xa2id", "not one msgpack value"),
+        ],
+    )
+    def test_what_is_wrong_with_a_body_is_told(self, body: bytes, says: str) -> None:
+        assert says in error_of([codec.header(Kind.SUBMIT), body]).message
 
     @pytest.mark.parametrize("raw", [[b"abc"], [b""], [bytes(4), bytes(4)][:0]])
     def test_a_prompt_that_is_missing_empty_or_cut(self, raw: list[bytes]) -> None:
