@@ -79,8 +79,15 @@ class GuessCost:
         if fit is None:
             fit = self._fits[num_rows.bit_length()] = _Fit()
         else:
-            seconds = _clipped(seconds, expected.plain_s + expected.fixed_s + expected.slope_s * num_guesses)
+            seconds = self.clipped(num_rows, num_guesses, seconds)
         fit.add(num_guesses, max(0.0, seconds - expected.plain_s))
+
+    def clipped(self, num_rows: int, num_guesses: int, seconds: float) -> float:
+        """No more of a step's seconds than may be due to its guesses."""
+        expected = self.estimate(num_rows)
+        if expected is None or num_rows.bit_length() not in self._fits:
+            return seconds
+        return _clipped(seconds, expected.plain_s + expected.fixed_s + expected.slope_s * num_guesses)
 
     def doubt(self, num_rows: int) -> None:
         """What is known of guesses is old: what comes next counts for more."""

@@ -182,6 +182,8 @@ class DraftControl:
         """How long a step of `num_rows` rows without prompts took. `has_waited`: nothing was launched behind the step
         before, for the sake of guesses. `is_reading`: a draft model had much to read in it."""
         plain_s = self.cost.plain_s(num_rows)
+        if num_guesses and not is_reading:
+            seconds = self.cost.clipped(num_rows, num_guesses, seconds)
         if plain_s:
             self.credit.observe_step(
                 num_rows,

@@ -3,7 +3,8 @@
 The vocabulary of a row is cut in parts, so that one row uses many multiprocessors. Rows without a filter are drawn in
 one pass (`_draw_kernel`: every part's best of score + Gumbel noise) and a reduction. Top-k and top-p are thresholds:
 1. `_draw_kernel` leaves every part's largest score and its sum of exponentials;
-2. `_census_kernel` counts and weighs the tokens above LEVELS thresholds spread below the row's maximum;
+2. `_census_kernel` counts the tokens above LEVELS thresholds spread below the row's maximum, the upper half of them
+   first, and weighs them where no top-k needs only the count;
 3. `_gather_kernel` copies the tokens above the highest threshold that holds all that the filters keep;
 4. `_finish_kernel` narrows the threshold among these until nothing lies between its bounds, then draws.
 A distribution so flat that more than CANDIDATES tokens remain is narrowed over the whole vocabulary: slower, as exact.
@@ -25,7 +26,7 @@ from inferengine.kernels.reference_sampling import FILTER, PROCESSED, RANDOM
 from inferengine.kernels.sampling_noise import noise_at, noise_tile
 from inferengine.kernels.sampling_process import process
 from inferengine.kernels.sampling_race import race
-from inferengine.kernels.sampling_threshold import keep_threshold, scaled_scores
+from inferengine.kernels.sampling_threshold import keep_threshold, rough_scores, scaled_scores, weigh
 
 CANDIDATES = 4096  # tokens that a row's last step keeps at hand
 BLOCK = 1024  # tokens per tile of a pass
@@ -99,7 +100,7 @@ def _draw_kernel(
     best_ptr, num_rows, VOCAB: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
     IS_RANDOM: tl.constexpr, FILTERED: tl.constexpr, FAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Of one part of a row: the best score with its id, and for rows with a filter the sum of exponentials."""
+    """Of one part of a row: the best score with its id; for rows with a filter the sum of exponentials in its place."""
     allow_next(PDL)
     wait_for_previous(PDL)
     n = tl.program_id(0).to(tl.int64)
@@ -126,16 +127,17 @@ def _draw_kernel(
             tl.store(best_ptr + at, top)
             tl.store((best_ptr + plane + at).to(tl.pointer_type(tl.int32)), top_id)
             return
+    if FILTERED:
+        if filtered:
+            top, mass = weigh(row, begin, PART, VOCAB, temperature, BLOCK)
+            tl.store(best_ptr + at, top)
+            tl.store(best_ptr + 2 * plane + at, mass)
+            return
     best = tl.full([BLOCK], float("-inf"), tl.float32)
     best_id = tl.zeros([BLOCK], tl.int32)
-    mass = tl.zeros([BLOCK], tl.float32)
     for start in range(begin, end, BLOCK):
         token = start + tl.arange(0, BLOCK)
-        score = scaled_scores(row, token, VOCAB, temperature)
-        if filtered:
-            peak = tl.maximum(best, score)
-            shift = tl.where(tl.abs(peak) == float("inf"), 0.0, peak)
-            mass = mass * tl.exp(best - shift) + tl.exp(score - shift)
+        score = scaled_scores(row, token, VOCAB, 0.0)
         better = score > best
         best = tl.where(better, score, best)
         best_id = tl.where(better, token, best_id)
@@ -143,9 +145,6 @@ def _draw_kernel(
     top_id = tl.min(tl.where(best == top, best_id, 2147483647), axis=0)
     tl.store(best_ptr + at, top)
     tl.store((best_ptr + plane + at).to(tl.pointer_type(tl.int32)), top_id)
-    if filtered:
-        shift = tl.where(tl.abs(top) == float("inf"), 0.0, top)
-        tl.store(best_ptr + 2 * plane + at, tl.sum(mass * tl.exp(best - shift), axis=0))
 
 
 @triton.jit
@@ -182,28 +181,57 @@ def _census_kernel(
     if not has_filter(temperature, tl.load(top_k_ptr + slot), tl.load(top_p_ptr + slot), tl.load(min_p_ptr + slot)):
         return
     plane = num_rows * PARTS
-    peak, _ = row_peak(best_ptr, n, plane, PARTS, PARTS_BLOCK)
+    peak, total = row_peak(best_ptr, n, plane, PARTS, PARTS_BLOCK)
     if tl.abs(peak) == float("inf"):
         return  # the row fails
     row = scores_ptr + n * scores_stride
     begin = part * PART
-    end = tl.minimum(begin + PART, VOCAB)
-    level = tl.arange(0, LEVELS)
-    threshold = level_of(peak, level)
-    RUN: tl.constexpr = 8  # neighbours that one thread sums
-    counts = tl.zeros([LEVELS, BLOCK // RUN], tl.float32)
-    masses = tl.zeros([LEVELS, BLOCK // RUN], tl.float32)
-    for start in range(begin, end, BLOCK):
-        score = scaled_scores(row, start + tl.arange(0, BLOCK), VOCAB, temperature)
+    at = census_ptr + (n * PARTS + part) * LEVELS
+    HALF: tl.constexpr = LEVELS // 2
+    level = tl.arange(0, HALF)
+    top_k, top_p, min_p = tl.load(top_k_ptr + slot), tl.load(top_p_ptr + slot), tl.load(min_p_ptr + slot)
+    # deep levels do not matter where the upper ones hold enough, though it be in this part alone
+    if top_k > 0:
+        counts, _unused = census(row, begin, PART, VOCAB, temperature, peak, 0, HALF, False, BLOCK)
+        deep_counts = tl.zeros([HALF], tl.float32) + top_k
+        if tl.max(counts, axis=0) < top_k:
+            deep_counts, _unused = census(row, begin, PART, VOCAB, temperature, peak, HALF, HALF, False, BLOCK)
+        tl.store(at + level, counts)
+        tl.store(at + HALF + level, deep_counts)
+        return
+    counts, masses = census(row, begin, PART, VOCAB, temperature, peak, 0, HALF, True, BLOCK)
+    deep_counts = tl.zeros([HALF], tl.float32)
+    deep_masses = deep_counts + 2.0 * total
+    enough = tl.max(masses, axis=0) >= 1.001 * top_p * total
+    if top_p >= 1.0:
+        enough = tl.exp(-REACH * 0.25) < min_p
+    if not enough:
+        deep_counts, deep_masses = census(row, begin, PART, VOCAB, temperature, peak, HALF, HALF, True, BLOCK)
+    tl.store(at + level, counts)
+    tl.store(at + HALF + level, deep_counts)
+    tl.store(at + plane * LEVELS + level, masses)
+    tl.store(at + plane * LEVELS + HALF + level, deep_masses)
+
+
+@triton.jit
+def census(
+    row, begin, PART: tl.constexpr, VOCAB: tl.constexpr, temperature, peak, first_level, COUNT: tl.constexpr,
+    WEIGHED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Of COUNT levels: tokens of a part at or above them, and (else 0) their sum of exp(score - peak)."""
+    threshold = level_of(peak, tl.arange(0, COUNT) + first_level)
+    slope = 1.0 / temperature
+    RUN: tl.constexpr = 128 // row.dtype.element_ty.primitive_bitwidth  # neighbours that one thread loads and sums
+    counts = tl.zeros([COUNT, BLOCK // RUN], tl.float32)
+    masses = tl.zeros([COUNT, BLOCK // RUN], tl.float32)
+    for start in range(begin, tl.minimum(begin + PART, VOCAB), BLOCK):
+        score = rough_scores(row, start + tl.arange(0, BLOCK), VOCAB, slope)
         runs = tl.reshape(score, [1, BLOCK // RUN, RUN])
         above = runs >= threshold[:, None, None]
         counts += tl.sum(above.to(tl.float32), axis=2)
-        masses += tl.sum(tl.where(above, tl.exp(runs - peak), 0.0), axis=2)
-    counts = tl.sum(counts, axis=1)
-    masses = tl.sum(masses, axis=1)
-    at = census_ptr + (n * PARTS + part) * LEVELS + level
-    tl.store(at, counts)
-    tl.store(at + plane * LEVELS, masses)
+        if WEIGHED:
+            masses += tl.sum(tl.where(above, tl.exp(runs - peak), 0.0), axis=2)
+    return tl.sum(counts, axis=1), tl.sum(masses, axis=1)
 
 
 @triton.jit
@@ -258,16 +286,17 @@ def _gather_kernel(
     place = tl.sum(before, axis=0).to(tl.int32)
     row = scores_ptr + n * scores_stride
     begin = part * PART
-    end = tl.minimum(begin + PART, VOCAB)
-    for start in range(begin, end, BLOCK):
+    slope = 1.0 / temperature
+    for start in range(begin, tl.minimum(begin + PART, VOCAB), BLOCK):
         token = start + tl.arange(0, BLOCK)
-        score = scaled_scores(row, token, VOCAB, temperature)
-        above = score >= threshold
+        above = rough_scores(row, token, VOCAB, slope) >= threshold
         taken = above.to(tl.int32)
-        at = n * CAPACITY + place + tl.cumsum(taken, axis=0) - 1
-        tl.store(kept_scores_ptr + at, score, mask=above)
-        tl.store(kept_ids_ptr + at, token, mask=above)
-        place += tl.sum(taken, axis=0)
+        count_here = tl.sum(taken, axis=0)
+        if count_here > 0:
+            at = n * CAPACITY + place + tl.cumsum(taken, axis=0) - 1
+            tl.store(kept_scores_ptr + at, scaled_scores(row, token, VOCAB, temperature), mask=above)
+            tl.store(kept_ids_ptr + at, token, mask=above)
+            place += count_here
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -303,6 +332,7 @@ def _finish_kernel(
             best_id = tl.full([BLOCK], 2147483647, tl.int32)
             if (level < LEVELS) & (count <= CAPACITY):
                 kept = kept_scores_ptr + n * CAPACITY
+                low -= 1.0e-6 * (tl.abs(low) + tl.abs(peak))  # the level was held against rough scores
                 threshold = keep_threshold(kept, count, 0.0, low, top_k, top_p, min_p, peak, total, BLOCK)
                 for start in range(0, count, BLOCK):
                     i = start + tl.arange(0, BLOCK)

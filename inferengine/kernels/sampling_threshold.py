@@ -17,6 +17,33 @@ def scaled_scores(row, token, end, temperature):
 
 
 @triton.jit
+def rough_scores(row, token, end, slope):
+    """Scores times 1 / temperature: what levels are held against, a rounding away from the scaled ones."""
+    return tl.load(row + token, mask=token < end, other=float("-inf")).to(tl.float32) * slope
+
+
+@triton.jit
+def weigh(row, begin, PART: tl.constexpr, VOCAB: tl.constexpr, temperature, BLOCK: tl.constexpr):
+    """(largest scaled score, sum of exp(score - it)) of a part of a row; +inf with a NaN among them."""
+    far: tl.constexpr = 1.0e30  # stands for infinity: differences of it are numbers
+    slope = 1.4426950408889634 / temperature
+    best = tl.full([BLOCK], -far, tl.float32)
+    mass = tl.zeros([BLOCK], tl.float32)
+    for start in range(begin, tl.minimum(begin + PART, VOCAB), BLOCK):
+        token = start + tl.arange(0, BLOCK)
+        score = tl.load(row + token, mask=token < VOCAB, other=float("-inf")).to(tl.float32)
+        score = tl.minimum(tl.where(score == score, score, far), far)
+        less = tl.exp2(-tl.abs(score - best) * slope)
+        mass = tl.where(score > best, mass * less + 1.0, mass + less)
+        best = tl.maximum(best, score)
+    top = tl.max(best, axis=0)
+    total = tl.sum(mass * tl.exp2((best - top) * slope), axis=0)
+    peak = tl.max(tl.div_rn(best, tl.zeros_like(best) + temperature), axis=0)
+    peak = tl.where(top >= far, float("inf"), tl.where(top <= -far, float("-inf"), peak))
+    return peak, total
+
+
+@triton.jit
 def narrow(row, size, temperature, low, high, target, weighed, peak, BLOCK: tl.constexpr):
     """The largest threshold in [low, high) at or above which tokens count (or, `weighed`, weigh) at least `target`;
     `low` if none does. Returns it and the sum of exp(score - peak) at or above it.
