@@ -181,6 +181,8 @@ class DraftControl:
     ) -> None:
         """How long a step of `num_rows` rows without prompts took. `has_waited`: nothing was launched behind the step
         before, for the sake of guesses. `is_reading`: a draft model had much to read in it."""
+        if num_rows > self.max_running:
+            return
         plain_s = self.cost.plain_s(num_rows)
         if num_guesses and not is_reading:
             seconds = self.cost.clipped(num_rows, num_guesses, seconds)
