@@ -47,11 +47,14 @@ def _api(values: dict[str, Any]) -> int:
         print(f"{key}\n\n# for the file that auth.keys_file names:\n{entry}", end="")
         return ExitCode.OK
     path = Path(file)
-    if path.exists() and name in [known.name for known in keys.read_keys(file).keys]:
+    is_new = not path.exists()
+    if not is_new and name in [known.name for known in keys.read_keys(file).keys]:
         raise ConfigError("--api", f"{file} has a key of that name: choose another, or take its entry out first")
     try:
         with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o640), "a") as handle:
             handle.write(f"\n{entry}" if path.stat().st_size else entry)
+        if is_new:
+            _share_with_service(path)
     except OSError as error:
         raise ConfigError("--file", f"{file} cannot be written: {error.strerror}") from None
     keys.read_keys(file)
@@ -71,6 +74,7 @@ def _curve(values: dict[str, Any]) -> int:
     path, pair = folder / f"{name}.key", curve.new_pair()
     try:
         curve.write_pair(path, pair)
+        _share_with_service(path)
     except FileExistsError:
         raise ConfigError("--curve", f"{path} exists: take another name, or remove it first") from None
     except OSError as error:
@@ -78,6 +82,15 @@ def _curve(values: dict[str, Any]) -> int:
     print(pair.public.decode())
     print(f"The pair is in {path}. Above is its public key.", file=sys.stderr)
     return ExitCode.OK
+
+
+def _share_with_service(path: Path) -> None:
+    """What root makes in a folder of another group, /etc/inferengine for one, is for the service that runs as that
+    group: it could not read it otherwise."""
+    group = path.absolute().parent.stat().st_gid
+    if os.geteuid() == 0 and group != 0:
+        os.chown(path, -1, group)
+        path.chmod(0o640)
 
 
 def _read(arguments: Sequence[str]) -> dict[str, Any]:

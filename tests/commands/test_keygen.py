@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -42,6 +43,21 @@ def test_a_curve_pair(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert read_pair(str(tmp_path / "engine.key")).public.decode() == capsys.readouterr().out.strip()
     assert keygen("--curve", "engine", "--folder", str(tmp_path)) == ExitCode.USAGE
     assert "exists" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="not root: cannot give files to another group")
+def test_what_root_makes_in_a_service_s_folder_the_service_can_read_and_nobody_else(tmp_path: Path) -> None:
+    os.chown(tmp_path, 0, 4242)
+    keygen("--api", "alice", "--file", str(tmp_path / "keys.toml"))
+    keygen("--curve", "engine", "--folder", str(tmp_path))
+    for name in ("keys.toml", "engine.key"):
+        found = (tmp_path / name).stat()
+        assert (found.st_uid, found.st_gid, found.st_mode & 0o777) == (0, 4242, 0o640)
+
+
+def test_a_pair_in_a_folder_of_one_s_own_is_for_its_owner_alone(tmp_path: Path) -> None:
+    keygen("--curve", "engine", "--folder", str(tmp_path))
+    assert (tmp_path / "engine.key").stat().st_mode & 0o777 == 0o600
 
 
 @pytest.mark.parametrize(
