@@ -191,7 +191,8 @@ def _plan_tiles(
     columns: Any, first_row: int, table: np.ndarray, kv: torch.Tensor, window: int | None, *, isolated: bool = False
 ) -> list[TilePlan]:
     """Cut the prompt tokens of a step into tiles: at most QUERY_TILE queries, few keys if several rows share one.
-    `isolated`: none does."""
+    `isolated`: none does, and of a row that verifies guesses each query is by itself: a guess that is no number must
+    not reach the tokens before it, which count though the guess does not."""
     num_kv_heads, block_size = kv.shape[2], kv.shape[3]
     tiles: list[TilePlan] = []
     pieces: list[tuple[int, int, int]] = []  # (row, begin, end) in flattened tokens
@@ -206,11 +207,12 @@ def _plan_tiles(
 
     for row in range(first_row, len(columns.row_slot)):
         begin, row_end = int(columns.query_start[row]), int(columns.query_start[row + 1])
+        most = 1 if isolated and np.count_nonzero(columns.sample_rows == row) > 1 else QUERY_TILE
         while begin < row_end:
             crowded = isolated or num_keys + int(columns.row_len[row]) > KEY_TILE
             if num_queries == QUERY_TILE or (pieces and crowded):
                 close()
-            end = min(row_end, begin + QUERY_TILE - num_queries)
+            end = min(row_end, begin + most - num_queries)
             pieces.append((row, begin, end))
             num_queries += end - begin
             num_keys += int(columns.row_len[row])

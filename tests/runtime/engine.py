@@ -9,6 +9,7 @@ from typing import Any
 from inferengine.config import Config
 from inferengine.core.request import Request
 from inferengine.core.scheduler import SchedulerOptions
+from inferengine.core.speculation import Proposer
 from inferengine.core.stopping import Finished
 from inferengine.engine.core import EngineCore
 from inferengine.params import SamplingParams
@@ -31,6 +32,7 @@ class Engine:
         pressure: str = "preempt",
         model: dict[str, Any] | None = None,
         cache: dict[str, Any] | None = None,
+        proposer: Proposer | None = None,
         **options: Any,
     ) -> None:
         config = Config().with_values(
@@ -52,6 +54,7 @@ class Engine:
             SchedulerOptions(budget, max_num_seqs, pressure=pressure, **options),
             clock=lambda: 0.0,
             on_failure=_raise,
+            proposer=proposer,
         )
         self.outputs: dict[int, list[int]] = {}
         self.logprobs: dict[int, list[Any]] = {}

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from inferengine.core.sequence import Sequence
 from inferengine.runtime.sampler import NOT_FINITE
 from tests.models.checkpoints import make_model, save
 from tests.runtime.engine import Engine
@@ -90,3 +91,26 @@ def test_a_cached_prefix_of_it_fails_again(folders):
         culprit = engine.submit(poisoned(40, 2), 12)
         engine.run()
         assert failed(engine, culprit)
+
+
+class Poisoner:
+    """Guesses what the model never draws, and what nobody can compute with."""
+
+    on_device = False
+
+    def propose(self, sequence: Sequence, max_tokens: int) -> list[int]:
+        return [POISON, 11, 12][:max_tokens]
+
+    def forget(self, sequence: Sequence) -> None:
+        """It remembers nothing."""
+
+
+def test_a_wrong_guess_that_is_no_number_disturbs_nobody_not_even_its_own_request(folders):
+    sound, broken = folders
+    good = prompts_of(20, 18, 25)
+    expected = Engine(sound, budget=64).generate(good, 12, **NEVER)
+    engine = Engine(broken, budget=64, proposer=Poisoner(), max_drafts=3, max_running_to_draft=4)
+    assert engine.generate(good, 12, **NEVER) == expected
+    snapshot = engine.core.scheduler.snapshot()
+    assert snapshot.num_drafted > 0
+    assert snapshot.num_drafts_accepted == 0
