@@ -5,7 +5,7 @@ import torch
 
 from inferengine.kernels import logprobs, reference_logprobs
 
-VOCAB = 5000
+VOCAB = 3000
 
 
 def unpacked(packed: torch.Tensor, most: int) -> tuple[torch.Tensor, ...]:
@@ -27,11 +27,11 @@ def compute(request):
     return request.param
 
 
-@pytest.mark.parametrize("most", [0, 1, 5, 20])
+@pytest.mark.parametrize("most", [0, 5, 20])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_they_are_torchs(compute, dtype: torch.dtype, most: int, device) -> None:
     logits = (torch.randn(3, VOCAB, device=device) * 4).to(dtype)  # bf16: many equal ones
-    ids = torch.tensor([7, 4999, int(logits[2].argmax())], dtype=torch.int32, device=device)
+    ids = torch.tensor([7, 2999, int(logits[2].argmax())], dtype=torch.int32, device=device)
     counts = torch.full((4,), most, dtype=torch.int32, device=device)
     rows = torch.tensor([3, 0, 2], dtype=torch.int32, device=device)
     actual = unpacked(compute(logits, counts, rows, ids, most), most)

@@ -90,6 +90,26 @@ def test_draws_agree_with_the_definition(logits, device):
     assert torch.equal(actual, expected)
 
 
+@pytest.mark.parametrize("spread", [0.0, 0.3, 60.0])
+def test_noise_is_left_out_only_where_it_cannot_matter(spread, device):
+    """Rows of bf16 with scores far apart or all equal, with few tokens allowed, cold and hot."""
+    slots = make_slots(6, device)
+    slots.temperature.copy_(torch.tensor([1.0, 0.05, 7.0, 0.9, 1.0, 1.0], device=device))
+    logits = (torch.randn(6, VOCAB, device=device) * spread - 40.0).bfloat16()
+    logits[4, 3:] = float("-inf")
+    logits[5, : VOCAB - 2] = float("-inf")
+    actual, expected = draw_both(logits, slots, RANDOM)
+    assert torch.equal(actual, expected)
+
+
+def test_rows_of_bf16_with_filters_of_every_kind_are_drawn_beside_each_other(device):
+    slots = make_slots(6, device)
+    slots.temperature.copy_(torch.tensor([0.7, 1.0, 1.6, 0.0, 1.0, 0.9], device=device))
+    slots.top_k[0], slots.top_p[1], slots.min_p[2], slots.top_k[3], slots.top_p[5] = 300, 0.8, 0.02, 9, 0.3
+    actual, expected = draw_both((torch.randn(6, VOCAB, device=device) * 2).bfloat16(), slots, RANDOM | FILTER)
+    assert torch.equal(actual, expected)
+
+
 @pytest.mark.parametrize(
     ("top_k", "top_p", "min_p"),
     [(1, 1.0, 0.0), (40, 1.0, 0.0), (0, 0.9, 0.0), (0, 1.0, 0.05), (50, 0.5, 0.02), (4990, 0.99, 0.0), (0, 1e-6, 0.0)],
