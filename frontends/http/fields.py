@@ -157,7 +157,9 @@ def refuse_beside_prompt_logprobs(body: dict[str, Any], streaming: Streaming, fi
 
 
 def read_bad_words(value: Any, tokenizer: Tokenizer) -> list[list[int]]:
-    """The token sequences of each word at the start of a text and after a space, as vLLM makes them."""
+    """The token sequences of each word at the start of a text and after a space. vLLM leaves the second out where it
+    has another number of tokens, and then lets the word through: " there" is one token of many vocabularies in which
+    "there" is two."""
     if not isinstance(value, list) or not all(isinstance(word, str) and word.strip() for word in value):
         raise InvalidRequest("bad_words", "must be a list of words, none of them empty")
     if len(value) > MAX_BAD_WORDS // 2:
@@ -171,7 +173,7 @@ def read_bad_words(value: Any, tokenizer: Tokenizer) -> list[list[int]]:
         if not alone:
             raise InvalidRequest("bad_words", f"{word[:40]!r} has no tokens")
         sequences.append(alone)
-        if spaced[0] != alone[0] and len(spaced) == len(alone):
+        if spaced[0] != alone[0]:
             sequences.append(spaced)
     if any(len(sequence) > MAX_BAD_WORD_TOKENS for sequence in sequences):
         raise InvalidRequest("bad_words", f"at most {MAX_BAD_WORD_TOKENS} tokens each")
