@@ -34,7 +34,11 @@ def read_steps(path: Path) -> tuple[dict[str, Any], CapturedSteps | None, dict[s
     if graphs is not None:
         mixed = tuple((decodes, tokens) for decodes, tokens in graphs["mixed"])
         graphs = CapturedSteps(tuple(graphs["decodes"]), mixed, graphs["prompt_rows"])
-    return document["profile"], graphs, {name: list(map(_shape, rows)) for name, rows in document["steps"].items()}
+    columns = document["columns"]
+    steps = {
+        name: [_shape(dict(zip(columns, row, strict=True))) for row in rows] for name, rows in document["steps"].items()
+    }
+    return document["profile"], graphs, steps
 
 
 def fit_again(path: Path, name: str) -> DeviceProfile:
@@ -78,8 +82,8 @@ def _row(shape: StepShape) -> list[float]:
     return [round(float(value), 1) if isinstance(value, float) else int(value) for value in row]
 
 
-def _shape(row: Sequence[float]) -> StepShape:
-    shape = StepShape(*row)  # type: ignore[arg-type]
+def _shape(row: dict[str, Any]) -> StepShape:
+    shape = StepShape(**row)
     return shape._replace(
         seconds=1e-6 * shape.seconds,
         host_s=1e-6 * shape.host_s,
