@@ -15,9 +15,11 @@ import torch
 from inferengine.kernels import cpu_noise
 
 # what a step needs
-RANDOM, FILTER, PENALTY, BIAS, ALLOWED, MIN_TOKENS, LOGPROBS, BAD_WORDS = (1 << bit for bit in range(8))
+RANDOM, FILTER, PENALTY, BIAS, ALLOWED, MIN_TOKENS, LOGPROBS, BAD_WORDS, MASKED = (1 << bit for bit in range(9))
 PROCESSED = PENALTY | BIAS | ALLOWED | MIN_TOKENS
 FIRST_CANDIDATES = 256  # tried before a whole vocabulary is sorted
+FEW = 16  # noise is made for what masks have left where that is less than a FEW-th of the vocabulary
+LEAST_SAVED = 1 << 15  # numbers that are not needed, from which on a second, smaller draw pays for itself
 _MASK = 0xFFFFFFFF
 
 
@@ -99,11 +101,44 @@ def draw(
         values, ids = candidates(scaled, top_k, slots.top_p[rows], slots.min_p[rows])
         best, place = _largest(values + gumbel(slots.seed[rows], positions, ids))
         drawn = ids.gather(1, place.unsqueeze(1)).squeeze(1)
+    elif needs & (ALLOWED | MASKED) and scores.is_cpu:
+        best, drawn = _draw_what_is_left(scaled, slots.seed[rows], positions)
     else:
         best, drawn = _largest(scaled + gumbel(slots.seed[rows], positions, scores.shape[1]))
-    top, top_id = _largest(scores)
     is_random = is_random.squeeze(1)
+    if scores.is_cpu and is_random.all():
+        return best, drawn
+    top, top_id = _largest(scores)
     return torch.where(is_random, best, top), torch.where(is_random, drawn, top_id)
+
+
+def _draw_what_is_left(
+    scaled: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The Gumbel draw of rows that masks have been applied to. The noise is most of the work: rows of few tokens get
+    no more than they need, which is the same as for the whole vocabulary."""
+    left = scaled.numpy() != -np.inf  # true for what is no number too
+    num_left = np.array([np.count_nonzero(row) for row in left])
+    is_few = num_left * FEW <= scaled.shape[1]
+    if np.count_nonzero(is_few) * scaled.shape[1] < LEAST_SAVED:
+        return _largest(scaled + gumbel(seeds, positions, scaled.shape[1]))
+    few, many = np.flatnonzero(is_few), np.flatnonzero(~is_few)
+    best, drawn = torch.empty(len(left)), torch.empty(len(left), dtype=torch.int64)
+    if len(many):
+        rows = torch.from_numpy(many)
+        noise = gumbel(seeds[rows], positions[rows], scaled.shape[1])
+        best[rows], drawn[rows] = _largest(noise.add_(scaled.index_select(0, rows)))
+    row, token = np.nonzero(left[few])
+    column = np.arange(len(row)) - np.searchsorted(row, row)
+    ids = np.zeros((len(few), max(1, num_left[few].max())), dtype=np.int64)
+    ids[row, column] = token
+    values = np.full(ids.shape, -np.inf, dtype=np.float32)
+    values[row, column] = scaled.numpy()[few[row], token]
+    rows = torch.from_numpy(few)
+    noise = gumbel(seeds[rows], positions[rows], torch.from_numpy(ids))
+    best[rows], place = _largest(noise.add_(torch.from_numpy(values)))
+    drawn[rows] = torch.from_numpy(ids[np.arange(len(few)), place.numpy()])
+    return best, drawn
 
 
 def candidates(

@@ -8,6 +8,7 @@ import torch
 from inferengine.core.plan import StepPlan, StepResult, TokenLogprobs
 from inferengine.kernels.batch import Batch
 from inferengine.kernels.ops import Ops
+from inferengine.kernels.reference_sampling import MASKED
 from inferengine.runtime import masks
 from inferengine.runtime.logprobs import DrawnLogprobs
 from inferengine.runtime.pooling import Embeddings, Vectors
@@ -97,6 +98,7 @@ class StepDraws:
             self._asked = DrawnLogprobs(self._ops, slots, rows, logits, kept=kept)
         if words is not None:
             masks.apply(self._ops, logits, self._plan.masked, words)
+            needs |= MASKED
         if needs & BAD_WORDS:
             slots.bad_words.forbid(logits, slots, batch.sample_slots, batch.sample_positions)
         sent: list[torch.Tensor] = []

@@ -58,7 +58,7 @@ def test_philox_matches_the_published_vectors():
     assert [int(word) for word in philox(ones, torch.tensor([0]), torch.tensor([[0]]))] != [int(word) for word in words]
 
 
-@pytest.mark.parametrize("shape", [(1, 1), (1, 300), (5, 300), (5, 1)])
+@pytest.mark.parametrize("shape", [(1, 1), (1, 300), (5, 300), (5, 1), (1, 7000), (5, 7000)])
 def test_the_noise_of_the_cpu_is_the_definition_bit_by_bit(shape: tuple[int, int]) -> None:
     generator = torch.Generator().manual_seed(3)
     seeds = torch.randint(-(2**63), 2**63 - 1, (5,), generator=generator)
@@ -285,6 +285,24 @@ def test_masks_forbid_all_but_their_bits():
     assert torch.isfinite(masked[0]).nonzero().flatten().tolist() == [0, 31]
     assert torch.equal(masked[1], logits[1])
     assert torch.isfinite(masked[2]).nonzero().flatten().tolist() == [300]
+
+
+@pytest.mark.parametrize("num_left", [[0, 1, 5], [18, 19, 200], [301, 301, 301], [2, 0, 0], [1, 301, 18]])
+def test_a_row_with_few_tokens_left_is_drawn_as_from_the_whole_vocabulary(num_left, monkeypatch):
+    """Masks leave any number of tokens; one row beside them is greedy, one is no number."""
+    monkeypatch.setattr(reference_sampling, "LEAST_SAVED", 1)
+    slots = make_slots(*[SamplingParams(temperature=0.9)] * 3, SamplingParams(temperature=0.0), SamplingParams())
+    logits = random_logits(5)
+    order = torch.rand(5, VOCAB, generator=torch.Generator().manual_seed(1)).argsort(1)
+    for row, count in enumerate(num_left):
+        logits[row, order[row, count:]] = -torch.inf
+    logits[3, order[3, 4:]] = -torch.inf
+    logits[4, 7] = torch.nan
+    rows, positions = torch.arange(5, dtype=torch.int32), torch.arange(6, 11, dtype=torch.int32)
+    needs = reference_sampling.RANDOM
+    found = sample(logits.clone(), slots, rows, positions, needs | reference_sampling.MASKED).tolist()
+    assert found == sample(logits.clone(), slots, rows, positions, needs).tolist()
+    assert [token >= 0 for token in found] == [*[count > 0 for count in num_left], True, False]
 
 
 def test_needs_name_only_what_the_rows_of_a_step_use():
