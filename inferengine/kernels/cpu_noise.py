@@ -13,22 +13,11 @@ _LOW, _HALF = np.uint64(0xFFFFFFFF), np.uint64(32)
 _MULTIPLIERS = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
 _WEYL = np.uint64(0x9E3779B9), np.uint64(0xBB67AE85)
 ROUNDS = 10
-AT_ONCE = 1 << 14  # blocks whose words stay in a core's own cache from one round to the next
 
 
 def philox(seeds: torch.Tensor, positions: torch.Tensor, blocks: torch.Tensor) -> np.ndarray:
     """As reference_sampling.philox, its four words side by side: [N, B, 4] float32, each rounded from [0, 2^32).
     `seeds`, `positions` [N] int64, `blocks` [1 or N, B] int64."""
-    num_rows, num_blocks = len(seeds), blocks.shape[1]
-    words = np.empty((num_rows, num_blocks, 4), dtype=np.float32)
-    share = max(1, AT_ONCE // num_blocks)
-    for begin in range(0, num_rows, share):
-        rows = slice(begin, begin + share)
-        _fill(words[rows], seeds[rows], positions[rows], blocks[rows] if len(blocks) > 1 else blocks)
-    return words
-
-
-def _fill(words: np.ndarray, seeds: torch.Tensor, positions: torch.Tensor, blocks: torch.Tensor) -> None:
     seed = seeds.numpy().view(np.uint64)
     key0, key1 = (seed & _LOW)[:, None], (seed >> _HALF)[:, None]
     c0, c1 = blocks.numpy().astype(np.uint64), positions.numpy().astype(np.uint64)[:, None]
@@ -50,5 +39,7 @@ def _fill(words: np.ndarray, seeds: torch.Tensor, positions: torch.Tensor, block
             c0, c2 = (product1 >> _HALF) ^ c1 ^ key0, (product0 >> _HALF) ^ c3 ^ key1
             c1, c3 = product1 & _LOW, product0 & _LOW
         key0, key1 = (key0 + _WEYL[0]) & _LOW, (key1 + _WEYL[1]) & _LOW
+    words = np.empty((*full, 4), dtype=np.float32)
     for index, word in enumerate((c0, c1, c2, c3)):
         words[..., index] = word
+    return words

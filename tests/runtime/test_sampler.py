@@ -58,7 +58,7 @@ def test_philox_matches_the_published_vectors():
     assert [int(word) for word in philox(ones, torch.tensor([0]), torch.tensor([[0]]))] != [int(word) for word in words]
 
 
-@pytest.mark.parametrize("shape", [(1, 1), (1, 300), (5, 300), (5, 1), (1, 7000), (5, 7000)])
+@pytest.mark.parametrize("shape", [(1, 1), (1, 300), (5, 300), (5, 1)])
 def test_the_noise_of_the_cpu_is_the_definition_bit_by_bit(shape: tuple[int, int]) -> None:
     generator = torch.Generator().manual_seed(3)
     seeds = torch.randint(-(2**63), 2**63 - 1, (5,), generator=generator)
