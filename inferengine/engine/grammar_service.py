@@ -3,10 +3,12 @@ grammar that makes no sense is a REJECT and not a failure later on."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from inferengine.core.grammar import Grammar
 from inferengine.errors import InferEngineError
@@ -16,6 +18,8 @@ if TYPE_CHECKING:
     from inferengine.structured.compiler import GrammarCompiler
 
 logger = logging.getLogger(__name__)
+
+LARGE_VOCABULARY = 16_384  # below, the first grammar costs some ten milliseconds more than the others
 
 GrammarsDone = Callable[[list[Grammar] | InferEngineError], None]
 
@@ -27,6 +31,20 @@ class GrammarService:
         self._tokenizer_json = files.get("tokenizer.json")
         self._deliver = deliver
         self._compiler: GrammarCompiler | None = None
+        self._prepared: Future[Any] | None = None
+
+    def prepare(self, vocab_size: int, eos_token_ids: list[int]) -> None:
+        """Begin, while the engine starts, with what a large vocabulary needs before its first grammar: it keeps the
+        interpreter's lock for a second, in which no stream would go on."""
+        if vocab_size >= LARGE_VOCABULARY:
+            with contextlib.suppress(InferEngineError):  # said when somebody asks for a grammar
+                self._compiler = self._make_compiler(vocab_size, eos_token_ids)
+                self._prepared = self._compiler.prepare()
+
+    def wait(self) -> None:
+        """Until that is done."""
+        if self._prepared is not None and (error := self._prepared.exception()) is not None:
+            logger.warning("grammars will be refused: %s", error)
 
     def compile(
         self, spec: GrammarSpec, count: int, vocab_size: int, eos_token_ids: list[int], done: GrammarsDone

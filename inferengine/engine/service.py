@@ -185,6 +185,7 @@ class EngineService:
             self.lifecycle.mark("importing torch")
             capacity = executor.load(self.lifecycle.report)
             self.lifecycle.mark("allocating the cache")
+            self._grammars.prepare(capacity.vocab_size, sorted(self._card.eos_token_ids))
             executor.warm_up(self.lifecycle.report)
             loop = self._make_loop(executor, capacity)
             gc.collect()
@@ -209,6 +210,7 @@ class EngineService:
         loop = EngineLoop(core, self.lifecycle, post=self._post, on_turn=self._watchdog.feed)
         limits = admission_limits(self.config, capacity)
         self._texts.wait()
+        self._grammars.wait()
         info = ModelInfo(
             self._card.name,
             self._card.fingerprint,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import OrderedDict
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from threading import Lock
 from typing import Any
 
@@ -28,7 +28,7 @@ class GrammarCompiler:
     """Compiles for one tokenizer. `compile` blocks; `submit` answers from a worker thread.
 
     llguidance bounds the work by fuel (steps of its lexer and parser), so a hostile grammar ends in an error within
-    tens of milliseconds; the lock of the interpreter is free while it works.
+    tens of milliseconds; the lock of the interpreter is free while it works, but for the vocabulary, which comes first.
     """
 
     def __init__(
@@ -74,12 +74,16 @@ class GrammarCompiler:
         self._remember(spec, matcher)
         return TokenMatcher(matcher.deep_copy())
 
+    def prepare(self) -> Future[LLTokenizer]:
+        """Have made, in the background, what the first grammar needs beside itself."""
+        return self._threads.submit(self._llguidance_tokenizer)
+
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _llguidance_tokenizer(self) -> LLTokenizer:
         with self._lock:
-            if self._tokenizer is None:  # a second for a large vocabulary: only when somebody asks
+            if self._tokenizer is None:  # a second for a large vocabulary, with the interpreter's lock
                 self._tokenizer = LLTokenizer(
                     self._tokenizer_json, n_vocab=self._vocab_size, eos_token=self._eos_token_ids
                 )

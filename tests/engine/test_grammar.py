@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from inferengine.engine import grammar_service
 from inferengine.engine.service import EngineService
 from inferengine.engine.simulator import SimulatedExecutor
 from inferengine.wire.messages import Cancel, Reject
@@ -65,6 +66,17 @@ def test_one_that_makes_no_sense_is_refused(ending: EngineService, connect: Conn
     assert (reject.code, reject.field) == ("invalid_request", field)
     peer.submit(1)
     assert len(peer.collect({1}).tokens[1]) == 4
+
+
+def test_a_large_vocabulary_is_ready_for_grammars_before_the_first_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    card = make_card()
+    monkeypatch.setattr(grammar_service, "LARGE_VOCABULARY", 1)
+    with run_service(card=type(card)(card.name, card.folder, card.files, card.fingerprint, (1,))) as service:
+        compiler = service._grammars._compiler
+        assert compiler is not None
+        assert compiler._tokenizer is not None
+    with run_service(card=card) as service:  # without an end-of-text token there are no grammars, and all else is well
+        assert service._grammars._compiler is None
 
 
 def test_cancelling_while_it_is_compiled_is_answered_once(ending: EngineService, connect: Connect) -> None:
