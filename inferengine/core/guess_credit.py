@@ -30,21 +30,21 @@ class GuessCredit:
         """Whether guesses may be asked for."""
         return self.left > 0 or (self._brings > 0 and self.left > -MOST)
 
-    def observe_step(
-        self, num_rows: int, length: float, *, is_plain: bool, has_waited: bool = False, is_reading: bool = False
-    ) -> None:
-        """A step without prompts took so many plain ones, a draft model's reading of prompts included where
-        `is_reading`. Its accepted guesses are told next."""
+    def rest(self) -> None:
+        """A plain step is over."""
+        if self._num_rows:
+            self._settle()
+        self.left = min(MOST, self.left + SHARE)
+
+    def observe_step(self, num_rows: int, length: float, *, has_waited: bool = False, is_reading: bool = False) -> None:
+        """A step with guesses, or one that `has_waited`, took so many plain ones, a draft model's reading of prompts
+        included where `is_reading`. Its accepted guesses are told next."""
+        if self._num_rows:
+            self._settle()
         length = min(length, MOST_OF_A_STEP)
-        if self._num_rows and not self._is_reading:
-            self._brings += SMOOTHING * (self._pending - self._brings)
-        self._num_rows, self._is_reading = 0, is_reading
-        if not is_plain:
-            self.has_waited = self.has_waited or has_waited
-            self._num_rows = num_rows
-            self._pending = 1.0 - length
-            self.left -= length - 1.0
-        self.left = min(MOST, self.left + SHARE * length)
+        self.has_waited = self.has_waited or has_waited
+        self._num_rows, self._is_reading, self._pending = num_rows, is_reading, 1.0 - length
+        self.left = min(MOST, self.left + 1.0 - length + SHARE * length)
 
     def observe_accepted(self, num_accepted: int) -> None:
         """Of the step just told: each is one token of the many that a plain step gives."""
@@ -52,3 +52,9 @@ class GuessCredit:
             saved = num_accepted / self._num_rows
             self._pending += saved
             self.left = min(MOST, self.left + saved)
+
+    def _settle(self) -> None:
+        """All is known of the last step with guesses."""
+        if not self._is_reading:
+            self._brings += SMOOTHING * (self._pending - self._brings)
+        self._num_rows = 0

@@ -90,13 +90,14 @@ class Planner:
 
     def observe(self, scheduled: ScheduledStep, duration_s: float) -> None:
         """How long a step took whose tokens are not committed yet: what chunks and guesses are measured by."""
-        plan, drafted = scheduled.plan, [scheduled.rows[row] for row in scheduled.drafts]
-        num_decodes, num_guesses = plan.num_decodes + len(drafted), sum(plan.num_drafts)
+        plan = scheduled.plan
+        num_decodes, num_guesses = plan.num_decodes + len(scheduled.drafts), sum(plan.num_drafts)
         num_prompt_tokens = plan.num_tokens - num_decodes - num_guesses
         if self.chunks is not None:
             self.chunks.observe(num_decodes, num_prompt_tokens, duration_s)
         if self.proposer is None or num_prompt_tokens or not num_decodes:
             return
+        drafted = [scheduled.rows[row] for row in scheduled.drafts]
         self.drafts.observe_step(
             num_decodes,
             num_guesses,

@@ -30,6 +30,7 @@ FIRST_PAUSE, LAST_PAUSE = 4, 128  # steps between trials while it does not pay, 
 REFRESH = 64  # steps with guesses after which one without is measured again
 REFRESH_STEPS = 3  # steps until one is launched behind another again, where that is done
 CATCH_UP = 8  # tokens that a draft model reads as fast as one
+QUICK_S, LOOK_EVERY = 0.001, 4  # of plain steps so quick only every fourth is looked at: that, too, takes time
 LOOK_AGAIN, LOOK_AGAIN_LAST = 2, 32  # tokens until a proposer that had nothing to go by is asked again, doubled
 
 
@@ -74,6 +75,7 @@ class DraftControl:
         self.num_accepted = 0
         self.num_verified = 0  # verifications: accepted / verified + 1 is the mean length of a step
         self._shared_rate = FIRST_RATE
+        self._plain_steps = 0
         self._loads: dict[int, _Load] = {}  # by bit length of the number of rows
 
     # -- when --------------------------------------------------------------------------------------------------------
@@ -101,7 +103,7 @@ class DraftControl:
         load = self._load(num_rows)
         if load.steps < load.resume_at or not (self.credit.allows or load.has_read_up):
             return False
-        return self.cost.estimate(num_rows) is not None
+        return self.cost.plain_s(num_rows) is not None
 
     def is_due(self, sequence: Sequence, num_tokens: int) -> bool:
         """Whether this sequence may guess when it has so many tokens."""
@@ -130,8 +132,9 @@ class DraftControl:
 
     def choose(self, offers: Mapping[Sequence, int], num_rows: int, *, on_device: bool) -> dict[Sequence, int]:
         """How many of the guesses on offer to verify in a step of `num_rows` rows."""
-        estimate, load = self.cost.estimate(num_rows), self._load(num_rows)
-        if not offers or estimate is None:
+        load = self._load(num_rows)
+        estimate = self.cost.estimate(num_rows) if offers else None
+        if estimate is None:
             load.has_read_up = False
             return {}
         load.guessed += 1
@@ -184,13 +187,18 @@ class DraftControl:
         if num_rows > self.max_running:
             return
         plain_s = self.cost.plain_s(num_rows)
+        if plain_s and not (num_guesses or has_waited):
+            self.credit.rest()
+            self._plain_steps += 1
+            if plain_s > QUICK_S or self._plain_steps % LOOK_EVERY == 0:
+                self.cost.observe(num_rows, 0, seconds)
+            return
         if num_guesses and not is_reading:
             seconds = self.cost.clipped(num_rows, num_guesses, seconds)
         if plain_s:
             self.credit.observe_step(
                 num_rows,
                 seconds / plain_s,
-                is_plain=not (num_guesses or has_waited),
                 has_waited=has_waited,
                 is_reading=is_reading,
             )

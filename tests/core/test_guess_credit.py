@@ -115,26 +115,26 @@ def test_what_a_step_loses_by_waiting_is_part_of_what_guesses_cost() -> None:
 
 def test_what_was_paid_is_won_back_by_guesses_that_are_right() -> None:
     credit = GuessCredit()
-    credit.observe_step(1, 1.5 * MOST, is_plain=False, is_reading=True)
+    credit.observe_step(1, 1.5 * MOST, is_reading=True)
     credit.observe_accepted(1)
     assert credit.left < 0
     for _ in range(5):
-        credit.observe_step(2, 1.1, is_plain=False)
+        credit.observe_step(2, 1.1)
         credit.observe_accepted(4)
     assert -MOST < credit.left < 0
     assert credit.allows
     for _ in range(20):
-        credit.observe_step(2, 1.1, is_plain=False)
+        credit.observe_step(2, 1.1)
     assert not credit.allows
 
 
 def test_a_debt_is_paid_by_the_share_of_plain_steps() -> None:
     credit = GuessCredit()
-    credit.observe_step(4, 1 + MOST + 1, is_plain=False)
-    credit.observe_step(4, 1.0, is_plain=True)
+    credit.observe_step(4, 1 + MOST + 1)
+    credit.rest()
     assert not credit.allows
     steps = 0
     while not credit.allows:
-        credit.observe_step(4, 1.0, is_plain=True)
+        credit.rest()
         steps += 1
     assert steps <= 1 / SHARE
