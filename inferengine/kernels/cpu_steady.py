@@ -38,7 +38,7 @@ class Queries(NamedTuple):
     """Queries that are computed together: Q of each of X places, repetitions among them."""
 
     num_queries: int
-    places: torch.Tensor | None  # [X]; None: all of them as they lie
+    places: torch.Tensor | None  # [2 * X * K] of keys, then values, by head; None: all of them as they lie
     tokens: torch.Tensor | None  # [X * Q] token of each query; None: one for one
     mask: torch.Tensor | None  # [X, 1, Q, 1, keys], 0 or -inf; None: nothing is hidden
 
@@ -231,7 +231,8 @@ class KeptKeys:
             tokens, results, found = self._plan_places(*part)
             queries.append(found)
             order[tokens] = num_results + results
-            num_results += found.num_queries * (len(self._slots) if found.places is None else len(found.places))
+            picked = None if found.places is None else len(found.places) // (2 * self._num_kv_heads)
+            num_results += found.num_queries * (len(self._slots) if picked is None else picked)
         return queries, None if _in_order(order) and num_results == self.num_tokens else torch.from_numpy(order)
 
     def _plan_places(
@@ -250,11 +251,16 @@ class KeptKeys:
         flat = tokens.reshape(-1)
         queries = Queries(
             len(within),
-            torch.from_numpy(places) if picked else None,
+            self._rows_of(places) if picked else None,
             None if len(flat) == self.num_tokens and _in_order(flat) else torch.from_numpy(flat),
             self._mask(last_key),
         )
         return flat[results], results, queries
+
+    def _rows_of(self, places: np.ndarray) -> torch.Tensor:
+        """[2 * X * K] of a copy seen as rows of `capacity` tokens: keys of each place and head, then values."""
+        rows = (self._first[places] // self._capacity).reshape(len(places), 2, -1)
+        return torch.from_numpy(rows.transpose(1, 0, 2).reshape(-1))
 
     def _mask(self, last_key: np.ndarray) -> torch.Tensor | None:
         """What queries [X, Q] must not see of the longest row's keys."""
@@ -285,11 +291,11 @@ class KeptKeys:
     def _attend(self, copy: LayerCopy, q: torch.Tensor, queries: Queries, softcap: float | None) -> torch.Tensor:
         """[X * Q, H * D] of queries that have been scaled."""
         num_queries, width, head_dim = queries.num_queries, q.shape[1] * q.shape[2], q.shape[2]
-        keys, values = copy.keys.narrow(1, 0, self._longest), copy.values.narrow(1, 0, self._longest)
-        if queries.places is not None:
-            shape = -1, self._num_kv_heads, self._capacity, head_dim
-            keys = copy.keys.view(shape)[:, :, : self._longest].index_select(0, queries.places).flatten(0, 1)
-            values = copy.values.view(shape)[:, :, : self._longest].index_select(0, queries.places).flatten(0, 1)
+        if queries.places is None:
+            keys, values = copy.keys.narrow(1, 0, self._longest), copy.values.narrow(1, 0, self._longest)
+        else:
+            by_place = copy.flat.view(-1, self._capacity, head_dim).narrow(1, 0, self._longest)
+            keys, values = by_place.index_select(0, queries.places).chunk(2)
         if queries.tokens is not None:
             q = q.index_select(0, queries.tokens)
         by_head = q.view(-1, num_queries, self._num_kv_heads, width // head_dim // self._num_kv_heads, head_dim)
