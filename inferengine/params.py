@@ -19,6 +19,7 @@ MAX_SEED = 2**63 - 1
 MAX_BAD_WORDS = 256
 MAX_PROMPT_LOGPROBS = 400_000  # values for one prompt: they travel in one message
 MAX_BAD_WORD_TOKENS = 32
+MAX_LISTED = 2**19  # entries of any list that are looked at one by one: more than the largest vocabulary
 POOLINGS = ("last", "mean")  # which final hidden states make a prompt's embedding: the last token's, or the mean
 
 
@@ -120,7 +121,8 @@ def validate(params: SamplingParams, *, vocab_size: int, limits: LimitsConfig, p
 def _check_ids(check: Any, ids: tuple[int, ...], name: str, vocab_size: int, most: int) -> None:
     check(len(ids) <= most, name, f"at most {most} entries")
     for token_id in ids:
-        check(0 <= token_id < vocab_size, name, f"token id {token_id} is outside the vocabulary of {vocab_size}")
+        if not 0 <= token_id < vocab_size:
+            check(False, name, f"token id {token_id} is outside the vocabulary of {vocab_size}")
 
 
 def _integer(path: str, value: Any) -> int:
@@ -154,12 +156,16 @@ def _strings(path: str, value: Any) -> tuple[str, ...]:
 def _token_ids(path: str, value: Any) -> tuple[int, ...]:
     if not isinstance(value, list | tuple):
         raise InvalidRequest(path, "must be a list of token ids")
+    _check_length(path, value, MAX_LISTED)
+    if all(type(item) is int for item in value):
+        return tuple(value)  # how large each may be `validate` knows
     return tuple(_integer(f"{path}[{place}]", item) for place, item in enumerate(value))
 
 
 def _sequences(path: str, value: Any) -> tuple[tuple[int, ...], ...]:
     if not isinstance(value, list | tuple):
         raise InvalidRequest(path, "must be a list of lists of token ids")
+    _check_length(path, value, MAX_BAD_WORDS)
     return tuple(_token_ids(f"{path}[{place}]", item) for place, item in enumerate(value))
 
 
@@ -168,6 +174,7 @@ def _bias(path: str, value: Any) -> tuple[tuple[int, float], ...]:
     items = value.items() if isinstance(value, Mapping) else value
     if not isinstance(value, Mapping | list | tuple):
         raise InvalidRequest(path, "must be a map from token id to bias")
+    _check_length(path, value, MAX_LISTED // 8)
     pairs: list[tuple[int, float]] = []
     for item in items:
         if not isinstance(item, list | tuple) or len(item) != 2:
@@ -177,8 +184,16 @@ def _bias(path: str, value: Any) -> tuple[tuple[int, float], ...]:
             raw_id = int(raw_id)
         if isinstance(raw_id, bool) or not isinstance(raw_id, int):
             raise InvalidRequest(path, f"keys must be token ids, and {str(raw_id)[:24]!r} is none")
-        pairs.append((_integer(path, raw_id), _number(f"{path}.{raw_id}", bias)))
+        if isinstance(bias, bool) or not isinstance(bias, int | float) or not math.isfinite(bias):
+            raise InvalidRequest(f"{path}.{raw_id}", "must be a finite number")
+        pairs.append((_integer(path, raw_id), float(bias)))
     return tuple(pairs)
+
+
+def _check_length(path: str, value: Any, most: int) -> None:
+    """Before its entries are looked at. What a request may really have `validate` says."""
+    if len(value) > most:
+        raise InvalidRequest(path, f"at most {most} entries")
 
 
 _READERS = {

@@ -25,6 +25,7 @@ from inferengine.text.tokenizer import read_json, special_token_strings
 
 MAX_OUTPUT_CHARACTERS = 8_000_000
 TIME_LIMIT_S = 10.0
+MAX_ITEMS = 16_384  # messages of a conversation, and parts of a message
 # Names with a meaning of their own: a request's chat_template_kwargs may not replace them.
 RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now"})
 _CONTINUE_MARK = "\ue000CONTINUE\ue001"  # private use characters: no template and no message contains them by chance
@@ -127,7 +128,13 @@ def check_messages(messages: Any, path: str = "messages") -> list[dict[str, Any]
     newlines; parts of another type, and anything of the wrong shape, are an InvalidRequest that names its place."""
     if not isinstance(messages, list) or not messages:
         raise InvalidRequest(path, "must be a list of at least one message")
+    _check_length(path, messages)
     return [_message(message, f"{path}[{position}]") for position, message in enumerate(messages)]
+
+
+def _check_length(path: str, items: list[Any]) -> None:
+    if len(items) > MAX_ITEMS:
+        raise InvalidRequest(path, f"at most {MAX_ITEMS} entries", code="request_too_large")
 
 
 def _message(message: Any, path: str) -> dict[str, Any]:
@@ -140,6 +147,7 @@ def _message(message: Any, path: str) -> dict[str, Any]:
     if content is None and role != "assistant":
         raise InvalidRequest(f"{path}.content", "is missing")
     if isinstance(content, list):
+        _check_length(f"{path}.content", content)
         content = "\n".join(_part(part, f"{path}.content[{place}]") for place, part in enumerate(content))
     elif content is not None and not isinstance(content, str):
         raise InvalidRequest(f"{path}.content", "must be a string or a list of text parts")

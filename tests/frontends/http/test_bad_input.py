@@ -5,10 +5,12 @@ from __future__ import annotations
 import gzip
 import json
 import time
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
+from inferengine.errors import InvalidRequest
+from inferengine.params import MAX_LISTED, from_map
 from inferengine.wire.messages import Reject
 from tests.frontends.http.builders import HEADERS, House, ids, says
 from tests.frontends.http.scripted_engine import Script
@@ -62,6 +64,7 @@ COMPLETION_FAULTS: list[tuple[str, Any, int, str | None, str]] = [
     ("logit_bias", "x", 400, "logit_bias", "invalid_request"),
     ("logit_bias", {"a": 1}, 400, "logit_bias", "invalid_request"),
     ("logit_bias", {"5": "x"}, 400, "logit_bias.5", "invalid_request"),
+    ("allowed_token_ids", [10**30], 400, "allowed_token_ids", "invalid_request"),
     ("stop_token_ids", [5, "x"], 400, "stop_token_ids[1]", "invalid_request"),
     ("logprobs", 21, 400, "logprobs", "invalid_request"),
     ("logprobs", -1, 400, "logprobs", "invalid_request"),
@@ -103,6 +106,14 @@ CHAT_FAULTS: list[tuple[str, Any, int, str | None, str]] = [
         400,
         "messages[0].content[0]",
         "unsupported",
+    ),
+    ("messages", HELLO * 20_000, 413, "messages", "request_too_large"),
+    (
+        "messages",
+        [{"role": "user", "content": [{"type": "text", "text": "x"}] * 20_000}],
+        413,
+        "messages[0].content",
+        "request_too_large",
     ),
     ("top_logprobs", 3, 400, "top_logprobs", "invalid_request"),
     ("logprobs", 3, 400, "logprobs", "invalid_request"),
@@ -185,6 +196,20 @@ def test_a_body_that_is_no_json_object(served: House, path: str, body: bytes) ->
     status, _, code, _ = refused(served, path, body)
     assert (status, code) == (400, "invalid_request")
     assert served.engine.submits == []
+
+
+class Unread(list[int]):
+    """A list that nobody may go through."""
+
+    def __iter__(self) -> NoReturn:
+        raise AssertionError("its entries were looked at")
+
+
+@pytest.mark.parametrize("field", ["stop_token_ids", "allowed_token_ids", "bad_words_ids", "logit_bias"])
+def test_a_list_far_too_long_is_refused_unread(field: str) -> None:
+    with pytest.raises(InvalidRequest, match="at most") as caught:
+        from_map({field: Unread(range(MAX_LISTED + 1))})
+    assert caught.value.field == f"params.{field}"
 
 
 @pytest.mark.parametrize(
