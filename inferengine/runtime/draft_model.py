@@ -24,8 +24,10 @@ from inferengine.kernels.cpu_steady import SteadyBatch
 from inferengine.kernels.ops import Ops
 from inferengine.layers.decoder_config import DecoderConfig
 from inferengine.models import registry, weights
-from inferengine.runtime import cpu_forward, rehearsal
+from inferengine.models.llama import Llama
+from inferengine.runtime import cpu_draft, cpu_forward, rehearsal
 from inferengine.runtime.batch import columns_of, make_batch, step_on
+from inferengine.runtime.cpu_draft import MOST_BEHIND, LoneRows
 from inferengine.runtime.draft_progress import DraftProgress
 from inferengine.runtime.kv_cache import KVCache
 from inferengine.runtime.slots import Slots
@@ -85,6 +87,9 @@ class DraftModel:
         self.kv = KVCache(config, [group], block_size, dtype, self._device)
         self.kv.bind(self._model, max_model_len)
         self._steady = SteadyBatch(len(self.kv.layers)) if self._device.type == "cpu" else None
+        self._lone: LoneRows | None = None
+        if cpu_draft.suits(config, dtype, self._device) and isinstance(self._model, Llama):
+            self._lone = LoneRows(self._model, config, self.kv, ops, slots)
 
     def begin(self, plan: StepPlan) -> None:
         """A step is about to run: keep the caches alike."""
@@ -92,6 +97,8 @@ class DraftModel:
         self._progress.begin(plan)
         if self._steady is not None:
             self._steady.drop([item.slot for item in plan.admitted])
+        if self._lone is not None and plan.admitted:
+            self._lone.forget([item.slot for item in plan.admitted])
 
     def rehearse(self) -> None:
         """Read chunks of every class of sizes, of the slot that belongs to nobody: what guesses will launch."""
@@ -103,11 +110,35 @@ class DraftModel:
                 self._read([slot] * rows, [0] * rows, [1] * rows)
 
     def guess(self, plan: StepPlan) -> None:
-        """Write guesses after the pending token of every row that verifies some: one token of all such rows at a time.
-        The k-th is drawn from the guesses before it. Before the first, the draft reads what it has not read yet."""
+        """Write guesses after the pending token of every row that verifies some. The k-th is drawn from the guesses
+        before it. Before the first, the draft reads what it has not read yet."""
         rows = [row for row, count in enumerate(plan.num_drafts) if count]
         slots, ends = [plan.slots[row] for row in rows], [plan.starts[row] + 1 for row in rows]
         starts = self._catch_up(slots, ends)
+        counts = [plan.num_drafts[row] for row in rows]
+        if self._lone is not None and self._lone.can_take(slots, max(ends) + max(counts)):
+            self._guess_alone(self._lone, slots, starts, ends, counts)
+        else:
+            self._guess_together(plan, rows, starts)
+        for slot, end, count in zip(slots, ends, counts, strict=True):
+            self._progress.has_read(slot, end, count - 1)
+
+    def _guess_alone(
+        self, lone: LoneRows, slots: list[int], starts: list[int], ends: list[int], counts: list[int]
+    ) -> None:
+        """One sequence after the other, on the CPU. What is far behind is read together first."""
+        if self._steady is not None and self._steady.copies:
+            self._steady.drop(slots)
+        if any(end - start > MOST_BEHIND for start, end in zip(starts, ends, strict=True)):
+            self._draw(*self._read(slots, starts, ends))
+            starts, ends, counts = ends, [end + 1 for end in ends], [count - 1 for count in counts]
+        for slot, start, end, count in zip(slots, starts, ends, counts, strict=True):
+            if count:
+                lone.guess(slot, start, end, count)
+
+    def _guess_together(self, plan: StepPlan, rows: list[int], starts: list[int]) -> None:
+        """One token of all rows at a time."""
+        slots, ends = [plan.slots[row] for row in rows], [plan.starts[row] + 1 for row in rows]
         logits, columns, batch = self._read(slots, starts, ends)
         for index in range(max(plan.num_drafts)):
             if index:
@@ -119,11 +150,11 @@ class DraftModel:
                     ends = [start + 1 for start in starts]
                     logits, columns, batch = self._read([plan.slots[row] for row in still], starts, ends)
                 rows = still
-            needs = self._slots.needs(columns.row_slot[columns.sample_rows], columns.sample_positions)
-            self._ops.sample(logits, self._slots, batch.sample_slots, batch.sample_positions, needs)
-        for row, count in enumerate(plan.num_drafts):
-            if count:
-                self._progress.has_read(plan.slots[row], plan.starts[row] + 1, count - 1)
+            self._draw(logits, columns, batch)
+
+    def _draw(self, logits: torch.Tensor, columns: StepColumns, batch: Batch) -> None:
+        needs = self._slots.needs(columns.row_slot[columns.sample_rows], columns.sample_positions)
+        self._ops.sample(logits, self._slots, batch.sample_slots, batch.sample_positions, needs)
 
     def _catch_up(self, slots: list[int], ends: list[int]) -> list[int]:
         """Where each sequence is to be read from so that one more batch reads all up to `ends`. What that batch would
@@ -154,6 +185,8 @@ class DraftModel:
         return self._model.logits(cpu_forward.forward(self._model, self._ops, batch, groups, steady, []))
 
     def _forward(self, slots: list[int], starts: list[int], ends: list[int]) -> tuple[torch.Tensor, StepColumns, Batch]:
+        if self._lone is not None:
+            self._lone.rewind(slots, starts)
         step = _reading_step(slots, starts, ends)
         columns = columns_of(step)
         batch = make_batch(step, columns, self._slots, self._device)
