@@ -56,7 +56,8 @@ class ServedModel:
     async def encode(self, text: str, limits: LimitsConfig, *, name: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a prompt; long ones are tokenized in a thread, so that nobody else waits."""
         if len(text) > limits.max_text_characters:
-            raise InvalidRequest(name, f"must have at most {limits.max_text_characters} characters")
+            message = f"must have at most {limits.max_text_characters} characters"
+            raise InvalidRequest(name, message, code="request_too_large")
         if len(text) <= SHORT_TEXT_CHARACTERS:
             return self.tokenizer.encode(text, add_special_tokens)
         return await asyncio.to_thread(self.tokenizer.encode, text, add_special_tokens)
