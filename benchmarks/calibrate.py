@@ -44,6 +44,7 @@ from inferengine.simulation.fitting import Fit, fit
 Scenario = dict[str, Any]
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 DECODE_STEPS = 16
+MERGED = 5  # steps of equal size that count as one
 STREAM_OUTPUT = 24  # mean
 DRAIN_PROMPT, DRAIN_OUTPUT = 160, 48  # means
 LONG_OUTPUT = 96  # of streams in which a prompt comes every few steps
@@ -174,26 +175,29 @@ def at_reference_pace(step: TimedStep, pace: Pace) -> StepShape:
 
 
 def _without_noise(shapes: Sequence[StepShape]) -> list[StepShape]:
-    """Runs of steps of equal size as one, with their mean time; steps that took thrice the median do not count. (The
-    median would be too fast: what delays some steps a little delays some steps of a real run as well.)"""
+    """Up to MERGED steps of equal size in a row as one, with their mean time; steps that took thrice the median do not
+    count. (The median would be too fast: what delays some steps a little delays some steps of a real run as well.)"""
     merged: list[StepShape] = []
     for _, group in groupby(shapes, key=lambda shape: (*shape[:3], shape.is_changed, shape.is_device_time)):
         steps = list(group)
         limit = 3 * statistics.median(step.seconds for step in steps)
-        merged.append(
-            steps[0]._replace(
-                num_kv_tokens=round(statistics.fmean(step.num_kv_tokens for step in steps)),
-                num_pairs=statistics.fmean(step.num_pairs for step in steps),
-                seconds=statistics.fmean(step.seconds for step in steps if step.seconds <= limit),
-                host_s=statistics.fmean(step.host_s for step in steps),
+        calm = [step for step in steps if step.seconds <= limit]
+        for begin in range(0, len(calm), MERGED):
+            part = calm[begin : begin + MERGED]
+            merged.append(
+                part[0]._replace(
+                    num_kv_tokens=round(statistics.fmean(step.num_kv_tokens for step in part)),
+                    num_pairs=statistics.fmean(step.num_pairs for step in part),
+                    seconds=statistics.fmean(step.seconds for step in part),
+                    host_s=statistics.fmean(step.host_s for step in part),
+                )
             )
-        )
     return merged
 
 
 def default_token_limit(about: dict[str, Any]) -> int:
     """Prompt tokens in a scenario: as much KV as a full batch of some hundred tokens each reads."""
-    return 18_000 if "CPU" in about["device"] else 110_000
+    return 18_000 if "CPU" in about["device"] else 100_000
 
 
 def profile_of(name: str, capacity: Capacity, found: Fit, pace: Pace, about: dict[str, Any]) -> DeviceProfile:
@@ -225,7 +229,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="default: inferengine/simulation/costs/NAME.json")
     parser.add_argument("--steps", type=Path, help="write the measured steps here")
     parser.add_argument(
-        "--token-limit", type=int, default=0, help="prompt tokens per scenario; 0: 18000, on CUDA 110000"
+        "--token-limit", type=int, default=0, help="prompt tokens per scenario; 0: 18000, on CUDA 100000"
     )
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--again", type=Path, metavar="STEPS", help="fit the steps in this file: measures nothing")

@@ -15,6 +15,7 @@ the host took for the next one, which `HostCost` says.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
@@ -29,7 +30,8 @@ KNOTS = (1, 2, 4, 8, 16, 32, 64, 128, 192, 256, 384, 512, 768, 1024, 2048, 4096,
 KV_ROWS = (1.0, 16.0, 128.0)  # decodes for which reading a token of KV has a time of its own
 _OF_A_SIZE = 2  # steps that a graph needs for a point of its own
 _BETWEEN = 3  # steps that a piece of the curve needs at least
-_HUBER = 0.5  # relative error beyond which a step counts less: small ones belong to the mean that a load will see,
+_HUBER = 0.5  # relative error beyond which a step counts less: small ones belong to the mean that a load will see;
+_LEAST_HUBER, _SCATTERS = 0.03, 4.0  # less where steps scatter little: so many times their median error;
 _DISTURBED = 1.0  # and beyond which it does not count at all
 _REWEIGHTINGS = 12
 _LEAST = 12  # steps of a kind that can be fitted
@@ -104,7 +106,8 @@ def fit_host(shapes: Sequence[StepShape], graphs: CapturedSteps | None) -> HostC
         return HostCost()
     rows = [(1.0, float(shape.num_rows), float(kind_of(shape, graphs)[0] == "launched")) for shape in measured]
     times = np.array([shape.host_s for shape in measured], dtype=np.float64)
-    return HostCost(*map(float, robust_least_squares(np.array(rows), times)))
+    # What others do with the host's cores delays launches by half for seconds: that belongs to their mean.
+    return HostCost(*map(float, robust_least_squares(np.array(rows), times, scatters=math.inf)))
 
 
 def _curve(points: Sequence[float], heights: Matrix) -> Curve:
@@ -140,9 +143,9 @@ def _rises(tokens: Matrix, knots: Sequence[float]) -> list[Matrix]:
     return [np.clip((tokens - left) / (right - left), 0.0, 1.0) for left, right in pairwise(knots)]
 
 
-def robust_least_squares(features: Matrix, times: Matrix) -> Matrix:
+def robust_least_squares(features: Matrix, times: Matrix, scatters: float = _SCATTERS) -> Matrix:
     """The x >= 0 for which `features @ x` is nearest to `times`, by Huber's measure of errors relative to the
-    prediction."""
+    prediction. `scatters`: median errors beyond which a step counts less."""
     weights, scale = np.ones(len(times)), times
     solution = np.zeros(features.shape[1])
     for _ in range(_REWEIGHTINGS):
@@ -150,7 +153,8 @@ def robust_least_squares(features: Matrix, times: Matrix) -> Matrix:
         solution = nonnegative_least_squares(features * root[:, None], times * root)
         scale = np.maximum(features @ solution, 1e-3 * times)
         error = np.abs(times / scale - 1.0)
-        weights = np.where(error < _DISTURBED, np.minimum(1.0, _HUBER / np.maximum(error, 1e-12)), 1e-6)
+        limit = min(_HUBER, max(_LEAST_HUBER, scatters * float(np.median(error))))
+        weights = np.where(error < _DISTURBED, np.minimum(1.0, limit / np.maximum(error, 1e-12)), 1e-6)
     return solution
 
 
