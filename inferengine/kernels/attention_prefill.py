@@ -1,6 +1,7 @@
 """Variable-length paged attention for rows of any number of queries: prompts, chunks of prompts, drafts to verify.
 
-Hopper has a kernel of its own for what is common there (attention_prefill_hopper); this one takes all the rest.
+Hopper has a kernel of its own for long prompts (attention_prefill_hopper); this one takes all the rest, and everything
+in deterministic mode: rows of one token are faster here, and one kernel must compute them all.
 
 A program takes a tile of queries of one row with all heads of one KV head packed beside each other (BLOCK_ROWS =
 tokens x group), so that short chunks fill the tile as well as long ones, and walks the row's keys in the paged cache
@@ -23,6 +24,8 @@ from inferengine.kernels.activation import tanh
 from inferengine.kernels.pdl import allow_next, launch_options, supports_pdl, wait_for_previous
 from inferengine.kernels.row_tiles import find_row
 from inferengine.kernels.tuning import PrefillTuning, prefill_tuning
+
+PROMPT_TOKENS = 128  # tokens of a row, on average, from which Hopper's kernel is taken: its tiles are for prompts
 
 
 def prefill_attention(
@@ -54,7 +57,8 @@ def prefill_attention(
     num_rows = row_slot.shape[0] - first_row
     if num_rows <= 0 or num_tokens <= 0:
         return out
-    if tuning is None and hopper.fits(q, kv):
+    prompts = not deterministic and num_tokens >= PROMPT_TOKENS * num_rows
+    if tuning is None and prompts and hopper.fits(q, kv):
         return hopper.prefill_attention(
             q, kv, row_slot, row_start, query_start, block_table, scale, window, softcap, first_row=first_row,
             num_tokens=num_tokens, out=out, kv_scales=kv_scales, deterministic=deterministic,
