@@ -21,7 +21,7 @@ from inferengine.runtime.rehearsal import scratch_plan
 from inferengine.simulation.cost_model import StepShape
 
 INTERVAL_S = 0.4
-WINDOW_S = 1.6  # to both sides: one measurement scatters by 15 %
+WINDOW_S = 4.0  # to both sides: one measurement scatters by 15 %, twenty of them by 4 %
 WORKS = ((1, 0, 2), (8, 0, 2), (0, 64, 1))  # decodes, prompt tokens, times in a measurement
 FEW = 4  # rows from which on a decode goes with the yardstick of eight
 
