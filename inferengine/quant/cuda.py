@@ -1,7 +1,7 @@
 """Products with quantized weights on CUDA: which kernel takes how many rows. All of it may be captured in a graph.
 
 One row of 8-bit codes: vector kernels, with gate and residual inside. More: FP8 with a scale for each output goes
-through the FP8 tensor cores (inputs rounded by token; own tiles up to 64 rows, torch's scaled matmul beyond), W8A8 from
+through the FP8 tensor cores (inputs rounded by token; own tiles up to 64 or 128 rows, torch's beyond), W8A8 from
 65 rows through the int8 ones; all else takes tiles on the tensor cores, codes made into numbers in registers. INT4 has
 one kernel from one row on. From 257 rows (INT4: 129), where arithmetic is what costs, those are made into numbers once
 for each product and left to cuBLAS.
@@ -172,9 +172,11 @@ class CudaProducts:
         residual: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Rounded inputs [T, in] and their scales [T, 1] times the weight, on the 8-bit tensor cores -> [T, out]."""
-        rows, weight = codes.shape[0], packed.weight
-        if rows <= tuning.MOST_CODE_ROWS and codes.dtype == torch.float8_e4m3fn:
-            tuned = tuning.code_tile(rows, *weight.codes.shape)
+        weight = packed.weight
+        tuned = None
+        if codes.dtype == torch.float8_e4m3fn:
+            tuned = tuning.code_tile(codes.shape[0], *weight.codes.shape)
+        if tuned is not None:
             return quantized.tile_product(
                 codes, weight, tuned, self.scratch, bias=bias, residual=residual, input_scales=scales, dtype=dtype
             )
@@ -197,6 +199,7 @@ def table(base: Ops, make: Make, device: torch.device, *, deterministic: bool = 
         pack_linear=products.pack_linear,
         norm_linear=products.norm_linear,
         linear_add=products.linear_add,
+        linear_add_norm=None,
         norm_gated_linear=products.norm_gated_linear,
     )
 

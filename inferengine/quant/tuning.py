@@ -14,7 +14,6 @@ from inferengine.kernels.quantized_fragments import FragmentTuning
 
 MOST_TILE_ROWS = 256  # beyond, the weight is made into numbers for each product
 MOST_FRAGMENT_ROWS = 128  # likewise, of 4-bit weights
-MOST_CODE_ROWS = 64  # up to so many rows of FP8 codes our tiles are faster than torch's scaled matmul
 MOST_EXACT_ROWS = {torch.float8_e4m3fn: 1, torch.int8: 64}  # beyond, inputs are rounded where the scheme says so
 TARGET_PROGRAMS = 264  # two programs on each of 132 multiprocessors
 
@@ -44,8 +43,11 @@ def byte_tile(rows: int | None, width: int, columns: int, item_bytes: int) -> Bl
     return _tile(rows, width, columns, item_bytes, 128)
 
 
-def code_tile(rows: int, width: int, columns: int) -> BlockTuning:
-    """A few rows of FP8 codes times FP8 codes."""
+def code_tile(rows: int, width: int, columns: int) -> BlockTuning | None:
+    """A few rows of FP8 codes times FP8 codes. None where torch's scaled matmul is faster."""
+    if rows > 64:
+        narrow = rows <= 128 and width <= 6144
+        return BlockTuning(64, 64, 256 if width <= 4096 else 128, 1, 4, 4) if narrow else None
     block_m = 16 if rows <= 16 else 32 if rows <= 32 else 64
     if width > 16384:
         return BlockTuning(block_m, 64, 128, 1, 4, 3 if block_m == 16 else 5)
