@@ -64,6 +64,9 @@ MODELS = {
 class CublasKernels(cuda_kernels.CudaKernels):
     """The same table with every matrix product left to cuBLAS."""
 
+    def linear_add_norm(self, x: Any, weight: Any, bias: Any, residual: Any, gain: Any, eps: float) -> tuple[Any, None]:
+        return self.linear_add(x, weight, bias, residual), None
+
     def _tuning(self, x: torch.Tensor, weight: torch.Tensor, *, gated: bool) -> None:
         return None
 
@@ -220,16 +223,21 @@ def bench_step(shape: Shape, rows: int, context: int, block_size: int) -> dict[s
     mixed = randn(rows, shape.heads * shape.head_dim)
 
     def step(kernels: cuda_kernels.CudaKernels, attention: bool) -> None:
-        x = hidden
+        x, normed = hidden, None
         for layer, cache in zip(layers, caches, strict=True):
-            qkv = kernels.norm_linear(x, gain, 1e-5, layer["qkv"])
+            if normed is None:
+                qkv = kernels.norm_linear(x, gain, 1e-5, layer["qkv"])
+            else:
+                qkv = kernels.linear(normed, layer["qkv"])
             out = mixed
             if attention:
                 out = kernels.attention_qkv(
                     qkv, gain_head, gain_head, 1e-6, cos_sin, cache, batch, 0, shape.heads, shape.kv_heads, 0.088
                 )
-            x = kernels.linear_add(out, layer["out"], None, x)
-            x = kernels.linear_add(kernels.norm_gated_linear(x, gain, 1e-5, layer["gate_up"]), layer["down"], None, x)
+            x, normed = kernels.linear_add_norm(out, layer["out"], None, x, gain, 1e-5)
+            source, first = (x, gain) if normed is None else (normed, None)
+            inner = kernels.norm_gated_linear(source, first, 1e-5, layer["gate_up"])
+            x, normed = kernels.linear_add_norm(inner, layer["down"], None, x, gain, 1e-5)
         kernels.norm_linear(x, gain, 1e-5, head)
 
     device = hidden.device

@@ -16,7 +16,7 @@ from inferengine.kernels import activation, logprobs, norm, rope_cache, sampling
 from inferengine.kernels.attention_decode import decode_attention, decode_attention_qkv
 from inferengine.kernels.attention_prefill import prefill_attention
 from inferengine.kernels.linear import gemv, tiled
-from inferengine.kernels.linear_wide import can_be_wide, wide
+from inferengine.kernels.linear_wide import can_be_wide, wide, wide_parts
 from inferengine.kernels.scratch import Scratch
 from inferengine.kernels.tuning import (
     GemvTuning,
@@ -25,6 +25,7 @@ from inferengine.kernels.tuning import (
     decode_tuning,
     deterministic_tuning,
     linear_tuning,
+    parts_tuning,
     wide_tuning,
 )
 
@@ -76,21 +77,39 @@ class CudaKernels:
             return residual.add_(functional.linear(x, weight, bias))
         return torch.addmm(residual, x, weight.t(), out=residual)
 
+    def linear_add_norm(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        residual: torch.Tensor,
+        gain: torch.Tensor,
+        eps: float,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """`linear_add`, and rms_norm of the sum where a kernel that adds up the product's parts does it on the way."""
+        num_rows, (width, columns) = x.shape[0], weight.shape
+        tuned = parts_tuning(num_rows, width, columns)
+        exact = self.deterministic or x.dtype == torch.float32 or bias is not None
+        if tuned is None or exact or not can_be_wide(x, weight, tuned, gated=False):
+            return self.linear_add(x, weight, bias, residual), None
+        normed, residual = norm.add_parts_rms_norm(wide_parts(x, weight, tuned, self.scratch), residual, gain, eps)
+        return residual, normed
+
     def norm_gated_linear(
         self,
         x: torch.Tensor,
-        gain: torch.Tensor,
+        gain: torch.Tensor | None,
         eps: float,
         weight: torch.Tensor,
         bias: torch.Tensor | None = None,
         activation: str = "silu",
     ) -> torch.Tensor:
-        """act(gate) * up of rms_norm(x); weight [2I, E], the gate's rows first."""
+        """act(gate) * up of rms_norm(x), of x itself without a gain; weight [2I, E], the gate's rows first."""
         act = ACTIVATIONS[activation]
         tuned = self._tuning(x, weight, gated=True)
         if isinstance(tuned, GemvTuning):
             return gemv(x, weight, tuned, bias=bias, gain=gain, eps=eps, gated=act)
-        normed = norm.rms_norm(x, gain, eps)
+        normed = x if gain is None else norm.rms_norm(x, gain, eps)
         if tuned is not None:
             return self._tile(normed, weight, tuned, bias=bias, gated=act)
         return self._activate(act, self.linear(normed, weight, bias))
@@ -216,6 +235,7 @@ def table(device: torch.device, *, deterministic: bool = False) -> dict[str, Any
         "pack_linear": pack_linear,
         "norm_linear": kernels.norm_linear,
         "linear_add": kernels.linear_add,
+        "linear_add_norm": kernels.linear_add_norm,
         "norm_gated_linear": kernels.norm_gated_linear,
         "prepare_attention": kernels.prepare_attention,
         "attention_qkv": kernels.attention_qkv,

@@ -38,17 +38,44 @@ def wide(
 ) -> torch.Tensor:
     """x [M, K], weight [N, K] -> [M, N], or [M, N / 2] when gated by an activation of activation.py. `residual` [M, N]
     is added in place and returned. The operands satisfy `can_be_wide`."""
-    num_rows, columns = x.shape
     width = weight.shape[0] if gated is None else weight.shape[0] // 2
-    out = x.new_empty(num_rows, width) if residual is None else residual
-    if num_rows == 0:
-        return out
-    tiles = triton.cdiv(num_rows, tuned.block_m) * (width // tuned.block_n)
+    out = x.new_empty(x.shape[0], width) if residual is None else residual
+    tiles = triton.cdiv(x.shape[0], tuned.block_m) * (width // tuned.block_n)
     splits = 1 if gated is not None else tuned.splits
     too_much = splits * tiles * tuned.block_m * tuned.block_n > scratch.partial.numel()
     if too_much or tiles > scratch.arrived.numel():
         splits = 1
-    _wide_kernel[(tiles, splits)](
+    _launch(x, weight, tuned, scratch, splits, out, bias=bias, residual=residual, gated=gated)
+    return out
+
+
+def wide_parts(x: torch.Tensor, weight: torch.Tensor, tuned: WideTuning, scratch: Scratch) -> torch.Tensor:
+    """x [M, K], weight [N, K] -> [splits, M, N] fp32, whose sum is the product. It lies in the scratch memory: the next
+    kernel must be the one that reads it."""
+    shape = (tuned.splits, x.shape[0], weight.shape[0])
+    parts = scratch.partial[: tuned.splits * x.shape[0] * weight.shape[0]].view(shape)
+    _launch(x, weight, tuned, scratch, tuned.splits, parts, parts=True)
+    return parts
+
+
+def _launch(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    tuned: WideTuning,
+    scratch: Scratch,
+    splits: int,
+    out: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+    gated: int | None = None,
+    parts: bool = False,
+) -> None:
+    num_rows, columns = x.shape
+    width = weight.shape[0] if gated is None else weight.shape[0] // 2
+    if num_rows == 0:
+        return
+    _wide_kernel[(triton.cdiv(num_rows, tuned.block_m) * (width // tuned.block_n), splits)](
         TensorDescriptor.from_tensor(x, [tuned.block_m, tuned.block_k]),
         TensorDescriptor.from_tensor(weight, [tuned.block_n, tuned.block_k]),
         x if bias is None else bias,
@@ -57,7 +84,7 @@ def wide(
         scratch.partial,
         scratch.arrived,
         num_rows,
-        out.stride(0),
+        out.stride(-2),
         N=width,
         K=columns,
         BLOCK_M=tuned.block_m,
@@ -65,6 +92,7 @@ def wide(
         BLOCK_K=tuned.block_k,
         CHUNK=triton.cdiv(triton.cdiv(columns, tuned.block_k), splits) * tuned.block_k,
         SPLITS=splits,
+        PARTS=parts,
         WEIGHT_LEFT=tuned.weight_left,
         ADD=residual is not None,
         BIAS=bias is not None,
@@ -75,7 +103,6 @@ def wide(
         num_stages=tuned.num_stages,
         **launch_options(supports_pdl(x.device)),
     )
-    return out
 
 
 @triton.jit
@@ -105,6 +132,7 @@ def _wide_kernel(
     BLOCK_K: tl.constexpr,
     CHUNK: tl.constexpr,
     SPLITS: tl.constexpr,
+    PARTS: tl.constexpr,
     WEIGHT_LEFT: tl.constexpr,
     ADD: tl.constexpr,
     BIAS: tl.constexpr,
@@ -140,6 +168,11 @@ def _wide_kernel(
         m, n, inner = m[None, :], n[:, None], inner_n[:, None] * BLOCK_M + inner_m[None, :]
     else:
         m, n, inner = m[:, None], n[None, :], inner_m[:, None] * BLOCK_N + inner_n[None, :]
+    place = m.to(tl.int64) * out_stride + n
+    mask = m < num_rows
+    if PARTS:
+        tl.store(out_ptr + split.to(tl.int64) * num_rows * out_stride + place, acc, mask=mask)
+        return
     if SPLITS > 1:
         SIZE: tl.constexpr = BLOCK_M * BLOCK_N
         partial = partial_ptr + (tile * SPLITS).to(tl.int64) * SIZE + inner
@@ -159,8 +192,6 @@ def _wide_kernel(
         if BIAS:
             up += tl.load(bias_ptr + N + n).to(tl.float32)
         acc = gate(acc, ACTIVATION) * up
-    place = m.to(tl.int64) * out_stride + n
-    mask = m < num_rows
     if ADD:
         acc += tl.load(residual_ptr + place, mask=mask, other=0.0).to(tl.float32)
     tl.store(out_ptr + place, acc.to(out_ptr.dtype.element_ty), mask=mask)

@@ -28,6 +28,31 @@ def add_rms_norm(
     return out, residual
 
 
+def add_parts_rms_norm(
+    parts: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`add_rms_norm` of a product left in parts [S, T, E] fp32 that are to be summed. Returns (normed, residual)."""
+    num_parts, num_tokens, width = parts.shape
+    out = torch.empty_like(residual)
+    if num_tokens:
+        block = triton.next_power_of_2(width)
+        _add_parts_kernel[(num_tokens,)](
+            parts,
+            residual,
+            weight,
+            out,
+            residual.stride(0),
+            num_tokens,
+            eps,
+            WIDTH=width,
+            BLOCK=block,
+            PARTS=num_parts,
+            num_warps=min(16, max(1, block // 512)),
+            **launch_options(supports_pdl(residual.device)),
+        )
+    return out, residual
+
+
 def _launch(
     x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float, out: torch.Tensor
 ) -> None:
@@ -82,3 +107,34 @@ def _rms_norm_kernel(
         x = stored.to(tl.float32)
     scale = tl.rsqrt(tl.sum(x * x, axis=0) / WIDTH + eps)
     tl.store(out_ptr + token * out_stride + columns, (x * scale * weight).to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _add_parts_kernel(
+    parts_ptr,
+    residual_ptr,
+    weight_ptr,
+    out_ptr,
+    residual_stride,
+    num_tokens,
+    eps,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PARTS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    allow_next(PDL)
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    mask = columns < WIDTH
+    weight = tl.load(weight_ptr + columns, mask=mask, other=0.0).to(tl.float32)
+    wait_for_previous(PDL)
+    residual_row = residual_ptr + token * residual_stride + columns
+    total = tl.load(residual_row, mask=mask, other=0.0).to(tl.float32)
+    for part in tl.static_range(PARTS):
+        total += tl.load(parts_ptr + (part * num_tokens + token) * WIDTH + columns, mask=mask, other=0.0)
+    stored = total.to(residual_ptr.dtype.element_ty)
+    tl.store(residual_row, stored, mask=mask)
+    x = stored.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(x * x, axis=0) / WIDTH + eps)
+    tl.store(out_ptr + token * WIDTH + columns, (x * scale * weight).to(out_ptr.dtype.element_ty), mask=mask)

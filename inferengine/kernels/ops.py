@@ -36,6 +36,7 @@ class Ops:
     pack_linear: Callable[[torch.Tensor], Any]
     norm_linear: Callable[..., torch.Tensor]
     linear_add: Callable[..., torch.Tensor]
+    linear_add_norm: Callable[..., tuple[torch.Tensor, torch.Tensor | None]] | None  # None: nothing to gain
     norm_gated_linear: Callable[..., torch.Tensor]
     prepare_attention: Callable[..., Any]
     attention_qkv: Callable[..., torch.Tensor]
@@ -55,6 +56,7 @@ REFERENCE = Ops(
     pack_linear=reference.pack_linear,
     norm_linear=reference_fused.norm_linear,
     linear_add=reference_fused.linear_add,
+    linear_add_norm=None,
     norm_gated_linear=reference_fused.norm_gated_linear,
     prepare_attention=cpu_attention_plan.prepare_attention,
     attention_qkv=cpu_attention.attention_qkv,

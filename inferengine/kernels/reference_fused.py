@@ -21,14 +21,27 @@ def linear_add(
     return residual.add_(reference.linear(x, weight, bias))
 
 
+def linear_add_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor,
+    gain: torch.Tensor,
+    eps: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """residual += linear(x), in place, and rms_norm(residual). A table may leave it out, or give None for the norm."""
+    residual = linear_add(x, weight, bias, residual)
+    return residual, reference.rms_norm(residual, gain, eps)
+
+
 def norm_gated_linear(
     x: torch.Tensor,
-    gain: torch.Tensor,
+    gain: torch.Tensor | None,
     eps: float,
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,
     activation: str = "silu",
 ) -> torch.Tensor:
-    """act(gate) * up of rms_norm(x), weight [2I, E] with the gate's rows first -> [T, I]."""
+    """act(gate) * up of rms_norm(x), weight [2I, E] with the gate's rows first -> [T, I]; no gain: x is normed."""
     act = {"silu": reference.silu_and_mul, "gelu_tanh": reference.gelu_tanh_and_mul}[activation]
-    return act(norm_linear(x, gain, eps, weight, bias))
+    return act(reference.linear(x, weight, bias) if gain is None else norm_linear(x, gain, eps, weight, bias))

@@ -115,6 +115,16 @@ def wide_tuning(rows: int, width: int, columns: int, gated: bool) -> WideTuning 
     return WideTuning(32, 64, 128, splits, 4, 5, True) if width <= 16384 else None
 
 
+def parts_tuning(rows: int, width: int, columns: int) -> WideTuning | None:
+    """How to multiply when the norm that follows adds the parts up; None: it does not pay."""
+    if not 16 < rows <= 128 or width > 8192 or width * columns < 12 << 20 or columns % 256:
+        return None
+    splits = max(2, min(4, round(132 * 64 / width)))
+    if rows <= 32:
+        return WideTuning(32, 64, 128, splits, 4, 5, True)
+    return WideTuning(64 if rows <= 64 else 128, 64, 64, splits, 4, 8)
+
+
 def linear_tuning(rows: int, width: int, columns: int, gated: bool) -> GemvTuning | TileTuning | None:
     """How to multiply `rows` rows by a weight [width, columns]; None: cuBLAS is faster. Measured with bf16."""
     if rows == 1:

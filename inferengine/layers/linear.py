@@ -37,14 +37,28 @@ class Linear(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.ops.linear(x, self.packed, self.offset)
 
-    def of_norm(self, x: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
-        """linear(norm(x))"""
+    def of_norm(self, x: torch.Tensor, norm: RMSNorm, normed: torch.Tensor | None = None) -> torch.Tensor:
+        """linear(norm(x)); `normed` is norm(x) where it has been computed already."""
+        if normed is not None:
+            return self.ops.linear(normed, self.packed, self.offset)
         return self.ops.norm_linear(x, norm.gain, norm.eps, self.packed, self.offset)
 
-    def gated_of_norm(self, x: torch.Tensor, norm: RMSNorm, activation: str) -> torch.Tensor:
-        """activation(gate) * up, where linear(norm(x)) = [gate, up]"""
+    def gated_of_norm(
+        self, x: torch.Tensor, norm: RMSNorm, activation: str, normed: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """activation(gate) * up, where linear(norm(x)) = [gate, up]; `normed` as in `of_norm`."""
+        if normed is not None:
+            return self.ops.norm_gated_linear(normed, None, 0.0, self.packed, self.offset, activation)
         return self.ops.norm_gated_linear(x, norm.gain, norm.eps, self.packed, self.offset, activation)
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """residual += linear(x), in place where the device can; the sum is returned."""
         return self.ops.linear_add(x, self.packed, self.offset, residual)
+
+    def add_to_and_norm(
+        self, residual: torch.Tensor, x: torch.Tensor, norm: RMSNorm | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """`add_to`, and `norm` of the sum if the device has it on the way, to be handed to the next product."""
+        if norm is None or self.ops.linear_add_norm is None:
+            return self.add_to(residual, x), None
+        return self.ops.linear_add_norm(x, self.packed, self.offset, residual, norm.gain, norm.eps)

@@ -22,9 +22,9 @@ class GatedMLP(nn.Module):
         self.down = Linear(ops, intermediate_size, hidden_size, bias=bias)
         self.activation = activation
 
-    def hidden(self, x: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
+    def hidden(self, x: torch.Tensor, norm: RMSNorm, normed: torch.Tensor | None = None) -> torch.Tensor:
         """[T, E] -> [T, I]: all but the last projection, which the layer fuses with what follows."""
-        return self.gate_up.gated_of_norm(x, norm, self.activation)
+        return self.gate_up.gated_of_norm(x, norm, self.activation, normed)
 
 
 class MLP(nn.Module):

@@ -143,6 +143,7 @@ class AdapterBank:
             linear=linear,
             norm_linear=norm_linear,
             linear_add=linear_add,
+            linear_add_norm=None,
             norm_gated_linear=norm_gated_linear,
         )
 

@@ -70,12 +70,15 @@ class DecoderLayer(nn.Module):
             ops, config.hidden_size, config.intermediate_size, activation=config.activation, bias=config.mlp_bias
         )
 
-    def forward(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
-        """Residual stream [T, E] -> the same after this layer, in place where the device can."""
+    def forward(
+        self, x: torch.Tensor, batch: Batch, normed: torch.Tensor | None = None, following: RMSNorm | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Residual stream [T, E] -> the same after this layer, in place where the device can. `normed` is x after this
+        layer's first norm if the layer before had it on the way, as this one may have that of `following`."""
         attention, mlp = self.attention, self.mlp
-        mixed = attention.mix(attention.qkv.of_norm(x, self.attention_norm), batch)
-        x = attention.out.add_to(x, mixed)
-        return mlp.down.add_to(x, mlp.hidden(x, self.mlp_norm))
+        mixed = attention.mix(attention.qkv.of_norm(x, self.attention_norm, normed), batch)
+        x, normed = attention.out.add_to_and_norm(x, mixed, self.mlp_norm)
+        return mlp.down.add_to_and_norm(x, mlp.hidden(x, self.mlp_norm, normed), following)
 
 
 class Llama(nn.Module):
@@ -85,6 +88,10 @@ class Llama(nn.Module):
         super().__init__()
         self.embed = Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(DecoderLayer(ops, config, layer) for layer in range(config.num_layers))
+        self._following = [
+            *(layer.attention_norm for layer in list(self.layers)[1:]),
+            None,
+        ]  # the norm of each layer's sum
         self.norm = RMSNorm(ops, config.hidden_size, config.norm_eps)
         tied = self.embed if config.tied_embeddings else None
         self.head = Head(ops, config.vocab_size, config.hidden_size, tied=tied, softcap=config.logits_softcap)
@@ -92,8 +99,9 @@ class Llama(nn.Module):
     def forward(self, batch: Batch) -> torch.Tensor:
         """[T] ids -> residual stream [T, E]."""
         x = self.embed(batch.input_ids)
-        for layer in self.layers:
-            x = layer(x, batch)
+        normed = None
+        for layer, following in zip(self.layers, self._following, strict=True):
+            x, normed = layer(x, batch, normed, following)
         return x
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:

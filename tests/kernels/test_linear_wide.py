@@ -1,10 +1,12 @@
 import pytest
 import torch
 
+from inferengine.kernels import cuda
 from inferengine.kernels.activation import GELU_TANH, SILU
-from inferengine.kernels.linear_wide import can_be_wide, wide
-from inferengine.kernels.tuning import WideTuning, wide_tuning
-from tests.kernels.builders import dtypes, make_scratch, relative_error, tolerance
+from inferengine.kernels.linear_wide import can_be_wide, wide, wide_parts
+from inferengine.kernels.norm import add_parts_rms_norm
+from inferengine.kernels.tuning import WideTuning, parts_tuning, wide_tuning
+from tests.kernels.builders import dtypes, make_scratch, reference_norm, relative_error, tolerance
 
 DTYPE = dtypes()[-1]
 
@@ -49,6 +51,36 @@ def test_chunks_without_room_to_meet_are_summed_by_one_program(device):
     assert relative_error(actual, x.double() @ weight.double().T) < tolerance(DTYPE)
 
 
+@pytest.mark.parametrize("splits", [1, 3])
+def test_parts_of_a_product_are_added_to_the_residual_and_normed(splits, device):
+    x, weight = make_operands(70, 320, 128, device)
+    residual, gain = torch.randn(70, 128, device=device).to(DTYPE), torch.randn(128, device=device).to(DTYPE)
+    expected = residual.double() + x.double() @ weight.double().T
+    parts = wide_parts(x, weight, WideTuning(64, 64, 64, splits, 4, 3), make_scratch(device))
+    assert parts.shape == (splits, 70, 128)
+    normed, summed = add_parts_rms_norm(parts, residual, gain, 1e-5)
+    assert summed is residual
+    assert relative_error(residual, expected) < tolerance(DTYPE)
+    assert relative_error(normed, reference_norm(expected, gain, 1e-5)) < tolerance(DTYPE)
+
+
+def test_an_exact_sum_leaves_the_norm_to_the_next_product(device, monkeypatch):
+    monkeypatch.setattr(cuda, "parts_tuning", lambda *shape: WideTuning(64, 64, 64, 2, 4, 3))
+    x, weight = make_operands(20, 128, 128, device)
+    gain = torch.randn(128, device=device).to(DTYPE)
+    for kernels, operands in (
+        (cuda.CudaKernels(device, deterministic=True), (x, weight, None)),
+        (cuda.CudaKernels(device), (x.float(), weight.float(), None)),
+        (cuda.CudaKernels(device), (x, weight, torch.zeros(128, device=device, dtype=DTYPE))),
+    ):
+        residual = torch.zeros(20, 128, device=device, dtype=operands[0].dtype)
+        summed, normed = kernels.linear_add_norm(*operands, residual, gain.to(residual.dtype), 1e-5)
+        assert normed is None
+        assert relative_error(summed, x.double() @ weight.double().T) < tolerance(DTYPE)
+    residual = torch.zeros(20, 128, device=device, dtype=DTYPE)
+    assert cuda.CudaKernels(device).linear_add_norm(x, weight, None, residual, gain, 1e-5)[1] is not None
+
+
 def test_what_the_tensor_memory_accelerator_cannot_read(device):
     tuned = WideTuning(64, 64, 64, 1, 4, 3)
     x, weight = make_operands(64, 128, 128, device)
@@ -65,6 +97,10 @@ def test_what_the_tensor_memory_accelerator_cannot_read(device):
 def test_tiles_of_the_table_fit_a_multiprocessor(width, columns, gated):
     for rows in range(1, 513):
         tuned = wide_tuning(rows, width, columns, gated)
+        parts = None if gated else parts_tuning(rows, width, columns)
+        if parts is not None:
+            assert parts.splits * rows * width <= 8 << 20, "room in the scratch memory"
+            tuned = parts
         if tuned is None:
             continue
         outputs = tuned.block_n * (2 if gated else 1)

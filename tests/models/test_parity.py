@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 
 import pytest
 import torch
 
 from inferengine.core.plan import BlockUpdates, SlotInit, StepPlan
+from inferengine.kernels import ops, reference_fused
 from inferengine.params import SamplingParams
 from tests.models.checkpoints import FAMILIES, SHAPES, greedy_reference, load, logits_reference, make_model, save
 from tests.runtime.engine import Engine
@@ -96,6 +98,22 @@ def one_prompt(engine: Engine, prompt: list[int]) -> StepPlan:
         admitted=[SlotInit(0, prompt, len(prompt), SamplingParams(temperature=0.0), 0, ())],
         block_updates=[updates for _ in engine.capacity.groups],
     )
+
+
+def test_norms_that_a_device_computes_with_the_sum_before_them(tmp_path, monkeypatch):
+    model = make_model("llama")
+    normed = []
+
+    def linear_add_norm(x, weight, bias, residual, gain, eps):
+        normed.append(gain)
+        residual, norm = reference_fused.linear_add_norm(x, weight, bias, residual, gain, eps)
+        return residual, norm if len(normed) % 3 else None  # the device may say no at any product
+
+    monkeypatch.setattr(ops, "REFERENCE", dataclasses.replace(ops.REFERENCE, linear_add_norm=linear_add_norm))
+    prompts = prompts_of((9, 20))
+    check_greedy(model, prompts, Engine(save(model, tmp_path)).generate(prompts, NUM_TOKENS))
+    layers = model.config.num_hidden_layers
+    assert len({id(gain) for gain in normed}) == 2 * layers - 1, "the last sum is normed with the head"
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
