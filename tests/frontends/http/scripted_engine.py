@@ -40,6 +40,8 @@ from inferengine.wire.messages import (
 from tests.text.vocabularies import CONFIG, byte_level
 
 TEMPLATE = (
+    "{% if reasoning_effort %}<effort>{{ reasoning_effort }}{% endif %}"
+    "{% for document in documents or [] %}<document>{{ document.text }}{% endfor %}"
     "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )

@@ -69,6 +69,11 @@ def test_the_template_makes_the_prompt(served: House) -> None:
     assert prompt_of(served) == "<system>be brief<user>hello<assistant>"
 
 
+def test_documents_and_effort_reach_the_template(served: House) -> None:
+    chat(served, documents=[{"text": "the fox"}, {"text": "the dog"}], reasoning_effort="low")
+    assert prompt_of(served) == "<effort>low<document>the fox<document>the dog<user>hello<assistant>"
+
+
 def test_typed_text_parts_are_joined(served: House) -> None:
     parts = [{"type": "text", "text": "hello"}, {"type": "text", "text": "you"}]
     chat(served, messages=[{"role": "user", "content": parts}])

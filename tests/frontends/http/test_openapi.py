@@ -44,6 +44,27 @@ WITH: dict[str, dict[str, Any]] = {
     "min_tokens": {"max_tokens": 300},
 }
 
+# Values that a field refuses besides those of the wrong type and those just outside its range.
+REFUSALS: dict[str, list[dict[str, Any]]] = {
+    "prompt": [{"prompt": ""}, {"prompt": []}, {"prompt": ["say"] * 257}],
+    "n": [{"n": 2, "temperature": 0}],
+    "min_tokens": [{"min_tokens": 9, "max_tokens": 8}],
+    "stop": [{"stop": ["a"] * 17}, {"stop": ["a" * 257]}, {"stop": [""]}],
+    "stop_token_ids": [{"stop_token_ids": [10**6]}, {"stop_token_ids": [5] * 1025}],
+    "logit_bias": [{"logit_bias": {"5": 101}}, {"logit_bias": {str(10**6): 1}}, {"logit_bias": {"the": 1}}],
+    "allowed_token_ids": [{"allowed_token_ids": [-1]}],
+    "bad_words": [{"bad_words": ["a"] * 129}],
+    "stream_options": [{"stream_options": {"include_usage": True}, "stream": False}],
+    "truncate_prompt_tokens": [{"truncate_prompt_tokens": 0}],
+    "prompt_logprobs": [{"prompt_logprobs": 1, "stream": True}, {"prompt_logprobs": 1, "detached": True}],
+    "cache_salt": [{"cache_salt": "a" * 1025}],
+    "request_id": [{"request_id": "a" * 129}],
+    "guided_regex": [{"guided_regex": "a+", "guided_choice": ["a"]}],
+    "top_logprobs": [{"top_logprobs": 3}],
+    "tool_choice": [{"tool_choice": "required"}],
+    "tools": [{"tools": [{"type": "function", "function": {"name": "a b"}}]}],
+}
+
 
 def edges(field: Field) -> list[tuple[Any, bool]]:
     """Values at the ends of a range, and just outside, with whether they may be sent."""
@@ -234,13 +255,9 @@ def range_of(schema: dict[str, Any]) -> str:
 def _shown(bound: float) -> str:
     if math.isinf(bound):
         return "..."
-    return (
-        f"{'-' if bound < 0 else ''}2^63 - 1"
-        if abs(bound) == 2**63 - 1
-        else f"{bound:g}"
-        if abs(bound) < 1e6
-        else str(bound)
-    )
+    if abs(bound) == 2**63 - 1:
+        return "-(2^63 - 1)" if bound < 0 else "2^63 - 1"
+    return f"{bound:g}" if abs(bound) < 1e6 else str(bound)
 
 
 def rows() -> dict[str, Field]:
@@ -255,9 +272,33 @@ def rows() -> dict[str, Field]:
 def test_the_page_says_what_the_table_says(name: str) -> None:
     field = rows()[name]
     line = next((line for line in PAGE.splitlines() if line.startswith(f"| `{name}` |")), "")
-    assert f"| {field.meaning} | {range_of(field.schema)} |" in line
+    assert f"| {field.meaning} | {range_of(field.schema)} | `" in line
     tests = re.findall(r"`(\w+)\.py: (\w+)`", line)
     assert tests, "no test is named"
     for file, function in tests:
         sources = [path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob(f"{file}.py")]
         assert any(f"def {function}(" in source for source in sources), (file, function)
+
+
+def refusals(path: str, field: Field) -> list[dict[str, Any]]:
+    """Bodies that are refused because of a field."""
+    wrong = next(value for value in ([[{}]], {"no": {"such": 1}}, 7.5, True) if not _fits(value, field.schema))
+    values = [value for value, good in edges(field) if not good]
+    bodies = [{**WITH.get(field.name, {}), field.name: value} for value in [*values, wrong]]
+    return [{**GOOD[path], **body} for body in [*bodies, *REFUSALS.get(field.name, [])]]
+
+
+@pytest.mark.parametrize("name", rows())
+def test_the_page_has_the_words_of_every_refusal(served: House, name: str) -> None:
+    """What the response's message says behind the field's name, with N and V for the numbers of tokens."""
+    path = next(path for path in ("/v1/completions", "/v1/chat/completions") if name in {f.name for f in TABLES[path]})
+    line = next(line for line in PAGE.splitlines() if line.startswith(f"| `{name}` |"))
+    for body in refusals(path, rows()[name]):
+        response = served.post(path, **body)
+        assert response.status_code in (400, 404), (body, response.text)
+        assert f"`{words(response.json()['error']['message'])}`" in line, body
+
+
+def words(message: str) -> str:
+    said = message.partition(": ")[2] or message
+    return re.sub(r"token id -?\d+ is outside the vocabulary of \d+", "token id N is outside the vocabulary of V", said)
