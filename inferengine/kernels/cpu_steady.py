@@ -173,14 +173,19 @@ class KeptKeys:
         self._queries, self._order = self._plan_queries(columns.query_start[: num_rows + 1], places, starts)
 
     def _advance_alone(self, columns: StepColumns) -> bool:
-        """As `advance` for the next token of the one row there is; False where it is not that simple."""
-        position = int(columns.row_start[0])
-        if columns.query_start[1] > 1 or columns.row_slot[0] != self._slots[0] or position > self._num_known[0]:
+        """As `advance` for the next tokens of the one row there is; False where it is not that simple."""
+        start, count = int(columns.row_start[0]), int(columns.query_start[1])
+        if columns.row_slot[0] != self._slots[0] or start > self._num_known[0]:
             return False
-        self.num_tokens, self._longest, self._joining = 1, position + 1, None
-        self._written = torch.from_numpy(self._first + position)
-        self._num_known[0] = position + 1
-        self._queries, self._order = _ALONE, None
+        self.num_tokens, self._longest, self._joining, self._order = count, start + count, None, None
+        self._num_known[0] = start + count
+        if count == 1:
+            self._written, self._queries = torch.from_numpy(self._first + start), _ALONE
+            return True
+        self._written = torch.from_numpy(self._first + columns.positions[:count, None])
+        hidden = np.zeros((1, 1, count, 1, start + count), dtype=np.float32)
+        hidden[0, 0, :, 0, start:] = np.triu(np.full((count, count), -np.inf, dtype=np.float32), 1)
+        self._queries = [Queries(count, None, None, torch.from_numpy(hidden).to(self._zero.dtype))]
         return True
 
     def _places_of(self, slots: np.ndarray) -> np.ndarray:
