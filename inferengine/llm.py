@@ -6,67 +6,32 @@ import random
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
 from inferengine.config import Config
 from inferengine.config import load as load_config
 from inferengine.core.admission import check_prompt, resolve_max_tokens
-from inferengine.core.plan import TokenLogprobs
 from inferengine.core.request import Request
 from inferengine.core.scheduler import StepOutput
-from inferengine.core.stopping import Finished
 from inferengine.engine.core import EngineCore
 from inferengine.engine.model_card import read_model_card
 from inferengine.engine.options import admission_limits, scheduler_options
-from inferengine.errors import InferEngineError, InvalidRequest
+from inferengine.engine.seeds import choice_seed
+from inferengine.errors import ConfigError, InferEngineError, InvalidRequest
+from inferengine.llm_results import Choice, Embedding, Generation, GrowingChoice, ProgressBar
 from inferengine.params import MAX_SEED, POOLINGS, SamplingParams, validate
 from inferengine.runtime.factory import build_executor
 from inferengine.spec.proposers import build_proposer
 from inferengine.structure import GrammarSpec, read_grammar, validate_grammar
 from inferengine.structured.compiler import GrammarCompiler
-from inferengine.text import ChatTemplate, TextStream, Tokenizer
+from inferengine.text import ChatTemplate, TextStream, Tokenizer, check_messages
 from inferengine.vectors import to_floats
 
+__all__ = ["LLM", "Choice", "Embedding", "Generation"]
+
 Prompt = str | Sequence[int]
-
-
-@dataclass
-class Choice:
-    """One output. `finish_reason` is stop, length or error; `stop` the string or token id that ended it."""
-
-    text: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    finish_reason: str = ""
-    stop: str | int | None = None
-    error: str | None = None
-    logprobs: list[TokenLogprobs] | None = None
-
-
-@dataclass
-class Generation:
-    """A prompt with its `n` outputs."""
-
-    prompt: str | None
-    prompt_ids: list[int]
-    choices: list[Choice]
-    num_cached_tokens: int = 0
-
-    @property
-    def text(self) -> str:
-        """Of the first choice."""
-        return self.choices[0].text
-
-
-@dataclass(frozen=True)
-class Embedding:
-    """A prompt as a vector of length 1 (L2)."""
-
-    prompt: str | None
-    prompt_ids: list[int]
-    values: list[float]
-    num_cached_tokens: int = 0
 
 
 class LLM:
@@ -76,6 +41,9 @@ class LLM:
     """
 
     def __init__(self, folder: str = "", /, *, config: Config | None = None, **settings: Mapping[str, Any]) -> None:
+        for section, values in settings.items():
+            if not isinstance(values, Mapping):
+                raise ConfigError(section, "must be keys of a section: LLM(cache={'num_blocks': 512}), for one")
         config = (config or load_config(environment={})).with_values(**settings)
         self.config = config.with_values(model={"path": folder}) if folder else config
         card = read_model_card(self.config)
@@ -101,6 +69,7 @@ class LLM:
         )
         self._random = random.Random(self.config.engine.seed or None)
         self._next_uid = 0
+        self._closed = False
 
     # -- calls -------------------------------------------------------------------------------------------------------
 
@@ -117,10 +86,8 @@ class LLM:
         `params` is one for all or one each; `structured` takes response_format, structured_outputs or guided_*.
         Raises InvalidRequest naming the field of the first request that cannot run; then nothing has run.
         """
-        listed = _as_list(prompts)
-        per_prompt = [params or SamplingParams()] * len(listed) if not isinstance(params, Sequence) else list(params)
-        if len(per_prompt) != len(listed):
-            raise InvalidRequest("params", f"there are {len(listed)} prompts and {len(per_prompt)} parameter sets")
+        listed = self._as_list(prompts)
+        per_prompt = _params_of_each(params, len(listed))
         spec = read_grammar(structured)
         jobs = [self._job(prompt, chosen, spec) for prompt, chosen in zip(listed, per_prompt, strict=True)]
         return self._run(jobs, spec, progress)
@@ -137,11 +104,13 @@ class LLM:
         """Answer one conversation or several: lists of {"role", "content"}. `template` goes to the chat template."""
         if self.chat_template is None:
             raise InvalidRequest("messages", "the model has no chat template: use generate", code="unsupported")
+        if isinstance(conversations, str | Mapping) or not isinstance(conversations, Sequence):
+            raise InvalidRequest("messages", 'must be a list of {"role", "content"}, or a list of such lists')
         single = bool(conversations) and isinstance(conversations[0], Mapping)
         listed: Any = [conversations] if single else conversations
         prompts = [
             self.tokenizer.encode(
-                self.chat_template.render(list(messages), **(template or {})), add_special_tokens=False
+                self.chat_template.render(check_messages(list(messages)), **(template or {})), add_special_tokens=False
             )
             for messages in listed
         ]
@@ -159,7 +128,7 @@ class LLM:
         pooling = pooling or self.config.model.pooling
         if pooling not in POOLINGS:
             raise InvalidRequest("pooling", f"must be one of {', '.join(POOLINGS)}")
-        listed = _as_list(prompts)
+        listed = self._as_list(prompts)
         ids = [self._token_ids(prompt) for prompt in listed]
         for each in ids:
             check_prompt(len(each), self._limits)
@@ -172,7 +141,7 @@ class LLM:
             )
         vectors: dict[int, bytes] = {}
         cached: dict[int, int] = {}
-        bar = _Bar(len(ids)) if progress and sys.stderr.isatty() else None
+        bar = ProgressBar(len(ids)) if progress and sys.stderr.isatty() else None
         try:
             while waiting:
                 output = self.core.step()
@@ -197,7 +166,10 @@ class LLM:
         ]
 
     def close(self) -> None:
-        """Give the device's memory back."""
+        """Give the device's memory back. Any number of times."""
+        if self._closed:
+            return
+        self._closed = True
         self._grammars.close()
         self._executor.close()
 
@@ -211,6 +183,17 @@ class LLM:
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
+    def _as_list(self, prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+        """One prompt or several, as several."""
+        if self._closed:
+            raise InferEngineError("engine_unavailable", "This LLM has been closed: make another one.")
+        if isinstance(prompts, str):
+            return [prompts]
+        if not isinstance(prompts, Sequence):
+            raise InvalidRequest("prompts", "must be a text, token ids, or a list of either")
+        one: Any = prompts
+        return [one] if one and isinstance(one[0], int) else list(one)
+
     def _job(self, prompt: Prompt, params: SamplingParams, spec: GrammarSpec | None) -> _Job:
         ids = self._token_ids(prompt)
         validate(params, vocab_size=self.capacity.vocab_size, limits=self.config.limits)
@@ -221,19 +204,25 @@ class LLM:
         return _Job(prompt if isinstance(prompt, str) else None, ids, params, max_tokens)
 
     def _token_ids(self, prompt: Prompt) -> list[int]:
-        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else [int(token) for token in prompt]
+        if prompt == "":
+            raise InvalidRequest("prompt", "must not be empty")
+        if not isinstance(prompt, str) and not (
+            isinstance(prompt, Sequence) and all(isinstance(token, int) for token in prompt)
+        ):
+            raise InvalidRequest("prompt", "must be a text or a list of token ids")
+        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         if any(not 0 <= token < self.capacity.vocab_size for token in ids):
             raise InvalidRequest("prompt", f"a token id is outside the vocabulary of {self.capacity.vocab_size}")
         return ids
 
     def _run(self, jobs: list[_Job], spec: GrammarSpec | None, progress: bool) -> list[Generation]:
-        outputs: dict[int, _Output] = {}
+        outputs: dict[int, GrowingChoice] = {}
         results: list[Generation] = []
         for job in jobs:
             choices = [Choice(logprobs=None if job.params.logprobs is None else []) for _ in range(job.params.n)]
             results.append(Generation(job.prompt, job.prompt_ids, choices))
             self._submit(job, spec, results[-1], outputs)
-        bar = _Bar(len(outputs)) if progress and sys.stderr.isatty() else None
+        bar = ProgressBar(len(outputs)) if progress and sys.stderr.isatty() else None
         try:
             while self.core.has_work:
                 output = self.core.step()
@@ -246,7 +235,9 @@ class LLM:
                 bar.close()
         return results
 
-    def _submit(self, job: _Job, spec: GrammarSpec | None, result: Generation, outputs: dict[int, _Output]) -> None:
+    def _submit(
+        self, job: _Job, spec: GrammarSpec | None, result: Generation, outputs: dict[int, GrowingChoice]
+    ) -> None:
         first = None
         seed = job.params.seed if job.params.seed is not None else self._random.randrange(MAX_SEED)
         for index, choice in enumerate(result.choices):
@@ -259,7 +250,7 @@ class LLM:
                     params=job.params,
                     max_tokens=job.max_tokens,
                     eos_token_ids=self._eos,
-                    seed=seed + index,
+                    seed=choice_seed(seed, index),
                     choice=index,
                     fork_of=first,
                     arrival_s=time.monotonic(),
@@ -277,9 +268,9 @@ class LLM:
                 min_tokens=job.params.min_tokens,
                 context_ids=job.prompt_ids[-4:],
             )
-            outputs[uid] = _Output(result, choice, stream)
+            outputs[uid] = GrowingChoice(result, choice, stream)
 
-    def _take(self, news: StepOutput, outputs: dict[int, _Output], bar: _Bar | None) -> None:
+    def _take(self, news: StepOutput, outputs: dict[int, GrowingChoice], bar: ProgressBar | None) -> None:
         ended = {row.uid: row for row in news.finished}
         fresh: dict[int, list[int]] = {}
         for uid, token in zip(news.uids, news.token_ids, strict=True):
@@ -288,6 +279,7 @@ class LLM:
             output, row = outputs.get(uid), ended.get(uid)
             if output is None:
                 continue
+            output.take_prompt((news.prompt_logprobs or {}).get(uid))
             stopped = output.push(fresh.get(uid, []), (news.logprobs or {}).get(uid), row)
             if stopped and row is None:
                 self.core.cancel(uid)
@@ -305,55 +297,11 @@ class _Job:
     max_tokens: int
 
 
-class _Output:
-    """A choice that grows."""
-
-    def __init__(self, result: Generation, choice: Choice, stream: TextStream) -> None:
-        self._result, self._choice, self._stream = result, choice, stream
-
-    def push(self, tokens: list[int], logprobs: list[TokenLogprobs] | None, row: Finished | None) -> bool:
-        """Take tokens and perhaps the end. Returns whether a stop string ended it here."""
-        choice = self._choice
-        by_id = row is not None and row.reason == "stop" and not isinstance(row.detail, str)
-        delta = self._stream.push(tokens, final=row is not None, stop_token=by_id and bool(tokens))
-        choice.text += delta.text
-        choice.token_ids = (choice.token_ids + tokens)[: delta.num_tokens]
-        if choice.logprobs is not None:
-            choice.logprobs = (choice.logprobs + (logprobs or []))[: delta.num_tokens]
-        if delta.stop is not None:
-            choice.finish_reason, choice.stop = "stop", delta.stop
-        elif row is not None:
-            choice.finish_reason = row.reason
-            if isinstance(row.detail, tuple):
-                choice.error = ": ".join(row.detail)
-            else:
-                choice.stop = row.detail or None
-        if row is not None:
-            self._result.num_cached_tokens = max(self._result.num_cached_tokens, row.num_cached)
-        return delta.stop is not None
-
-
-class _Bar:
-    """Progress on a terminal."""
-
-    def __init__(self, total: int) -> None:
-        from tqdm import tqdm
-
-        self._bar = tqdm(total=total, unit="output")
-        self._tokens = 0
-        self._begin = time.monotonic()
-
-    def advance(self, num_tokens: int, *, done: bool) -> None:
-        self._tokens += num_tokens
-        if done:
-            self._bar.set_postfix_str(f"{self._tokens / (time.monotonic() - self._begin):.0f} tokens/s", refresh=False)
-            self._bar.update(1)
-
-    def close(self) -> None:
-        self._bar.close()
-
-
-def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
-        return [prompts]  # type: ignore[list-item]
-    return list(prompts)  # type: ignore[arg-type]
+def _params_of_each(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * count
+    if not isinstance(params, Sequence) or not all(isinstance(each, SamplingParams) for each in params):
+        raise InvalidRequest("params", "must be SamplingParams(max_tokens=16, ...), or a list with one for each prompt")
+    if len(params) != count:
+        raise InvalidRequest("params", f"there are {count} prompts and {len(params)} parameter sets")
+    return list(params)

@@ -20,8 +20,10 @@ FOUNDATION = (
 )
 LAYERS: dict[str, tuple[str, ...]] = {
     "inferengine": ("inferengine.llm", "inferengine.params"),
+    "inferengine.llm_results": ("inferengine.core", "inferengine.text"),
     "inferengine.llm": (
         *FOUNDATION,
+        "inferengine.llm_results",
         "inferengine.core",
         "inferengine.engine",
         "inferengine.engine.core",
