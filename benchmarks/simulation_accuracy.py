@@ -290,7 +290,7 @@ def main() -> None:
         clock = Clock(arguments.clock)
         yardstick = Yardstick(clock, works_of(executor) if on_cpu else ())
         grid = Grid(executor, capacity, clock, yardstick, arguments.token_limit or default_token_limit(about))
-        parts = [] if arguments.cost else grid.deal(num_slices + 1)
+        parts = [] if arguments.cost else grid.deal(num_slices * len(arguments.loads) + 1)
         gc.collect()
         gc.freeze()  # as the engine's process does when it is ready
 
@@ -318,7 +318,7 @@ def main() -> None:
                 if load:
                     workload = replace(workload, arrivals="poisson", rate=load * most)
                 slices[load].append(run_real(executor, capacity, clock, yardstick, workload, real[load]))
-            calibrate_part()
+                calibrate_part()
         measured: dict[str, Sequence[StepShape]] = {}
         if arguments.cost:
             profile = load_profile(arguments.cost)

@@ -95,7 +95,7 @@ def fit_kind(steps: Sequence[tuple[int, StepShape]], captured: bool, *, on_card:
     heights, kv_token_s, others = np.split(solution, [len(points), len(points) + len(kv_points)])
     if not captured:
         heights = np.cumsum(heights)
-    row_s, pair_s, change_s = map(float, others)
+    row_s, pair_s, change_s = map(_rounded, others)
     return KindCost(_curve(points, heights), row_s, _curve(kv_points, kv_token_s), pair_s, change_s)
 
 
@@ -107,11 +107,16 @@ def fit_host(shapes: Sequence[StepShape], graphs: CapturedSteps | None) -> HostC
     rows = [(1.0, float(shape.num_rows), float(kind_of(shape, graphs)[0] == "launched")) for shape in measured]
     times = np.array([shape.host_s for shape in measured], dtype=np.float64)
     # What others do with the host's cores delays launches by half for seconds: that belongs to their mean.
-    return HostCost(*map(float, robust_least_squares(np.array(rows), times, scatters=math.inf)))
+    return HostCost(*map(_rounded, robust_least_squares(np.array(rows), times, scatters=math.inf)))
 
 
 def _curve(points: Sequence[float], heights: Matrix) -> Curve:
-    return tuple((float(point), float(height)) for point, height in zip(points, heights, strict=True))
+    return tuple((float(point), _rounded(height)) for point, height in zip(points, heights, strict=True))
+
+
+def _rounded(seconds: float) -> float:
+    """As many digits as a measurement has, for whoever reads the file."""
+    return float(f"{seconds:.4g}")
 
 
 def _sizes(tokens: Matrix) -> list[float]:
