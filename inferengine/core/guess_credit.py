@@ -30,11 +30,11 @@ class GuessCredit:
         """Whether guesses may be asked for."""
         return self.left > 0 or (self._brings > 0 and self.left > -MOST)
 
-    def rest(self) -> None:
-        """A plain step is over."""
+    def rest(self, num_steps: int = 1) -> None:
+        """Plain steps are over."""
         if self._num_rows:
             self._settle()
-        self.left = min(MOST, self.left + SHARE)
+        self.left = min(MOST, self.left + SHARE * num_steps)
 
     def observe_step(self, num_rows: int, length: float, *, has_waited: bool = False, is_reading: bool = False) -> None:
         """A step with guesses, or one that `has_waited`, took so many plain ones, a draft model's reading of prompts

@@ -19,6 +19,8 @@ from inferengine.core.speculation import DraftControl, Proposer
 from inferengine.core.step_draft import ScheduledStep, StepDraft
 from inferengine.core.stopping import Finished
 
+QUIET_STEPS = 8  # most steps for which nobody is asked again whether it would guess
+LOOK_EVERY = 4  # of steps that meanwhile are only looked at now and then: that, too, takes microseconds
 KV_FULL = "The KV cache is full. Try again later, or ask for fewer tokens."
 
 
@@ -40,6 +42,8 @@ class Planner:
         self._decode_offset = 0
         self._step = 0
         self._waited_step = 0  # the last one that was not launched behind another, for the sake of guesses
+        self._quiet_until = 0  # step before which nobody would guess
+        self._begun_step = self._observed_step = 0  # the last ones that guesses were thought of in
         self._layout = 0
         self._last_sampled: list[Sequence] = []
         self._last_uids: list[int] = []
@@ -78,14 +82,18 @@ class Planner:
     def _wants_to_guess(self, proposer: Proposer) -> bool:
         """Whether it is worth waiting for the tokens under way. A proposer on the host is asked what it would guess
         after the tokens that are known: where it has nothing to go by now, it will hardly have after one more."""
-        running, drafts = self.roster.running, self.drafts
-        if not drafts.awake(len(running)):
+        if self._step + 1 < self._quiet_until:
             return False
-        for sequence in running:
-            if sequence.num_pending == 1 and drafts.is_due(sequence, sequence.num_tokens):
-                if proposer.on_device or proposer.propose(sequence, 1):
-                    return True
-                drafts.nothing_offered(sequence)
+        running, drafts = self.roster.running, self.drafts
+        quiet = QUIET_STEPS
+        if drafts.awake(len(running)):
+            for sequence in running:
+                if sequence.num_pending == 1 and drafts.is_due(sequence, sequence.num_tokens):
+                    if proposer.on_device or proposer.propose(sequence, 1):
+                        return True
+                    drafts.nothing_offered(sequence)
+                quiet = min(quiet, max(1, sequence.drafts_resume_at - sequence.num_tokens))
+        self._quiet_until = self._step + 1 + quiet
         return False
 
     def observe(self, scheduled: ScheduledStep, duration_s: float) -> None:
@@ -97,15 +105,19 @@ class Planner:
             self.chunks.observe(num_decodes, num_prompt_tokens, duration_s)
         if self.proposer is None or num_prompt_tokens or not num_decodes:
             return
+        if plan.step < self._quiet_until and plan.step % LOOK_EVERY and not num_guesses:
+            return
         drafted = [scheduled.rows[row] for row in scheduled.drafts]
         self.drafts.observe_step(
             num_decodes,
             num_guesses,
             duration_s,
+            num_steps=min(LOOK_EVERY, plan.step - self._observed_step),
             has_waited=plan.step == self._waited_step,
             # the draft model has read their prompts in this step, or what came since its last guesses
             is_reading=self.proposer.on_device and any(sequence.is_draft_behind for sequence in drafted),
         )
+        self._observed_step = plan.step
 
     def write_again(self, failed: ScheduledStep) -> None:
         """Forced tokens that a failed step should have told the device, of sequences that had no row in it: those with
@@ -126,7 +138,11 @@ class Planner:
     def _propose(self) -> dict[Sequence, list[int]]:
         """Guesses for sequences whose tokens are all known, with blocks for them; nobody gives way for a guess."""
         running, proposer, drafts = self.roster.running, self.proposer, self.drafts
-        if proposer is None or not drafts.begin(len(running)):
+        step = self._step + 1
+        if proposer is None or step < self._quiet_until:
+            return {}
+        num_steps, self._begun_step = step - self._begun_step, step
+        if not drafts.begin(len(running), num_steps):
             return {}
         offers: dict[Sequence, list[int]] = {}
         for sequence in running:

@@ -30,7 +30,6 @@ FIRST_PAUSE, LAST_PAUSE = 4, 128  # steps between trials while it does not pay, 
 REFRESH = 64  # steps with guesses after which one without is measured again
 REFRESH_STEPS = 3  # steps until one is launched behind another again, where that is done
 CATCH_UP = 8  # tokens that a draft model reads as fast as one
-QUICK_S, LOOK_EVERY = 0.001, 4  # of plain steps so quick only every fourth is looked at: that, too, takes time
 LOOK_AGAIN, LOOK_AGAIN_LAST = 2, 32  # tokens until a proposer that had nothing to go by is asked again, doubled
 
 
@@ -75,17 +74,16 @@ class DraftControl:
         self.num_accepted = 0
         self.num_verified = 0  # verifications: accepted / verified + 1 is the mean length of a step
         self._shared_rate = FIRST_RATE
-        self._plain_steps = 0
         self._loads: dict[int, _Load] = {}  # by bit length of the number of rows
 
     # -- when --------------------------------------------------------------------------------------------------------
 
-    def begin(self, num_rows: int) -> bool:
-        """A step of so many rows is being planned: whether guesses should be asked for."""
+    def begin(self, num_rows: int, num_steps: int = 1) -> bool:
+        """A step of so many rows is being planned, so many after the last time: whether guesses should be asked for."""
         if num_rows > self.max_running or num_rows == 0:
             return False
         load = self._load(num_rows)
-        load.steps += 1
+        load.steps += num_steps
         if not self.awake(num_rows):
             load.guessed = 0
             return False
@@ -180,18 +178,24 @@ class DraftControl:
         sequence.drafts_resume_at = len(sequence.tokens) + sequence.draft_pause
 
     def observe_step(
-        self, num_rows: int, num_guesses: int, seconds: float, *, has_waited: bool, is_reading: bool
+        self,
+        num_rows: int,
+        num_guesses: int,
+        seconds: float,
+        *,
+        has_waited: bool,
+        is_reading: bool,
+        num_steps: int = 1,
     ) -> None:
-        """How long a step of `num_rows` rows without prompts took. `has_waited`: nothing was launched behind the step
-        before, for the sake of guesses. `is_reading`: a draft model had much to read in it."""
+        """How long a step of `num_rows` rows without prompts took, and the plain ones before it that were not looked
+        at. `has_waited`: nothing was launched behind the step before, for the sake of guesses. `is_reading`: a draft
+        model had much to read in it."""
         if num_rows > self.max_running:
             return
         plain_s = self.cost.plain_s(num_rows)
         if plain_s and not (num_guesses or has_waited):
-            self.credit.rest()
-            self._plain_steps += 1
-            if plain_s > QUICK_S or self._plain_steps % LOOK_EVERY == 0:
-                self.cost.observe(num_rows, 0, seconds)
+            self.credit.rest(num_steps)
+            self.cost.observe(num_rows, 0, seconds)
             return
         if num_guesses and not is_reading:
             seconds = self.cost.clipped(num_rows, num_guesses, seconds)

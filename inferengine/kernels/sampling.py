@@ -244,11 +244,11 @@ def choose_level(
     level = tl.arange(0, LEVELS)
     at = census_ptr + (n * PARTS + p) * LEVELS + level[None, :]
     counts = tl.sum(tl.load(at, mask=p < PARTS, other=0.0), axis=0)
-    masses = tl.sum(tl.load(at + plane * LEVELS, mask=p < PARTS, other=0.0), axis=0)
     threshold = level_of(peak, level)
     if top_k > 0:
         holds = counts >= top_k.to(tl.float32)
-    elif top_p < 1.0:
+    elif top_p < 1.0:  # a row with top-k has counts alone
+        masses = tl.sum(tl.load(at + plane * LEVELS, mask=p < PARTS, other=0.0), axis=0)
         holds = masses >= top_p * total * 1.00001  # a little more, for sums in another order
     else:
         holds = threshold <= peak + tl.log(min_p)

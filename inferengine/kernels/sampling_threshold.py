@@ -48,7 +48,8 @@ def narrow(row, size, temperature, low, high, target, weighed, peak, BLOCK: tl.c
     """The largest threshold in [low, high) at or above which tokens count (or, `weighed`, weigh) at least `target`;
     `low` if none does. Returns it and the sum of exp(score - peak) at or above it.
 
-    Each round tries WAYS thresholds; it ends when at most one token, or no number, lies between the bounds.
+    Each round tries WAYS thresholds; it ends when at most one token, several of one score (16-bit logits have few
+    different ones), or no number lies between the bounds.
     """
     way = tl.arange(0, WAYS)
     above_low = float("inf")
@@ -60,11 +61,16 @@ def narrow(row, size, temperature, low, high, target, weighed, peak, BLOCK: tl.c
         threshold = low + step * way.to(tl.float32)
         counts = tl.zeros([WAYS, BLOCK], tl.float32)
         masses = tl.zeros([WAYS, BLOCK], tl.float32)
+        least = tl.full([BLOCK], float("inf"), tl.float32)
+        most = tl.full([BLOCK], float("-inf"), tl.float32)
         for start in range(0, size, BLOCK):
             score = scaled_scores(row, start + tl.arange(0, BLOCK), size, temperature)
             above = score[None, :] >= threshold[:, None]
             counts += above.to(tl.float32)
             masses += tl.where(above, tl.exp(score - peak)[None, :], 0.0)
+            inside = (score >= low) & (score < high)
+            least = tl.minimum(least, tl.where(inside, score, float("inf")))
+            most = tl.maximum(most, tl.where(inside, score, float("-inf")))
         count = tl.sum(counts, axis=1)
         mass = tl.sum(masses, axis=1)
         enough = tl.where(weighed, mass, count) >= target
@@ -77,7 +83,7 @@ def narrow(row, size, temperature, low, high, target, weighed, peak, BLOCK: tl.c
             above_high = tl.sum(tl.where(way == last + 1, count, 0.0), axis=0)
         low = new_low
         rounds += 1
-        if not (low + (high - low) / 2 > low):
+        if (tl.min(least, axis=0) >= tl.max(most, axis=0)) | (low + (high - low) / 2 <= low):
             rounds = ROUNDS
     return low, mass_low
 
