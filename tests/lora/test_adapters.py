@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from inferengine.errors import ConfigError, InferEngineError
+from inferengine.kernels import ops, reference_fused
 from tests.lora.adapters import GPT2_TARGETS, LLAMA_TARGETS, write_adapter
 from tests.models.checkpoints import greedy_reference, make_model, save
 from tests.runtime.engine import Engine
@@ -38,6 +40,16 @@ def test_tokens_equal_those_of_merged_weights(family: str, targets: tuple[str, .
     engine = make_engine(checkpoint, tmp_path / "adapters")
     for prompt, output in zip(PROMPTS, engine.generate(PROMPTS, 24, adapter=1), strict=True):
         assert output == greedy_reference(merged, prompt, output)
+
+
+def test_adapters_on_a_device_that_norms_with_the_sum_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    table = dataclasses.replace(ops.REFERENCE, linear_add_norm=reference_fused.linear_add_norm)
+    monkeypatch.setattr(ops, "REFERENCE", table)
+    model = make_model("llama")
+    merged = write_adapter(tmp_path / "adapters" / "pirate", model, targets=LLAMA_TARGETS)
+    engine = make_engine(save(model, tmp_path / "model"), tmp_path / "adapters")
+    (output,) = engine.generate(PROMPTS[:1], 24, adapter=1)
+    assert output == greedy_reference(merged, PROMPTS[0], output)
 
 
 def test_a_batch_mixes_adapters_and_plain_rows(llama: tuple[Any, Path], tmp_path: Path) -> None:
