@@ -197,7 +197,7 @@ def _without_noise(shapes: Sequence[StepShape]) -> list[StepShape]:
 
 def default_token_limit(about: dict[str, Any]) -> int:
     """Prompt tokens in a scenario: as much KV as a full batch of some hundred tokens each reads."""
-    return 18_000 if "CPU" in about["device"] else 100_000
+    return 18_000 if "CPU" in about["device"] else 82_000
 
 
 def profile_of(name: str, capacity: Capacity, found: Fit, pace: Pace, about: dict[str, Any]) -> DeviceProfile:
@@ -229,7 +229,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="default: inferengine/simulation/costs/NAME.json")
     parser.add_argument("--steps", type=Path, help="write the measured steps here")
     parser.add_argument(
-        "--token-limit", type=int, default=0, help="prompt tokens per scenario; 0: 18000, on CUDA 100000"
+        "--token-limit", type=int, default=0, help="prompt tokens per scenario; 0: 18000, on CUDA 82000"
     )
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--again", type=Path, metavar="STEPS", help="fit the steps in this file: measures nothing")
