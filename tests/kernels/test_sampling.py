@@ -93,11 +93,12 @@ def test_draws_agree_with_the_definition(logits, device):
 @pytest.mark.parametrize("spread", [0.0, 0.3, 60.0])
 def test_noise_is_left_out_only_where_it_cannot_matter(spread, device):
     """Rows of bf16 with scores far apart or all equal, with few tokens allowed, cold and hot."""
-    slots = make_slots(6, device)
+    vocab_size = 2100
+    slots = make_slots(6, device, vocab_size)
     slots.temperature.copy_(torch.tensor([1.0, 0.05, 7.0, 0.9, 1.0, 1.0], device=device))
-    logits = (torch.randn(6, VOCAB, device=device) * spread - 40.0).bfloat16()
+    logits = (torch.randn(6, vocab_size, device=device) * spread - 40.0).bfloat16()
     logits[4, 3:] = float("-inf")
-    logits[5, : VOCAB - 2] = float("-inf")
+    logits[5, : vocab_size - 2] = float("-inf")
     actual, expected = draw_both(logits, slots, RANDOM)
     assert torch.equal(actual, expected)
 
