@@ -3,13 +3,14 @@
 Every step adds a share of its own length. A step with guesses, and one that waited for tokens so that guesses could be
 asked for, takes away what it took longer than a plain one; an accepted guess gives back the part of a plain step that
 it saved. While there is credit anything may be tried. Without it only guessing that has brought more than it cost of
-late goes on, down to a debt of as much as there was in the beginning: what a draft model read first may be won back.
+late goes on, down to a debt of as much as may be saved up: what a draft model read first may be won back.
 """
 
 from __future__ import annotations
 
 SHARE = 0.02  # of all time that trials may take
-MOST = 32.0  # plain steps: the credit of an engine that has just begun, and the most that is ever saved up
+FIRST = 8.0  # plain steps: the credit of an engine that has just begun
+MOST = 32.0  # and the most that is ever saved up
 SMOOTHING = 0.2  # weight of the last step with guesses in what guessing brings
 MOST_OF_A_STEP = 256.0  # plain steps: one that took longer stood still
 
@@ -18,7 +19,7 @@ class GuessCredit:
     """Pure: the caller says how long steps took, in plain steps of as many rows."""
 
     def __init__(self) -> None:
-        self.left = MOST
+        self.left = FIRST
         self.has_waited = False  # ever: steps are launched behind each other, unless guesses are asked for
         self._brings = 1.0  # plain steps that a step with guesses has saved of late: an engine begins with hope
         self._pending = 0.0  # what the step with guesses that is being committed has brought so far

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import pytest
 
-from inferengine.core.guess_credit import MOST, SHARE, GuessCredit
+from inferengine.core.guess_credit import FIRST, MOST, SHARE, GuessCredit
 from inferengine.core.plan import StepPlan, StepResult
 from inferengine.core.scheduler import SchedulerOptions
 from inferengine.core.sequence import Sequence
@@ -115,7 +115,7 @@ def test_what_a_step_loses_by_waiting_is_part_of_what_guesses_cost() -> None:
 
 def test_what_was_paid_is_won_back_by_guesses_that_are_right() -> None:
     credit = GuessCredit()
-    credit.observe_step(1, 1.5 * MOST, is_reading=True)
+    credit.observe_step(1, 0.5 * MOST + FIRST, is_reading=True)
     credit.observe_accepted(1)
     assert credit.left < 0
     for _ in range(5):
@@ -130,7 +130,7 @@ def test_what_was_paid_is_won_back_by_guesses_that_are_right() -> None:
 
 def test_a_debt_is_paid_by_the_share_of_plain_steps() -> None:
     credit = GuessCredit()
-    credit.observe_step(4, 1 + MOST + 1)
+    credit.observe_step(4, 1 + FIRST + 1)
     credit.rest()
     assert not credit.allows
     steps = 0
