@@ -155,7 +155,7 @@ class SpeculationConfig:
     )
     draft_model: str = _key("", "folder or hub id of the small model, which auto uses, too; empty: the embedded one's")
     max_drafts: int = _key(8, "most guesses ahead of one sequence in a step", minimum=1)
-    max_running: int = _key(0, "most sequences running while anybody guesses; 0: 16, with auto 4", minimum=0)
+    max_running: int = _key(0, "most sequences running while anybody guesses; 0: 16, with auto 2", minimum=0)
 
 
 @dataclass(frozen=True)

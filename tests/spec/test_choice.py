@@ -63,7 +63,7 @@ def test_guesses_are_asked_for_where_the_executor_can_make_them(has_draft_model:
     assert scheduler_options(config, capacity).max_drafts == (config.speculation.max_drafts if has_draft_model else 0)
 
 
-@pytest.mark.parametrize(("speculation", "expected"), [({}, 4), ({"method": "draft"}, 16), ({"max_running": 7}, 7)])
+@pytest.mark.parametrize(("speculation", "expected"), [({}, 2), ({"method": "draft"}, 16), ({"max_running": 7}, 7)])
 def test_whom_nobody_asked_to_guess_does_so_for_few_sequences(speculation: dict[str, object], expected: int) -> None:
     options = scheduler_options(make_config(speculation=speculation), make_capacity(has_draft_model=True))
     assert options.max_running_to_draft == expected
