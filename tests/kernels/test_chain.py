@@ -3,17 +3,22 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from inferengine.kernels import attention_decode, linear, linear_wide, norm, rope_cache
+from inferengine.kernels import attention_decode, cuda, linear, linear_wide, norm, rope_cache
 from inferengine.kernels.cuda import CudaKernels
+from inferengine.kernels.tuning import WideTuning
 from tests.kernels.builders import make_paged_case
 
 HIDDEN, HEADS, KV_HEADS, DIM, INNER, LAYERS = 512, 8, 2, 64, 1024, 6
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rows", [1, 8, 48, 96])
-def test_a_chain_in_a_graph_with_early_launches_gives_the_bits_that_it_gives_without(rows, device, monkeypatch):
+@pytest.mark.parametrize(("rows", "parts"), [(1, None), (8, None), (48, None), (96, None), (48, 2), (96, 1)])
+def test_a_chain_in_a_graph_with_early_launches_gives_the_bits_that_it_gives_without(rows, parts, device, monkeypatch):
+    """`parts`: products as large weights have them, out and down in so many parts that the norm adds up."""
     dtype = torch.bfloat16
+    if parts is not None:
+        monkeypatch.setattr(cuda, "wide_tuning", lambda *shape: WideTuning(64, 64, 64, 1, 4, 3))
+        monkeypatch.setattr(cuda, "parts_tuning", lambda *shape: WideTuning(64, 64, 64, parts, 4, 3))
     case = make_paged_case([70 + row for row in range(rows)], [1] * rows, KV_HEADS, DIM, 64, dtype, device)
     last = case.row_len.long() - 1
     batch = SimpleNamespace(
@@ -42,12 +47,14 @@ def test_a_chain_in_a_graph_with_early_launches_gives_the_bits_that_it_gives_wit
     kernels = CudaKernels(device)
 
     def run() -> torch.Tensor:
-        x = start.clone()
+        x, normed = start.clone(), None
         for qkv, out, gate_up, down, kv in layers:
-            packed = kernels.norm_linear(x, gain, 1e-5, qkv)
+            packed = kernels.norm_linear(x, gain, 1e-5, qkv) if normed is None else kernels.linear(normed, qkv)
             mixed = kernels.attention_qkv(packed, None, None, 1e-6, cos_sin, kv, batch, 0, HEADS, KV_HEADS, 0.125)
-            x = kernels.linear_add(mixed, out, None, x)
-            x = kernels.linear_add(kernels.norm_gated_linear(x, gain, 1e-5, gate_up), down, None, x)
+            x, normed = kernels.linear_add_norm(mixed, out, None, x, gain, 1e-5)
+            source, first = (x, gain) if normed is None else (normed, None)
+            inner = kernels.norm_gated_linear(source, first, 1e-5, gate_up)
+            x, normed = kernels.linear_add_norm(inner, down, None, x, gain, 1e-5)
         return x
 
     with monkeypatch.context() as patch:
