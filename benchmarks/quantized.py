@@ -53,8 +53,7 @@ def microseconds(call: Callable[[int], Any], ring: int, repeats: int = 3) -> flo
 
 def candidates(rows: int, nibbles: bool) -> list[VectorTuning | BlockTuning | FragmentTuning]:
     if nibbles:
-        registers = (0, 72, 96) if rows <= 8 else (0,)
-        every_fragment = itertools.product((1, 2), (4, 8, 16), (1, 2, 4), (0, 16), registers)
+        every_fragment = itertools.product((1, 2), (2, 4, 8, 16), (1, 2, 4))
         return [FragmentTuning(*values) for values in every_fragment if values[1] * values[2] <= 32]
     if rows == 1:
         every = itertools.product((2, 4, 8, 16), (512, 1024, 2048, 4096), (2, 4, 8))
@@ -85,13 +84,10 @@ def sweep(shape: str, scheme: str, rows: int, bandwidth: float, budget: int) -> 
     for tuned in every[::step]:
         surroundings: dict[str, Any] = {"gated": 0} if gated else {"residual": residual} if width <= columns else {}
         if isinstance(tuned, FragmentTuning):
-            if rows == 1 and "residual" not in surroundings:
-                surroundings |= {"gain": gain, "eps": 1e-5}
-            if rows > 1:
-                surroundings = {}
 
             def call(index: int, tuned: Any = tuned, surroundings: dict[str, Any] = surroundings) -> None:
-                fragment_product(x, packed[index], tuned, **surroundings)
+                normed = x if "residual" in surroundings else rms_norm(x, gain, 1e-5)
+                fragment_product(normed, packed[index], tuned, **({} if rows > 1 and gated else surroundings))
         elif isinstance(tuned, VectorTuning):
 
             def call(index: int, tuned: Any = tuned, surroundings: dict[str, Any] = surroundings) -> None:

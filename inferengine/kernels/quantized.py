@@ -35,15 +35,11 @@ class ByteWeight(NamedTuple):
 
 
 class VectorTuning(NamedTuple):
-    """One row: weight rows and columns of a tile, tiles of a program that are on their way at any time, and columns of
-    each row that it has brought into L2 before it waits for its input."""
+    """One row: weight rows and columns of a tile."""
 
     block_n: int
     block_k: int
     num_warps: int
-    ahead: int = 1
-    prefetch: int = 0
-    registers: int | None = None
 
 
 class BlockTuning(NamedTuple):
@@ -55,7 +51,6 @@ class BlockTuning(NamedTuple):
     chunks: int
     num_warps: int
     num_stages: int
-    prefetch: int = 0
 
 
 def vector_product(
@@ -90,11 +85,7 @@ def vector_product(
         BIAS=bias is not None,
         GATED=gated is not None,
         ACTIVATION=gated or 0,
-        AHEAD=min(tuned.ahead, triton.cdiv(columns, tuned.block_k)),
-        PREFETCH=min(tuned.prefetch, columns) // 512 * 512,
-        LANES=tuned.num_warps * 32,
         num_warps=tuned.num_warps,
-        **({"maxnreg": tuned.registers} if tuned.registers and x.is_cuda else {}),
         **launch_options(supports_pdl(x.device)),
     )
     return out
@@ -150,8 +141,6 @@ def tile_product(
         ADD=residual is not None,
         BIAS=bias is not None,
         CODES=input_scales is not None,
-        PREFETCH=min(tuned.prefetch, chunk) // 512 * 512 if columns % (chunk * splits) == 0 else 0,
-        LANES=tuned.num_warps * 32,
         num_warps=tuned.num_warps,
         num_stages=tuned.num_stages,
         **launch_options(supports_pdl(x.device)),
@@ -187,34 +176,6 @@ def _number(codes):
 
 
 @triton.jit
-def _codes(weight_at, k, START: tl.constexpr, N: tl.constexpr, K: tl.constexpr, GATED: tl.constexpr):
-    """A tile of the weight, and the one of the up rows (the same again where there are none)."""
-    mask = (START + k < K)[None, :]
-    left = tl.load(weight_at + START, mask=mask, other=0.0)
-    if GATED:
-        return left, tl.load(weight_at + N * K + START, mask=mask, other=0.0)
-    else:
-        return left, left
-
-
-@triton.jit
-def prefetch_rows(row_ptr, ROW_BYTES: tl.constexpr, ROWS: tl.constexpr, BYTES: tl.constexpr, LANES: tl.constexpr):
-    """Have the first BYTES of each of ROWS rows brought into L2; every thread asks for one span."""
-    PER_ROW: tl.constexpr = LANES // ROWS if LANES > ROWS else 1
-    SPAN: tl.constexpr = BYTES // PER_ROW
-    lane = tl.arange(0, PER_ROW * ROWS)
-    at = row_ptr + (lane // PER_ROW).to(tl.int64) * ROW_BYTES + (lane % PER_ROW) * SPAN
-    tl.inline_asm_elementwise(
-        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0;",
-        "=r,l,r",
-        [at.to(tl.int64), tl.full([PER_ROW * ROWS], SPAN, tl.int32)],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@triton.jit
 def _vector_kernel(
     x_ptr,
     weight_ptr,
@@ -233,9 +194,6 @@ def _vector_kernel(
     BIAS: tl.constexpr,
     GATED: tl.constexpr,
     ACTIVATION: tl.constexpr,
-    AHEAD: tl.constexpr,
-    PREFETCH: tl.constexpr,
-    LANES: tl.constexpr,
     PDL: tl.constexpr,
 ):
     SHARED: tl.constexpr = BLOCK_ROWS % BLOCK_N == 0 and N % BLOCK_N == 0
@@ -244,23 +202,16 @@ def _vector_kernel(
     k = tl.arange(0, BLOCK_K)
     row = tl.minimum(n, N - 1).to(tl.int64)  # rows past the end repeat the last one and are not stored
     weight_at = weight_ptr + row[:, None] * K + tl.max_contiguous(k, 8)[None, :]
-    kept = ()
-    for turn in tl.static_range(AHEAD):
-        kept += (_codes(weight_at, k, turn * BLOCK_K, N, K, GATED),)
-    if PDL and PREFETCH > 0:
-        if first + BLOCK_N <= N:
-            ahead = weight_ptr + first.to(tl.int64) * K
-            prefetch_rows(ahead, K, BLOCK_N, PREFETCH, LANES)
-            if GATED:
-                prefetch_rows(ahead + N * K, K, BLOCK_N, PREFETCH, LANES)
+    mask = k[None, :] < K
+    left = tl.load(weight_at, mask=mask, other=0.0)
+    if GATED:
+        right = tl.load(weight_at + N * K, mask=mask, other=0.0)
     allow_next(PDL)
     wait_for_previous(PDL)
 
     acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
     acc_up = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
     for start in tl.static_range(0, K, BLOCK_K):
-        left, right = kept[0]
-        kept = kept[1:]
         x = tl.load(x_ptr + start + k, mask=start + k < K, other=0.0).to(tl.float32)
         if SCALES == 0:
             acc += _number(left) * x[None, :]
@@ -272,8 +223,11 @@ def _vector_kernel(
             if GATED:
                 up_x = _scaled(x, scale_ptr, row + N, first + N, column, BLOCK_ROWS, GRID, SHARED)
                 acc_up += _number(right) * up_x
-        if start + AHEAD * BLOCK_K < K:
-            kept += (_codes(weight_at, k, start + AHEAD * BLOCK_K, N, K, GATED),)
+        if start + BLOCK_K < K:
+            mask = start + BLOCK_K + k[None, :] < K
+            left = tl.load(weight_at + start + BLOCK_K, mask=mask, other=0.0)
+            if GATED:
+                right = tl.load(weight_at + N * K + start + BLOCK_K, mask=mask, other=0.0)
     result = tl.sum(acc, axis=1)
     if SCALES == 0:
         result = result * tl.load(scale_ptr + row)
@@ -318,8 +272,6 @@ def _tile_kernel(
     ADD: tl.constexpr,
     BIAS: tl.constexpr,
     CODES: tl.constexpr,
-    PREFETCH: tl.constexpr,
-    LANES: tl.constexpr,
     PDL: tl.constexpr,
 ):
     N_TILES: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
@@ -334,9 +286,6 @@ def _tile_kernel(
     row = tl.minimum(n, N - 1).to(tl.int64)
     row_mask = m < num_rows
     n_mask = n < N
-    if PDL and PREFETCH > 0:
-        if (n_tile * BLOCK_N + BLOCK_N <= N) & (m_tile == 0):
-            prefetch_rows(weight_ptr + (n_tile * BLOCK_N).to(tl.int64) * K + split * CHUNK, K, BLOCK_N, PREFETCH, LANES)
     allow_next(PDL)
     wait_for_previous(PDL)
     x_at = x_ptr + m.to(tl.int64)[None, :] * x_stride + k[:, None]

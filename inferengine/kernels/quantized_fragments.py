@@ -28,14 +28,11 @@ INSTRUCTION_ROWS = 8  # rows of x
 
 class FragmentTuning(NamedTuple):
     """Tiles of 16 weight rows of a program (two where the product is gated), its warps, slices that each warp has on
-    their way, slices that the program asks L2 for beyond those, the most registers of a thread (0: as many as it takes)
-    and the most blocks of eight rows of x that a program takes."""
+    their way, and the most blocks of eight rows of x that a program takes."""
 
     tiles: int
     num_warps: int
     ahead: int
-    prefetch: int = 0
-    registers: int = 0
     row_blocks: int = 4
 
 
@@ -45,15 +42,11 @@ def fragment_product(
     tuned: FragmentTuning,
     *,
     bias: torch.Tensor | None = None,
-    gain: torch.Tensor | None = None,
-    eps: float = 0.0,
     residual: torch.Tensor | None = None,
     gated: int | None = None,
 ) -> torch.Tensor:
     """x [M, K] of 16-bit numbers -> [M, N], or [M, N / 2] when gated by an activation of activation.py; N / 2 is then a
-    multiple of 16. `residual` [M, N]: added in place and returned. `gain` [K], for one row in bf16: x is RMS-normed
-    first; the root mean square is a factor of the whole row and is applied at the end.
-    """
+    multiple of 16. `residual` [M, N]: added in place and returned."""
     num_rows, columns = x.shape
     width = weight.rows if gated is None else weight.rows // 2
     out = x.new_empty(num_rows, width) if residual is None else residual
@@ -61,26 +54,21 @@ def fragment_product(
         return out
     if columns % 4 or x.stride(0) % 4 or x.data_ptr() % 8:
         x = torch.nn.functional.pad(x, (0, -columns % 4)).contiguous()
-        gain = None if gain is None else torch.nn.functional.pad(gain, (0, -columns % 4))
     blocks = min(tuned.row_blocks, triton.next_power_of_2(triton.cdiv(num_rows, INSTRUCTION_ROWS)))
     every_tile, slices = weight.words.shape[:2]
     tiles = 2 if gated is not None else tuned.tiles if every_tile % tuned.tiles == 0 else 1
     ahead = min(tuned.ahead, triton.cdiv(slices, tuned.num_warps))
     programs = every_tile // 2 if gated is not None else every_tile // tiles
-    inputs = x.view(torch.int32)
     _fragment_kernel[(programs, triton.cdiv(num_rows, blocks * INSTRUCTION_ROWS))](
-        inputs,
-        inputs if gain is None else gain.view(torch.int32),
+        x.view(torch.int32),
         weight.words,
         weight.points,
         out if bias is None else bias,
         out,
-        eps,
         num_rows,
         x.stride(0) // 2,
         out.stride(0),
         N=width,
-        K=columns,
         PAIRS=x.shape[1] // 2,
         SLICES=slices,
         PARTS=weight.parts,
@@ -89,16 +77,13 @@ def fragment_product(
         ONE=num_rows == 1,
         HALF=x.dtype == torch.float16,
         AHEAD=ahead,
-        PREFETCH=max(0, min(tuned.prefetch, slices - ahead * tuned.num_warps)),
         WARPS=tuned.num_warps,
-        NORM=gain is not None,
         ADD=residual is not None,
         BIAS=bias is not None,
         GATED=gated is not None,
         ACTIVATION=gated or 0,
         HARDWARE=x.is_cuda,
         num_warps=tuned.num_warps,
-        **({"maxnreg": tuned.registers} if tuned.registers and x.is_cuda else {}),
         **launch_options(supports_pdl(x.device)),
     )
     return out
@@ -141,14 +126,6 @@ _MULTIPLY = (
 )
 _BF16_MULTIPLY = tl.constexpr(_MULTIPLY.replace("TYPE", "bf16"))
 _FP16_MULTIPLY = tl.constexpr(_MULTIPLY.replace("TYPE", "f16"))
-_PREFETCH = tl.constexpr(
-    """{
-    .reg .pred asks;
-    setp.ne.u32 asks, $3, 0;
-    @asks cp.async.bulk.prefetch.L2.global [$1], $2;
-    mov.b32 $0, 0;
-    }"""
-)
 
 
 @triton.jit
@@ -230,47 +207,6 @@ def _high(pairs, HALF: tl.constexpr):
 
 
 @triton.jit
-def _scale_pairs(pairs, by, HARDWARE: tl.constexpr):
-    """Products of two bf16 each, rounded to bf16."""
-    if HARDWARE:
-        return tl.inline_asm_elementwise(
-            "mul.rn.bf16x2 $0, $1, $2;", "=r,r,r", [pairs, by], tl.int32, is_pure=True, pack=1
-        )
-    else:
-        low = (_low(pairs, False) * _low(by, False)).to(tl.bfloat16).to(tl.int16, bitcast=True).to(tl.int32)
-        high = (_high(pairs, False) * _high(by, False)).to(tl.bfloat16).to(tl.int16, bitcast=True).to(tl.int32)
-        return (low & 0xFFFF) | (high << 16)
-
-
-@triton.jit
-def _squares(pairs):
-    """Sum of the squares of the four bf16 numbers in two registers."""
-    total = 0.0
-    for part in tl.static_range(2):
-        low, high = _low(pairs[part], False), _high(pairs[part], False)
-        total += low * low + high * high
-    return total
-
-
-@triton.jit
-def _prefetch(at, lane, BYTES: tl.constexpr):
-    """Have so many bytes from one address on brought into L2, by a few threads."""
-    SPAN: tl.constexpr = 4096 if BYTES % 4096 == 0 else 1024
-    tl.inline_asm_elementwise(
-        _PREFETCH,
-        "=r,l,r,r",
-        [
-            (at + lane * (SPAN // 4)).to(tl.int64),
-            tl.full(lane.shape, SPAN, tl.int32),
-            (lane < BYTES // SPAN).to(tl.int32),
-        ],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@triton.jit
 def _half_to_float(bits):
     return bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
 
@@ -306,6 +242,16 @@ def _load_slice(words_at, points_at, mask, PARTS: tl.constexpr):
     for part in tl.static_range(PARTS):
         held += _load_two(points_at + part * 16, mask)
     return held
+
+
+@triton.jit
+def _issue_loads(lane, HARDWARE: tl.constexpr):
+    """What was to be loaded before is asked for before anything that follows: the compiler would rather load into the
+    registers that multiplying sets free, and wait."""
+    if HARDWARE:
+        tl.inline_asm_elementwise(
+            "bar.warp.sync 0xffffffff; mov.b32 $0, 0;", "=r,r", [lane], tl.int32, is_pure=False, pack=1
+        )
 
 
 @triton.jit
@@ -431,11 +377,9 @@ def _add_parts(sums, even, odd, held, totals, PART: tl.constexpr, BLOCKS: tl.con
 def _pass(
     kept,
     sums,
-    squares,
     words_at,
     points_at,
     x_at,
-    gain_at,
     pair,
     masks,
     lane,
@@ -446,7 +390,6 @@ def _pass(
     PAIRS: tl.constexpr,
     BLOCKS: tl.constexpr,
     ONE: tl.constexpr,
-    NORM: tl.constexpr,
     HALF: tl.constexpr,
     HARDWARE: tl.constexpr,
 ):
@@ -462,30 +405,19 @@ def _pass(
     for turn in tl.static_range(AHEAD):
         if MORE:
             following += (_load_tiles(words_at, points_at, warp, base + turn + AHEAD, shape),)
+            _issue_loads(lane, HARDWARE)
         first = (base + turn) * (WARPS * 64)
         x = ()
         totals = ()
         for block in tl.static_range(BLOCKS):
             x += (_load_inputs(x_at[block] + first, pair + first, None if ONE else masks[block], PAIRS, EVEN),)
-        if NORM:
-            gain = _load_inputs(gain_at + first, pair + first, None, PAIRS, EVEN)
-            own = x_at[0] - pair + first + lane * 2  # two pairs of a thread's own
-            squares += _squares(_load_two(own, None if EVEN else first + lane * 2 < PAIRS))
-            scaled = ()
-            for step in tl.static_range(8):
-                low, high = x[0][2 * step], x[0][2 * step + 1]
-                scaled += (
-                    _scale_pairs(low, gain[2 * step], HARDWARE),
-                    _scale_pairs(high, gain[2 * step + 1], HARDWARE),
-                )
-            x = (scaled,)
         for block in tl.static_range(BLOCKS):
             totals += (_totals(x[block], zeros, PARTS, HALF, HARDWARE),)
         found = (_add_slice(sums[0], kept[turn][0], x, totals, zeros, PARTS, BLOCKS, HALF, HARDWARE),)
         if TILES == 2:
             found += (_add_slice(sums[1], kept[turn][1], x, totals, zeros, PARTS, BLOCKS, HALF, HARDWARE),)
         sums = found
-    return following, sums, squares
+    return following, sums
 
 
 @triton.jit
@@ -497,17 +429,14 @@ def _over_warps(first, second, WARPS: tl.constexpr):
 @triton.jit(do_not_specialize=["num_rows"])
 def _fragment_kernel(
     x_ptr,
-    gain_ptr,
     words_ptr,
     points_ptr,
     bias_ptr,
     out_ptr,
-    eps,
     num_rows,
     x_stride,
     out_stride,
     N: tl.constexpr,
-    K: tl.constexpr,
     PAIRS: tl.constexpr,
     SLICES: tl.constexpr,
     PARTS: tl.constexpr,
@@ -516,9 +445,7 @@ def _fragment_kernel(
     ONE: tl.constexpr,
     HALF: tl.constexpr,
     AHEAD: tl.constexpr,
-    PREFETCH: tl.constexpr,
     WARPS: tl.constexpr,
-    NORM: tl.constexpr,
     ADD: tl.constexpr,
     BIAS: tl.constexpr,
     GATED: tl.constexpr,
@@ -532,15 +459,11 @@ def _fragment_kernel(
     tile = tl.program_id(0) if GATED else tl.program_id(0) * TILES
     lane = tl.arange(0, 32 * WARPS)
     warp = lane // 32
-    tile_words = words_ptr + tile.to(tl.int64) * (SLICES * 256)
-    words_at = tile_words + (warp * 256 + lane % 32 * 4)
+    words_at = words_ptr + tile.to(tl.int64) * (SLICES * 256) + (warp * 256 + lane % 32 * 4)
     points_at = points_ptr + tile.to(tl.int64) * (SLICES * PARTS * 16) + (warp * (PARTS * 16) + lane % 32 // 4 * 2)
     kept = ()
     for turn in tl.static_range(AHEAD):
         kept += (_load_tiles(words_at, points_at, warp, turn, shape),)
-    if PDL and PREFETCH > 0:
-        for other in tl.static_range(TILES):
-            _prefetch(tile_words + (other * OTHER * SLICES + AHEAD * WARPS) * 256, lane, PREFETCH * 1024)
     allow_next(PDL)
     wait_for_previous(PDL)
 
@@ -560,20 +483,16 @@ def _fragment_kernel(
         masks += (row < num_rows,)
         of_tile += (zeros,)
     sums = (of_tile, of_tile) if TILES == 2 else (of_tile,)
-    squares = zero
     for one_pass in tl.range(0, PASSES - 1, num_stages=1):
-        kept, sums, squares = _pass(
-            kept, sums, squares, words_at, points_at, x_at, gain_ptr + pair, pair, masks, lane, one_pass * AHEAD, zeros,
-            shape, True, PAIRS, BLOCKS, ONE, NORM, HALF, HARDWARE,
+        kept, sums = _pass(
+            kept, sums, words_at, points_at, x_at, pair, masks, lane, one_pass * AHEAD, zeros,
+            shape, True, PAIRS, BLOCKS, ONE, HALF, HARDWARE,
         )  # fmt: skip
-    kept, sums, squares = _pass(
-        kept, sums, squares, words_at, points_at, x_at, gain_ptr + pair, pair, masks, lane, (PASSES - 1) * AHEAD, zeros,
-        shape, False, PAIRS, BLOCKS, ONE, NORM, HALF, HARDWARE,
+    kept, sums = _pass(
+        kept, sums, words_at, points_at, x_at, pair, masks, lane, (PASSES - 1) * AHEAD, zeros,
+        shape, False, PAIRS, BLOCKS, ONE, HALF, HARDWARE,
     )  # fmt: skip
 
-    factor = 1.0
-    if NORM:
-        factor = tl.rsqrt(tl.sum(squares, axis=0) / K + eps)
     inside = tl.arange(0, 32)
     n = tile * 16 + inside // 4
     for block in tl.static_range(BLOCKS):
@@ -584,16 +503,16 @@ def _fragment_kernel(
             if TILES == 2:
                 upper_next, lower_next = _over_warps(sums[1][block][odd], sums[1][block][2 + odd], WARPS)
             if GATED:
-                upper = _gated(upper * factor, upper_next * factor, bias_ptr, n, N, BIAS, ACTIVATION)
-                lower = _gated(lower * factor, lower_next * factor, bias_ptr, n + 8, N, BIAS, ACTIVATION)
+                upper = _gated(upper, upper_next, bias_ptr, n, N, BIAS, ACTIVATION)
+                lower = _gated(lower, lower_next, bias_ptr, n + 8, N, BIAS, ACTIVATION)
                 _store(upper, at, bias_ptr, n, m < num_rows, N, False, ADD)
                 _store(lower, at + 8, bias_ptr, n + 8, m < num_rows, N, False, ADD)
             else:
-                _store(upper * factor, at, bias_ptr, n, m < num_rows, N, BIAS, ADD)
-                _store(lower * factor, at + 8, bias_ptr, n + 8, m < num_rows, N, BIAS, ADD)
+                _store(upper, at, bias_ptr, n, m < num_rows, N, BIAS, ADD)
+                _store(lower, at + 8, bias_ptr, n + 8, m < num_rows, N, BIAS, ADD)
                 if TILES == 2:
-                    _store(upper_next * factor, at + 16, bias_ptr, n + 16, m < num_rows, N, BIAS, ADD)
-                    _store(lower_next * factor, at + 24, bias_ptr, n + 24, m < num_rows, N, BIAS, ADD)
+                    _store(upper_next, at + 16, bias_ptr, n + 16, m < num_rows, N, BIAS, ADD)
+                    _store(lower_next, at + 24, bias_ptr, n + 24, m < num_rows, N, BIAS, ADD)
 
 
 @triton.jit

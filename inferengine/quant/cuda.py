@@ -3,7 +3,7 @@
 One row of 8-bit codes: vector kernels, with gate and residual inside. More: FP8 with a scale for each output goes
 through the FP8 tensor cores (inputs rounded by token; own tiles up to 64 or 128 rows, torch's beyond), W8A8 from
 65 rows through the int8 ones; all else takes tiles on the tensor cores, codes made into numbers in registers. INT4 has
-one kernel from one row on. From 257 rows (INT4: 129), where arithmetic is what costs, those are made into numbers once
+one kernel from one row on. From 257 rows (INT4: 65), where arithmetic is what costs, those are made into numbers once
 for each product and left to cuBLAS.
 """
 
@@ -88,8 +88,6 @@ class CudaProducts:
         self, x: torch.Tensor, gain: torch.Tensor, eps: float, packed: Packed, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
         """linear(rms_norm(x))"""
-        if self._norms(x, packed):
-            return self._vector(x, packed, bias=bias, gain=gain, eps=eps)
         if self._one(x, packed) or self._few(x, packed) or not _rounds_inputs(x, packed):
             return self.linear(self.base.rms_norm(x, gain, eps), packed, bias)
         return self._rounded(*quantize_rows(x, packed.inputs, gain, eps), packed, x.dtype, bias)
@@ -117,10 +115,8 @@ class CudaProducts:
     ) -> torch.Tensor:
         """act(gate) * up of rms_norm(x), the gate's rows first."""
         if self._one(x, packed) and (packed.num_outputs % 32 == 0 or not isinstance(packed.weight, NibbleWeight)):
-            gated = ACTIVATIONS[activation]
-            if self._norms(x, packed):
-                return self._vector(x, packed, bias=bias, gain=gain, eps=eps, gated=gated)
-            return self._vector(self.base.rms_norm(x, gain, eps), packed, bias=bias, gated=gated)
+            normed = self.base.rms_norm(x, gain, eps)
+            return self._vector(normed, packed, bias=bias, gated=ACTIVATIONS[activation])
         both = self.norm_linear(x, gain, eps, packed, bias)
         return self.base.silu_and_mul(both) if activation == "silu" else self.base.gelu_tanh_and_mul(both)
 
@@ -130,10 +126,6 @@ class CudaProducts:
         """Whether x is one row that goes its own way. INT4's kernel takes 16 bits."""
         takes = x.dtype in MATRIX_TYPES or not isinstance(packed.weight, NibbleWeight)
         return x.shape[0] == 1 and takes and not self.deterministic
-
-    def _norms(self, x: torch.Tensor, packed: Packed) -> bool:
-        """Whether the product norms its input itself. In fp16 a row times its gain might overflow."""
-        return self._one(x, packed) and isinstance(packed.weight, NibbleWeight) and x.dtype == torch.bfloat16
 
     def _few(self, x: torch.Tensor, packed: Packed) -> bool:
         if self.deterministic:

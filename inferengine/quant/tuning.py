@@ -13,7 +13,7 @@ from inferengine.kernels.quantized import BlockTuning, VectorTuning
 from inferengine.kernels.quantized_fragments import FragmentTuning
 
 MOST_TILE_ROWS = 256  # beyond, the weight is made into numbers for each product
-MOST_FRAGMENT_ROWS = 128  # likewise, of 4-bit weights
+MOST_FRAGMENT_ROWS = 64  # likewise, of 4-bit weights
 MOST_EXACT_ROWS = {torch.float8_e4m3fn: 1, torch.int8: 64}  # beyond, inputs are rounded where the scheme says so
 TARGET_PROGRAMS = 264  # two programs on each of 132 multiprocessors
 
@@ -33,9 +33,11 @@ def fragments(rows: int | None, width: int, columns: int, gated: bool) -> Fragme
         return FragmentTuning(1, 4, 2)
     if rows > 8:
         return FragmentTuning(1, 8, 1)
+    if rows > 1:
+        return FragmentTuning(2, 4, 2) if width > 16384 else FragmentTuning(1, 8, 4)
     if gated:
-        return FragmentTuning(2, 4, 1, registers=72)
-    return FragmentTuning(1, 8, 2) if width > columns else FragmentTuning(1, 8, 4)
+        return FragmentTuning(2, 2, 1)
+    return FragmentTuning(1, 4, 4) if width > columns else FragmentTuning(1, 8, 2)
 
 
 def byte_tile(rows: int | None, width: int, columns: int, item_bytes: int) -> BlockTuning:
