@@ -90,7 +90,7 @@ class Chat:
             try:
                 self._command(line) if line.startswith("/") else self._turn(line)
             except InferEngineError as error:
-                self._say(f"! {error.message} {error.kind.remedy}")
+                self._say(f"! {complaint(error)}")
                 code = ExitCode.CRASH
         return code
 
@@ -141,6 +141,13 @@ class Chat:
         dim = self._output.isatty()
         self._output.write(f"\x1b[2m{text}\x1b[0m\n" if dim else f"{text}\n")
         self._output.flush()
+
+
+def complaint(error: InferEngineError) -> str:
+    """An error as one line: its field where the message speaks of it, and what to do where the message does not say."""
+    if error.field is not None and error.message[:1].islower():
+        return f"{error.field.removeprefix('params.')}: {error.message}"
+    return f"{error.message} {error.kind.remedy}"
 
 
 def run(arguments: Sequence[str]) -> int:
