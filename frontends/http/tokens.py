@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 from starlette.requests import Request
@@ -14,6 +15,7 @@ from frontends.http.answer import JsonBytes
 from frontends.http.body import read_json
 from frontends.http.service import Service
 from inferengine.errors import InvalidRequest
+from inferengine.text import Tokenizer
 
 MAX_TOKENS = 1_000_000
 
@@ -41,7 +43,7 @@ async def tokenize(request: Request) -> Response:
         "token_strs": None,
     }
     if fields.flag(body, "return_token_strs"):
-        document["token_strs"] = [served.tokenizer.token_bytes(one).decode(errors="replace") for one in token_ids]
+        document["token_strs"] = await asyncio.to_thread(_texts, served.tokenizer, token_ids)
     return JsonBytes(document)
 
 
@@ -54,7 +56,11 @@ async def detokenize(request: Request) -> Response:
     token_ids = [] if body.get("tokens") == [] else fields.token_ids(body.get("tokens"), "tokens")
     if len(token_ids) > MAX_TOKENS:
         raise InvalidRequest("tokens", f"at most {MAX_TOKENS}")
-    for token_id in token_ids:
-        if token_id >= served.info.vocab_size:
-            raise InvalidRequest("tokens", f"token id {token_id} is outside the vocabulary of {served.info.vocab_size}")
-    return JsonBytes({"prompt": served.tokenizer.decode(token_ids, fields.flag(body, "skip_special_tokens"))})
+    if token_ids and (highest := max(token_ids)) >= served.info.vocab_size:
+        raise InvalidRequest("tokens", f"token id {highest} is outside the vocabulary of {served.info.vocab_size}")
+    skips = fields.flag(body, "skip_special_tokens")
+    return JsonBytes({"prompt": await asyncio.to_thread(served.tokenizer.decode, token_ids, skips)})
+
+
+def _texts(tokenizer: Tokenizer, token_ids: list[int]) -> list[str]:
+    return [tokenizer.token_bytes(token_id).decode(errors="replace") for token_id in token_ids]

@@ -96,7 +96,10 @@ class Tokenizer:
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of `token_ids`. Ids beyond the vocabulary (padding rows of the model's head) have no text."""
-        text: str = self._fast.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        if len(token_ids) <= SHORT_TEXT_CHARACTERS:
+            text: str = self._fast.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        else:  # for the interpreter's lock, as above
+            (text,) = self._fast.decode_batch([token_ids], skip_special_tokens=skip_special_tokens)
         return text
 
     def is_special(self, token_id: int) -> bool:

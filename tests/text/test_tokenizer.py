@@ -41,17 +41,23 @@ def test_an_id_beyond_the_vocabulary_has_no_text(tokenizer: Tokenizer) -> None:
 
 
 @pytest.mark.parametrize("add_special_tokens", [False, True])
-def test_a_long_text_has_the_ids_of_a_short_one(byte_exact_tokenizer: Tokenizer, add_special_tokens: bool) -> None:
+def test_a_long_text_has_the_ids_of_a_short_one_and_comes_back(
+    byte_exact_tokenizer: Tokenizer, add_special_tokens: bool
+) -> None:
     text = "the fox 🎉 says 你好,\u0301 naïvely</s>\n\n  twice " * 3
     long = text * (1 + SHORT_TEXT_CHARACTERS // len(text))
     expected = byte_exact_tokenizer._fast.encode(long, add_special_tokens=add_special_tokens).ids
     assert byte_exact_tokenizer.encode(long, add_special_tokens) == expected
+    for skips in (False, True):
+        decoded = byte_exact_tokenizer._fast.decode(expected, skip_special_tokens=skips)
+        assert byte_exact_tokenizer.decode(expected, skips) == decoded
 
 
-def test_others_run_while_a_long_text_is_tokenized(tokenizer: Tokenizer) -> None:
+@pytest.mark.parametrize(("work", "long"), [("encode", "x" * 300_000), ("decode", [5] * 300_000)])
+def test_others_run_while_a_long_text_is_tokenized(tokenizer: Tokenizer, work: str, long: str | list[int]) -> None:
     """Front ends and the engine's loop share an interpreter with the thread that tokenizes."""
-    text, turns = "x" * 300_000, 0
-    thread = threading.Thread(target=tokenizer.encode, args=(text,))
+    turns = 0
+    thread = threading.Thread(target=getattr(tokenizer, work), args=(long,))
     thread.start()
     while thread.is_alive():
         time.sleep(0)
