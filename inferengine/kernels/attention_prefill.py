@@ -23,9 +23,10 @@ from inferengine.kernels import attention_prefill_hopper as hopper
 from inferengine.kernels.activation import tanh
 from inferengine.kernels.pdl import allow_next, launch_options, supports_pdl, wait_for_previous
 from inferengine.kernels.row_tiles import find_row
+from inferengine.kernels.scratch import Scratch
 from inferengine.kernels.tuning import PrefillTuning, prefill_tuning
 
-PROMPT_TOKENS = 128  # tokens of a row, on average, from which Hopper's kernel is taken: its tiles are for prompts
+PROMPT_TOKENS = 256  # tokens of a row, on average, from which Hopper's kernel is taken: its tiles are for prompts
 
 
 def prefill_attention(
@@ -45,13 +46,15 @@ def prefill_attention(
     kv_scales: tuple[float, float] = (1.0, 1.0),
     tuning: PrefillTuning | None = None,
     deterministic: bool = False,
+    scratch: Scratch | None = None,
 ) -> torch.Tensor:
     """q [T, H, D] -> out [T, H*D] for the tokens of rows [first_row, R); other rows of `out` are not touched.
 
     Row r's queries are tokens [query_start[r], query_start[r + 1]) at positions row_start[r] on; it attends causally
     to everything in the cache up to itself. `num_tokens`, the tokens of those rows, is a host integer: an upper bound
     is enough. `tuning`: the tiles of this file's kernel, whatever the device. `deterministic`: no contraction of
-    products and sums, so that masked and unmasked tiles round alike.
+    products and sums, so that masked and unmasked tiles round alike. `scratch`: counters that Hopper's programs share;
+    without it a launch makes its own.
     """
     num_heads, head_dim = q.shape[1], q.shape[2]
     num_rows = row_slot.shape[0] - first_row
@@ -61,7 +64,7 @@ def prefill_attention(
     if tuning is None and prompts and hopper.fits(q, kv):
         return hopper.prefill_attention(
             q, kv, row_slot, row_start, query_start, block_table, scale, window, softcap, first_row=first_row,
-            num_tokens=num_tokens, out=out, kv_scales=kv_scales, deterministic=deterministic,
+            num_tokens=num_tokens, out=out, kv_scales=kv_scales, scratch=scratch,
         )  # fmt: skip
     num_kv_heads, block_size = kv.shape[2], kv.shape[3]
     group = num_heads // num_kv_heads

@@ -1,4 +1,4 @@
-"""Prefill attention for Hopper by the kernel of attention_prefill_roles. The contract is attention_prefill's."""
+"""Prefill attention for Hopper by the kernel of attention_prefill_compute. The contract is attention_prefill's."""
 
 from __future__ import annotations
 
@@ -8,12 +8,17 @@ import torch
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from inferengine.kernels.attention_prefill_roles import COLUMNS, LINES, Shape, attention_kernel
+from inferengine.kernels.attention_prefill_compute import attention_kernel
+from inferengine.kernels.attention_prefill_loader import COLUMNS, LINES, Shape
 from inferengine.kernels.pdl import launch_options, supports_pdl
+from inferengine.kernels.scratch import Scratch
+
+TOKEN_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
+LINE_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 
 
 def fits(q: torch.Tensor, kv: torch.Tensor) -> bool:
-    """Decided by the model's shapes and the device alone, never by the batch."""
+    """What the kernel takes: 16-bit models whose cache blocks hold whole copies, on Hopper cards."""
     group, head_dim, block_size = q.shape[1] // kv.shape[2], q.shape[2], kv.shape[3]
     return (
         q.dtype == kv.dtype
@@ -42,23 +47,30 @@ def prefill_attention(
     num_tokens: int,
     out: torch.Tensor,
     kv_scales: tuple[float, float] = (1.0, 1.0),
-    deterministic: bool = False,
+    scratch: Scratch | None = None,
 ) -> torch.Tensor:
-    """attention_prefill.prefill_attention for what `fits`."""
+    """attention_prefill.prefill_attention for what `fits`. `scratch`: counters, zero before and after a launch."""
     num_heads, head_dim = q.shape[1], q.shape[2]
     num_kv_heads, block_size = kv.shape[2], kv.shape[3]
     shape = Shape(
-        num_kv_heads, num_heads // num_kv_heads, head_dim, block_size, 128, 2, window is not None, softcap is not None
+        kv_heads=num_kv_heads,
+        group=num_heads // num_kv_heads,
+        head_dim=head_dim,
+        block_size=block_size,
+        block_tokens=128,
+        stages=2,
+        window=window is not None,
+        softcap=softcap is not None,
     )
     num_tiles = num_tokens // (2 * shape.tokens) + row_slot.shape[0] - first_row
     attention_kernel[(min(num_tiles * num_kv_heads, _num_multiprocessors(q.device)),)](
-        _descriptor(q, [shape.tokens, shape.group, COLUMNS.value]),
-        _descriptor(kv.view(-1, head_dim), [LINES.value, COLUMNS.value]),
+        *descriptors(q, kv, shape),
         row_slot,
         row_start,
         query_start,
         block_table,
         out,
+        row_start.new_zeros(2) if scratch is None else scratch.arrived,
         block_table.stride(0),
         first_row,
         row_slot.shape[0] - first_row,
@@ -69,7 +81,7 @@ def prefill_attention(
         window or 0,
         SHAPE=shape,
         num_warps=4,
-        **launch_options(supports_pdl(q.device), exact=deterministic),
+        **launch_options(supports_pdl(q.device)),
     )
     return out
 
@@ -79,6 +91,11 @@ def _num_multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def _descriptor(tensor: torch.Tensor, block: list[int]) -> TensorDescriptor:
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=len(block))
-    return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), block, layout)
+def descriptors(q: torch.Tensor, kv: torch.Tensor, shape: Shape) -> tuple[TensorDescriptor, TensorDescriptor]:
+    """Pieces of the queries [T, H, D], and of the cache seen as rows of one key or value each."""
+    lines = kv.view(-1, shape.head_dim)
+    tokens = [shape.tokens, shape.group, COLUMNS.value]
+    return (
+        TensorDescriptor(q, q.shape, q.stride(), tokens, TOKEN_LAYOUT),
+        TensorDescriptor(lines, lines.shape, lines.stride(), [LINES.value, COLUMNS.value], LINE_LAYOUT),
+    )

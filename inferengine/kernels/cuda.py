@@ -167,7 +167,7 @@ class CudaKernels:
             prefill_attention(
                 q, kv, batch.row_slot, batch.row_start, batch.query_start, table, scale, window, softcap,
                 first_row=decodes, num_tokens=num_tokens - decodes, out=out,
-                kv_scales=kv_scales, deterministic=self.deterministic,
+                kv_scales=kv_scales, deterministic=self.deterministic, scratch=self.scratch,
             )  # fmt: skip
         return out
 

@@ -1,0 +1,94 @@
+"""Prompt attention of Hopper cards. It needs one; without, it is compiled for one, and that is all."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from inferengine.kernels.attention_prefill_hopper import fits, prefill_attention
+from tests.kernels.builders import make_paged_case, make_scratch, reference_attention, relative_error, tolerance
+
+# heads, kv heads, head dim, block size, window, softcap, dtype
+SHAPES = [
+    (32, 8, 128, 64, None, None, torch.bfloat16),
+    (16, 8, 128, 64, 70, 30.0, torch.bfloat16),
+    (8, 1, 128, 128, 200, None, torch.bfloat16),
+    (4, 4, 64, 64, None, 20.0, torch.float16),
+    (16, 1, 64, 128, None, None, torch.bfloat16),
+]
+ROW_LENS, COUNTS = [30, 17, 50, 1000, 300, 5, 513, 128], [1, 1, 50, 400, 300, 5, 513, 128]
+
+
+def on_hopper() -> bool:
+    return torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+
+
+hopper = pytest.mark.skipif(not on_hopper(), reason="needs a Hopper card")
+
+
+@hopper
+@pytest.mark.parametrize("spare", [0, 500], ids=["exact", "upper bound"])
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim", "block_size", "window", "softcap", "dtype"), SHAPES)
+def test_rows_of_all_lengths(heads, kv_heads, head_dim, block_size, window, softcap, dtype, spare, device):
+    case = make_paged_case(ROW_LENS, COUNTS, kv_heads, head_dim, block_size, dtype, device)
+    q = torch.randn(sum(COUNTS), heads, head_dim, device=device).to(dtype)
+    assert fits(q, case.kv)
+    expected = reference_attention(q, case, 0.1, window, softcap)
+    scratch = make_scratch(device)
+    for first_row in (0, 2):
+        skipped = sum(COUNTS[:first_row])
+        out = torch.full((sum(COUNTS), heads * head_dim), float("nan"), device=device, dtype=dtype)
+        prefill_attention(
+            q, case.kv, case.row_slot, case.row_start, case.query_start, case.block_table, 0.1, window, softcap,
+            first_row=first_row, num_tokens=sum(COUNTS) - skipped + spare, out=out, scratch=scratch,
+        )  # fmt: skip
+        assert relative_error(out[skipped:], expected[skipped:]) < tolerance(dtype)
+        assert out[:skipped].isnan().all(), "decode rows belong to the decode kernel"
+        assert not scratch.arrived.any(), "a launch must leave the counters at zero"
+
+
+@hopper
+def test_more_tiles_than_programs_and_fewer_tokens_than_a_tile(device):
+    for lengths in ([900] * 40, [3]):
+        case = make_paged_case(lengths, lengths, 2, 128, 64, torch.bfloat16, device)
+        q = torch.randn(sum(lengths), 8, 128, device=device, dtype=torch.bfloat16)
+        out = torch.full((sum(lengths), 8 * 128), float("nan"), device=device, dtype=torch.bfloat16)
+        prefill_attention(
+            q, case.kv, case.row_slot, case.row_start, case.query_start, case.block_table, 0.1, None, None, first_row=0,
+            num_tokens=sum(lengths), out=out,
+        )  # fmt: skip
+        assert relative_error(out, reference_attention(q, case, 0.1, None, None)) < tolerance(torch.bfloat16)
+
+
+COMPILE = """
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+class Card:
+    def get_current_target(self): return GPUTarget("cuda", 90, 32)
+    def get_current_device(self): return 0
+    def get_current_stream(self, device): return 0
+
+driver.set_active(Card())
+from inferengine.kernels.attention_prefill_compute import attention_kernel
+from inferengine.kernels.attention_prefill_hopper import descriptors
+from inferengine.kernels.attention_prefill_loader import Shape
+
+shape = Shape(1, 2, 64, 64, block_tokens=64, stages=2, window=False, softcap=False)
+q, kv = torch.zeros(64, 2, 64, dtype=torch.bfloat16), torch.zeros(2, 2, 1, 64, 64, dtype=torch.bfloat16)
+i32 = torch.zeros(4, dtype=torch.int32)
+kernel = attention_kernel.warmup(
+    *descriptors(q, kv, shape), i32, i32, i32, i32, q, i32, 2, 0, 1, 1, 0.1, 1.0, 0.0, 0, SHAPE=shape, PDL=True,
+    num_warps=4, launch_pdl=True, grid=(1,),
+)
+print("wgmma" in kernel.asm["ptx"], "cp.async.bulk.tensor" in kernel.asm["ptx"], "setmaxnreg" in kernel.asm["ptx"])
+"""
+
+
+def test_it_compiles_for_hopper_without_a_card():
+    environment = {**os.environ, "TRITON_INTERPRET": "0"}
+    done = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, timeout=240)
+    assert done.stdout.split() == ["True", "True", "True"], done.stderr[-2000:]
