@@ -116,7 +116,8 @@ def _half_pair(document: dict[str, Any]) -> str | None:
                     return path or "body"
                 todo.append((_under(path, f".{name[:40]}" if path else name[:40]), item))
         elif isinstance(value, list):
-            todo += [(_under(path, f"[{place}]"), item) for place, item in enumerate(value)]
+            kinds = (str, dict, list)  # a long list is one of numbers
+            todo += [(_under(path, f"[{place}]"), item) for place, item in enumerate(value) if isinstance(item, kinds)]
     return None
 
 

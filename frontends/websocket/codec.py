@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from json.encoder import encode_basestring_ascii
 from typing import Any, Protocol
@@ -14,6 +15,7 @@ from inferengine.errors import InferEngineError
 
 JSON_SUBPROTOCOL = "inferengine.v1.json"
 MSGPACK_SUBPROTOCOL = "inferengine.v1.msgpack"
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 _TEXT_KEY = msgpack.packb("text")
 _NO_TEXT = b"".join((msgpack.packb(0), _TEXT_KEY, msgpack.packb("")))
 
@@ -24,6 +26,9 @@ class Codec(Protocol):
 
     def decode(self, message: Mapping[str, Any]) -> Any:
         """The document in an ASGI websocket.receive event. Raises InferEngineError protocol_error."""
+
+    def may_hold_half_pairs(self, message: Mapping[str, Any]) -> bool:
+        """Whether strings of the document may have half of a surrogate pair, which no text has."""
 
     def encode(self, frame: Mapping[str, Any]) -> bytes:
         """Any frame as a message's payload."""
@@ -55,6 +60,9 @@ class JsonCodec:
             raise _broken("not valid JSON: a number has thousands of digits") from None
         return document
 
+    def may_hold_half_pairs(self, message: Mapping[str, Any]) -> bool:
+        return _SURROGATE.search(message.get("text") or "") is not None
+
     def encode(self, frame: Mapping[str, Any]) -> bytes:
         return json.dumps(frame, separators=(",", ":")).encode()
 
@@ -77,6 +85,9 @@ class MsgpackCodec:
             return msgpack.unpackb(body, raw=False, strict_map_key=True, ext_hook=_no_extension)
         except (ValueError, RecursionError, msgpack.UnpackException) as error:
             raise _broken(f"not valid msgpack: {type(error).__name__}") from None
+
+    def may_hold_half_pairs(self, message: Mapping[str, Any]) -> bool:
+        return False
 
     def encode(self, frame: Mapping[str, Any]) -> bytes:
         return bytes(msgpack.packb(frame))

@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 from frontends.common.errors import scrubbed, unexpected
+from frontends.common.fields import refuse_half_pairs
 from frontends.websocket.answer import Answer, Caller, Desk
 from frontends.websocket.channel import Channel, SocketGone
 from frontends.websocket.codec import Codec
@@ -95,6 +96,8 @@ class Connection:
         document: Any = None
         try:
             document = self._codec.decode(message)
+            if isinstance(document, dict) and self._codec.may_hold_half_pairs(message):
+                refuse_half_pairs(document)
             await self._on_frame(read_frame(document))
         except InferEngineError as error:
             name = id_of(document)

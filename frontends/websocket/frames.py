@@ -12,7 +12,6 @@ import re
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
-from frontends.common.fields import refuse_half_pairs
 from inferengine.errors import InferEngineError, InvalidRequest
 from inferengine.params import SamplingParams, from_map
 
@@ -119,7 +118,6 @@ def read_frame(document: Any) -> Frame:
     message is no frame at all."""
     if not isinstance(document, dict):
         raise InferEngineError("protocol_error", "a frame must be an object such as {type: ping}")
-    refuse_half_pairs(document)
     kind = document.get("type")
     read = _READERS.get(kind) if isinstance(kind, str) else None
     if read is None:
