@@ -25,6 +25,7 @@ from inferengine.kernels import activation, norm, rope_cache, sampling
 from inferengine.kernels import cuda as cuda_kernels
 from inferengine.kernels.attention_prefill import prefill_attention
 from inferengine.kernels.reference_sampling import FILTER, RANDOM
+from inferengine.kernels.scratch import Scratch
 
 READ_BYTES_PER_S = 4.45e12
 OPERATIONS_PER_S = 696e12
@@ -264,11 +265,12 @@ def bench_prefill(shape: Shape, prompts: int, length: int, block_size: int) -> d
     q = randn(prompts * length, shape.heads, shape.head_dim)
     out = torch.empty(prompts * length, shape.heads * shape.head_dim, device="cuda", dtype=DTYPE)
     starts, bounds = torch.zeros_like(batch.row_len), batch.query_start * length
+    scratch = Scratch(q.device)
 
     def launch(_: int) -> None:
         prefill_attention(
             q, cache, batch.row_slot, starts, bounds, batch.block_tables[0], 0.088, None, None, first_row=0,
-            num_tokens=prompts * length, out=out,
+            num_tokens=prompts * length, out=out, scratch=scratch,
         )  # fmt: skip
 
     return figure(graph_us(launch, 3), q.numel() * 4, 2 * prompts * shape.heads * shape.head_dim * length * length)
@@ -303,7 +305,7 @@ def main() -> None:
             torch.cuda.empty_cache()
         prefill = {
             f"{prompts}x{length}": bench_prefill(shape, prompts, length, options.block_size)
-            for prompts, length in ((1, 128), (1, 1024), (1, 8192), (4, 4096))
+            for prompts, length in ((1, 128), (1, 1024), (1, 8192), (4, 4096), (16, 4096))
         }
         result["models"][name] = {"rows": per_rows, "prefill_attention": prefill}
     text = json.dumps(result, indent=1)
