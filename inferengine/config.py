@@ -397,5 +397,4 @@ def _apply(config: Config, values: Mapping[str, Any], source: str, place: str = 
 
 
 def _section_type(name: str) -> type[Any]:
-    hints = typing.get_type_hints(Config)
-    return typing.cast("type[Any]", hints[name])
+    return typing.cast("type[Any]", typing.get_type_hints(Config)[name])
