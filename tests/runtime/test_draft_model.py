@@ -95,8 +95,9 @@ def test_a_grammar_holds_beside_guesses(plain: LLM, guessing: LLM) -> None:
     assert set(json.loads(got[0].text)) == {"name", "age"}
 
 
-def test_a_draft_that_is_the_model_itself_is_always_right() -> None:
+def test_a_draft_that_is_the_model_itself_is_always_right(monkeypatch: pytest.MonkeyPatch) -> None:
     with LLM(**SMALL, speculation={"method": "draft", "draft_model": str(EMBEDDED), "max_drafts": 3}) as llm:
+        monkeypatch.setattr(llm.core, "_clock", lambda: 0.0)  # by which a guess costs nothing: there are always some
         llm.chat(CHATS, SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=24))
         llm.chat(CHATS, SamplingParams(temperature=2.0, seed=5, ignore_eos=True, max_tokens=24))  # of lucky draws, too
         snapshot = llm.core.scheduler.snapshot()
