@@ -18,7 +18,7 @@ import torch
 from inferengine.core.plan import StepPlan
 from inferengine.kernels.batch import Batch, SlotMapping, StepColumns
 from inferengine.kernels.ops import Ops
-from inferengine.runtime.graphs import RING
+from inferengine.runtime.graphs import RING, SLOW_TOKENS
 from inferengine.runtime.slots import Slots
 
 PROMPT_ROWS = 16  # prompts in one captured step: more take the way without a graph
@@ -54,7 +54,8 @@ def shapes_to_capture(max_rows: int, max_tokens: int, token_s: float) -> list[Mi
     """`token_s`: device seconds for each token of a step. Shapes that take longer than launching are left out."""
     decodes = sorted({min(count, max_rows) for count in DECODES})
     tokens = [count for count in PROMPT_TOKENS if count * token_s <= LAUNCHES_S]
-    return [MixedShape(d, p) for d in decodes for p in tokens if d + p <= max_tokens]
+    shapes = {MixedShape(d, p if d + p != SLOW_TOKENS else p + 64) for d in decodes for p in tokens}
+    return sorted(shape for shape in shapes if shape.num_tokens <= max_tokens)
 
 
 class MixedGraphs:

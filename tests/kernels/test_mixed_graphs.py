@@ -17,6 +17,7 @@ from inferengine.kernels import cuda, ops
 from inferengine.kernels.ops import Ops
 from inferengine.runtime import mixed_graphs
 from inferengine.runtime.batch import columns_of, make_batch
+from inferengine.runtime.graphs import SLOW_TOKENS, padded_sizes
 from inferengine.runtime.mixed_graphs import MixedGraphs, MixedShape, shapes_to_capture
 from inferengine.runtime.sampler import StepDraws
 from tests.runtime.engine import Engine
@@ -120,3 +121,11 @@ def test_steps_that_outlast_their_launches_are_not_captured() -> None:
     assert {shape.decodes for shape in shapes} == {0, 16, 64}
     assert all(shape.num_tokens <= 512 for shape in shapes)
     assert shapes_to_capture(max_rows=64, max_tokens=16, token_s=0.0) == []
+
+
+def test_no_step_is_padded_to_the_size_that_takes_longer_than_the_next() -> None:
+    shapes = shapes_to_capture(max_rows=512, max_tokens=8192, token_s=10e-6)
+    assert all(shape.num_tokens != SLOW_TOKENS for shape in shapes)
+    assert MixedShape(64, SLOW_TOKENS) in shapes  # in place of 64 decodes and 384 tokens
+    assert SLOW_TOKENS not in padded_sizes(512)
+    assert padded_sizes(SLOW_TOKENS)[-1] == SLOW_TOKENS  # there must be room for all
