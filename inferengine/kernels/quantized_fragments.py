@@ -20,6 +20,14 @@ import triton
 import triton.language as tl
 
 from inferengine.kernels.activation import gate
+from inferengine.kernels.fragment_instructions import (
+    code_numbers,
+    half_to_float,
+    issue_loads,
+    load_four,
+    load_two,
+    multiply,
+)
 from inferengine.kernels.pdl import allow_next, launch_options, supports_pdl, wait_for_previous
 from inferengine.kernels.quantized_int4 import NibbleWeight
 
@@ -100,158 +108,13 @@ def fragment_product_float32(x: torch.Tensor, weight: NibbleWeight, tuned: Fragm
     return out.view(3, x.shape[0], weight.rows).sum(0)
 
 
-_BF16_NUMBERS = tl.constexpr("""{
-.reg .b32 a, b, c;
-shr.u32 a, $4, 4;
-shr.u32 b, $4, 8;
-shr.u32 c, $4, 12;
-lop3.b32 $0, $4, 0x000F000F, 0x43004300, 0xEA;
-lop3.b32 $1, a, 0x000F000F, 0x43004300, 0xEA;
-lop3.b32 $2, b, 0x000F000F, 0x43004300, 0xEA;
-lop3.b32 $3, c, 0x000F000F, 0x43004300, 0xEA;
-}""")
-_FP16_NUMBERS = tl.constexpr("""{
-.reg .b32 a, b, c, d;
-shl.b32 a, $4, 6;
-shl.b32 b, $4, 2;
-shr.u32 c, $4, 2;
-shr.u32 d, $4, 6;
-lop3.b32 $0, a, 0x03C003C0, 0x4C004C00, 0xEA;
-lop3.b32 $1, b, 0x03C003C0, 0x4C004C00, 0xEA;
-lop3.b32 $2, c, 0x03C003C0, 0x4C004C00, 0xEA;
-lop3.b32 $3, d, 0x03C003C0, 0x4C004C00, 0xEA;
-}""")
-_MULTIPLY = (
-    "mma.sync.aligned.m16n8k16.row.col.f32.TYPE.TYPE.f32 {$0,$1,$2,$3}, {$4,$5,$6,$7}, {$8,$9}, {$10,$11,$12,$13};"
-)
-_BF16_MULTIPLY = tl.constexpr(_MULTIPLY.replace("TYPE", "bf16"))
-_FP16_MULTIPLY = tl.constexpr(_MULTIPLY.replace("TYPE", "f16"))
-
-
-@triton.jit
-def _numbers(words, HALF: tl.constexpr, HARDWARE: tl.constexpr):
-    """Four pairs of 16-bit numbers, 128 (fp16: 16) + code, of the nibbles i and i + 4 of each word. The compiler does
-    not find that and-or is one instruction."""
-    if HARDWARE:
-        return tl.inline_asm_elementwise(
-            _FP16_NUMBERS if HALF else _BF16_NUMBERS,
-            "=&r,=&r,=&r,=&r,r",
-            [words],
-            (tl.int32, tl.int32, tl.int32, tl.int32),
-            is_pure=True,
-            pack=1,
-        )
-    else:
-        if HALF:
-            return (
-                ((words << 6) & 0x03C003C0) | 0x4C004C00,
-                ((words << 2) & 0x03C003C0) | 0x4C004C00,
-                ((words >> 2) & 0x03C003C0) | 0x4C004C00,
-                ((words >> 6) & 0x03C003C0) | 0x4C004C00,
-            )
-        else:
-            return (
-                (words & 0x000F000F) | 0x43004300,
-                ((words >> 4) & 0x000F000F) | 0x43004300,
-                ((words >> 8) & 0x000F000F) | 0x43004300,
-                ((words >> 12) & 0x000F000F) | 0x43004300,
-            )
-
-
-@triton.jit
-def _multiply(a0, a1, a2, a3, b0, b1, c, HALF: tl.constexpr, HARDWARE: tl.constexpr):
-    """c + a b in each warp: 16 x 16 times 16 x 8, each operand spread over the threads 4 g + t as mma.m16n8k16 has it.
-    a1 and a3 are of rows g + 8, a2, a3 and b1 of inner columns + 8, the others of rows g and columns 2 t, 2 t + 1; c
-    has rows g, g, g + 8, g + 8 and columns 2 t, 2 t + 1."""
-    if HARDWARE:
-        return tl.inline_asm_elementwise(
-            _FP16_MULTIPLY if HALF else _BF16_MULTIPLY,
-            "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f",
-            [a0, a1, a2, a3, b0, b1, c[0], c[1], c[2], c[3]],
-            (tl.float32, tl.float32, tl.float32, tl.float32),
-            is_pure=True,
-            pack=1,
-        )
-    else:
-        a = tl.join(tl.join(a0, a2), tl.join(a1, a3))
-        b = tl.join(b0, b1)
-        WARPS: tl.constexpr = a0.shape[0] // 32
-        products = _products(_low(a, HALF), _low(b, HALF), WARPS) + _products(_high(a, HALF), _high(b, HALF), WARPS)
-        total = tl.sum(tl.sum(products, axis=4), axis=3)  # by row g, column, half of the rows
-        upper, lower = tl.split(tl.reshape(total, [WARPS * 32, 2, 2]))
-        upper_even, upper_odd = tl.split(upper)
-        lower_even, lower_odd = tl.split(lower)
-        return c[0] + upper_even, c[1] + upper_odd, c[2] + lower_even, c[3] + lower_odd
-
-
-@triton.jit
-def _products(a, b, WARPS: tl.constexpr):
-    """For the interpreter: a [32 threads 4 g + t, register, half of the rows] times b [32 threads, register]."""
-    return tl.reshape(a, [WARPS, 8, 1, 4, 2, 2]) * tl.reshape(b, [WARPS, 1, 8, 4, 2, 1])
-
-
-@triton.jit
-def _low(pairs, HALF: tl.constexpr):
-    if HALF:
-        return _half_to_float(pairs)
-    else:
-        return (pairs << 16).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _high(pairs, HALF: tl.constexpr):
-    if HALF:
-        return _half_to_float(pairs >> 16)
-    else:
-        return (pairs & -65536).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _half_to_float(bits):
-    return bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-
-
-@triton.jit
-def _load_two(at, mask):
-    """Two neighbours from each address. `mask` None: all are there."""
-    neighbours = at[:, None] + tl.arange(0, 2)[None, :]
-    if mask is None:
-        two = tl.load(neighbours)
-    else:
-        two = tl.load(neighbours, mask=mask[:, None], other=0)
-    return tl.split(two)
-
-
-@triton.jit
-def _load_four(at, mask):
-    neighbours = at[:, None] + tl.arange(0, 4)[None, :]
-    if mask is None:
-        four = tl.load(neighbours, eviction_policy="evict_first")
-    else:
-        four = tl.load(neighbours, mask=mask[:, None], other=0, eviction_policy="evict_first")
-    even, odd = tl.split(tl.reshape(four, [at.shape[0], 2, 2]))
-    first, third = tl.split(even)
-    second, fourth = tl.split(odd)
-    return first, second, third, fourth
-
-
 @triton.jit
 def _load_slice(words_at, points_at, mask, PARTS: tl.constexpr):
     """Of rows g and g + 8 of a tile: four words of each, then the points of each part."""
-    held = _load_four(words_at, mask) + _load_four(words_at + 128, mask)
+    held = load_four(words_at, mask) + load_four(words_at + 128, mask)
     for part in tl.static_range(PARTS):
-        held += _load_two(points_at + part * 16, mask)
+        held += load_two(points_at + part * 16, mask)
     return held
-
-
-@triton.jit
-def _issue_loads(lane, HARDWARE: tl.constexpr):
-    """What was to be loaded before is asked for before anything that follows: the compiler would rather load into the
-    registers that multiplying sets free, and wait."""
-    if HARDWARE:
-        tl.inline_asm_elementwise(
-            "bar.warp.sync 0xffffffff; mov.b32 $0, 0;", "=r,r", [lane], tl.int32, is_pure=False, pack=1
-        )
 
 
 @triton.jit
@@ -284,7 +147,7 @@ def _load_inputs(x_at, pair, mask, PAIRS: tl.constexpr, EVEN: tl.constexpr):
             there = pair + step * 8 < PAIRS
             if mask is not None:
                 there = there & mask
-        held += _load_two(x_at + step * 8, there)
+        held += load_two(x_at + step * 8, there)
     return held
 
 
@@ -299,9 +162,9 @@ def _totals(x, zeros, PARTS: tl.constexpr, HALF: tl.constexpr, HARDWARE: tl.cons
         odd = zeros
         for step in tl.static_range(part * (8 // PARTS), (part + 1) * (8 // PARTS)):
             if step % 2 == 0:
-                even = _multiply(ones, ones, ones, ones, x[2 * step], x[2 * step + 1], even, HALF, HARDWARE)
+                even = multiply(ones, ones, ones, ones, x[2 * step], x[2 * step + 1], even, HALF, HARDWARE)
             else:
-                odd = _multiply(ones, ones, ones, ones, x[2 * step], x[2 * step + 1], odd, HALF, HARDWARE)
+                odd = multiply(ones, ones, ones, ones, x[2 * step], x[2 * step + 1], odd, HALF, HARDWARE)
         found += (even[0] + odd[0], even[1] + odd[1])
     return found
 
@@ -310,8 +173,8 @@ def _totals(x, zeros, PARTS: tl.constexpr, HALF: tl.constexpr, HARDWARE: tl.cons
 def _add_part(sums, even, odd, upper, lower, total, total_next, HALF: tl.constexpr):
     """sums += scale * (c - (OFFSET + zero) * total), where c = even + odd is the product of x and OFFSET + code."""
     OFFSET: tl.constexpr = 16.0 if HALF else 128.0
-    above, above_lower = _half_to_float(upper >> 16) + OFFSET, _half_to_float(lower >> 16) + OFFSET
-    scale, scale_lower = _half_to_float(upper), _half_to_float(lower)
+    above, above_lower = half_to_float(upper >> 16) + OFFSET, half_to_float(lower >> 16) + OFFSET
+    scale, scale_lower = half_to_float(upper), half_to_float(lower)
     return (
         sums[0] + scale * (even[0] + odd[0] - above * total),
         sums[1] + scale * (even[1] + odd[1] - above * total_next),
@@ -331,12 +194,12 @@ def _add_slice(
         even += (zeros,)
         odd += (zeros,)
     for step in tl.static_range(4):
-        upper = _numbers(held[step], HALF, HARDWARE)
-        lower = _numbers(held[4 + step], HALF, HARDWARE)
+        upper = code_numbers(held[step], HALF, HARDWARE)
+        lower = code_numbers(held[4 + step], HALF, HARDWARE)
         grown = ()
         for block in tl.static_range(BLOCKS):
             grown += (
-                _multiply(
+                multiply(
                     upper[0], lower[0], upper[1], lower[1], x[block][4 * step], x[block][4 * step + 1], even[block],
                     HALF, HARDWARE,
                 ),
@@ -348,7 +211,7 @@ def _add_slice(
         grown = ()
         for block in tl.static_range(BLOCKS):
             grown += (
-                _multiply(
+                multiply(
                     upper[2], lower[2], upper[3], lower[3], x[block][4 * step + 2], x[block][4 * step + 3], odd[block],
                     HALF, HARDWARE,
                 ),
@@ -405,7 +268,7 @@ def _pass(
     for turn in tl.static_range(AHEAD):
         if MORE:
             following += (_load_tiles(words_at, points_at, warp, base + turn + AHEAD, shape),)
-            _issue_loads(lane, HARDWARE)
+            issue_loads(lane, HARDWARE)
         first = (base + turn) * (WARPS * 64)
         x = ()
         totals = ()

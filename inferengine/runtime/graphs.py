@@ -22,9 +22,7 @@ from inferengine.runtime.slots import Slots
 COLUMNS = 4  # row_slot, row_start, row_len, place of the input token in slots.tokens
 RING = 4  # pinned buffers in turn: more than the steps that can be under way
 DRAWS = (0, RANDOM, RANDOM | FILTER)  # features that a graph can draw with: they live at fixed addresses
-SLOW_TOKENS = (
-    448  # steps of so many take longer than of 480 or 512: cuBLAS's tiles of the 8B on an H200, 15.9 ms and 13.4
-)
+SLOW_TOKENS = 448  # such a step takes longer than one of 512: 15.9 ms and 13.4 for the 8B on an H200, by cuBLAS
 LARGEST_WITH_DRAWS = 8  # rows: above, the launches of the draw hide behind the step, and a fourth of the graphs will do
 
 
