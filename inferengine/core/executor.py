@@ -28,6 +28,7 @@ class Capacity(NamedTuple):
     swap_block_s: float = 0.0  # measured time to move one block of all layers between host and device; 0: unknown
     prefill_token_s: float = 0.0  # measured time to compute one prompt token; 0: unknown
     embedding_size: int = 0  # values of an embedding; 0: this executor makes none
+    most_forced_rows: int = 0  # with more rows a token that a grammar forces costs what a row's does; 0: never
     has_draft_model: bool = False  # whether it can make guesses itself (StepPlan.device_drafts)
 
 

@@ -23,4 +23,5 @@ class SchedulerOptions:
     kv_events: bool = False
     contiguous: bool = False  # every sequence reserves blocks for the longest length: what paging is measured against
     max_drafts: int = 0  # most guesses ahead of one sequence in a step
+    max_running_to_force: int = 0  # with more sequences running a forced token waits for its step as a drawn one does
     max_running_to_draft: int = 32  # with more sequences running, the device has enough to do without guesses

@@ -53,6 +53,7 @@ class Scheduler:
         self._roster = Roster(capacity, options)
         self._prompt_logprobs: dict[int, list[TokenLogprobs]] = {}  # by uid, until the prompt is computed
         self._planner = Planner(self._roster, capacity, options, proposer)
+        self._max_running_to_force = options.max_running_to_force
         self.kv: KVCacheManager = self._roster.kv
 
     @property
@@ -299,6 +300,8 @@ class Scheduler:
         grammar = sequence.grammar
         if grammar is None or sequence.request.params.logprobs is not None:
             return None  # every token of a request with log-probabilities goes through the model
+        if 0 < self._max_running_to_force < len(self._roster.running):
+            return None  # the mask leaves the draw one token: the same, without rows of several tokens
         forced = grammar.forced()
         if not forced:
             return None

@@ -35,6 +35,7 @@ def scheduler_options(config: Config, capacity: Capacity) -> SchedulerOptions:
         kv_events=cache.events,
         contiguous=contiguous,
         max_drafts=0 if guess_method(config, capacity) == "none" else config.speculation.max_drafts,
+        max_running_to_force=capacity.most_forced_rows,
         max_running_to_draft=max_running_to_draft(config),
     )
 

@@ -42,6 +42,19 @@ def test_forced_tokens_cost_no_step_of_their_own() -> None:
     assert run.scheduler.stats.num_steps == 50 - run.scheduler.stats.num_forced_tokens
 
 
+def test_with_many_running_forced_tokens_are_drawn_like_others_and_are_the_same() -> None:
+    requests = [make_request(1, max_tokens=60, grammar=True)]
+    requests += [make_request(uid, max_tokens=20, seed=uid) for uid in range(2, 6)]
+    run = Run(max_running_to_force=3).submit(*requests)
+    run.step()
+    while len(run.scheduler.running) > 3:
+        assert run.scheduler.stats.num_forced_tokens == 0
+        run.step()
+    run.to_end()
+    assert run.outputs == {request.uid: expected_output(request) for request in requests}
+    assert run.scheduler.stats.num_forced_tokens > 0, "who is left may run ahead"
+
+
 def test_forced_tokens_end_at_the_limit() -> None:
     for max_tokens in range(1, 30):
         request = make_request(1, max_tokens=max_tokens, grammar=True)
