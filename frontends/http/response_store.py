@@ -90,10 +90,10 @@ class ResponseStore:
 
     def delete(self, response_id: str, tenant: str) -> None:
         stored = self.get(response_id, tenant)
-        stored.cancel()
         self._forget((tenant, response_id))
-        if self._shelf is not None:
+        if self._shelf is not None:  # first: whoever makes it keeps what it has when the cancel ends it, unless deleted
             self._shelf.delete(tenant, response_id)
+        stored.cancel()
 
     def was_deleted(self, stored: Stored) -> bool:
         """While it was being made."""

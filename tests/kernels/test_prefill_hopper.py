@@ -25,7 +25,7 @@ def on_hopper() -> bool:
     return torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 
 
-hopper = pytest.mark.skipif(not on_hopper(), reason="needs a Hopper card")
+hopper = pytest.mark.skipif(not on_hopper(), reason="needs a CUDA device: Hopper")
 
 
 @hopper
