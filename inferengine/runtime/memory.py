@@ -91,12 +91,9 @@ def _blocks_once(windows: Sequence[int | None], settings: CacheSettings) -> list
     return [0 if window is None else -(-settings.max_chunk // settings.block_size) for window in windows]
 
 
-def budget_bytes(device: torch.device, memory_fraction: float, activation_bytes: int) -> int:
-    """Memory for the KV cache, weights being loaded. `activation_bytes` is what the largest step needs beside it."""
-    if device.type == "cpu":
-        return host_budget_bytes(free_host_bytes(), memory_fraction)
-    free, total = torch.cuda.mem_get_info(device)
-    return int(free - (1 - (memory_fraction or DEFAULT_CUDA_SHARE)) * total - activation_bytes)
+def device_budget_bytes(total: int, memory_fraction: float, taken: int) -> int:
+    """What is left for the KV cache of a CUDA device's share, where everything else takes `taken`."""
+    return int(total * (memory_fraction or DEFAULT_CUDA_SHARE)) - taken
 
 
 def host_budget_bytes(free: int, memory_fraction: float) -> int:

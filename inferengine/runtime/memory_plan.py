@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import NamedTuple
 
 import torch
@@ -16,18 +17,22 @@ from inferengine.models.hf_config import read_json
 from inferengine.quant.layouts import layout_of
 from inferengine.quant.schemes import EIGHT_BIT_PRODUCTS, bytes_per_weight
 from inferengine.runtime.device_peaks import device_peaks
+from inferengine.runtime.draft_model import read_draft_config, share_of_target
 from inferengine.runtime.graphs import graphs_to_capture
 from inferengine.runtime.memory import (
-    DEFAULT_CUDA_SHARE,
     CacheSettings,
+    device_budget_bytes,
     free_host_bytes,
     held_blocks,
     host_budget_bytes,
     plan_groups,
     sequences_at_once,
 )
-from inferengine.runtime.mixed_graphs import shapes_to_capture
+from inferengine.runtime.mixed_graphs import MixedShape, shapes_to_capture
 from inferengine.runtime.settings import ExecutorSettings
+from inferengine.runtime.slots import Slots
+
+logger = logging.getLogger(__name__)
 
 GIB = 1 << 30
 CUDA_CONTEXT_BYTES = 600 * (1 << 20)  # driver, kernels and libraries of one process, measured on Hopper
@@ -37,17 +42,20 @@ GRAPH_BYTES = 4 * (1 << 20)  # nodes of one captured step; its buffers are share
 
 class MemoryPlan(NamedTuple):
     """Bytes. `kv_bytes_per_token` is of full-attention layers, `window_bytes_per_sequence` of all sliding ones of
-    a long sequence. `groups` is how the engine divides `kv_budget`; none where the rest does not fit."""
+    a long sequence. `groups` is how the engine divides its part of `kv_budget`; none where the rest does not fit."""
 
     weights: int
+    draft_weights: int
     activations: int
+    slots: int  # of running requests: their tokens and block tables
     graphs: int
     context: int
     kv_bytes_per_token: int
     window_bytes_per_sequence: int
-    kv_budget: int  # negative where the rest does not fit
+    kv_budget: int  # a draft model's part among it; negative where the rest does not fit
     groups: list[KVGroup]
     cache: CacheSettings
+    prompt_shapes: list[MixedShape]  # of the steps with prompts to capture; none for a CPU
 
     def sequences(self, num_tokens: int) -> int:
         """How many sequences of this length the KV cache holds at once."""
@@ -83,10 +91,22 @@ def activation_bytes(config: DecoderConfig, num_tokens: int, num_seqs: int, dtyp
     return num_tokens * (widest + 4 * config.hidden_size) * 2 * dtype.itemsize + num_seqs * config.vocab_size * 12
 
 
-def graph_bytes(config: DecoderConfig, settings: ExecutorSettings, dtype: torch.dtype, token_s: float) -> int:
+def slot_bytes(config: DecoderConfig, cache: CacheSettings) -> int:
+    """What the state of running requests takes."""
+    slots = Slots(
+        num_slots=cache.max_num_seqs,
+        max_model_len=cache.max_model_len,
+        block_size=cache.block_size,
+        group_blocks=[0 for _ in config.group_windows],
+        vocab_size=config.vocab_size,
+        device=torch.device("meta"),
+    )
+    return slots.num_bytes
+
+
+def graph_bytes(config: DecoderConfig, settings: ExecutorSettings, dtype: torch.dtype, shapes: list[MixedShape]) -> int:
     """What the steps captured at start take: their nodes, and the buffers of the largest, which all of them share.
-    `token_s`: device seconds for each token of a step, which decides how many steps with prompts are captured."""
-    shapes = shapes_to_capture(settings.max_num_seqs, settings.max_num_batched_tokens, token_s)
+    `shapes`: of the steps with prompts."""
     num_graphs = len(graphs_to_capture(settings.max_num_seqs)) + len(shapes)
     num_tokens = max([settings.max_num_seqs, *(shape.num_tokens for shape in shapes)])
     num_rows = max([settings.max_num_seqs, *(shape.num_rows for shape in shapes)])
@@ -111,21 +131,29 @@ def _token_s(config: DecoderConfig, values: dict[str, object], settings: Executo
 
 
 def make_plan(settings: ExecutorSettings, device_bytes: int) -> MemoryPlan:
-    """The plan for a device with `device_bytes`, of which nothing is taken yet; a draft model's share is not in it."""
+    """The plan for a device with `device_bytes`, of which nothing is taken yet."""
     config, _ = registry.read_model_config(settings.folder)
     values = read_json(settings.folder / "config.json")
     dtype = settings.dtype or getattr(torch, config.dtype)
     kv_dtype = torch.float8_e4m3fn if settings.cache_dtype == "fp8" else dtype
     on_cuda = settings.device.type == "cuda"
+    cache = cache_settings(settings, settings.max_model_len or config.max_position)
     weights = weight_bytes(config, values, dtype, settings.quantization)
+    draft, draft_weights = None, 0
+    if settings.draft_folder is not None:
+        draft = read_draft_config(settings.draft_folder, config, cache.max_model_len)
+        draft_weights = weight_bytes(draft, read_json(settings.draft_folder / "config.json"), dtype)
     activations = activation_bytes(config, settings.max_num_batched_tokens, settings.max_num_seqs, dtype)
-    context = CUDA_CONTEXT_BYTES if on_cuda else 0
-    graphs = 0
-    if on_cuda and settings.cuda_graphs:
-        graphs = graph_bytes(config, settings, dtype, _token_s(config, values, settings, dtype))
+    slots, context, graphs = slot_bytes(config, cache), 0, 0
+    shapes: list[MixedShape] = []
     if on_cuda:
-        usable = int(device_bytes * (settings.memory_fraction or DEFAULT_CUDA_SHARE))
-        budget = usable - weights - activations - context - graphs
+        context = CUDA_CONTEXT_BYTES
+        token_s = _token_s(config, values, settings, dtype)
+        shapes = shapes_to_capture(settings.max_num_seqs, settings.max_num_batched_tokens, token_s)
+        if settings.cuda_graphs:
+            graphs = graph_bytes(config, settings, dtype, shapes)
+        taken = weights + draft_weights + activations + slots + context + graphs
+        budget = device_budget_bytes(device_bytes, settings.memory_fraction, taken)
     else:
         budget = host_budget_bytes(max(0, device_bytes - weights), settings.memory_fraction)
     full = window_bytes = 0
@@ -135,12 +163,29 @@ def make_plan(settings: ExecutorSettings, device_bytes: int) -> MemoryPlan:
             full += per_token
         else:
             window_bytes += per_token * settings.block_size * held_blocks(window, 1 << 40, settings.block_size)
-    cache = cache_settings(settings, settings.max_model_len or config.max_position)
+    own = budget if draft is None else share_of_target(budget, config, draft)
     try:
-        groups = plan_groups(config, cache, kv_dtype, budget) if budget > 0 else []
+        groups = plan_groups(config, cache, kv_dtype, own) if own > 0 else []
     except ConfigError:  # not even one sequence
         groups = []
-    return MemoryPlan(weights, activations, graphs, context, full, window_bytes, budget, groups, cache)
+    return MemoryPlan(
+        weights, draft_weights, activations, slots, graphs, context, full, window_bytes, budget, groups, cache, shapes
+    )
+
+
+def held_budget(plan: MemoryPlan, memory_fraction: float, *, total: int, free: int, step: int) -> int:
+    """What the KV cache of a CUDA device gets once the weights are in place: what is planned, or what is left where
+    more is taken than planned. `step`: bytes that the largest step was seen to need, slots among them. A draft model
+    and the captured graphs come later: what is planned for them stays free."""
+    taken = total - free + step + plan.graphs + plan.draft_weights
+    left = device_budget_bytes(total, memory_fraction, taken)
+    if left < plan.kv_budget:
+        logger.warning(
+            "%.2f GiB are left for the KV cache instead of %.2f: other programs, or adapters, take more than planned",
+            left / GIB,
+            plan.kv_budget / GIB,
+        )
+    return min(plan.kv_budget, left)
 
 
 def cache_settings(settings: ExecutorSettings, max_model_len: int) -> CacheSettings:
@@ -171,7 +216,9 @@ def plan_lines(plan: MemoryPlan) -> list[str]:
     """The plan as a table for people."""
     rows = [
         ("weights", plan.weights),
+        ("draft model's weights", plan.draft_weights),
         ("activations of the largest step", plan.activations),
+        ("slots of running requests", plan.slots),
         ("captured graphs", plan.graphs),
         ("device context", plan.context),
         ("KV cache", plan.kv_budget),

@@ -34,7 +34,7 @@ from inferengine.runtime.batch import columns_of, make_batch
 from inferengine.runtime.draft_model import DraftModel
 from inferengine.runtime.graphs import DecodeGraphs
 from inferengine.runtime.kv_cache import KVCache
-from inferengine.runtime.mixed_graphs import MixedGraphs, MixedShape, shapes_to_capture
+from inferengine.runtime.mixed_graphs import MixedGraphs, MixedShape
 from inferengine.runtime.pooling import Pooling
 from inferengine.runtime.prompt_logprobs import PromptLogprobs
 from inferengine.runtime.roofline import roofline_of
@@ -57,6 +57,7 @@ class TorchExecutor:
         self.ops = ops_table.resolve(settings.device, deterministic=settings.deterministic)
         self.graphs: DecodeGraphs | None = None
         self.mixed: MixedGraphs | None = None
+        self._prompt_shapes: list[MixedShape] = []  # of steps that are captured
         self.draft: DraftModel | None = None
         self.adapters: AdapterFolder | None = None
 
@@ -109,7 +110,7 @@ class TorchExecutor:
         first request pays for nothing."""
         if self.device.type == "cuda":
             graphs = DecodeGraphs(self.model, self.ops, self.slots, self._group_kv, self.settings.max_num_seqs)
-            mixed = MixedGraphs(self.model, self.ops, self.slots, self._group_kv, self._mixed_shapes())
+            mixed = MixedGraphs(self.model, self.ops, self.slots, self._group_kv, self._prompt_shapes)
             drafting = [] if self.draft is None else [self.draft.rehearse]
             self._compile([graphs.touch_all, mixed.touch_all, *drafting])
             progress("compiling kernels", 1.0)
@@ -217,13 +218,6 @@ class TorchExecutor:
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
-    def _mixed_shapes(self) -> list[MixedShape]:
-        """Steps with prompt chunks to capture: those that the device computes faster than a host can launch them."""
-        settings = self.settings
-        found = self.roofline()
-        token_s = 0.0 if found is None else found.work.operations_per_token / found.peaks.operations_per_s
-        return shapes_to_capture(settings.max_num_seqs, settings.max_num_batched_tokens, token_s)
-
     def _compile(self, captured: list[Callable[[], None]]) -> None:
         """Compile what steps of every kind launch, those to be captured among them."""
         eager = rehearsal.plans(
@@ -276,8 +270,7 @@ class TorchExecutor:
         cache = memory_plan.cache_settings(settings, max_model_len)
         if self._kv_dtype != self.dtype:
             self._scale_cache(max_model_len)
-        activation_bytes = self._profile(max_model_len) if self.device.type == "cuda" else 0
-        budget = memory.budget_bytes(self.device, settings.memory_fraction, activation_bytes)
+        budget = self._cache_budget(max_model_len)
         if settings.draft_folder is not None:
             draft = draft_model.read_draft_config(settings.draft_folder, self.config, max_model_len)
             budget = draft_model.share_of_target(budget, self.config, draft)
@@ -297,6 +290,17 @@ class TorchExecutor:
             most_forced_rows=FORCED_ROWS_ON_CPU if settings.device.type == "cpu" else 0,
             has_draft_model=settings.draft_folder is not None,
         )
+
+    def _cache_budget(self, max_model_len: int) -> int:
+        """Bytes for the KV cache, a draft model's among them. On CUDA: what the memory plan says, if it is there."""
+        settings = self.settings
+        if self.device.type == "cpu":
+            return memory.host_budget_bytes(memory.free_host_bytes(), settings.memory_fraction)
+        step = self._profile(max_model_len)
+        free, total = torch.cuda.mem_get_info(self.device)
+        plan = memory_plan.make_plan(settings, total)
+        self._prompt_shapes = plan.prompt_shapes
+        return memory_plan.held_budget(plan, settings.memory_fraction, total=total, free=free, step=step)
 
     @property
     def _kv_dtype(self) -> torch.dtype:

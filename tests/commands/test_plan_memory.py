@@ -42,12 +42,57 @@ def test_every_graph_that_is_captured_counts_those_of_steps_with_prompts_among_t
     config = Config().with_values(model={"path": str(llama)}, engine={"max_num_seqs": 256})
     settings = factory.executor_settings(config, torch.device("cuda"))
     shape, _ = registry.read_model_config(llama)
-    at_15_us = memory_plan.graph_bytes(shape, settings, torch.bfloat16, 15e-6)  # at most 400 prompt tokens
-    buffers = memory_plan.activation_bytes(shape, 256 + 384, 256 + mixed_graphs.PROMPT_ROWS, torch.bfloat16)
-    shapes = mixed_graphs.shapes_to_capture(256, 8192, 15e-6)
+    shapes = mixed_graphs.shapes_to_capture(256, 8192, 15e-6)  # at most 400 prompt tokens
     assert len(shapes) == 23  # four numbers of decodes, six of prompt tokens; two of them are the same without 448
-    assert at_15_us == (35 + 23) * memory_plan.GRAPH_BYTES + buffers
-    assert memory_plan.graph_bytes(shape, settings, torch.bfloat16, 0.0) > at_15_us
+    buffers = memory_plan.activation_bytes(shape, 256 + 384, 256 + mixed_graphs.PROMPT_ROWS, torch.bfloat16)
+    size = memory_plan.graph_bytes(shape, settings, torch.bfloat16, shapes)
+    assert size == (35 + 23) * memory_plan.GRAPH_BYTES + buffers
+    plan = memory_plan.make_plan(settings, 80 << 30)  # for a device that is not here: every shape counts
+    assert len(plan.prompt_shapes) > 23
+    assert plan.graphs == memory_plan.graph_bytes(shape, settings, torch.bfloat16, plan.prompt_shapes) > size
+
+
+def plan_on_a_card(folder: Path) -> memory_plan.MemoryPlan:
+    config = Config().with_values(model={"path": str(folder)})
+    return memory_plan.make_plan(factory.executor_settings(config, torch.device("cuda")), 80 << 30)
+
+
+def test_the_share_of_a_card_is_divided_without_rest(llama: Path) -> None:
+    plan = plan_on_a_card(llama)
+    parts = (plan.weights, plan.activations, plan.slots, plan.graphs, plan.context, plan.kv_budget)
+    assert sum(parts) == int(0.92 * (80 << 30))
+    assert min(parts) > 0
+
+
+def test_the_cache_is_as_large_as_planned_where_less_is_taken(llama: Path) -> None:
+    plan = plan_on_a_card(llama)
+    free = (80 << 30) - plan.weights - plan.context
+    step = plan.activations + plan.slots
+    assert held_budget(plan, free=free, step=step) == plan.kv_budget
+    assert held_budget(plan, free=free + (1 << 30), step=step // 2) == plan.kv_budget
+
+
+def test_memory_that_others_hold_is_taken_from_the_cache_never_from_the_graphs(
+    llama: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    plan = plan_on_a_card(llama)
+    free = (80 << 30) - plan.weights - plan.context - (3 << 30)
+    assert held_budget(plan, free=free, step=plan.activations + plan.slots) == plan.kv_budget - (3 << 30)
+    assert "than planned" in caplog.text
+
+
+def held_budget(plan: memory_plan.MemoryPlan, *, free: int, step: int) -> int:
+    return memory_plan.held_budget(plan, 0.0, total=80 << 30, free=free, step=step)
+
+
+def test_a_draft_model_has_its_weights_and_its_part_of_the_cache_in_the_plan() -> None:
+    alone = Config().with_values(engine={"device": "cpu"}, speculation={"method": "none"})
+    guessing = Config().with_values(engine={"device": "cpu"}, speculation={"method": "draft"})
+    without, plan = (memory_plan.make_plan(factory.executor_settings(config), 1 << 28) for config in (alone, guessing))
+    draft = Path(__file__).parents[2] / "inferengine/assets/embedded-draft/model.safetensors"
+    assert without.draft_weights == 0
+    assert plan.draft_weights == pytest.approx(draft.stat().st_size * 2, rel=0.01)
+    assert plan.num_kv_tokens < without.num_kv_tokens
 
 
 def test_without_graphs_none_count(llama: Path, capsys: pytest.CaptureFixture[str]) -> None:

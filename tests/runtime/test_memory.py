@@ -8,7 +8,7 @@ import torch
 from inferengine.core.executor import Capacity, KVGroup
 from inferengine.errors import ConfigError
 from inferengine.layers.decoder_config import DecoderConfig
-from inferengine.runtime.memory import CacheSettings, block_bytes, budget_bytes, plan_groups, sequences_at_once
+from inferengine.runtime.memory import CacheSettings, block_bytes, host_budget_bytes, plan_groups, sequences_at_once
 from tests.core.builders import Run, make_request
 from tests.core.memory_executor import VOCAB_SIZE
 
@@ -92,6 +92,6 @@ def test_too_little_memory_names_the_key():
 
 
 def test_on_a_cpu_the_default_is_modest_and_a_fraction_is_obeyed():
-    cpu = torch.device("cpu")
-    assert 0 < budget_bytes(cpu, 0.0, 0) <= 1 << 30
-    assert budget_bytes(cpu, 0.5, 0) > budget_bytes(cpu, 0.1, 0)
+    assert host_budget_bytes(2 << 30, 0.0) == 1 << 29
+    assert host_budget_bytes(64 << 30, 0.0) == 1 << 30
+    assert host_budget_bytes(64 << 30, 0.5) == 32 << 30
