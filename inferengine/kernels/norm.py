@@ -78,6 +78,29 @@ def _launch(
 
 
 @triton.jit
+def store_sum(total, residual_at, mask):
+    """Store a float32 row where the residual stream lies; what was stored, as float32: what the next layer adds to."""
+    stored = total.to(residual_at.dtype.element_ty)
+    tl.store(residual_at, stored, mask=mask)
+    return stored.to(tl.float32)
+
+
+@triton.jit
+def normed(x, weight, eps, WIDTH: tl.constexpr):
+    """The norm of a float32 row of WIDTH numbers, zeros behind them."""
+    scale = tl.rsqrt(tl.sum(x * x, axis=0) / WIDTH + eps)
+    return x * scale * weight
+
+
+@triton.jit
+def add_parts(total, parts_ptr, token, columns, mask, num_tokens, WIDTH: tl.constexpr, PARTS: tl.constexpr):
+    """Add a row's sums of a product left in parts [PARTS, num_tokens, WIDTH] fp32, in order."""
+    for part in tl.static_range(PARTS):
+        total += tl.load(parts_ptr + (part * num_tokens + token) * WIDTH + columns, mask=mask, other=0.0)
+    return total
+
+
+@triton.jit
 def _rms_norm_kernel(
     x_ptr,
     residual_ptr,
@@ -101,12 +124,9 @@ def _rms_norm_kernel(
     x = tl.load(x_ptr + token * x_stride + columns, mask=mask, other=0.0).to(tl.float32)
     if RESIDUAL:
         residual_row = residual_ptr + token * residual_stride + columns
-        total = x + tl.load(residual_row, mask=mask, other=0.0).to(tl.float32)
-        stored = total.to(residual_ptr.dtype.element_ty)
-        tl.store(residual_row, stored, mask=mask)
-        x = stored.to(tl.float32)
-    scale = tl.rsqrt(tl.sum(x * x, axis=0) / WIDTH + eps)
-    tl.store(out_ptr + token * out_stride + columns, (x * scale * weight).to(out_ptr.dtype.element_ty), mask=mask)
+        x = store_sum(x + tl.load(residual_row, mask=mask, other=0.0).to(tl.float32), residual_row, mask)
+    result = normed(x, weight, eps, WIDTH)
+    tl.store(out_ptr + token * out_stride + columns, result.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -131,10 +151,6 @@ def _add_parts_kernel(
     wait_for_previous(PDL)
     residual_row = residual_ptr + token * residual_stride + columns
     total = tl.load(residual_row, mask=mask, other=0.0).to(tl.float32)
-    for part in tl.static_range(PARTS):
-        total += tl.load(parts_ptr + (part * num_tokens + token) * WIDTH + columns, mask=mask, other=0.0)
-    stored = total.to(residual_ptr.dtype.element_ty)
-    tl.store(residual_row, stored, mask=mask)
-    x = stored.to(tl.float32)
-    scale = tl.rsqrt(tl.sum(x * x, axis=0) / WIDTH + eps)
-    tl.store(out_ptr + token * WIDTH + columns, (x * scale * weight).to(out_ptr.dtype.element_ty), mask=mask)
+    total = add_parts(total, parts_ptr, token, columns, mask, num_tokens, WIDTH, PARTS)
+    result = normed(store_sum(total, residual_row, mask), weight, eps, WIDTH)
+    tl.store(out_ptr + token * WIDTH + columns, result.to(out_ptr.dtype.element_ty), mask=mask)

@@ -1,4 +1,5 @@
-"""Rows of numbers into 8-bit codes with a scale each, optionally RMS-normed on the way, and codes back into numbers."""
+"""Rows of numbers into 8-bit codes with a scale each, with what surrounds it (a sum and its norm, a gated activation),
+and codes back into numbers."""
 
 from __future__ import annotations
 
@@ -6,6 +7,8 @@ import torch
 import triton
 import triton.language as tl
 
+from inferengine.kernels.activation import gate
+from inferengine.kernels.norm import add_parts, normed, store_sum
 from inferengine.kernels.pdl import allow_next, launch_options, supports_pdl, wait_for_previous
 
 LARGEST = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
@@ -15,7 +18,32 @@ def quantize_rows(
     x: torch.Tensor, dtype: torch.dtype, gain: torch.Tensor | None = None, eps: float = 0.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """x [T, K] -> codes [T, K] of `dtype` (float8_e4m3fn or int8) and scales [T, 1] fp32; with `gain`, of its norm."""
-    rows, columns = x.shape
+    return _launch(x, x.shape[1], dtype, gain=gain, eps=eps)
+
+
+def gate_and_quantize_rows(x: torch.Tensor, dtype: torch.dtype, activation: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [T, 2I] -> codes [T, I] and scales [T, 1] of act(x[:, :I]) * x[:, I:], by an activation of activation.py."""
+    return _launch(x, x.shape[1] // 2, dtype, activation=activation)
+
+
+def add_parts_norm_and_quantize(
+    parts: torch.Tensor, residual: torch.Tensor, gain: torch.Tensor, eps: float, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """residual [T, K] += the sum of `parts` [S, T, K] fp32, in place; codes [T, K] and scales [T, 1] of its norm."""
+    return _launch(residual, residual.shape[1], dtype, gain=gain, eps=eps, parts=parts)
+
+
+def _launch(
+    x: torch.Tensor,
+    columns: int,
+    dtype: torch.dtype,
+    *,
+    gain: torch.Tensor | None = None,
+    eps: float = 0.0,
+    parts: torch.Tensor | None = None,
+    activation: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    rows = x.shape[0]
     codes = torch.empty(rows, columns, dtype=dtype, device=x.device)
     scales = torch.empty(rows, 1, dtype=torch.float32, device=x.device)
     if rows:
@@ -23,16 +51,21 @@ def quantize_rows(
         _quantize_kernel[(rows,)](
             x,
             x if gain is None else gain,
+            x if parts is None else parts,
             codes,
             scales,
             x.stride(0),
+            rows,
             eps,
             K=columns,
             BLOCK=block,
             LARGEST=LARGEST[dtype],
             WHOLE=dtype == torch.int8,
             NORM=gain is not None,
-            num_warps=min(16, max(4, block // 1024)),
+            PARTS=0 if parts is None else parts.shape[0],
+            GATED=activation is not None,
+            ACTIVATION=activation or 0,
+            num_warps=min(16, max(4, block // 512)),
             **launch_options(supports_pdl(x.device)),
         )
     return codes, scales
@@ -60,34 +93,47 @@ def numbers_of_blocks(codes: torch.Tensor, scales: torch.Tensor, block_rows: int
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _quantize_kernel(
     x_ptr,
     gain_ptr,
+    parts_ptr,
     codes_ptr,
     scales_ptr,
     x_stride,
+    num_rows,
     eps,
     K: tl.constexpr,
     BLOCK: tl.constexpr,
     LARGEST: tl.constexpr,
     WHOLE: tl.constexpr,
     NORM: tl.constexpr,
+    PARTS: tl.constexpr,
+    GATED: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     PDL: tl.constexpr,
 ):
     allow_next(PDL)
     row = tl.program_id(0).to(tl.int64)
     k = tl.arange(0, BLOCK)
-    wait_for_previous(PDL)
-    x = tl.load(x_ptr + row * x_stride + k, mask=k < K, other=0.0).to(tl.float32)
+    mask = k < K
     if NORM:
-        x = x * tl.rsqrt(tl.sum(x * x, axis=0) / K + eps) * tl.load(gain_ptr + k, mask=k < K, other=0.0).to(tl.float32)
+        gain = tl.load(gain_ptr + k, mask=mask, other=0.0).to(tl.float32)
+    wait_for_previous(PDL)
+    x_at = x_ptr + row * x_stride + k
+    x = tl.load(x_at, mask=mask, other=0.0).to(tl.float32)
+    if GATED:
+        x = gate(x, ACTIVATION) * tl.load(x_at + K, mask=mask, other=0.0).to(tl.float32)
+    if PARTS:
+        x = store_sum(add_parts(x, parts_ptr, row, k, mask, num_rows, K, PARTS), x_at, mask)
+    if NORM:
+        x = normed(x, gain, eps, K)
     scale = tl.maximum(tl.max(tl.abs(x), axis=0), 1e-12) / LARGEST
     code = x / scale
     if WHOLE:
         code = tl.floor(code + 0.5)
     code = tl.minimum(tl.maximum(code, -LARGEST), LARGEST)
-    tl.store(codes_ptr + row * K + k, code.to(codes_ptr.dtype.element_ty), mask=k < K)
+    tl.store(codes_ptr + row * K + k, code.to(codes_ptr.dtype.element_ty), mask=mask)
     tl.store(scales_ptr + row, scale)
 
 
