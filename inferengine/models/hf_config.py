@@ -17,19 +17,25 @@ from inferengine.layers.rotary import RopeConfig
 KEY = "model.path"  # the configuration key that a user must change when a checkpoint cannot be used
 _REQUIRED: Any = object()
 
-# Keys without effect on what a decoder computes: metadata, training, generation defaults, other tasks' heads.
+# Keys without effect on what a decoder computes: metadata, training, generation defaults (older checkpoints keep them
+# here, full dumps keep all of them), other tasks' heads, other programs' notes.
 # fmt: off
 HARMLESS = frozenset((
-    "_name_or_path", "_attn_implementation", "_attn_implementation_autoset", "architectures",
-    "attention_dropout", "attn_pdrop", "auto_map", "begin_suppress_tokens", "bos_token_id",
-    "cache_implementation", "chunk_size_feed_forward", "dtype", "embd_pdrop", "eos_token_id", "finetuning_task",
-    "gradient_checkpointing", "hidden_dropout", "id2label", "initializer_range", "is_decoder",
-    "is_encoder_decoder", "keys_to_ignore_at_inference", "label2id", "max_window_layers", "model_type", "n_ctx",
-    "output_attentions", "output_hidden_states", "pad_token_id", "prefix", "pretraining_tp", "problem_type",
-    "resid_pdrop", "return_dict", "sep_token_id", "summary_activation", "summary_first_dropout",
-    "summary_proj_to_labels", "summary_type", "summary_use_proj", "task_specific_params", "tokenizer_class",
-    "torch_dtype", "torchscript", "transformers_version", "unsloth_version", "unsloth_fixed", "use_cache",
-    "use_return_dict",
+    "_flash_attn_2_enabled", "_name_or_path", "_attn_implementation", "_attn_implementation_autoset", "_num_labels",
+    "architectures", "attention_dropout", "attn_pdrop", "auto_map", "bad_words_ids", "begin_suppress_tokens",
+    "bos_token_id", "cache_implementation", "chunk_size_feed_forward", "decoder_start_token_id", "diversity_penalty",
+    "do_sample", "dtype", "early_stopping", "embd_pdrop", "encoder_no_repeat_ngram_size", "eos_token_id",
+    "exponential_decay_length_penalty", "finetuning_task", "forced_bos_token_id", "forced_eos_token_id",
+    "gradient_checkpointing", "hidden_dropout", "id2label", "initializer_range", "is_decoder", "is_encoder_decoder",
+    "is_llama_config", "keys_to_ignore_at_inference", "label2id", "length_penalty", "max_length", "max_sequence_length",
+    "max_window_layers", "min_length", "model_max_length", "model_type", "n_ctx", "no_repeat_ngram_size",
+    "num_beam_groups", "num_beams", "num_return_sequences", "output_attentions", "output_hidden_states", "output_past",
+    "output_scores", "pad_token_id", "predict_special_tokens", "prefix", "pretraining_tp", "problem_type",
+    "remove_invalid_values", "repetition_penalty", "resid_pdrop", "return_dict", "return_dict_in_generate",
+    "sep_token_id", "summary_activation", "summary_first_dropout", "summary_proj_to_labels", "summary_type",
+    "summary_use_proj", "suppress_tokens", "task_specific_params", "temperature", "tf_legacy_loss", "tokenizer_class",
+    "top_k", "top_p", "torch_dtype", "torchscript", "transformers.js_config", "transformers_version", "typical_p",
+    "unsloth_fixed", "unsloth_version", "use_bfloat16", "use_cache", "use_return_dict",
 ))
 # fmt: on
 DTYPES = ("float32", "float16", "bfloat16")

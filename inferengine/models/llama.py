@@ -32,6 +32,7 @@ def read_decoder(
     head_dim = config.integer("head_dim", head_dim or hidden_size // num_heads)
     max_position = config.integer("max_position_embeddings", 2048)
     config.expect("hidden_act", "silu")
+    config.expect("activation", "swiglu")  # the same again, in Falcon 3's words
     bias = config.flag("attention_bias", False)
     rope = read_rope(config, head_dim, max_position)
     if rope.kind == "yarn":  # max_position_embeddings may still be what it was before the context was extended

@@ -15,11 +15,13 @@ class Target(NamedTuple):
 
 
 class WeightMap(NamedTuple):
-    """`targets` by checkpoint name. `prefixes` are taken off names where present. `ignored` names (patterns of `re`)
-    hold no weights: buffers that old checkpoints kept. A tied head may be stored, if it equals the embedding."""
+    """`targets` by checkpoint name. `prefixes` are taken off names where present; `root` is put before names where a
+    checkpoint left it out, as those are written that hold no head (embedding models). `ignored` names (patterns of
+    `re`) hold no weights: buffers that old checkpoints kept. A tied head may be stored, if it equals the embedding."""
 
     targets: dict[str, Target]
     prefixes: tuple[str, ...] = ()
+    root: str = "model."
     ignored: tuple[str, ...] = ()
     head: str = "lm_head.weight"
     embedding: str = "model.embed_tokens.weight"

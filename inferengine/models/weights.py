@@ -20,6 +20,7 @@ from inferengine.models.hf_config import read_json, refused
 from inferengine.models.weight_map import WeightMap
 
 INDEX = "model.safetensors.index.json"
+OTHERS = ("consolidated", "adapter_model")  # the same weights under Mistral's own names; a LoRA adapter
 LAYER = re.compile(r"\.(\d+)\.")
 READABLE = (torch.float32, torch.float16, torch.bfloat16)
 Progress = Callable[[float], None]  # share done in [0, 1]
@@ -109,7 +110,7 @@ def weight_files(folder: Path) -> list[Path]:
             if not (folder / name).is_file():
                 raise refused(f"{name} stands in {INDEX} but is missing: fetch the weights again")
         return [folder / name for name in names]
-    files = sorted(folder.glob("*.safetensors"))
+    files = sorted(path for path in folder.glob("*.safetensors") if not path.name.startswith(OTHERS))
     if not files:
         raise refused("there are no *.safetensors files: other formats are not read, convert the weights")
     return files
@@ -140,6 +141,8 @@ class _Loader:
         self.model, self.map = model, weight_map
         self.parameters = dict(model.named_parameters())
         self.missing = {piece: None for name in self.parameters for piece in self._covered(name, None)}
+        roots = (name.removeprefix(weight_map.root) for name in weight_map.targets if name.startswith(weight_map.root))
+        self.rootless = {name.split(".", 1)[0] for name in roots}  # how names begin that left the root out
         self.origin: dict[str, str] = {}  # file of each tensor
         self.stored_head: torch.Tensor | None = None  # a tied head that the checkpoint holds all the same
 
@@ -148,7 +151,7 @@ class _Loader:
         if name in self.origin:
             raise refused(f"the tensor {name} stands in {self.origin[name]} and again in {file}")
         self.origin[name] = file
-        short = next((name.removeprefix(p) for p in self.map.prefixes if name.startswith(p)), name)
+        short = self._short(name)
         if any(re.fullmatch(pattern, short) for pattern in self.map.ignored):
             return 0
         if short == self.map.head and "head.weight" not in self.parameters:
@@ -196,6 +199,12 @@ class _Loader:
             if head.shape != embedding.shape or not torch.equal(head, embedding):
                 names = f"the tensor {self.map.head} differs from {self.map.embedding}"
                 raise refused(f"{names}, though config.json ties the two")
+
+    def _short(self, name: str) -> str:
+        """A tensor's name as the weight map has it."""
+        short = next((name.removeprefix(p) for p in self.map.prefixes if name.startswith(p)), name)
+        is_rootless = short.split(".", 1)[0] in self.rootless
+        return f"{self.map.root}{short}" if is_rootless else short
 
     def _stored_place(self, name: str, number: re.Match[str] | None) -> tuple[Any, int | None, str] | None:
         """(source, part, suffix) of a tensor that a quantized checkpoint stores in place of a weight."""

@@ -1,4 +1,4 @@
-"""Eight 4-bit codes in an int32 word, in the orders that checkpoints use."""
+"""Eight 4-bit codes in an int32 word, in the orders that checkpoints use; and four of 8 bits."""
 
 from __future__ import annotations
 
@@ -19,3 +19,9 @@ def pack_rows(codes: torch.Tensor, order: tuple[int, ...] = IN_ORDER) -> torch.T
     shifts = torch.tensor([4 * order.index(column) for column in range(8)], dtype=torch.int64, device=codes.device)
     words = (codes.long().unflatten(1, (-1, 8)) << shifts).sum(-1)
     return torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
+
+
+def unpack_bytes(words: torch.Tensor) -> torch.Tensor:
+    """int32 [R, C] of bytes that hold code + 128, lowest first -> int8 [R, 4 * C]."""
+    shifts = torch.tensor([0, 8, 16, 24], dtype=torch.int32)
+    return (((words.to(torch.int32).unsqueeze(-1) >> shifts) & 255) - 128).to(torch.int8).flatten(1)

@@ -26,7 +26,7 @@ def _fp8_blocks(weight: torch.Tensor) -> QuantizedWeight:
     rows, columns = FP8_BLOCKS["weight_block_size"]
     padded = torch.nn.functional.pad(weight, (0, -weight.shape[1] % columns, 0, -weight.shape[0] % rows))
     blocks = padded.view(padded.shape[0] // rows, rows, padded.shape[1] // columns, columns)
-    scales = blocks.abs().amax((1, 3)) / 448
+    scales = (blocks.abs().amax((1, 3)) / 448).bfloat16().float()  # as some store them
     codes = (blocks / scales[:, None, :, None]).reshape(padded.shape)[: weight.shape[0], : weight.shape[1]]
     return QuantizedWeight("fp8", codes.to(torch.float8_e4m3fn), scales, Block(rows, columns))
 
@@ -80,6 +80,12 @@ def _packed(weight: QuantizedWeight, *, zeros: bool) -> Tensors:
     return tensors
 
 
+def _packed_int8(weight: QuantizedWeight) -> Tensors:
+    words = (weight.codes.long() + 128).unflatten(1, (-1, 4)) << torch.tensor([0, 8, 16, 24])
+    packed = words.sum(-1).to(torch.uint32).view(torch.int32)
+    return {"weight_packed": packed, "weight_scale": weight.scales, "weight_shape": torch.tensor(weight.shape)}
+
+
 def _compressed(weights: dict[str, Any], inputs: dict[str, Any] | None = None) -> dict[str, Any]:
     group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs, "output_activations": None}
     return {"quant_method": "compressed-tensors", "config_groups": {"group_0": group}, "ignore": ["lm_head"]}
@@ -107,8 +113,21 @@ LAYOUTS: dict[str, tuple[dict[str, Any], Callable[[torch.Tensor], QuantizedWeigh
         MADE["int8"],
         lambda w: {"weight": w.codes, "weight_scale": w.scales},
     ),
+    "compressed-fp8-blocks": (
+        _compressed(
+            {**_CHANNEL, "type": "float", "strategy": "block", "block_structure": FP8_BLOCKS["weight_block_size"]},
+            {**_BY_TOKEN, "type": "float", "strategy": "group", "group_size": 24},
+        ),
+        _fp8_blocks,
+        lambda w: {"weight": w.codes, "weight_scale": w.scales.bfloat16()},
+    ),
+    "compressed-int8-packed": (
+        {**_compressed({**_CHANNEL, "type": "int"}), "format": "pack-quantized"},
+        MADE["int8"],
+        _packed_int8,
+    ),
     "compressed-int4": (
-        _compressed({**_INT4, "symmetric": True}),
+        _compressed({**_INT4, "symmetric": True, "actorder": "weight"}),
         _symmetric_int4,
         lambda w: _packed(w, zeros=False),
     ),

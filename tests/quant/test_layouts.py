@@ -27,7 +27,7 @@ def test_tokens_equal_those_of_the_weights_as_numbers(layout: str, tmp_path: Pat
     engine = Engine(tmp_path)
     for prompt, output in zip(PROMPTS, engine.generate(PROMPTS, 16), strict=True):
         expected = greedy_reference(same, prompt, output)
-        if layout == "compressed-int8":  # its kernel takes its input in bf16: close calls may go the other way
+        if layout.startswith("compressed-int8"):  # its kernel takes its input in bf16: close calls may go the other way
             assert sum(a == b for a, b in zip(output, expected, strict=True)) >= 12
         else:
             assert output == expected

@@ -16,10 +16,13 @@ from inferengine.quant.nibbles import unpack_rows
 from inferengine.quant.weight import INT4, Block, QuantizedWeight
 
 TRAINING = (
-    "act_group_aware", "backend", "batch_size", "block_name_to_quantize", "cache_block_outputs", "damp_auto_increment",
-    "damp_percent", "dataset", "disable_exllama", "exllama_config", "max_input_length", "meta", "model_file_base_name",
-    "model_name_or_path", "model_seqlen", "module_name_preceding_first_block", "pack_dtype", "pad_token_id",
-    "static_groups", "tokenizer", "true_sequential", "use_cuda_fp16", "use_exllama", "version",
+    "act_group_aware", "amp", "autoround_version", "backend", "batch_size", "block_name_to_quantize",
+    "cache_block_outputs", "damp_auto_increment", "damp_percent", "dataset", "disable_exllama",
+    "enable_minmax_tuning", "enable_norm_bias_tuning", "enable_quanted_input", "exllama_config",
+    "gradient_accumulate_steps", "iters", "low_gpu_mem_usage", "lr", "max_input_length", "meta", "minmax_lr",
+    "model_file_base_name", "model_name_or_path", "model_seqlen", "module_name_preceding_first_block", "nsamples",
+    "pack_dtype", "pad_token_id", "scale_dtype", "seqlen", "static_groups", "tokenizer", "true_sequential",
+    "use_cuda_fp16", "use_exllama", "version",
 )  # fmt: skip
 
 
@@ -32,13 +35,16 @@ def read(values: dict[str, Any]) -> Layout:
             "quantization_config.desc_act = true is not supported; take a checkpoint made with desc_act false"
         )
     config.expect("checkpoint_format", "gptq", "gptq_v2")
+    config.expect("format", "gptq", "gptq_v2")
+    config.expect("method", "gptq")
+    config.expect("data_type", "int")  # AutoRound's
     config.expect("modules_in_block_to_quantize")
     config.skip("sym", "checkpoint_format")
     config.expect("lm_head", False)
     config.expect("dynamic", {})
     group = config.integer("group_size")
     config.finish()
-    less_one = config.value("checkpoint_format", "gptq") == "gptq"
+    less_one = config.value("checkpoint_format", config.value("format", "gptq")) == "gptq"
     assemble = partial(_assemble, group=group, less_one=less_one)
     return Layout("gptq", ("qweight", "qzeros", "scales"), ("g_idx",), assemble, "int4", listed(["lm_head"]))
 
