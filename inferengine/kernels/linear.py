@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 
 from inferengine.kernels.activation import gate
+from inferengine.kernels.meeting import leave_part, sum_of_parts
 from inferengine.kernels.pdl import allow_next, launch_options, supports_pdl, wait_for_previous
 from inferengine.kernels.scratch import Scratch
 from inferengine.kernels.tuning import GemvTuning, TileTuning
@@ -362,16 +363,9 @@ def _tile_kernel(
         tile: tl.constexpr = BLOCK_M * BLOCK_N
         inner = tl.arange(0, BLOCK_N)[:, None] + tl.arange(0, BLOCK_M)[None, :] * BLOCK_N
         partial = partial_ptr + (n_tile * SPLITS).to(tl.int64) * tile + inner
-        tl.store(partial + split * tile, acc)
-        tl.debug_barrier()
-        before = tl.atomic_add(arrived_ptr + n_tile, 1, sem="acq_rel", scope="gpu")
-        if before != SPLITS - 1:
+        if not leave_part(acc, partial, arrived_ptr + n_tile, split, tile, SPLITS):
             return
-        tl.debug_barrier()
-        tl.store(arrived_ptr + n_tile, 0)
-        acc = tl.load(partial, cache_modifier=".cg")
-        for other in tl.static_range(1, SPLITS):
-            acc += tl.load(partial + other * tile, cache_modifier=".cg")
+        acc = sum_of_parts(partial, tile, SPLITS)
 
     if BIAS:
         acc += tl.load(bias_ptr + n, mask=n_mask, other=0.0).to(tl.float32)[:, None]

@@ -14,6 +14,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from inferengine.kernels.activation import gate
+from inferengine.kernels.meeting import leave_part, sum_of_parts
 from inferengine.kernels.pdl import allow_next, launch_options, supports_pdl, wait_for_previous
 from inferengine.kernels.scratch import Scratch
 from inferengine.kernels.tuning import WideTuning
@@ -176,16 +177,9 @@ def _wide_kernel(
     if SPLITS > 1:
         SIZE: tl.constexpr = BLOCK_M * BLOCK_N
         partial = partial_ptr + (tile * SPLITS).to(tl.int64) * SIZE + inner
-        tl.store(partial + split * SIZE, acc)
-        tl.debug_barrier()
-        before = tl.atomic_add(arrived_ptr + tile, 1, sem="acq_rel", scope="gpu")
-        if before != SPLITS - 1:
+        if not leave_part(acc, partial, arrived_ptr + tile, split, SIZE, SPLITS):
             return
-        tl.debug_barrier()
-        tl.store(arrived_ptr + tile, 0)
-        acc = tl.load(partial, cache_modifier=".cg")
-        for other in tl.static_range(1, SPLITS):
-            acc += tl.load(partial + other * SIZE, cache_modifier=".cg")
+        acc = sum_of_parts(partial, SIZE, SPLITS)
     if BIAS:
         acc += tl.load(bias_ptr + n).to(tl.float32)
     if GATED:

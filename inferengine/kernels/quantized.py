@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 
 from inferengine.kernels.activation import gate
+from inferengine.kernels.meeting import leave_part, sum_of_parts
 from inferengine.kernels.pdl import allow_next, launch_options, supports_pdl, wait_for_previous
 from inferengine.kernels.scratch import Scratch
 
@@ -309,16 +310,9 @@ def _tile_kernel(
         TILE: tl.constexpr = BLOCK_M * BLOCK_N
         inner = tl.arange(0, BLOCK_N)[:, None] + tl.arange(0, BLOCK_M)[None, :] * BLOCK_N
         partial = partial_ptr + (tile_id * SPLITS).to(tl.int64) * TILE + inner
-        tl.store(partial + split * TILE, acc)
-        tl.debug_barrier()
-        before = tl.atomic_add(arrived_ptr + tile_id, 1, sem="acq_rel", scope="gpu")
-        if before != SPLITS - 1:
+        if not leave_part(acc, partial, arrived_ptr + tile_id, split, TILE, SPLITS):
             return
-        tl.debug_barrier()
-        tl.store(arrived_ptr + tile_id, 0)
-        acc = tl.load(partial, cache_modifier=".cg")
-        for other in tl.static_range(1, SPLITS):
-            acc += tl.load(partial + other * TILE, cache_modifier=".cg")
+        acc = sum_of_parts(partial, TILE, SPLITS)
     if SCALES == 0:
         acc = acc * tl.load(scale_ptr + row)[:, None]
     if CODES:
