@@ -43,6 +43,7 @@ class Ops:
     apply_masks: Callable[[torch.Tensor, torch.Tensor], None]
     sample: Callable[..., torch.Tensor]
     token_logprobs: Callable[..., torch.Tensor]
+    reads_codes: bool = False  # products take, besides tensors, inputs that other products of the table handed on
 
 
 REFERENCE = Ops(

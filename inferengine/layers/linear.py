@@ -35,12 +35,12 @@ class Linear(nn.Module):
         self.weight = self.source = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.ops.linear(x, self.packed, self.offset)
+        return self.ops.linear(self._readable(x), self.packed, self.offset)
 
     def of_norm(self, x: torch.Tensor, norm: RMSNorm, normed: torch.Tensor | None = None) -> torch.Tensor:
         """linear(norm(x)); `normed` is norm(x) where it has been computed already."""
         if normed is not None:
-            return self.ops.linear(normed, self.packed, self.offset)
+            return self.ops.linear(self._readable(normed), self.packed, self.offset)
         return self.ops.norm_linear(x, norm.gain, norm.eps, self.packed, self.offset)
 
     def gated_of_norm(
@@ -48,12 +48,13 @@ class Linear(nn.Module):
     ) -> torch.Tensor:
         """activation(gate) * up, where linear(norm(x)) = [gate, up]; `normed` as in `of_norm`."""
         if normed is not None:
+            normed = self._readable(normed)
             return self.ops.norm_gated_linear(normed, None, 0.0, self.packed, self.offset, activation)
         return self.ops.norm_gated_linear(x, norm.gain, norm.eps, self.packed, self.offset, activation)
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """residual += linear(x), in place where the device can; the sum is returned."""
-        return self.ops.linear_add(x, self.packed, self.offset, residual)
+        return self.ops.linear_add(self._readable(x), self.packed, self.offset, residual)
 
     def add_to_and_norm(
         self, residual: torch.Tensor, x: torch.Tensor, norm: RMSNorm | None
@@ -61,4 +62,8 @@ class Linear(nn.Module):
         """`add_to`, and `norm` of the sum if the device has it on the way, to be handed to the next product."""
         if norm is None or self.ops.linear_add_norm is None:
             return self.add_to(residual, x), None
-        return self.ops.linear_add_norm(x, self.packed, self.offset, residual, norm.gain, norm.eps)
+        return self.ops.linear_add_norm(self._readable(x), self.packed, self.offset, residual, norm.gain, norm.eps)
+
+    def _readable(self, x: Any) -> Any:
+        """An input that a layer in low precision handed on as codes, as numbers where this one reads no codes."""
+        return x if self.ops.reads_codes or isinstance(x, torch.Tensor) else x.numbers()

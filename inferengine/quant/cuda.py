@@ -18,12 +18,13 @@ from torch.nn import functional
 from inferengine.errors import ConfigError
 from inferengine.kernels import activation, quantized, quantized_int4
 from inferengine.kernels.ops import Ops
-from inferengine.kernels.quantize_rows import numbers_of_blocks, quantize_rows, scale_products
+from inferengine.kernels.quantize_rows import numbers_of_blocks
 from inferengine.kernels.quantized import BLOCK_COLUMNS, ByteWeight
 from inferengine.kernels.quantized_fragments import fragment_product, fragment_product_float32
 from inferengine.kernels.quantized_int4 import NibbleWeight, pack_nibbles
 from inferengine.kernels.scratch import Scratch
-from inferengine.quant import tuning
+from inferengine.quant import rounded, tuning
+from inferengine.quant.rounded import Rounded
 from inferengine.quant.source import Make, codes_from
 from inferengine.quant.weight import INT4, QuantizedWeight
 
@@ -74,53 +75,88 @@ class CudaProducts:
     def pack_linear(self, source: Any) -> Packed:
         return pack(codes_from(source, self.make))
 
-    def linear(self, x: torch.Tensor, packed: Packed, bias: torch.Tensor | None = None) -> torch.Tensor:
+    def linear(self, x: torch.Tensor | Rounded, packed: Packed, bias: torch.Tensor | None = None) -> torch.Tensor:
         """x [T, in] -> [T, out]."""
+        x = self._read(x, packed)
+        if isinstance(x, Rounded):
+            return rounded.product(x, packed.weight, self.scratch, bias)
         if self._one(x, packed):
             return self._vector(x, packed, bias=bias)
         if self._few(x, packed):
             return self._tile(x, packed, bias=bias)
-        if _rounds_inputs(x, packed):
-            return self._rounded(*quantize_rows(x, packed.inputs), packed, x.dtype, bias)
         return _plus(self._many(x, packed), bias)
 
     def norm_linear(
         self, x: torch.Tensor, gain: torch.Tensor, eps: float, packed: Packed, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
         """linear(rms_norm(x))"""
-        if self._one(x, packed) or self._few(x, packed) or not _rounds_inputs(x, packed):
-            return self.linear(self.base.rms_norm(x, gain, eps), packed, bias)
-        return self._rounded(*quantize_rows(x, packed.inputs, gain, eps), packed, x.dtype, bias)
+        return self.linear(self._normed(x, gain, eps, packed), packed, bias)
 
     def linear_add(
-        self, x: torch.Tensor, packed: Packed, bias: torch.Tensor | None, residual: torch.Tensor
+        self, x: torch.Tensor | Rounded, packed: Packed, bias: torch.Tensor | None, residual: torch.Tensor
     ) -> torch.Tensor:
         """residual += linear(x), in place."""
+        x = self._read(x, packed)
+        if isinstance(x, Rounded):
+            return rounded.product(x, packed.weight, self.scratch, bias, residual)
         if self._one(x, packed):
             return self._vector(x, packed, bias=bias, residual=residual)
         if self._few(x, packed):
             return self._tile(x, packed, bias=bias, residual=residual)
-        if _rounds_inputs(x, packed):
-            return self._rounded(*quantize_rows(x, packed.inputs), packed, x.dtype, bias, residual)
         return residual.add_(_plus(self._many(x, packed), bias))
+
+    def linear_add_norm(
+        self,
+        x: torch.Tensor | Rounded,
+        packed: Packed,
+        bias: torch.Tensor | None,
+        residual: torch.Tensor,
+        gain: torch.Tensor,
+        eps: float,
+    ) -> tuple[torch.Tensor, Rounded | None]:
+        """`linear_add`, and rms_norm of the sum, rounded, where a kernel that adds up the product's parts has it."""
+        x = self._read(x, packed)
+        if isinstance(x, Rounded) and bias is None:
+            normed = rounded.product_and_norm(x, packed.weight, self.scratch, residual, gain, eps)
+            if normed is not None:
+                return residual, normed
+        return self.linear_add(x, packed, bias, residual), None
 
     def norm_gated_linear(
         self,
-        x: torch.Tensor,
-        gain: torch.Tensor,
+        x: torch.Tensor | Rounded,
+        gain: torch.Tensor | None,
         eps: float,
         packed: Packed,
         bias: torch.Tensor | None = None,
         activation: str = "silu",
-    ) -> torch.Tensor:
-        """act(gate) * up of rms_norm(x), the gate's rows first."""
-        if self._one(x, packed) and (packed.num_outputs % 32 == 0 or not isinstance(packed.weight, NibbleWeight)):
-            normed = self.base.rms_norm(x, gain, eps)
+    ) -> torch.Tensor | Rounded:
+        """act(gate) * up of rms_norm(x), of x itself without a gain; the gate's rows first. Rounded where x is."""
+        whole = packed.num_outputs % 32 == 0 or not isinstance(packed.weight, NibbleWeight)
+        if whole and not isinstance(x, Rounded) and self._one(x, packed):
+            normed = x if gain is None else self.base.rms_norm(x, gain, eps)
             return self._vector(normed, packed, bias=bias, gated=ACTIVATIONS[activation])
-        both = self.norm_linear(x, gain, eps, packed, bias)
+        x = self._read(x, packed) if gain is None else self._normed(x, gain, eps, packed)
+        if isinstance(x, Rounded):
+            return rounded.gated(x, packed.weight, self.scratch, ACTIVATIONS[activation], bias)
+        both = self.linear(x, packed, bias)
         return self.base.silu_and_mul(both) if activation == "silu" else self.base.gelu_tanh_and_mul(both)
 
     # -- inside ------------------------------------------------------------------------------------------------------
+
+    def _read(self, x: torch.Tensor | Rounded, packed: Packed) -> torch.Tensor | Rounded:
+        """The input of a product as its kernel reads it: codes where many rows are rounded, numbers elsewhere."""
+        if isinstance(x, Rounded):
+            return x if x.codes.dtype == packed.inputs else x.numbers()
+        return rounded.rounded(x, packed.inputs) if self._rounds(x, packed) else x
+
+    def _normed(self, x: torch.Tensor, gain: torch.Tensor, eps: float, packed: Packed) -> torch.Tensor | Rounded:
+        if self._rounds(x, packed):
+            return rounded.rounded(x, packed.inputs, gain, eps)
+        return self.base.rms_norm(x, gain, eps)
+
+    def _rounds(self, x: torch.Tensor, packed: Packed) -> bool:
+        return _rounds_inputs(x, packed) and not self._one(x, packed) and not self._few(x, packed)
 
     def _one(self, x: torch.Tensor, packed: Packed) -> bool:
         """Whether x is one row that goes its own way. INT4's kernel takes 16 bits."""
@@ -154,27 +190,6 @@ class CudaProducts:
         tuned = tuning.byte_tile(rows, *weight.codes.shape, x.element_size())
         return quantized.tile_product(x, weight, tuned, self.scratch, **surroundings)
 
-    def _rounded(
-        self,
-        codes: torch.Tensor,
-        scales: torch.Tensor,
-        packed: Packed,
-        dtype: torch.dtype,
-        bias: torch.Tensor | None,
-        residual: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Rounded inputs [T, in] and their scales [T, 1] times the weight, on the 8-bit tensor cores -> [T, out]."""
-        weight = packed.weight
-        tuned = None
-        if codes.dtype == torch.float8_e4m3fn:
-            tuned = tuning.code_tile(codes.shape[0], *weight.codes.shape)
-        if tuned is not None:
-            return quantized.tile_product(
-                codes, weight, tuned, self.scratch, bias=bias, residual=residual, input_scales=scales, dtype=dtype
-            )
-        product = _plus(_rounded_product(codes, scales, packed, dtype), bias)
-        return product if residual is None else residual.add_(product)
-
     def _many(self, x: torch.Tensor, packed: Packed) -> torch.Tensor:
         weight = packed.weight
         if isinstance(weight, NibbleWeight):
@@ -191,31 +206,15 @@ def table(base: Ops, make: Make, device: torch.device, *, deterministic: bool = 
         pack_linear=products.pack_linear,
         norm_linear=products.norm_linear,
         linear_add=products.linear_add,
-        linear_add_norm=None,
+        linear_add_norm=products.linear_add_norm,
         norm_gated_linear=products.norm_gated_linear,
+        reads_codes=True,
     )
 
 
 def _around(y: torch.Tensor, bias: torch.Tensor | None = None, residual: torch.Tensor | None = None) -> torch.Tensor:
     y = _plus(y, bias)
     return y if residual is None else residual.add_(y)
-
-
-def _rounded_product(codes: torch.Tensor, scales: torch.Tensor, packed: Packed, dtype: torch.dtype) -> torch.Tensor:
-    """Rounded inputs [T, in] and their scales [T, 1] times the weight, on the 8-bit tensor cores -> [T, out]."""
-    weight = packed.weight
-    if not isinstance(weight, ByteWeight):
-        raise RuntimeError("only 8-bit weights are multiplied with rounded inputs")
-    if codes.dtype == torch.int8:
-        return scale_products(torch._int_mm(codes, weight.codes.t()), scales, weight.scales, dtype)
-    return torch._scaled_mm(
-        codes,
-        weight.codes.t(),
-        scale_a=scales,
-        scale_b=weight.scales.view(1, -1),
-        out_dtype=dtype,
-        use_fast_accum=True,
-    )
 
 
 def _rounds_inputs(x: torch.Tensor, packed: Packed) -> bool:

@@ -11,6 +11,7 @@ import torch
 
 from inferengine.kernels.quantized import BlockTuning, VectorTuning
 from inferengine.kernels.quantized_fragments import FragmentTuning
+from inferengine.kernels.quantized_stream import StreamTuning
 
 MOST_TILE_ROWS = 256  # beyond, the weight is made into numbers for each product
 MOST_FRAGMENT_ROWS = 64  # likewise, of 4-bit weights
@@ -55,6 +56,21 @@ def code_tile(rows: int, width: int, columns: int) -> BlockTuning | None:
         return BlockTuning(block_m, 64, 128, 1, 4, 3 if block_m == 16 else 5)
     chunks = 4 if block_m < 64 else 2 if columns > 8192 else 1
     return BlockTuning(block_m, 64, 256, chunks, 4, 4)
+
+
+def stream(rows: int, width: int, columns: int) -> StreamTuning | None:
+    """2 to 128 rows of FP8 codes, streamed. None: other kernels are faster."""
+    return None
+
+
+def stream_parts(rows: int, width: int, columns: int) -> StreamTuning | None:
+    """Likewise, where the norm that follows adds the parts up."""
+    return None
+
+
+def stream_gated(rows: int, width: int, columns: int) -> StreamTuning | None:
+    """Likewise, of a gated product that hands on codes. `width` counts gate and up."""
+    return None
 
 
 def _tile(rows: int | None, width: int, columns: int, item_bytes: int, block_k: int) -> BlockTuning:
