@@ -31,18 +31,19 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from inferengine.kernels.pdl import allow_next, launch_options, supports_pdl, wait_for_previous
 from inferengine.kernels.scratch import Scratch
 
-COLUMNS = gl.constexpr(128)  # of a step; also what shares a scale where a row has several
+COLUMNS = gl.constexpr(128)  # of a copy, the width of the swizzle; also what shares a scale where a row has several
 LARGEST = gl.constexpr(448.0)
 LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
 load_piece = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared  # renamed since 3.6
 
 
 class StreamTuning(NamedTuple):
-    """Rows of x, and weight rows (as many of gate as of up) of a tile, parts of the inner dimension, warps, and steps
-    of 128 columns in the ring."""
+    """Rows of x, weight rows (as many of gate as of up) and columns of a step, parts of the inner dimension, warps, and
+    steps in the ring. `block_k`: 128 or more."""
 
     block_m: int
     block_n: int
+    block_k: int
     splits: int
     num_warps: int
     num_stages: int
@@ -58,7 +59,7 @@ class BlockCodes(NamedTuple):
 def fits(rows: int, weight: torch.Tensor, tuned: StreamTuning, *, gated: bool = False) -> bool:
     """What the kernel takes. `weight`: codes [N, K]."""
     width, columns = weight.shape
-    whole = width % (tuned.block_n * (2 if gated else 1)) == 0 and columns % (COLUMNS.value * tuned.splits) == 0
+    whole = width % (tuned.block_n * (2 if gated else 1)) == 0 and columns % (tuned.block_k * tuned.splits) == 0
     on_hopper = weight.is_cuda and torch.cuda.get_device_capability(weight.device)[0] == 9
     return on_hopper and whole and rows <= tuned.block_m and weight.is_contiguous() and weight.data_ptr() % 16 == 0
 
@@ -149,7 +150,8 @@ def _launch(
         rows,
         N=width,
         CHUNK=chunk,
-        STAGES=min(tuned.num_stages, chunk // COLUMNS.value),
+        BLOCK_K=tuned.block_k,
+        STAGES=min(tuned.num_stages, chunk // tuned.block_k),
         PARTS=parts,
         BLOCKS=scales.shape != (rows, 1),
         ADD=residual is not None,
@@ -182,10 +184,23 @@ def _gate(x, ACTIVATION: gl.constexpr):
 
 
 @gluon.jit
-def _load_weight(weight, n_first, at, ready, slots, slot, N: gl.constexpr, GATED: gl.constexpr, pred=True):
-    load_piece(weight, [n_first, at], ready, slots.index(slot), pred=pred)
-    if GATED:
-        load_piece(weight, [N + n_first, at], ready, slots.index(slot + 1), pred=pred)
+def _load_weight(
+    weight, n_first, at, ready, slots, stage, BLOCK_K: gl.constexpr, N: gl.constexpr, GATED: gl.constexpr, pred=True
+):
+    COPIES: gl.constexpr = BLOCK_K // COLUMNS
+    PIECES: gl.constexpr = 2 if GATED else 1
+    for copy in gl.static_range(COPIES):
+        slot = (stage * COPIES + copy) * PIECES
+        load_piece(weight, [n_first, at + copy * COLUMNS], ready, slots.index(slot), pred=pred)
+        if GATED:
+            load_piece(weight, [N + n_first, at + copy * COLUMNS], ready, slots.index(slot + 1), pred=pred)
+
+
+@gluon.jit
+def _load_input(x, at, ready, slots, stage, BLOCK_K: gl.constexpr, pred=True):
+    COPIES: gl.constexpr = BLOCK_K // COLUMNS
+    for copy in gl.static_range(COPIES):
+        load_piece(x, [0, at + copy * COLUMNS], ready, slots.index(stage * COPIES + copy), pred=pred)
 
 
 @gluon.jit(do_not_specialize=["num_rows"])
@@ -201,6 +216,7 @@ def stream_kernel(
     num_rows,
     N: gl.constexpr,
     CHUNK: gl.constexpr,
+    BLOCK_K: gl.constexpr,
     STAGES: gl.constexpr,
     PARTS: gl.constexpr,
     BLOCKS: gl.constexpr,
@@ -216,24 +232,25 @@ def stream_kernel(
     WARPS: gl.constexpr = gl.num_warps()
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_M, 32])
     PIECES: gl.constexpr = 2 if GATED else 1
-    STEPS: gl.constexpr = CHUNK // COLUMNS
-    STEP_BYTES: gl.constexpr = (PIECES * BLOCK_N + BLOCK_M) * COLUMNS
+    COPIES: gl.constexpr = BLOCK_K // COLUMNS
+    STEPS: gl.constexpr = CHUNK // BLOCK_K
+    STEP_BYTES: gl.constexpr = (PIECES * BLOCK_N + BLOCK_M) * BLOCK_K
     n_first = gl.program_id(0) * BLOCK_N
     split = gl.program_id(1)
     begin = split * CHUNK
-    slots = gl.allocate_shared_memory(weight.dtype, [STAGES * PIECES, BLOCK_N, COLUMNS], weight.layout)
-    x_slots = gl.allocate_shared_memory(x.dtype, [STAGES, BLOCK_M, COLUMNS], x.layout)
+    slots = gl.allocate_shared_memory(weight.dtype, [STAGES * COPIES * PIECES, BLOCK_N, COLUMNS], weight.layout)
+    x_slots = gl.allocate_shared_memory(x.dtype, [STAGES * COPIES, BLOCK_M, COLUMNS], x.layout)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
         mbarrier.init(ready.index(stage), count=1)
     fence_async_shared()
     for stage in gl.static_range(STAGES):
         mbarrier.expect(ready.index(stage), STEP_BYTES)
-        _load_weight(weight, n_first, begin + stage * COLUMNS, ready.index(stage), slots, stage * PIECES, N, GATED)
+        _load_weight(weight, n_first, begin + stage * BLOCK_K, ready.index(stage), slots, stage, BLOCK_K, N, GATED)
     allow_next(PDL)
     wait_for_previous(PDL)
     for stage in gl.static_range(STAGES):
-        load_piece(x, [0, begin + stage * COLUMNS], ready.index(stage), x_slots.index(stage))
+        _load_input(x, begin + stage * BLOCK_K, ready.index(stage), x_slots, stage, BLOCK_K)
 
     M_OF: gl.constexpr = gl.SliceLayout(0, SUMS)
     N_OF: gl.constexpr = gl.SliceLayout(1, SUMS)
@@ -251,26 +268,31 @@ def stream_kernel(
     for step in range(STEPS):
         barrier = ready.index(stage)
         mbarrier.wait(barrier, phase)
-        inner = x_slots.index(stage).permute((1, 0))
-        if BLOCKS:
-            part = warpgroup_mma(slots.index(stage * PIECES), inner, zeros, use_acc=False, is_async=True)
-            scale_at += num_rows
-            next_scale = gl.load(scale_at, mask=(m < num_rows) & (step + 1 < STEPS), other=0.0)
-            part = warpgroup_mma_wait(0, deps=[part])
-            acc += part * x_scale[None, :]
-            x_scale = next_scale
-        else:
-            acc = warpgroup_mma(slots.index(stage * PIECES), inner, acc, is_async=True)
+        for copy in gl.static_range(COPIES):
+            slot = stage * COPIES + copy
+            inner = x_slots.index(slot).permute((1, 0))
+            if BLOCKS:
+                part = warpgroup_mma(slots.index(slot), inner, zeros, use_acc=False, is_async=True)
+                scale_at += num_rows
+                more = step * COPIES + copy + 1 < STEPS * COPIES
+                next_scale = gl.load(scale_at, mask=(m < num_rows) & more, other=0.0)
+                part = warpgroup_mma_wait(0, deps=[part])
+                acc += part * x_scale[None, :]
+                x_scale = next_scale
+            else:
+                acc = warpgroup_mma(slots.index(slot * PIECES), inner, acc, is_async=True)
+                if GATED:
+                    up = warpgroup_mma(slots.index(slot * PIECES + 1), inner, up, is_async=True)
+        if not BLOCKS:
             if GATED:
-                up = warpgroup_mma(slots.index(stage * PIECES + 1), inner, up, is_async=True)
                 acc, up = warpgroup_mma_wait(0, deps=[acc, up])
             else:
                 acc = warpgroup_mma_wait(0, deps=[acc])
         more = step + STAGES < STEPS
-        at = begin + (step + STAGES) * COLUMNS
+        at = begin + (step + STAGES) * BLOCK_K
         mbarrier.expect(barrier, STEP_BYTES, pred=more)
-        _load_weight(weight, n_first, at, barrier, slots, stage * PIECES, N, GATED, pred=more)
-        load_piece(x, [0, at], barrier, x_slots.index(stage), pred=more)
+        _load_weight(weight, n_first, at, barrier, slots, stage, BLOCK_K, N, GATED, pred=more)
+        _load_input(x, at, barrier, x_slots, stage, BLOCK_K, pred=more)
         stage += 1
         if stage == STAGES:
             stage = 0

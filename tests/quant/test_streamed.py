@@ -37,12 +37,12 @@ def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 TUNINGS = [
-    (2, StreamTuning(8, 64, 1, 4, 4)),
-    (16, StreamTuning(16, 64, 1, 4, 16)),
-    (30, StreamTuning(32, 128, 1, 4, 3)),
-    (64, StreamTuning(64, 128, 1, 8, 2)),
-    (97, StreamTuning(128, 64, 1, 4, 3)),
-    (128, StreamTuning(128, 128, 1, 8, 3)),
+    (2, StreamTuning(8, 64, 128, 1, 4, 4)),
+    (16, StreamTuning(16, 64, 256, 1, 4, 4)),
+    (30, StreamTuning(32, 128, 128, 1, 4, 3)),
+    (64, StreamTuning(64, 128, 256, 1, 8, 2)),
+    (97, StreamTuning(128, 64, 128, 1, 4, 3)),
+    (128, StreamTuning(128, 128, 128, 1, 8, 3)),
 ]
 
 
@@ -88,7 +88,8 @@ def test_what_is_gated_leaves_as_numbers_or_as_codes_that_the_next_product_reads
     tuned = tuned._replace(num_stages=2)
     found = stream_gated(codes, scales, weight, weight_scales, tuned, kind, torch.bfloat16)
     assert relative_error(found, expected) < 2 * ROUNDED
-    handed_on = stream_gated(codes, scales, weight, weight_scales, tuned._replace(block_n=128), kind)
+    large = tuned._replace(block_n=128, num_warps=8 if tuned.block_m > 64 else tuned.num_warps)
+    handed_on = stream_gated(codes, scales, weight, weight_scales, large, kind)
     blocks = handed_on.codes.double().view(rows, -1, 128) * handed_on.scales.t().double()[:, :, None]
     assert (blocks - expected.view(rows, -1, 128)).abs().max() < 0.04 * expected.abs().max()
     down, down_scales, down_numbers = make_codes(WIDTH, WIDTH, device)
@@ -103,7 +104,7 @@ def test_what_is_gated_leaves_as_numbers_or_as_codes_that_the_next_product_reads
 def test_a_rows_sum_does_not_depend_on_its_neighbours(device):
     codes, scales, _ = make_codes(13, COLUMNS, device)
     weight, weight_scales, _ = make_codes(WIDTH, COLUMNS, device)
-    tuned = StreamTuning(16, 64, 1, 4, 6)
+    tuned = StreamTuning(16, 64, 128, 1, 4, 6)
     whole = stream_product(codes, scales, weight, weight_scales.view(-1), tuned, torch.bfloat16)
     few = stream_product(codes[:3], scales[:3], weight, weight_scales.view(-1), tuned, torch.bfloat16)
     assert torch.equal(few, whole[:3])
@@ -140,10 +141,10 @@ codes = torch.zeros(16, 1024, dtype=torch.float8_e4m3fn)
 weight = torch.zeros(512, 1024, dtype=torch.float8_e4m3fn)
 floats = torch.zeros(4096)
 for gated, blocks in ((True, False), (False, True)):
-    tuned = StreamTuning(16, 128, 1, 4, 3)
+    tuned = StreamTuning(16, 128, 128, 1, 4, 3)
     kernel = stream_kernel.warmup(
         *descriptors(codes, weight, tuned), floats, floats, floats, floats, codes if gated else floats, floats, 16,
-        N=256 if gated else 512, CHUNK=1024, STAGES=3, PARTS=not gated, BLOCKS=blocks, ADD=False, BIAS=False,
+        N=256 if gated else 512, CHUNK=1024, BLOCK_K=128, STAGES=3, PARTS=not gated, BLOCKS=blocks, ADD=False, BIAS=False,
         GATED=gated, ACTIVATION=0, CODES=gated, PDL=True, num_warps=4, launch_pdl=True, grid=(1,),
     )
     ptx = kernel.asm["ptx"]
