@@ -148,12 +148,12 @@ def structure() -> list[Field]:
                     "structural_tag": OBJECT,
                 },
             },
-            "vLLM's: exactly one of json, json_object, regex, choice, grammar (Lark), structural_tag",
+            "vLLM's: exactly one of json, json_object, regex, choice, grammar (Lark or EBNF), structural_tag",
         ),
         Field("guided_json", {"anyOf": [OBJECT, STRING]}, "vLLM's older name: a JSON schema"),
         Field("guided_regex", STRING, "vLLM's older name: a regular expression"),
         Field("guided_choice", array(STRING, least=1), "vLLM's older name: one of these texts"),
-        Field("guided_grammar", STRING, "vLLM's older name: a grammar in Lark"),
+        Field("guided_grammar", STRING, "vLLM's older name: a grammar in Lark or EBNF"),
     ]
 
 

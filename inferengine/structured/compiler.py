@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import re
+import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from threading import Lock
-from typing import Any
+from typing import Any, TypeVar
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, StructTag, regex_to_lark
 
 from inferengine.errors import InferEngineError, InvalidRequest
 from inferengine.structure import GrammarSpec
+from inferengine.structured.ebnf import is_ebnf, to_lark
 from inferengine.structured.matcher import TokenMatcher
 
 # Between JSON tokens: a little of any space. Without a bound a model may print spaces until its length is used up.
@@ -20,12 +24,20 @@ WHITESPACE = r"[ \n\t]{0,12}"
 CACHE_BYTES = 64 * 1024 * 1024
 BYTES_PER_GRAMMAR = 64 * 1024  # measured resident cost of a small grammar; large ones grow with their source
 BYTES_PER_SOURCE_BYTE = 64
+# llguidance follows references by recursion: a schema of 1,000 that name each other in turn overruns the 8 MiB that a
+# thread usually has, which ends the process. Measured: up to 20 KiB a reference, so 64 MiB for 256 KiB of schema. Only
+# what is touched takes memory.
+STACK_BYTES = 256 * 1024 * 1024
+MAX_SOURCE_BYTES = 1024 * 1024  # as far as that stack reaches, whatever limits.max_grammar_bytes says
+MAX_RULES = 2000  # of a grammar: with 10,000 that name each other in turn llguidance is busy for minutes
+_RULE = re.compile(r"(?m)^\s*[?!]?[A-Za-z_]\w*[^:\n\"/]{0,80}:", re.ASCII)
 
+T = TypeVar("T")
 Done = Callable[[TokenMatcher | InferEngineError], None]
 
 
 class GrammarCompiler:
-    """Compiles for one tokenizer. `compile` blocks; `submit` answers from a worker thread.
+    """Compiles for one tokenizer, in threads with a large stack. `compile` blocks; `submit` answers from such a thread.
 
     llguidance bounds the work by fuel (steps of its lexer and parser), so a hostile grammar ends in an error within
     tens of milliseconds; the lock of the interpreter is free while it works, but for the vocabulary, which comes first.
@@ -43,7 +55,10 @@ class GrammarCompiler:
         self._cache_bytes = cache_bytes
         self._cached_bytes = 0
         self._lock = Lock()
-        self._threads = ThreadPoolExecutor(2, thread_name_prefix="grammar")
+        self._here = threading.local()
+        self._threads = ThreadPoolExecutor(
+            2, thread_name_prefix="grammar", initializer=partial(setattr, self._here, "is_worker", True)
+        )
         self.num_hits = 0
         self.num_compiled = 0
 
@@ -58,7 +73,7 @@ class GrammarCompiler:
             except Exception as error:
                 done(InferEngineError("engine_error", f"The grammar could not be compiled: {type(error).__name__}."))
 
-        self._threads.submit(work)
+        self._start(work)
 
     def compile(self, spec: GrammarSpec) -> TokenMatcher:
         """A matcher at the beginning of `spec`. Raises InvalidRequest with the compiler's own words."""
@@ -68,6 +83,22 @@ class GrammarCompiler:
                 self._cache.move_to_end(spec)
                 self.num_hits += 1
                 return TokenMatcher(cached[0].deep_copy())
+        if getattr(self._here, "is_worker", False):
+            return self._compile(spec)
+        return self._start(partial(self._compile, spec)).result()
+
+    def _start(self, work: Callable[[], T]) -> Future[T]:
+        """Have a worker do it. The size of a stack is the process's to set: a thread that somebody else starts in the
+        same moment gets as much, which costs it nothing."""
+        before = threading.stack_size(STACK_BYTES)
+        try:
+            return self._threads.submit(work)
+        finally:
+            threading.stack_size(before)
+
+    def _compile(self, spec: GrammarSpec) -> TokenMatcher:
+        if len(spec.source.encode()) > MAX_SOURCE_BYTES:
+            raise InvalidRequest("grammar", f"has more than {MAX_SOURCE_BYTES} bytes")
         matcher = LLMatcher(self._llguidance_tokenizer(), _source(spec), log_level=0, limits=self._limits)
         if matcher.is_error():
             raise InvalidRequest("grammar", f"cannot be compiled: {_first_line(matcher.get_error())}")
@@ -76,7 +107,7 @@ class GrammarCompiler:
 
     def prepare(self) -> Future[LLTokenizer]:
         """Have made, in the background, what the first grammar needs beside itself."""
-        return self._threads.submit(self._llguidance_tokenizer)
+        return self._start(self._llguidance_tokenizer)
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
@@ -121,12 +152,20 @@ def _regex(spec: GrammarSpec) -> str:
     return str(LLMatcher.grammar_from_lark(f"start: /{regex_to_lark(spec.source, 'd')}/\n"))
 
 
+def _lark(spec: GrammarSpec) -> str:
+    """A grammar in Lark, or in the EBNF that llama.cpp and xgrammar read."""
+    source = to_lark(spec.source) if is_ebnf(spec.source) else spec.source
+    if sum(1 for _ in _RULE.finditer(source)) > MAX_RULES:
+        raise ValueError(f"has more than {MAX_RULES} rules")
+    return str(LLMatcher.grammar_from_lark(source))
+
+
 def _choice(spec: GrammarSpec) -> str:
     items = json.loads(spec.source)
     if not isinstance(items, list) or not items or not all(isinstance(item, str) and item for item in items):
         raise ValueError("choices must be a list of strings, none of them empty")
     choices = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in items)
-    return str(LLMatcher.grammar_from_lark(f"start: {choices}\n"))
+    return str(LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {choices}\n"))  # one expression: any number
 
 
 def _structural_tag(spec: GrammarSpec) -> str:
@@ -143,7 +182,7 @@ _SOURCES: dict[str, Callable[[GrammarSpec], str]] = {
     "json_object": lambda spec: _json_schema(spec._replace(source='{"type": "object"}')),
     "regex": _regex,
     "choice": _choice,
-    "lark": lambda spec: LLMatcher.grammar_from_lark(spec.source),
+    "lark": _lark,
     "structural_tag": _structural_tag,
 }
 

@@ -80,6 +80,42 @@ def test_a_hostile_schema_is_compiled_or_refused_while_others_run(vocabulary: Vo
     assert turns > 0
 
 
+def chained(wrap: str, length: int) -> str:
+    """A schema of definitions each of which names the next one."""
+    definitions = {f"a{number}": json.loads(wrap % f"#/$defs/a{number + 1}") for number in range(length)}
+    return json.dumps({"$ref": "#/$defs/a0", "$defs": {**definitions, f"a{length}": {"type": "string"}}})
+
+
+@pytest.mark.parametrize(
+    ("wrap", "length"),
+    [
+        ('{"$ref": "%s"}', 7000),
+        ('{"type": "object", "properties": {"x": {"$ref": "%s"}}}', 3200),
+        ('{"allOf": [{"$ref": "%s"}]}', 5000),
+    ],
+)
+def test_a_long_chain_of_references_does_not_end_the_process(vocabulary: Vocabulary, wrap: str, length: int) -> None:
+    """The compiler recurses once for each: on a stack of the usual size that was the end of the engine."""
+    spec = GrammarSpec("json_schema", chained(wrap, length))
+    validate_grammar(spec, LIMITS)
+    matcher = vocabulary.compiler.compile(spec)
+    mask = bytearray(4 * -(-vocabulary.size // 32))
+    matcher.fill_bitmask(memoryview(mask))
+    assert any(mask)
+
+
+def test_a_grammar_of_thousands_of_rules_is_refused(vocabulary: Vocabulary) -> None:
+    """Terminals that name each other in turn keep the compiler busy for minutes."""
+    chain = "".join(f'T{number}: T{number + 1} "b"\n' for number in range(9000))
+    with pytest.raises(InvalidRequest, match="more than 2000 rules"):
+        vocabulary.compiler.compile(GrammarSpec("lark", f'start: T0\n{chain}T9000: "a"\n'))
+
+
+def test_thousands_of_choices(vocabulary: Vocabulary) -> None:
+    choices = [f"choice {number}" for number in range(5000)]
+    assert vocabulary.generate(GrammarSpec("choice", json.dumps(choices)), 1) in choices
+
+
 @pytest.mark.parametrize(
     ("spec", "why"),
     [
