@@ -144,8 +144,8 @@ for gated, blocks in ((True, False), (False, True)):
     tuned = StreamTuning(16, 128, 128, 1, 4, 3)
     kernel = stream_kernel.warmup(
         *descriptors(codes, weight, tuned), floats, floats, floats, floats, codes if gated else floats, floats, 16,
-        N=256 if gated else 512, CHUNK=1024, BLOCK_K=128, STAGES=3, PARTS=not gated, BLOCKS=blocks, ADD=False, BIAS=False,
-        GATED=gated, ACTIVATION=0, CODES=gated, PDL=True, num_warps=4, launch_pdl=True, grid=(1,),
+        N=256 if gated else 512, CHUNK=1024, BLOCK_K=128, STAGES=3, PARTS=not gated, BLOCKS=blocks, ADD=False,
+        BIAS=False, GATED=gated, ACTIVATION=0, CODES=gated, PDL=True, num_warps=4, launch_pdl=True, grid=(1,),
     )
     ptx = kernel.asm["ptx"]
     before_input, _, rest = ptx.partition("griddepcontrol.wait")
