@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 import shutil
@@ -52,6 +53,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for marker, reason in reasons.items():
             if reason and item.get_closest_marker(marker):
                 item.add_marker(pytest.mark.skip(reason=f"{marker}: {reason}"))
+
+
+def pytest_collection_finish() -> None:
+    """What all imports made stays: no need to look through it at every collection of garbage."""
+    gc.collect()
+    gc.freeze()
 
 
 def _cannot_be_brought(reason: str) -> bool:

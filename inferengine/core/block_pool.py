@@ -98,9 +98,9 @@ class BlockPool:
 
     def check(self) -> None:
         """Every block is held, empty or evictable, and exactly one of these. Raises RuntimeError otherwise."""
-        if any(count < 0 for count in self._reference_counts):
+        if min(self._reference_counts, default=0) < 0:
             raise RuntimeError("a block was released more often than it was taken")
-        held = sum(1 for count in self._reference_counts if count > 0)
+        held = self.num_blocks - self._reference_counts.count(0)
         if held + self.num_free != self.num_blocks:
             raise RuntimeError(f"{held} held + {self.num_free} free != {self.num_blocks} blocks")
         if len(set(self._empty)) != len(self._empty):
@@ -108,7 +108,6 @@ class BlockPool:
         for block_id in self._empty:
             if self._reference_counts[block_id] or self._is_cached[block_id]:
                 raise RuntimeError(f"block {block_id} is in the free list and not empty")
-        evictable = [block for block in range(self.num_blocks) if block in self._evictable]
-        for block_id in evictable:
+        for block_id in self._evictable:
             if self._reference_counts[block_id] or not self._is_cached[block_id]:
                 raise RuntimeError(f"block {block_id} is evictable but held, or without content")

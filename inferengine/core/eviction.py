@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 
@@ -33,7 +33,7 @@ class EvictionOrder(Protocol):
 
     def __len__(self) -> int: ...
 
-    def __contains__(self, block_id: int) -> bool: ...
+    def __iter__(self) -> Iterator[int]: ...
 
 
 class LeastRecentlyUsed:
@@ -62,8 +62,8 @@ class LeastRecentlyUsed:
     def __len__(self) -> int:
         return len(self._order)
 
-    def __contains__(self, block_id: int) -> bool:
-        return block_id in self._order
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._order)
 
 
 class FirstInFirstOut:
@@ -105,8 +105,8 @@ class FirstInFirstOut:
     def __len__(self) -> int:
         return len(self._members)
 
-    def __contains__(self, block_id: int) -> bool:
-        return block_id in self._members
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._members)
 
 
 EVICTION: dict[str, Callable[[], EvictionOrder]] = {"lru": LeastRecentlyUsed, "fifo": FirstInFirstOut}

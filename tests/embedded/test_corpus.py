@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import math
@@ -19,9 +20,16 @@ from scripts.embedded.phrasing import as_typed
 KEYED = (knowledge.concept, knowledge.about_engine, knowledge.general, arithmetic.draw, tasks.draw)
 
 
-def drawn(skill: Skill, split: Split, count: int, seed: int = 1) -> list[Exchange]:
-    random = Random(seed)
-    return [skill(random, split) for _ in range(count)]
+@functools.cache
+def source(skill: Skill, split: Split) -> tuple[Random, list[Exchange]]:
+    return Random(1), []
+
+
+def drawn(skill: Skill, split: Split, count: int) -> list[Exchange]:
+    """The first of a skill's exchanges: drawn once, however many tests look at them."""
+    random, exchanges = source(skill, split)
+    exchanges.extend(skill(random, split) for _ in range(count - len(exchanges)))
+    return exchanges[:count]
 
 
 def digest(number: int, split: Split) -> str:

@@ -243,11 +243,11 @@ class TestLeases:
             assert peer.expect(Reject).field == "hello"
 
 
-def test_sixteen_thousand_finished_requests_leave_nothing_behind(connect: Connect) -> None:
+def test_four_thousand_finished_requests_leave_nothing_behind(connect: Connect) -> None:
     capacity = small_capacity(max_num_seqs=256, num_blocks=4096)
     with run_service(lambda: SimulatedExecutor(capacity), wire={"resume_ttl_s": 0.0}) as engine:
         peer = connect(engine)
-        for batch in range(16):
+        for batch in range(4):
             streams = set(range(batch * 1000 + 1, batch * 1000 + 1001))
             for stream in streams:
                 peer.submit(stream, max_tokens=1)

@@ -14,7 +14,7 @@ from inferengine.params import SamplingParams
 from tests.models.checkpoints import FAMILIES, SHAPES, greedy_reference, load, logits_reference, make_model, save
 from tests.runtime.engine import Engine
 
-NUM_TOKENS = 64
+NUM_TOKENS = 40
 LENGTHS = (3, 41, 17, 1, 30)
 
 

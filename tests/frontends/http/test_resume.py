@@ -27,14 +27,18 @@ class TwoFronts:
         self.engine = engine
         self.urls = [front.url for front in fronts]
         self.fronts = fronts
+        self._whole: dict[str, dict[int, str]] = {}
 
     def whole(self, path: str, body: dict[str, Any]) -> dict[int, str]:
-        """The texts of an undisturbed request."""
-        answer = httpx.post(self.urls[0] + path, json=body, timeout=30).json()
-        return {
-            choice["index"]: choice["text"] if "text" in choice else choice["message"]["content"]
-            for choice in answer["choices"]
-        }
+        """The texts of an undisturbed request, which has a seed: asked for once."""
+        request = json.dumps([path, body])
+        if request not in self._whole:
+            answer = httpx.post(self.urls[0] + path, json=body, timeout=30).json()
+            self._whole[request] = {
+                choice["index"]: choice["text"] if "text" in choice else choice["message"]["content"]
+                for choice in answer["choices"]
+            }
+        return self._whole[request]
 
     def interrupted(self, path: str, body: dict[str, Any], cuts: list[int]) -> Reader:
         """The same request, with a new connection to the other front end after so many events each time."""
@@ -61,7 +65,7 @@ def fronts() -> Iterator[TwoFronts]:
         check_idle(engine)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize(
     ("path", "more"),
     [
