@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-import subprocess
+import runpy
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+import pytest
+
+SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "train_embedded"
 
 
-def test_a_trial_never_replaces_the_shipped_model() -> None:
-    command = [sys.executable, str(ROOT / "scripts" / "train_embedded"), "--steps", "5", "--device", "cpu"]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
-    assert result.returncode == 2
-    assert "--out FOLDER" in result.stderr
+def test_a_trial_never_replaces_the_shipped_model(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", [str(SCRIPT), "--steps", "5", "--device", "cpu"])
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(SCRIPT), run_name="__main__")
+    assert ended.value.code == 2
+    assert "--out FOLDER" in capsys.readouterr().err
