@@ -7,6 +7,7 @@ Knows nothing of HTTP, JSON or any dialect.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from inferengine.text import TextStream, Tokenizer
 
 logger = logging.getLogger(__name__)
 
+USAGE_WAIT_S = 1.0  # for the engine's account of a choice that a stop string ended here
 CONTEXT_TOKENS = 4  # of the prompt, for decoders that look at what precedes a text
 
 
@@ -37,7 +39,7 @@ class Source(Protocol):
 
     def __aiter__(self) -> AsyncIterator[Delta]: ...
 
-    def cancel(self) -> None: ...
+    def stop(self, num_tokens: int, text: str) -> None: ...
 
 
 class Piece(NamedTuple):
@@ -118,7 +120,7 @@ class Choice:
         return self._stream
 
     def read(self, delta: Delta, *, per_token: bool) -> list[Piece]:
-        """The pieces of one delta; after a stop string the rest is dropped and the stream cancelled."""
+        """The pieces of one delta; after a stop string the rest is dropped and the stream ended."""
         token_ids, finish = delta.token_ids, delta.finish
         if delta.prompt_logprobs is not None:
             self.prompt_logprobs = delta.prompt_logprobs
@@ -133,6 +135,15 @@ class Choice:
                 pieces.append(self._piece(token_ids[-1:], logprobs and logprobs[len(token_ids) - 1 :], finish))
             return pieces
         return [self._piece(token_ids, delta.logprobs, finish)]
+
+    async def settle(self) -> None:
+        """Of one that a stop string ended here: wait for the engine's own account, which has what was cached."""
+        if not self._ended or self.finish is not None:
+            return
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(USAGE_WAIT_S):
+                async for delta in self._stream:
+                    self.finish = delta.finish
 
     @property
     def is_plain(self) -> bool:
@@ -152,7 +163,7 @@ class Choice:
         if stop is not None:
             self._ended = True
             if finish is None:
-                self._stream.cancel()
+                self._stream.stop(self.num_tokens, stop)
             used = self.num_tokens - before
             return Piece(text, token_ids[:used], logprobs and logprobs[:used], self.num_tokens, "stop", stop)
         if finish is None:
@@ -233,6 +244,11 @@ class Generation:
                 self.cancel()
                 raise self.error or output.error
         return outputs
+
+    async def settle(self) -> None:
+        """After the last piece and before `usage`: see `Choice.settle`."""
+        for choice in self.choices:
+            await choice.settle()
 
     async def merged(self) -> AsyncIterator[tuple[Choice, list[Piece]]]:
         """Pieces of all choices, one for each token, in the order of their arrival."""

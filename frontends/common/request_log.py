@@ -33,6 +33,8 @@ class TokenStream(Protocol):
 
     def cancel(self) -> None: ...
 
+    def stop(self, num_tokens: int, text: str) -> None: ...
+
 
 class EngineRequest(Protocol):
     """What a log needs of a Submission or a PooledAttachment."""
@@ -68,6 +70,10 @@ class ChoiceLog:
 
     def cancel(self) -> None:
         self._stream.cancel()
+
+    def stop(self, num_tokens: int, text: str) -> None:
+        """A reader found a stop string: every reader finds the same one."""
+        self._stream.stop(num_tokens, text)
 
     @property
     def finished(self) -> bool:
@@ -164,8 +170,8 @@ class LogView:
         self._position = position + 1
         return log.token_ids[position]
 
-    def cancel(self) -> None:
-        self._log.cancel()
+    def stop(self, num_tokens: int, text: str) -> None:
+        self._log.stop(num_tokens, text)
 
 
 class RequestLog:

@@ -47,6 +47,7 @@ async def answer(
             reader = None if state is None else StreamReader(state, len(generation.choices))
             return EventStream(service, generation, format, call, stack.pop_all(), reader)
         outputs = await generation.collect()
+        await generation.settle()
         return JsonBytes(format.document(outputs, generation.usage()))
 
 
@@ -94,6 +95,8 @@ class EventStream(Response):
                 error = await Relay(generation, choice, source, format, send, turn).run()
             else:
                 error = await self._send_merged(send)
+            if error is None:
+                await generation.settle()
             last = format.end(generation) if error is None else format.failure(generation.error or error)
         except InferEngineError as error:
             last = format.failure(error)

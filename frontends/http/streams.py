@@ -144,11 +144,11 @@ class LoggedStream:
         if self._reader is not None:
             self._reader.cancel()
 
-    def cancel(self) -> None:
+    def stop(self, num_tokens: int, text: str) -> None:
         """A stop string was found: every reader finds the same one."""
         log = self._submission.log
         if self._choice < len(log.choices):
-            log.choices[self._choice].cancel()
+            log.choices[self._choice].stop(num_tokens, text)
 
 
 class LoggedSubmission:

@@ -194,9 +194,9 @@ class AsyncClient:
 
     # -- for the requests that are open (see Sender) -------------------------------------------------------------------
 
-    def cancel_streams(self, collectors: Sequence[Collector]) -> None:
+    def cancel_streams(self, collectors: Sequence[Collector], stop: tuple[int, str] | None = None) -> None:
         if self._session is not None:
-            self._session.cancel(collectors)
+            self._session.cancel(collectors, stop)
 
     def leave_call(self, call: Call) -> None:
         if self._session is not None:

@@ -38,6 +38,7 @@ from inferengine.wire.messages import (
     Pong,
     Reject,
     Step,
+    StopFound,
     Welcome,
 )
 
@@ -107,15 +108,17 @@ class Session:
         self._ask(call.message)
         return call
 
-    def cancel(self, collectors: Sequence[Collector]) -> None:
-        """Idempotent, no answer: the streams end with `abort` when the engine has done it."""
+    def cancel(self, collectors: Sequence[Collector], stop: tuple[int, str] | None = None) -> None:
+        """Idempotent, no answer: the streams end with `abort` when the engine has done it. `stop`: with `stop`, because
+        their text has a stop string, complete with so many tokens."""
         names = []
         for collector in collectors:
             if not collector.finished and not collector.cancelled:
                 collector.cancelled = True
                 names.append(collector.name)
         if names and self.phase is Phase.UP:
-            self._send(Cancel(tuple(names)))
+            stopped = () if stop is None else tuple(StopFound(name, *stop) for name in names)
+            self._send(Cancel(tuple(names), stopped=stopped))
 
     def cancel_request(self, request_id: bytes) -> None:
         """Cancel by id, whoever submitted it."""

@@ -23,8 +23,8 @@ class Sender(Protocol):
     """The connection under a request. The first three only queue a message; without a connection they do nothing, but
     for `adopt_call`."""
 
-    def cancel_streams(self, collectors: Sequence[Collector]) -> None:
-        """Have these choices ended."""
+    def cancel_streams(self, collectors: Sequence[Collector], stop: tuple[int, str] | None = None) -> None:
+        """Have these choices ended; `stop`: by a stop string in their text, complete with so many tokens."""
 
     def leave_call(self, call: Call) -> None:
         """Read it no more; it ends unless somebody else reads it."""
@@ -81,6 +81,11 @@ class Stream:
     def cancel(self) -> None:
         """Fire and forget; the stream ends with `abort`. Any number of times, at any time."""
         self._client.cancel_streams([self._collector])
+        self._client.send()
+
+    def stop(self, num_tokens: int, text: str) -> None:
+        """Its text has a stop string, complete with the `num_tokens`-th token: it ends with `stop`. Fire and forget."""
+        self._client.cancel_streams([self._collector], (num_tokens, text))
         self._client.send()
 
 

@@ -144,6 +144,9 @@ class Link:
         if message.leave:
             self._leave(peer, set(message.streams))
             message = message._replace(streams=())
+        for found in message.stopped:
+            if (subscription := peer.streams.get(found.stream)) is not None:
+                subscription.log.found_stop = (found.num_tokens, found.text)
         logs: list[Log] = [peer.streams[stream].log for stream in message.streams if stream in peer.streams]
         for id in message.ids:
             submission = self._outbox.submissions.get(id)

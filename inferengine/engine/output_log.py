@@ -102,6 +102,7 @@ class Log:
         "choice",
         "embedding",
         "ended",
+        "found_stop",
         "layout",
         "logprobs",
         "prompt_logprobs",
@@ -124,6 +125,7 @@ class Log:
         self.text: TextLog | None = None
         self.embedding: bytes | None = None  # with its end
         self.ended: Done | None = None  # its terminal row, still without a stream
+        self.found_stop: tuple[int, str] | None = None  # by a reader who matches them itself: tokens, stop string
         self.subscriptions: list[Subscription] = []
         self.layout: Any = None  # of the last step that had a token for it
 
@@ -159,6 +161,8 @@ class Log:
         if text is not None and text.stopped_by is not None:
             reason, detail, num_tokens = "stop", text.stopped_by, text.stopped_at
             self.cut(num_tokens)
+        elif self.found_stop is not None and reason == "abort":
+            reason, detail, num_tokens = "stop", self.found_stop[1], min(self.found_stop[0], num_tokens)
         queued_s = row.total_s if row.queued_s is None else row.queued_s
         self.ended = Done(
             0,

@@ -21,9 +21,12 @@ from inferengine.wire.messages import (
     Kind,
     Model,
     Ping,
+    StopFound,
     Submit,
 )
 from inferengine.wire.read import MAX_I64, MAX_SALT_BYTES, MAX_U32, WireError
+
+MAX_STOP_CHARACTERS = 65_536  # of a stop string that a peer found
 
 # Fields of SUBMIT that are left out where they are empty.
 SELDOM = ("params", "priority", "tenant", "salt", "detached", "label", "note", "adapter", "pooling", "traceparent")
@@ -138,6 +141,8 @@ def _encode_cancel(message: Cancel) -> tuple[int, Any, Frames]:
     body: dict[str, Any] = {"streams": message.streams, "ids": message.ids}
     if message.leave:
         body["leave"] = True
+    if message.stopped:
+        body["stopped"] = message.stopped
     return Kind.CANCEL, body, []
 
 
@@ -147,7 +152,15 @@ def _decode_cancel(body: Any, raw: Sequence[bytes]) -> Cancel:
         read.each(body.get("streams", []), "streams", read.u32),
         read.each(body.get("ids", []), "ids", read.request_id),
         read.boolean(body.get("leave", False), "leave"),
+        read.each(body.get("stopped", []), "stopped", _stop_found),
     )
+
+
+def _stop_found(value: Any, field: str) -> StopFound:
+    if not isinstance(value, list) or len(value) < 3:
+        raise WireError(f"{field}: must be [stream, tokens, text]", field=field)
+    text = read.string(value[2], field, MAX_STOP_CHARACTERS)
+    return StopFound(read.u32(value[0], field), read.integer(value[1], field), text)
 
 
 def _decode_attach(body: Any, raw: Sequence[bytes]) -> Attach:

@@ -74,10 +74,19 @@ class Submit(NamedTuple):
     traceparent: str = ""  # W3C's, of the span that this request is a part of
 
 
+class StopFound(NamedTuple):
+    """The peer's own matching: the stop string was complete with the `num_tokens`-th token of the output."""
+
+    stream: int
+    num_tokens: int
+    text: str
+
+
 class Cancel(NamedTuple):
     streams: tuple[int, ...] = ()
     ids: tuple[bytes, ...] = ()
     leave: bool = False  # this peer reads `streams` no more: they end where no other peer reads them
+    stopped: tuple[StopFound, ...] = ()  # of `streams` those in whose text the peer found a stop string
 
 
 class Attach(NamedTuple):

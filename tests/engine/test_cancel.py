@@ -13,6 +13,7 @@ from inferengine.wire.messages import (
     Ping,
     Pong,
     Step,
+    StopFound,
 )
 from tests.engine.builders import check_idle, run_service, small_capacity, wait_until
 from tests.engine.conftest import Connect
@@ -30,6 +31,18 @@ class TestCancel:
             peer.send(Cancel(ids=(ID,)) if by_id else Cancel((1,)))
             (done,) = peer.collect({1}).done[1]
             assert (done.reason, done.detail[0]) == ("abort", "cancelled")
+            check_idle(engine)
+
+    def test_a_stop_string_that_the_client_found_is_the_reason(self, connect: Connect) -> None:
+        with run_service(step_s=0.01) as engine:
+            peer = connect(engine)
+            peer.submit(1, max_tokens=500, params={"n": 2})
+            assert peer.expect(Step).tokens
+            peer.send(Cancel((1, 2), stopped=(StopFound(1, 1, "END"), StopFound(9, 1, "unknown"))))
+            collected = peer.collect({1, 2})
+            (stopped,), (cancelled,) = collected.done[1], collected.done[2]
+            assert (stopped.reason, stopped.detail, stopped.completion_tokens) == ("stop", "END", 1)
+            assert cancelled.reason == "abort"
             check_idle(engine)
 
     def test_a_waiting_request_too(self, connect: Connect) -> None:

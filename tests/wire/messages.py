@@ -25,6 +25,7 @@ from inferengine.wire.messages import (
     Reject,
     Status,
     Step,
+    StopFound,
     Submit,
     Welcome,
 )
@@ -63,6 +64,7 @@ EXAMPLES: dict[str, Message] = {
     "submit_embedding": Submit(ID, 9, PROMPT.tobytes(), reply="embedding", pooling="mean"),
     "cancel": Cancel((7, 8), (ID,)),
     "cancel_leave": Cancel((7, 8), leave=True),
+    "cancel_stopped": Cancel((7,), stopped=(StopFound(7, 12, "###"),)),
     "attach": Attach(ID, 20, (5, 0), "both"),
     "credit": Credit(300),
     "model": Model(),

@@ -66,7 +66,7 @@ class Line:
 
     def __init__(self, socket: Socket, format: Plain | None = None, stop: tuple[str, ...] = ()) -> None:
         client: Any = type(
-            "Unconnected", (), {"cancel_streams": lambda self, collectors: None, "send": lambda self: None}
+            "Unconnected", (), {"cancel_streams": lambda self, collectors, stop=None: None, "send": lambda self: None}
         )()
         self.collector = Collector(1)
         self.format = format or Plain()
