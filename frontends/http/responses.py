@@ -112,9 +112,11 @@ async def delete(request: Request) -> Response:
     """Forget a stored response."""
     service: Service = request.app.state.service
     stored = service.responses.get(request.path_params["id"], _tenant(request))
-    if stored.unfinished and stored.task is None:
-        service.engines.cancel_request(stored.request_id)
     service.responses.delete(request.path_params["id"], _tenant(request))
+    if (
+        stored.unfinished and stored.task is None
+    ):  # after that: its worker keeps what is not deleted
+        service.engines.cancel_request(stored.request_id)
     return JsonBytes({"id": request.path_params["id"], "object": "response", "deleted": True})
 
 
@@ -139,6 +141,7 @@ async def _make(service: Service, generation: Generation, format: ResponsesForma
     try:
         with service.call(generation, _nobody_leaves):
             outputs = await generation.collect()
+            await generation.settle()
         format.document(outputs, generation.usage())
     except InferEngineError as error:
         format.failure(error)

@@ -76,7 +76,7 @@ def test_guesses_are_told_where_there_were_any(client: anthropic.Anthropic, serv
     assert "accepted_prediction_tokens" not in ask(client).usage.model_dump()
     served.script = says("fox", guesses=(3, 1))
     with client.messages.stream(model="tiny", max_tokens=400, messages=HELLO) as stream:
-        streamed = stream.get_final_message().usage.model_dump()
+        (streamed,) = [event.usage.model_dump() for event in stream if event.type == "message_delta"]
     for usage in (ask(client).usage.model_dump(), streamed):
         assert (usage["accepted_prediction_tokens"], usage["rejected_prediction_tokens"]) == (3, 1)
 
