@@ -113,9 +113,7 @@ async def delete(request: Request) -> Response:
     service: Service = request.app.state.service
     stored = service.responses.get(request.path_params["id"], _tenant(request))
     service.responses.delete(request.path_params["id"], _tenant(request))
-    if (
-        stored.unfinished and stored.task is None
-    ):  # after that: its worker keeps what is not deleted
+    if stored.unfinished and stored.task is None:  # after that: its worker keeps what is not deleted
         service.engines.cancel_request(stored.request_id)
     return JsonBytes({"id": request.path_params["id"], "object": "response", "deleted": True})
 
