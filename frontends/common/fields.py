@@ -6,22 +6,26 @@ import json
 import math
 from typing import Any
 
-from inferengine.errors import InvalidRequest
+from frontends.common import json_text
+from inferengine.errors import InferEngineError, InvalidRequest
 
 MAX_INTEGER = 2**63 - 1
 MAX_PATH_CHARACTERS = 100
 
 
 def parse_object(body: bytes) -> dict[str, Any]:
-    """The body as a JSON object. Broken JSON of any kind is an InvalidRequest without a field."""
+    """The body as a JSON object. Broken JSON of any kind is an InvalidRequest without a field; one with very many lists
+    and objects is request_too_large."""
     try:
-        document = json.loads(body)
+        document = json_text.parse(body)
     except RecursionError:
         raise _no_field("The body is nested too deeply.") from None
     except json.JSONDecodeError as error:
         raise _no_field(f"The body is not valid JSON at position {error.pos}: {error.msg}.") from None
     except UnicodeDecodeError as error:
         raise _no_field(f"The body is not valid JSON: byte {error.start} is not {error.encoding.upper()}.") from None
+    except json_text.TooManyContainers as error:
+        raise InferEngineError("request_too_large", f"The body has {error}.") from None
     except ValueError:
         raise _no_field("The body is not valid JSON: a number has thousands of digits.") from None
     if not isinstance(document, dict):

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import msgpack
 
+from frontends.common import json_text
 from frontends.websocket.protocol import BINARY, TEXT
 from inferengine.errors import InferEngineError
 
@@ -49,13 +50,15 @@ class JsonCodec:
         if text is None:
             raise _broken("this socket speaks JSON in text messages; binary ones need the msgpack subprotocol")
         try:
-            document = json.loads(text, parse_constant=_no_constant)
+            document = json_text.parse(text, parse_constant=_no_constant)
         except RecursionError:
             raise _broken("the JSON is nested too deep") from None
         except _NoJson as error:
             raise _broken(f"not valid JSON: {error}") from None
         except json.JSONDecodeError as error:
             raise _broken(f"not valid JSON at position {error.pos}: {error.msg}") from None
+        except json_text.TooManyContainers as error:
+            raise _too_many(error) from None
         except ValueError:
             raise _broken("not valid JSON: a number has thousands of digits") from None
         return document
@@ -82,7 +85,12 @@ class MsgpackCodec:
         if body is None:
             raise _broken("this socket speaks msgpack in binary messages")
         try:
-            return msgpack.unpackb(body, raw=False, strict_map_key=True, ext_hook=_no_extension)
+            count = json_text.Containers() if len(body) >= json_text.LARGE else None
+            return msgpack.unpackb(
+                body, raw=False, strict_map_key=True, ext_hook=_no_extension, list_hook=count, object_hook=count
+            )
+        except json_text.TooManyContainers as error:
+            raise _too_many(error) from None
         except (ValueError, RecursionError, msgpack.UnpackException) as error:
             raise _broken(f"not valid msgpack: {type(error).__name__}") from None
 
@@ -117,6 +125,10 @@ class _NoJson(ValueError):
 
 def _broken(message: str) -> InferEngineError:
     return InferEngineError("protocol_error", message)
+
+
+def _too_many(error: json_text.TooManyContainers) -> InferEngineError:
+    return InferEngineError("request_too_large", f"the frame has {error}")
 
 
 def _no_constant(name: str) -> Any:

@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 
 import pytest
 
+from frontends.common.json_text import LARGE
 from inferengine.errors import InvalidRequest
 from inferengine.params import MAX_LISTED, from_map
 from inferengine.wire.messages import Reject
@@ -238,6 +239,20 @@ def test_what_is_wrong_with_a_body_is_told_with_its_place(served: House, body: b
     status, where, _, message = refused(served, COMPLETIONS, body)
     assert (status, where) == (400, param)
     assert says in message
+
+
+def test_a_large_body_is_told_what_is_wrong_with_it_as_a_small_one(served: House) -> None:
+    body = {"prompt": [*[5] * 200_000, -1]}
+    assert len(json.dumps(body)) > LARGE
+    assert refused(served, COMPLETIONS, body)[:2] == refused(served, COMPLETIONS, {"prompt": [5, -1]})[:2]
+    status, _, _, message = refused(served, COMPLETIONS, b" " * LARGE + b'{"prompt": "x",}')
+    assert (status, message.partition(":")[0]) == (400, f"The body is not valid JSON at position {LARGE + 15}")
+
+
+def test_a_body_of_very_many_lists_is_refused(served: House) -> None:
+    status, param, code, message = refused(served, COMPLETIONS, {"prompt": [[]] * 300_000})
+    assert (status, param, code) == (413, None, "request_too_large")
+    assert "100000 lists and objects" in message
 
 
 def test_both_halves_of_a_pair_are_a_character(served: House) -> None:

@@ -115,6 +115,31 @@ def test_half_a_surrogate_pair_is_refused_with_its_place_and_its_request(server,
         assert (frame["id"], frame["error"]["code"], frame["error"]["field"]) == ("r1", "invalid_request", field)
 
 
+@pytest.mark.parametrize("binary", [False, True], ids=["json", "msgpack"])
+def test_a_frame_of_very_many_lists_is_refused_and_the_socket_goes_on(server, binary):
+    pack = msgpack.packb if binary else json.dumps
+    with open_socket(server, binary=binary) as client:
+        client.send_raw(pack({**GENERATE, "messages": [[]] * 300_000}))
+        error = client.until("error")["error"]
+        assert (error["code"], error["message"]) == (
+            "request_too_large",
+            "the frame has more than 100000 lists and objects",
+        )
+        client.generate("good")
+        assert client.read("good")["good"].text == {0: ANSWER}
+
+
+@pytest.mark.parametrize("binary", [False, True], ids=["json", "msgpack"])
+def test_a_large_frame_is_read_before_what_comes_after_it(server, binary):
+    pack = msgpack.packb if binary else json.dumps
+    with open_socket(server, binary=binary) as client:
+        client.send_raw(pack({"type": "generate", "id": "large", "prompt_ids": [*[5] * 300_000, -1]}))
+        client.send(type="ping", nonce=1)
+        frame = client.next()
+        assert (frame["type"], frame["id"], frame["error"]["field"]) == ("error", "large", "prompt_ids")
+        assert client.next()["type"] == "pong"
+
+
 def test_the_remedy_of_a_broken_frame_is_this_protocol_s_description(server):
     with open_socket(server) as client:
         client.send_raw('{"type": "nope", "n": ' + "9" * 5000 + "}")
