@@ -70,8 +70,9 @@ class Chunks:
         self.head = b"data: " + head[:-1] + b',"choices":['
         self.tail = b'],"usage":null}\n\n' if answer.streaming.include_usage else b"]}\n\n"
 
-    def chunk(self, generation: Generation, choice: dict[str, Any], more: dict[str, Any]) -> bytes:
-        return self.head + dumps(choice) + self._tail(generation, more)
+    def chunk(self, generation: Generation, choice: dict[str, Any], more: dict[str, Any], behind: int) -> bytes:
+        """`behind`: how many tokens of this choice are here already that later chunks will tell."""
+        return self.head + dumps(choice) + self._tail(generation, more, behind)
 
     def end(self, generation: Generation) -> bytes:
         """The usage in a chunk without choices, if it was asked for, and the end's mark."""
@@ -79,10 +80,12 @@ class Chunks:
             return DONE
         return self.head + b'],"usage":' + dumps(usage_object(generation.usage())) + b"}\n\n" + DONE
 
-    def _tail(self, generation: Generation, more: dict[str, Any]) -> bytes:
+    def _tail(self, generation: Generation, more: dict[str, Any], behind: int) -> bytes:
         tail = self.tail
         if self._answer.streaming.continuous_usage:
-            tail = b'],"usage":' + dumps(usage_object(generation.usage())) + b"}\n\n"
+            usage = generation.usage()
+            usage = usage._replace(completion_tokens=usage.completion_tokens - behind)
+            tail = b'],"usage":' + dumps(usage_object(usage)) + b"}\n\n"
         return tail if not more else b"]," + dumps(more)[1:-1] + (tail[1:] if tail != b"]}\n\n" else b"}\n\n")
 
 
@@ -176,7 +179,7 @@ class CompletionFormat:
             if not begun:
                 entry["prompt_token_ids"] = list(choice.prompt_ids)
             entry["token_ids"] = list(piece.token_ids)
-        return self._chunks.chunk(generation, entry, {})
+        return self._chunks.chunk(generation, entry, {}, choice.num_tokens - piece.num_tokens)
 
     def _echoed(self, choice: Choice) -> str:
         return self._echo[choice.index // self._per_prompt] if self._echo else ""
@@ -263,7 +266,7 @@ class ChatFormat:
         }
         more = {} if self._prompt_shown else {"prompt_token_ids": list(choice.prompt_ids)}
         self._prompt_shown = True
-        return self._chunks.chunk(generation, entry, more)
+        return self._chunks.chunk(generation, entry, more, choice.num_tokens)
 
     def _event(self, generation: Generation, choice: Choice, piece: Piece) -> bytes:
         entry: dict[str, Any] = {
@@ -276,7 +279,7 @@ class ChatFormat:
             entry["stop_reason"] = piece.stop_reason
         if self._answer.extras.token_ids:
             entry["token_ids"] = list(piece.token_ids)
-        return self._chunks.chunk(generation, entry, {})
+        return self._chunks.chunk(generation, entry, {}, choice.num_tokens - piece.num_tokens)
 
     def _logprobs(self, token_ids: Sequence[int], rows: Any) -> dict[str, Any] | None:
         answer = self._answer

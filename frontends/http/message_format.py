@@ -35,15 +35,17 @@ class MessageFormat:
         if reader is None:
             reader = self._readers[choice.index] = self._reading.make_reader()
             more = {"prompt_token_ids": list(choice.prompt_ids)} if self._answer.extras.token_ids else {}
-            chunks.append(self._chunk(generation, choice, {"role": "assistant", "content": ""}, None, more))
+            first = {"role": "assistant", "content": ""}
+            chunks.append(self._chunk(generation, choice, first, None, more, behind=choice.num_tokens))
         for piece in pieces:
             deltas = [delta for part in reader.push(piece.text, piece.is_last) if (delta := self._delta(choice, part))]
             carries = piece.token_ids and (self._answer.logprobs is not None or self._answer.extras.token_ids)
             if not deltas and (carries or piece.finish_reason is not None):
                 deltas.append({})
             for place, delta in enumerate(deltas):
-                last = place == len(deltas) - 1
-                chunks.append(self._chunk(generation, choice, delta, piece if last else None, {}, reader.num_calls))
+                done = piece if place == len(deltas) - 1 else None
+                behind = choice.num_tokens - piece.num_tokens
+                chunks.append(self._chunk(generation, choice, delta, done, {}, reader.num_calls, behind=behind))
         return b"".join(chunks)
 
     def plain(self, choice: Choice) -> None:
@@ -117,6 +119,8 @@ class MessageFormat:
         piece: Piece | None,
         more: dict[str, Any],
         num_calls: int = 0,
+        *,
+        behind: int,
     ) -> bytes:
         """`piece`: the one that this chunk completes, whose tokens and end it tells."""
         entry: dict[str, Any] = {"index": choice.index, "delta": delta, "logprobs": None, "finish_reason": None}
@@ -127,7 +131,7 @@ class MessageFormat:
                 entry["stop_reason"] = piece.stop_reason
             if self._answer.extras.token_ids:
                 entry["token_ids"] = list(piece.token_ids)
-        return self._chunks.chunk(generation, entry, more)
+        return self._chunks.chunk(generation, entry, more, behind)
 
     def _logprobs(self, token_ids: Sequence[int], rows: Any) -> dict[str, Any] | None:
         answer = self._answer

@@ -204,6 +204,9 @@ def test_continuous_usage_counts_along(served: House) -> None:
     counts = [event["usage"]["completion_tokens"] for event in served.stream(stream_options=options)[:-1]]
     assert counts == sorted(counts)
     assert counts[-1] == len(ids("the fox"))
+    served.script = says("the fox", chunk=3)  # several tokens in one message of the engine: each event counts its own
+    counts = [event["usage"]["completion_tokens"] for event in served.stream(stream_options=options)[:-2]]
+    assert counts == [*range(1, len(ids("the fox")) + 1)]
 
 
 def test_cached_tokens_are_told(served: House) -> None:
