@@ -152,7 +152,7 @@ def _message(message: Any, path: str) -> dict[str, Any]:
     elif content is not None and not isinstance(content, str):
         raise InvalidRequest(f"{path}.content", "must be a string or a list of text parts")
     read: dict[str, Any] = {**message, "content": content}
-    if role == "assistant" and read.get("tool_calls") is not None:
+    if read.get("tool_calls") is not None:
         read["tool_calls"] = _tool_calls(read["tool_calls"], f"{path}.tool_calls")
     return read
 

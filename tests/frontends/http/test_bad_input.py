@@ -143,6 +143,13 @@ CHAT_FAULTS: list[tuple[str, Any, int, str | None, str]] = [
         "messages[0].tool_calls[0].function.arguments",
         "invalid_request",
     ),
+    (
+        "messages",
+        [{"role": "user", "content": "hi", "tool_calls": True}],
+        400,
+        "messages[0].tool_calls",
+        "invalid_request",
+    ),
     ("documents", [1], 400, "documents", "invalid_request"),
     ("echo", True, 400, "echo", "unsupported"),
 ]
