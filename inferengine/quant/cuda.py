@@ -1,10 +1,10 @@
 """Products with quantized weights on CUDA: which kernel takes how many rows. All of it may be captured in a graph.
 
-One row of 8-bit codes: vector kernels, with gate and residual inside. More: FP8 with a scale for each output goes
-through the FP8 tensor cores (inputs rounded by token; own tiles up to 64 or 128 rows, torch's beyond), W8A8 from
-65 rows through the int8 ones; all else takes tiles on the tensor cores, codes made into numbers in registers. INT4 has
-one kernel from one row on. From 257 rows (INT4: 65), where arithmetic is what costs, those are made into numbers once
-for each product and left to cuBLAS.
+One row is streamed on Hopper, with norm, gate and residual inside; elsewhere vector kernels take it. More: FP8 with
+a scale for each output goes through the FP8 tensor cores (inputs rounded by token; own tiles up to 64 or 128
+rows, torch's beyond), W8A8 from 65 rows through the int8 ones; all else takes tiles on the tensor cores, codes made into
+numbers in registers. INT4 has one kernel from one row on. From 257 rows (INT4: 65), where arithmetic is what costs,
+those are made into numbers once for each product and left to cuBLAS.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from inferengine.kernels.quantize_rows import numbers_of_blocks
 from inferengine.kernels.quantized import BLOCK_COLUMNS, ByteWeight
 from inferengine.kernels.quantized_fragments import fragment_product, fragment_product_float32
 from inferengine.kernels.quantized_int4 import NibbleWeight, pack_nibbles
+from inferengine.kernels.row_stream import stream_product, stream_shape
+from inferengine.kernels.row_stream_shape import Shape
 from inferengine.kernels.scratch import Scratch
 from inferengine.quant import rounded, tuning
 from inferengine.quant.rounded import Rounded
@@ -90,6 +92,9 @@ class CudaProducts:
         self, x: torch.Tensor, gain: torch.Tensor, eps: float, packed: Packed, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
         """linear(rms_norm(x))"""
+        streamed = self._streamed(x, packed)
+        if streamed is not None:
+            return stream_product(x, packed.weight, streamed, bias=bias, gain=gain, eps=eps)
         return self.linear(self._normed(x, gain, eps, packed), packed, bias)
 
     def linear_add(
@@ -132,6 +137,11 @@ class CudaProducts:
         activation: str = "silu",
     ) -> torch.Tensor | Rounded:
         """act(gate) * up of rms_norm(x), of x itself without a gain; the gate's rows first. Rounded where x is."""
+        streamed = self._streamed(x, packed, gated=True)
+        if streamed is not None:
+            return stream_product(
+                x, packed.weight, streamed, bias=bias, gain=gain, eps=eps, gated=ACTIVATIONS[activation]
+            )
         whole = packed.num_outputs % 32 == 0 or not isinstance(packed.weight, NibbleWeight)
         if whole and not isinstance(x, Rounded) and self._one(x, packed):
             normed = x if gain is None else self.base.rms_norm(x, gain, eps)
@@ -171,8 +181,17 @@ class CudaProducts:
         rounds = _rounds_inputs(x, packed)
         return x.shape[0] <= (tuning.MOST_EXACT_ROWS[packed.inputs] if rounds else tuning.MOST_TILE_ROWS)
 
+    def _streamed(self, x: torch.Tensor | Rounded, packed: Packed, *, gated: bool = False) -> Shape | None:
+        """How one row is streamed; None where other kernels take it."""
+        if self.deterministic or isinstance(x, Rounded):
+            return None
+        return stream_shape(x, packed.weight, gated=gated)
+
     def _vector(self, x: torch.Tensor, packed: Packed, **surroundings: Any) -> torch.Tensor:
         weight, gated = packed.weight, surroundings.get("gated") is not None
+        streamed = self._streamed(x, packed, gated=gated)
+        if streamed is not None:
+            return stream_product(x, weight, streamed, **surroundings)
         if isinstance(weight, NibbleWeight):
             tuned = tuning.fragments(1, weight.rows, weight.columns, gated)
             return fragment_product(x, weight, tuned, **surroundings)

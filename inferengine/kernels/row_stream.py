@@ -1,0 +1,117 @@
+"""One row times a quantized weight on Hopper, the weight streaming without a pause: x [1, K] @ weight [N, K]^T.
+
+Decoding one sequence is reading weights, so what counts is that memory is never idle. One program stays on each
+multiprocessor and takes tiles of 16 weight rows, one after the other, through a ring in shared memory that asynchronous
+copies keep full. The ring does not end where an input begins: it is filled before the program waits for the kernel
+that writes x, while that one still computes. Two kernels have room on a multiprocessor at once, so the weight of a
+product is on its way during the attention, or the product, before it.
+
+Behind a full ring only arithmetic counts, so there is little of it. The tensor cores multiply 16 weight rows by eight
+columns of x. The order of the inner columns is free: rows are read in 16-byte pieces as they lie. FP8 codes become fp16
+numbers by one instruction for a pair. Integer codes stay what they are: x becomes integers of 15 bits, by group, whose
+high and low bytes are two columns, so that a word of INT4 is two masks and a shift. The norm before a product is taken
+on the way, its gain when x is put into shared memory, its factor at the end. Sums over the warps are taken once, at the
+end, for all tiles.
+
+A kernel of which two programs share a multiprocessor while another has none would take twice as long; SHARED_BYTES is
+such that decode attention's programs fit beside two of these, and are spread evenly.
+
+Written in Gluon, Triton's lower level. Other cards, shapes and numbers of rows take quantized.py and
+quantized_fragments.py.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+import triton
+
+from inferengine.kernels.pdl import launch_options, supports_pdl
+from inferengine.kernels.quantized import ByteWeight
+from inferengine.kernels.quantized_int4 import NibbleWeight
+from inferengine.kernels.row_stream_compute import stream_kernel
+from inferengine.kernels.row_stream_shape import E4M3, INT8, NIBBLES, Shape
+
+SHARED_BYTES = 101 << 10
+GATED_SHARED_BYTES = 112 << 10  # no attention beside it
+FEWEST_STAGES, MOST_STAGES, MOST_KEPT = 4, 12, 16
+# Warps, units of a warp in a stage, programs on a multiprocessor: the first that fits is taken.
+WAYS = ((8, 2, 1), (8, 1, 1), (4, 2, 1), (4, 1, 1))
+GATED_FP8_WAYS = ((8, 1, 2), *WAYS)
+
+
+def stream_shape(x: torch.Tensor, weight: ByteWeight | NibbleWeight, *, gated: bool = False) -> Shape | None:
+    """How to multiply x [1, K] by the weight; None: not by this kernel."""
+    if x.shape[0] != 1 or x.dtype != torch.bfloat16 or not is_hopper(x.device):
+        return None
+    multiprocessors = num_multiprocessors(x.device)
+    if isinstance(weight, NibbleWeight):
+        return find_shape(NIBBLES, weight.rows, weight.columns, gated, multiprocessors) if weight.parts == 1 else None
+    if weight.block_rows:
+        return None
+    kind = INT8 if weight.codes.dtype == torch.int8 else E4M3
+    return find_shape(kind, *weight.codes.shape, gated, multiprocessors)
+
+
+def stream_product(
+    x: torch.Tensor,
+    weight: ByteWeight | NibbleWeight,
+    shape: Shape,
+    *,
+    bias: torch.Tensor | None = None,
+    gain: torch.Tensor | None = None,
+    eps: float = 0.0,
+    residual: torch.Tensor | None = None,
+    gated: int | None = None,
+) -> torch.Tensor:
+    """x [1, K] -> [1, N], or [1, N / 2] when gated by an activation of activation.py. `gain` [K]: x is RMS-normed
+    first. `residual` [1, N]: added in place and returned."""
+    out = x.new_empty(1, shape.width) if residual is None else residual
+    nibbles = isinstance(weight, NibbleWeight)
+    stream_kernel[(min(shape.tiles, shape.programs * num_multiprocessors(x.device)),)](
+        x,
+        x if gain is None else gain,
+        weight.words if nibbles else weight.codes.view(torch.int32),
+        weight.points if nibbles else weight.scales,
+        weight.points if nibbles else weight.scales,
+        x if bias is None else bias,
+        out,
+        eps,
+        SHAPE=shape,
+        NORM=gain is not None,
+        ADD=residual is not None,
+        BIAS=bias is not None,
+        ACTIVATION=gated or 0,
+        num_warps=shape.num_warps,
+        **launch_options(supports_pdl(x.device)),
+    )
+    return out
+
+
+@lru_cache(maxsize=1024)
+def find_shape(kind: int, rows: int, columns: int, gated: bool, multiprocessors: int) -> Shape | None:
+    """How to go about a weight [rows, columns]; None where nothing divides evenly or the ring would be too short."""
+    width = rows // 2 if gated else rows
+    if rows % 32 or columns % 128:
+        return None
+    for num_warps, units, programs in GATED_FP8_WAYS if gated and kind == E4M3 else WAYS:
+        tiles = width // (8 if gated else 16)
+        rounds = triton.cdiv(tiles, multiprocessors * programs)
+        kept = max(2, min(MOST_KEPT, triton.next_power_of_2(rounds)))
+        shape = Shape(kind, width, columns, gated, num_warps, units, 0, programs, kept)
+        room = (GATED_SHARED_BYTES if gated else SHARED_BYTES) // programs - shape.fixed_bytes
+        stages = min(MOST_STAGES, room // shape.stage_bytes)
+        if stages >= FEWEST_STAGES and columns % (shape.unit_columns * num_warps * units) == 0:
+            return Shape(kind, width, columns, gated, num_warps, units, stages, programs, kept)
+    return None
+
+
+@lru_cache(maxsize=16)
+def is_hopper(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+
+
+@lru_cache(maxsize=16)
+def num_multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -1,0 +1,349 @@
+"""The kernel of row_stream.py, where it is said how it works: it copies, multiplies and adds up."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+
+from inferengine.kernels.activation import gate
+from inferengine.kernels.fragment_instructions import half_to_float, multiply
+from inferengine.kernels.pdl import allow_next, wait_for_previous
+from inferengine.kernels.row_stream_inputs import columns_of_chunk, load_chunks, put_inputs
+from inferengine.kernels.row_stream_shape import axis_layout
+
+# These names changed between Triton 3.6 and 3.9.
+copy = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
+NEW_VIEW = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
+_E4M3_NUMBERS = gl.constexpr("""{
+.reg .b16 a, b;
+mov.b32 {a, b}, $2;
+cvt.rn.f16x2.e4m3x2 $0, a;
+cvt.rn.f16x2.e4m3x2 $1, b;
+}""")
+_CODE_PRODUCT = (
+    "mma.sync.aligned.m16n8k32.row.col.s32.TYPE.s8.s32 {$0,$1,$2,$3}, {$4,$5,$6,$7}, {$8,$9}, {$10,$11,$12,$13};"
+)
+_INT8_PRODUCT = gl.constexpr(_CODE_PRODUCT.replace("TYPE", "s8"))
+_NIBBLE_PRODUCT = gl.constexpr(_CODE_PRODUCT.replace("TYPE", "u8"))
+
+
+@gluon.jit
+def _view(memory, shape: gl.constexpr, layout: gl.constexpr):
+    if NEW_VIEW:
+        return memory.reinterpret(memory.dtype, shape, layout)
+    else:
+        return memory._reinterpret(memory.dtype, shape, layout)
+
+
+@gluon.jit
+def _split_two(two, SHAPE: gl.constexpr):
+    LAYOUT: gl.constexpr = SHAPE.word_layout
+    first, second = gl.split(two)
+    return (
+        gl.convert_layout(first, LAYOUT, assert_trivial=True),
+        gl.convert_layout(second, LAYOUT, assert_trivial=True),
+    )
+
+
+@gluon.jit
+def _load_four(memory, SHAPE: gl.constexpr):
+    four = memory.load(SHAPE.four_layout)
+    even, odd = gl.split(gl.reshape(four, [four.shape[0], four.shape[1], four.shape[2], four.shape[3], 2, 2]))
+    first, third = _split_two(even, SHAPE)
+    second, fourth = _split_two(odd, SHAPE)
+    return first, second, third, fourth
+
+
+@gluon.jit
+def _ask(memory, pointers, places, tile, step, slot, SHAPE: gl.constexpr):
+    """Have stage `step` of a tile copied to `slot`; of no tile, nothing. A group of copies either way."""
+    ring, points = memory
+    weight_ptr, points_ptr = pointers
+    place, point_place = places
+    UNITS: gl.constexpr = SHAPE.units * SHAPE.num_warps
+    if tile < SHAPE.tiles:
+        if SHAPE.kind == 3:
+            TILE: gl.constexpr = 16 * SHAPE.row_words
+            of_rows = tile // 2 if SHAPE.gated else tile
+            at = of_rows.to(gl.int64) * TILE + step * (UNITS * 256)
+            if SHAPE.gated:
+                at += tile % 2 * 128
+            point_at = points_ptr + of_rows * (TILE // 16) + step * (UNITS * 16)
+            copy(points.index(slot), point_at + point_place)
+        else:
+            at = tile.to(gl.int64) * (SHAPE.outputs * SHAPE.row_words) + step * (UNITS * 16)
+        copy(ring.index(slot), weight_ptr + at + place)
+    async_copy.commit_group()
+
+
+@gluon.jit
+def _multiply_unit(upper, lower, x, zeros, scale, total, points, SHAPE: gl.constexpr):
+    """The products of 16 weight rows with x in the columns of a unit: what is added to the sums of rows g and g + 8."""
+    if SHAPE.kind == 1:
+        found = zeros
+        for word in gl.static_range(4):
+            above = _e4m3_numbers(upper[word])
+            below = _e4m3_numbers(lower[word])
+            found = multiply(above[0], below[0], above[1], below[1], x[2 * word], x[2 * word + 1], found, True, True)
+        return found[0] * scale, found[2] * scale
+    elif SHAPE.kind == 2:
+        found = _multiply_codes(upper[0], lower[0], upper[1], lower[1], x[0], x[1], zeros, SHAPE)
+        found = _multiply_codes(upper[2], lower[2], upper[3], lower[3], x[2], x[3], found, SHAPE)
+        return _together(found[0], found[1]) * scale, _together(found[2], found[3]) * scale
+    else:
+        found = zeros
+        for word in gl.static_range(4):
+            found = _multiply_codes(
+                upper[word] & 0x0F0F0F0F,
+                lower[word] & 0x0F0F0F0F,
+                (upper[word] >> 4) & 0x0F0F0F0F,
+                (lower[word] >> 4) & 0x0F0F0F0F,
+                x[2 * word],
+                x[2 * word + 1],
+                found,
+                SHAPE,
+            )
+        above = (_together(found[0], found[1]) - half_to_float(points[0] >> 16) * total) * scale
+        below = (_together(found[2], found[3]) - half_to_float(points[1] >> 16) * total) * scale
+        return half_to_float(points[0]) * above, half_to_float(points[1]) * below
+
+
+@gluon.jit
+def _together(high, low):
+    return (high * 256 + low).to(gl.float32)
+
+
+@gluon.jit
+def _e4m3_numbers(words):
+    """Two pairs of fp16 numbers of four codes."""
+    return gl.inline_asm_elementwise(_E4M3_NUMBERS, "=r,=r,r", [words], (gl.int32, gl.int32), is_pure=True, pack=1)
+
+
+@gluon.jit
+def _multiply_codes(a0, a1, a2, a3, b0, b1, c, SHAPE: gl.constexpr):
+    return gl.inline_asm_elementwise(
+        _INT8_PRODUCT if SHAPE.kind == 2 else _NIBBLE_PRODUCT,
+        "=r,=r,=r,=r,r,r,r,r,r,r,r,r,r,r",
+        [a0, a1, a2, a3, b0, b1, c[0], c[1], c[2], c[3]],
+        (gl.int32, gl.int32, gl.int32, gl.int32),
+        is_pure=True,
+        pack=1,
+    )
+
+
+@gluon.jit
+def stream_kernel(
+    x_ptr,
+    gain_ptr,
+    weight_ptr,
+    points_ptr,
+    scale_ptr,
+    bias_ptr,
+    out_ptr,
+    eps,
+    SHAPE: gl.constexpr,
+    NORM: gl.constexpr,
+    ADD: gl.constexpr,
+    BIAS: gl.constexpr,
+    ACTIVATION: gl.constexpr,
+    PDL: gl.constexpr,
+):
+    WARPS: gl.constexpr = SHAPE.num_warps
+    WORD: gl.constexpr = SHAPE.word_layout
+    UNITS: gl.constexpr = SHAPE.units
+    BLOCKS: gl.constexpr = SHAPE.stage_blocks
+    FOURS: gl.constexpr = SHAPE.x_words // 4
+    CHUNKS: gl.constexpr = SHAPE.columns // SHAPE.chunk
+    COUNT: gl.constexpr = UNITS * WARPS * 16  # scales and zeros of INT4 in a stage
+    KEPT: gl.constexpr = SHAPE.kept_tiles
+    LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [4, 3, 2, 1, 0])
+    LESS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [3, 2, 1, 0])
+    STAGED: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [5, 4, 3, 2, 1, 0])
+
+    # Shared memory, each part as it is written and as it is read.
+    ring = gl.allocate_shared_memory(gl.int32, [SHAPE.stages, BLOCKS, WARPS, 4, 2, 4, 4], STAGED)
+    RING_BLOCKS: gl.constexpr = [SHAPE.stages * BLOCKS, WARPS, 4, 2, 4, 4]
+    blocks = _view(ring, RING_BLOCKS, PLAIN)
+    words = gl.allocate_shared_memory(gl.int32, [CHUNKS, SHAPE.chunk // 2], LINE)
+    X_UNITS: gl.constexpr = [SHAPE.steps, WARPS, UNITS, SHAPE.pieces, 4, SHAPE.x_words]
+    x_units = _view(words, X_UNITS, PLAIN)
+    GROUPS: gl.constexpr = [SHAPE.steps, WARPS, UNITS, 1, 1]
+    scales = gl.allocate_shared_memory(gl.float32, [CHUNKS, SHAPE.chunk // SHAPE.unit_columns], LINE)
+    unit_scales = _view(scales, GROUPS, LESS)
+    totals = scales
+    unit_totals = unit_scales
+    points = words
+    point_units = x_units
+    if SHAPE.kind == 3:
+        totals = gl.allocate_shared_memory(gl.float32, [CHUNKS, SHAPE.chunk // SHAPE.unit_columns], LINE)
+        unit_totals = _view(totals, GROUPS, LESS)
+        points = gl.allocate_shared_memory(gl.int32, [SHAPE.stages, SHAPE.point_sets * COUNT], LINE)
+        POINTS: gl.constexpr = [SHAPE.stages * SHAPE.point_sets, WARPS, 4 * UNITS, 2, 1, 2]
+        point_units = _view(points, POINTS, PLAIN)
+    sums = gl.allocate_shared_memory(gl.float32, [KEPT, WARPS, 4, 2, 2], LESS)
+    KEPT_SUMS: gl.constexpr = [KEPT, WARPS, 8, 2]
+    kept_sums = _view(sums, KEPT_SUMS, LESS)
+
+    memory = (ring, points)
+    pointers = (weight_ptr, points_ptr)
+    places = _places(SHAPE)
+    first = gl.program_id(0)
+    programs = gl.num_programs(0)
+    next_tile = first
+    next_step = first * 0
+    AHEAD: gl.constexpr = SHAPE.stages - 1
+    for ahead in gl.static_range(AHEAD):
+        _ask(memory, pointers, places, next_tile, next_step, ahead, SHAPE)
+        next_step += 1
+        if next_step == SHAPE.steps:
+            next_step = first * 0
+            next_tile += programs
+    column = columns_of_chunk(SHAPE)
+    gains = ()
+    if NORM:
+        gains = load_chunks(gain_ptr, column, SHAPE)
+    allow_next(PDL)
+    wait_for_previous(PDL)
+
+    squares = put_inputs((words, scales, totals), load_chunks(x_ptr, column, SHAPE), gains, SHAPE, NORM)
+    zero = gl.full([WARPS, 4, 2, 4], 0.0, gl.float32, WORD)
+    start = zero
+    if SHAPE.kind != 1:
+        start = gl.full([WARPS, 4, 2, 4], 0, gl.int32, WORD)
+    zeros = (start, start, start, start)
+    outputs = (scale_ptr, bias_ptr, out_ptr)
+    PAIR: gl.constexpr = SHAPE.pair_layout
+    slot = first * 0
+    kept = first * 0
+    begin = first
+    for tile in range(first, SHAPE.tiles, programs):
+        upper_sum = zero
+        lower_sum = zero
+        for step in range(SHAPE.steps):
+            async_copy.wait_group(SHAPE.stages - 2)
+            for unit in gl.static_range(UNITS):
+                x = ()
+                for four in gl.static_range(FOURS):
+                    x += _load_four(x_units.index(step).slice(unit, 1, 1).slice(four * 4, 4, 4), SHAPE)
+                scale = unit_scales.index(step).slice(unit, 1, 1).load(WORD)
+                total = scale
+                its_points = zeros
+                if SHAPE.kind == 3:
+                    total = unit_totals.index(step).slice(unit, 1, 1).load(WORD)
+                    its_points = _points(point_units, slot * SHAPE.point_sets, unit, tile, SHAPE)
+                upper = _load_four(blocks.index(slot * BLOCKS + unit), SHAPE)
+                lower = _load_four(blocks.index(slot * BLOCKS + UNITS + unit), SHAPE)
+                above, below = _multiply_unit(upper, lower, x, zeros, scale, total, its_points, SHAPE)
+                upper_sum += above
+                lower_sum += below
+            # The slot before this one was read by all threads before they met at the wait above.
+            free = gl.where(slot == 0, SHAPE.stages - 1, slot - 1)
+            _ask(memory, pointers, places, next_tile, next_step, free, SHAPE)
+            next_step += 1
+            if next_step == SHAPE.steps:
+                next_step = first * 0
+                next_tile += programs
+            slot += 1
+            if slot == SHAPE.stages:
+                slot = first * 0
+        # The four threads of a row hold the same.
+        both = gl.convert_layout(gl.join(upper_sum, lower_sum), PAIR, assert_trivial=True)
+        sums.index(kept).store(gl.max(both, axis=3))
+        kept += 1
+        if kept == KEPT:
+            _flush(kept_sums, begin, _factor(squares, eps, SHAPE, NORM), outputs, SHAPE, ADD, BIAS, ACTIVATION)
+            kept = first * 0
+            begin = tile + programs
+    if kept > 0:
+        _flush(kept_sums, begin, _factor(squares, eps, SHAPE, NORM), outputs, SHAPE, ADD, BIAS, ACTIVATION)
+
+
+@gluon.jit
+def _places(SHAPE: gl.constexpr):
+    """Where the words of a stage lie, from its first one on, and the scales and zeros of INT4."""
+    STAGE: gl.constexpr = SHAPE.stage_layout
+    WARPS: gl.constexpr = SHAPE.num_warps
+    block = gl.arange(0, SHAPE.stage_blocks, axis_layout(0, STAGE))[:, None, None, None, None, None]
+    warp = gl.arange(0, WARPS, axis_layout(1, STAGE))[None, :, None, None, None, None]
+    row = (
+        gl.arange(0, 4, axis_layout(2, STAGE))[None, None, :, None, None, None] * 2
+        + gl.arange(0, 2, axis_layout(3, STAGE))[None, None, None, :, None, None]
+    )
+    word = (
+        gl.arange(0, 4, axis_layout(4, STAGE))[None, None, None, None, :, None] * 4
+        + gl.arange(0, 4, axis_layout(5, STAGE))[None, None, None, None, None, :]
+    )
+    unit = warp * SHAPE.units + block % SHAPE.units
+    half = block // SHAPE.units
+    if SHAPE.kind == 3:
+        COUNT: gl.constexpr = SHAPE.units * WARPS * 16
+        half_words: gl.constexpr = SHAPE.width * SHAPE.row_words if SHAPE.gated else 128
+        entry = gl.arange(0, SHAPE.point_sets * COUNT, SHAPE.point_layout)
+        point_place = entry % COUNT + entry // COUNT * (SHAPE.width * (SHAPE.columns // 128))
+        return unit * 256 + half * half_words + row * 16 + word, point_place
+    else:
+        half_rows: gl.constexpr = SHAPE.width if SHAPE.gated else 8
+        return unit * 16 + (half * half_rows + row) * SHAPE.row_words + word, 0
+
+
+@gluon.jit
+def _factor(squares, eps, SHAPE: gl.constexpr, NORM: gl.constexpr):
+    """What all sums of the row are to be multiplied by."""
+    factor = 1.0
+    if NORM:
+        factor = gl.rsqrt(gl.sum(gl.reshape(squares, [SHAPE.chunk]), axis=0) / SHAPE.columns + eps)
+    return factor
+
+
+@gluon.jit
+def _points(memory, at, unit: gl.constexpr, tile, SHAPE: gl.constexpr):
+    """Scale and zero of the two weight rows of a thread in a unit."""
+    first, second = _split_two(memory.index(at).slice(4 * unit, 4, 1).load(SHAPE.pair_layout), SHAPE)
+    if SHAPE.gated:
+        third, fourth = _split_two(memory.index(at + 1).slice(4 * unit, 4, 1).load(SHAPE.pair_layout), SHAPE)
+        odd = tile % 2 != 0
+        return gl.where(odd, second, first), gl.where(odd, fourth, third)
+    else:
+        return first, second
+
+
+@gluon.jit
+def _flush(
+    kept_sums,
+    begin,
+    factor,
+    pointers,
+    SHAPE: gl.constexpr,
+    ADD: gl.constexpr,
+    BIAS: gl.constexpr,
+    ACTIVATION: gl.constexpr,
+):
+    """Add up over the warps what they put down for the tiles from `begin` on, and store the outputs."""
+    scale_ptr, bias_ptr, out_ptr = pointers
+    LAYOUT: gl.constexpr = SHAPE.partial_layout
+    OUT: gl.constexpr = gl.SliceLayout(1, LAYOUT)
+    KEPT: gl.constexpr = SHAPE.kept_tiles
+    tile = begin + gl.arange(0, KEPT, axis_layout(0, OUT))[:, None, None] * gl.num_programs(0)
+    row = gl.arange(0, 8, axis_layout(1, OUT))[None, :, None]
+    half = gl.arange(0, 2, axis_layout(2, OUT))[None, None, :]
+    n = tile * SHAPE.outputs + row + half * (SHAPE.width if SHAPE.gated else 8)
+    there = (tile < SHAPE.tiles) & (row + half >= 0)
+    scale = factor
+    if SHAPE.kind != 3:
+        scale = gl.load(scale_ptr + n, mask=there, other=0.0) * factor
+    offset = 0.0
+    if BIAS:
+        offset = gl.load(bias_ptr + n, mask=there, other=0.0).to(gl.float32)
+    if ADD:
+        offset += gl.load(out_ptr + n, mask=there, other=0.0).to(gl.float32)
+    result = gl.sum(kept_sums.load(LAYOUT), axis=1) * scale + offset
+    if SHAPE.gated:
+        ONE: gl.constexpr = gl.SliceLayout(2, OUT)
+        left, right = gl.split(result)
+        result = gl.convert_layout(gate(left, ACTIVATION) * right, ONE, assert_trivial=True)
+        tile = begin + gl.arange(0, KEPT, axis_layout(0, ONE))[:, None] * gl.num_programs(0)
+        n = tile * 8 + gl.arange(0, 8, axis_layout(1, ONE))[None, :]
+        there = n < SHAPE.width
+    gl.store(out_ptr + n, result.to(gl.bfloat16), mask=there)
