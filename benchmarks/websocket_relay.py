@@ -1,4 +1,4 @@
-"""What one websocket front end relays: frames with text per second of one core; few sockets with many requests each.
+"""What a websocket front end relays: frames with text per second of one core; few sockets with many requests each.
 
 The engine's side is that of `http_relay`: a peer that really speaks the wire and steps all streams together. *Paced*
 steps come so slowly that each token is its own frame; *paced, few* brings as many tokens a second on a quarter of the
@@ -7,7 +7,8 @@ streams; *saturated* steps come as fast as credit allows, so tokens share frames
 *Added latency* is what it is there too: from the moment that the engine sends a step to the moment that the client has
 read the frame with that token, for every token of every stream.
 
-    python -m benchmarks.websocket_relay [--sockets 8] [--streams 256] [--tokens 200] [--step-ms 25] [--json FILE]
+    python -m benchmarks.websocket_relay [--sockets 8] [--streams 256] [--tokens 200] [--step-ms 25] [--workers 1]
+        [--json FILE]
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.http_relay import cpu_s, import_seconds, latency_ms, memory_mib, run_peer, wait_ready
+from benchmarks.http_relay import cpu_s, import_seconds, latency_ms, memory_mib, run_peer, wait_ready, workers_of
 
 HANDSHAKE = (
     "GET /v1/ws HTTP/1.1\r\nHost: x\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
@@ -126,22 +127,26 @@ def measure(
         peer.start()
         command = [sys.executable, "-m", "inferengine.cli", "ws"]
         flags = ["--wire.socket", address, "--ws.port", str(port), "--log.level", "error"]
+        flags += ["--ws.workers", str(arguments.workers)]
         server = subprocess.Popen([*command, *flags])
         try:
             wait_ready(port)
-            idle_mib = memory_mib(server.pid)
+            workers = workers_of(server.pid)
+            idle_mib = max(map(memory_mib, workers))
             rounds, late_s = [], []
             for number in range(arguments.rounds + 1):
-                before = sum(cpu_s(server.pid))
+                before = [sum(cpu_s(pid)) for pid in workers]
                 asked = (port, sockets, streams, tokens, f"{mode}-{number}", sent_s)
                 result, late = asyncio.run(one_round(*asked))
                 late_s += late if number else []
-                result["cpu_s"] = sum(cpu_s(server.pid)) - before
+                by_worker = [sum(cpu_s(pid)) - begun for pid, begun in zip(workers, before, strict=True)]
+                result["cpu_s"], result["busiest_s"] = sum(by_worker), max(by_worker)
                 rounds.append(result)
             rounds = rounds[1:]  # the first one warms up
             relayed = streams * tokens
             return {
                 "mode": mode,
+                "workers": arguments.workers,
                 "streams": streams,
                 "sockets": sockets,
                 "step_ms": step_s * 1000,
@@ -149,10 +154,12 @@ def measure(
                 "frames_per_core_s": statistics.median(one["frames"] / one["cpu_s"] for one in rounds),
                 "tokens_per_core_s": statistics.median(relayed / one["cpu_s"] for one in rounds),
                 "tokens_per_frame": statistics.median(relayed / one["frames"] for one in rounds),
+                "tokens_per_s": statistics.median(relayed / one["seconds"] for one in rounds),
                 "core_share": statistics.median(one["cpu_s"] / one["seconds"] for one in rounds),
+                "busiest_worker": statistics.median(one["busiest_s"] / one["cpu_s"] for one in rounds),
                 **latency_ms(late_s),
                 "rss_idle_mib": idle_mib,
-                "rss_after_mib": memory_mib(server.pid),
+                "rss_after_mib": max(map(memory_mib, workers)),
             }
         finally:
             server.terminate()
@@ -167,6 +174,7 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=256)
     parser.add_argument("--tokens", type=int, default=200)
     parser.add_argument("--step-ms", type=float, default=25.0, help="of the paced run")
+    parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--port", type=int, default=8921)
     parser.add_argument("--json", default="", help="write the results here")
