@@ -227,35 +227,8 @@ class ChatFormat:
         return event({"error": error_object(error)}) + DONE
 
     def document(self, outputs: Sequence[Output], usage: Usage) -> dict[str, Any]:
-        answer = self._answer
-        choices = []
-        for output in outputs:
-            entry: dict[str, Any] = {
-                "index": output.choice.index,
-                "message": {"role": "assistant", "content": output.text, "refusal": None},
-                "logprobs": self._logprobs(output.token_ids, output.logprobs),
-                "finish_reason": output.finish_reason,
-                "stop_reason": output.stop_reason,
-            }
-            if answer.extras.token_ids:
-                entry["token_ids"] = output.token_ids
-            choices.append(entry)
-        document = {
-            "id": answer.id,
-            "object": "chat.completion",
-            "created": answer.created,
-            "model": answer.model,
-            "choices": choices,
-            "usage": usage_object(usage),
-        }
-        if answer.extras.token_ids:
-            document["prompt_token_ids"] = list(outputs[0].choice.prompt_ids)
-        if answer.prompt_logprobs is not None:
-            choice = outputs[0].choice
-            document["prompt_logprobs"] = logprobs.as_prompt(
-                answer.tokenizer, choice.prompt_ids, choice.prompt_logprobs or [], answer.prompt_logprobs
-            )
-        return document
+        messages = [{"role": "assistant", "content": output.text, "refusal": None} for output in outputs]
+        return chat_document(self._answer, outputs, messages, [output.finish_reason for output in outputs], usage)
 
     def _first(self, generation: Generation, choice: Choice) -> bytes:
         entry = {
@@ -272,7 +245,7 @@ class ChatFormat:
         entry: dict[str, Any] = {
             "index": choice.index,
             "delta": {"content": piece.text} if piece.text or piece.finish_reason is None else {},
-            "logprobs": self._logprobs(piece.token_ids, piece.logprobs),
+            "logprobs": chat_logprobs(self._answer, piece.token_ids, piece.logprobs),
             "finish_reason": piece.finish_reason,
         }
         if piece.finish_reason is not None:
@@ -281,8 +254,47 @@ class ChatFormat:
             entry["token_ids"] = list(piece.token_ids)
         return self._chunks.chunk(generation, entry, {}, choice.num_tokens - piece.num_tokens)
 
-    def _logprobs(self, token_ids: Sequence[int], rows: Any) -> dict[str, Any] | None:
-        answer = self._answer
-        if answer.logprobs is None:
-            return None
-        return logprobs.as_chat(answer.tokenizer, token_ids, rows or (), answer.logprobs, answer.extras.tokens_as_ids)
+
+def chat_logprobs(answer: Answer, token_ids: Sequence[int], rows: Any) -> dict[str, Any] | None:
+    """As a choice of a chat tells them; None where nobody asked."""
+    if answer.logprobs is None:
+        return None
+    return logprobs.as_chat(answer.tokenizer, token_ids, rows or (), answer.logprobs, answer.extras.tokens_as_ids)
+
+
+def chat_document(
+    answer: Answer,
+    outputs: Sequence[Output],
+    messages: Sequence[dict[str, Any]],
+    reasons: Sequence[str | None],
+    usage: Usage,
+) -> dict[str, Any]:
+    """A whole chat completion: for each output its message, and why it ended."""
+    choices = []
+    for output, message, reason in zip(outputs, messages, reasons, strict=True):
+        entry: dict[str, Any] = {
+            "index": output.choice.index,
+            "message": message,
+            "logprobs": chat_logprobs(answer, output.token_ids, output.logprobs),
+            "finish_reason": reason,
+            "stop_reason": output.stop_reason,
+        }
+        if answer.extras.token_ids:
+            entry["token_ids"] = output.token_ids
+        choices.append(entry)
+    document = {
+        "id": answer.id,
+        "object": "chat.completion",
+        "created": answer.created,
+        "model": answer.model,
+        "choices": choices,
+        "usage": usage_object(usage),
+    }
+    if answer.extras.token_ids:
+        document["prompt_token_ids"] = list(outputs[0].choice.prompt_ids)
+    if answer.prompt_logprobs is not None:
+        choice = outputs[0].choice
+        document["prompt_logprobs"] = logprobs.as_prompt(
+            answer.tokenizer, choice.prompt_ids, choice.prompt_logprobs or [], answer.prompt_logprobs
+        )
+    return document

@@ -12,8 +12,7 @@ from frontends.common.errors import error_object
 from frontends.common.generation import Choice, Generation, Output, Piece, Usage
 from frontends.common.reading import Reading, finish_reason
 from frontends.common.sse import DONE, event
-from frontends.http import logprobs
-from frontends.http.formats import Answer, Chunks, usage_object
+from frontends.http.formats import Answer, Chunks, chat_document, chat_logprobs
 from inferengine.errors import InferEngineError
 from inferengine.text.message_parts import CallDelta, Content, Part, Reasoning
 from inferengine.text.message_reader import MessageReader
@@ -58,8 +57,7 @@ class MessageFormat:
         return event({"error": error_object(error)}) + DONE
 
     def document(self, outputs: Sequence[Output], usage: Usage) -> dict[str, Any]:
-        answer = self._answer
-        choices = []
+        messages, reasons = [], []
         for output in outputs:
             message = self._reading.make_reader().read(output.text)
             shown: dict[str, Any] = {"role": "assistant", "content": message.content, "refusal": None}
@@ -69,38 +67,15 @@ class MessageFormat:
                 shown["content"] = message.content or None
                 shown["tool_calls"] = [
                     {
-                        "id": self._reading.call_id(answer.id, output.choice.index, place),
+                        "id": self._reading.call_id(self._answer.id, output.choice.index, place),
                         "type": "function",
                         "function": {"name": name, "arguments": arguments},
                     }
                     for place, (name, arguments) in enumerate(message.calls)
                 ]
-            entry: dict[str, Any] = {
-                "index": output.choice.index,
-                "message": shown,
-                "logprobs": self._logprobs(output.token_ids, output.logprobs),
-                "finish_reason": finish_reason(output.finish_reason, len(message.calls)),
-                "stop_reason": output.stop_reason,
-            }
-            if answer.extras.token_ids:
-                entry["token_ids"] = output.token_ids
-            choices.append(entry)
-        document: dict[str, Any] = {
-            "id": answer.id,
-            "object": "chat.completion",
-            "created": answer.created,
-            "model": answer.model,
-            "choices": choices,
-            "usage": usage_object(usage),
-        }
-        if answer.extras.token_ids:
-            document["prompt_token_ids"] = list(outputs[0].choice.prompt_ids)
-        if answer.prompt_logprobs is not None:
-            choice = outputs[0].choice
-            document["prompt_logprobs"] = logprobs.as_prompt(
-                answer.tokenizer, choice.prompt_ids, choice.prompt_logprobs or [], answer.prompt_logprobs
-            )
-        return document
+            messages.append(shown)
+            reasons.append(finish_reason(output.finish_reason, len(message.calls)))
+        return chat_document(self._answer, outputs, messages, reasons, usage)
 
     def _delta(self, choice: Choice, part: Part) -> dict[str, Any] | None:
         match part:
@@ -125,16 +100,10 @@ class MessageFormat:
         """`piece`: the one that this chunk completes, whose tokens and end it tells."""
         entry: dict[str, Any] = {"index": choice.index, "delta": delta, "logprobs": None, "finish_reason": None}
         if piece is not None:
-            entry["logprobs"] = self._logprobs(piece.token_ids, piece.logprobs)
+            entry["logprobs"] = chat_logprobs(self._answer, piece.token_ids, piece.logprobs)
             entry["finish_reason"] = finish_reason(piece.finish_reason, num_calls)
             if piece.finish_reason is not None:
                 entry["stop_reason"] = piece.stop_reason
             if self._answer.extras.token_ids:
                 entry["token_ids"] = list(piece.token_ids)
         return self._chunks.chunk(generation, entry, more, behind)
-
-    def _logprobs(self, token_ids: Sequence[int], rows: Any) -> dict[str, Any] | None:
-        answer = self._answer
-        if answer.logprobs is None:
-            return None
-        return logprobs.as_chat(answer.tokenizer, token_ids, rows or (), answer.logprobs, answer.extras.tokens_as_ids)
