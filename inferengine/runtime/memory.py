@@ -30,6 +30,7 @@ class CacheSettings(NamedTuple):
     max_num_seqs: int
     max_model_len: int
     max_chunk: int  # most tokens of one sequence in a step
+    asked_model_len: int = 0  # a length that somebody asked for: if one sequence of it fits, it gets its place
 
 
 def block_bytes(config: DecoderConfig, group: int, block_size: int, dtype: torch.dtype) -> int:
@@ -54,10 +55,17 @@ def plan_groups(config: DecoderConfig, settings: CacheSettings, dtype: torch.dty
         rest = budget_bytes - sum(count * cost for count, cost in zip(once, costs, strict=True))
         if rest < sum(count * cost for count, cost in zip(share, costs, strict=True)):  # hardly one sequence
             share, once, rest = longest, [0] * len(windows), budget_bytes
-        units = rest / sum(count * cost for count, cost in zip(share, costs, strict=True))
+        whole = sum(count * cost for count, cost in zip(share, costs, strict=True))
+        units = rest / whole
+        one = [held_blocks(window, settings.asked_model_len, size) for window in windows]
+        one_bytes = sum(count * cost for count, cost in zip(one, costs, strict=True))
+        if one_bytes <= rest and any(int(units * each) < least for each, least in zip(share, one, strict=True)):
+            units = (rest - one_bytes) / whole  # that one first, and of the rest what typical ones need
+        else:
+            one = [0] * len(windows)
         counts = [
-            min(int(units * each) + extra, most * settings.max_num_seqs)
-            for each, extra, most in zip(share, once, longest, strict=True)
+            min(int(units * each) + least + extra, most * settings.max_num_seqs)
+            for each, least, extra, most in zip(share, one, once, longest, strict=True)
         ]
     if min(counts) < 2:
         raise ConfigError(

@@ -198,6 +198,7 @@ def cache_settings(settings: ExecutorSettings, max_model_len: int) -> CacheSetti
         max_num_seqs=settings.max_num_seqs,
         max_model_len=max_model_len,
         max_chunk=settings.max_num_batched_tokens if settings.chunked_prefill else max_model_len,
+        asked_model_len=settings.max_model_len,
     )
 
 
@@ -234,4 +235,6 @@ def plan_lines(plan: MemoryPlan) -> list[str]:
     lines.append(f"  {'tokens in the KV cache':<34}{plan.num_kv_tokens:>9,}")
     lines.append("  context length      sequences at once")
     lines += [f"  {length:>14,}      {plan.sequences(length):>17,}" for length in plan_contexts(plan)]
+    if len(plan.groups) > 1 and not plan.cache.asked_model_len and not plan.sequences(plan.cache.max_model_len):
+        lines.append("  Set model.max_model_len to have room kept for one sequence of that length, where it fits.")
     return lines

@@ -131,6 +131,23 @@ def test_a_window_bounds_what_a_long_sequence_holds(tmp_path: Path, capsys: pyte
     assert at["8,192"] == at["32,768"] > 100
 
 
+def test_a_context_that_windows_leave_no_room_for_fits_when_it_is_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gemma_27b = {"head_dim": 128, "hidden_size": 5376, "intermediate_size": 21_504, "num_attention_heads": 32,
+                 "num_hidden_layers": 62, "num_key_value_heads": 16, "query_pre_attn_scalar": 168,
+                 "sliding_window": 1024, "rope_scaling": {"factor": 8.0, "rope_type": "linear"}}  # fmt: skip
+    document = {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3",
+                "text_config": gemma_27b, "torch_dtype": "bfloat16"}  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(document))
+    assert main(["plan-memory", str(tmp_path)]) == ExitCode.OK
+    *_, at_full_length, hint = capsys.readouterr().out.splitlines()
+    assert at_full_length.split() == ["131,072", "0"]
+    assert "model.max_model_len" in hint
+    assert main(["plan-memory", str(tmp_path), "--model.max_model_len", "131072"]) == ExitCode.OK
+    assert capsys.readouterr().out.splitlines()[-1].split() == ["131,072", "1"]
+
+
 @pytest.mark.parametrize("words", [["--memory"], ["--memory", "much"], ["--memory", "0"]])
 def test_a_bad_size_is_named(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan-memory", *words]) == ExitCode.USAGE

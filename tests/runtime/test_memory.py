@@ -75,6 +75,19 @@ def test_hardly_any_memory_still_holds_the_one_sequence_that_fits():
     assert (full.num_blocks, sliding.num_blocks) == (64, 35)
 
 
+def test_a_length_that_was_asked_for_gets_its_place_where_it_fits():
+    config, settings = make_config((None, *[32] * 11)), make_settings(max_model_len=65_536, max_chunk=16)
+    costs = [block_bytes(config, group, 16, FP32) for group in range(2)]
+    budget = 4200 * costs[0] + 20 * costs[1]
+    assert sequences_at_once(plan_groups(config, settings, FP32, budget), 65_536, settings) == 0
+    asked = settings._replace(asked_model_len=65_536)
+    groups = plan_groups(config, asked, FP32, budget)
+    assert sequences_at_once(groups, 65_536, asked) == 1
+    assert sum(group.num_blocks * cost for group, cost in zip(groups, costs, strict=True)) <= budget
+    too_much = settings._replace(max_model_len=90_000, asked_model_len=90_000)
+    assert plan_groups(config, too_much, FP32, budget) == plan_groups(config, settings, FP32, budget)
+
+
 def test_a_number_in_the_configuration_is_taken_as_it_is():
     groups = plan_groups(make_config((None, 32)), make_settings(num_blocks=33), FP32, 0)
     assert groups == [KVGroup(33), KVGroup(33, 32)]
