@@ -137,7 +137,7 @@ def make_plan(settings: ExecutorSettings, device_bytes: int) -> MemoryPlan:
     dtype = settings.dtype or getattr(torch, config.dtype)
     kv_dtype = torch.float8_e4m3fn if settings.cache_dtype == "fp8" else dtype
     on_cuda = settings.device.type == "cuda"
-    cache = cache_settings(settings, settings.max_model_len or config.max_position)
+    cache = cache_settings(settings, context_length(settings, config))
     weights = weight_bytes(config, values, dtype, settings.quantization)
     draft, draft_weights = None, 0
     if settings.draft_folder is not None:
@@ -186,6 +186,16 @@ def held_budget(plan: MemoryPlan, memory_fraction: float, *, total: int, free: i
             plan.kv_budget / GIB,
         )
     return min(plan.kv_budget, left)
+
+
+def context_length(settings: ExecutorSettings, config: DecoderConfig) -> int:
+    """Most tokens of a sequence. Raises ConfigError where more are asked for than the model was made for."""
+    wanted = settings.max_model_len
+    if wanted > config.max_position:
+        raise ConfigError(
+            "model.max_model_len", f"the model was made for {config.max_position} tokens; {wanted} are too many"
+        )
+    return wanted or config.max_position
 
 
 def cache_settings(settings: ExecutorSettings, max_model_len: int) -> CacheSettings:

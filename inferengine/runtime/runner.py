@@ -17,11 +17,9 @@ import torch
 from inferengine.core.executor import Capacity, KVGroup, Progress
 from inferengine.core.plan import BlockUpdates, SlotInit, StepPlan
 from inferengine.core.roofline import Roofline
-from inferengine.errors import ConfigError
 from inferengine.kernels import ops as ops_table
 from inferengine.kernels.batch import StepColumns
 from inferengine.kernels.cpu_steady import SteadyBatch
-from inferengine.layers.decoder_config import DecoderConfig
 from inferengine.lora.bank import AdapterBank
 from inferengine.lora.folder import AdapterFolder
 from inferengine.models import registry, weights
@@ -68,7 +66,7 @@ class TorchExecutor:
         settings = self.settings
         self.config, family = registry.read_model_config(settings.folder)
         self.dtype = settings.dtype or getattr(torch, self.config.dtype)
-        max_model_len = self._max_model_len(self.config)
+        max_model_len = memory_plan.context_length(self.settings, self.config)
         with torch.device("meta"):
             model = family.build(self.ops, self.config)
         self.quantization = quantize(
@@ -256,14 +254,6 @@ class TorchExecutor:
             max_model_len=self.capacity.max_model_len,
             max_tokens=self.settings.max_num_batched_tokens,
         )
-
-    def _max_model_len(self, config: DecoderConfig) -> int:
-        wanted = self.settings.max_model_len
-        if wanted > config.max_position:
-            raise ConfigError(
-                "model.max_model_len", f"the model was made for {config.max_position} tokens; {wanted} are too many"
-            )
-        return wanted or config.max_position
 
     def _allocate(self, max_model_len: int) -> Capacity:
         settings = self.settings

@@ -148,6 +148,14 @@ def test_a_context_that_windows_leave_no_room_for_fits_when_it_is_asked_for(
     assert capsys.readouterr().out.splitlines()[-1].split() == ["131,072", "1"]
 
 
+def test_a_context_beyond_the_models_own_is_refused_under_the_key_that_asks_for_it(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Not under the draft model's, of which whoever asked may know nothing."""
+    assert main(["plan-memory", "--engine.device", "cpu", "--model.max_model_len", "5000"]) == ExitCode.USAGE
+    assert "model.max_model_len: the model was made for 2048 tokens; 5000 are too many" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("words", [["--memory"], ["--memory", "much"], ["--memory", "0"]])
 def test_a_bad_size_is_named(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan-memory", *words]) == ExitCode.USAGE
