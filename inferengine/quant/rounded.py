@@ -17,7 +17,14 @@ from inferengine.kernels.quantize_rows import (
     scale_products,
 )
 from inferengine.kernels.quantized import ByteWeight, tile_product
-from inferengine.kernels.quantized_stream import COLUMNS, fits, stream_gated, stream_parts, stream_product
+from inferengine.kernels.quantized_stream import (
+    COLUMNS,
+    StreamTuning,
+    fits,
+    stream_gated,
+    stream_parts,
+    stream_product,
+)
 from inferengine.kernels.scratch import Scratch
 from inferengine.quant import tuning
 
@@ -61,6 +68,8 @@ def product(
     rows, shape = x.codes.shape[0], weight.codes.shape
     if x.codes.dtype == FP8:
         streamed = tuning.stream(rows, *shape)
+        if streamed is None and not x.by_row:
+            streamed = _one_part(tuning.stream_parts(rows, *shape))
         if streamed is not None and fits(rows, weight.codes, streamed):
             return stream_product(
                 x.codes, x.scales, weight.codes, weight.scales, streamed, x.dtype, bias=bias, residual=residual
@@ -97,8 +106,10 @@ def gated(
     rows, shape = x.codes.shape[0], weight.codes.shape
     streamed = tuning.stream_gated(rows, *shape) if x.codes.dtype == FP8 and x.by_row else None
     if streamed is not None and fits(rows, weight.codes, streamed, gated=True):
-        found = stream_gated(x.codes, x.scales, weight.codes, weight.scales, streamed, activation, bias=bias)
-        return Rounded(*found, x.dtype)
+        operands = (x.codes, x.scales, weight.codes, weight.scales, streamed, activation)
+        if streamed.block_n == COLUMNS.value and tuning.stream_parts(rows, shape[1], shape[0] // 2) is not None:
+            return Rounded(*stream_gated(*operands, bias=bias), x.dtype)
+        return rounded(stream_gated(*operands, x.dtype, bias=bias), x.codes.dtype)
     both = product(x, weight, scratch, bias)
     return Rounded(*gate_and_quantize_rows(both, x.codes.dtype, activation), x.dtype)
 
@@ -114,3 +125,7 @@ def _many(x: Rounded, weight: ByteWeight) -> torch.Tensor:
         out_dtype=x.dtype,
         use_fast_accum=True,
     )
+
+
+def _one_part(tuned: StreamTuning | None) -> StreamTuning | None:
+    return None if tuned is None else tuned._replace(splits=1)

@@ -59,18 +59,42 @@ def code_tile(rows: int, width: int, columns: int) -> BlockTuning | None:
 
 
 def stream(rows: int, width: int, columns: int) -> StreamTuning | None:
-    """2 to 128 rows of FP8 codes, streamed. None: other kernels are faster."""
-    return None
+    """2 to 128 rows of FP8 codes, streamed. None: other kernels are faster. What is left of the ring's room is where
+    the next product's begins to fill."""
+    block_m = _stream_rows(rows, width, columns)
+    if block_m is None or width <= 4096:
+        return None
+    return StreamTuning(block_m, 64, 256, 1, 4, {8: 7, 32: 5}.get(block_m, 4))
 
 
 def stream_parts(rows: int, width: int, columns: int) -> StreamTuning | None:
     """Likewise, where the norm that follows adds the parts up."""
-    return None
+    block_m = _stream_rows(rows, width, columns)
+    if block_m is None or block_m > 32 or width > 8192:
+        return None
+    if columns > 8192:
+        return StreamTuning(block_m, 64, 256, 4, 4, 4 if block_m == 32 else 5)
+    return StreamTuning(block_m, 64, 256, 4, 4, 4) if block_m < 32 else StreamTuning(block_m, 64, 256, 2, 4, 4)
 
 
 def stream_gated(rows: int, width: int, columns: int) -> StreamTuning | None:
-    """Likewise, of a gated product that hands on codes. `width` counts gate and up."""
-    return None
+    """Likewise, of a gated product, `width` counting gate and up. With 128 of each in a tile it hands on codes, which
+    few rows gain from."""
+    block_m = _stream_rows(rows, width, columns)
+    if block_m is None or width <= 16384:
+        return None
+    if block_m <= 16:
+        return StreamTuning(block_m, 128, 128, 1, 4, 4)
+    if block_m == 64:
+        return StreamTuning(block_m, 64, 256, 1, 4, 2)
+    return StreamTuning(block_m, 64, 128, 1, 4, 5 if block_m == 32 else 3)
+
+
+def _stream_rows(rows: int, width: int, columns: int) -> int | None:
+    """Rows of a tile; None where nothing was measured."""
+    if not 2 <= rows <= 128 or width * columns < 12 << 20:
+        return None
+    return 8 if rows <= 8 else 16 if rows <= 16 else 32 if rows <= 32 else 64 if rows <= 64 else 128
 
 
 def _tile(rows: int | None, width: int, columns: int, item_bytes: int, block_k: int) -> BlockTuning:
