@@ -126,6 +126,8 @@ def _check_ids(check: Any, ids: tuple[int, ...], name: str, vocab_size: int, mos
 
 
 def _integer(path: str, value: Any) -> int:
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)  # some languages have no other numbers
     if isinstance(value, bool) or not isinstance(value, int):
         raise InvalidRequest(path, "must be a whole number")
     if abs(value) > MAX_SEED:

@@ -101,6 +101,8 @@ def refuse_unsupported(body: dict[str, Any], refused: Mapping[str, tuple[Any, ..
     """Raise for the first field that asks for what cannot be had."""
     for name in body.keys() & refused.keys():
         value = body[name]
+        if name == "best_of" and value == body.get("n") and type(value) is int:
+            continue  # the best n of n are all of them
         if value is not None and not any(type(value) is type(idle) and value == idle for idle in refused[name]):
             raise InvalidRequest(name, "is not supported by this engine: leave it out", code="unsupported")
 

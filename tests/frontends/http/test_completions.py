@@ -209,6 +209,17 @@ def test_continuous_usage_counts_along(served: House) -> None:
     assert counts == [*range(1, len(ids("the fox")) + 1)]
 
 
+def test_the_best_n_of_n_are_all_of_them(served: House) -> None:
+    assert len(served.complete(n=2, best_of=2, temperature=1.0)["choices"]) == 2
+
+
+def test_whole_numbers_may_be_written_as_others_write_them(served: House) -> None:
+    served.complete(seed=7.0, top_k=40.0, n=1.0, min_tokens=1.0, stop_token_ids=[5.0])
+    params = served.engine.submits[-1].params
+    assert (params["seed"], params["top_k"], params["min_tokens"], params["stop_token_ids"]) == (7, 40, 1, [5])
+    assert type(params["seed"]) is int
+
+
 def test_cached_tokens_are_told(served: House) -> None:
     served.script = says("fox", cached_tokens=1)
     assert served.complete()["usage"]["prompt_tokens_details"] == {"cached_tokens": 1}
