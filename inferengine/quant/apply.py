@@ -15,6 +15,7 @@ from torch import nn
 from inferengine.errors import ConfigError
 from inferengine.kernels.ops import Ops
 from inferengine.layers.linear import Linear
+from inferengine.quant import reordered
 from inferengine.quant.layouts import layout_of
 from inferengine.quant.layouts.layout import Layout
 from inferengine.quant.schemes import MADE
@@ -48,6 +49,8 @@ def quantize(
             "model.quantization", f"the checkpoint is quantized already ({layout.name}): leave it at none"
         )
     table = _table(ops, MADE[scheme if layout is None else layout.scheme], device, deterministic)
+    if layout is not None and layout.order is not None and not random_weights:
+        table = reordered.table(table)
     if layout is None or random_weights:
         for module in model.modules():
             if isinstance(module, Linear):

@@ -26,6 +26,7 @@ class StoredWeight:
         self.layout, self.in_features, self.parts, self.names, self.device = layout, in_features, parts, names, device
         self.has_bias = has_bias
         self.tensors: list[dict[str, torch.Tensor]] = [{} for _ in parts]
+        self.order: torch.Tensor | None = None  # of the inputs, once assembled; None: their own
 
     def knows(self, suffix: str) -> bool:
         """Whether a tensor is for this weight. Some tools store biases of zeros for layers that have none."""
@@ -50,14 +51,18 @@ class StoredWeight:
 
     def assemble(self) -> QuantizedWeight:
         """All parts as one weight on the device. Raises ConfigError naming a tensor that does not fit."""
-        made = []
+        made, orders = [], []
         for name, rows, tensors in zip(self.names, self.parts, self.tensors, strict=True):
             if "bias" in tensors and tensors.pop("bias").any():
                 raise ConfigError("model.path", f"the tensor {name}.bias is unexpected: this layer has none")
             try:
                 made.append(self.layout.assemble(tensors, rows, self.in_features))
+                orders.append(None if self.layout.order is None else self.layout.order(tensors, self.in_features))
             except ValueError as error:
                 raise ConfigError("model.path", f"{name} ({self.layout.name}): {error}") from None
+        self.order = orders[0]
+        if any(not _are_equal(order, self.order) for order in orders):
+            raise ConfigError("model.path", f"{', '.join(self.names)}: their inputs are reordered each in its own way")
         whole = stack(made)
         self.tensors.clear()
         zeros = None if whole.zeros is None else whole.zeros.to(self.device)
@@ -66,3 +71,7 @@ class StoredWeight:
             scales=whole.scales.contiguous().to(self.device),
             zeros=zeros,
         )
+
+
+def _are_equal(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
+    return one is other or (one is not None and other is not None and torch.equal(one, other))

@@ -117,7 +117,7 @@ def test_the_same_keys_are_refused_where_they_have_an_effect(changes, named):
 @pytest.mark.parametrize(
     ("section", "named"),
     [
-        ({"actorder": "group"}, "actorder = 'group'"),
+        ({"actorder": "column"}, "actorder = 'column'"),
         ({"strategy": "block", "type": "float", "num_bits": 8}, "block_structure = None"),
     ],
 )

@@ -61,6 +61,40 @@ def _gptq(weight: QuantizedWeight, less: int = 1) -> Tensors:
     }
 
 
+def _sorted_inputs(columns: int) -> torch.Tensor:
+    """The order in which a calibration might have taken the inputs: the same for all weights of as many."""
+    return torch.randperm(columns, generator=torch.Generator().manual_seed(columns))
+
+
+def _by_activation(weight: torch.Tensor) -> QuantizedWeight:
+    """INT4 in groups of sorted inputs, seen in the inputs' own order: every column has a scale of its own then."""
+    order = _sorted_inputs(weight.shape[1])
+    made, back = int4_groups(weight[:, order], GROUP), torch.argsort(order)
+    assert made.zeros is not None
+    scales, zeros = (values.repeat_interleave(GROUP, 1)[:, back] for values in (made.scales, made.zeros))
+    return made._replace(codes=made.codes[:, back], scales=scales, zeros=zeros, block=Block(1, 1))
+
+
+def _grouped(weight: QuantizedWeight) -> tuple[QuantizedWeight, torch.Tensor]:
+    """With a scale for each group again, and the group of each input."""
+    assert weight.zeros is not None
+    order = _sorted_inputs(weight.shape[1])
+    scales, zeros = (values[:, order][:, ::GROUP].contiguous() for values in (weight.scales, weight.zeros))
+    groups = torch.empty(weight.shape[1], dtype=torch.int32)
+    groups[order] = (torch.arange(weight.shape[1]) // GROUP).to(torch.int32)
+    return weight._replace(scales=scales, zeros=zeros, block=Block(1, GROUP)), groups
+
+
+def _gptq_by_activation(weight: QuantizedWeight) -> Tensors:
+    grouped, groups = _grouped(weight)
+    return {**_gptq(grouped), "g_idx": groups}
+
+
+def _packed_by_activation(weight: QuantizedWeight) -> Tensors:
+    grouped, groups = _grouped(weight)
+    return {**_packed(grouped, zeros=True), "weight_g_idx": groups}
+
+
 def _awq(weight: QuantizedWeight) -> Tensors:
     return {
         "qweight": pack_rows(weight.codes.t().contiguous(), AWQ_ORDER),
@@ -145,6 +179,16 @@ LAYOUTS: dict[str, tuple[dict[str, Any], Callable[[torch.Tensor], QuantizedWeigh
         {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False, "checkpoint_format": "gptq_v2"},
         _whole,
         lambda w: _gptq(w, less=0),
+    ),
+    "gptq-desc-act": (
+        {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": True, "sym": False},
+        _by_activation,
+        _gptq_by_activation,
+    ),
+    "compressed-int4-actorder": (
+        _compressed({**_INT4, "symmetric": False, "actorder": "group"}),
+        _by_activation,
+        _packed_by_activation,
     ),
     "awq": (
         {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"},

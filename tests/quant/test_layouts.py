@@ -59,7 +59,7 @@ def test_parts_of_one_projection_must_agree(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("layout", "changes", "message"),
     [
-        ("gptq", {"desc_act": True}, "desc_act = true is not supported"),
+        ("gptq", {"desc_act": "yes"}, "desc_act = 'yes' is not supported"),
         ("gptq", {"bits": 3}, "bits = 3 is not supported"),
         ("awq", {"version": "gemv"}, "version = 'gemv' is not supported"),
         ("awq", {"zero_point": False}, "zero_point = False is not supported"),
@@ -109,6 +109,26 @@ def test_a_reordered_checkpoint_is_refused_though_its_config_is_silent(tmp_path:
 
     edit_tensors(tmp_path, reorder)
     with pytest.raises(ConfigError, match="g_idx reorders the inputs"):
+        Engine(tmp_path)
+
+
+def test_projections_of_one_input_must_be_reordered_alike(tmp_path: Path) -> None:
+    write(make_model("llama", **SHAPES), "gptq-desc-act", tmp_path)
+
+    def reorder(tensors: dict[str, torch.Tensor]) -> None:
+        name = "model.layers.0.self_attn.k_proj.g_idx"
+        tensors[name] = tensors[name].flip(0).contiguous()
+
+    edit_tensors(tmp_path, reorder)
+    with pytest.raises(ConfigError, match=r"k_proj.*: their inputs are reordered each in its own way"):
+        Engine(tmp_path)
+
+
+def test_groups_of_other_sizes_are_refused(tmp_path: Path) -> None:
+    write(make_model("llama", **SHAPES), "gptq-desc-act", tmp_path)
+    name = "model.layers.0.self_attn.o_proj.g_idx"
+    edit_tensors(tmp_path, lambda tensors: tensors.update({name: torch.zeros_like(tensors[name])}))
+    with pytest.raises(ConfigError, match=r"o_proj \(gptq\): the groups of its inputs are not"):
         Engine(tmp_path)
 
 

@@ -14,6 +14,7 @@ import torch
 from inferengine.quant.layouts.fp8 import codes_of
 from inferengine.quant.layouts.layout import Layout, Reader, Tensors, expect_shape, listed, refused
 from inferengine.quant.nibbles import unpack_bytes, unpack_rows
+from inferengine.quant.reordered import order_of
 from inferengine.quant.weight import FP8, INT4, INT8, Block, QuantizedWeight
 
 CALIBRATION = ("observer", "observer_kwargs", "actorder_kwargs", "block_structure", "zp_dtype", "scale_dtype")
@@ -43,7 +44,8 @@ def read(values: dict[str, Any]) -> Layout:
         raise refused(f"{group.where}.weights is missing")
     kind, bits, strategy = weights.value("type", "int"), weights.integer("num_bits"), weights.value("strategy")
     symmetric, size = weights.value("symmetric", True), weights.value("group_size")
-    weights.expect("actorder", False, "weight", "static")  # calibrated in another order, stored in the usual one
+    weights.expect("actorder", False, True, "weight", "static", "group", "dynamic")
+    reorders = strategy == "group" and weights.value("actorder") in (True, "group", "dynamic")  # others: not stored so
     weights.expect("dynamic", False)
     block = weights.value("block_structure")
     weights.skip("group_size", "symmetric", *CALIBRATION)
@@ -66,7 +68,10 @@ def read(values: dict[str, Any]) -> Layout:
     if kind == "int" and bits == 4 and strategy in ("group", "channel") and activations is None:
         required = ("weight_packed", "weight_scale", *(() if symmetric else ("weight_zero_point",)))
         assemble = partial(_int4, group=size if strategy == "group" else None)
-        return Layout("compressed-tensors int4", required, ("weight_shape",), assemble, "int4", ignored)
+        if not reorders:
+            return Layout("compressed-tensors int4", required, ("weight_shape",), assemble, "int4", ignored)
+        order, required = partial(_order, group=size), (*required, "weight_g_idx")
+        return Layout("compressed-tensors int4", required, ("weight_shape",), assemble, "int4", ignored, order)
     raise refused(
         f"{weights.where}: {bits} bits of type {kind}, strategy {strategy}, symmetric {symmetric} is not supported"
     )
@@ -130,4 +135,11 @@ def _int4(tensors: Tensors, rows: int, columns: int, *, group: int | None) -> Qu
     if "weight_zero_point" in tensors:
         stored = expect_shape(tensors, "weight_zero_point", (-(-rows // 8), groups))
         zeros = unpack_rows(stored.t())[:, :rows].t().float().contiguous()
-    return QuantizedWeight(INT4, unpack_rows(packed), scales, Block(1, group), zeros)
+    codes = unpack_rows(packed)
+    if "weight_g_idx" in tensors and (order := _order(tensors, columns, group=group)) is not None:
+        codes = codes[:, order].contiguous()
+    return QuantizedWeight(INT4, codes, scales, Block(1, group), zeros)
+
+
+def _order(tensors: Tensors, columns: int, *, group: int) -> torch.Tensor | None:
+    return order_of(tensors["weight_g_idx"], columns, group)

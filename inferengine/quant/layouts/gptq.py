@@ -1,7 +1,7 @@
 """GPTQ (Frantar et al. 2022), 4 bits: codes packed along the inputs, zero points along the outputs.
 
 `qweight` [K / 8, N], `qzeros` [K / G, N / 8], `scales` [K / G, N]. The first version of the format stores zero points
-less one. `desc_act` reorders the inputs by their group: groups are then no runs of inputs, and it is refused.
+less one. With `desc_act` groups are no runs of inputs: `g_idx` [K] says which group each belongs to.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 
-from inferengine.quant.layouts.layout import Layout, Reader, Tensors, expect_shape, listed, refused
+from inferengine.quant.layouts.layout import Layout, Reader, Tensors, expect_shape, listed
 from inferengine.quant.nibbles import unpack_rows
+from inferengine.quant.reordered import order_of
 from inferengine.quant.weight import INT4, Block, QuantizedWeight
 
 TRAINING = (
@@ -30,10 +31,8 @@ def read(values: dict[str, Any]) -> Layout:
     config = Reader(values)
     config.skip("quant_method", *TRAINING)
     config.expect("bits", 4)
-    if config.value("desc_act"):
-        raise refused(
-            "quantization_config.desc_act = true is not supported; take a checkpoint made with desc_act false"
-        )
+    reorders = config.value("desc_act", False)
+    config.expect("desc_act", True, False)
     config.expect("checkpoint_format", "gptq", "gptq_v2")
     config.expect("format", "gptq", "gptq_v2")
     config.expect("method", "gptq")
@@ -45,11 +44,21 @@ def read(values: dict[str, Any]) -> Layout:
     group = config.integer("group_size")
     config.finish()
     less_one = config.value("checkpoint_format", config.value("format", "gptq")) == "gptq"
-    assemble = partial(_assemble, group=group, less_one=less_one)
-    return Layout("gptq", ("qweight", "qzeros", "scales"), ("g_idx",), assemble, "int4", listed(["lm_head"]))
+    assemble = partial(_assemble, group=group, less_one=less_one, reorders=reorders)
+    plain = listed(["lm_head"])
+    if reorders:
+        required = ("qweight", "qzeros", "scales", "g_idx")
+        return Layout("gptq", required, (), assemble, "int4", plain, partial(_order, group=group))
+    return Layout("gptq", ("qweight", "qzeros", "scales"), ("g_idx",), assemble, "int4", plain)
 
 
-def _assemble(tensors: Tensors, rows: int, columns: int, *, group: int, less_one: bool) -> QuantizedWeight:
+def _order(tensors: Tensors, columns: int, *, group: int) -> torch.Tensor | None:
+    return order_of(tensors["g_idx"], columns, columns if group == -1 else group)
+
+
+def _assemble(
+    tensors: Tensors, rows: int, columns: int, *, group: int, less_one: bool, reorders: bool
+) -> QuantizedWeight:
     group = columns if group == -1 else group
     if columns % group or columns % 8 or rows % 8:
         raise ValueError(f"{columns} inputs and {rows} outputs are no whole words in groups of {group}")
@@ -57,8 +66,10 @@ def _assemble(tensors: Tensors, rows: int, columns: int, *, group: int, less_one
     packed = expect_shape(tensors, "qweight", (columns // 8, rows))
     zeros = unpack_rows(expect_shape(tensors, "qzeros", (groups, rows // 8)))
     scales = expect_shape(tensors, "scales", (groups, rows)).float().t().contiguous()
-    if "g_idx" in tensors and not torch.equal(tensors["g_idx"].long(), torch.arange(columns) // group):
-        raise ValueError("g_idx reorders the inputs (desc_act), which is not supported")
     codes = unpack_rows(packed.t().contiguous())
+    if reorders and (order := _order(tensors, columns, group=group)) is not None:
+        codes = codes[:, order].contiguous()
+    elif "g_idx" in tensors and not torch.equal(tensors["g_idx"].long(), torch.arange(columns) // group):
+        raise ValueError("g_idx reorders the inputs, though quantization_config.desc_act does not say so")
     points = (zeros + 1) & 15 if less_one else zeros
     return QuantizedWeight(INT4, codes, scales, Block(1, group), points.float().t().contiguous())

@@ -20,7 +20,8 @@ _MISSING: Any = object()
 class Layout:
     """`required` and `optional` are the suffixes that stand in place of a Linear's "weight". `assemble(tensors, N, K)`
     turns them into codes; it raises ValueError naming what is wrong. `scheme` makes the same kind of weight from
-    floats, for random ones. `is_plain(name)`: this module's weight is stored as ordinary floats."""
+    floats, for random ones. `is_plain(name)`: this module's weight is stored as ordinary floats. `order(tensors, K)`:
+    the order of the inputs in which `assemble` gives the codes; None, or a function that says None, for their own."""
 
     name: str
     required: tuple[str, ...]
@@ -28,6 +29,7 @@ class Layout:
     assemble: Callable[[Tensors, int, int], QuantizedWeight]
     scheme: str
     is_plain: Callable[[str], bool]
+    order: Callable[[Tensors, int], torch.Tensor | None] | None = None
 
 
 def refused(message: str) -> ConfigError:
