@@ -1,8 +1,8 @@
 """Weights whose inputs were sorted before they were cut into groups (GPTQ's desc_act, actorder "group").
 
 Such a checkpoint stores, for each input, the group that it belongs to. Here the columns of the codes are sorted by
-group once, at load, so that groups are runs again and every kernel for groups fits; each product then takes its input in
-the same order: one gather more. The norm before a product is a step of its own, since the gather comes in between.
+group once, at load, so that groups are runs again and every kernel for groups fits; each product then takes its input
+in the same order: one gather more. The norm before a product is a step of its own, since the gather comes in between.
 """
 
 from __future__ import annotations
