@@ -22,6 +22,7 @@ quantized_fragments.py.
 
 from __future__ import annotations
 
+import dataclasses
 from functools import lru_cache
 
 import torch
@@ -33,25 +34,29 @@ from inferengine.kernels.quantized_int4 import NibbleWeight
 from inferengine.kernels.row_stream_compute import stream_kernel
 from inferengine.kernels.row_stream_shape import E4M3, INT8, NIBBLES, Shape
 
-SHARED_BYTES = 101 << 10
-GATED_SHARED_BYTES = 112 << 10  # no attention beside it
-FEWEST_STAGES, MOST_STAGES, MOST_KEPT = 4, 12, 16
-# Warps, units of a warp in a stage, programs on a multiprocessor: the first that fits is taken.
-WAYS = ((8, 2, 1), (8, 1, 1), (4, 2, 1), (4, 1, 1))
-GATED_FP8_WAYS = ((8, 1, 2), *WAYS)
+# Two of these kernels fit on a multiprocessor of 228 KiB, but never two programs of one that adds to a residual.
+# Every second kernel of a decoder is such a one, and beside it there is room for one program of the next.
+MOST_ADDING_BYTES, FEWEST_ADDING_BYTES, MOST_OTHER_BYTES = 116 << 10, 114 << 10, 110 << 10
+FEWEST_STAGES, MOST_STAGES, MOST_SUMS = 4, 12, 128
+# Warps, units of a warp in a stage, ranges: the first that fits is taken. INT4 lies together as it is stored.
+WAYS = ((8, 2, 4), (8, 1, 4), (8, 2, 1), (8, 1, 1), (4, 2, 1), (4, 1, 1))
 
 
-def stream_shape(x: torch.Tensor, weight: ByteWeight | NibbleWeight, *, gated: bool = False) -> Shape | None:
-    """How to multiply x [1, K] by the weight; None: not by this kernel."""
+def stream_shape(
+    x: torch.Tensor, weight: ByteWeight | NibbleWeight, *, gated: bool = False, adds: bool = False
+) -> Shape | None:
+    """How to multiply x [1, K] by the weight, adding to a residual or not; None: not by this kernel."""
     if x.shape[0] != 1 or x.dtype != torch.bfloat16 or not is_hopper(x.device):
         return None
     multiprocessors = num_multiprocessors(x.device)
     if isinstance(weight, NibbleWeight):
-        return find_shape(NIBBLES, weight.rows, weight.columns, gated, multiprocessors) if weight.parts == 1 else None
+        if weight.parts != 1:
+            return None
+        return find_shape(NIBBLES, weight.rows, weight.columns, gated, adds, multiprocessors)
     if weight.block_rows:
         return None
     kind = INT8 if weight.codes.dtype == torch.int8 else E4M3
-    return find_shape(kind, *weight.codes.shape, gated, multiprocessors)
+    return find_shape(kind, *weight.codes.shape, gated, adds, multiprocessors)
 
 
 def stream_product(
@@ -69,7 +74,7 @@ def stream_product(
     first. `residual` [1, N]: added in place and returned."""
     out = x.new_empty(1, shape.width) if residual is None else residual
     nibbles = isinstance(weight, NibbleWeight)
-    stream_kernel[(min(shape.tiles, shape.programs * num_multiprocessors(x.device)),)](
+    stream_kernel[(min(shape.tiles, num_multiprocessors(x.device)),)](
         x,
         x if gain is None else gain,
         weight.words if nibbles else weight.codes.view(torch.int32),
@@ -90,20 +95,24 @@ def stream_product(
 
 
 @lru_cache(maxsize=1024)
-def find_shape(kind: int, rows: int, columns: int, gated: bool, multiprocessors: int) -> Shape | None:
+def find_shape(kind: int, rows: int, columns: int, gated: bool, adds: bool, multiprocessors: int) -> Shape | None:
     """How to go about a weight [rows, columns]; None where nothing divides evenly or the ring would be too short."""
-    width = rows // 2 if gated else rows
     if rows % 32 or columns % 128:
         return None
-    for num_warps, units, programs in GATED_FP8_WAYS if gated and kind == E4M3 else WAYS:
-        tiles = width // (8 if gated else 16)
-        rounds = triton.cdiv(tiles, multiprocessors * programs)
-        kept = max(2, min(MOST_KEPT, triton.next_power_of_2(rounds)))
-        shape = Shape(kind, width, columns, gated, num_warps, units, 0, programs, kept)
-        room = (GATED_SHARED_BYTES if gated else SHARED_BYTES) // programs - shape.fixed_bytes
-        stages = min(MOST_STAGES, room // shape.stage_bytes)
-        if stages >= FEWEST_STAGES and columns % (shape.unit_columns * num_warps * units) == 0:
-            return Shape(kind, width, columns, gated, num_warps, units, stages, programs, kept)
+    room = MOST_ADDING_BYTES if adds else MOST_OTHER_BYTES
+    for num_warps, units, ranges in WAYS:
+        if ranges > 1 and kind == NIBBLES:
+            continue
+        shape = Shape(kind, rows // 2 if gated else rows, columns, gated, num_warps, units, ranges, 0, 0)
+        rounds = triton.cdiv(shape.tiles, multiprocessors)
+        kept = max(2, min(MOST_SUMS // shape.half_rows, triton.next_power_of_2(rounds)))
+        shape = dataclasses.replace(shape, kept_tiles=kept)
+        stages = min(MOST_STAGES, (room - shape.fixed_bytes) // shape.stage_bytes)
+        if stages < FEWEST_STAGES or columns % (shape.unit_columns * num_warps * units):
+            continue
+        used = shape.fixed_bytes + stages * shape.stage_bytes
+        spare = triton.cdiv(FEWEST_ADDING_BYTES - used, 128 * num_warps) if adds else 0
+        return dataclasses.replace(shape, stages=stages, spare=max(0, spare))
     return None
 
 

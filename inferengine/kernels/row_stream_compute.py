@@ -72,7 +72,7 @@ def _ask(memory, pointers, places, tile, step, slot, SHAPE: gl.constexpr):
             point_at = points_ptr + of_rows * (TILE // 16) + step * (UNITS * 16)
             copy(points.index(slot), point_at + point_place)
         else:
-            at = tile.to(gl.int64) * (SHAPE.outputs * SHAPE.row_words) + step * (UNITS * 16)
+            at = tile.to(gl.int64) * (SHAPE.outputs * SHAPE.row_words) + step * (UNITS * SHAPE.ranges * 16)
         copy(ring.index(slot), weight_ptr + at + place)
     async_copy.commit_group()
 
@@ -167,24 +167,30 @@ def stream_kernel(
     RING_BLOCKS: gl.constexpr = [SHAPE.stages * BLOCKS, WARPS, 4, 2, 4, 4]
     blocks = _view(ring, RING_BLOCKS, PLAIN)
     words = gl.allocate_shared_memory(gl.int32, [CHUNKS, SHAPE.chunk // 2], LINE)
-    X_UNITS: gl.constexpr = [SHAPE.steps, WARPS, UNITS, SHAPE.pieces, 4, SHAPE.x_words]
+    RANGES: gl.constexpr = SHAPE.ranges
+    X_UNITS: gl.constexpr = [SHAPE.steps, WARPS, UNITS * RANGES, SHAPE.pieces, 4, SHAPE.x_words]
     x_units = _view(words, X_UNITS, PLAIN)
-    GROUPS: gl.constexpr = [SHAPE.steps, WARPS, UNITS, 1, 1]
-    scales = gl.allocate_shared_memory(gl.float32, [CHUNKS, SHAPE.chunk // SHAPE.unit_columns], LINE)
+    GROUPS: gl.constexpr = [SHAPE.steps, WARPS, UNITS, 1, RANGES]
+    scales = gl.allocate_shared_memory(gl.float32, [CHUNKS, SHAPE.chunk // SHAPE.group_columns], LINE)
     unit_scales = _view(scales, GROUPS, LESS)
     totals = scales
     unit_totals = unit_scales
     points = words
     point_units = x_units
     if SHAPE.kind == 3:
-        totals = gl.allocate_shared_memory(gl.float32, [CHUNKS, SHAPE.chunk // SHAPE.unit_columns], LINE)
+        totals = gl.allocate_shared_memory(gl.float32, [CHUNKS, SHAPE.chunk // SHAPE.group_columns], LINE)
         unit_totals = _view(totals, GROUPS, LESS)
         points = gl.allocate_shared_memory(gl.int32, [SHAPE.stages, SHAPE.point_sets * COUNT], LINE)
         POINTS: gl.constexpr = [SHAPE.stages * SHAPE.point_sets, WARPS, 4 * UNITS, 2, 1, 2]
         point_units = _view(points, POINTS, PLAIN)
-    sums = gl.allocate_shared_memory(gl.float32, [KEPT, WARPS, 4, 2, 2], LESS)
-    KEPT_SUMS: gl.constexpr = [KEPT, WARPS, 8, 2]
-    kept_sums = _view(sums, KEPT_SUMS, LESS)
+    ROWS: gl.constexpr = SHAPE.half_rows
+    sums = gl.allocate_shared_memory(gl.float32, [KEPT, WARPS, ROWS, 2], gl.SwizzledSharedLayout(1, 1, 1, [3, 2, 1, 0]))
+    TILE_SUMS: gl.constexpr = [KEPT, WARPS, ROWS, 2]
+    tile_sums = _view(sums, TILE_SUMS, gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
+    if SHAPE.spare > 0:
+        LANES: gl.constexpr = 32 * WARPS
+        spare = gl.allocate_shared_memory(gl.int32, [SHAPE.spare, LANES], LINE)
+        spare.index(0).store(gl.full([LANES], 0, gl.int32, SHAPE.line_layout))
 
     memory = (ring, points)
     pointers = (weight_ptr, points_ptr)
@@ -214,7 +220,7 @@ def stream_kernel(
         start = gl.full([WARPS, 4, 2, 4], 0, gl.int32, WORD)
     zeros = (start, start, start, start)
     outputs = (scale_ptr, bias_ptr, out_ptr)
-    PAIR: gl.constexpr = SHAPE.pair_layout
+    own = _own_range(SHAPE)
     slot = first * 0
     kept = first * 0
     begin = first
@@ -226,8 +232,10 @@ def stream_kernel(
             for unit in gl.static_range(UNITS):
                 x = ()
                 for four in gl.static_range(FOURS):
-                    x += _load_four(x_units.index(step).slice(unit, 1, 1).slice(four * 4, 4, 4), SHAPE)
+                    x += _load_four(x_units.index(step).slice(unit * RANGES, RANGES, 1).slice(four * 4, 4, 4), SHAPE)
                 scale = unit_scales.index(step).slice(unit, 1, 1).load(WORD)
+                if RANGES == 4:
+                    scale = gl.where(own, scale, 0.0)
                 total = scale
                 its_points = zeros
                 if SHAPE.kind == 3:
@@ -248,16 +256,36 @@ def stream_kernel(
             slot += 1
             if slot == SHAPE.stages:
                 slot = first * 0
-        # The four threads of a row hold the same.
-        both = gl.convert_layout(gl.join(upper_sum, lower_sum), PAIR, assert_trivial=True)
-        sums.index(kept).store(gl.max(both, axis=3))
+        tile_sums.index(kept).store(_row_sums(upper_sum, lower_sum, SHAPE))
         kept += 1
         if kept == KEPT:
-            _flush(kept_sums, begin, _factor(squares, eps, SHAPE, NORM), outputs, SHAPE, ADD, BIAS, ACTIVATION)
+            _flush(sums, begin, _factor(squares, eps, SHAPE, NORM), outputs, SHAPE, ADD, BIAS, ACTIVATION)
             kept = first * 0
             begin = tile + programs
     if kept > 0:
-        _flush(kept_sums, begin, _factor(squares, eps, SHAPE, NORM), outputs, SHAPE, ADD, BIAS, ACTIVATION)
+        _flush(sums, begin, _factor(squares, eps, SHAPE, NORM), outputs, SHAPE, ADD, BIAS, ACTIVATION)
+
+
+@gluon.jit
+def _own_range(SHAPE: gl.constexpr):
+    """Whether a thread's columns of a product, 2 t and 2 t + 1, are of the range of its rows, g and g + 8."""
+    LAYOUT: gl.constexpr = SHAPE.word_layout
+    higher = gl.arange(0, 4, axis_layout(1, LAYOUT))[None, :, None, None]
+    lower = gl.arange(0, 2, axis_layout(2, LAYOUT))[None, None, :, None]
+    thread = gl.arange(0, 4, axis_layout(3, LAYOUT))[None, None, None, :]
+    warp = gl.arange(0, SHAPE.num_warps, axis_layout(0, LAYOUT))[:, None, None, None]
+    return (higher % 2 * 2 + lower == thread) & (warp >= 0)
+
+
+@gluon.jit
+def _row_sums(upper, lower, SHAPE: gl.constexpr):
+    """What the threads hold of a tile -> [warps, rows, halves]."""
+    both = gl.convert_layout(gl.join(upper, lower), SHAPE.pair_layout, assert_trivial=True)
+    if SHAPE.ranges == 1:  # the four threads of a row hold the same
+        return gl.reshape(gl.max(both, axis=3), [SHAPE.num_warps, 8, 2])
+    else:
+        by_row = gl.reshape(gl.sum(gl.sum(both, axis=3), axis=2), [SHAPE.num_warps, 2, 2, 2])
+        return gl.sum(by_row, axis=2)
 
 
 @gluon.jit
@@ -267,7 +295,7 @@ def _places(SHAPE: gl.constexpr):
     WARPS: gl.constexpr = SHAPE.num_warps
     block = gl.arange(0, SHAPE.stage_blocks, axis_layout(0, STAGE))[:, None, None, None, None, None]
     warp = gl.arange(0, WARPS, axis_layout(1, STAGE))[None, :, None, None, None, None]
-    row = (
+    group = (
         gl.arange(0, 4, axis_layout(2, STAGE))[None, None, :, None, None, None] * 2
         + gl.arange(0, 2, axis_layout(3, STAGE))[None, None, None, :, None, None]
     )
@@ -280,12 +308,13 @@ def _places(SHAPE: gl.constexpr):
     if SHAPE.kind == 3:
         COUNT: gl.constexpr = SHAPE.units * WARPS * 16
         half_words: gl.constexpr = SHAPE.width * SHAPE.row_words if SHAPE.gated else 128
-        entry = gl.arange(0, SHAPE.point_sets * COUNT, SHAPE.point_layout)
+        entry = gl.arange(0, SHAPE.point_sets * COUNT, SHAPE.line_layout)
         point_place = entry % COUNT + entry // COUNT * (SHAPE.width * (SHAPE.columns // 128))
-        return unit * 256 + half * half_words + row * 16 + word, point_place
+        return unit * 256 + half * half_words + group * 16 + word, point_place
     else:
-        half_rows: gl.constexpr = SHAPE.width if SHAPE.gated else 8
-        return unit * 16 + (half * half_rows + row) * SHAPE.row_words + word, 0
+        half_rows: gl.constexpr = SHAPE.width if SHAPE.gated else SHAPE.half_rows
+        row = half * half_rows + group // SHAPE.ranges
+        return row * SHAPE.row_words + (unit * SHAPE.ranges + group % SHAPE.ranges) * 16 + word, 0
 
 
 @gluon.jit
@@ -311,7 +340,7 @@ def _points(memory, at, unit: gl.constexpr, tile, SHAPE: gl.constexpr):
 
 @gluon.jit
 def _flush(
-    kept_sums,
+    sums,
     begin,
     factor,
     pointers,
@@ -322,13 +351,13 @@ def _flush(
 ):
     """Add up over the warps what they put down for the tiles from `begin` on, and store the outputs."""
     scale_ptr, bias_ptr, out_ptr = pointers
-    LAYOUT: gl.constexpr = SHAPE.partial_layout
+    LAYOUT: gl.constexpr = SHAPE.sums_layout
     OUT: gl.constexpr = gl.SliceLayout(1, LAYOUT)
     KEPT: gl.constexpr = SHAPE.kept_tiles
     tile = begin + gl.arange(0, KEPT, axis_layout(0, OUT))[:, None, None] * gl.num_programs(0)
-    row = gl.arange(0, 8, axis_layout(1, OUT))[None, :, None]
+    row = gl.arange(0, SHAPE.half_rows, axis_layout(1, OUT))[None, :, None]
     half = gl.arange(0, 2, axis_layout(2, OUT))[None, None, :]
-    n = tile * SHAPE.outputs + row + half * (SHAPE.width if SHAPE.gated else 8)
+    n = tile * SHAPE.outputs + row + half * (SHAPE.width if SHAPE.gated else SHAPE.half_rows)
     there = (tile < SHAPE.tiles) & (row + half >= 0)
     scale = factor
     if SHAPE.kind != 3:
@@ -338,12 +367,12 @@ def _flush(
         offset = gl.load(bias_ptr + n, mask=there, other=0.0).to(gl.float32)
     if ADD:
         offset += gl.load(out_ptr + n, mask=there, other=0.0).to(gl.float32)
-    result = gl.sum(kept_sums.load(LAYOUT), axis=1) * scale + offset
+    result = gl.sum(sums.load(LAYOUT), axis=1) * scale + offset
     if SHAPE.gated:
         ONE: gl.constexpr = gl.SliceLayout(2, OUT)
         left, right = gl.split(result)
         result = gl.convert_layout(gate(left, ACTIVATION) * right, ONE, assert_trivial=True)
         tile = begin + gl.arange(0, KEPT, axis_layout(0, ONE))[:, None] * gl.num_programs(0)
-        n = tile * 8 + gl.arange(0, 8, axis_layout(1, ONE))[None, :]
+        n = tile * SHAPE.outputs + gl.arange(0, SHAPE.half_rows, axis_layout(1, ONE))[None, :]
         there = n < SHAPE.width
     gl.store(out_ptr + n, result.to(gl.bfloat16), mask=there)

@@ -1,7 +1,7 @@
 """The row of numbers of row_stream.py on its way to shared memory: scaled by group, cut up, and put in the order in
 which threads multiply.
 
-A group is the columns of a unit, 64 or 128. A power of two brings its largest number below 2^9 (fp16, which then holds
+A group is of 64 columns, of 128 for INT4. A power of two brings its largest number below 2^9 (fp16, which then holds
 every number of bf16 that counts beside it) or 2^14 (integers, cut into a high and a low byte: one part in 2^14 of the
 largest number, where bf16 itself has one in 2^9).
 """
@@ -21,11 +21,11 @@ WHOLE_BITS = gl.constexpr(13)
 def columns_of_chunk(SHAPE: gl.constexpr):
     """The columns of a chunk of x, as its layout has them."""
     LAYOUT: gl.constexpr = SHAPE.x_layout
-    COLUMNS: gl.constexpr = SHAPE.unit_columns
-    unit = gl.arange(0, SHAPE.chunk // COLUMNS, axis_layout(0, LAYOUT))
+    COLUMNS: gl.constexpr = SHAPE.group_columns
+    group = gl.arange(0, SHAPE.chunk // COLUMNS, axis_layout(0, LAYOUT))
     if SHAPE.kind == 3:
         return (
-            unit[:, None, None, None, None] * COLUMNS
+            group[:, None, None, None, None] * COLUMNS
             + gl.arange(0, 4, axis_layout(1, LAYOUT))[None, :, None, None, None] * 32
             + gl.arange(0, 2, axis_layout(2, LAYOUT))[None, None, :, None, None] * 16
             + gl.arange(0, 4, axis_layout(3, LAYOUT))[None, None, None, :, None] * 4
@@ -33,7 +33,7 @@ def columns_of_chunk(SHAPE: gl.constexpr):
         )
     else:
         return (
-            unit[:, None, None] * COLUMNS
+            group[:, None, None] * COLUMNS
             + gl.arange(0, COLUMNS // 8, axis_layout(1, LAYOUT))[None, :, None] * 8
             + gl.arange(0, 8, axis_layout(2, LAYOUT))[None, None, :]
         )

@@ -9,13 +9,14 @@ from triton.experimental.gluon import language as gl
 
 E4M3, INT8, NIBBLES = 1, 2, 3  # FP8 codes; INT8 codes; INT4 codes as quantized_int4.py has them
 ELEMENTS = {E4M3: 4, INT8: 4, NIBBLES: 8}  # of a word
-UNIT_WORDS = 16  # of a weight row in a unit of work: four for each of four threads
+GROUP_WORDS = 16  # of a weight row: four for each of four threads
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A product and how a program goes about it. Work comes in tiles of 16 weight rows, tiles in stages of the ring,
-    stages in units: 16 words of each of the 16 rows, for one warp."""
+    """A product and how a program goes about it. Work comes in tiles of weight rows, tiles in stages of the ring, and
+    stages in units, 16 groups of 16 words for one warp: of 16 rows, or four of each of four rows, which lie together in
+    memory where 16 rows would not."""
 
     kind: int
     width: int  # outputs, after the gate
@@ -23,17 +24,22 @@ class Shape:
     gated: bool
     num_warps: int
     units: int  # of a warp in one stage
+    ranges: int  # groups of a unit in a weight row: 4, or 1
     stages: int
-    programs: int  # on a multiprocessor
     kept_tiles: int  # whose sums wait in shared memory to be added up over the warps
+    spare: int = 0  # of shared memory that nothing reads: a word for each thread, so many times
 
     @property
     def row_words(self) -> int:
         return self.columns // ELEMENTS[self.kind]
 
     @property
+    def group_columns(self) -> int:
+        return GROUP_WORDS * ELEMENTS[self.kind]
+
+    @property
     def unit_columns(self) -> int:
-        return UNIT_WORDS * ELEMENTS[self.kind]
+        return self.group_columns * self.ranges
 
     @property
     def pieces(self) -> int:
@@ -43,7 +49,7 @@ class Shape:
     @property
     def x_words(self) -> int:
         """Words of x that a thread multiplies in a unit."""
-        return self.unit_columns // (8 * self.pieces)
+        return self.group_columns // (8 * self.pieces)
 
     @property
     def steps(self) -> int:
@@ -51,9 +57,13 @@ class Shape:
         return self.columns // (self.unit_columns * self.num_warps * self.units)
 
     @property
+    def half_rows(self) -> int:
+        """Of a tile, twice: the second half is of up, where the first is of the gate."""
+        return 8 // self.ranges
+
+    @property
     def outputs(self) -> int:
-        """Of a tile. A gated one has eight rows of the gate and the same of up."""
-        return 8 if self.gated else 16
+        return self.half_rows if self.gated else 2 * self.half_rows
 
     @property
     def tiles(self) -> int:
@@ -61,7 +71,7 @@ class Shape:
 
     @property
     def stage_blocks(self) -> int:
-        """16 bytes for each thread: of each unit rows 0 to 7, then of each rows 8 to 15."""
+        """16 bytes for each thread: of each unit the first half of the rows, then of each the second."""
         return 2 * self.units
 
     @property
@@ -76,16 +86,17 @@ class Shape:
 
     @property
     def fixed_bytes(self) -> int:
-        """Of shared memory beside the ring: x, its scales and totals, the sums that wait."""
-        groups = self.columns // self.unit_columns
-        return 2 * self.columns + 4 * groups * self.pieces + 64 * self.num_warps * self.kept_tiles + 1024
+        """Of shared memory beside the ring: x, its scales and totals, the sums that wait, and some alignment."""
+        groups = self.columns // self.group_columns
+        sums = 8 * self.half_rows * self.num_warps * self.kept_tiles
+        return 2 * self.columns + 4 * groups * self.pieces + sums + 128 * self.num_warps * self.spare + 512
 
     @property
     def chunk(self) -> int:
         """Columns of x that the program reads at once."""
         return min(self.num_warps * 256, self.columns & -self.columns)
 
-    # Layouts of the threads 32 w + 4 g + t. g is cut in two, so that its lower half can tell apart pieces of x.
+    # Layouts of the threads 32 w + 4 g + t. g is cut in two: its higher part tells apart ranges of x, its lower pieces.
 
     @property
     def word_layout(self) -> gl.BlockedLayout:
@@ -101,22 +112,24 @@ class Shape:
 
     @property
     def stage_layout(self) -> gl.BlockedLayout:
-        """Who copies what."""
+        """Who copies what: what it multiplies itself."""
         warps = [1, self.num_warps, 1, 1, 1, 1]
         return gl.BlockedLayout([1, 1, 1, 1, 1, 4], [1, 1, 4, 2, 4, 1], warps, [5, 4, 3, 2, 1, 0])
 
     @property
-    def point_layout(self) -> gl.BlockedLayout:
+    def line_layout(self) -> gl.BlockedLayout:
         return gl.BlockedLayout([1], [32], [self.num_warps], [0])
 
     @property
-    def partial_layout(self) -> gl.BlockedLayout:
-        """Of the sums that wait: [tiles, warps, 8, halves], the warps' sums in one thread."""
-        return gl.BlockedLayout([1, self.num_warps, 1, 2], [4, 1, 8, 1], [self.num_warps, 1, 1, 1], [3, 2, 1, 0])
+    def sums_layout(self) -> gl.BlockedLayout:
+        """Of the sums that wait: [tiles, warps, rows, halves], the warps' sums in one thread."""
+        rows = self.half_rows
+        warps = [self.num_warps, 1, 1, 1]
+        return gl.BlockedLayout([1, self.num_warps, 1, 2], [32 // rows, 1, rows, 1], warps, [3, 2, 1, 0])
 
     @property
     def x_layout(self) -> gl.BlockedLayout:
-        """Of a chunk of x: [units, steps, halves, threads, neighbours] for INT4, else [units, eights, neighbours]."""
+        """Of a chunk of x: [groups, steps, halves, threads, neighbours] for INT4, else [groups, eights, neighbours]."""
         if self.kind == NIBBLES:
             return gl.BlockedLayout([1, 1, 2, 1, 4], [2, 4, 1, 4, 1], [self.num_warps, 1, 1, 1, 1], [4, 3, 2, 1, 0])
         return gl.BlockedLayout([1, 1, 8], [4, 8, 1], [self.num_warps, 1, 1], [2, 1, 0])

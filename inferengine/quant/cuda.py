@@ -1,8 +1,8 @@
 """Products with quantized weights on CUDA: which kernel takes how many rows. All of it may be captured in a graph.
 
-One row is streamed on Hopper, with norm, gate and residual inside; elsewhere vector kernels take it. More: FP8 with
-a scale for each output goes through the FP8 tensor cores (inputs rounded by token; own tiles up to 64 or 128
-rows, torch's beyond), W8A8 from 65 rows through the int8 ones; all else takes tiles on the tensor cores, codes made into
+One row is streamed on Hopper, with norm, gate and residual inside; elsewhere vector kernels take it. More: FP8 with a
+scale for each output goes through the FP8 tensor cores (inputs rounded by token; own tiles up to 64 or 128 rows,
+torch's beyond), W8A8 from 65 rows through the int8 ones; all else takes tiles on the tensor cores, codes made into
 numbers in registers. INT4 has one kernel from one row on. From 257 rows (INT4: 65), where arithmetic is what costs,
 those are made into numbers once for each product and left to cuBLAS.
 """
@@ -181,15 +181,17 @@ class CudaProducts:
         rounds = _rounds_inputs(x, packed)
         return x.shape[0] <= (tuning.MOST_EXACT_ROWS[packed.inputs] if rounds else tuning.MOST_TILE_ROWS)
 
-    def _streamed(self, x: torch.Tensor | Rounded, packed: Packed, *, gated: bool = False) -> Shape | None:
+    def _streamed(
+        self, x: torch.Tensor | Rounded, packed: Packed, *, gated: bool = False, adds: bool = False
+    ) -> Shape | None:
         """How one row is streamed; None where other kernels take it."""
         if self.deterministic or isinstance(x, Rounded):
             return None
-        return stream_shape(x, packed.weight, gated=gated)
+        return stream_shape(x, packed.weight, gated=gated, adds=adds)
 
     def _vector(self, x: torch.Tensor, packed: Packed, **surroundings: Any) -> torch.Tensor:
         weight, gated = packed.weight, surroundings.get("gated") is not None
-        streamed = self._streamed(x, packed, gated=gated)
+        streamed = self._streamed(x, packed, gated=gated, adds=surroundings.get("residual") is not None)
         if streamed is not None:
             return stream_product(x, weight, streamed, **surroundings)
         if isinstance(weight, NibbleWeight):

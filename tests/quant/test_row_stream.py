@@ -47,7 +47,7 @@ def normed(x: torch.Tensor, gain: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 # rows and columns: shapes of an 8B; tiles that do not divide by the programs; many rounds; few columns
-SHAPES = [(6144, 4096), (4096, 14336), (4128, 4096), (64, 1024), (151936, 1024), (2560, 9728)]
+SHAPES = [(6144, 4096), (4096, 14336), (4128, 4096), (64, 1024), (151936, 1024), (2560, 9728), (4608, 3584)]
 
 
 @hopper
@@ -69,7 +69,7 @@ def test_norm_bias_and_residual_are_taken_along(scheme, device):
     bias, residual = torch.randn(4096, device=device).bfloat16(), torch.randn(1, 4096, device=device).bfloat16()
     expected = normed(x, gain, 1e-5) @ numbers.t() + bias.float() + residual.float()
     out = residual.clone()
-    shape = stream_shape(x, weight)
+    shape = stream_shape(x, weight, adds=True)
     result = stream_product(x, weight, shape, bias=bias, gain=gain, eps=1e-5, residual=out)
     assert result.data_ptr() == out.data_ptr()
     assert relative_error(out, expected) < 4e-3
@@ -118,26 +118,36 @@ def test_products_that_follow_each_other_in_a_graph_see_each_other(scheme, devic
     assert relative_error(kept[0], expected) < 2e-2
 
 
-@pytest.mark.parametrize(
-    ("kind", "rows", "columns", "gated"),
-    [
-        (kind, *sizes)
-        for kind in (E4M3, INT8, NIBBLES)
-        for sizes in ((6144, 4096, False), (4096, 4096, False), (28672, 4096, True), (4096, 14336, False))
-    ],
-)
-def test_an_8b_takes_it_with_a_ring_that_leaves_room_for_the_next_kernel(kind, rows, columns, gated):
-    shape = find_shape(kind, rows, columns, gated, MULTIPROCESSORS)
+# rows, columns, gated, adds to a residual: the products of a layer of an 8B
+LAYER = [(6144, 4096, False, False), (4096, 4096, False, True), (28672, 4096, True, False), (4096, 14336, False, True)]
+MULTIPROCESSOR_BYTES, RESERVED_BYTES = 228 << 10, 1 << 10
+
+
+def used_bytes(shape) -> int:
+    return shape.fixed_bytes + shape.stages * shape.stage_bytes + RESERVED_BYTES
+
+
+@pytest.mark.parametrize("kind", [E4M3, INT8, NIBBLES])
+@pytest.mark.parametrize(("rows", "columns", "gated", "adds"), [*LAYER, (4608, 3584, False, False)])
+def test_a_shape_covers_the_weight_with_a_ring_of_some_stages(kind, rows, columns, gated, adds):
+    shape = find_shape(kind, rows, columns, gated, adds, MULTIPROCESSORS)
     assert shape.stages >= FEWEST_STAGES
-    used = (shape.fixed_bytes + shape.stages * shape.stage_bytes) * shape.programs
-    assert used <= 113 << 10, "two kernels are to fit on a multiprocessor of 227 KiB"
     assert shape.steps * shape.units * shape.num_warps * shape.unit_columns == columns
-    assert shape.tiles * shape.outputs == shape.width
+    assert shape.tiles * shape.outputs == shape.width == (rows // 2 if gated else rows)
+
+
+@pytest.mark.parametrize("kind", [E4M3, INT8, NIBBLES])
+def test_the_next_kernel_of_a_layer_fits_beside_but_never_two_programs_of_one_that_adds(kind):
+    shapes = [find_shape(kind, *product, MULTIPROCESSORS) for product in LAYER]
+    for shape, following in zip(shapes, shapes[1:] + shapes[:1], strict=True):
+        assert used_bytes(shape) + used_bytes(following) <= MULTIPROCESSOR_BYTES
+    for shape, (*_, adds) in zip(shapes, LAYER, strict=True):
+        assert not adds or 2 * used_bytes(shape) > MULTIPROCESSOR_BYTES
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(4096, 4000), (4100, 4096), (4096, 200), (4096, 131072)])
 def test_what_does_not_divide_or_fit_is_left_to_other_kernels(rows, columns):
-    assert find_shape(E4M3, rows, columns, False, MULTIPROCESSORS) is None
+    assert find_shape(E4M3, rows, columns, False, False, MULTIPROCESSORS) is None
 
 
 def test_it_is_for_one_row_of_bf16_on_hopper():
@@ -161,7 +171,7 @@ from inferengine.kernels.row_stream_compute import stream_kernel
 
 number, word, scale = torch.zeros(64, dtype=torch.bfloat16), torch.zeros(64, dtype=torch.int32), torch.zeros(64)
 for kind, gated, instruction in ((1, True, "m16n8k16"), (2, False, "s32.s8.s8"), (3, True, "s32.u8.s8")):
-    shape = find_shape(kind, 4096, 1024, gated, 132)
+    shape = find_shape(kind, 4096, 1024, gated, not gated, 132)
     kernel = stream_kernel.warmup(
         number, number, word, word, scale, number, number, 1e-5, SHAPE=shape, NORM=gated, ADD=not gated, BIAS=False,
         ACTIVATION=0, PDL=True, num_warps=shape.num_warps, launch_pdl=True, grid=(132,),
