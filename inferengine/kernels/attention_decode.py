@@ -16,8 +16,15 @@ import triton
 import triton.language as tl
 
 from inferengine.kernels.activation import tanh
+from inferengine.kernels.attention_decode_parts import (
+    attend_tile,
+    both_asked_for,
+    combined_splits,
+    load_tile,
+    rotated,
+    rotation_factors,
+)
 from inferengine.kernels.pdl import allow_next, launch_options, supports_pdl, wait_for_previous
-from inferengine.kernels.rope_cache import normed_rotated
 from inferengine.kernels.scratch import Scratch
 from inferengine.kernels.tuning import DecodeTuning, decode_tuning
 
@@ -146,7 +153,6 @@ def _launch(
         NUM_KV_HEADS=num_kv_heads,
         GROUP=group,
         BLOCK_GROUP=triton.next_power_of_2(group),
-        DOT_GROUP=max(16, triton.next_power_of_2(group)),
         HEAD_DIM=head_dim,
         BLOCK_DIM=max(16, triton.next_power_of_2(head_dim)),
         BLOCK_SIZE=block_size,
@@ -162,70 +168,6 @@ def _launch(
         num_stages=tuned.num_stages,
         **options,
     )
-
-
-@triton.jit
-def _load_tile(
-    head_ptr,
-    table_row,
-    start,
-    tile_end,
-    kv_block_stride,
-    kv_value_stride,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-):
-    """Keys and values [BLOCK_T, BLOCK_DIM] of positions from `start` on, zeros from `tile_end` on."""
-    t = start + tl.arange(0, BLOCK_T)
-    d = tl.arange(0, BLOCK_DIM)[None, :]
-    visible = t < tile_end
-    if BLOCK_T <= BLOCK_SIZE:
-        block = tl.load(table_row + start // BLOCK_SIZE).to(tl.int64)
-        tile = head_ptr + block * kv_block_stride + (start % BLOCK_SIZE + tl.arange(0, BLOCK_T)) * HEAD_DIM
-    else:
-        blocks = tl.load(table_row + t // BLOCK_SIZE, mask=visible, other=0).to(tl.int64)
-        tile = head_ptr + blocks * kv_block_stride + (t % BLOCK_SIZE) * HEAD_DIM
-    load_mask = visible[:, None] & (d < HEAD_DIM)
-    k = tl.load(tile[:, None] + d, mask=load_mask, other=0.0)
-    v = tl.load(tile[:, None] + kv_value_stride + d, mask=load_mask, other=0.0)
-    return k, v
-
-
-@triton.jit
-def _attend_tile(
-    acc,
-    total,
-    peak,
-    q,
-    k,
-    v,
-    start,
-    tile_end,
-    begin,
-    scale,
-    softcap,
-    BLOCK_T: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-):
-    """One step of the online softmax over a tile of at least one visible key; `peak` is in units of log 2."""
-    LOG2E: tl.constexpr = 1.4426950408889634
-    t = start + tl.arange(0, BLOCK_T)
-    visible = t < tile_end
-    if WINDOW:
-        visible = visible & (t >= begin)
-    score = tl.dot(q, tl.trans(k.to(q.dtype)), out_dtype=tl.float32, input_precision="ieee") * scale
-    if SOFTCAP:
-        score = softcap * tanh(score / softcap)
-    score = tl.where(visible[None, :], score * LOG2E, float("-inf"))
-    new_peak = tl.maximum(peak, tl.max(score, axis=1))
-    weight = tl.exp2(score - new_peak[:, None])
-    shrink = tl.exp2(peak - new_peak)
-    total = total * shrink + tl.sum(weight, axis=1)
-    acc = tl.dot(weight.to(q.dtype), v.to(q.dtype), acc * shrink[:, None], input_precision="ieee")
-    return acc, total, new_peak
 
 
 @triton.jit
@@ -256,7 +198,6 @@ def _decode_kernel(
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK_GROUP: tl.constexpr,
-    DOT_GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -277,13 +218,11 @@ def _decode_kernel(
     split = tl.program_id(1)
     row = tl.program_id(2)
     length = tl.load(row_len_ptr + row)
-    slot = tl.load(row_slot_ptr + row).to(tl.int64)
-    g = tl.arange(0, DOT_GROUP)[:, None]
+    slot = tl.load(row_slot_ptr + row, volatile=True).to(tl.int64)  # volatile: asked for with the length, not after it
+    g = tl.arange(0, BLOCK_GROUP)[:, None]
     d = tl.arange(0, BLOCK_DIM)[None, :]
-    in_dim = d < HEAD_DIM
-    out_row = out_ptr + row.to(tl.int64) * NUM_HEADS * HEAD_DIM
-    out_at = out_row + (kv_head * GROUP + g) * HEAD_DIM + d
-    out_mask = (g < GROUP) & in_dim
+    mask = (g < GROUP) & (d < HEAD_DIM)
+    out_at = out_ptr + (row.to(tl.int64) * NUM_HEADS + kv_head * GROUP + g) * HEAD_DIM + d
 
     # Which part of the context this program reads. Whole tiles, the same whatever the number of rows.
     end = length - 1 if PACKED else length
@@ -295,107 +234,96 @@ def _decode_kernel(
     active = tl.maximum(tl.cdiv(num_tiles, tiles_per_split), 1)
     if split >= active:
         return  # split 0 of the row waits for the previous kernel
+    if length <= 0:
+        wait_for_previous(PDL)
+        tl.store(out_at, tl.zeros([BLOCK_GROUP, BLOCK_DIM], tl.float32).to(out_ptr.dtype.element_ty), mask=mask)
+        return
     tile_begin = (first_tile + split * tiles_per_split) * BLOCK_T
     tile_end = tl.minimum(tile_begin + tiles_per_split * BLOCK_T, end)
     table_row = table_ptr + slot * table_stride
     head_ptr = kv_ptr + kv_head.to(tl.int64) * kv_head_stride
+    row_ptr = q_ptr + row.to(tl.int64) * q_stride
+    q_at = row_ptr + (kv_head * GROUP + g) * HEAD_DIM
 
-    if PACKED:  # only the newest key and value come from the kernel before: the first tile need not wait for it
-        k, v = _load_tile(
+    if PACKED:
+        # Of the kernel before come the query and the newest key and value, so all else is read before the wait, and
+        # what comes is asked for at once. The newest pair is the last split's; the others' loads of it are masked out.
+        k, v = load_tile(
             head_ptr, table_row, tile_begin, tile_end, kv_block_stride, kv_value_stride, HEAD_DIM, BLOCK_DIM,
             BLOCK_SIZE, BLOCK_T,
         )  # fmt: skip
-    wait_for_previous(PDL)
-    if length <= 0:
-        if split == 0:
-            tl.store(out_at, tl.zeros([DOT_GROUP, BLOCK_DIM], tl.float32).to(out_ptr.dtype.element_ty), mask=out_mask)
-        return
-
-    q_row = q_ptr + row.to(tl.int64) * q_stride + (kv_head * GROUP + g) * HEAD_DIM
-    position = (length - 1).to(tl.int64)
-    cos_sin_row = cos_sin_ptr + position * HEAD_DIM
-    q = normed_rotated(q_row, q_norm_ptr, cos_sin_row, eps, g < GROUP, HEAD_DIM, BLOCK_DIM, QK_NORM, ROPE)
-    q = q.to(q_ptr.dtype.element_ty)
-
-    peak = tl.full([DOT_GROUP], float("-inf"), tl.float32)
-    total = tl.zeros([DOT_GROUP], tl.float32)
-    acc = tl.zeros([DOT_GROUP, BLOCK_DIM], tl.float32)
-    if PACKED:
-        if split == active - 1:
-            one = tl.arange(0, 1)[:, None]
-            k_row = q_ptr + row.to(tl.int64) * q_stride + (NUM_HEADS + kv_head) * HEAD_DIM + one
-            k_new = normed_rotated(k_row, k_norm_ptr, cos_sin_row, eps, one < 1, HEAD_DIM, BLOCK_DIM, QK_NORM, ROPE)
-            v_new = tl.load(k_row + NUM_KV_HEADS * HEAD_DIM + d, mask=in_dim, other=0.0).to(tl.float32)
-            k_new = (k_new * inverse_k_scale).to(kv_ptr.dtype.element_ty)
-            v_new = (v_new / v_scale).to(kv_ptr.dtype.element_ty)
-            block = tl.load(table_row + position // BLOCK_SIZE).to(tl.int64)
-            new_at = head_ptr + block * kv_block_stride + (position % BLOCK_SIZE) * HEAD_DIM + d
-            tl.store(new_at, k_new, mask=in_dim)
-            tl.store(new_at + kv_value_stride, v_new, mask=in_dim)
-            score = tl.sum(q.to(tl.float32) * k_new.to(tl.float32), axis=1) * scale
-            if SOFTCAP:
-                score = softcap * tanh(score / softcap)
-            peak = score * LOG2E
-            total += 1.0
-            acc += v_new.to(tl.float32)
-        if tile_begin < tile_end:
-            acc, total, peak = _attend_tile(
-                acc, total, peak, q, k, v, tile_begin, tile_end, begin, scale, softcap, BLOCK_T, WINDOW, SOFTCAP
-            )
+        if PDL:
+            k, v = both_asked_for(k, v)
+        position = (length - 1).to(tl.int64)
+        block = tl.load(table_row + position // BLOCK_SIZE).to(tl.int64)
+        new_at = head_ptr + block * kv_block_stride + (position % BLOCK_SIZE) * HEAD_DIM + g * 0 + d
+        cos_sin_row = cos_sin_ptr + position * HEAD_DIM
+        q_direct, q_crossed = rotation_factors(q_norm_ptr, cos_sin_row, g, d, mask, HEAD_DIM, QK_NORM, ROPE)
+        k_direct, k_crossed = rotation_factors(k_norm_ptr, cos_sin_row, g, d, mask, HEAD_DIM, QK_NORM, ROPE)
+        partner = tl.where(d < HEAD_DIM // 2, d + HEAD_DIM // 2, d - HEAD_DIM // 2)
+        k_at = row_ptr + (NUM_HEADS + kv_head + g * 0) * HEAD_DIM
+        is_last = split == active - 1
+        new_mask = mask & (split + g * 0 == active - 1)
+        wait_for_previous(PDL)
+        q = tl.load(q_at + d, mask=mask, other=0.0)
+        k_new = tl.load(k_at + d, mask=new_mask, other=0.0)
+        v_new = tl.load(k_at + NUM_KV_HEADS * HEAD_DIM + d, mask=new_mask, other=0.0)
+        q_partner, k_partner = q, k_new
+        if ROPE:
+            q_partner = tl.load(q_at + partner, mask=mask, other=0.0)
+            k_partner = tl.load(k_at + partner, mask=new_mask, other=0.0)
+        q = rotated(q, q_partner, q_direct, q_crossed, eps, HEAD_DIM, QK_NORM, ROPE).to(q_ptr.dtype.element_ty)
+        k_new = rotated(k_new, k_partner, k_direct, k_crossed, eps, HEAD_DIM, QK_NORM, ROPE)
+        k_new = (k_new * inverse_k_scale).to(kv_ptr.dtype.element_ty)
+        v_new = (v_new.to(tl.float32) / v_scale).to(kv_ptr.dtype.element_ty)
+        tl.store(new_at, k_new, mask=new_mask & (g < 1))
+        tl.store(new_at + kv_value_stride, v_new, mask=new_mask & (g < 1))
+        score = tl.sum(q.to(tl.float32) * k_new.to(tl.float32), axis=1) * scale
+        if SOFTCAP:
+            score = softcap * tanh(score / softcap)
+        peak = tl.where(is_last, score * LOG2E, float("-inf"))
+        total = tl.where(is_last, 1.0, 0.0) + tl.zeros([BLOCK_GROUP], tl.float32)
+        acc = v_new.to(tl.float32)
+        acc, total, peak = attend_tile(
+            acc, total, peak, q, k, v, tile_begin, tile_end, begin, scale, softcap, BLOCK_T, WINDOW, SOFTCAP
+        )
         tile_begin += BLOCK_T
+    else:
+        wait_for_previous(PDL)
+        q = tl.load(q_at + d, mask=mask, other=0.0)
+        peak = tl.full([BLOCK_GROUP], float("-inf"), tl.float32)
+        total = tl.zeros([BLOCK_GROUP], tl.float32)
+        acc = tl.zeros([BLOCK_GROUP, BLOCK_DIM], tl.float32)
     for start in range(tile_begin, tile_end, BLOCK_T):
-        k, v = _load_tile(
+        k, v = load_tile(
             head_ptr, table_row, start, tile_end, kv_block_stride, kv_value_stride, HEAD_DIM, BLOCK_DIM,
             BLOCK_SIZE, BLOCK_T,
         )  # fmt: skip
-        acc, total, peak = _attend_tile(
+        acc, total, peak = attend_tile(
             acc, total, peak, q, k, v, start, tile_end, begin, scale, softcap, BLOCK_T, WINDOW, SOFTCAP
         )
 
     acc = acc * v_scale / total[:, None]
     if SPLITS == 1:
-        tl.store(out_at, acc.to(out_ptr.dtype.element_ty), mask=out_mask)
+        tl.store(out_at, acc.to(out_ptr.dtype.element_ty), mask=mask)
         return
     if active == 1:
-        tl.store(out_at, acc.to(out_ptr.dtype.element_ty), mask=out_mask)
+        tl.store(out_at, acc.to(out_ptr.dtype.element_ty), mask=mask)
         return
 
     # Partial results, [row, kv head, split, group, dim]; the last program of (row, kv head) to arrive combines them.
     unit = (row * NUM_KV_HEADS + kv_head).to(tl.int64)
-    heads = unit * SPLITS * GROUP
-    partial_at = partial_ptr + (heads + split * GROUP + g) * HEAD_DIM + d
-    tl.store(partial_at, acc, mask=out_mask)
-    g1 = tl.arange(0, DOT_GROUP)
-    tl.store(logsumexp_ptr + heads + split * GROUP + g1, peak + tl.log2(total), mask=g1 < GROUP)
+    first_head = unit * SPLITS * GROUP
+    tl.store(partial_ptr + (first_head + split * GROUP + g) * HEAD_DIM + d, acc, mask=mask)
+    g1 = tl.arange(0, BLOCK_GROUP)
+    tl.store(logsumexp_ptr + first_head + split * GROUP + g1, peak + tl.log2(total), mask=g1 < GROUP)
     tl.debug_barrier()
     before = tl.atomic_add(arrived_ptr + unit, 1, sem="acq_rel", scope="gpu")
     if before != active - 1:
         return
     tl.debug_barrier()
     tl.store(arrived_ptr + unit, 0)
-
-    STEP: tl.constexpr = 16 if SPLITS >= 16 else SPLITS
-    gb = tl.arange(0, BLOCK_GROUP)
-    best = tl.full([BLOCK_GROUP], float("-inf"), tl.float32)
-    norm = tl.zeros([BLOCK_GROUP], tl.float32)
-    result = tl.zeros([BLOCK_GROUP, BLOCK_DIM], tl.float32)
-    for first in range(0, active, STEP):
-        s = first + tl.arange(0, STEP)[:, None]
-        index = heads + s * GROUP + gb[None, :]
-        mask = (s < active) & (gb[None, :] < GROUP)
-        lse = tl.load(logsumexp_ptr + index, mask=mask, other=float("-inf"), cache_modifier=".cg")
-        part = tl.load(
-            partial_ptr + index[:, :, None] * HEAD_DIM + d[:, None, :],
-            mask=mask[:, :, None] & in_dim[:, None, :],
-            other=0.0,
-            cache_modifier=".cg",
-        )
-        new_best = tl.maximum(tl.maximum(best, tl.max(lse, axis=0)), -1.0e30)
-        weight = tl.exp2(lse - new_best[None, :])
-        shrink = tl.exp2(best - new_best)
-        norm = norm * shrink + tl.sum(weight, axis=0)
-        result = result * shrink[:, None] + tl.sum(part * weight[:, :, None], axis=0)
-        best = new_best
-    result = result / tl.maximum(norm, 1.0e-30)[:, None]
-    final_at = out_row + (kv_head * GROUP + gb[:, None]) * HEAD_DIM + d
-    tl.store(final_at, result.to(out_ptr.dtype.element_ty), mask=(gb[:, None] < GROUP) & in_dim)
+    result = combined_splits(
+        partial_ptr, logsumexp_ptr, first_head, active, g, d, GROUP, BLOCK_GROUP, HEAD_DIM, BLOCK_DIM, SPLITS
+    )
+    tl.store(out_at, result.to(out_ptr.dtype.element_ty), mask=mask)

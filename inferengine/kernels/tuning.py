@@ -29,9 +29,9 @@ def decode_tuning(num_rows: int, num_kv_heads: int, group: int, head_dim: int) -
     if head_dim > 128:
         return DecodeTuning(32, 8, 4, 2) if programs <= 64 else DecodeTuning(32, 2, 4, 2, True, 16)
     if programs <= 16:
-        return DecodeTuning(32, 32, 2, 2) if group > 2 else DecodeTuning(64, 16, 4, 2)
+        return DecodeTuning(64, 32, 4, 1) if group > 2 else DecodeTuning(64, 16, 4, 2)
     if programs <= 64:
-        return DecodeTuning(32, 8, 1, 2)
+        return DecodeTuning(64, 8, 4, 2)
     if programs <= 128:
         return DecodeTuning(64, 8, 2, 2, True, 4)
     if programs <= 264:
