@@ -10,8 +10,8 @@ from typing import Any
 
 from inferengine.errors import InferEngineError, InvalidRequest, bounded
 
-# Whatever looks like a place on this machine: paths of two or more parts, and socket addresses.
-_PLACES = re.compile(r"(?:[a-z]+://[^\s\"']+)|(?<![\w<./])/(?:[\w.+-]+/)+[\w.+-]*")
+# Whatever looks like a place on this machine: paths of two or more parts, but for this API's own, and socket addresses.
+_PLACES = re.compile(r"(?:[a-z]+://[^\s\"']+)|(?<![\w<./])/(?!v1/)(?:[\w.+-]+/)+[\w.+-]*")
 
 
 def scrubbed(message: str) -> str:

@@ -31,6 +31,11 @@ def test_a_message_shows_no_place_on_this_machine() -> None:
     assert "/" not in told["message"]
 
 
+def test_a_remedy_may_name_a_route_of_this_api() -> None:
+    told = error_object(InvalidRequest("messages", "there is no chat template: use /v1/completions with a prompt"))
+    assert told["message"] == "messages: there is no chat template: use /v1/completions with a prompt"
+
+
 def test_a_dialects_own_name_stands_in_the_message_too() -> None:
     error = InvalidRequest("max_tokens", "Room for 5, so max_tokens may be at most 5; other.max_tokens is not meant.")
     rename_field(error, {"max_tokens": "max_new_tokens", "prompt": "input"})
