@@ -65,7 +65,7 @@ def _launch(
             PARTS=0 if parts is None else parts.shape[0],
             GATED=activation is not None,
             ACTIVATION=activation or 0,
-            num_warps=min(16, max(4, block // 512)),
+            num_warps=min(16, max(4, block // 256)),
             **launch_options(supports_pdl(x.device)),
         )
     return codes, scales

@@ -14,7 +14,7 @@ from inferengine.kernels.quantized_fragments import FragmentTuning
 from inferengine.kernels.quantized_stream import StreamTuning
 
 MOST_TILE_ROWS = 256  # beyond, the weight is made into numbers for each product
-MOST_FRAGMENT_ROWS = 64  # likewise, of 4-bit weights
+MOST_FRAGMENT_ROWS = 96  # likewise, of 4-bit weights
 MOST_EXACT_ROWS = {torch.float8_e4m3fn: 1, torch.int8: 64}  # beyond, inputs are rounded where the scheme says so
 TARGET_PROGRAMS = 264  # two programs on each of 132 multiprocessors
 
@@ -32,8 +32,12 @@ def fragments(rows: int | None, width: int, columns: int, gated: bool) -> Fragme
     """4-bit codes, up to MOST_FRAGMENT_ROWS rows."""
     if rows is None:
         return FragmentTuning(1, 4, 2)
+    if rows > 16:
+        return FragmentTuning(2, 4, 1, 2 if width > columns else 4)
     if rows > 8:
-        return FragmentTuning(1, 8, 1)
+        if width > 16384:
+            return FragmentTuning(2, 4, 1, 2)
+        return FragmentTuning(1, 4, 2, 2) if width > columns else FragmentTuning(1, 8, 1, 2)
     if rows > 1:
         return FragmentTuning(2, 4, 2) if width > 16384 else FragmentTuning(1, 8, 4)
     if gated:
@@ -59,32 +63,33 @@ def code_tile(rows: int, width: int, columns: int) -> BlockTuning | None:
 
 
 def stream(rows: int, width: int, columns: int) -> StreamTuning | None:
-    """2 to 128 rows of FP8 codes, streamed. None: other kernels are faster. What is left of the ring's room is where
-    the next product's begins to fill."""
+    """2 to 128 rows of FP8 codes, streamed. None: other kernels are faster. What is left of shared memory is where the
+    next product's ring begins to fill."""
     block_m = _stream_rows(rows, width, columns)
     if block_m is None or width <= 4096:
         return None
-    return StreamTuning(block_m, 64, 256, 1, 4, {8: 7, 32: 5}.get(block_m, 4))
+    return StreamTuning(block_m, 64, 256, 1, 4, 7 if block_m < 32 else 5 if block_m == 32 else 4)
 
 
 def stream_parts(rows: int, width: int, columns: int) -> StreamTuning | None:
     """Likewise, where the norm that follows adds the parts up."""
     block_m = _stream_rows(rows, width, columns)
-    if block_m is None or block_m > 32 or width > 8192:
+    if block_m is None or block_m > 64 or width > 8192:
         return None
-    if columns > 8192:
-        return StreamTuning(block_m, 64, 256, 4, 4, 4 if block_m == 32 else 5)
-    return StreamTuning(block_m, 64, 256, 4, 4, 4) if block_m < 32 else StreamTuning(block_m, 64, 256, 2, 4, 4)
+    stages = 5 if block_m < 32 else 4 if block_m == 32 else 3
+    return StreamTuning(block_m, 64, 256, 4 if columns > 8192 else 2, 4, stages)
 
 
 def stream_gated(rows: int, width: int, columns: int) -> StreamTuning | None:
-    """Likewise, of a gated product, `width` counting gate and up. With 128 of each in a tile it hands on codes, which
-    few rows gain from."""
+    """Likewise, of a gated product, `width` counting gate and up. With 128 of each in a tile it hands on codes, from
+    which few rows gain."""
     block_m = _stream_rows(rows, width, columns)
     if block_m is None or width <= 16384:
         return None
-    if block_m <= 16:
-        return StreamTuning(block_m, 128, 128, 1, 4, 4)
+    if block_m == 8:
+        return StreamTuning(block_m, 128, 256, 1, 8, 3)
+    if block_m == 16:
+        return StreamTuning(block_m, 128, 128, 1, 4, 5)
     if block_m == 64:
         return StreamTuning(block_m, 64, 256, 1, 4, 2)
     return StreamTuning(block_m, 64, 128, 1, 4, 5 if block_m == 32 else 3)
