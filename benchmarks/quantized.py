@@ -22,6 +22,7 @@ from inferengine.kernels import quantized
 from inferengine.kernels.norm import rms_norm
 from inferengine.kernels.quantized import BlockTuning, VectorTuning
 from inferengine.kernels.quantized_fragments import FragmentTuning, fragment_product
+from inferengine.kernels.row_stream import stream_product, stream_shape
 from inferengine.kernels.scratch import Scratch
 from inferengine.quant import cuda
 from inferengine.quant.schemes import MADE
@@ -102,6 +103,14 @@ def sweep(shape: str, scheme: str, rows: int, bandwidth: float, budget: int) -> 
             found.append((microseconds(call, ring), list(tuned)))
         except Exception as error:  # out of shared memory or registers: no candidate
             found.append((float("inf"), [*tuned, type(error).__name__]))
+    adds = not gated and width <= columns
+    streamed = stream_shape(x, packed[0], gated=gated, adds=adds)
+    if streamed is not None:
+        inside: dict[str, Any] = {"residual": residual} if adds else {"gain": gain, "eps": 1e-5}
+        inside |= {"gated": 0} if gated else {}
+        found.append(
+            (microseconds(lambda index: stream_product(x, packed[index], streamed, **inside), ring), ["streamed"])
+        )
     found.sort(key=lambda item: item[0])
     plain = [torch.randn(width, columns, device=device, dtype=torch.bfloat16) for _ in range(max(2, ring // 2))]
     cublas = microseconds(lambda index: functional.linear(x, plain[index % len(plain)]), ring)

@@ -206,6 +206,7 @@ def stream_kernel(
         if next_step == SHAPE.steps:
             next_step = first * 0
             next_tile += programs
+    scales_of_rows = _load_scales(first, scale_ptr, SHAPE)
     column = columns_of_chunk(SHAPE)
     gains = ()
     if NORM:
@@ -213,13 +214,14 @@ def stream_kernel(
     allow_next(PDL)
     wait_for_previous(PDL)
 
-    squares = put_inputs((words, scales, totals), load_chunks(x_ptr, column, SHAPE), gains, SHAPE, NORM)
+    x_chunks = load_chunks(x_ptr, column, SHAPE)
+    offsets = _load_offsets(first, bias_ptr, out_ptr, SHAPE, ADD, BIAS)  # long before they are needed
+    squares = put_inputs((words, scales, totals), x_chunks, gains, SHAPE, NORM)
     zero = gl.full([WARPS, 4, 2, 4], 0.0, gl.float32, WORD)
     start = zero
     if SHAPE.kind != 1:
         start = gl.full([WARPS, 4, 2, 4], 0, gl.int32, WORD)
     zeros = (start, start, start, start)
-    outputs = (scale_ptr, bias_ptr, out_ptr)
     own = _own_range(SHAPE)
     slot = first * 0
     kept = first * 0
@@ -259,11 +261,15 @@ def stream_kernel(
         tile_sums.index(kept).store(_row_sums(upper_sum, lower_sum, SHAPE))
         kept += 1
         if kept == KEPT:
-            _flush(sums, begin, _factor(squares, eps, SHAPE, NORM), outputs, SHAPE, ADD, BIAS, ACTIVATION)
+            factor = _factor(squares, eps, SHAPE, NORM)
+            _flush(sums, begin, factor, scales_of_rows, offsets, out_ptr, SHAPE, ACTIVATION)
             kept = first * 0
             begin = tile + programs
+            scales_of_rows = _load_scales(begin, scale_ptr, SHAPE)
+            offsets = _load_offsets(begin, bias_ptr, out_ptr, SHAPE, ADD, BIAS)
     if kept > 0:
-        _flush(sums, begin, _factor(squares, eps, SHAPE, NORM), outputs, SHAPE, ADD, BIAS, ACTIVATION)
+        factor = _factor(squares, eps, SHAPE, NORM)
+        _flush(sums, begin, factor, scales_of_rows, offsets, out_ptr, SHAPE, ACTIVATION)
 
 
 @gluon.jit
@@ -339,40 +345,49 @@ def _points(memory, at, unit: gl.constexpr, tile, SHAPE: gl.constexpr):
 
 
 @gluon.jit
-def _flush(
-    sums,
-    begin,
-    factor,
-    pointers,
-    SHAPE: gl.constexpr,
-    ADD: gl.constexpr,
-    BIAS: gl.constexpr,
-    ACTIVATION: gl.constexpr,
-):
-    """Add up over the warps what they put down for the tiles from `begin` on, and store the outputs."""
-    scale_ptr, bias_ptr, out_ptr = pointers
-    LAYOUT: gl.constexpr = SHAPE.sums_layout
-    OUT: gl.constexpr = gl.SliceLayout(1, LAYOUT)
-    KEPT: gl.constexpr = SHAPE.kept_tiles
-    tile = begin + gl.arange(0, KEPT, axis_layout(0, OUT))[:, None, None] * gl.num_programs(0)
+def _outputs(begin, SHAPE: gl.constexpr):
+    """The outputs of the tiles whose sums wait, [tiles, rows, halves] (gate and up where gated); which exist."""
+    OUT: gl.constexpr = gl.SliceLayout(1, SHAPE.sums_layout)
+    tile = begin + gl.arange(0, SHAPE.kept_tiles, axis_layout(0, OUT))[:, None, None] * gl.num_programs(0)
     row = gl.arange(0, SHAPE.half_rows, axis_layout(1, OUT))[None, :, None]
     half = gl.arange(0, 2, axis_layout(2, OUT))[None, None, :]
     n = tile * SHAPE.outputs + row + half * (SHAPE.width if SHAPE.gated else SHAPE.half_rows)
-    there = (tile < SHAPE.tiles) & (row + half >= 0)
-    scale = factor
-    if SHAPE.kind != 3:
-        scale = gl.load(scale_ptr + n, mask=there, other=0.0) * factor
-    offset = 0.0
+    return n, (tile < SHAPE.tiles) & (row + half >= 0)
+
+
+@gluon.jit
+def _load_scales(begin, scale_ptr, SHAPE: gl.constexpr):
+    """Of the weight rows of the tiles from `begin` on."""
+    n, there = _outputs(begin, SHAPE)
+    if SHAPE.kind == 3:
+        return gl.full(n.shape, 1.0, gl.float32, n.type.layout)
+    else:
+        return gl.load(scale_ptr + n, mask=there, other=0.0)
+
+
+@gluon.jit
+def _load_offsets(begin, bias_ptr, out_ptr, SHAPE: gl.constexpr, ADD: gl.constexpr, BIAS: gl.constexpr):
+    """What is added to the sums of the tiles from `begin` on."""
+    n, there = _outputs(begin, SHAPE)
+    offset = gl.full(n.shape, 0.0, gl.float32, n.type.layout)
     if BIAS:
-        offset = gl.load(bias_ptr + n, mask=there, other=0.0).to(gl.float32)
+        offset += gl.load(bias_ptr + n, mask=there, other=0.0).to(gl.float32)
     if ADD:
         offset += gl.load(out_ptr + n, mask=there, other=0.0).to(gl.float32)
-    result = gl.sum(sums.load(LAYOUT), axis=1) * scale + offset
+    return offset
+
+
+@gluon.jit
+def _flush(sums, begin, factor, scale, offset, out_ptr, SHAPE: gl.constexpr, ACTIVATION: gl.constexpr):
+    """Add up over the warps what they put down for the tiles from `begin` on, and store the outputs."""
+    OUT: gl.constexpr = gl.SliceLayout(1, SHAPE.sums_layout)
+    n, there = _outputs(begin, SHAPE)
+    result = gl.sum(sums.load(SHAPE.sums_layout), axis=1) * (scale * factor) + offset
     if SHAPE.gated:
         ONE: gl.constexpr = gl.SliceLayout(2, OUT)
         left, right = gl.split(result)
         result = gl.convert_layout(gate(left, ACTIVATION) * right, ONE, assert_trivial=True)
-        tile = begin + gl.arange(0, KEPT, axis_layout(0, ONE))[:, None] * gl.num_programs(0)
+        tile = begin + gl.arange(0, SHAPE.kept_tiles, axis_layout(0, ONE))[:, None] * gl.num_programs(0)
         n = tile * SHAPE.outputs + gl.arange(0, SHAPE.half_rows, axis_layout(1, ONE))[None, :]
         there = n < SHAPE.width
     gl.store(out_ptr + n, result.to(gl.bfloat16), mask=there)
