@@ -120,7 +120,7 @@ def _launch(
     if num_rows == 0:
         return
     group = num_heads // num_kv_heads
-    tuned = tuning or decode_tuning(num_rows, num_kv_heads, group, head_dim)
+    tuned = tuning or decode_tuning(num_rows, num_kv_heads, head_dim)
     fitting = scratch.partial.numel() // (num_rows * num_heads * (head_dim + 1))
     splits = max(1, min(num_splits or tuned.num_splits, MAX_SPLITS, fitting))
     if num_rows * num_kv_heads > scratch.arrived.numel():

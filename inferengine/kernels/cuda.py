@@ -22,7 +22,6 @@ from inferengine.kernels.tuning import (
     GemvTuning,
     TileTuning,
     WideTuning,
-    decode_tuning,
     deterministic_tuning,
     linear_tuning,
     parts_tuning,
@@ -190,8 +189,7 @@ class CudaKernels:
     ) -> torch.Tensor:
         """Packed qkv -> [T, H * D] with K and V in the cache; one kernel when every row is a decode."""
         rows = batch.num_tokens
-        tuned = decode_tuning(rows, num_kv_heads, num_heads // num_kv_heads, kv.shape[-1])
-        if rows == batch.num_decodes and tuned.packed and not self.deterministic:
+        if rows == batch.num_decodes and not self.deterministic:
             return decode_attention_qkv(
                 qkv, q_norm, k_norm, eps, cos_sin, kv, batch.row_slot, batch.row_len, batch.block_tables[group],
                 num_heads, scale, window, softcap, self.scratch, kv_scales=kv_scales,

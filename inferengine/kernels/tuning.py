@@ -11,32 +11,33 @@ from typing import NamedTuple
 
 class DecodeTuning(NamedTuple):
     """Decode attention: tokens per tile, most programs per (row, KV head), of which one more takes part for each
-    `min_tiles` of the context; `packed`: the rotation of q and k and the KV write are part of the kernel."""
+    `min_tiles` of the context."""
 
     block_tokens: int
     num_splits: int
     num_warps: int
     num_stages: int
-    packed: bool = True
     min_tiles: int = 1
 
 
-def decode_tuning(num_rows: int, num_kv_heads: int, group: int, head_dim: int) -> DecodeTuning:
-    """Few rows are split to fill the device, in programs light enough to start beside the product before them; many
-    rows are split where the context is long (`min_tiles`), and rotate and write in a kernel of their own. Found over
-    equal and unequal contexts: one long row among short ones must not be what the rest waits for."""
+def decode_tuning(num_rows: int, num_kv_heads: int, head_dim: int) -> DecodeTuning:
+    """Few rows are split to fill the device, in programs that hold one tile and are light enough to start beside the
+    product before them; many rows are split where the context is long (`min_tiles`). Found over equal and unequal
+    contexts: one long row among short ones must not be what the rest waits for."""
     programs = num_rows * num_kv_heads
     if head_dim > 128:
-        return DecodeTuning(32, 8, 4, 2) if programs <= 64 else DecodeTuning(32, 2, 4, 2, True, 16)
+        return DecodeTuning(32, 8, 4, 2) if programs <= 64 else DecodeTuning(32, 2, 4, 2, 16)
     if programs <= 16:
-        return DecodeTuning(64, 32, 4, 1) if group > 2 else DecodeTuning(64, 16, 4, 2)
+        return DecodeTuning(64, 32 if programs <= 8 else 16, 4, 1)
     if programs <= 64:
         return DecodeTuning(64, 8, 4, 2)
     if programs <= 128:
-        return DecodeTuning(64, 8, 2, 2, True, 4)
+        return DecodeTuning(64, 8, 4, 2, 2)
     if programs <= 264:
-        return DecodeTuning(32, 4, 1, 2)
-    return DecodeTuning(64, 8 if programs <= 1056 else 4 if programs <= 1408 else 2, 4, 2, False, 16)
+        return DecodeTuning(64, 8, 2, 2, 8)
+    if programs <= 528:
+        return DecodeTuning(64, 8, 2, 2, 16)
+    return DecodeTuning(64, 8 if programs <= 1056 else 4 if programs <= 1408 else 2, 4, 2, 16)
 
 
 class GemvTuning(NamedTuple):
