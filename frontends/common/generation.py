@@ -133,6 +133,7 @@ class Choice:
             ]
             if not self._ended:
                 pieces.append(self._piece(token_ids[-1:], logprobs and logprobs[len(token_ids) - 1 :], finish))
+            self.finish = self.finish or finish  # its end came with what follows a stop string
             return pieces
         return [self._piece(token_ids, delta.logprobs, finish)]
 
