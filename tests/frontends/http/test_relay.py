@@ -146,6 +146,25 @@ def test_a_stop_string_ends_it_and_what_follows_is_dropped() -> None:
     asyncio.run(run())
 
 
+@pytest.mark.parametrize("at_once", [True, False])
+def test_the_engines_account_of_a_choice_that_a_stop_string_ended(at_once: bool) -> None:
+    """It comes after the stop string, or together with it and what follows."""
+
+    async def run() -> None:
+        line = Line(Socket(), stop=("brown",))
+        line.collector.add_tokens(ids(TEXT))
+        if at_once:
+            line.collector.end(LENGTH)
+        assert await line.running is None
+        assert (line.choice.finish is not None) == at_once
+        if not at_once:
+            line.collector.end(LENGTH)
+        await line.choice.settle()
+        assert line.choice.finish == LENGTH
+
+    asyncio.run(run())
+
+
 def test_an_error_is_handed_to_whoever_answers() -> None:
     async def run() -> None:
         line = Line(Socket())

@@ -46,15 +46,6 @@ def test_so_does_the_last_chunk_of_a_stream(embedded: Embedded) -> None:
         assert json.loads(usage)["usage"]["completion_tokens"] < ASKED["max_tokens"]
 
 
-def test_so_does_a_stream_that_is_read_again_when_all_is_there(embedded: Embedded) -> None:
-    stop, cached = stop_string(embedded)
-    asked = {**ASKED, "stop": stop, "stream": True, "stream_options": {"include_usage": True}, "detached": True}
-    first = embedded.post("/v1/completions", **asked)
-    again = embedded.http.get(f"/v1/streams/{first.headers['x-stream-id']}")
-    assert again.text == first.text
-    assert f'"cached_tokens":{cached}' in again.text
-
-
 def test_and_the_other_dialects(embedded: Embedded) -> None:
     messages = [{"role": "user", "content": PROMPT}]
     asked = {"messages": messages, "max_tokens": 30, "temperature": 0}
