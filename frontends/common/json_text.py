@@ -36,11 +36,19 @@ def parse(body: bytes | str, *, parse_constant: Callable[[str], Any] | None = No
     return json.loads(text, object_hook=_same, parse_int=_integer, parse_float=_decimal, parse_constant=parse_constant)
 
 
-async def beside(size: int, work: Callable[..., Result], *arguments: Any) -> Result:
-    """The result of `work`, which is done here where `size`, in bytes or characters, is small, and else in a thread."""
-    if size < LARGE:
-        return work(*arguments)
-    return await asyncio.to_thread(work, *arguments)
+class Beside:
+    """Where the large documents of one event loop are read: in a thread, one after the other. The loop takes turns with
+    one thread then, however many of them come at once."""
+
+    def __init__(self) -> None:
+        self._lock = asyncio.Lock()
+
+    async def do(self, size: int, work: Callable[..., Result], *arguments: Any) -> Result:
+        """The result of `work`, which is done at once where `size`, in bytes or characters, is small."""
+        if size < LARGE:
+            return work(*arguments)
+        async with self._lock:
+            return await asyncio.to_thread(work, *arguments)
 
 
 class Containers:

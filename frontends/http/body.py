@@ -8,7 +8,7 @@ from typing import Any
 from starlette.requests import ClientDisconnect, Request
 
 from frontends.common.fields import parse_object
-from frontends.common.json_text import beside
+from frontends.common.json_text import Beside
 from inferengine.errors import InferEngineError, InvalidRequest
 
 BODY_TIMEOUT_S = 60.0  # for a client that sends its body drop by drop
@@ -35,7 +35,8 @@ async def read_json(request: Request, most_bytes: int) -> dict[str, Any]:
         raise InferEngineError("deadline_exceeded", "The body did not arrive in time.") from None
     except ClientDisconnect:
         raise InferEngineError("cancelled", "The client went away.") from None
-    document = await beside(len(body), parse_object, body)
+    beside: Beside = request.app.state.service.beside
+    document = await beside.do(len(body), parse_object, body)
     request.scope["body"], request.scope["document"] = body, document  # for whoever keeps or limits this request
     return document
 

@@ -13,6 +13,7 @@ from starlette.requests import Request
 from starlette.types import Receive
 
 from frontends.common.generation import Submitter
+from frontends.common.json_text import Beside
 from frontends.common.keys import KeyRing
 from frontends.common.line import Line
 from frontends.common.model_context import ModelContext, ServedModel
@@ -59,6 +60,7 @@ class Service:
         self.responses = ResponseStore(shelf)
         self.turn = Turn()
         self.line = Line()
+        self.beside = Beside()
         self.draining = False
         self.started_s = time.time()
         self._calls: set[Call] = set()

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from frontends.common.generation import Piece, guess_counts
+from frontends.common.json_text import Beside
 from frontends.common.keys import ANYBODY, ApiKey
 from frontends.common.line import Line
 from frontends.common.model_context import ModelContext, ServedModel
@@ -46,6 +47,7 @@ class Desk:
     config: Config
     tracing: Tracing | None = None
     line: Line = field(default_factory=Line)
+    beside: Beside = field(default_factory=Beside)
 
     async def find_engine(self) -> None:
         """Wait a little for the engine where it is not connected: it has what is to be resumed, and it alone."""

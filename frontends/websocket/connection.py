@@ -10,7 +10,6 @@ from typing import Any
 
 from frontends.common.errors import scrubbed, unexpected
 from frontends.common.fields import refuse_half_pairs
-from frontends.common.json_text import beside
 from frontends.websocket.answer import Answer, Caller, Desk
 from frontends.websocket.channel import Channel, SocketGone
 from frontends.websocket.codec import Codec
@@ -97,9 +96,9 @@ class Connection:
         document: Any = None
         size = len(message.get("text") or message.get("bytes") or b"")
         try:
-            document = await beside(size, self._codec.decode, message)
+            document = await self._desk.beside.do(size, self._codec.decode, message)
             if isinstance(document, dict) and self._codec.may_hold_half_pairs(message):
-                await beside(size, refuse_half_pairs, document)
+                await self._desk.beside.do(size, refuse_half_pairs, document)
             await self._on_frame(read_frame(document))
         except InferEngineError as error:
             name = id_of(document)
