@@ -30,7 +30,7 @@ BYTES_PER_SOURCE_BYTE = 64
 STACK_BYTES = 256 * 1024 * 1024
 MAX_SOURCE_BYTES = 1024 * 1024  # as far as that stack reaches, whatever limits.max_grammar_bytes says
 MAX_RULES = 2000  # of a grammar: with 10,000 that name each other in turn llguidance is busy for minutes
-_RULE = re.compile(r"(?m)^\s*[?!]?[A-Za-z_]\w*[^:\n\"/]{0,80}:", re.ASCII)
+_RULE = re.compile(r"(?m)^[ \t]*[?!]?[A-Za-z_]\w*[^:\n\"/]{0,80}:", re.ASCII)
 
 T = TypeVar("T")
 Done = Callable[[TokenMatcher | InferEngineError], None]

@@ -23,7 +23,7 @@ _TOKEN = re.compile(
   | (?P<defines>::=)
   | (?P<literal>"(?:[^"\\\n]|\\.)*")
   | (?P<set>\[(?:[^\]\\\n]|\\.)*\])
-  | (?P<repeat>[*+?]|\{\s*\d*\s*(?:,\s*\d*\s*)?\})
+  | (?P<repeat>[*+?]|\{\s*(?:\d+\s*)?(?:,\s*(?:\d+\s*)?)?\})
   | (?P<mark>[|().])
     """,
     re.VERBOSE | re.ASCII,

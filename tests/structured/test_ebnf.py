@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 
@@ -105,6 +106,31 @@ def test_each_sign_means_what_it_means_there(vocabulary, source, expression):
 def test_what_cannot_be_read_is_named_by_its_line(source, why):
     with pytest.raises(ValueError, match=re.escape(why)):
         to_lark(source)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        'root ::= "a"{' + " " * 200_000,
+        'root ::= "a"{1' + " " * 100_000 + "," + " " * 100_000,
+        'root ::= "' + "\\" * 200_001,
+        "root ::= [" + "a" * 200_000,
+        "root ::= " + "a" * 200_000,
+        "root ::= a" + " " * 200_000,
+        "\n" * 200_000 + "root ::= ",
+        'root ::= "a"{' + "9" * 200_000 + "}",
+    ],
+)
+def test_long_runs_of_one_sign_take_no_longer_than_others(vocabulary, source):
+    """Read by expressions, which can take the square of a run's length: then this would not end."""
+    with contextlib.suppress(InvalidRequest):
+        vocabulary.compiler.compile(GrammarSpec("lark", source))
+
+
+@pytest.mark.parametrize("run", ["\n", " ", "a", "?", "_\n", ":"])
+def test_nor_do_they_in_lark(vocabulary, run):
+    with contextlib.suppress(InvalidRequest):
+        vocabulary.compiler.compile(GrammarSpec("lark", run * (200_000 // len(run))))
 
 
 def test_a_refusal_reaches_the_request(vocabulary):
