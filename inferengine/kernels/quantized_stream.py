@@ -28,6 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from inferengine.kernels.activation import gate
 from inferengine.kernels.pdl import allow_next, launch_options, supports_pdl, wait_for_previous
 from inferengine.kernels.scratch import Scratch
 
@@ -174,16 +175,6 @@ def descriptors(
 
 
 @gluon.jit
-def _gate(x, ACTIVATION: gl.constexpr):
-    """activation.gate, of a float32 tile."""
-    if ACTIVATION == 0:
-        return x / (1.0 + gl.exp(-x))
-    else:
-        tanh = 1.0 - 2.0 / (gl.exp(2.0 * 0.7978845608028654 * (x + 0.044715 * x * x * x)) + 1.0)
-        return 0.5 * x * (1.0 + tanh)
-
-
-@gluon.jit
 def _load_weight(
     weight, n_first, at, ready, slots, stage, BLOCK_K: gl.constexpr, N: gl.constexpr, GATED: gl.constexpr, pred=True
 ):
@@ -309,7 +300,7 @@ def stream_kernel(
         up = up * gl.load(scale_ptr + N + n)[:, None]
         if BIAS:
             up += gl.load(bias_ptr + N + n).to(gl.float32)[:, None]
-        acc = _gate(acc, ACTIVATION) * up
+        acc = gate(acc, ACTIVATION) * up
     if CODES:
         largest = gl.maximum(gl.max(gl.abs(acc), axis=0), 1e-12) / LARGEST
         gl.store(out_scale_ptr + gl.program_id(0) * num_rows + m, largest, mask=m < num_rows)
