@@ -1,10 +1,10 @@
 """Products with quantized weights on CUDA: which kernel takes how many rows. All of it may be captured in a graph.
 
 One row is streamed on Hopper, with norm, gate and residual inside; elsewhere vector kernels take it. More: FP8 with a
-scale for each output goes through the FP8 tensor cores (inputs rounded by token; own tiles up to 64 or 128 rows,
-torch's beyond), W8A8 from 65 rows through the int8 ones; all else takes tiles on the tensor cores, codes made into
-numbers in registers. INT4 has one kernel from one row on. From 257 rows (INT4: 65), where arithmetic is what costs,
-those are made into numbers once for each product and left to cuBLAS.
+scale for each output goes through the FP8 tensor cores, its inputs rounded, W8A8 from 65 rows through the int8 ones
+(rounded.py); all else takes tiles on the tensor cores, codes made into numbers in registers. INT4 has one kernel from
+one row on. From 257 rows (INT4: 97), where arithmetic is what costs, those are made into numbers once for each product
+and left to cuBLAS.
 """
 
 from __future__ import annotations
