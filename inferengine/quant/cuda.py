@@ -2,9 +2,9 @@
 
 One row is streamed on Hopper, with norm, gate and residual inside; elsewhere vector kernels take it. More: FP8 with a
 scale for each output goes through the FP8 tensor cores, its inputs rounded, W8A8 from 65 rows through the int8 ones
-(rounded.py); all else takes tiles on the tensor cores, codes made into numbers in registers. INT4 has one kernel from
-one row on. From 257 rows (INT4: 97), where arithmetic is what costs, those are made into numbers once for each product
-and left to cuBLAS.
+(rounded.py); all else takes tiles on the tensor cores, codes made into numbers in registers, INT4 from 17 rows on. From
+257 rows (INT4: 129), where arithmetic is what costs, those are made into numbers once for each product and left to
+cuBLAS.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from inferengine.kernels.quantize_rows import numbers_of_blocks
 from inferengine.kernels.quantized import BLOCK_COLUMNS, ByteWeight
 from inferengine.kernels.quantized_fragments import fragment_product, fragment_product_float32
 from inferengine.kernels.quantized_int4 import NibbleWeight, pack_nibbles
+from inferengine.kernels.quantized_nibble_tiles import MOST_PARTS, nibble_tile_product
 from inferengine.kernels.row_stream import stream_product, stream_shape
 from inferengine.kernels.row_stream_shape import Shape
 from inferengine.kernels.scratch import Scratch
@@ -177,7 +178,9 @@ class CudaProducts:
         if self.deterministic:
             return True
         if isinstance(packed.weight, NibbleWeight):
-            return x.shape[0] <= tuning.MOST_FRAGMENT_ROWS
+            return x.shape[0] <= (
+                tuning.MOST_NIBBLE_ROWS if _takes_tiles(x, packed.weight) else tuning.MOST_FRAGMENT_ROWS
+            )
         rounds = _rounds_inputs(x, packed)
         return x.shape[0] <= (tuning.MOST_EXACT_ROWS[packed.inputs] if rounds else tuning.MOST_TILE_ROWS)
 
@@ -204,6 +207,11 @@ class CudaProducts:
         weight = packed.weight
         rows = None if self.deterministic else x.shape[0]
         if isinstance(weight, NibbleWeight):
+            tiled = None
+            if rows is not None and _takes_tiles(x, weight):
+                tiled = tuning.nibble_tile(rows, weight.rows, weight.columns)
+            if tiled is not None:
+                return nibble_tile_product(x, weight, tiled, self.scratch, **surroundings)
             tuned = tuning.fragments(rows, weight.rows, weight.columns, gated=False)
             if x.dtype in MATRIX_TYPES:
                 return fragment_product(x, weight, tuned, **surroundings)
@@ -236,6 +244,10 @@ def table(base: Ops, make: Make, device: torch.device, *, deterministic: bool = 
 def _around(y: torch.Tensor, bias: torch.Tensor | None = None, residual: torch.Tensor | None = None) -> torch.Tensor:
     y = _plus(y, bias)
     return y if residual is None else residual.add_(y)
+
+
+def _takes_tiles(x: torch.Tensor, weight: NibbleWeight) -> bool:
+    return x.dtype in MATRIX_TYPES and weight.parts <= MOST_PARTS
 
 
 def _rounds_inputs(x: torch.Tensor, packed: Packed) -> bool:

@@ -11,10 +11,12 @@ import torch
 
 from inferengine.kernels.quantized import BlockTuning, VectorTuning
 from inferengine.kernels.quantized_fragments import FragmentTuning
+from inferengine.kernels.quantized_nibble_tiles import NibbleTuning
 from inferengine.kernels.quantized_stream import StreamTuning
 
 MOST_TILE_ROWS = 256  # beyond, the weight is made into numbers for each product
-MOST_FRAGMENT_ROWS = 96  # likewise, of 4-bit weights
+MOST_NIBBLE_ROWS = 128  # likewise, of 4-bit weights
+MOST_FRAGMENT_ROWS = 96  # of those that the tiles cannot take
 MOST_EXACT_ROWS = {torch.float8_e4m3fn: 1, torch.int8: 64}  # beyond, inputs are rounded where the scheme says so
 TARGET_PROGRAMS = 264  # two programs on each of 132 multiprocessors
 
@@ -29,7 +31,7 @@ def byte_vector(width: int, columns: int, gated: bool, *, blocks: bool) -> Vecto
 
 
 def fragments(rows: int | None, width: int, columns: int, gated: bool) -> FragmentTuning:
-    """4-bit codes, up to MOST_FRAGMENT_ROWS rows."""
+    """4-bit codes straight from registers."""
     if rows is None:
         return FragmentTuning(1, 4, 2)
     if rows > 16:
@@ -43,6 +45,22 @@ def fragments(rows: int | None, width: int, columns: int, gated: bool) -> Fragme
     if gated:
         return FragmentTuning(2, 2, 1)
     return FragmentTuning(1, 4, 4) if width > columns else FragmentTuning(1, 8, 2)
+
+
+def nibble_tile(rows: int, width: int, columns: int) -> NibbleTuning | None:
+    """4-bit codes, up to MOST_NIBBLE_ROWS rows. None: straight from registers is faster."""
+    if rows <= 16:
+        return None
+    block_m = 32 if rows <= 32 else 64 if rows <= 64 else 128
+    if width > 16384:
+        return (
+            NibbleTuning(64, 128, 1, 8, 3)
+            if block_m == 64
+            else NibbleTuning(block_m, 64, 2 if block_m == 32 else 1, 4, 3)
+        )
+    if block_m == 128 and width > columns:
+        return NibbleTuning(block_m, 64, 1, 4, 4)
+    return NibbleTuning(block_m, 64, 8 if block_m == 32 and columns > 8192 else 4, 4, 3)
 
 
 def byte_tile(rows: int | None, width: int, columns: int, item_bytes: int) -> BlockTuning:
