@@ -60,7 +60,7 @@ def table(inner: Ops) -> Ops:
 
     def norm_gated_linear(
         x: torch.Tensor,
-        gain: torch.Tensor,
+        gain: torch.Tensor | None,
         eps: float,
         weight: Any,
         bias: torch.Tensor | None = None,
@@ -68,7 +68,7 @@ def table(inner: Ops) -> Ops:
     ) -> torch.Tensor:
         if not isinstance(weight, Reordered):
             return inner.norm_gated_linear(x, gain, eps, weight, bias, activation)
-        both = norm_linear(x, gain, eps, weight, bias)
+        both = linear(x, weight, bias) if gain is None else norm_linear(x, gain, eps, weight, bias)
         return inner.silu_and_mul(both) if activation == "silu" else inner.gelu_tanh_and_mul(both)
 
     return dataclasses.replace(
