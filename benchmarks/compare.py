@@ -7,7 +7,7 @@ python -m benchmarks.compare report ours.jsonl peer.jsonl --peer "vLLM 0.26.0" -
 A workload is a name in WORKLOADS; its seed, its lengths and the way its time is taken are part of it. Decode: (median
 time of 256 output tokens - median time of 1) / 255, so that neither prompts nor set-up count. A peer's results are rows
 of the same shape, one JSON object each line: {"workload", "value", "unit", "gpu"?}. `gpu` is what NVML saw of the
-devices while the row was measured (benchmarks/gpu_trace.py). A line {"environment": {...}} says where it was.
+devices while the row was measured (inferengine/bench/gpu_trace.py). A line {"environment": {...}} says where it was.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.gpu_trace import GpuTrace
 from benchmarks.shapes import SHAPES
+from inferengine.bench.gpu_trace import GpuTrace
 
 Row = dict[str, Any]
 Emit = Callable[..., None]  # name, value, and what NVML saw where it is known better than by the clock
@@ -138,7 +138,7 @@ def run_ours(shape: str, emit: Emit) -> None:
 
 
 def run_http(url: str, model: str, emit: Emit) -> None:
-    """The two HTTP workloads, through benchmarks/serving.py's client, the better of two runs."""
+    """The two HTTP workloads, through `inferengine bench`, the better of two runs."""
     loads: dict[int, list[str]] = {
         16: ["--requests", "100", "--input", "128:384", "--output", "32:96"],
         128: ["--requests", "512", "--input", "512", "--output", "128"],
@@ -209,7 +209,7 @@ def _lines(path: Path) -> list[Row]:
 
 
 def environment(gpus: Row) -> Row:
-    """Where and with what something is measured; `gpus` is a summary of benchmarks/gpu_trace.py."""
+    """Where and with what something is measured; `gpus` is a summary of inferengine/bench/gpu_trace.py."""
     devices = [device["name"] for device in gpus.get("devices", [])]
     packages = {name: _version(name) for name in ("inferengine", "torch", "triton")}
     return {

@@ -22,6 +22,7 @@ COMMANDS = {
     "http": "the HTTP front end: OpenAI-compatible routes and Server-Sent Events",
     "ws": "the websocket front end and its chat page",
     "chat": "talk to a running engine in this terminal",
+    "bench": "load on any OpenAI-compatible server: latencies, throughput, goodput",
     "profile": "record steps of a running engine: a Chrome trace and where the time goes",
     "check": "look for what would keep the service from working, with remedies",
     "simulate": "the scheduler in virtual time: capacity, policies, fleets, without a device",

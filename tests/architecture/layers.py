@@ -60,6 +60,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "inferengine.runtime",
     ),
     "inferengine.simulation": (*FOUNDATION, "inferengine.core", "inferengine.engine.core", "inferengine.client"),
+    "inferengine.bench": (*FOUNDATION, "inferengine.engine"),
     "inferengine.runtime": (
         *FOUNDATION,
         "inferengine.core",
@@ -87,6 +88,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "inferengine.text",
         "inferengine.engine",
         "inferengine.simulation",
+        "inferengine.bench",
         "frontends",
     ),
     "inferengine.commands.plan_memory": (
@@ -128,6 +130,7 @@ LIGHT_PARTS = (
     "inferengine.commands",
     "inferengine.engine",
     "inferengine.simulation",
+    "inferengine.bench",
     "frontends",
 )
 # Where the engine meets the device, inside a function, once everything cheap has been checked.

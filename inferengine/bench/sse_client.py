@@ -43,7 +43,8 @@ class Connection(asyncio.Protocol):
         self._text = b""
         self._in_head = True
         self._chunked = False
-        self._remaining = 0
+        self._remaining: int | None = 0
+        self._closes = False
 
     @classmethod
     async def open(cls, url: str) -> Connection:
@@ -51,7 +52,7 @@ class Connection(asyncio.Protocol):
         secure = parts.scheme == "https"
         port = parts.port or (443 if secure else 80)
         context = ssl.create_default_context() if secure else None
-        _, connection = await asyncio.get_running_loop().create_connection(cls, parts.hostname, port, ssl=context)
+        _, connection = await asyncio.get_running_loop().create_connection(cls, parts.hostname or "", port, ssl=context)
         return connection
 
     async def post(self, host: str, path: str, body: bytes, headers: str = "") -> Reply:
@@ -73,12 +74,15 @@ class Connection(asyncio.Protocol):
 
     @property
     def is_open(self) -> bool:
-        return not self._transport.is_closing()
+        """Whether another request may be sent over it."""
+        return not (self._closes or self._transport.is_closing())
 
     def connection_made(self, transport: Any) -> None:
         self._transport = transport
 
     def connection_lost(self, error: Exception | None) -> None:
+        if self._remaining is None and error is None:  # the body was to end here
+            self._finish()
         if self._done is not None and not self._done.done():
             self._reply.error = self._reply.error or "the connection was closed"
             self._done.set_result(None)
@@ -102,12 +106,15 @@ class Connection(asyncio.Protocol):
         self._reply.status = int(head.split(b" ", 2)[1])
         self._chunked = b"transfer-encoding: chunked" in head
         length = head.partition(b"content-length:")[2].split(b"\r\n")[0].strip()
-        self._remaining = int(length) if length and not self._chunked else 0
+        self._closes = b"connection: close" in head or head.startswith(b"http/1.0")
+        self._remaining = 0 if self._chunked else int(length) if length else None  # None: until the server closes
 
     def _take_plain(self) -> bool:
-        self._text += self._buffer
-        self._remaining -= len(self._buffer)
-        self._buffer = b""
+        received, self._buffer = self._buffer, b""
+        self._text += received
+        if self._remaining is None:
+            return False
+        self._remaining -= len(received)
         return self._remaining <= 0
 
     def _dechunk(self) -> bool:

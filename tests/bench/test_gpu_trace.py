@@ -6,7 +6,7 @@ import time
 from types import SimpleNamespace
 from typing import Any
 
-from benchmarks.gpu_trace import GpuTrace, line
+from inferengine.bench.gpu_trace import GpuTrace, line
 
 POWER_LIMIT, IDLE = 0x4, 0x1
 

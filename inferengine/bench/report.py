@@ -1,0 +1,93 @@
+"""What the replies say: latencies of the good ones, throughput, goodput and errors.
+
+TTFT is the time to the first event with output, ITL the gap between two events of a stream, TPOT a request's mean per
+output token after the first, E2E the whole request. Goodput counts the requests per second that met every limit.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from inferengine.bench.sse_client import Reply
+
+PERCENTILES = (50, 90, 95, 99)
+ROWS = {"ttft_ms": "first token", "itl_ms": "between events", "tpot_ms": "per output token", "e2e_ms": "whole request"}
+
+
+def summary(values: list[float]) -> dict[str, float]:
+    """Mean and percentiles in milliseconds of seconds; empty without values."""
+    if not values:
+        return {}
+    ordered = sorted(values)
+    shown = {
+        f"p{share}": ordered[min(len(ordered) - 1, round((len(ordered) - 1) * share / 100))] for share in PERCENTILES
+    }
+    return {name: round(value * 1e3, 3) for name, value in {"mean": statistics.fmean(values), **shown}.items()}
+
+
+def per_output_token(reply: Reply) -> float | None:
+    """Seconds per output token after the first; None for fewer than two."""
+    tokens = reply.usage.get("completion_tokens", len(reply.event_s))
+    return (reply.ended_s - reply.event_s[0]) / (tokens - 1) if reply.event_s and tokens > 1 else None
+
+
+def meets(reply: Reply, limits: Mapping[str, float]) -> bool:
+    """Whether a good reply kept every limit, in milliseconds by `ttft`, `tpot`, `e2e`."""
+    figures = {
+        "ttft": reply.event_s[0] - reply.started_s if reply.event_s else math.inf,
+        "tpot": per_output_token(reply) or 0.0,
+        "e2e": reply.ended_s - reply.started_s,
+    }
+    return reply.is_good and all(figures[name] * 1e3 <= limit for name, limit in limits.items())
+
+
+def report(replies: list[Reply], seconds: float, limits: Mapping[str, float]) -> dict[str, Any]:
+    """All figures, ready for JSON. `goodput_per_s` only with limits."""
+    good = [reply for reply in replies if reply.is_good]
+    gaps = [after - before for reply in good for before, after in zip(reply.event_s, reply.event_s[1:], strict=False)]
+    output = sum(reply.usage.get("completion_tokens", len(reply.event_s)) for reply in good)
+    prompt = sum(reply.usage.get("prompt_tokens", 0) for reply in good)
+    return {
+        "seconds": round(seconds, 3),
+        "completed": len(good),
+        "failed": len(replies) - len(good),
+        "errors": dict(Counter(_cause(reply) for reply in replies if not reply.is_good)),
+        "requests_per_s": round(len(good) / seconds, 3),
+        "output_tokens_per_s": round(output / seconds, 1),
+        "total_tokens_per_s": round((output + prompt) / seconds, 1),
+        "prompt_tokens": prompt,
+        "output_tokens": output,
+        "ttft_ms": summary([reply.event_s[0] - reply.started_s for reply in good if reply.event_s]),
+        "itl_ms": summary(gaps),
+        "tpot_ms": summary([value for reply in good if (value := per_output_token(reply)) is not None]),
+        "e2e_ms": summary([reply.ended_s - reply.started_s for reply in good]),
+        **({"goodput_per_s": round(sum(meets(r, limits) for r in replies) / seconds, 3)} if limits else {}),
+    }
+
+
+def table(found: Mapping[str, Any]) -> str:
+    """A report for people."""
+    lines = [
+        f"requests    {found['completed']:,} completed, {found['failed']:,} failed in {found['seconds']:,.2f} s",
+        f"throughput  {found['requests_per_s']:,.2f} requests/s, {found['output_tokens_per_s']:,.1f} output tokens/s, "
+        f"{found['total_tokens_per_s']:,.1f} tokens/s with prompts",
+    ]
+    if "goodput_per_s" in found:
+        lines.append(f"goodput     {found['goodput_per_s']:,.2f} requests/s within the limits")
+    lines += [f"error       {count:,} times: {text}" for text, count in found["errors"].items()]
+    names = ["mean", *(f"p{share}" for share in PERCENTILES)]
+    lines += ["", f"{'milliseconds':<18}" + "".join(f"{name:>12}" for name in names)]
+    lines += [
+        f"{label:<18}" + "".join(f"{found[key][name]:>12,.2f}" for name in names)
+        for key, label in ROWS.items()
+        if found[key]
+    ]
+    return "\n".join(lines)
+
+
+def _cause(reply: Reply) -> str:
+    return f"{reply.status} {reply.error[:120] or 'the stream ended without a finish_reason'}"
