@@ -1,6 +1,8 @@
 """A model on the CPU in fp32, bf16 and low precision, alternating in one process: what a decode step costs.
 
-python benchmarks/int8_cpu.py [--model FOLDER] [--schemes bfloat16 int8 int8_w8a8] [--threads 1] [--batch 1]
+python benchmarks/int8_cpu.py [--model FOLDER] [--schemes float32 bfloat16 int8 int8_w8a8] [--threads 1] [--batch 1]
+
+`none` is the default: fp32, its weights read as fp16 where that holds them exactly. `float32` reads them as fp32.
 
 Wall time and this thread's own CPU time: with one thread the latter tells what the engine does on a core of its own
 though others use the machine. Medians of steps that only decode; the ratio is tokens per second over fp32's.
@@ -13,13 +15,16 @@ import json
 import platform
 import statistics
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
 from benchmarks.offline import Bench
 from inferengine.config import Config, load
+from inferengine.kernels import reference
 
 
 class Timed:
@@ -54,7 +59,7 @@ class Timed:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="", help="checkpoint folder; none: the embedded model")
-    parser.add_argument("--schemes", nargs="+", default=["bfloat16", "int8", "int8_w8a8"])
+    parser.add_argument("--schemes", nargs="+", default=["float32", "bfloat16", "int8", "int8_w8a8"])
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=30)
@@ -63,14 +68,17 @@ def main() -> None:
     engines: dict[str, Timed] = {}
     for scheme in ("none", *arguments.schemes):
         values: dict[str, Any] = {"path": arguments.model, "dtype": "float32", "quantization": scheme}
-        if scheme == "bfloat16":
+        if scheme in ("float32", "bfloat16"):
             values |= {"dtype": scheme, "quantization": "none"}
         config = load().with_values(
             model=values,
             engine={"device": "cpu", "threads": arguments.threads, "max_num_seqs": arguments.batch},
             cache={"num_blocks": 40 * arguments.batch},
         )
-        engines[scheme] = Timed(config, arguments.batch, prompt=32, num_tokens=200)
+        with (
+            mock.patch.object(reference, "_half_is_exact", return_value=False) if scheme == "float32" else nullcontext()
+        ):
+            engines[scheme] = Timed(config, arguments.batch, prompt=32, num_tokens=200)
     for _ in range(arguments.rounds):
         for timed in engines.values():
             timed.run(10)
