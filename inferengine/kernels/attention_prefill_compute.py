@@ -32,10 +32,8 @@ from inferengine.kernels.attention_prefill_loader import (
     take_place,
     tile_at,
 )
+from inferengine.kernels.hopper import view
 from inferengine.kernels.pdl import allow_next, wait_for_previous
-
-# The name changed between Triton 3.6 and 3.9.
-NEW_VIEW = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
 
 
 @gluon.jit
@@ -177,14 +175,6 @@ def _compute(part: gl.constexpr, rows, shared, barriers, numbers, v_scale, out_p
 
 
 @gluon.jit
-def _view(memory, shape: gl.constexpr, layout: gl.constexpr):
-    if NEW_VIEW:
-        return memory.reinterpret(memory.dtype, shape, layout)
-    else:
-        return memory._reinterpret(memory.dtype, shape, layout)
-
-
-@gluon.jit
 def _barriers(number: gl.constexpr, count: gl.constexpr):
     barriers = gl.allocate_shared_memory(gl.int64, [number, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(number):
@@ -224,9 +214,9 @@ def attention_kernel(
     q_slots = gl.allocate_shared_memory(kv.dtype, [4 * CHUNKS, SHAPE.tokens, SHAPE.group, COLUMNS], q.layout)
     k_slots = gl.allocate_shared_memory(kv.dtype, [PIECES, LINES, COLUMNS], kv.layout)
     v_slots = gl.allocate_shared_memory(kv.dtype, [PIECES, LINES, COLUMNS], kv.layout)
-    queries = _view(q_slots, [4, GROUP_ROWS, HEAD_DIM], LINE_LAYOUT)
-    keys = _view(k_slots, [STAGES, BLOCK_T, HEAD_DIM], LINE_LAYOUT)
-    values = _view(v_slots, [STAGES, BLOCK_T, HEAD_DIM], LINE_LAYOUT)
+    queries = view(q_slots, [4, GROUP_ROWS, HEAD_DIM], LINE_LAYOUT)
+    keys = view(k_slots, [STAGES, BLOCK_T, HEAD_DIM], LINE_LAYOUT)
+    values = view(v_slots, [STAGES, BLOCK_T, HEAD_DIM], LINE_LAYOUT)
     places = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     shared = (queries, keys, values, places)
     q_ready = _barriers(4, 1)

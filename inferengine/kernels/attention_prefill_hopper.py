@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from inferengine.kernels.attention_prefill_compute import attention_kernel
 from inferengine.kernels.attention_prefill_loader import COLUMNS, LINES, Shape
+from inferengine.kernels.hopper import is_hopper, num_multiprocessors
 from inferengine.kernels.pdl import launch_options, supports_pdl
 from inferengine.kernels.scratch import Scratch
 
@@ -27,8 +26,7 @@ def fits(q: torch.Tensor, kv: torch.Tensor) -> bool:
         and block_size % 64 == 0
         and group in (1, 2, 4, 8, 16)
         and kv.is_contiguous()
-        and kv.is_cuda
-        and torch.cuda.get_device_capability(kv.device)[0] == 9
+        and is_hopper(kv.device)
     )
 
 
@@ -63,7 +61,7 @@ def prefill_attention(
         softcap=softcap is not None,
     )
     num_tiles = num_tokens // (2 * shape.tokens) + row_slot.shape[0] - first_row
-    attention_kernel[(min(num_tiles * num_kv_heads, _num_multiprocessors(q.device)),)](
+    attention_kernel[(min(num_tiles * num_kv_heads, num_multiprocessors(q.device)),)](
         *descriptors(q, kv, shape),
         row_slot,
         row_start,
@@ -84,11 +82,6 @@ def prefill_attention(
         **launch_options(supports_pdl(q.device)),
     )
     return out
-
-
-@lru_cache(maxsize=16)
-def _num_multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def descriptors(q: torch.Tensor, kv: torch.Tensor, shape: Shape) -> tuple[TensorDescriptor, TensorDescriptor]:

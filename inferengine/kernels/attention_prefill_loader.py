@@ -10,15 +10,14 @@ from dataclasses import dataclass
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from inferengine.kernels.hopper import load_piece
 from inferengine.kernels.row_tiles import find_row
 
 GROUP_ROWS = gl.constexpr(64)  # rows of a computing group: what an instruction of the tensor cores takes
 LINES = gl.constexpr(64)  # keys or values of one copy; they lie within one block of the cache
 COLUMNS = gl.constexpr(64)  # columns of one copy: 128 bytes, the width of the swizzle
-# The name changed between Triton 3.6 and 3.9.
-load_piece = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 
 
 @dataclass(frozen=True)

@@ -22,20 +22,19 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from inferengine.kernels.activation import gate
+from inferengine.kernels.hopper import is_hopper, load_piece
 from inferengine.kernels.pdl import allow_next, launch_options, supports_pdl, wait_for_previous
 from inferengine.kernels.scratch import Scratch
 
 COLUMNS = gl.constexpr(128)  # of a copy, the width of the swizzle; also what shares a scale where a row has several
 LARGEST = gl.constexpr(448.0)
 LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
-load_piece = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared  # renamed since 3.6
 
 
 class StreamTuning(NamedTuple):
@@ -61,7 +60,7 @@ def fits(rows: int, weight: torch.Tensor, tuned: StreamTuning, *, gated: bool = 
     """What the kernel takes. `weight`: codes [N, K]."""
     width, columns = weight.shape
     whole = width % (tuned.block_n * (2 if gated else 1)) == 0 and columns % (tuned.block_k * tuned.splits) == 0
-    on_hopper = weight.is_cuda and torch.cuda.get_device_capability(weight.device)[0] == 9
+    on_hopper = is_hopper(weight.device)
     return on_hopper and whole and rows <= tuned.block_m and weight.is_contiguous() and weight.data_ptr() % 16 == 0
 
 

@@ -28,6 +28,7 @@ from functools import lru_cache
 import torch
 import triton
 
+from inferengine.kernels.hopper import is_hopper, num_multiprocessors
 from inferengine.kernels.pdl import launch_options, supports_pdl
 from inferengine.kernels.quantized import ByteWeight
 from inferengine.kernels.quantized_int4 import NibbleWeight
@@ -114,13 +115,3 @@ def find_shape(kind: int, rows: int, columns: int, gated: bool, adds: bool, mult
         spare = triton.cdiv(FEWEST_ADDING_BYTES - used, 128 * num_warps) if adds else 0
         return dataclasses.replace(shape, stages=stages, spare=max(0, spare))
     return None
-
-
-@lru_cache(maxsize=16)
-def is_hopper(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
-
-
-@lru_cache(maxsize=16)
-def num_multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -8,13 +8,11 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from inferengine.kernels.activation import gate
 from inferengine.kernels.fragment_instructions import half_to_float, multiply
+from inferengine.kernels.hopper import copy, view
 from inferengine.kernels.pdl import allow_next, wait_for_previous
 from inferengine.kernels.row_stream_inputs import columns_of_chunk, load_chunks, put_inputs
 from inferengine.kernels.row_stream_shape import axis_layout
 
-# These names changed between Triton 3.6 and 3.9.
-copy = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
-NEW_VIEW = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
 _E4M3_NUMBERS = gl.constexpr("""{
 .reg .b16 a, b;
 mov.b32 {a, b}, $2;
@@ -26,14 +24,6 @@ _CODE_PRODUCT = (
 )
 _INT8_PRODUCT = gl.constexpr(_CODE_PRODUCT.replace("TYPE", "s8"))
 _NIBBLE_PRODUCT = gl.constexpr(_CODE_PRODUCT.replace("TYPE", "u8"))
-
-
-@gluon.jit
-def _view(memory, shape: gl.constexpr, layout: gl.constexpr):
-    if NEW_VIEW:
-        return memory.reinterpret(memory.dtype, shape, layout)
-    else:
-        return memory._reinterpret(memory.dtype, shape, layout)
 
 
 @gluon.jit
@@ -165,28 +155,28 @@ def stream_kernel(
     # Shared memory, each part as it is written and as it is read.
     ring = gl.allocate_shared_memory(gl.int32, [SHAPE.stages, BLOCKS, WARPS, 4, 2, 4, 4], STAGED)
     RING_BLOCKS: gl.constexpr = [SHAPE.stages * BLOCKS, WARPS, 4, 2, 4, 4]
-    blocks = _view(ring, RING_BLOCKS, PLAIN)
+    blocks = view(ring, RING_BLOCKS, PLAIN)
     words = gl.allocate_shared_memory(gl.int32, [CHUNKS, SHAPE.chunk // 2], LINE)
     RANGES: gl.constexpr = SHAPE.ranges
     X_UNITS: gl.constexpr = [SHAPE.steps, WARPS, UNITS * RANGES, SHAPE.pieces, 4, SHAPE.x_words]
-    x_units = _view(words, X_UNITS, PLAIN)
+    x_units = view(words, X_UNITS, PLAIN)
     GROUPS: gl.constexpr = [SHAPE.steps, WARPS, UNITS, 1, RANGES]
     scales = gl.allocate_shared_memory(gl.float32, [CHUNKS, SHAPE.chunk // SHAPE.group_columns], LINE)
-    unit_scales = _view(scales, GROUPS, LESS)
+    unit_scales = view(scales, GROUPS, LESS)
     totals = scales
     unit_totals = unit_scales
     points = words
     point_units = x_units
     if SHAPE.kind == 3:
         totals = gl.allocate_shared_memory(gl.float32, [CHUNKS, SHAPE.chunk // SHAPE.group_columns], LINE)
-        unit_totals = _view(totals, GROUPS, LESS)
+        unit_totals = view(totals, GROUPS, LESS)
         points = gl.allocate_shared_memory(gl.int32, [SHAPE.stages, SHAPE.point_sets * COUNT], LINE)
         POINTS: gl.constexpr = [SHAPE.stages * SHAPE.point_sets, WARPS, 4 * UNITS, 2, 1, 2]
-        point_units = _view(points, POINTS, PLAIN)
+        point_units = view(points, POINTS, PLAIN)
     ROWS: gl.constexpr = SHAPE.half_rows
     sums = gl.allocate_shared_memory(gl.float32, [KEPT, WARPS, ROWS, 2], gl.SwizzledSharedLayout(1, 1, 1, [3, 2, 1, 0]))
     TILE_SUMS: gl.constexpr = [KEPT, WARPS, ROWS, 2]
-    tile_sums = _view(sums, TILE_SUMS, gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
+    tile_sums = view(sums, TILE_SUMS, gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
     if SHAPE.spare > 0:
         LANES: gl.constexpr = 32 * WARPS
         spare = gl.allocate_shared_memory(gl.int32, [SHAPE.spare, LANES], LINE)
