@@ -2,17 +2,17 @@
 
 Decoding one sequence is reading weights, so what counts is that memory is never idle. One program stays on each
 multiprocessor and takes tiles of 16 or four weight rows, one after the other, through a ring in shared memory that
-asynchronous copies keep full. The ring does not end where an input begins: it is filled before the program waits for the kernel
-that writes x, while that one still computes. Two kernels have room on a multiprocessor at once, so the weight of a
-product is on its way during the attention, or the product, before it.
+asynchronous copies keep full. The ring does not end where an input begins: it is filled before the program waits for
+the kernel that writes x, while that one still computes. Two kernels have room on a multiprocessor at once, so the
+weight of a product is on its way during the attention, or the product, before it.
 
-Behind a full ring only arithmetic counts, so there is little of it. The tensor cores multiply 16 groups of codes by eight
-columns of x. The order of the inner columns is free, so rows are read in 16-byte pieces as they lie, and the groups may
-be of 16 rows or, with four ranges of x as columns, of four rows: what is read together then lies together. FP8 codes
-become fp16 numbers by one instruction for a pair. Integer codes stay what they are: x becomes integers of 15 bits, by group, whose
-high and low bytes are two columns, so that a word of INT4 is two masks and a shift. The norm before a product is taken
-on the way, its gain when x is put into shared memory, its factor at the end. Sums over the warps are taken once, at the
-end, for all tiles.
+Behind a full ring only arithmetic counts, so there is little of it. The tensor cores multiply 16 groups of codes by
+eight columns of x. The order of the inner columns is free, so rows are read in 16-byte pieces as they lie, and the
+groups may be of 16 rows or, with four ranges of x as columns, of four rows: what is read together then lies together.
+FP8 codes become fp16 numbers by one instruction for a pair. Integer codes stay what they are: x becomes integers of
+15 bits, by group, whose high and low bytes are two columns, so that a word of INT4 is two masks and a shift. The norm
+before a product is taken on the way, its gain when x is put into shared memory, its factor at the end. Sums over the
+warps are taken once, at the end, for all tiles.
 
 A kernel of which two programs share a multiprocessor while another has none would take twice as long. Where programs
 go is decided by the shared memory that they take: the sizes below leave one place for each.
