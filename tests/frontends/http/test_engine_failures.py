@@ -123,7 +123,8 @@ def test_another_model_is_noticed() -> None:
         built.engine.kill()
         built.engine.info = built.engine.info._replace(name="other")
         built.start_engine()
-        wait_until(lambda: built.complete()["model"] == "other")
+        # until the front end has found the engine again, requests are refused
+        wait_until(lambda: built.post("/v1/completions", prompt="say").json().get("model") == "other")
         assert built.http.get("/v1/models").json()["data"][0]["id"] == "other"
 
 
