@@ -53,7 +53,7 @@ def _ask(memory, pointers, places, tile, step, slot, SHAPE: gl.constexpr):
     place, point_place = places
     UNITS: gl.constexpr = SHAPE.units * SHAPE.num_warps
     if tile < SHAPE.tiles:
-        if SHAPE.kind == 3:
+        if SHAPE.nibbles:
             TILE: gl.constexpr = 16 * SHAPE.row_words
             of_rows = tile // 2 if SHAPE.gated else tile
             at = of_rows.to(gl.int64) * TILE + step * (UNITS * 256)
@@ -70,14 +70,14 @@ def _ask(memory, pointers, places, tile, step, slot, SHAPE: gl.constexpr):
 @gluon.jit
 def _multiply_unit(upper, lower, x, zeros, scale, total, points, SHAPE: gl.constexpr):
     """The products of 16 weight rows with x in the columns of a unit: what is added to the sums of rows g and g + 8."""
-    if SHAPE.kind == 1:
+    if SHAPE.e4m3:
         found = zeros
         for word in gl.static_range(4):
             above = _e4m3_numbers(upper[word])
             below = _e4m3_numbers(lower[word])
             found = multiply(above[0], below[0], above[1], below[1], x[2 * word], x[2 * word + 1], found, True, True)
         return found[0] * scale, found[2] * scale
-    elif SHAPE.kind == 2:
+    elif SHAPE.int8:
         found = _multiply_codes(upper[0], lower[0], upper[1], lower[1], x[0], x[1], zeros, SHAPE)
         found = _multiply_codes(upper[2], lower[2], upper[3], lower[3], x[2], x[3], found, SHAPE)
         return _together(found[0], found[1]) * scale, _together(found[2], found[3]) * scale
@@ -113,7 +113,7 @@ def _e4m3_numbers(words):
 @gluon.jit
 def _multiply_codes(a0, a1, a2, a3, b0, b1, c, SHAPE: gl.constexpr):
     return gl.inline_asm_elementwise(
-        _INT8_PRODUCT if SHAPE.kind == 2 else _NIBBLE_PRODUCT,
+        _INT8_PRODUCT if SHAPE.int8 else _NIBBLE_PRODUCT,
         "=r,=r,=r,=r,r,r,r,r,r,r,r,r,r,r",
         [a0, a1, a2, a3, b0, b1, c[0], c[1], c[2], c[3]],
         (gl.int32, gl.int32, gl.int32, gl.int32),
@@ -167,7 +167,7 @@ def stream_kernel(
     unit_totals = unit_scales
     points = words
     point_units = x_units
-    if SHAPE.kind == 3:
+    if SHAPE.nibbles:
         totals = gl.allocate_shared_memory(gl.float32, [CHUNKS, SHAPE.chunk // SHAPE.group_columns], LINE)
         unit_totals = view(totals, GROUPS, LESS)
         points = gl.allocate_shared_memory(gl.int32, [SHAPE.stages, SHAPE.point_sets * COUNT], LINE)
@@ -209,7 +209,7 @@ def stream_kernel(
     squares = put_inputs((words, scales, totals), x_chunks, gains, SHAPE, NORM)
     zero = gl.full([WARPS, 4, 2, 4], 0.0, gl.float32, WORD)
     start = zero
-    if SHAPE.kind != 1:
+    if not SHAPE.e4m3:
         start = gl.full([WARPS, 4, 2, 4], 0, gl.int32, WORD)
     zeros = (start, start, start, start)
     own = _own_range(SHAPE)
@@ -230,7 +230,7 @@ def stream_kernel(
                     scale = gl.where(own, scale, 0.0)
                 total = scale
                 its_points = zeros
-                if SHAPE.kind == 3:
+                if SHAPE.nibbles:
                     total = unit_totals.index(step).slice(unit, 1, 1).load(WORD)
                     its_points = _points(point_units, slot * SHAPE.point_sets, unit, tile, SHAPE)
                 upper = _load_four(blocks.index(slot * BLOCKS + unit), SHAPE)
@@ -301,7 +301,7 @@ def _places(SHAPE: gl.constexpr):
     )
     unit = warp * SHAPE.units + block % SHAPE.units
     half = block // SHAPE.units
-    if SHAPE.kind == 3:
+    if SHAPE.nibbles:
         COUNT: gl.constexpr = SHAPE.units * WARPS * 16
         half_words: gl.constexpr = SHAPE.width * SHAPE.row_words if SHAPE.gated else 128
         entry = gl.arange(0, SHAPE.point_sets * COUNT, SHAPE.line_layout)
@@ -349,7 +349,7 @@ def _outputs(begin, SHAPE: gl.constexpr):
 def _load_scales(begin, scale_ptr, SHAPE: gl.constexpr):
     """Of the weight rows of the tiles from `begin` on."""
     n, there = _outputs(begin, SHAPE)
-    if SHAPE.kind == 3:
+    if SHAPE.nibbles:
         return gl.full(n.shape, 1.0, gl.float32, n.type.layout)
     else:
         return gl.load(scale_ptr + n, mask=there, other=0.0)

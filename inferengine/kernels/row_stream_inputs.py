@@ -23,7 +23,7 @@ def columns_of_chunk(SHAPE: gl.constexpr):
     LAYOUT: gl.constexpr = SHAPE.x_layout
     COLUMNS: gl.constexpr = SHAPE.group_columns
     group = gl.arange(0, SHAPE.chunk // COLUMNS, axis_layout(0, LAYOUT))
-    if SHAPE.kind == 3:
+    if SHAPE.nibbles:
         return (
             group[:, None, None, None, None] * COLUMNS
             + gl.arange(0, 4, axis_layout(1, LAYOUT))[None, :, None, None, None] * 32
@@ -62,16 +62,16 @@ def put_inputs(memory, x, gains, SHAPE: gl.constexpr, NORM: gl.constexpr):
         if NORM:
             squares += number * number
             number = number * gains[chunk].to(gl.float32)
-        if SHAPE.kind == 1:
+        if SHAPE.e4m3:
             made += (_as_floats(number, SHAPE),)
-        elif SHAPE.kind == 2:
+        elif SHAPE.int8:
             made += (_as_bytes(number, SHAPE),)
         else:
             made += (_as_nibble_bytes(number, SHAPE),)
     for chunk in gl.static_range(CHUNKS):
         words.index(chunk).store(made[chunk][0])
         scales.index(chunk).store(made[chunk][1])
-        if SHAPE.kind == 3:
+        if SHAPE.nibbles:
             totals.index(chunk).store(made[chunk][2])
     return squares
 

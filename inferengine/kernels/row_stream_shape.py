@@ -30,6 +30,18 @@ class Shape:
     spare: int = 0  # of shared memory that nothing reads: a word for each thread, so many times
 
     @property
+    def e4m3(self) -> bool:
+        return self.kind == E4M3
+
+    @property
+    def int8(self) -> bool:
+        return self.kind == INT8
+
+    @property
+    def nibbles(self) -> bool:
+        return self.kind == NIBBLES
+
+    @property
     def row_words(self) -> int:
         return self.columns // ELEMENTS[self.kind]
 
