@@ -22,6 +22,7 @@ from inferengine.kernels import quantized
 from inferengine.kernels.norm import rms_norm
 from inferengine.kernels.quantized import BlockTuning, VectorTuning
 from inferengine.kernels.quantized_fragments import FragmentTuning, fragment_product
+from inferengine.kernels.quantized_nibble_tiles import NibbleTuning, nibble_tile_product
 from inferengine.kernels.row_stream import stream_product, stream_shape
 from inferengine.kernels.scratch import Scratch
 from inferengine.quant import cuda
@@ -52,7 +53,11 @@ def microseconds(call: Callable[[int], Any], ring: int, repeats: int = 3) -> flo
     return best
 
 
-def candidates(rows: int, nibbles: bool) -> list[VectorTuning | BlockTuning | FragmentTuning]:
+def candidates(rows: int, nibbles: bool) -> list[VectorTuning | BlockTuning | FragmentTuning | NibbleTuning]:
+    if nibbles and rows > 16:
+        every_nibble_tile = itertools.product((64, 128), (1, 2, 4, 8), (4, 8), (2, 3, 4))
+        block_m = 32 if rows <= 32 else 64 if rows <= 64 else 128
+        return [NibbleTuning(block_m, *values) for values in every_nibble_tile if values[0] > 64 or values[2] == 4]
     if nibbles:
         every_fragment = itertools.product((1, 2), (2, 4, 8, 16), (1, 2, 4))
         return [FragmentTuning(*values) for values in every_fragment if values[1] * values[2] <= 32]
@@ -89,6 +94,10 @@ def sweep(shape: str, scheme: str, rows: int, bandwidth: float, budget: int) -> 
             def call(index: int, tuned: Any = tuned, surroundings: dict[str, Any] = surroundings) -> None:
                 normed = x if "residual" in surroundings else rms_norm(x, gain, 1e-5)
                 fragment_product(normed, packed[index], tuned, **({} if rows > 1 and gated else surroundings))
+        elif isinstance(tuned, NibbleTuning):
+
+            def call(index: int, tuned: Any = tuned, surroundings: dict[str, Any] = surroundings) -> None:
+                nibble_tile_product(x, packed[index], tuned, scratch)
         elif isinstance(tuned, VectorTuning):
 
             def call(index: int, tuned: Any = tuned, surroundings: dict[str, Any] = surroundings) -> None:

@@ -93,10 +93,9 @@ def tiled(
     if num_rows == 0:
         return out
     m_tiles, n_tiles = triton.cdiv(num_rows, tuned.block_m), triton.cdiv(width, tuned.block_n)
-    splits = tuned.chunks
-    too_much = splits * m_tiles * tuned.block_m * n_tiles * tuned.block_n > scratch.partial.numel()
-    if m_tiles > 1 or too_much or gated is not None or m_tiles * n_tiles > scratch.arrived.numel():
-        splits = 1  # one program sums the chunks: the same result
+    splits = 1  # one program sums the chunks: the same result
+    if m_tiles == 1 and gated is None:
+        splits = scratch.splits(tuned.chunks, n_tiles, tuned.block_m * tuned.block_n)
     chunk = triton.cdiv(triton.cdiv(columns, tuned.block_k), tuned.chunks) * tuned.block_k
     prefetch = min(tuned.prefetch, columns) // 512 * 512
     _tile_kernel[(m_tiles * n_tiles, splits)](

@@ -111,10 +111,8 @@ def tile_product(
     if num_rows == 0:
         return out
     m_tiles, n_tiles = triton.cdiv(num_rows, tuned.block_m), triton.cdiv(width, tuned.block_n)
-    splits = tuned.chunks
     tiles = m_tiles * n_tiles
-    if splits * tiles * tuned.block_m * tuned.block_n > scratch.partial.numel() or tiles > scratch.arrived.numel():
-        splits = 1
+    splits = scratch.splits(tuned.chunks, tiles, tuned.block_m * tuned.block_n)
     chunk = triton.cdiv(triton.cdiv(columns, tuned.block_k), splits) * tuned.block_k
     _tile_kernel[(tiles, splits)](
         x,

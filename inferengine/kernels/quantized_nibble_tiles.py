@@ -59,9 +59,8 @@ def nibble_tile_product(
     every_tile, slices = weight.words.shape[:2]
     x = in_word_order(x, slices)
     m_tiles, n_tiles = triton.cdiv(num_rows, tuned.block_m), triton.cdiv(width, tuned.block_n)
-    tiles, splits = m_tiles * n_tiles, min(tuned.chunks, slices)
-    if splits * tiles * tuned.block_m * tuned.block_n > scratch.partial.numel() or tiles > scratch.arrived.numel():
-        splits = 1
+    tiles = m_tiles * n_tiles
+    splits = scratch.splits(min(tuned.chunks, slices), tiles, tuned.block_m * tuned.block_n)
     _nibble_kernel[(tiles, splits)](
         x,
         weight.words,

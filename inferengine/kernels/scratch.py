@@ -13,3 +13,8 @@ class Scratch:
     def __init__(self, device: torch.device, *, num_floats: int = 8 << 20, num_counters: int = 1 << 16) -> None:
         self.partial = torch.empty(num_floats, dtype=torch.float32, device=device)
         self.arrived = torch.zeros(num_counters, dtype=torch.int32, device=device)
+
+    def splits(self, wanted: int, tiles: int, tile_floats: int) -> int:
+        """Programs that may share each tile: as many as wanted, one where their parts would not find room."""
+        room = wanted * tiles * tile_floats <= self.partial.numel() and tiles <= self.arrived.numel()
+        return wanted if room else 1

@@ -52,12 +52,10 @@ def nibble_tile(rows: int, width: int, columns: int) -> NibbleTuning | None:
     if rows <= 16:
         return None
     block_m = 32 if rows <= 32 else 64 if rows <= 64 else 128
+    if width > 16384 and block_m == 64:
+        return NibbleTuning(block_m, 128, 1, 8, 3)
     if width > 16384:
-        return (
-            NibbleTuning(64, 128, 1, 8, 3)
-            if block_m == 64
-            else NibbleTuning(block_m, 64, 2 if block_m == 32 else 1, 4, 3)
-        )
+        return NibbleTuning(block_m, 64, 2 if block_m == 32 else 1, 4, 3)
     if block_m == 128 and width > columns:
         return NibbleTuning(block_m, 64, 1, 4, 4)
     return NibbleTuning(block_m, 64, 8 if block_m == 32 and columns > 8192 else 4, 4, 3)
