@@ -52,6 +52,9 @@ KINDS: dict[str, ErrorKind] = {
         503, "overloaded_error", True, "Wait until the engine is up; see 'inferengine check'."
     ),
     "engine_restarted": ErrorKind(503, "overloaded_error", True, "Submit the request again."),
+    "engine_stalled": ErrorKind(
+        503, "overloaded_error", True, "Submit the request again; one that stalls each time is refused."
+    ),
     "deadline_exceeded": ErrorKind(504, "timeout_error", True, "Allow more time, or ask for fewer tokens."),
     "engine_error": ErrorKind(500, "server_error", True, "Try again; the engine's log has the cause."),
     "client_stalled": ErrorKind(499, "cancelled", False, "Read faster, or attach again to resume."),

@@ -33,6 +33,7 @@ class Request:
     grammar: GrammarSpec | None = None
     request_id: str = ""  # as the client names it, for logs only
     adapter: int = 0  # LoRA adapter on the device; 0: the model as it is
+    emitted_ids: SequenceOf[int] = ()  # output that an engine before this one gave: it goes on behind it
     pooling: str | None = None  # "last" or "mean": ends with a vector after its prompt; then max_tokens is 0
 
     @property

@@ -86,6 +86,16 @@ class Scheduler:
         """The grammar that a request waits for is compiled."""
         self._roster.grammar_ready(uid, grammar)
 
+    def end_if_complete(self, uid: int, now: float) -> Finished | None:
+        """End a request that came with output of before if that output is all of it: its end alone was lost."""
+        sequence = self._roster.sequences.get(uid)
+        if sequence is None or not sequence.num_output:
+            return None
+        ended = stop_reason(sequence, sequence.tokens[-1])
+        if ended is None and sequence.grammar is not None and sequence.grammar.is_terminated():
+            ended = "stop", GRAMMAR_COMPLETE
+        return None if ended is None else self._finish(sequence, *ended, now)
+
     def cancel(self, uid: int, reason: str, detail: FinishDetail, now: float) -> Finished | None:
         """End a request in whatever state it is; its blocks are free on return. None: there is no such request."""
         sequence = self._roster.sequences.get(uid)

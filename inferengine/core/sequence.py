@@ -61,8 +61,8 @@ class Sequence:
     def __init__(self, request: Request, *, num_groups: int = 1) -> None:
         self.request = request
         self.uid = request.uid
-        self.tokens: list[int] = list(request.prompt_ids)
-        self.num_prompt = len(self.tokens)
+        self.tokens: list[int] = [*request.prompt_ids, *request.emitted_ids]
+        self.num_prompt = request.num_prompt
         self.max_total = self.num_prompt + request.max_tokens
         self.min_total = self.num_prompt + request.params.min_tokens
         stop_ids = frozenset(request.params.stop_token_ids)

@@ -66,6 +66,10 @@ class EngineCore:
         """The grammar that a request waits for is compiled: it may run now."""
         self.scheduler.grammar_ready(uid, grammar)
 
+    def end_if_complete(self, uid: int) -> Finished | None:
+        """End a request whose output of before is complete; None if it goes on."""
+        return self.scheduler.end_if_complete(uid, self._clock())
+
     def cancel(
         self, uid: int, reason: str = "abort", detail: FinishDetail = ("cancelled", "cancelled")
     ) -> Finished | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from inferengine.config import Config
 from inferengine.core.admission import AdmissionLimits, admit, check_prompt, resolve_max_tokens
@@ -24,6 +24,7 @@ from inferengine.engine.outbox import Outbox
 from inferengine.engine.output_log import Log, Submission
 from inferengine.engine.peer import Peer
 from inferengine.engine.preparation import Preparation, Unprepared
+from inferengine.engine.resumption import GrammarReplay, Outputs, check_outputs, read_resume
 from inferengine.engine.seeds import choice_seed
 from inferengine.engine.submit_check import check_submit
 from inferengine.engine.telemetry import Telemetry
@@ -35,6 +36,8 @@ from inferengine.wire import codec
 from inferengine.wire.messages import DRAINING, READY, Accept, Attach, Cancel, Reject, Submit
 
 CANCELLED = ("cancelled", "The request was cancelled.")
+RESUMED_SHARE = 2  # of the queue's limits that requests may take which an engine had accepted before
+ENDING_RETRY_S = 0.1  # for who comes back for a request that is being cancelled because he was lost
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,7 @@ class Link:
         telemetry: Telemetry,
         texts: TextService,
         grammars: GrammarService,
+        replay: GrammarReplay,
         alive: Callable[[Peer], bool],
         adapters: Adapters,
     ) -> None:
@@ -77,6 +81,7 @@ class Link:
         self._preparation = Preparation(
             texts,
             grammars,
+            replay,
             grammar_timeout_s=config.limits.grammar_timeout_s,
             ready=self._on_prepared,
             refuse=self._refuse,
@@ -92,7 +97,13 @@ class Link:
     def submit(self, peer: Peer, message: Submit, now: float) -> None:
         """Answered by ACCEPT or REJECT; with an id that is known already, by attaching to it."""
         known = self._outbox.submissions.get(message.id)
-        if known is not None:
+        if known is not None and known.abandoned and message.resume is not None:
+            if not known.ended:
+                text = "The request is being cancelled, because its reader was lost: send it again."
+                self._reject(peer, message, InferEngineError("overloaded", text, retry_after_s=ENDING_RETRY_S), now)
+                return
+            self._outbox.forget(known)  # its reader is back, with what he has of it
+        elif known is not None:
             self._attach(peer, message, known, now)
             return
         submission: Submission | None = None
@@ -105,6 +116,7 @@ class Link:
                 has_embeddings=engine.embedding_size > 0,
                 has_text=self._texts.available,
             )
+            outputs = read_resume(message, params, vocab_size=engine.vocab_size)
             self._check_streams(peer, message.stream, params.n)
             self._adapters.resolve(message.adapter)
             submission = Submission(
@@ -121,10 +133,10 @@ class Link:
             self._outbox.register(submission)
             prompt = None if message.prompt is None else codec.from_u32(message.prompt, "prompt")
             if prompt is not None and message.grammar is None:
-                self._accept(engine, submission, message, prompt, deadline_s, now)
+                self._accept(engine, submission, message, prompt, deadline_s, now, outputs=outputs)
                 self._greet_reader(peer, message, submission, now, attached=False)
             else:
-                self._prepare(engine, peer, submission, message, prompt, deadline_s, now)
+                self._prepare(engine, peer, submission, message, prompt, outputs, deadline_s, now)
         except InferEngineError as error:
             if submission is not None:
                 self._outbox.forget(submission)
@@ -159,6 +171,12 @@ class Link:
             ):
                 self._preparation.give_up(item, InferEngineError(*CANCELLED))
         self._end([log.uid for log in logs if log.ended is None], "abort", CANCELLED)
+
+    def lose_readers(self, submissions: Sequence[Submission]) -> None:
+        """Their readers' connection is gone, and nobody else reads them."""
+        for submission in submissions:
+            submission.abandoned = True
+        self.abandon(submissions, CANCELLED)
 
     def abandon(self, submissions: Sequence[Submission], detail: tuple[str, str]) -> None:
         """Nobody reads these any more, or nobody may."""
@@ -204,14 +222,15 @@ class Link:
         submission: Submission,
         message: Submit,
         prompt: array[int] | None,
+        outputs: Outputs | None,
         deadline_s: float | None,
         now: float,
     ) -> None:
         """Have the text tokenized and the grammar compiled; the answer comes when both are done."""
-        self._admit(engine, submission, 1, deadline_s, now)
+        self._admit(engine, submission, 1, deadline_s, now, resumed=outputs is not None)
         spec = None if message.grammar is None else grammar_from_list(message.grammar)
         give_up_s = now + self._config.limits.grammar_timeout_s
-        item = Unprepared(submission, message, deadline_s, [(peer, message)], prompt, spec, [], give_up_s)
+        item = Unprepared(submission, message, deadline_s, [(peer, message)], prompt, spec, [], give_up_s, outputs)
         self._preparation.begin(item, vocab_size=engine.vocab_size, eos_token_ids=sorted(self._eos))
 
     def _on_prepared(self, item: Unprepared, prompt: array[int]) -> None:
@@ -219,7 +238,9 @@ class Link:
         submission, now = item.submission, self._lifecycle.clock()
         try:
             engine = self._require_ready()
-            self._accept(engine, submission, item.message, prompt, item.deadline_s, now, item.spec, item.grammars)
+            self._accept(
+                engine, submission, item.message, prompt, item.deadline_s, now, item.spec, item.grammars, item.outputs
+            )
         except InferEngineError as refusal:
             self._refuse(item, refusal)
             return
@@ -237,6 +258,7 @@ class Link:
         now: float,
         spec: GrammarSpec | None = None,
         grammars: Sequence[Grammar] = (),
+        outputs: Outputs | None = None,
     ) -> None:
         """Hand the choices to the loop. Raises InferEngineError; then nothing has happened."""
         params = submission.params
@@ -252,11 +274,16 @@ class Link:
             )
         if params.prompt_logprobs is not None and len(prompt) * (1 + params.prompt_logprobs) > MAX_PROMPT_LOGPROBS:
             raise InvalidRequest("params.prompt_logprobs", f"at most {MAX_PROMPT_LOGPROBS} values for one prompt")
-        self._admit(engine, submission, len(prompt), deadline_s, now)
+        if outputs is not None:
+            check_outputs(outputs, params, max_tokens, self._eos)
+        self._admit(engine, submission, len(prompt), deadline_s, now, resumed=outputs is not None)
         submission.adapter = self._adapters.resolve(message.adapter)
-        seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
+        seed = params.seed
+        if seed is None:
+            seed = submission.seed = self._seeds.getrandbits(63)
         first = self._next_uid
         self._next_uid += params.n
+        live = [choice for choice in range(params.n) if outputs is None or outputs[choice] is not None]
         requests = [
             Request(
                 uid=first + choice,
@@ -266,7 +293,7 @@ class Link:
                 eos_token_ids=self._eos,
                 seed=choice_seed(seed, choice),
                 choice=choice,
-                fork_of=first if choice else None,
+                fork_of=None if choice == live[0] else first + live[0],
                 priority=message.priority,
                 tenant=message.tenant,
                 cache_salt=message.salt,
@@ -275,23 +302,39 @@ class Link:
                 grammar=spec,
                 request_id=message.label or message.id.hex(),
                 adapter=submission.adapter,
+                emitted_ids=() if outputs is None else outputs[choice] or (),
                 pooling=submission.pooling,
             )
-            for choice in range(params.n)
+            for choice in live
         ]
         submission.num_prompt = len(prompt)
         if message.messages is None:  # the output continues the prompt's text
             submission.context_ids = prompt[-CONTEXT_TOKENS:].tolist()
-        self._outbox.open(submission, range(first, first + params.n), now)
-        self._telemetry.accepted(params.n, max_tokens)
+        self._outbox.open(submission, range(first, first + params.n), now, outputs)
+        self._telemetry.accepted(len(live), max_tokens)
         engine.loop.submit(requests, grammars)
 
     def _admit(
-        self, engine: Engine, submission: Submission, num_prompt: int, deadline_s: float | None, now: float
+        self,
+        engine: Engine,
+        submission: Submission,
+        num_prompt: int,
+        deadline_s: float | None,
+        now: float,
+        *,
+        resumed: bool = False,
     ) -> None:
+        """`resumed`: an engine had accepted it before. All that it ran and all that waited for it may come at once."""
         requests, tokens = engine.loop.queued()
-        tenant_requests = 0
-        if engine.limits.max_tenant_requests:
+        tenant_requests, limits = 0, engine.limits
+        if resumed:
+            limits = replace(
+                limits,
+                max_queued_requests=limits.max_queued_requests * RESUMED_SHARE + engine.loop.most_running,
+                max_queued_tokens=limits.max_queued_tokens * RESUMED_SHARE + limits.num_kv_tokens,
+                max_tenant_requests=0,
+            )
+        if limits.max_tenant_requests:
             tenant_requests = sum(log.submission.tenant == submission.tenant for log in self._outbox.open_logs())
         admit(
             num_prompt,
@@ -299,7 +342,7 @@ class Link:
             queued_requests=requests + len(self._preparation),
             queued_tokens=tokens,
             tokens_per_s=engine.loop.prefill_tokens_per_s,
-            limits=engine.limits,
+            limits=limits,
             tenant_requests=tenant_requests,
             time_left_s=None if deadline_s is None else deadline_s - now,
         )
@@ -322,6 +365,7 @@ class Link:
                 raise InvalidRequest("reply", "that request generates: it gives no embedding")
             if message.reply in ("text", "both") and not self._texts.available:
                 raise InvalidRequest("reply", "this model has no tokenizer: read token ids", code="unsupported")
+            _check_cursors(submission, _cursors(message))
         except InferEngineError as error:
             self._reject(peer, message, error, now)
             return
@@ -334,15 +378,19 @@ class Link:
         self, peer: Peer, message: Submit | Attach, submission: Submission, now: float, *, attached: bool
     ) -> None:
         self._send_accept(peer, message, submission, now, attached=attached)
-        cursors = message.cursors if isinstance(message, Attach) else ()
-        self._outbox.subscribe(peer, submission, message.stream, cursors, message.reply)
+        in_tokens = isinstance(message, Submit)
+        self._outbox.subscribe(
+            peer, submission, message.stream, _cursors(message), message.reply, in_tokens=in_tokens
+        )
         self._outbox.flush(peer, now)
 
     def _send_accept(
         self, peer: Peer, message: Submit | Attach, submission: Submission, now: float, *, attached: bool
     ) -> None:
         note = submission.note if attached else b""
-        answer = Accept(message.id, message.stream, submission.num_prompt, len(submission.logs), attached, note)
+        answer = Accept(
+            message.id, message.stream, submission.num_prompt, len(submission.logs), attached, note, submission.seed
+        )
         peer.answer(codec.encode(answer), now)
 
     def _refuse(self, item: Unprepared, error: InferEngineError) -> None:
@@ -379,3 +427,21 @@ class Link:
     def _end(self, uids: list[int], reason: str, detail: tuple[str, str]) -> None:
         if uids and self.engine is not None:
             self.engine.loop.cancel(uids, reason, detail)
+
+
+def _cursors(message: Submit | Attach) -> Sequence[int | None]:
+    """What the reader has of each choice; None: its end too."""
+    if isinstance(message, Attach):
+        return message.cursors
+    return [None if part is None else len(part) // 4 for part in message.resume or ()]
+
+
+def _check_cursors(submission: Submission, cursors: Sequence[int | None]) -> None:
+    """What an engine before this one said besides tokens is not known here. Raises engine_restarted."""
+    if submission.params.logprobs is None:
+        return
+    for log in submission.logs:
+        cursor = cursors[log.choice] if log.choice < len(cursors) else 0
+        if cursor is not None and cursor < log.num_before:
+            text = "The log-probabilities from there on were lost with the engine that gave them."
+            raise InferEngineError("engine_restarted", text)

@@ -145,6 +145,11 @@ class EngineLoop:
         return waiting + over, tokens
 
     @property
+    def most_running(self) -> int:
+        """How many requests can run at once."""
+        return self._core.scheduler.options.max_num_seqs
+
+    @property
     def stats(self) -> SchedulerStats:
         return self._core.scheduler.stats
 
@@ -234,6 +239,7 @@ class EngineLoop:
                     core.submit(request)
                 for request, grammar in zip(requests, grammars, strict=False):
                     core.grammar_ready(request.uid, grammar)
+                self._post_ends([core.end_if_complete(request.uid) for request in requests if request.emitted_ids])
                 self._taken += len(requests)
                 self._taken_tokens += sum(request.num_prompt for request in requests)
             case Cancel(uids, reason, detail):

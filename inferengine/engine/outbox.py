@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from inferengine.core.scheduler import StepOutput
 from inferengine.core.stopping import Finished
@@ -19,6 +19,7 @@ from inferengine.engine.layout import Group, Layout
 from inferengine.engine.outgoing import Outgoing
 from inferengine.engine.output_log import Log, MakeText, Submission, Subscription, TextLog
 from inferengine.engine.peer import Peer
+from inferengine.engine.resumption import Outputs
 from inferengine.engine.telemetry import Telemetry
 from inferengine.wire import codec
 from inferengine.wire.messages import Done
@@ -27,6 +28,7 @@ logger = logging.getLogger("inferengine.requests")
 
 MAX_KEPT_TOKENS = 8_000_000  # of finished logs, and as much of notes: 32 MB
 TOKEN_BYTES = 4
+ENDED_ELSEWHERE = ("engine_restarted", "This choice ended at an engine before this one.")
 
 
 class Outbox:
@@ -71,31 +73,55 @@ class Outbox:
         """It was rejected: its id is free again."""
         self.submissions.pop(submission.id, None)
 
-    def open(self, submission: Submission, uids: Iterable[int], now: float) -> None:
-        """It was accepted: one log for each choice."""
-        submission.logs = [Log(uid, submission, choice, now) for choice, uid in enumerate(uids)]
+    def open(
+        self, submission: Submission, uids: Iterable[int], now: float, outputs: Outputs | None = None
+    ) -> None:
+        """It was accepted: one log for each choice. `outputs`: what they begin with; None for a choice that has ended
+        before, elsewhere."""
+        submission.logs = [
+            Log(uid, submission, choice, now, None if outputs is None else outputs[choice])
+            for choice, uid in enumerate(uids)
+        ]
         for log in submission.logs:
+            if outputs is not None and outputs[log.choice] is None:
+                log.ended = Done(0, "error", list(ENDED_ELSEWHERE))
+                continue
             self._logs[log.uid] = self._targets[log.uid] = log
-        self.num_open += len(submission.logs)
+            self.num_open += 1
 
-    def subscribe(self, peer: Peer, submission: Submission, stream: int, cursors: tuple[int, ...], reply: str) -> None:
-        """Choice i speaks to `peer` as `stream + i`, from `cursors[i]` on: tokens, or characters with reply "text"."""
+    def subscribe(
+        self,
+        peer: Peer,
+        submission: Submission,
+        stream: int,
+        cursors: Sequence[int | None],
+        reply: str,
+        *,
+        in_tokens: bool = False,
+    ) -> None:
+        """Choice i speaks to `peer` as `stream + i`, from `cursors[i]` on: tokens, or characters with reply "text"
+        unless `in_tokens`. None: that choice is not read. A reader may hold more than the log has yet: it hears what
+        comes after that."""
         for log in submission.logs:
-            subscription = Subscription(peer, log, stream + log.choice, reply)
             start = cursors[log.choice] if log.choice < len(cursors) else 0
+            if start is None:
+                continue
+            subscription = Subscription(peer, log, stream + log.choice, reply)
             if subscription.wants_text:
-                self._add_text(log, search=log.ended is None and not log.tokens)
-            if subscription.wants_tokens:
-                subscription.cursor = min(start, len(log.tokens))
-                if log.text is not None and subscription.cursor:
-                    subscription.characters = self._characters_of(log, subscription.cursor)
+                self._add_text(log, search=log.ended is None and len(log.tokens) == log.num_before)
+            if subscription.wants_tokens or in_tokens:
+                subscription.cursor = start
+                if start > len(log.tokens):
+                    subscription.plain = False
+                if log.text is not None and start:
+                    subscription.characters = self._characters_of(log, start)
             elif log.text is not None:
                 subscription.characters = min(start, len(log.text.text))
             log.subscriptions.append(subscription)
             if log.layout is not None:
                 log.layout.stale = True
             peer.streams[subscription.stream] = subscription
-            if log.tokens or log.ended is not None:
+            if len(log.tokens) > log.num_before or log.ended is not None or subscription.behind:
                 peer.dirty[subscription.stream] = subscription
 
     def drop(self, peer: Peer) -> list[Submission]:
@@ -170,7 +196,7 @@ class Outbox:
         for subscription in step.subscriptions:
             log = subscription.log
             del peer.dirty[subscription.stream]
-            subscription.cursor = len(log.tokens)
+            subscription.cursor = max(subscription.cursor, len(log.tokens))
             subscription.characters = 0 if log.text is None else len(log.text.text)
             if log.ended is not None:
                 self._close(subscription)
@@ -184,7 +210,8 @@ class Outbox:
                 return
             self._finished.popleft()
             self._kept_tokens -= num_tokens
-            self.submissions.pop(submission.id, None)
+            if self.submissions.get(submission.id) is submission:  # and no other that goes on under its id
+                del self.submissions[submission.id]
 
     def open_logs(self) -> list[Log]:
         """Choices that have not ended."""
@@ -257,10 +284,14 @@ class Outbox:
         stop_token = row is not None and row.reason == "stop" and not isinstance(row.detail, str)
         if log.text.push(token_ids, final=row is not None, stop_token=stop_token):
             self._layout.stale = True
-            log.cut(log.text.stopped_at)
-            self._targets[log.uid] = log.sink()  # the core draws on until it has heard of it
+            self._stop_at_string(log)
             if row is None:
                 self._stop(log.uid)
+
+    def _stop_at_string(self, log: Log) -> None:
+        if log.text is not None:
+            log.cut(log.text.stopped_at)
+            self._targets[log.uid] = log.sink()  # the core draws on until it has heard of it
 
     def _add_text(self, log: Log, *, search: bool) -> None:
         if log.text is not None:
@@ -268,7 +299,9 @@ class Outbox:
         log.text = TextLog(self._make_text(log.submission, search))
         ended = log.ended
         stop_token = ended is not None and ended.reason == "stop" and not isinstance(ended.detail, str)
-        log.text.push(log.tokens.tolist(), final=ended is not None, stop_token=stop_token)
+        if log.text.push(log.tokens.tolist(), final=ended is not None, stop_token=stop_token) and ended is None:
+            self._stop_at_string(log)  # completed before, by an engine that could not say so any more
+            self._stop(log.uid)
 
     def _characters_of(self, log: Log, num_tokens: int) -> int:
         """How much text a reader has seen who holds the first `num_tokens` tokens."""

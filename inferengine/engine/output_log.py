@@ -14,6 +14,8 @@ from inferengine.params import SamplingParams
 from inferengine.text import TextStream
 from inferengine.wire.messages import Done
 
+UNKNOWN = TokenLogprobs(0.0, 0, [], [])  # in the place of what an engine before this one told; never sent
+
 MakeText = Callable[["Submission", bool], TextStream]  # of a submission; whether stop strings are to be looked for
 
 
@@ -21,6 +23,7 @@ class Submission:
     """One SUBMIT: its choices and what all of them share. Kept for `resume_ttl_s` after its end."""
 
     __slots__ = (
+        "abandoned",
         "adapter",
         "context_ids",
         "detached",
@@ -31,6 +34,7 @@ class Submission:
         "num_prompt",
         "params",
         "pooling",
+        "seed",
         "tenant",
         "traceparent",
     )
@@ -55,6 +59,8 @@ class Submission:
         self.note = note  # its client's, unread
         self.pooling = pooling  # of an embedding; None: it generates
         self.traceparent = traceparent
+        self.abandoned = False  # ended because its readers were lost: whoever comes back with its output goes on
+        self.seed: int | None = None  # drawn here, where its client named none
         self.num_prompt = 0
         self.adapter = 0  # LoRA adapter it runs with
         self.context_ids: list[int] = []  # last tokens of the prompt, where the output continues its text
@@ -105,6 +111,7 @@ class Log:
         "found_stop",
         "layout",
         "logprobs",
+        "num_before",
         "prompt_logprobs",
         "stored",
         "submission",
@@ -113,13 +120,19 @@ class Log:
         "uid",
     )
 
-    def __init__(self, uid: int, submission: Submission, choice: int, arrival_s: float) -> None:
+    def __init__(
+        self, uid: int, submission: Submission, choice: int, arrival_s: float, before: array[int] | None = None
+    ) -> None:
+        """`before`: the output that an engine before this one gave."""
         self.uid = uid
         self.submission = submission
         self.choice = choice
         self.arrival_s = arrival_s
-        self.stored: array[int] = array("I")  # without what its layout has not given it yet
-        self.logprobs: list[TokenLogprobs] | None = [] if submission.params.logprobs is not None else None
+        self.stored: array[int] = array("I", before or ())  # without what its layout has not given it yet
+        self.num_before = len(self.stored)  # of them given by an engine before this one
+        self.logprobs: list[TokenLogprobs] | None = None
+        if submission.params.logprobs is not None:
+            self.logprobs = [UNKNOWN] * self.num_before
         wants_prompt = submission.params.prompt_logprobs is not None and choice == 0
         self.prompt_logprobs: list[TokenLogprobs] | None = [] if wants_prompt else None
         self.text: TextLog | None = None
@@ -193,7 +206,7 @@ class Subscription:
         self.wants_text = reply in ("text", "both")
         extra = log.logprobs is not None or log.prompt_logprobs is not None or log.submission.pooling is not None
         self.plain = not self.wants_text and not extra
-        self.cursor = 0  # tokens sent
+        self.cursor = 0  # tokens sent, or held by the reader: those of an engine before this one may be more than the log
         self.characters = 0  # characters of text sent
 
     @property

@@ -15,6 +15,7 @@ from inferengine.core.grammar import Grammar
 from inferengine.engine.grammar_service import GrammarService
 from inferengine.engine.output_log import Submission
 from inferengine.engine.peer import Peer
+from inferengine.engine.resumption import GrammarReplay, Outputs
 from inferengine.engine.text_service import TextService
 from inferengine.errors import InferEngineError, InvalidRequest
 from inferengine.structure import GrammarSpec
@@ -33,6 +34,7 @@ class Unprepared:
     spec: GrammarSpec | None
     grammars: list[Grammar]  # empty: none asked for, or being compiled
     give_up_s: float  # when the grammar has taken too long
+    outputs: Outputs | None = None  # what an engine before this one gave, by choice
 
     @property
     def complete(self) -> bool:
@@ -54,6 +56,7 @@ class Preparation:
         self,
         texts: TextService,
         grammars: GrammarService,
+        replay: GrammarReplay,
         *,
         grammar_timeout_s: float,
         ready: Callable[[Unprepared, array[int]], None],
@@ -62,6 +65,7 @@ class Preparation:
         """`ready` gets the prompt's tokens too."""
         self._texts = texts
         self._grammars = grammars
+        self._replay = replay
         self._grammar_timeout_s = grammar_timeout_s
         self._ready = ready
         self._refuse = refuse
@@ -83,7 +87,8 @@ class Preparation:
         self._items[submission.id] = item
         try:
             if item.spec is not None:
-                count = submission.params.n
+                outputs = item.outputs
+                count = submission.params.n if outputs is None else sum(part is not None for part in outputs)
                 self._grammars.compile(item.spec, count, vocab_size, eos_token_ids, partial(self._compiled, item))
             if item.prompt is None:
                 self._texts.tokenize(message.text, message.messages, partial(self._tokenized, item))
@@ -113,6 +118,12 @@ class Preparation:
         self._go_on(item, result if isinstance(result, InferEngineError) else None)
 
     def _compiled(self, item: Unprepared, result: list[Grammar] | InferEngineError) -> None:
+        if isinstance(result, list) and item.outputs is not None and any(item.outputs):
+            self._replay.advance(result, item.outputs, partial(self._advanced, item))
+        else:
+            self._advanced(item, result)
+
+    def _advanced(self, item: Unprepared, result: list[Grammar] | InferEngineError) -> None:
         if isinstance(result, list):
             item.grammars = result
         self._go_on(item, result if isinstance(result, InferEngineError) else None)

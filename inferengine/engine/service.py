@@ -40,6 +40,7 @@ from inferengine.engine.options import admission_limits, scheduler_options
 from inferengine.engine.outbox import Outbox
 from inferengine.engine.profiling import MakeRecorder, Profiling
 from inferengine.engine.reports import Reports
+from inferengine.engine.resumption import GrammarReplay
 from inferengine.engine.spans import record_choice
 from inferengine.engine.switchboard import Switchboard
 from inferengine.engine.telemetry import Telemetry
@@ -100,6 +101,7 @@ class EngineService:
         self._wire.on_crash = self._on_wire_crash
         self._texts = TextService(card.files, self._wire.call)
         self._grammars = GrammarService(card.files, self._wire.call)
+        self._replay = GrammarReplay(self._wire.call)
         self.outbox = Outbox(
             telemetry=self.telemetry,
             make_text=self._texts.stream,
@@ -119,6 +121,7 @@ class EngineService:
             self.telemetry,
             self._texts,
             self._grammars,
+            self._replay,
             self.switchboard.alive,
             self._adapters,
         )
@@ -362,7 +365,7 @@ class EngineService:
         if self._engine is not None and not failed:
             self._engine.loop.stop()
             self._loop_thread.join(DELIVERY_S)
-        code = "engine_error" if failed else "draining"
+        code = "engine_restarted" if failed else "draining"
         message = "The engine failed." if failed else "The engine is shutting down."
         self._wire.call(lambda: self._end_everything("error" if failed else "abort", code, message))
         deadline_s = self.lifecycle.clock() + DELIVERY_S
@@ -373,6 +376,7 @@ class EngineService:
             self._metrics.close()
         self._texts.close()
         self._grammars.close()
+        self._replay.close()
         self._wire.stop()
         self._notifier.close()
         if self._tracing is not None:

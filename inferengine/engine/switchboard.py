@@ -10,7 +10,7 @@ from typing import Any
 
 from inferengine.config import Config
 from inferengine.engine.lifecycle import Lifecycle
-from inferengine.engine.link import CANCELLED, Link
+from inferengine.engine.link import Link
 from inferengine.engine.model_card import ModelCard
 from inferengine.engine.outbox import Outbox
 from inferengine.engine.output_log import Submission
@@ -20,6 +20,7 @@ from inferengine.errors import InferEngineError, InvalidRequest
 from inferengine.wire import codec
 from inferengine.wire.messages import (
     EMBEDDINGS,
+    RESUME_OUTPUT,
     Admin,
     AdminReply,
     Attach,
@@ -41,7 +42,7 @@ from inferengine.wire.messages import (
 
 logger = logging.getLogger(__name__)
 
-FEATURES = ("text", "messages", "resume", "attach", "logprobs", EMBEDDINGS)
+FEATURES = ("text", "messages", "resume", "attach", "logprobs", EMBEDDINGS, RESUME_OUTPUT)
 LEASE_INTERVALS = 3
 WELCOME_INTERVAL_S = 0.1  # at most so often while loading
 Reply = Callable[[Any], None]
@@ -234,7 +235,7 @@ class Switchboard:
             peer.answer(codec.encode(Goodbye(f"This peer was dropped: {why}.")), now)
         self._telemetry.num_peers_dropped += 1
         self.peers.pop(peer.routing_id, None)
-        self.link.abandon(self._outbox.drop(peer), CANCELLED)
+        self.link.lose_readers(self._outbox.drop(peer))
         self.link.abandon_unread()
 
     def _welcome(self, peer: Peer) -> Welcome:

@@ -29,7 +29,7 @@ from inferengine.wire.read import MAX_I64, MAX_SALT_BYTES, MAX_U32, WireError
 MAX_STOP_CHARACTERS = 65_536  # of a stop string that a peer found
 
 # Fields of SUBMIT that are left out where they are empty.
-SELDOM = ("params", "priority", "tenant", "salt", "detached", "label", "note", "adapter", "pooling", "traceparent")
+SELDOM = ("params", "priority", "tenant", "salt", "detached", "label", "note", "adapter", "pooling", "traceparent", "stalls")
 
 
 def _decode_hello(body: Any, raw: Sequence[bytes]) -> Hello:
@@ -109,7 +109,15 @@ def _submit_from(body: dict[str, Any], raw: Sequence[bytes]) -> Submit:
         read.string(body.get("adapter", ""), "adapter"),
         read.string(body.get("pooling", ""), "pooling"),
         read.string(body.get("traceparent", ""), "traceparent"),
+        read.optional(body.get("resume"), read.each, "resume", _tokens_or_nil),
+        read.integer(body.get("stalls", 0), "stalls", 0, MAX_U32),
     )
+
+
+def _tokens_or_nil(value: Any, field: str) -> bytes | None:
+    if value is not None and (not isinstance(value, bytes) or len(value) % 4):
+        raise WireError(f"{field}: must be u32[] (bin of a multiple of 4 bytes) or nil", field=field)
+    return value
 
 
 def _string_or_nil(value: Any, field: str) -> str | None:
@@ -126,7 +134,7 @@ def _chat_message(value: Any, field: str) -> dict[str, Any]:
 
 def _encode_submit(message: Submit) -> tuple[int, Any, Frames]:
     body: dict[str, Any] = {"id": message.id, "stream": message.stream}
-    for name in ("text", "messages", "deadline_ms", "grammar"):
+    for name in ("text", "messages", "deadline_ms", "grammar", "resume"):
         if (value := getattr(message, name)) is not None:
             body[name] = value
     for name in SELDOM:

@@ -91,6 +91,7 @@ def _decode_accept(body: Any, raw: Sequence[bytes]) -> Accept:
         read.integer(body.get("n", 1), "n", 1, MAX_LIST_ITEMS),
         read.boolean(body.get("attached", False), "attached"),
         read.note(body),
+        read.optional(body.get("seed"), read.integer, "seed", -(2**63), 2**64 - 1),
     )
 
 
@@ -98,6 +99,8 @@ def _encode_accept(message: Accept) -> tuple[int, Any, Frames]:
     body = message._asdict()
     if not message.note:
         del body["note"]
+    if message.seed is None:
+        del body["seed"]
     return Kind.ACCEPT, body, []
 
 

@@ -6,13 +6,14 @@ from array import array
 from typing import Any, NamedTuple
 
 PROTOCOL_MAJOR = 1
-PROTOCOL_MINOR = 1
+PROTOCOL_MINOR = 2
 MAGIC = b"IE"
 
 STARTING, READY, DRAINING, STOPPING = "STARTING", "READY", "DRAINING", "STOPPING"
 STATES = (STARTING, READY, DRAINING, STOPPING)
 REPLIES = ("tokens", "text", "both", "embedding")
 EMBEDDINGS = "embeddings"  # the feature of engines that take reply "embedding"
+RESUME_OUTPUT = "resume_output"  # the feature of engines that take `resume` in SUBMIT
 FINISH_REASONS = ("stop", "length", "abort", "error")
 ID_BYTES = 16
 EPOCH_BYTES = 8
@@ -72,6 +73,8 @@ class Submit(NamedTuple):
     adapter: str = ""  # LoRA adapter, by name
     pooling: str = ""  # of an embedding: last or mean; empty: the engine's
     traceparent: str = ""  # W3C's, of the span that this request is a part of
+    resume: tuple[bytes | None, ...] | None = None  # per choice its output so far, u32[]; None: it has ended
+    stalls: int = 0  # stalled steps of engines that this request was in flight at
 
 
 class StopFound(NamedTuple):
@@ -158,6 +161,7 @@ class Accept(NamedTuple):
     n: int = 1
     attached: bool = False
     note: bytes = b""  # of the SUBMIT, for whoever attaches
+    seed: int | None = None  # that the engine chose, where the request named none
 
 
 class Reject(NamedTuple):

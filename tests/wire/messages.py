@@ -37,7 +37,8 @@ PROMPT = array("I", [1, 2, 70_000, 2**32 - 1])
 
 EXAMPLES: dict[str, Message] = {
     "hello": Hello((1, 0), role="http", name="front-1", features=("text",), window=32),
-    "hello_1_1": Hello(role="http"),
+    "hello_1_1": Hello((1, 1), role="http"),
+    "hello_1_2": Hello(role="http"),
     "hello_resume": Hello((1, 0), role="http", name="front-1", epoch=EPOCH, last_seq=41),
     "submit_tokens": Submit(
         ID, 7, PROMPT.tobytes(), params={"max_tokens": 16, "temperature": 0.5, "seed": 11}, label="job 1"
@@ -62,6 +63,9 @@ EXAMPLES: dict[str, Message] = {
         ID, 9, PROMPT.tobytes(), traceparent="00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
     ),
     "submit_embedding": Submit(ID, 9, PROMPT.tobytes(), reply="embedding", pooling="mean"),
+    "submit_resume": Submit(
+        ID, 9, PROMPT.tobytes(), params={"n": 3, "seed": 5}, resume=(PROMPT[:2].tobytes(), None, b""), stalls=1
+    ),
     "cancel": Cancel((7, 8), (ID,)),
     "cancel_leave": Cancel((7, 8), leave=True),
     "cancel_stopped": Cancel((7,), stopped=(StopFound(7, 12, "###"),)),
@@ -93,9 +97,11 @@ EXAMPLES: dict[str, Message] = {
         "READY",
         model=ModelInfo("tiny", "ab" * 32, 32_000, 4096, (2,), 16, 65_536, "bfloat16", (), 1024, "last"),
         features=("embeddings",),
+        protocol=(1, 1),
     ),
     "accept": Accept(ID, 7, 4, 2, True),
     "accept_note": Accept(ID, 7, 4, 2, True, b"\x00note"),
+    "accept_seed": Accept(ID, 7, 4, seed=2**62 + 1),
     "reject": Reject(ID, 7, "overloaded", "The queue is full.", None, True, 1500),
     "reject_unknown": Reject(None, None, "protocol_error", "unknown message kind 77"),
     "step": Step(3, 90, array("I", [7, 8, 9]), array("I", [11, 12, 70_000])),
