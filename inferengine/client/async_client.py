@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Any, TypeVar, Unpack
 
 from inferengine.client.embedding import Embedding, Prompt, require_embeddings, to_submits
+from inferengine.client.going_on import RESUME_WAIT_S
 from inferengine.client.session import Phase, Session
 from inferengine.client.streams import Answer, Call, Collector
 from inferengine.client.submission import Submission
@@ -42,14 +43,18 @@ class AsyncClient:
         name: str = "",
         window: int | None = None,
         curve: ClientKeys | None = None,
+        resume_wait_s: float = RESUME_WAIT_S,
     ) -> None:
         """`status_address`: the engine's PUB; None derives it from `address`, "" does not subscribe. `curve`: the keys
-        for an engine on TCP that asks for them."""
+        for an engine on TCP that asks for them. `resume_wait_s`: how long open requests wait for an engine when theirs
+        is lost."""
         self.address = address
         self.status: dict[str, Any] | None = None
         self.status_received_s: float | None = None  # on the event loop's clock
         self._status_address = sockets.default_status_address(address) if status_address is None else status_address
         self._role, self._name, self._window = role, name, window
+        self._resume_wait_s = resume_wait_s
+        self.on_resumed: Callable[[float], None] = lambda pause_s: None  # a request goes on after its engine was lost
         self._curve = curve
         self._session: Session | None = None
         self._waiters: set[asyncio.Future[None]] = set()
@@ -72,8 +77,16 @@ class AsyncClient:
         if self._closed:
             raise RuntimeError("the client is closed")
         self._loop = asyncio.get_running_loop()
-        self._session = Session(role=self._role, name=self._name, window=self._window, now=self._loop.time())
+        self._session = Session(
+            role=self._role,
+            name=self._name,
+            window=self._window,
+            now=self._loop.time(),
+            resume_wait_s=self._resume_wait_s,
+            clock=self._loop.time,
+        )
         self._session.on_change = self._wake_waiters
+        self._session.calls.on_resumed = self._note_resumed
         self._transport = Transport(self._session, self.address, self._status_address, self._curve)
         for source, drain in self._drains():
             self._loop.add_reader(source, drain)
@@ -272,6 +285,9 @@ class AsyncClient:
             self._timer.cancel()
         self._timer_due_s = due_s  # not timer.when(): for a time in the past uvloop gives a handle without it
         self._timer = self._loop.call_at(due_s, self._tick)
+
+    def _note_resumed(self, pause_s: float) -> None:
+        self.on_resumed(pause_s)
 
     def _wake_waiters(self) -> None:
         for waiter in self._waiters:

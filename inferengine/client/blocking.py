@@ -16,6 +16,7 @@ from typing import Any, TypeVar, Unpack
 import zmq
 
 from inferengine.client.embedding import Embedding, Prompt, from_deltas, require_embeddings, to_submits
+from inferengine.client.going_on import RESUME_WAIT_S
 from inferengine.client.session import Phase, Session
 from inferengine.client.streams import Answer, Call, Collector, Delta
 from inferengine.client.submitting import SubmitOptions
@@ -102,14 +103,23 @@ class Client:
         name: str = "",
         window: int | None = None,
         curve: ClientKeys | None = None,
+        resume_wait_s: float = RESUME_WAIT_S,
     ) -> None:
         """`status_address`: the engine's PUB; None derives it from `address`, "" does not subscribe. `curve`: the keys
-        for an engine on TCP that asks for them."""
+        for an engine on TCP that asks for them. `resume_wait_s`: how long open requests wait for an engine when theirs
+        is lost."""
         self.address = address
         self.status: dict[str, Any] | None = None
         self._status_address = sockets.default_status_address(address) if status_address is None else status_address
         self._curve = curve
-        self._session = Session(role=role, name=name, window=window, now=time.monotonic())
+        self._session = Session(
+            role=role,
+            name=name,
+            window=window,
+            now=time.monotonic(),
+            resume_wait_s=resume_wait_s,
+            clock=time.monotonic,
+        )
         self._changed = threading.Condition()
         self._wake_fd = -1  # open while the thread runs
         self._thread: threading.Thread | None = None

@@ -1,12 +1,18 @@
-"""The requests of one session that have not ended: which stream of the wire belongs to which choice of which call."""
+"""The requests of one session that have not ended: which stream of the wire belongs to which choice of which call.
+
+A call whose engine is lost stays here, held, until there is an engine to go on at (`going_on`), or goes to another
+session.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from array import array
+from collections.abc import Callable, Iterator, Sequence
 
-from inferengine.client.streams import Answer, Call, Collector, error_from, finish_from
+from inferengine.client import going_on
+from inferengine.client.streams import Call, Collector, error_from, finish_from
 from inferengine.errors import InferEngineError
-from inferengine.wire.messages import Accept, Attach, Done, Reject, Step, Submit
+from inferengine.wire.messages import Accept, Attach, Done, Reject, Step, Submit, Welcome
 
 RESERVED_STREAMS = 64  # stream numbers set aside for an ATTACH: its number of choices is known only from ACCEPT
 _LAST_STREAM = 2**31
@@ -15,46 +21,49 @@ _LAST_STREAM = 2**31
 class Calls:
     """All of them, by id and by stream number."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, wait_s: float = going_on.RESUME_WAIT_S) -> None:
+        """`wait_s`: how long a lost call waits for an engine."""
+        self.on_resumed: Callable[[float], None] = lambda pause_s: None  # a lost call goes on, after so long
+        self.num_resumed = 0
+        self._wait_s = wait_s
         self._calls: dict[bytes, Call] = {}
         self._collectors: dict[int, Collector] = {}
+        self._lost: dict[bytes, Call] = {}  # those with `lost_s`
         self._next_stream = 1
 
     # -- coming and going --------------------------------------------------------------------------------------------
 
-    def start(self, message: Submit | Attach, cursors: Sequence[int]) -> Call:
+    def start(self, message: Submit | Attach, cursors: Sequence[int], *, resubmit: bool = True) -> Call:
         """A new call with a choice for each of `cursors`, on stream numbers of its own. Raises conflict."""
         self._refuse_known(message.id)
-        count = len(cursors) if isinstance(message, Submit) else max(len(cursors), RESERVED_STREAMS)
-        stream = self._take_streams(count)
+        stream = self._take_streams(_width(message, len(cursors)))
         collectors = [Collector(stream + choice, cursor) for choice, cursor in enumerate(cursors)]
-        call = Call(message._replace(stream=stream), collectors)
+        call = Call(message._replace(stream=stream), collectors, resubmit=resubmit)
+        if isinstance(message, Submit) and resubmit and message.reply != "embedding":
+            for collector in collectors:
+                collector.ids_read = array("I")
         self._add(call)
         return call
 
     def adopt(self, call: Call) -> None:
         """Take over another session's call, under its id and with its collectors. Raises conflict."""
         self._refuse_known(call.id)
-        stream = self._take_streams(len(call.collectors))
-        call.message = call.message._replace(stream=stream)
-        if call.accepted.done:
-            call.accepted = Answer()
-        for name, collector in enumerate(call.collectors, stream):
-            collector.name = name
-        self._add(call)
+        call.answered = False
+        if call.lost_s is not None:
+            self._calls[call.id] = self._lost[call.id] = call
+        else:
+            self._renumber(call)
+            self._add(call)
 
     def release(self, call: Call) -> list[int]:
         """Forget a call that goes on elsewhere. Returns its open streams; none when it is not here."""
         if self._calls.get(call.id) is not call:
             return []
-        del self._calls[call.id]
-        return [collector.name for collector in call.collectors if self._collectors.pop(collector.name, None)]
+        return self._forget(call)
 
     def drop(self, call: Call, error: InferEngineError) -> None:
         """Forget a call and end what is open of it."""
-        self._calls.pop(call.id, None)
-        for collector in call.collectors:
-            self._collectors.pop(collector.name, None)
+        self._forget(call)
         call.fail(error)
 
     def end_all(self, error: InferEngineError) -> None:
@@ -63,36 +72,129 @@ class Calls:
             call.fail(error)
         self._calls.clear()
         self._collectors.clear()
+        self._lost.clear()
+
+    # -- an engine that is lost --------------------------------------------------------------------------------------
+
+    def suspend_all(self, error: InferEngineError, lost_s: float) -> None:
+        """Nobody knows what has become of the engine. Who can go on at another does; the others wait to hear whether
+        this one has kept them."""
+        for call in list(self._calls.values()):
+            if call.lost_s is None and not call.resubmit:
+                self.drop(call, error)
+            elif self._end_as_asked(call) and call.lost_s is None:
+                self._mark_lost(call, lost_s)
+                if call.rescue is not None:
+                    call.rescue(call, error)  # where it succeeds, the other session has it, and this one forgets it
+
+    def found_again(self, now: float) -> None:
+        """The engine has kept everything."""
+        for call in list(self._lost.values()):
+            if call.answered and not call.held:
+                self._went_on(call, now)
+
+    def after_lapse(self, *, restarted: bool, lost_s: float) -> None:
+        """The engine has forgotten this connection, or is another. What it ran goes on where that is possible; what runs
+        on detached is attached to again; what it had not answered is sent again: the id makes sure that it runs once."""
+        for call in list(self._calls.values()):
+            if call.held or not (call.answered or restarted):
+                continue
+            if not restarted and _is_detached(call):
+                call.message = going_on.attach_again(call)
+                call.answered = False
+            elif restarted:
+                self.lose(call, InferEngineError("engine_restarted", "The engine was restarted."), lost_s)
+            else:
+                text = "The lease ran out while disconnected."
+                self.lose(call, InferEngineError("engine_unavailable", text), lost_s)
+
+    def lose(self, call: Call, error: InferEngineError, lost_s: float) -> None:
+        """The engine will say no more of it: it is held, goes on elsewhere, or ends."""
+        if not self._end_as_asked(call):
+            return
+        refused = going_on.refusal(call, error.code)
+        if refused is not None and call.resubmit:
+            self._forget(call)
+            call.end(refused)  # nobody else is to try either
+            return
+        if refused is not None:
+            self.drop(call, error)
+            return
+        self._mark_lost(call, lost_s)
+        self._hold(call, 0.0)
+        if call.rescue is not None:
+            call.rescue(call, error)
+
+    def to_send(self, welcome: Welcome, now: float) -> Iterator[Submit | Attach]:
+        """Of the held calls what a READY engine is to hear now, in the order in which they were begun."""
+        for call in [call for call in self._calls.values() if call.held and call.retry_s <= now]:
+            if call.finished:
+                self._forget(call)
+                continue
+            if (error := going_on.misfit(call, welcome)) is not None:
+                self.drop(call, error)
+                continue
+            call.message = going_on.next_message(call, welcome, now)
+            call.held, call.answered = False, False
+            self._renumber(call)
+            self._add(call)
+            yield call.message
+
+    def expire(self, now: float) -> None:
+        """End the lost calls whose time is over."""
+        for call in list(self._lost.values()):
+            if call.retry_s <= now:
+                call.retry_s = 0.0  # from now on it waits for the engine to be READY
+            if call.finished and call.held:
+                self._forget(call)
+            elif call.finished:
+                del self._lost[call.id]
+            elif call.deadline_s is not None and now >= call.deadline_s:
+                self.drop(call, InferEngineError("deadline_exceeded", "The request's deadline passed."))
+            elif call.lost_s is not None and now >= call.lost_s + self._wait_s:
+                text = f"The engine was lost, and none came back within {self._wait_s:g} s."
+                self.drop(call, InferEngineError("engine_unavailable", text))
+
+    def due_s(self) -> float | None:
+        """When `to_send` or `expire` has something to do next."""
+        times = []
+        for call in self._lost.values():
+            times.append((call.lost_s or 0.0) + self._wait_s)
+            if call.held and call.retry_s:
+                times.append(call.retry_s)
+            if call.deadline_s is not None:
+                times.append(call.deadline_s)
+        return min(times, default=None)
 
     # -- after a reconnect -------------------------------------------------------------------------------------------
 
-    def after_lapse(self, *, restarted: bool) -> None:
-        """The engine has forgotten this connection, or is another. What it may have lost ends; what runs on detached
-        is attached to again; what it had not answered is sent again: the id makes sure that it runs once."""
-        for call in list(self._calls.values()):
-            if not call.accepted.done:
-                continue
-            if not restarted and _is_detached(call):
-                call.message = _attach_again(call)
-                call.accepted = Answer()
-            elif restarted:
-                self.drop(call, InferEngineError("engine_restarted", "The engine was restarted."))
-            else:
-                self.drop(call, InferEngineError("engine_unavailable", "The lease ran out while disconnected."))
-
     def unanswered(self) -> Iterator[Submit | Attach]:
         """To be sent again."""
-        yield from (call.message for call in self._calls.values() if not call.accepted.done)
+        yield from (call.message for call in self._calls.values() if not call.answered and not call.held)
 
     def cancelled(self) -> list[int]:
-        """Open streams whose end was asked for."""
-        return [name for name, collector in self._collectors.items() if collector.cancelled]
+        """Streams that the engine may still run and whose end was asked for."""
+        return [name for name, collector in self._collectors.items() if collector.cancelled or collector.finished]
+
+    def get(self, id: bytes) -> Call | None:
+        return self._calls.get(id)
+
+    def end_here(self, collector: Collector) -> int | None:
+        """End a choice of a lost call, as was asked for. Returns the stream that its engine may still run."""
+        collector.end_as_asked()
+        call = collector.call
+        was_open = self._collectors.pop(collector.name, None) is not None
+        if call is not None and call.finished:
+            self._forget(call)
+            call.accepted.fail(InferEngineError("cancelled", "The request was cancelled."))
+        return collector.name if was_open else None
 
     # -- what the engine says ----------------------------------------------------------------------------------------
 
-    def on_accept(self, accept: Accept) -> None:
+    def on_accept(self, accept: Accept, now: float, model: tuple[str, str] | None = None) -> None:
+        """`model`: name and fingerprint of what the engine serves."""
         call = self._calls.get(accept.id)
-        if call is None or call.message.stream != accept.stream:
+        if call is None or call.held or call.message.stream != accept.stream:
             return
         for choice in range(len(call.collectors), accept.n):  # an ATTACH learns its number of choices here
             collector = Collector(accept.stream + choice)
@@ -101,17 +203,27 @@ class Calls:
         for collector in call.collectors[accept.n :]:
             collector.fail("invalid_request", f"The request has {accept.n} choice(s).")
             self._collectors.pop(collector.name, None)
-        call.accepted.resolve(accept)
+        call.model = model
+        if accept.seed is not None:
+            call.seed = accept.seed
+        self._answered(call, accept, now)
 
-    def on_reject(self, reject: Reject) -> bool:
+    def on_reject(self, reject: Reject, now: float) -> bool:
         """False: it is about none of these."""
         call = self._calls.get(reject.id) if reject.id is not None else None
-        if call is None or reject.stream not in (None, call.message.stream):
+        if call is None or call.held or reject.stream not in (None, call.message.stream):
             return False
-        self.drop(call, error_from(reject.code, reject.message, reject.field, reject.retry_after_ms))
+        error = error_from(reject.code, reject.message, reject.field, reject.retry_after_ms)
+        retry_s = going_on.retry_after(call, error, now)
+        if retry_s is None:
+            self.drop(call, error)
+        elif self._end_as_asked(call):
+            self._hold(call, now + retry_s)
+            if call.rescue is not None:
+                call.rescue(call, error)
         return True
 
-    def on_step(self, step: Step) -> None:
+    def on_step(self, step: Step, now: float) -> None:
         """Give every stream what is new of it. The path of every token: it calls as little as it can."""
         collectors = self._collectors
         tokens = step.tokens
@@ -144,23 +256,94 @@ class Calls:
         for name, text in step.text:
             if (collector := collectors.get(name)) is not None:
                 collector.add_text(text)
+        lost: dict[bytes, tuple[Call, InferEngineError]] = {}
         for row in step.done:
+            if row.reason in ("error", "abort") and self._is_lost(row, lost):
+                continue
             if row.reason in ("error", "abort") and self._is_rescued(row):
                 continue
             if (collector := collectors.pop(row.stream, None)) is not None:
                 collector.end(finish_from(row))
                 if (call := collector.call) is not None and call.finished:
-                    self._calls.pop(call.id, None)
-                    if not call.accepted.done:  # its ACCEPT was lost with a connection; its output was sent again
+                    if not call.answered:  # its ACCEPT was lost with a connection; its output was sent again
                         message, n = call.message, len(call.collectors)
-                        call.accepted.resolve(Accept(call.id, message.stream, row.prompt_tokens, n))
+                        self._answered(call, Accept(call.id, message.stream, row.prompt_tokens, n), now)
+                    self._forget(call)
+        for call, error in lost.values():  # when the ends of its other choices are known
+            self.lose(call, error, now)
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
     def _add(self, call: Call) -> None:
         self._calls[call.id] = call
         for collector in call.collectors:
-            self._collectors[collector.name] = collector
+            if not collector.finished:
+                self._collectors[collector.name] = collector
+
+    def _forget(self, call: Call) -> list[int]:
+        if self._calls.get(call.id) is call:
+            del self._calls[call.id]
+        self._lost.pop(call.id, None)
+        return self._unlist(call)
+
+    def _unlist(self, call: Call) -> list[int]:
+        """Listen no more to its streams; returns those that were open."""
+        mine = [item.name for item in call.collectors if self._collectors.get(item.name) is item]
+        for name in mine:
+            del self._collectors[name]
+        return mine
+
+    def _renumber(self, call: Call) -> None:
+        """New streams: what is still said of the old ones is about another engine's run, or another time's."""
+        stream = self._take_streams(_width(call.message, len(call.collectors)))
+        call.message = call.message._replace(stream=stream)
+        for name, collector in enumerate(call.collectors, stream):
+            collector.name = name
+
+    def _mark_lost(self, call: Call, lost_s: float) -> None:
+        if call.lost_s is None:
+            call.lost_s = lost_s
+        self._lost[call.id] = call
+
+    def _hold(self, call: Call, retry_s: float) -> None:
+        self._unlist(call)
+        call.held, call.retry_s = True, retry_s
+
+    def _end_as_asked(self, call: Call) -> bool:
+        """End the choices that were cancelled. Whether the call goes on without them."""
+        for collector in call.collectors:
+            if collector.cancelled and not collector.finished:
+                collector.end_as_asked()
+        if not call.finished:
+            return True
+        self._forget(call)
+        call.accepted.fail(InferEngineError("cancelled", "The request was cancelled."))
+        return False
+
+    def _answered(self, call: Call, accept: Accept, now: float) -> None:
+        call.answered = True
+        call.accepted.resolve(accept)
+        if call.lost_s is not None:
+            self._went_on(call, now)
+
+    def _went_on(self, call: Call, now: float) -> None:
+        pause_s = max(0.0, now - (call.lost_s or now))
+        call.lost_s = None
+        self._lost.pop(call.id, None)
+        self.num_resumed += 1
+        self.on_resumed(pause_s)
+
+    def _is_lost(self, row: Done, lost: dict[bytes, tuple[Call, InferEngineError]]) -> bool:
+        """Whether this end says that the engine gives up, and not the request; noted in `lost`."""
+        collector = self._collectors.get(row.stream)
+        call = None if collector is None else collector.call
+        if call is None or not call.resubmit or not isinstance(row.detail, list | tuple):
+            return False
+        error = error_from(*row.detail[:2])
+        if error.code not in going_on.LOST:
+            return False
+        lost.setdefault(call.id, (call, error))
+        return True
 
     def _is_rescued(self, row: Done) -> bool:
         """Whether a request that ended without output goes on elsewhere."""
@@ -190,11 +373,10 @@ class Calls:
         return first
 
 
+def _width(message: Submit | Attach, num_choices: int) -> int:
+    """Stream numbers that a call takes."""
+    return num_choices if isinstance(message, Submit) else max(num_choices, RESERVED_STREAMS)
+
+
 def _is_detached(call: Call) -> bool:
-    return isinstance(call.message, Attach) or call.message.detached
-
-
-def _attach_again(call: Call) -> Attach:
-    reply = call.message.reply
-    cursors = tuple(c.num_characters if reply == "text" else c.num_tokens for c in call.collectors)
-    return Attach(call.id, call.message.stream, cursors, reply)
+    return isinstance(call.origin, Attach) or call.origin.detached

@@ -5,8 +5,9 @@ of a second old, and what this pool has sent since. An engine that drains, is fr
 new work.
 
 A request goes on elsewhere under the same id as long as nothing of its output has come: when its engine refuses it
-(overloaded, draining), is gone, or comes back with another epoch. One that has begun ends with `engine_restarted`; it
-cannot start over unseen. A connection that breaks for less than FAILOVER_S changes nothing: the session resumes.
+(overloaded, draining) or is gone. One that has begun goes on elsewhere with the output so far when its engine is lost:
+it has another epoch, was silent for a lease, or says that it gives up. Where no other engine can take it, it waits for
+its own. A connection that breaks for less than FAILOVER_S changes nothing: the session resumes.
 """
 
 from __future__ import annotations
@@ -14,14 +15,16 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from types import TracebackType
 from typing import Any, NamedTuple
 
+from inferengine.client import going_on
 from inferengine.client.async_client import AsyncClient
 from inferengine.client.attachment import PooledAttachment
 from inferengine.client.chooser import Chooser
+from inferengine.client.going_on import RESUME_WAIT_S
 from inferengine.client.streams import Call
 from inferengine.client.submission import Submission
 from inferengine.errors import InferEngineError
@@ -94,12 +97,20 @@ class EnginePool:
         policy: str = "power_of_two",
         generator: random.Random | None = None,
         curve: ClientKeys | None = None,
+        resume_wait_s: float = RESUME_WAIT_S,
     ) -> None:
-        """`policy`: one of chooser.POLICIES. `curve`: the keys for engines on TCP that ask for them."""
+        """`policy`: one of chooser.POLICIES. `curve`: the keys for engines on TCP that ask for them. `resume_wait_s`: as
+        AsyncClient's."""
         if not addresses:
             raise ValueError("at least one engine address is needed")
-        self.clients = [AsyncClient(address, role=role, name=name, window=window, curve=curve) for address in addresses]
-        self.num_moved = 0  # times that a request went on at another engine, or at the same one after its restart
+        self.clients = [
+            AsyncClient(address, role=role, name=name, window=window, curve=curve, resume_wait_s=resume_wait_s)
+            for address in addresses
+        ]
+        self.on_resumed: Callable[[float], None] = lambda pause_s: None  # a request goes on after its engine was lost
+        for client in self.clients:
+            client.on_resumed = self._note_resumed
+        self.num_moved = 0  # times that a request went on at another engine, or was sent to the same one again
         self._engines = [_Engine(index, client) for index, client in enumerate(self.clients)]
         self._chooser = Chooser(addresses, policy, generator=generator)
         self._chooser.table.set_available(())
@@ -265,6 +276,8 @@ class EnginePool:
         """What becomes of a request whose engine refused it or is gone: None when it goes on elsewhere."""
         if self._closed or error.code not in _MOVABLE:
             return error
+        if call.lost_s is not None:
+            return None if self._move_lost(waiting) else error
         if call.begun or any(collector.cancelled for collector in call.collectors):
             if error.code in _LOST and call.begun:
                 return InferEngineError("engine_restarted", "The engine that ran this request is gone.")
@@ -291,6 +304,32 @@ class EnginePool:
             return None
         return error
 
+    def _move_lost(self, waiting: _Waiting) -> bool:
+        """Let a request whose engine is lost go on at another one. False: none can take it now; it is tried again."""
+        call, unfit = waiting.submission.call, {waiting.engine.index}
+        for engine in self._engines:
+            if engine.client.ready and going_on.misfit(call, engine.client.welcome) is not None:
+                unfit.add(engine.index)
+        while (index := self._pick(*waiting.arguments, unfit)) is not None:
+            waiting.engine.client.release(waiting.submission)
+            try:
+                waiting.submission.move_to(self._engines[index].client)
+            except InferEngineError:
+                unfit.add(index)
+                continue
+            waiting.engine = self._engines[index]
+            self.num_moved += 1
+            self._chooser.table.sent(index, 0)
+            self._remember(call.id, waiting.engine)
+            return True
+        if len(self._engines) > 1:
+            self._waiting[call.id] = waiting
+            self._plan_watch()
+        return False
+
+    def _note_resumed(self, pause_s: float) -> None:
+        self.on_resumed(pause_s)
+
     def _plan_watch(self) -> None:
         if self._timer is None and not self._closed:
             self._timer = asyncio.get_running_loop().call_later(FAILOVER_S / 4, self._watch)
@@ -306,6 +345,10 @@ class EnginePool:
                 engine.away_since_s = now
         for request_id, waiting in list(self._waiting.items()):
             call = waiting.submission.call
+            if call.lost_s is not None and not call.finished:
+                if call.held or not waiting.engine.client.connected:
+                    self._move_lost(waiting)
+                continue
             if call.begun or call.rescue is None:
                 del self._waiting[request_id]
                 continue

@@ -3,10 +3,11 @@
 AsyncClient and Client drive the same machine; they differ only in how their readers wait. Here are the phases of the
 connection, its heartbeat and its lease; `calls` has the requests, `questions` what else was asked. What must survive a
 broken connection is kept as state and sent again after the next WELCOME: submissions without an answer (their ids make
-that safe), cancellations without an effect, questions without a reply.
+that safe), cancellations without an effect, questions without a reply. What must survive a lost engine is submitted
+again with the output so far, as soon as an engine at this address is READY (`going_on`).
 
     DOWN --transport connected--> GREETING --WELCOME--> UP --connection lost, epoch changed--> GREETING
-    UP, GREETING --nothing heard for a lease--> DOWN, every open stream ends with engine_unavailable
+    UP, GREETING --nothing heard for a lease--> DOWN: open requests wait for the engine, or go on at another
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from enum import Enum
 from typing import Any, Unpack
 
 from inferengine.client.calls import Calls
+from inferengine.client.going_on import RESUME_WAIT_S
 from inferengine.client.questions import Questions
 from inferengine.client.streams import Answer, Call, Collector
 from inferengine.client.submitting import SubmitOptions, make_submit
@@ -25,6 +27,7 @@ from inferengine.params import SamplingParams
 from inferengine.wire import codec
 from inferengine.wire.credit import CreditGiver
 from inferengine.wire.messages import (
+    READY,
     Accept,
     AdminReply,
     Attach,
@@ -44,6 +47,7 @@ from inferengine.wire.messages import (
 
 HEARTBEAT_BEFORE_WELCOME_S = 1.0
 LEASE_BEFORE_WELCOME_S = 6.0
+MAX_ORPHANS = 4096  # requests that went on elsewhere, to be cancelled where they were
 
 
 class Phase(Enum):
@@ -55,7 +59,18 @@ class Phase(Enum):
 class Session:
     """State of one connection to one engine, over reconnects and restarts of the engine."""
 
-    def __init__(self, *, role: str = "client", name: str = "", window: int | None = None, now: float = 0.0) -> None:
+    def __init__(
+        self,
+        *,
+        role: str = "client",
+        name: str = "",
+        window: int | None = None,
+        now: float = 0.0,
+        resume_wait_s: float = RESUME_WAIT_S,
+        clock: Callable[[], float] | None = None,
+    ) -> None:
+        """`resume_wait_s`: how long open requests wait for an engine when theirs is lost. `clock`: what `now` is read
+        off everywhere; without one, a request's deadline counts from the last `now`."""
         self.role = role
         self.name = name
         self.phase = Phase.DOWN
@@ -72,13 +87,18 @@ class Session:
         self._resume: tuple[bytes, int] | None = None
         self._last_seq = 0
         self._credit = CreditGiver()
-        self._calls = Calls()
+        self._calls = Calls(wait_s=resume_wait_s)
+        self._now = now
+        self._clock = clock or (lambda: self._now)
+        self._epoch: bytes | None = None  # of the engine that the open requests are at
+        self._away_s: float | None = None  # since when it is not heard
+        self._orphan_ids: deque[bytes] = deque(maxlen=MAX_ORPHANS)  # that may still run, and go on elsewhere
         self._questions = Questions(self._ask)
         self._orphans: list[int] = []  # streams released while the connection was broken
         self._left: list[int] = []  # likewise, but somebody else may read them
         self._handlers: dict[type, Callable[[Any, float], None]] = {
             Welcome: self._on_welcome,
-            Accept: lambda message, now: self._calls.on_accept(message),
+            Accept: lambda message, now: self._calls.on_accept(message, now, self._model),
             Reject: self._on_reject,
             Step: self._on_step,
             Pong: self._on_pong,
@@ -96,7 +116,15 @@ class Session:
         message = make_submit(prompt_ids, params, **options)
         self._refuse_when_down()
         num_choices = 1 if params is None else max(params.n, 1)
-        call = self._calls.start(message, [0] * num_choices)
+        resubmit = options.get("resubmit", True)
+        hides_tokens = resubmit and message.reply == "text"  # to go on, it must know them
+        call = self._calls.start(
+            message._replace(reply="both") if hides_tokens else message, [0] * num_choices, resubmit=resubmit
+        )
+        for collector in call.collectors:
+            collector.hides_tokens = hides_tokens
+        if message.deadline_ms is not None:
+            call.deadline_s = self._clock() + message.deadline_ms / 1000
         self._ask(call.message)
         return call
 
@@ -115,13 +143,21 @@ class Session:
         for collector in collectors:
             if not collector.finished and not collector.cancelled:
                 collector.cancelled = True
-                names.append(collector.name)
+                collector.found_stop = stop
+                call = collector.call
+                if call is not None and call.lost_s is not None and (call.held or self.phase is Phase.DOWN):
+                    self._orphans += filter(None, [self._calls.end_here(collector)])
+                else:
+                    names.append(collector.name)
         if names and self.phase is Phase.UP:
             stopped = () if stop is None else tuple(StopFound(name, *stop) for name in names)
             self._send(Cancel(tuple(names), stopped=stopped))
 
     def cancel_request(self, request_id: bytes) -> None:
         """Cancel by id, whoever submitted it."""
+        call = self._calls.get(request_id)
+        if call is not None and (call.held or self.phase is not Phase.UP):
+            self.cancel(call.collectors)
         if self.phase is Phase.UP:
             self._send(Cancel(ids=(request_id,)))
 
@@ -130,7 +166,13 @@ class Session:
         Raises engine_unavailable, and conflict where this session has the id."""
         self._refuse_when_down()
         self._calls.adopt(call)
-        self._ask(call.message)
+        if call.id in self._orphan_ids:
+            self._orphan_ids.remove(call.id)
+        if call.lost_s is None:
+            self._ask(call.message)
+        else:
+            call.held, call.retry_s = True, 0.0
+            self._send_held(self._clock())
 
     def release(self, call: Call) -> None:
         """Forget a call that goes on elsewhere, and have the engine cancel it, now or when it is back."""
@@ -139,6 +181,8 @@ class Session:
             self._send(Cancel(tuple(names)))
         else:
             self._orphans += names
+        if call.lost_s is not None and self.phase is not Phase.UP:
+            self._orphan_ids.append(call.id)
 
     def leave(self, call: Call) -> None:
         """Forget a call that nobody here reads any more. The engine cancels it, now or when it is back, unless
@@ -170,10 +214,14 @@ class Session:
     def connected(self, now: float) -> None:
         """The transport has a (new) connection; whatever was in the old one is lost."""
         self._connected = True
+        self._now = now
         self._greet(now)
 
     def disconnected(self, now: float) -> None:
         self._connected = False
+        self._now = now
+        if self._away_s is None:
+            self._away_s = now
         if self.phase is not Phase.DOWN:
             self._leave_up(Phase.GREETING)
         self._greet_s = None
@@ -185,15 +233,20 @@ class Session:
         except codec.WireError:
             self.num_protocol_errors += 1
             return
-        self._heard_s = now
+        self._heard_s = self._now = now
         handler = self._handlers.get(type(message))
         if handler is not None:
             handler(message, now)
 
     def tick(self, now: float) -> float:
         """Do what is due; returns when to call again. Call `receive` for all that has arrived before."""
+        self._now = now
         if self.phase is not Phase.DOWN and now - self._heard_s > self._lease_s:
             self._lose("The engine has not been heard of for a lease.", now)
+        if (calls_due_s := self._calls.due_s()) is not None and now >= calls_due_s:
+            self._calls.expire(now)
+            self._send_held(now)
+            calls_due_s = self._calls.due_s()
         if self._greet_s is not None and now >= self._greet_s:
             self._greet(now)
         if self._ping_s is not None and now >= self._ping_s:
@@ -201,7 +254,8 @@ class Session:
             self._ping_s = now + self._heartbeat_s
         if (credit := self._credit.due(now)) is not None:
             self._send(credit)
-        times = [time for time in (self._greet_s, self._ping_s, self._credit.due_s) if time is not None]
+        known = (self._greet_s, self._ping_s, self._credit.due_s, calls_due_s)
+        times = [time for time in known if time is not None]
         return min(times, default=now + self._heartbeat_s)
 
     # -- phases ------------------------------------------------------------------------------------------------------
@@ -227,12 +281,16 @@ class Session:
         self.on_change()
 
     def _lose(self, message: str, now: float) -> None:
-        """The engine has forgotten us by now, or is gone. While the transport is connected, HELLO goes on."""
+        """The engine has forgotten us by now, or is gone, or could not run for a while and then still knows us. While
+        the transport is connected, HELLO goes on."""
         self._leave_up(Phase.DOWN)
-        self._resume = None
-        self._last_seq = 0
         self._greet_s = now + self._heartbeat_s if self._connected else None
-        self._end_all("engine_unavailable", message)
+        error = InferEngineError("engine_unavailable", message)
+        self._calls.suspend_all(error, self._away_since(now))
+        self._questions.end_all(error)
+
+    def _away_since(self, now: float) -> float:
+        return now if self._away_s is None else self._away_s
 
     def _end_all(self, code: str, message: str) -> None:
         error = InferEngineError(code, message)
@@ -245,29 +303,38 @@ class Session:
             return
         self.welcome = welcome
         if self.phase is Phase.UP:
+            self._send_held(now)
             self.on_change()
             return
         if self._resume is not None and welcome.resumed is None and welcome.epoch == self._resume[0]:
             return  # news of the engine's state that crossed our HELLO
-        self._after_greeting(welcome)
+        self._after_greeting(welcome, now)
         self.phase = Phase.UP
         self._greet_s = None
         self._ping_s = now + welcome.heartbeat_s
         self._credit.start(welcome.window, self._last_seq)
-        self._send_again()
+        self._send_again(now)
         self.on_change()
 
-    def _after_greeting(self, welcome: Welcome) -> None:
+    def _after_greeting(self, welcome: Welcome, now: float) -> None:
         """Decide what became of the streams that were open before."""
         resume, self._resume = self._resume, None
+        lost_s, self._away_s = self._away_since(now), None
+        epoch, self._epoch = self._epoch, welcome.epoch
         if resume is not None and welcome.resumed:
+            self._calls.found_again(now)
             return
         self._last_seq = 0
-        if resume is None:
-            return
-        self._calls.after_lapse(restarted=welcome.epoch != resume[0])
+        if epoch is not None:
+            self._calls.after_lapse(restarted=welcome.epoch != epoch, lost_s=lost_s)
 
-    def _send_again(self) -> None:
+    def _send_held(self, now: float) -> None:
+        """Let calls go on that were lost, once the engine takes requests."""
+        if self.phase is Phase.UP and self.welcome is not None and self.welcome.state == READY:
+            for message in self._calls.to_send(self.welcome, now):
+                self._send(message)
+
+    def _send_again(self, now: float) -> None:
         for message in self._calls.unanswered():
             self._send(message)
         names = self._calls.cancelled() + self._orphans
@@ -277,6 +344,10 @@ class Session:
         if self._left:
             self._send(Cancel(tuple(self._left), leave=True))
             self._left.clear()
+        if self._orphan_ids:
+            self._send(Cancel(ids=tuple(self._orphan_ids)))
+            self._orphan_ids.clear()
+        self._send_held(now)
         for question in self._questions.unanswered():
             self._send(question)
 
@@ -289,12 +360,12 @@ class Session:
             self._greet(now)  # something was lost: have it sent again
             return
         self._last_seq = step.seq
-        self._calls.on_step(step)
+        self._calls.on_step(step, now)
         if (credit := self._credit.handled(step.seq, now)) is not None:
             self._send(credit)
 
     def _on_reject(self, reject: Reject, now: float) -> None:
-        if self._calls.on_reject(reject):
+        if self._calls.on_reject(reject, now):
             return
         if reject.field == "hello" and self.phase is Phase.UP:
             self._greet(now)  # the engine does not know us any more
@@ -308,7 +379,10 @@ class Session:
             self._greet(now)
 
     def _on_goodbye(self, message: Goodbye, now: float) -> None:
+        """It says nothing more, and has forgotten this client: what is open cannot be found again there."""
         self._lose(message.reason, now)
+        self._resume = None
+        self._last_seq = 0
 
     # -- small things ------------------------------------------------------------------------------------------------
 
@@ -322,6 +396,15 @@ class Session:
 
     def _send(self, message: Message) -> None:
         self.outgoing.append(codec.encode(message))
+
+    @property
+    def _model(self) -> tuple[str, str] | None:
+        model = None if self.welcome is None else self.welcome.model
+        return None if model is None else (model.name, model.fingerprint)
+
+    @property
+    def calls(self) -> Calls:
+        return self._calls
 
     @property
     def _heartbeat_s(self) -> float:

@@ -6,6 +6,7 @@ how its reader waits; `on_news` and `on_done` are called once and then forgotten
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -97,6 +98,10 @@ class Collector:
         "_taken",
         "call",
         "cancelled",
+        "found_stop",
+        "has_prompt",
+        "hides_tokens",
+        "ids_read",
         "name",
         "num_characters",
         "num_tokens",
@@ -110,7 +115,11 @@ class Collector:
         self.num_characters = 0
         self.token_ids: list[int] = []
         self.on_news: Callable[[], None] | None = None
+        self.ids_read: array[int] | None = None  # those that were taken, where they may be needed again
+        self.hides_tokens = False  # its reader asked for text alone
+        self.has_prompt = False  # the prompt's log-probabilities have come
         self.cancelled = False
+        self.found_stop: tuple[int, str] | None = None  # why: tokens up to the stop string, and which it is
         self.call: Call | None = None
         self._parts: list[str] = []
         self._logprobs: list[TokenLogprobs] | None = None
@@ -131,21 +140,30 @@ class Collector:
 
     @property
     def has_news(self) -> bool:
-        return bool(self.token_ids or self._parts) or (self._finish is not None and not self._taken)
+        return bool((self.token_ids and not self.hides_tokens) or self._parts) or (self._finish is not None and not self._taken)
 
     def take(self) -> Delta:
         """All that is new. Only when there is news."""
+        if self.ids_read is not None:
+            self.ids_read.extend(self.token_ids)
+        token_ids = [] if self.hides_tokens else self.token_ids
         delta = Delta(
-            self.token_ids, "".join(self._parts), self._logprobs, self._finish, self._prompt_logprobs, self._embedding
+            token_ids, "".join(self._parts), self._logprobs, self._finish, self._prompt_logprobs, self._embedding
         )
         self.token_ids, self._parts, self._logprobs, self._prompt_logprobs = [], [], None, None
         self._taken = self._finish is not None
         return delta
 
+    @property
+    def all_ids(self) -> array[int]:
+        """Every token that has come, read or not."""
+        return (self.ids_read or array("I")) + array("I", self.token_ids)
+
     def add_tokens(self, token_ids: list[int]) -> None:
         self.token_ids.extend(token_ids)
         self.num_tokens += len(token_ids)
-        self._tell()
+        if not self.hides_tokens:
+            self._tell()
 
     def add_text(self, text: str) -> None:
         self._parts.append(text)
@@ -158,6 +176,7 @@ class Collector:
         self._logprobs += (TokenLogprobs(row[0], row[1], row[2], row[3]) for row in rows)
 
     def add_prompt_logprobs(self, rows: list[Any]) -> None:
+        self.has_prompt = True
         self._prompt_logprobs = [TokenLogprobs(row[0], row[1], row[2], row[3]) for row in rows]
 
     def add_embedding(self, data: bytes) -> None:
@@ -168,6 +187,13 @@ class Collector:
         if self._finish is None:
             self._finish = finish
             self._tell()
+
+    def end_as_asked(self) -> None:
+        """Its end was asked for, and the engine that was to say it is lost."""
+        reason, detail, count = "abort", ["cancelled", "The request was cancelled."], self.num_tokens
+        if self.found_stop is not None:
+            reason, detail, count = "stop", self.found_stop[1], min(self.found_stop[0], count)  # type: ignore[assignment]
+        self.end(Finish(reason, detail, 0, 0, count, 0.0, 0.0, 0.0))
 
     def fail(self, code: str, message: str) -> None:
         """End the stream from this side."""
@@ -182,15 +208,45 @@ class Collector:
 class Call:
     """One SUBMIT or ATTACH and the collectors of its choices.
 
-    `rescue` is asked before an error ends the call. It returns the error to end with, or None when the call goes on
-    elsewhere: then some other session has it.
+    `rescue` is asked before an error ends the call, and before the call waits for its lost engine. It returns the
+    error, or None when the call goes on elsewhere: then some other session has it. What is here beside messages and
+    collectors is for going on (`going_on`).
     """
 
-    __slots__ = ("accepted", "collectors", "message", "rescue")
+    __slots__ = (
+        "accepted",
+        "answered",
+        "collectors",
+        "deadline_s",
+        "held",
+        "lost_s",
+        "message",
+        "model",
+        "num_fruitless",
+        "num_stalls",
+        "num_tokens_then",
+        "origin",
+        "rescue",
+        "resubmit",
+        "retry_s",
+        "seed",
+    )
 
-    def __init__(self, message: Submit | Attach, collectors: list[Collector]) -> None:
-        self.message = message
+    def __init__(self, message: Submit | Attach, collectors: list[Collector], *, resubmit: bool = True) -> None:
+        self.message = message  # as last said
+        self.origin = message  # as first said
         self.accepted: Answer[Accept] = Answer()
+        self.answered = False  # the message as last said
+        self.resubmit = resubmit
+        self.deadline_s: float | None = None
+        self.model: tuple[str, str] | None = None  # name and fingerprint of what it runs with
+        self.seed: int | None = None  # that the engine chose
+        self.lost_s: float | None = None  # since when its engine is lost; None while it is not
+        self.held = False  # nothing of it is on its way
+        self.retry_s = 0.0  # when to say it again, where it is held
+        self.num_stalls = 0
+        self.num_fruitless = 0  # losses since it last got on
+        self.num_tokens_then = 0
         self.rescue: Callable[[Call, InferEngineError], InferEngineError | None] | None = None
         self.collectors: list[Collector] = []
         for collector in collectors:
@@ -203,6 +259,11 @@ class Call:
     @property
     def id(self) -> bytes:
         return self.message.id
+
+    @property
+    def was_accepted(self) -> bool:
+        """By some engine."""
+        return self.accepted.done
 
     @property
     def finished(self) -> bool:

@@ -121,6 +121,8 @@ class Submission:
 
     def abandon(self, error: InferEngineError) -> None:
         """Cancel, and end every choice on this side at once with `error`, whatever the engine does about it."""
+        if self._call.lost_s is not None:
+            self._call.end(error)  # with this, and not as cancelled
         self._client.cancel_streams(self._call.collectors)
         self._call.end(error)  # before anything is sent: sending reads too, and the engine may have answered by then
         self._client.send()

@@ -31,6 +31,7 @@ class SubmitOptions(TypedDict, total=False):
     note: bytes  # the engine's to keep, and to give to whoever attaches
     adapter: str  # LoRA adapter, by name
     traceparent: str  # W3C's, of the caller's span
+    resubmit: bool  # goes on when its engine is lost: at that engine's successor or at another; false: it ends then
 
 
 def make_submit(

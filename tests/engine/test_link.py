@@ -35,7 +35,8 @@ def test_a_request_gives_exactly_its_tokens_and_one_terminal_row(engine: EngineS
     (done,) = collected.done[1]
     assert len(collected.tokens[1]) == 5
     assert (done.reason, done.prompt_tokens, done.completion_tokens) == ("length", 3, 5)
-    assert collected.accepts[1] == [Accept(collected.accepts[1][0].id, 1, 3, 1, False)]
+    accept = collected.accepts[1][0]
+    assert collected.accepts[1] == [Accept(accept.id, 1, 3, 1, False, seed=accept.seed)]
     check_idle(engine)
 
 
