@@ -166,6 +166,9 @@ class WireConfig:
     stall_limit_s: float = _key(30.0, "a peer without credit for so long has its requests cancelled", minimum=0.1)
     heartbeat_s: float = _key(2.0, "interval of keep-alive; 3 silent intervals end a peer's lease", minimum=0.05)
     resume_ttl_s: float = _key(60.0, "how long finished outputs wait for ATTACH", minimum=0)
+    resume_wait_s: float = _key(
+        120.0, "for front ends: how long an open request waits for an engine when its own is lost", minimum=0
+    )
     max_message_bytes: int = _key(16 * 1024 * 1024, "largest frame accepted", minimum=4096)
     status_interval_s: float = _key(0.25, "interval of STATUS on PUB while something runs", minimum=0.05)
     curve_secret_file: str = _key("", "key pair for TCP (inferengine keygen): the engine's own, or a client's own")

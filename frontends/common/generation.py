@@ -90,6 +90,7 @@ class Options:
     grammar: GrammarSpec | None = None
     grammar_field: str = "grammar"  # the request's name for it: a grammar that does not compile is refused under it
     prompt_field: str = "prompt"  # likewise for what the prompt was made of
+    resubmit: bool = True  # goes on when its engine is lost
 
 
 class Choice:
@@ -207,6 +208,7 @@ class Generation:
                     deadline_s=options.deadline_s,
                     label=options.label,
                     grammar=options.grammar,
+                    resubmit=options.resubmit,
                 )
                 self.submissions.append(submission)
                 for stream in submission.streams:

@@ -100,11 +100,19 @@ def make_service(
     tracing: Tracing | None = None,
 ) -> Service:
     """One worker's state. What the workers of a process share is made before their fork, and given here."""
-    engines = EnginePool(engine_addresses(config), role="http", policy=config.wire.choice, curve=client_keys(config))
+    engines = EnginePool(
+        engine_addresses(config),
+        role="http",
+        policy=config.wire.choice,
+        curve=client_keys(config),
+        resume_wait_s=config.wire.resume_wait_s,
+    )
+    metrics = metrics or make_metrics()
+    engines.on_resumed = metrics.resumed.observe
     tracing = tracing or make_tracing(config.trace, "inferengine-http")
     keys = keys or read_keys(config.auth.keys_file)
     return Service(
-        config, engines, metrics or make_metrics(), keys, quotas or make_quotas(config, keys), shelf, tracing
+        config, engines, metrics, keys, quotas or make_quotas(config, keys), shelf, tracing
     )
 
 

@@ -20,7 +20,7 @@ from frontends.http.service import Service
 from inferengine.errors import InferEngineError, InvalidRequest
 
 INFER_FIELDS = frozenset(
-    {"model", "prompt", "max_tokens", "stream", "priority", "cache_salt", "detached", *dialect.SAMPLING}
+    {"model", "prompt", "max_tokens", "stream", "priority", "cache_salt", "detached", "resubmit", *dialect.SAMPLING}
 )
 INFER_MAX_TOKENS = 128
 

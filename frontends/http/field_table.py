@@ -114,6 +114,7 @@ def common(limits: LimitsConfig) -> list[Field]:
             "request_id", {"type": "string", "maxLength": MAX_NAME_CHARACTERS // 2}, "part of the answer's id and logs"
         ),
         Field("detached", BOOLEAN, "go on when the connection is lost; the stream can be read on"),
+        Field("resubmit", BOOLEAN, "go on when the engine is lost (the default); false: end with engine_restarted"),
         Field("return_token_ids", BOOLEAN, "token ids of prompt and output beside the text"),
         Field("return_tokens_as_token_ids", BOOLEAN, "in logprobs, tokens as token_id:N"),
         Field("add_special_tokens", BOOLEAN, "let the tokenizer add its own, such as BOS"),

@@ -196,6 +196,7 @@ def read_options(body: dict[str, Any], config: Config, *, label: str, continues_
         grammar=grammar,
         grammar_field=grammar_field,
         prompt_field="prompt" if continues_prompt else "messages",
+        resubmit=fields.flag(body, "resubmit", True),
     )
 
 

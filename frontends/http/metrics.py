@@ -13,6 +13,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from frontends.common.resume_cells import NUM_CELLS, ResumeCells
 from frontends.common.worker_cells import WorkerCells
 
 STATUSES = (200, 400, 401, 403, 404, 405, 409, 413, 422, 429, 431, 499, 500, 503, 504)
@@ -29,7 +30,9 @@ class HttpMetrics(Collector):
         self._num_statuses = len(STATUSES) + 1  # the last for any other
         self._counts = len(self.handlers) * self._num_statuses
         self._histogram = len(BUCKETS_S) + 2  # buckets, +Inf, sum
-        self.cells = WorkerCells(self._counts + len(self.handlers) * self._histogram + 1, num_workers)
+        resumed = self._counts + len(self.handlers) * self._histogram
+        self.cells = WorkerCells(resumed + NUM_CELLS + 1, num_workers)
+        self.resumed = ResumeCells(self.cells, resumed)
 
     def choose_worker(self, worker: int) -> None:
         """After the fork: count as this worker from now on. A restarted one goes on where its predecessor stopped,
@@ -77,4 +80,5 @@ class HttpMetrics(Collector):
         yield requests
         yield codes
         yield seconds
+        yield from self.resumed.collect()
         yield GaugeMetricFamily("http_requests_active", "Requests being answered.", value=total[-1])

@@ -205,6 +205,7 @@ class Answer:
             traceparent="" if self._span is None else self._span.traceparent,
             grammar=asked.grammar,
             adapter=adapter,
+            resubmit=frame.resubmit,
         )
         return _Prepared(log, asked.params, (), asked.grammar_field, asked.told)
 

@@ -83,8 +83,10 @@ class WebsocketFrontEnd:
             role="ws",
             policy=config.wire.choice,
             curve=client_keys(config),
+            resume_wait_s=config.wire.resume_wait_s,
         )
         self.keys, self._quotas, self._metrics = shared
+        self._engine.on_resumed = self._metrics.resumed.observe
         models = ModelContext(self._engine)
         registry = Registry(self._engine, config.wire.resume_ttl_s)
         self._tracing = tracing or make_tracing(config.trace, "inferengine-ws")

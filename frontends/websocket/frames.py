@@ -59,6 +59,7 @@ class Generate(NamedTuple):
     cache_salt: str
     deadline_s: float | None
     detached: bool
+    resubmit: bool
     return_token_ids: bool
     label: str
     traceparent: str
@@ -249,6 +250,7 @@ def _read_generate(fields: _Fields) -> Generate:
         cache_salt=fields.text("cache_salt", "", most=MAX_LABEL_CHARACTERS),
         deadline_s=fields.number("deadline_s", None, least=0.001, most=86_400),
         detached=fields.flag("detached"),
+        resubmit=fields.flag("resubmit", True),
         return_token_ids=fields.flag("return_token_ids"),
         label=fields.text("label", "", most=MAX_LABEL_CHARACTERS),
         traceparent=fields.text("traceparent", "", most=MAX_LABEL_CHARACTERS),

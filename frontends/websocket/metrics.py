@@ -10,6 +10,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from frontends.common.resume_cells import NUM_CELLS, ResumeCells
 from frontends.common.worker_cells import WorkerCells
 
 BUCKETS_S = (0.1, 1.0, 5.0, 15.0, 60.0, 300.0, 900.0, 3600.0, 14400.0)
@@ -21,7 +22,8 @@ class SocketMetrics(Collector):
     """Counts the sockets of all workers; this object writes those of one, on its event loop alone."""
 
     def __init__(self, num_workers: int = 1) -> None:
-        self.cells = WorkerCells(_FIRST_BUCKET + _NUM_BUCKETS, num_workers)
+        self.cells = WorkerCells(_FIRST_BUCKET + _NUM_BUCKETS + NUM_CELLS, num_workers)
+        self.resumed = ResumeCells(self.cells, _FIRST_BUCKET + _NUM_BUCKETS)
 
     def choose_worker(self, worker: int) -> None:
         """After the fork: count as this worker from now on. A restarted one goes on where its predecessor stopped,
@@ -57,10 +59,11 @@ class SocketMetrics(Collector):
         yield CounterMetricFamily("vllm:websocket_connections", "Sockets opened.", value=total[_OPENED])
         yield CounterMetricFamily("inferengine_websocket_refused", "Sockets refused.", value=total[_REFUSED])
         running, buckets = 0.0, []
-        for bound, count in zip((*BUCKETS_S, "+Inf"), total[_FIRST_BUCKET:], strict=True):
+        for bound, count in zip((*BUCKETS_S, "+Inf"), total[_FIRST_BUCKET : _FIRST_BUCKET + _NUM_BUCKETS], strict=True):
             running += count
             buckets.append((str(bound), running))
         text = "From a socket's opening to its end."
         yield HistogramMetricFamily(
             "vllm:websocket_connection_duration_seconds", text, buckets=buckets, sum_value=total[_SECONDS]
         )
+        yield from self.resumed.collect()

@@ -183,6 +183,10 @@ class AsyncClient:
         self.send()
         return Submission(self, call)
 
+    def reads(self, request_id: bytes) -> bool:
+        """Whether a request of this id is open here."""
+        return self._session is not None and self._session.calls.get(request_id) is not None
+
     def release(self, submission: Submission) -> None:
         """Forget a submission that is about to `move_to` another engine, and have this one cancel it."""
         if self._session is not None:

@@ -311,16 +311,16 @@ class EnginePool:
             if engine.client.ready and going_on.misfit(call, engine.client.welcome) is not None:
                 unfit.add(engine.index)
         while (index := self._pick(*waiting.arguments, unfit)) is not None:
-            waiting.engine.client.release(waiting.submission)
-            try:
-                waiting.submission.move_to(self._engines[index].client)
-            except InferEngineError:
+            target = self._engines[index].client
+            if not target.ready or target.reads(call.id):
                 unfit.add(index)
                 continue
+            waiting.engine.client.release(waiting.submission)
             waiting.engine = self._engines[index]
             self.num_moved += 1
             self._chooser.table.sent(index, 0)
             self._remember(call.id, waiting.engine)
+            waiting.submission.move_to(target)
             return True
         if len(self._engines) > 1:
             self._waiting[call.id] = waiting
