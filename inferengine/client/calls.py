@@ -327,7 +327,7 @@ class Calls:
             self._went_on(call, now)
 
     def _went_on(self, call: Call, now: float) -> None:
-        pause_s = max(0.0, now - (call.lost_s or now))
+        pause_s = 0.0 if call.lost_s is None else max(0.0, now - call.lost_s)
         call.lost_s = None
         self._lost.pop(call.id, None)
         self.num_resumed += 1

@@ -24,9 +24,11 @@ ROOT = Path(__file__).parents[2]
 class EngineProcess:
     """One engine at `address`, which can die and come back."""
 
-    def __init__(self, address: str, *, step_s: float, max_queued_requests: int = 1024) -> None:
+    def __init__(
+        self, address: str, *, step_s: float, max_queued_requests: int = 1024, drain_timeout_s: int = 30
+    ) -> None:
         self.address = address
-        self._arguments = [address, str(step_s), str(max_queued_requests)]
+        self._arguments = [address, str(step_s), str(max_queued_requests), str(drain_timeout_s)]
         self.start()
 
     def start(self) -> None:
@@ -60,11 +62,11 @@ def engine_processes(folder: Path, count: int, *, step_s: float, **limits: int) 
         yield engines
 
 
-def main(address: str, step_s: float, max_queued_requests: int) -> None:
+def main(address: str, step_s: float, max_queued_requests: int, drain_timeout_s: float) -> None:
     """Serve until SIGTERM has drained it."""
     config = Config().with_values(
         wire={"socket": address, "heartbeat_s": 0.8, "status_interval_s": 0.1},
-        engine={"name": Path(address).stem},
+        engine={"name": Path(address).stem, "drain_timeout_s": drain_timeout_s},
         scheduler={"max_queued_requests": max_queued_requests},
     )
     capacity = small_capacity(max_num_seqs=4)
@@ -77,4 +79,4 @@ def main(address: str, step_s: float, max_queued_requests: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], float(sys.argv[2]), int(sys.argv[3]))
+    main(sys.argv[1], float(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4]))

@@ -7,10 +7,12 @@ import random
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 from inferengine.client import AsyncClient, EnginePool, Finish, Stream, Submission
 from inferengine.errors import InferEngineError
 from inferengine.params import SamplingParams
+from tests.engine.builders import VOCAB_SIZE
 from tests.client.engine_process import EngineProcess, engine_processes
 
 STEP_S = 0.01
@@ -37,19 +39,30 @@ def run_with_engines(
         asyncio.run(asyncio.wait_for(main(Path(folder)), 100.0))
 
 
-def submit(pool: EnginePool, max_tokens: int, seed: int = 0) -> Submission:
+def submit(pool: EnginePool, max_tokens: int, seed: int = 0, **options: Any) -> Submission:
     params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, seed=seed)
-    return pool.submit([seed % 250 + 1] * 8, params)
+    return pool.submit([seed % 250 + 1] * 8, params, **options)
 
 
-async def read(stream: Stream) -> tuple[int, list[Finish]]:
-    """Everything until the stream says that it is over: number of tokens, terminal events."""
-    tokens, finishes = 0, []
+def output_of(max_tokens: int, seed: int) -> list[int]:
+    """What the simulated device gives for the request of `submit`."""
+    return [(seed + (8 + place) * 7919) % VOCAB_SIZE for place in range(max_tokens)]
+
+
+async def read_ids(stream: Stream) -> tuple[list[int], list[Finish]]:
+    """Everything until the stream says that it is over: tokens, terminal events."""
+    tokens, finishes = [], []
     async for delta in stream:
-        tokens += len(delta.token_ids)
+        tokens += delta.token_ids
         if delta.finish is not None:
             finishes.append(delta.finish)
     return tokens, finishes
+
+
+async def read(stream: Stream) -> tuple[int, list[Finish]]:
+    """As `read_ids`, with the number of tokens."""
+    tokens, finishes = await read_ids(stream)
+    return len(tokens), finishes
 
 
 async def until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
@@ -62,12 +75,65 @@ def client_of(pool: EnginePool, submission: Submission) -> AsyncClient:
     return next(client for client in pool.clients if submission.streams[0]._client is client)
 
 
-def test_an_engine_killed_while_streams_run_costs_only_those_that_had_begun() -> None:
+def test_streams_of_a_killed_engine_go_on_at_the_others() -> None:
     """More requests per engine than slots, so that some have begun and some wait when it dies."""
     max_tokens = 60
 
     async def body(pool: EnginePool, engines: list[EngineProcess]) -> None:
+        pauses: list[float] = []
+        pool.on_resumed = pauses.append
         submissions = [submit(pool, max_tokens, seed) for seed in range(36)]
+        readers = [asyncio.create_task(read_ids(item.streams[0])) for item in submissions]
+        homes = [client_of(pool, item) for item in submissions]
+        victim = pool.clients[0]
+        begun = [item for item, home in zip(submissions, homes, strict=True) if home is victim]
+        await until(lambda: any(item.streams[0].num_tokens for item in begun))
+        engines[0].kill()
+        results = await asyncio.gather(*readers)
+        assert [tokens for tokens, _ in results] == [output_of(max_tokens, seed) for seed in range(36)]
+        assert all([finish.reason for finish in finishes] == ["length"] for _, finishes in results)
+        assert 0 < len(pauses) <= len(begun) <= pool.num_moved + 4
+
+    run_with_engines(body)
+
+
+def test_a_stream_goes_on_at_the_same_engine_when_it_is_alone() -> None:
+    async def body(pool: EnginePool, engines: list[EngineProcess]) -> None:
+        submissions = [submit(pool, 200, seed) for seed in range(10)]
+        readers = [asyncio.create_task(read_ids(item.streams[0])) for item in submissions]
+        for _ in range(2):
+            before = submissions[0].streams[0].num_tokens
+            await until(lambda before=before: submissions[0].streams[0].num_tokens > before + 3)
+            engines[0].kill()
+            engines[0].start()
+        results = await asyncio.gather(*readers)
+        assert [tokens for tokens, _ in results] == [output_of(200, seed) for seed in range(10)]
+        assert all([finish.reason for finish in finishes] == ["length"] for _, finishes in results)
+
+    run_with_engines(body, count=1)
+
+
+def test_a_drain_that_takes_too_long_moves_what_still_runs() -> None:
+    async def body(pool: EnginePool, engines: list[EngineProcess]) -> None:
+        submissions = [submit(pool, 400, seed) for seed in range(4)]
+        readers = [asyncio.create_task(read_ids(item.streams[0])) for item in submissions]
+        await until(lambda: all(item.streams[0].num_tokens for item in submissions))
+        leaving = client_of(pool, submissions[0])
+        engine = engines[pool.clients.index(leaving)]
+        engine.drain()
+        results = await asyncio.gather(*readers)
+        assert [tokens for tokens, _ in results] == [output_of(400, seed) for seed in range(4)]
+        assert client_of(pool, submissions[0]) is not leaving
+
+    run_with_engines(body, count=2, step_s=0.02, drain_timeout_s=1)
+
+
+def test_a_killed_engine_costs_who_opts_out_what_had_begun() -> None:
+    """More requests per engine than slots, so that some have begun and some wait when it dies."""
+    max_tokens = 60
+
+    async def body(pool: EnginePool, engines: list[EngineProcess]) -> None:
+        submissions = [submit(pool, max_tokens, seed, resubmit=False) for seed in range(36)]
         readers = [asyncio.create_task(read(item.streams[0])) for item in submissions]
         homes = [client_of(pool, item) for item in submissions]
         await until(
@@ -157,9 +223,9 @@ def test_an_engine_whose_status_stays_away_is_not_chosen() -> None:
     run_with_engines(body)
 
 
-def test_a_single_engine_that_restarts_ends_its_streams_once() -> None:
+def test_a_single_engine_that_restarts_ends_the_streams_of_who_opts_out_once() -> None:
     async def body(pool: EnginePool, engines: list[EngineProcess]) -> None:
-        submission = submit(pool, 500)
+        submission = submit(pool, 500, resubmit=False)
         reader = asyncio.create_task(read(submission.streams[0]))
         await until(lambda: submission.streams[0].num_tokens > 3)
         engines[0].kill()

@@ -59,7 +59,7 @@ def test_sigkill_of_the_http_front_end_leaves_the_engine_serving(mended_service:
 
 
 def test_sigkill_of_the_engine_is_told_clearly_and_mended(mended_service: Service) -> None:
-    stream = Streaming(mended_service)
+    stream = Streaming(mended_service, resubmit=False)
     before = mended_service.kill("engine")
     *_, error, last = events(stream.join())
     assert last == "[DONE]"

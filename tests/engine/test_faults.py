@@ -206,19 +206,40 @@ def test_a_bug_in_the_loop_ends_every_request_and_the_engine(connect: Connect) -
         assert core is not None
         core.step = _raiser(AssertionError("a bug"))  # type: ignore[method-assign]
         (done,) = peer.collect({1}).done[1]
-        assert (done.reason, done.detail[0]) == ("error", "engine_error")
+        assert (done.reason, done.detail[0]) == ("error", "engine_restarted")
         assert engine.wait(10.0) == ExitCode.CRASH
 
 
 class TestRestart:
-    def test_a_waiting_client_gets_an_error_not_a_hang(self, tmp_path) -> None:  # type: ignore[no-untyped-def]
+    def test_a_waiting_client_goes_on_at_the_new_engine(self, tmp_path) -> None:  # type: ignore[no-untyped-def]
+        address = f"ipc://{tmp_path}/e.sock"
+        first = start_service(address, step_s=0.01)
+        with Client(address) as client:
+            client.wait_ready(10.0)
+            stream = client.submit([1, 2], SamplingParams(max_tokens=200, seed=3), reply="text").streams[0]
+            text = next(stream).text
+            crash(first)
+            second = start_service(address)
+            try:
+                finish = None
+                for delta in stream:
+                    text, finish = text + delta.text, delta.finish
+                assert finish is not None
+                assert (finish.reason, finish.completion_tokens) == ("length", 200)
+                whole = client.submit([1, 2], SamplingParams(max_tokens=200, seed=3), reply="text").streams[0]
+                assert text == "".join(delta.text for delta in whole)
+            finally:
+                second.abort()
+                second.wait(10.0)
+
+    def test_a_waiting_client_that_opts_out_gets_an_error_not_a_hang(self, tmp_path) -> None:  # type: ignore[no-untyped-def]
         address = f"ipc://{tmp_path}/e.sock"
 
         async def scenario() -> tuple[str, str]:
             first = start_service(address, step_s=0.01)
             async with AsyncClient(address) as client:
                 await client.wait_ready(10.0)
-                stream = client.submit([1, 2], SamplingParams(max_tokens=900)).streams[0]
+                stream = client.submit([1, 2], SamplingParams(max_tokens=900), resubmit=False).streams[0]
                 await stream.__anext__()
                 crash(first)
                 second = start_service(address)

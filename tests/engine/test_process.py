@@ -113,12 +113,12 @@ def test_a_service_from_start_to_drain(launch: Launch, tmp_path: Path) -> None:
     assert (tmp_path / "log").read_text().splitlines()[-1].endswith("SIGTERM: finishing what runs")
 
 
-def test_killed_it_leaves_an_error_and_its_successor_serves(launch: Launch) -> None:
+def test_killed_it_leaves_an_error_to_who_opts_out_and_its_successor_serves(launch: Launch) -> None:
     first = launch()
     client = Client(first.address)
     client.connect(START_S)
     client.wait_ready(START_S)
-    stream = client.submit([1, 2, 3], SamplingParams(max_tokens=250, ignore_eos=True)).streams[0]
+    stream = client.submit([1, 2, 3], SamplingParams(max_tokens=250, ignore_eos=True), resubmit=False).streams[0]
     next(stream)
     first.child.kill()
     first.wait()

@@ -78,7 +78,7 @@ def test_without_an_engine_nothing_hangs() -> None:
 def test_an_engine_killed_in_the_middle_of_a_stream() -> None:
     with house() as built:
         built.script = says("the quick brown fox " * 20, pause_s=0.01)
-        body = json.dumps({"prompt": "say", "stream": True, "max_tokens": 400})
+        body = json.dumps({"prompt": "say", "stream": True, "max_tokens": 400, "resubmit": False})
         with built.http.stream("POST", "/v1/completions", content=body) as response:
             chunks = response.iter_text()
             first = next(chunks)
