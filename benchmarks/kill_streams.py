@@ -9,9 +9,9 @@ and echo. First every request is made alone: its reference. Then all of them at 
 under kills. An unseeded request is held to the seed that the engine reports on the wire: its reference is made
 afterwards, with that seed.
 
-Compared are texts, token ids, finish and stop reasons exactly, log-probabilities within LOGPROB_TOLERANCE: the sums of a
-float32 step depend on how many rows it has. An error that a client hears is counted, unless it says before the request
-was accepted that there is no engine now: that is asked again after Retry-After, as clients of OpenAI's do.
+Compared are texts, token ids, finish and stop reasons exactly, log-probabilities within LOGPROB_TOLERANCE: the sums of
+a float32 step depend on how many rows it has. An error that a client hears is counted, unless it says before the
+request was accepted that there is no engine now: that is asked again after Retry-After, as clients of OpenAI's do.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import httpx
 from websockets.asyncio.client import ClientConnection, connect
@@ -98,12 +98,22 @@ def cases(generator: random.Random) -> list[Case]:
             made.append(Case(f"{kind} {name}", kind, body))
     for kind in ("sse", "json"):
         made += [
-            Case(f"{kind} grammar", kind, {"prompt": "A person:", "max_tokens": 200, "guided_json": SCHEMA, "seed": 21}),
-            Case(f"{kind} regex", kind, {"prompt": "x", "max_tokens": 200, "guided_regex": "[a-z ]{150,180}", "seed": 22}),
+            Case(
+                f"{kind} grammar", kind, {"prompt": "A person:", "max_tokens": 200, "guided_json": SCHEMA, "seed": 21}
+            ),
+            Case(
+                f"{kind} regex", kind, {"prompt": "x", "max_tokens": 200, "guided_regex": "[a-z ]{150,180}", "seed": 22}
+            ),
             Case(
                 f"{kind} bad words",
                 kind,
-                {"prompt": PROMPTS[0], "max_tokens": 150, "bad_words": ["the", "a"], "temperature": 0, "ignore_eos": True},
+                {
+                    "prompt": PROMPTS[0],
+                    "max_tokens": 150,
+                    "bad_words": ["the", "a"],
+                    "temperature": 0,
+                    "ignore_eos": True,
+                },
             ),
             Case(
                 f"{kind} tools",
@@ -119,11 +129,20 @@ def cases(generator: random.Random) -> list[Case]:
             Case(
                 f"{kind} chat",
                 kind,
-                {"messages": [{"role": "user", "content": PROMPTS[1]}], "max_tokens": 150, "seed": 24, "temperature": 0.8},
+                {
+                    "messages": [{"role": "user", "content": PROMPTS[1]}],
+                    "max_tokens": 150,
+                    "seed": 24,
+                    "temperature": 0.8,
+                },
             ),
         ]
     made += [
-        Case("json echo", "json", {"prompt": PROMPTS[2], "echo": True, "logprobs": 1, "max_tokens": 150, "temperature": 0}),
+        Case(
+            "json echo",
+            "json",
+            {"prompt": PROMPTS[2], "echo": True, "logprobs": 1, "max_tokens": 150, "temperature": 0},
+        ),
         Case(
             "json prompt logprobs",
             "json",
@@ -131,11 +150,29 @@ def cases(generator: random.Random) -> list[Case]:
         ),
         Case("ws grammar", "ws", {"prompt": "x", "max_tokens": 200, "guided_regex": "[a-z ]{150,180}", "seed": 26}),
         Case("wire grammar", "wire", {"prompt": "x", "max_tokens": 200, "guided_regex": "[a-z ]{150,180}", "seed": 27}),
-        Case("wire text", "wire", {"prompt": PROMPTS[0], "max_tokens": 200, "seed": 28, "reply": "text", "ignore_eos": True}),
-        Case("wire text stop", "wire", {"prompt": PROMPTS[4], "max_tokens": 220, "seed": 29, "reply": "both", "stop": ["ing "]}),
-        Case("wire unseeded", "wire", {"prompt": PROMPTS[0], "max_tokens": 200, "temperature": 1.0, "ignore_eos": True}),
-        Case("wire unseeded n", "wire", {"prompt": PROMPTS[2], "max_tokens": 150, "temperature": 1.0, "n": 2, "ignore_eos": True}),
-        Case("wire detached", "wire", {"prompt": PROMPTS[1], "max_tokens": 200, "seed": 30, "detached": True, "ignore_eos": True}),
+        Case(
+            "wire text",
+            "wire",
+            {"prompt": PROMPTS[0], "max_tokens": 200, "seed": 28, "reply": "text", "ignore_eos": True},
+        ),
+        Case(
+            "wire text stop",
+            "wire",
+            {"prompt": PROMPTS[4], "max_tokens": 220, "seed": 29, "reply": "both", "stop": ["ing "]},
+        ),
+        Case(
+            "wire unseeded", "wire", {"prompt": PROMPTS[0], "max_tokens": 200, "temperature": 1.0, "ignore_eos": True}
+        ),
+        Case(
+            "wire unseeded n",
+            "wire",
+            {"prompt": PROMPTS[2], "max_tokens": 150, "temperature": 1.0, "n": 2, "ignore_eos": True},
+        ),
+        Case(
+            "wire detached",
+            "wire",
+            {"prompt": PROMPTS[1], "max_tokens": 200, "seed": 30, "detached": True, "ignore_eos": True},
+        ),
     ]
     return made
 
@@ -193,10 +230,18 @@ class Service:
         self.process.kill()
 
 
+class Addresses(Protocol):
+    """Where a service is: HTTP, websockets, wire."""
+
+    http: str
+    ws: str
+    engine: str
+
+
 class Clients:
     """Makes one request after the other, over any transport, and notes the longest silence of a stream."""
 
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: Addresses) -> None:
         self.service = service
         limits = httpx.Limits(max_connections=None)
         self.http = httpx.AsyncClient(base_url=service.http, timeout=httpx.Timeout(300.0), limits=limits)
@@ -212,6 +257,13 @@ class Clients:
             except NotNow as error:
                 self.refused += 1
                 await asyncio.sleep(error.after_s)
+
+    def _note_silence(self, last_s: float | None) -> float:
+        """Something came of a stream whose last news came at `last_s`; None: these are its first."""
+        now = time.monotonic()
+        if last_s is not None:
+            self.longest_s = max(self.longest_s, now - last_s)
+        return now
 
     def _path(self, body: dict[str, Any]) -> str:
         return "/v1/chat/completions" if "messages" in body else "/v1/completions"
@@ -234,12 +286,11 @@ class Clients:
         async with self.http.stream("POST", self._path(case.body), json=body) as response:
             if response.status_code != 200:
                 self._check(response, (await response.aread()).decode())
-            last_s, done = time.monotonic(), False
+            last_s, done = None, False
             async for line in response.aiter_lines():
                 if not line.startswith("data: "):
                     continue
-                now = time.monotonic()
-                self.longest_s, last_s = max(self.longest_s, now - last_s), now
+                last_s = self._note_silence(last_s)
                 if line == "data: [DONE]":
                     done = True
                     break
@@ -254,11 +305,7 @@ class Clients:
 
     async def _ws(self, case: Case) -> Got:
         body = dict(case.body)
-        params = {
-            name: value
-            for name, value in body.items()
-            if name not in ("prompt", "guided_regex")
-        }
+        params = {name: value for name, value in body.items() if name not in ("prompt", "guided_regex")}
         if "logit_bias" in params:
             params["logit_bias"] = [[int(key), value] for key, value in params["logit_bias"].items()]
         frame = {"type": "generate", "id": "a", "prompt": body["prompt"], "params": params, "return_token_ids": True}
@@ -270,20 +317,19 @@ class Clients:
 
     async def _read_frames(self, socket: ClientConnection) -> Got:
         got: dict[int, dict[str, Any]] = {}
-        open_choices, last_s = 0, time.monotonic()
+        open_choices, last_s = 0, None
         while True:
             message = json.loads(await socket.recv())
-            now = time.monotonic()
             if message["type"] == "error":
                 error = message["error"]
                 if not open_choices and error["code"] == "engine_unavailable":
                     raise NotNow(error["retry_after_s"] or 1.0)
                 raise Failed(json.dumps(error))
             if message["type"] == "accepted":
-                open_choices, last_s = message["n"], now
+                open_choices = message["n"]
             if message["type"] not in ("delta", "done"):
                 continue
-            self.longest_s, last_s = max(self.longest_s, now - last_s), now
+            last_s = self._note_silence(last_s)
             choice = got.setdefault(message["choice"], _empty())
             choice["text"] += message["text"]
             choice["ids"] += message.get("token_ids") or []
@@ -318,10 +364,9 @@ class Clients:
         return list(choices)
 
     async def _read_stream(self, stream: Any) -> dict[str, Any]:
-        got, last_s, finish = _empty(), time.monotonic(), None
+        got, last_s, finish = _empty(), None, None
         async for delta in stream:
-            now = time.monotonic()
-            self.longest_s, last_s = max(self.longest_s, now - last_s), now
+            last_s = self._note_silence(last_s)
             got["text"] += delta.text
             got["ids"] += delta.token_ids
             got["logprobs"] += [item.logprob for item in delta.logprobs or []]
@@ -360,7 +405,11 @@ def _choice_of_document(choice: dict[str, Any]) -> dict[str, Any]:
     got["calls"] = "".join(
         call["function"]["name"] + call["function"]["arguments"] for call in message.get("tool_calls") or ()
     )
-    got["ids"], got["reason"], got["stop"] = choice.get("token_ids") or [], choice["finish_reason"], choice.get("stop_reason")
+    got["ids"], got["reason"], got["stop"] = (
+        choice.get("token_ids") or [],
+        choice["finish_reason"],
+        choice.get("stop_reason"),
+    )
     _add_logprobs(got, choice.get("logprobs"))
     prompt = [next(iter(item.values()))["logprob"] for item in choice.get("prompt_logprobs") or () if item]
     got["prompt"] = prompt
@@ -491,7 +540,9 @@ async def measure(options: argparse.Namespace, words: list[str]) -> dict[str, An
             print(f"{len(references)} references", flush=True)
             control, later = Differences(), list[tuple[Case, Got]]()
             clients.longest_s = 0.0
-            await run_streams(clients, asked, references, control, later, options.streams, lambda: True, secrets.randbelow(99))
+            await run_streams(
+                clients, asked, references, control, later, options.streams, lambda: True, secrets.randbelow(99)
+            )
             await compare_unseeded(clients, later, control)
             longest_undisturbed_s, clients.longest_s = clients.longest_s, 0.0
             print("control:", json.dumps(control.report(), indent=1), flush=True)

@@ -111,9 +111,7 @@ def make_service(
     engines.on_resumed = metrics.resumed.observe
     tracing = tracing or make_tracing(config.trace, "inferengine-http")
     keys = keys or read_keys(config.auth.keys_file)
-    return Service(
-        config, engines, metrics, keys, quotas or make_quotas(config, keys), shelf, tracing
-    )
+    return Service(config, engines, metrics, keys, quotas or make_quotas(config, keys), shelf, tracing)
 
 
 def make_app(service: Service) -> ASGIApp:

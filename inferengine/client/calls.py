@@ -94,8 +94,9 @@ class Calls:
                 self._went_on(call, now)
 
     def after_lapse(self, *, restarted: bool, lost_s: float) -> None:
-        """The engine has forgotten this connection, or is another. What it ran goes on where that is possible; what runs
-        on detached is attached to again; what it had not answered is sent again: the id makes sure that it runs once."""
+        """The engine has forgotten this connection, or is another. What it ran goes on where that is possible; what
+        runs on detached is attached to again; what it had not answered is sent again: the id makes sure that it runs
+        once."""
         for call in list(self._calls.values()):
             if call.held or not (call.answered or restarted):
                 continue

@@ -99,8 +99,8 @@ class EnginePool:
         curve: ClientKeys | None = None,
         resume_wait_s: float = RESUME_WAIT_S,
     ) -> None:
-        """`policy`: one of chooser.POLICIES. `curve`: the keys for engines on TCP that ask for them. `resume_wait_s`: as
-        AsyncClient's."""
+        """`policy`: one of chooser.POLICIES. `curve`: the keys for engines on TCP that ask for them. `resume_wait_s`:
+        as AsyncClient's."""
         if not addresses:
             raise ValueError("at least one engine address is needed")
         self.clients = [

@@ -140,7 +140,9 @@ class Collector:
 
     @property
     def has_news(self) -> bool:
-        return bool((self.token_ids and not self.hides_tokens) or self._parts) or (self._finish is not None and not self._taken)
+        return bool((self.token_ids and not self.hides_tokens) or self._parts) or (
+            self._finish is not None and not self._taken
+        )
 
     def take(self) -> Delta:
         """All that is new. Only when there is news."""

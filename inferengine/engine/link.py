@@ -379,9 +379,7 @@ class Link:
     ) -> None:
         self._send_accept(peer, message, submission, now, attached=attached)
         in_tokens = isinstance(message, Submit)
-        self._outbox.subscribe(
-            peer, submission, message.stream, _cursors(message), message.reply, in_tokens=in_tokens
-        )
+        self._outbox.subscribe(peer, submission, message.stream, _cursors(message), message.reply, in_tokens=in_tokens)
         self._outbox.flush(peer, now)
 
     def _send_accept(

@@ -73,9 +73,7 @@ class Outbox:
         """It was rejected: its id is free again."""
         self.submissions.pop(submission.id, None)
 
-    def open(
-        self, submission: Submission, uids: Iterable[int], now: float, outputs: Outputs | None = None
-    ) -> None:
+    def open(self, submission: Submission, uids: Iterable[int], now: float, outputs: Outputs | None = None) -> None:
         """It was accepted: one log for each choice. `outputs`: what they begin with; None for a choice that has ended
         before, elsewhere."""
         submission.logs = [

@@ -206,7 +206,9 @@ class Subscription:
         self.wants_text = reply in ("text", "both")
         extra = log.logprobs is not None or log.prompt_logprobs is not None or log.submission.pooling is not None
         self.plain = not self.wants_text and not extra
-        self.cursor = 0  # tokens sent, or held by the reader: those of an engine before this one may be more than the log
+        self.cursor = (
+            0  # tokens sent, or held by the reader: those of an engine before this one may be more than the log
+        )
         self.characters = 0  # characters of text sent
 
     @property

@@ -1,7 +1,8 @@
 """Output that an engine before this one gave: read out of a SUBMIT, checked, and made the state to go on from.
 
-A request that goes on is in the state of one that was preempted: its tokens are known and none of them is computed. What
-is drawn next depends on (seed, position) and on the tokens, so the whole output is what one engine would have given.
+A request that goes on is in the state of one that was preempted: its tokens are known and none of them is computed.
+What is drawn next depends on (seed, position) and on the tokens, so the whole output is what one engine would have
+given.
 """
 
 from __future__ import annotations

@@ -29,7 +29,19 @@ from inferengine.wire.read import MAX_I64, MAX_SALT_BYTES, MAX_U32, WireError
 MAX_STOP_CHARACTERS = 65_536  # of a stop string that a peer found
 
 # Fields of SUBMIT that are left out where they are empty.
-SELDOM = ("params", "priority", "tenant", "salt", "detached", "label", "note", "adapter", "pooling", "traceparent", "stalls")
+SELDOM = (
+    "params",
+    "priority",
+    "tenant",
+    "salt",
+    "detached",
+    "label",
+    "note",
+    "adapter",
+    "pooling",
+    "traceparent",
+    "stalls",
+)
 
 
 def _decode_hello(body: Any, raw: Sequence[bytes]) -> Hello:

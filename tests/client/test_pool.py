@@ -12,8 +12,8 @@ from typing import Any
 from inferengine.client import AsyncClient, EnginePool, Finish, Stream, Submission
 from inferengine.errors import InferEngineError
 from inferengine.params import SamplingParams
-from tests.engine.builders import VOCAB_SIZE
 from tests.client.engine_process import EngineProcess, engine_processes
+from tests.engine.builders import VOCAB_SIZE
 
 STEP_S = 0.01
 Body = Callable[[EnginePool, list[EngineProcess]], Awaitable[None]]

@@ -195,9 +195,7 @@ def test_a_cancelled_request_stays_cancelled(connect: Connect) -> None:
 
 def test_a_full_queue_takes_what_was_accepted_before(connect: Connect) -> None:
     sections = {"scheduler": {"max_queued_requests": 2}}
-    with run_service(
-        lambda: SimulatedExecutor(small_capacity(max_num_seqs=2), step_s=0.02), **sections
-    ) as engine:
+    with run_service(lambda: SimulatedExecutor(small_capacity(max_num_seqs=2), step_s=0.02), **sections) as engine:
         peer = connect(engine)
         for stream in range(1, 5):
             peer.submit(stream, max_tokens=30)
