@@ -137,6 +137,7 @@ class Calls:
                 continue
             call.message = going_on.next_message(call, welcome, now)
             call.held, call.answered = False, False
+            call.asked_s = now if call.asked_s is None else call.asked_s
             self._renumber(call)
             self._add(call)
             yield call.message
@@ -329,7 +330,7 @@ class Calls:
 
     def _went_on(self, call: Call, now: float) -> None:
         pause_s = 0.0 if call.lost_s is None else max(0.0, now - call.lost_s)
-        call.lost_s = None
+        call.lost_s = call.asked_s = None
         self._lost.pop(call.id, None)
         self.num_resumed += 1
         self.on_resumed(pause_s)

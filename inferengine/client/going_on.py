@@ -16,7 +16,9 @@ from inferengine.wire.codec import to_u32
 from inferengine.wire.messages import RESUME_OUTPUT, Attach, Submit, Welcome
 
 RESUME_WAIT_S = 120.0  # default of how long an open call waits for an engine
-MAX_FRUITLESS = 5  # times that a call is submitted again without a new token in between
+# Times that a call is submitted again without a new token in between: a request that kills its engine each time is
+# given up before the supervisor gives up the engine, after five quick failures in a row.
+MAX_FRUITLESS = 4
 MAX_STALLS = 2  # stalled steps that a call may have been in flight at
 REATTACH_S = 15.0  # how long the request may take to be on the new engine: another client submits it again
 RETRY_S, LONGEST_RETRY_S = 0.25, 5.0
@@ -89,7 +91,7 @@ def retry_after(call: Call, error: InferEngineError, now: float) -> float | None
         return None
     if error.code in _RETRIED and (call.was_accepted or error.code in LOST):
         return min(max(error.retry_after_s or RETRY_S, RETRY_S), LONGEST_RETRY_S)
-    if error.code == "not_found" and isinstance(call.origin, Attach) and now < call.lost_s + REATTACH_S:
+    if error.code == "not_found" and isinstance(call.origin, Attach) and now < (call.asked_s or 0.0) + REATTACH_S:
         return RETRY_S
     return None
 

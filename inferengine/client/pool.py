@@ -219,7 +219,7 @@ class EnginePool:
         """Cancel by id on the engine that has it, or on all when unknown."""
         home = self._homes.get(request_id)
         for client in self.clients if home is None else [home.client]:
-            if client.connected:
+            if client.connected or client.reads(request_id):
                 client.cancel_request(request_id)
 
     async def model_files(self, files: Sequence[str] | None = None) -> ModelFiles:

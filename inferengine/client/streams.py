@@ -218,6 +218,7 @@ class Call:
     __slots__ = (
         "accepted",
         "answered",
+        "asked_s",
         "collectors",
         "deadline_s",
         "held",
@@ -244,6 +245,7 @@ class Call:
         self.model: tuple[str, str] | None = None  # name and fingerprint of what it runs with
         self.seed: int | None = None  # that the engine chose
         self.lost_s: float | None = None  # since when its engine is lost; None while it is not
+        self.asked_s: float | None = None  # when an engine first heard of it since
         self.held = False  # nothing of it is on its way
         self.retry_s = 0.0  # when to say it again, where it is held
         self.num_stalls = 0

@@ -192,7 +192,14 @@ class Scheduler:
         """How long the device took for a step that is not committed yet."""
         self._planner.observe(scheduled, duration_s)
 
-    def fail(self, scheduled: ScheduledStep, rows: list[int] | None, message: str, now: float) -> list[Finished]:
+    def fail(
+        self,
+        scheduled: ScheduledStep,
+        rows: list[int] | None,
+        message: str,
+        now: float,
+        code: str = "engine_error",
+    ) -> list[Finished]:
         """A step did not give a result: end the requests of `rows`, or of the whole step where no culprit is known.
         The others have lost the step's work, so they start over from their known tokens.
 
@@ -206,7 +213,7 @@ class Scheduler:
             if sequence.status is Status.FINISHED:
                 continue
             if row in culprits:
-                finished.append(self._finish(sequence, "error", ("engine_error", message), now))
+                finished.append(self._finish(sequence, "error", (code, message), now))
                 continue
             if scheduled.plan.samples[row]:
                 sequence.num_inflight -= 1

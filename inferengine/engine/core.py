@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-from inferengine.core.executor import Capacity, Executor, StepFuture
+from inferengine.core.executor import Capacity, Executor, StepFuture, is_device_lost
 from inferengine.core.grammar import Grammar
 from inferengine.core.request import Request
 from inferengine.core.roofline import Roofline
@@ -170,13 +170,15 @@ class EngineCore:
             self._on_failure(error)
         now = self._clock()
         rows = error.rows if isinstance(error, StepFailed) else None
-        message = "The engine failed while computing this request."
+        code, message = "engine_error", "The engine failed while computing this request."
+        if is_device_lost(error):  # nothing is known against these requests: they may go on at another engine
+            code, message = "engine_restarted", "The engine's device failed."
         later = [step for step, _ in self._in_flight if step.plan.step > scheduled.plan.step]
         for step, future in list(self._in_flight):
             if step.plan.step > scheduled.plan.step:
                 self._settle(future)
         self._in_flight = deque(item for item in self._in_flight if item[0].plan.step < scheduled.plan.step)
-        finished = self.scheduler.fail(scheduled, rows, message, now)
+        finished = self.scheduler.fail(scheduled, rows, message, now, code)
         for step in later:
             finished += self.scheduler.fail(step, [], message, now)
         return finished

@@ -33,7 +33,7 @@ def test_twenty_mixed_streams_go_on_when_the_engine_is_killed(mended_service: Se
             await clients.wire.wait_ready(WAIT_S)
             references = {case.name: await clients.ask(case) for case in asked if "unseeded" not in case.name}
             asking = [asyncio.create_task(clients.ask(case)) for case in asked]
-            while service.stats()["running_requests"] < NUM_STREAMS // 2:
+            while (await asyncio.to_thread(service.stats))["running_requests"] < NUM_STREAMS // 2:
                 await asyncio.sleep(0.02)
             service.kill("engine")
             later: list[tuple[Case, Got]] = []

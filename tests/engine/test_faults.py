@@ -191,7 +191,7 @@ def test_a_lost_device_ends_every_request_and_the_engine() -> None:
         for stream in (1, 2):
             peer.submit(stream, max_tokens=50)
         collected = peer.collect({1, 2})
-        assert {rows[0].detail[0] for rows in collected.done.values()} == {"engine_error"}
+        assert {rows[0].detail[0] for rows in collected.done.values()} == {"engine_restarted"}
         peer.expect(Goodbye)
         assert engine.wait(10.0) == ExitCode.CRASH
         peer.close()
