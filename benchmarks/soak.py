@@ -5,7 +5,8 @@ The real engine with a simulated device, `inferengine http` and `inferengine ws`
   cycles     clients connect, ask for a stream and leave at a random moment, in a random way: read to the end, close,
              reset, half a request
   idle       so many streams stay open while the engine says nothing on them; others are served meanwhile
-  restart    the engine is killed in the middle of streams: how long until each has its end, and until one is served
+  restart    the engine is killed in the middle of streams that do not go on: how long until each has its end, and
+             until one is served (streams that go on: benchmarks/kill_streams.py)
 
 At the end nothing may be left: no KV block, no request, no open file in any process, and memory that does not grow.
 
@@ -65,14 +66,16 @@ def run_engine(address: str) -> None:
 
 
 def http_request(tokens: int) -> bytes:
-    body = json.dumps({"prompt": "go", "max_tokens": tokens, "ignore_eos": True, "stream": True}).encode()
+    asked = {"prompt": "go", "max_tokens": tokens, "ignore_eos": True, "stream": True, "resubmit": False}
+    body = json.dumps(asked).encode()
     head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
     return f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
 
 
 def ws_request(tokens: int) -> bytes:
     params = {"max_tokens": tokens, "ignore_eos": True}
-    return frame(json.dumps({"type": "generate", "id": "r", "prompt": "go", "params": params}))
+    asked = {"type": "generate", "id": "r", "prompt": "go", "params": params, "resubmit": False}
+    return frame(json.dumps(asked))
 
 
 async def one_cycle(draw: random.Random) -> str:

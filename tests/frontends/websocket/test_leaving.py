@@ -93,14 +93,14 @@ def test_a_detached_request_runs_on_without_its_socket(tmp_path):
         assert engine.cancelled == []
 
 
-def test_an_engine_that_goes_away_ends_requests_with_a_retryable_error(tmp_path):
+def test_an_engine_that_goes_away_ends_requests_that_opt_out_with_a_retryable_error(tmp_path):
     with (
         make_engine(tmp_path, lease_s=1.0) as engine,
         serving(engine) as server,
         open_socket(server) as client,
     ):
         engine.hold()
-        client.generate()
+        client.generate(resubmit=False)
         client.until("accepted")
         engine.__exit__()
         while client.until("state")["engine"]["state"] != "UNAVAILABLE":
