@@ -46,6 +46,8 @@ from inferengine.structure import GrammarSpec, read_grammar
 
 START_S = 120.0
 FAST_FAILURE_S = 11.0  # `up` gives up after five engines in a row that lived shorter than this
+LEAST_ENDED = 5  # requests that end between two kills: on a busy machine an engine must live long enough for some
+PATIENCE = {"http.request_timeout_s": "3600"}  # kills come quicker than a busy machine computes
 LOGPROB_TOLERANCE = 1e-3
 CONTROL_ROUNDS = 1
 SCHEMA = {
@@ -244,16 +246,19 @@ class Clients:
     def __init__(self, service: Addresses) -> None:
         self.service = service
         limits = httpx.Limits(max_connections=None)
-        self.http = httpx.AsyncClient(base_url=service.http, timeout=httpx.Timeout(300.0), limits=limits)
+        self.http = httpx.AsyncClient(base_url=service.http, timeout=httpx.Timeout(3600.0), limits=limits)
         self.wire = AsyncClient(service.engine)
         self.longest_s = 0.0
         self.refused = 0
+        self.ended = 0
 
     async def ask(self, case: Case) -> Got:
         """Until it is accepted, then to its end."""
         while True:
             try:
-                return await getattr(self, f"_{case.kind}")(case)
+                got: Got = await getattr(self, f"_{case.kind}")(case)
+                self.ended += 1
+                return got
             except NotNow as error:
                 self.refused += 1
                 await asyncio.sleep(error.after_s)
@@ -506,12 +511,15 @@ async def compare_unseeded(clients: Clients, later: list[tuple[Case, Got]], diff
     later.clear()
 
 
-async def kill_often(service: Service, kills: int, generator: random.Random) -> list[float]:
+async def kill_often(service: Service, clients: Clients, kills: int, generator: random.Random) -> list[float]:
     """Seconds from each kill until the engine was READY again."""
     away: list[float] = []
     async with httpx.AsyncClient(base_url=service.http, timeout=10.0) as http:
         for number in range(kills):
+            ended = clients.ended
             await asyncio.sleep(FAST_FAILURE_S + generator.random() * 4.0)
+            while clients.ended < ended + LEAST_ENDED:
+                await asyncio.sleep(generator.random())
             pid = service.engine_pid()
             assert pid is not None, service.text[-4000:]
             os.kill(pid, signal.SIGKILL)
@@ -546,7 +554,7 @@ async def measure(options: argparse.Namespace, words: list[str]) -> dict[str, An
             await compare_unseeded(clients, later, control)
             longest_undisturbed_s, clients.longest_s = clients.longest_s, 0.0
             print("control:", json.dumps(control.report(), indent=1), flush=True)
-            found, killing = Differences(), asyncio.create_task(kill_often(service, options.kills, generator))
+            found, killing = Differences(), asyncio.create_task(kill_often(service, clients, options.kills, generator))
             began = time.monotonic()
             await run_streams(clients, asked, references, found, later, options.streams, killing.done, options.seed)
             away = await killing
@@ -581,7 +589,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     flags, rest = parse_flags(sys.argv[1:])
     options = parser.parse_args(rest)
-    words = [word for name, value in flags.items() for word in (f"--{name}", value)]
+    words = [word for name, value in {**PATIENCE, **flags}.items() for word in (f"--{name}", value)]
     report = asyncio.run(measure(options, words))
     text = json.dumps(report, indent=2)
     print(text)
