@@ -365,8 +365,11 @@ class EngineService:
         if self._engine is not None and not failed:
             self._engine.loop.stop()
             self._loop_thread.join(DELIVERY_S)
-        code = "engine_restarted" if failed else "draining"
-        message = "The engine failed." if failed else "The engine is shutting down."
+        code, message = "draining", "The engine is shutting down."
+        if failed:
+            code, message = "engine_restarted", "The engine failed."
+        if failed and self._ending.exit_code == ExitCode.FROZEN:
+            code, message = "engine_stalled", "The engine stalled."
         self._wire.call(lambda: self._end_everything("error" if failed else "abort", code, message))
         deadline_s = self.lifecycle.clock() + DELIVERY_S
         while self.lifecycle.clock() < deadline_s and not self._is_drained():

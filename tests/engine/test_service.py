@@ -238,7 +238,7 @@ class TestEnding:
             peer.send(Ping(1))
             assert peer.expect(Pong).loop_age_ms > 100
             (done,) = peer.collect({1}).done[1]
-            assert (done.reason, done.detail[0]) == ("error", "engine_error")
+            assert (done.reason, done.detail[0]) == ("error", "engine_stalled")
             assert engine.wait(10.0) == ExitCode.FROZEN
         assert "execute" in capfd.readouterr().err, "the stacks say where it hangs"
 
