@@ -26,7 +26,7 @@ from inferengine.kernels.reference_sampling import FILTER, PROCESSED, RANDOM
 from inferengine.kernels.sampling_noise import noise_at, noise_tile
 from inferengine.kernels.sampling_process import process
 from inferengine.kernels.sampling_race import race
-from inferengine.kernels.sampling_threshold import keep_threshold, rough_scores, scaled_scores, weigh
+from inferengine.kernels.sampling_threshold import exact_sum, keep_threshold, rough_scores, scaled_scores, weigh
 
 CANDIDATES = 4096  # tokens that a row's last step keeps at hand
 BLOCK = 1024  # tokens per tile of a pass
@@ -149,13 +149,13 @@ def _draw_kernel(
 
 @triton.jit
 def row_peak(best_ptr, n, plane, PARTS: tl.constexpr, PARTS_BLOCK: tl.constexpr):
-    """A row's largest score and the sum of exp(score - it)."""
+    """A row's largest score and the sum of exp(score - it), the same bits in every thread."""
     p = tl.arange(0, PARTS_BLOCK)
     tops = tl.load(best_ptr + n * PARTS + p, mask=p < PARTS, other=float("-inf"))
     masses = tl.load(best_ptr + 2 * plane + n * PARTS + p, mask=p < PARTS, other=0.0)
     peak = tl.max(tops, axis=0)
     shift = tl.where(tl.abs(peak) == float("inf"), 0.0, peak)
-    return peak, tl.sum(masses * tl.exp(tops - shift), axis=0)
+    return peak, exact_sum(masses * tl.exp(tl.minimum(tops - shift, 0.0)), 0)
 
 
 @triton.jit
@@ -231,7 +231,7 @@ def census(
         counts += tl.sum(above.to(tl.float32), axis=2)
         if WEIGHED:
             masses += tl.sum(tl.where(above, tl.exp(runs - peak), 0.0), axis=2)
-    return tl.sum(counts, axis=1), tl.sum(masses, axis=1)
+    return tl.sum(counts, axis=1), exact_sum(masses, 1)
 
 
 @triton.jit
@@ -248,7 +248,7 @@ def choose_level(
     if top_k > 0:
         holds = counts >= top_k.to(tl.float32)
     elif top_p < 1.0:  # a row with top-k has counts alone
-        masses = tl.sum(tl.load(at + plane * LEVELS, mask=p < PARTS, other=0.0), axis=0)
+        masses = exact_sum(tl.load(at + plane * LEVELS, mask=p < PARTS, other=0.0), 0)
         holds = masses >= top_p * total * 1.00001  # a little more, for sums in another order
     else:
         holds = threshold <= peak + tl.log(min_p)
