@@ -91,7 +91,8 @@ class Executor(Protocol):
     """Steps are executed in the order of the calls. At most `max_in_flight` may be under way: 1 without overlap.
 
     An executor may have more, which the engine looks for when it is loaded: `adapters` (AdapterStore), `recorder()`
-    (Recorder), `roofline()` (core/roofline.py's Roofline of its model and device, or None).
+    (Recorder), `roofline()` (core/roofline.py's Roofline of its model and device, or None), `compilations` (whose
+    `count` says how many kernels were compiled since `warm_up`: 0, or requests waited for a compiler).
     """
 
     max_in_flight: int

@@ -160,6 +160,12 @@ class EngineLoop:
     def last_error(self) -> str | None:
         return self._core.last_error
 
+    @property
+    def num_compilations(self) -> int:
+        """Kernels compiled since the executor was warm."""
+        compilations = getattr(self._core.executor, "compilations", None)
+        return 0 if compilations is None else int(compilations.count)
+
     # -- in the loop's thread ----------------------------------------------------------------------------------------
 
     def run(self) -> None:

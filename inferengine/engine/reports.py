@@ -91,6 +91,7 @@ class Reports:
             "decode_steps": stats.num_steps,
             "scheduled_tokens": stats.num_scheduled_tokens,
             "embeddings": stats.num_embeddings,
+            "compilations": loop.num_compilations,
             "average_batch_size": stats.num_scheduled_rows / stats.num_steps if stats.num_steps else 0.0,
             "max_batch_observed": stats.max_batch,
             "last_error": self._lifecycle.last_error or loop.last_error,

@@ -37,13 +37,13 @@ def rough_scores(row, token, end, slope):
 
 
 @triton.jit
-def weigh(row, begin, PART: tl.constexpr, VOCAB: tl.constexpr, temperature, BLOCK: tl.constexpr):
-    """(largest scaled score, sum of exp(score - it)) of a part of a row; +inf with a NaN among them."""
+def weigh(row, begin, end, VOCAB: tl.constexpr, temperature, BLOCK: tl.constexpr):
+    """(largest scaled score, sum of exp(score - it)) of tokens [begin, end) of a row; +inf with a NaN among them."""
     far: tl.constexpr = 1.0e30  # stands for infinity: differences of it are numbers
     slope = 1.4426950408889634 / temperature
     best = tl.full([BLOCK], -far, tl.float32)
     mass = tl.zeros([BLOCK], tl.float32)
-    for start in range(begin, tl.minimum(begin + PART, VOCAB), BLOCK):
+    for start in range(begin, end, BLOCK):
         token = start + tl.arange(0, BLOCK)
         score = tl.load(row + token, mask=token < VOCAB, other=float("-inf")).to(tl.float32)
         score = tl.minimum(tl.where(score == score, score, far), far)
