@@ -8,7 +8,7 @@ whose KV nobody reads.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
@@ -19,7 +19,6 @@ from inferengine.params import SamplingParams
 logger = logging.getLogger(__name__)
 
 CHUNKS = (2, 16, 32, 64, 80)  # tokens: the classes of matrix products for few rows, and beyond
-BESIDE = (1, 8, 32, 128, 256)  # decode rows beside a chunk
 
 
 def scratch_plan(slot: int, num_groups: int, *, decodes: int, chunk: int) -> StepPlan:
@@ -39,12 +38,15 @@ def scratch_plan(slot: int, num_groups: int, *, decodes: int, chunk: int) -> Ste
     )
 
 
-def plans(slot: int, num_groups: int, *, max_rows: int, max_tokens: int) -> Iterator[StepPlan]:
-    """One step of every class that is computed without a graph."""
+def plans(
+    slot: int, num_groups: int, *, max_rows: int, max_tokens: int, decode_rows: Iterable[int]
+) -> Iterator[StepPlan]:
+    """One step of every class that is computed without a graph. `decode_rows`: numbers of decode rows, one for each
+    kernel that attends for them."""
     for chunk in (*CHUNKS, max_tokens):
         if chunk <= max_tokens:
             yield scratch_plan(slot, num_groups, decodes=0, chunk=chunk)
-    for decodes in BESIDE:
+    for decodes in decode_rows:
         if decodes < max_rows and decodes + 2 <= max_tokens:
             yield scratch_plan(slot, num_groups, decodes=decodes, chunk=2)
 

@@ -224,11 +224,16 @@ class TorchExecutor:
 
     def _compile(self, captured: list[Callable[[], None]]) -> None:
         """Compile what steps of every kind launch, those to be captured among them."""
+        from inferengine.kernels.attention_decode import row_classes  # an engine on a CPU starts without triton
+
         eager = rehearsal.plans(
             self.slots.num_slots,
             len(self.kv.groups),
             max_rows=self.settings.max_num_seqs,
             max_tokens=min(self.settings.max_num_batched_tokens, self.slots.tokens.shape[1] - 1),
+            decode_rows=row_classes(
+                self.config.num_heads, self.config.num_kv_heads, self.config.head_dim, self.settings.max_num_seqs
+            ),
         )
         plans = (*self._feature_plans(), *eager)
         rehearsal.compile_kernels([*captured, *(partial(self._execute_open, plan) for plan in plans)])
@@ -346,7 +351,7 @@ class TorchExecutor:
             device=self.device,
         )
         self.steady = SteadyBatch(len(self.kv.layers)) if self.device.type == "cpu" else None
-        self.pooling = Pooling(settings.max_num_seqs, self.config.hidden_size, self.device)
+        self.pooling = Pooling(self.slots.num_slots + 1, self.config.hidden_size, self.device)
 
     def _profile(self, max_model_len: int) -> int:
         """Bytes that the largest step needs beside weights and cache: measured by running it over a cache that is only
