@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-
 NUM_FLOATS = 8 << 20
 
 
