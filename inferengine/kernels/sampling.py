@@ -94,7 +94,8 @@ def sample(
     _finish_kernel[(num_rows,)](
         scores if filtered else best, scores.stride(0), rows, positions, *state, slots.seed, best, census,
         kept_scores, kept_ids, slots.tokens, slots.tokens.stride(0), ids, num_rows, num_parts,
-        MOST_PARTS=MOST_PARTS, CAPACITY=CANDIDATES, FILTERED=filtered, FAST=fast, num_warps=8 if filtered else 1, **shape,
+        MOST_PARTS=MOST_PARTS, CAPACITY=CANDIDATES, FILTERED=filtered, FAST=fast, num_warps=8 if filtered else 1,
+        **shape,
     )  # fmt: skip
     return ids
 
