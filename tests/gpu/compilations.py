@@ -94,7 +94,7 @@ class Load:
 
     def everything(self, numbers: tuple[int, ...]) -> int:
         def params(values: dict[str, Any]) -> SamplingParams:
-            return SamplingParams(**{"max_tokens": 6, "ignore_eos": True, **values})
+            return SamplingParams(**{"max_tokens": 10, "ignore_eos": True, **values})
 
         compiled = 0
         for count in numbers:
