@@ -163,8 +163,12 @@ class WireConfig:
     socket: str = _key("", "the engine's ZeroMQ address; empty: ipc in the runtime directory")
     tcp: str = _key("", "a further address such as tcp://127.0.0.1:5555")
     window: int = _key(64, "STEP messages that a peer may leave unacknowledged", minimum=1)
-    stall_limit_s: float = _key(30.0, "a peer without credit for so long has its requests cancelled", minimum=0.1)
-    heartbeat_s: float = _key(2.0, "interval of keep-alive; 3 silent intervals end a peer's lease", minimum=0.05)
+    stall_limit_s: float = _key(
+        30.0, "a peer without credit, or silent, for so long has its requests cancelled", minimum=0.1
+    )
+    heartbeat_s: float = _key(
+        2.0, "interval of keep-alive; 3 silent intervals end the lease of a peer that is gone", minimum=0.05
+    )
     resume_ttl_s: float = _key(60.0, "how long finished outputs wait for ATTACH", minimum=0)
     max_message_bytes: int = _key(16 * 1024 * 1024, "largest frame accepted", minimum=4096)
     status_interval_s: float = _key(0.25, "interval of STATUS on PUB while something runs", minimum=0.05)

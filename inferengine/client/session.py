@@ -6,7 +6,13 @@ broken connection is kept as state and sent again after the next WELCOME: submis
 that safe), cancellations without an effect, questions without a reply.
 
     DOWN --transport connected--> GREETING --WELCOME--> UP --connection lost, epoch changed--> GREETING
-    UP, GREETING --nothing heard for a lease--> DOWN, every open stream ends with engine_unavailable
+    UP --nothing heard for a lease, the connection stands--> SILENT --anything heard--> UP
+    UP, GREETING, SILENT --nothing heard for a lease, no connection; or for PATIENCE_S--> DOWN, every open stream ends
+    with engine_unavailable
+
+A process that is gone loses its connection at once. One that says nothing while its connection stands is paused
+(SIGSTOP, a frozen container, a debugger) or stuck: its streams wait, and go on when it does. New requests are refused
+meanwhile. Time in which this process itself did not run counts for nobody.
 """
 
 from __future__ import annotations
@@ -22,6 +28,7 @@ from inferengine.client.streams import Answer, Call, Collector
 from inferengine.client.submitting import SubmitOptions, make_submit
 from inferengine.errors import InferEngineError
 from inferengine.params import SamplingParams
+from inferengine.pauses import missed_s
 from inferengine.wire import codec
 from inferengine.wire.credit import CreditGiver
 from inferengine.wire.messages import (
@@ -44,12 +51,17 @@ from inferengine.wire.messages import (
 
 HEARTBEAT_BEFORE_WELCOME_S = 1.0
 LEASE_BEFORE_WELCOME_S = 6.0
+PATIENCE_S = 120.0  # with an engine that says nothing over a connection that stands; above every watchdog's limit
 
 
 class Phase(Enum):
     DOWN = "down"
     GREETING = "greeting"
     UP = "up"
+    SILENT = "silent"
+
+
+_GREETED = (Phase.UP, Phase.SILENT)  # this connection has had its WELCOME
 
 
 class Session:
@@ -69,6 +81,7 @@ class Session:
         self._heard_s = now
         self._greet_s: float | None = None
         self._ping_s: float | None = None
+        self._due_s = now  # when `tick` wanted to be called
         self._resume: tuple[bytes, int] | None = None
         self._last_seq = 0
         self._credit = CreditGiver()
@@ -160,7 +173,7 @@ class Session:
 
     def close(self, message: str = "The client was closed.") -> None:
         """Say BYE; what is open ends here."""
-        if self.phase is Phase.UP:
+        if self.phase in _GREETED:
             self._send(Bye())
         self._end_all("engine_unavailable", message)
         self.phase = Phase.DOWN
@@ -174,6 +187,8 @@ class Session:
 
     def disconnected(self, now: float) -> None:
         self._connected = False
+        if self.phase is Phase.SILENT:
+            self._heard_s = now  # that much is heard of it: the lease to come back in begins
         if self.phase is not Phase.DOWN:
             self._leave_up(Phase.GREETING)
         self._greet_s = None
@@ -186,14 +201,22 @@ class Session:
             self.num_protocol_errors += 1
             return
         self._heard_s = now
+        if self.phase is Phase.SILENT:
+            self._end_silence()
         handler = self._handlers.get(type(message))
         if handler is not None:
             handler(message, now)
 
     def tick(self, now: float) -> float:
         """Do what is due; returns when to call again. Call `receive` for all that has arrived before."""
-        if self.phase is not Phase.DOWN and now - self._heard_s > self._lease_s:
-            self._lose("The engine has not been heard of for a lease.", now)
+        self._heard_s = min(now, self._heard_s + missed_s(now, self._due_s))  # what we could not hear was no silence
+        silent_s = now - self._heard_s
+        if self.phase is not Phase.DOWN and silent_s > self._lease_s:
+            if silent_s > self._patience_s:
+                self._lose("The engine has not been heard of for too long.", now)
+            elif self.phase is Phase.UP:
+                self.phase = Phase.SILENT
+                self.on_change()
         if self._greet_s is not None and now >= self._greet_s:
             self._greet(now)
         if self._ping_s is not None and now >= self._ping_s:
@@ -202,12 +225,13 @@ class Session:
         if (credit := self._credit.due(now)) is not None:
             self._send(credit)
         times = [time for time in (self._greet_s, self._ping_s, self._credit.due_s) if time is not None]
-        return min(times, default=now + self._heartbeat_s)
+        self._due_s = min(times, default=now + self._heartbeat_s)
+        return self._due_s
 
     # -- phases ------------------------------------------------------------------------------------------------------
 
     def _greet(self, now: float) -> None:
-        if self.phase is Phase.UP:
+        if self.phase in _GREETED:
             self._leave_up(Phase.GREETING)
         elif self.phase is Phase.DOWN:
             self.phase = Phase.GREETING
@@ -218,7 +242,7 @@ class Session:
         self._send(Hello(role=self.role, name=self.name, window=self._window, epoch=epoch, last_seq=last_seq))
 
     def _leave_up(self, phase: Phase) -> None:
-        if self.phase is Phase.UP and self.welcome is not None:
+        if self.phase in _GREETED and self.welcome is not None:
             self._resume = (self.welcome.epoch, self._last_seq)
         self.phase = phase
         self._ping_s = None
@@ -233,6 +257,12 @@ class Session:
         self._last_seq = 0
         self._greet_s = now + self._heartbeat_s if self._connected else None
         self._end_all("engine_unavailable", message)
+
+    def _end_silence(self) -> None:
+        """The connection stood all the time: nothing on it is lost, and what was not sent over it is sent now."""
+        self.phase = Phase.UP
+        self._send_again()
+        self.on_change()
 
     def _end_all(self, code: str, message: str) -> None:
         error = InferEngineError(code, message)
@@ -315,6 +345,8 @@ class Session:
     def _refuse_when_down(self) -> None:
         if self.phase is Phase.DOWN:
             raise InferEngineError("engine_unavailable", "There is no connection to the engine.")
+        if self.phase is Phase.SILENT:
+            raise InferEngineError("engine_unavailable", "The engine says nothing.", retry_after_s=1.0)
 
     def _ask(self, message: Message) -> None:
         if self.phase is Phase.UP:
@@ -330,3 +362,8 @@ class Session:
     @property
     def _lease_s(self) -> float:
         return LEASE_BEFORE_WELCOME_S if self.welcome is None else self.welcome.lease_s
+
+    @property
+    def _patience_s(self) -> float:
+        """How long the open streams of an engine that says nothing wait for it."""
+        return max(self._lease_s, PATIENCE_S) if self._connected and self.welcome is not None else self._lease_s

@@ -122,6 +122,11 @@ class Child:
             return None
         return self.last_sign_at + self.spec.watchdog_s
 
+    def forgive(self, paused_s: float, now: float) -> None:
+        """The supervisor itself did not run for so long."""
+        if self.last_sign_at is not None:
+            self.last_sign_at = min(now, self.last_sign_at + paused_s)
+
     def kill(self, number: int) -> None:
         """Send a signal; a child that is gone already is fine."""
         with contextlib.suppress(ProcessLookupError):

@@ -20,6 +20,7 @@ from typing import NamedTuple, Protocol
 
 from inferengine.commands.child import Child, ChildSpec
 from inferengine.errors import ExitCode
+from inferengine.pauses import missed_s
 
 FAST_FAILURE_S = 10.0  # a run shorter than this counts towards giving up
 MAX_FAST_FAILURES = 5
@@ -131,10 +132,15 @@ class Supervisor:
         return self._exit_code
 
     def _turn(self) -> None:
-        for key, _ in self._selector.select(self._seconds_to_next_timer()):
+        wait_s = self._seconds_to_next_timer()
+        due_s = time.monotonic() + (wait_s or 0.0)
+        for key, _ in self._selector.select(wait_s):
             key.data()
         self._reap()
         now = time.monotonic()
+        if wait_s is not None and (paused_s := missed_s(now, due_s)):
+            for child in self._children.values():  # `docker pause` stops all at once: they are to have their time
+                child.forgive(paused_s, now)
         for name in [name for name, at in self._restarts.items() if at <= now]:
             del self._restarts[name]
             self._start(name)

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from inferengine.config import EngineConfig
 from inferengine.engine.lifecycle import Lifecycle
 from inferengine.errors import ExitCode
+from inferengine.pauses import missed_s
 from inferengine.wire.messages import DRAINING, READY, STOPPING
 
 logger = logging.getLogger(__name__)
@@ -68,15 +69,21 @@ class Ending:
     def wait(self, is_drained: Callable[[], bool]) -> None:
         """Return when the engine is to end now."""
         frozen_after_s = self._config.frozen_after_s
+        look_s = min(1.0, frozen_after_s / 4)
+        runs_since_s = due_s = self._lifecycle.clock()  # this process, without a pause
         while not self._failed.is_set() and not self._aborting.is_set():
-            if self._lifecycle.loop_age_s() > frozen_after_s:
+            now = self._lifecycle.clock()
+            if missed_s(now, due_s):
+                runs_since_s = now
+            due_s = now + look_s
+            if min(self._lifecycle.loop_age_s(), now - runs_since_s) > frozen_after_s:
                 logger.critical("the loop has not turned for %g s", frozen_after_s)
                 faulthandler.dump_traceback(all_threads=True)
                 self.fail(ExitCode.FROZEN)
                 return
             drain_by_s = self._drain_by_s
             if drain_by_s is None:
-                self._news.wait(min(1.0, frozen_after_s / 4))
+                self._news.wait(look_s)
                 self._news.clear()
                 continue
             if self._lifecycle.state == STOPPING or self._lifecycle.clock() >= drain_by_s or is_drained():

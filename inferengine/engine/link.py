@@ -180,6 +180,10 @@ class Link:
         """Refuse what has waited too long."""
         self._preparation.tick(now)
 
+    def forgive(self, paused_s: float) -> None:
+        """The engine itself did not run for so long: nobody compiled or tokenized meanwhile."""
+        self._preparation.forgive(paused_s)
+
     # -- from message to request -------------------------------------------------------------------------------------
 
     def _require_ready(self) -> Engine:

@@ -107,6 +107,11 @@ class Preparation:
                 message = f"could not be compiled in {self._grammar_timeout_s:g} s: simplify it"
                 self.give_up(item, InvalidRequest("grammar", message))
 
+    def forgive(self, paused_s: float) -> None:
+        """This process did not run for so long, and so nothing was compiled."""
+        for item in self:
+            item.give_up_s += paused_s
+
     def _tokenized(self, item: Unprepared, result: list[int] | InferEngineError) -> None:
         if isinstance(result, list):
             item.prompt = array("I", result)

@@ -41,10 +41,10 @@ from inferengine.engine.outbox import Outbox
 from inferengine.engine.profiling import MakeRecorder, Profiling
 from inferengine.engine.reports import Reports
 from inferengine.engine.spans import record_choice
-from inferengine.engine.switchboard import Switchboard
+from inferengine.engine.switchboard import TICK_S, Switchboard
 from inferengine.engine.telemetry import Telemetry
 from inferengine.engine.text_service import TextService
-from inferengine.engine.wire_thread import RETRY_S, TICK_S, WireThread
+from inferengine.engine.wire_thread import RETRY_S, WireThread
 from inferengine.errors import ExitCode, InferEngineError
 from inferengine.spec.proposers import build_proposer, guess_method
 from inferengine.tracing import Tracing, make_tracing

@@ -17,6 +17,7 @@ FOUNDATION = (
     "inferengine.exposition",
     "inferengine.vectors",
     "inferengine.tracing",
+    "inferengine.pauses",
 )
 LAYERS: dict[str, tuple[str, ...]] = {
     "inferengine": ("inferengine.llm", "inferengine.params"),
@@ -34,6 +35,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     ),
     "inferengine.structure": ("inferengine.errors", "inferengine.config"),
     "inferengine.errors": (),
+    "inferengine.pauses": (),
     "inferengine.environment": ("inferengine.errors",),
     "inferengine.config_values": ("inferengine.errors",),
     "inferengine.config": ("inferengine.errors", "inferengine.environment", "inferengine.config_values"),
