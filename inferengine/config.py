@@ -110,6 +110,7 @@ class EngineConfig:
         minimum=0,
     )
     peak_tflops: float = _key(0.0, "arithmetic of the device in the model's number format, likewise", minimum=0)
+    check_memory: bool = _key(True, "refuse a model that does not fit into free memory; false: load it all the same")
     metrics_port: int = _key(0, "Prometheus text on 127.0.0.1 at this port, without any front end; 0: no", minimum=0)
 
 

@@ -110,8 +110,19 @@ class ConfigError(InferEngineError):
         return f"configuration: {self.field}: {self.message}"
 
 
+class DoesNotFit(ConfigError):
+    """The model, or its KV cache, is larger than the memory there is. Ends the program with exit code 4."""
+
+    def __init__(self, message: str, key: str = "engine.check_memory") -> None:
+        super().__init__(key, message)
+
+    def __str__(self) -> str:
+        return self.message
+
+
 class ExitCode:
-    """Exit codes of every command. systemd restarts on all but OK and USAGE (see systemd/)."""
+    """Exit codes of every command. systemd restarts on all but those that another try would end with again: USAGE,
+    MODEL, MEMORY (see systemd/)."""
 
     OK = 0
     CRASH = 1

@@ -22,7 +22,9 @@ from inferengine.engine.seeds import choice_seed
 from inferengine.errors import ConfigError, InferEngineError, InvalidRequest
 from inferengine.llm_results import Choice, Embedding, Generation, GrowingChoice, ProgressBar
 from inferengine.params import MAX_SEED, POOLINGS, SamplingParams, validate
-from inferengine.runtime.factory import build_executor
+from inferengine.runtime.factory import build_executor, executor_settings
+from inferengine.runtime.fit import require_fit
+from inferengine.runtime.memory_plan import device_memory, make_plan
 from inferengine.spec.proposers import build_proposer
 from inferengine.structure import GrammarSpec, read_grammar, validate_grammar
 from inferengine.structured.compiler import GrammarCompiler
@@ -50,6 +52,9 @@ class LLM:
         self.tokenizer = Tokenizer.from_files(card.files)
         self.chat_template = ChatTemplate.from_files(card.files)
         self._eos = frozenset(card.eos_token_ids)
+        if self.config.engine.check_memory:
+            wanted = executor_settings(self.config)
+            require_fit(wanted, make_plan(wanted, device_memory(wanted.device)))
         self._executor = build_executor(self.config)
         self.capacity = self._executor.load(lambda phase, share: None)
         self._executor.warm_up(lambda phase, share: None)

@@ -31,6 +31,7 @@ ABORT_S = 3.0
 FINAL_CODES = {  # another try would end the same way
     ExitCode.USAGE: "the configuration or the command line is wrong",
     ExitCode.MODEL: "the model cannot be loaded",
+    ExitCode.MEMORY: "the model does not fit into memory",
     ExitCode.ADDRESS: "a socket cannot be bound",
 }
 

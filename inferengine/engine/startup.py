@@ -19,7 +19,7 @@ from inferengine.engine.endpoint import AddressTaken
 from inferengine.engine.model_card import read_model_card
 from inferengine.engine.notify import Notifier, Watchdog
 from inferengine.engine.service import EngineService
-from inferengine.errors import ConfigError, ExitCode, InferEngineError
+from inferengine.errors import ConfigError, DoesNotFit, ExitCode, InferEngineError
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +55,8 @@ def run_engine(config: Config) -> int:
 
 def exit_code_of(error: BaseException) -> int:
     """Which exit code an error while loading deserves."""
+    if isinstance(error, DoesNotFit):
+        return ExitCode.MEMORY
     if isinstance(error, ConfigError):
         return ExitCode.MODEL if error.field == "model.path" else ExitCode.USAGE
     if type(error).__name__ in MEMORY_ERRORS:
@@ -66,12 +68,18 @@ def exit_code_of(error: BaseException) -> int:
 
 def build_executor(config: Config) -> Executor:
     """The executor of this configuration, its memory plan logged. Imports torch, which takes seconds: call it in the
-    loop's thread."""
-    from inferengine.runtime import factory, memory_plan
+    loop's thread. Raises DoesNotFit before anything of the model is read, unless `engine.check_memory` is off."""
+    from inferengine.runtime import factory, fit, memory_plan
 
     settings = factory.executor_settings(config)
     plan = memory_plan.make_plan(settings, memory_plan.device_memory(settings.device))
     logger.info("memory plan:\n%s", "\n".join(memory_plan.plan_lines(plan)))
+    try:
+        fit.require_fit(settings, plan)
+    except DoesNotFit as error:
+        if config.engine.check_memory:
+            raise
+        logger.warning("%s", error)
     if settings.draft_folder is not None:
         logger.info("guessing ahead: draft model %s", settings.draft_folder.name)
     executor: Executor = factory.build_executor(config)

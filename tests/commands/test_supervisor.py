@@ -292,12 +292,12 @@ def test_a_long_run_forgives_earlier_failures() -> None:
         assert policy.after_exit(1, FAST_FAILURE_S + 1).delay_s is not None
 
 
-@pytest.mark.parametrize("code", [ExitCode.USAGE, ExitCode.MODEL, ExitCode.ADDRESS])
+@pytest.mark.parametrize("code", [ExitCode.USAGE, ExitCode.MODEL, ExitCode.MEMORY, ExitCode.ADDRESS])
 def test_codes_that_another_try_would_repeat_are_final(code: int) -> None:
     assert RestartPolicy().after_exit(code, 100.0).delay_s is None
 
 
-@pytest.mark.parametrize("code", [ExitCode.CRASH, ExitCode.MEMORY, ExitCode.FROZEN, 128 + signal.SIGKILL])
+@pytest.mark.parametrize("code", [ExitCode.CRASH, ExitCode.FROZEN, 128 + signal.SIGKILL])
 def test_other_codes_are_tried_again(code: int) -> None:
     assert RestartPolicy().after_exit(code, 0.1).delay_s is not None
 
