@@ -6,6 +6,7 @@ Nothing else reads the environment: the configuration takes its variables from h
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -26,16 +27,36 @@ def runtime_directory() -> Path:
     base = os.environ.get("XDG_RUNTIME_DIR")
     folder = Path(base) / "inferengine" if base and Path(base).is_dir() else Path(f"/tmp/inferengine-{os.getuid()}")
     try:
-        folder.mkdir(mode=0o750, exist_ok=True)
+        folder.mkdir(mode=0o750)
+    except FileExistsError:
+        pass
     except OSError as error:
         raise ConfigError(
             "wire.socket",
             f"the folder {folder} for the engine's socket cannot be made: {error.strerror}; "
             "set XDG_RUNTIME_DIR to a folder of yours, or wire.socket",
         ) from None
-    if folder.stat().st_uid != os.getuid():
-        raise ConfigError("wire.socket", "the runtime directory belongs to another user: set wire.socket")
+    if complaint := unsafe_folder(folder):
+        raise ConfigError("wire.socket", f"{complaint}, or set wire.socket")
     return folder
+
+
+def unsafe_folder(folder: Path) -> str:
+    """Why no socket may be in this folder, and what to do; empty: it is safe. Whoever else may write to it could put a
+    socket of theirs in the place of ours, and read what clients send."""
+    try:
+        found = os.lstat(folder)
+    except OSError as error:
+        return f"the socket's folder {folder} cannot be looked at ({error.strerror}): create it with mode 0750"
+    if stat.S_ISLNK(found.st_mode):
+        return f"the socket's folder {folder} is a symbolic link: replace it by a folder of yours with mode 0750"
+    if not stat.S_ISDIR(found.st_mode):
+        return f"the socket's folder {folder} is no folder: replace it by one with mode 0750"
+    if found.st_uid not in (os.getuid(), 0):
+        return f"the socket's folder {folder} belongs to another user: remove it"
+    if found.st_mode & stat.S_IWOTH and not found.st_mode & stat.S_ISVTX:
+        return f"every user of this machine may write to the socket's folder {folder}: chmod 0750 it"
+    return ""
 
 
 def cache_directory() -> Path:

@@ -16,11 +16,12 @@ from inferengine.config import Config
 from inferengine.errors import ExitCode
 from inferengine.listening import AddressTaken, describe, open_listeners
 from inferengine.logs import configure
+from inferengine.reload import Reload
 
 logger = logging.getLogger(__name__)
 
 
-def run_http(config: Config) -> int:
+def run_http(config: Config, reload: Reload | None = None) -> int:
     """Serve until SIGTERM or SIGINT; returns the process's exit code. Raises ConfigError for what may not be served
     like this."""
     configure(config.log)
@@ -37,13 +38,13 @@ def run_http(config: Config) -> int:
     shared = Shared(sockets, make_metrics(config.http.workers), keys, make_quotas(config, keys))
     signs = SignsOfLife(f"serving {address}")
     if config.http.workers == 1:
-        return run_worker(config, shared, signs.turn)
+        return run_worker(config, shared, signs.turn, reload)
     folder = make_folder()
     shared = replace(shared, shelf=make_shelf(folder))
 
     def serve(worker: int) -> int:
         shared.choose_worker(worker)
-        return run_worker(config, shared, lambda stopping: None)
+        return run_worker(config, shared, lambda stopping: None, reload)
 
     try:
         return Workers(
@@ -53,6 +54,7 @@ def run_http(config: Config) -> int:
             cells=shared.metrics.cells,
             frozen_after_s=config.engine.frozen_after_s,
             signs=signs,
+            reload=reload,
         ).run()
     finally:
         remove_folder(folder)

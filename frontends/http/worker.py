@@ -23,8 +23,10 @@ from frontends.http.app import make_app, make_service
 from frontends.http.metrics import HttpMetrics
 from frontends.http.response_shelf import ResponseShelf
 from frontends.http.service import Service
+from inferengine import output
 from inferengine.config import Config
 from inferengine.errors import ExitCode
+from inferengine.reload import Reload
 
 logger = logging.getLogger(__name__)
 
@@ -50,8 +52,16 @@ class Shared:
         self.quotas.choose_worker(worker)
 
 
-def run_worker(config: Config, shared: Shared, on_turn: Callable[[bool], None]) -> int:
-    """Serve until SIGTERM or SIGINT. `on_turn(stopping)` is called from the event loop, first when it accepts."""
+def run_worker(config: Config, shared: Shared, on_turn: Callable[[bool], None], reload: Reload | None = None) -> int:
+    """Serve until SIGTERM or SIGINT. `on_turn(stopping)` is called from the event loop, first when it accepts; what
+    SIGHUP asks for is done there."""
+
+    def turn(stopping: bool) -> None:
+        on_turn(stopping)
+        output.retry()
+        if reload is not None:
+            reload.run_if_due(shared.keys.reload_if_any)
+
     AppStatus.enable_automatic_graceful_drain = False  # it would cut the streams at once
     # uvicorn raises its signals again when it is done, for whoever handled them before; nobody else is to hear them.
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -75,7 +85,7 @@ def run_worker(config: Config, shared: Shared, on_turn: Callable[[bool], None]) 
         )
     )
     with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:
-        return runner.run(_serve(server, service, shared.sockets, config.engine.drain_timeout_s, on_turn))
+        return runner.run(_serve(server, service, shared.sockets, config.engine.drain_timeout_s, turn))
 
 
 async def _serve(

@@ -24,10 +24,12 @@ from frontends.common.protection import check_protection, tls_files
 from frontends.common.workers import TURN_S, SignsOfLife, Workers
 from frontends.websocket.app import Shared, WebsocketFrontEnd, make_shared
 from frontends.websocket.protocol import FramesProtocol
+from inferengine import output
 from inferengine.config import Config
 from inferengine.errors import ExitCode
 from inferengine.listening import AddressTaken, open_listeners
 from inferengine.logs import configure
+from inferengine.reload import Reload
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +41,7 @@ STOP_TIMEOUT_S = 3
 _LOOK_S = 0.02
 
 
-def run_websocket(config: Config) -> int:
+def run_websocket(config: Config, reload: Reload | None = None) -> int:
     """Serve until a signal. Returns an exit code of ExitCode."""
     configure(config.log)
     try:
@@ -54,11 +56,11 @@ def run_websocket(config: Config) -> int:
     logger.info("listening on %s port %s", host, port)
     signs = SignsOfLife(f"listening on {host} port {port}")
     if config.ws.workers == 1:
-        return run_worker(config, shared, listener, signs.turn)
+        return run_worker(config, shared, listener, signs.turn, reload=reload)
 
     def serve(worker: int) -> int:
         shared.choose_worker(worker)
-        return run_worker(config, shared, listener, lambda stopping: None, parent=parent)
+        return run_worker(config, shared, listener, lambda stopping: None, parent=parent, reload=reload)
 
     parent = os.getpid()
     return Workers(
@@ -68,18 +70,33 @@ def run_websocket(config: Config) -> int:
         cells=shared.metrics.cells,
         frozen_after_s=config.engine.frozen_after_s,
         signs=signs,
+        reload=reload,
     ).run()
 
 
 def run_worker(
-    config: Config, shared: Shared, listener: socket.socket, on_turn: Callable[[bool], None], *, parent: int = 0
+    config: Config,
+    shared: Shared,
+    listener: socket.socket,
+    on_turn: Callable[[bool], None],
+    *,
+    parent: int = 0,
+    reload: Reload | None = None,
 ) -> int:
     """Serve until SIGTERM or SIGINT, or until `parent` is gone, who would restart this one. `on_turn(stopping)` is
-    called from the event loop, first when it accepts. Returns an exit code of ExitCode."""
+    called from the event loop, first when it accepts; what SIGHUP asks for is done there. Returns an exit code of
+    ExitCode."""
+
+    def turn(stopping: bool) -> None:
+        on_turn(stopping)
+        output.retry()
+        if reload is not None:
+            reload.run_if_due(shared.keys.reload_if_any)
+
     front_end = WebsocketFrontEnd(config, shared=shared)
     server = Server(server_config(config, front_end))
     with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:
-        return runner.run(_serve(config, front_end, server, listener, on_turn, parent))
+        return runner.run(_serve(config, front_end, server, listener, turn, parent))
 
 
 def server_config(config: Config, front_end: WebsocketFrontEnd) -> uvicorn.Config:

@@ -72,6 +72,7 @@ class Child:
         try:  # the child: nothing but system calls until exec
             os.setpgid(0, 0)  # a terminal's Ctrl-C is for the supervisor alone, which passes it on
             tie_to_parent()
+            signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until it handles that itself
             if os.getppid() != parent:
                 os._exit(1)
             os.dup2(os.open(os.devnull, os.O_RDONLY), 0)

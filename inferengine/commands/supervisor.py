@@ -28,6 +28,7 @@ FIRST_DELAY_S = 0.5
 LONGEST_DELAY_S = 10.0
 DRAIN_GRACE_S = 10.0  # on top of engine.drain_timeout_s, before SIGKILL: time for the last words
 ABORT_S = 3.0
+RETRY_S = 0.2  # while output waits for its reader
 FINAL_CODES = {  # another try would end the same way
     ExitCode.USAGE: "the configuration or the command line is wrong",
     ExitCode.MODEL: "the model cannot be loaded",
@@ -42,6 +43,7 @@ class View(Protocol):
     def line(self, name: str, text: str) -> None: ...
     def status(self, name: str, text: str) -> None: ...
     def notice(self, text: str) -> None: ...
+    def retry(self) -> bool: ...  # write what waits; whether something still does
 
 
 class Verdict(NamedTuple):
@@ -88,13 +90,17 @@ class Supervisor:
         *,
         drain_timeout_s: float,
         when_ready: Callable[[float], None],
+        hangup_stops: bool = False,
     ) -> None:
+        """`hangup_stops`: SIGHUP is the end of the terminal that this was started in. Else it is passed on to the
+        children, who read again what they can."""
         self._engine = engine
         self._specs = {spec.name: spec for spec in (engine, *front_ends)}
         self._folder = folder
         self._view = view
         self._drain_timeout_s = drain_timeout_s
         self._when_ready = when_ready
+        self._hangup_stops = hangup_stops
         self._selector = selectors.DefaultSelector()
         self._children: dict[str, Child] = {}
         self._policies = {name: RestartPolicy() for name in self._specs}
@@ -112,9 +118,10 @@ class Supervisor:
         wake_reader.setblocking(False)
         wake_writer.setblocking(False)
         previous_descriptor = signal.set_wakeup_fd(wake_writer.fileno(), warn_on_full_buffer=False)
-        previous = {
-            number: signal.signal(number, lambda *_: None) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD)
-        }
+        handled = [signal.SIGTERM, signal.SIGINT, signal.SIGCHLD]
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup
+            handled.append(signal.SIGHUP)
+        previous = {number: signal.signal(number, lambda *_: None) for number in handled}
         self._selector.register(wake_reader, selectors.EVENT_READ, lambda: self._on_signals(wake_reader))
         try:
             for name in self._specs:
@@ -134,6 +141,8 @@ class Supervisor:
 
     def _turn(self) -> None:
         wait_s = self._seconds_to_next_timer()
+        if self._view.retry():
+            wait_s = min(RETRY_S, RETRY_S if wait_s is None else wait_s)
         due_s = time.monotonic() + (wait_s or 0.0)
         for key, _ in self._selector.select(wait_s):
             key.data()
@@ -163,7 +172,12 @@ class Supervisor:
         return max(0.0, min(times) - time.monotonic()) if times else None
 
     def _start(self, name: str) -> None:
-        child = Child(self._specs[name], self._folder, time.monotonic())
+        try:
+            child = Child(self._specs[name], self._folder, time.monotonic())
+        except OSError as error:  # no room on the disk, no process or descriptor left: that may pass
+            self._view.notice(f"{name} cannot be started ({error.strerror}); another try in {LONGEST_DELAY_S:g} s")
+            self._restarts[name] = time.monotonic() + LONGEST_DELAY_S
+            return
         self._children[name] = child
         self._selector.register(child.output, selectors.EVENT_READ, lambda: self._on_output(child))
         self._selector.register(child.notify, selectors.EVENT_READ, lambda: self._on_notify(child))
@@ -193,7 +207,9 @@ class Supervisor:
 
     def _on_signals(self, reader: socket.socket) -> None:
         for number in reader.recv(4096):
-            if number in (signal.SIGTERM, signal.SIGINT):
+            if number == signal.SIGHUP:
+                self._hang_up()
+            elif number in (signal.SIGTERM, signal.SIGINT):
                 self._signals += 1
                 if self._signals == 1:
                     self._stop()
@@ -248,6 +264,16 @@ class Supervisor:
         for child in self._children.values():
             child.kill(signal.SIGTERM)
         self._kill_at = time.monotonic() + self._drain_timeout_s + DRAIN_GRACE_S
+
+    def _hang_up(self) -> None:
+        """Kernel and shell may both send it: it never counts as a second signal to stop."""
+        if not self._hangup_stops:
+            self._view.notice("SIGHUP: each process reads again what it can")
+            for child in self._children.values():
+                child.kill(signal.SIGHUP)
+        elif not self._signals:
+            self._signals = 1
+            self._stop()
 
     def _abort(self) -> None:
         self._view.notice("stopping at once")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import faulthandler
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -78,7 +79,7 @@ class Ending:
             due_s = now + look_s
             if min(self._lifecycle.loop_age_s(), now - runs_since_s) > frozen_after_s:
                 logger.critical("the loop has not turned for %g s", frozen_after_s)
-                faulthandler.dump_traceback(all_threads=True)
+                logger.critical("where its threads are:\n%s", _all_tracebacks())
                 self.fail(ExitCode.FROZEN)
                 return
             drain_by_s = self._drain_by_s
@@ -89,3 +90,11 @@ class Ending:
             if self._lifecycle.state == STOPPING or self._lifecycle.clock() >= drain_by_s or is_drained():
                 return
             time.sleep(CHECK_S)
+
+
+def _all_tracebacks() -> str:
+    """Of all threads, whoever holds the interpreter. Not written straight to standard error: that may never return."""
+    with os.fdopen(os.memfd_create("tracebacks"), "w+b") as file:
+        faulthandler.dump_traceback(file, all_threads=True)
+        file.seek(0)
+        return file.read().decode("utf-8", "replace")

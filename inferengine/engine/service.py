@@ -19,6 +19,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from inferengine import output
 from inferengine.config import Config
 from inferengine.core.executor import AdapterStore, Capacity, Executor
 from inferengine.core.roofline import Roofline
@@ -281,6 +282,7 @@ class EngineService:
             self._kv_publisher.publish(news.kv_events)
 
     def _tick(self, now: float) -> float:
+        output.retry()
         self.switchboard.tell_state(now)
         self.switchboard.tick(now)
         self._adapters.tick()

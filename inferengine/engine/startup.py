@@ -12,7 +12,7 @@ from queue import SimpleQueue
 from types import FrameType
 from typing import NoReturn
 
-from inferengine import logs
+from inferengine import logs, output
 from inferengine.config import Config
 from inferengine.core.executor import Executor
 from inferengine.engine.endpoint import AddressTaken
@@ -20,6 +20,7 @@ from inferengine.engine.model_card import read_model_card
 from inferengine.engine.notify import Notifier, Watchdog
 from inferengine.engine.service import EngineService
 from inferengine.errors import ConfigError, DoesNotFit, ExitCode, InferEngineError
+from inferengine.reload import Reload
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +28,7 @@ GARBAGE_OBJECTS = 50_000  # made before cycles are looked for; Python's 700 come
 MEMORY_ERRORS = ("OutOfMemoryError", "MemoryError")
 
 
-def run_engine(config: Config) -> int:
+def run_engine(config: Config, reload: Reload | None = None) -> int:
     """Serve until a signal, and end the process with the exit code; one that cannot begin returns its own. Must be
     called in the main thread."""
     logs.configure(config.log)
@@ -50,7 +51,7 @@ def run_engine(config: Config) -> int:
         return _refuse(notifier, str(error), ExitCode.MODEL if error.field == "model.path" else ExitCode.USAGE)
     except InferEngineError as error:
         return _refuse(notifier, str(error), ExitCode.MODEL)
-    _serve(service)
+    _serve(service, reload)
 
 
 def exit_code_of(error: BaseException) -> int:
@@ -86,8 +87,10 @@ def build_executor(config: Config) -> Executor:
     return executor
 
 
-def _serve(service: EngineService) -> NoReturn:
+def _serve(service: EngineService, reload: Reload | None) -> NoReturn:
     events: SimpleQueue[int | None] = SimpleQueue()  # its put is safe inside a signal handler
+    if reload is not None:
+        reload.on_signal = lambda: events.put(signal.SIGHUP)
 
     def on_signal(number: int, frame: FrameType | None) -> None:
         events.put(number)
@@ -98,6 +101,10 @@ def _serve(service: EngineService) -> NoReturn:
     service.start()
     num_signals = 0
     while (event := events.get()) is not None:
+        if event == signal.SIGHUP:
+            if reload is not None:
+                reload.run_if_due()
+            continue
         num_signals += 1
         if num_signals == 1:
             logger.info("%s: finishing what runs", signal.Signals(event).name)
@@ -112,8 +119,7 @@ def _leave(code: int) -> NoReturn:
     """All is closed by now. The interpreter's own end would wait for a thread that is stuck in the device or in
     loading, and have Triton's bindings list a hundred lines of what they leaked."""
     logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    output.finish()
     os._exit(code)
 
 
