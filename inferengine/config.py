@@ -24,6 +24,7 @@ from inferengine.environment import (
     notify_socket,
     runtime_directory,
     share_cores_with_others,
+    unsafe_folder,
     variables,
     watchdog_interval_s,
 )
@@ -58,6 +59,7 @@ __all__ = [
     "share_cores_with_others",
     "status_address",
     "to_toml",
+    "unsafe_folder",
     "watchdog_interval_s",
 ]
 

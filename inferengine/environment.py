@@ -23,7 +23,7 @@ def runtime_directory() -> Path:
 
     Raises ConfigError where there can be none."""
     if systemd := os.environ.get("RUNTIME_DIRECTORY"):
-        return Path(systemd.split(":")[0])
+        return Path(systemd.split(":")[0]).resolve()  # with DynamicUser= it is a link
     base = os.environ.get("XDG_RUNTIME_DIR")
     folder = Path(base) / "inferengine" if base and Path(base).is_dir() else Path(f"/tmp/inferengine-{os.getuid()}")
     try:
@@ -54,8 +54,10 @@ def unsafe_folder(folder: Path) -> str:
         return f"the socket's folder {folder} is no folder: replace it by one with mode 0750"
     if found.st_uid not in (os.getuid(), 0):
         return f"the socket's folder {folder} belongs to another user: remove it"
-    if found.st_mode & stat.S_IWOTH and not found.st_mode & stat.S_ISVTX:
-        return f"every user of this machine may write to the socket's folder {folder}: chmod 0750 it"
+    if found.st_mode & (stat.S_IWOTH | stat.S_IWGRP) and not found.st_mode & stat.S_ISVTX:
+        return (
+            f"others may write to the socket's folder {folder} (mode {stat.S_IMODE(found.st_mode):04o}): chmod 0750 it"
+        )
     return ""
 
 

@@ -8,8 +8,8 @@ import logging
 import os
 import socket as plain_socket
 import stat
-from pathlib import Path
 from collections.abc import Iterator
+from pathlib import Path
 
 import zmq
 from zmq.utils import z85

@@ -35,6 +35,7 @@ systemd-tmpfiles --create /run/units/tmpfiles.conf
 cp /run/units/inferengine.toml /etc/inferengine/
 chmod o+x /root
 ln -sfn {environment} /opt/inferengine/.venv
+cp -r {checkout}/scripts /opt/inferengine/
 """
 
 
@@ -59,7 +60,7 @@ class Machine:
                 stdin=subprocess.DEVNULL,
             )
         self.wait_for(self._booted, 20.0)
-        self.run("sh", "-c", PREPARE.format(environment=sys.prefix))
+        self.run("sh", "-c", PREPARE.format(environment=sys.prefix, checkout=ROOT))
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -93,7 +94,8 @@ class Machine:
         """One property of a unit."""
         return self.run("systemctl", "show", "--value", "--property", name, unit).strip()
 
-    def journal(self) -> str:
+    def journal(self, unit: str = "") -> str:
+        """Its last lines, of one unit or of all."""
         ran = subprocess.run(
             [
                 "nsenter",
@@ -106,6 +108,7 @@ class Machine:
                 "--no-pager",
                 "-n",
                 "80",
+                *(["--unit", unit] if unit else []),
             ],
             capture_output=True,
             text=True,
