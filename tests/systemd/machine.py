@@ -26,6 +26,7 @@ DROP_IN = """
 [Service]
 ProtectHome=tmpfs
 BindReadOnlyPaths={folders}
+Environment=PYTHONPATH={checkout}
 """
 PREPARE = """
 set -e
@@ -143,7 +144,7 @@ class Machine:
         for name in ("engine", "http", "ws"):
             drop_ins = self._units / f"inferengine-{name}.service.d"
             drop_ins.mkdir()
-            (drop_ins / "test.conf").write_text(DROP_IN.format(folders=" ".join(sorted(folders))))
+            (drop_ins / "test.conf").write_text(DROP_IN.format(folders=" ".join(sorted(folders)), checkout=ROOT))
 
 
 def _cgroup_root() -> Path:
