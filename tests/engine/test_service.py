@@ -225,7 +225,9 @@ class TestEnding:
         peer.submit(2)
         assert len(peer.collect({2}).tokens[2]) == 4
 
-    def test_a_frozen_loop_is_seen_and_ends_the_engine(self, connect: Connect, capfd) -> None:  # type: ignore[no-untyped-def]
+    def test_a_frozen_loop_is_seen_and_ends_the_engine(
+        self, connect: Connect, caplog: pytest.LogCaptureFixture
+    ) -> None:
         class Frozen(SimulatedExecutor):
             def execute(self, plan: StepPlan):  # type: ignore[no-untyped-def]
                 time.sleep(3.0)
@@ -240,7 +242,7 @@ class TestEnding:
             (done,) = peer.collect({1}).done[1]
             assert (done.reason, done.detail[0]) == ("error", "engine_error")
             assert engine.wait(10.0) == ExitCode.FROZEN
-        assert "execute" in capfd.readouterr().err, "the stacks say where it hangs"
+        assert "execute" in caplog.text, "the stacks say where it hangs"
 
 
 class TestAdmin:
