@@ -23,7 +23,7 @@ from inferengine.engine.model_card import ModelCard
 from inferengine.engine.outbox import Outbox
 from inferengine.engine.output_log import Log, Submission
 from inferengine.engine.peer import Peer
-from inferengine.engine.preparation import Preparation, Unprepared
+from inferengine.engine.preparation import TEXT_TIMEOUT_S, Preparation, Unprepared
 from inferengine.engine.seeds import choice_seed
 from inferengine.engine.submit_check import check_submit
 from inferengine.engine.telemetry import Telemetry
@@ -215,7 +215,8 @@ class Link:
         self._admit(engine, submission, 1, deadline_s, now)
         spec = None if message.grammar is None else grammar_from_list(message.grammar)
         give_up_s = now + self._config.limits.grammar_timeout_s
-        item = Unprepared(submission, message, deadline_s, [(peer, message)], prompt, spec, [], give_up_s)
+        text_by_s = now + TEXT_TIMEOUT_S
+        item = Unprepared(submission, message, deadline_s, [(peer, message)], prompt, spec, [], give_up_s, text_by_s)
         self._preparation.begin(item, vocab_size=engine.vocab_size, eos_token_ids=sorted(self._eos))
 
     def _on_prepared(self, item: Unprepared, prompt: array[int]) -> None:

@@ -20,6 +20,9 @@ from inferengine.errors import InferEngineError, InvalidRequest
 from inferengine.structure import GrammarSpec
 from inferengine.wire.messages import Attach, Submit
 
+TEXT_TIMEOUT_S = 30.0  # longest that a request waits for its prompt to be tokenized
+RETRY_AFTER_S = 5.0
+
 
 @dataclass(eq=False)
 class Unprepared:
@@ -33,6 +36,7 @@ class Unprepared:
     spec: GrammarSpec | None
     grammars: list[Grammar]  # empty: none asked for, or being compiled
     give_up_s: float  # when the grammar has taken too long
+    text_by_s: float  # when the text has
 
     @property
     def complete(self) -> bool:
@@ -101,9 +105,14 @@ class Preparation:
         self._refuse(item, error)
 
     def tick(self, now: float) -> None:
-        """Refuse what waits for a grammar that takes too long."""
+        """Refuse what waits too long: for its grammar, for its text, or beyond its own deadline."""
         for item in self:
-            if item.spec is not None and not item.grammars and now > item.give_up_s:
+            if item.deadline_s is not None and now >= item.deadline_s:
+                self.give_up(item, InferEngineError("deadline_exceeded", "The request's deadline passed."))
+            elif item.prompt is None and now > item.text_by_s:
+                message = f"The prompt could not be tokenized in {TEXT_TIMEOUT_S:g} s."
+                self.give_up(item, InferEngineError("overloaded", message, retry_after_s=RETRY_AFTER_S))
+            elif item.spec is not None and not item.grammars and now > item.give_up_s:
                 message = f"could not be compiled in {self._grammar_timeout_s:g} s: simplify it"
                 self.give_up(item, InvalidRequest("grammar", message))
 
