@@ -52,6 +52,7 @@ KINDS: dict[str, ErrorKind] = {
         503, "overloaded_error", True, "Wait until the engine is up; see 'inferengine check'."
     ),
     "engine_restarted": ErrorKind(503, "overloaded_error", True, "Submit the request again."),
+    "engine_stalled": ErrorKind(503, "overloaded_error", True, "Submit the request again; the engine restarts."),
     "deadline_exceeded": ErrorKind(504, "timeout_error", True, "Allow more time, or ask for fewer tokens."),
     "engine_error": ErrorKind(500, "server_error", True, "Try again; the engine's log has the cause."),
     "client_stalled": ErrorKind(499, "cancelled", False, "Read faster, or attach again to resume."),
@@ -130,6 +131,7 @@ class ExitCode:
     MODEL = 3  # the model cannot be loaded
     MEMORY = 4  # it does not fit
     ADDRESS = 5  # a socket cannot be bound
-    FROZEN = 6  # the loop stopped turning
+    FROZEN = 6  # the loop, or the I/O thread, stopped turning
+    STALLED = 7  # a step took far longer than such steps take
     ABORTED = 130  # a second signal cut the drain short
     UNREAD = 141  # whoever read the output has gone, as `head` does

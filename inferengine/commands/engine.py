@@ -5,7 +5,7 @@ finish (engine.drain_timeout_s); a second SIGTERM ends at once. SIGHUP reads the
 is a checkpoint folder or a hub id in the local cache; without it the embedded model is served.
 
 Exit codes: 0 drained, 1 crash, 2 configuration, 3 the model cannot be loaded, 4 it does not fit in memory,
-5 the socket cannot be bound, 6 the loop stopped turning, 130 drain cut short.
+5 the socket cannot be bound, 6 the loop or the I/O thread stopped turning, 7 a step stalled, 130 drain cut short.
 """
 
 from __future__ import annotations

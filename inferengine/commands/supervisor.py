@@ -29,6 +29,8 @@ LONGEST_DELAY_S = 10.0
 DRAIN_GRACE_S = 10.0  # on top of engine.drain_timeout_s, before SIGKILL: time for the last words
 ABORT_S = 3.0
 RETRY_S = 0.2  # while output waits for its reader
+STALLS_FORGOTTEN_S = 120.0  # a run this long forgives the stalls before it
+STALLS = (ExitCode.STALLED, ExitCode.FROZEN)
 FINAL_CODES = {  # another try would end the same way
     ExitCode.USAGE: "the configuration or the command line is wrong",
     ExitCode.MODEL: "the model cannot be loaded",
@@ -55,10 +57,12 @@ class Verdict(NamedTuple):
 
 
 class RestartPolicy:
-    """Decides for one child whether to try again: at once after a long run, ever later after short ones."""
+    """Decides for one child whether to try again: soon after a long run, ever later after short ones. After a stall, of
+    which its clients wait for the end, at once; only stalls that repeat wait."""
 
     def __init__(self) -> None:
         self.fast_failures = 0
+        self.stalls = 0
 
     def after_exit(self, code: int, lifetime_s: float) -> Verdict:
         """`code` is the exit code, 128 + number for a signal."""
@@ -67,8 +71,18 @@ class RestartPolicy:
         self.fast_failures = self.fast_failures + 1 if lifetime_s < FAST_FAILURE_S else 0
         if self.fast_failures >= MAX_FAST_FAILURES:
             return Verdict(None, code, f"it failed {self.fast_failures} times in a row within {FAST_FAILURE_S:g} s")
-        delay_s = min(LONGEST_DELAY_S, FIRST_DELAY_S * 2 ** max(0, self.fast_failures - 1))
-        return Verdict(delay_s, code, "")
+        if lifetime_s >= STALLS_FORGOTTEN_S:
+            self.stalls = 0
+        if code in STALLS:
+            self.stalls += 1
+            return Verdict(_delay_s(self.stalls - 1) if self.stalls > 1 else 0.0, code, "")
+        return Verdict(_delay_s(self.fast_failures), code, "")
+
+
+def _delay_s(number: int) -> float:
+    """Before the restart after so many failures in a row."""
+    delay_s: float = FIRST_DELAY_S * 2 ** max(0, number - 1)
+    return min(LONGEST_DELAY_S, delay_s)
 
 
 def describe_exit(code: int) -> str:
@@ -160,8 +174,14 @@ class Supervisor:
         for child in self._children.values():
             expires_at = child.watchdog_expires_at()
             if expires_at is not None and expires_at <= now:
-                self._view.notice(f"{child.spec.name} gave no sign of life for {child.spec.watchdog_s:g} s: killing it")
-                child.last_sign_at = None
+                given_up = child.gone_by is not None
+                why = (
+                    "has given up and does not end"
+                    if given_up
+                    else f"gave no sign of life for {child.spec.watchdog_s:g} s"
+                )
+                self._view.notice(f"{child.spec.name} {why}: killing it")
+                child.last_sign_at = child.gone_by = None
                 child.kill(signal.SIGKILL)
 
     def _seconds_to_next_timer(self) -> float | None:
@@ -248,7 +268,8 @@ class Supervisor:
             self._exit_code = verdict.code or ExitCode.CRASH
             self._stop()
             return
-        self._view.notice(f"{name} ended with {describe_exit(code)}; starting it again in {verdict.delay_s:g} s")
+        when = f"in {verdict.delay_s:g} s" if verdict.delay_s else "now"
+        self._view.notice(f"{name} ended with {describe_exit(code)}; starting it again {when}")
         self._restarts[name] = time.monotonic() + verdict.delay_s
 
     def _stop(self) -> None:

@@ -28,6 +28,8 @@ from inferengine.commands.terminal import Terminal
 from inferengine.config import Config, child_environment, engine_address
 from inferengine.errors import ExitCode
 
+SPEAKS_FIRST_S = 10.0  # an engine that freezes ends by itself and says why, unless it is stopped altogether
+
 
 def run(arguments: Sequence[str]) -> int:
     """Run the whole service in this terminal."""
@@ -48,7 +50,7 @@ def run(arguments: Sequence[str]) -> int:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="inferengine-up-")))
         terminal = Terminal(sys.stdout, json_lines=config.log.format == "json")
         supervisor = Supervisor(
-            _spec("engine", config, None, watchdog_s=config.engine.frozen_after_s),
+            _spec("engine", config, None, watchdog_s=config.engine.frozen_after_s + SPEAKS_FIRST_S),
             [_spec("http", config, http), _spec("ws", config, ws)],
             folder,
             terminal,
