@@ -20,6 +20,7 @@ from inferengine.config_values import ENVIRONMENT_PREFIX, convert, flatten, from
 from inferengine.environment import (
     cache_directory,
     hub_cache_directory,
+    keep_compiled_kernels,
     listen_fds,
     notify_socket,
     runtime_directory,
@@ -50,6 +51,7 @@ __all__ = [
     "engine_address",
     "engine_addresses",
     "hub_cache_directory",
+    "keep_compiled_kernels",
     "keys",
     "listen_fds",
     "load",
@@ -105,7 +107,13 @@ class EngineConfig:
     deterministic: bool = _key(False, "bit-equal outputs whatever else is in the batch")
     seed: int = _key(0, "seed of requests that bring none; 0: a new one for each start", minimum=0)
     drain_timeout_s: float = _key(30.0, "how long SIGTERM lets running requests finish", minimum=0)
-    frozen_after_s: float = _key(60.0, "a loop that has not turned for so long counts as frozen", minimum=0.1)
+    frozen_after_s: float = _key(
+        20.0, "a loop or an I/O thread that has not turned for so long counts as frozen", minimum=0.1
+    )
+    stall_factor: float = _key(
+        20.0, "a step that takes so many times as long as expected is a stall: the engine restarts; 0: never", minimum=0
+    )
+    stall_min_s: float = _key(0.0, "no step is a stall sooner; 0: 2 on CUDA, 30 on CPU", minimum=0)
     peak_gb_per_s: float = _key(
         0.0,
         "memory bandwidth of the device, for the share of the roofline; 0: its data sheet's, or measured",

@@ -69,6 +69,29 @@ def cache_directory() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "inferengine"
 
 
+def keep_compiled_kernels() -> str | None:
+    """Have Triton keep what it compiles where the next start finds it; call before anything is compiled. Returns
+    a complaint where there is no such place: each start then compiles for half a minute.
+
+    What the environment says (TRITON_CACHE_DIR, TRITON_HOME) holds. Else it is systemd's CACHE_DIRECTORY, Triton's own
+    ~/.triton/cache, or the folder of `cache_directory()`, whichever comes first and can be written."""
+    if (named := os.environ.get("TRITON_CACHE_DIR")) or (home := os.environ.get("TRITON_HOME")):
+        folders = [Path(named) if named else Path(home or "") / ".triton" / "cache"]
+    else:
+        folders = [Path.home() / ".triton" / "cache", cache_directory() / "triton"]
+        if os.environ.get("CACHE_DIRECTORY"):
+            folders.reverse()
+    for folder in folders:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError:
+            continue
+        if os.access(folder, os.W_OK | os.X_OK):
+            os.environ["TRITON_CACHE_DIR"] = str(folder)
+            return None
+    return f"{folders[0]} cannot be written: kernels are compiled anew at each start; set TRITON_CACHE_DIR"
+
+
 def hub_cache_directory() -> Path:
     """Where Hugging Face's tools keep downloaded models: HF_HUB_CACHE, HF_HOME/hub, else ~/.cache/huggingface/hub."""
     if cache := os.environ.get("HF_HUB_CACHE"):

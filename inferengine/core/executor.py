@@ -92,7 +92,8 @@ class Executor(Protocol):
 
     An executor may have more, which the engine looks for when it is loaded: `adapters` (AdapterStore), `recorder()`
     (Recorder), `roofline()` (core/roofline.py's Roofline of its model and device, or None), `compilations` (whose
-    `count` says how many kernels were compiled since `warm_up`: 0, or requests waited for a compiler).
+    `count` says how many kernels were compiled since `warm_up`: 0, or requests waited for a compiler), `launched` (how
+    it launched its latest step, for the log of one that never ends), `device` (with a `type`, `cpu` or `cuda`).
     """
 
     max_in_flight: int

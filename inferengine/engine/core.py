@@ -46,6 +46,11 @@ class EngineCore:
         self.num_failed_steps = 0
         self.last_error: str | None = None
         self.roofline: Roofline | None = None  # where the executor knows what its device could do
+        # For a thread that watches: the oldest step that is not done, the one being launched, and the latest finished
+        # ones with their seconds, by whether they were of decodes alone.
+        self.under_way: ScheduledStep | None = None
+        self.launching: ScheduledStep | None = None
+        self.finished: dict[bool, tuple[ScheduledStep, float]] = {}
         self._clock = clock
         self._on_failure = on_failure
         self._in_flight: deque[tuple[ScheduledStep, StepFuture]] = deque()
@@ -94,6 +99,9 @@ class EngineCore:
             if not self._in_flight and (self._was_idle or self.executor.max_in_flight == 1):
                 self._busy_since = now  # else the device has waited: steps could have been launched behind each other
             self._was_idle = False
+            self.launching = scheduled
+            if not self._in_flight:
+                self.under_way = scheduled
             masks = self._begin_masks(scheduled) if scheduled.plan.masked else None
             try:
                 self._in_flight.append((scheduled, self.executor.execute(scheduled.plan)))
@@ -106,6 +114,7 @@ class EngineCore:
                     words, ended = masks()
                     self._in_flight[-1][1].provide_masks(words)
                     expired += ended
+                self.launching = None
                 if len(self._in_flight) < self.executor.max_in_flight:
                     return self._news(None, expired)
         if failed or not self._in_flight:
@@ -121,6 +130,8 @@ class EngineCore:
         except Exception as error:
             return self._news(None, expired + self._fail(scheduled, error))
         now = self._clock()
+        self.under_way = self._in_flight[0][0] if self._in_flight else None
+        self.finished[scheduled.plan.num_decodes == len(scheduled.rows)] = scheduled, now - self._busy_since
         self.scheduler.observe(scheduled, now - self._busy_since)
         if self.roofline is not None:
             self.roofline.observe(scheduled.plan, now - self._busy_since)
@@ -170,8 +181,11 @@ class EngineCore:
         later = [step for step, _ in self._in_flight if step.plan.step > scheduled.plan.step]
         for step, future in list(self._in_flight):
             if step.plan.step > scheduled.plan.step:
+                self.under_way = step
                 self._settle(future)
         self._in_flight = deque(item for item in self._in_flight if item[0].plan.step < scheduled.plan.step)
+        self.launching = None
+        self.under_way = self._in_flight[0][0] if self._in_flight else None
         finished = self.scheduler.fail(scheduled, rows, message, now)
         for step in later:
             finished += self.scheduler.fail(step, [], message, now)

@@ -90,13 +90,17 @@ class EngineLoop:
         *,
         post: Callable[[News], None],
         on_turn: Callable[[], None] = lambda: None,
+        on_busy: Callable[[bool], None] = lambda busy: None,
     ) -> None:
-        """`post` must not block; `on_turn` is called at each turn (the watchdog)."""
+        """`post` must not block; `on_turn` is called at each turn (the watchdog), `on_busy` when there is work after
+        there was none, and the other way round."""
         self._core = core
         self._lifecycle = lifecycle
         self._clock = lifecycle.clock
         self._post = post
         self._on_turn = on_turn
+        self._on_busy = on_busy
+        self._busy = False
         self._inbox: SimpleQueue[Command] = SimpleQueue()
         self._stopping = False
         self._fatal: BaseException | None = None
@@ -178,7 +182,10 @@ class EngineLoop:
                 self._obey(command)
             if self._stopping:
                 return
-            if not core.has_work:
+            if core.has_work != self._busy:
+                self._busy = not self._busy
+                self._on_busy(self._busy)
+            if not self._busy:
                 self._wait()
                 continue
             self._step()

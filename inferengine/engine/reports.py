@@ -42,6 +42,7 @@ class Reports:
             "uptime_s": round(lifecycle.clock() - lifecycle.started_s, 3),
             "peers": num_peers,
             "active_requests": outbox.num_open,
+            "stalled_steps": lifecycle.num_stalled_steps,
         }
         if engine is None:
             return values

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import logging
 import os
@@ -13,7 +14,7 @@ from types import FrameType
 from typing import NoReturn
 
 from inferengine import logs, output
-from inferengine.config import Config
+from inferengine.config import Config, keep_compiled_kernels
 from inferengine.core.executor import Executor
 from inferengine.engine.endpoint import AddressTaken
 from inferengine.engine.model_card import read_model_card
@@ -25,6 +26,7 @@ from inferengine.reload import Reload
 logger = logging.getLogger(__name__)
 
 GARBAGE_OBJECTS = 50_000  # made before cycles are looked for; Python's 700 come and go in a step, freed without
+LEAVE_S = 8.0  # within which an engine that failed says its last words and leaves, whatever still hangs in it
 MEMORY_ERRORS = ("OutOfMemoryError", "MemoryError")
 
 
@@ -51,7 +53,7 @@ def run_engine(config: Config, reload: Reload | None = None) -> int:
         return _refuse(notifier, str(error), ExitCode.MODEL if error.field == "model.path" else ExitCode.USAGE)
     except InferEngineError as error:
         return _refuse(notifier, str(error), ExitCode.MODEL)
-    _serve(service, reload)
+    serve(service, reload)
 
 
 def exit_code_of(error: BaseException) -> int:
@@ -73,6 +75,8 @@ def build_executor(config: Config) -> Executor:
     from inferengine.runtime import factory, fit, memory_plan
 
     settings = factory.executor_settings(config)
+    if settings.device.type == "cuda" and (complaint := keep_compiled_kernels()):
+        logger.warning("%s", complaint)
     plan = memory_plan.make_plan(settings, memory_plan.device_memory(settings.device))
     logger.info("memory plan:\n%s", "\n".join(memory_plan.plan_lines(plan)))
     try:
@@ -87,7 +91,10 @@ def build_executor(config: Config) -> Executor:
     return executor
 
 
-def _serve(service: EngineService, reload: Reload | None) -> NoReturn:
+def serve(service: EngineService, reload: Reload | None = None) -> NoReturn:
+    """Start it, pass signals on to it and end the process with its exit code. Must be called in the main thread.
+
+    `reload`: what SIGHUP does; without it the signal is not handled."""
     events: SimpleQueue[int | None] = SimpleQueue()  # its put is safe inside a signal handler
     if reload is not None:
         reload.on_signal = lambda: events.put(signal.SIGHUP)
@@ -98,6 +105,10 @@ def _serve(service: EngineService, reload: Reload | None) -> NoReturn:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, on_signal)
     service.on_end = lambda: events.put(None)
+    # By a thread of C: it needs no interpreter, whose lock a call into the device may keep. The stacks are in the log
+    # already; standard error may never take them.
+    nowhere = open(os.devnull, "w")  # noqa: SIM115
+    service.on_failure = lambda: faulthandler.dump_traceback_later(LEAVE_S, exit=True, file=nowhere)
     service.start()
     num_signals = 0
     while (event := events.get()) is not None:

@@ -186,6 +186,6 @@ class WireThread:
                 self._receive(router.recv_multipart(zmq.NOBLOCK), clock())
                 if self._calls and number + 1 >= MESSAGES_BESIDE_NEWS:
                     break
-            now = clock()
+            self._lifecycle.io_turned_s = now = clock()
             if now >= due_s:
                 due_s = self._tick(now)

@@ -54,6 +54,7 @@ class TorchExecutor:
         self.max_in_flight = 2 if settings.overlap else 1
         self.device = settings.device
         self.ops = ops_table.resolve(settings.device, deterministic=settings.deterministic)
+        self.launched = ""  # how the latest step was, for the log of one that never ends
         self.graphs: DecodeGraphs | None = None
         self.mixed: MixedGraphs | None = None
         self._prompt_shapes: list[MixedShape] = []  # of steps that are captured
@@ -185,6 +186,7 @@ class TorchExecutor:
             captured = self._replay(plan, columns)
             if captured is not None:
                 return captured
+        self.launched = "kernel by kernel, with adapters" if adapted else "kernel by kernel"
         batch = make_batch(plan, columns, self.slots, self.device)
         if self.steady is not None:
             admitted = [item.slot for item in plan.admitted]
@@ -210,6 +212,7 @@ class TorchExecutor:
         if plan.num_decodes == len(plan.slots):
             needs = self.slots.needs(columns.row_slot, columns.sample_positions)
             kind = None if plan.masked else self.graphs.kind(len(columns.row_slot), needs)
+            self.launched = "decode graph, without its draws" if kind is None else "decode graph, with its draws"
             logits, ids = self.graphs.run(columns, kind)
             batch = self.graphs.batch(len(columns.row_slot))
             batch.columns = columns
@@ -217,6 +220,7 @@ class TorchExecutor:
         shape = self.mixed.shape(plan, len(columns.sample_rows))
         if shape is None or plan.pooled or prompt_logprobs.are_asked(self.slots, columns):
             return None
+        self.launched = "graph with prompts"
         batch, logits = self.mixed.run(shape, plan, columns)
         return StepDraws(self.ops, self.slots, plan, batch, logits if batch.num_samples else None)
 

@@ -285,7 +285,7 @@ def test_a_supervisor_that_was_stopped_itself_blames_nobody_for_the_silence(tmp_
     try:
         child.ready, child.last_sign_at = True, 100.0
         assert child.watchdog_expires_at() == 110.0
-        child.excuse(50.0)
+        child.forgive(50.0, now=200.0)
         assert child.watchdog_expires_at() == 160.0
     finally:
         child.kill(signal.SIGKILL)
