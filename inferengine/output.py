@@ -30,7 +30,7 @@ class Output(io.TextIOBase):
         self.num_lost = 0  # lines, in all
         self.json_lines = False
         self._inherited = descriptor
-        self._descriptor = _not_blocking(descriptor)
+        self._descriptor = not_blocking(descriptor)
         self._poll = select.poll()
         self._poll.register(self._descriptor, select.POLLOUT)
         self._line: list[str] = []  # written, and not ended or flushed
@@ -177,7 +177,7 @@ def _outputs() -> list[Output]:
     return [stream for stream in (sys.stdout, sys.stderr) if isinstance(stream, Output)]
 
 
-def _not_blocking(descriptor: int) -> int:
+def not_blocking(descriptor: int) -> int:
     """An open file of our own for a pipe or a terminal, which does not wait: the inherited one is shared with others,
     who may rely on waiting. The inherited one where that cannot be had, and for all that never waits."""
     mode = os.fstat(descriptor).st_mode

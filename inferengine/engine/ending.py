@@ -15,7 +15,6 @@ from collections.abc import Callable
 from inferengine.config import EngineConfig
 from inferengine.engine.lifecycle import Lifecycle, Patience
 from inferengine.errors import ExitCode
-from inferengine.pauses import missed_s
 from inferengine.wire.messages import DRAINING, READY, STOPPING
 
 logger = logging.getLogger(__name__)

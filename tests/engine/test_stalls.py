@@ -74,8 +74,8 @@ class TestOneEngine:
             assert engine.wait(10.0) == ExitCode.STALLED
 
     def test_the_log_says_what_ran_for_whom_and_where_it_hangs(
-        self, executor: StallingExecutor, connect: Connect, caplog: pytest.LogCaptureFixture, capfd
-    ) -> None:  # type: ignore[no-untyped-def]
+        self, executor: StallingExecutor, connect: Connect, caplog: pytest.LogCaptureFixture
+    ) -> None:
         with caplog.at_level(logging.CRITICAL), run_service(lambda: executor, engine=QUICK) as engine:
             peer = connect(engine)
             peer.submit(1, prompt=POISONED, label="the culprit", params={"top_p": 0.5, "logprobs": 1})
@@ -87,7 +87,7 @@ class TestOneEngine:
         assert fields["features"] == ["filters", "logprobs", "sampling"]
         assert (fields["rows"], fields["tokens"], fields["launched"]) == (1, 3, "simulated")
         assert any("hang" in frame for frame in fields["at"])
-        assert "hang" in capfd.readouterr().err, "the stacks of all threads"
+        assert "in hang" in caplog.text, "the stacks of all threads"
 
     def test_a_slow_step_within_its_time_is_left_alone(self, connect: Connect) -> None:
         slow = StallingExecutor(step_s=0.05)
