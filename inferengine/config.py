@@ -145,7 +145,9 @@ class CacheConfig:
 @dataclass(frozen=True)
 class SchedulerConfig:
     policy: str = _key(
-        "fcfs", "order of the waiting queue", ("fcfs", "priority", "shortest", "deadline", "fair", "static")
+        "fair",
+        "order of the waiting queue; fair: between the tenants of API keys, and first come in each",
+        ("fair", "fcfs", "priority", "shortest", "deadline", "static"),
     )
     pressure: str = _key("preempt", "what gives way when KV blocks run out", ("preempt", "swap", "reject"))
     chunked_prefill: bool = _key(True, "split long prompts over steps so that decodes go on")

@@ -21,7 +21,7 @@ from inferengine.engine.options import admission_limits, scheduler_options
 from inferengine.engine.seeds import choice_seed
 from inferengine.errors import ConfigError, InferEngineError, InvalidRequest
 from inferengine.llm_results import Choice, Embedding, Generation, GrowingChoice, ProgressBar
-from inferengine.params import MAX_SEED, POOLINGS, SamplingParams, validate
+from inferengine.params import MAX_SEED, POOLINGS, SamplingParams, of_choice, validate
 from inferengine.runtime.factory import build_executor, executor_settings
 from inferengine.runtime.fit import require_fit
 from inferengine.runtime.memory_plan import device_memory, make_plan
@@ -252,7 +252,7 @@ class LLM:
                 Request(
                     uid=uid,
                     prompt_ids=job.prompt_ids,
-                    params=job.params,
+                    params=of_choice(job.params, index),
                     max_tokens=job.max_tokens,
                     eos_token_ids=self._eos,
                     seed=choice_seed(seed, index),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from inferengine.config import LimitsConfig
@@ -56,6 +56,12 @@ class SamplingParams:
     def to_map(self) -> dict[str, Any]:
         """Only what differs from the defaults: what travels in SUBMIT."""
         return {item.name: value for item in fields(self) if (value := getattr(self, item.name)) != item.default}
+
+
+def of_choice(params: SamplingParams, choice: int) -> SamplingParams:
+    """What one of the `n` choices runs with. What is asked about their common prompt the first one answers: the others
+    share its prompt, and compute none of it."""
+    return params if choice == 0 or params.prompt_logprobs is None else replace(params, prompt_logprobs=None)
 
 
 def from_map(values: Mapping[str, Any], *, path: str = "params") -> SamplingParams:

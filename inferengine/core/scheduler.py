@@ -173,9 +173,8 @@ class Scheduler:
             keep = [index for index, uid in enumerate(uids) if uid not in dropped]
             uids, token_ids = [uids[i] for i in keep], [token_ids[i] for i in keep]
             layout = self._planner.new_layout()
-        if self.waiting.wants_charges:
-            for sequence in scheduled.sampled:
-                self.waiting.charge(sequence, 1)
+        if (tenants := self.waiting.tenants) is not None:
+            tenants.charge_each(scheduled.sampled, scheduled.layout)
         return self._output(scheduled, result, uids, token_ids, layout, finished)
 
     def observe(self, scheduled: ScheduledStep, duration_s: float) -> None:
@@ -250,7 +249,7 @@ class Scheduler:
         uids: list[int] = []
         token_ids: list[int] = []
         begin = 0
-        waiting = self.waiting
+        tenants = self.waiting.tenants
         draws = (row for row, samples in enumerate(scheduled.plan.samples) if samples)
         for index, row in enumerate(draws):
             sequence = scheduled.rows[row]
@@ -273,8 +272,8 @@ class Scheduler:
             if num_fresh:
                 uids += [sequence.uid] * num_fresh
                 token_ids += sequence.tokens[-num_fresh:]
-            if waiting.wants_charges:
-                waiting.charge(sequence, num_fresh)
+            if tenants is not None:
+                tenants.charge(sequence, num_fresh)
             if ended is not None:
                 finished.append(self._finish(sequence, *ended, now))
         return self._output(scheduled, result, uids, token_ids, self._planner.new_layout(), finished)

@@ -12,6 +12,9 @@ from enum import Enum
 from inferengine.core.grammar import Grammar
 from inferengine.core.request import Request
 
+# In tokens: one whose logits are asked for, and with them a row of the vocabulary, may take as long as two others.
+PROMPT_LOGPROBS_COST = 2
+
 
 class Status(Enum):
     WAITING = "waiting"
@@ -37,6 +40,7 @@ class Sequence:
         "guessed_at",
         "host_tables",
         "is_draft_behind",
+        "leader",
         "max_total",
         "min_total",
         "next_event_at",
@@ -61,6 +65,7 @@ class Sequence:
     def __init__(self, request: Request, *, num_groups: int = 1) -> None:
         self.request = request
         self.uid = request.uid
+        self.leader = request.fork_of  # the choice that computes the prompt for this one; None: it does so itself
         self.tokens: list[int] = list(request.prompt_ids)
         self.num_prompt = len(self.tokens)
         self.max_total = self.num_prompt + request.max_tokens
@@ -101,6 +106,12 @@ class Sequence:
     def num_pending(self) -> int:
         """Tokens not computed yet."""
         return len(self.tokens) + self.num_inflight - self.num_computed
+
+    @property
+    def token_cost(self) -> int:
+        """What a token of its next chunk takes from a step's budget."""
+        wanted = self.request.params.prompt_logprobs is not None
+        return PROMPT_LOGPROBS_COST if wanted and self.num_computed < self.num_prompt else 1
 
     @property
     def num_output(self) -> int:

@@ -29,7 +29,7 @@ from inferengine.engine.submit_check import check_submit
 from inferengine.engine.telemetry import Telemetry
 from inferengine.engine.text_service import CONTEXT_TOKENS, TextService
 from inferengine.errors import InferEngineError, InvalidRequest, bounded
-from inferengine.params import MAX_PROMPT_LOGPROBS
+from inferengine.params import MAX_PROMPT_LOGPROBS, of_choice
 from inferengine.structure import GrammarSpec, grammar_from_list
 from inferengine.wire import codec
 from inferengine.wire.messages import DRAINING, READY, Accept, Attach, Cancel, Reject, Submit
@@ -266,7 +266,7 @@ class Link:
             Request(
                 uid=first + choice,
                 prompt_ids=prompt,
-                params=params,
+                params=of_choice(params, choice),
                 max_tokens=max_tokens,
                 eos_token_ids=self._eos,
                 seed=choice_seed(seed, choice),
