@@ -203,6 +203,9 @@ class LimitsConfig:
     max_stop_characters: int = _key(256, "length of one stop string", minimum=1)
     max_logit_bias: int = _key(1024, "entries of logit_bias", minimum=0)
     max_logprobs: int = _key(20, "alternatives per position", minimum=0)
+    max_prompt_logprobs: int = _key(
+        1_000_000, "prompt log-probabilities in one answer: prompt tokens x (1 + alternatives) x choices", minimum=1
+    )
     max_prompts: int = _key(256, "prompts in one /v1/completions call", minimum=1)
     max_embedding_inputs: int = _key(2048, "inputs in one /v1/embeddings call", minimum=1)
     max_grammar_bytes: int = _key(256 * 1024, "bytes of one schema, expression or grammar", minimum=1)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 
 from sse_starlette import EventSourceResponse, ServerSentEvent
 from starlette.requests import Request
@@ -12,7 +13,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from frontends.common.errors import unexpected
-from frontends.common.generation import Generation
+from frontends.common.generation import Generation, Output, Usage
 from frontends.common.sse import dumps
 from frontends.http.formats import Format
 from frontends.http.relay import Relay
@@ -24,6 +25,8 @@ from inferengine.errors import InferEngineError
 
 logger = logging.getLogger(__name__)
 
+SMALL_VALUES = 2000  # of log-probabilities, written down in a millisecond or two
+
 
 class JsonBytes(Response):
     """A JSON document, encoded without going through ASCII."""
@@ -31,7 +34,25 @@ class JsonBytes(Response):
     media_type = "application/json"
 
     def __init__(self, document: object, status_code: int = 200) -> None:
-        super().__init__(dumps(document), status_code)
+        """`document`: an object, or its bytes."""
+        super().__init__(document if isinstance(document, bytes) else dumps(document), status_code)
+
+
+def is_large(outputs: Sequence[Output]) -> bool:
+    """Whether writing it down takes long: log-probabilities of many tokens."""
+    values = 0
+    for output in outputs:
+        for rows in (output.logprobs, output.choice.prompt_logprobs):
+            if rows:
+                values += len(rows) * (1 + len(rows[-1].top_ids))
+    return values > SMALL_VALUES
+
+
+def encode(format: Format, outputs: Sequence[Output], usage: Usage) -> bytes:
+    """The document as JSON, choice by choice: the encoder lets nobody else run while it is at one."""
+    document = format.document(outputs, usage)
+    head, tail = dumps({**document, "choices": []}).split(b'"choices":[]', 1)
+    return b"".join((head, b'"choices":[', b",".join(map(dumps, document["choices"])), b"]", tail))
 
 
 async def answer(
@@ -48,7 +69,11 @@ async def answer(
             return EventStream(service, generation, format, call, stack.pop_all(), reader)
         outputs = await generation.collect()
         await generation.settle()
-        return JsonBytes(format.document(outputs, generation.usage()))
+        usage = generation.usage()
+        if not is_large(outputs):
+            return JsonBytes(format.document(outputs, usage))
+        # beside the event loop: others are answered while log-probabilities are written down
+        return JsonBytes(await asyncio.to_thread(encode, format, outputs, usage))
 
 
 class EventStream(Response):

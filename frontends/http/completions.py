@@ -44,6 +44,7 @@ async def completions(request: Request) -> Response:
     options = dialect.read_options(body, config, label=label, continues_prompt=True)
     prompts = await read_prompts(body, served, config.limits)
     prompts = [dialect.truncate(body, prompt_ids, served, max_tokens) for prompt_ids in prompts]
+    dialect.check_prompt_logprobs(prompts, params, config.limits, "prompt_logprobs" if prompt_logprobs else "logprobs")
     texts = _echoed(body["prompt"], prompts, served) if echo else None
     num_choices = len(prompts) * params.n
     created = int(time.time())

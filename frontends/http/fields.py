@@ -6,7 +6,7 @@ because clients of other servers send their own.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from frontends.common import fields
@@ -151,6 +151,21 @@ def read_prompt_logprobs(body: dict[str, Any], streaming: Streaming, limits: Lim
     if wanted is not None:
         refuse_beside_prompt_logprobs(body, streaming, "prompt_logprobs")
     return wanted
+
+
+def check_prompt_logprobs(
+    prompts: Sequence[Sequence[int]], params: SamplingParams, limits: LimitsConfig, field: str
+) -> None:
+    """One answer tells them for each choice of each prompt, and is held in memory as a whole."""
+    if params.prompt_logprobs is None:
+        return
+    values = sum(map(len, prompts)) * (1 + params.prompt_logprobs) * params.n
+    if values > limits.max_prompt_logprobs:
+        raise InvalidRequest(
+            field,
+            f"the answer would hold {values} log-probabilities of prompt tokens (tokens x (1 + alternatives) x n); at "
+            f"most {limits.max_prompt_logprobs}: ask for fewer alternatives, choices or prompts",
+        )
 
 
 def refuse_beside_prompt_logprobs(body: dict[str, Any], streaming: Streaming, field: str) -> None:

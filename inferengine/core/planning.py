@@ -379,11 +379,12 @@ class Planner:
     # -- a tenant's own ----------------------------------------------------------------------------------------------
 
     def _settle_claim(self, now: float) -> Sequence | None:
-        """A tenant of which nothing runs does not wait for others to end: the tenant with the most running gives it a
-        slot, and blocks as far as they are its share. Returns the sequence that is admitted for it in this step."""
+        """A tenant with nothing running, or much less than its share, does not wait for others to end: the tenant with
+        the most running gives it a slot, and blocks as far as they are its share. Returns the sequence that is admitted
+        for it in this step."""
         roster, kv = self.roster, self.roster.kv
         tenants = roster.tenants
-        claimant = None if tenants is None else tenants.claimant(now)
+        claimant = None if tenants is None else tenants.claimant(now, roster.num_slots)
         if tenants is None or claimant is None or claimant.num_inflight:
             return None
         num_tokens = self.capacity.max_model_len if self.options.contiguous else len(claimant.tokens)
@@ -391,7 +392,8 @@ class Planner:
         may_take_blocks = all(kv.blocks_needed(g, num_tokens) <= g.num_blocks * share for g in kv.groups)
         while not roster.free_slots or not self._fits(kv.lookup(claimant), num_tokens):
             victim = tenants.victim(roster.running)
-            if not tenants.may_give_way(victim) or (roster.free_slots and not may_take_blocks):
+            may_give_way = tenants.may_give_way(victim, claimant, roster.num_slots)
+            if not may_give_way or (roster.free_slots and not may_take_blocks):
                 return None
             relief = choose_relief(self.options.pressure, victim, kv.swap, self.capacity)
             roster.wait_again(victim, swap=relief is Relief.SWAP)

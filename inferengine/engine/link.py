@@ -295,16 +295,19 @@ class Link:
         self, engine: Engine, submission: Submission, num_prompt: int, deadline_s: float | None, now: float
     ) -> None:
         requests, tokens = engine.loop.queued()
+        requests_ahead, tokens_ahead = engine.loop.queued(submission.tenant)
+        preparing = len(self._preparation)
         tenant_requests = 0
         if engine.limits.max_tenant_requests:
             tenant_requests = sum(log.submission.tenant == submission.tenant for log in self._outbox.open_logs())
         admit(
             num_prompt,
             submission.params.n,
-            queued_requests=requests + len(self._preparation),
+            queued_requests=requests + preparing,
             queued_tokens=tokens,
             tokens_per_s=engine.loop.prefill_tokens_per_s,
             limits=engine.limits,
+            ahead=(requests_ahead + preparing, tokens_ahead),
             tenant_requests=tenant_requests,
             time_left_s=None if deadline_s is None else deadline_s - now,
         )

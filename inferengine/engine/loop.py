@@ -136,17 +136,20 @@ class EngineLoop:
         """Leave `run` at the next turn. What has not ended stays so."""
         self._inbox.put(Stop())
 
-    def queued(self) -> tuple[int, int]:
+    def queued(self, tenant: str | None = None) -> tuple[int, int]:
         """Requests and prompt tokens that wait, with those that the loop has not seen yet as far as no slot is free
-        for them."""
+        for them. With a tenant: those that are admitted before its next request."""
         scheduler = self._core.scheduler
         unseen = self._sent - self._taken
         unseen_tokens = self._sent_tokens - self._taken_tokens
         free = max(0, scheduler.options.max_num_seqs - len(scheduler.running) - len(scheduler.waiting))
         over = max(0, unseen - free)
         waiting = len(scheduler.waiting) + len(scheduler.forks)
-        tokens = scheduler.waiting.num_tokens + (unseen_tokens * over // unseen if unseen > 0 else 0)
-        return waiting + over, tokens
+        over_tokens = unseen_tokens * over // unseen if unseen > 0 else 0
+        tokens, tenants = scheduler.waiting.num_tokens, scheduler.waiting.tenants
+        if tenant is not None and tenants is not None:
+            waiting, tokens = tenants.ahead_of(tenant)
+        return waiting + over, tokens + over_tokens
 
     @property
     def stats(self) -> SchedulerStats:

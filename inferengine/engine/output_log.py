@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from inferengine.core.plan import TokenLogprobs
@@ -13,6 +14,9 @@ from inferengine.errors import bounded
 from inferengine.params import SamplingParams
 from inferengine.text import TextStream
 from inferengine.wire.messages import Done
+
+SUBMISSION_BYTES = 4096  # with its parameters and the records of its choices
+ROW_BYTES, ALTERNATIVE_BYTES = 256, 72  # of log-probabilities at one position, and of each alternative there
 
 MakeText = Callable[["Submission", bool], TextStream]  # of a submission; whether stop strings are to be looked for
 
@@ -67,6 +71,15 @@ class Submission:
     @property
     def ended(self) -> bool:
         return self.accepted and all(log.ended is not None for log in self.logs)
+
+    @property
+    def num_bytes(self) -> int:
+        """About how much memory it takes, once it has ended."""
+        return SUBMISSION_BYTES + len(self.note) + sum(log.num_bytes for log in self.logs)
+
+    def forget_draws(self) -> None:
+        """It has ended: what says how its tokens are drawn, lists as long as the vocabulary among it, is of no use."""
+        self.params = replace(self.params, allowed_token_ids=(), logit_bias=(), bad_words_ids=(), stop_token_ids=())
 
     @property
     def num_subscriptions(self) -> int:
@@ -140,6 +153,15 @@ class Log:
     def stopped(self) -> bool:
         """A stop string was found: whatever the core still draws is not part of the output."""
         return self.text is not None and self.text.stopped_by is not None
+
+    @property
+    def num_bytes(self) -> int:
+        """About how much memory it takes."""
+        size = 4 * len(self.tokens) + len(self.embedding or b"") + (0 if self.text is None else 4 * len(self.text.text))
+        for rows in (self.logprobs, self.prompt_logprobs):
+            if rows:
+                size += len(rows) * (ROW_BYTES + ALTERNATIVE_BYTES * len(rows[-1].top_ids))
+        return size
 
     def sink(self) -> Log:
         """A log that nobody reads, in this one's place."""

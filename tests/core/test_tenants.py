@@ -215,3 +215,24 @@ def test_tenants_at_random_get_every_token_and_nobody_waits_long(seed: int) -> N
     run.to_end()
     assert run.outputs == {uid: expected_output(request) for uid, request in requests.items()}
     assert longest <= 8
+
+
+def test_a_tenant_with_a_stream_running_need_not_wait_with_its_next_requests_either() -> None:
+    run = Run(make_capacity(2000, max_num_seqs=32), policy="fair", budget=256)
+    run.submit(make_quiet(1000, max_tokens=200)).step()
+    run.submit(*make_flood(100))
+    for _ in range(7):
+        run.step()
+    for uid in (QUIET, QUIET + 1, QUIET + 2):
+        assert steps_to_first_token(run, make_quiet(uid)) <= 2
+
+
+def test_two_floods_do_not_throw_each_other_out_again_and_again() -> None:
+    """Each has half of the slots when the second has come; then each waits for ends."""
+    run = Run(make_capacity(4000, max_num_seqs=16), policy="fair", budget=256)
+    run.submit(*make_flood(100))
+    for _ in range(5):
+        run.step()
+    run.submit(*(make_request(1000 + n, 6, 40, tenant="second") for n in range(100))).to_end()
+    assert run.scheduler.stats.num_preemptions <= 15
+    assert run.executor.num_computed_tokens <= 1.01 * 200 * (6 + 39)

@@ -21,6 +21,7 @@ from inferengine.core.sequence import Sequence
 
 PROMPT_WEIGHT = 1.0
 OUTPUT_WEIGHT = 2.0
+CLAIMED_SHARE = 0.25  # of its share of the slots that a tenant need not wait for; with all, two would take turns
 MAX_IDLE_TENANTS = 10_000  # counters kept of tenants with nothing waiting
 FEW_STALE = 32  # entries of a heap that are out of date and left alone
 
@@ -112,11 +113,14 @@ class FairShare:
             else:
                 self._left(tenant)
 
-    def claimant(self, now: float) -> Sequence | None:
-        if not self._idle or not self._num_running:
+    def claimant(self, now: float, num_slots: int) -> Sequence | None:
+        if not self._queues or not self._num_running or self.share() == 1.0:
             return None
-        sequence = self.peek(now, 1)
-        return None if sequence is None or sequence.request.tenant in self._num_running else sequence
+        sequence = self.peek(now, len(self._num_running))
+        if sequence is None:
+            return None
+        num_running = self._num_running[sequence.request.tenant]
+        return sequence if num_running == 0 or num_running < CLAIMED_SHARE * self.share() * num_slots else None
 
     def share(self) -> float:
         return 1 / max(1, len(self._num_running.keys() | self._queues.keys()))
@@ -130,8 +134,11 @@ class FairShare:
             return next(item for item in reversed(candidates) if item.request.tenant == heaviest)
         return candidates[-1]
 
-    def may_give_way(self, sequence: Sequence) -> bool:
-        return self._num_running[sequence.request.tenant] > 1
+    def may_give_way(self, sequence: Sequence, claimant: Sequence, num_slots: int) -> bool:
+        num_running = self._num_running[sequence.request.tenant]
+        if self._num_running[claimant.request.tenant]:
+            return num_running > self.share() * num_slots
+        return num_running > 1
 
     # -- accounts ----------------------------------------------------------------------------------------------------
 

@@ -58,12 +58,13 @@ class TenantShares(Protocol):
         """A sequence runs no more; if it waits again, it has been pushed back."""
         ...
 
-    def claimant(self, now: float) -> Sequence | None:
-        """The waiting sequence of a tenant of which nothing runs while others run: what `peek` returns."""
+    def claimant(self, now: float, num_slots: int) -> Sequence | None:
+        """The waiting sequence, which `peek` returns, of a tenant that has much less than its share of the slots, or
+        nothing running, while others run."""
         ...
 
-    def may_give_way(self, sequence: Sequence) -> bool:
-        """Whether the tenant of this running sequence keeps running without it."""
+    def may_give_way(self, sequence: Sequence, claimant: Sequence, num_slots: int) -> bool:
+        """Whether the tenant of this running sequence keeps its own without it."""
         ...
 
     def share(self) -> float:
