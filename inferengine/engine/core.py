@@ -20,6 +20,9 @@ from inferengine.core.speculation import Proposer
 from inferengine.core.stopping import FinishDetail, Finished
 
 
+FEW_DEADLINES = 1024  # of requests that have ended, kept until they would have passed
+
+
 class StepFailed(RuntimeError):
     """Raised by an executor that knows which rows of the plan are at fault. Any other exception blames every row."""
 
@@ -66,6 +69,9 @@ class EngineCore:
         self.scheduler.add(request)
         if request.deadline_s is not None:
             heapq.heappush(self._deadlines, (request.deadline_s, request.uid))
+            if len(self._deadlines) > FEW_DEADLINES + 2 * len(self.scheduler.sequences):
+                self._deadlines = [item for item in self._deadlines if item[1] in self.scheduler.sequences]
+                heapq.heapify(self._deadlines)
 
     def grammar_ready(self, uid: int, grammar: Grammar) -> None:
         """The grammar that a request waits for is compiled: it may run now."""

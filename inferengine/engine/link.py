@@ -34,6 +34,7 @@ from inferengine.structure import GrammarSpec, grammar_from_list
 from inferengine.wire import codec
 from inferengine.wire.messages import DRAINING, READY, Accept, Attach, Cancel, Reject, Submit
 
+MAX_READERS = 64  # of one request: each step is sent to all of them
 CANCELLED = ("cancelled", "The request was cancelled.")
 
 
@@ -326,6 +327,9 @@ class Link:
             return
         try:
             self._check_streams(peer, message.stream, submission.params.n)
+            num_readers = max((len(log.subscriptions) for log in submission.logs), default=0)
+            if num_readers + (0 if waiting is None else len(waiting.readers)) >= MAX_READERS:
+                raise InferEngineError("overloaded", f"{MAX_READERS} read it already.", retry_after_s=1.0)
             if message.reply == "embedding" and submission.pooling is None:
                 raise InvalidRequest("reply", "that request generates: it gives no embedding")
             if message.reply in ("text", "both") and not self._texts.available:

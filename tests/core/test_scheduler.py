@@ -160,6 +160,15 @@ def test_an_unattributed_failure_ends_the_step_and_the_service_goes_on(max_in_fl
     assert run.core.num_failed_steps == 1
 
 
+def test_deadlines_of_requests_that_have_ended_are_not_kept_until_they_pass() -> None:
+    """A client may name one that is weeks away."""
+    run = Run()
+    for uid in range(1, 3000):
+        run.submit(make_request(uid, max_tokens=1, deadline_s=1e9))
+        run.cancel(uid)
+    assert len(run.core._deadlines) < 1100
+
+
 def test_a_deadline_ends_a_request_wherever_it_is() -> None:
     run = Run(make_capacity(max_num_seqs=1))
     run.submit(

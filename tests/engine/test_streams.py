@@ -167,6 +167,21 @@ class TestAttach:
             assert owner.collect({1}).done[1][0].reason == "length"
             check_idle(engine)
 
+    def test_a_request_has_64_readers_and_no_more(self, connect: Connect) -> None:
+        """Each step is sent to all of them."""
+        with run_service(step_s=0.005) as engine:
+            owner, reader = connect(engine), connect(engine)
+            owner.submit(1, id=ID, max_tokens=300)
+            owner.expect(Step)
+            for stream in range(2, 65):
+                reader.send(Attach(ID, stream))
+                reader.expect(Accept)
+            reader.send(Attach(ID, 65))
+            reject = reader.expect(Reject)
+            assert (reject.code, reject.stream) == ("overloaded", 65)
+            check_all = reader.collect(set(range(2, 65)))
+            assert all(len(check_all.tokens[stream]) == 300 for stream in range(2, 65))
+
     def test_a_detached_request_outlives_its_peer_and_waits(self, connect: Connect) -> None:
         with run_service(step_s=0.005) as engine:
             owner = connect(engine)
