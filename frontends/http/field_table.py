@@ -104,7 +104,7 @@ def common(limits: LimitsConfig) -> list[Field]:
             integer(0, limits.max_logprobs),
             "alternatives per token of the prompt; not with stream or detached",
         ),
-        Field("priority", integer(-(2**31), 2**31 - 1), "lower is sooner"),
+        Field("priority", integer(-(2**31), 2**31 - 1), "lower is sooner, where the engine goes by priority"),
         Field(
             "cache_salt",
             {"type": "string", "minLength": 1, "maxLength": MAX_SALT_BYTES},

@@ -57,9 +57,25 @@ def test_a_full_queue_says_when_to_come_back(queued_requests: int, queued_tokens
     assert 1.0 <= caught.value.retry_after_s <= 60.0
 
 
-def test_a_queue_that_others_have_filled_takes_a_tenant_with_less_than_its_share() -> None:
-    for queued in ((4, 10), (1, 995), (7, 10)):
-        admit(10, 1, queued_requests=queued[0], queued_tokens=queued[1], tokens_per_s=0.0, limits=LIMITS, ahead=(0, 0))
+@pytest.mark.parametrize("queued", [(4, 10), (1, 995), (7, 10)])
+def test_a_queue_that_others_have_filled_takes_a_tenant_with_less_than_its_share(queued: tuple[int, int]) -> None:
+    def is_refused(ahead: tuple[int, int]) -> bool:
+        try:
+            admit(
+                10,
+                1,
+                queued_requests=queued[0],
+                queued_tokens=queued[1],
+                tokens_per_s=0.0,
+                limits=LIMITS,
+                ahead=ahead,
+            )
+        except InferEngineError:
+            return True
+        return False
+
+    assert is_refused(queued)
+    assert not is_refused((0, 0))
 
 
 @pytest.mark.parametrize(("queued", "ahead"), [((8, 10), (0, 0)), ((4, 1995), (0, 0)), ((4, 10), (4, 10))])

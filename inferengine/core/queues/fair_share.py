@@ -148,7 +148,11 @@ class FairShare:
 
     def charge_each(self, sequences: SequenceOf[Sequence], layout: int) -> None:
         if layout != self._layout:
-            self._counts, self._layout = Counter(sequence.request.tenant for sequence in sequences), layout
+            self._layout = layout
+            if len(self._counters) == 1:  # nobody counts for one tenant
+                self._counts = Counter(dict.fromkeys(self._counters, len(sequences)))
+            else:
+                self._counts = Counter(sequence.request.tenant for sequence in sequences)
         for tenant, count in self._counts.items():
             self._counters[tenant] = self._counters.get(tenant, 0.0) + OUTPUT_WEIGHT * count
 
