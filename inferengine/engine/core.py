@@ -19,7 +19,6 @@ from inferengine.core.scheduler import ScheduledStep, Scheduler, SchedulerOption
 from inferengine.core.speculation import Proposer
 from inferengine.core.stopping import FinishDetail, Finished
 
-
 FEW_DEADLINES = 1024  # of requests that have ended, kept until they would have passed
 
 
