@@ -234,6 +234,19 @@ class HttpConfig:
     max_header_bytes: int = _key(64 * 1024, "largest request head", minimum=1024)
     max_in_flight: int = _key(0, "requests answered at once by all workers; more get 503; 0: no limit", minimum=0)
     allow_public: bool = _key(False, "listen beyond this machine without API keys, behind something that asks for them")
+    allowed_hosts: str = _key(
+        "",
+        "without API keys: host names, with commas, that requests may use beside localhost and this machine's "
+        "addresses; *.example.com for those below it, * for any",
+    )
+    header_timeout_s: float = _key(10.0, "longest for a request's head, and for a new connection to begin", minimum=0.1)
+    body_timeout_s: float = _key(60.0, "longest for a request's body", minimum=0.1)
+    body_progress_timeout_s: float = _key(15.0, "a body that brings less than 1 KiB in so long is cut", minimum=0.1)
+    idle_timeout_s: float = _key(75.0, "a connection without a request for so long is closed", minimum=0.1)
+    max_connections: int = _key(0, "connections of one worker; 0: as many as its limit of open files allows", minimum=0)
+    max_connections_per_address: int = _key(
+        0, "of these from one address; 0: half of them, and no limit for this machine's own addresses", minimum=0
+    )
     tls_certificate: str = _key("", "PEM file with the certificate chain: serve https; empty: http")
     tls_key: str = _key("", "PEM file with its private key; empty: in the same file")
 
@@ -249,6 +262,23 @@ class WsConfig:
     origins: str = _key("", "further web origins that may open the socket, comma-separated; *: all")
     max_sockets: int = _key(4096, "open sockets of all workers before new ones get 503", minimum=1)
     allow_public: bool = _key(False, "listen beyond this machine without API keys, behind something that asks for them")
+    allowed_hosts: str = _key(
+        "",
+        "without API keys: host names, with commas, that requests may use beside localhost and this machine's "
+        "addresses; *.example.com for those below it, * for any",
+    )
+    header_timeout_s: float = _key(
+        10.0, "longest for the handshake of a socket, or the head of another request", minimum=0.1
+    )
+    idle_timeout_s: float = _key(
+        75.0, "a connection that is no socket is closed after so long without a request", minimum=0.1
+    )
+    max_connections: int = _key(
+        0, "connections of one worker, sockets and others; 0: as many as its limit of open files allows", minimum=0
+    )
+    max_connections_per_address: int = _key(
+        0, "of these from one address; 0: half of them, and no limit for this machine's own addresses", minimum=0
+    )
     tls_certificate: str = _key("", "PEM file with the certificate chain: serve wss; empty: ws")
     tls_key: str = _key("", "PEM file with its private key; empty: in the same file")
 

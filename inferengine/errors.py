@@ -39,6 +39,7 @@ KINDS: dict[str, ErrorKind] = {
     "not_found": ErrorKind(
         404, "invalid_request_error", False, "Check the id; finished requests are kept for resume_ttl_s."
     ),
+    "request_timeout": ErrorKind(408, "invalid_request_error", True, "Send the request without pauses."),
     "conflict": ErrorKind(409, "invalid_request_error", False, "Choose another id, or attach to the running request."),
     "request_too_large": ErrorKind(413, "invalid_request_error", False, "Send a smaller body."),
     "unprocessable": ErrorKind(422, "invalid_request_error", False, "Correct the named field."),

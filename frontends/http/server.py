@@ -6,6 +6,8 @@ import logging
 import sys
 from dataclasses import replace
 
+from frontends.common.descriptors import raise_file_limit
+from frontends.common.hosts import read_names
 from frontends.common.keys import read_keys
 from frontends.common.protection import check_protection, tls_files
 from frontends.common.workers import SignsOfLife, Workers
@@ -25,6 +27,7 @@ def run_http(config: Config, reload: Reload | None = None) -> int:
     """Serve until SIGTERM or SIGINT; returns the process's exit code. Raises ConfigError for what may not be served
     like this."""
     configure(config.log)
+    raise_file_limit()
     try:
         sockets = open_listeners("http", config.http.host, config.http.port, config.http.uds)
     except AddressTaken as error:
@@ -32,7 +35,8 @@ def run_http(config: Config, reload: Reload | None = None) -> int:
         return ExitCode.ADDRESS
     address = describe(sockets[0], "https" if config.http.tls_certificate else "http")
     keys = read_keys(config.auth.keys_file)
-    check_protection("http", sockets[0], keys, allow_public=config.http.allow_public)
+    check_protection("http", sockets, keys, allow_public=config.http.allow_public)
+    read_names("http", config.http.allowed_hosts)
     tls_files("http", config.http.tls_certificate, config.http.tls_key)
     logger.info("listening", extra={"fields": {"address": address, "workers": config.http.workers}})
     shared = Shared(sockets, make_metrics(config.http.workers), keys, make_quotas(config, keys))

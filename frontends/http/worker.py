@@ -16,6 +16,7 @@ import uvicorn
 from sse_starlette.sse import AppStatus
 
 from frontends.common.acceptor import Server
+from frontends.common.connections import Limits
 from frontends.common.keys import KeyRing
 from frontends.common.protection import tls_files
 from frontends.common.quotas import Quotas
@@ -24,7 +25,7 @@ from frontends.http.metrics import HttpMetrics
 from frontends.http.response_shelf import ResponseShelf
 from frontends.http.service import Service
 from inferengine import output
-from inferengine.config import Config
+from inferengine.config import Config, HttpConfig
 from inferengine.errors import ExitCode
 from inferengine.reload import Reload
 
@@ -33,7 +34,7 @@ logger = logging.getLogger(__name__)
 TURN_S = 0.25
 GC_THRESHOLD = 20_000  # a stream makes short-lived objects for each token: the default looks at them 30 times as often
 GRACE_S = 2.0  # for the last events to leave after the drain's end
-KEEP_ALIVE_S = 75  # idle connections: longer than balancers keep theirs, so that they close first
+KEEP_ALIVE_S = 24 * 3600  # of uvicorn: `Connections` closes the idle ones sooner, and counts them
 
 
 @dataclass(frozen=True)
@@ -70,9 +71,8 @@ def run_worker(config: Config, shared: Shared, on_turn: Callable[[bool], None], 
     tls = tls_files("http", config.http.tls_certificate, config.http.tls_key)
     server = Server(
         uvicorn.Config(
-            make_app(service),
+            make_app(service, shared.sockets),
             loop="uvloop",
-            http="httptools",
             ws="none",
             lifespan="on",
             log_config=None,
@@ -82,10 +82,22 @@ def run_worker(config: Config, shared: Shared, on_turn: Callable[[bool], None], 
             timeout_graceful_shutdown=int(config.engine.drain_timeout_s + 2 * GRACE_S) + 1,
             ssl_certfile=tls.certificate,
             ssl_keyfile=tls.key,
-        )
+        ),
+        connection_limits(config.http),
+        shared.metrics.refusals,
     )
     with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:
         return runner.run(_serve(server, service, shared.sockets, config.engine.drain_timeout_s, turn))
+
+
+def connection_limits(http: HttpConfig) -> Limits:
+    return Limits(
+        header_s=http.header_timeout_s,
+        body_progress_s=http.body_progress_timeout_s,
+        idle_s=http.idle_timeout_s,
+        most=http.max_connections,
+        most_per_address=http.max_connections_per_address,
+    )
 
 
 async def _serve(
