@@ -13,7 +13,10 @@ import json
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from inferengine.heap import give_back
+
 LARGE = 256 * 1024  # bytes or characters: below, 0.2 to 3 ms, and a thread costs as much
+GIVE_BACK_AFTER_S = 0.5
 MOST_CONTAINERS = 100_000  # lists and objects: 8 MB of empty ones would take a second
 
 Result = TypeVar("Result")
@@ -42,6 +45,7 @@ class Beside:
 
     def __init__(self) -> None:
         self._lock = asyncio.Lock()
+        self._timer: asyncio.TimerHandle | None = None
 
     async def do(self, size: int, work: Callable[..., Result], *arguments: Any) -> Result:
         """The result of `work`, which is done at once where `size`, in bytes or characters, is small."""
@@ -49,6 +53,16 @@ class Beside:
             return work(*arguments)
         async with self._lock:
             return await asyncio.to_thread(work, *arguments)
+
+    def give_back_soon(self) -> None:
+        """Return the memory of a large document to the system, a little later, when nobody holds it any more. Once for
+        many that end together."""
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(GIVE_BACK_AFTER_S, self._give_back)
+
+    def _give_back(self) -> None:
+        self._timer = None
+        asyncio.get_running_loop().run_in_executor(None, give_back)
 
 
 class Containers:

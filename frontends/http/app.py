@@ -132,7 +132,9 @@ def make_app(service: Service, listeners: Sequence[socket.socket] = ()) -> ASGIA
     http = service.config.http
     hosts = AllowedHosts("http", read_names("http", http.allowed_hosts), _origins(http), public_ports(listeners))
     guarded = HostGate(app, hosts, service.keys, service.metrics.refusals)
-    return Edge(guarded, service.metrics, service.config.http.max_header_bytes, service.tracing)
+    return Edge(
+        guarded, service.metrics, service.config.http.max_header_bytes, service.tracing, service.beside.give_back_soon
+    )
 
 
 async def _refused(request: Request, error: Exception) -> Response:

@@ -233,16 +233,19 @@ def read_label(body: dict[str, Any], request_id: str) -> str:
     return label
 
 
-def truncate(body: dict[str, Any], prompt_ids: list[int], served: ServedModel, max_tokens: int | None) -> list[int]:
-    """Keep the last `truncate_prompt_tokens` tokens; -1 keeps what leaves room for the output."""
+def read_truncation(body: dict[str, Any], served: ServedModel, max_tokens: int | None) -> int | None:
+    """How many tokens from its end a prompt keeps: `truncate_prompt_tokens`; -1 keeps what leaves room for the output.
+    None: all."""
     keep = fields.integer(body, "truncate_prompt_tokens", least=-1)
-    if keep is None:
-        return prompt_ids
     if keep == 0:
         raise InvalidRequest("truncate_prompt_tokens", "must be -1 or at least 1")
     if keep == -1:
         keep = max(1, served.info.max_model_len - (1 if max_tokens is None else max_tokens))
-    return prompt_ids[-keep:]
+    return keep
+
+
+def truncate(prompt_ids: list[int], keep: int | None) -> list[int]:
+    return prompt_ids if keep is None else prompt_ids[-keep:]
 
 
 def _option(options: dict[str, Any], name: str) -> bool:

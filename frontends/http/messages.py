@@ -17,6 +17,7 @@ from frontends.http.chat import read_chat
 from frontends.http.messages_body import NAMES, to_chat
 from frontends.http.messages_format import MessagesFormat, error_body
 from frontends.http.service import Service
+from frontends.http.tokens import MAX_TOKENS
 from inferengine.errors import InferEngineError
 
 Endpoint = Callable[[Request], Awaitable[Response]]
@@ -58,5 +59,5 @@ async def count_tokens(request: Request) -> Response:
     chat = to_chat(body, counting=True)
     served = await service.model.get()
     dialect.check_model(chat, served)
-    turn = await read_turn(chat, served, service.config)
+    turn = await read_turn(chat, served, service.config, most=MAX_TOKENS)
     return JsonBytes({"input_tokens": len(turn.prompt_ids)})

@@ -16,6 +16,7 @@ from frontends.http.response_shelf import make_folder, remove_folder
 from frontends.http.worker import Shared, run_worker
 from inferengine.config import Config
 from inferengine.errors import ExitCode
+from inferengine.heap import return_large_blocks
 from inferengine.listening import AddressTaken, describe, open_listeners
 from inferengine.logs import configure
 from inferengine.reload import Reload
@@ -28,6 +29,7 @@ def run_http(config: Config, reload: Reload | None = None) -> int:
     like this."""
     configure(config.log)
     raise_file_limit()
+    return_large_blocks()
     try:
         sockets = open_listeners("http", config.http.host, config.http.port, config.http.uds)
     except AddressTaken as error:

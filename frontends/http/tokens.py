@@ -29,13 +29,15 @@ async def tokenize(request: Request) -> Response:
     if body.get("messages") is not None:
         if body.get("prompt") is not None:
             raise InvalidRequest("prompt", "cannot be combined with messages")
-        token_ids = (await read_turn(body, served, service.config)).prompt_ids
+        token_ids = (await read_turn(body, served, service.config, most=MAX_TOKENS)).prompt_ids
     else:
         prompt = fields.string(body, "prompt")
         if prompt is None:
             raise InvalidRequest("prompt", "or messages is required")
         special = fields.flag(body, "add_special_tokens", True)
-        token_ids = await served.encode(prompt, service.config.limits, name="prompt", add_special_tokens=special)
+        token_ids = await served.encode(
+            prompt, service.config.limits, name="prompt", add_special_tokens=special, most=MAX_TOKENS
+        )
     document: dict[str, Any] = {
         "count": len(token_ids),
         "max_model_len": served.info.max_model_len,

@@ -30,6 +30,7 @@ from frontends.websocket.protocol import FramesProtocol
 from inferengine import output
 from inferengine.config import Config
 from inferengine.errors import ExitCode
+from inferengine.heap import return_large_blocks
 from inferengine.listening import AddressTaken, open_listeners
 from inferengine.logs import configure
 from inferengine.reload import Reload
@@ -49,6 +50,7 @@ def run_websocket(config: Config, reload: Reload | None = None) -> int:
     """Serve until a signal. Returns an exit code of ExitCode."""
     configure(config.log)
     raise_file_limit()
+    return_large_blocks()
     try:
         (listener, *_) = open_listeners("ws", config.ws.host, config.ws.port)
     except AddressTaken as error:

@@ -218,7 +218,12 @@ class Link:
         give_up_s = now + self._config.limits.grammar_timeout_s
         text_by_s = now + TEXT_TIMEOUT_S
         item = Unprepared(submission, message, deadline_s, [(peer, message)], prompt, spec, [], give_up_s, text_by_s)
-        self._preparation.begin(item, vocab_size=engine.vocab_size, eos_token_ids=sorted(self._eos))
+        self._preparation.begin(
+            item,
+            vocab_size=engine.vocab_size,
+            eos_token_ids=sorted(self._eos),
+            max_model_len=engine.limits.max_model_len,
+        )
 
     def _on_prepared(self, item: Unprepared, prompt: array[int]) -> None:
         """Tokenized and compiled: answer, and let it run."""

@@ -81,7 +81,7 @@ class Preparation:
         """The submission of this id, if it waits."""
         return self._items.get(id)
 
-    def begin(self, item: Unprepared, *, vocab_size: int, eos_token_ids: list[int]) -> None:
+    def begin(self, item: Unprepared, *, vocab_size: int, eos_token_ids: list[int], max_model_len: int) -> None:
         """Have the text tokenized and the grammar compiled. Raises InferEngineError where that cannot begin."""
         message, submission = item.message, item.submission
         self._items[submission.id] = item
@@ -90,7 +90,7 @@ class Preparation:
                 count = submission.params.n
                 self._grammars.compile(item.spec, count, vocab_size, eos_token_ids, partial(self._compiled, item))
             if item.prompt is None:
-                self._texts.tokenize(message.text, message.messages, partial(self._tokenized, item))
+                self._texts.tokenize(message.text, message.messages, max_model_len, partial(self._tokenized, item))
         except InferEngineError:
             self.forget(item)
             raise

@@ -13,8 +13,8 @@ from typing import Any
 PIECE_CHARACTERS = 64 * 1024  # 60 ms of tokenizing, and 10 MB
 
 # The expressions by which byte-level vocabularies divide a text (GPT-2's stands in the library). In all of them a
-# letter belongs to a run of letters, perhaps with an apostrophe's ending, which ends before every character of _CUT; and
-# what comes next does not look back.
+# letter belongs to a run of letters, perhaps with an apostrophe's ending, which ends before every character of _CUT;
+# and what comes next does not look back.
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _TAIL = r"\s+(?!\S)|\s+"
 _KNOWN_SPLITS = frozenset(
@@ -150,9 +150,9 @@ def _longest_token(document: dict[str, Any], vocabulary: dict[str, int], added: 
     if _is_byte_level(document.get("pre_tokenizer")) and model.get("type") == "BPE":
         if not all(character in vocabulary for character in BYTE_CHARACTERS):
             return 0
-        lengths = map(len, vocabulary)  # a character for each byte
+        lengths = [len(token) for token in vocabulary]  # a character for each byte
     elif model.get("byte_fallback") and all(f"<0x{byte:02X}>" in vocabulary for byte in range(256)):
-        lengths = (len(token.encode()) for token in vocabulary)
+        lengths = [len(token.encode()) for token in vocabulary]
     else:
         return 0
     contents = (len(str(token.get("content")).encode()) for token in added)
