@@ -205,7 +205,7 @@ class LLM:
         if spec is not None:
             validate_grammar(spec, self.config.limits)
             self._grammars.compile(spec)
-        max_tokens = resolve_max_tokens(len(ids), params.max_tokens, self._limits)
+        max_tokens = resolve_max_tokens(len(ids), params.max_tokens, self._limits, min_tokens=params.min_tokens)
         return _Job(prompt if isinstance(prompt, str) else None, ids, params, max_tokens)
 
     def _token_ids(self, prompt: Prompt) -> list[int]:

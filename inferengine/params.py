@@ -6,7 +6,7 @@ the front ends). `docs/parameters.md` is the table for people. Definitions follo
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -16,6 +16,7 @@ from inferengine.errors import InvalidRequest
 
 GREEDY_TEMPERATURE = 1e-5  # at or below this the argmax is taken
 MAX_SEED = 2**63 - 1
+MAX_TOP_K = 2**31 - 1  # devices hold it in 32 bits
 MAX_BAD_WORDS = 256
 MAX_PROMPT_LOGPROBS = 400_000  # values for one prompt: they travel in one message
 MAX_BAD_WORD_TOKENS = 32
@@ -90,6 +91,7 @@ def validate(params: SamplingParams, *, vocab_size: int, limits: LimitsConfig, p
     check(0.0 <= params.temperature <= 2.0, "temperature", "must lie in [0, 2]")
     check(0.0 < params.top_p <= 1.0, "top_p", "must lie in (0, 1]")
     check(params.top_k >= -1, "top_k", "must be 0 or -1 (off) or at least 1")
+    check(params.top_k <= MAX_TOP_K, "top_k", f"must be at most {MAX_TOP_K}")
     check(0.0 <= params.min_p <= 1.0, "min_p", "must lie in [0, 1]")
     check(0.0 < params.repetition_penalty <= 100.0, "repetition_penalty", "must lie in (0, 100]")
     check(-2.0 <= params.presence_penalty <= 2.0, "presence_penalty", "must lie in [-2, 2]")
@@ -131,6 +133,11 @@ def _check_ids(check: Any, ids: tuple[int, ...], name: str, vocab_size: int, mos
             check(False, name, f"token id {token_id} is outside the vocabulary of {vocab_size}")
 
 
+def is_finite(value: int | float) -> bool:
+    """Whether it is a float that is a number; whole numbers of hundreds of digits are none."""
+    return -sys.float_info.max <= value <= sys.float_info.max
+
+
 def _integer(path: str, value: Any) -> int:
     if isinstance(value, float) and value.is_integer():
         value = int(value)  # some languages have no other numbers
@@ -142,7 +149,7 @@ def _integer(path: str, value: Any) -> int:
 
 
 def _number(path: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not is_finite(value):
         raise InvalidRequest(path, "must be a finite number")
     return float(value)
 
@@ -192,7 +199,7 @@ def _bias(path: str, value: Any) -> tuple[tuple[int, float], ...]:
             raw_id = int(raw_id)
         if isinstance(raw_id, bool) or not isinstance(raw_id, int):
             raise InvalidRequest(path, f"keys must be token ids, and {str(raw_id)[:24]!r} is none")
-        if isinstance(bias, bool) or not isinstance(bias, int | float) or not math.isfinite(bias):
+        if isinstance(bias, bool) or not isinstance(bias, int | float) or not is_finite(bias):
             raise InvalidRequest(f"{path}.{raw_id}", "must be a finite number")
         pairs.append((_integer(path, raw_id), float(bias)))
     return tuple(pairs)

@@ -9,6 +9,7 @@ do with such a prompt. One long string has no hooks: 8 MB take 60 ms.
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -62,6 +63,7 @@ class Beside:
 
     def _give_back(self) -> None:
         self._timer = None
+        gc.collect()  # what was read is often part of a cycle; all that was there at the start is frozen
         asyncio.get_running_loop().run_in_executor(None, give_back)
 
 

@@ -55,7 +55,12 @@ class ServedModel:
             return ""
         return name if name in self.info.adapters else None
 
-    async def encode(
+    async def encode(self, text: str, limits: LimitsConfig, **options: Any) -> list[int]:
+        """As `tokenize`, for a prompt."""
+        ids = await self.tokenize(text, limits, **options)
+        return ids if isinstance(ids, list) else list(ids)
+
+    async def tokenize(
         self,
         text: str,
         limits: LimitsConfig,
@@ -64,8 +69,8 @@ class ServedModel:
         add_special_tokens: bool = True,
         last: int | None = None,
         most: int | None = None,
-    ) -> list[int]:
-        """Token ids of a prompt; long ones are tokenized beside the event loop, so that nobody else waits. `last`: only
+    ) -> Sequence[int]:
+        """Token ids of a text; long ones are tokenized beside the event loop, so that nobody else waits. `last`: only
         so many from the end are wanted. `most`: a long text of more tokens is refused; None: what the model takes."""
         if len(text) > limits.max_text_characters:
             message = f"must have at most {limits.max_text_characters} characters"

@@ -82,7 +82,9 @@ class Edge:
             if span is not None:
                 end_request(span, scope, status)
             self._log(scope, status, seconds)
-            if len(scope.get("body", b"")) >= LARGE:
+            # The server keeps the scope as long as the connection, and in a cycle.
+            scope.pop("document", None)
+            if len(scope.pop("body", b"")) >= LARGE:
                 self._after_large_body()
 
     def _log(self, scope: Scope, status: int, seconds: float) -> None:

@@ -40,9 +40,9 @@ def check_prompt(num_prompt: int, limits: AdmissionLimits) -> None:
         )
 
 
-def resolve_max_tokens(num_prompt: int, max_tokens: int | None, limits: AdmissionLimits) -> int:
+def resolve_max_tokens(num_prompt: int, max_tokens: int | None, limits: AdmissionLimits, *, min_tokens: int = 0) -> int:
     """The output length to run with. An open one is cut to what context and pool allow; an explicit one is honoured or
-    refused. Raises InvalidRequest."""
+    refused, and so is a `min_tokens` that this leaves no room for. Raises InvalidRequest."""
     if num_prompt == 0:
         raise InvalidRequest("prompt", "must hold at least one token")
     room = limits.max_model_len - num_prompt
@@ -67,7 +67,11 @@ def resolve_max_tokens(num_prompt: int, max_tokens: int | None, limits: Admissio
             f"The KV cache holds {limits.num_kv_tokens} tokens; prompt and output need {needed}.",
             code="prompt_never_fits",
         )
-    return min(room, limits.num_kv_tokens - num_prompt) if max_tokens is None else max_tokens
+    found = min(room, limits.num_kv_tokens - num_prompt) if max_tokens is None else max_tokens
+    if min_tokens > found:
+        message = f"The prompt leaves room for {found} tokens; min_tokens is {min_tokens}."
+        raise InvalidRequest("min_tokens", message, code="context_length_exceeded")
+    return found
 
 
 def admit(

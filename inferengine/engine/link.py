@@ -252,7 +252,7 @@ class Link:
         """Hand the choices to the loop. Raises InferEngineError; then nothing has happened."""
         params = submission.params
         if submission.pooling is None:
-            max_tokens = resolve_max_tokens(len(prompt), params.max_tokens, engine.limits)
+            max_tokens = resolve_max_tokens(len(prompt), params.max_tokens, engine.limits, min_tokens=params.min_tokens)
         else:
             check_prompt(len(prompt), engine.limits)
             max_tokens = 0

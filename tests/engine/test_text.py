@@ -188,7 +188,7 @@ def tokenizing_for_ever(engine: EngineService) -> Iterator[None]:
     """Whatever text comes meanwhile, it is being tokenized until the end."""
     over = threading.Event()
 
-    def encode(text: str | None, messages: object) -> list[int]:
+    def encode(text: str | None, messages: object, most: int) -> list[int]:
         over.wait(30.0)
         return [1]
 
@@ -260,3 +260,16 @@ def stuck_text(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(TextService, "_encode", lambda *arguments: released.wait(60.0) and [1])
     yield
     released.set()
+
+
+def test_a_text_that_cannot_fit_is_refused_untokenized(
+    engine: EngineService, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def encode(self: Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
+        raise AssertionError(f"{len(text)} characters are tokenized")
+
+    monkeypatch.setattr(Tokenizer, "_encode", encode)
+    peer = connect(engine)
+    peer.submit(1, text="x" * 3_000_000)
+    reject = peer.expect(Reject)
+    assert (reject.code, reject.field) == ("context_length_exceeded", "prompt")

@@ -373,3 +373,20 @@ def test_refusals_disturb_nobody(served: House) -> None:
         assert served.http.get("/health").status_code == 200
         assert (time.monotonic() - started) / 21 < 0.1
         assert sum(line.startswith("data: {") for line in lines) == len(ids("the quick brown fox " * 4)) - 1
+
+
+@pytest.mark.parametrize("name", ["temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty"])
+def test_a_whole_number_beyond_every_float_is_refused_by_name(served: House, name: str) -> None:
+    body = b'{"prompt": "x", "%b": 1%b}' % (name.encode(), b"0" * 400)
+    response = served.http.post("/v1/completions", content=body)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, name)
+
+
+@pytest.mark.parametrize(
+    "body", [b'{"prompt": "\xed\xa0\x80"}', '{"prompt": "\ud800"}'.encode("utf-16", "surrogatepass"),
+             '{"prompt": "\ud800"}'.encode("utf-16-le", "surrogatepass")]
+)  # fmt: skip
+def test_half_a_surrogate_pair_in_bytes_is_refused_too(served: House, body: bytes) -> None:
+    response = served.http.post("/v1/completions", content=body)
+    assert response.status_code == 400
+    assert "surrogate pair" in response.json()["error"]["message"]
