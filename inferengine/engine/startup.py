@@ -105,8 +105,8 @@ def serve(service: EngineService, reload: Reload | None = None) -> NoReturn:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, on_signal)
     service.on_end = lambda: events.put(None)
-    # By a thread of C: it needs no interpreter, whose lock a call into the device may keep. It does not wait for a reader
-    # of standard error.
+    # By a thread of C: it needs no interpreter, whose lock a call into the device may keep. It does not wait for a
+    # reader of standard error.
     errors = output.not_blocking(sys.stderr.fileno())
     service.on_failure = lambda: faulthandler.dump_traceback_later(LEAVE_S, exit=True, file=errors)
     service.start()
