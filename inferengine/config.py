@@ -210,6 +210,11 @@ class LimitsConfig:
     max_embedding_inputs: int = _key(2048, "inputs in one /v1/embeddings call", minimum=1)
     max_grammar_bytes: int = _key(256 * 1024, "bytes of one schema, expression or grammar", minimum=1)
     grammar_timeout_s: float = _key(5.0, "longest that a request waits for its grammar", minimum=0.1)
+    grammar_compile_s: float = _key(1.0, "processor time to compile one grammar before it is refused", minimum=0.01)
+    grammar_memory_mib: int = _key(256, "memory to compile one grammar before it is refused", minimum=16)
+    grammar_token_ms: float = _key(
+        3.0, "processor time that a grammar may take for each token of a request, a quarter second ahead", minimum=0.01
+    )
     max_text_characters: int = _key(4_000_000, "characters of one prompt before it is tokenized", minimum=1)
 
 

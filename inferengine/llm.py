@@ -71,6 +71,7 @@ class LLM:
             card.files["tokenizer.json"].decode(),
             vocab_size=self.capacity.vocab_size,
             eos_token_ids=list(card.eos_token_ids),
+            limits=self.config.limits,
         )
         self._random = random.Random(self.config.engine.seed or None)
         self._next_uid = 0
@@ -155,7 +156,7 @@ class LLM:
                 vectors |= output.embeddings or {}
                 for row in output.finished:
                     if isinstance(row.detail, tuple):
-                        raise InferEngineError(*row.detail)
+                        raise InferEngineError(*row.detail[:2])
                     waiting.discard(row.uid)
                     cached[row.uid] = row.num_cached
                     if bar is not None:
@@ -244,6 +245,7 @@ class LLM:
         self, job: _Job, spec: GrammarSpec | None, result: Generation, outputs: dict[int, GrowingChoice]
     ) -> None:
         first = None
+        grammars = [] if spec is None else self._grammars.compile_many(spec, len(result.choices))
         seed = job.params.seed if job.params.seed is not None else self._random.randrange(MAX_SEED)
         for index, choice in enumerate(result.choices):
             self._next_uid += 1
@@ -263,8 +265,8 @@ class LLM:
                 )
             )
             first = first or uid
-            if spec is not None:
-                self.core.grammar_ready(uid, self._grammars.compile(spec))
+            if grammars:
+                self.core.grammar_ready(uid, grammars[index])
             stream = TextStream(
                 self.tokenizer,
                 stop=job.params.stop,

@@ -114,6 +114,9 @@ def validate(params: SamplingParams, *, vocab_size: int, limits: LimitsConfig, p
             1 <= len(word) <= MAX_BAD_WORD_TOKENS, "bad_words_ids", f"must have 1 to {MAX_BAD_WORD_TOKENS} tokens each"
         )
         _check_ids(check, word, "bad_words_ids", vocab_size, MAX_BAD_WORD_TOKENS)
+    never = {word[0] for word in params.bad_words_ids if len(word) == 1}
+    if params.allowed_token_ids and never.issuperset(params.allowed_token_ids):
+        check(False, "allowed_token_ids", "bad_words forbid every one of them: allow another, or leave one out")
     check(
         params.logprobs is None or 0 <= params.logprobs <= limits.max_logprobs,
         "logprobs",

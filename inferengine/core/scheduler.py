@@ -25,7 +25,9 @@ from inferengine.core.sequence import Sequence, Status
 from inferengine.core.speculation import Proposer
 from inferengine.core.stats import SchedulerSnapshot, SchedulerStats
 from inferengine.core.step_draft import ScheduledStep
-from inferengine.core.stopping import GRAMMAR_COMPLETE, FinishDetail, Finished, stop_reason
+from inferengine.core.stopping import GRAMMAR_COMPLETE, FinishDetail, Finished, refusal, stop_reason
+from inferengine.core.token_rules import TokenRules, rules_of
+from inferengine.errors import InferEngineError, InvalidRequest
 
 __all__ = ["ScheduledStep", "Scheduler", "SchedulerOptions", "StepOutput"]
 
@@ -52,6 +54,7 @@ class Scheduler:
         self.options = options
         self._roster = Roster(capacity, options)
         self._prompt_logprobs: dict[int, list[TokenLogprobs]] = {}  # by uid, until the prompt is computed
+        self._starved: dict[int, int] = {}  # by uid: after so many guesses of this step no token is left
         self._planner = Planner(self._roster, capacity, options, proposer)
         self._max_running_to_force = options.max_running_to_force
         self.kv: KVCacheManager = self._roster.kv
@@ -116,6 +119,7 @@ class Scheduler:
         masks = bytearray(b"\xff") * (4 * words * len(scheduled.plan.masked))
         rows = memoryview(masks)
         failed: list[Finished] = []
+        starved: dict[int, int] = {}
         row = 0
         for plan_row, sequence in enumerate(scheduled.rows):
             grammar = sequence.grammar
@@ -130,12 +134,21 @@ class Scheduler:
                 for index, mask_row in enumerate(own):
                     if index and grammar.is_terminated():
                         continue  # after the last guess nothing can follow: this draw will be dropped
-                    grammar.fill_bitmask(rows[mask_row * 4 * words : (mask_row + 1) * 4 * words])
+                    mask = rows[mask_row * 4 * words : (mask_row + 1) * 4 * words]
+                    grammar.fill_bitmask(mask)
+                    if sequence.rules is not None and not self._leaves_some(sequence, mask, drafts[:index]):
+                        if not index:
+                            raise self._no_token(sequence, 0)
+                        starved[sequence.uid] = index
                     if index < len(drafts):
                         grammar.accept(drafts[index])
                 grammar.rollback(len(drafts))
+            except InferEngineError as error:
+                failed.append(self._finish(sequence, *refusal(error), now))
             except Exception as error:  # a grammar library may fail in any way; it concerns this request alone
-                failed.append(self._finish(sequence, "error", ("engine_error", f"The grammar failed: {error}"), now))
+                message = f"Following the grammar failed: {type(error).__name__}."
+                failed.append(self._finish(sequence, "error", ("engine_error", message), now))
+        self._starved = starved
         return masks, failed
 
     def commit(self, scheduled: ScheduledStep, result: StepResult, now: float) -> StepOutput:
@@ -149,7 +162,7 @@ class Scheduler:
             sequence = scheduled.rows[row]
             if sequence.status is not Status.FINISHED:
                 kv.forget(sequence, plan.starts[row])
-                finished.append(self._finish(sequence, "error", ("engine_error", message), now))
+                finished.append(self._finish(sequence, "error", self._cause(sequence, message), now))
         if plan.pooled:
             finished += self._finish_pooled(scheduled, result, now)
         if plan.masked or scheduled.drafts:
@@ -265,9 +278,12 @@ class Scheduler:
                     sequence.num_computed = (
                         scheduled.plan.starts[row] + count
                     )  # the rest was computed for wrong guesses
-            ended = self._append(sequence, new, now)
-            if ended is None and sequence.grammar is not None:
-                ended = self._follow_grammar(sequence, now)
+            try:
+                ended = self._append(sequence, new, now)
+                if ended is None and sequence.grammar is not None:
+                    ended = self._follow_grammar(sequence, now)
+            except InferEngineError as error:  # of a grammar, which a token has led to one of its limits
+                ended = refusal(error)
             num_fresh, sequence.num_fresh = sequence.num_fresh, 0
             if num_fresh:
                 uids += [sequence.uid] * num_fresh
@@ -294,11 +310,39 @@ class Scheduler:
                 return "stop", GRAMMAR_COMPLETE
         return None
 
+    def _leaves_some(self, sequence: Sequence, mask: memoryview, drafts: list[int]) -> bool:
+        """Whether the request's other fields leave any of the tokens in a grammar's mask, after these guesses."""
+        rules = sequence.rules
+        if rules is None:
+            return True
+        output = [*sequence.tokens[max(sequence.num_prompt, len(sequence.tokens) - rules.num_before) :], *drafts]
+        return bool(rules.left(int.from_bytes(mask, "little"), sequence.num_output + len(drafts), output))
+
+    def _no_token(self, sequence: Sequence, num_drafts: int) -> InvalidRequest:
+        """Why the fields of a request leave no token after so many guesses."""
+        rules = sequence.rules or TokenRules(sequence.request.params, sequence.stop_ids)
+        has_grammar = sequence.grammar is not None
+        message = rules.nothing_left(sequence.num_output + num_drafts, has_grammar=has_grammar)
+        return InvalidRequest("grammar" if has_grammar else rules.fields[0], message)
+
+    def _cause(self, sequence: Sequence, message: str) -> FinishDetail:
+        """Why the device gave no token for a request: the request itself, where its fields leave none."""
+        if sequence.uid in self._starved:
+            return refusal(self._no_token(sequence, self._starved[sequence.uid]))[1]
+        if sequence.grammar is None and (rules := rules_of(sequence.request.params, sequence.stop_ids)) is not None:
+            tokens = sequence.tokens
+            before = tokens[max(sequence.num_prompt, len(tokens) - rules.num_before) :]
+            if not rules.left((1 << self.capacity.vocab_size) - 1, sequence.num_output, before):
+                return refusal(self._no_token(sequence, 0))[1]
+        return "engine_error", message
+
     def _follow_grammar(self, sequence: Sequence, now: float) -> tuple[str, FinishDetail] | None:
         """Append what the grammar forces, without asking the model."""
         grammar = sequence.grammar
         if grammar is None or sequence.request.params.logprobs is not None:
             return None  # every token of a request with log-probabilities goes through the model
+        if sequence.rules is not None:
+            return None  # what the grammar forces may be what another field forbids
         if 0 < self._max_running_to_force < len(self._roster.running):
             return None  # the mask leaves the draw one token: the same, without rows of several tokens
         forced = grammar.forced()

@@ -11,6 +11,7 @@ from enum import Enum
 
 from inferengine.core.grammar import Grammar
 from inferengine.core.request import Request
+from inferengine.core.token_rules import rules_of
 
 # In tokens: one whose logits are asked for, and with them a row of the vocabulary, may take as long as two others.
 PROMPT_LOGPROBS_COST = 2
@@ -55,6 +56,7 @@ class Sequence:
         "num_preemptions",
         "num_prompt",
         "request",
+        "rules",
         "slot",
         "status",
         "stop_ids",
@@ -84,6 +86,7 @@ class Sequence:
         self.next_event_at = 0  # number of tokens below which a committed token needs no second look
         self.status = Status.WAITING
         self.grammar: Grammar | None = None  # compiled, at the end of `tokens`
+        self.rules = rules_of(request.params, self.stop_ids) if request.grammar is not None else None
         self.draft_rate: float | None = None  # share of guesses that proved right
         self.drafts_resume_at = 0  # number of tokens at which guessing is tried again
         self.guessed_at = 0  # number of tokens when it last had guesses

@@ -179,7 +179,9 @@ class Log:
         """The core's terminal event becomes the log's; a stop string found on the way is the true reason."""
         text = self.text
         reason, num_tokens = row.reason, row.num_output
-        detail: Any = [row.detail[0], bounded(row.detail[1])] if isinstance(row.detail, tuple) else row.detail
+        detail: Any = row.detail
+        if isinstance(row.detail, tuple):
+            detail = [row.detail[0], bounded(row.detail[1]), *row.detail[2:]]
         if text is not None and text.stopped_by is not None:
             reason, detail, num_tokens = "stop", text.stopped_by, text.stopped_at
             self.cut(num_tokens)

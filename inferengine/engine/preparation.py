@@ -10,6 +10,7 @@ from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 from inferengine.core.grammar import Grammar
 from inferengine.engine.grammar_service import GrammarService
@@ -19,6 +20,9 @@ from inferengine.engine.text_service import TextService
 from inferengine.errors import InferEngineError, InvalidRequest
 from inferengine.structure import GrammarSpec
 from inferengine.wire.messages import Attach, Submit
+
+if TYPE_CHECKING:
+    from inferengine.structured.compiler import Ticket
 
 TEXT_TIMEOUT_S = 30.0  # longest that a request waits for its prompt to be tokenized
 RETRY_AFTER_S = 5.0
@@ -37,6 +41,7 @@ class Unprepared:
     grammars: list[Grammar]  # empty: none asked for, or being compiled
     give_up_s: float  # when the grammar has taken too long
     text_by_s: float  # when the text has
+    ticket: Ticket | None = None  # for what the grammar's compiler does
 
     @property
     def complete(self) -> bool:
@@ -87,8 +92,14 @@ class Preparation:
         self._items[submission.id] = item
         try:
             if item.spec is not None:
-                count = submission.params.n
-                self._grammars.compile(item.spec, count, vocab_size, eos_token_ids, partial(self._compiled, item))
+                item.ticket = self._grammars.compile(
+                    item.spec,
+                    submission.params,
+                    vocab_size,
+                    eos_token_ids,
+                    partial(self._compiled, item),
+                    tenant=submission.tenant,
+                )
             if item.prompt is None:
                 self._texts.tokenize(message.text, message.messages, max_model_len, partial(self._tokenized, item))
         except InferEngineError:
@@ -96,8 +107,10 @@ class Preparation:
             raise
 
     def forget(self, item: Unprepared) -> None:
-        """Whatever is done for it meanwhile is for nobody."""
+        """Whatever is done for it meanwhile is for nobody: compiling its grammar ends."""
         self._items.pop(item.submission.id, None)
+        if item.ticket is not None:
+            self._grammars.cancel(item.ticket)
 
     def give_up(self, item: Unprepared, error: InferEngineError) -> None:
         """Refuse it."""
@@ -112,9 +125,17 @@ class Preparation:
             elif item.prompt is None and now > item.text_by_s:
                 message = f"The prompt could not be tokenized in {TEXT_TIMEOUT_S:g} s."
                 self.give_up(item, InferEngineError("overloaded", message, retry_after_s=RETRY_AFTER_S))
-            elif item.spec is not None and not item.grammars and now > item.give_up_s:
-                message = f"could not be compiled in {self._grammar_timeout_s:g} s: simplify it"
-                self.give_up(item, InvalidRequest("grammar", message))
+            elif item.ticket is not None and not item.grammars:
+                if self._grammars.is_starting:
+                    item.give_up_s = now + self._grammar_timeout_s
+                elif now > item.give_up_s:
+                    self.give_up(item, self._too_late(item.ticket))
+
+    def _too_late(self, ticket: Ticket) -> InferEngineError:
+        if self._grammars.is_slow(ticket):
+            return InvalidRequest("grammar", f"could not be compiled in {self._grammar_timeout_s:g} s: simplify it")
+        message = f"The grammars of others took {self._grammar_timeout_s:g} s: this one was not compiled yet."
+        return InferEngineError("overloaded", message, field="grammar", retry_after_s=self._grammar_timeout_s)
 
     def forgive(self, paused_s: float) -> None:
         """This process did not run for so long, and so nothing was compiled."""

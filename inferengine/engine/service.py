@@ -109,7 +109,7 @@ class EngineService:
         self._wire = WireThread(self._endpoint, self.lifecycle)
         self._wire.on_crash = self._on_wire_crash
         self._texts = TextService(card.files, self._wire.call)
-        self._grammars = GrammarService(card.files, self._wire.call)
+        self._grammars = GrammarService(card.files, self._wire.call, config.limits)
         self.outbox = Outbox(
             telemetry=self.telemetry,
             make_text=self._texts.stream,
