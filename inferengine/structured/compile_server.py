@@ -190,7 +190,7 @@ class CompileServer:
         os._exit(0)
 
     def _confine(self, job: Job, parent: int) -> None:
-        """Let it die with its parent, take no more than it may, and leave the processors to others."""
+        """Let it die with its parent, take no more than it may, and leave the processors to others if it takes long."""
         _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:  # it died in between
             os._exit(1)
@@ -198,8 +198,9 @@ class CompileServer:
         for descriptor in {0, 1, 2, self._source, self._target}:
             os.dup2(nothing, descriptor)
         signal.signal(signal.SIGPROF, signal.SIG_DFL)
-        with contextlib.suppress(OSError):
-            os.nice(10)
+        if job.level:
+            with contextlib.suppress(OSError):
+                os.nice(5)
         with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
             file.write("1000")
         most = _virtual_bytes() + self._memory_bytes + STACK_BYTES
