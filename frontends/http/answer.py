@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from frontends.common.errors import unexpected
+from frontends.common.errors import report, unexpected
 from frontends.common.generation import Generation, Output, Usage
 from frontends.common.sse import dumps
 from frontends.http.formats import Format
@@ -100,7 +100,7 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with self._resources:
             response = EventSourceResponse(
-                self._relay(scope.get("plain_send", send)),
+                self._relay(scope.get("plain_send", send), scope["request_id"]),
                 ping=self._service.config.http.keep_alive_s,
                 ping_message_factory=_keep_alive,
                 sep="\n",
@@ -109,7 +109,7 @@ class EventStream(Response):
             if self._call.client_gone and not self._complete:
                 scope["status"] = 499
 
-    async def _relay(self, send: Send) -> AsyncIterator[bytes]:
+    async def _relay(self, send: Send, request_id: str) -> AsyncIterator[bytes]:
         """Gives the response nothing and sends by itself: a chunk through sse-starlette costs 20 us more than this.
         The library does the rest: headers, keep-alive comments, the client's leaving, the end."""
         generation, format = self._generation, self._format
@@ -123,7 +123,10 @@ class EventStream(Response):
             if error is None:
                 await generation.settle()
             last = format.end(generation) if error is None else format.failure(generation.error or error)
+            if error is not None:
+                report(generation.error or error, request_id)
         except InferEngineError as error:
+            report(error, request_id)
             last = format.failure(error)
         except Exception:
             logger.exception("a stream failed")

@@ -17,7 +17,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from frontends.common.errors import error_object, retry_after, unexpected
+from frontends.common.errors import error_object, report, retry_after, unexpected
 from frontends.common.hosts import AllowedHosts, HostGate, public_ports, read_names
 from frontends.common.keys import KeyRing, read_keys
 from frontends.common.quotas import Quotas
@@ -140,6 +140,7 @@ def make_app(service: Service, listeners: Sequence[socket.socket] = ()) -> ASGIA
 async def _refused(request: Request, error: Exception) -> Response:
     if not isinstance(error, InferEngineError):
         raise error
+    report(error, request.scope["request_id"])
     response = JsonBytes({"error": error_object(error)}, error.http_status)
     if (wait := retry_after(error)) is not None:
         response.headers["Retry-After"] = wait

@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from frontends.common.conversation import read_turn
-from frontends.common.errors import rename_field, retry_after
+from frontends.common.errors import rename_field, report, retry_after
 from frontends.http import fields as dialect
 from frontends.http.answer import JsonBytes, answer
 from frontends.http.body import read_json
@@ -32,6 +32,7 @@ def in_this_dialect(endpoint: Endpoint) -> Endpoint:
             return await endpoint(request)
         except InferEngineError as error:
             rename_field(error, NAMES)
+            report(error, request.scope["request_id"])
             response = JsonBytes(error_body(error), error.http_status)
             if (wait := retry_after(error)) is not None:
                 response.headers["Retry-After"] = wait

@@ -8,7 +8,7 @@ import logging
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
-from frontends.common.errors import scrubbed, unexpected
+from frontends.common.errors import report, scrubbed, unexpected
 from frontends.common.fields import refuse_half_pairs
 from frontends.common.json_text import LARGE
 from frontends.websocket.answer import Answer, Caller, Desk
@@ -146,6 +146,7 @@ class Connection:
         try:
             await answer.run()
         except InferEngineError as error:
+            report(error, answer.request_id)
             failure = error
         except SocketGone:
             pass

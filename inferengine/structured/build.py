@@ -128,6 +128,6 @@ def _some_token(mask: bytearray, draw: random.Random) -> int | None:
     start = draw.randrange(len(mask))
     for place in (*range(start, len(mask)), *range(start)):
         if byte := mask[place]:
-            bit: int = draw.choice([bit for bit in range(8) if byte >> bit & 1])
-            return 8 * place + bit
+            bits = [bit for bit in range(8) if byte >> bit & 1]
+            return 8 * place + bits[draw.randrange(len(bits))]
     return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import subprocess
@@ -152,9 +153,11 @@ class CompileProcess:
                 process.stdin.write(to_frame(message))
                 process.stdin.flush()
                 message = self._outbox.get()
-            process.stdin.close()
         except OSError:
             pass  # it is gone: the reader sees that, too
+        finally:
+            with contextlib.suppress(OSError):
+                process.stdin.close()
 
     def _read(self, process: subprocess.Popen[bytes]) -> None:
         assert process.stdout is not None

@@ -7,6 +7,7 @@ that does nothing else, so it waits for no compilation.
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -29,6 +30,7 @@ from inferengine.structured.grammar_cache import (
 )
 from inferengine.structured.matcher import Budget, TokenMatcher, Usage
 
+_LIBC = ctypes.CDLL(None)
 MAX_WAITING = 1024  # grammars that are not known, being compiled or waiting for it
 
 Done = Callable[[list[TokenMatcher] | InferEngineError], None]
@@ -197,7 +199,9 @@ class GrammarCompiler:
         entry = Entry(matcher, Usage(), 2 * len(spec.source) + max(BYTES_PER_GRAMMAR, verdict.num_bytes))
         with self._lock:
             self.num_compiled += 1
-            self.cache.keep(key, entry)
+            others_went = self.cache.keep(key, entry)
+        if others_went or verdict.cpu_s > QUICK_S:
+            _LIBC.malloc_trim(0)  # what is free in between would stay with this process; the interpreter is free
         return entry
 
     def _hand_out(self, entry: Entry, tickets: list[Ticket]) -> None:

@@ -16,7 +16,7 @@ from inferengine.structure import GrammarSpec
 from inferengine.structured.compile_process import Verdict
 from inferengine.structured.matcher import Usage
 
-CACHE_BYTES = 256 * 1024 * 1024
+CACHE_BYTES = 128 * 1024 * 1024
 BYTES_PER_GRAMMAR = 64 * 1024  # measured resident cost of a small grammar
 GROWTH_BYTES_PER_S = 256 * 1024 * 1024  # measured of one that makes new states all the time
 MAX_GROWTH_BYTES = 32 * 1024 * 1024  # of MAX_LEXER_STATES small states
@@ -69,10 +69,13 @@ class GrammarCache:
             self._verdicts.move_to_end(key)
         return verdict
 
-    def keep(self, key: bytes, entry: Entry) -> None:
+    def keep(self, key: bytes, entry: Entry) -> bool:
+        """Whether others had to go for it."""
         self._entries[key] = entry
+        is_full = self.size > self.max_bytes
         while self._entries and self.size > self.max_bytes:
             self._entries.popitem(last=False)
+        return is_full
 
     def remember(self, key: bytes, verdict: Verdict) -> None:
         self._verdicts[key] = verdict
