@@ -111,6 +111,7 @@ class Preparation:
         self._items.pop(item.submission.id, None)
         if item.ticket is not None:
             self._grammars.cancel(item.ticket)
+            item.ticket = None  # it leads back to the item: grammars would wait for the garbage collector
 
     def give_up(self, item: Unprepared, error: InferEngineError) -> None:
         """Refuse it."""

@@ -56,7 +56,7 @@ class GrammarCache:
         entry = self._entries.get(key)
         if entry is None:
             return None
-        if entry.usage.seconds > RETIRE_S:
+        if entry.usage.seconds > RETIRE_S or entry.usage.failure is not None:
             del self._entries[key]
             return None
         self._entries.move_to_end(key)

@@ -19,12 +19,14 @@ BURST_S = 0.25  # for what is slow once: the first mask of a large schema takes 
 
 
 class Usage:
-    """The processor time that all matchers of one compiled grammar have taken."""
+    """What all matchers of one compiled grammar have taken. They share a lexer: when one of them has hit a limit of it,
+    it takes no token of any of them, and does not say why."""
 
-    __slots__ = ("seconds",)
+    __slots__ = ("failure", "seconds")
 
     def __init__(self) -> None:
-        self.seconds = 0.0
+        self.seconds = 0.0  # of processor time
+        self.failure: str | None = None
 
 
 class Budget:
@@ -33,18 +35,18 @@ class Budget:
     Counted in the thread that spends it, so a machine with other work to do changes nothing.
     """
 
-    __slots__ = ("_left_s", "_token_s", "_usage")
+    __slots__ = ("_left_s", "_token_s", "usage")
 
     def __init__(self, token_s: float, usage: Usage) -> None:
         self._token_s = token_s
         self._left_s = BURST_S
-        self._usage = usage
+        self.usage = usage
 
     def spend(self, seconds: float, *, earned: bool) -> None:
         """Raises InvalidRequest when more is spent than there is. `earned`: a mask was made for it."""
         left = self._left_s - seconds + (self._token_s if earned else 0.0)
         self._left_s = left if left < BURST_S else BURST_S
-        self._usage.seconds += seconds
+        self.usage.seconds += seconds
         if left < 0:
             raise InvalidRequest("grammar", TOO_SLOW)
 
@@ -72,6 +74,8 @@ class TokenMatcher:
         if self._consume([token_id]) == 1:
             return True
         self._check()
+        if (failure := self._budget.usage.failure) is not None:
+            raise InvalidRequest("grammar", failure)
         return False
 
     def validate(self, token_ids: list[int]) -> int:
@@ -106,4 +110,5 @@ class TokenMatcher:
     def _check(self) -> None:
         """Raise what went wrong."""
         if self._is_error():
-            raise InvalidRequest("grammar", reason(self._matcher.get_error()))
+            self._budget.usage.failure = reason(self._matcher.get_error())
+            raise InvalidRequest("grammar", self._budget.usage.failure)

@@ -11,7 +11,7 @@ from inferengine.errors import InferEngineError, InvalidRequest
 from inferengine.structure import GrammarSpec, read_grammar
 from inferengine.structured.build import _some_token
 from inferengine.structured.grammar_cache import RETIRE_S
-from inferengine.structured.matcher import BURST_S, Budget, Usage
+from inferengine.structured.matcher import BURST_S, Budget, TokenMatcher, Usage
 from tests.structured.builders import Vocabulary
 from tests.structured.hostile import hostile
 
@@ -82,9 +82,30 @@ def test_a_grammar_that_was_used_for_long_begins_anew(vocabulary: Vocabulary) ->
     spec = GrammarSpec("regex", "[b-y]+")
     matcher = vocabulary.compiler.compile(spec)
     compiled = vocabulary.compiler.num_compiled
-    matcher._budget._usage.seconds = RETIRE_S + 0.1
+    matcher._budget.usage.seconds = RETIRE_S + 0.1
     vocabulary.compiler.compile(spec)
     assert vocabulary.compiler.num_compiled == compiled + 1
+
+
+def test_what_one_output_uses_up_is_told_to_its_siblings_and_not_to_later_requests(vocabulary: Vocabulary) -> None:
+    """They share a lexer: after one had hit its limit, another was told that a token of its mask is not allowed."""
+    spec = GrammarSpec("regex", "(((b{0,1509}){2,1944}){1,1238})")
+    first, second = vocabulary.compiler.compile_many(spec, 2)
+    mask = bytearray(4 * -(-vocabulary.size // 32))
+
+    def follow(matcher: TokenMatcher) -> None:
+        while True:
+            matcher.fill_bitmask(memoryview(mask))
+            matcher.accept(vocabulary.fast.token_to_id("b"))
+
+    second.fill_bitmask(memoryview(mask))
+    with pytest.raises(InvalidRequest, match="needs too many states"):
+        follow(first)
+    with pytest.raises(InvalidRequest, match="needs too many states"):
+        follow(second)
+    later = vocabulary.compiler.compile(spec)
+    later.fill_bitmask(memoryview(mask))
+    assert later.accept(vocabulary.fast.token_to_id("b"))
 
 
 @pytest.mark.parametrize("seed", range(60))

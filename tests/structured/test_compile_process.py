@@ -148,7 +148,7 @@ time.sleep(600)
 """
     owner = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, cwd=ROOT)
     assert owner.stdout is not None
-    pid = int(owner.stdout.readline())
+    pid = int(next(line for line in owner.stdout if line.strip()))  # making a vocabulary prints empty lines
     wait_until(lambda: bool(children(pid)))
     (compiling,) = children(pid)
     owner.kill()
