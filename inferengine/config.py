@@ -213,7 +213,7 @@ class LimitsConfig:
     grammar_compile_s: float = _key(1.0, "processor time to compile one grammar before it is refused", minimum=0.01)
     grammar_memory_mib: int = _key(256, "memory to compile one grammar before it is refused", minimum=16)
     grammar_token_ms: float = _key(
-        3.0, "processor time that a grammar may take for each token of a request, a quarter second ahead", minimum=0.01
+        3.0, "processor time that a grammar may take for each token of a request, and 0.1 s ahead", minimum=0.01
     )
     max_text_characters: int = _key(4_000_000, "characters of one prompt before it is tokenized", minimum=1)
 

@@ -24,6 +24,7 @@ STACK_BYTES = 256 * 1024 * 1024
 MAX_SOURCE_BYTES = 1024 * 1024  # as far as that stack reaches, whatever limits.max_grammar_bytes says
 # Four for each optional property that may come next: 1,500 of them. The largest of 2,000 takes 60 ms for a mask.
 MAX_ITEMS_IN_ROW = 6000
+STEP_LEXER_FUEL = 100_000  # 7 to 12 ms for one mask; what people write needs a tenth
 MAX_LEXER_STATES = 100_000  # of all outputs of a compiled grammar together, 250 to 2,000 bytes each
 NUM_WALKS = 4
 WALK_TOKENS = 8
@@ -49,7 +50,10 @@ class Builder:
     def __init__(self, vocabulary: Vocabulary) -> None:
         self.vocabulary = vocabulary
         self._limits = LLParserLimits(
-            verbose_errors=False, max_items_in_row=MAX_ITEMS_IN_ROW, max_lexer_states=MAX_LEXER_STATES
+            verbose_errors=False,
+            step_lexer_fuel=STEP_LEXER_FUEL,
+            max_items_in_row=MAX_ITEMS_IN_ROW,
+            max_lexer_states=MAX_LEXER_STATES,
         )
         self._lock = Lock()
 
