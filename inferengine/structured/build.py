@@ -130,8 +130,9 @@ def on_large_stack(work: Callable[[], T]) -> T:
 def _some_token(mask: bytearray, draw: random.Random) -> int | None:
     """Any token that the mask allows."""
     start = draw.randrange(len(mask))
-    for place in (*range(start, len(mask)), *range(start)):
-        if byte := mask[place]:
-            bits = [bit for bit in range(8) if byte >> bit & 1]
+    for offset in range(len(mask)):
+        place = (start + offset) % len(mask)
+        bits = [bit for bit in range(8) if mask[place] >> bit & 1]
+        if bits:
             return 8 * place + bits[draw.randrange(len(bits))]
     return None
