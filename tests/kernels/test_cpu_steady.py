@@ -152,7 +152,7 @@ def test_copies_hold_what_the_paged_cache_holds_after_any_steps(seed):
     draw = random.Random(seed)
     num_slots = draw.choice([1, 2, 3, 6])
     case = Case([0] * num_slots)
-    lengths = {slot: 0 for slot in range(num_slots)}  # of prompts
+    lengths = dict.fromkeys(range(num_slots), 0)  # of prompts
     case.starts.clear()
     num_known = 0
     for _ in range(150):
