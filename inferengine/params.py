@@ -15,6 +15,7 @@ from inferengine.config import LimitsConfig
 from inferengine.errors import InvalidRequest
 
 GREEDY_TEMPERATURE = 1e-5  # at or below this the argmax is taken
+LEAST_REPETITION_PENALTY = 0.01  # logits are divided by it: they must stay numbers in the device's 32 bits
 MAX_SEED = 2**63 - 1
 MAX_TOP_K = 2**31 - 1  # devices hold it in 32 bits
 MAX_BAD_WORDS = 256
@@ -93,7 +94,11 @@ def validate(params: SamplingParams, *, vocab_size: int, limits: LimitsConfig, p
     check(params.top_k >= -1, "top_k", "must be 0 or -1 (off) or at least 1")
     check(params.top_k <= MAX_TOP_K, "top_k", f"must be at most {MAX_TOP_K}")
     check(0.0 <= params.min_p <= 1.0, "min_p", "must lie in [0, 1]")
-    check(0.0 < params.repetition_penalty <= 100.0, "repetition_penalty", "must lie in (0, 100]")
+    check(
+        LEAST_REPETITION_PENALTY <= params.repetition_penalty <= 100.0,
+        "repetition_penalty",
+        f"must lie in [{LEAST_REPETITION_PENALTY}, 100]; 1 changes nothing",
+    )
     check(-2.0 <= params.presence_penalty <= 2.0, "presence_penalty", "must lie in [-2, 2]")
     check(-2.0 <= params.frequency_penalty <= 2.0, "frequency_penalty", "must lie in [-2, 2]")
     check(params.seed is None or -MAX_SEED <= params.seed <= MAX_SEED, "seed", "must fit in 64 bits")

@@ -25,7 +25,7 @@ from inferengine.core.sequence import Sequence, Status
 from inferengine.core.speculation import Proposer
 from inferengine.core.stats import SchedulerSnapshot, SchedulerStats
 from inferengine.core.step_draft import ScheduledStep
-from inferengine.core.stopping import GRAMMAR_COMPLETE, FinishDetail, Finished, refusal, stop_reason
+from inferengine.core.stopping import GRAMMAR_COMPLETE, FinishDetail, Finished, RowFailure, refusal, stop_reason
 from inferengine.core.token_rules import TokenRules, rules_of
 from inferengine.errors import InferEngineError, InvalidRequest
 
@@ -158,11 +158,11 @@ class Scheduler:
         if result.prompt_logprobs:
             self._keep_prompt_logprobs(scheduled, result.prompt_logprobs)
         finished: list[Finished] = []
-        for row, message in (result.failed_rows or {}).items():
+        for row, failure in (result.failed_rows or {}).items():
             sequence = scheduled.rows[row]
             if sequence.status is not Status.FINISHED:
                 kv.forget(sequence, plan.starts[row])
-                finished.append(self._finish(sequence, "error", self._cause(sequence, message), now))
+                finished.append(self._finish(sequence, "error", self._cause(sequence, failure), now))
         if plan.pooled:
             finished += self._finish_pooled(scheduled, result, now)
         if plan.masked or scheduled.drafts:
@@ -325,7 +325,7 @@ class Scheduler:
         message = rules.nothing_left(sequence.num_output + num_drafts, has_grammar=has_grammar)
         return InvalidRequest("grammar" if has_grammar else rules.fields[0], message)
 
-    def _cause(self, sequence: Sequence, message: str) -> FinishDetail:
+    def _cause(self, sequence: Sequence, failure: RowFailure) -> FinishDetail:
         """Why the device gave no token for a request: the request itself, where its fields leave none."""
         if sequence.uid in self._starved:
             return refusal(self._no_token(sequence, self._starved[sequence.uid]))[1]
@@ -334,7 +334,7 @@ class Scheduler:
             before = tokens[max(sequence.num_prompt, len(tokens) - rules.num_before) :]
             if not rules.left((1 << self.capacity.vocab_size) - 1, sequence.num_output, before):
                 return refusal(self._no_token(sequence, 0))[1]
-        return "engine_error", message
+        return failure.value
 
     def _follow_grammar(self, sequence: Sequence, now: float) -> tuple[str, FinishDetail] | None:
         """Append what the grammar forces, without asking the model."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import Enum
 from typing import NamedTuple
 
 from inferengine.core.sequence import Sequence
@@ -11,6 +12,17 @@ from inferengine.errors import InferEngineError
 # None.
 FinishDetail = int | str | tuple[str, str] | tuple[str, str, str] | None
 GRAMMAR_COMPLETE = ""  # detail of a stop where the grammar is complete: the last token belongs to the output
+
+
+class RowFailure(Enum):
+    """Why a row of a step gave nothing though the step went through. The values are what its request ends with."""
+
+    NOT_A_NUMBER = ("engine_error", "The model's output for this request was not a number.")
+    NO_TOKEN_ALLOWED = (
+        "invalid_request",
+        "No token is allowed here: what the grammar, allowed_token_ids, bad_words and logit_bias leave has nothing in "
+        "common. Allow more.",
+    )
 
 
 class Finished(NamedTuple):

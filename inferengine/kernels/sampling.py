@@ -55,8 +55,8 @@ def sample(
     """logits [N, V] of the slots `rows` [N] -> drawn ids [N] int32, also written to slots.tokens[row, position].
 
     `positions` [N] are those of the tokens drawn; `needs` are the feature bits that some row uses. A row without a
-    finite winner, or with a NaN, gives -1 (and 0 in slots.tokens). `deterministic`: the vocabulary is cut the same way
-    for any number of rows, so that a row's sums have the same bits.
+    finite winner, or with a NaN, gives -1, or -2 where every score is -inf (and 0 in slots.tokens). `deterministic`: the
+    vocabulary is cut the same way for any number of rows, so that a row's sums have the same bits.
     """
     num_rows, vocab_size = logits.shape
     ids = torch.empty(num_rows, dtype=torch.int32, device=logits.device)
@@ -381,5 +381,5 @@ def _finish_kernel(
             winner = tl.max(best, axis=0)
             token = tl.min(tl.where(best == winner, best_id, 2147483647), axis=0)
     good = (winner > float("-inf")) & (winner < float("inf"))
-    tl.store(ids_ptr + n, tl.where(good, token, -1))
+    tl.store(ids_ptr + n, tl.where(good, token, tl.where(winner == float("-inf"), -2, -1)))
     tl.store(tokens_ptr + slot * tokens_stride + position, tl.where(good, token, 0))
