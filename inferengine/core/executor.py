@@ -36,6 +36,11 @@ class DeviceLost(RuntimeError):
     """Raised by an executor that can compute nothing any more: the engine ends its requests and exits."""
 
 
+def is_fatal(error: BaseException) -> bool:
+    """Whether the device answers nothing any more after it: there is nobody to try again with."""
+    return isinstance(error, DeviceLost) or type(error).__name__ == "AcceleratorError"  # torch's, for CUDA errors
+
+
 class StepFuture(Protocol):
     """The result of a step under way."""
 

@@ -385,7 +385,7 @@ class Planner:
         roster, kv = self.roster, self.roster.kv
         tenants = roster.tenants
         claimant = None if tenants is None else tenants.claimant(now, roster.num_slots)
-        if tenants is None or claimant is None or claimant.num_inflight:
+        if tenants is None or claimant is None or claimant.num_inflight or roster.waiting.is_trying:
             return None
         num_tokens = self.capacity.max_model_len if self.options.contiguous else len(claimant.tokens)
         share = tenants.share()

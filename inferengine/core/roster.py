@@ -7,11 +7,12 @@ from inferengine.core.forks import ForkRoom
 from inferengine.core.grammar import Grammar
 from inferengine.core.kv_manager import KVCacheManager
 from inferengine.core.options import SchedulerOptions
-from inferengine.core.queues import POLICIES, WaitingQueue
+from inferengine.core.queues import POLICIES
 from inferengine.core.request import Request
 from inferengine.core.sequence import Sequence, Status
 from inferengine.core.stats import SchedulerStats
 from inferengine.core.stopping import FinishDetail, Finished, terminal_row
+from inferengine.core.suspects import SuspectQueue
 
 
 class Roster:
@@ -32,7 +33,7 @@ class Roster:
         self.free_slots = list(range(self.num_slots - 1, -1, -1))
         self.sequences: dict[int, Sequence] = {}
         self.running: list[Sequence] = []
-        self.waiting: WaitingQueue = POLICIES[options.policy]()
+        self.waiting = SuspectQueue(POLICIES[options.policy]())
         self.tenants = self.waiting.tenants
         self.forks = ForkRoom()
         self.compiling: dict[int, Sequence] = {}

@@ -18,7 +18,6 @@ from inferengine.core.kv_manager import KVCacheManager
 from inferengine.core.options import SchedulerOptions
 from inferengine.core.plan import StepResult, TokenLogprobs
 from inferengine.core.planning import Planner
-from inferengine.core.queues import WaitingQueue
 from inferengine.core.request import Request
 from inferengine.core.roster import Roster
 from inferengine.core.sequence import Sequence, Status
@@ -26,6 +25,7 @@ from inferengine.core.speculation import Proposer
 from inferengine.core.stats import SchedulerSnapshot, SchedulerStats
 from inferengine.core.step_draft import ScheduledStep
 from inferengine.core.stopping import GRAMMAR_COMPLETE, FinishDetail, Finished, RowFailure, refusal, stop_reason
+from inferengine.core.suspects import SuspectQueue
 from inferengine.core.token_rules import TokenRules, rules_of
 from inferengine.errors import InferEngineError, InvalidRequest
 
@@ -60,7 +60,7 @@ class Scheduler:
         self.kv: KVCacheManager = self._roster.kv
 
     @property
-    def waiting(self) -> WaitingQueue:
+    def waiting(self) -> SuspectQueue:
         return self._roster.waiting
 
     @property
@@ -102,11 +102,14 @@ class Scheduler:
 
     def schedule(self, now: float) -> ScheduledStep | None:
         """Plan the next step, or None when nothing can be computed now (idle, or all wait for tokens under way)."""
+        if self._roster.waiting.is_trying:
+            for sequence in self._roster.waiting.go_on():
+                self._roster.wait_again(sequence)
         return self._planner.plan(now)
 
     def wants_results(self, last: ScheduledStep) -> bool:
         """Whether the steps under way should be committed before the next one is planned."""
-        return self._planner.wants_results(last)
+        return self._roster.waiting.is_trying or self._planner.wants_results(last)
 
     def take_rejected(self) -> list[Finished]:
         """Requests that `schedule` ended under pressure since the last call."""
@@ -195,20 +198,25 @@ class Scheduler:
         self._planner.observe(scheduled, duration_s)
 
     def fail(self, scheduled: ScheduledStep, rows: list[int] | None, message: str, now: float) -> list[Finished]:
-        """A step did not give a result: end the requests of `rows`, or of the whole step where no culprit is known.
-        The others have lost the step's work, so they start over from their known tokens.
+        """A step did not give a result: end the requests of `rows`. The others have lost the step's work, so they start
+        over from their known tokens. With `rows` None no culprit is known: then it is looked for, and everything that
+        runs starts over (core/suspects.py).
 
         A step writes into blocks of its own rows alone. Those of its blocks that are in the prefix cache are in
         `offered`: a decode's block is offered only when its step is committed. Whoever has adopted one since has a row
         in a later step, which fails with this one."""
         self.kv.withdraw(scheduled.offered)
-        culprits = set(range(len(scheduled.rows)) if rows is None else rows)
-        finished: list[Finished] = []
+        if rows is None:
+            blamed = self._accuse(scheduled)
+        else:
+            blamed = [sequence for row, sequence in enumerate(scheduled.rows) if row in rows]
+        finished = [
+            self._finish(sequence, "error", ("engine_error", message), now)
+            for sequence in dict.fromkeys(blamed)
+            if sequence.status is not Status.FINISHED
+        ]
         for row, sequence in enumerate(scheduled.rows):
             if sequence.status is Status.FINISHED:
-                continue
-            if row in culprits:
-                finished.append(self._finish(sequence, "error", ("engine_error", message), now))
                 continue
             if scheduled.plan.samples[row]:
                 sequence.num_inflight -= 1
@@ -218,6 +226,9 @@ class Scheduler:
                 self._roster.forget_host_copy(sequence)  # it lacks this step's KV
         for sequence in scheduled.swapped_out:
             self._roster.forget_host_copy(sequence)  # it may never have been made
+        if rows is None:
+            for sequence in self._roster.running[::-1]:  # they had no row in it, and are to have none in a try
+                self._roster.wait_again(sequence)
         self._planner.write_again(scheduled)
         return finished
 
@@ -254,6 +265,16 @@ class Scheduler:
         self._roster.check()
 
     # -- inside ------------------------------------------------------------------------------------------------------
+
+    def _accuse(self, scheduled: ScheduledStep) -> list[Sequence]:
+        """Of a failed step without a culprit: who is to be ended for it."""
+        plan, suspects = scheduled.plan, []
+        ends: list[int] = []
+        for row, sequence in enumerate(scheduled.rows):
+            if sequence.status is Status.RUNNING:  # who has given way meanwhile comes by itself
+                suspects.append(sequence)
+                ends.append(plan.starts[row] + (1 if row in scheduled.drafts else plan.counts[row]))
+        return self._roster.waiting.accuse(suspects, ends) if suspects else []
 
     def _commit_many(
         self, scheduled: ScheduledStep, result: StepResult, finished: list[Finished], now: float

@@ -55,6 +55,7 @@ class Sequence:
         "num_inflight",
         "num_preemptions",
         "num_prompt",
+        "num_unexplained",
         "request",
         "rules",
         "slot",
@@ -97,6 +98,7 @@ class Sequence:
         self.num_cached = 0  # prompt tokens found in the prefix cache when first admitted
         self.num_fresh = 0  # tokens appended by the commit under way
         self.num_preemptions = 0
+        self.num_unexplained = 0  # failed steps that it had a row in and that no single request was to blame for
         self.first_scheduled_s: float | None = None
         self.first_token_s: float | None = None
 

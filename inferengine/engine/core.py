@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-from inferengine.core.executor import Capacity, Executor, StepFuture
+from inferengine.core.executor import Capacity, Executor, StepFuture, is_fatal
 from inferengine.core.grammar import Grammar
 from inferengine.core.request import Request
 from inferengine.core.roofline import Roofline
@@ -23,7 +23,8 @@ FEW_DEADLINES = 1024  # of requests that have ended, kept until they would have 
 
 
 class StepFailed(RuntimeError):
-    """Raised by an executor that knows which rows of the plan are at fault. Any other exception blames every row."""
+    """Raised by an executor that knows which rows of the plan are at fault. After any other exception the culprit is
+    looked for: the rows are computed again, in ever smaller groups (core/suspects.py)."""
 
     def __init__(self, message: str, rows: list[int]) -> None:
         super().__init__(message)
@@ -174,14 +175,16 @@ class EngineCore:
         return finished
 
     def _fail(self, scheduled: ScheduledStep, error: Exception) -> list[Finished]:
-        """End the culprits. Steps launched after the failed one stand on its tokens: they are discarded, and what they
-        computed for innocent requests is computed again."""
+        """End the culprits, or have them looked for. Steps launched after the failed one stand on its tokens: they are
+        discarded, and what they computed for innocent requests is computed again."""
         self.num_failed_steps += 1
         self.last_error = f"{type(error).__name__}: {error}"
         if self._on_failure is not None:
             self._on_failure(error)
         now = self._clock()
         rows = error.rows if isinstance(error, StepFailed) else None
+        if is_fatal(error):
+            rows = list(range(len(scheduled.rows)))
         message = "The engine failed while computing this request."
         later = [step for step, _ in self._in_flight if step.plan.step > scheduled.plan.step]
         for step, future in list(self._in_flight):

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple, Protocol
 
-from inferengine.core.executor import DeviceLost
+from inferengine.core.executor import DeviceLost, is_fatal
 from inferengine.core.grammar import Grammar
 from inferengine.core.kv_events import KVEvent
 from inferengine.core.request import Request
@@ -199,7 +199,7 @@ class EngineLoop:
         """A step failed: what EngineCore calls. Errors after which the device answers nothing any more are fatal."""
         logger.error("a step failed: %s: %s", type(error).__name__, error, exc_info=error)
         self._lifecycle.last_error = f"{type(error).__name__}: {error}"
-        if isinstance(error, DeviceLost) or type(error).__name__ == "AcceleratorError":  # torch's, for CUDA errors
+        if is_fatal(error):
             self._fatal = error
 
     def _step(self) -> None:

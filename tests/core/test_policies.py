@@ -74,7 +74,7 @@ def test_two_busy_tenants_get_service_within_one_request_of_each_other() -> None
         for uid in range(1, 200)
     ]
     run = Run(make_capacity(max_num_seqs=2), policy="fair").submit(*requests)
-    queue = run.scheduler.waiting
+    queue = run.scheduler.waiting.inner
     assert isinstance(queue, FairShare)
     largest_request = 1.0 * 20 + 2.0 * 30
     while {s.request.tenant for s in queue} == {"a", "b"}:
