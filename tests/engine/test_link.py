@@ -111,6 +111,15 @@ def test_a_bad_field_is_refused_by_name(
     check_idle(engine)
 
 
+def test_a_penalty_that_the_device_cannot_hold_is_refused_in_the_engine(
+    engine: EngineService, connect: Connect
+) -> None:
+    peer = connect(engine)
+    peer.submit(1, params={"repetition_penalty": 1e-308})
+    reject = peer.expect(Reject)
+    assert (reject.code, reject.field) == ("invalid_request", "params.repetition_penalty")
+
+
 @pytest.mark.parametrize(
     "fields",
     [
