@@ -55,8 +55,8 @@ def sample(
     """logits [N, V] of the slots `rows` [N] -> drawn ids [N] int32, also written to slots.tokens[row, position].
 
     `positions` [N] are those of the tokens drawn; `needs` are the feature bits that some row uses. A row without a
-    finite winner, or with a NaN, gives -1, or -2 where every score is -inf (and 0 in slots.tokens). `deterministic`: the
-    vocabulary is cut the same way for any number of rows, so that a row's sums have the same bits.
+    finite winner, or with a NaN, gives -1, or -2 where every score is -inf (and 0 in slots.tokens).
+    `deterministic`: the vocabulary is cut the same way for any number of rows, so that a row's sums have the same bits.
     """
     num_rows, vocab_size = logits.shape
     ids = torch.empty(num_rows, dtype=torch.int32, device=logits.device)

@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 
 from inferengine.core.plan import StepPlan, StepResult
+from inferengine.core.stopping import RowFailure
 from inferengine.core.token_rules import TokenRules, bits, rules_of
 from inferengine.params import SamplingParams
 from tests.core.builders import Run, make_request
@@ -69,7 +70,7 @@ def test_a_row_that_the_device_fails_is_the_requests_fault_where_its_fields_leav
     computed = run.executor.run
 
     def fail(plan: StepPlan, words: bytearray | None) -> StepResult:
-        return computed(plan, words)._replace(failed_rows={0: "not a number"})
+        return computed(plan, words)._replace(failed_rows={0: RowFailure.NO_TOKEN_ALLOWED})
 
     run.executor.run = fail  # type: ignore[method-assign]
     run.submit(dataclasses.replace(request, params=params)).to_end()
