@@ -205,7 +205,8 @@ async def one_round(
     loop = asyncio.get_running_loop()
     prompt = '"messages":[{"role":"user","content":"go"}]' if "chat" in path else '"prompt":"go"'
     body = f'{{{prompt},"max_tokens":{tokens},"stream":true,"request_id":"{streams}-{name}"}}'.encode()
-    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    head += f"Content-Length: {len(body)}\r\n\r\n"
     started, counters, ends = time.monotonic(), [], []
     for _ in range(streams):
         end: asyncio.Future[None] = loop.create_future()

@@ -68,7 +68,7 @@ def run_engine(address: str) -> None:
 def http_request(tokens: int) -> bytes:
     asked = {"prompt": "go", "max_tokens": tokens, "ignore_eos": True, "stream": True, "resubmit": False}
     body = json.dumps(asked).encode()
-    head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     return f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
 
 

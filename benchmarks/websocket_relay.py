@@ -31,7 +31,7 @@ from typing import Any
 from benchmarks.http_relay import cpu_s, import_seconds, latency_ms, memory_mib, run_peer, wait_ready, workers_of
 
 HANDSHAKE = (
-    "GET /v1/ws HTTP/1.1\r\nHost: x\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
+    "GET /v1/ws HTTP/1.1\r\nHost: localhost\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
     "Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\nSec-WebSocket-Version: 13\r\n\r\n"
 )
 TOKENS = re.compile(rb'\{"type":"(delta|done)","id":"(r\d+)","choice":0,"cursor":(\d+),')

@@ -20,10 +20,12 @@ from inferengine.config_values import ENVIRONMENT_PREFIX, convert, flatten, from
 from inferengine.environment import (
     cache_directory,
     hub_cache_directory,
+    keep_compiled_kernels,
     listen_fds,
     notify_socket,
     runtime_directory,
     share_cores_with_others,
+    unsafe_folder,
     variables,
     watchdog_interval_s,
 )
@@ -49,6 +51,7 @@ __all__ = [
     "engine_address",
     "engine_addresses",
     "hub_cache_directory",
+    "keep_compiled_kernels",
     "keys",
     "listen_fds",
     "load",
@@ -58,6 +61,7 @@ __all__ = [
     "share_cores_with_others",
     "status_address",
     "to_toml",
+    "unsafe_folder",
     "watchdog_interval_s",
 ]
 
@@ -103,13 +107,20 @@ class EngineConfig:
     deterministic: bool = _key(False, "bit-equal outputs whatever else is in the batch")
     seed: int = _key(0, "seed of requests that bring none; 0: a new one for each start", minimum=0)
     drain_timeout_s: float = _key(30.0, "how long SIGTERM lets running requests finish", minimum=0)
-    frozen_after_s: float = _key(60.0, "a loop that has not turned for so long counts as frozen", minimum=0.1)
+    frozen_after_s: float = _key(
+        20.0, "a loop or an I/O thread that has not turned for so long counts as frozen", minimum=0.1
+    )
+    stall_factor: float = _key(
+        20.0, "a step that takes so many times as long as expected is a stall: the engine restarts; 0: never", minimum=0
+    )
+    stall_min_s: float = _key(0.0, "no step is a stall sooner; 0: 2 on CUDA, 30 on CPU", minimum=0)
     peak_gb_per_s: float = _key(
         0.0,
         "memory bandwidth of the device, for the share of the roofline; 0: its data sheet's, or measured",
         minimum=0,
     )
     peak_tflops: float = _key(0.0, "arithmetic of the device in the model's number format, likewise", minimum=0)
+    check_memory: bool = _key(True, "refuse a model that does not fit into free memory; false: load it all the same")
     metrics_port: int = _key(0, "Prometheus text on 127.0.0.1 at this port, without any front end; 0: no", minimum=0)
 
 
@@ -134,7 +145,9 @@ class CacheConfig:
 @dataclass(frozen=True)
 class SchedulerConfig:
     policy: str = _key(
-        "fcfs", "order of the waiting queue", ("fcfs", "priority", "shortest", "deadline", "fair", "static")
+        "fair",
+        "order of the waiting queue; fair: between the tenants of API keys, and first come in each",
+        ("fair", "fcfs", "priority", "shortest", "deadline", "static"),
     )
     pressure: str = _key("preempt", "what gives way when KV blocks run out", ("preempt", "swap", "reject"))
     chunked_prefill: bool = _key(True, "split long prompts over steps so that decodes go on")
@@ -163,8 +176,12 @@ class WireConfig:
     socket: str = _key("", "the engine's ZeroMQ address; empty: ipc in the runtime directory")
     tcp: str = _key("", "a further address such as tcp://127.0.0.1:5555")
     window: int = _key(64, "STEP messages that a peer may leave unacknowledged", minimum=1)
-    stall_limit_s: float = _key(30.0, "a peer without credit for so long has its requests cancelled", minimum=0.1)
-    heartbeat_s: float = _key(2.0, "interval of keep-alive; 3 silent intervals end a peer's lease", minimum=0.05)
+    stall_limit_s: float = _key(
+        30.0, "a peer without credit, or silent, for so long has its requests cancelled", minimum=0.1
+    )
+    heartbeat_s: float = _key(
+        2.0, "interval of keep-alive; 3 silent intervals end the lease of a peer that is gone", minimum=0.05
+    )
     resume_ttl_s: float = _key(60.0, "how long finished outputs wait for ATTACH", minimum=0)
     resume_wait_s: float = _key(
         120.0, "for front ends: how long an open request waits for an engine when its own is lost", minimum=0
@@ -189,10 +206,18 @@ class LimitsConfig:
     max_stop_characters: int = _key(256, "length of one stop string", minimum=1)
     max_logit_bias: int = _key(1024, "entries of logit_bias", minimum=0)
     max_logprobs: int = _key(20, "alternatives per position", minimum=0)
+    max_prompt_logprobs: int = _key(
+        1_000_000, "prompt log-probabilities in one answer: prompt tokens x (1 + alternatives) x choices", minimum=1
+    )
     max_prompts: int = _key(256, "prompts in one /v1/completions call", minimum=1)
     max_embedding_inputs: int = _key(2048, "inputs in one /v1/embeddings call", minimum=1)
     max_grammar_bytes: int = _key(256 * 1024, "bytes of one schema, expression or grammar", minimum=1)
     grammar_timeout_s: float = _key(5.0, "longest that a request waits for its grammar", minimum=0.1)
+    grammar_compile_s: float = _key(1.0, "processor time to compile one grammar before it is refused", minimum=0.01)
+    grammar_memory_mib: int = _key(256, "memory to compile one grammar before it is refused", minimum=16)
+    grammar_token_ms: float = _key(
+        3.0, "processor time that a grammar may take for each token of a request, and 0.1 s ahead", minimum=0.01
+    )
     max_text_characters: int = _key(4_000_000, "characters of one prompt before it is tokenized", minimum=1)
 
 
@@ -217,6 +242,19 @@ class HttpConfig:
     max_header_bytes: int = _key(64 * 1024, "largest request head", minimum=1024)
     max_in_flight: int = _key(0, "requests answered at once by all workers; more get 503; 0: no limit", minimum=0)
     allow_public: bool = _key(False, "listen beyond this machine without API keys, behind something that asks for them")
+    allowed_hosts: str = _key(
+        "",
+        "without API keys: host names, with commas, that requests may use beside localhost and this machine's "
+        "addresses; *.example.com for those below it, * for any",
+    )
+    header_timeout_s: float = _key(10.0, "longest for a request's head, and for a new connection to begin", minimum=0.1)
+    body_timeout_s: float = _key(60.0, "longest for a request's body", minimum=0.1)
+    body_progress_timeout_s: float = _key(15.0, "a body that brings less than 1 KiB in so long is cut", minimum=0.1)
+    idle_timeout_s: float = _key(75.0, "a connection without a request for so long is closed", minimum=0.1)
+    max_connections: int = _key(0, "connections of one worker; 0: as many as its limit of open files allows", minimum=0)
+    max_connections_per_address: int = _key(
+        0, "of these from one address; 0: half of them, and no limit for this machine's own addresses", minimum=0
+    )
     tls_certificate: str = _key("", "PEM file with the certificate chain: serve https; empty: http")
     tls_key: str = _key("", "PEM file with its private key; empty: in the same file")
 
@@ -232,6 +270,23 @@ class WsConfig:
     origins: str = _key("", "further web origins that may open the socket, comma-separated; *: all")
     max_sockets: int = _key(4096, "open sockets of all workers before new ones get 503", minimum=1)
     allow_public: bool = _key(False, "listen beyond this machine without API keys, behind something that asks for them")
+    allowed_hosts: str = _key(
+        "",
+        "without API keys: host names, with commas, that requests may use beside localhost and this machine's "
+        "addresses; *.example.com for those below it, * for any",
+    )
+    header_timeout_s: float = _key(
+        10.0, "longest for the handshake of a socket, or the head of another request", minimum=0.1
+    )
+    idle_timeout_s: float = _key(
+        75.0, "a connection that is no socket is closed after so long without a request", minimum=0.1
+    )
+    max_connections: int = _key(
+        0, "connections of one worker, sockets and others; 0: as many as its limit of open files allows", minimum=0
+    )
+    max_connections_per_address: int = _key(
+        0, "of these from one address; 0: half of them, and no limit for this machine's own addresses", minimum=0
+    )
     tls_certificate: str = _key("", "PEM file with the certificate chain: serve wss; empty: ws")
     tls_key: str = _key("", "PEM file with its private key; empty: in the same file")
 

@@ -6,6 +6,7 @@ Nothing else reads the environment: the configuration takes its variables from h
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -22,20 +23,42 @@ def runtime_directory() -> Path:
 
     Raises ConfigError where there can be none."""
     if systemd := os.environ.get("RUNTIME_DIRECTORY"):
-        return Path(systemd.split(":")[0])
+        return Path(systemd.split(":")[0]).resolve()  # with DynamicUser= it is a link
     base = os.environ.get("XDG_RUNTIME_DIR")
     folder = Path(base) / "inferengine" if base and Path(base).is_dir() else Path(f"/tmp/inferengine-{os.getuid()}")
     try:
-        folder.mkdir(mode=0o750, exist_ok=True)
+        folder.mkdir(mode=0o750)
+    except FileExistsError:
+        pass
     except OSError as error:
         raise ConfigError(
             "wire.socket",
             f"the folder {folder} for the engine's socket cannot be made: {error.strerror}; "
             "set XDG_RUNTIME_DIR to a folder of yours, or wire.socket",
         ) from None
-    if folder.stat().st_uid != os.getuid():
-        raise ConfigError("wire.socket", "the runtime directory belongs to another user: set wire.socket")
+    if complaint := unsafe_folder(folder):
+        raise ConfigError("wire.socket", f"{complaint}, or set wire.socket")
     return folder
+
+
+def unsafe_folder(folder: Path) -> str:
+    """Why no socket may be in this folder, and what to do; empty: it is safe. Whoever else may write to it could put a
+    socket of theirs in the place of ours, and read what clients send."""
+    try:
+        found = os.lstat(folder)
+    except OSError as error:
+        return f"the socket's folder {folder} cannot be looked at ({error.strerror}): create it with mode 0750"
+    if stat.S_ISLNK(found.st_mode):
+        return f"the socket's folder {folder} is a symbolic link: replace it by a folder of yours with mode 0750"
+    if not stat.S_ISDIR(found.st_mode):
+        return f"the socket's folder {folder} is no folder: replace it by one with mode 0750"
+    if found.st_uid not in (os.getuid(), 0):
+        return f"the socket's folder {folder} belongs to another user: remove it"
+    if found.st_mode & (stat.S_IWOTH | stat.S_IWGRP) and not found.st_mode & stat.S_ISVTX:
+        return (
+            f"others may write to the socket's folder {folder} (mode {stat.S_IMODE(found.st_mode):04o}): chmod 0750 it"
+        )
+    return ""
 
 
 def cache_directory() -> Path:
@@ -44,6 +67,29 @@ def cache_directory() -> Path:
         return Path(systemd.split(":")[0])
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "inferengine"
+
+
+def keep_compiled_kernels() -> str | None:
+    """Have Triton keep what it compiles where the next start finds it; call before anything is compiled. Returns
+    a complaint where there is no such place: each start then compiles for half a minute.
+
+    What the environment says (TRITON_CACHE_DIR, TRITON_HOME) holds. Else it is systemd's CACHE_DIRECTORY, Triton's own
+    ~/.triton/cache, or the folder of `cache_directory()`, whichever comes first and can be written."""
+    if (named := os.environ.get("TRITON_CACHE_DIR")) or (home := os.environ.get("TRITON_HOME")):
+        folders = [Path(named) if named else Path(home or "") / ".triton" / "cache"]
+    else:
+        folders = [Path.home() / ".triton" / "cache", cache_directory() / "triton"]
+        if os.environ.get("CACHE_DIRECTORY"):
+            folders.reverse()
+    for folder in folders:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError:
+            continue
+        if os.access(folder, os.W_OK | os.X_OK):
+            os.environ["TRITON_CACHE_DIR"] = str(folder)
+            return None
+    return f"{folders[0]} cannot be written: kernels are compiled anew at each start; set TRITON_CACHE_DIR"
 
 
 def hub_cache_directory() -> Path:

@@ -39,6 +39,7 @@ KINDS: dict[str, ErrorKind] = {
     "not_found": ErrorKind(
         404, "invalid_request_error", False, "Check the id; finished requests are kept for resume_ttl_s."
     ),
+    "request_timeout": ErrorKind(408, "invalid_request_error", True, "Send the request without pauses."),
     "conflict": ErrorKind(409, "invalid_request_error", False, "Choose another id, or attach to the running request."),
     "request_too_large": ErrorKind(413, "invalid_request_error", False, "Send a smaller body."),
     "unprocessable": ErrorKind(422, "invalid_request_error", False, "Correct the named field."),
@@ -113,8 +114,19 @@ class ConfigError(InferEngineError):
         return f"configuration: {self.field}: {self.message}"
 
 
+class DoesNotFit(ConfigError):
+    """The model, or its KV cache, is larger than the memory there is. Ends the program with exit code 4."""
+
+    def __init__(self, message: str, key: str = "engine.check_memory") -> None:
+        super().__init__(key, message)
+
+    def __str__(self) -> str:
+        return self.message
+
+
 class ExitCode:
-    """Exit codes of every command. systemd restarts on all but OK and USAGE (see systemd/)."""
+    """Exit codes of every command. systemd restarts on all but those that another try would end with again: USAGE,
+    MODEL, MEMORY (see systemd/)."""
 
     OK = 0
     CRASH = 1
@@ -122,6 +134,7 @@ class ExitCode:
     MODEL = 3  # the model cannot be loaded
     MEMORY = 4  # it does not fit
     ADDRESS = 5  # a socket cannot be bound
-    FROZEN = 6  # the loop stopped turning
+    FROZEN = 6  # the loop, or the I/O thread, stopped turning
+    STALLED = 7  # a step took far longer than such steps take
     ABORTED = 130  # a second signal cut the drain short
     UNREAD = 141  # whoever read the output has gone, as `head` does

@@ -55,6 +55,8 @@ COUNTERS = (
     ("inferengine_embeddings", "embeddings", "Embeddings given."),
     ("inferengine_decode_steps", "decode_steps", "Steps of the engine."),
     ("inferengine_failed_steps", "failed_steps", "Steps that raised."),
+    ("inferengine_compilations", "compilations", "Kernels compiled while serving: requests waited for a compiler."),
+    ("inferengine_stalled_steps", "stalled_steps", "Steps that did not end: the engine was restarted each time."),
     ("inferengine_kv_evictions", "cache.evictions", "Cached KV blocks given up for new ones."),
     ("inferengine_kv_swapped_out_pages", "cache.swapped_out_pages", "KV blocks copied to host memory under pressure."),
     ("inferengine_kv_swapped_in_pages", "cache.swapped_in_pages", "KV blocks copied back from host memory."),

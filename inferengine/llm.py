@@ -21,8 +21,10 @@ from inferengine.engine.options import admission_limits, scheduler_options
 from inferengine.engine.seeds import choice_seed
 from inferengine.errors import ConfigError, InferEngineError, InvalidRequest
 from inferengine.llm_results import Choice, Embedding, Generation, GrowingChoice, ProgressBar
-from inferengine.params import MAX_SEED, POOLINGS, SamplingParams, validate
-from inferengine.runtime.factory import build_executor
+from inferengine.params import MAX_SEED, POOLINGS, SamplingParams, of_choice, validate
+from inferengine.runtime.factory import build_executor, executor_settings
+from inferengine.runtime.fit import require_fit
+from inferengine.runtime.memory_plan import device_memory, make_plan
 from inferengine.spec.proposers import build_proposer
 from inferengine.structure import GrammarSpec, read_grammar, validate_grammar
 from inferengine.structured.compiler import GrammarCompiler
@@ -50,6 +52,9 @@ class LLM:
         self.tokenizer = Tokenizer.from_files(card.files)
         self.chat_template = ChatTemplate.from_files(card.files)
         self._eos = frozenset(card.eos_token_ids)
+        if self.config.engine.check_memory:
+            wanted = executor_settings(self.config)
+            require_fit(wanted, make_plan(wanted, device_memory(wanted.device)))
         self._executor = build_executor(self.config)
         self.capacity = self._executor.load(lambda phase, share: None)
         self._executor.warm_up(lambda phase, share: None)
@@ -66,6 +71,7 @@ class LLM:
             card.files["tokenizer.json"].decode(),
             vocab_size=self.capacity.vocab_size,
             eos_token_ids=list(card.eos_token_ids),
+            limits=self.config.limits,
         )
         self._random = random.Random(self.config.engine.seed or None)
         self._next_uid = 0
@@ -150,7 +156,7 @@ class LLM:
                 vectors |= output.embeddings or {}
                 for row in output.finished:
                     if isinstance(row.detail, tuple):
-                        raise InferEngineError(*row.detail)
+                        raise InferEngineError(*row.detail[:2])
                     waiting.discard(row.uid)
                     cached[row.uid] = row.num_cached
                     if bar is not None:
@@ -200,7 +206,7 @@ class LLM:
         if spec is not None:
             validate_grammar(spec, self.config.limits)
             self._grammars.compile(spec)
-        max_tokens = resolve_max_tokens(len(ids), params.max_tokens, self._limits)
+        max_tokens = resolve_max_tokens(len(ids), params.max_tokens, self._limits, min_tokens=params.min_tokens)
         return _Job(prompt if isinstance(prompt, str) else None, ids, params, max_tokens)
 
     def _token_ids(self, prompt: Prompt) -> list[int]:
@@ -239,6 +245,7 @@ class LLM:
         self, job: _Job, spec: GrammarSpec | None, result: Generation, outputs: dict[int, GrowingChoice]
     ) -> None:
         first = None
+        grammars = [] if spec is None else self._grammars.compile_many(spec, len(result.choices))
         seed = job.params.seed if job.params.seed is not None else self._random.randrange(MAX_SEED)
         for index, choice in enumerate(result.choices):
             self._next_uid += 1
@@ -247,7 +254,7 @@ class LLM:
                 Request(
                     uid=uid,
                     prompt_ids=job.prompt_ids,
-                    params=job.params,
+                    params=of_choice(job.params, index),
                     max_tokens=job.max_tokens,
                     eos_token_ids=self._eos,
                     seed=choice_seed(seed, index),
@@ -258,8 +265,8 @@ class LLM:
                 )
             )
             first = first or uid
-            if spec is not None:
-                self.core.grammar_ready(uid, self._grammars.compile(spec))
+            if grammars:
+                self.core.grammar_ready(uid, grammars[index])
             stream = TextStream(
                 self.tokenizer,
                 stop=job.params.stop,

@@ -72,7 +72,7 @@ class GrowingChoice:
         elif row is not None:
             choice.finish_reason = row.reason
             if isinstance(row.detail, tuple):
-                choice.error = ": ".join(row.detail)
+                choice.error = ": ".join(row.detail[:2])
             else:
                 choice.stop = row.detail or None
         if row is not None:

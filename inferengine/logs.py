@@ -20,7 +20,13 @@ def configure(config: LogConfig) -> None:
     handler.setFormatter(JsonFormatter() if config.format == "json" else TextFormatter())
     root = logging.getLogger()
     root.handlers[:] = [handler]
-    root.setLevel(config.level.upper())
+    set_level(config.level)
+
+
+def set_level(level: str) -> None:
+    """The least level that is written from now on."""
+    root = logging.getLogger()
+    root.setLevel(level.upper())
     for name in QUIET:
         logging.getLogger(name).setLevel(max(logging.WARNING, root.level))
 

@@ -6,16 +6,18 @@ the front ends). `docs/parameters.md` is the table for people. Definitions follo
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from inferengine.config import LimitsConfig
 from inferengine.errors import InvalidRequest
 
 GREEDY_TEMPERATURE = 1e-5  # at or below this the argmax is taken
+LEAST_REPETITION_PENALTY = 0.01  # logits are divided by it: they must stay numbers in the device's 32 bits
 MAX_SEED = 2**63 - 1
+MAX_TOP_K = 2**31 - 1  # devices hold it in 32 bits
 MAX_BAD_WORDS = 256
 MAX_PROMPT_LOGPROBS = 400_000  # values for one prompt: they travel in one message
 MAX_BAD_WORD_TOKENS = 32
@@ -58,6 +60,12 @@ class SamplingParams:
         return {item.name: value for item in fields(self) if (value := getattr(self, item.name)) != item.default}
 
 
+def of_choice(params: SamplingParams, choice: int) -> SamplingParams:
+    """What one of the `n` choices runs with. What is asked about their common prompt the first one answers: the others
+    share its prompt, and compute none of it."""
+    return params if choice == 0 or params.prompt_logprobs is None else replace(params, prompt_logprobs=None)
+
+
 def from_map(values: Mapping[str, Any], *, path: str = "params") -> SamplingParams:
     """Read parameters from a decoded map (wire or JSON). Unknown keys are ignored so that new clients can talk to
     old engines; a wrong type is an InvalidRequest that names the field."""
@@ -84,8 +92,13 @@ def validate(params: SamplingParams, *, vocab_size: int, limits: LimitsConfig, p
     check(0.0 <= params.temperature <= 2.0, "temperature", "must lie in [0, 2]")
     check(0.0 < params.top_p <= 1.0, "top_p", "must lie in (0, 1]")
     check(params.top_k >= -1, "top_k", "must be 0 or -1 (off) or at least 1")
+    check(params.top_k <= MAX_TOP_K, "top_k", f"must be at most {MAX_TOP_K}")
     check(0.0 <= params.min_p <= 1.0, "min_p", "must lie in [0, 1]")
-    check(0.0 < params.repetition_penalty <= 100.0, "repetition_penalty", "must lie in (0, 100]")
+    check(
+        LEAST_REPETITION_PENALTY <= params.repetition_penalty <= 100.0,
+        "repetition_penalty",
+        f"must lie in [{LEAST_REPETITION_PENALTY}, 100]; 1 changes nothing",
+    )
     check(-2.0 <= params.presence_penalty <= 2.0, "presence_penalty", "must lie in [-2, 2]")
     check(-2.0 <= params.frequency_penalty <= 2.0, "frequency_penalty", "must lie in [-2, 2]")
     check(params.seed is None or -MAX_SEED <= params.seed <= MAX_SEED, "seed", "must fit in 64 bits")
@@ -106,6 +119,9 @@ def validate(params: SamplingParams, *, vocab_size: int, limits: LimitsConfig, p
             1 <= len(word) <= MAX_BAD_WORD_TOKENS, "bad_words_ids", f"must have 1 to {MAX_BAD_WORD_TOKENS} tokens each"
         )
         _check_ids(check, word, "bad_words_ids", vocab_size, MAX_BAD_WORD_TOKENS)
+    never = {word[0] for word in params.bad_words_ids if len(word) == 1}
+    if params.allowed_token_ids and never.issuperset(params.allowed_token_ids):
+        check(False, "allowed_token_ids", "bad_words forbid every one of them: allow another, or leave one out")
     check(
         params.logprobs is None or 0 <= params.logprobs <= limits.max_logprobs,
         "logprobs",
@@ -125,6 +141,11 @@ def _check_ids(check: Any, ids: tuple[int, ...], name: str, vocab_size: int, mos
             check(False, name, f"token id {token_id} is outside the vocabulary of {vocab_size}")
 
 
+def is_finite(value: int | float) -> bool:
+    """Whether it is a float that is a number; whole numbers of hundreds of digits are none."""
+    return -sys.float_info.max <= value <= sys.float_info.max
+
+
 def _integer(path: str, value: Any) -> int:
     if isinstance(value, float) and value.is_integer():
         value = int(value)  # some languages have no other numbers
@@ -136,7 +157,7 @@ def _integer(path: str, value: Any) -> int:
 
 
 def _number(path: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not is_finite(value):
         raise InvalidRequest(path, "must be a finite number")
     return float(value)
 
@@ -186,7 +207,7 @@ def _bias(path: str, value: Any) -> tuple[tuple[int, float], ...]:
             raw_id = int(raw_id)
         if isinstance(raw_id, bool) or not isinstance(raw_id, int):
             raise InvalidRequest(path, f"keys must be token ids, and {str(raw_id)[:24]!r} is none")
-        if isinstance(bias, bool) or not isinstance(bias, int | float) or not math.isfinite(bias):
+        if isinstance(bias, bool) or not isinstance(bias, int | float) or not is_finite(bias):
             raise InvalidRequest(f"{path}.{raw_id}", "must be a finite number")
         pairs.append((_integer(path, raw_id), float(bias)))
     return tuple(pairs)

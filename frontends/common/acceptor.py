@@ -2,6 +2,8 @@
 
 libuv accepts one connection in a round, which on a quiet loop is right and on a busy one is not: behind 500 clients
 that came at once, with streams being written in every round, the next one waited five seconds to be seen.
+
+Every connection is counted from the moment it is accepted, and closed when its time is over: `connections`.
 """
 
 from __future__ import annotations
@@ -11,8 +13,12 @@ import contextlib
 import errno
 import logging
 import socket
+import time
 
 import uvicorn
+
+from frontends.common.connections import Connection, Connections, Limits, Refusals
+from frontends.common.http_protocol import HttpProtocol
 
 logger = logging.getLogger(__name__)
 
@@ -22,19 +28,34 @@ NO_ROOM_WAIT_S = 1.0
 
 
 class Server(uvicorn.Server):
-    """For listening sockets only. Everything but accepting is uvicorn's."""
+    """For listening sockets only. Everything but accepting and ending connections is uvicorn's."""
+
+    def __init__(self, config: uvicorn.Config, limits: Limits | None = None, refusals: Refusals | None = None) -> None:
+        config.http = HttpProtocol
+        super().__init__(config)
+        self._limits = limits or Limits()
+        self._refusals = refusals or Refusals("inferengine_http")
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup([])
-        self.servers = [Acceptor(self, listener) for listener in sockets or ()]  # type: ignore[misc]  # closed as theirs
+        self.connections = Connections(self._limits, self._refusals, time.monotonic)
+        acceptors = [Acceptor(self, listener, self.connections) for listener in sockets or ()]
+        self.servers = acceptors  # type: ignore[assignment]  # closed as theirs
+
+    async def on_tick(self, counter: int) -> bool:
+        """uvicorn's, ten times a second."""
+        if counter % 10 == 0:
+            self.connections.sweep()
+        return await super().on_tick(counter)
 
 
 class Acceptor:
     """Accepts from one socket until it is closed. What uvicorn needs of an asyncio.Server."""
 
-    def __init__(self, server: uvicorn.Server, listener: socket.socket) -> None:
+    def __init__(self, server: uvicorn.Server, listener: socket.socket, connections: Connections) -> None:
         self._server = server
         self._listener = listener
+        self._connections = connections
         self._loop = asyncio.get_running_loop()
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_closed = False
@@ -56,29 +77,40 @@ class Acceptor:
     def _accept(self) -> None:
         for _ in range(ACCEPTS_PER_ROUND):
             try:
-                connection, _address = self._listener.accept()
+                accepted, address = self._listener.accept()
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                 return
             except OSError as error:
                 if error.errno not in NO_ROOM:
                     raise
                 logger.error("no connection can be accepted: %s", error.strerror)
+                has_room = self._connections.make_room(ACCEPTS_PER_ROUND)
                 self._loop.remove_reader(self._listener)
-                self._loop.call_later(NO_ROOM_WAIT_S, self._listen)
+                self._loop.call_later(0.0 if has_room else NO_ROOM_WAIT_S, self._listen)
                 return
-            connection.setblocking(False)
-            task = self._loop.create_task(self._serve(connection))
+            accepted.setblocking(False)
+            connection = self._connections.admit(address)
+            task = self._loop.create_task(self._serve(accepted, connection))
+            connection.close = task.cancel
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
-    async def _serve(self, connection: socket.socket) -> None:
+    async def _serve(self, accepted: socket.socket, connection: Connection) -> None:
         """Hand it to its protocol, after the handshake of TLS where there is one."""
-        with contextlib.suppress(OSError):  # it has gone already, or speaks no TLS
-            await self._loop.connect_accepted_socket(self._protocol, connection, ssl=self._server.config.ssl)
+        config = self._server.config
+        timeout = self._connections.limits.header_s if config.ssl else None
+        try:
+            with contextlib.suppress(OSError):  # it has gone already, or speaks no TLS
+                await self._loop.connect_accepted_socket(
+                    lambda: self._protocol(connection), accepted, ssl=config.ssl, ssl_handshake_timeout=timeout
+                )
+        finally:
+            if connection.transport is None:  # there was no connection, so none is lost later
+                accepted.close()
+                self._connections.lost(connection)
 
-    def _protocol(self) -> asyncio.Protocol:
+    def _protocol(self, connection: Connection) -> asyncio.Protocol:
         server = self._server
-        protocol: asyncio.Protocol = server.config.http_protocol_class(  # type: ignore[call-arg]
-            config=server.config, server_state=server.server_state, app_state=server.lifespan.state
-        )
+        protocol = HttpProtocol(config=server.config, server_state=server.server_state, app_state=server.lifespan.state)
+        protocol.connection, protocol.connections_here = connection, self._connections
         return protocol

@@ -36,10 +36,17 @@ class Turn:
 
 
 async def read_turn(
-    body: dict[str, Any], served: ServedModel, config: Config, structure: GrammarSpec | None = None
+    body: dict[str, Any],
+    served: ServedModel,
+    config: Config,
+    structure: GrammarSpec | None = None,
+    *,
+    last: int | None = None,
+    most: int | None = None,
 ) -> Turn:
-    """`messages`, `tools` and what shapes the prompt. `structure` is what the request itself wants of the output.
-    A grammar governs an output from its first token, so that there is no room for reasoning."""
+    """`messages`, `tools` and what shapes the prompt. `structure` is what the request itself wants of the output;
+    `last` and `most` are for `ServedModel.encode`. A grammar governs an output from its first token, so that there is
+    no room for reasoning."""
     tools = read_tools(body, config.limits)
     format = _format(served, config)
     text = await _render(body, served, tools)
@@ -52,7 +59,9 @@ async def read_turn(
         text = f"{text.rstrip()}\n\n{CLOSE}\n\n" if inside else text
         thinks = inside = False
     special = fields.flag(body, "add_special_tokens")  # the template writes them itself
-    prompt_ids = await served.encode(text, config.limits, name="messages", add_special_tokens=special)
+    prompt_ids = await served.encode(
+        text, config.limits, name="messages", add_special_tokens=special, last=last, most=most
+    )
     if not prompt_ids:
         raise InvalidRequest("messages", "the chat template makes nothing of them")
     keeps = tools is not None and any(_is_special(served, mark) for mark in format.marks)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import re
 from collections.abc import Mapping
 from typing import Any
 
 from inferengine.errors import InferEngineError, InvalidRequest, bounded
+
+logger = logging.getLogger(__name__)
 
 # Whatever looks like a place on this machine: paths of two or more parts, but for this API's own, and socket addresses.
 _PLACES = re.compile(r"(?:[a-z]+://[^\s\"']+)|(?<![\w<./])/(?!v1/)(?:[\w.+-]+/)+[\w.+-]*")
@@ -37,6 +40,14 @@ def error_object(error: InferEngineError) -> dict[str, Any]:
 
 def error_body(error: InferEngineError) -> bytes:
     return json.dumps({"error": error_object(error)}, ensure_ascii=False, separators=(",", ":")).encode()
+
+
+def report(error: InferEngineError, request_id: str) -> None:
+    """Write down a failure of ours: the client learns that there was one, the log why. Refusals, and what is over when
+    it is tried again, are no failures."""
+    if error.http_status == 500:
+        fields = {"request_id": request_id, "code": error.code, "reason": error.message}
+        logger.error("a request failed", extra={"fields": fields})
 
 
 def retry_after(error: InferEngineError) -> str | None:

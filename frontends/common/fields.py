@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import math
 from typing import Any
 
 from frontends.common import json_text
 from inferengine.errors import InferEngineError, InvalidRequest
+from inferengine.params import is_finite
 
 MAX_INTEGER = 2**63 - 1
 MAX_PATH_CHARACTERS = 100
@@ -30,7 +30,8 @@ def parse_object(body: bytes) -> dict[str, Any]:
         raise _no_field("The body is not valid JSON: a number has thousands of digits.") from None
     if not isinstance(document, dict):
         raise _no_field("The body must be a JSON object.")
-    if b"\\u" in body:
+    # Escapes spell it, and bytes do: ED in UTF-8, anything in UTF-16 and UTF-32, which have zeros.
+    if b"\\u" in body or b"\xed" in body or b"\x00" in body or body[:1] in (b"\xff", b"\xfe"):
         refuse_half_pairs(document)
     return document
 
@@ -80,7 +81,7 @@ def number(body: dict[str, Any], name: str, default: float | None = None) -> flo
     value = body.get(name)
     if value is None:
         return default
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not is_finite(value):
         raise InvalidRequest(name, "must be a finite number")
     return float(value)
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from inferengine.client import Delta, Finish, Submission, TokenLogprobs
-from inferengine.client.streams import error_from
+from inferengine.client.streams import error_of
 from inferengine.errors import InferEngineError
 from inferengine.params import SamplingParams
 from inferengine.structure import GrammarSpec
@@ -96,7 +96,15 @@ class Options:
 class Choice:
     """One stream of output tokens and the text made of it."""
 
-    def __init__(self, index: int, prompt_ids: Sequence[int], stream: Source, text: TextStream) -> None:
+    def __init__(
+        self,
+        index: int,
+        prompt_ids: Sequence[int],
+        stream: Source,
+        text: TextStream,
+        names: Mapping[str, str] | None = None,
+    ) -> None:
+        """`names`: what the request calls the engine's fields, where it calls them otherwise."""
         self.index = index
         self.prompt_ids = prompt_ids
         self.num_tokens = 0
@@ -104,6 +112,7 @@ class Choice:
         self.prompt_logprobs: list[TokenLogprobs] | None = None  # of the prompt's tokens after the first
         self._stream = stream
         self._text = text
+        self._names = names or {}
         self._ended = False
 
     async def pieces(self, *, per_token: bool) -> AsyncIterator[list[Piece]]:
@@ -174,7 +183,8 @@ class Choice:
         if finish.reason in ("stop", "length"):
             detail = None if finish.detail == "" else finish.detail  # "": the grammar was complete, no token stopped it
             return Piece(text, token_ids, logprobs, self.num_tokens, finish.reason, detail)
-        error = failure(finish)
+        error = error_of(finish)
+        error.field = self._names.get(error.field or "", error.field)
         if error.code == "cancelled":
             return Piece(text, token_ids, logprobs, self.num_tokens, "abort")
         return Piece(text, token_ids, logprobs, self.num_tokens, error=error)
@@ -220,7 +230,7 @@ class Generation:
                         min_tokens=params.min_tokens,
                         context_ids=prompt_ids[-CONTEXT_TOKENS:] if options.continues_prompt else (),
                     )
-                    self.choices.append(Choice(len(self.choices), prompt_ids, stream, text))
+                    self.choices.append(Choice(len(self.choices), prompt_ids, stream, text, self._names))
         except BaseException:
             self.cancel()
             raise
@@ -327,11 +337,3 @@ class Output:
             if piece.is_last:
                 self.text = "".join(self._parts)
                 self.finish_reason, self.stop_reason, self.error = piece.finish_reason, piece.stop_reason, piece.error
-
-
-def failure(finish: Finish) -> InferEngineError:
-    """Why a stream ended that neither stopped nor reached its length."""
-    code, message = "engine_error", "The engine gave no reason."
-    if isinstance(finish.detail, list | tuple) and len(finish.detail) == 2:
-        code, message = map(str, finish.detail)
-    return error_from(code, message)

@@ -9,11 +9,15 @@ do with such a prompt. One long string has no hooks: 8 MB take 60 ms.
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from inferengine.heap import give_back
+
 LARGE = 256 * 1024  # bytes or characters: below, 0.2 to 3 ms, and a thread costs as much
+GIVE_BACK_AFTER_S = 0.5
 MOST_CONTAINERS = 100_000  # lists and objects: 8 MB of empty ones would take a second
 
 Result = TypeVar("Result")
@@ -42,6 +46,7 @@ class Beside:
 
     def __init__(self) -> None:
         self._lock = asyncio.Lock()
+        self._timer: asyncio.TimerHandle | None = None
 
     async def do(self, size: int, work: Callable[..., Result], *arguments: Any) -> Result:
         """The result of `work`, which is done at once where `size`, in bytes or characters, is small."""
@@ -49,6 +54,17 @@ class Beside:
             return work(*arguments)
         async with self._lock:
             return await asyncio.to_thread(work, *arguments)
+
+    def give_back_soon(self) -> None:
+        """Return the memory of a large document to the system, a little later, when nobody holds it any more. Once for
+        many that end together."""
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(GIVE_BACK_AFTER_S, self._give_back)
+
+    def _give_back(self) -> None:
+        self._timer = None
+        gc.collect()  # what was read is often part of a cycle; all that was there at the start is frozen
+        asyncio.get_running_loop().run_in_executor(None, give_back)
 
 
 class Containers:

@@ -127,6 +127,11 @@ class KeyRing:
         self.keys, self._digests, self.complaint = fresh.keys, fresh._digests, ""
         logger.info("keys read again", extra={"fields": {"keys": len(self.keys)}})
 
+    def reload_if_any(self) -> None:
+        """`reload`, where the keys come from a file."""
+        if self._path:
+            self.reload()
+
     def _look_again(self) -> None:
         self._next_look_s = self._clock() + LOOK_AGAIN_S
         if _stamp(self._path) != self._stamp:

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+from frontends.common.long_texts import LongTexts, TooManyTokens
 from inferengine.client import ModelFiles, ModelInfo, Welcome
 from inferengine.config import LimitsConfig
 from inferengine.errors import InferEngineError, InvalidRequest
@@ -42,6 +43,7 @@ class ServedModel:
     tokenizer: Tokenizer
     template: ChatTemplate | None
     defaults: dict[str, Any] = field(default_factory=dict)
+    long_texts: LongTexts = field(default_factory=LongTexts)
 
     @property
     def name(self) -> str:
@@ -53,14 +55,39 @@ class ServedModel:
             return ""
         return name if name in self.info.adapters else None
 
-    async def encode(self, text: str, limits: LimitsConfig, *, name: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a prompt; long ones are tokenized in a thread, so that nobody else waits."""
+    async def encode(self, text: str, limits: LimitsConfig, **options: Any) -> list[int]:
+        """As `tokenize`, for a prompt."""
+        ids = await self.tokenize(text, limits, **options)
+        return ids if isinstance(ids, list) else list(ids)
+
+    async def tokenize(
+        self,
+        text: str,
+        limits: LimitsConfig,
+        *,
+        name: str,
+        add_special_tokens: bool = True,
+        last: int | None = None,
+        most: int | None = None,
+    ) -> Sequence[int]:
+        """Token ids of a text; long ones are tokenized beside the event loop, so that nobody else waits. `last`: only
+        so many from the end are wanted. `most`: a long text of more tokens is refused; None: what the model takes."""
         if len(text) > limits.max_text_characters:
             message = f"must have at most {limits.max_text_characters} characters"
             raise InvalidRequest(name, message, code="request_too_large")
         if len(text) <= SHORT_TEXT_CHARACTERS:
             return self.tokenizer.encode(text, add_special_tokens)
-        return await asyncio.to_thread(self.tokenizer.encode, text, add_special_tokens)
+        most_tokens = self.info.max_model_len if most is None else most
+        try:
+            return await self.long_texts.encode(self.tokenizer, text, add_special_tokens, most=most_tokens, last=last)
+        except TooManyTokens as error:
+            if most is not None:
+                raise InvalidRequest(name, f"has more than {most} tokens", code="request_too_large") from None
+            message = (
+                f"This model's maximum context length is {most_tokens} tokens; the prompt has at least {error.least}. "
+                "Shorten the prompt."
+            )
+            raise InvalidRequest(name, message, code="context_length_exceeded") from None
 
     async def render(self, messages: list[dict[str, Any]], **options: Any) -> str:
         """The prompt text of a conversation, by the model's chat template."""
@@ -81,6 +108,7 @@ class ModelContext:
         self._engine = engine
         self._served: ServedModel | None = None
         self._lock = asyncio.Lock()
+        self._long_texts = LongTexts()
 
     @property
     def served(self) -> ServedModel | None:
@@ -98,10 +126,10 @@ class ModelContext:
             info = self._announced()
             served = self._served
             if served is not None and served.info.fingerprint == info.fingerprint:
-                self._served = ServedModel(info, served.tokenizer, served.template, served.defaults)
+                self._served = replace(served, info=info)
             else:
                 files = (await self._engine.model_files()).files
-                self._served = await asyncio.to_thread(load_model, info, files)
+                self._served = replace(await asyncio.to_thread(load_model, info, files), long_texts=self._long_texts)
             return self._served
 
     def _announced(self) -> ModelInfo:

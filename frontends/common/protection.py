@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import socket
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -11,9 +12,9 @@ from frontends.common.keys import KeyRing
 from inferengine.errors import ConfigError
 
 
-def check_protection(section: str, listener: socket.socket, keys: KeyRing, *, allow_public: bool) -> None:
+def check_protection(section: str, listeners: Sequence[socket.socket], keys: KeyRing, *, allow_public: bool) -> None:
     """Raises ConfigError for an address beyond this machine without API keys, unless the operator says so."""
-    if is_public(listener) and not keys.required and not allow_public:
+    if any(map(is_public, listeners)) and not keys.required and not allow_public:
         raise ConfigError(
             f"{section}.host",
             "others than this machine could reach this address, and nobody would be asked for a key: set "

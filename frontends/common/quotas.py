@@ -3,13 +3,16 @@
 Each worker writes its own rows of one shared anonymous mapping made before the fork and reads everybody's, so limits
 hold for the sum without a lock; two workers that decide in the same microsecond may let one request too many pass.
 A row is found by the key's name, because keys come and go while the workers run.
-Rates are a sliding window: the share of the last minute's count that still lies within 60 s, and this minute's.
+A rate is a sliding window: requests are counted by the second, and each count is dropped 60 seconds later. So a refused
+request is told the second at which it will be admitted, at most 60 s ahead: SDKs ignore a longer Retry-After and give
+up. Several that wait are told different seconds, one for each place that becomes free.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import mmap
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -17,9 +20,13 @@ from collections.abc import Callable, Iterator, Sequence
 from frontends.common.keys import ApiKey
 from inferengine.errors import InferEngineError
 
-WINDOW_S = 60.0
+WINDOW_S = 60
 MIN_ROWS = 256
-_MARK, _IN_FLIGHT, _WINDOW, _COUNT, _COUNT_BEFORE, _CELLS = range(6)
+# A row: whose it is, requests in flight, the second of its last entry, admitted requests and promised places by second.
+_MARK, _IN_FLIGHT, _LATEST, _ADMITTED = range(4)
+_PROMISED = _ADMITTED + WINDOW_S
+_CELLS = _PROMISED + WINDOW_S
+_LONG_AGO = -2.0 * WINDOW_S
 _DOUBLE = 8
 
 
@@ -68,12 +75,13 @@ class Quotas:
             message = f"This key has {key.max_in_flight} requests in flight, the most that it may."
             raise InferEngineError("rate_limited", message, retry_after_s=1.0)
         if key.requests_per_minute:
-            excess = self.rate(key) + 1 - key.requests_per_minute
-            if excess > 0:
+            now_s = self._clock()
+            if self.rate(key) >= key.requests_per_minute:
                 message = f"This key may send {key.requests_per_minute} requests a minute."
-                wait_s = min(WINDOW_S, excess * WINDOW_S / key.requests_per_minute)
+                wait_s = self._promise(key, int(now_s)) - now_s
                 raise InferEngineError("rate_limited", message, retry_after_s=wait_s)
-            self._count(key)
+            row = self._current_row(key, int(now_s))
+            self._cells[row + _ADMITTED + int(now_s) % WINDOW_S] += 1
         self._cells[self._worker * self._slab + _IN_FLIGHT] += 1
         if key.name:
             self._cells[self._own_row(key) + _IN_FLIGHT] += 1
@@ -91,27 +99,46 @@ class Quotas:
             rows = self._rows(key)
         return int(sum(self._cells[row + _IN_FLIGHT] for row in rows))
 
-    def rate(self, key: ApiKey) -> float:
-        """Requests of a key in the last minute."""
-        window, share = divmod(self._clock() / WINDOW_S, 1.0)
+    def rate(self, key: ApiKey) -> int:
+        """Admitted requests of a key in the last minute."""
+        now = int(self._clock())
         total = 0.0
         for row in self._rows(key):
-            began, count, before = self._cells[row + _WINDOW : row + _COUNT_BEFORE + 1]
-            if began == window:
-                total += count + before * (1.0 - share)
-            elif began == window - 1:
-                total += count * (1.0 - share)
-        return total
+            latest = int(self._cells[row + _LATEST])
+            if now - latest < WINDOW_S:
+                total += sum(self._cells[row + _ADMITTED : row + _PROMISED])
+                total -= sum(self._cells[row + _ADMITTED + second % WINDOW_S] for second in range(latest + 1, now + 1))
+        return int(total)
 
-    def _count(self, key: ApiKey) -> None:
-        window = self._clock() // WINDOW_S
+    def _promise(self, key: ApiKey, now: int) -> int:
+        """The first second at which a place is free that nobody else was told of; where all are promised, the last one.
+        A promise only makes the next one later: whoever comes first is admitted."""
+        admitted = [0.0] * WINDOW_S  # by the second at which they no longer count: the next one, the one after it, ...
+        promised = [0.0] * WINDOW_S
+        for row in self._rows(key):
+            latest = int(self._cells[row + _LATEST])
+            for ahead in range(WINDOW_S):
+                second = now + 1 + ahead
+                if second - WINDOW_S <= latest:
+                    admitted[ahead] += self._cells[row + _ADMITTED + second % WINDOW_S]
+                if second <= latest + WINDOW_S:
+                    promised[ahead] += self._cells[row + _PROMISED + second % WINDOW_S]
+        free = key.requests_per_minute - sum(admitted)
+        places = zip(itertools.accumulate(admitted), itertools.accumulate(promised), strict=True)
+        ahead = next((index for index, (left, taken) in enumerate(places) if free + left > taken), WINDOW_S - 1)
+        second = now + 1 + ahead
+        self._cells[self._current_row(key, now) + _PROMISED + second % WINDOW_S] += 1
+        return second
+
+    def _current_row(self, key: ApiKey, now: int) -> int:
+        """This worker's row of the key, without what no longer counts."""
         row = self._own_row(key)
-        if self._cells[row + _WINDOW] != window:
-            is_next = self._cells[row + _WINDOW] == window - 1
-            self._cells[row + _COUNT_BEFORE] = self._cells[row + _COUNT] if is_next else 0.0
-            self._cells[row + _COUNT] = 0.0
-            self._cells[row + _WINDOW] = window
-        self._cells[row + _COUNT] += 1
+        latest = int(self._cells[row + _LATEST])
+        for second in range(max(latest + 1, now - WINDOW_S + 1), now + 1):
+            self._cells[row + _ADMITTED + second % WINDOW_S] = 0.0
+            self._cells[row + _PROMISED + second % WINDOW_S] = 0.0
+        self._cells[row + _LATEST] = max(latest, now)
+        return row
 
     def _rows(self, key: ApiKey) -> list[int]:
         """Of all workers that have answered this key."""
@@ -124,12 +151,14 @@ class Quotas:
         mark = _mark(key.name)
         if (found := self._find(self._worker, mark)) is not None:
             return found
-        window = self._clock() // WINDOW_S
+        now = int(self._clock())
         for row in self._slab_rows(self._worker):
             cells = self._cells
-            if not cells[row + _MARK] or (not cells[row + _IN_FLIGHT] and cells[row + _WINDOW] < window - 1):
-                for place, value in enumerate((mark, 0.0, -2.0, 0.0, 0.0)):
-                    cells[row + place] = value
+            if not cells[row + _MARK] or (not cells[row + _IN_FLIGHT] and cells[row + _LATEST] <= now - WINDOW_S):
+                for place in range(row + _IN_FLIGHT, row + _CELLS):
+                    cells[place] = 0.0
+                cells[row + _LATEST] = _LONG_AGO
+                cells[row + _MARK] = mark
                 return row
         raise InferEngineError("overloaded", "More keys are in use than this server counts.", retry_after_s=WINDOW_S)
 

@@ -14,12 +14,14 @@ from collections.abc import Callable, Sequence
 
 from frontends.common.notify import notify
 from frontends.common.worker_cells import WorkerCells
+from inferengine import output
 from inferengine.config import watchdog_interval_s
 from inferengine.errors import ExitCode
+from inferengine.reload import Reload
 
 logger = logging.getLogger(__name__)
 
-SUPERVISED = {signal.SIGTERM, signal.SIGINT, signal.SIGCHLD}
+SUPERVISED = {signal.SIGTERM, signal.SIGINT, signal.SIGCHLD, signal.SIGHUP}
 TURN_S = 0.25
 RESTART_AFTER_S = 0.5
 FAST_FAILURE_S = 5.0
@@ -62,6 +64,7 @@ class Workers:
         cells: WorkerCells,
         frozen_after_s: float,
         signs: SignsOfLife,
+        reload: Reload | None = None,
     ) -> None:
         """`serve(worker)` runs in the child until SIGTERM and returns its exit code; it beats in `cells`, and stands
         still when it has not for `frozen_after_s`."""
@@ -71,6 +74,7 @@ class Workers:
         self._cells = cells
         self._frozen_after_s = frozen_after_s
         self._signs = signs
+        self._reload = reload
         self._started: dict[int, tuple[int, float]] = {}  # pid -> worker, when
         self._due: dict[int, float] = dict.fromkeys(range(num_workers), 0.0)
         self._fast_failures = 0
@@ -86,7 +90,10 @@ class Workers:
                 del self._due[worker]
                 self._start(worker)
             received = signal.sigtimedwait(SUPERVISED, TURN_S)
-            if received is not None and received.si_signo != signal.SIGCHLD:
+            output.retry()
+            if received is not None and received.si_signo == signal.SIGHUP:
+                self._hang_up()
+            elif received is not None and received.si_signo != signal.SIGCHLD:
                 self._stop()
             self._reap()
             if self._all_turn() or self._stopping:
@@ -107,6 +114,14 @@ class Workers:
             logger.exception("a worker failed")
         finally:
             os._exit(code)
+
+    def _hang_up(self) -> None:
+        """Pass it on: each worker reads again what it can, and this process its own part."""
+        if self._reload is not None:
+            self._reload.note()
+            self._reload.run_if_due()
+        for pid in self._started:
+            os.kill(pid, signal.SIGHUP)
 
     def _stop(self) -> None:
         """Pass it on: the first signal drains the workers, the second ends them."""

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 
 from sse_starlette import EventSourceResponse, ServerSentEvent
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from frontends.common.errors import unexpected
-from frontends.common.generation import Generation
+from frontends.common.errors import report, unexpected
+from frontends.common.generation import Generation, Output, Usage
 from frontends.common.sse import dumps
 from frontends.http.formats import Format
 from frontends.http.relay import Relay
@@ -24,6 +25,8 @@ from inferengine.errors import InferEngineError
 
 logger = logging.getLogger(__name__)
 
+SMALL_VALUES = 2000  # of log-probabilities, written down in a millisecond or two
+
 
 class JsonBytes(Response):
     """A JSON document, encoded without going through ASCII."""
@@ -31,7 +34,25 @@ class JsonBytes(Response):
     media_type = "application/json"
 
     def __init__(self, document: object, status_code: int = 200) -> None:
-        super().__init__(dumps(document), status_code)
+        """`document`: an object, or its bytes."""
+        super().__init__(document if isinstance(document, bytes) else dumps(document), status_code)
+
+
+def is_large(outputs: Sequence[Output]) -> bool:
+    """Whether writing it down takes long: log-probabilities of many tokens."""
+    values = 0
+    for output in outputs:
+        for rows in (output.logprobs, output.choice.prompt_logprobs):
+            if rows:
+                values += len(rows) * (1 + len(rows[-1].top_ids))
+    return values > SMALL_VALUES
+
+
+def encode(format: Format, outputs: Sequence[Output], usage: Usage) -> bytes:
+    """The document as JSON, choice by choice: the encoder lets nobody else run while it is at one."""
+    document = format.document(outputs, usage)
+    head, tail = dumps({**document, "choices": []}).split(b'"choices":[]', 1)
+    return b"".join((head, b'"choices":[', b",".join(map(dumps, document["choices"])), b"]", tail))
 
 
 async def answer(
@@ -48,7 +69,11 @@ async def answer(
             return EventStream(service, generation, format, call, stack.pop_all(), reader)
         outputs = await generation.collect()
         await generation.settle()
-        return JsonBytes(format.document(outputs, generation.usage()))
+        usage = generation.usage()
+        if not is_large(outputs):
+            return JsonBytes(format.document(outputs, usage))
+        # beside the event loop: others are answered while log-probabilities are written down
+        return JsonBytes(await asyncio.to_thread(encode, format, outputs, usage))
 
 
 class EventStream(Response):
@@ -75,7 +100,7 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with self._resources:
             response = EventSourceResponse(
-                self._relay(scope.get("plain_send", send)),
+                self._relay(scope.get("plain_send", send), scope["request_id"]),
                 ping=self._service.config.http.keep_alive_s,
                 ping_message_factory=_keep_alive,
                 sep="\n",
@@ -84,7 +109,7 @@ class EventStream(Response):
             if self._call.client_gone and not self._complete:
                 scope["status"] = 499
 
-    async def _relay(self, send: Send) -> AsyncIterator[bytes]:
+    async def _relay(self, send: Send, request_id: str) -> AsyncIterator[bytes]:
         """Gives the response nothing and sends by itself: a chunk through sse-starlette costs 20 us more than this.
         The library does the rest: headers, keep-alive comments, the client's leaving, the end."""
         generation, format = self._generation, self._format
@@ -98,7 +123,10 @@ class EventStream(Response):
             if error is None:
                 await generation.settle()
             last = format.end(generation) if error is None else format.failure(generation.error or error)
+            if error is not None:
+                report(generation.error or error, request_id)
         except InferEngineError as error:
+            report(error, request_id)
             last = format.failure(error)
         except Exception:
             logger.exception("a stream failed")

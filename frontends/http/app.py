@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import AsyncIterator
+import socket
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 from starlette.applications import Starlette
@@ -16,7 +17,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from frontends.common.errors import error_object, retry_after, unexpected
+from frontends.common.errors import error_object, report, retry_after, unexpected
+from frontends.common.hosts import AllowedHosts, HostGate, public_ports, read_names
 from frontends.common.keys import KeyRing, read_keys
 from frontends.common.quotas import Quotas
 from frontends.http import admin, operations, responses
@@ -38,7 +40,7 @@ from frontends.http.resume import cancel_stream, read_stream
 from frontends.http.service import Service
 from frontends.http.tokens import detokenize, tokenize
 from inferengine.client import EnginePool
-from inferengine.config import Config, engine_addresses
+from inferengine.config import Config, HttpConfig, engine_addresses
 from inferengine.errors import InferEngineError
 from inferengine.tracing import Tracing, make_tracing
 from inferengine.wire.curve import client_keys
@@ -114,8 +116,8 @@ def make_service(
     return Service(config, engines, metrics, keys, quotas or make_quotas(config, keys), shelf, tracing)
 
 
-def make_app(service: Service) -> ASGIApp:
-    """The ASGI application of one worker."""
+def make_app(service: Service, listeners: Sequence[socket.socket] = ()) -> ASGIApp:
+    """The ASGI application of one worker. `listeners`: what it is served on."""
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -133,12 +135,18 @@ def make_app(service: Service) -> ASGIApp:
     )
     app.state.service = service
     app.router.redirect_slashes = False  # a redirected POST loses its body in many clients
-    return Edge(app, service.metrics, service.config.http.max_header_bytes, service.tracing)
+    http = service.config.http
+    hosts = AllowedHosts("http", read_names("http", http.allowed_hosts), _origins(http), public_ports(listeners))
+    guarded = HostGate(app, hosts, service.keys, service.metrics.refusals)
+    return Edge(
+        guarded, service.metrics, service.config.http.max_header_bytes, service.tracing, service.beside.give_back_soon
+    )
 
 
 async def _refused(request: Request, error: Exception) -> Response:
     if not isinstance(error, InferEngineError):
         raise error
+    report(error, request.scope["request_id"])
     response = JsonBytes({"error": error_object(error)}, error.http_status)
     if (wait := retry_after(error)) is not None:
         response.headers["Retry-After"] = wait
@@ -167,8 +175,12 @@ async def _failed(request: Request, error: Exception) -> Response:
     return JsonBytes({"error": error_object(unexpected())}, 500)
 
 
+def _origins(http: HttpConfig) -> list[str]:
+    return [origin.strip() for origin in http.cors_origins.split(",") if origin.strip()]
+
+
 def _cors(config: Config) -> list[Middleware]:
-    origins = [origin.strip() for origin in config.http.cors_origins.split(",") if origin.strip()]
+    origins = _origins(config.http)
     if not origins:
         return []
     return [

@@ -11,8 +11,6 @@ from frontends.common.fields import parse_object
 from frontends.common.json_text import Beside
 from inferengine.errors import InferEngineError, InvalidRequest
 
-BODY_TIMEOUT_S = 60.0  # for a client that sends its body drop by drop
-
 
 async def read_json(request: Request, most_bytes: int) -> dict[str, Any]:
     """Raises request_too_large, invalid_request, or `cancelled` when the client left in the middle."""
@@ -29,10 +27,10 @@ async def read_json(request: Request, most_bytes: int) -> dict[str, Any]:
     if declared.isdigit() and int(declared) > most_bytes:
         raise _too_large(most_bytes)
     try:
-        async with asyncio.timeout(BODY_TIMEOUT_S):
+        async with asyncio.timeout(request.app.state.service.config.http.body_timeout_s):
             body = await _read(request, most_bytes)
     except TimeoutError:
-        raise InferEngineError("deadline_exceeded", "The body did not arrive in time.") from None
+        raise InferEngineError("request_timeout", "The body did not arrive within http.body_timeout_s.") from None
     except ClientDisconnect:
         raise InferEngineError("cancelled", "The client went away.") from None
     beside: Beside = request.app.state.service.beside

@@ -76,8 +76,9 @@ async def read_chat(service: Service, body: dict[str, Any], request_id: str) -> 
     params = dialect.read_params(body, served, config, max_tokens=max_tokens, logprobs=logprobs)
     label = dialect.read_label(body, request_id)
     options = dialect.read_options(body, config, label=label, continues_prompt=False)
-    turn = await read_turn(body, served, config, options.grammar)
-    turn = replace(turn, prompt_ids=dialect.truncate(body, turn.prompt_ids, served, max_tokens))
+    keep = dialect.read_truncation(body, served, max_tokens)
+    turn = await read_turn(body, served, config, options.grammar, last=keep)
+    turn = replace(turn, prompt_ids=dialect.truncate(turn.prompt_ids, keep))
     if turn.grammar is not options.grammar:
         options = replace(options, grammar=turn.grammar, grammar_field="tools")
     if turn.reading.keeps_special_tokens:

@@ -42,8 +42,9 @@ async def completions(request: Request) -> Response:
         params = replace(params, prompt_logprobs=max(prompt_logprobs or 0, logprobs or 0 if echo else 0))
     label = dialect.read_label(body, request.scope["request_id"])
     options = dialect.read_options(body, config, label=label, continues_prompt=True)
-    prompts = await read_prompts(body, served, config.limits)
-    prompts = [dialect.truncate(body, prompt_ids, served, max_tokens) for prompt_ids in prompts]
+    keep = dialect.read_truncation(body, served, max_tokens)
+    prompts = await read_prompts(body, served, config.limits, keep=keep)
+    dialect.check_prompt_logprobs(prompts, params, config.limits, "prompt_logprobs" if prompt_logprobs else "logprobs")
     texts = _echoed(body["prompt"], prompts, served) if echo else None
     num_choices = len(prompts) * params.n
     created = int(time.time())
@@ -68,10 +69,16 @@ async def completions(request: Request) -> Response:
 
 
 async def read_prompts(
-    body: dict[str, Any], served: ServedModel, limits: LimitsConfig, *, field: str = "prompt", most: int | None = None
+    body: dict[str, Any],
+    served: ServedModel,
+    limits: LimitsConfig,
+    *,
+    field: str = "prompt",
+    most: int | None = None,
+    keep: int | None = None,
 ) -> list[list[int]]:
     """`field` in its four shapes: a text, a list of texts, a list of token ids, a list of such lists; at most `most`
-    (None: limits.max_prompts)."""
+    (None: limits.max_prompts), of each the last `keep` tokens (None: all)."""
     prompt = body.get(field)
     add_special_tokens = fields.flag(body, "add_special_tokens", True)
     if prompt is None:
@@ -91,12 +98,12 @@ async def read_prompts(
         if not isinstance(item, str | list):
             raise InvalidRequest(name, "must be a text or a list of token ids")
         if not isinstance(item, str):
-            prompts.append(fields.token_ids(item, name))
+            prompts.append(dialect.truncate(fields.token_ids(item, name), keep))
             continue
-        token_ids = await served.encode(item, limits, name=name, add_special_tokens=add_special_tokens)
+        token_ids = await served.encode(item, limits, name=name, add_special_tokens=add_special_tokens, last=keep)
         if not token_ids or not item:
             raise InvalidRequest(name, "must not be empty")
-        prompts.append(token_ids)
+        prompts.append(dialect.truncate(token_ids, keep))
     return prompts
 
 

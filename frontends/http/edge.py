@@ -6,12 +6,13 @@ import logging
 import re
 import secrets
 import time
-from collections.abc import Awaitable, MutableMapping
+from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from frontends.common.errors import error_body
+from frontends.common.json_text import LARGE
 from frontends.http.metrics import OTHER, HttpMetrics
 from frontends.http.spans import begin_request, end_request
 from inferengine.errors import InferEngineError
@@ -27,12 +28,19 @@ class Edge:
     """Wraps the application. Sets `request_id` and `plain_send` in the scope; reads `route` and `status` from it."""
 
     def __init__(
-        self, app: ASGIApp, metrics: HttpMetrics, max_header_bytes: int = 64 * 1024, tracing: Tracing | None = None
+        self,
+        app: ASGIApp,
+        metrics: HttpMetrics,
+        max_header_bytes: int = 64 * 1024,
+        tracing: Tracing | None = None,
+        after_large_body: Callable[[], None] = lambda: None,
     ) -> None:
+        """`after_large_body` is called when a request ends whose body had LARGE bytes or more."""
         self._app = app
         self._metrics = metrics
         self._max_header_bytes = max_header_bytes
         self._tracing = tracing
+        self._after_large_body = after_large_body
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -74,6 +82,10 @@ class Edge:
             if span is not None:
                 end_request(span, scope, status)
             self._log(scope, status, seconds)
+            # The server keeps the scope as long as the connection, and in a cycle.
+            scope.pop("document", None)
+            if len(scope.pop("body", b"")) >= LARGE:
+                self._after_large_body()
 
     def _log(self, scope: Scope, status: int, seconds: float) -> None:
         level = logging.DEBUG if scope["path"] in QUIET_PATHS else logging.INFO

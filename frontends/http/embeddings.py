@@ -54,8 +54,9 @@ async def embeddings(request: Request) -> Response:
     fields.string(body, "user")
     label = dialect.read_label(body, request.scope["request_id"])
     options = dialect.read_options(body, config, label=label, continues_prompt=True)
-    prompts = await read_prompts(body, served, config.limits, field="input", most=config.limits.max_embedding_inputs)
-    prompts = [dialect.truncate(body, prompt_ids, served, 0) for prompt_ids in prompts]
+    keep = dialect.read_truncation(body, served, 0)
+    most = config.limits.max_embedding_inputs
+    prompts = await read_prompts(body, served, config.limits, field="input", most=most, keep=keep)
     names = prompt_names(len(prompts), "input")
     engines = service.engines_for(request, served, detachable=False)
     call = Embeddings(engines, prompts, names, pooling, options)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from inferengine.config import LimitsConfig
-from inferengine.params import MAX_BAD_WORDS, MAX_SEED, POOLINGS
+from inferengine.params import MAX_BAD_WORDS, MAX_SEED, MAX_TOP_K, POOLINGS
 from inferengine.wire.codec import MAX_NAME_CHARACTERS, MAX_SALT_BYTES
 
 Schema = dict[str, Any]
@@ -50,7 +50,7 @@ def sampling(limits: LimitsConfig) -> list[Field]:
     return [
         Field("temperature", number(0, 2), "logits are divided by it; at or below 1e-5 the likeliest token is taken"),
         Field("top_p", number(most=1, above=0), "draw from the smallest set whose probability reaches it (nucleus)"),
-        Field("top_k", integer(-1), "draw from so many likeliest tokens; 0 or -1: off"),
+        Field("top_k", integer(-1, MAX_TOP_K), "draw from so many likeliest tokens; 0 or -1: off"),
         Field("min_p", number(0, 1), "leave out tokens less likely than this share of the likeliest"),
         Field(
             "repetition_penalty",
@@ -104,7 +104,7 @@ def common(limits: LimitsConfig) -> list[Field]:
             integer(0, limits.max_logprobs),
             "alternatives per token of the prompt; not with stream or detached",
         ),
-        Field("priority", integer(-(2**31), 2**31 - 1), "lower is sooner"),
+        Field("priority", integer(-(2**31), 2**31 - 1), "lower is sooner, where the engine goes by priority"),
         Field(
             "cache_salt",
             {"type": "string", "minLength": 1, "maxLength": MAX_SALT_BYTES},

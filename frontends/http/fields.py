@@ -6,7 +6,7 @@ because clients of other servers send their own.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from frontends.common import fields
@@ -153,6 +153,21 @@ def read_prompt_logprobs(body: dict[str, Any], streaming: Streaming, limits: Lim
     return wanted
 
 
+def check_prompt_logprobs(
+    prompts: Sequence[Sequence[int]], params: SamplingParams, limits: LimitsConfig, field: str
+) -> None:
+    """One answer tells them for each choice of each prompt, and is held in memory as a whole."""
+    if params.prompt_logprobs is None:
+        return
+    values = sum(map(len, prompts)) * (1 + params.prompt_logprobs) * params.n
+    if values > limits.max_prompt_logprobs:
+        raise InvalidRequest(
+            field,
+            f"the answer would hold {values} log-probabilities of prompt tokens (tokens x (1 + alternatives) x n); at "
+            f"most {limits.max_prompt_logprobs}: ask for fewer alternatives, choices or prompts",
+        )
+
+
 def refuse_beside_prompt_logprobs(body: dict[str, Any], streaming: Streaming, field: str) -> None:
     if streaming.stream or fields.flag(body, "detached"):
         raise InvalidRequest(field, "cannot be streamed or detached: leave stream and detached out", code="unsupported")
@@ -219,16 +234,19 @@ def read_label(body: dict[str, Any], request_id: str) -> str:
     return label
 
 
-def truncate(body: dict[str, Any], prompt_ids: list[int], served: ServedModel, max_tokens: int | None) -> list[int]:
-    """Keep the last `truncate_prompt_tokens` tokens; -1 keeps what leaves room for the output."""
+def read_truncation(body: dict[str, Any], served: ServedModel, max_tokens: int | None) -> int | None:
+    """How many tokens from its end a prompt keeps: `truncate_prompt_tokens`; -1 keeps what leaves room for the output.
+    None: all."""
     keep = fields.integer(body, "truncate_prompt_tokens", least=-1)
-    if keep is None:
-        return prompt_ids
     if keep == 0:
         raise InvalidRequest("truncate_prompt_tokens", "must be -1 or at least 1")
     if keep == -1:
         keep = max(1, served.info.max_model_len - (1 if max_tokens is None else max_tokens))
-    return prompt_ids[-keep:]
+    return keep
+
+
+def truncate(prompt_ids: list[int], keep: int | None) -> list[int]:
+    return prompt_ids if keep is None else prompt_ids[-keep:]
 
 
 def _option(options: dict[str, Any], name: str) -> bool:

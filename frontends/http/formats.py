@@ -130,14 +130,20 @@ class CompletionFormat:
     def document(self, outputs: Sequence[Output], usage: Usage) -> dict[str, Any]:
         answer = self._answer
         choices = []
+        before: dict[str, list[Any]] = {}  # what is told of a prompt is made once, for all of its choices
+        prompt_rows: list[Any] = []
         for output in outputs:
             echo = self._echoed(output.choice)
             shown = self._logprobs(output.token_ids, output.logprobs, len(echo))
-            prompt = outputs[output.choice.index // self._per_prompt * self._per_prompt].choice.prompt_logprobs or []
+            if output.choice.index % self._per_prompt == 0:
+                ids, rows = output.choice.prompt_ids, output.choice.prompt_logprobs or []
+                if shown is not None and self._echo is not None:
+                    as_ids = answer.extras.tokens_as_ids
+                    before = logprobs.of_prompt(answer.tokenizer, ids, rows, answer.logprobs or 0, as_ids)
+                if answer.prompt_logprobs is not None:
+                    prompt_rows = logprobs.as_prompt(answer.tokenizer, ids, rows, answer.prompt_logprobs)
             if shown is not None and self._echo is not None:
-                ids = output.choice.prompt_ids
-                as_ids = answer.extras.tokens_as_ids
-                shown = logprobs.with_prompt(answer.tokenizer, ids, prompt, answer.logprobs or 0, shown, as_ids)
+                shown = {name: before[name] + shown[name] for name in before}
             entry: dict[str, Any] = {
                 "index": output.choice.index,
                 "text": echo + output.text,
@@ -146,9 +152,7 @@ class CompletionFormat:
                 "stop_reason": output.stop_reason,
             }
             if answer.prompt_logprobs is not None:
-                entry["prompt_logprobs"] = logprobs.as_prompt(
-                    answer.tokenizer, output.choice.prompt_ids, prompt, answer.prompt_logprobs
-                )
+                entry["prompt_logprobs"] = prompt_rows
             if answer.extras.token_ids:
                 entry["prompt_token_ids"] = list(output.choice.prompt_ids)
                 entry["token_ids"] = output.token_ids

@@ -45,21 +45,16 @@ def as_prompt(
     return shown
 
 
-def with_prompt(
-    tokenizer: Tokenizer,
-    prompt_ids: Sequence[int],
-    rows: Sequence[TokenLogprobs],
-    num_top: int,
-    output: dict[str, Any],
-    as_ids: bool,
-) -> dict[str, Any]:
-    """The lists of /v1/completions with the prompt's tokens before those of `output`, for an echo."""
+def of_prompt(
+    tokenizer: Tokenizer, prompt_ids: Sequence[int], rows: Sequence[TokenLogprobs], num_top: int, as_ids: bool
+) -> dict[str, list[Any]]:
+    """The lists of /v1/completions for the prompt's tokens, which in an echo come before those of the output."""
     first = token_text(tokenizer, prompt_ids[0], as_ids)
     rows = [row._replace(top_ids=row.top_ids[:num_top], top_logprobs=row.top_logprobs[:num_top]) for row in rows]
     prompt = as_completion(tokenizer, prompt_ids[1:], rows, len(first), as_ids)
     prompt["text_offset"] = _offsets(tokenizer, prompt_ids)[1:]
     begin = {"text_offset": [0], "token_logprobs": [None], "tokens": [first], "top_logprobs": [None]}
-    return {name: begin[name] + prompt[name] + output[name] for name in begin}
+    return {name: begin[name] + prompt[name] for name in begin}
 
 
 def _offsets(tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> list[int]:

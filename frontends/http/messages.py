@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from frontends.common.conversation import read_turn
-from frontends.common.errors import rename_field, retry_after
+from frontends.common.errors import rename_field, report, retry_after
 from frontends.http import fields as dialect
 from frontends.http.answer import JsonBytes, answer
 from frontends.http.body import read_json
@@ -17,6 +17,7 @@ from frontends.http.chat import read_chat
 from frontends.http.messages_body import NAMES, to_chat
 from frontends.http.messages_format import MessagesFormat, error_body
 from frontends.http.service import Service
+from frontends.http.tokens import MAX_TOKENS
 from inferengine.errors import InferEngineError
 
 Endpoint = Callable[[Request], Awaitable[Response]]
@@ -31,6 +32,7 @@ def in_this_dialect(endpoint: Endpoint) -> Endpoint:
             return await endpoint(request)
         except InferEngineError as error:
             rename_field(error, NAMES)
+            report(error, request.scope["request_id"])
             response = JsonBytes(error_body(error), error.http_status)
             if (wait := retry_after(error)) is not None:
                 response.headers["Retry-After"] = wait
@@ -58,5 +60,5 @@ async def count_tokens(request: Request) -> Response:
     chat = to_chat(body, counting=True)
     served = await service.model.get()
     dialect.check_model(chat, served)
-    turn = await read_turn(chat, served, service.config)
+    turn = await read_turn(chat, served, service.config, most=MAX_TOKENS)
     return JsonBytes({"input_tokens": len(turn.prompt_ids)})

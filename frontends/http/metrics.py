@@ -13,10 +13,11 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from frontends.common.connections import Refusals
 from frontends.common.resume_cells import NUM_CELLS, ResumeCells
 from frontends.common.worker_cells import WorkerCells
 
-STATUSES = (200, 400, 401, 403, 404, 405, 409, 413, 422, 429, 431, 499, 500, 503, 504)
+STATUSES = (200, 400, 401, 403, 404, 405, 408, 409, 413, 422, 429, 431, 499, 500, 503, 504)
 OTHER = "other"  # the handler of whatever no route takes
 BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 
@@ -30,6 +31,7 @@ class HttpMetrics(Collector):
         self._num_statuses = len(STATUSES) + 1  # the last for any other
         self._counts = len(self.handlers) * self._num_statuses
         self._histogram = len(BUCKETS_S) + 2  # buckets, +Inf, sum
+        self.refusals = Refusals("inferengine_http", num_workers)
         resumed = self._counts + len(self.handlers) * self._histogram
         self.cells = WorkerCells(resumed + NUM_CELLS + 1, num_workers)
         self.resumed = ResumeCells(self.cells, resumed)
@@ -38,6 +40,7 @@ class HttpMetrics(Collector):
         """After the fork: count as this worker from now on. A restarted one goes on where its predecessor stopped,
         except for the gauge, which died with it."""
         self.cells.choose_worker(worker)
+        self.refusals.choose_worker(worker)
         self.cells.own[-1] = 0.0
 
     def request_started(self) -> None:
@@ -81,4 +84,5 @@ class HttpMetrics(Collector):
         yield codes
         yield seconds
         yield from self.resumed.collect()
+        yield from self.refusals.collect()
         yield GaugeMetricFamily("http_requests_active", "Requests being answered.", value=total[-1])

@@ -15,7 +15,7 @@ from starlette.responses import Response
 from starlette.types import Message
 
 from frontends.common import fields
-from frontends.common.errors import rename_field, unexpected
+from frontends.common.errors import rename_field, report, unexpected
 from frontends.common.generation import Generation
 from frontends.http.answer import JsonBytes, answer
 from frontends.http.body import read_json
@@ -142,6 +142,7 @@ async def _make(service: Service, generation: Generation, format: ResponsesForma
             await generation.settle()
         format.document(outputs, generation.usage())
     except InferEngineError as error:
+        report(error, stored.request_id.hex())
         format.failure(error)
     except Exception:
         logger.exception("a response in the background failed")

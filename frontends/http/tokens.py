@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 
 from frontends.common import fields
 from frontends.common.conversation import read_turn
+from frontends.common.sse import dumps
 from frontends.http import fields as dialect
 from frontends.http.answer import JsonBytes
 from frontends.http.body import read_json
@@ -18,6 +19,7 @@ from inferengine.errors import InvalidRequest
 from inferengine.text import Tokenizer
 
 MAX_TOKENS = 1_000_000
+PART_TOKENS = 5000
 
 
 async def tokenize(request: Request) -> Response:
@@ -29,22 +31,21 @@ async def tokenize(request: Request) -> Response:
     if body.get("messages") is not None:
         if body.get("prompt") is not None:
             raise InvalidRequest("prompt", "cannot be combined with messages")
-        token_ids = (await read_turn(body, served, service.config)).prompt_ids
+        token_ids: Sequence[int] = (await read_turn(body, served, service.config, most=MAX_TOKENS)).prompt_ids
     else:
         prompt = fields.string(body, "prompt")
         if prompt is None:
             raise InvalidRequest("prompt", "or messages is required")
         special = fields.flag(body, "add_special_tokens", True)
-        token_ids = await served.encode(prompt, service.config.limits, name="prompt", add_special_tokens=special)
-    document: dict[str, Any] = {
-        "count": len(token_ids),
-        "max_model_len": served.info.max_model_len,
-        "tokens": token_ids,
-        "token_strs": None,
-    }
-    if fields.flag(body, "return_token_strs"):
-        document["token_strs"] = await asyncio.to_thread(_texts, served.tokenizer, token_ids)
-    return JsonBytes(document)
+        token_ids = await served.tokenize(
+            prompt, service.config.limits, name="prompt", add_special_tokens=special, most=MAX_TOKENS
+        )
+    head = {"count": len(token_ids), "max_model_len": served.info.max_model_len}
+    with_texts = fields.flag(body, "return_token_strs")
+    document = _document(head, token_ids, served.tokenizer if with_texts else None)
+    if len(token_ids) <= PART_TOKENS:
+        return Response(b"".join(document), media_type="application/json")
+    return StreamingResponse(_in_turns(document), media_type="application/json")
 
 
 async def detokenize(request: Request) -> Response:
@@ -62,5 +63,25 @@ async def detokenize(request: Request) -> Response:
     return JsonBytes({"prompt": await asyncio.to_thread(served.tokenizer.decode, token_ids, skips)})
 
 
-def _texts(tokenizer: Tokenizer, token_ids: list[int]) -> list[str]:
-    return [tokenizer.token_bytes(token_id).decode(errors="replace") for token_id in token_ids]
+def _document(head: dict[str, int], token_ids: Sequence[int], tokenizer: Tokenizer | None) -> Iterator[bytes]:
+    """The answer in parts that take a millisecond or two each."""
+    yield dumps(head)[:-1] + b',"tokens":['
+    yield from _items(token_ids)
+    if tokenizer is None:
+        yield b'],"token_strs":null}'
+        return
+    yield b'],"token_strs":['
+    yield from _items(token_ids, lambda token_id: tokenizer.token_bytes(token_id).decode(errors="replace"))
+    yield b"]}"
+
+
+def _items(token_ids: Sequence[int], shown: Callable[[int], int | str] = int) -> Iterator[bytes]:
+    for start in range(0, len(token_ids), PART_TOKENS):
+        part = dumps([shown(token_id) for token_id in token_ids[start : start + PART_TOKENS]])[1:-1]
+        yield b"," + part if start else part
+
+
+async def _in_turns(parts: Iterator[bytes]) -> AsyncIterator[bytes]:
+    for part in parts:
+        yield part
+        await asyncio.sleep(0)  # a send that does not have to wait lets nobody else have their turn

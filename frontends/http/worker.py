@@ -16,6 +16,7 @@ import uvicorn
 from sse_starlette.sse import AppStatus
 
 from frontends.common.acceptor import Server
+from frontends.common.connections import Limits
 from frontends.common.keys import KeyRing
 from frontends.common.protection import tls_files
 from frontends.common.quotas import Quotas
@@ -23,15 +24,17 @@ from frontends.http.app import make_app, make_service
 from frontends.http.metrics import HttpMetrics
 from frontends.http.response_shelf import ResponseShelf
 from frontends.http.service import Service
-from inferengine.config import Config
+from inferengine import output
+from inferengine.config import Config, HttpConfig
 from inferengine.errors import ExitCode
+from inferengine.reload import Reload
 
 logger = logging.getLogger(__name__)
 
 TURN_S = 0.25
 GC_THRESHOLD = 20_000  # a stream makes short-lived objects for each token: the default looks at them 30 times as often
 GRACE_S = 2.0  # for the last events to leave after the drain's end
-KEEP_ALIVE_S = 75  # idle connections: longer than balancers keep theirs, so that they close first
+KEEP_ALIVE_S = 24 * 3600  # of uvicorn: `Connections` closes the idle ones sooner, and counts them
 
 
 @dataclass(frozen=True)
@@ -50,8 +53,16 @@ class Shared:
         self.quotas.choose_worker(worker)
 
 
-def run_worker(config: Config, shared: Shared, on_turn: Callable[[bool], None]) -> int:
-    """Serve until SIGTERM or SIGINT. `on_turn(stopping)` is called from the event loop, first when it accepts."""
+def run_worker(config: Config, shared: Shared, on_turn: Callable[[bool], None], reload: Reload | None = None) -> int:
+    """Serve until SIGTERM or SIGINT. `on_turn(stopping)` is called from the event loop, first when it accepts; what
+    SIGHUP asks for is done there."""
+
+    def turn(stopping: bool) -> None:
+        on_turn(stopping)
+        output.retry()
+        if reload is not None:
+            reload.run_if_due(shared.keys.reload_if_any)
+
     AppStatus.enable_automatic_graceful_drain = False  # it would cut the streams at once
     # uvicorn raises its signals again when it is done, for whoever handled them before; nobody else is to hear them.
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -60,9 +71,8 @@ def run_worker(config: Config, shared: Shared, on_turn: Callable[[bool], None]) 
     tls = tls_files("http", config.http.tls_certificate, config.http.tls_key)
     server = Server(
         uvicorn.Config(
-            make_app(service),
+            make_app(service, shared.sockets),
             loop="uvloop",
-            http="httptools",
             ws="none",
             lifespan="on",
             log_config=None,
@@ -72,10 +82,22 @@ def run_worker(config: Config, shared: Shared, on_turn: Callable[[bool], None]) 
             timeout_graceful_shutdown=int(config.engine.drain_timeout_s + 2 * GRACE_S) + 1,
             ssl_certfile=tls.certificate,
             ssl_keyfile=tls.key,
-        )
+        ),
+        connection_limits(config.http),
+        shared.metrics.refusals,
     )
     with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:
-        return runner.run(_serve(server, service, shared.sockets, config.engine.drain_timeout_s, on_turn))
+        return runner.run(_serve(server, service, shared.sockets, config.engine.drain_timeout_s, turn))
+
+
+def connection_limits(http: HttpConfig) -> Limits:
+    return Limits(
+        header_s=http.header_timeout_s,
+        body_progress_s=http.body_progress_timeout_s,
+        idle_s=http.idle_timeout_s,
+        most=http.max_connections,
+        most_per_address=http.max_connections_per_address,
+    )
 
 
 async def _serve(

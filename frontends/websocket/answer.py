@@ -99,6 +99,11 @@ class Answer:
         self._cancelled = False
         self._is_ours = isinstance(frame, Generate)  # of a resumed one the engine has to tell whose it is
 
+    @property
+    def request_id(self) -> str:
+        """Its name in logs: the engine's, once there is one."""
+        return self.frame.id if self._log is None else self._log.id.hex()
+
     def cancel(self) -> None:
         """Stop generating; the done frames say `cancelled`. Any number of times."""
         self._cancelled = True
@@ -136,9 +141,7 @@ class Answer:
                 accept = await self._log.accepted()
             except InferEngineError as error:
                 refused = True
-                if error.field == "grammar":
-                    error.field = prepared.grammar_field
-                elif error.field == "prompt" and isinstance(self.frame, Generate):
+                if error.field == "prompt" and isinstance(self.frame, Generate):
                     error.field = self.frame.prompt_field
                 elif error.field == "max_tokens":
                     error.field = "params.max_tokens"
@@ -149,6 +152,8 @@ class Answer:
             await self._channel.plain(self._accepted(accept))
             await self._choices(prepared, accept, model)
         except InferEngineError as error:
+            if error.field == "grammar":  # also of one that cannot be followed to its end
+                error.field = prepared.grammar_field or error.field
             if self._is_ours and error.code != "client_stalled":  # whoever is merely slow may come back for the rest
                 self._log.cancel()
             raise

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import socket
 import time
 from collections.abc import AsyncIterator, Sequence
 from typing import NamedTuple
@@ -18,6 +19,7 @@ from starlette.websockets import WebSocket
 
 from frontends.common.errors import error_object
 from frontends.common.figures import CONTENT_TYPE, metrics_text, stats_document
+from frontends.common.hosts import AllowedHosts, HostGate, public_ports, read_names
 from frontends.common.keys import KeyRing, read_keys
 from frontends.common.model_context import ModelContext
 from frontends.common.quotas import Quotas
@@ -78,6 +80,7 @@ class WebsocketFrontEnd:
         shared = shared or make_shared(config)
         self._config = config
         self._origins = read_origins(config.ws.origins)
+        self._hosts = read_names("ws", config.ws.allowed_hosts)
         self._engine = EnginePool(
             list(addresses) or engine_addresses(config),
             role="ws",
@@ -94,9 +97,10 @@ class WebsocketFrontEnd:
         self.view = EngineView(self._engine, config, models)
         self._connections: set[Connection] = set()
 
-    def app(self) -> ASGIApp:
+    def app(self, listeners: Sequence[socket.socket] = ()) -> ASGIApp:
+        """`listeners`: what it is served on."""
         pages = Pages()
-        return Starlette(
+        app = Starlette(
             routes=[
                 WebSocketRoute(SOCKET_PATH, self.socket),
                 Route("/health", self.health),
@@ -108,6 +112,8 @@ class WebsocketFrontEnd:
             ],
             lifespan=self.lifespan,
         )
+        hosts = AllowedHosts("ws", self._hosts, self._origins, public_ports(listeners))
+        return HostGate(app, hosts, self.keys, self._metrics.refusals)
 
     @contextlib.asynccontextmanager
     async def lifespan(self, _: Starlette) -> AsyncIterator[None]:
@@ -151,7 +157,7 @@ class WebsocketFrontEnd:
 
     async def socket(self, websocket: WebSocket) -> None:
         headers = websocket.headers
-        if not may_connect(headers.get("origin"), headers.get("host"), self._origins):
+        if not may_connect(headers.get("origin"), headers.get("host"), self._origins, self._hosts):
             text = "This page's origin may not open the socket. The operator can list it in ws.origins."
             await websocket.send_denial_response(PlainTextResponse(text, 403))
             return

@@ -8,8 +8,9 @@ import logging
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
-from frontends.common.errors import scrubbed, unexpected
+from frontends.common.errors import report, scrubbed, unexpected
 from frontends.common.fields import refuse_half_pairs
+from frontends.common.json_text import LARGE
 from frontends.websocket.answer import Answer, Caller, Desk
 from frontends.websocket.channel import Channel, SocketGone
 from frontends.websocket.codec import Codec
@@ -103,6 +104,8 @@ class Connection:
         except InferEngineError as error:
             name = id_of(document)
             await self._error(None if name in self._answers else name, error)
+        if size >= LARGE:
+            self._desk.beside.give_back_soon()
 
     async def _on_frame(self, frame: Frame) -> None:
         match frame:
@@ -143,6 +146,7 @@ class Connection:
         try:
             await answer.run()
         except InferEngineError as error:
+            report(error, answer.request_id)
             failure = error
         except SocketGone:
             pass

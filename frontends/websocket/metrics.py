@@ -10,6 +10,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from frontends.common.connections import Refusals
 from frontends.common.resume_cells import NUM_CELLS, ResumeCells
 from frontends.common.worker_cells import WorkerCells
 
@@ -22,6 +23,7 @@ class SocketMetrics(Collector):
     """Counts the sockets of all workers; this object writes those of one, on its event loop alone."""
 
     def __init__(self, num_workers: int = 1) -> None:
+        self.refusals = Refusals("inferengine_websocket", num_workers)
         self.cells = WorkerCells(_FIRST_BUCKET + _NUM_BUCKETS + NUM_CELLS, num_workers)
         self.resumed = ResumeCells(self.cells, _FIRST_BUCKET + _NUM_BUCKETS)
 
@@ -29,6 +31,7 @@ class SocketMetrics(Collector):
         """After the fork: count as this worker from now on. A restarted one goes on where its predecessor stopped,
         except for the sockets that died with it."""
         self.cells.choose_worker(worker)
+        self.refusals.choose_worker(worker)
         self.cells.own[_OPEN] = 0.0
 
     @property
@@ -58,6 +61,7 @@ class SocketMetrics(Collector):
         yield GaugeMetricFamily("vllm:websocket_connections_active", "Sockets that are open.", value=total[_OPEN])
         yield CounterMetricFamily("vllm:websocket_connections", "Sockets opened.", value=total[_OPENED])
         yield CounterMetricFamily("inferengine_websocket_refused", "Sockets refused.", value=total[_REFUSED])
+        yield from self.refusals.collect()
         running, buckets = 0.0, []
         for bound, count in zip((*BUCKETS_S, "+Inf"), total[_FIRST_BUCKET : _FIRST_BUCKET + _NUM_BUCKETS], strict=True):
             running += count

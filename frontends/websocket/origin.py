@@ -1,7 +1,8 @@
 """Which web pages may open the socket. Browsers let any page of any site try, and name it in `Origin`.
 
 A page may when this server served it (same host and port) under a name that cannot be rebound to this machine by
-somebody else's DNS: an IP address or localhost. Every other origin must be listed. Programs send no Origin and may.
+somebody else's DNS: an IP address, localhost, or one that ws.allowed_hosts lists. Every other origin must be listed.
+Programs send no Origin and may.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ def read_origins(text: str) -> tuple[str, ...]:
     return tuple(item.strip().rstrip("/").lower() for item in text.split(",") if item.strip())
 
 
-def may_connect(origin: str | None, host: str | None, listed: Sequence[str]) -> bool:
-    """`origin` and `host` are the request's headers, None where absent."""
+def may_connect(origin: str | None, host: str | None, listed: Sequence[str], names: Sequence[str] = ()) -> bool:
+    """`origin` and `host` are the request's headers, None where absent. `names`: further names of this server."""
     if origin is None or ANY in listed or origin.lower() in listed:
         return True
     try:
@@ -29,7 +30,7 @@ def may_connect(origin: str | None, host: str | None, listed: Sequence[str]) -> 
         return False
     if parts.scheme not in ("http", "https") or name is None or host is None:
         return False
-    return parts.netloc.lower() == host.lower() and _is_local_name(name)
+    return parts.netloc.lower() == host.lower() and (name in names or _is_local_name(name))
 
 
 def _is_local_name(name: str) -> bool:

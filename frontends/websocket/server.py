@@ -15,19 +15,25 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import uvicorn
 
 from frontends.common.acceptor import Server
+from frontends.common.connections import Limits
+from frontends.common.descriptors import raise_file_limit
+from frontends.common.hosts import read_names
 from frontends.common.protection import check_protection, tls_files
 from frontends.common.workers import TURN_S, SignsOfLife, Workers
 from frontends.websocket.app import Shared, WebsocketFrontEnd, make_shared
 from frontends.websocket.protocol import FramesProtocol
+from inferengine import output
 from inferengine.config import Config
 from inferengine.errors import ExitCode
+from inferengine.heap import return_large_blocks
 from inferengine.listening import AddressTaken, open_listeners
 from inferengine.logs import configure
+from inferengine.reload import Reload
 
 logger = logging.getLogger(__name__)
 
@@ -36,29 +42,33 @@ PING_TIMEOUT_S = 20.0
 BACKLOG = 1024
 GC_THRESHOLD = 20_000  # a stream makes short-lived objects for each token: the default looks at them 30 times as often
 STOP_TIMEOUT_S = 3
+KEEP_ALIVE_S = 24 * 3600  # of uvicorn: `Connections` closes the idle ones sooner, and counts them
 _LOOK_S = 0.02
 
 
-def run_websocket(config: Config) -> int:
+def run_websocket(config: Config, reload: Reload | None = None) -> int:
     """Serve until a signal. Returns an exit code of ExitCode."""
     configure(config.log)
+    raise_file_limit()
+    return_large_blocks()
     try:
         (listener, *_) = open_listeners("ws", config.ws.host, config.ws.port)
     except AddressTaken as error:
         print(f"inferengine ws: {error}", file=sys.stderr)
         return ExitCode.ADDRESS
     shared = make_shared(config)
-    check_protection("ws", listener, shared.keys, allow_public=config.ws.allow_public)
+    check_protection("ws", [listener], shared.keys, allow_public=config.ws.allow_public)
     tls_files("ws", config.ws.tls_certificate, config.ws.tls_key)
+    read_names("ws", config.ws.allowed_hosts)
     host, port = listener.getsockname()[:2]
     logger.info("listening on %s port %s", host, port)
     signs = SignsOfLife(f"listening on {host} port {port}")
     if config.ws.workers == 1:
-        return run_worker(config, shared, listener, signs.turn)
+        return run_worker(config, shared, listener, signs.turn, reload=reload)
 
     def serve(worker: int) -> int:
         shared.choose_worker(worker)
-        return run_worker(config, shared, listener, lambda stopping: None, parent=parent)
+        return run_worker(config, shared, listener, lambda stopping: None, parent=parent, reload=reload)
 
     parent = os.getpid()
     return Workers(
@@ -68,25 +78,53 @@ def run_websocket(config: Config) -> int:
         cells=shared.metrics.cells,
         frozen_after_s=config.engine.frozen_after_s,
         signs=signs,
+        reload=reload,
     ).run()
 
 
 def run_worker(
-    config: Config, shared: Shared, listener: socket.socket, on_turn: Callable[[bool], None], *, parent: int = 0
+    config: Config,
+    shared: Shared,
+    listener: socket.socket,
+    on_turn: Callable[[bool], None],
+    *,
+    parent: int = 0,
+    reload: Reload | None = None,
 ) -> int:
     """Serve until SIGTERM or SIGINT, or until `parent` is gone, who would restart this one. `on_turn(stopping)` is
-    called from the event loop, first when it accepts. Returns an exit code of ExitCode."""
+    called from the event loop, first when it accepts; what SIGHUP asks for is done there. Returns an exit code of
+    ExitCode."""
+
+    def turn(stopping: bool) -> None:
+        on_turn(stopping)
+        output.retry()
+        if reload is not None:
+            reload.run_if_due(shared.keys.reload_if_any)
+
     front_end = WebsocketFrontEnd(config, shared=shared)
-    server = Server(server_config(config, front_end))
+    server = Server(server_config(config, front_end, [listener]), connection_limits(config), shared.metrics.refusals)
     with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:
-        return runner.run(_serve(config, front_end, server, listener, on_turn, parent))
+        return runner.run(_serve(config, front_end, server, listener, turn, parent))
 
 
-def server_config(config: Config, front_end: WebsocketFrontEnd) -> uvicorn.Config:
+def connection_limits(config: Config) -> Limits:
+    ws = config.ws
+    return Limits(
+        header_s=ws.header_timeout_s,
+        body_progress_s=ws.header_timeout_s,  # no request here has a body
+        idle_s=ws.idle_timeout_s,
+        most=ws.max_connections,
+        most_per_address=ws.max_connections_per_address,
+    )
+
+
+def server_config(
+    config: Config, front_end: WebsocketFrontEnd, listeners: Sequence[socket.socket] = ()
+) -> uvicorn.Config:
     """What uvicorn is told. Messages are not compressed: deltas are too short to gain, and it costs memory a socket."""
     tls = tls_files("ws", config.ws.tls_certificate, config.ws.tls_key)
     return uvicorn.Config(
-        front_end.app(),
+        front_end.app(listeners),
         ssl_certfile=tls.certificate,
         ssl_keyfile=tls.key,
         ws=FramesProtocol,
@@ -94,6 +132,7 @@ def server_config(config: Config, front_end: WebsocketFrontEnd) -> uvicorn.Confi
         ws_ping_interval=PING_INTERVAL_S,
         ws_ping_timeout=PING_TIMEOUT_S,
         ws_per_message_deflate=False,
+        timeout_keep_alive=KEEP_ALIVE_S,
         lifespan="on",
         access_log=False,
         log_config=None,

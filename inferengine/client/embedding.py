@@ -53,8 +53,8 @@ def from_deltas(deltas: Sequence[Delta]) -> Embedding:
     if finish.reason == "stop" and last.embedding is not None:
         return Embedding(last.embedding, finish.prompt_tokens, finish.cached_tokens)
     code, message = "engine_error", "The engine gave no embedding."
-    if isinstance(finish.detail, list | tuple) and len(finish.detail) == 2:
-        code, message = map(str, finish.detail)
+    if isinstance(finish.detail, list | tuple) and len(finish.detail) >= 2:
+        code, message = map(str, finish.detail[:2])
     raise error_from(code, message)
 
 

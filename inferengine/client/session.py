@@ -7,7 +7,13 @@ that safe), cancellations without an effect, questions without a reply. What mus
 again with the output so far, as soon as an engine at this address is READY (`going_on`).
 
     DOWN --transport connected--> GREETING --WELCOME--> UP --connection lost, epoch changed--> GREETING
-    UP, GREETING --nothing heard for a lease--> DOWN: open requests wait for the engine, or go on at another
+    UP --nothing heard for a lease, the connection stands--> SILENT --anything heard--> UP
+    UP, GREETING, SILENT --nothing heard for a lease, no connection; or for PATIENCE_S--> DOWN: open requests wait for
+    the engine, or go on at another
+
+A process that is gone loses its connection at once. One that says nothing while its connection stands is paused
+(SIGSTOP, a frozen container, a debugger) or stuck: its streams wait, and go on when it does. New requests are refused
+meanwhile. Time in which this process itself did not run counts for nobody.
 """
 
 from __future__ import annotations
@@ -24,6 +30,7 @@ from inferengine.client.streams import Answer, Call, Collector
 from inferengine.client.submitting import SubmitOptions, make_submit
 from inferengine.errors import InferEngineError
 from inferengine.params import SamplingParams
+from inferengine.pauses import missed_s
 from inferengine.wire import codec
 from inferengine.wire.credit import CreditGiver
 from inferengine.wire.messages import (
@@ -48,12 +55,17 @@ from inferengine.wire.messages import (
 HEARTBEAT_BEFORE_WELCOME_S = 1.0
 LEASE_BEFORE_WELCOME_S = 6.0
 MAX_ORPHANS = 4096  # requests that went on elsewhere, to be cancelled where they were
+PATIENCE_S = 120.0  # with an engine that says nothing over a connection that stands; above every watchdog's limit
 
 
 class Phase(Enum):
     DOWN = "down"
     GREETING = "greeting"
     UP = "up"
+    SILENT = "silent"
+
+
+_GREETED = (Phase.UP, Phase.SILENT)  # this connection has had its WELCOME
 
 
 class Session:
@@ -84,6 +96,7 @@ class Session:
         self._heard_s = now
         self._greet_s: float | None = None
         self._ping_s: float | None = None
+        self._due_s = now  # when `tick` wanted to be called
         self._resume: tuple[bytes, int] | None = None
         self._last_seq = 0
         self._credit = CreditGiver()
@@ -204,7 +217,7 @@ class Session:
 
     def close(self, message: str = "The client was closed.") -> None:
         """Say BYE; what is open ends here."""
-        if self.phase is Phase.UP:
+        if self.phase in _GREETED:
             self._send(Bye())
         self._end_all("engine_unavailable", message)
         self.phase = Phase.DOWN
@@ -222,6 +235,8 @@ class Session:
         self._now = now
         if self._away_s is None:
             self._away_s = now
+        if self.phase is Phase.SILENT:
+            self._heard_s = now  # that much is heard of it: the lease to come back in begins
         if self.phase is not Phase.DOWN:
             self._leave_up(Phase.GREETING)
         self._greet_s = None
@@ -234,6 +249,8 @@ class Session:
             self.num_protocol_errors += 1
             return
         self._heard_s = self._now = now
+        if self.phase is Phase.SILENT:
+            self._end_silence(now)
         handler = self._handlers.get(type(message))
         if handler is not None:
             handler(message, now)
@@ -241,8 +258,14 @@ class Session:
     def tick(self, now: float) -> float:
         """Do what is due; returns when to call again. Call `receive` for all that has arrived before."""
         self._now = now
-        if self.phase is not Phase.DOWN and now - self._heard_s > self._lease_s:
-            self._lose("The engine has not been heard of for a lease.", now)
+        self._heard_s = min(now, self._heard_s + missed_s(now, self._due_s))  # what we could not hear was no silence
+        silent_s = now - self._heard_s
+        if self.phase is not Phase.DOWN and silent_s > self._lease_s:
+            if silent_s > self._patience_s:
+                self._lose("The engine has not been heard of for too long.", now)
+            elif self.phase is Phase.UP:
+                self.phase = Phase.SILENT
+                self.on_change()
         if (calls_due_s := self._calls.due_s()) is not None and now >= calls_due_s:
             self._calls.expire(now)
             self._send_held(now)
@@ -255,13 +278,13 @@ class Session:
         if (credit := self._credit.due(now)) is not None:
             self._send(credit)
         known = (self._greet_s, self._ping_s, self._credit.due_s, calls_due_s)
-        times = [time for time in known if time is not None]
-        return min(times, default=now + self._heartbeat_s)
+        self._due_s = min((time for time in known if time is not None), default=now + self._heartbeat_s)
+        return self._due_s
 
     # -- phases ------------------------------------------------------------------------------------------------------
 
     def _greet(self, now: float) -> None:
-        if self.phase is Phase.UP:
+        if self.phase in _GREETED:
             self._leave_up(Phase.GREETING)
         elif self.phase is Phase.DOWN:
             self.phase = Phase.GREETING
@@ -272,7 +295,7 @@ class Session:
         self._send(Hello(role=self.role, name=self.name, window=self._window, epoch=epoch, last_seq=last_seq))
 
     def _leave_up(self, phase: Phase) -> None:
-        if self.phase is Phase.UP and self.welcome is not None:
+        if self.phase in _GREETED and self.welcome is not None:
             self._resume = (self.welcome.epoch, self._last_seq)
         self.phase = phase
         self._ping_s = None
@@ -291,6 +314,12 @@ class Session:
 
     def _away_since(self, now: float) -> float:
         return now if self._away_s is None else self._away_s
+
+    def _end_silence(self, now: float) -> None:
+        """The connection stood all the time: nothing on it is lost, and what was not sent over it is sent now."""
+        self.phase = Phase.UP
+        self._send_again(now)
+        self.on_change()
 
     def _end_all(self, code: str, message: str) -> None:
         error = InferEngineError(code, message)
@@ -389,6 +418,8 @@ class Session:
     def _refuse_when_down(self) -> None:
         if self.phase is Phase.DOWN:
             raise InferEngineError("engine_unavailable", "There is no connection to the engine.")
+        if self.phase is Phase.SILENT:
+            raise InferEngineError("engine_unavailable", "The engine says nothing.", retry_after_s=1.0)
 
     def _ask(self, message: Message) -> None:
         if self.phase is Phase.UP:
@@ -413,3 +444,8 @@ class Session:
     @property
     def _lease_s(self) -> float:
         return LEASE_BEFORE_WELCOME_S if self.welcome is None else self.welcome.lease_s
+
+    @property
+    def _patience_s(self) -> float:
+        """How long the open streams of an engine that says nothing wait for it."""
+        return max(self._lease_s, PATIENCE_S) if self._connected and self.welcome is not None else self._lease_s

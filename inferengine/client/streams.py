@@ -27,7 +27,7 @@ class TokenLogprobs(NamedTuple):
 
 class Finish(NamedTuple):
     """How a stream ended. `reason`: stop, length, abort, error. `detail` of stop: the stop token id or stop string or
-    None; of abort and error: [code, message]."""
+    None; of abort and error: [code, message] or [code, message, field]."""
 
     reason: str
     detail: Any
@@ -297,6 +297,14 @@ class Call:
 
 def finish_from(row: Done) -> Finish:
     return Finish(*row[1:])
+
+
+def error_of(finish: Finish) -> InferEngineError:
+    """Why a stream ended that neither stopped nor reached its length."""
+    detail = finish.detail
+    if not isinstance(detail, list | tuple) or len(detail) < 2:
+        return InferEngineError("engine_error", "The engine gave no reason.")
+    return error_from(str(detail[0]), str(detail[1]), str(detail[2]) if len(detail) > 2 else None)
 
 
 def error_from(

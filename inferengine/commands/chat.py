@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TextIO
 
 from inferengine.client import Client, Delta, Finish
-from inferengine.client.streams import error_from
+from inferengine.client.streams import error_of
 from inferengine.commands.arguments import resolve
 from inferengine.commands.connection import CONNECT_TIMEOUT_S, connect
 from inferengine.config import LimitsConfig, engine_address, status_address
@@ -134,8 +134,7 @@ class Chat:
             conversation.turns += [messages[-1], {"role": "assistant", "content": answer}]
         self._say(summary(finish, asked_at, first_at, time.monotonic()))
         if finish is not None and finish.reason == "error":
-            code, message = finish.detail
-            raise error_from(code, message)
+            raise error_of(finish)
 
     def _say(self, text: str) -> None:
         dim = self._output.isatty()

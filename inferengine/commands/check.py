@@ -24,7 +24,7 @@ from typing import NamedTuple
 from inferengine import listening
 from inferengine.commands import compare, model_files
 from inferengine.commands.arguments import resolve
-from inferengine.config import Config, engine_address, status_address
+from inferengine.config import Config, engine_address, status_address, unsafe_folder
 from inferengine.errors import ConfigError, ExitCode, InferEngineError
 from inferengine.model_folder import draft_folder, model_folder
 
@@ -32,6 +32,18 @@ OK, NOTE, PROBLEM = "ok", "note", "problem"
 ENGINE_TIMEOUT_S = 1.0
 MAX_HEALTH_BYTES = 65536
 LONGEST_UNIX_PATH = 107  # bytes, sockaddr_un
+ENGINE_UNIT = "inferengine-engine.service"
+UNIT_FOLDERS = (
+    "/etc/systemd/system",
+    "/run/systemd/system",
+    "/usr/local/lib/systemd/system",
+    "/usr/lib/systemd/system",
+)
+HIDDEN_FROM_UNITS = ("/root", "/home", "/run/user")  # ProtectHome=
+REINSTALL = (
+    "install again with a Python that all users may run, such as the system's: rm -r .venv && "
+    "PYTHON=/usr/bin/python3 scripts/install"
+)
 REQUIREMENT = re.compile(r"^([A-Za-z0-9._-]+)\s*>=\s*([0-9.]+)\s*(;.*)?$")
 
 
@@ -54,7 +66,7 @@ def run(arguments: Sequence[str]) -> int:
         _print([*findings, Finding(PROBLEM, "config", f"{error.field}: {error.message}")])
         return ExitCode.USAGE
     findings.append(Finding(OK, "config", "every key is known and in range"))
-    for look in (model, device, guesses, engine_socket, ports, engine):
+    for look in (model, device, guesses, engine_socket, ports, interpreter, engine):
         findings += look(config)
     _print(findings)
     return ExitCode.CRASH if any(finding.grade == PROBLEM for finding in findings) else ExitCode.OK
@@ -150,6 +162,8 @@ def engine_socket(config: Config) -> Iterator[Finding]:
         yield Finding(PROBLEM, "socket", f"{path} is longer than a unix socket may be: set a shorter --wire.socket")
     elif not path.parent.is_dir():
         yield Finding(PROBLEM, "socket", f"there is no folder {path.parent}: make it, or set --wire.socket")
+    elif complaint := unsafe_folder(path.parent):
+        yield Finding(PROBLEM, "socket", complaint)
     elif not os.access(path.parent, os.W_OK | os.X_OK):
         yield Finding(PROBLEM, "socket", f"this user may not write to {path.parent}: set --wire.socket")
     elif path.parent.stat().st_mode & 0o007:
@@ -172,6 +186,33 @@ def ports(config: Config) -> Iterator[Finding]:
                 yield Finding(PROBLEM, name, str(error))
         else:
             yield Finding(OK, name, f"{host}:{port} is free")
+
+
+def interpreter(config: Config) -> Iterator[Finding]:
+    """Whether the systemd units, where they are installed, can run this Python: as a user of their own, without /root
+    and /home. Else they end with 203/EXEC."""
+    if not any(Path(folder, ENGINE_UNIT).exists() for folder in UNIT_FOLDERS):
+        return
+    if complaint := out_of_reach(Path(sys.executable)):
+        yield Finding(PROBLEM, "units", complaint)
+    else:
+        yield Finding(OK, "units", "they can run this Python")
+
+
+def out_of_reach(python: Path) -> str:
+    """Why services of another user cannot run this interpreter, and what to do; empty: they can."""
+    real = python.resolve()
+    for place in (python.absolute(), real):
+        hidden = next((folder for folder in HIDDEN_FROM_UNITS if place.is_relative_to(folder)), None)
+        if hidden is not None:
+            return f"{place} is below {hidden}, which the units do not see (203/EXEC): {REINSTALL}"
+    for place in (real, *real.parents):
+        try:
+            if not place.stat().st_mode & 0o001:
+                return f"{place} may not be entered or run by other users (203/EXEC): chmod o+x it, or {REINSTALL}"
+        except OSError as error:
+            return f"{place} cannot be looked at ({error.strerror}): {REINSTALL}"
+    return ""
 
 
 def engine(config: Config) -> Iterator[Finding]:

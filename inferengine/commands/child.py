@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 MAX_LINE_BYTES = 64 * 1024
+LEAVE_S = 2.0  # for a child that has given up to be gone: a call into a device may keep it
 FIRST_INHERITED_DESCRIPTOR = 3
 PR_SET_PDEATHSIG = 1
 
@@ -37,6 +38,7 @@ class Notification(NamedTuple):
     ready: bool
     alive: bool
     status: str | None
+    gives_up: bool = False  # WATCHDOG=trigger: it has found out itself that it does not work any more
 
 
 class Child:
@@ -46,6 +48,7 @@ class Child:
         self.spec = spec
         self.started_at = now
         self.last_sign_at: float | None = None
+        self.gone_by: float | None = None  # when one that has given up is killed
         self.ready = False
         self._pending = b""
         self._notify_path = folder / f"{spec.name}.notify"
@@ -72,6 +75,7 @@ class Child:
         try:  # the child: nothing but system calls until exec
             os.setpgid(0, 0)  # a terminal's Ctrl-C is for the supervisor alone, which passes it on
             tie_to_parent()
+            signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until it handles that itself
             if os.getppid() != parent:
                 os._exit(1)
             os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
@@ -114,13 +118,22 @@ class Child:
             self.ready = self.ready or notification.ready
             if notification.alive:
                 self.last_sign_at = now
+            if notification.gives_up:
+                self.gone_by = now + LEAVE_S
         return notifications
 
     def watchdog_expires_at(self) -> float | None:
         """When this child counts as frozen unless it gives a sign; None while it has not given a first one."""
+        if self.gone_by is not None:
+            return self.gone_by
         if not self.spec.watchdog_s or not self.ready or self.last_sign_at is None:
             return None
         return self.last_sign_at + self.spec.watchdog_s
+
+    def forgive(self, paused_s: float, now: float) -> None:
+        """The supervisor itself did not run for so long."""
+        if self.last_sign_at is not None:
+            self.last_sign_at = min(now, self.last_sign_at + paused_s)
 
     def kill(self, number: int) -> None:
         """Send a signal; a child that is gone already is fine."""
@@ -137,7 +150,8 @@ class Child:
 def parse_notification(datagram: bytes) -> Notification:
     """Read one sd_notify datagram: lines of NAME=value; unknown names are ignored."""
     fields = dict(line.partition("=")[::2] for line in datagram.decode("utf-8", "replace").splitlines())
-    return Notification(fields.get("READY") == "1", fields.get("WATCHDOG") == "1", fields.get("STATUS"))
+    watchdog = fields.get("WATCHDOG")
+    return Notification(fields.get("READY") == "1", watchdog == "1", fields.get("STATUS"), watchdog == "trigger")
 
 
 def _hand_over(descriptor: int) -> None:

@@ -9,12 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from inferengine import output
 from inferengine.commands.arguments import resolve
+from inferengine.reload import Reload
 
 
 def run(arguments: Sequence[str]) -> int:
     """Run the HTTP front end until it is told to stop."""
     config = resolve(arguments)
+    reload = Reload(config, lambda: resolve(arguments))
+    output.protect(json_lines=config.log.format == "json")
     from frontends.http.server import run_http
 
-    return run_http(config)
+    return run_http(config, reload)

@@ -20,6 +20,7 @@ from typing import NamedTuple, Protocol
 
 from inferengine.commands.child import Child, ChildSpec
 from inferengine.errors import ExitCode
+from inferengine.pauses import missed_s
 
 FAST_FAILURE_S = 10.0  # a run shorter than this counts towards giving up
 MAX_FAST_FAILURES = 5
@@ -27,9 +28,13 @@ FIRST_DELAY_S = 0.5
 LONGEST_DELAY_S = 10.0
 DRAIN_GRACE_S = 10.0  # on top of engine.drain_timeout_s, before SIGKILL: time for the last words
 ABORT_S = 3.0
+RETRY_S = 0.2  # while output waits for its reader
+STALLS_FORGOTTEN_S = 120.0  # a run this long forgives the stalls before it
+STALLS = (ExitCode.STALLED, ExitCode.FROZEN)
 FINAL_CODES = {  # another try would end the same way
     ExitCode.USAGE: "the configuration or the command line is wrong",
     ExitCode.MODEL: "the model cannot be loaded",
+    ExitCode.MEMORY: "the model does not fit into memory",
     ExitCode.ADDRESS: "a socket cannot be bound",
 }
 
@@ -40,6 +45,7 @@ class View(Protocol):
     def line(self, name: str, text: str) -> None: ...
     def status(self, name: str, text: str) -> None: ...
     def notice(self, text: str) -> None: ...
+    def retry(self) -> bool: ...  # write what waits; whether something still does
 
 
 class Verdict(NamedTuple):
@@ -51,10 +57,12 @@ class Verdict(NamedTuple):
 
 
 class RestartPolicy:
-    """Decides for one child whether to try again: at once after a long run, ever later after short ones."""
+    """Decides for one child whether to try again: soon after a long run, ever later after short ones. After a stall, of
+    which its clients wait for the end, at once; only stalls that repeat wait."""
 
     def __init__(self) -> None:
         self.fast_failures = 0
+        self.stalls = 0
 
     def after_exit(self, code: int, lifetime_s: float) -> Verdict:
         """`code` is the exit code, 128 + number for a signal."""
@@ -63,8 +71,18 @@ class RestartPolicy:
         self.fast_failures = self.fast_failures + 1 if lifetime_s < FAST_FAILURE_S else 0
         if self.fast_failures >= MAX_FAST_FAILURES:
             return Verdict(None, code, f"it failed {self.fast_failures} times in a row within {FAST_FAILURE_S:g} s")
-        delay_s = min(LONGEST_DELAY_S, FIRST_DELAY_S * 2 ** max(0, self.fast_failures - 1))
-        return Verdict(delay_s, code, "")
+        if lifetime_s >= STALLS_FORGOTTEN_S:
+            self.stalls = 0
+        if code in STALLS:
+            self.stalls += 1
+            return Verdict(_delay_s(self.stalls - 1) if self.stalls > 1 else 0.0, code, "")
+        return Verdict(_delay_s(self.fast_failures), code, "")
+
+
+def _delay_s(number: int) -> float:
+    """Before the restart after so many failures in a row."""
+    delay_s: float = FIRST_DELAY_S * 2 ** max(0, number - 1)
+    return min(LONGEST_DELAY_S, delay_s)
 
 
 def describe_exit(code: int) -> str:
@@ -86,13 +104,17 @@ class Supervisor:
         *,
         drain_timeout_s: float,
         when_ready: Callable[[float], None],
+        hangup_stops: bool = False,
     ) -> None:
+        """`hangup_stops`: SIGHUP is the end of the terminal that this was started in. Else it is passed on to the
+        children, who read again what they can."""
         self._engine = engine
         self._specs = {spec.name: spec for spec in (engine, *front_ends)}
         self._folder = folder
         self._view = view
         self._drain_timeout_s = drain_timeout_s
         self._when_ready = when_ready
+        self._hangup_stops = hangup_stops
         self._selector = selectors.DefaultSelector()
         self._children: dict[str, Child] = {}
         self._policies = {name: RestartPolicy() for name in self._specs}
@@ -110,9 +132,10 @@ class Supervisor:
         wake_reader.setblocking(False)
         wake_writer.setblocking(False)
         previous_descriptor = signal.set_wakeup_fd(wake_writer.fileno(), warn_on_full_buffer=False)
-        previous = {
-            number: signal.signal(number, lambda *_: None) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD)
-        }
+        handled = [signal.SIGTERM, signal.SIGINT, signal.SIGCHLD]
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup
+            handled.append(signal.SIGHUP)
+        previous = {number: signal.signal(number, lambda *_: None) for number in handled}
         self._selector.register(wake_reader, selectors.EVENT_READ, lambda: self._on_signals(wake_reader))
         try:
             for name in self._specs:
@@ -131,10 +154,17 @@ class Supervisor:
         return self._exit_code
 
     def _turn(self) -> None:
-        for key, _ in self._selector.select(self._seconds_to_next_timer()):
+        wait_s = self._seconds_to_next_timer()
+        if self._view.retry():
+            wait_s = min(RETRY_S, RETRY_S if wait_s is None else wait_s)
+        due_s = time.monotonic() + (wait_s or 0.0)
+        for key, _ in self._selector.select(wait_s):
             key.data()
         self._reap()
         now = time.monotonic()
+        if wait_s is not None and (paused_s := missed_s(now, due_s)):
+            for child in self._children.values():  # `docker pause` stops all at once: they are to have their time
+                child.forgive(paused_s, now)
         for name in [name for name, at in self._restarts.items() if at <= now]:
             del self._restarts[name]
             self._start(name)
@@ -144,8 +174,14 @@ class Supervisor:
         for child in self._children.values():
             expires_at = child.watchdog_expires_at()
             if expires_at is not None and expires_at <= now:
-                self._view.notice(f"{child.spec.name} gave no sign of life for {child.spec.watchdog_s:g} s: killing it")
-                child.last_sign_at = None
+                given_up = child.gone_by is not None
+                why = (
+                    "has given up and does not end"
+                    if given_up
+                    else f"gave no sign of life for {child.spec.watchdog_s:g} s"
+                )
+                self._view.notice(f"{child.spec.name} {why}: killing it")
+                child.last_sign_at = child.gone_by = None
                 child.kill(signal.SIGKILL)
 
     def _seconds_to_next_timer(self) -> float | None:
@@ -156,7 +192,12 @@ class Supervisor:
         return max(0.0, min(times) - time.monotonic()) if times else None
 
     def _start(self, name: str) -> None:
-        child = Child(self._specs[name], self._folder, time.monotonic())
+        try:
+            child = Child(self._specs[name], self._folder, time.monotonic())
+        except OSError as error:  # no room on the disk, no process or descriptor left: that may pass
+            self._view.notice(f"{name} cannot be started ({error.strerror}); another try in {LONGEST_DELAY_S:g} s")
+            self._restarts[name] = time.monotonic() + LONGEST_DELAY_S
+            return
         self._children[name] = child
         self._selector.register(child.output, selectors.EVENT_READ, lambda: self._on_output(child))
         self._selector.register(child.notify, selectors.EVENT_READ, lambda: self._on_notify(child))
@@ -186,7 +227,9 @@ class Supervisor:
 
     def _on_signals(self, reader: socket.socket) -> None:
         for number in reader.recv(4096):
-            if number in (signal.SIGTERM, signal.SIGINT):
+            if number == signal.SIGHUP:
+                self._hang_up()
+            elif number in (signal.SIGTERM, signal.SIGINT):
                 self._signals += 1
                 if self._signals == 1:
                     self._stop()
@@ -225,7 +268,8 @@ class Supervisor:
             self._exit_code = verdict.code or ExitCode.CRASH
             self._stop()
             return
-        self._view.notice(f"{name} ended with {describe_exit(code)}; starting it again in {verdict.delay_s:g} s")
+        when = f"in {verdict.delay_s:g} s" if verdict.delay_s else "now"
+        self._view.notice(f"{name} ended with {describe_exit(code)}; starting it again {when}")
         self._restarts[name] = time.monotonic() + verdict.delay_s
 
     def _stop(self) -> None:
@@ -241,6 +285,16 @@ class Supervisor:
         for child in self._children.values():
             child.kill(signal.SIGTERM)
         self._kill_at = time.monotonic() + self._drain_timeout_s + DRAIN_GRACE_S
+
+    def _hang_up(self) -> None:
+        """Kernel and shell may both send it: it never counts as a second signal to stop."""
+        if not self._hangup_stops:
+            self._view.notice("SIGHUP: each process reads again what it can")
+            for child in self._children.values():
+                child.kill(signal.SIGHUP)
+        elif not self._signals:
+            self._signals = 1
+            self._stop()
 
     def _abort(self) -> None:
         self._view.notice("stopping at once")

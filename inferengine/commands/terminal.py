@@ -6,6 +6,8 @@ import json
 import re
 from typing import TextIO
 
+from inferengine import output
+
 COLOURS = {"engine": "36", "http": "32", "ws": "35", "up": "1"}
 BAR_CELLS = 24
 SHARE = re.compile(r"(\d{1,3})\s?%")
@@ -50,6 +52,10 @@ class Terminal:
         if self._last_told.get(name) != told:
             self._last_told[name] = told
             self._write(json.dumps({"source": name, "status": text}) if self._json_lines else self._prefix(name) + text)
+
+    def retry(self) -> bool:
+        """Write what could not be written before. Returns whether something still waits."""
+        return output.retry()
 
     def end_progress(self) -> None:
         """Take the moving line away: what it told is over."""

@@ -2,6 +2,7 @@
 
 Run the engine, the HTTP front end and the websocket front end together, each as a process of its own. What crashes is
 started again by itself; the others go on. Ctrl-C or SIGTERM lets running requests finish, a second one ends at once.
+So does SIGHUP where there is a terminal (it is gone); without one each process reads again what it can.
 MODEL is a checkpoint folder or a hub id in the local cache; without it the embedded model is served.
 
   inferengine up                                  the embedded model on http://127.0.0.1:8000
@@ -12,13 +13,14 @@ MODEL is a checkpoint folder or a hub id in the local cache; without it the embe
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from inferengine import listening
+from inferengine import listening, output
 from inferengine.commands.arguments import resolve
 from inferengine.commands.child import ChildSpec
 from inferengine.commands.supervisor import Supervisor
@@ -26,10 +28,13 @@ from inferengine.commands.terminal import Terminal
 from inferengine.config import Config, child_environment, engine_address
 from inferengine.errors import ExitCode
 
+SPEAKS_FIRST_S = 10.0  # an engine that freezes ends by itself and says why, unless it is stopped altogether
+
 
 def run(arguments: Sequence[str]) -> int:
     """Run the whole service in this terminal."""
     config = resolve(arguments, takes_model=True)
+    output.protect(json_lines=config.log.format == "json")
     with contextlib.ExitStack() as stack:
         try:
             http = stack.enter_context(_http_listener(config))
@@ -45,11 +50,12 @@ def run(arguments: Sequence[str]) -> int:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="inferengine-up-")))
         terminal = Terminal(sys.stdout, json_lines=config.log.format == "json")
         supervisor = Supervisor(
-            _spec("engine", config, None, watchdog_s=config.engine.frozen_after_s),
+            _spec("engine", config, None, watchdog_s=config.engine.frozen_after_s + SPEAKS_FIRST_S),
             [_spec("http", config, http), _spec("ws", config, ws)],
             folder,
             terminal,
             drain_timeout_s=config.engine.drain_timeout_s,
+            hangup_stops=_has_terminal(),
             when_ready=lambda seconds: terminal.block(banner(config, http, ws, seconds)),
         )
         code = supervisor.run()
@@ -76,6 +82,15 @@ def banner(config: Config, http: socket.socket, ws: socket.socket, seconds: floa
             "",
         ]
     )
+
+
+def _has_terminal() -> bool:
+    """Whether there is a terminal that can go: then nobody is left to stop the service."""
+    try:
+        os.close(os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY))
+    except OSError:
+        return False
+    return True
 
 
 def _http_listener(config: Config) -> socket.socket:

@@ -9,12 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from inferengine import output
 from inferengine.commands.arguments import resolve
+from inferengine.reload import Reload
 
 
 def run(arguments: Sequence[str]) -> int:
     """Run the websocket front end until it is told to stop."""
     config = resolve(arguments)
+    reload = Reload(config, lambda: resolve(arguments))
+    output.protect(json_lines=config.log.format == "json")
     from frontends.websocket.server import run_websocket
 
-    return run_websocket(config)
+    return run_websocket(config, reload)

@@ -40,9 +40,9 @@ def check_prompt(num_prompt: int, limits: AdmissionLimits) -> None:
         )
 
 
-def resolve_max_tokens(num_prompt: int, max_tokens: int | None, limits: AdmissionLimits) -> int:
+def resolve_max_tokens(num_prompt: int, max_tokens: int | None, limits: AdmissionLimits, *, min_tokens: int = 0) -> int:
     """The output length to run with. An open one is cut to what context and pool allow; an explicit one is honoured or
-    refused. Raises InvalidRequest."""
+    refused, and so is a `min_tokens` that this leaves no room for. Raises InvalidRequest."""
     if num_prompt == 0:
         raise InvalidRequest("prompt", "must hold at least one token")
     room = limits.max_model_len - num_prompt
@@ -67,7 +67,11 @@ def resolve_max_tokens(num_prompt: int, max_tokens: int | None, limits: Admissio
             f"The KV cache holds {limits.num_kv_tokens} tokens; prompt and output need {needed}.",
             code="prompt_never_fits",
         )
-    return min(room, limits.num_kv_tokens - num_prompt) if max_tokens is None else max_tokens
+    found = min(room, limits.num_kv_tokens - num_prompt) if max_tokens is None else max_tokens
+    if min_tokens > found:
+        message = f"The prompt leaves room for {found} tokens; min_tokens is {min_tokens}."
+        raise InvalidRequest("min_tokens", message, code="context_length_exceeded")
+    return found
 
 
 def admit(
@@ -78,20 +82,24 @@ def admit(
     queued_tokens: int,
     tokens_per_s: float,
     limits: AdmissionLimits,
+    ahead: tuple[int, int] | None = None,
     tenant_requests: int = 0,
     time_left_s: float | None = None,
 ) -> None:
     """Raise `overloaded`, `rate_limited` or `deadline_exceeded` with a hint when to come back, or return.
 
-    `tokens_per_s` is the measured rate at which prompts are taken in (0: not known yet), `tenant_requests` how many
-    requests of the same tenant have not ended. An empty queue takes any request of a tenant below its limit. A deadline
-    that the queue alone would use up is refused now: waiting for it would only delay those that can still make theirs.
+    `tokens_per_s` is the measured rate at which prompts are taken in (0: not known yet), `ahead` the requests and
+    prompt tokens that are admitted before this one (None: all that wait), `tenant_requests` how many requests of the
+    same tenant have not ended. An empty queue takes any request of a tenant below its limit. A queue that others have
+    filled takes those of a tenant with less than its share of it, up to twice its limits. A deadline that the queue
+    alone would use up is refused now: waiting for it would only delay those that can still make theirs.
     """
+    requests_ahead, tokens_ahead = (queued_requests, queued_tokens) if ahead is None else ahead
     cap = limits.max_tenant_requests
     if cap and tenant_requests + num_choices > cap:
         message = f"This tenant has {tenant_requests} unfinished requests; at most {cap} may be."
         raise InferEngineError("rate_limited", message, field="tenant", retry_after_s=1.0)
-    wait_s = queued_tokens / tokens_per_s if tokens_per_s > 0 else 0.0
+    wait_s = tokens_ahead / tokens_per_s if tokens_per_s > 0 else 0.0
     if time_left_s is not None:
         needed_s = wait_s + (num_prompt / tokens_per_s if tokens_per_s > 0 else 0.0)
         if needed_s > time_left_s or time_left_s <= 0:
@@ -99,9 +107,14 @@ def admit(
             raise InferEngineError("deadline_exceeded", message, field="deadline", retry_after_s=max(1.0, wait_s))
     if queued_requests == 0:
         return
-    over_requests = queued_requests + num_choices > limits.max_queued_requests
-    over_tokens = queued_tokens + num_prompt * num_choices > limits.max_queued_tokens
-    if not over_requests and not over_tokens:
+    tokens = num_prompt * num_choices
+    most_requests, most_tokens = limits.max_queued_requests, limits.max_queued_tokens
+    if queued_requests + num_choices <= most_requests and queued_tokens + tokens <= most_tokens:
+        return
+    if requests_ahead + num_choices <= most_requests and tokens_ahead + tokens <= most_tokens:
+        most_requests, most_tokens = 2 * most_requests, 2 * most_tokens
+    over_requests = queued_requests + num_choices > most_requests
+    if not over_requests and queued_tokens + tokens <= most_tokens:
         return
     what = f"{queued_requests} requests" if over_requests else f"{queued_tokens} prompt tokens"
     retry_after_s = min(60.0, max(1.0, wait_s if wait_s else 1.0))

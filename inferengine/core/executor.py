@@ -36,8 +36,8 @@ class DeviceLost(RuntimeError):
     """Raised by an executor that can compute nothing any more: the engine ends its requests and exits."""
 
 
-def is_device_lost(error: BaseException) -> bool:
-    """Whether the device answers nothing any more after this error."""
+def is_fatal(error: BaseException) -> bool:
+    """Whether the device answers nothing any more after it: there is nobody to try again with."""
     return isinstance(error, DeviceLost) or type(error).__name__ == "AcceleratorError"  # torch's, for CUDA errors
 
 
@@ -96,7 +96,9 @@ class Executor(Protocol):
     """Steps are executed in the order of the calls. At most `max_in_flight` may be under way: 1 without overlap.
 
     An executor may have more, which the engine looks for when it is loaded: `adapters` (AdapterStore), `recorder()`
-    (Recorder), `roofline()` (core/roofline.py's Roofline of its model and device, or None).
+    (Recorder), `roofline()` (core/roofline.py's Roofline of its model and device, or None), `compilations` (whose
+    `count` says how many kernels were compiled since `warm_up`: 0, or requests waited for a compiler), `launched` (how
+    it launched its latest step, for the log of one that never ends), `device` (with a `type`, `cpu` or `cuda`).
     """
 
     max_in_flight: int

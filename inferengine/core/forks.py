@@ -15,11 +15,12 @@ class ForkRoom:
         self._num_held = 0
 
     def hold(self, parent_uid: int, sequence: Sequence) -> None:
+        sequence.leader = parent_uid
         self._by_parent.setdefault(parent_uid, []).append(sequence)
         self._num_held += 1
 
     def holds(self, sequence: Sequence) -> bool:
-        parent = sequence.request.fork_of
+        parent = sequence.leader
         return parent is not None and sequence in self._by_parent.get(parent, ())
 
     def release(self, parent_uid: int) -> list[Sequence]:
@@ -29,7 +30,7 @@ class ForkRoom:
         return released
 
     def remove(self, sequence: Sequence) -> None:
-        parent = sequence.request.fork_of
+        parent = sequence.leader
         if parent is None:
             raise RuntimeError(f"{sequence} is no fork")
         self._by_parent[parent].remove(sequence)

@@ -10,7 +10,8 @@ from typing import Protocol
 
 
 class Grammar(Protocol):
-    """A compiled grammar at one point of one output. Only one thread touches it at a time."""
+    """A compiled grammar at one point of one output. Only one thread touches it at a time. Every method but `validate`
+    raises InvalidRequest where the grammar cannot be followed any further: its output ends."""
 
     def accept(self, token_id: int) -> bool:
         """Advance by a token. False: the token is not allowed here; the state is unchanged."""

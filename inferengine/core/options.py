@@ -11,7 +11,7 @@ class SchedulerOptions:
 
     max_num_batched_tokens: int
     max_num_seqs: int
-    policy: str = "fcfs"
+    policy: str = "fair"
     chunked_prefill: bool = True
     prefill_chunk: int = 0  # most prompt tokens of one sequence in a step
     max_num_decodes: int = 0  # most decode rows in a step; guessing ahead is off where it is set

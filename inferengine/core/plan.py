@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence as SequenceOf
 from typing import NamedTuple
 
+from inferengine.core.stopping import RowFailure
 from inferengine.params import SamplingParams
 
 
@@ -115,13 +116,13 @@ class StepResult(NamedTuple):
 
     Where the plan has guesses, `num_emitted[i]` says how many tokens sampling row i gives: the guesses that its own
     draws confirmed and the first draw that did not, so at least one; `token_ids` is their concatenation.
-    `logprobs` has one entry per emitted token of a row that asked. `failed_rows` maps a row of the plan to the message
-    of an error that concerns this row alone (NaN logits, say); its token is meaningless.
+    `logprobs` has one entry per emitted token of a row that asked. `failed_rows` maps a row of the plan to what is
+    wrong with this row alone; its token is meaningless.
     """
 
     token_ids: list[int]
     logprobs: dict[int, list[TokenLogprobs]] | None = None  # by plan row, only where asked for
-    failed_rows: dict[int, str] | None = None
+    failed_rows: dict[int, RowFailure] | None = None
     num_emitted: list[int] | None = None
     prompt_logprobs: dict[int, list[TokenLogprobs]] | None = (
         None  # by plan row: of the prompt tokens that follow its own

@@ -14,7 +14,7 @@ from inferengine.core.options import SchedulerOptions
 from inferengine.core.plan import TokenWrites
 from inferengine.core.pressure import Relief, choose_relief
 from inferengine.core.roster import Roster
-from inferengine.core.sequence import Sequence, Status
+from inferengine.core.sequence import PROMPT_LOGPROBS_COST, Sequence, Status
 from inferengine.core.speculation import DraftControl, Proposer
 from inferengine.core.step_draft import ScheduledStep, StepDraft
 from inferengine.core.stopping import Finished
@@ -53,6 +53,7 @@ class Planner:
         """The next step, or None when nothing can be computed now (idle, or all wait for tokens under way)."""
         draft = StepDraft(self.options.max_num_batched_tokens)
         stats = self.roster.stats
+        claimant = self._settle_claim(now) if self.roster.tenants is not None else None
         preempted_before = stats.num_preemptions
         guesses = self._propose() if self.proposer is not None else {}
         prefilling = self._plan_decodes(draft, guesses, now)
@@ -62,7 +63,12 @@ class Planner:
                 draft.add_verification(sequence, tokens)
         if self.chunks is not None:
             draft.budget = self.chunks.limit(draft.num_decodes, draft.budget)
+        reserved = 0
+        if claimant is not None and self.options.chunked_prefill:
+            reserved = min(claimant.num_pending * claimant.token_cost, draft.budget // 2)
+        draft.budget -= reserved
         self._plan_chunks(draft, prefilling, now)
+        draft.budget += reserved
         if stats.num_preemptions == preempted_before:
             self._admit(draft, now)
         if not draft.rows:
@@ -102,7 +108,9 @@ class Planner:
         num_decodes, num_guesses = plan.num_decodes + len(scheduled.drafts), sum(plan.num_drafts)
         num_prompt_tokens = plan.num_tokens - num_decodes - num_guesses
         if self.chunks is not None:
-            self.chunks.observe(num_decodes, num_prompt_tokens, duration_s)
+            wanted = zip(scheduled.rows[plan.num_decodes :], plan.counts[plan.num_decodes :], strict=True)
+            more = sum(count for row, count in wanted if row.request.params.prompt_logprobs is not None)
+            self.chunks.observe(num_decodes, num_prompt_tokens + (PROMPT_LOGPROBS_COST - 1) * more, duration_s)
         if self.proposer is None or num_prompt_tokens or not num_decodes:
             return
         if plan.step < self._quiet_until and plan.step % LOOK_EVERY and not num_guesses:
@@ -196,8 +204,13 @@ class Planner:
                 continue  # its last token is under way, or it gets more than one
             if budget == 0:
                 break
-            if total > sequence.capacity and not (allocate(sequence, total) or self._make_room(sequence, total, now)):
-                continue  # the sequence itself had to go
+            if total > sequence.capacity and not allocate(sequence, total):
+                if (victim := self._make_room(sequence, total, rows, now)) is not None:
+                    self._take_back(draft)
+                    self._give_way(victim, now)
+                    return self._plan_decodes(draft, guesses, now)
+                if sequence.status is not Status.RUNNING:
+                    continue  # the sequence itself had to go
             rows.append(sequence)
             starts.append(computed)
             sequence.num_computed = total
@@ -224,22 +237,44 @@ class Planner:
         return prefilling
 
     def _plan_chunks(self, draft: StepDraft, prefilling: list[Sequence], now: float) -> None:
-        """Go on with prompts that are partly computed, in order of admission."""
+        """Go on with prompts that are partly computed, in order of admission; tenants share what there is."""
+        grants = self._grants(draft, prefilling) if self.roster.tenants is not None else None
         for sequence in prefilling:
-            if draft.budget == 0:
+            if draft.budget <= 0:
                 return
             if sequence.status is not Status.RUNNING:
                 continue  # a victim of this very step
-            count = self._chunk(sequence.num_pending, draft)
+            count = self._chunk(sequence, sequence.num_pending, draft)
+            if grants is not None:
+                cost = sequence.token_cost
+                count = min(count, grants[sequence.request.tenant] // cost)
+                grants[sequence.request.tenant] -= count * cost
             if count and self._make_room_beside(draft, sequence, sequence.num_computed + count, now):
                 draft.add_chunk(sequence, count)
 
-    def _chunk(self, pending: int, draft: StepDraft) -> int:
+    def _grants(self, draft: StepDraft, prefilling: list[Sequence]) -> dict[str, int] | None:
+        """How many prompt tokens each tenant may have computed: equal parts, and what one does not need is the others'.
+        None where that is all of the budget: there is one tenant, or prompts are not split."""
+        pending: dict[str, int] = {}
+        for sequence in prefilling:
+            tenant = sequence.request.tenant
+            pending[tenant] = pending.get(tenant, 0) + sequence.num_pending * sequence.token_cost
+        if len(pending) < 2 or not self.options.chunked_prefill:
+            return None
+        budget = draft.budget
+        grants: dict[str, int] = {}
+        for tenant in sorted(pending, key=pending.__getitem__):
+            grants[tenant] = min(pending[tenant], budget // (len(pending) - len(grants)))
+            budget -= grants[tenant]
+        return grants
+
+    def _chunk(self, sequence: Sequence, pending: int, draft: StepDraft) -> int:
         """How many of the pending tokens go into this step."""
         if not self.options.chunked_prefill:
             return pending if pending <= draft.budget or not draft.rows else 0  # too long for any budget: runs alone
+        budget = draft.budget if draft.budget <= 0 else max(1, draft.budget // sequence.token_cost)
         limit = self.options.prefill_chunk
-        return min(pending, draft.budget, limit) if limit else min(pending, draft.budget)
+        return min(pending, budget, limit) if limit else min(pending, budget)
 
     def _finish_plan(self, draft: StepDraft) -> ScheduledStep:
         samples, sampled = draft.advance()
@@ -309,7 +344,7 @@ class Planner:
         if hit is None:
             parent, hit = None, kv.lookup(sequence)
         num_known = sequence.num_prompt - 1 if parent is not None else hit.num_tokens
-        count = self._chunk(len(sequence.tokens) - num_known, draft)
+        count = self._chunk(sequence, len(sequence.tokens) - num_known, draft)
         reserved = self.capacity.max_model_len if self.options.contiguous else 0
         if count == 0 or not self._fits(hit, max(reserved, len(sequence.tokens))):
             return 0
@@ -323,7 +358,7 @@ class Planner:
 
     def _admit_swapped(self, sequence: Sequence, draft: StepDraft) -> int:
         """Bring back a sequence whose KV waits on the host. 0: not now."""
-        count = self._chunk(sequence.num_pending, draft)
+        count = self._chunk(sequence, sequence.num_pending, draft)
         if count == 0 or not self._fits_again(sequence, sequence.num_computed + count):
             return 0
         self.roster.start(sequence)
@@ -334,12 +369,35 @@ class Planner:
 
     def _fork_parent(self, sequence: Sequence) -> Sequence | None:
         """The running first choice whose prompt blocks can be shared, for a choice that has not begun."""
-        if sequence.request.fork_of is None or sequence.num_output:
+        if sequence.leader is None or sequence.num_output:
             return None
-        parent = self.roster.sequences.get(sequence.request.fork_of)
+        parent = self.roster.sequences.get(sequence.leader)
         if parent is None or parent.status is not Status.RUNNING or parent.num_computed < sequence.num_prompt:
             return None
         return parent
+
+    # -- a tenant's own ----------------------------------------------------------------------------------------------
+
+    def _settle_claim(self, now: float) -> Sequence | None:
+        """A tenant with nothing running, or much less than its share, does not wait for others to end: the tenant with
+        the most running gives it a slot, and blocks as far as they are its share. Returns the sequence that is admitted
+        for it in this step."""
+        roster, kv = self.roster, self.roster.kv
+        tenants = roster.tenants
+        claimant = None if tenants is None else tenants.claimant(now, roster.num_slots)
+        if tenants is None or claimant is None or claimant.num_inflight or roster.waiting.is_trying:
+            return None
+        num_tokens = self.capacity.max_model_len if self.options.contiguous else len(claimant.tokens)
+        share = tenants.share()
+        may_take_blocks = all(kv.blocks_needed(g, num_tokens) <= g.num_blocks * share for g in kv.groups)
+        while not roster.free_slots or not self._fits(kv.lookup(claimant), num_tokens):
+            victim = tenants.victim(roster.running)
+            may_give_way = tenants.may_give_way(victim, claimant, roster.num_slots)
+            if not may_give_way or (roster.free_slots and not may_take_blocks):
+                return None
+            relief = choose_relief(self.options.pressure, victim, kv.swap, self.capacity)
+            roster.wait_again(victim, swap=relief is Relief.SWAP)
+        return claimant
 
     # -- room --------------------------------------------------------------------------------------------------------
 
@@ -367,21 +425,43 @@ class Planner:
                 return False
         return True
 
-    def _make_room(self, sequence: Sequence, num_tokens: int, now: float) -> bool:
-        """Allocate for a decode; the sequence admitted last gives way until it fits. False: that was the sequence."""
+    def _make_room(self, sequence: Sequence, num_tokens: int, rows: list[Sequence], now: float) -> Sequence | None:
+        """Allocate for a decode; the sequence admitted last gives way until it fits, or until it is the sequence
+        itself. Returns one that should give way and has a row already."""
         while not self.roster.kv.allocate(sequence, num_tokens):
             self.roster.stats.num_pressure_events += 1
-            victim = self.roster.running[-1]
+            running, tenants = self.roster.running, self.roster.tenants
+            victim = running[-1]
+            if tenants is not None and tenants.share() < 1.0:
+                victim = tenants.victim(running)
+                if victim in rows:
+                    return victim
             self._give_way(victim, now)
             if victim is sequence:
-                return False
-        return True
+                return None
+        return None
+
+    def _take_back(self, draft: StepDraft) -> None:
+        """Plan the decodes anew. What was allocated for them they will need."""
+        for sequence, start in zip(draft.rows, draft.starts, strict=True):
+            sequence.num_computed = start
+            sequence.num_inflight -= 1
+        draft.rows.clear()
+        draft.starts.clear()
+
+    def _victim_beside(self, draft: StepDraft) -> Sequence:
+        """Who gives way for a row beside those that are planned, of others if there are any."""
+        running, tenants = self.roster.running, self.roster.tenants
+        if tenants is None or tenants.share() == 1.0:
+            return running[-1]
+        planned = set(draft.rows)
+        return tenants.victim([sequence for sequence in running if sequence not in planned] or running)
 
     def _make_room_beside(self, draft: StepDraft, sequence: Sequence, num_tokens: int, now: float) -> bool:
         """Allocate beside rows already planned, which never give way: their step is being built."""
         while not self.roster.kv.allocate(sequence, num_tokens):
             self.roster.stats.num_pressure_events += 1
-            victim = self.roster.running[-1]
+            victim = self._victim_beside(draft)
             if victim in draft.rows or (victim is sequence and draft.rows):
                 return False
             self._give_way(victim, now)

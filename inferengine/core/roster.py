@@ -7,11 +7,12 @@ from inferengine.core.forks import ForkRoom
 from inferengine.core.grammar import Grammar
 from inferengine.core.kv_manager import KVCacheManager
 from inferengine.core.options import SchedulerOptions
-from inferengine.core.queues import POLICIES, WaitingQueue
+from inferengine.core.queues import POLICIES
 from inferengine.core.request import Request
 from inferengine.core.sequence import Sequence, Status
 from inferengine.core.stats import SchedulerStats
 from inferengine.core.stopping import FinishDetail, Finished, terminal_row
+from inferengine.core.suspects import SuspectQueue
 
 
 class Roster:
@@ -32,7 +33,8 @@ class Roster:
         self.free_slots = list(range(self.num_slots - 1, -1, -1))
         self.sequences: dict[int, Sequence] = {}
         self.running: list[Sequence] = []
-        self.waiting: WaitingQueue = POLICIES[options.policy]()
+        self.waiting = SuspectQueue(POLICIES[options.policy]())
+        self.tenants = self.waiting.tenants
         self.forks = ForkRoom()
         self.compiling: dict[int, Sequence] = {}
         self.swapped_out: list[Sequence] = []  # since the last plan
@@ -65,6 +67,8 @@ class Roster:
     def start(self, sequence: Sequence) -> None:
         """Take the sequence that the waiting queue's `peek` returned into the running ones; it gets a slot."""
         self.waiting.pop()
+        if self.tenants is not None:
+            self.tenants.started(sequence)
         sequence.slot = self.free_slots.pop()
 
     @property
@@ -88,6 +92,8 @@ class Roster:
         sequence.num_preemptions += 1
         self.stats.num_preemptions += 1
         self.waiting.push_back(sequence)
+        if self.tenants is not None:
+            self.tenants.stopped(sequence)
 
     def finish(self, sequence: Sequence, reason: str, detail: FinishDetail, now: float) -> Finished:
         """End a sequence wherever it is. Everything it holds is free on return."""
@@ -97,6 +103,8 @@ class Roster:
             self.running.remove(sequence)
             self.kv.release(sequence)
             self._free_slot(sequence)
+            if self.tenants is not None:
+                self.tenants.stopped(sequence)
         elif status is Status.WAITING_GRAMMAR:
             del self.compiling[sequence.uid]
         elif was_held:
@@ -112,8 +120,16 @@ class Roster:
         return terminal_row(sequence, reason, detail, now)
 
     def release_forks(self, parent: Sequence) -> None:
-        """The prompt is computed, or will never be: the other choices may go."""
-        for sequence in self.forks.release(parent.uid):
+        """The prompt is computed: the other choices may go. Where its choice ended before, the next one computes the
+        prompt for the others: n choices never cost more than one prompt."""
+        released = self.forks.release(parent.uid)
+        if released and parent.first_token_s is None:
+            leader = released.pop(0)
+            leader.leader = None
+            for sequence in released:
+                self.forks.hold(leader.uid, sequence)
+            released = [leader]
+        for sequence in released:
             self.waiting.push(sequence)
 
     def forget_host_copy(self, sequence: Sequence) -> None:

@@ -18,14 +18,16 @@ from inferengine.core.kv_manager import KVCacheManager
 from inferengine.core.options import SchedulerOptions
 from inferengine.core.plan import StepResult, TokenLogprobs
 from inferengine.core.planning import Planner
-from inferengine.core.queues import WaitingQueue
 from inferengine.core.request import Request
 from inferengine.core.roster import Roster
 from inferengine.core.sequence import Sequence, Status
 from inferengine.core.speculation import Proposer
 from inferengine.core.stats import SchedulerSnapshot, SchedulerStats
 from inferengine.core.step_draft import ScheduledStep
-from inferengine.core.stopping import GRAMMAR_COMPLETE, FinishDetail, Finished, stop_reason
+from inferengine.core.stopping import GRAMMAR_COMPLETE, FinishDetail, Finished, RowFailure, refusal, stop_reason
+from inferengine.core.suspects import SuspectQueue
+from inferengine.core.token_rules import TokenRules, rules_of
+from inferengine.errors import InferEngineError, InvalidRequest
 
 __all__ = ["ScheduledStep", "Scheduler", "SchedulerOptions", "StepOutput"]
 
@@ -52,12 +54,13 @@ class Scheduler:
         self.options = options
         self._roster = Roster(capacity, options)
         self._prompt_logprobs: dict[int, list[TokenLogprobs]] = {}  # by uid, until the prompt is computed
+        self._starved: dict[int, int] = {}  # by uid: after so many guesses of this step no token is left
         self._planner = Planner(self._roster, capacity, options, proposer)
         self._max_running_to_force = options.max_running_to_force
         self.kv: KVCacheManager = self._roster.kv
 
     @property
-    def waiting(self) -> WaitingQueue:
+    def waiting(self) -> SuspectQueue:
         return self._roster.waiting
 
     @property
@@ -109,11 +112,14 @@ class Scheduler:
 
     def schedule(self, now: float) -> ScheduledStep | None:
         """Plan the next step, or None when nothing can be computed now (idle, or all wait for tokens under way)."""
+        if self._roster.waiting.is_trying:
+            for sequence in self._roster.waiting.go_on():
+                self._roster.wait_again(sequence)
         return self._planner.plan(now)
 
     def wants_results(self, last: ScheduledStep) -> bool:
         """Whether the steps under way should be committed before the next one is planned."""
-        return self._planner.wants_results(last)
+        return self._roster.waiting.is_trying or self._planner.wants_results(last)
 
     def take_rejected(self) -> list[Finished]:
         """Requests that `schedule` ended under pressure since the last call."""
@@ -126,6 +132,7 @@ class Scheduler:
         masks = bytearray(b"\xff") * (4 * words * len(scheduled.plan.masked))
         rows = memoryview(masks)
         failed: list[Finished] = []
+        starved: dict[int, int] = {}
         row = 0
         for plan_row, sequence in enumerate(scheduled.rows):
             grammar = sequence.grammar
@@ -140,12 +147,21 @@ class Scheduler:
                 for index, mask_row in enumerate(own):
                     if index and grammar.is_terminated():
                         continue  # after the last guess nothing can follow: this draw will be dropped
-                    grammar.fill_bitmask(rows[mask_row * 4 * words : (mask_row + 1) * 4 * words])
+                    mask = rows[mask_row * 4 * words : (mask_row + 1) * 4 * words]
+                    grammar.fill_bitmask(mask)
+                    if sequence.rules is not None and not self._leaves_some(sequence, mask, drafts[:index]):
+                        if not index:
+                            raise self._no_token(sequence, 0)
+                        starved[sequence.uid] = index
                     if index < len(drafts):
                         grammar.accept(drafts[index])
                 grammar.rollback(len(drafts))
+            except InferEngineError as error:
+                failed.append(self._finish(sequence, *refusal(error), now))
             except Exception as error:  # a grammar library may fail in any way; it concerns this request alone
-                failed.append(self._finish(sequence, "error", ("engine_error", f"The grammar failed: {error}"), now))
+                message = f"Following the grammar failed: {type(error).__name__}."
+                failed.append(self._finish(sequence, "error", ("engine_error", message), now))
+        self._starved = starved
         return masks, failed
 
     def commit(self, scheduled: ScheduledStep, result: StepResult, now: float) -> StepOutput:
@@ -155,11 +171,11 @@ class Scheduler:
         if result.prompt_logprobs:
             self._keep_prompt_logprobs(scheduled, result.prompt_logprobs)
         finished: list[Finished] = []
-        for row, message in (result.failed_rows or {}).items():
+        for row, failure in (result.failed_rows or {}).items():
             sequence = scheduled.rows[row]
             if sequence.status is not Status.FINISHED:
                 kv.forget(sequence, plan.starts[row])
-                finished.append(self._finish(sequence, "error", ("engine_error", message), now))
+                finished.append(self._finish(sequence, "error", self._cause(sequence, failure), now))
         if plan.pooled:
             finished += self._finish_pooled(scheduled, result, now)
         if plan.masked or scheduled.drafts:
@@ -183,9 +199,8 @@ class Scheduler:
             keep = [index for index, uid in enumerate(uids) if uid not in dropped]
             uids, token_ids = [uids[i] for i in keep], [token_ids[i] for i in keep]
             layout = self._planner.new_layout()
-        if self.waiting.wants_charges:
-            for sequence in scheduled.sampled:
-                self.waiting.charge(sequence, 1)
+        if (tenants := self.waiting.tenants) is not None:
+            tenants.charge_each(scheduled.sampled, scheduled.layout)
         return self._output(scheduled, result, uids, token_ids, layout, finished)
 
     def observe(self, scheduled: ScheduledStep, duration_s: float) -> None:
@@ -200,20 +215,25 @@ class Scheduler:
         now: float,
         code: str = "engine_error",
     ) -> list[Finished]:
-        """A step did not give a result: end the requests of `rows`, or of the whole step where no culprit is known.
-        The others have lost the step's work, so they start over from their known tokens.
+        """A step did not give a result: end the requests of `rows`. The others have lost the step's work, so they start
+        over from their known tokens. With `rows` None no culprit is known: then it is looked for, and everything that
+        runs starts over (core/suspects.py).
 
         A step writes into blocks of its own rows alone. Those of its blocks that are in the prefix cache are in
         `offered`: a decode's block is offered only when its step is committed. Whoever has adopted one since has a row
         in a later step, which fails with this one."""
         self.kv.withdraw(scheduled.offered)
-        culprits = set(range(len(scheduled.rows)) if rows is None else rows)
-        finished: list[Finished] = []
+        if rows is None:
+            blamed = self._accuse(scheduled)
+        else:
+            blamed = [sequence for row, sequence in enumerate(scheduled.rows) if row in rows]
+        finished = [
+            self._finish(sequence, "error", (code, message), now)
+            for sequence in dict.fromkeys(blamed)
+            if sequence.status is not Status.FINISHED
+        ]
         for row, sequence in enumerate(scheduled.rows):
             if sequence.status is Status.FINISHED:
-                continue
-            if row in culprits:
-                finished.append(self._finish(sequence, "error", (code, message), now))
                 continue
             if scheduled.plan.samples[row]:
                 sequence.num_inflight -= 1
@@ -223,6 +243,9 @@ class Scheduler:
                 self._roster.forget_host_copy(sequence)  # it lacks this step's KV
         for sequence in scheduled.swapped_out:
             self._roster.forget_host_copy(sequence)  # it may never have been made
+        if rows is None:
+            for sequence in self._roster.running[::-1]:  # they had no row in it, and are to have none in a try
+                self._roster.wait_again(sequence)
         self._planner.write_again(scheduled)
         return finished
 
@@ -260,6 +283,16 @@ class Scheduler:
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
+    def _accuse(self, scheduled: ScheduledStep) -> list[Sequence]:
+        """Of a failed step without a culprit: who is to be ended for it."""
+        plan, suspects = scheduled.plan, []
+        ends: list[int] = []
+        for row, sequence in enumerate(scheduled.rows):
+            if sequence.status is Status.RUNNING:  # who has given way meanwhile comes by itself
+                suspects.append(sequence)
+                ends.append(plan.starts[row] + (1 if row in scheduled.drafts else plan.counts[row]))
+        return self._roster.waiting.accuse(suspects, ends) if suspects else []
+
     def _commit_many(
         self, scheduled: ScheduledStep, result: StepResult, finished: list[Finished], now: float
     ) -> StepOutput:
@@ -267,7 +300,7 @@ class Scheduler:
         uids: list[int] = []
         token_ids: list[int] = []
         begin = 0
-        waiting = self.waiting
+        tenants = self.waiting.tenants
         draws = (row for row, samples in enumerate(scheduled.plan.samples) if samples)
         for index, row in enumerate(draws):
             sequence = scheduled.rows[row]
@@ -283,15 +316,18 @@ class Scheduler:
                     sequence.num_computed = (
                         scheduled.plan.starts[row] + count
                     )  # the rest was computed for wrong guesses
-            ended = self._append(sequence, new, now)
-            if ended is None and sequence.grammar is not None:
-                ended = self._follow_grammar(sequence, now)
+            try:
+                ended = self._append(sequence, new, now)
+                if ended is None and sequence.grammar is not None:
+                    ended = self._follow_grammar(sequence, now)
+            except InferEngineError as error:  # of a grammar, which a token has led to one of its limits
+                ended = refusal(error)
             num_fresh, sequence.num_fresh = sequence.num_fresh, 0
             if num_fresh:
                 uids += [sequence.uid] * num_fresh
                 token_ids += sequence.tokens[-num_fresh:]
-            if waiting.wants_charges:
-                waiting.charge(sequence, num_fresh)
+            if tenants is not None:
+                tenants.charge(sequence, num_fresh)
             if ended is not None:
                 finished.append(self._finish(sequence, *ended, now))
         return self._output(scheduled, result, uids, token_ids, self._planner.new_layout(), finished)
@@ -312,11 +348,39 @@ class Scheduler:
                 return "stop", GRAMMAR_COMPLETE
         return None
 
+    def _leaves_some(self, sequence: Sequence, mask: memoryview, drafts: list[int]) -> bool:
+        """Whether the request's other fields leave any of the tokens in a grammar's mask, after these guesses."""
+        rules = sequence.rules
+        if rules is None:
+            return True
+        output = [*sequence.tokens[max(sequence.num_prompt, len(sequence.tokens) - rules.num_before) :], *drafts]
+        return bool(rules.left(int.from_bytes(mask, "little"), sequence.num_output + len(drafts), output))
+
+    def _no_token(self, sequence: Sequence, num_drafts: int) -> InvalidRequest:
+        """Why the fields of a request leave no token after so many guesses."""
+        rules = sequence.rules or TokenRules(sequence.request.params, sequence.stop_ids)
+        has_grammar = sequence.grammar is not None
+        message = rules.nothing_left(sequence.num_output + num_drafts, has_grammar=has_grammar)
+        return InvalidRequest("grammar" if has_grammar else rules.fields[0], message)
+
+    def _cause(self, sequence: Sequence, failure: RowFailure) -> FinishDetail:
+        """Why the device gave no token for a request: the request itself, where its fields leave none."""
+        if sequence.uid in self._starved:
+            return refusal(self._no_token(sequence, self._starved[sequence.uid]))[1]
+        if sequence.grammar is None and (rules := rules_of(sequence.request.params, sequence.stop_ids)) is not None:
+            tokens = sequence.tokens
+            before = tokens[max(sequence.num_prompt, len(tokens) - rules.num_before) :]
+            if not rules.left((1 << self.capacity.vocab_size) - 1, sequence.num_output, before):
+                return refusal(self._no_token(sequence, 0))[1]
+        return failure.value
+
     def _follow_grammar(self, sequence: Sequence, now: float) -> tuple[str, FinishDetail] | None:
         """Append what the grammar forces, without asking the model."""
         grammar = sequence.grammar
         if grammar is None or sequence.request.params.logprobs is not None:
             return None  # every token of a request with log-probabilities goes through the model
+        if sequence.rules is not None:
+            return None  # what the grammar forces may be what another field forbids
         if 0 < self._max_running_to_force < len(self._roster.running):
             return None  # the mask leaves the draw one token: the same, without rows of several tokens
         forced = grammar.forced()

@@ -11,6 +11,10 @@ from enum import Enum
 
 from inferengine.core.grammar import Grammar
 from inferengine.core.request import Request
+from inferengine.core.token_rules import rules_of
+
+# In tokens: one whose logits are asked for, and with them a row of the vocabulary, may take as long as two others.
+PROMPT_LOGPROBS_COST = 2
 
 
 class Status(Enum):
@@ -37,6 +41,7 @@ class Sequence:
         "guessed_at",
         "host_tables",
         "is_draft_behind",
+        "leader",
         "max_total",
         "min_total",
         "next_event_at",
@@ -50,7 +55,9 @@ class Sequence:
         "num_inflight",
         "num_preemptions",
         "num_prompt",
+        "num_unexplained",
         "request",
+        "rules",
         "slot",
         "status",
         "stop_ids",
@@ -61,6 +68,7 @@ class Sequence:
     def __init__(self, request: Request, *, num_groups: int = 1) -> None:
         self.request = request
         self.uid = request.uid
+        self.leader = request.fork_of  # the choice that computes the prompt for this one; None: it does so itself
         self.tokens: list[int] = [*request.prompt_ids, *request.emitted_ids]
         self.num_prompt = request.num_prompt
         self.max_total = self.num_prompt + request.max_tokens
@@ -79,6 +87,7 @@ class Sequence:
         self.next_event_at = 0  # number of tokens below which a committed token needs no second look
         self.status = Status.WAITING
         self.grammar: Grammar | None = None  # compiled, at the end of `tokens`
+        self.rules = rules_of(request.params, self.stop_ids) if request.grammar is not None else None
         self.draft_rate: float | None = None  # share of guesses that proved right
         self.drafts_resume_at = 0  # number of tokens at which guessing is tried again
         self.guessed_at = 0  # number of tokens when it last had guesses
@@ -89,6 +98,7 @@ class Sequence:
         self.num_cached = 0  # prompt tokens found in the prefix cache when first admitted
         self.num_fresh = 0  # tokens appended by the commit under way
         self.num_preemptions = 0
+        self.num_unexplained = 0  # failed steps that it had a row in and that no single request was to blame for
         self.first_scheduled_s: float | None = None
         self.first_token_s: float | None = None
 
@@ -101,6 +111,12 @@ class Sequence:
     def num_pending(self) -> int:
         """Tokens not computed yet."""
         return len(self.tokens) + self.num_inflight - self.num_computed
+
+    @property
+    def token_cost(self) -> int:
+        """What a token of its next chunk takes from a step's budget."""
+        wanted = self.request.params.prompt_logprobs is not None
+        return PROMPT_LOGPROBS_COST if wanted and self.num_computed < self.num_prompt else 1
 
     @property
     def num_output(self) -> int:

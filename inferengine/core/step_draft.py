@@ -46,7 +46,7 @@ class StepDraft:
         self.rows.append(sequence)
         self.starts.append(sequence.num_computed)
         self.counts.append(count)
-        self.budget -= count
+        self.budget -= count * sequence.token_cost
 
     def add_verification(self, sequence: Sequence, drafts: list[int]) -> None:
         """A row that computes the pending token and guesses after it. Comes after the decodes."""

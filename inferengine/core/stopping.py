@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
+from enum import Enum
 from typing import NamedTuple
 
 from inferengine.core.sequence import Sequence
+from inferengine.errors import InferEngineError
 
-FinishDetail = int | str | tuple[str, str] | None  # a stop token id, or (error code, message); for EOS None
+# A stop token id; (error code, message) or, where a field of the request is the cause, (code, message, field); for EOS
+# None.
+FinishDetail = int | str | tuple[str, str] | tuple[str, str, str] | None
 GRAMMAR_COMPLETE = ""  # detail of a stop where the grammar is complete: the last token belongs to the output
+
+
+class RowFailure(Enum):
+    """Why a row of a step gave nothing though the step went through. The values are what its request ends with."""
+
+    NOT_A_NUMBER = ("engine_error", "The model's output for this request was not a number.")
+    NO_TOKEN_ALLOWED = (
+        "invalid_request",
+        "No token is allowed here: what the grammar, allowed_token_ids, bad_words and logit_bias leave has nothing in "
+        "common. Allow more.",
+    )
 
 
 class Finished(NamedTuple):
@@ -36,6 +51,12 @@ def stop_reason(sequence: Sequence, token_id: int) -> tuple[str, FinishDetail] |
     if length >= sequence.max_total:
         return "length", None
     return None
+
+
+def refusal(error: InferEngineError) -> tuple[str, FinishDetail]:
+    """How a request ends that cannot go on."""
+    detail = (error.code, error.message) if error.field is None else (error.code, error.message, error.field)
+    return "error", detail
 
 
 def terminal_row(sequence: Sequence, reason: str, detail: FinishDetail, now: float) -> Finished:

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-from inferengine.core.executor import Capacity, Executor, StepFuture, is_device_lost
+from inferengine.core.executor import Capacity, Executor, StepFuture, is_fatal
 from inferengine.core.grammar import Grammar
 from inferengine.core.request import Request
 from inferengine.core.roofline import Roofline
@@ -19,9 +19,12 @@ from inferengine.core.scheduler import ScheduledStep, Scheduler, SchedulerOption
 from inferengine.core.speculation import Proposer
 from inferengine.core.stopping import FinishDetail, Finished
 
+FEW_DEADLINES = 1024  # of requests that have ended, kept until they would have passed
+
 
 class StepFailed(RuntimeError):
-    """Raised by an executor that knows which rows of the plan are at fault. Any other exception blames every row."""
+    """Raised by an executor that knows which rows of the plan are at fault. After any other exception the culprit is
+    looked for: the rows are computed again, in ever smaller groups (core/suspects.py)."""
 
     def __init__(self, message: str, rows: list[int]) -> None:
         super().__init__(message)
@@ -46,6 +49,11 @@ class EngineCore:
         self.num_failed_steps = 0
         self.last_error: str | None = None
         self.roofline: Roofline | None = None  # where the executor knows what its device could do
+        # For a thread that watches: the oldest step that is not done, the one being launched, and the latest finished
+        # ones with their seconds, by whether they were of decodes alone.
+        self.under_way: ScheduledStep | None = None
+        self.launching: ScheduledStep | None = None
+        self.finished: dict[bool, tuple[ScheduledStep, float]] = {}
         self._clock = clock
         self._on_failure = on_failure
         self._in_flight: deque[tuple[ScheduledStep, StepFuture]] = deque()
@@ -61,6 +69,9 @@ class EngineCore:
         self.scheduler.add(request)
         if request.deadline_s is not None:
             heapq.heappush(self._deadlines, (request.deadline_s, request.uid))
+            if len(self._deadlines) > FEW_DEADLINES + 2 * len(self.scheduler.sequences):
+                self._deadlines = [item for item in self._deadlines if item[1] in self.scheduler.sequences]
+                heapq.heapify(self._deadlines)
 
     def grammar_ready(self, uid: int, grammar: Grammar) -> None:
         """The grammar that a request waits for is compiled: it may run now."""
@@ -98,6 +109,9 @@ class EngineCore:
             if not self._in_flight and (self._was_idle or self.executor.max_in_flight == 1):
                 self._busy_since = now  # else the device has waited: steps could have been launched behind each other
             self._was_idle = False
+            self.launching = scheduled
+            if not self._in_flight:
+                self.under_way = scheduled
             masks = self._begin_masks(scheduled) if scheduled.plan.masked else None
             try:
                 self._in_flight.append((scheduled, self.executor.execute(scheduled.plan)))
@@ -110,6 +124,7 @@ class EngineCore:
                     words, ended = masks()
                     self._in_flight[-1][1].provide_masks(words)
                     expired += ended
+                self.launching = None
                 if len(self._in_flight) < self.executor.max_in_flight:
                     return self._news(None, expired)
         if failed or not self._in_flight:
@@ -125,6 +140,8 @@ class EngineCore:
         except Exception as error:
             return self._news(None, expired + self._fail(scheduled, error))
         now = self._clock()
+        self.under_way = self._in_flight[0][0] if self._in_flight else None
+        self.finished[scheduled.plan.num_decodes == len(scheduled.rows)] = scheduled, now - self._busy_since
         self.scheduler.observe(scheduled, now - self._busy_since)
         if self.roofline is not None:
             self.roofline.observe(scheduled.plan, now - self._busy_since)
@@ -162,8 +179,8 @@ class EngineCore:
         return finished
 
     def _fail(self, scheduled: ScheduledStep, error: Exception) -> list[Finished]:
-        """End the culprits. Steps launched after the failed one stand on its tokens: they are discarded, and what they
-        computed for innocent requests is computed again."""
+        """End the culprits, or have them looked for. Steps launched after the failed one stand on its tokens: they are
+        discarded, and what they computed for innocent requests is computed again."""
         self.num_failed_steps += 1
         self.last_error = f"{type(error).__name__}: {error}"
         if self._on_failure is not None:
@@ -171,13 +188,17 @@ class EngineCore:
         now = self._clock()
         rows = error.rows if isinstance(error, StepFailed) else None
         code, message = "engine_error", "The engine failed while computing this request."
-        if is_device_lost(error):  # nothing is known against these requests: they may go on at another engine
+        if is_fatal(error):  # nothing is known against these requests: they may go on at another engine
+            rows = list(range(len(scheduled.rows)))
             code, message = "engine_restarted", "The engine's device failed."
         later = [step for step, _ in self._in_flight if step.plan.step > scheduled.plan.step]
         for step, future in list(self._in_flight):
             if step.plan.step > scheduled.plan.step:
+                self.under_way = step
                 self._settle(future)
         self._in_flight = deque(item for item in self._in_flight if item[0].plan.step < scheduled.plan.step)
+        self.launching = None
+        self.under_way = self._in_flight[0][0] if self._in_flight else None
         finished = self.scheduler.fail(scheduled, rows, message, now, code)
         for step in later:
             finished += self.scheduler.fail(step, [], message, now)

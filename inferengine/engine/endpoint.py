@@ -9,11 +9,12 @@ import os
 import socket as plain_socket
 import stat
 from collections.abc import Iterator
+from pathlib import Path
 
 import zmq
 from zmq.utils import z85
 
-from inferengine.config import Config, engine_address
+from inferengine.config import Config, engine_address, unsafe_folder
 from inferengine.errors import ConfigError
 from inferengine.wire import sockets
 from inferengine.wire.curve import answer, read_clients, read_pair
@@ -102,6 +103,8 @@ def _check(key: str, address: str, *, protected: bool) -> None:
             )
         if not os.path.isdir(os.path.dirname(path) or "."):
             raise ConfigError(key, "the folder of the socket does not exist: create it with mode 0750")
+        if complaint := unsafe_folder(Path(os.path.dirname(path) or ".")):
+            raise ConfigError(key, complaint)
         return
     if not address.startswith("tcp://"):
         raise ConfigError(key, "must begin with ipc:// or tcp://")

@@ -23,18 +23,19 @@ from inferengine.engine.model_card import ModelCard
 from inferengine.engine.outbox import Outbox
 from inferengine.engine.output_log import Log, Submission
 from inferengine.engine.peer import Peer
-from inferengine.engine.preparation import Preparation, Unprepared
+from inferengine.engine.preparation import TEXT_TIMEOUT_S, Preparation, Unprepared
 from inferengine.engine.resumption import GrammarReplay, Outputs, check_outputs, read_resume
 from inferengine.engine.seeds import choice_seed
 from inferengine.engine.submit_check import check_submit
 from inferengine.engine.telemetry import Telemetry
 from inferengine.engine.text_service import CONTEXT_TOKENS, TextService
 from inferengine.errors import InferEngineError, InvalidRequest, bounded
-from inferengine.params import MAX_PROMPT_LOGPROBS
+from inferengine.params import MAX_PROMPT_LOGPROBS, of_choice
 from inferengine.structure import GrammarSpec, grammar_from_list
 from inferengine.wire import codec
 from inferengine.wire.messages import DRAINING, READY, Accept, Attach, Cancel, Reject, Submit
 
+MAX_READERS = 64  # of one request: each step is sent to all of them
 CANCELLED = ("cancelled", "The request was cancelled.")
 RESUMED_SHARE = 2  # of the queue's limits that requests may take which an engine had accepted before
 ENDING_RETRY_S = 0.1  # for who comes back for a request that is being cancelled because he was lost
@@ -198,6 +199,10 @@ class Link:
         """Refuse what has waited too long."""
         self._preparation.tick(now)
 
+    def forgive(self, paused_s: float) -> None:
+        """The engine itself did not run for so long: nobody compiled or tokenized meanwhile."""
+        self._preparation.forgive(paused_s)
+
     # -- from message to request -------------------------------------------------------------------------------------
 
     def _require_ready(self) -> Engine:
@@ -230,8 +235,16 @@ class Link:
         self._admit(engine, submission, 1, deadline_s, now, resumed=outputs is not None)
         spec = None if message.grammar is None else grammar_from_list(message.grammar)
         give_up_s = now + self._config.limits.grammar_timeout_s
-        item = Unprepared(submission, message, deadline_s, [(peer, message)], prompt, spec, [], give_up_s, outputs)
-        self._preparation.begin(item, vocab_size=engine.vocab_size, eos_token_ids=sorted(self._eos))
+        text_by_s = now + TEXT_TIMEOUT_S
+        item = Unprepared(
+            submission, message, deadline_s, [(peer, message)], prompt, spec, [], give_up_s, text_by_s, outputs=outputs
+        )
+        self._preparation.begin(
+            item,
+            vocab_size=engine.vocab_size,
+            eos_token_ids=sorted(self._eos),
+            max_model_len=engine.limits.max_model_len,
+        )
 
     def _on_prepared(self, item: Unprepared, prompt: array[int]) -> None:
         """Tokenized and compiled: answer, and let it run."""
@@ -263,7 +276,7 @@ class Link:
         """Hand the choices to the loop. Raises InferEngineError; then nothing has happened."""
         params = submission.params
         if submission.pooling is None:
-            max_tokens = resolve_max_tokens(len(prompt), params.max_tokens, engine.limits)
+            max_tokens = resolve_max_tokens(len(prompt), params.max_tokens, engine.limits, min_tokens=params.min_tokens)
         else:
             check_prompt(len(prompt), engine.limits)
             max_tokens = 0
@@ -288,7 +301,7 @@ class Link:
             Request(
                 uid=first + choice,
                 prompt_ids=prompt,
-                params=params,
+                params=of_choice(params, choice),
                 max_tokens=max_tokens,
                 eos_token_ids=self._eos,
                 seed=choice_seed(seed, choice),
@@ -326,6 +339,8 @@ class Link:
     ) -> None:
         """`resumed`: an engine had accepted it before. All that it ran and all that waited for it may come at once."""
         requests, tokens = engine.loop.queued()
+        requests_ahead, tokens_ahead = engine.loop.queued(submission.tenant)
+        preparing = len(self._preparation)
         tenant_requests, limits = 0, engine.limits
         if resumed:
             limits = replace(
@@ -339,10 +354,11 @@ class Link:
         admit(
             num_prompt,
             submission.params.n,
-            queued_requests=requests + len(self._preparation),
+            queued_requests=requests + preparing,
             queued_tokens=tokens,
             tokens_per_s=engine.loop.prefill_tokens_per_s,
             limits=limits,
+            ahead=(requests_ahead + preparing, tokens_ahead),
             tenant_requests=tenant_requests,
             time_left_s=None if deadline_s is None else deadline_s - now,
         )
@@ -361,6 +377,9 @@ class Link:
             return
         try:
             self._check_streams(peer, message.stream, submission.params.n)
+            num_readers = max((len(log.subscriptions) for log in submission.logs), default=0)
+            if num_readers + (0 if waiting is None else len(waiting.readers)) >= MAX_READERS:
+                raise InferEngineError("overloaded", f"{MAX_READERS} read it already.", retry_after_s=1.0)
             if message.reply == "embedding" and submission.pooling is None:
                 raise InvalidRequest("reply", "that request generates: it gives no embedding")
             if message.reply in ("text", "both") and not self._texts.available:

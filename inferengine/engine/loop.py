@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple, Protocol
 
-from inferengine.core.executor import DeviceLost, is_device_lost
+from inferengine.core.executor import DeviceLost, is_fatal
 from inferengine.core.grammar import Grammar
 from inferengine.core.kv_events import KVEvent
 from inferengine.core.request import Request
@@ -90,13 +90,17 @@ class EngineLoop:
         *,
         post: Callable[[News], None],
         on_turn: Callable[[], None] = lambda: None,
+        on_busy: Callable[[bool], None] = lambda busy: None,
     ) -> None:
-        """`post` must not block; `on_turn` is called at each turn (the watchdog)."""
+        """`post` must not block; `on_turn` is called at each turn (the watchdog), `on_busy` when there is work after
+        there was none, and the other way round."""
         self._core = core
         self._lifecycle = lifecycle
         self._clock = lifecycle.clock
         self._post = post
         self._on_turn = on_turn
+        self._on_busy = on_busy
+        self._busy = False
         self._inbox: SimpleQueue[Command] = SimpleQueue()
         self._stopping = False
         self._fatal: BaseException | None = None
@@ -132,17 +136,20 @@ class EngineLoop:
         """Leave `run` at the next turn. What has not ended stays so."""
         self._inbox.put(Stop())
 
-    def queued(self) -> tuple[int, int]:
+    def queued(self, tenant: str | None = None) -> tuple[int, int]:
         """Requests and prompt tokens that wait, with those that the loop has not seen yet as far as no slot is free
-        for them."""
+        for them. With a tenant: those that are admitted before its next request."""
         scheduler = self._core.scheduler
         unseen = self._sent - self._taken
         unseen_tokens = self._sent_tokens - self._taken_tokens
         free = max(0, scheduler.options.max_num_seqs - len(scheduler.running) - len(scheduler.waiting))
         over = max(0, unseen - free)
         waiting = len(scheduler.waiting) + len(scheduler.forks)
-        tokens = scheduler.waiting.num_tokens + (unseen_tokens * over // unseen if unseen > 0 else 0)
-        return waiting + over, tokens
+        over_tokens = unseen_tokens * over // unseen if unseen > 0 else 0
+        tokens, tenants = scheduler.waiting.num_tokens, scheduler.waiting.tenants
+        if tenant is not None and tenants is not None:
+            waiting, tokens = tenants.ahead_of(tenant)
+        return waiting + over, tokens + over_tokens
 
     @property
     def most_running(self) -> int:
@@ -165,6 +172,12 @@ class EngineLoop:
     def last_error(self) -> str | None:
         return self._core.last_error
 
+    @property
+    def num_compilations(self) -> int:
+        """Kernels compiled since the executor was warm."""
+        compilations = getattr(self._core.executor, "compilations", None)
+        return 0 if compilations is None else int(compilations.count)
+
     # -- in the loop's thread ----------------------------------------------------------------------------------------
 
     def run(self) -> None:
@@ -177,7 +190,10 @@ class EngineLoop:
                 self._obey(command)
             if self._stopping:
                 return
-            if not core.has_work:
+            if core.has_work != self._busy:
+                self._busy = not self._busy
+                self._on_busy(self._busy)
+            if not self._busy:
                 self._wait()
                 continue
             self._step()
@@ -188,7 +204,7 @@ class EngineLoop:
         """A step failed: what EngineCore calls. Errors after which the device answers nothing any more are fatal."""
         logger.error("a step failed: %s: %s", type(error).__name__, error, exc_info=error)
         self._lifecycle.last_error = f"{type(error).__name__}: {error}"
-        if is_device_lost(error):
+        if is_fatal(error):
             self._fatal = error
 
     def _step(self) -> None:

@@ -10,11 +10,11 @@ peer is a constant, and sending is one conversion of the drawn tokens (`layout.p
 from __future__ import annotations
 
 import logging
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
 from inferengine.core.scheduler import StepOutput
 from inferengine.core.stopping import Finished
+from inferengine.engine.kept import Kept
 from inferengine.engine.layout import Group, Layout
 from inferengine.engine.outgoing import Outgoing
 from inferengine.engine.output_log import Log, MakeText, Submission, Subscription, TextLog
@@ -26,8 +26,7 @@ from inferengine.wire.messages import Done
 
 logger = logging.getLogger("inferengine.requests")
 
-MAX_KEPT_TOKENS = 8_000_000  # of finished logs, and as much of notes: 32 MB
-TOKEN_BYTES = 4
+MAX_KEPT_BYTES = 64 * 1024 * 1024  # of finished logs
 ENDED_ELSEWHERE = ("engine_restarted", "This choice ended at an engine before this one.")
 
 
@@ -58,8 +57,7 @@ class Outbox:
         self._targets: dict[int, Log] = {}  # where a uid's tokens go: its log, until a stop string has ended that
         self._layout = Layout(-1, [], 0.0)
         self._layout.stale = True
-        self._finished: deque[tuple[float, Submission, int]] = deque()
-        self._kept_tokens = 0
+        self._kept = Kept(MAX_KEPT_BYTES)
         self._step = 0
         self._writer = codec.StepWriter()
 
@@ -191,23 +189,20 @@ class Outbox:
                 break
         if not peer.send_step(step.frames(peer.window.seq + 1, self._step), now):
             return False
-        for subscription in step.subscriptions:
+        for subscription, end in zip(step.subscriptions, step.ends, strict=True):
             log = subscription.log
-            del peer.dirty[subscription.stream]
-            subscription.cursor = max(subscription.cursor, len(log.tokens))
+            subscription.cursor = max(subscription.cursor, end)  # a reader may hold more than a resumed log
             subscription.characters = 0 if log.text is None else len(log.text.text)
+            if end < len(log.tokens):
+                continue  # the rest comes in the next message
+            del peer.dirty[subscription.stream]
             if log.ended is not None:
                 self._close(subscription)
         return True
 
     def expire(self, now: float) -> None:
         """Forget what has ended long enough ago, or is too much to keep."""
-        while self._finished:
-            due_s, submission, num_tokens = self._finished[0]
-            if due_s > now and self._kept_tokens <= MAX_KEPT_TOKENS:
-                return
-            self._finished.popleft()
-            self._kept_tokens -= num_tokens
+        for submission in self._kept.expire(now):
             if self.submissions.get(submission.id) is submission:  # and no other that goes on under its id
                 del self.submissions[submission.id]
 
@@ -331,10 +326,8 @@ class Outbox:
                 self._on_end(log, row, ended)
         submission = log.submission
         if submission.ended:
-            num_bytes = len(submission.note) + sum(len(each.embedding or b"") for each in submission.logs)
-            num_tokens = sum(len(each.tokens) for each in submission.logs) + num_bytes // TOKEN_BYTES
-            self._kept_tokens += num_tokens
-            self._finished.append((now + self._resume_ttl_s, submission, num_tokens))
+            submission.forget_draws()
+            self._kept.add(submission, now + self._resume_ttl_s)
         return log
 
     def _close(self, subscription: Subscription) -> None:

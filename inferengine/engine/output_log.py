@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from inferengine.core.plan import TokenLogprobs
@@ -14,6 +15,8 @@ from inferengine.params import SamplingParams
 from inferengine.text import TextStream
 from inferengine.wire.messages import Done
 
+SUBMISSION_BYTES = 4096  # with its parameters and the records of its choices
+ROW_BYTES, ALTERNATIVE_BYTES = 256, 72  # of log-probabilities at one position, and of each alternative there
 UNKNOWN = TokenLogprobs(0.0, 0, [], [])  # in the place of what an engine before this one told; never sent
 
 MakeText = Callable[["Submission", bool], TextStream]  # of a submission; whether stop strings are to be looked for
@@ -73,6 +76,15 @@ class Submission:
     @property
     def ended(self) -> bool:
         return self.accepted and all(log.ended is not None for log in self.logs)
+
+    @property
+    def num_bytes(self) -> int:
+        """About how much memory it takes, once it has ended."""
+        return SUBMISSION_BYTES + len(self.note) + sum(log.num_bytes for log in self.logs)
+
+    def forget_draws(self) -> None:
+        """It has ended: what says how its tokens are drawn, lists as long as the vocabulary among it, is of no use."""
+        self.params = replace(self.params, allowed_token_ids=(), logit_bias=(), bad_words_ids=(), stop_token_ids=())
 
     @property
     def num_subscriptions(self) -> int:
@@ -154,6 +166,15 @@ class Log:
         """A stop string was found: whatever the core still draws is not part of the output."""
         return self.text is not None and self.text.stopped_by is not None
 
+    @property
+    def num_bytes(self) -> int:
+        """About how much memory it takes."""
+        size = 4 * len(self.tokens) + len(self.embedding or b"") + (0 if self.text is None else 4 * len(self.text.text))
+        for rows in (self.logprobs, self.prompt_logprobs):
+            if rows:
+                size += len(rows) * (ROW_BYTES + ALTERNATIVE_BYTES * len(rows[-1].top_ids))
+        return size
+
     def sink(self) -> Log:
         """A log that nobody reads, in this one's place."""
         sink = Log(self.uid, self.submission, self.choice, self.arrival_s)
@@ -170,7 +191,9 @@ class Log:
         """The core's terminal event becomes the log's; a stop string found on the way is the true reason."""
         text = self.text
         reason, num_tokens = row.reason, row.num_output
-        detail: Any = [row.detail[0], bounded(row.detail[1])] if isinstance(row.detail, tuple) else row.detail
+        detail: Any = row.detail
+        if isinstance(row.detail, tuple):
+            detail = [row.detail[0], bounded(row.detail[1]), *row.detail[2:]]
         if text is not None and text.stopped_by is not None:
             reason, detail, num_tokens = "stop", text.stopped_by, text.stopped_at
             self.cut(num_tokens)

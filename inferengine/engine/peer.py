@@ -39,6 +39,7 @@ class Peer:
         "heard_s",
         "name",
         "overflowed",
+        "probed_s",
         "role",
         "routing_id",
         "stalled",
@@ -61,6 +62,7 @@ class Peer:
         self.dirty: dict[int, Any] = {}  # those of them with news that have not been sent
         self.stalled = False
         self.heard_s = now
+        self.probed_s = now  # when it was last asked whether its connection stands
         self.gone_since_s: float | None = None
         self._send = send
 
@@ -118,6 +120,14 @@ class Peer:
         """The peer was heard of."""
         self.heard_s = now
         self.gone_since_s = None
+
+    def forgive(self, seconds: float, now: float) -> None:
+        """The engine itself did not run for so long: that is nobody's silence."""
+        self.heard_s = min(now, self.heard_s + seconds)
+        if self.gone_since_s is not None:
+            self.gone_since_s = min(now, self.gone_since_s + seconds)
+        if self.window.full_since_s is not None:
+            self.window.full_since_s = min(now, self.window.full_since_s + seconds)
 
     def _put(self, frames: Frames, now: float) -> Sent:
         if self.gone_since_s is not None:

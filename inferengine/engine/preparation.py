@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 from inferengine.core.grammar import Grammar
 from inferengine.engine.grammar_service import GrammarService
@@ -20,6 +21,12 @@ from inferengine.engine.text_service import TextService
 from inferengine.errors import InferEngineError, InvalidRequest
 from inferengine.structure import GrammarSpec
 from inferengine.wire.messages import Attach, Submit
+
+if TYPE_CHECKING:
+    from inferengine.structured.compiler import Ticket
+
+TEXT_TIMEOUT_S = 30.0  # longest that a request waits for its prompt to be tokenized
+RETRY_AFTER_S = 5.0
 
 
 @dataclass(eq=False)
@@ -34,6 +41,8 @@ class Unprepared:
     spec: GrammarSpec | None
     grammars: list[Grammar]  # empty: none asked for, or being compiled
     give_up_s: float  # when the grammar has taken too long
+    text_by_s: float  # when the text has
+    ticket: Ticket | None = None  # for what the grammar's compiler does
     outputs: Outputs | None = None  # what an engine before this one gave, by choice
 
     @property
@@ -81,24 +90,35 @@ class Preparation:
         """The submission of this id, if it waits."""
         return self._items.get(id)
 
-    def begin(self, item: Unprepared, *, vocab_size: int, eos_token_ids: list[int]) -> None:
+    def begin(self, item: Unprepared, *, vocab_size: int, eos_token_ids: list[int], max_model_len: int) -> None:
         """Have the text tokenized and the grammar compiled. Raises InferEngineError where that cannot begin."""
         message, submission = item.message, item.submission
         self._items[submission.id] = item
         try:
             if item.spec is not None:
-                outputs = item.outputs
-                count = submission.params.n if outputs is None else sum(part is not None for part in outputs)
-                self._grammars.compile(item.spec, count, vocab_size, eos_token_ids, partial(self._compiled, item))
+                outputs, params = item.outputs, submission.params
+                if outputs is not None:
+                    params = replace(params, n=sum(part is not None for part in outputs))
+                item.ticket = self._grammars.compile(
+                    item.spec,
+                    params,
+                    vocab_size,
+                    eos_token_ids,
+                    partial(self._compiled, item),
+                    tenant=submission.tenant,
+                )
             if item.prompt is None:
-                self._texts.tokenize(message.text, message.messages, partial(self._tokenized, item))
+                self._texts.tokenize(message.text, message.messages, max_model_len, partial(self._tokenized, item))
         except InferEngineError:
             self.forget(item)
             raise
 
     def forget(self, item: Unprepared) -> None:
-        """Whatever is done for it meanwhile is for nobody."""
+        """Whatever is done for it meanwhile is for nobody: compiling its grammar ends."""
         self._items.pop(item.submission.id, None)
+        if item.ticket is not None:
+            self._grammars.cancel(item.ticket)
+            item.ticket = None  # it leads back to the item: grammars would wait for the garbage collector
 
     def give_up(self, item: Unprepared, error: InferEngineError) -> None:
         """Refuse it."""
@@ -106,11 +126,29 @@ class Preparation:
         self._refuse(item, error)
 
     def tick(self, now: float) -> None:
-        """Refuse what waits for a grammar that takes too long."""
+        """Refuse what waits too long: for its grammar, for its text, or beyond its own deadline."""
         for item in self:
-            if item.spec is not None and not item.grammars and now > item.give_up_s:
-                message = f"could not be compiled in {self._grammar_timeout_s:g} s: simplify it"
-                self.give_up(item, InvalidRequest("grammar", message))
+            if item.deadline_s is not None and now >= item.deadline_s:
+                self.give_up(item, InferEngineError("deadline_exceeded", "The request's deadline passed."))
+            elif item.prompt is None and now > item.text_by_s:
+                message = f"The prompt could not be tokenized in {TEXT_TIMEOUT_S:g} s."
+                self.give_up(item, InferEngineError("overloaded", message, retry_after_s=RETRY_AFTER_S))
+            elif item.ticket is not None and not item.grammars:
+                if self._grammars.is_starting:
+                    item.give_up_s = now + self._grammar_timeout_s
+                elif now > item.give_up_s:
+                    self.give_up(item, self._too_late(item.ticket))
+
+    def _too_late(self, ticket: Ticket) -> InferEngineError:
+        if self._grammars.is_slow(ticket):
+            return InvalidRequest("grammar", f"could not be compiled in {self._grammar_timeout_s:g} s: simplify it")
+        message = f"The grammars of others took {self._grammar_timeout_s:g} s: this one was not compiled yet."
+        return InferEngineError("overloaded", message, field="grammar", retry_after_s=self._grammar_timeout_s)
+
+    def forgive(self, paused_s: float) -> None:
+        """This process did not run for so long, and so nothing was compiled."""
+        for item in self:
+            item.give_up_s += paused_s
 
     def _tokenized(self, item: Unprepared, result: list[int] | InferEngineError) -> None:
         if isinstance(result, list):

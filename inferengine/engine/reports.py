@@ -42,6 +42,7 @@ class Reports:
             "uptime_s": round(lifecycle.clock() - lifecycle.started_s, 3),
             "peers": num_peers,
             "active_requests": outbox.num_open,
+            "stalled_steps": lifecycle.num_stalled_steps,
         }
         if engine is None:
             return values
@@ -91,6 +92,7 @@ class Reports:
             "decode_steps": stats.num_steps,
             "scheduled_tokens": stats.num_scheduled_tokens,
             "embeddings": stats.num_embeddings,
+            "compilations": loop.num_compilations,
             "average_batch_size": stats.num_scheduled_rows / stats.num_steps if stats.num_steps else 0.0,
             "max_batch_observed": stats.max_batch,
             "last_error": self._lifecycle.last_error or loop.last_error,

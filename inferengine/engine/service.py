@@ -1,7 +1,8 @@
-"""EngineService: the engine process without its signals. Three threads and what passes between them.
+"""EngineService: the engine process without its signals. Four threads and what passes between them.
 
     I/O thread    sockets, switchboard, link, outbox: answers at once, whatever the loop does
     loop thread   loads the model, then turns: commands in, steps, news out
+    step watch    looks at the step under way while there is one, and finds the one that does not end
     main thread   states: STARTING -> READY -> DRAINING -> STOPPING, frozen loops, the exit code
 
 Sockets answer from the first moment, with state STARTING and the loading progress.
@@ -15,10 +16,11 @@ import secrets
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from inferengine import output
 from inferengine.config import Config
 from inferengine.core.executor import AdapterStore, Capacity, Executor
 from inferengine.core.roofline import Roofline
@@ -26,7 +28,7 @@ from inferengine.core.scheduler import StepOutput
 from inferengine.core.stopping import Finished
 from inferengine.engine.adapters import Adapters
 from inferengine.engine.core import EngineCore
-from inferengine.engine.ending import CHECK_S, Ending
+from inferengine.engine.ending import CHECK_S, Ending, all_tracebacks
 from inferengine.engine.endpoint import Endpoint
 from inferengine.engine.grammar_service import GrammarService
 from inferengine.engine.kv_publisher import KVPublisher
@@ -42,10 +44,12 @@ from inferengine.engine.profiling import MakeRecorder, Profiling
 from inferengine.engine.reports import Reports
 from inferengine.engine.resumption import GrammarReplay
 from inferengine.engine.spans import record_choice
-from inferengine.engine.switchboard import Switchboard
+from inferengine.engine.stall_record import StallRecord, Stalls, record_path
+from inferengine.engine.step_watch import Stall, StepWatch, stall_rule
+from inferengine.engine.switchboard import TICK_S, Switchboard
 from inferengine.engine.telemetry import Telemetry
 from inferengine.engine.text_service import TextService
-from inferengine.engine.wire_thread import RETRY_S, TICK_S, WireThread
+from inferengine.engine.wire_thread import RETRY_S, WireThread
 from inferengine.errors import ExitCode, InferEngineError
 from inferengine.spec.proposers import build_proposer, guess_method
 from inferengine.tracing import Tracing, make_tracing
@@ -58,6 +62,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 DELIVERY_S = 2.0  # for the last messages to reach their readers
+FAILED_STOP_S = 2.0  # for the I/O thread to end in an engine that failed
 NEWS_BEHIND = 32  # steps that the I/O thread may be behind before the loop waits for it
 SWITCH_INTERVAL_S = 0.001  # the I/O thread must not wait long for a loop that computes in Python
 
@@ -85,6 +90,11 @@ class EngineService:
         self.config = config
         self.core: EngineCore | None = None  # once loaded; belongs to the loop's thread
         self.lifecycle = Lifecycle(engine=config.engine.name, epoch=secrets.token_bytes(EPOCH_BYTES), clock=clock)
+        self._stall_record = StallRecord(record_path(config))
+        stalls = self._stall_record.read()
+        self.lifecycle.num_stalled_steps, self.lifecycle.last_error = stalls.number, stalls.last or None
+        self._stall: Stall | None = None
+        self._step_watch: StepWatch | None = None
         self.telemetry = Telemetry()
         self._card = card
         self._build = build
@@ -100,7 +110,7 @@ class EngineService:
         self._wire = WireThread(self._endpoint, self.lifecycle)
         self._wire.on_crash = self._on_wire_crash
         self._texts = TextService(card.files, self._wire.call)
-        self._grammars = GrammarService(card.files, self._wire.call)
+        self._grammars = GrammarService(card.files, self._wire.call, config.limits)
         self._replay = GrammarReplay(self._wire.call)
         self.outbox = Outbox(
             telemetry=self.telemetry,
@@ -159,6 +169,15 @@ class EngineService:
         self._loop_thread.start()
         self._main_thread.start()
 
+    @property
+    def on_failure(self) -> Callable[[], None]:
+        """Called once, when the engine cannot go on and is about to end what it has."""
+        return self._ending.on_failure
+
+    @on_failure.setter
+    def on_failure(self, function: Callable[[], None]) -> None:
+        self._ending.on_failure = function
+
     def drain(self) -> None:
         """Finish what runs, reject what comes, then end with exit code 0. Any number of times."""
         self._ending.drain()
@@ -210,7 +229,17 @@ class EngineService:
             proposer=build_proposer(self.config, capacity),
             on_failure=lambda error: loop.observe_failure(error),
         )
-        loop = EngineLoop(core, self.lifecycle, post=self._post, on_turn=self._watchdog.feed)
+        core.roofline = _roofline_of(executor)
+        self._step_watch = watch = self._make_step_watch(core, executor)
+        loop = EngineLoop(
+            core,
+            self.lifecycle,
+            post=self._post,
+            on_turn=self._watchdog.feed,
+            on_busy=(lambda busy: None) if watch is None else watch.busy,
+        )
+        if watch is not None:
+            watch.is_recorded = lambda: loop.watcher is not None
         limits = admission_limits(self.config, capacity)
         self._texts.wait()
         self._grammars.wait()
@@ -226,7 +255,6 @@ class EngineService:
             embedding_size=capacity.embedding_size,
             pooling=self.config.model.pooling if capacity.embedding_size else "",
         )
-        core.roofline = _roofline_of(executor)
         self.lifecycle.mark("measuring the device")
         self.core = core
         self._engine = engine = Engine(
@@ -236,6 +264,17 @@ class EngineService:
         make: MakeRecorder | None = getattr(executor, "recorder", None)
         self._wire.call(lambda: self._on_loaded(info, engine, store, make))
         return loop
+
+    def _make_step_watch(self, core: EngineCore, executor: Executor) -> StepWatch | None:
+        """In the loop's thread, which it is to watch."""
+        config = self.config.engine
+        device = str(getattr(getattr(executor, "device", None), "type", "cpu"))
+        rule = stall_rule(config.stall_factor, config.stall_min_s, device)
+        if rule is None:
+            return None
+        watch = StepWatch(core, rule, clock=self.lifecycle.clock, on_alive=self._on_step_alive, on_stall=self._on_stall)
+        threading.Thread(target=watch.run, name="inferengine-steps", daemon=True).start()
+        return watch
 
     def _post(self, news: News) -> None:
         self._wire.call(lambda: self._publish(news))
@@ -249,6 +288,21 @@ class EngineService:
         else:
             logger.critical("the engine %s", "cannot load the model" if loading else "loop failed", exc_info=error)
         self._ending.fail(self._exit_code_of(error) if loading else ExitCode.CRASH, error)
+
+    # -- the step watch's thread -------------------------------------------------------------------------------------
+
+    def _on_step_alive(self, now: float) -> None:
+        self.lifecycle.step_seen_s = now
+        self._watchdog.feed()
+
+    def _on_stall(self, stall: Stall) -> None:
+        """The end first: writing to a log may block."""
+        self._stall = stall
+        self.lifecycle.num_stalled_steps += 1
+        self._ending.fail(ExitCode.STALLED, StepStalled(stall.summary))
+        self._stall_record.write(Stalls(self.lifecycle.num_stalled_steps, str(self.lifecycle.last_error)))
+        logger.critical("a step stalled, the engine ends: %s", stall.summary, extra={"fields": stall.fields})
+        logger.critical("where its threads are:\n%s", all_tracebacks())
 
     # -- the I/O thread ----------------------------------------------------------------------------------------------
 
@@ -284,6 +338,7 @@ class EngineService:
             self._kv_publisher.publish(news.kv_events)
 
     def _tick(self, now: float) -> float:
+        output.retry()
         self.switchboard.tell_state(now)
         self.switchboard.tick(now)
         self._adapters.tick()
@@ -302,8 +357,11 @@ class EngineService:
     def _stats(self) -> dict[str, Any]:
         return self._reports.stats(self._engine, len(self.switchboard.peers))
 
-    def _end_everything(self, reason: str, code: str, message: str) -> None:
-        """Terminal rows for all that is open, without the loop's help."""
+    def _end_everything(
+        self, reason: str, code: str, message: str, suspects: Collection[int] = (), suspicion: str = ""
+    ) -> None:
+        """Terminal rows for all that is open, without the loop's help. `suspects` end with `engine_stalled`: who sends
+        one of them again must know that it may be the cause."""
         self._over = True
         now = self.lifecycle.clock()
         self.link.refuse_waiting(InferEngineError(code, message))
@@ -311,7 +369,7 @@ class EngineService:
             Finished(
                 uid=log.uid,
                 reason=reason,
-                detail=(code, message),
+                detail=("engine_stalled", suspicion) if log.uid in suspects else (code, message),
                 num_prompt=log.submission.num_prompt,
                 num_cached=0,
                 num_output=len(log.tokens),
@@ -365,28 +423,59 @@ class EngineService:
         if self._engine is not None and not failed:
             self._engine.loop.stop()
             self._loop_thread.join(DELIVERY_S)
-        code, message = "draining", "The engine is shutting down."
-        if failed:
-            code, message = "engine_restarted", "The engine failed."
-        if failed and self._ending.exit_code == ExitCode.FROZEN:
-            code, message = "engine_stalled", "The engine stalled."
-        self._wire.call(lambda: self._end_everything("error" if failed else "abort", code, message))
+        last_words = self._last_words(failed)
+        self._wire.call(lambda: self._end_everything(*last_words))
         deadline_s = self.lifecycle.clock() + DELIVERY_S
         while self.lifecycle.clock() < deadline_s and not self._is_drained():
             time.sleep(CHECK_S)
-        self._wire.call(lambda: self.switchboard.goodbye(message, self.lifecycle.clock()))
+        self._wire.call(lambda: self.switchboard.goodbye(last_words.message, self.lifecycle.clock()))
         if self._metrics is not None:
             self._metrics.close()
+        if self._step_watch is not None:
+            self._step_watch.close()
         self._texts.close()
         self._grammars.close()
         self._replay.close()
-        self._wire.stop()
-        self._notifier.close()
+        if failed:
+            self._wire.stop(FAILED_STOP_S)
+        else:
+            self._wire.stop()
+            self._stall_record.clear()
         if self._tracing is not None:
             self._tracing.close()
+        if self._ending.exit_code in (ExitCode.STALLED, ExitCode.FROZEN):
+            self._notifier.send("WATCHDOG=trigger")  # whoever supervises kills what cannot leave
+        self._notifier.close()
+
+    def _last_words(self, failed: bool) -> _LastWords:
+        """How what is open ends."""
+        if not failed:
+            return _LastWords("abort", "draining", "The engine is shutting down.")
+        code, message = "engine_restarted", "The engine restarts because a step of other requests did not end."
+        match self._ending.exit_code:
+            case ExitCode.STALLED if self._stall is not None:
+                suspicion = "A step that computed this request did not end; the engine restarts."
+                return _LastWords("error", code, message, self._stall.uids, suspicion)
+            case ExitCode.FROZEN:  # nobody knows what it hangs on, so all of them may be the cause
+                return _LastWords("error", "engine_stalled", "The engine stopped working and restarts.")
+        return _LastWords("error", "engine_restarted", "The engine failed.")
 
     def _on_wire_crash(self, error: BaseException) -> None:
         self._ending.fail(ExitCode.CRASH, error)
+
+
+class StepStalled(RuntimeError):
+    """A step took far longer than such steps take."""
+
+
+class _LastWords(NamedTuple):
+    """What everything that is open ends with, and, for `suspects`, the message beside `engine_stalled`."""
+
+    reason: str
+    code: str
+    message: str
+    suspects: Collection[int] = ()
+    suspicion: str = ""
 
 
 def _roofline_of(executor: Executor) -> Roofline | None:

@@ -44,7 +44,7 @@ def record_choice(tracing: Tracing, model: str, log: Log, row: Finished, ended: 
     if row.first_token_s is not None:
         span.event("first token", start_ns + _ns(row.first_token_s))
     if ended.reason == "error":
-        code, message = ended.detail if isinstance(ended.detail, list) else ("engine_error", "")
+        code, message = ended.detail[:2] if isinstance(ended.detail, list) else ("engine_error", "")
         span.set("error.type", code)
         span.fail(message)
     span.end(end_ns)

@@ -6,6 +6,7 @@ Front ends check as well, for a better place to point at; a direct producer skip
 from __future__ import annotations
 
 from inferengine.config import LimitsConfig
+from inferengine.engine.text_service import num_characters
 from inferengine.errors import InvalidRequest
 from inferengine.params import POOLINGS, SamplingParams, from_map, validate
 from inferengine.structure import grammar_from_list, validate_grammar
@@ -31,7 +32,7 @@ def check_submit(
     if message.messages is not None and not message.messages:
         raise InvalidRequest("messages", "must not be empty")
     most = limits.max_text_characters
-    if len(message.text or "") > most or _characters(message.messages) > most:
+    if num_characters(message.text, message.messages) > most:
         raise InvalidRequest("prompt", f"must have at most {most} characters", code="request_too_large")
     return params
 
@@ -48,7 +49,3 @@ def _check_embedding(message: Submit, params: SamplingParams, has_embeddings: bo
         raise InvalidRequest("grammar", "an embedding has no output that could match it: leave it out")
     if params != SamplingParams():
         raise InvalidRequest("params", "an embedding draws no tokens: leave them out")
-
-
-def _characters(messages: list[dict[str, object]] | None) -> int:
-    return sum(len(str(message.get("content") or "")) for message in messages or ())

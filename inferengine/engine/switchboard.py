@@ -17,6 +17,7 @@ from inferengine.engine.output_log import Submission
 from inferengine.engine.peer import Peer, Send
 from inferengine.engine.telemetry import Telemetry
 from inferengine.errors import InferEngineError, InvalidRequest
+from inferengine.pauses import missed_s
 from inferengine.wire import codec
 from inferengine.wire.messages import (
     EMBEDDINGS,
@@ -44,6 +45,7 @@ logger = logging.getLogger(__name__)
 
 FEATURES = ("text", "messages", "resume", "attach", "logprobs", EMBEDDINGS, RESUME_OUTPUT)
 LEASE_INTERVALS = 3
+TICK_S = 0.25  # `tick` is called at least so often
 WELCOME_INTERVAL_S = 0.1  # at most so often while loading
 Reply = Callable[[Any], None]
 AdminOp = Callable[[dict[str, Any], Reply], None]  # arguments, and what takes the result (in the I/O thread)
@@ -73,6 +75,7 @@ class Switchboard:
         self._lease_s = LEASE_INTERVALS * config.wire.heartbeat_s
         self._told: tuple[Any, ...] = ()
         self._told_s = -1e9
+        self._ticked_s = lifecycle.clock()
         self._limits = {
             **config.resolved()["limits"],
             "max_message_bytes": config.wire.max_message_bytes,
@@ -197,10 +200,18 @@ class Switchboard:
     def tick(self, now: float) -> None:
         """Leases, stalled readers, pipes that were full."""
         wire = self._config.wire
+        if paused_s := missed_s(now, self._ticked_s + TICK_S):
+            self._forgive(paused_s, now)
+        self._ticked_s = now
         for peer in list(self.peers.values()):
             self._outbox.flush(peer, now)
             full_since_s = peer.window.full_since_s
-            if now - peer.heard_s > self._lease_s:
+            silent_s = now - peer.heard_s
+            if silent_s > self._lease_s:
+                self._probe(peer, now)
+            if silent_s > max(self._lease_s, wire.stall_limit_s) or (
+                silent_s > self._lease_s and peer.gone_since_s is not None
+            ):
                 self._drop(peer, now, "its lease ran out", farewell=True)
             elif peer.gone_since_s is not None and now - peer.gone_since_s > wire.heartbeat_s:
                 self._drop(peer, now, "its connection is gone")
@@ -212,6 +223,20 @@ class Switchboard:
         self.link.abandon_unread()
         self.link.tick(now)
         self._outbox.expire(now)
+
+    def _probe(self, peer: Peer, now: float) -> None:
+        """Say something to a peer that is silent: to one that is gone it cannot be sent, one that is paused reads it
+        later."""
+        if peer.gone_since_s is None and now - peer.probed_s >= self._config.wire.heartbeat_s:
+            peer.probed_s = now
+            peer.answer(codec.encode(self._welcome(peer)), now)
+
+    def _forgive(self, paused_s: float, now: float) -> None:
+        """This process was paused. Nobody is to lose anything for what we did not hear meanwhile."""
+        logger.warning("the engine did not run for %.1f s: leases go on from there", paused_s)
+        for peer in self.peers.values():
+            peer.forgive(paused_s, now)
+        self.link.forgive(paused_s)
 
     @property
     def all_sent(self) -> bool:

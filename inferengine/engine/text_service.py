@@ -13,11 +13,15 @@ from typing import Any
 
 from inferengine.engine.output_log import Submission
 from inferengine.errors import InferEngineError, InvalidRequest
+from inferengine.heap import give_back
 from inferengine.text import ChatTemplate, TextStream, Tokenizer, check_messages
+from inferengine.text.extent import PIECE_CHARACTERS
 
 logger = logging.getLogger(__name__)
 
 NUM_THREADS = 2  # encoding releases the GIL
+MOST_WAITING_CHARACTERS = 64 * 1024 * 1024
+BUSY_S = 5.0
 CONTEXT_TOKENS = 4  # of the prompt, for decoders that look at what precedes a text
 
 TokenizeDone = Callable[[list[int] | InferEngineError], None]
@@ -29,6 +33,8 @@ class TextService:
     def __init__(self, files: Mapping[str, bytes], deliver: Callable[[Callable[[], None]], None]) -> None:
         self._deliver = deliver
         self._pool = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="inferengine-text")
+        self._long_pool = ThreadPoolExecutor(1, thread_name_prefix="inferengine-long-text")
+        self._num_characters = 0  # that wait in it; the I/O thread's
         self._model: Future[tuple[Tokenizer, ChatTemplate | None]] = self._pool.submit(_load, dict(files))
 
     @property
@@ -42,10 +48,26 @@ class TextService:
         if error is not None:
             logger.warning("the engine serves token ids only: %s", error)
 
-    def tokenize(self, text: str | None, messages: list[dict[str, Any]] | None, done: TokenizeDone) -> None:
-        """`done` gets the ids, or why there are none, in the I/O thread."""
-        future = self._pool.submit(self._encode, text, messages)
-        future.add_done_callback(lambda finished: self._deliver(partial(done, _outcome(finished))))
+    def tokenize(self, text: str | None, messages: list[dict[str, Any]] | None, most: int, done: TokenizeDone) -> None:
+        """`done` gets the ids, or why there are none, in the I/O thread; a text of more than `most` tokens is refused
+        there. Long texts go one after the other, so that short ones never wait for them. Raises `overloaded`."""
+        size = num_characters(text, messages)
+        if size <= PIECE_CHARACTERS:
+            future = self._pool.submit(self._encode, text, messages, most)
+            future.add_done_callback(lambda finished: self._deliver(partial(done, _outcome(finished))))
+            return
+        if self._num_characters and self._num_characters + size > MOST_WAITING_CHARACTERS:
+            raise InferEngineError("overloaded", "Too many long texts are being tokenized.", retry_after_s=BUSY_S)
+        self._num_characters += size
+
+        def deliver(result: list[int] | InferEngineError) -> None:
+            self._num_characters -= size
+            if not self._num_characters:
+                self._long_pool.submit(give_back)
+            done(result)
+
+        future = self._long_pool.submit(self._encode, text, messages, most)
+        future.add_done_callback(lambda finished: self._deliver(partial(deliver, _outcome(finished))))
 
     def stream(self, submission: Submission, search: bool) -> TextStream:
         """A detokenizer for one choice; `search` its stop strings."""
@@ -62,18 +84,38 @@ class TextService:
     def close(self) -> None:
         """What waits is not done any more."""
         self._pool.shutdown(wait=False, cancel_futures=True)
+        self._long_pool.shutdown(wait=False, cancel_futures=True)
 
-    def _encode(self, text: str | None, messages: list[dict[str, Any]] | None) -> list[int]:
+    def _encode(self, text: str | None, messages: list[dict[str, Any]] | None, most: int) -> list[int]:
         tokenizer, template = self._model.result()
-        if text is not None:
-            ids = tokenizer.encode(text)
-        else:
+        is_chat = text is None
+        if text is None:
             if template is None:
                 raise InvalidRequest("messages", "the model has no chat template: send 'text'", code="unsupported")
-            ids = tokenizer.encode(template.render(check_messages(messages)), add_special_tokens=False)
+            text = template.render(check_messages(messages))
+        if (least := tokenizer.least_tokens(text)) > most:
+            raise _too_long(least, most)
+        ids: list[int] = []
+        for part in tokenizer.parts(text, add_special_tokens=not is_chat):
+            ids += part
+            if len(ids) > most:
+                raise _too_long(len(ids), most)
         if not ids:
             raise InvalidRequest("prompt", "must hold at least one token")
         return ids
+
+
+def num_characters(text: str | None, messages: list[dict[str, Any]] | None) -> int:
+    """Of a text, or of what messages say."""
+    return len(text or "") + sum(len(str(message.get("content") or "")) for message in messages or ())
+
+
+def _too_long(least: int, most: int) -> InvalidRequest:
+    return InvalidRequest(
+        "prompt",
+        f"This model's maximum context length is {most} tokens; the prompt has at least {least}. Shorten the prompt.",
+        code="context_length_exceeded",
+    )
 
 
 def _load(files: dict[str, bytes]) -> tuple[Tokenizer, ChatTemplate | None]:

@@ -21,6 +21,7 @@ import zmq
 from inferengine.engine.endpoint import Endpoint
 from inferengine.engine.lifecycle import Lifecycle
 from inferengine.engine.peer import Sent
+from inferengine.engine.switchboard import TICK_S
 from inferengine.wire import sockets
 from inferengine.wire.codec import Frames
 
@@ -28,7 +29,6 @@ logger = logging.getLogger(__name__)
 
 MESSAGES_PER_TURN = 128
 MESSAGES_BESIDE_NEWS = 16  # of them when news are waiting: an operator's word must not wait for every other message
-TICK_S = 0.25  # leases, stalls, retries
 RETRY_S = 0.02  # while a full pipe keeps an answer waiting
 LINGER_MS = 1000
 ANSWER_S = 1.0
@@ -186,6 +186,6 @@ class WireThread:
                 self._receive(router.recv_multipart(zmq.NOBLOCK), clock())
                 if self._calls and number + 1 >= MESSAGES_BESIDE_NEWS:
                     break
-            now = clock()
+            self._lifecycle.io_turned_s = now = clock()
             if now >= due_s:
                 due_s = self._tick(now)

@@ -25,7 +25,7 @@ from inferengine.kernels.attention_decode_parts import (
     rotation_factors,
 )
 from inferengine.kernels.pdl import allow_next, launch_options, supports_pdl, wait_for_previous
-from inferengine.kernels.scratch import Scratch
+from inferengine.kernels.scratch import NUM_FLOATS, Scratch
 from inferengine.kernels.tuning import DecodeTuning, decode_tuning
 
 MAX_SPLITS = 64
@@ -95,6 +95,23 @@ def decode_attention_qkv(
     return out
 
 
+def row_classes(num_heads: int, num_kv_heads: int, head_dim: int, max_rows: int) -> list[int]:
+    """For each kernel that steps of 1 to `max_rows` decode rows launch, the fewest rows that launch it."""
+    first: dict[tuple[DecodeTuning, int], int] = {}
+    for rows in range(1, max_rows + 1):
+        tuned = decode_tuning(rows, num_kv_heads, head_dim)
+        splits = _fitting_splits(tuned.num_splits, rows * num_heads * (head_dim + 1), NUM_FLOATS)
+        first.setdefault((tuned, splits), rows)
+    return list(first.values())
+
+
+def _fitting_splits(wanted: int, floats: int, room: int) -> int:
+    """Programs that share a row, each of which leaves `floats` behind: a power of two where fewer fit than wanted,
+    because each number is a kernel of its own."""
+    fitting = max(1, room // floats)
+    return wanted if wanted <= fitting else 1 << (fitting.bit_length() - 1)
+
+
 def _launch(
     q: torch.Tensor,
     q_norm: torch.Tensor | None,
@@ -121,8 +138,8 @@ def _launch(
         return
     group = num_heads // num_kv_heads
     tuned = tuning or decode_tuning(num_rows, num_kv_heads, head_dim)
-    fitting = scratch.partial.numel() // (num_rows * num_heads * (head_dim + 1))
-    splits = max(1, min(num_splits or tuned.num_splits, MAX_SPLITS, fitting))
+    wanted = min(num_splits or tuned.num_splits, MAX_SPLITS)
+    splits = _fitting_splits(wanted, num_rows * num_heads * (head_dim + 1), scratch.partial.numel())
     if num_rows * num_kv_heads > scratch.arrived.numel():
         splits = 1
     options: dict[str, Any] = launch_options(supports_pdl(q.device))

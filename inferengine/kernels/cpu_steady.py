@@ -4,6 +4,11 @@ Gathering paged keys copies all of them in every layer of every step. Rows that 
 in a copy, to which a step adds its own tokens' keys and values. They go to the paged cache as always, which stays the
 truth. A row that comes is gathered into a free place, one that ends leaves its place free; a row may have several new
 tokens (guesses to verify, tokens that a grammar forces), and it may begin before its place ends (guesses were wrong).
+
+The rule that makes a copy right: a place counts no position that a step has written since without it. Every step
+rewrites its rows from their start on, in the paged cache at least, and not every step goes through the copies (too
+ragged, a chunk too long, a row behind one). So `begin` cuts the places of all rows of a step back to where they start,
+before anybody decides how the step is computed, and only `advance` counts what it adds itself.
 """
 
 from __future__ import annotations
@@ -64,6 +69,8 @@ class SteadyBatch:
         if self._under_way:  # the last step failed half way
             self.forget()
         self._under_way = True
+        for kept in self.copies.values():
+            kept.rewind(columns)
         rows = columns.row_slot.tobytes()
         if rows == self._last_rows and not admitted:
             self._num_alike += 1
@@ -148,6 +155,23 @@ class KeptKeys:
         """What these slots held is gone."""
         gone = np.isin(self._slots, slots)
         self._slots[gone], self._num_known[gone] = -1, 0
+
+    def rewind(self, columns: StepColumns) -> None:
+        """A step writes its rows from their start on: what places hold of them from there counts no more."""
+        slots, starts = columns.row_slot, columns.row_start
+        if len(slots) == len(self._slots) and np.array_equal(slots, self._slots):
+            np.minimum(self._num_known, starts, out=self._num_known)
+            return
+        row, place = np.nonzero(slots[:, None] == self._slots)
+        self._num_known[place] = np.minimum(self._num_known[place], starts[row])
+
+    def held(self, slot: int, kv: torch.Tensor) -> torch.Tensor | None:
+        """[2, K, known, D]: what the copy of one layer, that of `kv`, holds of this slot. None: nothing."""
+        copy, places = self._layers.get(kv.data_ptr()), np.flatnonzero(self._slots == slot)
+        if copy is None or not len(places):
+            return None
+        both = copy.flat.view(2, len(self._slots), self._num_kv_heads, self._capacity, -1)
+        return both[:, int(places[0]), :, : int(self._num_known[places[0]])]
 
     def suits(self, num_rows: int, longest: int) -> bool:
         """Whether the next step's rows, up to so long, find a place each, and have lately filled enough of them."""

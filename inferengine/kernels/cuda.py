@@ -7,6 +7,7 @@ dimension is always summed in the same order.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -238,6 +239,6 @@ def table(device: torch.device, *, deterministic: bool = False) -> dict[str, Any
         "prepare_attention": kernels.prepare_attention,
         "attention_qkv": kernels.attention_qkv,
         "apply_masks": sampling_masks.apply_masks,
-        "sample": sampling.sample,
+        "sample": partial(sampling.sample, deterministic=deterministic),
         "token_logprobs": logprobs.token_logprobs,
     }

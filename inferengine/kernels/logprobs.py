@@ -19,6 +19,7 @@ from inferengine.kernels.pdl import allow_next, launch_options, supports_pdl, wa
 BLOCK = 2048  # tokens per tile
 FEW = 32  # alternatives up to which all merges are one compiled kernel
 LAST_ID = tl.constexpr(0x7FFFFFFF)
+COLUMNS = ["counts_ptr", "rows_ptr", "ids_ptr"]  # lie anywhere in larger tensors: one compiled kernel for all
 
 
 def token_logprobs(
@@ -60,7 +61,7 @@ def unordered(bits):
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
-@triton.jit(do_not_specialize=["num_rows", "width"])
+@triton.jit(do_not_specialize=["num_rows", "width"], do_not_specialize_on_alignment=COLUMNS)
 def _tile_kernel(
     logits_ptr, logits_stride, counts_ptr, rows_ptr, ids_ptr, best_ptr, sums_ptr, num_rows, width,
     VOCAB: tl.constexpr, TILES: tl.constexpr, BLOCK: tl.constexpr, SHORT: tl.constexpr, PDL: tl.constexpr,
@@ -107,7 +108,7 @@ def _tile_kernel(
             wide = tl.where(wide == key, -9223372036854775808, wide)
 
 
-@triton.jit(do_not_specialize=["num_rows", "width", "most"])
+@triton.jit(do_not_specialize=["num_rows", "width", "most"], do_not_specialize_on_alignment=COLUMNS)
 def _merge_kernel(
     logits_ptr, logits_stride, counts_ptr, rows_ptr, ids_ptr, best_ptr, sums_ptr, out_ptr, num_rows, width, most,
     TILES: tl.constexpr, TILES_BLOCK: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,

@@ -18,6 +18,8 @@ from inferengine.kernels import cpu_noise
 RANDOM, FILTER, PENALTY, BIAS, ALLOWED, MIN_TOKENS, LOGPROBS, BAD_WORDS, MASKED = (1 << bit for bit in range(9))
 PROCESSED = PENALTY | BIAS | ALLOWED | MIN_TOKENS
 FIRST_CANDIDATES = 256  # tried before a whole vocabulary is sorted
+NO_NUMBER = -1  # in place of an id: the winning score is NaN or infinite
+NO_TOKEN = -2  # in place of an id: every token is forbidden
 FEW = 16  # noise is made for what masks have left where that is less than a FEW-th of the vocabulary
 LEAST_SAVED = 1 << 15  # numbers that are not needed, from which on a second, smaller draw pays for itself
 _MASK = 0xFFFFFFFF
@@ -27,7 +29,8 @@ def sample(logits: torch.Tensor, slots: Any, rows: torch.Tensor, positions: torc
     """logits [N, V] of the slots `rows` [N] -> drawn ids [N] int32, also written to slots.tokens[row, position].
 
     `positions` [N] are those of the tokens drawn; `needs` are the feature bits that some row uses. A row without a
-    finite winner gives -1 (and 0 in slots.tokens). `logits` may be overwritten.
+    finite winner gives NO_TOKEN where every score is -inf, else NO_NUMBER (and 0 in slots.tokens), and no row's numbers
+    concern another. `logits` may be overwritten.
     """
     scores = logits if logits.dtype == torch.float32 else logits.float()
     if scores.is_cpu and not needs & (PROCESSED | RANDOM):
@@ -40,10 +43,10 @@ def sample(logits: torch.Tensor, slots: Any, rows: torch.Tensor, positions: torc
     else:
         best, ids = _largest(scores)
     ids = ids.int()
-    is_drawn = best > float("-inf")  # false for NaN too
+    is_drawn = best.isfinite()
     if not bool(is_drawn.all()):
         slots.tokens[rows, positions] = ids.masked_fill(~is_drawn, 0)
-        return ids.masked_fill(~is_drawn, -1)
+        return torch.where(is_drawn, ids, torch.where(best == float("-inf"), NO_TOKEN, NO_NUMBER).int())
     slots.tokens[rows, positions] = ids
     return ids
 
@@ -52,11 +55,12 @@ def _sample_greedily(scores: torch.Tensor, slots: Any, rows: torch.Tensor, posit
     """As `sample` for rows of temperature 0 on the CPU, in few operations."""
     best, drawn = (found.numpy() for found in _largest(scores))
     ids = drawn.astype(np.int32)
-    is_drawn = best > -np.inf  # false for NaN too
+    is_drawn = np.isfinite(best)
     if not is_drawn.all():
         slots.tokens.numpy()[rows.numpy(), positions.numpy()] = np.where(is_drawn, ids, 0)
-        ids[~is_drawn] = -1
-        return torch.from_numpy(ids)
+        return torch.from_numpy(
+            np.where(is_drawn, ids, np.where(best == -np.inf, NO_TOKEN, NO_NUMBER).astype(np.int32))
+        )
     slots.tokens.numpy()[rows.numpy(), positions.numpy()] = ids
     return torch.from_numpy(ids)
 
@@ -164,6 +168,7 @@ def candidates(
         mass = (by_k - total).exp()
         before = mass.cumsum(-1) - mass
         first_of_ties = torch.searchsorted(-values, -values)  # ties stand or fall together
+        first_of_ties.clamp_(max=count - 1)  # NaN is in no order: its place may be behind the last one
         kept = before.gather(1, first_of_ties) < top_p.unsqueeze(1)
         kept &= within_k & (values - values[:, :1] >= min_p.unsqueeze(1).log())
         kept[:, 0] = True

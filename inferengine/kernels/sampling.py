@@ -26,35 +26,56 @@ from inferengine.kernels.reference_sampling import FILTER, PROCESSED, RANDOM
 from inferengine.kernels.sampling_noise import noise_at, noise_tile
 from inferengine.kernels.sampling_process import process
 from inferengine.kernels.sampling_race import race
-from inferengine.kernels.sampling_threshold import keep_threshold, rough_scores, scaled_scores, weigh
+from inferengine.kernels.sampling_threshold import exact_sum, keep_threshold, rough_scores, scaled_scores, weigh
 
 CANDIDATES = 4096  # tokens that a row's last step keeps at hand
 BLOCK = 1024  # tokens per tile of a pass
 TARGET_PROGRAMS = 1056  # programs of a pass over all rows: eight a multiprocessor of the largest devices
+MOST_PARTS = 64  # a power of two
+TARGET_ROWS = 64  # rows that deterministic mode cuts the vocabulary for
 LEVELS = tl.constexpr(16)
 REACH = tl.constexpr(32.0)
+# Compiled once for any number of rows, parts and any place of the columns in their buffer: a new combination must not
+# meet the compiler while somebody waits.
+VARIABLE = {
+    "do_not_specialize": ["num_rows", "part_tiles", "num_parts"],
+    "do_not_specialize_on_alignment": ["rows_ptr", "positions_ptr"],
+}
 
 
-def sample(logits: torch.Tensor, slots: Any, rows: torch.Tensor, positions: torch.Tensor, needs: int) -> torch.Tensor:
+def sample(
+    logits: torch.Tensor,
+    slots: Any,
+    rows: torch.Tensor,
+    positions: torch.Tensor,
+    needs: int,
+    *,
+    deterministic: bool = False,
+) -> torch.Tensor:
     """logits [N, V] of the slots `rows` [N] -> drawn ids [N] int32, also written to slots.tokens[row, position].
 
     `positions` [N] are those of the tokens drawn; `needs` are the feature bits that some row uses. A row without a
-    finite winner, or with a NaN, gives -1 (and 0 in slots.tokens).
+    finite winner, or with a NaN, gives -1, or -2 where every score is -inf (and 0 in slots.tokens).
+    `deterministic`: the vocabulary is cut the same way for any number of rows, so that a row's sums have the same bits.
     """
     num_rows, vocab_size = logits.shape
     ids = torch.empty(num_rows, dtype=torch.int32, device=logits.device)
     if num_rows == 0:
         return ids
     options = launch_options(supports_pdl(logits.device))
-    scores = process(logits, slots, rows, positions, needs, options) if needs & PROCESSED else logits
-    part, num_parts = _parts(num_rows, vocab_size)
+    scores = logits
+    if needs & PROCESSED:  # processed scores are drawn from by one set of kernels, whatever their rows use
+        scores = process(logits, slots, rows, positions, needs, options)
+        needs |= RANDOM | FILTER
+    part_tiles, num_parts = _parts(TARGET_ROWS if deterministic else num_rows, vocab_size)
+    parts = (part_tiles, num_parts)
     filtered = bool(needs & FILTER)
     fast = logits.device.type == "cuda"
     best = torch.empty(4, num_rows, num_parts, dtype=torch.float32, device=logits.device)
-    shape: dict[str, Any] = {"VOCAB": vocab_size, "PART": part, "PARTS": num_parts, **options}
+    shape: dict[str, Any] = {"VOCAB": vocab_size, "BLOCK": BLOCK, **options}
     state = (slots.temperature, slots.top_k, slots.top_p, slots.min_p)
     _draw_kernel[(num_rows, num_parts)](
-        scores, scores.stride(0), rows, positions, *state, slots.seed, best, num_rows, BLOCK=BLOCK,
+        scores, scores.stride(0), rows, positions, *state, slots.seed, best, num_rows, *parts,
         IS_RANDOM=bool(needs & RANDOM), FILTERED=filtered, FAST=fast, num_warps=4, **shape,
     )  # fmt: skip
     census = kept_ids = kept_scores = best
@@ -63,30 +84,28 @@ def sample(logits: torch.Tensor, slots: Any, rows: torch.Tensor, positions: torc
         kept_scores = torch.empty(num_rows, CANDIDATES, dtype=torch.float32, device=logits.device)
         kept_ids = torch.empty(num_rows, CANDIDATES, dtype=torch.int32, device=logits.device)
         _census_kernel[(num_rows, num_parts)](
-            scores, scores.stride(0), rows, *state, best, census, num_rows, BLOCK=BLOCK,
-            PARTS_BLOCK=triton.next_power_of_2(num_parts), num_warps=4, **shape,
+            scores, scores.stride(0), rows, *state, best, census, num_rows, *parts, MOST_PARTS=MOST_PARTS,
+            num_warps=4, **shape,
         )  # fmt: skip
         _gather_kernel[(num_rows, num_parts)](
-            scores, scores.stride(0), rows, *state, best, census, kept_scores, kept_ids, num_rows, BLOCK=BLOCK,
-            PARTS_BLOCK=triton.next_power_of_2(num_parts), CAPACITY=CANDIDATES, num_warps=4, **shape,
+            scores, scores.stride(0), rows, *state, best, census, kept_scores, kept_ids, num_rows, *parts,
+            MOST_PARTS=MOST_PARTS, CAPACITY=CANDIDATES, num_warps=4, **shape,
         )  # fmt: skip
     _finish_kernel[(num_rows,)](
-        scores, scores.stride(0), rows, positions, *state, slots.seed, best, census, kept_scores, kept_ids,
-        slots.tokens, slots.tokens.stride(0), ids, num_rows, BLOCK=BLOCK,
-        PARTS_BLOCK=triton.next_power_of_2(num_parts), CAPACITY=CANDIDATES, FILTERED=filtered, FAST=fast,
-        num_warps=8 if filtered else 1, **shape,
+        scores if filtered else best, scores.stride(0), rows, positions, *state, slots.seed, best, census,
+        kept_scores, kept_ids, slots.tokens, slots.tokens.stride(0), ids, num_rows, num_parts,
+        MOST_PARTS=MOST_PARTS, CAPACITY=CANDIDATES, FILTERED=filtered, FAST=fast, num_warps=8 if filtered else 1,
+        **shape,
     )  # fmt: skip
     return ids
 
 
 def _parts(num_rows: int, vocab_size: int) -> tuple[int, int]:
-    """(tokens per part, parts): whole tiles, as many parts as fill the device. Both are compiled in: powers of two, so
-    that no number of rows meets the compiler while somebody waits."""
+    """(tiles of BLOCK tokens per part, parts): as many parts as fill the device."""
     tiles = triton.cdiv(vocab_size, BLOCK)
-    parts = max(1, min(64, TARGET_PROGRAMS // num_rows, tiles))
-    parts = 1 << (parts.bit_length() - 1)
-    part = triton.cdiv(tiles, parts) * BLOCK
-    return part, triton.cdiv(vocab_size, part)
+    parts = max(1, min(MOST_PARTS, TARGET_PROGRAMS // num_rows, tiles))
+    part_tiles = triton.cdiv(tiles, parts)
+    return part_tiles, triton.cdiv(tiles, part_tiles)
 
 
 @triton.jit
@@ -94,11 +113,11 @@ def has_filter(temperature, top_k, top_p, min_p):
     return (temperature > 0) & ((top_k > 0) | (top_p < 1.0) | (min_p > 0.0))
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(**VARIABLE)
 def _draw_kernel(
     scores_ptr, scores_stride, rows_ptr, positions_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seed_ptr,
-    best_ptr, num_rows, VOCAB: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
-    IS_RANDOM: tl.constexpr, FILTERED: tl.constexpr, FAST: tl.constexpr, PDL: tl.constexpr,
+    best_ptr, num_rows, part_tiles, num_parts, VOCAB: tl.constexpr, BLOCK: tl.constexpr, IS_RANDOM: tl.constexpr,
+    FILTERED: tl.constexpr, FAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Of one part of a row: the best score with its id; for rows with a filter the sum of exponentials in its place."""
     allow_next(PDL)
@@ -117,19 +136,19 @@ def _draw_kernel(
             temperature, tl.load(top_k_ptr + slot), tl.load(top_p_ptr + slot), tl.load(min_p_ptr + slot)
         )
     row = scores_ptr + n * scores_stride
-    begin = part * PART
-    end = tl.minimum(begin + PART, VOCAB)
-    at = n * PARTS + part
-    plane = num_rows * PARTS
+    begin = part * part_tiles * BLOCK
+    end = tl.minimum(begin + part_tiles * BLOCK, VOCAB)
+    at = n * num_parts + part
+    plane = num_rows * num_parts
     if IS_RANDOM:
         if (temperature > 0) & (not filtered):
-            top, top_id = race(row, begin, PART, VOCAB, temperature, seed, position, BLOCK, FAST)
+            top, top_id = race(row, begin, end, VOCAB, temperature, seed, position, BLOCK, FAST)
             tl.store(best_ptr + at, top)
             tl.store((best_ptr + plane + at).to(tl.pointer_type(tl.int32)), top_id)
             return
     if FILTERED:
         if filtered:
-            top, mass = weigh(row, begin, PART, VOCAB, temperature, BLOCK)
+            top, mass = weigh(row, begin, end, VOCAB, temperature, BLOCK)
             tl.store(best_ptr + at, top)
             tl.store(best_ptr + 2 * plane + at, mass)
             return
@@ -148,14 +167,14 @@ def _draw_kernel(
 
 
 @triton.jit
-def row_peak(best_ptr, n, plane, PARTS: tl.constexpr, PARTS_BLOCK: tl.constexpr):
-    """A row's largest score and the sum of exp(score - it)."""
-    p = tl.arange(0, PARTS_BLOCK)
-    tops = tl.load(best_ptr + n * PARTS + p, mask=p < PARTS, other=float("-inf"))
-    masses = tl.load(best_ptr + 2 * plane + n * PARTS + p, mask=p < PARTS, other=0.0)
+def row_peak(best_ptr, n, plane, num_parts, MOST_PARTS: tl.constexpr):
+    """A row's largest score and the sum of exp(score - it), the same bits in every thread."""
+    p = tl.arange(0, MOST_PARTS)
+    tops = tl.load(best_ptr + n * num_parts + p, mask=p < num_parts, other=float("-inf"))
+    masses = tl.load(best_ptr + 2 * plane + n * num_parts + p, mask=p < num_parts, other=0.0)
     peak = tl.max(tops, axis=0)
     shift = tl.where(tl.abs(peak) == float("inf"), 0.0, peak)
-    return peak, tl.sum(masses * tl.exp(tops - shift), axis=0)
+    return peak, exact_sum(masses * tl.exp(tl.minimum(tops - shift, 0.0)), 0)
 
 
 @triton.jit
@@ -165,11 +184,11 @@ def level_of(peak, level):
     return peak - REACH * fraction * fraction
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(**VARIABLE)
 def _census_kernel(
     scores_ptr, scores_stride, rows_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, best_ptr, census_ptr,
-    num_rows, VOCAB: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
-    PARTS_BLOCK: tl.constexpr, PDL: tl.constexpr,
+    num_rows, part_tiles, num_parts, VOCAB: tl.constexpr, BLOCK: tl.constexpr, MOST_PARTS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Tokens of a part at or above each level: how many, and their sum of exp(score - peak)."""
     allow_next(PDL)
@@ -180,33 +199,34 @@ def _census_kernel(
     temperature = tl.load(temperature_ptr + slot)
     if not has_filter(temperature, tl.load(top_k_ptr + slot), tl.load(top_p_ptr + slot), tl.load(min_p_ptr + slot)):
         return
-    plane = num_rows * PARTS
-    peak, total = row_peak(best_ptr, n, plane, PARTS, PARTS_BLOCK)
+    plane = num_rows * num_parts
+    peak, total = row_peak(best_ptr, n, plane, num_parts, MOST_PARTS)
     if tl.abs(peak) == float("inf"):
         return  # the row fails
     row = scores_ptr + n * scores_stride
-    begin = part * PART
-    at = census_ptr + (n * PARTS + part) * LEVELS
+    begin = part * part_tiles * BLOCK
+    end = tl.minimum(begin + part_tiles * BLOCK, VOCAB)
+    at = census_ptr + (n * num_parts + part) * LEVELS
     HALF: tl.constexpr = LEVELS // 2
     level = tl.arange(0, HALF)
     top_k, top_p, min_p = tl.load(top_k_ptr + slot), tl.load(top_p_ptr + slot), tl.load(min_p_ptr + slot)
     # deep levels do not matter where the upper ones hold enough, though it be in this part alone
     if top_k > 0:
-        counts, _unused = census(row, begin, PART, VOCAB, temperature, peak, 0, HALF, False, BLOCK)
+        counts, _unused = census(row, begin, end, VOCAB, temperature, peak, 0, HALF, False, BLOCK)
         deep_counts = tl.zeros([HALF], tl.float32) + top_k
         if tl.max(counts, axis=0) < top_k:
-            deep_counts, _unused = census(row, begin, PART, VOCAB, temperature, peak, HALF, HALF, False, BLOCK)
+            deep_counts, _unused = census(row, begin, end, VOCAB, temperature, peak, HALF, HALF, False, BLOCK)
         tl.store(at + level, counts)
         tl.store(at + HALF + level, deep_counts)
         return
-    counts, masses = census(row, begin, PART, VOCAB, temperature, peak, 0, HALF, True, BLOCK)
+    counts, masses = census(row, begin, end, VOCAB, temperature, peak, 0, HALF, True, BLOCK)
     deep_counts = tl.zeros([HALF], tl.float32)
     deep_masses = deep_counts + 2.0 * total
     enough = tl.max(masses, axis=0) >= 1.001 * top_p * total
     if top_p >= 1.0:
         enough = tl.exp(-REACH * 0.25) < min_p
     if not enough:
-        deep_counts, deep_masses = census(row, begin, PART, VOCAB, temperature, peak, HALF, HALF, True, BLOCK)
+        deep_counts, deep_masses = census(row, begin, end, VOCAB, temperature, peak, HALF, HALF, True, BLOCK)
     tl.store(at + level, counts)
     tl.store(at + HALF + level, deep_counts)
     tl.store(at + plane * LEVELS + level, masses)
@@ -215,8 +235,8 @@ def _census_kernel(
 
 @triton.jit
 def census(
-    row, begin, PART: tl.constexpr, VOCAB: tl.constexpr, temperature, peak, first_level, COUNT: tl.constexpr,
-    WEIGHED: tl.constexpr, BLOCK: tl.constexpr,
+    row, begin, end, VOCAB: tl.constexpr, temperature, peak, first_level, COUNT: tl.constexpr, WEIGHED: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Of COUNT levels: tokens of a part at or above them, and (else 0) their sum of exp(score - peak)."""
     threshold = level_of(peak, tl.arange(0, COUNT) + first_level)
@@ -224,31 +244,29 @@ def census(
     RUN: tl.constexpr = 128 // row.dtype.element_ty.primitive_bitwidth  # neighbours that one thread loads and sums
     counts = tl.zeros([COUNT, BLOCK // RUN], tl.float32)
     masses = tl.zeros([COUNT, BLOCK // RUN], tl.float32)
-    for start in range(begin, tl.minimum(begin + PART, VOCAB), BLOCK):
+    for start in range(begin, end, BLOCK):
         score = rough_scores(row, start + tl.arange(0, BLOCK), VOCAB, slope)
         runs = tl.reshape(score, [1, BLOCK // RUN, RUN])
         above = runs >= threshold[:, None, None]
         counts += tl.sum(above.to(tl.float32), axis=2)
         if WEIGHED:
             masses += tl.sum(tl.where(above, tl.exp(runs - peak), 0.0), axis=2)
-    return tl.sum(counts, axis=1), tl.sum(masses, axis=1)
+    return tl.sum(counts, axis=1), exact_sum(masses, 1)
 
 
 @triton.jit
-def choose_level(
-    census_ptr, n, plane, top_k, top_p, min_p, peak, total, PARTS: tl.constexpr, PARTS_BLOCK: tl.constexpr
-):
+def choose_level(census_ptr, n, plane, top_k, top_p, min_p, peak, total, num_parts, MOST_PARTS: tl.constexpr):
     """(threshold, how many tokens are at or above it, level) of the highest level that holds all that is kept; level
     LEVELS if none does."""
-    p = tl.arange(0, PARTS_BLOCK)[:, None]
+    p = tl.arange(0, MOST_PARTS)[:, None]
     level = tl.arange(0, LEVELS)
-    at = census_ptr + (n * PARTS + p) * LEVELS + level[None, :]
-    counts = tl.sum(tl.load(at, mask=p < PARTS, other=0.0), axis=0)
+    at = census_ptr + (n * num_parts + p) * LEVELS + level[None, :]
+    counts = tl.sum(tl.load(at, mask=p < num_parts, other=0.0), axis=0)
     threshold = level_of(peak, level)
     if top_k > 0:
         holds = counts >= top_k.to(tl.float32)
     elif top_p < 1.0:  # a row with top-k has counts alone
-        masses = tl.sum(tl.load(at + plane * LEVELS, mask=p < PARTS, other=0.0), axis=0)
+        masses = exact_sum(tl.load(at + plane * LEVELS, mask=p < num_parts, other=0.0), 0)
         holds = masses >= top_p * total * 1.00001  # a little more, for sums in another order
     else:
         holds = threshold <= peak + tl.log(min_p)
@@ -258,11 +276,11 @@ def choose_level(
     return chosen_threshold, chosen_count.to(tl.int32), chosen
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(**VARIABLE)
 def _gather_kernel(
     scores_ptr, scores_stride, rows_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, best_ptr, census_ptr,
-    kept_scores_ptr, kept_ids_ptr, num_rows, VOCAB: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr,
-    BLOCK: tl.constexpr, PARTS_BLOCK: tl.constexpr, CAPACITY: tl.constexpr, PDL: tl.constexpr,
+    kept_scores_ptr, kept_ids_ptr, num_rows, part_tiles, num_parts, VOCAB: tl.constexpr, BLOCK: tl.constexpr,
+    MOST_PARTS: tl.constexpr, CAPACITY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Copy the tokens of a part that are at or above the row's level, in order of their ids, if all fit."""
     allow_next(PDL)
@@ -274,20 +292,23 @@ def _gather_kernel(
     top_k, top_p, min_p = tl.load(top_k_ptr + slot), tl.load(top_p_ptr + slot), tl.load(min_p_ptr + slot)
     if not has_filter(temperature, top_k, top_p, min_p):
         return
-    plane = num_rows * PARTS
-    peak, total = row_peak(best_ptr, n, plane, PARTS, PARTS_BLOCK)
+    plane = num_rows * num_parts
+    peak, total = row_peak(best_ptr, n, plane, num_parts, MOST_PARTS)
     if tl.abs(peak) == float("inf"):
         return
-    threshold, count, level = choose_level(census_ptr, n, plane, top_k, top_p, min_p, peak, total, PARTS, PARTS_BLOCK)
+    threshold, count, level = choose_level(
+        census_ptr, n, plane, top_k, top_p, min_p, peak, total, num_parts, MOST_PARTS
+    )
     if (level >= LEVELS) | (count > CAPACITY):
         return
-    p = tl.arange(0, PARTS_BLOCK)
-    before = tl.load(census_ptr + (n * PARTS + p) * LEVELS + level, mask=p < part, other=0.0)
+    p = tl.arange(0, MOST_PARTS)
+    before = tl.load(census_ptr + (n * num_parts + p) * LEVELS + level, mask=p < part, other=0.0)
     place = tl.sum(before, axis=0).to(tl.int32)
     row = scores_ptr + n * scores_stride
-    begin = part * PART
+    begin = part * part_tiles * BLOCK
+    end = tl.minimum(begin + part_tiles * BLOCK, VOCAB)
     slope = 1.0 / temperature
-    for start in range(begin, tl.minimum(begin + PART, VOCAB), BLOCK):
+    for start in range(begin, end, BLOCK):
         token = start + tl.arange(0, BLOCK)
         above = rough_scores(row, token, VOCAB, slope) >= threshold
         taken = above.to(tl.int32)
@@ -299,12 +320,12 @@ def _gather_kernel(
             place += count_here
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(**VARIABLE)
 def _finish_kernel(
     scores_ptr, scores_stride, rows_ptr, positions_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seed_ptr,
-    best_ptr, census_ptr, kept_scores_ptr, kept_ids_ptr, tokens_ptr, tokens_stride, ids_ptr, num_rows,
-    VOCAB: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr, PARTS_BLOCK: tl.constexpr,
-    CAPACITY: tl.constexpr, FILTERED: tl.constexpr, FAST: tl.constexpr, PDL: tl.constexpr,
+    best_ptr, census_ptr, kept_scores_ptr, kept_ids_ptr, tokens_ptr, tokens_stride, ids_ptr, num_rows, num_parts,
+    VOCAB: tl.constexpr, BLOCK: tl.constexpr, MOST_PARTS: tl.constexpr, CAPACITY: tl.constexpr,
+    FILTERED: tl.constexpr, FAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The winner of a row: from the parts' winners, or among the tokens that its filters keep."""
     allow_next(PDL)
@@ -312,11 +333,11 @@ def _finish_kernel(
     n = tl.program_id(0).to(tl.int64)
     slot = tl.load(rows_ptr + n).to(tl.int64)
     position = tl.load(positions_ptr + n)
-    plane = num_rows * PARTS
-    p = tl.arange(0, PARTS_BLOCK)
-    tops = tl.load(best_ptr + n * PARTS + p, mask=p < PARTS, other=float("-inf"))
+    plane = num_rows * num_parts
+    p = tl.arange(0, MOST_PARTS)
+    tops = tl.load(best_ptr + n * num_parts + p, mask=p < num_parts, other=float("-inf"))
     top_ids = tl.load(
-        (best_ptr + plane + n * PARTS + p).to(tl.pointer_type(tl.int32)), mask=p < PARTS, other=2147483647
+        (best_ptr + plane + n * num_parts + p).to(tl.pointer_type(tl.int32)), mask=p < num_parts, other=2147483647
     )
     winner = tl.max(tops, axis=0)
     token = tl.min(tl.where(tops == winner, top_ids, 2147483647), axis=0)
@@ -326,8 +347,10 @@ def _finish_kernel(
         finite = (winner > float("-inf")) & (winner < float("inf"))
         if has_filter(temperature, top_k, top_p, min_p) & finite:
             seed = tl.load(seed_ptr + slot)
-            peak, total = row_peak(best_ptr, n, plane, PARTS, PARTS_BLOCK)
-            low, count, level = choose_level(census_ptr, n, plane, top_k, top_p, min_p, peak, total, PARTS, PARTS_BLOCK)
+            peak, total = row_peak(best_ptr, n, plane, num_parts, MOST_PARTS)
+            low, count, level = choose_level(
+                census_ptr, n, plane, top_k, top_p, min_p, peak, total, num_parts, MOST_PARTS
+            )
             best = tl.full([BLOCK], float("-inf"), tl.float32)
             best_id = tl.full([BLOCK], 2147483647, tl.int32)
             if (level < LEVELS) & (count <= CAPACITY):
@@ -358,5 +381,5 @@ def _finish_kernel(
             winner = tl.max(best, axis=0)
             token = tl.min(tl.where(best == winner, best_id, 2147483647), axis=0)
     good = (winner > float("-inf")) & (winner < float("inf"))
-    tl.store(ids_ptr + n, tl.where(good, token, -1))
+    tl.store(ids_ptr + n, tl.where(good, token, tl.where(winner == float("-inf"), -2, -1)))
     tl.store(tokens_ptr + slot * tokens_stride + position, tl.where(good, token, 0))

@@ -17,6 +17,13 @@ from inferengine.kernels.reference_sampling import ALLOWED, BIAS, MIN_TOKENS, PE
 
 BLOCK = 1024  # tokens per program
 SEEN = tl.constexpr(1 << 30)
+# Compiled once for any use of the features and any width of the slots' lists, which grow with what clients ask for.
+VARIABLE = {
+    "do_not_specialize": ["allowed_width", "penalties", "masked", "num_biases", "num_stops"],
+    "do_not_specialize_on_alignment": [
+        "rows_ptr", "positions_ptr", "allowed_ptr", "bias_ids_ptr", "bias_values_ptr", "stop_ids_ptr",
+    ],
+}  # fmt: skip
 
 
 def process(
@@ -25,7 +32,7 @@ def process(
     """Scores [N, V] float32 after penalties, bias and masks."""
     num_rows, vocab_size = logits.shape
     scores = torch.empty(num_rows, vocab_size, dtype=torch.float32, device=logits.device)
-    counts = scores
+    counts = scores.view(torch.int32)
     if needs & PENALTY:
         counts = torch.zeros(num_rows, vocab_size, dtype=torch.int32, device=logits.device)
         _count_kernel[(num_rows, 16)](
@@ -34,22 +41,19 @@ def process(
         )  # fmt: skip
     _process_kernel[(num_rows, triton.cdiv(vocab_size, BLOCK))](
         logits, logits.stride(0), rows, counts, slots.repetition_penalty, slots.presence_penalty,
-        slots.frequency_penalty, slots.allowed, slots.allowed.stride(0), scores, VOCAB=vocab_size, BLOCK=BLOCK,
-        PENALTIES=bool(needs & PENALTY), MASKED=bool(needs & ALLOWED), num_warps=4, **options,
+        slots.frequency_penalty, slots.allowed, slots.allowed.shape[1], scores, needs & PENALTY, needs & ALLOWED,
+        VOCAB=vocab_size, BLOCK=BLOCK, num_warps=4, **options,
     )  # fmt: skip
     if needs & (BIAS | MIN_TOKENS):
-        width = slots.bias_ids.shape[1] if needs & BIAS else 0
-        stops = slots.stop_ids.shape[1] if needs & MIN_TOKENS else 0
         _edit_kernel[(num_rows,)](
             scores, rows, positions, slots.bias_ids, slots.bias_values, slots.stop_ids, slots.num_prompt,
-            slots.min_tokens, VOCAB=vocab_size, WIDTH=width, STOPS=stops,
-            WIDTH_BLOCK=triton.next_power_of_2(max(1, width)), STOPS_BLOCK=triton.next_power_of_2(max(1, stops)),
-            num_warps=4, **options,
+            slots.min_tokens, slots.bias_ids.shape[1] if needs & BIAS else 0,
+            slots.stop_ids.shape[1] if needs & MIN_TOKENS else 0, VOCAB=vocab_size, BLOCK=128, num_warps=4, **options,
         )  # fmt: skip
     return scores
 
 
-@triton.jit
+@triton.jit(**VARIABLE)
 def _count_kernel(
     tokens_ptr, tokens_stride, rows_ptr, positions_ptr, num_prompt_ptr, counts_ptr,
     VOCAB: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
@@ -70,11 +74,10 @@ def _count_kernel(
         tl.atomic_add(at, tl.full([BLOCK], 1, tl.int32), mask=known & (place >= num_prompt), sem="relaxed")
 
 
-@triton.jit
+@triton.jit(**VARIABLE)
 def _process_kernel(
     logits_ptr, logits_stride, rows_ptr, counts_ptr, repetition_ptr, presence_ptr, frequency_ptr, allowed_ptr,
-    allowed_stride, scores_ptr, VOCAB: tl.constexpr, BLOCK: tl.constexpr, PENALTIES: tl.constexpr,
-    MASKED: tl.constexpr, PDL: tl.constexpr,
+    allowed_width, scores_ptr, penalties, masked, VOCAB: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     allow_next(PDL)
     wait_for_previous(PDL)
@@ -83,7 +86,7 @@ def _process_kernel(
     token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     exists = token < VOCAB
     score = tl.load(logits_ptr + n * logits_stride + token, mask=exists, other=0.0).to(tl.float32)
-    if PENALTIES:
+    if penalties != 0:
         found = tl.load(counts_ptr + n * VOCAB + token, mask=exists, other=0)
         count = (found & (SEEN - 1)).to(tl.float32)
         repetition = tl.load(repetition_ptr + slot)
@@ -91,17 +94,16 @@ def _process_kernel(
         score = tl.where(found >= SEEN, changed, score)
         score -= count * tl.load(frequency_ptr + slot)
         score -= tl.where(count > 0, tl.load(presence_ptr + slot), 0.0)
-    if MASKED:
-        word = tl.load(allowed_ptr + slot * allowed_stride + token // 32, mask=exists, other=0)
+    if masked != 0:
+        word = tl.load(allowed_ptr + slot * allowed_width + token // 32, mask=exists, other=0)
         score = tl.where((word >> (token % 32)) & 1 != 0, score, float("-inf"))
     tl.store(scores_ptr + n * VOCAB + token, score, mask=exists)
 
 
-@triton.jit
+@triton.jit(**VARIABLE)
 def _edit_kernel(
     scores_ptr, rows_ptr, positions_ptr, bias_ids_ptr, bias_values_ptr, stop_ids_ptr, num_prompt_ptr, min_tokens_ptr,
-    VOCAB: tl.constexpr, WIDTH: tl.constexpr, STOPS: tl.constexpr, WIDTH_BLOCK: tl.constexpr,
-    STOPS_BLOCK: tl.constexpr, PDL: tl.constexpr,
+    num_biases, num_stops, VOCAB: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Sparse changes: biases are added, stop ids are hidden until the minimum is out."""
     allow_next(PDL)
@@ -109,16 +111,15 @@ def _edit_kernel(
     n = tl.program_id(0).to(tl.int64)
     slot = tl.load(rows_ptr + n).to(tl.int64)
     row = scores_ptr + n * VOCAB
-    if WIDTH > 0:
-        i = tl.arange(0, WIDTH_BLOCK)
-        ids = tl.load(bias_ids_ptr + slot * WIDTH + i, mask=i < WIDTH, other=-1)
-        values = tl.load(bias_values_ptr + slot * WIDTH + i, mask=i < WIDTH, other=0.0)
+    for start in range(0, num_biases, BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        ids = tl.load(bias_ids_ptr + slot * num_biases + i, mask=i < num_biases, other=-1)
+        values = tl.load(bias_values_ptr + slot * num_biases + i, mask=i < num_biases, other=0.0)
         tl.atomic_add(row + ids, values, mask=ids >= 0, sem="relaxed")
-        tl.debug_barrier()
-    if STOPS > 0:
-        early = tl.load(positions_ptr + n) < tl.load(num_prompt_ptr + slot) + tl.load(min_tokens_ptr + slot)
-        i = tl.arange(0, STOPS_BLOCK)
-        ids = tl.load(stop_ids_ptr + slot * STOPS + i, mask=i < STOPS, other=-1)
-        hidden = tl.full([STOPS_BLOCK], float("-inf"), tl.float32)
+    tl.debug_barrier()  # a bias and a hidden stop id may be of the same token
+    early = tl.load(positions_ptr + n) < tl.load(num_prompt_ptr + slot) + tl.load(min_tokens_ptr + slot)
+    for start in range(0, num_stops, BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        ids = tl.load(stop_ids_ptr + slot * num_stops + i, mask=i < num_stops, other=-1)
         ids = tl.where(early, ids, -1)
-        tl.store(row + ids, hidden, mask=ids >= 0)
+        tl.store(row + ids, tl.full([BLOCK], float("-inf"), tl.float32), mask=ids >= 0)

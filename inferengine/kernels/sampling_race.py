@@ -7,11 +7,8 @@ from inferengine.kernels.sampling_noise import gumbel_of, philox
 
 
 @triton.jit
-def race(
-    row, begin, PART: tl.constexpr, VOCAB: tl.constexpr, temperature, seed, position, BLOCK: tl.constexpr,
-    FAST: tl.constexpr,
-):  # fmt: skip
-    """(best score + noise, its id) of a part of a row.
+def race(row, begin, end, VOCAB: tl.constexpr, temperature, seed, position, BLOCK: tl.constexpr, FAST: tl.constexpr):
+    """(best score + noise, its id) of tokens [begin, end) of a row.
 
     Noise is -log(-log(1 - w)), at most -log(w), so only a token with w < exp(score - best) can win. That is an
     exponential and a comparison a token, the two logarithms are taken for tiles in which some token passes: the first,
@@ -23,7 +20,7 @@ def race(
     log2_e: tl.constexpr = 1.4426950408889634
     slope = log2_e / temperature
     four = tl.arange(0, QUARTER)
-    for start in range(begin, tl.minimum(begin + PART, VOCAB), BLOCK):
+    for start in range(begin, end, BLOCK):
         token = start + 4 * four[:, None] + tl.arange(0, 4)[None, :]
         score = tl.load(row + token, mask=token < VOCAB, other=float("-inf")).to(tl.float32)
         even, odd = tl.split(tl.reshape(score, [QUARTER, 2, 2]))

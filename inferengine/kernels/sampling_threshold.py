@@ -1,10 +1,18 @@
-"""Top-k, top-p and min-p as a threshold: narrowed between two bounds until no number lies between them."""
+"""Top-k, top-p and min-p as a threshold: narrowed between two bounds until no number lies between them.
+
+Every thread of a program must take the same branches: they contain barriers and exchanges between threads. A branch
+depends only on what is loaded, on integers, on maxima and minima, and on sums of `exact_sum`. A plain `tl.sum` of
+floats is not safe there. A reduction adds a neighbour's value to a thread's own. Where the own value is a product, the
+compiler fuses product and addition: one thread computes fma(a, b, c * d), its neighbour fma(c, d, a * b). On an H200
+two halves of a warp disagreed on a total by that rounding, took different branches and waited for each other for ever.
+"""
 
 import triton
 import triton.language as tl
 
 WAYS = tl.constexpr(8)  # thresholds tried at once when narrowing
 ROUNDS = tl.constexpr(12)  # 8^12 divisions: the bounds are neighbours in fp32 before that
+MASS_UNIT = tl.constexpr(2.0**-36)  # of a sum in fixed point: weights of up to 2^27 in all fit 63 bits
 
 
 @triton.jit
@@ -17,19 +25,25 @@ def scaled_scores(row, token, end, temperature):
 
 
 @triton.jit
+def exact_sum(mass, axis: tl.constexpr):
+    """Sum along an axis of weights, less than 2^27 in all, in fixed point: the same bits in every thread and order."""
+    return tl.sum((mass * (1.0 / MASS_UNIT)).to(tl.int64), axis=axis).to(tl.float32) * MASS_UNIT
+
+
+@triton.jit
 def rough_scores(row, token, end, slope):
     """Scores times 1 / temperature: what levels are held against, a rounding away from the scaled ones."""
     return tl.load(row + token, mask=token < end, other=float("-inf")).to(tl.float32) * slope
 
 
 @triton.jit
-def weigh(row, begin, PART: tl.constexpr, VOCAB: tl.constexpr, temperature, BLOCK: tl.constexpr):
-    """(largest scaled score, sum of exp(score - it)) of a part of a row; +inf with a NaN among them."""
+def weigh(row, begin, end, VOCAB: tl.constexpr, temperature, BLOCK: tl.constexpr):
+    """(largest scaled score, sum of exp(score - it)) of tokens [begin, end) of a row; +inf with a NaN among them."""
     far: tl.constexpr = 1.0e30  # stands for infinity: differences of it are numbers
     slope = 1.4426950408889634 / temperature
     best = tl.full([BLOCK], -far, tl.float32)
     mass = tl.zeros([BLOCK], tl.float32)
-    for start in range(begin, tl.minimum(begin + PART, VOCAB), BLOCK):
+    for start in range(begin, end, BLOCK):
         token = start + tl.arange(0, BLOCK)
         score = tl.load(row + token, mask=token < VOCAB, other=float("-inf")).to(tl.float32)
         score = tl.minimum(tl.where(score == score, score, far), far)
@@ -72,7 +86,7 @@ def narrow(row, size, temperature, low, high, target, weighed, peak, BLOCK: tl.c
             least = tl.minimum(least, tl.where(inside, score, float("inf")))
             most = tl.maximum(most, tl.where(inside, score, float("-inf")))
         count = tl.sum(counts, axis=1)
-        mass = tl.sum(masses, axis=1)
+        mass = exact_sum(masses, 1)
         enough = tl.where(weighed, mass, count) >= target
         last = tl.maximum(tl.max(tl.where(enough, way, 0), axis=0), 0)
         new_low = tl.sum(tl.where(way == last, threshold, 0.0), axis=0)

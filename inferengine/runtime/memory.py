@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from inferengine.core.executor import KVGroup
-from inferengine.errors import ConfigError
+from inferengine.errors import DoesNotFit
 from inferengine.layers.decoder_config import DecoderConfig
 
 GIB = 1 << 30
@@ -41,7 +41,7 @@ def block_bytes(config: DecoderConfig, group: int, block_size: int, dtype: torch
 def plan_groups(config: DecoderConfig, settings: CacheSettings, dtype: torch.dtype, budget_bytes: int) -> list[KVGroup]:
     """Blocks per KV group within `budget_bytes`, no more than all slots could ever use.
 
-    Raises ConfigError when not even one sequence of one step fits.
+    Raises DoesNotFit when not even one sequence of one step fits.
     """
     windows = config.group_windows
     size = settings.block_size
@@ -68,9 +68,10 @@ def plan_groups(config: DecoderConfig, settings: CacheSettings, dtype: torch.dty
             for each, least, extra, most in zip(share, one, once, longest, strict=True)
         ]
     if min(counts) < 2:
-        raise ConfigError(
+        raise DoesNotFit(
+            f"{budget_bytes / GIB:.2f} GiB for the KV cache hold no sequence: raise cache.memory_fraction, or set "
+            "cache.num_blocks",
             "cache.memory_fraction",
-            f"{budget_bytes / GIB:.2f} GiB for the KV cache hold no sequence: raise it, or set cache.num_blocks",
         )
     host = [0] * len(windows)
     if settings.swap_bytes:
@@ -117,14 +118,38 @@ def _blocks_of(window: int | None, num_tokens: int, settings: CacheSettings) -> 
     return needed if window is None else min(needed, -(-(window + settings.max_chunk) // settings.block_size) + 1)
 
 
-def free_host_bytes() -> int:
-    """What can be had without swapping: page cache that the kernel would give back counts as free."""
+def free_host_bytes(root: Path = Path("/")) -> int:
+    """What can be had without swapping, of this machine and of the control groups (version 2) that this process is in:
+    page cache that the kernel would give back counts as free. `root`: where /proc and /sys are, for tests."""
     try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        lines = (root / "proc/meminfo").read_text(encoding="ascii").splitlines()
     except OSError:
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
-    if limit.is_file() and used.is_file() and (text := limit.read_text().strip()) != "max":
-        free = min(free, int(text) - int(used.read_text()))
-    return free
+    return min([free, *(left for folder in _control_groups(root) if (left := _left_in_group(folder)) is not None)])
+
+
+def _control_groups(root: Path) -> list[Path]:
+    """The folders of this process's control group and of those above it, as far as they are seen from here."""
+    top = root / "sys/fs/cgroup"
+    try:
+        entries = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return [top]
+    own = next((entry.removeprefix("0::").strip("/") for entry in entries if entry.startswith("0::")), "")
+    folder = top / own
+    return [folder, *(above for above in folder.parents if above.is_relative_to(top))]
+
+
+def _left_in_group(folder: Path) -> int | None:
+    """None: it has no limit. Files that are mapped or were read count as used there, and can be given back."""
+    try:
+        limit = (folder / "memory.max").read_text(encoding="ascii").strip()
+        if limit == "max":
+            return None
+        used = int((folder / "memory.current").read_text(encoding="ascii"))
+        entries = (folder / "memory.stat").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return None
+    stat = dict(entry.split() for entry in entries)
+    return int(limit) - used + int(stat.get("active_file", 0)) + int(stat.get("inactive_file", 0))

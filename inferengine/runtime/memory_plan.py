@@ -166,7 +166,7 @@ def make_plan(settings: ExecutorSettings, device_bytes: int) -> MemoryPlan:
             window_bytes += per_token * settings.block_size * held_blocks(window, 1 << 40, settings.block_size)
     own = budget if draft is None else share_of_target(budget, config, draft)
     try:
-        groups = plan_groups(config, cache, kv_dtype, own) if own > 0 else []
+        groups = plan_groups(config, cache, kv_dtype, own) if own > 0 or cache.num_blocks else []
     except ConfigError:  # not even one sequence
         groups = []
     return MemoryPlan(

@@ -15,17 +15,17 @@ import numpy as np
 import torch
 
 from inferengine.core.plan import PooledRow
+from inferengine.core.stopping import RowFailure
 from inferengine.kernels.batch import StepColumns
 
 POSITIONS_AT_ONCE = 1024  # the normed states of a long prompt may be larger than what is left of the memory
-NOT_FINITE = "The model's output for this request was not a number."
 
 
 class Vectors(NamedTuple):
     """What came of a step's embeddings, by plan row: f32 little-endian, or why there is none."""
 
     embeddings: dict[int, bytes] | None = None
-    failed: dict[int, str] | None = None
+    failed: dict[int, RowFailure] | None = None
 
 
 class Embeddings:
@@ -50,7 +50,7 @@ class Embeddings:
         values = self._vectors.numpy().astype("<f4", copy=False)
         finite = np.isfinite(values).all(axis=1).tolist()
         good = {row: values[i].tobytes() for i, row in enumerate(self._rows) if finite[i]}
-        failed = {row: NOT_FINITE for i, row in enumerate(self._rows) if not finite[i]}
+        failed = {row: RowFailure.NOT_A_NUMBER for i, row in enumerate(self._rows) if not finite[i]}
         return Vectors(good or None, failed or None)
 
 

@@ -1,24 +1,24 @@
-"""Rehearsal: steps of every kind that will come, so that each kernel is compiled before the first request.
+"""Warm-up steps: one of every kind, so that each kernel is compiled and loaded before the first request.
 
-The kernels are compiled for classes of shapes (see kernels/tuning.py): one step of each class is enough. Such steps
-belong to the scratch slot, whose KV nobody reads.
+Kernels are compiled for classes of shapes (kernels/tuning.py); one step of each class is enough. What a request may ask
+of the sampler is compiled once for any combination and any number of rows. Warm-up steps belong to the scratch slot,
+whose KV nobody reads.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
-from inferengine.core.plan import BlockUpdates, SlotInit, StepPlan
+from inferengine.core.plan import BlockUpdates, PooledRow, SlotInit, StepPlan
 from inferengine.kernels.compile_ahead import compiling_ahead
 from inferengine.params import SamplingParams
 
 logger = logging.getLogger(__name__)
 
 CHUNKS = (2, 16, 32, 64, 80)  # tokens: the classes of matrix products for few rows, and beyond
-BESIDE = (1, 8, 32, 128, 256)  # decode rows beside a chunk
 
 
 def scratch_plan(slot: int, num_groups: int, *, decodes: int, chunk: int) -> StepPlan:
@@ -38,14 +38,62 @@ def scratch_plan(slot: int, num_groups: int, *, decodes: int, chunk: int) -> Ste
     )
 
 
-def plans(slot: int, num_groups: int, *, max_rows: int, max_tokens: int) -> Iterator[StepPlan]:
-    """One step of every class that is computed without a graph."""
+def plans(
+    slot: int, num_groups: int, *, max_rows: int, max_tokens: int, decode_rows: Iterable[int]
+) -> Iterator[StepPlan]:
+    """One step of every class that is computed without a graph. `decode_rows`: numbers of decode rows, one for each
+    kernel that attends for them."""
     for chunk in (*CHUNKS, max_tokens):
         if chunk <= max_tokens:
             yield scratch_plan(slot, num_groups, decodes=0, chunk=chunk)
-    for decodes in BESIDE:
+    for decodes in decode_rows:
         if decodes < max_rows and decodes + 2 <= max_tokens:
             yield scratch_plan(slot, num_groups, decodes=decodes, chunk=2)
+
+
+EVERYTHING = SamplingParams(
+    temperature=1.0,
+    top_k=2,
+    top_p=0.9,
+    min_p=0.01,
+    repetition_penalty=1.1,
+    presence_penalty=0.1,
+    frequency_penalty=0.1,
+    min_tokens=8,
+    logit_bias=((0, 1.0),),
+    allowed_token_ids=(0, 1),
+    bad_words_ids=((0,), (0, 1)),
+    logprobs=1,
+)
+FEATURES = (
+    SamplingParams(temperature=1.0),
+    SamplingParams(temperature=1.0, top_p=0.9),
+    SamplingParams(temperature=0.0, logprobs=1),
+    EVERYTHING,
+)
+
+
+def feature_plans(slot: int, num_groups: int, *, max_rows: int, vocab_size: int) -> Iterator[StepPlan]:
+    """Steps whose draws use each feature of the sampler: alone, and in as many rows as an engine runs.
+
+    Masked draws wait for `provide_masks`: see `open_masks`.
+    """
+    for rows in dict.fromkeys((1, max_rows)):
+        for params in FEATURES:
+            plan = scratch_plan(slot, num_groups, decodes=rows, chunk=0)
+            init = plan.admitted[0]._replace(params=params, stop_token_ids=(vocab_size - 1,))
+            plan = plan._replace(admitted=[init])
+            yield plan
+            yield plan._replace(masked=list(range(rows)))
+    prompt = scratch_plan(slot, num_groups, decodes=0, chunk=2)
+    yield prompt._replace(pooled=[PooledRow(0, True, True)], samples=[False])
+    params = SamplingParams(temperature=0.0, prompt_logprobs=1)
+    yield prompt._replace(admitted=[prompt.admitted[0]._replace(params=params)])
+
+
+def open_masks(plan: StepPlan, vocab_size: int) -> bytearray:
+    """Masks for the plan's masked draws that allow every token."""
+    return bytearray(b"\xff") * (4 * -(-vocab_size // 32) * len(plan.masked))
 
 
 @torch.inference_mode()

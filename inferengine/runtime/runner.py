@@ -8,7 +8,7 @@ back. On a CPU the work is done when `execute` returns.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from inferengine.core.plan import BlockUpdates, SlotInit, StepPlan
 from inferengine.core.roofline import Roofline
 from inferengine.kernels import ops as ops_table
 from inferengine.kernels.batch import StepColumns
+from inferengine.kernels.compilations import Compilations
 from inferengine.kernels.cpu_steady import SteadyBatch
 from inferengine.lora.bank import AdapterBank
 from inferengine.lora.folder import AdapterFolder
@@ -53,11 +54,13 @@ class TorchExecutor:
         self.max_in_flight = 2 if settings.overlap else 1
         self.device = settings.device
         self.ops = ops_table.resolve(settings.device, deterministic=settings.deterministic)
+        self.launched = ""  # how the latest step was, for the log of one that never ends
         self.graphs: DecodeGraphs | None = None
         self.mixed: MixedGraphs | None = None
         self._prompt_shapes: list[MixedShape] = []  # of steps that are captured
         self.draft: DraftModel | None = None
         self.adapters: AdapterFolder | None = None
+        self.compilations: Compilations | None = None  # since it is warm
 
     # -- life --------------------------------------------------------------------------------------------------------
 
@@ -116,10 +119,12 @@ class TorchExecutor:
                 graphs.capture_all(lambda share: progress("capturing decode graphs", share))
                 mixed.capture_all(lambda share: progress("capturing prompt graphs", share), graphs.pool)
                 self.graphs, self.mixed = graphs, mixed
-        sizes = (1, 16, self.settings.max_num_batched_tokens) if self.device.type == "cuda" else (16, 1)
-        for index, num_tokens in enumerate(sizes):
-            self.execute(self._scratch_plan(num_tokens)).result()
-            progress("warming up", (index + 1) / len(sizes))
+        sizes = (16, self.settings.max_num_batched_tokens, 1) if self.device.type == "cuda" else (16, 1)
+        plans = [*self._feature_plans(), *(self._scratch_plan(num_tokens) for num_tokens in sizes)]
+        for index, plan in enumerate(plans):  # the last leaves the scratch slot as it was: greedy
+            self._execute_open(plan).result()
+            progress("warming up", (index + 1) / len(plans))
+        self.compilations = Compilations(device_type=self.device.type)
 
     def flush(self) -> None:
         """Nothing is kept between requests but the cache blocks, which the scheduler forgets."""
@@ -138,6 +143,8 @@ class TorchExecutor:
 
     def close(self) -> None:
         """Give the memory back."""
+        if self.compilations is not None:
+            self.compilations.close()
         self.draft = None
         self.graphs = self.mixed = None
         self.__dict__.pop("_group_kv", None)
@@ -179,6 +186,7 @@ class TorchExecutor:
             captured = self._replay(plan, columns)
             if captured is not None:
                 return captured
+        self.launched = "kernel by kernel, with adapters" if adapted else "kernel by kernel"
         batch = make_batch(plan, columns, self.slots, self.device)
         if self.steady is not None:
             admitted = [item.slot for item in plan.admitted]
@@ -204,6 +212,7 @@ class TorchExecutor:
         if plan.num_decodes == len(plan.slots):
             needs = self.slots.needs(columns.row_slot, columns.sample_positions)
             kind = None if plan.masked else self.graphs.kind(len(columns.row_slot), needs)
+            self.launched = "decode graph, without its draws" if kind is None else "decode graph, with its draws"
             logits, ids = self.graphs.run(columns, kind)
             batch = self.graphs.batch(len(columns.row_slot))
             batch.columns = columns
@@ -211,6 +220,7 @@ class TorchExecutor:
         shape = self.mixed.shape(plan, len(columns.sample_rows))
         if shape is None or plan.pooled or prompt_logprobs.are_asked(self.slots, columns):
             return None
+        self.launched = "graph with prompts"
         batch, logits = self.mixed.run(shape, plan, columns)
         return StepDraws(self.ops, self.slots, plan, batch, logits if batch.num_samples else None)
 
@@ -218,22 +228,34 @@ class TorchExecutor:
 
     def _compile(self, captured: list[Callable[[], None]]) -> None:
         """Compile what steps of every kind launch, those to be captured among them."""
+        from inferengine.kernels.attention_decode import row_classes  # an engine on a CPU starts without triton
+
         eager = rehearsal.plans(
             self.slots.num_slots,
             len(self.kv.groups),
             max_rows=self.settings.max_num_seqs,
             max_tokens=min(self.settings.max_num_batched_tokens, self.slots.tokens.shape[1] - 1),
+            decode_rows=row_classes(
+                self.config.num_heads, self.config.num_kv_heads, self.config.head_dim, self.settings.max_num_seqs
+            ),
         )
-        masked = [lambda: self.execute(self._scratch_plan(1)._replace(masked=[0])).provide_masks(self._open_mask())]
-        telling = self._scratch_plan(1)
-        params = SamplingParams(temperature=0.0, logprobs=1)
-        telling = telling._replace(admitted=[telling.admitted[0]._replace(params=params)])
-        plans = (telling, *eager)
-        rehearsal.compile_kernels([*captured, *masked, *(partial(self.execute, plan) for plan in plans)])
+        plans = (*self._feature_plans(), *eager)
+        rehearsal.compile_kernels([*captured, *(partial(self._execute_open, plan) for plan in plans)])
 
-    def _open_mask(self) -> bytearray:
-        """Of one draw: every token is allowed."""
-        return bytearray(b"\xff") * (4 * -(-self.config.vocab_size // 32))
+    def _feature_plans(self) -> Iterator[StepPlan]:
+        """Warm-up steps for the features of the sampler. A CPU compiles nothing."""
+        if self.device.type == "cpu":
+            return iter(())
+        rows = min(self.settings.max_num_seqs, self.settings.max_num_batched_tokens)
+        groups = len(self.kv.groups)
+        return rehearsal.feature_plans(self.slots.num_slots, groups, max_rows=rows, vocab_size=self.config.vocab_size)
+
+    def _execute_open(self, plan: StepPlan) -> StepDraws:
+        """Execute a plan whose masks, where it has any, allow every token."""
+        draws = self.execute(plan)
+        if plan.masked:
+            draws.provide_masks(rehearsal.open_masks(plan, self.config.vocab_size))
+        return draws
 
     def _load_adapters(self, folder: Path, targets: dict[str, Target]) -> None:
         """Make room for adapters beside the model, and load those that are there."""
@@ -333,7 +355,7 @@ class TorchExecutor:
             device=self.device,
         )
         self.steady = SteadyBatch(len(self.kv.layers)) if self.device.type == "cpu" else None
-        self.pooling = Pooling(settings.max_num_seqs, self.config.hidden_size, self.device)
+        self.pooling = Pooling(self.slots.num_slots + 1, self.config.hidden_size, self.device)
 
     def _profile(self, max_model_len: int) -> int:
         """Bytes that the largest step needs beside weights and cache: measured by running it over a cache that is only

@@ -6,16 +6,17 @@ import numpy as np
 import torch
 
 from inferengine.core.plan import StepPlan, StepResult, TokenLogprobs
+from inferengine.core.stopping import RowFailure
 from inferengine.kernels.batch import Batch
 from inferengine.kernels.ops import Ops
-from inferengine.kernels.reference_sampling import MASKED
+from inferengine.kernels.reference_sampling import MASKED, NO_NUMBER, NO_TOKEN
 from inferengine.runtime import masks
 from inferengine.runtime.logprobs import DrawnLogprobs
 from inferengine.runtime.pooling import Embeddings, Vectors
 from inferengine.runtime.prompt_logprobs import PromptLogprobs
 from inferengine.runtime.slots import BAD_WORDS, LOGPROBS, Slots
 
-NOT_FINITE = "The model's output for this request was not a number."
+_FAILURES = {NO_NUMBER: RowFailure.NOT_A_NUMBER, NO_TOKEN: RowFailure.NO_TOKEN_ALLOWED}  # by the id that says so
 
 
 class StepDraws:
@@ -143,12 +144,12 @@ class StepDraws:
             emitted.append(count)
         return emitted
 
-    def _failed(self, token_ids: list[int], emitted: list[int] | None) -> dict[int, str] | None:
+    def _failed(self, token_ids: list[int], emitted: list[int] | None) -> dict[int, RowFailure] | None:
         if not token_ids or min(token_ids) >= 0:
             return None
         rows = self._batch.columns.sample_rows.tolist()
         counted = range(len(rows)) if emitted is None else self._emitted_draws(emitted)
-        return {rows[draw]: NOT_FINITE for draw in counted if token_ids[draw] < 0} or None
+        return {rows[draw]: _FAILURES[token_ids[draw]] for draw in counted if token_ids[draw] < 0} or None
 
     def _emitted_draws(self, emitted: list[int]) -> list[int]:
         pairs = zip(self._first_draws().tolist(), emitted, strict=True)

@@ -30,6 +30,7 @@ from inferengine.kernels.reference_sampling import (
 from inferengine.runtime.bad_words import BadWords
 
 _FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+LEAST_TOP_P = 2.0**-24  # keeps the likeliest token alone, as anything smaller does, and is no 0 in 32 bits
 _INTS = ("num_prompt", "top_k", "min_tokens", "num_logprobs")
 
 
@@ -115,7 +116,7 @@ class Slots:
             temperature = 0.0 if params.is_greedy else params.temperature
             floats[:, column] = (
                 temperature,
-                params.top_p,
+                max(params.top_p, LEAST_TOP_P),
                 params.min_p,
                 params.repetition_penalty,
                 params.presence_penalty,

@@ -148,15 +148,19 @@ class VirtualEngine:
         self._tenants: dict[str, int] = {}
         self._prompt_rate = 0.0
 
-    def queued(self) -> tuple[int, int]:
+    def queued(self, tenant: str | None = None) -> tuple[int, int]:
         """Requests and prompt tokens that wait: in the queue, and of those that the core has not seen yet the share for
-        which no slot is free (as `engine.loop.EngineLoop.queued`)."""
+        which no slot is free. With a tenant: those that are admitted before its next request (as
+        `engine.loop.EngineLoop.queued`)."""
         waiting, unseen = self.scheduler.waiting, len(self._inbox)
+        num_requests, num_tokens = len(waiting), waiting.num_tokens
+        if tenant is not None and waiting.tenants is not None:
+            num_requests, num_tokens = waiting.tenants.ahead_of(tenant)
         if not unseen:
-            return len(waiting), waiting.num_tokens
+            return num_requests, num_tokens
         free = max(0, self.options.scheduler.max_num_seqs - len(self.scheduler.running) - len(waiting))
         over = max(0, unseen - free)
-        return len(waiting) + over, waiting.num_tokens + self._inbox_tokens * over // unseen
+        return num_requests + over, num_tokens + self._inbox_tokens * over // unseen
 
     @property
     def num_requests(self) -> int:
@@ -178,6 +182,7 @@ class VirtualEngine:
             queued_tokens=queued_tokens,
             tokens_per_s=self._prompt_rate,
             limits=limits,
+            ahead=self.queued(request.tenant),
             tenant_requests=self._tenants.get(request.tenant, 0) if limits.max_tenant_requests else 0,
             time_left_s=None if request.deadline_s is None else request.deadline_s - now,
         )

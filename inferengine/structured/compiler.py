@@ -1,192 +1,217 @@
-"""GrammarCompiler: from a GrammarSpec to a matcher, off the engine's loop, with bounded effort and a bounded cache."""
+"""GrammarCompiler: from a GrammarSpec to matchers, off the engine's loop, with bounded effort and a bounded cache.
+
+A grammar that is not known is tried out in another process first, which can be killed (see compile_server). Only what
+compiled there within its limits is compiled here, in threads with a large stack; what is cached is copied by a thread
+that does nothing else, so it waits for no compilation.
+"""
 
 from __future__ import annotations
 
-import json
-import re
+import ctypes
 import threading
-from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from threading import Lock
-from typing import Any, TypeVar
 
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer, StructTag, regex_to_lark
+from llguidance import LLTokenizer
 
+from inferengine.config import LimitsConfig
 from inferengine.errors import InferEngineError, InvalidRequest
 from inferengine.structure import GrammarSpec
-from inferengine.structured.ebnf import is_ebnf, to_lark
-from inferengine.structured.matcher import TokenMatcher
+from inferengine.structured.build import MAX_SOURCE_BYTES, STACK_BYTES, Builder, Vocabulary
+from inferengine.structured.compile_jobs import QUICK_S
+from inferengine.structured.compile_process import CompileProcess, Verdict
+from inferengine.structured.grammar_cache import (
+    BYTES_PER_GRAMMAR,
+    CACHE_BYTES,
+    Entry,
+    GrammarCache,
+    cache_key,
+)
+from inferengine.structured.matcher import Budget, TokenMatcher, Usage
 
-# Between JSON tokens: a little of any space. Without a bound a model may print spaces until its length is used up.
-WHITESPACE = r"[ \n\t]{0,12}"
-CACHE_BYTES = 64 * 1024 * 1024
-BYTES_PER_GRAMMAR = 64 * 1024  # measured resident cost of a small grammar; large ones grow with their source
-BYTES_PER_SOURCE_BYTE = 64
-# llguidance follows references by recursion: a schema of 1,000 that name each other in turn overruns the 8 MiB that a
-# thread usually has, which ends the process. Measured: up to 20 KiB a reference, so 64 MiB for 256 KiB of schema. Only
-# what is touched takes memory.
-STACK_BYTES = 256 * 1024 * 1024
-MAX_SOURCE_BYTES = 1024 * 1024  # as far as that stack reaches, whatever limits.max_grammar_bytes says
-MAX_RULES = 2000  # of a grammar: with 10,000 that name each other in turn llguidance is busy for minutes
-_RULE = re.compile(r"(?m)^[ \t]*[?!]?[A-Za-z_]\w*[^:\n\"/]{0,80}:", re.ASCII)
+_LIBC = ctypes.CDLL(None)
+MAX_WAITING = 1024  # grammars that are not known, being compiled or waiting for it
 
-T = TypeVar("T")
-Done = Callable[[TokenMatcher | InferEngineError], None]
+Done = Callable[[list[TokenMatcher] | InferEngineError], None]
+
+
+class Ticket:
+    """One request for matchers. `done` is called with it once, unless it is cancelled before."""
+
+    def __init__(self, key: bytes, count: int, done: Done) -> None:
+        self.key = key
+        self.count = count
+        self.done = done
+
+
+class _Unknown:
+    """A grammar that is being tried out, and who waits for it."""
+
+    def __init__(self, spec: GrammarSpec) -> None:
+        self.spec = spec
+        self.trial = 0
+        self.tickets: list[Ticket] = []
 
 
 class GrammarCompiler:
-    """Compiles for one tokenizer, in threads with a large stack. `compile` blocks; `submit` answers from such a thread.
-
-    llguidance bounds the work by fuel (steps of its lexer and parser), so a hostile grammar ends in an error within
-    tens of milliseconds; the lock of the interpreter is free while it works, but for the vocabulary, which comes first.
-    """
+    """Compiles for one tokenizer. `submit` returns at once and answers from a thread; `compile` waits."""
 
     def __init__(
-        self, tokenizer_json: str, *, vocab_size: int, eos_token_ids: list[int], cache_bytes: int = CACHE_BYTES
+        self,
+        tokenizer_json: str,
+        *,
+        vocab_size: int,
+        eos_token_ids: list[int],
+        limits: LimitsConfig | None = None,
+        cache_bytes: int = CACHE_BYTES,
     ) -> None:
-        self._tokenizer_json = tokenizer_json
-        self._vocab_size = vocab_size
-        self._eos_token_ids = eos_token_ids
-        self._tokenizer: LLTokenizer | None = None
-        self._limits = LLParserLimits(verbose_errors=False)
-        self._cache: OrderedDict[GrammarSpec, tuple[LLMatcher, int]] = OrderedDict()
-        self._cache_bytes = cache_bytes
-        self._cached_bytes = 0
-        self._lock = Lock()
-        self._here = threading.local()
-        self._threads = ThreadPoolExecutor(
-            2, thread_name_prefix="grammar", initializer=partial(setattr, self._here, "is_worker", True)
-        )
+        self._limits = limits or LimitsConfig()
+        self._builder = Builder(Vocabulary(tokenizer_json, vocab_size, eos_token_ids))
+        self.process = CompileProcess(self._builder.vocabulary, self._limits)
+        self.cache = GrammarCache(cache_bytes)
+        self._lock = threading.Lock()  # of all that follows, and of the cache
+        self._unknown: dict[bytes, _Unknown] = {}
+        self._copying = ThreadPoolExecutor(1, thread_name_prefix="grammar-copy")
+        self._building = ThreadPoolExecutor(1, thread_name_prefix="grammar-build")
+        self._building_slowly = ThreadPoolExecutor(1, thread_name_prefix="grammar-build-slow")
         self.num_hits = 0
         self.num_compiled = 0
 
-    def submit(self, spec: GrammarSpec, done: Done) -> None:
-        """Compile in the background; `done` gets a fresh matcher or the error, in a worker thread."""
+    def submit(self, spec: GrammarSpec, done: Done, *, count: int = 1, tenant: str = "") -> Ticket:
+        """Have `count` matchers made, all at the beginning of `spec`; they share one budget. `done` gets them, or the
+        error, in a thread of this."""
+        ticket = Ticket(cache_key(spec), count, done)
+        with self._lock:
+            entry, verdict = self.cache.entry(ticket.key), self.cache.verdict(ticket.key)
+            if entry is not None:
+                self.num_hits += 1
+                self._copying.submit(self._hand_out, entry, [ticket])
+            elif verdict is not None:
+                self._go_on(spec, verdict, [ticket])
+            elif len(spec.source.encode()) > MAX_SOURCE_BYTES:
+                error = InvalidRequest("grammar", f"has more than {MAX_SOURCE_BYTES} bytes")
+                self._copying.submit(_answer, [ticket], error)
+            else:
+                self._try_out(spec, ticket, tenant)
+        return ticket
 
-        def work() -> None:
-            try:
-                done(self.compile(spec))
-            except InferEngineError as error:
-                done(error)
-            except Exception as error:
-                done(InferEngineError("engine_error", f"The grammar could not be compiled: {type(error).__name__}."))
+    def cancel(self, ticket: Ticket) -> None:
+        """Nobody waits for it any more. Compilations for nobody are killed."""
+        with self._lock:
+            unknown = self._unknown.get(ticket.key)
+            if unknown is None or ticket not in unknown.tickets:
+                return
+            unknown.tickets.remove(ticket)
+            if not unknown.tickets:
+                del self._unknown[ticket.key]
+                self.process.drop(unknown.trial)
 
-        self._start(work)
+    def is_slow(self, ticket: Ticket) -> bool:
+        """The grammar itself takes long, it does not merely wait its turn."""
+        with self._lock:
+            unknown = self._unknown.get(ticket.key)
+            return unknown is not None and self.process.is_slow(unknown.trial)
 
     def compile(self, spec: GrammarSpec) -> TokenMatcher:
-        """A matcher at the beginning of `spec`. Raises InvalidRequest with the compiler's own words."""
-        with self._lock:
-            cached = self._cache.get(spec)
-            if cached is not None:
-                self._cache.move_to_end(spec)
-                self.num_hits += 1
-                return TokenMatcher(cached[0].deep_copy())
-        if getattr(self._here, "is_worker", False):
-            return self._compile(spec)
-        return self._start(partial(self._compile, spec)).result()
+        """A matcher at the beginning of `spec`. Raises InvalidRequest saying what is wrong."""
+        return self.compile_many(spec, 1)[0]
 
-    def _start(self, work: Callable[[], T]) -> Future[T]:
-        """Have a worker do it. The size of a stack is the process's to set: a thread that somebody else starts in the
-        same moment gets as much, which costs it nothing."""
-        before = threading.stack_size(STACK_BYTES)
-        try:
-            return self._threads.submit(work)
-        finally:
-            threading.stack_size(before)
-
-    def _compile(self, spec: GrammarSpec) -> TokenMatcher:
-        if len(spec.source.encode()) > MAX_SOURCE_BYTES:
-            raise InvalidRequest("grammar", f"has more than {MAX_SOURCE_BYTES} bytes")
-        matcher = LLMatcher(self._llguidance_tokenizer(), _source(spec), log_level=0, limits=self._limits)
-        if matcher.is_error():
-            raise InvalidRequest("grammar", f"cannot be compiled: {_first_line(matcher.get_error())}")
-        self._remember(spec, matcher)
-        return TokenMatcher(matcher.deep_copy())
+    def compile_many(self, spec: GrammarSpec, count: int) -> list[TokenMatcher]:
+        """The same for the choices of one request. Its limit is the processor time that compiling takes."""
+        answer: Future[list[TokenMatcher] | InferEngineError] = Future()
+        self.submit(spec, answer.set_result, count=count)
+        result = answer.result()
+        if isinstance(result, InferEngineError):
+            raise result
+        return result
 
     def prepare(self) -> Future[LLTokenizer]:
         """Have made, in the background, what the first grammar needs beside itself."""
-        return self._start(self._llguidance_tokenizer)
+        self.process.start()
+        return self._building.submit(self._builder.tokenizer)
 
     def close(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        """What waits is not done any more."""
+        self.process.close()
+        for threads in (self._copying, self._building, self._building_slowly):
+            threads.shutdown(wait=False, cancel_futures=True)
 
-    def _llguidance_tokenizer(self) -> LLTokenizer:
+    # -- inside ------------------------------------------------------------------------------------------------------
+
+    def _try_out(self, spec: GrammarSpec, ticket: Ticket, tenant: str) -> None:
+        unknown = self._unknown.get(ticket.key)
+        if unknown is not None:
+            unknown.tickets.append(ticket)
+            return
+        if len(self._unknown) >= MAX_WAITING:
+            message = "Too many grammars wait to be compiled."
+            self._copying.submit(_answer, [ticket], InferEngineError("overloaded", message, retry_after_s=2.0))
+            return
+        unknown = self._unknown[ticket.key] = _Unknown(spec)
+        unknown.tickets.append(ticket)
+        unknown.trial = self.process.submit(tenant, spec, partial(self._on_verdict, ticket.key, unknown))
+
+    def _on_verdict(self, key: bytes, unknown: _Unknown, verdict: Verdict | InferEngineError) -> None:
         with self._lock:
-            if self._tokenizer is None:  # a second for a large vocabulary, with the interpreter's lock
-                self._tokenizer = LLTokenizer(
-                    self._tokenizer_json, n_vocab=self._vocab_size, eos_token=self._eos_token_ids
-                )
-            return self._tokenizer
+            if self._unknown.get(key) is unknown:
+                del self._unknown[key]
+            tickets, unknown.tickets = unknown.tickets, []
+            if isinstance(verdict, InferEngineError):
+                self._copying.submit(_answer, tickets, verdict)
+            else:
+                self.cache.remember(key, verdict)
+                self._go_on(unknown.spec, verdict, tickets)
 
-    def _remember(self, spec: GrammarSpec, matcher: LLMatcher) -> None:
-        size = BYTES_PER_GRAMMAR + BYTES_PER_SOURCE_BYTE * len(spec.source)
+    def _go_on(self, spec: GrammarSpec, verdict: Verdict, tickets: list[Ticket]) -> None:
+        """Compile here what is known to compile, quick ones not behind slow ones."""
+        if verdict.refused is not None:
+            self._copying.submit(_answer, tickets, InvalidRequest("grammar", verdict.refused))
+            return
+        threads = self._building if verdict.cpu_s <= QUICK_S else self._building_slowly
+        # The size of a stack is the process's to set: a thread that somebody else starts in the same moment gets as
+        # much, which costs it nothing.
+        before = threading.stack_size(STACK_BYTES)
+        try:
+            threads.submit(self._build, spec, verdict, tickets)
+        finally:
+            threading.stack_size(before)
+
+    def _build(self, spec: GrammarSpec, verdict: Verdict, tickets: list[Ticket]) -> None:
+        try:
+            entry = self._entry(spec, verdict)
+        except InferEngineError as error:
+            _answer(tickets, error)
+        except BaseException as error:  # a panic in the compiler is none of Exception
+            message = f"The grammar could not be compiled: {type(error).__name__}."
+            _answer(tickets, InferEngineError("engine_error", message))
+        else:
+            self._hand_out(entry, tickets)
+
+    def _entry(self, spec: GrammarSpec, verdict: Verdict) -> Entry:
+        key = cache_key(spec)
+        with self._lock:
+            if (known := self.cache.entry(key)) is not None:
+                return known  # somebody asked for the same at the same time
+        matcher = self._builder.build(spec)
+        mask = bytearray(self._builder.vocabulary.mask_bytes)
+        TokenMatcher(matcher, Budget(1.0, Usage())).fill_bitmask(memoryview(mask))  # the first is the slowest
+        entry = Entry(matcher, Usage(), 2 * len(spec.source) + max(BYTES_PER_GRAMMAR, verdict.num_bytes))
         with self._lock:
             self.num_compiled += 1
-            if spec in self._cache or size > self._cache_bytes:
-                return
-            self._cache[spec] = (matcher, size)
-            self._cached_bytes += size
-            while self._cached_bytes > self._cache_bytes:
-                _, (_, freed) = self._cache.popitem(last=False)
-                self._cached_bytes -= freed
+            others_went = self.cache.keep(key, entry)
+        if others_went or verdict.cpu_s > QUICK_S:
+            _LIBC.malloc_trim(0)  # what is free in between would stay with this process; the interpreter is free
+        return entry
+
+    def _hand_out(self, entry: Entry, tickets: list[Ticket]) -> None:
+        for ticket in tickets:
+            budget = Budget(self._limits.grammar_token_ms / 1e3, entry.usage)
+            with self._lock:
+                copies = [entry.matcher.deep_copy() for _ in range(ticket.count)]
+            ticket.done([TokenMatcher(copy, budget) for copy in copies])
 
 
-def _source(spec: GrammarSpec) -> str:
-    """The grammar in llguidance's own form."""
-    try:
-        return str(_SOURCES[spec.kind](spec))
-    except (ValueError, TypeError, KeyError, AssertionError, RecursionError) as error:
-        raise InvalidRequest("grammar", f"cannot be read: {_first_line(str(error))}") from None
-
-
-def _json_schema(spec: GrammarSpec) -> str:
-    whitespace = WHITESPACE if spec.whitespace is None else spec.whitespace
-    options: dict[str, Any] = {"whitespace_pattern": whitespace} if whitespace else {"whitespace_flexible": False}
-    return str(LLMatcher.grammar_from_json_schema(spec.source, overrides=options))
-
-
-def _regex(spec: GrammarSpec) -> str:
-    """A digit means 0-9, as everybody who writes \\d into a request means it."""
-    return str(LLMatcher.grammar_from_lark(f"start: /{regex_to_lark(spec.source, 'd')}/\n"))
-
-
-def _lark(spec: GrammarSpec) -> str:
-    """A grammar in Lark, or in the EBNF that llama.cpp and xgrammar read."""
-    source = to_lark(spec.source) if is_ebnf(spec.source) else spec.source
-    if sum(1 for _ in _RULE.finditer(source)) > MAX_RULES:
-        raise ValueError(f"has more than {MAX_RULES} rules")
-    return str(LLMatcher.grammar_from_lark(source))
-
-
-def _choice(spec: GrammarSpec) -> str:
-    items = json.loads(spec.source)
-    if not isinstance(items, list) or not items or not all(isinstance(item, str) and item for item in items):
-        raise ValueError("choices must be a list of strings, none of them empty")
-    choices = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in items)
-    return str(LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {choices}\n"))  # one expression: any number
-
-
-def _structural_tag(spec: GrammarSpec) -> str:
-    value = json.loads(spec.source)
-    tags = []
-    for item in value["structures"]:
-        trigger = next((trigger for trigger in value["triggers"] if item["begin"].startswith(trigger)), "")
-        tags.append(StructTag(trigger=trigger, begin=item["begin"], grammar=item["schema"], end=item.get("end", "")))
-    return str(StructTag.to_grammar(tags, assume_special=False))
-
-
-_SOURCES: dict[str, Callable[[GrammarSpec], str]] = {
-    "json_schema": _json_schema,
-    "json_object": lambda spec: _json_schema(spec._replace(source='{"type": "object"}')),
-    "regex": _regex,
-    "choice": _choice,
-    "lark": _lark,
-    "structural_tag": _structural_tag,
-}
-
-
-def _first_line(message: str) -> str:
-    lines = [line.strip() for line in message.splitlines() if line.strip()]
-    return " ".join(lines[:3])[:300] if lines else "no reason given"
+def _answer(tickets: list[Ticket], error: InferEngineError) -> None:
+    for ticket in tickets:
+        ticket.done(error)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from tokenizers import Tokenizer as FastTokenizer
 
 from inferengine.errors import InferEngineError
+from inferengine.text.extent import BYTE_CHARACTERS, PIECE_CHARACTERS, Extent
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -69,7 +70,10 @@ class Tokenizer:
         self._special_ids = frozenset(
             token_id for token_id, token in fast.get_added_tokens_decoder().items() if token.special
         )
-        self.is_byte_level = _decoder_types(json.loads(fast.to_str()).get("decoder")) == {"ByteLevel"}
+        document = json.loads(fast.to_str())
+        self.is_byte_level = _decoder_types(document.get("decoder")) == {"ByteLevel"}
+        self._extent = Extent(document, fast.get_vocab(with_added_tokens=True))
+        self._frame = self._find_frame()
         self._bytes: dict[int, bytes] = {}
         self.whole_texts: dict[int, str] = {}  # of tokens that are whole characters, as detokenizers come to know them
 
@@ -88,11 +92,52 @@ class Tokenizer:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`. Those of a long one are made without the GIL, so that it can go to a thread."""
         if len(text) <= SHORT_TEXT_CHARACTERS:
-            found = self._fast.encode(text, add_special_tokens=add_special_tokens)
-        else:  # `encode` keeps the GIL, seconds for a megabyte; this one finds the same ids and no offsets
-            (found,) = self._fast.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+            ids: list[int] = self._fast.encode(text, add_special_tokens=add_special_tokens).ids
+            return ids
+        return [token_id for part in self.parts(text, add_special_tokens) for token_id in part]
+
+    def least_tokens(self, text: str) -> int:
+        """No fewer tokens than this has `text`, without tokenizing it; 0 where nothing can be said."""
+        return self._extent.least_tokens(text)
+
+    def parts(self, text: str, add_special_tokens: bool = True) -> Iterator[list[int]]:
+        """The same ids, part after part: each is made when it is asked for, in the memory that a piece of the text
+        takes, so that whoever has enough can stop. A text that cannot be cut exactly is one part."""
+        if self._frame is None or len(text) <= PIECE_CHARACTERS:
+            yield self._encode(text, add_special_tokens)
+            return
+        prefix, suffix = self._frame if add_special_tokens else ([], [])
+        yield prefix
+        for piece in self._extent.pieces(text):
+            yield self._encode(piece, False)
+        yield suffix
+
+    def last_parts(self, text: str, add_special_tokens: bool = True) -> Iterator[list[int]]:
+        """The same from the end: each part precedes the one before it."""
+        if self._frame is None or len(text) <= PIECE_CHARACTERS:
+            yield self._encode(text, add_special_tokens)
+            return
+        prefix, suffix = self._frame if add_special_tokens else ([], [])
+        yield suffix
+        for piece in self._extent.last_pieces(text):
+            yield self._encode(piece, False)
+        yield prefix
+
+    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        # `encode` keeps the GIL, seconds for a megabyte; this one finds the same ids and no offsets
+        (found,) = self._fast.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         ids: list[int] = found.ids
         return ids
+
+    def _find_frame(self) -> tuple[list[int], list[int]] | None:
+        """The special tokens before and after every text. None where they cannot be told from its own."""
+        probe = "a b"
+        plain = self._fast.encode(probe, add_special_tokens=False).ids
+        whole = self._fast.encode(probe, add_special_tokens=True).ids
+        places = [at for at in range(len(whole) - len(plain) + 1) if whole[at : at + len(plain)] == plain]
+        if len(places) != 1 or not plain:
+            return None
+        return whole[: places[0]], whole[places[0] + len(plain) :]
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of `token_ids`. Ids beyond the vocabulary (padding rows of the model's head) have no text."""
@@ -122,7 +167,7 @@ class Tokenizer:
             return b""
         if self.is_byte_level:
             try:
-                return bytes(map(_BYTE_OF_CHARACTER.__getitem__, token))
+                return bytes(map(BYTE_CHARACTERS.__getitem__, token))
             except KeyError:  # the decoder, too, takes such a token literally
                 return token.encode()
         if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
@@ -136,15 +181,3 @@ def _decoder_types(decoder: Any) -> set[str]:
     nested = (_decoder_types(item) for item in decoder.get("decoders", ()))
     own = set() if "decoders" in decoder else {str(decoder.get("type"))}
     return own.union(*nested)
-
-
-def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's printable stand-in for each byte (Radford et al. 2019, encoder.py)."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    table = {chr(byte): byte for byte in printable}
-    hidden = [byte for byte in range(256) if byte not in set(printable)]
-    table.update({chr(256 + rank): byte for rank, byte in enumerate(hidden)})
-    return table
-
-
-_BYTE_OF_CHARACTER = _byte_alphabet()

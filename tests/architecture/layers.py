@@ -17,6 +17,9 @@ FOUNDATION = (
     "inferengine.exposition",
     "inferengine.vectors",
     "inferengine.tracing",
+    "inferengine.pauses",
+    "inferengine.output",
+    "inferengine.reload",
 )
 LAYERS: dict[str, tuple[str, ...]] = {
     "inferengine": ("inferengine.llm", "inferengine.params"),
@@ -34,6 +37,9 @@ LAYERS: dict[str, tuple[str, ...]] = {
     ),
     "inferengine.structure": ("inferengine.errors", "inferengine.config"),
     "inferengine.errors": (),
+    "inferengine.pauses": (),
+    "inferengine.output": (),
+    "inferengine.reload": ("inferengine.logs", "inferengine.config", "inferengine.errors"),
     "inferengine.environment": ("inferengine.errors",),
     "inferengine.config_values": ("inferengine.errors",),
     "inferengine.config": ("inferengine.errors", "inferengine.environment", "inferengine.config_values"),

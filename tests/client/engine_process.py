@@ -43,6 +43,9 @@ class EngineProcess:
     def freeze(self) -> None:
         self.process.send_signal(signal.SIGSTOP)
 
+    def thaw(self) -> None:
+        self.process.send_signal(signal.SIGCONT)
+
     def drain(self) -> None:
         self.process.terminate()
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from inferengine.client.session import Session
+from inferengine.client.session import PATIENCE_S, Session
 from inferengine.client.streams import Call, Finish
 from inferengine.params import SamplingParams
 from inferengine.wire import codec
@@ -72,8 +72,11 @@ class Engine:
         self.step([], [], done=[Done(stream, reason, detail)])
 
     def at(self, now: float) -> None:
-        self.now = now
-        self.session.tick(now)
+        """Time passes, for a client that runs all the while."""
+        self.session.tick(self.now)
+        while self.now < now:
+            self.now = min(now, self.now + 0.25)
+            self.session.tick(self.now)
 
     def dies(self) -> None:
         self.session.disconnected(self.now)
@@ -330,13 +333,13 @@ def test_who_cancelled_before_hears_the_end_when_the_engine_is_lost() -> None:
 
 
 def test_an_engine_that_was_only_silent_goes_on_where_it_was() -> None:
-    """SIGSTOP and SIGCONT: the same epoch, which has kept everything."""
+    """SIGSTOP and SIGCONT, for so long that the client gave up: the same epoch, which has kept everything."""
     engine = Engine()
     call = engine.submit()
     engine.step([stream_of(call)], [11])
-    engine.at(20.0)
+    engine.at(PATIENCE_S + 10.0)
     assert not call.finished
-    engine.at(23.0)
+    engine.at(PATIENCE_S + 13.0)
     (hello,) = engine.heard(Hello)[-1:]
     assert hello.last_seq == 1
     engine.welcome(resumed=True)
@@ -349,8 +352,8 @@ def test_one_that_was_silent_and_has_dropped_its_clients_is_asked_again() -> Non
     engine = Engine()
     call = engine.submit()
     engine.step([stream_of(call)], [11])
-    engine.at(20.0)
-    engine.at(23.0)
+    engine.at(PATIENCE_S + 10.0)
+    engine.at(PATIENCE_S + 13.0)
     engine.seq = 0
     engine.welcome(resumed=False)
     (message,) = engine.heard(Submit)
@@ -379,9 +382,9 @@ def test_readers_of_anothers_request_attach_again_until_that_one_is_back() -> No
 def test_a_detached_request_that_went_on_elsewhere_is_cancelled_where_it_was() -> None:
     engine = Engine()
     call = engine.submit(detached=True)
-    engine.at(20.0)
+    engine.at(PATIENCE_S + 10.0)
     engine.session.release(call)
-    engine.at(23.0)
+    engine.at(PATIENCE_S + 13.0)
     engine.welcome(resumed=False)
     assert call.id in [id for message in engine.heard(Cancel) for id in message.ids]
 

@@ -62,5 +62,8 @@ class RecordingView:
     def status(self, name: str, text: str) -> None:
         self.statuses.append((name, text))
 
+    def retry(self) -> bool:
+        return False
+
     def notice(self, text: str) -> None:
         self.notices.append(text)

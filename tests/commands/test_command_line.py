@@ -131,8 +131,8 @@ def test_a_runtime_folder_that_cannot_be_made_is_a_clear_error(
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     assert cli.main(["up", "--http.port", "0", "--ws.port", "0"]) == ExitCode.USAGE
     complaint = capsys.readouterr().err
-    assert "cannot be made" in complaint
-    assert "set XDG_RUNTIME_DIR" in complaint
+    assert "is no folder: replace it" in complaint
+    assert "or set wire.socket" in complaint
 
 
 def test_ctrl_c_ends_a_command_without_a_traceback(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,8 +12,15 @@ from pathlib import Path
 
 import pytest
 
-from inferengine.commands.child import ChildSpec, parse_notification
-from inferengine.commands.supervisor import FAST_FAILURE_S, MAX_FAST_FAILURES, RestartPolicy, Supervisor, describe_exit
+from inferengine.commands.child import Child, ChildSpec, parse_notification
+from inferengine.commands.supervisor import (
+    FAST_FAILURE_S,
+    MAX_FAST_FAILURES,
+    STALLS_FORGOTTEN_S,
+    RestartPolicy,
+    Supervisor,
+    describe_exit,
+)
 from inferengine.errors import ExitCode
 from tests.commands.services import RecordingView, notes, service, steady
 
@@ -250,6 +257,42 @@ while True:
     assert outcome.code == ExitCode.OK
 
 
+def test_a_child_that_has_given_up_and_cannot_leave_is_killed_and_started_again(tmp_path: Path) -> None:
+    body = f"""
+again = os.path.exists({str(tmp_path / "once")!r})
+open({str(tmp_path / "once")!r}, "w").close()
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+notify("READY=1\\nWATCHDOG=1")
+note("second life" if again else "first life")
+if not again:
+    notify("WATCHDOG=trigger")
+while True:
+    until_signal()
+"""
+    outcome = supervise(
+        service("engine", body, tmp_path, watchdog_s=600.0),
+        [],
+        tmp_path,
+        steps=[(noted(tmp_path, "second life"), send(signal.SIGTERM))],
+    )
+    assert "engine has given up and does not end: killing it" in outcome.view.notices
+    assert outcome.code == ExitCode.OK
+
+
+def test_a_supervisor_that_was_stopped_itself_blames_nobody_for_the_silence(tmp_path: Path) -> None:
+    """As after a suspended machine: the signs of life of that time are lost."""
+    child = Child(service("engine", "time.sleep(600)", tmp_path, watchdog_s=10.0), tmp_path, 0.0)
+    try:
+        child.ready, child.last_sign_at = True, 100.0
+        assert child.watchdog_expires_at() == 110.0
+        child.forgive(50.0, now=200.0)
+        assert child.watchdog_expires_at() == 160.0
+    finally:
+        child.kill(signal.SIGKILL)
+        os.waitpid(child.pid, 0)
+        child.close()
+
+
 def test_progress_and_output_reach_the_view_under_the_childs_name(tmp_path: Path) -> None:
     body = """
 notify("STATUS=loading weights 40 %")
@@ -292,12 +335,29 @@ def test_a_long_run_forgives_earlier_failures() -> None:
         assert policy.after_exit(1, FAST_FAILURE_S + 1).delay_s is not None
 
 
-@pytest.mark.parametrize("code", [ExitCode.USAGE, ExitCode.MODEL, ExitCode.ADDRESS])
+@pytest.mark.parametrize("code", [ExitCode.STALLED, ExitCode.FROZEN])
+def test_after_a_first_stall_there_is_no_delay_and_after_each_further_one_a_longer_one(code: int) -> None:
+    policy = RestartPolicy()
+    delays = [policy.after_exit(code, FAST_FAILURE_S + 1).delay_s for _ in range(4)]
+    assert delays[0] == 0.0
+    assert delays[1:] == sorted(set(delays[1:]), key=float)  # type: ignore[arg-type]
+    assert delays[1] != 0.0
+
+
+def test_a_long_run_forgives_earlier_stalls() -> None:
+    policy = RestartPolicy()
+    for _ in range(3):
+        assert policy.after_exit(ExitCode.STALLED, STALLS_FORGOTTEN_S + 1).delay_s == 0.0
+
+
+@pytest.mark.parametrize("code", [ExitCode.USAGE, ExitCode.MODEL, ExitCode.MEMORY, ExitCode.ADDRESS])
 def test_codes_that_another_try_would_repeat_are_final(code: int) -> None:
     assert RestartPolicy().after_exit(code, 100.0).delay_s is None
 
 
-@pytest.mark.parametrize("code", [ExitCode.CRASH, ExitCode.MEMORY, ExitCode.FROZEN, 128 + signal.SIGKILL])
+@pytest.mark.parametrize(
+    "code", [ExitCode.CRASH, ExitCode.FROZEN, ExitCode.STALLED, 128 + signal.SIGKILL]
+)
 def test_other_codes_are_tried_again(code: int) -> None:
     assert RestartPolicy().after_exit(code, 0.1).delay_s is not None
 
@@ -309,6 +369,7 @@ def test_exits_are_described_as_people_say_them() -> None:
 
 
 def test_notifications_are_read_line_by_line_and_unknown_ones_ignored() -> None:
-    assert parse_notification(b"READY=1\nSTATUS=loading 3 %\nMAINPID=7") == (True, False, "loading 3 %")
-    assert parse_notification(b"WATCHDOG=1\n") == (False, True, None)
-    assert parse_notification(b"\xff\xfe") == (False, False, None)
+    assert parse_notification(b"READY=1\nSTATUS=loading 3 %\nMAINPID=7") == (True, False, "loading 3 %", False)
+    assert parse_notification(b"WATCHDOG=1\n") == (False, True, None, False)
+    assert parse_notification(b"WATCHDOG=trigger") == (False, False, None, True)
+    assert parse_notification(b"\xff\xfe") == (False, False, None, False)

@@ -55,3 +55,40 @@ def test_a_full_queue_says_when_to_come_back(queued_requests: int, queued_tokens
     assert caught.value.code == "overloaded"
     assert caught.value.retry_after_s is not None
     assert 1.0 <= caught.value.retry_after_s <= 60.0
+
+
+@pytest.mark.parametrize("queued", [(4, 10), (1, 995), (7, 10)])
+def test_a_queue_that_others_have_filled_takes_a_tenant_with_less_than_its_share(queued: tuple[int, int]) -> None:
+    def is_refused(ahead: tuple[int, int]) -> bool:
+        try:
+            admit(
+                10,
+                1,
+                queued_requests=queued[0],
+                queued_tokens=queued[1],
+                tokens_per_s=0.0,
+                limits=LIMITS,
+                ahead=ahead,
+            )
+        except InferEngineError:
+            return True
+        return False
+
+    assert is_refused(queued)
+    assert not is_refused((0, 0))
+
+
+@pytest.mark.parametrize(("queued", "ahead"), [((8, 10), (0, 0)), ((4, 1995), (0, 0)), ((4, 10), (4, 10))])
+def test_twice_the_limit_is_the_most_and_ones_share_is_ones_share(
+    queued: tuple[int, int], ahead: tuple[int, int]
+) -> None:
+    with pytest.raises(InferEngineError, match="full"):
+        admit(10, 1, queued_requests=queued[0], queued_tokens=queued[1], tokens_per_s=0.0, limits=LIMITS, ahead=ahead)
+
+
+def test_a_deadline_is_held_against_what_is_admitted_before() -> None:
+    """Others' prompts that come later by fair share take nothing from it."""
+    queued = {"queued_requests": 3, "queued_tokens": 900, "tokens_per_s": 10.0, "limits": LIMITS, "time_left_s": 5.0}
+    with pytest.raises(InferEngineError, match="deadline"):
+        admit(10, 1, **queued)  # type: ignore[arg-type]
+    admit(10, 1, **queued, ahead=(0, 0))  # type: ignore[arg-type]

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
+from inferengine.params import SamplingParams, of_choice
 from tests.core.builders import Run, expected_output, make_capacity, make_request
 
 OVERLAP = pytest.mark.parametrize("max_in_flight", [1, 2])
@@ -68,3 +71,43 @@ def test_choices_survive_pressure(max_in_flight: int) -> None:
     run = Run(make_capacity(20), max_in_flight=max_in_flight).submit(*requests).to_end()
     assert run.scheduler.stats.num_preemptions > 0
     assert run.outputs == {request.uid: expected_output(request) for request in requests}
+
+
+@OVERLAP
+def test_when_the_first_choice_goes_another_one_computes_the_prompt_for_all(max_in_flight: int) -> None:
+    """Cancelled before its prompt was computed: the others still cost one prompt, with nothing to find in the cache."""
+    requests = choices(5, prompt=40, max_tokens=6)
+    run = Run(make_capacity(64), max_in_flight=max_in_flight, budget=8, prefix_caching=False).submit(*requests)
+    run.step()
+    run.cancel(1)
+    before = run.executor.num_computed_tokens
+    run.to_end()
+    assert run.executor.num_computed_tokens - before <= 40 + 8 * max_in_flight + 3 * 1 + 4 * 6
+    assert {uid: run.outputs[uid] for uid in range(2, 6)} == {r.uid: expected_output(r) for r in requests[1:]}
+
+
+def test_the_other_choices_ask_nothing_about_the_prompt_that_they_share() -> None:
+    params = SamplingParams(n=3, temperature=1.0, prompt_logprobs=5, logprobs=2)
+    assert of_choice(params, 0) is params
+    assert of_choice(params, 1) == SamplingParams(n=3, temperature=1.0, logprobs=2)
+
+
+def test_choices_of_one_token_each_find_the_prompt_of_the_first_though_it_has_ended() -> None:
+    """With log-probabilities of the prompt, which the first choice alone is asked for, it was computed n times."""
+    ids = [token % 97 for token in range(41)]
+    requests = [
+        replace(
+            make_request(uid, ids, 1, seed=uid, fork_of=None if uid == 1 else 1),
+            choice=uid - 1,
+            params=of_choice(SamplingParams(prompt_logprobs=0), uid - 1),
+        )
+        for uid in range(1, 17)
+    ]
+    run = Run(make_capacity(64, max_num_seqs=16)).submit(*requests).to_end()
+    assert run.executor.num_computed_tokens == 41 + 15 * 1
+
+
+def test_prompt_tokens_whose_logits_are_wanted_take_twice_of_the_budget() -> None:
+    run = Run(make_capacity(64), budget=32)
+    run.submit(make_request(1, prompt=100, prompt_logprobs=5)).step()
+    assert run.scheduler.sequences[1].num_computed == 16

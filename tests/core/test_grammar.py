@@ -96,7 +96,7 @@ def test_a_failing_grammar_ends_its_request_alone(max_in_flight: int) -> None:
 
     broken.fill_bitmask = fail  # type: ignore[method-assign]
     run.to_end()
-    assert run.finished[2] == ("error", ("engine_error", "The grammar failed: out of fuel"))
+    assert run.finished[2] == ("error", ("engine_error", "Following the grammar failed: ValueError."))
     for request in mixed(4):
         if request.uid != 2:
             assert run.outputs[request.uid] == expected_output(request)

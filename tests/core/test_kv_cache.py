@@ -9,6 +9,7 @@ import pytest
 from inferengine.core.block_pool import BlockPool
 from inferengine.core.plan import StepPlan, StepResult
 from inferengine.core.prefix_cache import PrefixCache, block_hash, root_hash
+from inferengine.core.stopping import RowFailure
 from inferengine.engine.core import StepFailed
 from tests.core.builders import Run, expected_output, make_capacity, make_request
 
@@ -227,11 +228,11 @@ def test_a_prompt_that_gave_no_numbers_leaves_nothing_for_others() -> None:
 
     def broken(plan: StepPlan, words: bytearray | None) -> StepResult:
         result = computed(plan, words)
-        return result._replace(failed_rows={0: "not a number"}) if plan.samples[0] else result
+        return result._replace(failed_rows={0: RowFailure.NOT_A_NUMBER}) if plan.samples[0] else result
 
     run.executor.run = broken  # type: ignore[method-assign]
     run.submit(make_request(1, PROMPT)).to_end()
-    assert run.finished[1] == ("error", ("engine_error", "not a number"))
+    assert run.finished[1] == ("error", RowFailure.NOT_A_NUMBER.value)
     run.executor.run = computed  # type: ignore[method-assign]
     again = make_request(2, [*PROMPT, 40])
     assert run.submit(again).to_end().outputs[2] == expected_output(again)

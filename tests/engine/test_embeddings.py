@@ -74,7 +74,7 @@ def test_welcome_says_that_there_are_embeddings_and_their_size(service) -> None:
         assert peer.welcome.model is not None
         assert "embeddings" in peer.welcome.features
         assert (peer.welcome.model.embedding_size, peer.welcome.model.pooling) == (SIZE, "last")
-        assert peer.welcome.protocol == (1, 1)
+        assert peer.welcome.protocol == (1, 2)
 
 
 def test_the_configuration_chooses_the_pooling_of_requests_that_do_not() -> None:

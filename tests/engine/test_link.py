@@ -80,6 +80,9 @@ def test_seeds_of_choices_and_neighbours_do_not_meet() -> None:
         ({"params": {"temperature": -1}}, "invalid_request", "params.temperature"),
         ({"params": {"top_p": 0}}, "invalid_request", "params.top_p"),
         ({"params": {"top_k": -5}}, "invalid_request", "params.top_k"),
+        ({"params": {"top_k": 2**31}}, "invalid_request", "params.top_k"),
+        ({"params": {"temperature": 10**19}}, "invalid_request", "params.temperature"),
+        ({"params": {"min_tokens": 2**62, "max_tokens": None}}, "context_length_exceeded", "min_tokens"),
         ({"params": {"max_tokens": 0}}, "invalid_request", "params.max_tokens"),
         ({"params": {"max_tokens": "many"}}, "invalid_request", "params.max_tokens"),
         ({"params": {"n": 1000}}, "invalid_request", "params.n"),
@@ -107,6 +110,15 @@ def test_a_bad_field_is_refused_by_name(
     peer.submit(4)
     assert len(peer.collect({4}).tokens[4]) == 4
     check_idle(engine)
+
+
+def test_a_penalty_that_the_device_cannot_hold_is_refused_in_the_engine(
+    engine: EngineService, connect: Connect
+) -> None:
+    peer = connect(engine)
+    peer.submit(1, params={"repetition_penalty": 1e-308})
+    reject = peer.expect(Reject)
+    assert (reject.code, reject.field) == ("invalid_request", "params.repetition_penalty")
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from inferengine.core.plan import TokenLogprobs
 from inferengine.core.scheduler import StepOutput
 from inferengine.core.stopping import Finished
 from inferengine.engine.outbox import Outbox
-from inferengine.engine.output_log import Submission
+from inferengine.engine.output_log import SUBMISSION_BYTES, Submission
 from inferengine.engine.peer import Peer, Sent
 from inferengine.engine.telemetry import Telemetry
 from inferengine.params import SamplingParams
@@ -232,7 +232,7 @@ def test_finished_logs_are_forgotten_after_their_time() -> None:
 
 
 def test_too_much_to_keep_is_forgotten_earlier(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("inferengine.engine.outbox.MAX_KEPT_TOKENS", 10)
+    monkeypatch.setattr("inferengine.engine.outbox.MAX_KEPT_BYTES", 5 * (SUBMISSION_BYTES + 8))
     bench = Bench(ttl_s=1e9)
     peer = bench.peer()
     for uid in range(1, 30):
@@ -255,3 +255,80 @@ def test_gaps_between_tokens_are_counted_once_per_sequence_and_step() -> None:
     gaps, first = bench.telemetry.token_gap_s, bench.telemetry.first_token_s
     assert first.count == 3
     assert (gaps.count, gaps.sum) == (2 + 2 + 2 + 3, 2 * 1 + 2 * 1 + 2 * 1 + (2 * 1 + 2))
+
+
+ROW = TokenLogprobs(-1.5, 3, list(range(20)), [-2.0] * 20)
+
+
+def test_log_probabilities_count_among_what_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt's of 20 alternatives take a thousand times as much memory as the output's tokens."""
+    monkeypatch.setattr("inferengine.engine.outbox.MAX_KEPT_BYTES", 20 * SUBMISSION_BYTES)
+    bench = Bench(ttl_s=1e9)
+    peer = bench.peer()
+    for uid in range(1, 10):
+        bench.open(peer, [uid], uid, prompt_logprobs=20)
+        bench.step += 1
+        output = StepOutput(bench.step, [uid], [7], [row(uid)], uid, None, {uid: [ROW] * 100})
+        bench.outbox.publish(output, bench.now)
+        bench.outbox.expire(bench.now)
+    assert len(bench.outbox.submissions) == 0
+
+
+def test_a_tenant_that_leaves_much_behind_does_not_shorten_what_others_may_come_back_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("inferengine.engine.outbox.MAX_KEPT_BYTES", 6 * (SUBMISSION_BYTES + 8))
+    bench = Bench(ttl_s=1e9)
+    peer = bench.peer()
+    quiet = bench.open(peer, [1], 1)
+    quiet.tenant = "quiet"
+    bench.publish({1: [1, 2]}, row(1), layout=1)
+    for uid in range(2, 50):
+        bench.open(peer, [uid], uid).tenant = "loud"
+        bench.publish({uid: [1, 2]}, row(uid), layout=uid)
+        bench.outbox.expire(bench.now)
+    assert quiet.id in bench.outbox.submissions
+    assert len(bench.outbox.submissions) == 6
+
+
+def test_what_was_dropped_early_is_not_looked_for_when_its_time_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("inferengine.engine.outbox.MAX_KEPT_BYTES", 3 * (SUBMISSION_BYTES + 4))
+    bench = Bench(ttl_s=50.0)
+    peer = bench.peer()
+    for uid in range(1, 10):
+        bench.open(peer, [uid], uid)
+        bench.publish({uid: [1]}, row(uid), layout=uid)
+        bench.outbox.expire(bench.now)
+    last = bench.now
+    bench.outbox.expire(last + 48.5)  # of those that are left, one is due
+    assert len(bench.outbox.submissions) == 2
+    bench.outbox.expire(last + 50.0)
+    assert bench.outbox.submissions == {}
+
+
+def test_an_ended_request_keeps_no_list_of_allowed_tokens() -> None:
+    bench = Bench()
+    submission = bench.open(bench.peer(), [1], 5, allowed_token_ids=tuple(range(5000)), stop=("x",))
+    bench.publish({1: [7]}, row(1))
+    assert submission.params.allowed_token_ids == ()
+    assert submission.params.stop == ("x",)
+
+
+def test_what_a_slow_reader_has_missed_comes_in_messages_of_bounded_size() -> None:
+    """Log-probabilities of a long output would make one message larger than any peer takes."""
+    bench = Bench()
+    peer = bench.peer(window=64)
+    bench.post.result = Sent.FULL
+    bench.open(peer, [1, 2], 5, logprobs=20)
+    for _ in range(0, 30_000, 1000):
+        rows = {uid: [ROW] * 1000 for uid in (1, 2)}
+        bench.publish({1: [7] * 1000, 2: [8] * 1000}, layout=1, logprobs=rows)
+    bench.publish({}, row(1, num_output=30_000), row(2, num_output=30_000))
+    bench.post.result = Sent.OK
+    bench.outbox.flush(peer, bench.now)
+    received = bench.received()
+    assert {stream: len(tokens) for stream, tokens in received.tokens.items()} == {5: 30_000, 6: 30_000}
+    sizes = [sum(len(rows) for _, rows in step.logprobs) for step in bench.post.steps[b"p"]]
+    assert max(sizes) <= 16_000
+    assert peer.dirty == {}
+    assert peer.streams == {}

@@ -167,6 +167,21 @@ class TestAttach:
             assert owner.collect({1}).done[1][0].reason == "length"
             check_idle(engine)
 
+    def test_a_request_has_64_readers_and_no_more(self, connect: Connect) -> None:
+        """Each step is sent to all of them."""
+        with run_service(step_s=0.005) as engine:
+            owner, reader = connect(engine), connect(engine)
+            owner.submit(1, id=ID, max_tokens=300)
+            owner.expect(Step)
+            for stream in range(2, 65):
+                reader.send(Attach(ID, stream))
+                reader.expect(Accept)
+            reader.send(Attach(ID, 65))
+            reject = reader.expect(Reject)
+            assert (reject.code, reject.stream) == ("overloaded", 65)
+            check_all = reader.collect(set(range(2, 65)))
+            assert all(len(check_all.tokens[stream]) == 300 for stream in range(2, 65))
+
     def test_a_detached_request_outlives_its_peer_and_waits(self, connect: Connect) -> None:
         with run_service(step_s=0.005) as engine:
             owner = connect(engine)
@@ -219,12 +234,31 @@ class TestLeases:
             check_idle(engine)
             assert engine.switchboard.peers == {}
 
-    def test_a_silent_peer_loses_its_lease(self, connect: Connect) -> None:
-        with run_service(step_s=0.01, wire={"heartbeat_s": 0.1}) as engine:
+    def test_a_silent_peer_is_dropped_after_the_stall_limit(self, connect: Connect) -> None:
+        with run_service(step_s=0.01, wire={"heartbeat_s": 0.1, "stall_limit_s": 0.6}) as engine:
             peer = connect(engine)
             peer.submit(1, max_tokens=1000)
             peer.expect(Step)
             check_idle(engine)
+            assert engine.switchboard.peers == {}
+
+    def test_a_silent_peer_whose_connection_stands_keeps_its_requests_beyond_its_lease(self, connect: Connect) -> None:
+        """It may be paused. Silence is asked about: one that is gone cannot be written to."""
+        with run_service(step_s=0.01, wire={"heartbeat_s": 0.1, "window": 1000}) as engine:
+            peer = connect(engine)
+            peer.submit(1, max_tokens=150)
+            collected = peer.collect({1}, credit=False)
+            assert [row.reason for row in collected.done[1]] == ["length"]
+            assert len(collected.tokens[1]) == 150
+
+    def test_a_silent_peer_that_is_gone_is_dropped_when_its_lease_ends(self, connect: Connect) -> None:
+        """Nothing of its request is there to be sent, so that only the question finds out."""
+        with run_service(step_s=30.0, wire={"heartbeat_s": 0.1}) as engine:
+            peer = connect(engine)
+            peer.submit(1, max_tokens=10)
+            wait_until(lambda: engine.outbox.num_open == 1)
+            peer.close()
+            wait_until(lambda: not engine.switchboard.peers)
 
     def test_a_ping_keeps_the_lease(self, connect: Connect) -> None:
         with run_service(step_s=0.01, wire={"heartbeat_s": 0.2}) as engine:
@@ -236,7 +270,7 @@ class TestLeases:
             assert peer.collect({1}).done[1][0].reason == "length"
 
     def test_a_dropped_peer_is_told_to_greet_again(self, connect: Connect) -> None:
-        with run_service(wire={"heartbeat_s": 0.1}) as engine:
+        with run_service(wire={"heartbeat_s": 0.1, "stall_limit_s": 0.5}) as engine:
             peer = connect(engine)
             wait_until(lambda: not engine.switchboard.peers)
             peer.send(Ping(1))

@@ -13,6 +13,7 @@ from inferengine.core.executor import Capacity
 from inferengine.core.plan import StepPlan, StepResult
 from inferengine.engine.service import EngineService
 from inferengine.engine.simulator import SimulatedExecutor
+from inferengine.engine.text_service import TextService
 from inferengine.text import Tokenizer
 from inferengine.wire.messages import Accept, Attach, Cancel, Reject, Step
 from tests.engine.builders import check_idle, make_card, run_service, small_capacity, wait_until
@@ -187,7 +188,7 @@ def tokenizing_for_ever(engine: EngineService) -> Iterator[None]:
     """Whatever text comes meanwhile, it is being tokenized until the end."""
     over = threading.Event()
 
-    def encode(text: str | None, messages: object) -> list[int]:
+    def encode(text: str | None, messages: object, most: int) -> list[int]:
         over.wait(30.0)
         return [1]
 
@@ -230,3 +231,45 @@ def test_a_model_without_a_tokenizer_serves_token_ids_only(connect: Connect) -> 
         assert peer.expect(Reject).code == "unsupported"
         peer.submit(2)
         assert len(peer.collect({2}).tokens[2]) == 4
+
+
+class TestTokenizingThatHangs:
+    """A template without end, a tokenizer's bug: the request is answered, whatever its thread does."""
+
+    def test_a_request_is_refused_at_its_deadline(self, engine: EngineService, connect: Connect, stuck_text) -> None:  # type: ignore[no-untyped-def]
+        peer = connect(engine)
+        peer.submit(1, text="the quick brown", deadline_ms=300)
+        assert peer.expect(Reject).code == "deadline_exceeded"
+
+    def test_a_request_without_a_deadline_is_refused_after_a_while(
+        self, engine: EngineService, connect: Connect, stuck_text, monkeypatch: pytest.MonkeyPatch
+    ) -> None:  # type: ignore[no-untyped-def]
+        monkeypatch.setattr("inferengine.engine.link.TEXT_TIMEOUT_S", 0.3)
+        peer = connect(engine)
+        peer.submit(1, text="the quick brown")
+        reject = peer.expect(Reject)
+        assert reject.code == "overloaded"
+        assert reject.retry_after_ms
+        peer.submit(2)
+        assert len(peer.collect({2}).tokens[2]) == 4, "the others go on"
+
+
+@pytest.fixture
+def stuck_text(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    released = threading.Event()
+    monkeypatch.setattr(TextService, "_encode", lambda *arguments: released.wait(60.0) and [1])
+    yield
+    released.set()
+
+
+def test_a_text_that_cannot_fit_is_refused_untokenized(
+    engine: EngineService, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def encode(self: Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
+        raise AssertionError(f"{len(text)} characters are tokenized")
+
+    monkeypatch.setattr(Tokenizer, "_encode", encode)
+    peer = connect(engine)
+    peer.submit(1, text="x" * 3_000_000)
+    reject = peer.expect(Reject)
+    assert (reject.code, reject.field) == ("context_length_exceeded", "prompt")

@@ -67,6 +67,20 @@ class Case:
             self.starts[slot] += count
         return kept.plans[0].kept is not None
 
+    def check(self) -> int:
+        """Whatever the copies count of any slot is what the paged cache holds. Returns how many tokens they count."""
+        num_known = 0
+        for kept in self.steady.copies.values():
+            for slot in range(len(self.tables)):
+                held = kept.held(slot, self.kv)
+                if held is None:
+                    continue
+                count = held.shape[2]
+                paged = self.kv[self.tables[slot].long()].permute(1, 2, 0, 3, 4).flatten(2, 3)  # [2, K, tokens, D]
+                torch.testing.assert_close(held, paged[:, :, :count], rtol=0, atol=0)
+                num_known += count
+        return num_known
+
     def settle(self) -> Case:
         """So that a copy is in use."""
         for _ in range(STEADY_STEPS):
@@ -104,6 +118,75 @@ def test_a_row_alone_verifies_guesses_in_its_place():
     for count in (4, 1, 3, 6):
         assert case.step({0: count})
         case.starts[0] -= count // 2
+
+
+@pytest.mark.parametrize(
+    "between",
+    [
+        pytest.param({0: 1}, id="alone, as the others are too long to lie beside it"),
+        pytest.param({1: 1, 2: 20, 0: 2}, id="behind a row that is computed as a prompt"),
+        pytest.param({0: 17}, id="as a prompt"),
+    ],
+)
+def test_a_step_outside_the_copy_replaces_what_wrong_guesses_left_there(between, monkeypatch):
+    case = Case([30, 31, 30]).settle()
+    assert case.step({1: 1, 2: 1, 0: 12})
+    case.starts[0] -= 11  # all guesses were wrong, and the copy has their keys
+    if len(between) == 1:
+        monkeypatch.setattr(cpu_steady, "RAGGED", 0.0)  # nothing with a second row lies side by side
+        between = {1: 1, **between} if between[0] == 1 else between
+    case.step(between)
+    if between[0] > 12:
+        case.starts[0] -= between[0] - 1  # most of these were guesses, too
+    monkeypatch.undo()
+    case.check()
+    for _ in range(14):
+        case.step({1: 1, 2: 1, 0: 1})
+        case.check()
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_copies_hold_what_the_paged_cache_holds_after_any_steps(seed):
+    """Requests that come, go, pause, guess right and wrong, are forced to go on, chunked prompts, slots that change
+    hands, unequal lengths, steps that fail half way and steps computed row by row."""
+    draw = random.Random(seed)
+    num_slots = draw.choice([1, 2, 3, 6])
+    case = Case([0] * num_slots)
+    lengths = dict.fromkeys(range(num_slots), 0)  # of prompts
+    case.starts.clear()
+    num_known = 0
+    for _ in range(150):
+        admitted = []
+        for slot in range(num_slots):
+            if slot not in case.starts and draw.random() < 0.5:
+                case.kv[case.tables[slot].long()] = torch.randn(MAX_BLOCKS, *case.kv.shape[1:])
+                case.starts[slot] = draw.choice([0, 0, 8, 28])  # a prefix that was found, or came back from the host
+                lengths[slot] = case.starts[slot] + draw.choice([1, 5, 30, 31, 90])
+                admitted.append(slot)
+            elif slot in case.starts and (case.starts[slot] > 200 or draw.random() < 0.01):
+                del case.starts[slot]
+        rows: list[tuple[int, int]] = []
+        for slot, start in case.starts.items():
+            if start < lengths[slot]:
+                rows.append((slot, min(lengths[slot] - start, draw.choice([3, 24, 64]))))
+            elif slot in admitted or draw.random() < 0.9:
+                rows.append((slot, draw.choice([1, 1, 1, 1, 3, 6, 20])))
+        if not rows:
+            continue
+        draw.shuffle(rows)
+        counts = dict(sorted(rows, key=lambda row: row[1] > 1))
+        fate = draw.random()
+        if fate < 0.02:
+            case.batch(counts, case.steady, admitted)  # begun, never ended
+            continue
+        if fate < 0.04:
+            case.steady.forget()  # what a step does that is computed again, row by row
+        case.step(counts, admitted=tuple(admitted))
+        num_known += case.check()
+        for slot, count in counts.items():
+            if case.starts[slot] > lengths[slot]:  # of what is no prompt: guesses, any of which were wrong
+                case.starts[slot] -= draw.randrange(count)
+    assert num_known > 0
 
 
 def test_a_newcomer_takes_the_place_of_one_that_ended():

@@ -26,8 +26,8 @@ VOCAB = 64
 
 
 @pytest.fixture
-def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Engine:
-    """A small Llama by the kernels of the card."""
+def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: torch.device) -> Engine:
+    """A small Llama by the kernels of the card: on a card, or interpreted."""
 
     def kernels(device: torch.device, deterministic: bool = False) -> Ops:
         return Ops(**cuda.table(device, deterministic=deterministic))
@@ -44,7 +44,7 @@ def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Engine:
         max_position_embeddings=128,
     )
     LlamaForCausalLM(config).save_pretrained(tmp_path)
-    return Engine(tmp_path, budget=24, max_num_seqs=4, num_blocks=32, block_size=16)
+    return Engine(tmp_path, budget=24, max_num_seqs=4, num_blocks=32, block_size=16, device=device.type)
 
 
 @pytest.mark.filterwarnings(

@@ -225,3 +225,14 @@ def edit_tensors(folder: Path, change: Callable[[Tensors], None]) -> None:
     tensors = load_file(folder / "model.safetensors")
     change(tensors)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def misalign(folder: Path) -> None:
+    """Rewrite the file so that its tensors begin one byte behind a multiple of 64: the header ends in blanks, which is
+    all that decides where they lie."""
+    path = folder / "model.safetensors"
+    whole = path.read_bytes()
+    length = int.from_bytes(whole[:8], "little")
+    header, data = whole[8 : 8 + length].rstrip(), whole[8 + length :]
+    header += b" " * ((1 - 8 - len(header)) % 64)
+    path.write_bytes(len(header).to_bytes(8, "little") + header + data)

@@ -9,9 +9,11 @@ import pytest
 import torch
 
 from inferengine.errors import ConfigError
+from inferengine.models.weights import ALIGNMENT
+from inferengine.quant.cpu import Int8Weight, Numbers
 from inferengine.runtime.dry_run import dry_run
-from tests.models.checkpoints import greedy_reference, make_model
-from tests.quant.checkpoints import LAYOUTS, edit_tensors, write
+from tests.models.checkpoints import greedy_reference, make_model, save
+from tests.quant.checkpoints import LAYOUTS, edit_tensors, misalign, write
 from tests.runtime.engine import Engine
 
 PROMPTS = [[5, 9, 200, 31, 7], [77, 3] * 9]
@@ -31,6 +33,23 @@ def test_tokens_equal_those_of_the_weights_as_numbers(layout: str, tmp_path: Pat
             assert sum(a == b for a, b in zip(output, expected, strict=True)) >= 12
         else:
             assert output == expected
+
+
+@pytest.mark.parametrize("layout", ["awq", "compressed-int4", "compressed-int8", "fp8-blocks", "float"])
+def test_where_a_file_puts_its_tensors_does_not_matter(layout: str, tmp_path: Path) -> None:
+    model = make_model("qwen2-mixed-window", hidden_size=64, head_dim=16, **{"intermediate_size": 96})
+    save(model, tmp_path) if layout == "float" else write(model, layout, tmp_path)
+    plain = Engine(tmp_path)
+    expected = [plain.generate([prompt], 6) for prompt in PROMPTS]  # one is short enough for the product of few rows
+    misalign(tmp_path)
+    engine = Engine(tmp_path)
+    assert [engine.generate([prompt], 6) for prompt in PROMPTS] == expected
+    packed = [
+        module.packed for module in engine.executor.model.modules() if getattr(module, "packed", None) is not None
+    ]
+    codes = [weight.codes for weight in packed if isinstance(weight, Int8Weight)]
+    codes += [weight.weight.codes for weight in packed if isinstance(weight, Numbers)]
+    assert all(each.data_ptr() % ALIGNMENT == 0 for each in codes)
 
 
 def test_modules_named_as_exceptions_stay_floats(tmp_path: Path) -> None:

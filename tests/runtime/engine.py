@@ -30,6 +30,7 @@ class Engine:
         block_size: int = 8,
         overlap: bool = False,
         pressure: str = "preempt",
+        device: str = "cpu",
         model: dict[str, Any] | None = None,
         cache: dict[str, Any] | None = None,
         proposer: Proposer | None = None,
@@ -38,7 +39,7 @@ class Engine:
         config = Config().with_values(
             model={"path": str(folder), **(model or {})},
             engine={
-                "device": "cpu",
+                "device": device,
                 "max_num_seqs": max_num_seqs,
                 "max_num_batched_tokens": budget,
                 "overlap": "on" if overlap else "off",

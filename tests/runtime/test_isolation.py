@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from inferengine.core.sequence import Sequence
-from inferengine.runtime.sampler import NOT_FINITE
+from inferengine.core.stopping import RowFailure
 from tests.models.checkpoints import make_model, save
 from tests.runtime.engine import Engine
 
@@ -40,7 +40,7 @@ def poisoned(length: int, at: int) -> list[int]:
 
 
 def failed(engine: Engine, uid: int) -> bool:
-    return engine.finished[uid].reason == "error" and NOT_FINITE in str(engine.finished[uid].detail)
+    return engine.finished[uid].reason == "error" and engine.finished[uid].detail == RowFailure.NOT_A_NUMBER.value
 
 
 @pytest.mark.parametrize(("budget", "at"), [(200, 0), (200, -1), (24, 5)])  # in one step; in chunks

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from inferengine.core.plan import SlotInit
+from inferengine.core.stopping import RowFailure
 from inferengine.kernels import cpu_noise, ops, reference_sampling
 from inferengine.kernels.reference_sampling import gumbel, philox, sample
 from inferengine.params import SamplingParams
@@ -223,6 +224,71 @@ def test_a_row_that_is_not_a_number_fails_alone():
     assert drawn[0] == int(logits[0].argmax())
     assert drawn[2] == int(logits[2].argmax())
     assert slots.tokens[1, len(PROMPT)] == 0
+
+
+BAD_ROWS = {
+    "a NaN": ({300: float("nan")}, -1),
+    "all NaN": (dict.fromkeys(range(VOCAB), float("nan")), -1),
+    "an infinity": ({7: float("inf")}, -1),
+    "nothing allowed": (dict.fromkeys(range(VOCAB), float("-inf")), -2),
+}
+FEATURES = {
+    "greedy": {"temperature": 0.0},
+    "random": {"temperature": 0.9},
+    "top_p": {"temperature": 0.9, "top_p": 0.9},
+    "top_k and min_p": {"temperature": 0.9, "top_k": 5, "min_p": 0.1},
+    "penalties": {"temperature": 0.0, "repetition_penalty": 1.5, "frequency_penalty": 0.5},
+    "allowed ids": {"temperature": 0.7, "allowed_token_ids": (3, 7, 300)},
+    "bias": {"temperature": 0.7, "logit_bias": ((7, 3.0),)},
+}
+
+
+@pytest.mark.parametrize("beside", ["greedy", "top_p"])
+@pytest.mark.parametrize("own", FEATURES)
+@pytest.mark.parametrize("bad", BAD_ROWS)
+def test_a_row_without_a_winner_fails_alone_whatever_it_and_its_neighbours_ask_for(bad, own, beside):
+    others = SamplingParams(**FEATURES[beside])
+    slots = make_slots(others, SamplingParams(**FEATURES[own]), others)
+    logits = random_logits(3)
+    good = draw(slots, logits)
+    slots.tokens[:, len(PROMPT)] = 0  # not drawn yet
+    values, expected = BAD_ROWS[bad]
+    for token, value in values.items():
+        logits[1, token] = value
+    drawn = draw(slots, logits)
+    assert drawn[1] == expected
+    assert (drawn[0], drawn[2]) == (good[0], good[2])
+    assert slots.tokens[1, len(PROMPT)] == 0
+
+
+def test_a_penalty_that_the_device_cannot_hold_fails_its_own_row():
+    """The front ends and the engine refuse it; this is what would come of it."""
+    slots = make_slots(
+        SamplingParams(temperature=0.9, top_p=0.9),
+        SamplingParams(temperature=0.9, top_p=0.9, repetition_penalty=1e-308),
+    )
+    logits = random_logits(2)
+    logits[1, PROMPT] = 1.0
+    drawn = draw(slots, logits)
+    assert drawn[0] >= 0
+    assert drawn[1] == -1
+
+
+def test_a_mask_that_leaves_nothing_fails_its_own_row_for_that_reason(checkpoint):
+    engine = Engine(checkpoint[0])
+    head = engine.executor.model.logits
+
+    def forbidding(x: torch.Tensor) -> torch.Tensor:
+        logits = head(x)
+        logits[0, 3] = float("-inf")
+        return logits
+
+    engine.executor.model.logits = forbidding
+    culprit = engine.submit(PROMPT, 4, temperature=0.9, allowed_token_ids=(3,))
+    other = engine.submit(PROMPT[:3], 4)
+    engine.run()
+    assert engine.finished[culprit].detail == RowFailure.NO_TOKEN_ALLOWED.value
+    assert engine.finished[other].reason == "length"
 
 
 def test_failed_rows_end_their_request_and_no_other(checkpoint):

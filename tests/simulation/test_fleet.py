@@ -160,6 +160,33 @@ def test_fair_share_shields_a_small_tenant_from_a_large_one() -> None:
     assert wait("fair") < 0.25 * wait("fcfs")
 
 
+def test_a_flood_of_800_requests_holds_another_tenant_up_for_a_few_steps_and_costs_it_nothing() -> None:
+    """Against first come: the single request is there before a thousandth of the flood's time has passed, and the flood
+    takes no longer."""
+
+    def times(policy: str) -> tuple[float, float]:
+        flood = [make_arrival(i + 1, 0.0, prompt=32, output=128, tenant="loud") for i in range(800)]
+        quiet = [make_arrival(1000 + i, 5.0 + 3.0 * i, prompt=32, output=8, tenant="quiet") for i in range(10)]
+        fleet = Fleet(make_options(policy=policy, num_blocks=4000), Written(*flood, *quiet))
+        waits: list[float] = []
+        last = [0.0]
+        finished = fleet.recorder.finished
+
+        def watch(row: Any) -> None:
+            finished(row)
+            if row.tenant == "quiet":
+                waits.append(row.first_token_s)
+            last[0] = max(last[0], fleet.now)
+
+        fleet.recorder.finished = watch  # type: ignore[method-assign]
+        run(fleet)
+        return max(waits), last[0]
+
+    (fair_s, fair_end_s), (fcfs_s, fcfs_end_s) = times("fair"), times("fcfs")
+    assert fair_s < 0.02 * fcfs_s
+    assert fair_end_s < 1.05 * fcfs_end_s
+
+
 def test_chunked_prefill_bounds_the_time_between_tokens() -> None:
     arrivals = [make_arrival(1, 0.0, prompt=16, output=200)]
     arrivals += [make_arrival(i + 2, 1.5 * i, prompt=1500, output=1) for i in range(5)]

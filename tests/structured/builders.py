@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 
 from tokenizers import Tokenizer as FastTokenizer
 
+from inferengine.config import LimitsConfig
 from inferengine.structure import GrammarSpec
 from inferengine.structured.compiler import GrammarCompiler
+from inferengine.structured.grammar_cache import CACHE_BYTES
 from tests.text.vocabularies import byte_level, sentencepiece
 
 VOCABULARIES = {"byte_level": byte_level, "sentencepiece": sentencepiece}
@@ -17,11 +20,17 @@ EOS = "</s>"
 class Vocabulary:
     """A tokenizer with a compiler for it; ids above the tokenizer's own are padding, as checkpoints have."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, *, cache_bytes: int = CACHE_BYTES, **limits: float) -> None:
         self.fast: FastTokenizer = VOCABULARIES[name]()
         self.eos = int(self.fast.token_to_id(EOS))
         self.size = self.fast.get_vocab_size() + 5
-        self.compiler = GrammarCompiler(self.fast.to_str(), vocab_size=self.size, eos_token_ids=[self.eos])
+        self.compiler = GrammarCompiler(
+            self.fast.to_str(),
+            vocab_size=self.size,
+            eos_token_ids=[self.eos],
+            limits=dataclasses.replace(LimitsConfig(), **limits),
+            cache_bytes=cache_bytes,
+        )
 
     def generate(self, spec: GrammarSpec, seed: int, *, max_tokens: int = 4000) -> str:
         """The text that a random model gives under a grammar. Half of the draws prefer the end where it is allowed, so

@@ -19,7 +19,8 @@ from inferengine.structure import (
     read_grammar,
     validate_grammar,
 )
-from inferengine.structured.compiler import _SOURCES
+from inferengine.structured.grammar_cache import BYTES_PER_GRAMMAR
+from inferengine.structured.translation import TRANSLATIONS
 from tests.structured.builders import Vocabulary
 
 LIMITS = LimitsConfig()
@@ -152,7 +153,7 @@ def test_what_does_not_compile_is_an_invalid_request_that_says_why(vocabulary: V
 
 
 def test_every_kind_has_a_translation() -> None:
-    assert set(_SOURCES) == set(GRAMMAR_KINDS)
+    assert set(TRANSLATIONS) == set(GRAMMAR_KINDS)
 
 
 def test_a_grammar_is_compiled_once_and_each_request_starts_at_its_beginning(vocabulary: Vocabulary) -> None:
@@ -166,12 +167,11 @@ def test_a_grammar_is_compiled_once_and_each_request_starts_at_its_beginning(voc
 
 
 def test_the_cache_is_bounded_in_bytes() -> None:
-    small = Vocabulary("byte_level")
-    small.compiler._cache_bytes = 10 * 70_000
+    small = Vocabulary("byte_level", cache_bytes=2_000_000)
     for index in range(50):
         small.compiler.compile(GrammarSpec("regex", f"x{index}"))
-    assert 5 < len(small.compiler._cache) <= 10
-    assert small.compiler._cached_bytes <= 10 * 70_000
+    assert 1 <= len(small.compiler.cache) <= 2_000_000 // BYTES_PER_GRAMMAR
+    assert small.compiler.cache.size <= 2_000_000
 
 
 def test_a_token_that_is_not_allowed_changes_nothing(vocabulary: Vocabulary) -> None:
@@ -197,7 +197,7 @@ def test_compiling_in_the_background_answers_with_a_matcher_or_the_error(vocabul
         vocabulary.compiler.submit(GrammarSpec("regex", source), answer)
         assert done.wait(10)
     assert isinstance(answers[1], InferEngineError)
-    assert answers[0].accept(vocabulary.fast.token_to_id("a"))  # type: ignore[attr-defined]
+    assert answers[0][0].accept(vocabulary.fast.token_to_id("a"))  # type: ignore[index]
 
 
 def test_a_spec_survives_the_wire() -> None:

@@ -26,6 +26,7 @@ DROP_IN = """
 [Service]
 ProtectHome=tmpfs
 BindReadOnlyPaths={folders}
+Environment=PYTHONPATH={checkout}
 """
 PREPARE = """
 set -e
@@ -35,6 +36,7 @@ systemd-tmpfiles --create /run/units/tmpfiles.conf
 cp /run/units/inferengine.toml /etc/inferengine/
 chmod o+x /root
 ln -sfn {environment} /opt/inferengine/.venv
+cp -r {checkout}/scripts /opt/inferengine/
 """
 
 
@@ -59,7 +61,7 @@ class Machine:
                 stdin=subprocess.DEVNULL,
             )
         self.wait_for(self._booted, 20.0)
-        self.run("sh", "-c", PREPARE.format(environment=sys.prefix))
+        self.run("sh", "-c", PREPARE.format(environment=sys.prefix, checkout=ROOT))
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -93,7 +95,8 @@ class Machine:
         """One property of a unit."""
         return self.run("systemctl", "show", "--value", "--property", name, unit).strip()
 
-    def journal(self) -> str:
+    def journal(self, unit: str = "") -> str:
+        """Its last lines, of one unit or of all."""
         ran = subprocess.run(
             [
                 "nsenter",
@@ -106,6 +109,7 @@ class Machine:
                 "--no-pager",
                 "-n",
                 "80",
+                *(["--unit", unit] if unit else []),
             ],
             capture_output=True,
             text=True,
@@ -140,7 +144,7 @@ class Machine:
         for name in ("engine", "http", "ws"):
             drop_ins = self._units / f"inferengine-{name}.service.d"
             drop_ins.mkdir()
-            (drop_ins / "test.conf").write_text(DROP_IN.format(folders=" ".join(sorted(folders))))
+            (drop_ins / "test.conf").write_text(DROP_IN.format(folders=" ".join(sorted(folders)), checkout=ROOT))
 
 
 def _cgroup_root() -> Path:

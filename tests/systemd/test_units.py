@@ -18,6 +18,7 @@ from tests.systemd.machine import ROOT, Machine
 UNITS = sorted(path for path in (ROOT / "systemd").iterdir() if path.suffix in (".service", ".socket", ".target"))
 SERVICES = [path for path in UNITS if path.suffix == ".service"]
 WORST_EXPOSURE = {"inferengine-engine.service": 1.6, "inferengine-http.service": 1.4, "inferengine-ws.service": 1.4}
+EXEC_FAILED = 203  # systemd's own: the program cannot be run
 TOML = '[engine]\ndevice = "cpu"\ndrain_timeout_s = 20\n'
 needs_analyze = pytest.mark.skipif(
     not shutil.which("systemd-analyze"), reason="no systemd-analyze: apt install systemd"
@@ -29,6 +30,7 @@ def installed(tmp_path: Path) -> Path:
     """The units with the interpreter of this test in place of /opt's, which is not there."""
     for path in UNITS:
         text = path.read_text().replace("/opt/inferengine/.venv/bin/", f"{Path(sys.executable).parent}/")
+        text = text.replace("/opt/inferengine/scripts/", f"{ROOT}/scripts/")
         (tmp_path / path.name).write_text(text)
     return tmp_path
 
@@ -69,6 +71,18 @@ def test_no_service_waits_for_another_to_start_or_to_stop(service: Path) -> None
     assert not others & set(" ".join(orders).split())
 
 
+@pytest.mark.parametrize("service", SERVICES, ids=lambda path: path.name)
+def test_only_codes_that_another_try_would_end_with_again_keep_a_service_down(service: Path) -> None:
+    """Anything else is a restart: a clean exit too, which some stray signal has asked for."""
+    from inferengine.errors import ExitCode
+
+    text = service.read_text()
+    assert re.findall(r"^Restart=(.*)$", text, re.MULTILINE) == ["always"]
+    (codes,) = re.findall(r"^RestartPreventExitStatus=(.*)$", text, re.MULTILINE)
+    loads = [ExitCode.MODEL, ExitCode.MEMORY] if service.name == "inferengine-engine.service" else []
+    assert [int(code) for code in codes.split()] == [ExitCode.USAGE, *loads, EXEC_FAILED]
+
+
 def test_every_example_configuration_is_valid() -> None:
     from inferengine.config import load
 
@@ -88,15 +102,15 @@ def answers(machine: Machine) -> bool:
     """Whether a completion comes back; waits through restarts."""
     body = json.dumps({"prompt": "Once upon a time", "max_tokens": 16})
     ask = ("curl", "-sS", "-H", "Content-Type: application/json", "-d", body, "http://127.0.0.1:8000/v1/completions")
-    machine.wait_for(lambda: '"completion_tokens":16' in machine.run(*ask, check=False))
+    machine.wait_for(lambda: '"completion_tokens":16' in machine.run(*ask, check=False), 90)
     return True
 
 
 @pytest.mark.systemd
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(480)
 def test_the_units_start_serve_restart_and_drain_under_a_real_systemd(machine: Machine) -> None:
     machine.run("systemctl", "start", "inferengine-http.socket", "inferengine-ws.socket", "inferengine.target")
-    machine.wait_for(lambda: machine.show("inferengine-engine.service", "ActiveState") == "active", 60)
+    machine.wait_for(lambda: machine.show("inferengine-engine.service", "ActiveState") == "active", 90)
     for name in ("http", "ws"):
         machine.wait_for(lambda name=name: machine.show(f"inferengine-{name}.service", "ActiveState") == "active")
 
@@ -114,6 +128,16 @@ def test_the_units_start_serve_restart_and_drain_under_a_real_systemd(machine: M
     machine.wait_for(lambda: machine.show("inferengine-engine.service", "NRestarts") == "1")
     assert answers(machine)
 
+    for name in ("engine", "http", "ws"):  # a hang-up stops nobody, an end in good order that nobody asked for neither
+        unit = f"inferengine-{name}.service"
+        pid, restarts = machine.show(unit, "MainPID"), int(machine.show(unit, "NRestarts"))
+        machine.run("systemctl", "reload", unit)
+        machine.wait_for(lambda unit=unit: "reading the configuration again" in machine.journal(unit))
+        assert (machine.show(unit, "MainPID"), machine.show(unit, "ActiveState")) == (pid, "active")
+        machine.run("kill", "-TERM", pid)
+        machine.wait_for(lambda unit=unit, n=restarts + 1: machine.show(unit, "NRestarts") == str(n), 60)
+    assert answers(machine)
+
     began = time.monotonic()
     machine.run("systemctl", "stop", "inferengine.target")
     for name in ("http", "ws", "engine"):
@@ -121,3 +145,14 @@ def test_the_units_start_serve_restart_and_drain_under_a_real_systemd(machine: M
         assert machine.show(f"inferengine-{name}.service", "Result") == "success"
         assert machine.show(f"inferengine-{name}.service", "ExecMainStatus") == "0"
     assert time.monotonic() - began < 20
+
+    machine.run("sh", "-c", "rm /opt/inferengine/.venv; mkdir -p /opt/inferengine/.venv/bin /root/uv; "
+                "cp /bin/true /root/uv/python; ln -s /root/uv/python /opt/inferengine/.venv/bin/python; "
+                "printf '#!/opt/inferengine/.venv/bin/python\n' > /opt/inferengine/.venv/bin/inferengine; "
+                "chmod +x /opt/inferengine/.venv/bin/inferengine")  # fmt: skip
+    for name in ("engine", "http", "ws"):
+        unit = f"inferengine-{name}.service"
+        machine.run("systemctl", "start", unit, check=False)
+        machine.wait_for(lambda unit=unit: machine.show(unit, "ActiveState") == "failed")
+        assert (machine.show(unit, "ExecMainStatus"), machine.show(unit, "NRestarts")) == (str(EXEC_FAILED), "0")
+        assert "cannot run /opt/inferengine/.venv/bin/python, which is /root/uv/python" in machine.journal(unit)

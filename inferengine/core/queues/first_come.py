@@ -19,7 +19,7 @@ def is_mostly_removed(num_removed: int, length: int) -> bool:
 class FirstComeFirstServed:
     """Order of arrival. Removal marks; the mark is dropped when it comes to the head, or when marks are the most."""
 
-    wants_charges = False
+    tenants = None
 
     def __init__(self) -> None:
         self._queue: deque[Sequence] = deque()
@@ -51,9 +51,6 @@ class FirstComeFirstServed:
         if is_mostly_removed(self._num_removed, len(self._queue)):
             self._queue = deque(item for item in self if item is not sequence)
             self._num_removed = 0
-
-    def charge(self, sequence: Sequence, num_tokens: int) -> None:
-        """Order of arrival owes nobody anything."""
 
     def __len__(self) -> int:
         return len(self._queue) - self._num_removed

@@ -38,7 +38,7 @@ def deadline_key(sequence: Sequence) -> float:
 class OrderedQueue:
     """A heap by `key`, ties by arrival. Preempted sequences come before all others, in the order of their keys."""
 
-    wants_charges = False
+    tenants = None
 
     def __init__(self, key: Callable[[Sequence], float]) -> None:
         self._key = key
@@ -74,9 +74,6 @@ class OrderedQueue:
             ]
             heapq.heapify(self._heap)
             self._num_removed = 0
-
-    def charge(self, sequence: Sequence, num_tokens: int) -> None:
-        """The order depends on arrival alone."""
 
     def __len__(self) -> int:
         return len(self._heap) - self._num_removed

@@ -15,7 +15,9 @@ from typing import Any
 import httpx
 import uvicorn
 
+from frontends.common.acceptor import Server
 from frontends.http.app import make_app, make_service
+from frontends.http.worker import connection_limits
 from inferengine.config import Config
 from inferengine.text import Tokenizer
 from inferengine.wire.messages import Submit
@@ -42,15 +44,16 @@ class FrontEnd:
         listener = socket.create_server(("127.0.0.1", 0))
         self.port = listener.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
-        self._server = uvicorn.Server(
+        self._server = Server(
             uvicorn.Config(
-                make_app(self.service),
-                http="httptools",
+                make_app(self.service, [listener]),
                 loop="uvloop",
                 ws="none",
                 log_config=None,
                 timeout_graceful_shutdown=1,
-            )
+            ),
+            connection_limits(config.http),
+            self.service.metrics.refusals,
         )
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, args=(listener,))
@@ -153,9 +156,8 @@ def wait_until(condition: Callable[[], Any], timeout_s: float = 10.0) -> None:
 def open_request(port: int, path: str, **body: Any) -> Iterator[socket.socket]:
     """Send a request and leave the answer unread; closed on leaving, if not before."""
     payload = json.dumps(body).encode()
-    head = (
-        f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(payload)}\r\n\r\n"
-    )
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    head += f"Content-Length: {len(payload)}\r\n\r\n"
     with socket.create_connection(("127.0.0.1", port)) as connection:
         connection.settimeout(10.0)
         connection.sendall(head.encode() + payload)

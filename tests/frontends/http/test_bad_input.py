@@ -49,6 +49,9 @@ COMPLETION_FAULTS: list[tuple[str, Any, int, str | None, str]] = [
     ("top_k", -2, 400, "top_k", "invalid_request"),
     ("min_p", 2, 400, "min_p", "invalid_request"),
     ("repetition_penalty", 0, 400, "repetition_penalty", "invalid_request"),
+    ("repetition_penalty", 1e-308, 400, "repetition_penalty", "invalid_request"),
+    ("repetition_penalty", 10**400, 400, "repetition_penalty", "invalid_request"),
+    ("logit_bias", {"5": 10**400}, 400, "logit_bias.5", "invalid_request"),
     ("presence_penalty", 3, 400, "presence_penalty", "invalid_request"),
     ("frequency_penalty", -3, 400, "frequency_penalty", "invalid_request"),
     ("seed", 2**64, 400, "seed", "invalid_request"),
@@ -373,3 +376,20 @@ def test_refusals_disturb_nobody(served: House) -> None:
         assert served.http.get("/health").status_code == 200
         assert (time.monotonic() - started) / 21 < 0.1
         assert sum(line.startswith("data: {") for line in lines) == len(ids("the quick brown fox " * 4)) - 1
+
+
+@pytest.mark.parametrize("name", ["temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty"])
+def test_a_whole_number_beyond_every_float_is_refused_by_name(served: House, name: str) -> None:
+    body = b'{"prompt": "x", "%b": 1%b}' % (name.encode(), b"0" * 400)
+    response = served.http.post("/v1/completions", content=body)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, name)
+
+
+@pytest.mark.parametrize(
+    "body", [b'{"prompt": "\xed\xa0\x80"}', '{"prompt": "\ud800"}'.encode("utf-16", "surrogatepass"),
+             '{"prompt": "\ud800"}'.encode("utf-16-le", "surrogatepass")]
+)  # fmt: skip
+def test_half_a_surrogate_pair_in_bytes_is_refused_too(served: House, body: bytes) -> None:
+    response = served.http.post("/v1/completions", content=body)
+    assert response.status_code == 400
+    assert "surrogate pair" in response.json()["error"]["message"]

@@ -55,7 +55,7 @@ def test_all_choices_are_cancelled(served: House) -> None:
 
 def test_a_client_that_leaves_before_its_body_costs_nothing(served: House) -> None:
     connection = socket.create_connection(("127.0.0.1", served.front.port))
-    connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+    connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{")
     connection.close()
     assert served.complete()["choices"]
     assert len(served.engine.submits) == 1

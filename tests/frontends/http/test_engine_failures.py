@@ -49,6 +49,25 @@ def test_one_refused_prompt_of_several_cancels_the_others(served: House) -> None
     wait_until(lambda: served.engine.num_running == 0)
 
 
+@pytest.mark.parametrize("stream", [False, True], ids=["document", "stream"])
+def test_a_failure_of_the_engine_is_logged_with_the_request_and_the_reason(
+    served: House, caplog: pytest.LogCaptureFixture, stream: bool
+) -> None:
+    served.script = says("the fox", reason="error", detail=["engine_error", "the step failed"])
+    response = served.post("/v1/completions", prompt="say", stream=stream)
+    logged = [record.fields for record in caplog.records if record.getMessage() == "a request failed"]  # type: ignore[attr-defined]
+    request_id = response.headers["x-request-id"]
+    assert logged == [{"request_id": request_id, "code": "engine_error", "reason": "the step failed"}]
+
+
+def test_the_field_of_a_request_that_could_not_go_on_is_named(served: House) -> None:
+    served.script = says("the fox", reason="error", detail=["invalid_request", "takes too long", "grammar"])
+    response = served.post("/v1/completions", prompt="say", guided_regex="a+")
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, "guided_regex")
+    assert error["message"] == "guided_regex: takes too long"
+
+
 def test_an_error_before_the_end_is_an_error(served: House) -> None:
     served.script = says("the fox", reason="error", detail=["engine_error", "step failed in /srv/engine/step.py"])
     response = served.post("/v1/completions", prompt="say")

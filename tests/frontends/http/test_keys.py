@@ -192,9 +192,9 @@ def test_a_public_address_without_keys_is_refused() -> None:
 
     listener: Any = Listener()
     with pytest.raises(ConfigError, match=r"auth\.keys_file"):
-        check_protection("http", listener, KeyRing(), allow_public=False)
-    check_protection("http", listener, KeyRing(), allow_public=True)
-    check_protection("http", listener, KeyRing(required=True), allow_public=False)
+        check_protection("http", [listener], KeyRing(), allow_public=False)
+    check_protection("http", [listener], KeyRing(), allow_public=True)
+    check_protection("http", [listener], KeyRing(required=True), allow_public=False)
 
 
 def test_a_paused_engine_is_shown_so(guarded: Guarded, tmp_path: Path) -> None:

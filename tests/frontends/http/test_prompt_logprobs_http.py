@@ -19,6 +19,12 @@ def complete(embedded: Embedded, **body: Any) -> list[dict[str, Any]]:
     return choices
 
 
+def scheduled_tokens(embedded: Embedded) -> int:
+    """What the engine has computed since its start."""
+    assert embedded.engine.core is not None
+    return embedded.engine.core.scheduler.stats.num_scheduled_tokens
+
+
 def test_an_echo_tells_the_prompts_tokens_too(embedded: Embedded) -> None:
     (choice,) = complete(embedded, echo=True, logprobs=2)
     shown, ids = choice["logprobs"], [*choice["prompt_token_ids"], *choice["token_ids"]]
@@ -85,3 +91,32 @@ def test_a_cached_prompt_is_told_as_well(embedded: Embedded) -> None:
 def test_they_are_not_streamed(embedded: Embedded, body: dict[str, Any], param: str) -> None:
     error = embedded.post(COMPLETIONS, prompt=PROMPT, **body).json()["error"]
     assert (error["param"], error["code"]) == (param, "unsupported")
+
+
+def test_sixteen_choices_of_one_token_compute_their_prompt_once(embedded: Embedded) -> None:
+    """The first ends with its only token; the others find what it has computed, but for the block it stopped in."""
+    ids = [10 + (7 * place) % 4000 for place in range(600)]
+    before = scheduled_tokens(embedded)
+    choices = complete(embedded, prompt=ids, n=16, temperature=1.0, max_tokens=1, echo=True, logprobs=1)
+    computed = scheduled_tokens(embedded) - before
+    assert computed <= 600 + 15 * 16
+    told = [choice["logprobs"]["token_logprobs"][: len(ids)] for choice in choices]
+    assert told == [told[0]] * 16
+
+
+def test_an_answer_written_beside_the_event_loop_is_the_same(
+    embedded: Embedded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    body = {"prompt": [PROMPT, "A queue is"], "echo": True, "logprobs": 2, "n": 2, "temperature": 1.0, "seed": 5}
+    expected = complete(embedded, **body, prompt_logprobs=1)
+    monkeypatch.setattr("frontends.http.answer.SMALL_VALUES", 0)
+    assert complete(embedded, **body, prompt_logprobs=1) == expected
+
+
+def test_more_than_one_answer_may_hold_is_refused_with_the_remedy(embedded: Embedded) -> None:
+    ids = [[5] * 2000] * 10
+    response = embedded.post(COMPLETIONS, prompt=ids, prompt_logprobs=5, n=16, temperature=1, max_tokens=1)
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert error["param"] == "prompt_logprobs"
+    assert "fewer alternatives, choices or prompts" in error["message"]

@@ -81,7 +81,7 @@ def test_idle_streams_hold_nobody_up(served: Served) -> None:
     """More streams than run at once: most get nothing for a long time, and a question is answered at once."""
     waiting: list[socket.socket] = []
     payload = json.dumps({**LONG, "max_tokens": 900}).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(payload)}\r\n\r\n".encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(payload)}\r\n\r\n".encode()
     try:
         for _ in range(200):
             connection = socket.create_connection(("127.0.0.1", served.front.port))
@@ -104,7 +104,7 @@ def test_a_reader_that_takes_nothing_costs_bounded_memory_and_delays_nobody(serv
     """Its tokens wait in one place, as numbers; what is written to its socket stops at the transport's limit."""
     body = {**LONG, "n": 16, "request_id": "x" * 120}  # 7 MB of events: more than the kernel's buffers hold
     payload = json.dumps(body).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(payload)}\r\n\r\n".encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(payload)}\r\n\r\n".encode()
     with socket.socket() as frozen:
         frozen.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         frozen.connect(("127.0.0.1", served.front.port))

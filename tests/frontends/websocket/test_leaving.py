@@ -57,7 +57,7 @@ def test_a_cancel_right_behind_its_request_is_not_too_early(tmp_path):
         open_socket(server) as client,
     ):
         engine.hold()
-        client.generate("r1", "word " * 20_000)
+        client.generate("r1", "word " * 600)
         client.send(type="cancel", id="r1")
         assert client.until("done", "error")["finish_reason"] == "cancelled"
         assert engine.num_running == 0

@@ -121,3 +121,18 @@ def test_origins(origin, host, allowed):
 
 def test_a_star_allows_every_origin():
     assert may_connect("https://evil.example", "127.0.0.1:8001", read_origins("*"))
+
+
+@pytest.mark.parametrize("path", ["/", "/stats", "/metrics", "/health"])
+def test_without_keys_a_rebound_name_is_refused(server, path):
+    answer = httpx.get(f"http://127.0.0.1:{server.port}{path}", headers={"host": "evil.example"})
+    assert answer.status_code == 403
+    assert "ws.allowed_hosts" in answer.json()["error"]["message"]
+
+
+def test_a_program_s_handshake_under_a_rebound_name_is_refused(server):
+    url = f"ws://127.0.0.1:{server.port}/v1/ws"
+    with pytest.raises(InvalidStatus) as refused, connect(url, additional_headers={"Host": "evil.example"}):
+        pass
+    assert refused.value.response.status_code == 403
+    assert b"ws.allowed_hosts" in refused.value.response.body

@@ -1,0 +1,191 @@
+"""Under which names a front end without API keys answers, and for pages of which origins.
+
+A web page can have its own host name resolve to 127.0.0.1 (DNS rebinding): the browser then takes this server for the
+page's own, and nothing but the Host header tells them apart. So a server that asks nobody for a key, and that only this
+machine can reach, answers to loopback addresses, to localhost and to the names that the operator lists. Where keys are
+asked for, a page has none, and any name will do. On an address that others can reach (http.allow_public) names are
+checked as soon as some are listed.
+
+Decides on the raw headers of the ASGI scope. A request without a Host header comes from no browser.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+import socket
+from collections.abc import Iterable, Sequence
+from typing import Any
+from urllib.parse import urlsplit
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from frontends.common.connections import Refusals
+from frontends.common.errors import error_body
+from frontends.common.keys import KeyRing
+from frontends.common.protection import is_public
+from inferengine.errors import ConfigError, InferEngineError
+
+ANY = "*"
+_NAME = re.compile(r"[a-z0-9_.-]{1,253}")
+_PORT = re.compile(r":\d{0,5}")
+
+
+class AllowedHosts:
+    """The names of one front end. `section` is "http" or "ws", for the remedy."""
+
+    def __init__(self, section: str, names: Sequence[str], origins: Sequence[str], public_ports: Iterable[int]) -> None:
+        """`names`: further host names, `*.example.com` for those below one, `*` for any. `origins`: web origins whose
+        pages may call, by CORS or by the websocket's list; their own hosts may be the server's too, for such a page
+        could call anyway. `public_ports`: ports on which others than this machine reach it."""
+        self._section = section
+        self._origins = frozenset(origins)
+        self._takes_any_origin = ANY in origins
+        names = [*names, *(name for name in map(_host_of_origin, origins) if name is not None)]
+        self._takes_any = ANY in names or self._takes_any_origin
+        self._names = frozenset(name for name in names if not name.startswith("*."))
+        self._suffixes = tuple(name[1:] for name in names if name.startswith("*."))
+        self._public_ports = frozenset(public_ports)
+        self._is_listed = bool(names)
+
+    def check(self, scope: Scope) -> None:
+        """Raise `forbidden` for a host or an origin that may not use a server without keys."""
+        if not self._guards(scope.get("server")):
+            return
+        for name, value in scope["headers"]:
+            if name == b"host":
+                self._check_host(value.decode("latin-1"))
+            elif name == b"origin":
+                self._check_origin(value.decode("latin-1"))
+
+    def _guards(self, server: tuple[str, int | None] | None) -> bool:
+        """Whether names matter on the address that a connection came to. No web page reaches a unix socket."""
+        if server is None or server[1] is None or self._takes_any:
+            return False
+        if server[1] in self._public_ports:
+            return self._is_listed
+        return _is_loopback(server[0])
+
+    def _check_host(self, value: str) -> None:
+        host = _without_port(value.strip().lower())
+        if host is None or not self._allows(host):
+            shown = f" `{value[:100]}`" if host is not None else ""
+            raise InferEngineError(
+                "forbidden",
+                f"This server asks for no API key, so it answers to this machine's own addresses and to listed names. "
+                f"The host{shown} is none of them: use 127.0.0.1 or localhost, or list the name in "
+                f"{self._section}.allowed_hosts.",
+            )
+
+    def _check_origin(self, value: str) -> None:
+        origin = value.strip().lower().rstrip("/")
+        if origin in self._origins or self._takes_any_origin:
+            return
+        host = _host_of_origin(origin)
+        if host is None or not self._allows(host):
+            lists = "http.cors_origins" if self._section == "http" else "ws.origins"
+            raise InferEngineError(
+                "forbidden",
+                "This server asks for no API key, so pages of other origins may not call it. The operator can list "
+                f"this page's origin in {lists}.",
+            )
+
+    def _allows(self, host: str) -> bool:
+        if host == "localhost" or host.endswith(".localhost") or host in self._names:
+            return True
+        if host.endswith(self._suffixes):
+            return True
+        return _is_address(host) if self._public_ports else _is_loopback(host)
+
+
+class HostGate:
+    """An ASGI layer in front of everything: refuses hosts and origins with 403 while nobody is asked for a key."""
+
+    def __init__(self, app: ASGIApp, hosts: AllowedHosts, keys: KeyRing, refusals: Refusals) -> None:
+        self._app = app
+        self._hosts = hosts
+        self._keys = keys
+        self._refusals = refusals
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "lifespan" and not self._keys.required:
+            try:
+                self._hosts.check(scope)
+            except InferEngineError as error:
+                self._refusals.count("host")
+                await refuse(scope, send, error)
+                return
+        await self._app(scope, receive, send)
+
+
+async def refuse(
+    scope: Scope, send: Send, error: InferEngineError, headers: Iterable[tuple[bytes, bytes]] = ()
+) -> None:
+    """Answer a request or a websocket's handshake with an error."""
+    body = error_body(error)
+    kind = "websocket.http.response" if scope["type"] == "websocket" else "http.response"
+    start: dict[str, Any] = {
+        "type": f"{kind}.start",
+        "status": error.http_status,
+        "headers": [
+            (b"content-type", b"application/json"),
+            (b"content-length", str(len(body)).encode()),
+            *headers,
+        ],
+    }
+    await send(start)
+    await send({"type": f"{kind}.body", "body": body})
+
+
+def read_names(section: str, text: str) -> list[str]:
+    """The comma-separated list of `allowed_hosts`. Raises ConfigError for what is no host name."""
+    names = [item.strip().lower().rstrip(".") for item in text.split(",") if item.strip()]
+    for name in names:
+        bare = name.removeprefix("*.")
+        if name != ANY and not _NAME.fullmatch(bare) and not _is_address(bare.strip("[]")):
+            raise ConfigError(
+                f"{section}.allowed_hosts", f"{name[:100]!r} is no host name: write names without scheme, port or path"
+            )
+    return [name.strip("[]") for name in names]
+
+
+def public_ports(listeners: Iterable[socket.socket]) -> list[int]:
+    """The ports that others than this machine reach."""
+    return [listener.getsockname()[1] for listener in listeners if is_public(listener)]
+
+
+def _without_port(value: str) -> str | None:
+    """The name or address of a Host header; None for what is neither."""
+    if value.startswith("["):
+        address, closed, port = value[1:].partition("]")
+        return address if closed and (not port or _PORT.fullmatch(port)) else None
+    name, colon, port = value.partition(":")
+    if colon and not _PORT.fullmatch(colon + port):
+        return None
+    name = name.removesuffix(".")
+    return name if _NAME.fullmatch(name) else None
+
+
+def _host_of_origin(origin: str) -> str | None:
+    try:
+        parts = urlsplit(origin)
+        return parts.hostname if parts.scheme in ("http", "https") else None
+    except ValueError:
+        return None
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        address = ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return False
+    mapped = getattr(address, "ipv4_mapped", None)
+    return bool((mapped or address).is_loopback)

@@ -1,0 +1,66 @@
+"""SIGSTOP and SIGCONT of the engine, of its client, and of both: a pause costs time, nothing else.
+
+The engines here have a lease of 2.4 s (`heartbeat_s` 0.8), and each pause is longer.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+
+from tests.client.engine_process import ROOT, EngineProcess, engine_processes
+
+PAUSE_S = 5.0
+STREAMS, MAX_TOKENS = 4, 150
+
+
+@contextmanager
+def reader_process(address: str) -> Iterator[subprocess.Popen[str]]:
+    """A client that reads; its first line has been read: all its streams have begun."""
+    command = [sys.executable, "-m", "tests.client.reader_process", address, str(STREAMS), str(MAX_TOKENS)]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            assert process.stdout.readline() == "begun\n"
+            yield process
+        finally:
+            process.send_signal(signal.SIGCONT)
+            process.kill()
+
+
+@pytest.fixture
+def engine() -> Iterator[EngineProcess]:
+    with TemporaryDirectory(prefix="ie-") as folder, engine_processes(Path(folder), 1, step_s=0.02) as (engine,):
+        yield engine
+
+
+def read(engine: EngineProcess, pause: tuple[str, ...] = ()) -> list[dict[str, object]]:
+    """All streams to their end, with `pause` ("engine", "reader") stopped while they run."""
+    with reader_process(engine.address) as reader:
+        stopped = [{"engine": engine.process.pid, "reader": reader.pid}[name] for name in pause]
+        for pid in stopped:
+            os.kill(pid, signal.SIGSTOP)
+        if stopped:
+            time.sleep(PAUSE_S)
+        for pid in stopped:
+            os.kill(pid, signal.SIGCONT)
+        output, _ = reader.communicate(timeout=60)
+        return json.loads(output)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("pause", [("engine",), ("reader",), ("engine", "reader"), ("reader", "engine")], ids="+".join)
+def test_streams_go_on_after_a_pause_longer_than_the_lease(engine: EngineProcess, pause: tuple[str, ...]) -> None:
+    undisturbed = read(engine)
+    assert [len(stream["tokens"]) for stream in undisturbed] == [MAX_TOKENS] * STREAMS  # type: ignore[arg-type]
+    assert read(engine, pause) == undisturbed
+    assert all(stream["ends"] == [["length", None]] for stream in undisturbed)

@@ -1,0 +1,162 @@
+"""A step that throws costs the one request that made it throw; the others give what they give alone."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+
+from inferengine.core.plan import StepPlan, StepResult
+from inferengine.core.queues import POLICIES
+from tests.core.builders import HalfRightProposer, Run, expected_output, make_capacity, make_request
+
+FAILED = ("error", ("engine_error", "The engine failed while computing this request."))
+OVERLAP = pytest.mark.parametrize("max_in_flight", [1, 2])
+Fault = Callable[[list[int], StepPlan], bool]  # whether a step with rows of these uids fails
+
+
+def inject(run: Run, fault: Fault) -> Run:
+    """The executor raises, naming nobody, wherever `fault` says so; what the step was to write is lost."""
+    execute = run.executor.run
+
+    def failing(plan: StepPlan, words: bytearray | None) -> StepResult:
+        by_slot = {sequence.slot: sequence.uid for sequence in run.scheduler.sequences.values() if sequence.slot >= 0}
+        if fault([by_slot.get(slot, 0) for slot in plan.slots], plan):
+            run.executor.fail_with = RuntimeError("something broke")
+        return execute(plan, words)
+
+    run.executor.run = failing  # type: ignore[method-assign]
+    return run
+
+
+def rows_of(culprits: set[int], *, beyond: int) -> Fault:
+    """Steps that compute one of these past so many tokens."""
+    return lambda uids, plan: any(
+        uid in culprits and start + count > beyond
+        for uid, start, count in zip(uids, plan.starts, plan.counts, strict=True)
+    )
+
+
+def check_others(run: Run, requests: list, culprits: set[int]) -> None:  # type: ignore[type-arg]
+    assert {uid for uid, end in run.finished.items() if end == FAILED} == culprits
+    for request in requests:
+        if request.uid not in culprits:
+            assert run.outputs[request.uid] == expected_output(request)
+
+
+@OVERLAP
+@pytest.mark.parametrize("num_requests", [1, 2, 3, 8])
+@pytest.mark.parametrize("when", ["at once", "after some tokens"])
+def test_the_culprit_ends_and_nobody_else(max_in_flight: int, num_requests: int, when: str) -> None:
+    requests = [make_request(uid, prompt=9, max_tokens=14) for uid in range(1, num_requests + 1)]
+    run, culprit = Run(max_in_flight=max_in_flight, budget=32), (num_requests + 1) // 2
+    length = 0 if when == "at once" else 14
+    inject(run, rows_of({culprit}, beyond=length))
+    run.submit(*requests).to_end()
+    check_others(run, requests, {culprit})
+    assert run.core.num_failed_steps <= 2 + num_requests.bit_length()
+
+
+def test_several_culprits_end_each_by_itself() -> None:
+    requests = [make_request(uid, prompt=7, max_tokens=12) for uid in range(1, 17)]
+    run = Run(make_capacity(200, max_num_seqs=16), budget=64)
+    inject(run, lambda uids, plan: not {2, 3, 11}.isdisjoint(uids)).submit(*requests).to_end()
+    check_others(run, requests, {2, 3, 11})
+
+
+@OVERLAP
+def test_a_hiccup_costs_nobody_anything(max_in_flight: int) -> None:
+    requests = [make_request(uid, prompt=9, max_tokens=14) for uid in (1, 2, 3)]
+    run = Run(max_in_flight=max_in_flight).submit(*requests)
+    for _ in range(4):
+        run.step()
+    run.executor.fail_with = RuntimeError("a hiccup")
+    check_others(run.to_end(), requests, set())
+    assert run.core.num_failed_steps == 1
+
+
+@OVERLAP
+def test_what_nobody_is_to_blame_for_ends_all_after_few_steps(max_in_flight: int) -> None:
+    requests = [make_request(uid, prompt=9, max_tokens=14) for uid in range(1, 33)]
+    run = Run(make_capacity(400, max_num_seqs=32), max_in_flight=max_in_flight, budget=512)
+    inject(run, lambda uids, plan: True).submit(*requests).to_end()
+    check_others(run, requests, set(range(1, 33)))
+    assert run.core.num_failed_steps <= 16
+
+
+def test_two_that_fail_only_together_both_go_on_apart() -> None:
+    requests = [make_request(uid, prompt=9, max_tokens=40) for uid in (1, 2, 3, 4)]
+    run = Run(budget=32)
+    inject(run, lambda uids, plan: {2, 3} <= set(uids)).submit(*requests).to_end()
+    check_others(run, requests, set())
+    assert run.core.num_failed_steps < 30
+
+
+def test_requests_that_come_meanwhile_wait_and_are_no_suspects() -> None:
+    requests = [make_request(uid, prompt=9, max_tokens=14) for uid in range(1, 9)]
+    run = Run(budget=64)
+    inject(run, lambda uids, plan: 2 in uids).submit(*requests[:4])
+    for request in requests[4:]:
+        run.step()
+        run.submit(request)
+    check_others(run.to_end(), requests, {2})
+
+
+@OVERLAP
+def test_a_suspect_can_be_cancelled_in_any_state(max_in_flight: int) -> None:
+    for after in range(1, 14):
+        requests = [make_request(uid, prompt=9, max_tokens=14) for uid in range(1, 9)]
+        run = inject(Run(max_in_flight=max_in_flight), lambda uids, plan: 5 in uids).submit(*requests)
+        for _ in range(after):
+            run.step()
+        for uid in (1, 5, 7):
+            run.cancel(uid)
+        run.to_end()
+        for request in requests:
+            if run.finished[request.uid][0] == "length":
+                assert run.outputs[request.uid] == expected_output(request)
+        assert [uid for uid, end in run.finished.items() if end == FAILED] in ([], [5])
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_culprits_are_found_under_any_options(seed: int) -> None:
+    """Small caches, swap, chunks, guesses, forks, grammars, every policy, steps under way; others that come."""
+    draw = random.Random(seed)
+    proposer = draw.choice([None, HalfRightProposer(), HalfRightProposer(on_device=True)])
+    run = Run(
+        make_capacity(draw.randint(24, 60), max_num_seqs=draw.randint(2, 8), host_blocks=draw.choice([0, 30])),
+        budget=draw.choice([8, 64]),
+        max_in_flight=draw.choice([1, 2]),
+        policy=draw.choice(sorted(POLICIES)),
+        pressure=draw.choice(["preempt", "swap"]),
+        max_num_decodes=draw.choice([0, 0, 2]),
+        prefix_caching=draw.random() < 0.7,
+        proposer=proposer,
+        max_drafts=3 if proposer else 0,
+    )
+    culprits = set(draw.sample(range(1, 25), 3))
+    longest = draw.choice([0, 12])
+    inject(run, rows_of(culprits, beyond=longest))
+    requests = []
+    for uid in range(1, 25):
+        fork = uid > 1 and draw.random() < 0.2
+        prompt = list(requests[-1].prompt_ids) if fork else draw.randint(1, 20)
+        request = make_request(
+            uid,
+            prompt,
+            draw.randint(1, 24),
+            seed=uid,
+            grammar=draw.random() < 0.2,
+            fork_of=uid - 1 if fork and requests[-1].fork_of is None else None,
+            tenant=draw.choice("ab"),
+        )
+        requests.append(request)
+        run.submit(request)
+        for _ in range(draw.choice([0, 0, 3])):
+            run.step()
+    run.to_end()
+    assert {uid for uid, end in run.finished.items() if end == FAILED} <= culprits
+    for request in requests:
+        if request.uid not in culprits:
+            assert run.outputs[request.uid] == expected_output(request)

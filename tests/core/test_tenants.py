@@ -1,0 +1,238 @@
+"""Tenants share the engine: one that floods it holds nobody else up, and one alone notices nothing."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from inferengine.core.queues.fair_share import FairShare
+from inferengine.core.request import Request
+from inferengine.core.sequence import Sequence
+from tests.core.builders import Run, expected_output, make_capacity, make_request
+
+QUIET = 10_000
+
+
+def make_flood(count: int, *, prompt: int = 6, max_tokens: int = 40, tenant: str = "loud") -> list[Request]:
+    return [make_request(uid, prompt, max_tokens, tenant=tenant) for uid in range(1, count + 1)]
+
+
+def make_quiet(uid: int = QUIET, *, prompt: int = 6, max_tokens: int = 4) -> Request:
+    return make_request(uid, prompt, max_tokens, tenant="quiet")
+
+
+def steps_to_first_token(run: Run, request: Request) -> int:
+    run.submit(request)
+    for step in range(1, 10_000):
+        run.step()
+        if run.outputs[request.uid]:
+            return step
+    raise AssertionError("no token")
+
+
+def plans_of(run: Run) -> list[tuple[Any, ...]]:
+    """Records what every step computes; the list grows as the run goes on."""
+    plans: list[tuple[Any, ...]] = []
+    original = run.executor.execute
+
+    def execute(plan: Any) -> Any:
+        plans.append((plan.slots, plan.starts, plan.counts, plan.samples, [item.slot for item in plan.admitted]))
+        return original(plan)
+
+    run.executor.execute = execute  # type: ignore[method-assign]
+    return plans
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_with_one_tenant_fair_share_plans_the_very_steps_of_first_come(seed: int) -> None:
+    """Whatever comes, is cancelled, forks or has to make room: every step of one tenant is the same."""
+    recorded = []
+    for policy in ("fcfs", "fair"):
+        draw = random.Random(seed)
+        capacity = make_capacity(draw.choice([24, 60]), max_num_seqs=draw.choice([2, 5]))
+        pressure = draw.choice(["preempt", "preempt", "reject"])
+        run = Run(
+            capacity, budget=draw.choice([8, 32]), max_in_flight=draw.choice([1, 2]), policy=policy, pressure=pressure
+        )
+        plans = plans_of(run)
+        uid = 0
+        for _ in range(150):
+            if draw.random() < 0.4:
+                uid += 1
+                prompt, max_tokens, first = draw.randrange(1, 40), draw.randrange(1, 30), uid
+                run.submit(make_request(uid, prompt, max_tokens, seed=uid, tenant="only"))
+                ids = list(run.scheduler.sequences[first].request.prompt_ids)
+                for _ in range(draw.choice([0, 0, 2])):
+                    uid += 1
+                    run.submit(make_request(uid, ids, max_tokens, seed=uid, fork_of=first, tenant="only"))
+            if uid and draw.random() < 0.1:
+                run.cancel(draw.randrange(1, uid + 1))
+            run.step()
+        run.to_end()
+        recorded.append((plans, run.outputs, run.finished))
+    assert recorded[0] == recorded[1]
+
+
+@pytest.mark.parametrize("max_in_flight", [1, 2])
+def test_a_tenant_of_which_nothing_runs_has_its_first_token_in_the_next_steps_however_many_wait(
+    max_in_flight: int,
+) -> None:
+    run = Run(make_capacity(2000, max_num_seqs=16), max_in_flight=max_in_flight, policy="fair", budget=256)
+    run.submit(*make_flood(800))
+    for _ in range(7):
+        run.step()
+    assert steps_to_first_token(run, make_quiet()) <= 3 * max_in_flight
+    assert run.scheduler.stats.num_preemptions == 1
+    run.to_end()
+    assert run.outputs[QUIET] == expected_output(make_quiet())
+
+
+def test_one_step_of_the_flood_is_all_that_a_slot_costs() -> None:
+    """One gives way, and what it has computed it finds again: nothing but the block in which it stopped is lost."""
+    alone = Run(make_capacity(2000, max_num_seqs=16), policy="fair", budget=256).submit(*make_flood(60)).to_end()
+    run = Run(make_capacity(2000, max_num_seqs=16), policy="fair", budget=256).submit(*make_flood(60))
+    for _ in range(20):
+        run.step()
+    run.submit(make_quiet(max_tokens=1)).to_end()
+    more = run.executor.num_computed_tokens - alone.executor.num_computed_tokens
+    assert more <= 6 + run.capacity.block_size
+    assert {uid: run.outputs[uid] for uid in alone.outputs} == alone.outputs
+
+
+@pytest.mark.parametrize("num_loud", [1, 3])
+def test_blocks_that_a_flood_holds_are_given_up_as_far_as_they_are_the_others_share(num_loud: int) -> None:
+    run = Run(make_capacity(60, max_num_seqs=32, block_size=4), policy="fair", budget=256)
+    for index in range(num_loud):
+        run.submit(*(make_request(100 * index + n, 12, 200, tenant=f"loud {index}") for n in range(1, 30)))
+    for _ in range(30):
+        run.step()
+    assert steps_to_first_token(run, make_quiet(prompt=30)) <= 3
+
+
+def test_a_prompt_longer_than_a_tenants_share_of_the_cache_throws_nobody_out() -> None:
+    run = Run(make_capacity(60, max_num_seqs=32, block_size=4), policy="fair", budget=256)
+    run.submit(*(make_request(uid, 12, 30, tenant="loud") for uid in range(1, 9)))
+    for _ in range(5):
+        run.step()
+    run.submit(make_quiet(prompt=200, max_tokens=2)).step()
+    assert run.scheduler.stats.num_preemptions == 0
+    run.to_end()
+    assert run.outputs[QUIET] == expected_output(make_quiet(prompt=200, max_tokens=2))
+
+
+def test_who_came_last_is_not_the_first_to_make_room_for_those_that_fill_the_cache() -> None:
+    """The flood's sequences grow until the blocks run out: they give way to each other."""
+    run = Run(make_capacity(40, max_num_seqs=16, block_size=4), policy="fair", budget=256)
+    run.submit(*make_flood(8, prompt=4, max_tokens=100))
+    run.step()
+    run.submit(make_quiet(max_tokens=60))
+    while QUIET not in run.finished:
+        run.step()
+        quiet = run.scheduler.sequences.get(QUIET)
+        assert quiet is None or quiet.num_preemptions == 0
+    assert run.scheduler.stats.num_preemptions > 0
+
+
+def test_a_long_prompt_of_one_tenant_leaves_half_of_each_step_to_another() -> None:
+    run = Run(make_capacity(2000), policy="fair", budget=32)
+    run.submit(make_request(1, prompt=1000, tenant="loud"))
+    run.step()
+    assert steps_to_first_token(run, make_quiet(prompt=60)) <= 4
+
+
+def test_prompts_of_two_tenants_share_the_budget_of_every_step() -> None:
+    run = Run(make_capacity(2000), policy="fair", budget=32)
+    run.submit(make_request(1, prompt=500, tenant="a"), make_request(2, prompt=500, tenant="b"))
+    for _ in range(12):
+        run.step()
+    computed = [run.scheduler.sequences[uid].num_computed for uid in (1, 2)]
+    assert abs(computed[0] - computed[1]) <= 32
+
+
+def test_more_tenants_than_slots_throw_nobody_out() -> None:
+    """Each has one slot at most, so nobody has more than its share."""
+    run = Run(make_capacity(500, max_num_seqs=4), policy="fair")
+    run.submit(*(make_request(uid, 6, 20, tenant=f"tenant {uid}") for uid in range(1, 30))).to_end()
+    assert run.scheduler.stats.num_preemptions == 0
+
+
+def test_rejecting_under_pressure_ends_nobody_for_the_sake_of_a_slot() -> None:
+    run = Run(make_capacity(2000, max_num_seqs=4), policy="fair", pressure="reject")
+    run.submit(*make_flood(20)).step()
+    run.submit(make_quiet()).to_end()
+    assert {reason for reason, _ in run.finished.values()} == {"length"}
+
+
+def test_service_that_nobody_else_wanted_is_not_held_against_a_tenant() -> None:
+    """One tenant has long used the engine alone; another comes. Both have several requests: each gets its turns."""
+    queue = FairShare()
+    old = Sequence(make_request(1, tenant="old"), num_groups=1)
+    queue.push(old)
+    assert queue.peek(0.0, 0) is old
+    queue.pop()
+    queue.started(old)
+    queue.charge(old, 1_000_000)
+    queue.push(Sequence(make_request(2, tenant="new"), num_groups=1))
+    assert queue.service("new") == queue.service("old")
+
+
+def test_a_tenant_that_comes_to_an_empty_engine_starts_where_the_last_one_left() -> None:
+    queue = FairShare()
+    old = Sequence(make_request(1, tenant="old"), num_groups=1)
+    queue.push(old)
+    queue.peek(0.0, 0)
+    queue.pop()
+    queue.started(old)
+    queue.charge(old, 500)
+    queue.stopped(old)
+    queue.push(Sequence(make_request(2, tenant="new"), num_groups=1))
+    assert queue.service("new") == queue.service("old")
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_tenants_at_random_get_every_token_and_nobody_waits_long(seed: int) -> None:
+    """Floods, pressure, forks and cancels by several tenants: outputs are right, books balance, and a tenant of which
+    nothing runs, with a small request, never waits for more than a few steps."""
+    draw = random.Random(seed)
+    run = Run(make_capacity(200, max_num_seqs=8), budget=48, max_in_flight=draw.choice([1, 2]), policy="fair")
+    requests: dict[int, Request] = {}
+    waiting_since: dict[int, int] = {}
+    longest = 0
+    for step in range(400):
+        uid = len(requests) + 1
+        if draw.random() < 0.5 and len(run.scheduler.waiting) < 60:
+            requests[uid] = make_request(uid, draw.randrange(1, 30), draw.randrange(1, 40), tenant=draw.choice("aab"))
+            run.submit(requests[uid])
+        elif draw.random() < 0.1 and not any(s.request.tenant == "q" for s in run.scheduler.sequences.values()):
+            requests[uid] = make_request(uid, 5, 3, tenant="q")
+            run.submit(requests[uid])
+            waiting_since[uid] = step
+        run.step()
+        for name in [name for name in waiting_since if run.outputs[name]]:
+            longest = max(longest, step - waiting_since.pop(name))
+    run.to_end()
+    assert run.outputs == {uid: expected_output(request) for uid, request in requests.items()}
+    assert longest <= 8
+
+
+def test_a_tenant_with_a_stream_running_need_not_wait_with_its_next_requests_either() -> None:
+    run = Run(make_capacity(2000, max_num_seqs=32), policy="fair", budget=256)
+    run.submit(make_quiet(1000, max_tokens=200)).step()
+    run.submit(*make_flood(100))
+    for _ in range(7):
+        run.step()
+    for uid in (QUIET, QUIET + 1, QUIET + 2):
+        assert steps_to_first_token(run, make_quiet(uid)) <= 2
+
+
+def test_two_floods_do_not_throw_each_other_out_again_and_again() -> None:
+    """Each has half of the slots when the second has come; then each waits for ends."""
+    run = Run(make_capacity(4000, max_num_seqs=16), policy="fair", budget=256)
+    run.submit(*make_flood(100))
+    for _ in range(5):
+        run.step()
+    run.submit(*(make_request(1000 + n, 6, 40, tenant="second") for n in range(100))).to_end()
+    assert run.scheduler.stats.num_preemptions <= 15
+    assert run.executor.num_computed_tokens <= 1.01 * 200 * (6 + 39)

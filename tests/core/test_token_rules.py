@@ -1,0 +1,78 @@
+"""What a request's own fields leave of the tokens that its grammar allows."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from inferengine.core.plan import StepPlan, StepResult
+from inferengine.core.stopping import RowFailure
+from inferengine.core.token_rules import TokenRules, bits, rules_of
+from inferengine.params import SamplingParams
+from tests.core.builders import Run, make_request
+
+ALL = bits(range(40))
+
+
+def rules(*, stop_ids: tuple[int, ...] = (1,), **fields: object) -> TokenRules:
+    made = rules_of(SamplingParams(**fields), stop_ids)  # type: ignore[arg-type]
+    assert made is not None
+    return made
+
+
+def test_without_such_fields_there_are_no_rules() -> None:
+    assert rules_of(SamplingParams(temperature=0.5, logit_bias=((3, -100.0),)), (1,)) is None
+
+
+def test_each_field_takes_its_tokens_away() -> None:
+    assert rules(allowed_token_ids=(3, 5)).left(ALL, 0, ()) == bits([3, 5])
+    assert rules(bad_words_ids=((3,), (5,))).left(bits([3, 5, 7]), 0, ()) == bits([7])
+    assert rules(min_tokens=2).left(bits([1, 2]), 1, (9,)) == bits([2])
+    assert rules(min_tokens=2).left(bits([1, 2]), 2, (9, 9)) == bits([1, 2])
+
+
+def test_a_word_of_several_tokens_forbids_its_last_where_the_others_came() -> None:
+    made = rules(bad_words_ids=((4, 5, 6), (2, 6, 8)))
+    assert made.num_before == 2
+    assert made.left(bits([6]), 2, (4, 5)) == 0
+    assert made.left(bits([6]), 2, (5, 5)) == bits([6])
+    assert made.left(bits([6]), 1, (5,)) == bits([6])
+
+
+def test_the_message_names_the_fields() -> None:
+    made = rules(allowed_token_ids=(3,), bad_words_ids=((3,),))
+    assert made.nothing_left(0, has_grammar=True).startswith(
+        "the grammar, allowed_token_ids and bad_words leave no token to begin with"
+    )
+    assert (
+        rules(min_tokens=3).nothing_left(2, has_grammar=False).startswith("min_tokens leaves no token after 2 tokens")
+    )
+
+
+@pytest.mark.parametrize("max_in_flight", [1, 2])
+def test_a_request_without_a_token_left_ends_alone_and_says_why(max_in_flight: int) -> None:
+    """ThirdsGrammar forbids a token that makes a multiple of 3 with the sum so far: 3 is refused as the first."""
+    stuck = make_request(1, max_tokens=20, grammar=True)
+    stuck = dataclasses.replace(stuck, params=dataclasses.replace(stuck.params, allowed_token_ids=(3,)))
+    run = Run(max_in_flight=max_in_flight).submit(stuck, make_request(2, max_tokens=10)).to_end()
+    reason, detail = run.finished[1]
+    assert (reason, detail[0], detail[2]) == ("error", "invalid_request", "grammar")  # type: ignore[index]
+    assert "the grammar and allowed_token_ids leave no token" in detail[1]  # type: ignore[index]
+    assert run.finished[2][0] == "length"
+    run.scheduler.check()
+
+
+def test_a_row_that_the_device_fails_is_the_requests_fault_where_its_fields_leave_nothing() -> None:
+    request = make_request(1, max_tokens=5)
+    params = dataclasses.replace(request.params, allowed_token_ids=(3,), bad_words_ids=((3,),))
+    run = Run()
+    computed = run.executor.run
+
+    def fail(plan: StepPlan, words: bytearray | None) -> StepResult:
+        return computed(plan, words)._replace(failed_rows={0: RowFailure.NO_TOKEN_ALLOWED})
+
+    run.executor.run = fail  # type: ignore[method-assign]
+    run.submit(dataclasses.replace(request, params=params)).to_end()
+    reason, detail = run.finished[1]
+    assert (reason, detail[0], detail[2]) == ("error", "invalid_request", "allowed_token_ids")  # type: ignore[index]

@@ -1,0 +1,353 @@
+"""Who keeps a place among a worker's connections, and for how long. Time is what the test says it is."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import resource
+import socket
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import pytest
+import uvicorn
+
+from frontends.common.acceptor import Server
+from frontends.common.connections import BODY, HEAD, IDLE, Connection, Connections, Limits, Refusals
+from frontends.common.descriptors import raise_file_limit, room_for_connections
+
+LIMITS = Limits(header_s=10, body_progress_s=15, idle_s=75, most=8)
+
+
+class Transport:
+    """What is asked of one."""
+
+    def __init__(self) -> None:
+        self.is_closed = False
+        self.is_paused = False
+        self.said = b""
+
+    def abort(self) -> None:
+        self.is_closed = True
+
+    close = abort
+
+    def is_reading(self) -> bool:
+        return not self.is_paused
+
+
+class House:
+    """Connections with a clock of their own."""
+
+    def __init__(self, limits: Limits = LIMITS) -> None:
+        self.now = 100.0
+        self.refusals = Refusals("inferengine_http")
+        self.connections = Connections(limits, self.refusals, lambda: self.now)
+
+    def come(self, address: str = "127.0.0.1", *, reading: int = IDLE, waiting: int = 0) -> Connection:
+        """One more, which does this from now on."""
+        connection = self.connections.admit((address, 1))
+        transport = Transport()
+        connection.answer = lambda answer: setattr(transport, "said", answer)
+        self.connections.made(connection, transport)  # type: ignore[arg-type]
+        connection.reading, connection.num_waiting = reading, waiting
+        connection.num_requests = 1 if waiting or reading == BODY else 0
+        return connection
+
+    def after(self, seconds: float) -> None:
+        """The clock goes on, with a sweep a second."""
+        end = self.now + seconds
+        while self.now < end:
+            self.now = min(end, self.now + 1.0)
+            self.connections.sweep()
+
+
+def transport_of(connection: Connection) -> Transport:
+    assert isinstance(connection.transport, Transport)
+    return connection.transport
+
+
+def has_gone(connection: Connection) -> bool:
+    return transport_of(connection).is_closed
+
+
+@pytest.mark.parametrize(
+    ("reading", "waiting", "seconds", "reason"),
+    [
+        (IDLE, 0, 10, "header_timeout"),  # it never said anything
+        (HEAD, 0, 10, "header_timeout"),
+        (BODY, 1, 15, "body_timeout"),
+    ],
+)
+def test_what_a_client_does_not_finish_has_an_end(reading: int, waiting: int, seconds: float, reason: str) -> None:
+    house = House()
+    connection = house.come(reading=reading, waiting=waiting)
+    house.after(seconds - 1)
+    assert not has_gone(connection)
+    house.after(3)
+    assert has_gone(connection)
+    assert house.refusals.total(reason) == 1
+    assert len(house.connections) == 0
+
+
+@pytest.mark.parametrize(("reading", "waiting"), [(HEAD, 0), (BODY, 1)])
+def test_half_a_request_is_told_why_it_ends(reading: int, waiting: int) -> None:
+    house = House()
+    connection = house.come(reading=reading, waiting=waiting)
+    house.after(20)
+    assert transport_of(connection).said.startswith(b"HTTP/1.1 408 ")
+    assert b"request_timeout" in transport_of(connection).said
+
+
+def test_between_requests_a_connection_is_kept_for_the_idle_timeout() -> None:
+    house = House()
+    connection = house.come(waiting=1)
+    house.after(5)
+    connection.num_waiting = 0
+    house.after(74)
+    assert not has_gone(connection)
+    house.after(3)
+    assert has_gone(connection)
+    assert house.refusals.total("idle_timeout") == 1
+
+
+def test_a_request_that_is_answered_and_an_open_socket_are_left_alone() -> None:
+    house = House()
+    connection = house.come(waiting=1)
+    pipelining = house.come(waiting=1, reading=HEAD)
+    house.after(10_000)
+    assert not has_gone(connection)
+    assert not has_gone(pipelining)
+
+
+def test_a_body_that_keeps_coming_is_read_on_and_one_that_drips_is_not() -> None:
+    house = House()
+    steady, dripping = house.come(reading=BODY, waiting=1), house.come(reading=BODY, waiting=1)
+    for _ in range(60):
+        steady.num_bytes += 100
+        dripping.num_bytes += 10
+        house.after(1)
+    assert not has_gone(steady)
+    assert has_gone(dripping)
+
+
+def test_a_body_that_nobody_reads_here_is_not_its_client_s_fault() -> None:
+    house = House()
+    connection = house.come(reading=BODY, waiting=1)
+    transport_of(connection).is_paused = True
+    house.after(100)
+    assert not has_gone(connection)
+    transport_of(connection).is_paused = False
+    house.after(17)
+    assert has_gone(connection)
+
+
+def test_the_time_of_a_body_begins_with_it() -> None:
+    house = House()
+    connection = house.come(reading=BODY, waiting=1)
+    house.after(14)
+    connection.reading, connection.num_requests = IDLE, 2
+    house.after(1)
+    connection.reading = BODY
+    house.after(14)
+    assert not has_gone(connection)
+
+
+# -- when all places are taken -------------------------------------------------------------------------------------
+
+
+def test_the_oldest_that_asks_for_nothing_gives_its_place_to_a_newer_one() -> None:
+    house = House()
+    answered = house.come(waiting=1)
+    sending = house.come(reading=BODY, waiting=1)
+    beginning = house.come(reading=HEAD)
+    house.after(1)
+    idle = [house.come() for _ in range(5)]
+    house.after(1)
+    newest = [house.come() for _ in range(5)]
+    assert all(map(has_gone, idle))
+    for connection in newest:
+        connection.reading, connection.num_waiting = IDLE, 1
+    house.come(waiting=1)
+    assert has_gone(beginning)
+    house.come(waiting=1)
+    assert has_gone(sending)
+    assert not has_gone(answered)
+    assert house.refusals.total("displaced") == 7
+    assert not any(connection.is_probe for connection in newest)
+
+
+def test_while_every_place_is_answered_newcomers_are_probes_and_only_so_many() -> None:
+    house = House()
+    answered = [house.come(waiting=1) for _ in range(8)]
+    probes = [house.come() for _ in range(house.connections.most_probes + 3)]
+    assert all(connection.is_probe for connection in probes)
+    assert [has_gone(connection) for connection in probes] == [True] * 3 + [False] * house.connections.most_probes
+    assert not any(map(has_gone, answered))
+    assert house.refusals.total("no_room") == len(probes)
+    house.after(4)
+    assert all(map(has_gone, probes))
+    house.connections.lost(answered[0])
+    assert not house.come().is_probe
+
+
+def test_one_address_may_not_have_them_all() -> None:
+    house = House(LIMITS._replace(most_per_address=3))
+    mine = [house.come("10.0.0.1", waiting=1) for _ in range(3)]
+    assert house.come("10.0.0.1").is_probe
+    assert house.refusals.total("address") == 1
+    assert not house.come("10.0.0.2").is_probe
+    mine[1].num_waiting = 0
+    assert not house.come("10.0.0.1").is_probe
+    assert has_gone(mine[1])
+
+
+def test_by_default_an_address_has_half_and_this_machine_all() -> None:
+    house = House()
+    assert not any(house.come("10.0.0.1", waiting=1).is_probe for _ in range(4))
+    assert house.come("10.0.0.1").is_probe
+    house = House()
+    assert not any(house.come("127.0.0.1", waiting=1).is_probe for _ in range(8))
+
+
+def test_a_network_of_ipv6_counts_as_one_address() -> None:
+    house = House(LIMITS._replace(most_per_address=2))
+    assert not house.come("2001:db8::1", waiting=1).is_probe
+    assert not house.come("2001:db8::2", waiting=1).is_probe
+    assert house.come("2001:db8::3", waiting=1).is_probe
+    assert not house.come("2001:db8:0:1::1", waiting=1).is_probe
+
+
+def test_places_are_free_again_when_connections_go() -> None:
+    house = House()
+    for _ in range(50):
+        connection = house.come(waiting=1)
+        house.connections.lost(connection)
+        house.connections.lost(connection)
+    assert len(house.connections) == 0
+    assert house.refusals.total("no_room") == house.refusals.total("displaced") == 0
+
+
+# -- open files ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def file_limit() -> Iterator[None]:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+@pytest.mark.usefixtures("file_limit")
+def test_connections_leave_files_for_everything_else() -> None:
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    used = len(os.listdir("/proc/self/fd"))
+    for limit in (used + 40, used + 400, hard):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+        room, probes = room_for_connections(0)
+        assert room > 8
+        assert room + probes < limit - used
+    assert room_for_connections(5)[0] == 5
+
+
+@pytest.mark.usefixtures("file_limit")
+def test_the_soft_limit_is_raised_to_the_hard_one() -> None:
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 500), hard))
+    assert raise_file_limit() == hard
+    assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == hard
+
+
+# -- with uvicorn --------------------------------------------------------------------------------------------------
+
+
+async def application(scope: Any, receive: Any, send: Any) -> None:
+    """Answers when it has the body, and `/slow` never."""
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            return
+        if not message.get("more_body") and scope["path"] != "/slow":
+            break
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
+    await send({"type": "http.response.body"})
+
+
+@contextlib.asynccontextmanager
+async def serving(**limits: Any) -> AsyncIterator[tuple[int, Refusals]]:
+    refusals = Refusals("inferengine_http")
+    listener = socket.create_server(("127.0.0.1", 0))
+    config = uvicorn.Config(application, lifespan="off", log_config=None, ws="none", timeout_graceful_shutdown=1)
+    server = Server(config, Limits(**limits), refusals)
+    task = asyncio.create_task(server._serve([listener]))
+    while not server.started:
+        await asyncio.sleep(0)
+    yield listener.getsockname()[1], refusals
+    server.should_exit = True
+    await task
+
+
+HALF_HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: local"
+HALF_BODY = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{"
+
+
+@pytest.mark.parametrize(("sent", "answer"), [(b"", b""), (HALF_HEAD, b"HTTP/1.1 408"), (HALF_BODY, b"HTTP/1.1 408")])
+def test_half_sent_requests_are_closed_by_the_server(sent: bytes, answer: bytes) -> None:
+    async def run() -> list[bytes]:
+        async with serving(header_s=0.5, body_progress_s=0.5, idle_s=0.5) as (port, _):
+            streams = [await asyncio.open_connection("127.0.0.1", port) for _ in range(20)]
+            for _, writer in streams:
+                writer.write(sent)
+            async with asyncio.timeout(30):
+                answers = [await reader.read() for reader, _ in streams]
+            for _, writer in streams:
+                writer.close()
+        return answers
+
+    answers = asyncio.run(run())
+    assert all(found.startswith(answer) and (answer or not found) for found in answers)
+
+
+def test_health_is_answered_while_every_place_is_taken() -> None:
+    async def ask(port: int, path: str) -> bytes:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(f"GET {path} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
+        async with asyncio.timeout(30):
+            answer = await reader.readuntil(b"\r\n")
+        writer.close()
+        return answer
+
+    async def run() -> None:
+        async with serving(most=4) as (port, refusals):
+            slow = [await asyncio.open_connection("127.0.0.1", port) for _ in range(4)]
+            for _, writer in slow:
+                writer.write(b"GET /slow HTTP/1.1\r\nHost: localhost\r\n\r\n")
+                await writer.drain()
+            while not (await ask(port, "/other")).startswith(b"HTTP/1.1 503"):
+                await asyncio.sleep(0)  # the slow ones have not all arrived
+            assert (await ask(port, "/health")).startswith(b"HTTP/1.1 200")
+            assert refusals.total("no_room") >= 2
+            for _, writer in slow:
+                writer.close()
+
+    asyncio.run(run())
+
+
+def test_a_flood_of_half_heads_keeps_nobody_out() -> None:
+    async def run() -> None:
+        async with serving(most=8, header_s=60) as (port, refusals):
+            flood = [await asyncio.open_connection("127.0.0.1", port) for _ in range(100)]
+            for _, writer in flood:
+                writer.write(HALF_HEAD)
+            for _ in range(20):
+                reader, writer = await asyncio.open_connection("127.0.0.1", port)
+                writer.write(b"GET / HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+                async with asyncio.timeout(30):
+                    assert (await reader.read()).startswith(b"HTTP/1.1 200")
+                writer.close()
+            assert refusals.total("displaced") >= 92
+            for _, writer in flood:
+                writer.close()
+
+    asyncio.run(run())

@@ -1,0 +1,51 @@
+"""Host names and origins over HTTP: a page whose name resolves to this machine is refused, before any route."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from frontends.common.keys import digest_of, entry, read_keys
+from tests.frontends.http.builders import House, house
+
+EVIL = {"host": "evil.example", "origin": "http://evil.example"}
+
+
+@pytest.mark.parametrize("path", ["/health", "/v1/models", "/", "/metrics", "/nowhere"])
+def test_without_keys_a_rebound_name_is_refused_on_every_path(served: House, path: str) -> None:
+    for headers in (EVIL, {"host": "evil.example:8000"}):
+        response = served.http.get(path, headers=headers)
+        assert (response.status_code, response.json()["error"]["code"]) == (403, "forbidden")
+        assert "http.allowed_hosts" in response.json()["error"]["message"]
+
+
+def test_a_page_of_another_origin_may_not_even_ask(served: House) -> None:
+    """Without a content type a browser sends the request without a preflight: it would run."""
+    body = b'{"prompt": "x"}'
+    response = served.http.post("/v1/completions", content=body, headers={"origin": "http://evil.example"})
+    assert response.status_code == 403
+    assert not served.engine.submits
+
+
+def test_refusals_are_counted(served: House) -> None:
+    served.http.get("/health", headers=EVIL)
+    lines = served.http.get("/metrics").text.splitlines()
+    (line,) = [line for line in lines if line.startswith('inferengine_http_refused_connections_total{reason="host"}')]
+    assert float(line.split()[1]) >= 1
+
+
+def test_listed_names_are_served() -> None:
+    with house(http={"allowed_hosts": "chat.internal"}) as built:
+        assert built.http.get("/v1/models", headers={"host": "chat.internal"}).status_code == 200
+        assert built.http.get("/v1/models", headers={"host": "evil.example"}).status_code == 403
+
+
+def test_with_keys_the_name_is_free(tmp_path: Path) -> None:
+    file = tmp_path / "keys.toml"
+    file.write_text(entry("alice", "secret"))
+    assert digest_of("secret").hex() in file.read_text()
+    assert read_keys(str(file)).required
+    with house(running=False, auth={"keys_file": str(file)}) as built:
+        assert built.http.get("/ping", headers=EVIL).status_code == 200
+        assert built.http.get("/v1/models", headers=EVIL).status_code == 401

@@ -1,0 +1,172 @@
+"""What is run on a card before a release: `scripts/test-gpu`. Ends in one line, PASS or FAIL and what failed.
+
+Each part is a process of its own with a time limit, so that a hung kernel fails its part and nothing else. Parts run
+beside each other: one list of parts for each card, two lists where there is one card.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[2]
+PYTHON = sys.executable
+PYTEST = [
+    PYTHON,
+    "-m",
+    "pytest",
+    "-q",
+    "-p",
+    "no:cacheprovider",
+    "-p",
+    "no:benchmark",
+    "--timeout",
+    "200",
+    "--tb=short",
+]
+
+
+class Part(NamedTuple):
+    """One process: exit code 0 means that it passed."""
+
+    name: str
+    command: list[str]
+    limit_s: int
+
+
+def parts(calls: int, gauntlet_s: int, processes: int) -> list[Part]:
+    """All parts, the longest first."""
+    gauntlet = [PYTHON, "-m", "tests.gauntlet", "--device", "cuda", "--seconds", str(gauntlet_s), "--seed"]
+    spread = ["-n", str(processes)] if processes > 1 else []
+    return [
+        Part("kernels", [*PYTEST, *spread, "tests/kernels", "tests/quant", "tests/spec"], 300),
+        Part("stall", [PYTHON, "-m", "tests.gpu.stall", "--calls", str(calls)], 120 + calls // 500),
+        Part("gauntlet-fp32", [*gauntlet, "1", "--dtype", "float32"], gauntlet_s + 120),
+        Part("gauntlet-bf16", [*gauntlet, "2", "--dtype", "bfloat16"], gauntlet_s + 120),
+        Part("compilations", [PYTHON, "-m", "tests.gpu.compilations"], 240),
+        Part("distribution", [PYTHON, "-m", "tests.gpu.distribution"], 150),
+        Part(
+            "deterministic", [PYTHON, "-m", "benchmarks.deterministic", "--shape", "qwen3-0.6b", "--batches", "1"], 180
+        ),
+        Part("formats", [PYTHON, "-m", "tests.gpu.formats"], 180),
+    ]
+
+
+class Runner:
+    """Takes parts from one list until it is empty, in as many threads as there are lanes."""
+
+    def __init__(self, waiting: list[Part], logs: Path, total_s: float) -> None:
+        self._waiting = waiting
+        self._logs = logs
+        self._end_s = time.monotonic() + total_s
+        self._lock = threading.Lock()
+        self.results: list[dict[str, object]] = []
+
+    def lane(self, card: int) -> None:
+        while True:
+            with self._lock:
+                if not self._waiting:
+                    return
+                part = self._waiting.pop(0)
+            self._run(part, card)
+
+    def _run(self, part: Part, card: int) -> None:
+        begin = time.monotonic()
+        limit_s = min(part.limit_s, self._end_s - begin)
+        path = self._logs / f"{part.name}.log"
+        environment = os.environ | {"CUDA_VISIBLE_DEVICES": str(card), "PYTHONUNBUFFERED": "1", "PYTHONPATH": _path()}
+        with path.open("w") as log:
+            process = subprocess.Popen(
+                part.command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+            )
+            try:
+                code: int | str = process.wait(max(1.0, limit_s))
+            except subprocess.TimeoutExpired:
+                code = f"no end after {limit_s:.0f} s"
+            _end(process)
+        last = [line for line in path.read_text(errors="replace").splitlines() if line.strip()]
+        with self._lock:
+            self.results.append(
+                {
+                    "part": part.name,
+                    "passed": code == 0,
+                    "exit": code,
+                    "seconds": round(time.monotonic() - begin, 1),
+                    "last_line": last[-1][:300] if last else "",
+                }
+            )
+            print(f"{'passed' if code == 0 else 'FAILED':6} {part.name:14} {time.monotonic() - begin:6.1f} s", end="  ")
+            print(last[-1][:140] if last else "", flush=True)
+            if code != 0:
+                print("\n".join("    " + line[:160] for line in last[-25:]), flush=True)
+
+
+def _path() -> str:
+    return os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        try:
+            os.killpg(process.pid, number)
+        except ProcessLookupError:
+            return
+        time.sleep(0.5)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", help="parts, comma separated")
+    parser.add_argument("--without", default="", help="parts, comma separated")
+    parser.add_argument("--calls", type=int, default=20_000, help="sampler calls of the stall hunt")
+    parser.add_argument("--gauntlet-seconds", type=int, default=90)
+    parser.add_argument("--total-seconds", type=float, default=480.0)
+    parser.add_argument("--processes", type=int, default=6, help="of pytest; 1: without pytest-xdist")
+    parser.add_argument("--out", type=Path, help="JSON file for the results")
+    parser.add_argument("--logs", type=Path, default=Path("/tmp/test-gpu"))
+    options = parser.parse_args()
+    import torch
+
+    if not torch.cuda.is_available():
+        print("FAIL: there is no CUDA device")
+        return 1
+    chosen = parts(options.calls, options.gauntlet_seconds, options.processes)
+    if options.only:
+        chosen = [part for part in chosen if part.name in options.only.split(",")]
+    chosen = [part for part in chosen if part.name not in options.without.split(",")]
+    options.logs.mkdir(parents=True, exist_ok=True)
+    cards = torch.cuda.device_count()
+    runner = Runner(list(chosen), options.logs, options.total_seconds)
+    begin = time.monotonic()
+    lanes = [threading.Thread(target=runner.lane, args=(lane % cards,)) for lane in range(max(2, cards))]
+    for lane in lanes:
+        lane.start()
+    for lane in lanes:
+        lane.join()
+    failed = [str(result["part"]) for result in runner.results if not result["passed"]]
+    revision = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout
+    if options.out is not None:
+        document = {
+            "revision": revision.strip(),
+            "device": torch.cuda.get_device_name(),
+            "cards": cards,
+            "torch": torch.__version__,
+            "seconds": round(time.monotonic() - begin, 1),
+            "parts": runner.results,
+        }
+        options.out.write_text(json.dumps(document, indent=1))
+    what = f"{len(chosen)} parts in {time.monotonic() - begin:.0f} s on {cards} x {torch.cuda.get_device_name()}"
+    print(f"FAIL: {', '.join(failed)} ({what})" if failed else f"PASS: {what}")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
