@@ -123,7 +123,7 @@ class Slots:
                 params.frequency_penalty,
             )
             logprobs = -1 if params.logprobs is None else min(params.logprobs, self.vocab_size)
-            ints[:, column] = item.num_prompt, max(0, params.top_k), params.min_tokens, logprobs
+            ints[:, column] = item.num_prompt, self._top_k(item), self._min_tokens(item), logprobs
             seeds[column] = _signed64(item.seed)
             self._mirror(item)
         self.has_prompt_logprobs = bool(self.host_prompt_end.any())
@@ -158,11 +158,19 @@ class Slots:
         if params.bad_words_ids:
             bits |= BAD_WORDS
         self.features[item.slot] = bits
-        self.host_min_end[item.slot] = item.num_prompt + params.min_tokens
+        self.host_min_end[item.slot] = item.num_prompt + self._min_tokens(item)
         self.host_logprobs[item.slot] = -1 if params.logprobs is None else min(params.logprobs, self.vocab_size)
         self.host_prompt_logprobs[item.slot] = -1 if params.prompt_logprobs is None else params.prompt_logprobs
         self.host_prompt_end[item.slot] = 0 if params.prompt_logprobs is None else item.num_prompt - 1
-        self.host_top_k[item.slot] = max(0, params.top_k)
+        self.host_top_k[item.slot] = self._top_k(item)
+
+    def _top_k(self, item: SlotInit) -> int:
+        """A client may ask for any whole number; more than the vocabulary says no more, and does not fit 32 bits."""
+        return min(max(0, item.params.top_k), self.vocab_size)
+
+    def _min_tokens(self, item: SlotInit) -> int:
+        """Likewise: nothing is longer than a row of tokens."""
+        return min(item.params.min_tokens, self.tokens.shape[1])
 
     def _admit_lists(self, admitted: list[SlotInit], rows: torch.Tensor) -> None:
         """Sparse per-slot lists, padded with -1 to the widest seen so far (powers of two); nothing if nobody asks."""

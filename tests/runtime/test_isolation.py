@@ -114,3 +114,18 @@ def test_a_wrong_guess_that_is_no_number_disturbs_nobody_not_even_its_own_reques
     snapshot = engine.core.scheduler.snapshot()
     assert snapshot.num_drafted > 0
     assert snapshot.num_drafts_accepted == 0
+
+
+@pytest.mark.parametrize("values", [{"top_k": 2**40}, {"top_k": 2**62}, {"min_tokens": 2**40}, {"min_tokens": 2**62}])
+def test_a_number_beyond_32_bits_asks_for_all_there_is_and_disturbs_nobody(folders, values):
+    sound, _ = folders
+    prompts = prompts_of(9, 12)
+    enough = dict.fromkeys(values, 300)  # the vocabulary has 301 tokens, the outputs 12
+    sampled = {"temperature": 1.0, "seed": 3, "eos": (5,)}
+    engine, other = Engine(sound), Engine(sound)
+    for each, asked in ((engine, values), (other, enough)):
+        each.submit(prompts[0], 12)
+        each.submit(prompts[1], 12, **sampled, **asked)
+        each.run()
+    assert engine.outputs == other.outputs
+    assert {row.reason for row in engine.finished.values()} == {"length"}
