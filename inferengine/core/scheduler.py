@@ -259,6 +259,7 @@ class Scheduler:
             num_running=len(roster.running),
             num_waiting=roster.num_waiting,
             num_waiting_tokens=roster.waiting.num_tokens,
+            num_slots_held=roster.num_slots - len(roster.free_slots),
             num_blocks=sum(pool.num_blocks for pool in kv.pools),
             num_blocks_held=held,
             num_blocks_cached=cached,

@@ -31,6 +31,7 @@ class SchedulerSnapshot:
     num_running: int
     num_waiting: int
     num_waiting_tokens: int
+    num_slots_held: int  # on the device, by running sequences
     num_blocks: int
     num_blocks_held: int
     num_blocks_cached: int  # free, with content that a prefix may reuse

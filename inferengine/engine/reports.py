@@ -97,6 +97,7 @@ class Reports:
             "max_batch_observed": stats.max_batch,
             "last_error": self._lifecycle.last_error or loop.last_error,
             "waiting_by_reason": {"capacity": values["waiting_requests"]},
+            "held": {"slots": snapshot.num_slots_held, "outputs": len(self._outbox.submissions)},
             "prompt_tokens_by_source": {
                 "local_compute": stats.num_prompt_tokens - stats.num_cached_tokens,
                 "local_cache_hit": stats.num_cached_tokens,
