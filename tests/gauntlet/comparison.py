@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from tests.gauntlet.asks import Ask
 from tests.gauntlet.outcomes import Choice, Outcome, Row
-from tests.gauntlet.reference import NUDGE, Nudges, Reference
+from tests.gauntlet.reference import NUDGE, TIE_MARGIN, Nudges, Reference
 
 MAX_TIES = 3  # that one output may have
 GONE = {"engine_restarted", "engine_unavailable"}  # what a request may end with when its engine is killed
@@ -142,6 +142,12 @@ def _compare_choice(
             if tie is None:
                 return [_told(ask, index, place, choice, wanted)]
             nudges, wanted = tie
+    elif choice.text is not None and "tools" not in ask.options:
+        while _disagrees(choice.text, wanted.text or "", whole):
+            tie = _tie_in_text(ask, index, choice.text, wanted, nudges, outcome, reference)
+            if tie is None:
+                break
+            nudges, wanted = tie
     where = f"choice {index}"
     found: list[str] = []
     if whole and wanted.reason != "error" and choice.tool_calls is None:
@@ -191,6 +197,36 @@ def _tie(
         return None
     choice = other.choices[index]
     return (more, choice) if (choice.tokens or [])[: place + 1] == got[: place + 1] else None
+
+
+def _disagrees(got: str, wanted: str, whole: bool) -> bool:
+    return got != wanted if whole else not wanted.startswith(got)
+
+
+def _tie_in_text(
+    ask: Ask, index: int, got: str, wanted: Choice, nudges: Nudges, outcome: Outcome, reference: Reference
+) -> tuple[Nudges, Choice] | None:
+    """As `_tie` where only the text is known: the expected token alone is lowered, by the whole margin, so that what
+    ties with it is drawn instead. Right is what agrees with the text for longer."""
+    if len(nudges) >= MAX_TIES:
+        return None
+    agreed = _agreed(got, wanted.text or "")
+    tokens = wanted.tokens or []
+    ends = [len(reference.tokenizer.decode(tokens[: place + 1])) for place in range(len(tokens))]
+    first = sum(end <= agreed for end in ends)
+    for place in range(max(0, first - 2), min(len(tokens), first + 2)):  # half a character may be held back
+        more = (*nudges, (tokens[place], -TIE_MARGIN * _sharpness(ask)))
+        other = reference.answer(ask, outcome.prompt_ids, more)
+        if other.refused is None and _agreed(got, other.choices[index].text or "") > agreed:
+            return more, other.choices[index]
+    return None
+
+
+def _agreed(one: str, other: str) -> int:
+    return next(
+        (place for place, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]),
+        min(len(one), len(other)),
+    )
 
 
 def _sharpness(ask: Ask) -> float:

@@ -166,7 +166,7 @@ class House:
 def held(stats: dict[str, Any]) -> dict[str, int]:
     """What requests hold in the engine; all of it is 0 once the last one is over and forgotten."""
     names = ("active_requests", "waiting_requests", "running_requests")
-    return {name: stats[name] for name in names} | {"used_pages": stats["cache"]["used_pages"], **stats["held"]}
+    return {name: stats[name] for name in names} | {"used_pages": stats["cache"]["used_pages"], **stats.get("held", {})}
 
 
 def _shown(value: Any) -> str:

@@ -116,3 +116,21 @@ def test_transformers_sees_a_wrong_token_and_a_wrong_logprob(reference: Referenc
     assert oracle.judge(ASK, outcome)[0].startswith("transformers: logprobs")
     choice.tokens[4] += 1
     assert any(line.startswith("transformers: greedy") for line in oracle.judge(ASK, outcome))
+
+
+def test_a_tie_is_seen_in_a_text_alone(reference: Reference) -> None:
+    expected = reference.answer(ASK).choices[0]
+    assert expected.tokens is not None
+    assert expected.logprobs is not None
+    row = expected.logprobs[0]
+    second = next(token for token in row.top if token != expected.tokens[0])
+    params = {"temperature": 0.0, "max_tokens": 12, "ignore_eos": True}
+    bias = [[second, row.logprob - row.top[second] - NUDGE]]
+    ask = replace(ASK, params={**params, "logit_bias": bias}, reply="text")
+    other = reference.answer(ask, nudges=((second, NUDGE), (expected.tokens[0], -NUDGE)))
+    outcome = copy.deepcopy(other)
+    outcome.choices[0].tokens = None
+    assert outcome.choices[0].text != reference.answer(ask).choices[0].text
+    assert differences(ask, outcome, reference) == []
+    outcome.choices[0].text = (outcome.choices[0].text or "") + "!"
+    assert differences(ask, outcome, reference) != []
