@@ -64,7 +64,7 @@ class Space:
     kv_tokens: int  # that the cache holds: prompt and output of one request must fit
     adapters: tuple[str, ...] = ()
     grammars: bool = True
-    max_output: int = 64
+    max_output: int = 64  # of one choice
 
     @property
     def room(self) -> int:
@@ -89,7 +89,7 @@ def _one_of(*values: Any) -> Draw:
 
 # field -> (how often it is asked for, its value)
 SAMPLING: dict[str, tuple[float, Draw]] = {
-    "max_tokens": (1.0, lambda rng, space: rng.choice((1, 2, 5, 12, 24, 40, space.max_output))),
+    "max_tokens": (1.0, lambda rng, space: rng.choice((1, 2, 5, 12, 24, 40, space.max_output, space.max_output))),
     "temperature": (1.0, _one_of(0.0, 0.0, 0.0, 0.3, 0.7, 1.0, 1.5)),
     "seed": (0.93, lambda rng, space: rng.choice((0, -5, 7, rng.getrandbits(62)))),
     "top_p": (0.25, _one_of(0.05, 0.5, 0.9, 0.95, 0.999)),

@@ -42,11 +42,12 @@ class Reference:
     def __init__(self, checkpoint: Checkpoint, *, device: str = "cpu") -> None:
         from inferengine import LLM
 
+        block_size = 64 if device == "cuda" else 16
         engine = {**PLAIN["engine"], "device": device, **({"threads": 1} if device == "cpu" else {})}
         self.llm = LLM(
             str(checkpoint.folder),
             model={"max_model_len": MODEL_LENGTH, "dtype": "float32", "adapters": str(checkpoint.adapters)},
-            cache={"prefix_caching": False, "num_blocks": 2 * MODEL_LENGTH // 16, "block_size": 16},
+            cache={"prefix_caching": False, "num_blocks": 2 * MODEL_LENGTH // block_size, "block_size": block_size},
             **{**PLAIN, "engine": engine},
         )
         self.checkpoint = checkpoint

@@ -15,6 +15,8 @@ from tests.gauntlet.asks import Ask, Prompts, Space
 
 MODEL_LENGTH = 512  # model.max_model_len of every round
 KILL_SHARE = 0.12
+QUIET_SHARE, QUIET_RATE = 0.4, 0.4
+LONGEST_OUTPUT, QUIET_OUTPUT = 64, 160
 
 
 @dataclass(frozen=True)
@@ -112,9 +114,12 @@ def draw_round(
     fixed: dict[str, Any],
     kills: bool,
 ) -> Round:
-    """`rate` requests a second for `span_s` seconds, in clumps; `fixed` settings go before drawn ones."""
+    """`rate` requests a second for `span_s` seconds, in clumps; `fixed` settings go before drawn ones. Some rounds are
+    quiet: few requests with long outputs, because engines guess ahead only where few requests run."""
     settings = {**draw_settings(rng, device), **fixed}
-    space = Space(vocab_size, MODEL_LENGTH, kv_tokens(settings), adapters)
+    quiet = rng.random() < QUIET_SHARE
+    rate, longest = (rate * QUIET_RATE, QUIET_OUTPUT) if quiet else (rate, LONGEST_OUTPUT)
+    space = Space(vocab_size, MODEL_LENGTH, kv_tokens(settings), adapters, max_output=longest)
     prompts = Prompts(rng, space)
     asked: list[Ask] = []
     now = 0.0
