@@ -115,14 +115,14 @@ SAMPLING: dict[str, tuple[float, Draw]] = {
 
 # Values at the edge of what is allowed: rare, because a broken edge hides everything else.
 EXTREMES: dict[str, Draw] = {
-    "repetition_penalty": _one_of(1e-308, 1e-3, 100.0),
+    "repetition_penalty": _one_of(1e-308, 1e-300, 1e-38, 1e-3, 100.0),
     "temperature": _one_of(1e-5, 1.1e-5, 2.0),
     "top_p": _one_of(1e-6, 1.0),
     "min_p": _one_of(1.0),
     "n": _one_of(16),
     "top_k": _one_of(1 << 40),
 }
-EXTREME_SHARE = 0.03
+EXTREME_SHARE = 0.05
 
 SCHEMA = {
     "type": "object",
