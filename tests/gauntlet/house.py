@@ -19,7 +19,7 @@ from inferengine.client import Client
 from tests.gauntlet.checkpoints import Checkpoint
 from tests.gauntlet.rounds import MODEL_LENGTH
 
-START_TIMEOUT_S = {"cpu": 90.0, "cuda": 240.0}
+START_TIMEOUT_S = {"cpu": 180.0, "cuda": 240.0}
 WAIT_S = 60.0
 RESUME_TTL_S = 1.0  # how long outputs are kept: leaks show soon after the last request
 PARTS = ("engine", "http", "ws")

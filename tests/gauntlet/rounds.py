@@ -78,7 +78,7 @@ SETTINGS: dict[str, Draw] = {
     "speculation.max_running": _one_of(0, 0, 4, 16),
     "wire.window": _one_of(64, 64, 4),
 }
-KV_TOKENS = (576, 768, 1024, 4096)  # tiny, so that requests are preempted or swapped, to roomy
+KV_TOKENS = (320, 448, 640, 1024, 4096)  # tiny, so that requests are preempted or swapped, to roomy
 CUDA_BLOCK_SIZES = (64, 64, 16, 32)
 
 
