@@ -16,7 +16,7 @@ from tests.gauntlet.asks import Ask, Prompts, Space
 MODEL_LENGTH = 512  # model.max_model_len of every round
 KILL_SHARE = 0.12
 QUIET_SHARE, QUIET_RATE = 0.4, 0.4
-LONGEST_OUTPUT, QUIET_OUTPUT = 64, 160
+LONGEST_OUTPUT, QUIET_OUTPUT = 64, 240
 
 
 @dataclass(frozen=True)
