@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from tests.gauntlet import runner
 from tests.gauntlet.checkpoints import Checkpoint, prepare
@@ -27,7 +28,7 @@ class Verdict:
     num_judged: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
     command: str = ""
-    preemptions: int = 0
+    figures: dict[str, int] = field(default_factory=dict)  # of the engine: what the round made it do
 
     @property
     def passed(self) -> bool:
@@ -37,6 +38,16 @@ class Verdict:
     def kinds(self) -> set[str]:
         """What differed, without its numbers: how the shrinker tells one failure from another."""
         return {line.split(":")[0] for lines in self.differences.values() for line in lines}
+
+
+def _figures(stats: dict[str, Any]) -> dict[str, int]:
+    cache, guessing = stats["cache"], stats["speculation"]
+    return {
+        "preemptions": stats["preemptions"],
+        "blocks swapped": cache["swapped_out_pages"],
+        "tokens of prefixes": stats["cached_tokens"],
+        "guesses": guessing["drafted"],
+    }
 
 
 @dataclass
@@ -80,7 +91,7 @@ class Judge:
         for name in ran.hung:
             verdict.differences[name] = ["hang: no terminal event"]
         verdict.warnings += ran.warnings
-        verdict.preemptions = ran.stats.get("preemptions", 0)
+        verdict.figures = _figures(ran.stats)
         for ask in one.asks:
             if ask.name in ran.outcomes and (found := self.judge(one, ask.name, ran.outcomes[ask.name])):
                 verdict.differences.setdefault(ask.name, []).extend(found)

@@ -187,11 +187,12 @@ def replay(options: argparse.Namespace, judge: Judge) -> int:
 def tell(title: str, one: Round, verdict: Verdict) -> None:
     """One line of a round, and its differences."""
     seconds = ", ".join(f"{name} {value:.1f} s" for name, value in verdict.seconds.items())
+    figures = ", ".join(f"{value} {name}" for name, value in verdict.figures.items())
     word = "passed" if verdict.passed else "FAILED"
     kills = f", {len(one.kills_s)} kills" if one.kills_s else ""
     print(
         f"{title}: {word}: {one.model}, {verdict.num_requests} requests, {verdict.num_tokens} tokens, "
-        f"{verdict.preemptions} preemptions{kills} ({seconds})",
+        f"{figures}{kills} ({seconds})",
         flush=True,
     )
     for line in verdict.warnings[:5]:
