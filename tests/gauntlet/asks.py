@@ -15,6 +15,7 @@ from typing import Any
 WAYS = {"wire": 10, "http": 3, "http-stream": 3, "ws": 3}  # and how often
 EMBEDDING_SHARE = 0.06
 BAD_SHARE = 0.02  # requests that must be refused
+LEAST_PENALTY = 1e-30  # below it logits become infinite, all of them tie, and a last bit decides which do
 SPECIAL_IDS = 16  # the first ids of the vocabulary: markers that are kept out of random prompts
 
 
@@ -32,6 +33,7 @@ class Ask:
     reply: str = "tokens"
     options: dict[str, Any] = field(default_factory=dict)
     act: dict[str, Any] | None = None
+    after: int | None = None  # comes when that request has ended, and not before `at_s`: clients that take turns
 
     def to_map(self) -> dict[str, Any]:
         """As it stands in a replay file: only what says something."""
@@ -43,7 +45,9 @@ class Ask:
 
     @property
     def is_comparable(self) -> bool:
-        """Whether its tokens are determined: greedy or seeded."""
+        """Whether its tokens are determined: greedy or seeded, and not by ties of infinities."""
+        if self.params.get("repetition_penalty", 1.0) < LEAST_PENALTY:
+            return False
         return self.reply == "embedding" or self.is_greedy or "seed" in self.params
 
     @property

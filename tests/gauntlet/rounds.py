@@ -16,6 +16,7 @@ from tests.gauntlet.asks import Ask, Prompts, Space
 MODEL_LENGTH = 512  # model.max_model_len of every round
 KILL_SHARE = 0.12
 QUIET_SHARE, QUIET_RATE = 0.4, 0.4
+TURNS_SHARE = 0.6  # of the quiet rounds: clients that wait for their answers
 LONGEST_OUTPUT, QUIET_OUTPUT = 64, 240
 
 
@@ -127,9 +128,15 @@ def draw_round(
         for _ in range(rng.choice((1, 1, 2, 6))):
             asked.append(asks.draw_ask(rng, len(asked), round(now, 3), prompts, space))
         now += rng.expovariate(rate / 2.5)  # 2.5: the mean of a clump
+    if quiet and rng.random() < TURNS_SHARE:
+        asked = in_turns(asked, rng.choice((1, 2, 2, 3)))
     killed = kills and rng.random() < KILL_SHARE
     return Round(model, settings, tuple(asked), (round(rng.uniform(0.2, span_s), 3),) if killed else ())
 
 
-def without_kills(one: Round) -> Round:
-    return replace(one, kills_s=())
+def in_turns(asked: list[Ask], clients: int) -> list[Ask]:
+    """The same requests from so many clients, each of which waits for an answer before it asks again."""
+    return [
+        replace(ask, at_s=0.0, after=None if place < clients else asked[place - clients].name)
+        for place, ask in enumerate(asked)
+    ]

@@ -15,7 +15,7 @@ from tests.gauntlet.way_http import Http
 from tests.gauntlet.way_wire import Wire
 from tests.gauntlet.way_ws import Websocket
 
-HANG_S = 60.0  # without a terminal event for so long after the last request came: a hang
+HANG_S = 60.0  # in which no request ends or comes: what has not ended hangs
 SPARE_DESCRIPTORS = 6  # that may differ: a keep-alive connection, a log, the asker's own socket
 SPARE_THREADS = 4  # pools start their threads with the first use
 SPARE_RSS_BYTES = 192 << 20  # caches that fill, once
@@ -77,21 +77,25 @@ async def _run(house: House, one: Round) -> tuple[Ran, list[str]]:
 
     async def ask_at_its_time(ask: Ask) -> Outcome:
         await asyncio.sleep(started + ask.at_s - asyncio.get_running_loop().time())
+        if ask.after in tasks:
+            await asyncio.wait([tasks[ask.after]])
         return await _one(ask, wire, http, ws)
 
     async def kill_at(at_s: float) -> None:
         await asyncio.sleep(started + at_s - asyncio.get_running_loop().time())
         house.kill_engine()
 
-    tasks = {ask.name: asyncio.create_task(ask_at_its_time(ask)) for ask in one.asks}
+    tasks: dict[int | None, asyncio.Task[Outcome]] = {}
+    for ask in one.asks:
+        tasks[ask.name] = asyncio.create_task(ask_at_its_time(ask))
     killers = [asyncio.create_task(kill_at(at_s)) for at_s in one.kills_s]
-    last_s = max([ask.at_s for ask in one.asks], default=0.0)
-    _, hung = await asyncio.wait([*tasks.values(), *killers], timeout=last_s + HANG_S) if tasks else ((), ())
+    hung = await _until_stuck({*tasks.values(), *killers})
     for task in hung:
         task.cancel()
     await asyncio.gather(*hung, return_exceptions=True)
     ran = Ran({})
-    for name, task in tasks.items():
+    for ask in one.asks:
+        name, task = ask.name, tasks[ask.name]
         if task in hung:
             ran.hung.append(name)
         elif (error := task.exception()) is not None:
@@ -108,6 +112,15 @@ async def _run(house: House, one: Round) -> tuple[Ran, list[str]]:
         f"a task of the client is left: {task.get_name()} {task.get_coro()}" for task in mine if not task.done()
     ]
     return ran, problems
+
+
+async def _until_stuck(pending: set[asyncio.Task[Any]]) -> set[asyncio.Task[Any]]:
+    """Until all are done, or none was for HANG_S; those that are not."""
+    while pending:
+        done, pending = await asyncio.wait(pending, timeout=HANG_S, return_when=asyncio.FIRST_COMPLETED)
+        if not done:
+            break
+    return pending
 
 
 async def _one(ask: Ask, wire: Wire, http: Http, ws: Websocket) -> Outcome:

@@ -72,3 +72,9 @@ def test_every_setting_is_a_key_of_the_configuration() -> None:
     for key in SETTINGS:
         section, name = key.split(".")
         assert name in resolved[section]
+
+
+def test_clients_that_take_turns_ask_again_after_their_own_last_request() -> None:
+    asked = rounds.in_turns(list(draw(1, span_s=1.0).asks), 2)
+    assert [ask.after for ask in asked[:2]] == [None, None]
+    assert all(ask.after == before.name for before, ask in zip(asked, asked[2:], strict=False))
