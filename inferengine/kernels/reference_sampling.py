@@ -163,7 +163,7 @@ def candidates(
         at_k = values.gather(1, limit.clamp_max(count) - 1)
         within_k = (limit > count) | (values >= at_k)
         by_k = values.masked_fill(~within_k, float("-inf"))
-        # mass of what top-k leaves: of the whole vocabulary where top-k is off or ends beyond this list
+        # mass of what top-k leaves: of the whole vocabulary where top-k is off
         total = torch.where(limit > count, scaled.logsumexp(-1, keepdim=True), by_k.logsumexp(-1, keepdim=True))
         mass = (by_k - total).exp()
         before = mass.cumsum(-1) - mass
@@ -172,7 +172,9 @@ def candidates(
         kept = before.gather(1, first_of_ties) < top_p.unsqueeze(1)
         kept &= within_k & (values - values[:, :1] >= min_p.unsqueeze(1).log())
         kept[:, 0] = True
-        if count == vocab_size or not bool(kept[:, -1].any()):
+        # where top-k ends behind this list, the mass that top-p is a share of is not known yet
+        goes_on = kept[:, -1] | (((limit > count) & (limit < vocab_size)).squeeze(1) & (top_p < 1.0))
+        if count == vocab_size or not bool(goes_on.any()):
             return values.masked_fill(~kept, float("-inf")), ids
     raise AssertionError("the whole vocabulary is always enough")
 

@@ -61,6 +61,7 @@ def test_every_feature_is_asked_for_sooner_or_later() -> None:
 
 def test_what_is_meant_to_be_taken_keeps_the_rules() -> None:
     meant = [ask for ask in many_asks() if "bad" not in ask.options and ask.reply != "embedding"]
+    meant = [ask for ask in meant if ask.params.get("repetition_penalty", 1.0) >= 0.01]  # else it may be refused
     assert len(meant) > 1000
     for ask in meant:
         params = from_map({name: value for name, value in ask.params.items() if name != "bad_words"})

@@ -391,3 +391,16 @@ def test_slots_are_forgotten_when_they_are_given_away():
     assert set(state.bias) == {-1}
     assert set(state.allowed) == {-1}
     assert draw(slots, logits) == [int(logits.argmax())]
+
+
+@pytest.mark.parametrize("neighbours", [0, 1])
+def test_top_p_is_a_share_of_what_a_long_top_k_leaves_whoever_is_beside(neighbours: int) -> None:
+    """1,000 tokens of 4,096 stay; of their mass the largest eighth, not of the vocabulary's."""
+    vocab_size, top_k, top_p = 4096, 1000, 0.125
+    scores = torch.linspace(2.0, 0.0, vocab_size).repeat(1 + neighbours, 1)
+    mass = scores[0].double()[:top_k].softmax(-1)
+    expected = int(((mass.cumsum(-1) - mass) < top_p).sum())
+    limits = torch.tensor([top_k, vocab_size][: 1 + neighbours])
+    shares, floors = torch.tensor([top_p, 0.99][: 1 + neighbours]), torch.zeros(1 + neighbours)
+    values, _ = reference_sampling.candidates(scores, limits, shares, floors)
+    assert int((values[0] > float("-inf")).sum()) == expected
