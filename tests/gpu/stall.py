@@ -2,6 +2,9 @@
 
 Each call draws with another filter, from logits of another width and number format. A thread watches: when no call has
 ended for LIMIT_S, it names the call and ends the process, because a hung kernel cannot be ended otherwise.
+
+With `--graphs` the calls are captured in CUDA graphs of CALLS_PER_GRAPH on STREAMS streams and replayed; temperatures,
+filters and seeds change before each replay, so that no two calls are alike. A million calls take minutes.
 """
 
 from __future__ import annotations
@@ -12,6 +15,8 @@ import random
 import sys
 import threading
 import time
+from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -26,6 +31,9 @@ VOCAB_SIZE = 128_256
 MOST_ROWS = 256
 LIMIT_S = 20.0
 CALLS_PER_WAIT = 50
+CALLS_PER_GRAPH = 100
+STREAMS = 8
+GRAPH_ROWS = (1, 1, 2, 3, 4, 8)
 WIDTHS = (0.02, 0.5, 2.0, 6.0)  # standard deviation of the logits: flat to peaked
 FILTERS: tuple[dict[str, Any], ...] = (
     {"top_p": 0.95},
@@ -59,59 +67,124 @@ def make_slots(rng: random.Random) -> Slots:
     return slots
 
 
+class Watch:
+    """Ends the process when nothing has been noted for LIMIT_S."""
+
+    def __init__(self) -> None:
+        self.names: deque[str] = deque(maxlen=CALLS_PER_WAIT)  # of the latest calls
+        self._what = "the first, with its compilation"
+        self._ended_s = time.monotonic() + 120
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def note(self, what: str) -> None:
+        """All calls up to now have ended; `what` comes next."""
+        self._ended_s, self._what = time.monotonic(), what
+
+    def _run(self) -> None:
+        while True:
+            time.sleep(0.5)
+            if time.monotonic() - self._ended_s > LIMIT_S:
+                print(f"FAIL: no end of a sampler call: {self._what}; {'; '.join(self.names)}", flush=True)
+                os._exit(7)
+
+
+Logits = dict[tuple[float, torch.dtype], torch.Tensor]
+
+
+def draw_call(rng: random.Random, slots: Slots, logits: Logits, row_counts: Sequence[int]) -> tuple[str, Any]:
+    """What a random call is, and a function that makes it and gives its ids."""
+    width, dtype = rng.choice(WIDTHS), rng.choice((torch.bfloat16, torch.float32))
+    count = rng.choice(row_counts)
+    first = rng.randrange(MOST_ROWS - count + 1)
+    rows = np.arange(first, first + count, dtype=np.int32)
+    positions = np.full(count, rng.randrange(20, 920), dtype=np.int32)
+    shift = rng.randrange(MOST_ROWS - count + 1)
+    columns = torch.from_numpy(rows).cuda(), torch.from_numpy(positions).cuda()
+    needs = slots.needs(rows, positions)
+
+    def call() -> torch.Tensor:
+        return sampling.sample(logits[width, dtype][shift : shift + count], slots, *columns, needs)
+
+    return f"{count} rows from {first}, width {width}, {dtype}", call
+
+
+def one_by_one(calls: int, rng: random.Random, logits: Logits, watch: Watch) -> int:
+    """Rows without a token."""
+    slots = make_slots(rng)
+    failed = 0
+    recent: list[torch.Tensor] = []
+    for index in range(calls):
+        name, call = draw_call(rng, slots, logits, (1, 2, 3, 7, 8, 16, 33, 64, 128, 256))
+        watch.names.append(name)
+        recent.append((call() < 0).sum())
+        if len(recent) == CALLS_PER_WAIT or index == calls - 1:
+            failed += int(torch.stack(recent).sum())
+            watch.note(f"one of {CALLS_PER_WAIT} after call {index}")
+            recent.clear()
+    return failed
+
+
+class Replayed:
+    """A graph of calls on a stream of its own, with slots of its own."""
+
+    def __init__(self, rng: random.Random, logits: Logits) -> None:
+        self.slots = make_slots(rng)
+        self.stream = torch.cuda.Stream()
+        self.failed = torch.zeros((), dtype=torch.int64, device="cuda")
+        self.graph = torch.cuda.CUDAGraph()
+        self._filtered = [column > 0 for column in (1 - self.slots.top_p, self.slots.min_p)]
+        calls = [draw_call(rng, self.slots, logits, GRAPH_ROWS)[1] for _ in range(CALLS_PER_GRAPH)]
+        with torch.cuda.stream(self.stream):
+            for call in calls[:20]:  # compiles, outside of the capture
+                call()
+        self.stream.synchronize()
+        with torch.cuda.graph(self.graph, stream=self.stream):
+            for call in calls:
+                self.failed += (call() < 0).sum()
+
+    def replay(self) -> None:
+        """With new temperatures, filters and seeds."""
+        slots = self.slots
+        with torch.cuda.stream(self.stream):
+            slots.temperature.uniform_(0.3, 1.5)
+            slots.top_p.copy_(torch.where(self._filtered[0], torch.empty_like(slots.top_p).uniform_(0.2, 0.999), 1.0))
+            slots.min_p.copy_(torch.where(self._filtered[1], torch.empty_like(slots.min_p).uniform_(0.0, 0.2), 0.0))
+            slots.seed.random_()
+            self.graph.replay()
+
+
+def replayed(calls: int, rng: random.Random, logits: Logits, watch: Watch) -> int:
+    """Rows without a token."""
+    graphs = [Replayed(rng, logits) for _ in range(STREAMS)]
+    for index in range(-(-calls // (CALLS_PER_GRAPH * STREAMS))):
+        for graph in graphs:
+            graph.replay()
+        if index % 2:
+            torch.cuda.synchronize()
+            watch.note(f"a graph after {index * CALLS_PER_GRAPH * STREAMS} calls")
+    torch.cuda.synchronize()
+    return sum(int(graph.failed) for graph in graphs)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--calls", type=int, default=20_000)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--graphs", action="store_true")
     options = parser.parse_args()
     rng = random.Random(options.seed)
     torch.manual_seed(options.seed)
-    slots = make_slots(rng)
     logits = {
         (width, dtype): (torch.randn(MOST_ROWS, VOCAB_SIZE, device="cuda") * width).to(dtype)
         for width in WIDTHS
         for dtype in (torch.bfloat16, torch.float32)
     }
-    state: dict[str, Any] = {"ended_s": time.monotonic() + 120, "what": "the first, with its compilation"}
-
-    def watch() -> None:
-        while True:
-            time.sleep(0.5)
-            if time.monotonic() - state["ended_s"] > LIMIT_S:
-                print(f"FAIL: no end of a sampler call, one of {CALLS_PER_WAIT}: {state['what']}", flush=True)
-                os._exit(7)
-
-    threading.Thread(target=watch, daemon=True).start()
-    failed = 0
+    watch = Watch()
     begin = time.monotonic()
-    recent: list[torch.Tensor] = []
-    names: list[str] = []
-    for call in range(options.calls):
-        width, dtype = rng.choice(WIDTHS), rng.choice((torch.bfloat16, torch.float32))
-        count = rng.choice((1, 2, 3, 7, 8, 16, 33, 64, 128, 256))
-        first = rng.randrange(MOST_ROWS - count + 1)
-        rows = np.arange(first, first + count, dtype=np.int32)
-        positions = np.full(count, 20 + call % 900, dtype=np.int32)
-        shift = rng.randrange(MOST_ROWS - count + 1)
-        names.append(f"call {call}: {count} rows from {first}, width {width}, {dtype}")
-        ids = sampling.sample(
-            logits[width, dtype][shift : shift + count],
-            slots,
-            torch.from_numpy(rows).cuda(),
-            torch.from_numpy(positions).cuda(),
-            slots.needs(rows, positions),
-        )
-        recent.append((ids < 0).sum())
-        if len(recent) == CALLS_PER_WAIT or call == options.calls - 1:
-            state["what"] = "; ".join(names)
-            failed += int(torch.stack(recent).sum())
-            recent.clear()
-            names.clear()
-            state["ended_s"] = time.monotonic()
+    failed = (replayed if options.graphs else one_by_one)(options.calls, rng, logits, watch)
     seconds = time.monotonic() - begin
-    good = failed == 0
     print(f"{options.calls} sampler calls in {seconds:.0f} s, none stalled, {failed} rows without a token")
-    return 0 if good else 1
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":
