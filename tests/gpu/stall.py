@@ -134,6 +134,7 @@ class Replayed:
         self.graph = torch.cuda.CUDAGraph()
         self._filtered = [column > 0 for column in (1 - self.slots.top_p, self.slots.min_p)]
         calls = [draw_call(rng, self.slots, logits, GRAPH_ROWS)[1] for _ in range(CALLS_PER_GRAPH)]
+        self._calls = calls  # with their columns, which the graph reads
         with torch.cuda.stream(self.stream):
             for call in calls[:20]:  # compiles, outside of the capture
                 call()
