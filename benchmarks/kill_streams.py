@@ -47,7 +47,10 @@ from inferengine.structure import GrammarSpec, read_grammar
 START_S = 120.0
 FAST_FAILURE_S = 11.0  # `up` gives up after five engines in a row that lived shorter than this
 LEAST_ENDED = 5  # requests that end between two kills: on a busy machine an engine must live long enough for some
-PATIENCE = {"http.request_timeout_s": "3600"}  # kills come quicker than a busy machine computes
+SETTINGS = {
+    "engine.device": "cpu",  # every bit is compared
+    "http.request_timeout_s": "3600",  # kills come quicker than a busy machine computes
+}
 LOGPROB_TOLERANCE = 1e-3
 CONTROL_ROUNDS = 1
 SCHEMA = {
@@ -589,7 +592,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     flags, rest = parse_flags(sys.argv[1:])
     options = parser.parse_args(rest)
-    words = [word for name, value in {**PATIENCE, **flags}.items() for word in (f"--{name}", value)]
+    words = [word for name, value in {**SETTINGS, **flags}.items() for word in (f"--{name}", value)]
     report = asyncio.run(measure(options, words))
     text = json.dumps(report, indent=2)
     print(text)

@@ -77,10 +77,12 @@ class DecodeGraphs:
             progress((index + 1) / len(graphs))
 
     def touch_all(self) -> None:
-        """Compute every step to capture once: for compiling its kernels."""
+        """Compute every step to capture once: for compiling its kernels. Those of the draw are the same for any number
+        of rows."""
         for size in self.sizes:
-            for needs in DRAWS:
-                self._compute(size, needs)
+            self._compute(size, None)
+        for needs in DRAWS:
+            self._compute(self.sizes[0], needs)
 
     def kind(self, num_rows: int, needs: int) -> int | None:
         """The graph for a step of so many rows whose draws need these features."""
