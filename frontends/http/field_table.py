@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from inferengine.config import LimitsConfig
-from inferengine.params import MAX_BAD_WORDS, MAX_SEED, MAX_TOP_K, POOLINGS
+from inferengine.params import LEAST_REPETITION_PENALTY, MAX_BAD_WORDS, MAX_SEED, MAX_TOP_K, POOLINGS
 from inferengine.wire.codec import MAX_NAME_CHARACTERS, MAX_SALT_BYTES
 
 Schema = dict[str, Any]
@@ -54,7 +54,7 @@ def sampling(limits: LimitsConfig) -> list[Field]:
         Field("min_p", number(0, 1), "leave out tokens less likely than this share of the likeliest"),
         Field(
             "repetition_penalty",
-            number(most=100, above=0),
+            number(LEAST_REPETITION_PENALTY, 100),
             "logits of tokens in prompt or output are divided by it if positive, else multiplied (Keskar et al. 2019)",
         ),
         Field("presence_penalty", number(-2, 2), "taken once from the logits of tokens that the output has (OpenAI)"),

@@ -101,6 +101,7 @@ class Ending:
         logger.critical("where its threads are:\n%s", all_tracebacks())
         return True
 
+
 def all_tracebacks() -> str:
     """Of all threads, whoever holds the interpreter. Not written straight to standard error: that may never return."""
     with os.fdopen(os.memfd_create("tracebacks"), "w+b") as file:

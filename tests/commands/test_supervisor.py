@@ -355,9 +355,7 @@ def test_codes_that_another_try_would_repeat_are_final(code: int) -> None:
     assert RestartPolicy().after_exit(code, 100.0).delay_s is None
 
 
-@pytest.mark.parametrize(
-    "code", [ExitCode.CRASH, ExitCode.FROZEN, ExitCode.STALLED, 128 + signal.SIGKILL]
-)
+@pytest.mark.parametrize("code", [ExitCode.CRASH, ExitCode.FROZEN, ExitCode.STALLED, 128 + signal.SIGKILL])
 def test_other_codes_are_tried_again(code: int) -> None:
     assert RestartPolicy().after_exit(code, 0.1).delay_s is not None
 

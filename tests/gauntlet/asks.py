@@ -124,7 +124,7 @@ EXTREMES: dict[str, Draw] = {
     "top_p": _one_of(1e-6, 1.0),
     "min_p": _one_of(1.0),
     "n": _one_of(16),
-    "top_k": _one_of(1 << 40),
+    "top_k": _one_of((1 << 31) - 1),
 }
 EXTREME_SHARE = 0.05
 
