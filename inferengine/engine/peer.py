@@ -14,6 +14,7 @@ from inferengine.wire.codec import Frames
 from inferengine.wire.credit import CreditWindow
 
 MAX_BACKLOG = 8192  # answers that wait for a peer which does not read: beyond, it is a flood and the peer is dropped
+MAX_BACKLOG_BYTES = 64 * 1024 * 1024  # of them together, but for one that is larger
 
 
 class Sent(Enum):
@@ -34,6 +35,7 @@ class Peer:
     __slots__ = (
         "_send",
         "backlog",
+        "backlog_bytes",
         "dirty",
         "gone_since_s",
         "heard_s",
@@ -57,6 +59,7 @@ class Peer:
         self.window = CreditWindow(window)
         self.unacknowledged: deque[tuple[int, Frames]] = deque()
         self.backlog: deque[Frames] = deque()
+        self.backlog_bytes = 0
         self.overflowed = False
         self.streams: dict[int, Any] = {}  # the outbox's subscriptions, by stream number
         self.dirty: dict[int, Any] = {}  # those of them with news that have not been sent
@@ -75,10 +78,13 @@ class Peer:
         """Send a message that is not a STEP, after those that wait already. A lost connection loses it: the client
         asks again."""
         if self.backlog or self._put(frames, now) is Sent.FULL:
-            if len(self.backlog) >= MAX_BACKLOG:
+            size = sum(map(len, frames))
+            too_large = self.backlog and self.backlog_bytes + size > MAX_BACKLOG_BYTES
+            if too_large or len(self.backlog) >= MAX_BACKLOG:
                 self.overflowed = True
                 return
             self.backlog.append(frames)
+            self.backlog_bytes += size
 
     def send_step(self, frames: Frames, now: float) -> bool:
         """Send the STEP numbered `window.seq + 1`; only when `can_step`. False: it did not go out, nothing changed."""
@@ -103,7 +109,7 @@ class Peer:
             return False
         self.acknowledge(last_seq)
         self.back(now)
-        self.backlog.clear()
+        self._clear_backlog()
         return True
 
     def send_again(self, now: float) -> None:
@@ -114,7 +120,7 @@ class Peer:
     def flush_backlog(self, now: float) -> None:
         """Try again what did not fit."""
         while self.backlog and self._put(self.backlog[0], now) is Sent.OK:
-            self.backlog.popleft()
+            self.backlog_bytes -= sum(map(len, self.backlog.popleft()))
 
     def back(self, now: float) -> None:
         """The peer was heard of."""
@@ -135,5 +141,9 @@ class Peer:
         result = self._send(self.routing_id, frames)
         if result is Sent.GONE:
             self.gone_since_s = now
-            self.backlog.clear()
+            self._clear_backlog()
         return result
+
+    def _clear_backlog(self) -> None:
+        self.backlog.clear()
+        self.backlog_bytes = 0

@@ -33,6 +33,7 @@ RETRY_S = 0.02  # while a full pipe keeps an answer waiting
 LINGER_MS = 1000
 ANSWER_S = 1.0
 CATCH_UP_S = 1.0
+SHARED_BYTES = 65_536  # frames from this size on go out as they lie in memory: for smaller ones a copy is quicker
 NOW = int(zmq.NOBLOCK)
 NOW_AND_MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
 
@@ -94,13 +95,14 @@ class WireThread:
 
     def send(self, routing_id: bytes, frames: Frames) -> Sent:
         """Only in the I/O thread. Frame by frame: `send_multipart` would look at each of them twice. A ROUTER refuses a
-        message at its first frame or not at all."""
+        message at its first frame or not at all. Large frames are not copied: the files of a model are asked for again
+        and again by a peer that reads nothing, and thousands of answers may wait in its pipe."""
         send = self._endpoint.router.send
         try:
             send(routing_id, NOW_AND_MORE)
             for index in range(len(frames) - 1):
-                send(frames[index], NOW_AND_MORE)
-            send(frames[-1], NOW)
+                send(frames[index], NOW_AND_MORE, len(frames[index]) < SHARED_BYTES)
+            send(frames[-1], NOW, len(frames[-1]) < SHARED_BYTES)
         except zmq.Again:
             return Sent.FULL
         except zmq.ZMQError as error:
