@@ -187,5 +187,5 @@ def _is_loopback(host: str) -> bool:
         address = ipaddress.ip_address(host.partition("%")[0])
     except ValueError:
         return False
-    mapped = getattr(address, "ipv4_mapped", None)
-    return bool((mapped or address).is_loopback)
+    address = getattr(address, "ipv4_mapped", None) or address
+    return bool(address.is_loopback or address.is_unspecified)  # who connects to 0.0.0.0 reaches the machine it is on

@@ -32,7 +32,7 @@ def refusal(
 @pytest.mark.parametrize(
     "host",
     ["127.0.0.1", "127.0.0.1:8000", "127.9.9.9:1", "[::1]:8000", "[::1]", "localhost", "LocalHost:8000", "localhost.",
-     "app.localhost:8000", None],
+     "app.localhost:8000", "0.0.0.0:8000", "[::]:8000", None],
 )  # fmt: skip
 def test_this_machine_s_own_names_are_answered(host: str | None) -> None:
     assert refusal(hosts(), host) is None
@@ -57,6 +57,7 @@ def test_a_page_s_own_name_that_resolves_to_this_machine_is_refused(host: str) -
         ("http://127.0.0.1:8001", True),
         ("http://localhost:3000", True),
         ("http://[::1]:3000", True),
+        ("http://0.0.0.0:3000", True),
         ("https://page.example", True),
         ("https://PAGE.example/", True),
         ("http://evil.example", False),
