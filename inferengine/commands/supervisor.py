@@ -58,14 +58,18 @@ class Verdict(NamedTuple):
 
 class RestartPolicy:
     """Decides for one child whether to try again: soon after a long run, ever later after short ones. After a stall, of
-    which its clients wait for the end, at once; only stalls that repeat wait."""
+    which its clients wait for the end, at once; only stalls that repeat wait. A model that did fit once is tried until
+    it fits again: another program has the memory for a time."""
 
     def __init__(self) -> None:
+        self.has_served = False  # it has been ready
         self.fast_failures = 0
         self.stalls = 0
 
     def after_exit(self, code: int, lifetime_s: float) -> Verdict:
         """`code` is the exit code, 128 + number for a signal."""
+        if code == ExitCode.MEMORY and self.has_served:
+            return Verdict(LONGEST_DELAY_S, code, "")
         if code in FINAL_CODES:
             return Verdict(None, code, FINAL_CODES[code])
         self.fast_failures = self.fast_failures + 1 if lifetime_s < FAST_FAILURE_S else 0
@@ -219,6 +223,7 @@ class Supervisor:
             self._on_ready(child)
 
     def _on_ready(self, child: Child) -> None:
+        self._policies[child.spec.name].has_served = True
         if self._announced:
             self._view.notice(f"{child.spec.name} is ready again")
         elif len(self._children) == len(self._specs) and all(other.ready for other in self._children.values()):

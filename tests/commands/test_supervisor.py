@@ -201,6 +201,30 @@ def test_a_code_that_cannot_get_better_ends_everything_with_that_code(tmp_path: 
     assert any("not started again" in notice for notice in outcome.view.notices)
 
 
+def test_a_model_that_has_fitted_is_tried_until_it_fits_again(tmp_path: Path) -> None:
+    """Another program took the memory between two lives of the engine. One that never fitted is not tried again."""
+    lives = str(tmp_path / "lives")
+    body = f"""
+with open({lives!r}, "a") as file:
+    file.write("+")
+life = os.path.getsize({lives!r})
+note(f"life {{life}}")
+if life == 2:
+    sys.exit({ExitCode.MEMORY})
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+notify("READY=1")
+if life == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+while True:
+    until_signal()
+"""
+    outcome = supervise(
+        service("engine", body, tmp_path), [], tmp_path, steps=[(noted(tmp_path, "life 3"), send(signal.SIGTERM))]
+    )
+    assert outcome.code == ExitCode.OK
+    assert RestartPolicy().after_exit(ExitCode.MEMORY, 5.0).delay_s is None
+
+
 def test_an_engine_that_was_drained_by_an_operator_ends_the_service(tmp_path: Path) -> None:
     body = """
 notify("READY=1")
