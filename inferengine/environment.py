@@ -41,9 +41,9 @@ def runtime_directory() -> Path:
     return folder
 
 
-def unsafe_folder(folder: Path) -> str:
+def unsafe_folder(folder: Path, user: int | None = None) -> str:
     """Why no socket may be in this folder, and what to do; empty: it is safe. Whoever else may write to it could put a
-    socket of theirs in the place of ours, and read what clients send."""
+    socket of theirs in the place of ours, and read what clients send. `user`: whose sockets; None: this user's."""
     try:
         found = os.lstat(folder)
     except OSError as error:
@@ -52,7 +52,7 @@ def unsafe_folder(folder: Path) -> str:
         return f"the socket's folder {folder} is a symbolic link: replace it by a folder of yours with mode 0750"
     if not stat.S_ISDIR(found.st_mode):
         return f"the socket's folder {folder} is no folder: replace it by one with mode 0750"
-    if found.st_uid not in (os.getuid(), 0):
+    if found.st_uid not in (os.getuid() if user is None else user, 0):
         return f"the socket's folder {folder} belongs to another user: remove it"
     if found.st_mode & (stat.S_IWOTH | stat.S_IWGRP) and not found.st_mode & stat.S_ISVTX:
         return (

@@ -162,7 +162,7 @@ def engine_socket(config: Config) -> Iterator[Finding]:
         yield Finding(PROBLEM, "socket", f"{path} is longer than a unix socket may be: set a shorter --wire.socket")
     elif not path.parent.is_dir():
         yield Finding(PROBLEM, "socket", f"there is no folder {path.parent}: make it, or set --wire.socket")
-    elif complaint := unsafe_folder(path.parent):
+    elif complaint := unsafe_folder(path.parent, _user_of(path.parent)):
         yield Finding(PROBLEM, "socket", complaint)
     elif not os.access(path.parent, os.W_OK | os.X_OK):
         yield Finding(PROBLEM, "socket", f"this user may not write to {path.parent}: set --wire.socket")
@@ -170,6 +170,11 @@ def engine_socket(config: Config) -> Iterator[Finding]:
         yield Finding(NOTE, "socket", f"every user of this machine may enter {path.parent}: chmod 0750 keeps them out")
     else:
         yield Finding(OK, "socket", address)
+
+
+def _user_of(folder: Path) -> int:
+    """Whose engine would use this folder. Root looks after a service that runs as the folder's owner."""
+    return os.getuid() or folder.stat().st_uid
 
 
 def ports(config: Config) -> Iterator[Finding]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from inferengine.commands.check import out_of_reach
+from inferengine.commands.check import engine_socket, out_of_reach
 from inferengine.config import runtime_directory, unsafe_folder
 from inferengine.engine.endpoint import Endpoint
 from inferengine.errors import ConfigError
@@ -71,6 +71,20 @@ class TestSocketFolder:
         (tmp_path / "real").chmod(0o777)
         with pytest.raises(ConfigError, match="others may write"):
             Endpoint(make_config(str(tmp_path / "real")))
+
+
+    def test_root_checks_the_folder_of_a_service_that_runs_as_another_user(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """`sudo inferengine check` beside the units: /run/inferengine is the service's, and is to stay."""
+        (folder := tmp_path / "run").mkdir(mode=0o750)
+        if os.getuid() == 0:
+            os.chown(folder, 12345, 12345)
+        monkeypatch.setattr(os, "getuid", lambda: 0)
+        config = make_config(str(folder))
+        assert [finding.grade for finding in engine_socket(config)] == ["ok"]
+        folder.chmod(0o777)
+        assert [finding.grade for finding in engine_socket(config)] == ["problem"]
 
 
 class TestInterpreterOfTheUnits:
