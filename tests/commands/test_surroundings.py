@@ -72,7 +72,6 @@ class TestSocketFolder:
         with pytest.raises(ConfigError, match="others may write"):
             Endpoint(make_config(str(tmp_path / "real")))
 
-
     def test_root_checks_the_folder_of_a_service_that_runs_as_another_user(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
