@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import errno
 import logging
+import math
 import socket
 import time
 
@@ -19,12 +20,15 @@ import uvicorn
 
 from frontends.common.connections import Connection, Connections, Limits, Refusals
 from frontends.common.http_protocol import HttpProtocol
+from inferengine.pauses import missed_s
 
 logger = logging.getLogger(__name__)
 
 ACCEPTS_PER_ROUND = 16  # more would leave nothing to the other workers of the same socket
 NO_ROOM = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 NO_ROOM_WAIT_S = 1.0
+TICK_S = 0.1  # uvicorn's
+TICKS_PER_SWEEP = 10
 
 
 class Server(uvicorn.Server):
@@ -35,6 +39,8 @@ class Server(uvicorn.Server):
         super().__init__(config)
         self._limits = limits or Limits()
         self._refusals = refusals or Refusals("inferengine_http")
+        self._next_tick_s = math.inf
+        self._is_sweep_due = self._is_sweep_postponed = False
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup([])
@@ -43,8 +49,18 @@ class Server(uvicorn.Server):
         self.servers = acceptors  # type: ignore[assignment]  # closed as theirs
 
     async def on_tick(self, counter: int) -> bool:
-        """uvicorn's, ten times a second."""
-        if counter % 10 == 0:
+        """uvicorn's, ten times a second.
+
+        After a time in which this process did not run (SIGSTOP), what clients sent meanwhile has not been read when
+        the first timers come: connections are judged at the next tick."""
+        now = time.monotonic()
+        paused_s = missed_s(now, self._next_tick_s)
+        self._next_tick_s = now + TICK_S
+        self._is_sweep_due = self._is_sweep_due or counter % TICKS_PER_SWEEP == 0
+        if self._is_sweep_due and paused_s and not self._is_sweep_postponed:
+            self._is_sweep_postponed = True
+        elif self._is_sweep_due:
+            self._is_sweep_due = self._is_sweep_postponed = False
             self.connections.sweep()
         return await super().on_tick(counter)
 

@@ -351,3 +351,28 @@ def test_a_flood_of_half_heads_keeps_nobody_out() -> None:
                 writer.close()
 
     asyncio.run(run())
+
+
+def test_after_a_pause_of_the_process_connections_are_read_before_they_are_judged(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """SIGSTOP for 20 s while a request comes in: the rest of it lies in the socket's buffer."""
+    house = House()
+    connection = house.come(reading=HEAD)
+    server = Server(uvicorn.Config(lambda scope: None))
+    server.connections = house.connections
+    monkeypatch.setattr("frontends.common.acceptor.time.monotonic", lambda: house.now)
+    asyncio.run(server.on_tick(0))
+    house.now += 20.0
+    asyncio.run(server.on_tick(10))
+    assert not has_gone(connection)
+    connection.reading, connection.num_waiting, connection.num_requests = IDLE, 1, 1  # now it has been read
+    house.now += 0.1
+    asyncio.run(server.on_tick(11))
+    assert not has_gone(connection)
+
+    silent = house.come(reading=HEAD)
+    for counter in (20, 30, 40, 50):  # a loop that is always late judges all the same
+        house.now += 10.0
+        asyncio.run(server.on_tick(counter))
+    assert has_gone(silent)
