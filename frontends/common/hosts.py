@@ -149,6 +149,11 @@ def read_names(section: str, text: str) -> list[str]:
     return [name.strip("[]") for name in names]
 
 
+def is_named(host: str, names: Iterable[str]) -> bool:
+    """Whether `allowed_hosts`, as `read_names` gives it, lists this name."""
+    return any(name in (ANY, host) or (name.startswith("*.") and host.endswith(name[1:])) for name in names)
+
+
 def public_ports(listeners: Iterable[socket.socket]) -> list[int]:
     """The ports that others than this machine reach."""
     return [listener.getsockname()[1] for listener in listeners if is_public(listener)]

@@ -11,6 +11,8 @@ import ipaddress
 from collections.abc import Sequence
 from urllib.parse import urlsplit
 
+from frontends.common.hosts import is_named
+
 ANY = "*"
 
 
@@ -30,7 +32,7 @@ def may_connect(origin: str | None, host: str | None, listed: Sequence[str], nam
         return False
     if parts.scheme not in ("http", "https") or name is None or host is None:
         return False
-    return parts.netloc.lower() == host.lower() and (name in names or _is_local_name(name))
+    return parts.netloc.lower() == host.lower() and (is_named(name, names) or _is_local_name(name))
 
 
 def _is_local_name(name: str) -> bool:

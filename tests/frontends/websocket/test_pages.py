@@ -7,6 +7,7 @@ import pytest
 from websockets.exceptions import InvalidStatus
 from websockets.sync.client import connect
 
+from frontends.common.hosts import read_names
 from frontends.websocket.origin import may_connect, read_origins
 from frontends.websocket.pages import FOLDER
 from tests.frontends.websocket.builders import make_engine, open_socket, serving
@@ -121,6 +122,22 @@ def test_origins(origin, host, allowed):
 
 def test_a_star_allows_every_origin():
     assert may_connect("https://evil.example", "127.0.0.1:8001", read_origins("*"))
+
+
+@pytest.mark.parametrize(
+    ("names", "host", "allowed"),
+    [
+        ("chat.example", "chat.example:8001", True),
+        ("*.example", "chat.example:8001", True),
+        ("*", "chat.example", True),
+        ("*.example", "example", False),
+        ("other.example", "chat.example", False),
+    ],
+)
+def test_the_servers_own_page_under_a_listed_name_may_connect(names, host, allowed):
+    listed = read_names("ws", names)
+    assert may_connect(f"http://{host}", host, (), listed) is allowed
+    assert not may_connect("http://evil.test", host, (), listed)
 
 
 @pytest.mark.parametrize("path", ["/", "/stats", "/metrics", "/health"])
