@@ -19,6 +19,7 @@ from inferengine.core.queues import WaitingQueue
 from inferengine.core.queues.waiting_queue import TenantShares
 from inferengine.core.sequence import Sequence, Status
 
+MAX_UNEXPLAINED = 4  # beyond, a try gets no longer: all others wait for its end
 SPARE_TRIES = 4  # failed tries in a row, beyond those that lead to one culprit, after which it is nobody's fault
 
 
@@ -47,7 +48,7 @@ class SuspectQueue:
         ended for it; all others that run are to be put back into this queue."""
         if not self._trial:
             for sequence, end in zip(sequences, ends, strict=True):
-                self._ends[sequence] = end + 4**sequence.num_unexplained - 1
+                self._ends[sequence] = end + 4 ** min(sequence.num_unexplained, MAX_UNEXPLAINED) - 1
             self._most_tries = len(sequences).bit_length() + SPARE_TRIES
             self._num_failed, self._found = 0, False
             self._begin(list(sequences))
@@ -76,13 +77,13 @@ class SuspectQueue:
             return []
         if tried:
             self._num_failed = 0
-        back = tried if any(map(_live, self._groups)) else []
-        if not back and not self._found:
+        is_last = not any(map(_live, self._groups))
+        if is_last and not self._found:
             for sequence in [*tried, *self._cleared]:
                 sequence.num_unexplained += 1  # the next try is longer: something shows only later, or in company
         self._trial = []
         self._try_next()
-        return back
+        return [] if is_last else tried
 
     # -- the queue ---------------------------------------------------------------------------------------------------
 
@@ -133,7 +134,7 @@ class SuspectQueue:
     # -- inside ------------------------------------------------------------------------------------------------------
 
     def _held(self) -> Iterator[Sequence]:
-        yield from self._ready
+        yield from list(self._ready)  # the I/O thread asks how many wait: a deque must not change under its iterator
         for group in self._groups:
             yield from group
         yield from self._cleared

@@ -9,6 +9,8 @@ import pytest
 
 from inferengine.core.plan import StepPlan, StepResult
 from inferengine.core.queues import POLICIES
+from inferengine.core.sequence import Sequence, Status
+from inferengine.core.suspects import SuspectQueue
 from tests.core.builders import HalfRightProposer, Run, expected_output, make_capacity, make_request
 
 FAILED = ("error", ("engine_error", "The engine failed while computing this request."))
@@ -160,3 +162,47 @@ def test_culprits_are_found_under_any_options(seed: int) -> None:
     for request in requests:
         if request.uid not in culprits:
             assert run.outputs[request.uid] == expected_output(request)
+
+
+def test_others_wait_for_a_try_of_bounded_length_however_often_nobody_was_to_blame() -> None:
+    unlucky, other = make_request(1, prompt=9, max_tokens=900), make_request(2, prompt=9, max_tokens=4)
+    run = Run(make_capacity(400)).submit(unlucky)
+    for _ in range(4):
+        run.step()
+    run.scheduler.sequences[1].num_unexplained = 20
+    run.executor.fail_with = RuntimeError("a hiccup")
+    run.step()
+    run.submit(other)
+    for _ in range(300):
+        run.step()
+    check_others(run, [other], set())
+
+
+def test_one_incident_counts_once_though_the_requests_of_a_try_end_in_it() -> None:
+    queue = SuspectQueue(POLICIES["fcfs"]())
+    suspects = first, second, third, fourth = [Sequence(make_request(uid)) for uid in (1, 2, 3, 4)]
+    for group in (suspects, suspects, [first, second]):
+        queue.accuse(group, [5] * len(group))
+    queue.push_back(first)
+    for each in suspects:
+        if each is second:
+            each.status = Status.FINISHED
+        each.num_computed = 5
+        while queue.is_trying and queue.peek(0.0, 0) is not None:
+            queue.pop()
+        for sequence in queue.go_on():
+            queue.push_back(sequence)
+    assert not queue.is_trying
+    assert [each.num_unexplained for each in (first, third, fourth)] == [1, 1, 1]
+
+
+def test_what_waits_is_counted_by_another_thread_while_tries_are_admitted() -> None:
+    queue = SuspectQueue(POLICIES["fcfs"]())
+    suspects = [Sequence(make_request(uid)) for uid in (1, 2, 3)]
+    queue.accuse(suspects, [5, 5, 5])
+    for suspect in suspects:
+        queue.push_back(suspect)
+    counting = iter(queue)
+    next(counting)
+    queue.pop()
+    assert suspects[1] in list(counting)

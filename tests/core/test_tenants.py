@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from inferengine.core.queues import fair_share
 from inferengine.core.queues.fair_share import FairShare
 from inferengine.core.request import Request
 from inferengine.core.sequence import Sequence
@@ -236,3 +237,48 @@ def test_two_floods_do_not_throw_each_other_out_again_and_again() -> None:
     run.submit(*(make_request(1000 + n, 6, 40, tenant="second") for n in range(100))).to_end()
     assert run.scheduler.stats.num_preemptions <= 15
     assert run.executor.num_computed_tokens <= 1.01 * 200 * (6 + 39)
+
+
+def test_a_claim_throws_nobody_out_who_would_be_admitted_again_at_once() -> None:
+    """A tenant that got much while others wanted little has little running now. The others were served less, so a slot
+    that they gave up would be theirs again in the same step."""
+    run = Run(make_capacity(4000, max_num_seqs=16), policy="fair", budget=256)
+    run.submit(make_request(1, 6, 900, tenant="steady"), make_request(2, 6, 600, tenant="served"))
+    run.submit(*(make_request(uid, 6, 100, tenant="served") for uid in range(3, 17)))
+    for _ in range(110):
+        run.step()
+    run.submit(*(make_request(uid, 6, 300, tenant="new") for uid in range(20, 34)))
+    for _ in range(2):
+        run.step()
+    late = make_request(50, 6, 10, tenant="served")
+    run.submit(late)
+    for _ in range(60):
+        run.step()
+    assert run.scheduler.stats.num_preemptions == 0
+    run.to_end()
+    assert run.outputs[late.uid] == expected_output(late)
+
+
+def test_the_account_of_a_suspect_may_be_forgotten_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Suspects wait for their try outside the queue of their tenant, which looks idle."""
+    monkeypatch.setattr(fair_share, "MAX_IDLE_TENANTS", 2)
+    requests = [make_request(uid, 6, 12, tenant=f"tenant {uid}") for uid in range(1, 7)]
+    others = [make_request(uid, 6, 4, tenant=f"tenant {uid}") for uid in range(20, 23)]
+    run = Run(make_capacity(200, max_num_seqs=8), policy="fair").submit(*requests)
+    for _ in range(4):
+        run.step()
+    for other in others:
+        run.executor.fail_with = RuntimeError("something broke")
+        run.executor.fail_with.injected = True  # type: ignore[attr-defined]
+        run.step()
+        run.submit(other)
+        run.executor.fail_with = RuntimeError("and again")
+        run.executor.fail_with.injected = True  # type: ignore[attr-defined]
+        run.step()
+    run.executor.fail_with = None
+    run.to_end()
+    for request in [*requests, *others]:
+        assert request.uid in run.finished
+        if run.finished[request.uid][0] == "length":
+            assert run.outputs[request.uid] == expected_output(request)
+    assert all(run.finished[other.uid][0] == "length" for other in others)

@@ -99,6 +99,8 @@ class FairShare:
 
     def started(self, sequence: Sequence) -> None:
         tenant = sequence.request.tenant
+        if tenant not in self._counters:  # it did not wait here but as a suspect: its account was forgotten meanwhile
+            self._lift(tenant)
         self._num_running[tenant] += 1
         if self._num_running[tenant] == 1 and tenant in self._queues:
             self._enter(tenant)
@@ -135,10 +137,13 @@ class FairShare:
         return candidates[-1]
 
     def may_give_way(self, sequence: Sequence, claimant: Sequence, num_slots: int) -> bool:
-        num_running = self._num_running[sequence.request.tenant]
-        if self._num_running[claimant.request.tenant]:
-            return num_running > self.share() * num_slots
-        return num_running > 1
+        tenant, claiming = sequence.request.tenant, claimant.request.tenant
+        num_running = self._num_running[tenant]
+        if not self._num_running[claiming]:
+            return num_running > 1
+        # Who was served less is admitted first: it would have its slot back in the same step.
+        is_after = (self._counters[claiming], claiming) < (self._counters[tenant], tenant)
+        return is_after and num_running > self.share() * num_slots
 
     # -- accounts ----------------------------------------------------------------------------------------------------
 
