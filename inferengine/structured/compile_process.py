@@ -118,15 +118,16 @@ class CompileProcess:
     def _start(self) -> None:
         if self._writer is None and not self._closed:
             self._started_s = time.monotonic()
-            self._writer = threading.Thread(target=self._run, name="grammar-process", daemon=True)
+            self._writer = threading.Thread(target=self._run, args=(self._outbox,), name="grammar-process", daemon=True)
             self._writer.start()
 
     def _request(self, id: int) -> dict[str, Any]:
         trial = self._trials[id]
         return {"id": id, "tenant": trial.tenant, "spec": list(trial.spec)}
 
-    def _run(self) -> None:
-        """Start the process and write to it until it is closed or gone."""
+    def _run(self, outbox: SimpleQueue[dict[str, Any] | None]) -> None:
+        """Start the process and write to it until it is closed or gone. `outbox`: what is for this process; the next
+        one has its own."""
         vocabulary, limits = self._vocabulary, self._limits
         try:
             process = self._process = subprocess.Popen(
@@ -152,7 +153,7 @@ class CompileProcess:
             while message is not None:
                 process.stdin.write(to_frame(message))
                 process.stdin.flush()
-                message = self._outbox.get()
+                message = outbox.get()
         except OSError:
             pass  # it is gone: the reader sees that, too
         finally:
@@ -179,7 +180,10 @@ class CompileProcess:
     def _on_verdict(self, id: int, message: dict[str, Any]) -> None:
         with self._lock:
             trial = self._trials.pop(id, None)
-        if trial is not None:
+        if trial is not None and "killed" in message:  # nothing is known against the grammar
+            text = "The machine had no memory left to compile the grammar."
+            trial.done(InferEngineError("overloaded", text, field="grammar", retry_after_s=2.0))
+        elif trial is not None:
             trial.done(Verdict(message.get("refused"), message.get("cpu_s", 0.0), message.get("num_bytes", 0)))
 
     def _on_death(self, why: str) -> None:

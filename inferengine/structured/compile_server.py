@@ -147,10 +147,14 @@ class CompileServer:
         del self._children[id]
         _, status = os.waitpid(pid, 0)
         answer = self._answers.pop(id)
+        ended_by = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
         if id in self._dropped:
             self._dropped.discard(id)
             self._jobs.done(id)
-        elif os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGPROF:
+        elif ended_by == signal.SIGKILL and not answer:  # not by this process: the kernel takes it first (_confine)
+            self._jobs.done(id)
+            self._answer({"id": id, "killed": True})
+        elif ended_by == signal.SIGPROF:
             self._out_of_time(id)
         else:
             self._jobs.done(id)

@@ -14,8 +14,12 @@ from pathlib import Path
 
 import pytest
 
+from inferengine.config import LimitsConfig
 from inferengine.errors import InferEngineError, InvalidRequest
 from inferengine.structure import GrammarSpec
+from inferengine.structured.build import Vocabulary as BuilderVocabulary
+from inferengine.structured.compile_process import CompileProcess
+from inferengine.structured.compile_server import Frames
 from tests.structured.builders import Vocabulary
 
 WAIT_S = 60.0  # for what takes a second on a machine of one's own
@@ -132,6 +136,67 @@ def test_a_process_that_dies_is_started_again_and_what_it_did_is_done_again(voca
     wait_until(lambda: len(results) == 2)
     assert {error.code for error in results if isinstance(error, InferEngineError)} == {"engine_unavailable"}
     compiler.compile(GrammarSpec("regex", "b"))
+
+
+def test_a_trial_that_the_system_kills_says_nothing_about_its_grammar(vocabulary: Vocabulary) -> None:
+    """Where memory is short, the kernel takes these processes first."""
+    compiler = vocabulary.compiler
+    results: list[object] = []
+    ticket = compiler.submit(of_everything(10), results.append)
+    wait_until(lambda: compiler.is_slow(ticket) and bool(children(server(vocabulary))))
+    for child in children(server(vocabulary)):
+        os.kill(child, signal.SIGKILL)
+    wait_until(lambda: bool(results))
+    assert isinstance(results[0], InferEngineError)
+    assert (results[0].code, results[0].field) == ("overloaded", "grammar")
+    assert results[0].retry_after_s
+    assert compiler.cache.verdict(ticket.key) is None
+
+
+def test_what_is_tried_again_goes_to_the_new_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process dies in the moment in which it has taken a grammar: the thread that wrote it is not at the next one
+    before that is known."""
+    may_start, first_is_left = threading.Event(), threading.Event()
+    processes: list[FakeProcess] = []
+
+    class FakeProcess:
+        def __init__(self, *_args: object, **_options: object) -> None:
+            processes.append(self)
+            self.is_first = len(processes) == 1
+            self.messages: list[dict[str, object]] = []
+            reading, self.writing = os.pipe()
+            self.stdin, self.stdout = self, os.fdopen(reading, "rb", buffering=0)
+            if not self.is_first:
+                assert may_start.wait(WAIT_S)
+
+        def write(self, frame: bytes) -> None:
+            self.messages += Frames().feed(frame)
+            if self.is_first and len(self.messages) == 2:
+                os.close(self.writing)
+                wait_until(lambda: len(processes) == 2)
+
+        def flush(self) -> None:
+            """Nothing is kept back."""
+
+        def close(self) -> None:
+            if self.is_first:
+                first_is_left.set()
+            else:
+                os.close(self.writing)
+
+        def wait(self) -> int:
+            return 0
+
+    monkeypatch.setattr(subprocess, "Popen", FakeProcess)
+    process = CompileProcess(BuilderVocabulary("{}", 16, [0]), LimitsConfig())
+    id = process.submit("", GrammarSpec("regex", "a"), lambda _: None)
+    wait_until(lambda: first_is_left.is_set() or (bool(processes) and len(processes[0].messages) > 2))
+    may_start.set()
+    wait_until(lambda: len(processes[1].messages) == 2)
+    assert [message.get("id") for message in processes[1].messages] == [None, id]
+    assert len(processes[0].messages) == 2
+    process.close()
+    wait_until(lambda: processes[1].stdout.closed)
 
 
 def test_it_ends_with_the_engine_however_that_ends() -> None:
