@@ -390,7 +390,11 @@ class Planner:
         num_tokens = self.capacity.max_model_len if self.options.contiguous else len(claimant.tokens)
         share = tenants.share()
         may_take_blocks = all(kv.blocks_needed(g, num_tokens) <= g.num_blocks * share for g in kv.groups)
+        is_known_to_fit = False
         while not roster.free_slots or not self._fits(kv.lookup(claimant), num_tokens):
+            if not is_known_to_fit and not self._could_fit(kv.lookup(claimant), num_tokens):
+                return None
+            is_known_to_fit = True
             victim = tenants.victim(roster.running)
             may_give_way = tenants.may_give_way(victim, claimant, roster.num_slots)
             if not may_give_way or (roster.free_slots and not may_take_blocks):
@@ -398,6 +402,18 @@ class Planner:
             relief = choose_relief(self.options.pressure, victim, kv.swap, self.capacity)
             roster.wait_again(victim, swap=relief is Relief.SWAP)
         return claimant
+
+    def _could_fit(self, hit: PrefixHit, num_tokens: int) -> bool:
+        """Whether a claim can be met at all: of each tenant at least the one admitted first stays."""
+        kv = self.roster.kv
+        staying = {sequence.request.tenant: sequence for sequence in reversed(self.roster.running)}.values()
+        for index, (group, pool, blocks) in enumerate(zip(kv.groups, kv.pools, hit.block_ids, strict=True)):
+            held = {block for block in blocks if block is not None}
+            kept = held.union(*(sequence.block_tables[index] for sequence in staying)) - {-1}
+            missing = kv.blocks_needed(group, num_tokens) - len(held)
+            if len(kept) + missing + self._watermark_blocks > pool.num_blocks:
+                return False
+        return True
 
     # -- room --------------------------------------------------------------------------------------------------------
 

@@ -282,3 +282,18 @@ def test_the_account_of_a_suspect_may_be_forgotten_meanwhile(monkeypatch: pytest
         if run.finished[request.uid][0] == "length":
             assert run.outputs[request.uid] == expected_output(request)
     assert all(run.finished[other.uid][0] == "length" for other in others)
+
+
+def test_a_claim_that_cannot_be_met_throws_nobody_out() -> None:
+    """The prompt is within its tenant's share, but what one request holds, which stays, leaves no room for it."""
+    run = Run(make_capacity(100, max_num_seqs=16), policy="fair", budget=512)
+    run.submit(make_request(1, 280, 60, tenant="big")).step()
+    run.submit(*make_flood(6)[1:])
+    for _ in range(4):
+        run.step()
+    num_running = len(run.scheduler.running)
+    run.submit(make_quiet(prompt=128))
+    for _ in range(10):
+        run.step()
+    assert (len(run.scheduler.running), run.scheduler.stats.num_preemptions) == (num_running, 0)
+    assert run.to_end().outputs[QUIET] == expected_output(make_quiet(prompt=128))
