@@ -38,6 +38,9 @@ class Calls:
         self._refuse_known(message.id)
         stream = self._take_streams(_width(message, len(cursors)))
         collectors = [Collector(stream + choice, cursor) for choice, cursor in enumerate(cursors)]
+        if isinstance(message, Attach) and message.reply == "text":  # its cursors are characters
+            for collector in collectors:
+                collector.num_characters = collector.num_tokens
         call = Call(message._replace(stream=stream), collectors, resubmit=resubmit)
         if isinstance(message, Submit) and resubmit and message.reply != "embedding":
             for collector in collectors:
@@ -46,9 +49,14 @@ class Calls:
         return call
 
     def adopt(self, call: Call) -> None:
-        """Take over another session's call, under its id and with its collectors. Raises conflict."""
+        """Take over another session's call, under its id and with its collectors. Raises conflict. One that was lost
+        too often without getting on ends here."""
         self._refuse_known(call.id)
         call.answered = False
+        uncounted = call.lost_s is not None and not call.held  # its engine has never said that it is lost
+        if uncounted and (refused := going_on.refusal(call, "engine_unavailable")) is not None:
+            call.end(refused)
+            return
         if call.lost_s is not None:
             self._calls[call.id] = self._lost[call.id] = call
         else:
@@ -61,10 +69,11 @@ class Calls:
             return []
         return self._forget(call)
 
-    def drop(self, call: Call, error: InferEngineError) -> None:
-        """Forget a call and end what is open of it."""
-        self._forget(call)
+    def drop(self, call: Call, error: InferEngineError) -> list[int]:
+        """Forget a call and end what is open of it. Returns its open streams."""
+        streams = self._forget(call)
         call.fail(error)
+        return streams
 
     def end_all(self, error: InferEngineError) -> None:
         """No more output will come."""
@@ -98,6 +107,8 @@ class Calls:
         runs on detached is attached to again; what it had not answered is sent again: the id makes sure that it runs
         once."""
         for call in list(self._calls.values()):
+            if call.held and restarted:
+                call.retry_s = 0.0  # what the engine before this one said of its queue holds no more
             if call.held or not (call.answered or restarted):
                 continue
             if not restarted and _is_detached(call):
@@ -109,8 +120,9 @@ class Calls:
                 text = "The lease ran out while disconnected."
                 self.lose(call, InferEngineError("engine_unavailable", text), lost_s)
 
-    def lose(self, call: Call, error: InferEngineError, lost_s: float) -> None:
-        """The engine will say no more of it: it is held, goes on elsewhere, or ends."""
+    def lose(self, call: Call, error: InferEngineError, lost_s: float, *, retry_s: float = 0.0) -> None:
+        """The engine will say no more of it: it is held, goes on elsewhere, or ends. `retry_s`: when this engine may
+        be asked again, if it is READY then."""
         if not self._end_as_asked(call):
             return
         refused = going_on.refusal(call, error.code)
@@ -122,7 +134,7 @@ class Calls:
             self.drop(call, error)
             return
         self._mark_lost(call, lost_s)
-        self._hold(call, 0.0)
+        self._hold(call, retry_s)
         if call.rescue is not None:
             call.rescue(call, error)
 
@@ -142,8 +154,9 @@ class Calls:
             self._add(call)
             yield call.message
 
-    def expire(self, now: float) -> None:
-        """End the lost calls whose time is over."""
+    def expire(self, now: float) -> list[int]:
+        """End the lost calls whose time is over. Returns their streams that an engine was asked for meanwhile."""
+        streams: list[int] = []
         for call in list(self._lost.values()):
             if call.retry_s <= now:
                 call.retry_s = 0.0  # from now on it waits for the engine to be READY
@@ -152,10 +165,11 @@ class Calls:
             elif call.finished:
                 del self._lost[call.id]
             elif call.deadline_s is not None and now >= call.deadline_s:
-                self.drop(call, InferEngineError("deadline_exceeded", "The request's deadline passed."))
+                streams += self.drop(call, InferEngineError("deadline_exceeded", "The request's deadline passed."))
             elif call.lost_s is not None and now >= call.lost_s + self._wait_s:
                 text = f"The engine was lost, and none came back within {self._wait_s:g} s."
-                self.drop(call, InferEngineError("engine_unavailable", text))
+                streams += self.drop(call, InferEngineError("engine_unavailable", text))
+        return streams
 
     def due_s(self) -> float | None:
         """When `to_send` or `expire` has something to do next."""
@@ -272,7 +286,7 @@ class Calls:
                         self._answered(call, Accept(call.id, message.stream, row.prompt_tokens, n), now)
                     self._forget(call)
         for call, error in lost.values():  # when the ends of its other choices are known
-            self.lose(call, error, now)
+            self.lose(call, error, now, retry_s=now + going_on.RETRY_S)
 
     # -- inside ------------------------------------------------------------------------------------------------------
 

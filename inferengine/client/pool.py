@@ -277,6 +277,9 @@ class EnginePool:
         if self._closed or error.code not in _MOVABLE:
             return error
         if call.lost_s is not None:
+            if call.asked_s is None:  # nobody was asked since it was lost
+                waiting.refused_by.clear()
+            waiting.refused_by.add(waiting.engine.index)
             return None if self._move_lost(waiting) else error
         if call.begun or any(collector.cancelled for collector in call.collectors):
             if error.code in _LOST and call.begun:
@@ -305,8 +308,9 @@ class EnginePool:
         return error
 
     def _move_lost(self, waiting: _Waiting) -> bool:
-        """Let a request whose engine is lost go on at another one. False: none can take it now; it is tried again."""
-        call, unfit = waiting.submission.call, {waiting.engine.index}
+        """Let a request whose engine is lost go on at another one. False: none can take it now; it is tried again, by
+        the session that holds it when that is told to, or here as soon as another engine is there."""
+        call, unfit = waiting.submission.call, {waiting.engine.index, *waiting.refused_by}
         for engine in self._engines:
             if engine.client.ready and going_on.misfit(call, engine.client.welcome) is not None:
                 unfit.add(engine.index)
@@ -322,6 +326,7 @@ class EnginePool:
             self._remember(call.id, waiting.engine)
             waiting.submission.move_to(target)
             return True
+        waiting.refused_by.clear()  # each has been asked once: the next time is after the pause that the last one named
         if len(self._engines) > 1:
             self._waiting[call.id] = waiting
             self._plan_watch()
@@ -346,7 +351,8 @@ class EnginePool:
         for request_id, waiting in list(self._waiting.items()):
             call = waiting.submission.call
             if call.lost_s is not None and not call.finished:
-                if call.held or not waiting.engine.client.connected:
+                client = waiting.engine.client  # one that is READY has refused it and said when to ask again
+                if (call.held and not client.ready) or not client.connected:
                     self._move_lost(waiting)
                 continue
             if call.begun or call.rescue is None:

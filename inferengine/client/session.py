@@ -181,6 +181,8 @@ class Session:
         self._calls.adopt(call)
         if call.id in self._orphan_ids:
             self._orphan_ids.remove(call.id)
+        if call.finished:
+            return
         if call.lost_s is None:
             self._ask(call.message)
         else:
@@ -267,7 +269,11 @@ class Session:
                 self.phase = Phase.SILENT
                 self.on_change()
         if (calls_due_s := self._calls.due_s()) is not None and now >= calls_due_s:
-            self._calls.expire(now)
+            if streams := self._calls.expire(now):
+                if self.phase is Phase.UP:
+                    self._send(Cancel(tuple(streams)))
+                else:
+                    self._orphans += streams
             self._send_held(now)
             calls_due_s = self._calls.due_s()
         if self._greet_s is not None and now >= self._greet_s:

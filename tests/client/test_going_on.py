@@ -410,3 +410,57 @@ def test_a_session_with_held_requests_does_not_wake_again_and_again() -> None:
     engine.tell(Reject(call.id, message.stream, "draining", "Going.", None, True, 500))
     engine.welcome("DRAINING")
     assert engine.session.tick(1.0) > 1.0
+
+
+def test_what_an_engine_gives_up_is_asked_again_though_that_engine_stays() -> None:
+    """A reader of a choice that had ended before, elsewhere, is told so by an engine that goes on."""
+    engine = Engine()
+    call = engine.submit()
+    engine.step([stream_of(call)], [11])
+    engine.end(stream_of(call), "error", ["engine_restarted", "This choice ended at an engine before this one."])
+    engine.at(1.0)
+    (message,) = engine.heard(Submit)
+    assert message.resume == (array("I", [11]).tobytes(),)
+
+
+def test_a_request_whose_wait_is_over_is_cancelled_where_it_was_asked_for() -> None:
+    engine = Engine()
+    call = engine.submit()
+    engine.dies()
+    engine.at(2.0)
+    engine.comes_back()
+    (message,) = engine.heard(Submit)  # and there is no answer
+    for _ in range(8):
+        engine.at(engine.now + WAIT_S / 8)
+        engine.welcome()
+    assert code_of(call) == "engine_unavailable"
+    assert message.stream in [stream for cancel in engine.heard(Cancel) for stream in cancel.streams]
+
+
+def test_a_request_that_moves_off_engines_that_fall_silent_is_given_up_too() -> None:
+    """None of them says that it is another process, and each was lost all the same."""
+    engines = [Engine(), Engine()]
+    call = engines[0].submit()
+    for number in range(8):
+        home, other = engines[number % 2], engines[1 - number % 2]
+        home.dies()
+        home.at(home.now + 10.0)
+        other.at(home.now)
+        other.comes_back()
+        home.session.release(call)
+        other.session.adopt(call)
+        for message in other.heard(Submit):
+            other.tell(Accept(call.id, message.stream, 3))
+    assert code_of(call) == "engine_restarted"
+    assert other.session.calls.get(call.id) is None
+
+
+def test_a_reader_of_text_who_attached_in_the_middle_attaches_again_behind_what_he_has() -> None:
+    engine = Engine()
+    call = engine.session.attach(bytes(16), [100], 1, "text")
+    (message,) = engine.heard(Attach)
+    engine.tell(Accept(call.id, message.stream, 3))
+    engine.step([], [], text=[(message.stream, "abc")])
+    engine.dies()
+    engine.comes_back()
+    assert engine.heard(Attach)[0].cursors == (103,)
