@@ -108,11 +108,11 @@ class Outbox:
             if subscription.wants_tokens or in_tokens:
                 subscription.cursor = start
                 if start > len(log.tokens):
-                    subscription.plain = False
-                if log.text is not None and start:
+                    subscription.plain, subscription.ahead = False, start
+                elif log.text is not None and start:
                     subscription.characters = self._characters_of(log, start)
-            elif log.text is not None:
-                subscription.characters = min(start, len(log.text.text))
+            else:
+                subscription.characters = start
             log.subscriptions.append(subscription)
             if log.layout is not None:
                 log.layout.stale = True
@@ -184,6 +184,8 @@ class Outbox:
         """One STEP, with all that waits unless that is too much. False: it could not be sent."""
         step = Outgoing()
         for subscription in peer.dirty.values():
+            if subscription.ahead:
+                self._catch_up(subscription)
             step.add(subscription)
             if step.full:
                 break
@@ -192,9 +194,10 @@ class Outbox:
         for subscription, end in zip(step.subscriptions, step.ends, strict=True):
             log = subscription.log
             subscription.cursor = max(subscription.cursor, end)  # a reader may hold more than a resumed log
-            subscription.characters = 0 if log.text is None else len(log.text.text)
             if end < len(log.tokens):
-                continue  # the rest comes in the next message
+                continue  # the rest comes in the next message, and the text with its last part
+            if log.text is not None:
+                subscription.characters = max(subscription.characters, len(log.text.text))
             del peer.dirty[subscription.stream]
             if log.ended is not None:
                 self._close(subscription)
@@ -295,6 +298,14 @@ class Outbox:
         if log.text.push(log.tokens.tolist(), final=ended is not None, stop_token=stop_token) and ended is None:
             self._stop_at_string(log)  # completed before, by an engine that could not say so any more
             self._stop(log.uid)
+
+    def _catch_up(self, subscription: Subscription) -> None:
+        """The log of a reader who held more than it has, perhaps, all that he held now."""
+        log, start = subscription.log, subscription.ahead
+        if len(log.tokens) >= start:
+            subscription.ahead = 0
+            if log.text is not None:
+                subscription.characters = self._characters_of(log, start)
 
     def _characters_of(self, log: Log, num_tokens: int) -> int:
         """How much text a reader has seen who holds the first `num_tokens` tokens."""

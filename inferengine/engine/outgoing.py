@@ -51,10 +51,14 @@ class Outgoing:
         if log.prompt_logprobs and not subscription.cursor:
             self._prompts.append((stream, log.prompt_logprobs))
             self._num_bytes += _size(log.prompt_logprobs)
-        if subscription.wants_text and log.text is not None and (new := log.text.text[subscription.characters :]):
+        if end < len(log.tokens):
+            return  # its text and its end come with its last tokens: a reader never has text without the tokens of it
+        if subscription.ahead:
+            pass  # the log has ended without the tokens that its reader holds
+        elif subscription.wants_text and log.text is not None and (new := log.text.text[subscription.characters :]):
             self._text.append((stream, new))
             self._num_bytes += len(new)
-        if log.ended is not None and end == len(log.tokens):
+        if log.ended is not None:
             self._done.append(subscription.terminal_row())
             if log.embedding is not None:
                 self._embeddings.append((stream, log.embedding))

@@ -78,6 +78,11 @@ class Submission:
         return self.accepted and all(log.ended is not None for log in self.logs)
 
     @property
+    def was_cut(self) -> bool:
+        """It has ended before its output was complete."""
+        return self.ended and any(log.ended is not None and log.ended.reason == "abort" for log in self.logs)
+
+    @property
     def num_bytes(self) -> int:
         """About how much memory it takes, once it has ended."""
         return SUBMISSION_BYTES + len(self.note) + sum(log.num_bytes for log in self.logs)
@@ -219,7 +224,7 @@ class Subscription:
     """One peer's cursor on one log. A plain one (tokens alone) that is not dirty stands at the end of its log by
     definition, so that the step that everybody waits for moves no cursors."""
 
-    __slots__ = ("characters", "cursor", "log", "peer", "plain", "stream", "wants_text", "wants_tokens")
+    __slots__ = ("ahead", "characters", "cursor", "log", "peer", "plain", "stream", "wants_text", "wants_tokens")
 
     def __init__(self, peer: Peer, log: Log, stream: int, reply: str) -> None:
         self.peer = peer
@@ -233,6 +238,7 @@ class Subscription:
             0  # tokens sent, or held by the reader: those of an engine before this one may be more than the log
         )
         self.characters = 0  # characters of text sent
+        self.ahead = 0  # tokens that its reader held when the log had fewer: until it has them, no text is sent
 
     @property
     def behind(self) -> bool:
@@ -240,6 +246,8 @@ class Subscription:
         log = self.log
         if log.ended is not None:
             return True
+        if self.ahead > len(log.tokens):
+            return False
         if self.cursor < len(log.tokens) and (self.wants_tokens or log.logprobs is not None):
             return True
         return self.wants_text and log.text is not None and self.characters < len(log.text.text)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from array import array
 
 import pytest
 
@@ -10,6 +11,7 @@ from inferengine.core.plan import TokenLogprobs
 from inferengine.core.scheduler import StepOutput
 from inferengine.core.stopping import Finished
 from inferengine.engine.outbox import Outbox
+from inferengine.engine.outgoing import ENOUGH_BYTES
 from inferengine.engine.output_log import SUBMISSION_BYTES, Submission
 from inferengine.engine.peer import Peer, Sent
 from inferengine.engine.telemetry import Telemetry
@@ -56,10 +58,18 @@ class Bench:
     def peer(self, name: bytes = b"p", window: int = 64) -> Peer:
         return Peer(name, self.post.send, window=window, now=0.0)
 
-    def open(self, peer: Peer, uids: list[int], stream: int, reply: str = "tokens", **params: object) -> Submission:
+    def open(
+        self,
+        peer: Peer,
+        uids: list[int],
+        stream: int,
+        reply: str = "tokens",
+        outputs: list[array[int]] | None = None,
+        **params: object,
+    ) -> Submission:
         submission = Submission(secrets.token_bytes(16), SamplingParams(n=len(uids), **params))  # type: ignore[arg-type]
         self.outbox.register(submission)
-        self.outbox.open(submission, uids, self.now)
+        self.outbox.open(submission, uids, self.now, outputs)
         self.outbox.subscribe(peer, submission, stream, (), reply)
         return submission
 
@@ -332,3 +342,44 @@ def test_what_a_slow_reader_has_missed_comes_in_messages_of_bounded_size() -> No
     assert max(sizes) <= 16_000
     assert peer.dirty == {}
     assert peer.streams == {}
+
+
+def test_a_message_that_is_cut_has_no_text_whose_tokens_come_later() -> None:
+    """An engine that goes on behind these tokens could not know that more of the text was read."""
+    bench = Bench()
+    peer = bench.peer(window=1)
+    bench.open(peer, [1], 5, "both", logprobs=20)
+    bench.publish({1: [70]}, logprobs={1: [TokenLogprobs(-1.0, 1, list(range(20)), [-1.0] * 20)]})
+    most = ENOUGH_BYTES // 276
+    ids = TOKENIZER.encode("word " * most, add_special_tokens=False)[: most + 100]
+    rows = [TokenLogprobs(-1.0, 1, list(range(20)), [-1.0] * 20)] * len(ids)
+    bench.publish({1: ids}, row(1, num_output=1 + len(ids)), layout=2, logprobs={1: rows})
+    peer.acknowledge(1)
+    bench.outbox.flush(peer, bench.now)
+    cut = bench.post.steps[b"p"][1]
+    assert 0 < len(cut.tokens) < len(ids)
+    assert (cut.text, cut.done) == ([], [])
+    peer.acknowledge(2)
+    bench.outbox.flush(peer, bench.now)
+    received = bench.received()
+    text = TextStream(TOKENIZER).push([70, *ids], True, False).text
+    assert (received.tokens[5], received.text[5]) == ([70, *ids], text)
+
+
+@pytest.mark.parametrize("reply", ["text", "both"])
+def test_a_reader_with_more_than_the_log_hears_no_text_twice(reply: str) -> None:
+    ids = TOKENIZER.encode("the quick brown fox jumps", add_special_tokens=False)
+    texts = [TextStream(TOKENIZER).push(ids[:count], False, False).text for count in range(len(ids) + 1)]
+    bench = Bench()
+    peer, other = bench.peer(), bench.peer(b"other")
+    submission = bench.open(peer, [1], 5, outputs=[array("I", ids[:1])])
+    held = len(ids) - 2
+    cursor = len(texts[held]) if reply == "text" else held
+    bench.outbox.subscribe(other, submission, 9, [cursor], reply)
+    for place, token_id in enumerate(ids[1:], 1):
+        last = place == len(ids) - 1
+        bench.publish({1: [token_id]}, *([row(1, num_output=len(ids))] if last else []))
+    received = bench.received(b"other")
+    assert texts[held] + received.text[9] == "the quick brown fox jumps"
+    assert received.tokens.get(9, []) == ([] if reply == "text" else ids[held:])
+    assert received.done[9][0].reason == "length"
