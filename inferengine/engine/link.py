@@ -98,12 +98,12 @@ class Link:
     def submit(self, peer: Peer, message: Submit, now: float) -> None:
         """Answered by ACCEPT or REJECT; with an id that is known already, by attaching to it."""
         known = self._outbox.submissions.get(message.id)
-        if known is not None and known.abandoned and message.resume is not None:
+        if known is not None and known.abandoned and (message.resume is not None or known.was_cut):
             if not known.ended:
                 text = "The request is being cancelled, because its reader was lost: send it again."
                 self._reject(peer, message, InferEngineError("overloaded", text, retry_after_s=ENDING_RETRY_S), now)
                 return
-            self._outbox.forget(known)  # its reader is back, with what he has of it
+            self._outbox.forget(known)  # its reader is back, with what he has of it: with nothing, it begins again
         elif known is not None:
             self._attach(peer, message, known, now)
             return
@@ -117,7 +117,9 @@ class Link:
                 has_embeddings=engine.embedding_size > 0,
                 has_text=self._texts.available,
             )
-            outputs = read_resume(message, params, vocab_size=engine.vocab_size)
+            outputs = read_resume(
+                message, params, vocab_size=engine.vocab_size, max_model_len=engine.limits.max_model_len
+            )
             self._check_streams(peer, message.stream, params.n)
             self._adapters.resolve(message.adapter)
             submission = Submission(

@@ -146,9 +146,10 @@ class Preparation:
         return InferEngineError("overloaded", message, field="grammar", retry_after_s=self._grammar_timeout_s)
 
     def forgive(self, paused_s: float) -> None:
-        """This process did not run for so long, and so nothing was compiled."""
+        """This process did not run for so long, and so nothing was compiled or tokenized."""
         for item in self:
             item.give_up_s += paused_s
+            item.text_by_s += paused_s
 
     def _tokenized(self, item: Unprepared, result: list[int] | InferEngineError) -> None:
         if isinstance(result, list):
@@ -156,8 +157,11 @@ class Preparation:
         self._go_on(item, result if isinstance(result, InferEngineError) else None)
 
     def _compiled(self, item: Unprepared, result: list[Grammar] | InferEngineError) -> None:
+        if not self._is_waiting(item):
+            return
         if isinstance(result, list) and item.outputs is not None and any(item.outputs):
-            self._replay.advance(result, item.outputs, partial(self._advanced, item))
+            advanced, is_wanted = partial(self._advanced, item), partial(self._is_waiting, item)
+            self._replay.advance(result, item.outputs, advanced, is_wanted)
         else:
             self._advanced(item, result)
 
@@ -166,9 +170,13 @@ class Preparation:
             item.grammars = result
         self._go_on(item, result if isinstance(result, InferEngineError) else None)
 
+    def _is_waiting(self, item: Unprepared) -> bool:
+        """It was neither cancelled nor refused meanwhile. From any thread."""
+        return self._items.get(item.submission.id) is item
+
     def _go_on(self, item: Unprepared, error: InferEngineError | None) -> None:
         """One of the things that a submission waits for is done."""
-        if self._items.get(item.submission.id) is not item:
+        if not self._is_waiting(item):
             return  # cancelled or refused meanwhile, and answered
         if error is not None:
             self.give_up(item, error)

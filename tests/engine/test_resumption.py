@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import re
 import secrets
+from array import array
 from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 
+from inferengine.engine.resumption import TOKENS_PER_LOOK, advance
 from inferengine.engine.service import EngineService
 from inferengine.engine.simulator import SimulatedExecutor
+from inferengine.errors import InferEngineError
 from inferengine.text import TextStream, Tokenizer
 from inferengine.wire.codec import to_u32
 from inferengine.wire.messages import RESUME_OUTPUT, Accept, Attach, Bye, Cancel, Reject, Step
@@ -252,3 +255,48 @@ def test_a_request_that_two_stalls_met_is_refused(engine: EngineService, connect
     assert (reject.code, reject.field, reject.retryable) == ("engine_stalled", "stalls", True)
     peer.submit(2, params={"seed": 1}, resume=(b"",), stalls=1)
     assert peer.collect({2}).done[2][0].reason == "length"
+
+
+def test_output_longer_than_any_is_refused_before_its_tokens_are_looked_at(
+    engine: EngineService, connect: Connect
+) -> None:
+    peer = connect(engine)
+    assert peer.welcome is not None
+    assert peer.welcome.model is not None
+    tokens = bytes(3) + b"\xff"  # outside every vocabulary
+    peer.submit(1, params={"seed": 5}, resume=(tokens * (peer.welcome.model.max_model_len + 1),))
+    reject = peer.expect(Reject)
+    assert (reject.field, "model's length" in reject.message) == ("resume[0]", True)
+
+
+def test_a_request_whose_answer_was_lost_with_its_reader_begins_again(connect: Connect) -> None:
+    """Nothing of it was heard: whoever says it once more must not be told that it was cancelled."""
+    with run_service(step_s=0.02) as engine:
+        peer = connect(engine)
+        message = peer.submit(1, max_tokens=20, params={"seed": 5})
+        peer.expect(Step)
+        peer.send(Bye())
+        wait_until(lambda: not engine.outbox.num_open)
+        again = connect(engine)
+        again.submit(9, id=message.id, max_tokens=20, params={"seed": 5})
+        collected = again.collect({9})
+        assert (len(collected.tokens[9]), collected.done[9][0].reason) == (20, "length")
+        check_idle(engine)
+
+
+def test_a_grammar_that_nobody_waits_for_is_taken_no_further() -> None:
+    """It would hold up those of others."""
+    taken: list[int] = []
+
+    class Any:
+        def is_terminated(self) -> bool:
+            return False
+
+        def accept(self, token_id: int) -> bool:
+            taken.append(token_id)
+            return True
+
+    output = array("I", range(10 * TOKENS_PER_LOOK))
+    with pytest.raises(InferEngineError):
+        advance([Any()], [output], lambda: len(taken) < 2 * TOKENS_PER_LOOK)  # type: ignore[list-item]
+    assert len(taken) == 2 * TOKENS_PER_LOOK

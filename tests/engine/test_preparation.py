@@ -1,0 +1,40 @@
+"""Submissions that wait for their text: how long, and whose time counts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from inferengine.engine.output_log import Submission
+from inferengine.engine.preparation import TEXT_TIMEOUT_S, Preparation, Unprepared
+from inferengine.errors import InferEngineError
+from inferengine.params import SamplingParams
+from inferengine.wire.messages import Submit
+
+
+class Silent:
+    """Tokenizes, and is never done."""
+
+    def tokenize(self, *arguments: Any) -> None:
+        pass
+
+
+def test_time_in_which_the_engine_did_not_run_counts_for_no_text() -> None:
+    refused: list[InferEngineError] = []
+    unused: Any = Silent()
+    preparation = Preparation(
+        unused,
+        unused,
+        unused,
+        grammar_timeout_s=5.0,
+        ready=lambda item, prompt: None,
+        refuse=lambda item, error: refused.append(error),
+    )
+    message = Submit(bytes(16), 1, text="a text")
+    submission = Submission(message.id, SamplingParams())
+    item = Unprepared(submission, message, None, [], None, None, [], 5.0, TEXT_TIMEOUT_S)
+    preparation.begin(item, vocab_size=100, eos_token_ids=[], max_model_len=100)
+    preparation.forgive(40.0)
+    preparation.tick(41.0)
+    assert refused == []
+    preparation.tick(40.0 + TEXT_TIMEOUT_S + 1.0)
+    assert [error.code for error in refused] == ["overloaded"]
