@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from inferengine.client import going_on
 from inferengine.client.streams import Call, Collector, error_from, finish_from
 from inferengine.errors import InferEngineError
-from inferengine.wire.messages import Accept, Attach, Done, Reject, Step, Submit, Welcome
+from inferengine.wire.messages import Accept, Attach, Done, Reject, Step, StopFound, Submit, Welcome
 
 RESERVED_STREAMS = 64  # stream numbers set aside for an ATTACH: its number of choices is known only from ACCEPT
 _LAST_STREAM = 2**31
@@ -171,6 +171,13 @@ class Calls:
                 streams += self.drop(call, InferEngineError("engine_unavailable", text))
         return streams
 
+    def expire_deadlines(self, now: float) -> list[int]:
+        """End the calls whose deadline has passed while the engine, which is to say so, says nothing. Returns their
+        streams."""
+        late = [call for call in self._calls.values() if call.deadline_s is not None and now >= call.deadline_s]
+        error = InferEngineError("deadline_exceeded", "The request's deadline passed.")
+        return [stream for call in late for stream in self.drop(call, error)]
+
     def due_s(self) -> float | None:
         """When `to_send` or `expire` has something to do next."""
         times = []
@@ -191,6 +198,14 @@ class Calls:
     def cancelled(self) -> list[int]:
         """Streams that the engine may still run and whose end was asked for."""
         return [name for name, collector in self._collectors.items() if collector.cancelled or collector.finished]
+
+    def found_stops(self) -> list[StopFound]:
+        """Of these streams those whose text has a stop string."""
+        return [
+            StopFound(name, *collector.found_stop)
+            for name, collector in self._collectors.items()
+            if collector.cancelled and collector.found_stop is not None
+        ]
 
     def get(self, id: bytes) -> Call | None:
         return self._calls.get(id)

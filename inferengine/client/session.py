@@ -268,6 +268,8 @@ class Session:
             elif self.phase is Phase.UP:
                 self.phase = Phase.SILENT
                 self.on_change()
+        if self.phase is Phase.SILENT:
+            self._orphans += self._calls.expire_deadlines(now)
         if (calls_due_s := self._calls.due_s()) is not None and now >= calls_due_s:
             if streams := self._calls.expire(now):
                 if self.phase is Phase.UP:
@@ -375,7 +377,7 @@ class Session:
         names = self._calls.cancelled() + self._orphans
         self._orphans.clear()
         if names:
-            self._send(Cancel(tuple(names)))
+            self._send(Cancel(tuple(names), stopped=tuple(self._calls.found_stops())))
         if self._left:
             self._send(Cancel(tuple(self._left), leave=True))
             self._left.clear()

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from inferengine.client.session import PATIENCE_S, Session
+from inferengine.client.session import PATIENCE_S, Phase, Session
 from inferengine.client.streams import Call, Finish
 from inferengine.params import SamplingParams
 from inferengine.wire import codec
@@ -22,6 +22,7 @@ from inferengine.wire.messages import (
     ModelInfo,
     Reject,
     Step,
+    StopFound,
     Submit,
     Welcome,
 )
@@ -464,3 +465,29 @@ def test_a_reader_of_text_who_attached_in_the_middle_attaches_again_behind_what_
     engine.dies()
     engine.comes_back()
     assert engine.heard(Attach)[0].cursors == (103,)
+
+
+def test_a_deadline_holds_though_the_engine_says_nothing() -> None:
+    engine = Engine()
+    call = engine.submit(deadline_s=20.0)
+    stream = stream_of(call)
+    engine.at(19.0)
+    assert engine.session.phase is Phase.SILENT
+    assert not call.finished
+    engine.at(25.0)
+    assert code_of(call) == "deadline_exceeded"
+    engine.heard(Cancel)
+    engine.welcome()
+    assert stream in [stream for cancel in engine.heard(Cancel) for stream in cancel.streams]
+
+
+def test_a_stop_string_found_while_the_engine_is_silent_is_told_when_it_is_not() -> None:
+    engine = Engine()
+    call = engine.submit()
+    engine.step([stream_of(call)], [11])
+    engine.at(19.0)
+    engine.session.cancel(call.collectors, (1, "END"))
+    engine.heard(Cancel)
+    engine.welcome()
+    (cancel,) = engine.heard(Cancel)
+    assert cancel.stopped == (StopFound(stream_of(call), 1, "END"),)
