@@ -49,6 +49,8 @@ class StepDraws:
             self._send([ids])
         elif logits is not None and not plan.masked:
             self._draw()
+        elif batch.num_samples == 0:
+            self._mark_end()
 
     def provide_masks(self, words: bytearray) -> None:
         try:
@@ -65,6 +67,8 @@ class StepDraws:
         prompt = None if self._prompt is None else self._prompt.result()
         vectors, failed_vectors = Vectors() if self._embeddings is None else self._embeddings.result()
         if self._batch.num_samples == 0:
+            if self._event is not None:
+                self._event.synchronize()
             return StepResult([], None, failed_vectors, None, prompt, vectors)
         if not self._sent:
             raise RuntimeError("the step waits for masks that nobody provided")
@@ -116,6 +120,12 @@ class StepDraws:
         self._sent = tensors
         if tensors[0].is_cuda:
             self._sent = [_to_pinned(tensor) for tensor in tensors]
+            self._mark_end()
+
+    def _mark_end(self) -> None:
+        """`result` waits for what has been launched so far. Also where nothing is drawn, as in the middle of a prompt:
+        no more steps may be under way than the engine knows of, because buffers of their inputs are used in turn."""
+        if self._slots.device.type == "cuda":
             self._event = torch.cuda.Event()
             self._event.record()
 

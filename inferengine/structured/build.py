@@ -65,7 +65,7 @@ class Builder:
     @cached_property
     def _tokenizer(self) -> LLTokenizer:
         vocabulary = self.vocabulary
-        return LLTokenizer(vocabulary.tokenizer_json, n_vocab=vocabulary.size, eos_token=vocabulary.eos_token_ids)
+        return LLTokenizer(vocabulary.tokenizer_json, n_vocab=vocabulary.size, eos_token=vocabulary.eos_token_ids or None)
 
     def build(self, spec: GrammarSpec) -> LLMatcher:
         """A matcher at the beginning of `spec`. To be called on a stack of STACK_BYTES; the interpreter's lock is free
