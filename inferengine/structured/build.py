@@ -65,7 +65,8 @@ class Builder:
     @cached_property
     def _tokenizer(self) -> LLTokenizer:
         vocabulary = self.vocabulary
-        return LLTokenizer(vocabulary.tokenizer_json, n_vocab=vocabulary.size, eos_token=vocabulary.eos_token_ids or None)
+        ends = vocabulary.eos_token_ids or None  # None: the tokenizer's own
+        return LLTokenizer(vocabulary.tokenizer_json, n_vocab=vocabulary.size, eos_token=ends)
 
     def build(self, spec: GrammarSpec) -> LLMatcher:
         """A matcher at the beginning of `spec`. To be called on a stack of STACK_BYTES; the interpreter's lock is free

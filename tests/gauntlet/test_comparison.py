@@ -105,6 +105,12 @@ def test_a_killed_engine_may_end_requests_only_where_that_is_expected(reference:
     assert differences(ASK, outcome, reference, killed=True) != []
 
 
+def test_who_asks_while_there_is_no_engine_may_be_refused(reference: Reference) -> None:
+    outcome = Outcome(refused="engine_unavailable")
+    assert differences(ASK, outcome, reference, killed=True) == []
+    assert differences(ASK, outcome, reference, killed=False) != []
+
+
 def test_transformers_sees_a_wrong_token_and_a_wrong_logprob(reference: Reference) -> None:
     oracle = Oracle(reference.checkpoint, reference, device="cpu", dtype="float32")
     outcome = right(ASK, reference)

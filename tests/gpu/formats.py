@@ -39,7 +39,7 @@ FORMATS: dict[str, tuple[dict[str, Any], float, float]] = {
 def engine(settings: dict[str, Any]) -> LLM:
     values = {section: dict(keys) for section, keys in settings.items()}
     values["engine"] = {"device": "cuda", "max_num_seqs": 64}
-    values["cache"] = {"memory_fraction": 0.1, **values.get("cache", {})}
+    values["cache"] = {"num_blocks": 512, **values.get("cache", {})}  # other parts run on the card beside this one
     return LLM("", **values)
 
 

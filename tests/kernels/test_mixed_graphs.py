@@ -129,3 +129,34 @@ def test_no_step_is_padded_to_the_size_that_takes_longer_than_the_next() -> None
     assert MixedShape(64, SLOW_TOKENS) in shapes  # in place of 64 decodes and 384 tokens
     assert SLOW_TOKENS not in padded_sizes(512)
     assert padded_sizes(SLOW_TOKENS)[-1] == SLOW_TOKENS  # there must be room for all
+
+
+@pytest.mark.gpu
+def test_a_prompt_in_many_captured_chunks_alone_gives_the_tokens_of_the_whole(tmp_path: Path) -> None:
+    """Steps in the middle of a prompt draw nothing: the host must not overwrite the inputs of those still to run."""
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=8,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        max_position_embeddings=512,
+    )
+    LlamaForCausalLM(config).save_pretrained(tmp_path)
+    tokens = random.Random(3)
+    prompts = [[tokens.randrange(VOCAB) for _ in range(200)] for _ in range(8)]
+    outputs = []
+    for chunk in (0, 5):
+        sizes = {"budget": 256, "max_num_seqs": 4, "num_blocks": 64, "block_size": 16}
+        engine = Engine(tmp_path, device="cuda", overlap=True, prefill_chunk=chunk, prefix_caching=False, **sizes)
+        engine.executor.warm_up(lambda phase, share: None)
+        found = []
+        for prompt in prompts:
+            uid = engine.submit(prompt, 16)
+            engine.run()
+            found.append(engine.outputs[uid])
+        outputs.append(found)
+        engine.executor.close()
+    assert outputs[0] == outputs[1]

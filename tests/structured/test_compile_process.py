@@ -17,6 +17,7 @@ import pytest
 from inferengine.config import LimitsConfig
 from inferengine.errors import InferEngineError, InvalidRequest
 from inferengine.structure import GrammarSpec
+from inferengine.structured.build import Builder
 from inferengine.structured.build import Vocabulary as BuilderVocabulary
 from inferengine.structured.compile_process import CompileProcess
 from inferengine.structured.compile_server import Frames
@@ -240,3 +241,9 @@ def test_it_imports_nothing_heavy() -> None:
     program = "import sys, inferengine.structured.compile_server; print({'torch', 'zmq', 'numpy'} & set(sys.modules))"
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT)
     assert ran.stdout.strip() == "set()"
+
+
+def test_a_model_that_names_no_end_of_sequence_takes_the_tokenizers() -> None:
+    tokenizer = (ROOT / "inferengine/assets/embedded/tokenizer.json").read_text()
+    builder = Builder(BuilderVocabulary(tokenizer, 4096, []))
+    assert not builder.build(GrammarSpec("regex", "[a-z]+")).is_error()

@@ -108,9 +108,18 @@ def test_an_answer_written_beside_the_event_loop_is_the_same(
     embedded: Embedded, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     body = {"prompt": [PROMPT, "A queue is"], "echo": True, "logprobs": 2, "n": 2, "temperature": 1.0, "seed": 5}
-    expected = complete(embedded, **body, prompt_logprobs=1)
+    expected = rounded(complete(embedded, **body, prompt_logprobs=1))
     monkeypatch.setattr("frontends.http.answer.SMALL_VALUES", 0)
-    assert complete(embedded, **body, prompt_logprobs=1) == expected
+    assert rounded(complete(embedded, **body, prompt_logprobs=1)) == expected
+
+
+def rounded(value: Any) -> Any:
+    """Without the last digits of numbers: they depend on which requests a step computes together."""
+    if isinstance(value, float):
+        return round(value, 3) + 0.0
+    if isinstance(value, dict):
+        return {key: rounded(item) for key, item in value.items()}
+    return [rounded(item) for item in value] if isinstance(value, list) else value
 
 
 def test_more_than_one_answer_may_hold_is_refused_with_the_remedy(embedded: Embedded) -> None:
