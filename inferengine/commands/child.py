@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 MAX_LINE_BYTES = 64 * 1024
-LEAVE_S = 2.0  # for a child that has given up to be gone: a call into a device may keep it
+LEAVE_S = 0.5  # for a child that has given up, and said all it had to say: a call into a device may keep it
 FIRST_INHERITED_DESCRIPTOR = 3
 PR_SET_PDEATHSIG = 1
 
