@@ -23,6 +23,7 @@ logger = logging.getLogger(__name__)
 PREFIX = "inferengine-responses-"
 MEMORY = Path("/dev/shm")
 PRUNE_EVERY_S = 5.0
+DELETED = ".deleted"  # an empty file of this suffix: the record must not be written again
 
 
 class ResponseShelf:
@@ -41,14 +42,16 @@ class ResponseShelf:
         self._unpruned_bytes = 0
 
     def put(self, tenant: str, response_id: str, record: dict[str, Any]) -> None:
-        """In place of what is there under that id. Where there is no room it is not kept, and whoever asked for the
-        response still gets it."""
+        """In place of what is there under that id; nothing comes back that was deleted. Where there is no room it is not
+        kept, and whoever asked for the response still gets it."""
         content = json.dumps(record).encode()
         path = self._path(tenant, response_id)
         fresh = path.with_suffix(f".{os.getpid()}")
         try:
             fresh.write_bytes(content)
             fresh.replace(path)
+            if path.with_suffix(DELETED).exists():  # looked for afterwards: another worker may have deleted it just now
+                path.unlink(missing_ok=True)
         except OSError as error:
             logger.error("a response cannot be kept", extra={"fields": {"error": error.strerror}})
             fresh.unlink(missing_ok=True)
@@ -66,7 +69,11 @@ class ResponseShelf:
         return record
 
     def delete(self, tenant: str, response_id: str) -> None:
-        self._path(tenant, response_id).unlink(missing_ok=True)
+        """For good: ids are not used again."""
+        path = self._path(tenant, response_id)
+        with contextlib.suppress(OSError):  # a full disk
+            path.with_suffix(DELETED).touch()
+        path.unlink(missing_ok=True)
 
     def _path(self, tenant: str, response_id: str) -> Path:
         """Named by a digest: no word of a request becomes part of a path."""

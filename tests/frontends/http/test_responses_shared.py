@@ -95,6 +95,14 @@ def test_what_a_dead_worker_was_making_has_failed(folder: Path, monkeypatch: pyt
     assert survivor.get("r", "").document["status"] == "failed"
 
 
+def test_what_was_deleted_is_not_kept_by_whoever_writes_it_a_moment_later(folder: Path) -> None:
+    making, other = shelf_in(folder), shelf_in(folder)
+    making.put("t", "r", {"document": "begun"})
+    other.delete("t", "r")
+    making.put("t", "r", {"document": "whole"})
+    assert making.get("t", "r") is None
+
+
 def test_a_tenant_finds_its_own_alone(folder: Path) -> None:
     store, other = ResponseStore(shelf_in(folder)), ResponseStore(shelf_in(folder))
     store.put(Stored("ada", [], {"id": "r"}))
