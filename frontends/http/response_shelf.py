@@ -42,8 +42,8 @@ class ResponseShelf:
         self._unpruned_bytes = 0
 
     def put(self, tenant: str, response_id: str, record: dict[str, Any]) -> None:
-        """In place of what is there under that id; nothing comes back that was deleted. Where there is no room it is not
-        kept, and whoever asked for the response still gets it."""
+        """In place of what is there under that id; what was deleted does not come back. Where there is no room it is
+        not kept, and whoever asked for the response still gets it."""
         content = json.dumps(record).encode()
         path = self._path(tenant, response_id)
         fresh = path.with_suffix(f".{os.getpid()}")
