@@ -4,6 +4,8 @@ q and k) share with it.
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from torch import nn
 
@@ -70,16 +72,17 @@ class DecoderLayer(nn.Module):
         self.mlp = GatedMLP(
             ops, config.hidden_size, config.intermediate_size, activation=config.activation, bias=config.mlp_bias
         )
+        self.following: tuple[RMSNorm | None] = (None,)  # the next layer's first norm; in a tuple: not a submodule
 
     def forward(
-        self, x: torch.Tensor, batch: Batch, normed: torch.Tensor | None = None, following: RMSNorm | None = None
+        self, x: torch.Tensor, batch: Batch, normed: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Residual stream [T, E] -> the same after this layer, in place where the device can. `normed` is x after this
         layer's first norm if the layer before had it on the way, as this one may have that of `following`."""
         attention, mlp = self.attention, self.mlp
         mixed = attention.mix(attention.qkv.of_norm(x, self.attention_norm, normed), batch)
         x, normed = attention.out.add_to_and_norm(x, mixed, self.mlp_norm)
-        return mlp.down.add_to_and_norm(x, mlp.hidden(x, self.mlp_norm, normed), following)
+        return mlp.down.add_to_and_norm(x, mlp.hidden(x, self.mlp_norm, normed), self.following[0])
 
 
 class Llama(nn.Module):
@@ -88,11 +91,10 @@ class Llama(nn.Module):
     def __init__(self, ops: Ops, config: DecoderConfig) -> None:
         super().__init__()
         self.embed = Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(DecoderLayer(ops, config, layer) for layer in range(config.num_layers))
-        self._following = [
-            *(layer.attention_norm for layer in list(self.layers)[1:]),
-            None,
-        ]  # the norm of each layer's sum
+        layers = [DecoderLayer(ops, config, layer) for layer in range(config.num_layers)]
+        for layer, after in pairwise(layers):
+            layer.following = (after.attention_norm,)
+        self.layers = nn.ModuleList(layers)
         self.norm = RMSNorm(ops, config.hidden_size, config.norm_eps)
         tied = self.embed if config.tied_embeddings else None
         self.head = Head(ops, config.vocab_size, config.hidden_size, tied=tied, softcap=config.logits_softcap)
@@ -101,8 +103,8 @@ class Llama(nn.Module):
         """[T] ids -> residual stream [T, E]."""
         x = self.embed(batch.input_ids)
         normed = None
-        for layer, following in zip(self.layers, self._following, strict=True):
-            x, normed = layer(x, batch, normed, following)
+        for layer in self.layers:
+            x, normed = layer(x, batch, normed)
         return x
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:

@@ -30,6 +30,7 @@ from inferengine.runtime.batch import columns_of, make_batch, step_on
 from inferengine.runtime.cpu_draft import MOST_BEHIND, LoneRows
 from inferengine.runtime.draft_progress import DraftProgress
 from inferengine.runtime.kv_cache import KVCache
+from inferengine.runtime.layer_kinds import one_layer_of_each_kind
 from inferengine.runtime.slots import Slots
 
 KEY = "speculation.draft_model"
@@ -72,7 +73,7 @@ class DraftModel:
         random_weights: bool = False,
     ) -> None:
         """`max_tokens` bounds a batch, as it does the target's."""
-        self._ops, self._slots, self._device = ops, slots, slots.device
+        self._config, self._ops, self._slots, self._device = config, ops, slots, slots.device
         self._max_tokens = max_tokens
         self._progress = DraftProgress(slots.num_slots, group.num_blocks, slots.max_blocks, block_size)
         _, family = registry.read_model_config(folder)
@@ -100,13 +101,18 @@ class DraftModel:
         if self._lone is not None and plan.admitted:
             self._lone.forget([item.slot for item in plan.admitted])
 
-    def rehearse(self) -> None:
-        """Read chunks of every class of sizes, of the slot that belongs to nobody: what guesses will launch."""
+    def touch_all(self) -> None:
+        """Read chunks of every class of sizes, of the slot that belongs to nobody: for compiling what guesses will
+        launch."""
+        from inferengine.kernels.attention_decode import row_classes  # an engine on a CPU starts without triton
+
         slot, longest = self._slots.num_slots, self._slots.tokens.shape[1] - 1
-        for count in (*rehearsal.CHUNKS, self._max_tokens):
-            self._read([slot], [0], [min(count, longest)])
-        for rows in rehearsal.BESIDE:
-            if rows <= self._slots.num_slots:
+        config = self._config
+        decodes = row_classes(config.num_heads, config.num_kv_heads, config.head_dim, slot)
+        with one_layer_of_each_kind(self._model):
+            for count in (*rehearsal.CHUNKS, self._max_tokens):
+                self._read([slot], [0], [min(count, longest)])
+            for rows in decodes:
                 self._read([slot] * rows, [0] * rows, [1] * rows)
 
     def guess(self, plan: StepPlan) -> None:

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import torch
 
 from inferengine.core.plan import BlockUpdates, PooledRow, SlotInit, StepPlan
 from inferengine.kernels.compile_ahead import compiling_ahead
 from inferengine.params import SamplingParams
+from inferengine.runtime.layer_kinds import one_layer_of_each_kind
 
 logger = logging.getLogger(__name__)
 
@@ -97,10 +99,10 @@ def open_masks(plan: StepPlan, vocab_size: int) -> bytearray:
 
 
 @torch.inference_mode()
-def compile_kernels(steps: list[Callable[[], object]]) -> None:
-    """Compile, in parallel, whatever these computations launch; what they compute is thrown away."""
+def compile_kernels(steps: list[Callable[[], object]], model: Any) -> None:
+    """Compile, in parallel, whatever these steps of a model launch; what they compute is thrown away."""
     try:
-        with compiling_ahead():
+        with compiling_ahead(), one_layer_of_each_kind(model):
             for step in steps:
                 step()
     except Exception:  # one after the other still works, and tells which kernel it is

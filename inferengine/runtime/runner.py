@@ -112,7 +112,7 @@ class TorchExecutor:
         if self.device.type == "cuda":
             graphs = DecodeGraphs(self.model, self.ops, self.slots, self._group_kv, self.settings.max_num_seqs)
             mixed = MixedGraphs(self.model, self.ops, self.slots, self._group_kv, self._prompt_shapes)
-            drafting = [] if self.draft is None else [self.draft.rehearse]
+            drafting = [] if self.draft is None else [self.draft.touch_all]
             self._compile([graphs.touch_all, mixed.touch_all, *drafting])
             progress("compiling kernels", 1.0)
             if self.settings.cuda_graphs:
@@ -240,7 +240,8 @@ class TorchExecutor:
             ),
         )
         plans = (*self._feature_plans(), *eager)
-        rehearsal.compile_kernels([*captured, *(partial(self._execute_open, plan) for plan in plans)])
+        steps = [*captured, *(partial(self._execute_open, plan) for plan in plans)]
+        rehearsal.compile_kernels(steps, self.model)
 
     def _feature_plans(self) -> Iterator[StepPlan]:
         """Warm-up steps for the features of the sampler. A CPU compiles nothing."""
@@ -367,7 +368,7 @@ class TorchExecutor:
         settings = self.settings
         rows = min(settings.max_num_seqs, settings.max_num_batched_tokens)
         largest = self._scratch_plan(settings.max_num_batched_tokens // rows, rows)
-        rehearsal.compile_kernels([lambda: self.execute(largest)])
+        rehearsal.compile_kernels([lambda: self.execute(largest)], self.model)
         self.execute(largest).result()
         peak = torch.cuda.max_memory_allocated(self.device) - before
         del self.kv, self.slots, self._group_kv

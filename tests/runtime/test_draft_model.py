@@ -6,13 +6,16 @@ import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from inferengine.config import Config
 from inferengine.errors import ConfigError
 from inferengine.llm import LLM, Generation
 from inferengine.model_folder import EMBEDDED, EMBEDDED_DRAFT
 from inferengine.params import SamplingParams
+from inferengine.runtime.factory import build_executor
 
 QUESTIONS = ["What is a KV cache?", "What is 12 + 30?", "Hello!", "Which port does the HTTP server use?"]
 CHATS = [[{"role": "user", "content": question}] for question in QUESTIONS]
@@ -118,3 +121,25 @@ def test_a_draft_has_to_be_named_where_the_model_is_not_the_embedded_one() -> No
     with pytest.raises(ConfigError) as caught:
         LLM(str(EMBEDDED_DRAFT), **SMALL, speculation={"method": "draft"})
     assert caught.value.field == "speculation.draft_model"
+
+
+def test_a_draft_model_touches_reads_of_every_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One for each class of chunks, one for each kernel that attends for decode rows."""
+    config = Config().with_values(**SMALL, speculation={"method": "draft"})
+    executor = build_executor(config)
+    executor.load(lambda phase, share: None)
+    draft = executor.draft
+    assert draft is not None
+    reads: list[tuple[int, int]] = []  # rows, tokens of each
+    read = draft._read
+
+    def watched(slots: list[int], starts: list[int], ends: list[int]) -> Any:
+        reads.append((len(slots), ends[0] - starts[0]))
+        return read(slots, starts, ends)
+
+    monkeypatch.setattr(draft, "_read", watched)
+    draft.touch_all()
+    executor.close()
+    assert [tokens for rows, tokens in reads if rows == 1 and tokens > 1] == [2, 16, 32, 64, 80, 64]
+    assert (1, 1) in reads
+    assert max(rows for rows, _ in reads) <= SMALL["engine"]["max_num_seqs"]
