@@ -1,0 +1,185 @@
+"""How long a service is away when its device hangs: from a step that never ends until tokens flow again.
+
+python -m benchmarks.stall_recovery --shape NAME [--streams 64] [--stalls 2] [--json FILE] [--section.key VALUE ...]
+
+Starts `inferengine up` with random weights of a shape, reads streams, and then launches a kernel that never ends (on a
+CPU: a step that waits for ever). The step watch finds it, the supervisor kills and starts the engine, and the client
+goes on with every stream. Exit code 1 where a stream ended with an error or with another number of tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks.shapes import SHAPES
+from inferengine.cli import main as inferengine
+from inferengine.client import AsyncClient
+from inferengine.config import parse_flags
+from inferengine.errors import InferEngineError
+from inferengine.params import SamplingParams
+
+START_S = 300.0
+GONE_S = 120.0  # an outage longer than this is a failure
+PROMPT_TOKENS = 64
+SILENT_S = 1.0  # no stream has a token for so long: the hung step has begun
+BEFORE = 20  # tokens of every stream before the device hangs
+
+
+class Outage(NamedTuple):
+    """Seconds. `served_s`: from the hung step to the next token of any stream. `phases`: of the engine's new start."""
+
+    served_s: float
+    all_served_s: float
+    phases: dict[str, float]
+
+
+def run_engine(marker: Path) -> int:
+    """`inferengine engine`, whose next step hangs once `marker` is there. The file is removed then."""
+    import torch
+
+    from inferengine.runtime.runner import TorchExecutor
+
+    execute = TorchExecutor.execute
+
+    def stalling(self: TorchExecutor, plan: Any) -> Any:
+        if marker.exists():
+            marker.unlink()
+            if self.device.type == "cuda":
+                torch.cuda._sleep(2**62)
+            else:
+                threading.Event().wait()
+        return execute(self, plan)
+
+    TorchExecutor.execute = stalling  # type: ignore[method-assign]
+    return inferengine(["engine"])
+
+
+def run_up(marker: Path, words: list[str]) -> int:
+    """`inferengine up` with that engine."""
+    from inferengine.commands import up
+
+    spec = up._spec
+
+    def own_engine(name: str, *arguments: Any, **options: Any) -> Any:
+        made = spec(name, *arguments, **options)
+        command = [sys.executable, "-m", "benchmarks.stall_recovery", "--as-engine", str(marker)]
+        return made._replace(command=command) if name == "engine" else made
+
+    up._spec = own_engine
+    return inferengine(["up", *words])
+
+
+class Streams:
+    """Greedy streams that are read at once, and when each had its latest token."""
+
+    def __init__(self, count: int, max_tokens: int) -> None:
+        self.counts = [0] * count
+        self.latest = [0.0] * count
+        self.errors: list[str] = []
+        self._max_tokens = max_tokens
+
+    async def read(self, client: AsyncClient, index: int) -> None:
+        params = SamplingParams(temperature=0.0, max_tokens=self._max_tokens, ignore_eos=True)
+        try:
+            async with client.submit([5 + index] * PROMPT_TOKENS, params) as request:
+                async for delta in request.streams[0]:
+                    self.counts[index] += len(delta.token_ids)
+                    self.latest[index] = time.monotonic()
+        except InferEngineError as error:
+            self.errors.append(str(error))
+
+    @property
+    def wrong(self) -> int:
+        """Streams that ended without all of their tokens."""
+        return sum(count != self._max_tokens for count in self.counts)
+
+
+async def outage(client: AsyncClient, streams: Streams, marker: Path) -> Outage:
+    """Hang the device once every stream has begun, and wait for the next token of each."""
+    while min(streams.counts) < BEFORE:
+        await asyncio.sleep(0.01)
+    marker.touch()
+    while marker.exists():
+        await asyncio.sleep(0.001)
+    hung = time.monotonic()
+    await asyncio.sleep(SILENT_S)
+    while max(streams.latest) < hung + SILENT_S / 2 and time.monotonic() < hung + GONE_S:
+        await asyncio.sleep(0.01)
+    served = max(streams.latest)
+    while min(streams.latest) < served and time.monotonic() < hung + GONE_S:
+        await asyncio.sleep(0.01)
+    phases = dict((await client.admin("stats"))["startup_seconds"])
+    return Outage(served - hung, min(streams.latest) - hung, phases)
+
+
+async def measure(address: str, marker: Path, options: argparse.Namespace) -> dict[str, Any]:
+    results: dict[str, Any] = {"outages": [], "errors": [], "wrong": 0}
+    client = AsyncClient(address)
+    await client.connect(START_S)
+    await client.wait_ready(timeout_s=START_S)
+    try:
+        for _ in range(options.stalls):
+            streams = Streams(options.streams, options.max_tokens)
+            reading = [asyncio.create_task(streams.read(client, index)) for index in range(options.streams)]
+            found = await outage(client, streams, marker)
+            await asyncio.gather(*reading)
+            results["outages"].append(found._asdict())
+            results["errors"] += streams.errors
+            results["wrong"] += streams.wrong
+            print(
+                f"served again after {found.served_s:.1f} s, all streams after {found.all_served_s:.1f} s", flush=True
+            )
+            print(f"  phases of the new start: {found.phases}", flush=True)
+    finally:
+        await client.close()
+    return results
+
+
+def main() -> int:
+    if sys.argv[1:2] == ["--as-engine"]:
+        return run_engine(Path(sys.argv[2]))
+    if sys.argv[1:2] == ["--as-up"]:
+        return run_up(Path(sys.argv[2]), sys.argv[3:])
+    flags, rest = parse_flags(sys.argv[1:])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=sorted(SHAPES), default="llama-3.1-8b")
+    parser.add_argument("--streams", type=int, default=64)
+    parser.add_argument("--max-tokens", type=int, default=400)
+    parser.add_argument("--stalls", type=int, default=2)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args(rest)
+    words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "config.json").write_text(json.dumps(SHAPES[options.shape]))
+        address, marker = f"ipc://{folder}/engine.sock", folder / "hang"
+        command = [sys.executable, "-m", "benchmarks.stall_recovery", "--as-up", str(marker), str(folder)]
+        command += ["--model.load_format", "dummy", "--wire.socket", address, "--http.port", "0", "--ws.port", "0"]
+        service = subprocess.Popen([*command, *words], env={**os.environ, "XDG_RUNTIME_DIR": name})
+        try:
+            results = asyncio.run(measure(address, marker, options))
+        finally:
+            service.terminate()
+            service.wait(60)
+    document = {"shape": options.shape, "streams": options.streams, "settings": flags, **results}
+    if options.json:
+        options.json.write_text(json.dumps(document, indent=1))
+    print(
+        f"{options.stalls} stalls, {len(results['errors'])} errors, {results['wrong']} streams cut",
+        results["errors"][:3],
+    )
+    return 1 if results["errors"] or results["wrong"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
