@@ -8,7 +8,8 @@ import logging
 import os
 import socket as plain_socket
 import stat
-from collections.abc import Iterator
+import time
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import zmq
@@ -23,6 +24,7 @@ logger = logging.getLogger(__name__)
 
 LONGEST_UNIX_PATH = 107  # bytes, sockaddr_un
 MOST_STRANGERS = 64  # refused keys that are logged, and remembered for that
+BIND_AGAIN_S = 2.0
 _PROBE_TIMEOUT_S = 0.5
 
 
@@ -38,10 +40,11 @@ class Endpoint:
         self.addresses = [engine_address(config), *([config.wire.tcp] if config.wire.tcp else [])]
         for key, address in zip(("wire.socket", "wire.tcp"), self.addresses, strict=False):
             _check(key, address, protected=bool(config.wire.curve_clients_file))
-        own = read_pair(config.wire.curve_secret_file) if config.wire.curve_clients_file else None
+        own = self._own = read_pair(config.wire.curve_secret_file) if config.wire.curve_clients_file else None
         self.clients = read_clients(config.wire.curve_clients_file) if config.wire.curve_clients_file else {}
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.router = sockets.engine_router(self.context, config.wire.max_message_bytes)
+        self.monitor = sockets.accepted_monitor(self.router)
         self.publisher = sockets.engine_publisher(self.context)
         self.replay = sockets.replay_router(self.context) if config.cache.events else None
         self.zap: zmq.Socket[bytes] | None = None
@@ -63,6 +66,18 @@ class Endpoint:
             self.context.destroy(linger=0)
             raise
 
+    def bind_again(self, schemes: Collection[str]) -> None:
+        """End all connections of the ROUTER to its addresses of these schemes ("ipc", "tcp"). Raises AddressTaken."""
+        for address in sorted(self.addresses, key=_is_tcp):
+            if address.partition("://")[0] in schemes:
+                if self._own is not None:
+                    if _is_tcp(address):
+                        sockets.require_curve(self.router, self._own)
+                    else:
+                        sockets.ask_no_curve(self.router)
+                sockets.unbind(self.router, address)
+                _bind_again(self.router, address)
+
     def answer_zap(self) -> None:
         """Say of one client that wants to connect whether its key is on the list."""
         if self.zap is not None:
@@ -82,6 +97,7 @@ class Endpoint:
 
     def close(self, linger_ms: int) -> None:
         """What has not been sent after `linger_ms` is lost."""
+        self.router.disable_monitor()  # before its other end is closed: libzmq would wait for that for ever
         self.context.destroy(linger=linger_ms)
         for address in self.addresses:
             for bound in (address, sockets.default_status_address(address), sockets.replay_address(address)):
@@ -139,6 +155,20 @@ def _bind(socket: zmq.Socket[bytes], address: str) -> None:
             socket.bind(address)
     except zmq.ZMQError as error:
         raise AddressTaken(f"{address} cannot be bound ({error.strerror}): choose another wire.socket") from None
+
+
+def _bind_again(socket: zmq.Socket[bytes], address: str) -> None:
+    """An address that was unbound a moment ago. libzmq closes it in another thread."""
+    end_s = time.monotonic() + BIND_AGAIN_S
+    while True:
+        try:
+            with _private_files():
+                socket.bind(address)
+            return
+        except zmq.ZMQError as error:
+            if time.monotonic() > end_s:
+                raise AddressTaken(f"{address} cannot be bound again ({error.strerror})") from None
+        time.sleep(0.001)
 
 
 def _answers(path: str) -> bool:

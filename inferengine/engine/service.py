@@ -27,6 +27,7 @@ from inferengine.core.roofline import Roofline
 from inferengine.core.scheduler import StepOutput
 from inferengine.core.stopping import Finished
 from inferengine.engine.adapters import Adapters
+from inferengine.engine.connections import Connections
 from inferengine.engine.core import EngineCore
 from inferengine.engine.ending import CHECK_S, Ending, all_tracebacks
 from inferengine.engine.endpoint import Endpoint
@@ -108,6 +109,7 @@ class EngineService:
         self._tracing = tracing or make_tracing(config.trace, "inferengine-engine")
         self._endpoint = Endpoint(config)
         self._wire = WireThread(self._endpoint, self.lifecycle)
+        self.connections = Connections(self._endpoint)
         self._wire.on_crash = self._on_wire_crash
         self._texts = TextService(card.files, self._wire.call)
         self._grammars = GrammarService(card.files, self._wire.call, config.limits)
@@ -343,6 +345,7 @@ class EngineService:
         self.switchboard.tick(now)
         self._adapters.tick()
         self._profiling.tick(now)
+        self.connections.tick(now, busy=self.outbox.num_open > 0)
         if now >= self._status_due_s:
             self._status_due_s = now + self.config.wire.status_interval_s
             values = self._reports.status(self._engine, len(self.switchboard.peers))

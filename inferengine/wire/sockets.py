@@ -27,6 +27,7 @@ RECONNECT_MS, RECONNECT_MAX_MS = 50, 1000
 _BACKLOG = 1024
 _EVENTS, _POLLIN = int(zmq.EVENTS), int(zmq.POLLIN)  # arithmetic on pyzmq's flags costs more than asking the socket
 _CONNECTION_EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+_ACCEPTED_EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED
 
 
 def engine_router(context: zmq.Context[zmq.Socket[bytes]], max_message_bytes: int) -> zmq.Socket[bytes]:
@@ -68,6 +69,11 @@ def require_curve(socket: zmq.Socket[bytes], own: KeyPair) -> None:
     socket.setsockopt(zmq.CURVE_SERVER, 1)
     socket.setsockopt(zmq.CURVE_SECRETKEY, own.secret)
     socket.setsockopt(zmq.CURVE_PUBLICKEY, own.public)
+
+
+def ask_no_curve(socket: zmq.Socket[bytes]) -> None:
+    """What is bound from now on takes peers without keys."""
+    socket.setsockopt(zmq.CURVE_SERVER, 0)
 
 
 def zap_handler(context: zmq.Context[zmq.Socket[bytes]]) -> zmq.Socket[bytes]:
@@ -115,6 +121,26 @@ def status_subscriber(context: zmq.Context[zmq.Socket[bytes]]) -> zmq.Socket[byt
 def connection_monitor(watched: zmq.Socket[bytes]) -> zmq.Socket[bytes]:
     """A PAIR that reports each finished handshake and each lost connection of `watched`."""
     return watched.get_monitor_socket(_CONNECTION_EVENTS)
+
+
+def accepted_monitor(watched: zmq.Socket[bytes]) -> zmq.Socket[bytes]:
+    """A PAIR that reports the descriptor of each connection that `watched` accepts, and of each that it has closed."""
+    address = f"inproc://accepted-{secrets.token_hex(8)}"
+    watched.monitor(address, int(_ACCEPTED_EVENTS))
+    monitor = watched.context.socket(zmq.PAIR)
+    monitor.setsockopt(zmq.RCVHWM, 0)  # libzmq's own thread would wait at a full pipe
+    monitor.setsockopt(zmq.LINGER, 0)
+    monitor.connect(address)
+    return monitor
+
+
+def unbind(socket: zmq.Socket[bytes], address: str) -> None:
+    """End the listener at `address` as it was given to `bind`, and every connection that came in there, at once."""
+    socket.setsockopt(zmq.LINGER, 0)  # or each of them goes on being read for that long, into nothing
+    try:
+        socket.unbind(address)
+    finally:
+        socket.setsockopt(zmq.LINGER, LINGER_MS)
 
 
 def routing_id(role: str) -> bytes:

@@ -1,0 +1,137 @@
+"""Descriptors of connections that another took the routing id from: libzmq forgets them, the engine does not."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+import zmq
+
+from inferengine.client import Client
+from inferengine.engine import connections
+from inferengine.engine.service import EngineService
+from inferengine.params import SamplingParams
+from inferengine.wire import codec
+from inferengine.wire.curve import ClientKeys, new_pair, write_pair
+from inferengine.wire.messages import Hello, Ping
+from tests.engine.builders import RawPeer, address_of, run_service, wait_until
+from tests.engine.test_service import free_port
+
+PAIRS = 8
+QUIET_S = 0.3
+
+
+@pytest.fixture(autouse=True)
+def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "UNNOTICED_S", QUIET_S)
+    monkeypatch.setattr(connections, "CHECK_S", 0.05)
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def leave_forgotten(address: str, pairs: int = PAIRS) -> None:
+    """Pairs of connections under one routing id each, of which the first goes on sending; then all are closed."""
+    peers = []
+    for number in range(pairs):
+        first = RawPeer(address, routing_id=b"twin%d" % number)
+        peers += [first, RawPeer(address, routing_id=b"twin%d" % number)]
+        first.send(Ping(1))
+    time.sleep(QUIET_S)
+    for peer in peers:
+        peer.close()
+
+
+def tokens_of(client: Client) -> int:
+    stream = client.submit([1, 2, 3], SamplingParams(max_tokens=4, ignore_eos=True)).streams[0]
+    return sum(len(delta.token_ids) for delta in stream)
+
+
+@pytest.mark.parametrize("scheme", ["ipc", "tcp"])
+def test_closed_connections_give_their_descriptors_back(scheme: str) -> None:
+    address = f"tcp://127.0.0.1:{free_port()}"
+    with run_service(wire={"tcp": address}) as engine:
+        client = Client(address_of(engine))
+        try:
+            client.connect(5.0)
+            before = descriptors()
+            leave_forgotten(address_of(engine) if scheme == "ipc" else address)
+            wait_until(lambda: descriptors() <= before)
+            assert tokens_of(client) == 4
+        finally:
+            client.close()
+        assert_served(engine, address)
+
+
+def assert_served(engine: EngineService, *addresses: str) -> None:
+    for address in (address_of(engine), *addresses):
+        client = Client(address)
+        try:
+            client.connect(5.0)
+            assert tokens_of(client) == 4
+        finally:
+            client.close()
+
+
+def test_running_requests_go_on_when_there_are_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "MOST_LOST", PAIRS)
+    with run_service(step_s=0.01) as engine:
+        client = Client(address_of(engine))
+        try:
+            client.connect(5.0)
+            stream = client.submit([1, 2, 3], SamplingParams(max_tokens=500, ignore_eos=True)).streams[0]
+            leave_forgotten(address_of(engine))
+            assert sum(len(delta.token_ids) for delta in stream) == 500
+            assert engine.connections.num_renewals == 1
+        finally:
+            client.close()
+
+
+def test_a_few_wait_for_the_end_of_what_runs() -> None:
+    with run_service(step_s=0.01) as engine:
+        client = Client(address_of(engine))
+        try:
+            client.connect(5.0)
+            stream = client.submit([1, 2, 3], SamplingParams(max_tokens=200, ignore_eos=True)).streams[0]
+            leave_forgotten(address_of(engine), 2)
+            time.sleep(3 * QUIET_S)
+            assert engine.connections.num_renewals == 0
+            assert sum(len(delta.token_ids) for delta in stream) == 200
+            wait_until(lambda: engine.connections.num_renewals == 1)
+        finally:
+            client.close()
+
+
+def test_clients_that_come_and_go_end_nobodys_connection() -> None:
+    with run_service() as engine:
+        for _ in range(5):
+            RawPeer(address_of(engine)).close()
+        time.sleep(3 * QUIET_S)
+        assert engine.connections.num_renewals == 0
+
+
+def test_keys_are_asked_for_where_they_were(tmp_path: os.PathLike[str]) -> None:
+    server, friend = new_pair(), new_pair()
+    secret, clients = os.path.join(tmp_path, "engine.key"), os.path.join(tmp_path, "clients.toml")
+    write_pair(secret, server)
+    with open(clients, "w") as file:
+        file.write(f'friend = "{friend.public.decode()}"\n')
+    address = f"tcp://127.0.0.1:{free_port()}"
+    with run_service(wire={"tcp": address, "curve_secret_file": secret, "curve_clients_file": clients}) as engine:
+        leave_forgotten(address_of(engine))
+        wait_until(lambda: engine.connections.num_renewals == 1)
+        assert_served(engine)
+        client = Client(address, curve=ClientKeys(friend, server.public))
+        try:
+            client.connect(5.0)
+            assert tokens_of(client) == 4
+        finally:
+            client.close()
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        stranger = context.socket(zmq.DEALER)
+        stranger.connect(address)
+        stranger.send_multipart(codec.encode(Hello()))
+        assert not stranger.poll(500)
+        context.destroy(linger=0)
