@@ -1,14 +1,19 @@
 #!/usr/bin/env python3
 """Sends mutated ZeroMQ messages to a running engine, beside an honest client that must notice nothing.
 
-usage: scripts/fuzz_wire.py --address ipc:///run/…/engine.sock [--frames 100000] [--seed 1] [--pid PID]
+usage: scripts/fuzz_wire.py --address ipc:///run/…/engine.sock [--frames 100000] [--warm-up 30000] [--seed 1]
+       [--pid PID]
 
 Every message is a valid one of a kind that a client may send, spoiled in a few ways: values of other types, extreme
 numbers, absurd parameters, grammars and tokens, missing and doubled frames, deep nesting, ext types, broken UTF-8,
 other versions, cut and changed bytes, messages before HELLO, odd and colliding routing ids. ADMIN never drains the
 engine or cancels what others run. A seed stands for its messages. Meanwhile one client asks for a greedy completion
-again and again. Exit code 1 where the engine was gone or another at the end, failed at a request (`engine_error`),
-kept requests or blocks, or where the honest client waited too long or read other tokens than before.
+again and again. First comes a warm-up with messages of another seed, so that what an engine fills once (KV cache,
+caches of grammars, the allocator's arenas) is filled; then all is closed, the engine is given time to forget it, and
+what it holds is noted. The measured messages follow, and the same again after them. Exit code 1 where the engine was
+gone or another at the end, failed at a request (`engine_error`), kept requests, outputs, blocks or peers, or with --pid
+descriptors or more memory than --memory says, or where the honest client waited too long or read other tokens than
+before. Nobody else may use the engine meanwhile.
 """
 
 from __future__ import annotations
@@ -87,6 +92,7 @@ MAX_PEERS = 48
 SEND_MS = 200  # for a message to be taken
 BURST = 64  # messages between two looks at the answers
 QUIET_S = 1.0  # without an answer, at the end
+MEMORY_MB = 32  # growth after the warm-up that passes
 WAIT_S = 150.0  # for leases and kept outputs to end
 OVERLOADED = ("overloaded", "rate_limited")
 
@@ -260,7 +266,6 @@ class Peers:
             self.read()
 
     def close(self) -> None:
-        self.read()
         for socket in self._sockets.values():
             socket.close(0)
         self._sockets.clear()
@@ -333,10 +338,30 @@ class Report:
     lines: list[str]
 
 
-def run(address: str, seed: int, count: int, *, pid: int = 0, bound_s: float = 10.0, wait_s: float = WAIT_S) -> Report:
-    """Send the messages of a seed. `pid`: of the engine, whose memory and descriptors are told."""
+class Usage(NamedTuple):
+    """What the engine's process holds."""
+
+    memory_mb: int
+    descriptors: int
+
+    def __str__(self) -> str:
+        return f"{self.memory_mb} MB and {self.descriptors} descriptors"
+
+
+def run(
+    address: str,
+    seed: int,
+    count: int,
+    *,
+    warm_up: int = 0,
+    pid: int = 0,
+    bound_s: float = 10.0,
+    wait_s: float = WAIT_S,
+    memory_mb: int = MEMORY_MB,
+) -> Report:
+    """Send the messages of a seed, after `warm_up` messages of another. `pid`: of the engine, whose memory and
+    descriptors are told; the former may grow by `memory_mb`."""
     client = Client(address, name="honest")
-    peers = Peers(address)
     try:
         epoch = client.connect(30.0).epoch
         honest = Honest(client)
@@ -344,27 +369,26 @@ def run(address: str, seed: int, count: int, *, pid: int = 0, bound_s: float = 1
         began = time.monotonic()
         honest.ask()
         alone_s = time.monotonic() - began
+        peers_before = client.admin("stats")["peers"]
+        usages = {"at first": _usage(pid)}
+        failures: list[str] = []
+        if warm_up:
+            warm_answers = Peers(address)
+            _send_all(warm_answers, honest, messages(~seed, warm_up), bound_s)
+            warm_answers.close()
+            _settled(client, wait_s, peers_before, pid, usages["at first"])
+            failures += warm_answers.failures
+            usages["after the warm-up"] = _usage(pid)
         before = _usage(pid)
-        stop = threading.Event()
-        asking = threading.Thread(target=honest.run, args=(stop, bound_s))
-        asking.start()
+        peers = Peers(address)
         began = time.monotonic()
-        try:
-            for number, message in enumerate(messages(seed, count)):
-                peers.send(message)
-                if number % BURST == 0:
-                    peers.read()
-                    client.ping()  # the next burst when the engine has turned
-            peers.drain()
-        finally:
-            took_s = time.monotonic() - began
-            stop.set()
-            asking.join(120.0)
-        time.sleep(0.5)
-        busy = _usage(pid)
+        _send_all(peers, honest, messages(seed, count), bound_s)
+        took_s = time.monotonic() - began
+        usages["at the last message"] = _usage(pid)
         peers.close()
-        faults = [*honest.faults, *(f"engine_error: {failure}" for failure in peers.failures)]
-        stats = _settled(client, wait_s)
+        failures += peers.failures
+        faults = [*honest.faults, *(f"engine_error: {failure}" for failure in failures)]
+        stats = _settled(client, wait_s, peers_before, pid, before)
         if client.connect(30.0).epoch != epoch:
             faults.append("the engine is another process than at the start")
         for name, value in stats.items():
@@ -372,49 +396,87 @@ def run(address: str, seed: int, count: int, *, pid: int = 0, bound_s: float = 1
                 faults.append(f"{name} is {value} at the end")
         if honest.ask() != honest.expected:
             faults.append("the honest client reads other tokens at the end")
+        after = usages["at the end"] = _usage(pid)
+        if before and after and after.memory_mb - before.memory_mb > memory_mb:
+            faults.append(f"memory grew by {after.memory_mb - before.memory_mb} MB, more than {memory_mb}")
+        if pid and after is None:
+            faults.append("the engine's process is gone")
         waits_s = sorted(honest.waits_s) or [0.0]
         lines = [
-            f"{count} messages of seed {seed} in {took_s:.1f} s",
+            f"{count} messages of seed {seed} in {took_s:.1f} s, after {warm_up} to warm up",
             f"honest client: {len(waits_s)} requests, median {waits_s[len(waits_s) // 2]:.2f} s,"
             f" slowest {waits_s[-1]:.2f} s, {honest.refused} told to retry; {alone_s:.2f} s alone",
-            f"engine: {before} before, {busy} at the last message, {_usage(pid)} at the end",
+            "engine: " + ", ".join(f"{usage or '?'} {when}" for when, usage in usages.items()),
+            "left at the end: " + ", ".join(f"{value} {name}" for name, value in stats.items()),
         ]
         return Report(peers.answers, faults, lines)
     finally:
-        peers.close()
         client.close()
 
 
-def _settled(client: Client, wait_s: float) -> dict[str, int]:
-    """What must be zero at the end, after leases have run out."""
+def _send_all(peers: Peers, honest: Honest, sent: Iterator[Sent], bound_s: float) -> None:
+    """Send these messages beside the honest client, and read what comes."""
+    stop = threading.Event()
+    asking = threading.Thread(target=honest.run, args=(stop, bound_s))
+    asking.start()
+    try:
+        for number, message in enumerate(sent):
+            peers.send(message)
+            if number % BURST == 0:
+                peers.read()
+                honest.client.ping()  # the next burst when the engine has turned
+        peers.drain()
+    finally:
+        stop.set()
+        asking.join(120.0)
+
+
+def _settled(client: Client, wait_s: float, peers: int, pid: int, before: Usage | None) -> dict[str, int]:
+    """What must be zero at the end, after leases and kept outputs have run out. `peers` there were."""
     end = time.monotonic() + wait_s
     while True:
         stats = client.admin("stats")
         left = {name: stats[name] for name in ("active_requests", "running_requests", "waiting_requests")}
-        left |= {"used_pages": stats["cache"]["used_pages"], "other peers": stats["peers"] - 1}
+        left |= {
+            "used_pages": stats["cache"]["used_pages"],
+            "kept outputs": stats["held"]["outputs"],
+            "other peers": stats["peers"] - peers,
+        }
+        if before is not None and (usage := _usage(pid)) is not None:
+            left["more descriptors"] = max(0, usage.descriptors - before.descriptors)
         if not any(left.values()) or time.monotonic() > end:
             return left | {"failed_steps": stats["failed_steps"]}
         time.sleep(0.5)
 
 
-def _usage(pid: int) -> str:
-    if not pid:
-        return "?"
-    with contextlib.suppress(OSError):
-        found = re.search(r"VmRSS:\s+(\d+)", Path(f"/proc/{pid}/status").read_text())
-        return f"{int(found[1]) // 1024 if found else 0} MB and {len(os.listdir(f'/proc/{pid}/fd'))} descriptors"
-    return "gone"
+def _usage(pid: int) -> Usage | None:
+    """None: nobody's, or that process is gone."""
+    if pid:
+        with contextlib.suppress(OSError):
+            found = re.search(r"VmRSS:\s+(\d+)", Path(f"/proc/{pid}/status").read_text())
+            return Usage(int(found[1]) // 1024 if found else 0, len(os.listdir(f"/proc/{pid}/fd")))
+    return None
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--address", required=True, help="of the engine: its wire.socket")
     parser.add_argument("--frames", type=int, default=100_000, help="messages to send")
+    parser.add_argument("--warm-up", type=int, default=30_000, help="messages to send before these")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--pid", type=int, default=0, help="of the engine, whose memory and descriptors are told")
     parser.add_argument("--bound", type=float, default=10.0, help="longest that the honest client may wait, in seconds")
+    parser.add_argument("--memory", type=int, default=MEMORY_MB, help="MB that the engine may grow by after warm-up")
     wanted = parser.parse_args()
-    report = run(wanted.address, wanted.seed, wanted.frames, pid=wanted.pid, bound_s=wanted.bound)
+    report = run(
+        wanted.address,
+        wanted.seed,
+        wanted.frames,
+        warm_up=wanted.warm_up,
+        pid=wanted.pid,
+        bound_s=wanted.bound,
+        memory_mb=wanted.memory,
+    )
     for name, number in report.answers.most_common():
         print(f"{number:8d}  {name}")
     for line in [*report.faults[:50], *report.lines, f"{len(report.faults)} faults"]:

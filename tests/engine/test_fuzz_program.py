@@ -29,7 +29,16 @@ def fuzz() -> ModuleType:
 
 def test_mutated_messages_harm_neither_the_engine_nor_another_client(fuzz: ModuleType) -> None:
     with run_service(wire={"heartbeat_s": 0.2, "stall_limit_s": 2.0, "resume_ttl_s": 1.0}) as service:
-        report = fuzz.run(address_of(service), seed=7, count=FRAMES, pid=os.getpid(), bound_s=60.0, wait_s=60.0)
+        report = fuzz.run(
+            address_of(service),
+            seed=7,
+            count=FRAMES,
+            warm_up=FRAMES,
+            pid=os.getpid(),
+            bound_s=60.0,
+            wait_s=60.0,
+            memory_mb=256,  # of this process, with the peers in it
+        )
         check_idle(service)
     assert not report.faults
     assert report.answers["Accept"] > 0
