@@ -362,7 +362,8 @@ def run(
     """Send the messages of a seed, after `warm_up` messages of another. `pid`: of the engine, whose memory and
     descriptors are told; the former may grow by `memory_mb`."""
     client = Client(address, name="honest")
-    try:
+    with contextlib.ExitStack() as at_end:
+        at_end.callback(client.close)
         epoch = client.connect(30.0).epoch
         honest = Honest(client)
         honest.expected = honest.ask()
@@ -374,6 +375,7 @@ def run(
         failures: list[str] = []
         if warm_up:
             warm_answers = Peers(address)
+            at_end.callback(warm_answers.close)
             _send_all(warm_answers, honest, messages(~seed, warm_up), bound_s)
             warm_answers.close()
             _settled(client, wait_s, peers_before, pid, usages["at first"])
@@ -381,6 +383,7 @@ def run(
             usages["after the warm-up"] = _usage(pid)
         before = _usage(pid)
         peers = Peers(address)
+        at_end.callback(peers.close)
         began = time.monotonic()
         _send_all(peers, honest, messages(seed, count), bound_s)
         took_s = time.monotonic() - began
@@ -410,8 +413,6 @@ def run(
             "left at the end: " + ", ".join(f"{value} {name}" for name, value in stats.items()),
         ]
         return Report(peers.answers, faults, lines)
-    finally:
-        client.close()
 
 
 def _send_all(peers: Peers, honest: Honest, sent: Iterator[Sent], bound_s: float) -> None:

@@ -127,7 +127,7 @@ def accepted_monitor(watched: zmq.Socket[bytes]) -> zmq.Socket[bytes]:
     """A PAIR that reports the descriptor of each connection that `watched` accepts, and of each that it has closed."""
     address = f"inproc://accepted-{secrets.token_hex(8)}"
     watched.monitor(address, int(_ACCEPTED_EVENTS))
-    monitor = watched.context.socket(zmq.PAIR)
+    monitor: zmq.Socket[bytes] = watched.context.socket(zmq.PAIR)
     monitor.setsockopt(zmq.RCVHWM, 0)  # libzmq's own thread would wait at a full pipe
     monitor.setsockopt(zmq.LINGER, 0)
     monitor.connect(address)
