@@ -108,7 +108,7 @@ class WebsocketFrontEnd:
                 Route("/stats", self.stats),
                 Route("/metrics", self.metrics),
                 Route("/", pages.serve),
-                Route("/{name}", pages.serve),
+                Route("/{path:path}", pages.serve),
             ],
             lifespan=self.lifespan,
         )

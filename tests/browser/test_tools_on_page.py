@@ -132,7 +132,7 @@ def test_json_of_a_schema_is_demanded_and_drawn(open_page, engine):
     page = open_page()
     schema = '{"type": "object", "properties": {"name": {"type": "string"}}}'
     set_form(page, schema=schema)
-    assert page.inner_text("#modes") == "JSON by a schema"
+    assert page.inner_text("#modes") == "JSON with a schema"
     ask(page, "json")
     finish(page)
     kind, source, *_ = engine.submitted[0].grammar

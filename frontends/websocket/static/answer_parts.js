@@ -1,7 +1,7 @@
 // @ts-check
 /** What an answer may hold beside text: thoughts, tool calls with their results, and JSON. Text enters as text only. */
 
-import { codeElement, icon, make } from "./markdown.js";
+import { codeElement, icon, make } from "./elements.js";
 
 const ONE_LINE = 72;
 const JSON_TOKEN = /("(?:\\.|[^"\\])*")(\s*:)?|-?\d+(?:\.\d+)?(?:[eE][+-]?\d+)?|\b(?:true|false|null)\b/g;
@@ -55,7 +55,7 @@ export function drawReasoning(element, text, thinking) {
   if (element._thinking !== thinking) {
     element._thinking = thinking;
     element.firstChild.open = thinking;
-    summary.textContent = thinking ? "Thinking" : "Thoughts";
+    summary.textContent = thinking ? "Thinking…" : "Reasoning";
   }
   thought.textContent = text;
 }
@@ -71,7 +71,7 @@ export function drawCalls(element, calls, results, give) {
   const inputs = [];
   for (const call of calls) {
     const card = make("section", "call");
-    card.setAttribute("aria-label", `Call of ${call.name}`);
+    card.setAttribute("aria-label", `Call to ${call.name}`);
     const head = make("div", "call-head");
     head.append(icon("tool"), make("strong", "", call.name), make("span", "", stateOf(call, results, give)));
     card.append(head, jsonElement(pretty(call.arguments, ONE_LINE), "arguments"));
@@ -91,8 +91,8 @@ export function drawCalls(element, calls, results, give) {
 
 function stateOf(call, results, give) {
   if (results.has(call.id)) return "called";
-  if (give) return "waits for its result";
-  return isJson(call.arguments) ? "" : "not complete";
+  if (give) return "waiting for a result";
+  return isJson(call.arguments) ? "" : "incomplete";
 }
 
 function resultOf(text) {
@@ -104,7 +104,7 @@ function resultInput(call, inputs) {
   const input = make("textarea");
   input.required = true;
   input.rows = 2;
-  input.placeholder = `What ${call.name} gives back`;
+  input.placeholder = `Enter the result of ${call.name}`;
   input.addEventListener("keydown", (event) => {
     if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
     event.preventDefault();

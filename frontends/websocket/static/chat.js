@@ -3,16 +3,17 @@
 
 import { InferEngineError, InferEngineSocket, addToolCalls } from "./client.js";
 import { ConversationList } from "./conversation_list.js";
+import { copyText } from "./copy_text.js";
+import { make } from "./elements.js";
 import { EngineLine } from "./engine_line.js";
 import { formOptions, readTools, turnsOf } from "./form.js";
-import { make } from "./markdown.js";
 import { MessageList } from "./messages.js";
 import { Panel } from "./panel.js";
 import { SettingsDrawer } from "./settings.js";
 import { Store, paramsOf } from "./store.js";
 
 const EXAMPLES = [
-  ["A question about itself", "Who are you?"],
+  ["About the model", "Who are you?"],
   ["A short story", "Tell me a story about a fox"],
   ["How serving works", "What is continuous batching?"],
   ["Text to JSON", "Extract the name and city as JSON: My name is Anna and I live in Lisbon."],
@@ -118,7 +119,7 @@ function answer(conversation) {
     options = formOptions(settings, conversation.messages.at(-1)?.role === "tool");
   } catch (error) {
     options = null;
-    message.failure = { message: sentence(error.message), remedy: "It is under Parameters, Form of the answer." };
+    message.failure = { message: sentence(error.message), remedy: "Correct it under Parameters, Answer format." };
   }
   conversation.messages.push(message);
   store.touch(conversation);
@@ -166,7 +167,7 @@ async function follow(conversation, message, generation, started) {
   if (conversation === current) {
     draw();
     const waits = message.finishReason === "tool_calls";
-    $("live").textContent = message.failure ? "The answer failed." : waits ? "Tools are called." : "Answer complete.";
+    $("live").textContent = message.failure ? "The answer failed." : waits ? "The model called tools." : "Answer complete.";
   } else drawConversations();
 }
 
@@ -183,7 +184,7 @@ function figuresOf({ usage, timings }, started, first) {
 
 function remedyOf(error) {
   if (error.retryAfterSeconds) return `Try again in ${Math.ceil(error.retryAfterSeconds)} s.`;
-  return error.field ? `${error.remedy} It is ${error.field}.` : error.remedy;
+  return error.field ? `${error.remedy} Field: ${error.field}.` : error.remedy;
 }
 
 function sentence(text) {
@@ -226,12 +227,12 @@ function grow() {
 function drawModes() {
   const { json, schema, tools } = store.settings;
   const modes = [];
-  if (json) modes.push([schema.trim() ? "JSON by a schema" : "JSON", "json"]);
+  if (json) modes.push([schema.trim() ? "JSON with a schema" : "JSON", "json"]);
   try {
     const { length } = readTools(tools);
     if (length) modes.push([length === 1 ? "1 tool" : `${length} tools`, "tools"]);
   } catch {
-    modes.push(["Tools are not valid", "tools"]);
+    modes.push(["Invalid tools", "tools"]);
   }
   const buttons = modes.map(([text, field]) => {
     const button = make("button", "", text);
@@ -277,10 +278,9 @@ document.addEventListener("keydown", (event) => {
 // -- page -----------------------------------------------------------------------------------------------------------
 
 async function copy(text, button) {
-  try {
-    await navigator.clipboard.writeText(text);
-  } catch {
-    return; // no permission, or not a secure context
+  if (!(await copyText(text))) {
+    $("live").textContent = "The browser does not allow copying.";
+    return;
   }
   const use = button.querySelector("use");
   const before = use.getAttribute("href");

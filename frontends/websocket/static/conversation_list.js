@@ -1,7 +1,7 @@
 // @ts-check
 /** The list of conversations. What opening and deleting do is decided in chat.js. */
 
-import { icon, make } from "./markdown.js";
+import { icon, make } from "./elements.js";
 
 export class ConversationList {
   /** `actions`: open(conversation), remove(conversation). */

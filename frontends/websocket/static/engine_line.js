@@ -1,14 +1,14 @@
 // @ts-check
-/** The line at the top: which model answers, how its engine is, and above the conversation what is wrong. */
+/** The line at the top: the model, the state of its engine, and problems with the connection. */
 
 import { stateText } from "./panel.js";
 
-const BLINK_MS = 700; // a connection that is back sooner is not worth a word
+const BLINK_MS = 700; // a connection that returns sooner is not reported
 const PROBLEM_MS = 8000;
-const LOST = "The connection was lost. Trying again by itself.";
+const LOST = "The connection was lost. Reconnecting automatically.";
 const NEVER_THERE = "This page cannot connect. If the server asks for an API key, enter it under Parameters.";
-const AWAY = "The engine is not reachable. Start it with “inferengine up”; this page notices by itself.";
-const STOPPING = "The engine is about to stop: running answers finish, new ones have to wait.";
+const AWAY = "The engine is not running. Start it with “inferengine up”. This page then connects automatically.";
+const STOPPING = "The engine is shutting down. Running answers are finished; new requests are refused.";
 
 export class EngineLine {
   constructor(document, engine, panel) {
@@ -32,14 +32,14 @@ export class EngineLine {
     this._find("model-state").textContent = state === "READY" ? "" : open ? `${stateText(state)}${share}` : "";
     if (model) {
       this._find("empty-note").textContent = model.chat === false
-        ? `${model.name} has no chat template: it goes on with your text instead of answering it.`
-        : `Answers come from ${model.name}, served by this engine.`;
+        ? `${model.name} has no chat template. It continues your text instead of answering.`
+        : `Your messages are answered by ${model.name}, which runs on this server.`;
     }
     this._panel.showState(open ? state : "UNAVAILABLE");
     this._showTrouble(open, state);
   }
 
-  /** A problem that belongs to no answer: told for a while. */
+  /** Show a problem that belongs to no answer for a few seconds. */
   tell(text) {
     clearTimeout(this._timer);
     this._notice(text);

@@ -7,7 +7,7 @@ const FORCED = ["auto", "required", "none"];
 export const EXAMPLE_TOOLS = [
   {
     name: "get_weather",
-    description: "The weather of a city",
+    description: "Get the weather of a city",
     parameters: {
       type: "object",
       properties: {
@@ -26,7 +26,7 @@ export function readTools(text) {
   const list = [parse(text)].flat();
   const tools = list.map((item) => {
     const declared = item?.function ?? item;
-    if (!NAME.test(declared?.name ?? "")) throw new Error("Each tool needs a name of letters, digits, _, - and .");
+    if (!NAME.test(declared?.name ?? "")) throw new Error("Each tool needs a name of up to 128 letters, digits, “_”, “-” and “.”.");
     return { type: "function", function: declared };
   });
   const names = namesOf(tools);
@@ -42,7 +42,7 @@ export function namesOf(tools) {
 export function readSchema(text) {
   if (!text.trim()) return null;
   const schema = parse(text);
-  if (schema === null || typeof schema !== "object" || Array.isArray(schema)) throw new Error("A schema is a JSON object.");
+  if (schema === null || typeof schema !== "object" || Array.isArray(schema)) throw new Error("A schema must be a JSON object.");
   return schema;
 }
 

@@ -2,7 +2,10 @@
 /** One conversation on the page: builds and updates its messages. What the buttons do is decided in chat.js. */
 
 import { drawCalls, drawReasoning, isJson, jsonElement, pretty } from "./answer_parts.js";
-import { icon, make, renderMarkdown } from "./markdown.js";
+import { icon, make } from "./elements.js";
+import { renderMarkdown } from "./render_markdown.js";
+
+const MAX_DRAWING_SHARE = 0.3; // of the time, while an answer streams
 
 export class MessageList {
   /** `actions`: copy(text, button), edit(index, text), retry(index), giveResults(results). */
@@ -10,7 +13,8 @@ export class MessageList {
     this._log = log;
     this._actions = actions;
     this._views = [];
-    this._frame = null;
+    this._isPlanned = false;
+    this._nextDraw = 0;
     this._dirty = new Set();
   }
 
@@ -24,16 +28,25 @@ export class MessageList {
     this._log.replaceChildren(...this._views.filter(({ message }) => message.role !== "tool").map((view) => view.element));
   }
 
-  /** Draw the last message again, at most once for each frame of the screen. */
+  /** Draw the last message again, at most once for each frame of the screen, and less often where drawing is slow. */
   updateLast(message) {
     this._dirty.add(message);
-    this._frame ??= requestAnimationFrame(() => {
-      this._frame = null;
-      const view = this._views.at(-1);
-      if (view && this._dirty.has(view.message)) this._drawAnswer(view, true);
-      this._dirty.clear();
-      this.onDrawn?.();
-    });
+    if (this._isPlanned) return;
+    this._isPlanned = true;
+    const wait = this._nextDraw - performance.now();
+    if (wait > 0) setTimeout(() => requestAnimationFrame(() => this._drawLast()), wait);
+    else requestAnimationFrame(() => this._drawLast());
+  }
+
+  _drawLast() {
+    const start = performance.now();
+    this._isPlanned = false;
+    const view = this._views.at(-1);
+    if (view && this._dirty.has(view.message)) this._drawAnswer(view, true);
+    this._dirty.clear();
+    this.onDrawn?.();
+    const end = performance.now();
+    this._nextDraw = end + (end - start) * (1 / MAX_DRAWING_SHARE - 1);
   }
 
   _build(message, index, busy) {
@@ -61,7 +74,7 @@ export class MessageList {
     drawReasoning(reasoning, message.reasoning ?? "", busy && !content && !toolCalls.length);
     if (content && (message.json ? !toolCalls.length : !busy && isJson(content))) {
       body.replaceChildren(jsonElement(busy ? content : pretty(content)));
-    } else renderMarkdown(body, content);
+    } else renderMarkdown(body, content, { streaming: busy });
     body.hidden = !content && (toolCalls.length > 0 || !busy);
     const waits = !busy && index === this._last && message.finishReason === "tool_calls";
     drawCalls(calls, toolCalls, this._results, waits ? this._actions.giveResults : null);

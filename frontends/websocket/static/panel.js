@@ -6,7 +6,7 @@ import { formatMs, formatRate } from "./messages.js";
 const HISTORY = 60;
 const WIDTH = 120;
 const HEIGHT = 36;
-const STATES = { READY: "ready", STARTING: "starting", DRAINING: "finishing its work", STOPPING: "stopping", UNAVAILABLE: "not reachable" };
+const STATES = { READY: "ready", STARTING: "starting", DRAINING: "finishing running requests", STOPPING: "stopping", UNAVAILABLE: "not reachable" };
 
 export class Panel {
   constructor(document) {

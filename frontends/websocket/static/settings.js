@@ -89,7 +89,7 @@ export class SettingsDrawer {
   _tellNumbers() {
     for (const output of this._form.querySelectorAll("output")) {
       const input = this._form.elements.namedItem(output.htmlFor[0]);
-      output.textContent = `${"own" in input.dataset ? "the model’s own, " : ""}${Number(input.value).toFixed(2)}`;
+      output.textContent = `${"own" in input.dataset ? "model default, " : ""}${Number(input.value).toFixed(2)}`;
     }
   }
 
