@@ -41,6 +41,27 @@ CALLS = (
     '{"name": "get_weather", "arguments": {"city": "Lisbon", "unit": "celsius"}}\n</tool_call>\n'
     '<tool_call>\n{"name": "get_weather", "arguments": {"city": "' + EVIL.replace('"', "") + '"}}\n</tool_call>'
 )
+CODE = """```python
+@cached
+class Point(Base):
+    \"\"\"A point.\"\"\"
+    def norm(self, p=2.5):  # not a comment to miss
+        return f"{self.x}" if self is None else print(r"\\d+")
+```
+```html
+<a href="x" class='y'>text &amp; more</a>
+```
+```diff
+- old
++ new
+```
+```bash
+export HOME=$PWD && echo "done $1" | grep -c x
+```
+```css
+.a > #b:hover { color: #fff; width: calc(1px + 2em) }
+```
+"""
 JSON_ANSWER = '{"name": "Anna", "text": "' + EVIL + '", "age": 31, "ok": true}'
 
 
@@ -53,6 +74,8 @@ def script(prompt: str, choice: int) -> str:
         return f"The tools say: {question}"
     if question.startswith("call"):
         return CALLS
+    if question.startswith("code"):
+        return CODE
     if question.startswith("json"):
         return JSON_ANSWER
     if question.startswith("think"):
@@ -97,7 +120,7 @@ def open_page(chromium, server):
         page = context.new_page()
         page.set_default_timeout(30_000)
         page.on("pageerror", lambda error: problems.append(str(error)))
-        page.on("console", lambda message: _note(message, problems))
+        page.on("console", lambda message: note_problem(message, problems))
         page.goto(server.url)
         page.wait_for_selector("#engine-dot[data-state=READY]")
         return page
@@ -108,7 +131,7 @@ def open_page(chromium, server):
     assert problems == []
 
 
-def _note(message: Any, problems: list[str]) -> None:
+def note_problem(message: Any, problems: list[str]) -> None:
     """Errors of scripts and of the content security policy; a socket that cannot connect is the test's own doing."""
     if message.type == "error" and "WebSocket connection" not in message.text:
         problems.append(message.text)

@@ -6,8 +6,9 @@ import random
 
 import pytest
 
-from tests.browser.conftest import MARKDOWN
+from tests.browser.conftest import MARKDOWN, note_problem, script
 from tests.browser.reading import CONTRAST, ask, finish
+from tests.frontends.websocket.builders import make_engine, serving
 
 pytestmark = pytest.mark.browser
 
@@ -24,14 +25,11 @@ DRAW = """async ([text, options]) => {
 
 @pytest.fixture(scope="module")
 def page(chromium, tmp_path_factory):
-    from tests.browser.conftest import _note, script
-    from tests.frontends.websocket.builders import make_engine, serving
-
     problems: list[str] = []
     with make_engine(tmp_path_factory.mktemp("engine"), script) as engine, serving(engine) as server:
         page = chromium.new_page()
         page.on("pageerror", lambda error: problems.append(str(error)))
-        page.on("console", lambda message: _note(message, problems))
+        page.on("console", lambda message: note_problem(message, problems))
         page.goto(server.url)
         yield page
         page.close()

@@ -17,15 +17,24 @@ const INLINE = [
   { form: new RegExp(String.raw`^\\\[(${NO_BLANK_LINE}+?)\\\]`), display: true },
   { form: new RegExp(String.raw`^\\\((${NO_BLANK_LINE}+?)\\\)`), display: false },
 ];
-const DOLLARS = /^\$((?:\\[\s\S]|[^\\$`])+)\$(?![\d$])/;
+const DOLLARS = /^\$((?:\\[\s\S]|[^\\$`])+)\$(?![\d$]|[A-Z_]{2})/; // nor $HOME/$USER
 const PRICE = /^\d[\d.,]*[kKmMbB%]?\s+\p{L}{2,}/u; // "$5 and 10$": an amount, not a formula
 const ANY_INLINE = /\$\$?(?:\\[\s\S]|[^\\$`])+\$\$?|\\\((?:(?!\\\))[\s\S])+\\\)/g;
 
-/** The marked extension. `isStreaming()`: show the source of a block that is not closed yet. */
+/** The marked extension. `isStreaming()`: a formula that is open at the end of the text is a block of its own. */
 export function mathExtension(isStreaming) {
   return {
     extensions: [
-      { name: "blockMath", level: "block", start: startOfBlock, tokenizer: (source) => readBlock(source, isStreaming()), renderer: placeholder },
+      {
+        name: "blockMath",
+        level: "block",
+        start: startOfBlock,
+        tokenizer(source, tokens) {
+          const isTopLevel = tokens === this.lexer.tokens; // the end of a list item is not the end of the text
+          return readBlock(source, isTopLevel && isStreaming());
+        },
+        renderer: placeholder,
+      },
       { name: "inlineMath", level: "inline", start: startOfInline, tokenizer: readInline, renderer: placeholder },
     ],
     // `*` and `_` inside of a formula are no emphasis; the mask must keep its length.
@@ -38,10 +47,10 @@ function startOfBlock(source) {
   return found ? found.index + (found[0].startsWith("\n") ? 1 : 0) : undefined;
 }
 
-function readBlock(source, streaming) {
+function readBlock(source, mayStayOpen) {
   const found = BLOCK.exec(source);
   if (found) return token("blockMath", found[0], found[1] ?? found[2], true);
-  if (streaming && OPEN_BLOCK.test(source)) return { type: "blockMath", raw: source, text: source, display: true, open: true };
+  if (mayStayOpen && OPEN_BLOCK.test(source)) return { type: "blockMath", raw: source, text: source, open: true };
   return undefined;
 }
 

@@ -15,6 +15,7 @@ const MAX_COLOURED_CHARACTERS = 50_000;
 const TAG = /<!--[\s\S]*?(?:-->|$)|<(\/?)([a-zA-Z][\w-]*)((?:\s[^<>]*)?\/?)>/g;
 const MARKERS_ONLY = /^[ \t>]*(?:(?:[-+*=_#~`|:$\\[\]!<]+|\d{1,9}[.)]?)(?: \[[ xX]?\]?)?)?[ \t]*$/;
 const FENCE = /^[ \t>]*(?:```|~~~)/m;
+const DEFINITION = /^[ >]*\[[^\]\n]+\]:/m; // of a link: it also counts for text before it
 const CODE_SPAN = /(`+)[^`]+\1(?!`)/g;
 const OPEN_LINK = /!?\[([^[\]]*)\]\([^()\s]*$/;
 
@@ -51,7 +52,7 @@ export function renderMarkdown(element, text, options = {}) {
   let read = readBlocks(source.slice(settled.length), settled ? before.links : {});
   const linksChanged = JSON.stringify(read.links) !== JSON.stringify(before.links);
   if (linksChanged && settled) {
-    [settled, numSettled] = ["", 0]; // a new `[name]: address` also counts for earlier text
+    [settled, numSettled] = ["", 0];
     read = readBlocks(source, {});
   }
   const blocks = drawBlocks(element, before.blocks, numSettled, read.groups, linksChanged);
@@ -60,6 +61,7 @@ export function renderMarkdown(element, text, options = {}) {
     settled += group.source;
     numSettled++;
   }
+  if (DEFINITION.test(source.slice(settled.length))) [settled, numSettled] = ["", 0]; // it may still change
   drawnIn.set(element, { blocks, settled, numSettled, links: read.links });
 }
 
@@ -148,7 +150,7 @@ function closeOpenMarks(source) {
 /** Keep the first `numKept` blocks and those that are as they were; replace the others. */
 function drawBlocks(element, before, numKept, groups, redraw) {
   const blocks = before.slice(0, numKept);
-  const keys = groups.map(({ source, tokens }) => (tokens?.at(-1).open ? `open ${source}` : `${source}`));
+  const keys = groups.map(({ source, tokens }) => (tokens?.at(-1).open ? `open ${source}` : source));
   let same = 0;
   while (!redraw && same < keys.length && before[numKept + same]?.key === keys[same]) blocks.push(before[numKept + same++]);
   for (const { nodes } of before.slice(blocks.length)) for (const node of nodes) node.remove();
