@@ -131,6 +131,20 @@ def open_page(chromium, server):
     assert problems == []
 
 
+@pytest.fixture(scope="module")
+def shared_page(chromium, tmp_path_factory):
+    """One page for all tests of a module that leave it as it was; a blocked resource on it fails the last of them."""
+    problems: list[str] = []
+    with make_engine(tmp_path_factory.mktemp("engine"), script) as engine, serving(engine) as server:
+        page = chromium.new_page()
+        page.on("pageerror", lambda error: problems.append(str(error)))
+        page.on("console", lambda message: note_problem(message, problems))
+        page.goto(server.url)
+        yield page
+        page.close()
+    assert problems == []
+
+
 def note_problem(message: Any, problems: list[str]) -> None:
     """Errors of scripts and of the content security policy; a socket that cannot connect is the test's own doing."""
     if message.type == "error" and "WebSocket connection" not in message.text:

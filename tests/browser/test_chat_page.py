@@ -141,6 +141,24 @@ def test_copy_puts_the_answer_and_the_code_on_the_clipboard(open_page):
     assert page.evaluate("navigator.clipboard.readText()") == MARKDOWN
 
 
+def test_copying_works_without_the_clipboard_api(open_page):
+    """A page on http:// of another machine has no `navigator.clipboard`."""
+    page = open_page(permissions=["clipboard-read", "clipboard-write"])
+    page.evaluate(
+        """() => {
+          const { clipboard } = navigator;
+          window.readClipboard = () => clipboard.readText();
+          Object.defineProperty(navigator, "clipboard", { value: undefined });
+        }"""
+    )
+    ask(page, "markdown")
+    answers(page)
+    page.click("[aria-label='Copy code']")
+    page.wait_for_selector("#live:has-text('Copied.')", state="attached")
+    assert page.evaluate("window.readClipboard()") == 'def hello():\n    return "<b>not bold</b>"'
+    assert page.locator("body > textarea").count() == 0
+
+
 def test_try_again_asks_the_same_and_replaces_the_answer(open_page, engine):
     page = open_page()
     ask(page, "hello")

@@ -6,9 +6,8 @@ import random
 
 import pytest
 
-from tests.browser.conftest import MARKDOWN, note_problem, script
+from tests.browser.conftest import MARKDOWN
 from tests.browser.reading import CONTRAST, ask, finish
-from tests.frontends.websocket.builders import make_engine, serving
 
 pytestmark = pytest.mark.browser
 
@@ -23,17 +22,9 @@ DRAW = """async ([text, options]) => {
 }"""
 
 
-@pytest.fixture(scope="module")
-def page(chromium, tmp_path_factory):
-    problems: list[str] = []
-    with make_engine(tmp_path_factory.mktemp("engine"), script) as engine, serving(engine) as server:
-        page = chromium.new_page()
-        page.on("pageerror", lambda error: problems.append(str(error)))
-        page.on("console", lambda message: note_problem(message, problems))
-        page.goto(server.url)
-        yield page
-        page.close()
-    assert problems == []
+@pytest.fixture
+def page(shared_page):
+    return shared_page
 
 
 def draw(page, text, **options):
@@ -306,7 +297,9 @@ def test_the_cost_of_an_update_does_not_grow_with_the_answer(page):
     assert late < 3 * early + 2
 
 
-@pytest.mark.parametrize("piece", ["> ", "1. ", "- ", "[", "*a ", "**", "$", "$$\n", "`", "<div>", "<!--", "\\(", "|", "_a_"])
+@pytest.mark.parametrize(
+    "piece", ["> ", "1. ", "- ", "[", "*a ", "**", "$", "$$\n", "`", "<div>", "<!--", "\\(", "|", "_a_"]
+)
 def test_hostile_repetition_is_drawn_in_time(page, piece):
     text = piece * (8000 // len(piece))
     took = page.evaluate(

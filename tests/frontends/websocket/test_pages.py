@@ -51,7 +51,9 @@ def test_a_browser_that_has_the_file_gets_no_second_copy(http):
     assert (again.status_code, again.content) == (304, b"")
 
 
-@pytest.mark.parametrize("path", ["/nothing.js", "/..%2fserver.py", "/%2e%2e/server.py", "/static/chat.js", "/.env", "/katex.min.js"])
+@pytest.mark.parametrize(
+    "path", ["/nothing.js", "/..%2fserver.py", "/%2e%2e/server.py", "/static/chat.js", "/.env", "/katex.min.js"]
+)
 def test_nothing_else_is_served(http, path):
     assert http.get(path).status_code == 404
 
