@@ -17,7 +17,7 @@ function copyBySelection(text) {
   const field = document.createElement("textarea");
   field.value = text;
   field.readOnly = true; // no keyboard opens on a phone
-  field.className = "hidden-live";
+  field.className = "copy-field";
   field.setAttribute("aria-hidden", "true");
   document.body.append(field);
   field.select();
