@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.speculation import HEROES, QUESTIONS
 from inferengine.config import load
-from inferengine.engine.model_card import read_model_card
+from inferengine.engine.model_info import read_model_card
 from inferengine.text import ChatTemplate, Tokenizer
 
 ASSETS = Path(__file__).resolve().parents[1] / "inferengine" / "assets"

@@ -37,7 +37,7 @@ from inferengine.config import parse_flags
 from inferengine.core.executor import Capacity, Executor
 from inferengine.core.request import Request
 from inferengine.engine.core import EngineCore
-from inferengine.params import SamplingParams
+from inferengine.sampling_params import SamplingParams
 from inferengine.simulation.cost_model import COSTS_FOLDER, DeviceProfile, StepShape
 from inferengine.simulation.fitting import Fit, fit
 

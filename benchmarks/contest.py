@@ -14,11 +14,11 @@ from benchmarks.device import Clock, raise_failure
 from inferengine.core.executor import Capacity, Executor
 from inferengine.core.grammar import Grammar
 from inferengine.core.request import Request
-from inferengine.core.scheduler import SchedulerOptions
-from inferengine.core.speculation import Proposer
+from inferengine.core.scheduler.scheduler import SchedulerOptions
+from inferengine.core.speculation.controller import Proposer
 from inferengine.engine.core import EngineCore
-from inferengine.params import SamplingParams
-from inferengine.structure import GrammarSpec
+from inferengine.sampling_params import SamplingParams
+from inferengine.structured_output.spec import GrammarSpec
 
 Row = dict[str, Any]
 

@@ -29,9 +29,9 @@ from benchmarks.offline import Bench, environment
 from benchmarks.shapes import SHAPES
 from inferengine.config import load, parse_flags
 from inferengine.core.request import Request
-from inferengine.core.scheduler import SchedulerOptions
+from inferengine.core.scheduler.scheduler import SchedulerOptions
 from inferengine.engine.core import EngineCore
-from inferengine.params import SamplingParams
+from inferengine.sampling_params import SamplingParams
 
 LENGTHS = (7, 64, 65, 130, 200, 257, 301, 400)  # prompt tokens
 OUTPUT_TOKENS = 24

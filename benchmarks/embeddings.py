@@ -20,8 +20,8 @@ from typing import Any
 import torch
 import transformers
 
+from inferengine.config.model_path import EMBEDDED
 from inferengine.llm import LLM
-from inferengine.model_folder import EMBEDDED
 
 BATCH = 32
 

@@ -38,7 +38,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from inferengine.text import fingerprint
 from inferengine.wire import codec, sockets
-from inferengine.wire.credit import CreditWindow
+from inferengine.wire.flow_control import CreditWindow
 from inferengine.wire.messages import (
     READY,
     Accept,
@@ -365,7 +365,7 @@ def main() -> None:
         "machine": {"cpus": os.cpu_count(), "python": platform.python_version(), "system": platform.platform()},
         "load_average": os.getloadavg(),  # of others, before this began: what they take is not ours to show
         "path": arguments.path,
-        "import_s": import_seconds("frontends.http.server"),
+        "import_s": import_seconds("frontends.http.process"),
         "runs": [measure(arguments, *modes[name]) for name in arguments.modes],
     }
     text = json.dumps(results, indent=2)

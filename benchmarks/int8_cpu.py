@@ -24,7 +24,7 @@ import torch
 
 from benchmarks.offline import Bench
 from inferengine.config import Config, load
-from inferengine.kernels import reference
+from inferengine.kernels.reference import ops as reference
 
 
 class Timed:

@@ -21,11 +21,13 @@ from typing import Any
 import torch
 import triton
 
-from inferengine.kernels import activation, norm, rope_cache, sampling
-from inferengine.kernels import cuda as cuda_kernels
-from inferengine.kernels.attention_prefill import prefill_attention
-from inferengine.kernels.reference_sampling import FILTER, RANDOM
-from inferengine.kernels.scratch import Scratch
+from inferengine.kernels.cuda import activation, norm
+from inferengine.kernels.cuda import rope_kv_write as rope_cache
+from inferengine.kernels.cuda import table as cuda_kernels
+from inferengine.kernels.cuda.attention.prefill import prefill_attention
+from inferengine.kernels.cuda.sampling import sample as sampling
+from inferengine.kernels.cuda.split_k import Scratch
+from inferengine.kernels.reference.sampling import FILTER, RANDOM
 
 READ_BYTES_PER_S = 4.45e12
 OPERATIONS_PER_S = 696e12

@@ -41,8 +41,8 @@ from websockets.asyncio.client import ClientConnection, connect
 from inferengine.client import AsyncClient, Finish
 from inferengine.config import parse_flags
 from inferengine.errors import InferEngineError
-from inferengine.params import SamplingParams
-from inferengine.structure import GrammarSpec, read_grammar
+from inferengine.sampling_params import SamplingParams
+from inferengine.structured_output.spec import GrammarSpec, read_grammar
 
 START_S = 120.0
 FAST_FAILURE_S = 11.0  # `up` gives up after five engines in a row that lived shorter than this

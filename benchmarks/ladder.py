@@ -25,9 +25,9 @@ from benchmarks.device import Clock, add_model_arguments, open_executor, raise_f
 from inferengine.config import parse_flags
 from inferengine.core.executor import Capacity, Executor, KVGroup
 from inferengine.core.request import Request
-from inferengine.core.scheduler import SchedulerOptions
+from inferengine.core.scheduler.scheduler import SchedulerOptions
 from inferengine.engine.core import EngineCore
-from inferengine.params import SamplingParams
+from inferengine.sampling_params import SamplingParams
 from inferengine.simulation import plots
 from inferengine.simulation.report import Recorder, percentile, weighted_percentiles
 

@@ -31,14 +31,14 @@ from benchmarks.shapes import SHAPES
 from benchmarks.speculation import HEROES
 from inferengine.config import Config, load, parse_flags
 from inferengine.core.request import Request
-from inferengine.core.roofline import Roofline
-from inferengine.core.scheduler import SchedulerOptions
+from inferengine.core.scheduler.scheduler import SchedulerOptions
+from inferengine.core.speculation.proposers import build_proposer, guess_method
+from inferengine.core.stats import Roofline
 from inferengine.engine.core import EngineCore
-from inferengine.engine.model_card import read_model_card
+from inferengine.engine.model_info import read_model_card
 from inferengine.engine.options import scheduler_options
-from inferengine.params import SamplingParams
-from inferengine.runtime.factory import build_executor
-from inferengine.spec.proposers import build_proposer, guess_method
+from inferengine.executor.factory import build_executor
+from inferengine.sampling_params import SamplingParams
 from inferengine.text import ChatTemplate, Tokenizer
 
 Row = dict[str, Any]
@@ -228,7 +228,7 @@ def environment(bench: Bench) -> Row:
 
 
 def share(core: EngineCore, phase: str) -> float | None:
-    """Of the roofline, as the engine itself counts it (core/roofline.py)."""
+    """Of the roofline, as the engine itself counts it (core/stats.py)."""
     return core.roofline.shares().get(phase) if core.roofline is not None else None
 
 

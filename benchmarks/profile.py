@@ -4,7 +4,7 @@ python -m benchmarks.profile --shape llama-3.1-8b --batches 1 64 256 --prompt-to
 
 Decodes at a steady batch under torch's profiler, which sees the kernels inside CUDA graphs; `--trace` keeps the Chrome
 traces. `idle` is the share of the time between the first kernel's start and the last one's end in which no kernel runs.
-`roofline` is the engine's own figure (core/roofline.py), of steps of the same batch before the profiler begins, which
+`roofline` is the engine's own figure (core/stats.py), of steps of the same batch before the profiler begins, which
 slows them a little. `step_us` is theirs too. For an engine that serves already: `inferengine profile`.
 """
 
@@ -21,7 +21,7 @@ from typing import Any
 
 from benchmarks.offline import Bench, environment
 from benchmarks.shapes import SHAPES
-from inferengine.commands.trace_summary import lines, summarize
+from inferengine.cli.trace_summary import lines, summarize
 from inferengine.config import load, parse_flags
 from inferengine.engine.core import EngineCore
 

@@ -18,16 +18,16 @@ from typing import Any
 import torch
 import torch.nn.functional as functional
 
-from inferengine.kernels import quantized
-from inferengine.kernels.norm import rms_norm
-from inferengine.kernels.quantized import BlockTuning, VectorTuning
-from inferengine.kernels.quantized_fragments import FragmentTuning, fragment_product
-from inferengine.kernels.quantized_nibble_tiles import NibbleTuning, nibble_tile_product
-from inferengine.kernels.row_stream import stream_product, stream_shape
-from inferengine.kernels.scratch import Scratch
-from inferengine.quant import cuda
-from inferengine.quant.schemes import MADE
-from inferengine.quant.weight import INT4
+from inferengine.kernels.cuda.gemm import w8 as quantized
+from inferengine.kernels.cuda.gemm.gemv_hopper.launch import stream_product, stream_shape
+from inferengine.kernels.cuda.gemm.w4_small_m import FragmentTuning, fragment_product
+from inferengine.kernels.cuda.gemm.w4_tiles import NibbleTuning, nibble_tile_product
+from inferengine.kernels.cuda.gemm.w8 import BlockTuning, VectorTuning
+from inferengine.kernels.cuda.norm import rms_norm
+from inferengine.kernels.cuda.split_k import Scratch
+from inferengine.quantization import cuda
+from inferengine.quantization.schemes import MADE
+from inferengine.quantization.weight import INT4
 
 RING_BYTES = 256 << 20
 

@@ -19,7 +19,7 @@ from typing import Any
 from benchmarks.contest import Contestant, Job, Row, compete, figures, ratio
 from benchmarks.device import Clock, add_model_arguments, open_executor, plain_options
 from inferengine.config import parse_flags
-from inferengine.params import SamplingParams
+from inferengine.sampling_params import SamplingParams
 
 FILTERS: dict[str, Any] = {"temperature": 0.8, "top_p": 0.9, "top_k": 40, "min_p": 0.02}
 PENALTIES: dict[str, Any] = {"repetition_penalty": 1.1, "presence_penalty": 0.3, "frequency_penalty": 0.2}

@@ -17,10 +17,10 @@ from array import array
 from pathlib import Path
 
 from inferengine.core.executor import Capacity, KVGroup
-from inferengine.core.plan import StepResult
 from inferengine.core.request import Request
-from inferengine.core.scheduler import Scheduler, SchedulerOptions
-from inferengine.params import SamplingParams
+from inferengine.core.scheduler.scheduler import Scheduler, SchedulerOptions
+from inferengine.core.step_plan import StepResult
+from inferengine.sampling_params import SamplingParams
 
 PARAMS = SamplingParams(ignore_eos=True)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 
-from inferengine.cli import main
+from inferengine.cli.main import main
 
 if __name__ == "__main__":
     words = sys.argv[1:]

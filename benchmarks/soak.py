@@ -35,9 +35,9 @@ from typing import Any
 from benchmarks.http_relay import memory_mib, tokenizer_files, wait_ready
 from benchmarks.websocket_relay import HANDSHAKE, frame
 from inferengine.config import Config
-from inferengine.engine.model_card import ModelCard
+from inferengine.engine.model_info import ModelCard
 from inferengine.engine.service import EngineService
-from inferengine.engine.simulator import SimulatedExecutor, make_capacity
+from inferengine.simulation.executor import SimulatedExecutor, make_capacity
 from inferengine.text import fingerprint
 
 HTTP_PORT, WS_PORT = 8941, 8942

@@ -23,9 +23,9 @@ from typing import Any
 from benchmarks.contest import Contestant, Entrant, Job, Row, compete, figures, ratio, same_outputs
 from benchmarks.device import Clock, add_model_arguments, open_executor, plain_options
 from inferengine.config import load, parse_flags
-from inferengine.engine.model_card import read_model_card
-from inferengine.params import SamplingParams
-from inferengine.spec.proposers import PROPOSERS
+from inferengine.core.speculation.proposers import PROPOSERS
+from inferengine.engine.model_info import read_model_card
+from inferengine.sampling_params import SamplingParams
 from inferengine.text import ChatTemplate, Tokenizer
 
 MAX_RUNNING = 16  # where the configuration does not say

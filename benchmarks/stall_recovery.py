@@ -22,11 +22,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.shapes import SHAPES
-from inferengine.cli import main as inferengine
+from inferengine.cli.main import main as inferengine
 from inferengine.client import AsyncClient
 from inferengine.config import parse_flags
 from inferengine.errors import InferEngineError
-from inferengine.params import SamplingParams
+from inferengine.sampling_params import SamplingParams
 
 START_S = 300.0
 GONE_S = 120.0  # an outage longer than this is a failure
@@ -47,7 +47,7 @@ def run_engine(marker: Path) -> int:
     """`inferengine engine`, whose next step hangs once `marker` is there. The file is removed then."""
     import torch
 
-    from inferengine.runtime.runner import TorchExecutor
+    from inferengine.executor.torch_executor import TorchExecutor
 
     execute = TorchExecutor.execute
 
@@ -66,7 +66,7 @@ def run_engine(marker: Path) -> int:
 
 def run_up(marker: Path, words: list[str]) -> int:
     """`inferengine up` with that engine."""
-    from inferengine.commands import up
+    from inferengine.cli import up
 
     spec = up._spec
 

@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 from benchmarks.shapes import SHAPES
 from inferengine.client import Client
 from inferengine.config import parse_flags
-from inferengine.params import SamplingParams
+from inferengine.sampling_params import SamplingParams
 
 TIMEOUT_S = 300.0
 PROMPT_TOKENS = 128

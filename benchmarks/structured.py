@@ -19,10 +19,10 @@ from typing import Any
 from benchmarks.contest import Contestant, Job, Row, compete, figures, ratio
 from benchmarks.device import Clock, add_model_arguments, open_executor, plain_options
 from inferengine.config import load, parse_flags
-from inferengine.engine.model_card import read_model_card
-from inferengine.params import SamplingParams
-from inferengine.structure import GrammarSpec
-from inferengine.structured.compiler import GrammarCompiler
+from inferengine.engine.model_info import read_model_card
+from inferengine.sampling_params import SamplingParams
+from inferengine.structured_output.compiler import GrammarCompiler
+from inferengine.structured_output.spec import GrammarSpec
 
 PERSON = {
     "type": "object",

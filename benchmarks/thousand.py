@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import Any
 
 from inferengine.core.request import Request
-from inferengine.core.scheduler import SchedulerOptions
+from inferengine.core.scheduler.scheduler import SchedulerOptions
 from inferengine.engine.core import EngineCore
-from inferengine.engine.simulator import SimulatedExecutor, make_capacity
-from inferengine.params import SamplingParams
+from inferengine.sampling_params import SamplingParams
 from inferengine.simulation import plots
+from inferengine.simulation.executor import SimulatedExecutor, make_capacity
 from inferengine.simulation.report import Recorder, distribution, interval_distribution
 from inferengine.simulation.workload import SyntheticWorkload, WorkloadOptions
 

@@ -185,7 +185,7 @@ def main() -> None:
         "machine": {"cpus": os.cpu_count(), "python": platform.python_version(), "system": platform.platform()},
         "load_average": os.getloadavg(),  # of others, before this began: what they take is not ours to show
         "tokens": tokens,
-        "import_s": import_seconds("frontends.websocket.server"),
+        "import_s": import_seconds("frontends.websocket.process"),
         "runs": [
             measure(arguments, "paced", step_s, arguments.port, streams, tokens),
             measure(arguments, "paced, few", step_s / 4, arguments.port + 2, streams // 4, 4 * tokens),

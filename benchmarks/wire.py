@@ -26,16 +26,16 @@ from typing import Any
 import zmq
 
 from inferengine.config import Config
-from inferengine.core.scheduler import StepOutput
-from inferengine.core.stopping import Finished
-from inferengine.engine.endpoint import Endpoint
-from inferengine.engine.lifecycle import Lifecycle
-from inferengine.engine.outbox import Outbox
-from inferengine.engine.output_log import Submission
-from inferengine.engine.peer import Peer
-from inferengine.engine.telemetry import Telemetry
-from inferengine.engine.wire_thread import WireThread
-from inferengine.params import SamplingParams
+from inferengine.core.scheduler.scheduler import StepOutput
+from inferengine.core.sequence import Finished
+from inferengine.engine.io.connection import Peer
+from inferengine.engine.io.endpoint import Endpoint
+from inferengine.engine.io.output_log import Submission
+from inferengine.engine.io.publisher import Outbox
+from inferengine.engine.io.thread import WireThread
+from inferengine.engine.metrics.counters import Telemetry
+from inferengine.engine.state import Lifecycle
+from inferengine.sampling_params import SamplingParams
 from inferengine.wire import codec, sockets
 from inferengine.wire.messages import Credit, Hello, Step
 

@@ -13,7 +13,7 @@ def __getattr__(name: str) -> Any:
 
         return LLM
     if name == "SamplingParams":
-        from inferengine.params import SamplingParams
+        from inferengine.sampling_params import SamplingParams
 
         return SamplingParams
     raise AttributeError(f"module 'inferengine' has no attribute '{name}'")

@@ -1,4 +1,7 @@
-"""LLM: the engine as a library, for offline work. The same core, runtime and text as the service, without sockets."""
+"""LLM: the engine as a library, for offline work. The same core, runtime and text as the service, without sockets.
+
+What LLM gives: generations with their choices, and embeddings; and how they grow while steps are computed.
+"""
 
 from __future__ import annotations
 
@@ -6,30 +9,121 @@ import random
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
 from inferengine.config import Config
 from inferengine.config import load as load_config
-from inferengine.core.admission import check_prompt, resolve_max_tokens
 from inferengine.core.request import Request
-from inferengine.core.scheduler import StepOutput
+from inferengine.core.scheduler.admission import check_prompt, resolve_max_tokens
+from inferengine.core.scheduler.scheduler import StepOutput
+from inferengine.core.sequence import Finished
+from inferengine.core.speculation.proposers import build_proposer
+from inferengine.core.step_plan import TokenLogprobs
 from inferengine.engine.core import EngineCore
-from inferengine.engine.model_card import read_model_card
-from inferengine.engine.options import admission_limits, scheduler_options
-from inferengine.engine.seeds import choice_seed
+from inferengine.engine.model_info import read_model_card
+from inferengine.engine.options import admission_limits, choice_seed, scheduler_options
 from inferengine.errors import ConfigError, InferEngineError, InvalidRequest
-from inferengine.llm_results import Choice, Embedding, Generation, GrowingChoice, ProgressBar
-from inferengine.params import MAX_SEED, POOLINGS, SamplingParams, of_choice, validate
-from inferengine.runtime.factory import build_executor, executor_settings
-from inferengine.runtime.fit import require_fit
-from inferengine.runtime.memory_plan import device_memory, make_plan
-from inferengine.spec.proposers import build_proposer
-from inferengine.structure import GrammarSpec, read_grammar, validate_grammar
-from inferengine.structured.compiler import GrammarCompiler
+from inferengine.executor.factory import build_executor, executor_settings
+from inferengine.executor.memory.fit import require_fit
+from inferengine.executor.memory.plan import device_memory, make_plan
+from inferengine.sampling_params import MAX_SEED, POOLINGS, SamplingParams, of_choice, validate
+from inferengine.structured_output.compiler import GrammarCompiler
+from inferengine.structured_output.spec import GrammarSpec, read_grammar, validate_grammar
 from inferengine.text import ChatTemplate, TextStream, Tokenizer, check_messages
 from inferengine.vectors import to_floats
+
+
+@dataclass
+class Choice:
+    """One output. `finish_reason` is stop, length or error; `stop` the string or token id that ended it."""
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: str = ""
+    stop: str | int | None = None
+    error: str | None = None
+    logprobs: list[TokenLogprobs] | None = None
+
+
+@dataclass
+class Generation:
+    """A prompt with its `n` outputs."""
+
+    prompt: str | None
+    prompt_ids: list[int]
+    choices: list[Choice]
+    num_cached_tokens: int = 0
+    prompt_logprobs: list[TokenLogprobs] | None = None  # of the prompt's tokens after its first, where asked for
+
+    @property
+    def text(self) -> str:
+        """Of the first choice."""
+        return self.choices[0].text
+
+
+@dataclass(frozen=True)
+class Embedding:
+    """A prompt as a vector of length 1 (L2)."""
+
+    prompt: str | None
+    prompt_ids: list[int]
+    values: list[float]
+    num_cached_tokens: int = 0
+
+
+class GrowingChoice:
+    """A choice that grows."""
+
+    def __init__(self, result: Generation, choice: Choice, stream: TextStream) -> None:
+        self._result, self._choice, self._stream = result, choice, stream
+
+    def take_prompt(self, logprobs: list[TokenLogprobs] | None) -> None:
+        if logprobs is not None:
+            self._result.prompt_logprobs = logprobs
+
+    def push(self, tokens: list[int], logprobs: list[TokenLogprobs] | None, row: Finished | None) -> bool:
+        """Take tokens and perhaps the end. Returns whether a stop string ended it here."""
+        choice = self._choice
+        by_id = row is not None and row.reason == "stop" and not isinstance(row.detail, str)
+        delta = self._stream.push(tokens, final=row is not None, stop_token=by_id and bool(tokens))
+        choice.text += delta.text
+        choice.token_ids = (choice.token_ids + tokens)[: delta.num_tokens]
+        if choice.logprobs is not None:
+            choice.logprobs = (choice.logprobs + (logprobs or []))[: delta.num_tokens]
+        if delta.stop is not None:
+            choice.finish_reason, choice.stop = "stop", delta.stop
+        elif row is not None:
+            choice.finish_reason = row.reason
+            if isinstance(row.detail, tuple):
+                choice.error = ": ".join(row.detail[:2])
+            else:
+                choice.stop = row.detail or None
+        if row is not None:
+            self._result.num_cached_tokens = max(self._result.num_cached_tokens, row.num_cached)
+        return delta.stop is not None
+
+
+class ProgressBar:
+    """Progress on a terminal."""
+
+    def __init__(self, total: int) -> None:
+        from tqdm import tqdm
+
+        self._bar = tqdm(total=total, unit="output")
+        self._tokens = 0
+        self._begin = time.monotonic()
+
+    def advance(self, num_tokens: int, *, done: bool) -> None:
+        self._tokens += num_tokens
+        if done:
+            self._bar.set_postfix_str(f"{self._tokens / (time.monotonic() - self._begin):.0f} tokens/s", refresh=False)
+            self._bar.update(1)
+
+    def close(self) -> None:
+        self._bar.close()
+
 
 __all__ = ["LLM", "Choice", "Embedding", "Generation"]
 

@@ -38,7 +38,7 @@ import zmq
 
 from inferengine.client import Client
 from inferengine.errors import InferEngineError
-from inferengine.params import SamplingParams
+from inferengine.sampling_params import SamplingParams
 from inferengine.wire import codec
 from inferengine.wire.messages import Kind, Reject, Step
 

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple, Protocol
 from inferengine.client import Delta, Finish, Submission, TokenLogprobs
 from inferengine.client.streams import error_of
 from inferengine.errors import InferEngineError
-from inferengine.params import SamplingParams
-from inferengine.structure import GrammarSpec
+from inferengine.sampling_params import SamplingParams
+from inferengine.structured_output.spec import GrammarSpec
 from inferengine.text import TextStream, Tokenizer
 
 logger = logging.getLogger(__name__)

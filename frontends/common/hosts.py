@@ -20,10 +20,9 @@ from urllib.parse import urlsplit
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from frontends.common.connections import Refusals
+from frontends.common.auth import KeyRing, is_public
+from frontends.common.connection_limits import Refusals
 from frontends.common.errors import error_body
-from frontends.common.keys import KeyRing
-from frontends.common.protection import is_public
 from inferengine.errors import ConfigError, InferEngineError
 
 ANY = "*"

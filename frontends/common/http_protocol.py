@@ -8,7 +8,7 @@ from typing import Any
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from frontends.common.connections import BODY, HEAD, IDLE, Connection, Connections
+from frontends.common.connection_limits import BODY, HEAD, IDLE, Connection, Connections
 from frontends.common.hosts import refuse
 from inferengine.errors import InferEngineError
 
@@ -16,7 +16,7 @@ PROBE_PATHS = frozenset({"/health", "/ready", "/ping", "/load", "/metrics"})  # 
 
 
 class HttpProtocol(HttpToolsProtocol):
-    """For uvicorn's `http` setting, behind `frontends.common.acceptor`."""
+    """For uvicorn's `http` setting, behind `frontends.common.event_loop`."""
 
     connection: Connection
     connections_here: Connections

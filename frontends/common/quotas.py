@@ -17,7 +17,7 @@ import mmap
 import time
 from collections.abc import Callable, Iterator, Sequence
 
-from frontends.common.keys import ApiKey
+from frontends.common.auth import ApiKey
 from inferengine.errors import InferEngineError
 
 WINDOW_S = 60

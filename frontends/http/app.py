@@ -17,32 +17,31 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
+from frontends.common.auth import KeyRing, read_keys
 from frontends.common.errors import error_object, report, retry_after, unexpected
 from frontends.common.hosts import AllowedHosts, HostGate, public_ports, read_names
-from frontends.common.keys import KeyRing, read_keys
 from frontends.common.quotas import Quotas
-from frontends.http import admin, operations, responses
-from frontends.http.answer import JsonBytes
-from frontends.http.chat import chat_completions
-from frontends.http.compatible import generate_text, infer
-from frontends.http.completions import completions
-from frontends.http.edge import Edge
-from frontends.http.embeddings import embeddings
-from frontends.http.gate import Gate
-from frontends.http.index import index
-from frontends.http.messages import count_tokens, messages
+from frontends.http.anthropic.routes import count_tokens, messages
 from frontends.http.metrics import HttpMetrics
-from frontends.http.native import generate
+from frontends.http.middleware import Edge, Gate
+from frontends.http.openai.chat import chat_completions
+from frontends.http.openai.completions import completions
+from frontends.http.openai.embeddings import embeddings
+from frontends.http.openai.responses import routes as responses
+from frontends.http.openai.responses.store import KEEP_S, MAX_BYTES, MAX_RESPONSES, ResponseShelf
 from frontends.http.openapi import openapi
-from frontends.http.response_shelf import ResponseShelf
-from frontends.http.response_store import KEEP_S, MAX_BYTES, MAX_RESPONSES
-from frontends.http.resume import cancel_stream, read_stream
-from frontends.http.service import Service
-from frontends.http.tokens import detokenize, tokenize
+from frontends.http.respond import JsonBytes
+from frontends.http.routes import admin
+from frontends.http.routes import health as operations
+from frontends.http.routes.generate import generate, generate_text, infer
+from frontends.http.routes.index import index
+from frontends.http.routes.resume import cancel_stream, read_stream
+from frontends.http.routes.tokenize import detokenize, tokenize
+from frontends.http.state import Service
 from inferengine.client import EnginePool
 from inferengine.config import Config, HttpConfig, engine_addresses
 from inferengine.errors import InferEngineError
-from inferengine.tracing import Tracing, make_tracing
+from inferengine.observability.tracing import Tracing, make_tracing
 from inferengine.wire.curve import client_keys
 
 logger = logging.getLogger(__name__)

@@ -13,9 +13,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from frontends.common.connections import Refusals
-from frontends.common.resume_cells import NUM_CELLS, ResumeCells
-from frontends.common.worker_cells import WorkerCells
+from frontends.common.connection_limits import Refusals
+from frontends.common.engine_stats import NUM_CELLS, ResumeCells
+from inferengine.process.workers import WorkerCells
 
 STATUSES = (200, 400, 401, 403, 404, 405, 408, 409, 413, 422, 429, 431, 499, 500, 503, 504)
 OTHER = "other"  # the handler of whatever no route takes

@@ -1,20 +1,330 @@
-"""GET /openapi.json: the routes, their fields and their errors, made of the route table and the field table."""
+"""GET /openapi.json: the routes, their fields and their errors, made of the route table and the field table.
+
+Every field of every body, once: its JSON schema with its range, and what it means.
+
+/openapi.json is made of this table, and the tests go through it: each range is tried on both sides, each row of
+docs/parameters.md must say the same. What a field does is decided where it is read; here is what may be sent.
+"""
 
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import Any, NamedTuple
 
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from frontends.http.answer import JsonBytes
-from frontends.http.field_table import Field, bodies
-from frontends.http.service import Service
+from frontends.http.respond import JsonBytes
+from frontends.http.state import Service
 from inferengine import __version__
 from inferengine.config import LimitsConfig
 from inferengine.errors import KINDS
+from inferengine.sampling_params import (
+    LEAST_REPETITION_PENALTY,
+    MAX_BAD_WORDS,
+    MAX_SEED,
+    MAX_TOP_K,
+    POOLINGS,
+)
+from inferengine.wire.codec import MAX_NAME_CHARACTERS, MAX_SALT_BYTES
+
+Schema = dict[str, Any]
+
+
+class Field(NamedTuple):
+    """`schema` bounds what is accepted for itself; other fields and the model may bound it further."""
+
+    name: str
+    schema: Schema
+    meaning: str
+    required: bool = False
+
+
+BOOLEAN: Schema = {"type": "boolean"}
+STRING: Schema = {"type": "string"}
+OBJECT: Schema = {"type": "object"}
+TOKEN_ID: Schema = {"type": "integer", "minimum": 0}
+
+
+def number(least: float | None = None, most: float | None = None, *, above: float | None = None) -> Schema:
+    bounds = {"minimum": least, "maximum": most, "exclusiveMinimum": above}
+    return {"type": "number", **{name: bound for name, bound in bounds.items() if bound is not None}}
+
+
+def integer(least: int | None = None, most: int | None = None) -> Schema:
+    return {**number(least, most), "type": "integer"}
+
+
+def array(items: Schema, *, least: int = 0, most: int | None = None) -> Schema:
+    return {"type": "array", "items": items, "minItems": least, **({} if most is None else {"maxItems": most})}
+
+
+def sampling(limits: LimitsConfig) -> list[Field]:
+    """How tokens are drawn and when the output ends: the same on every route that generates."""
+    stop = {"type": "string", "minLength": 1, "maxLength": limits.max_stop_characters}
+    ids = array(TOKEN_ID, most=limits.max_logit_bias)
+    return [
+        Field("temperature", number(0, 2), "logits are divided by it; at or below 1e-5 the likeliest token is taken"),
+        Field("top_p", number(most=1, above=0), "draw from the smallest set whose probability reaches it (nucleus)"),
+        Field("top_k", integer(-1, MAX_TOP_K), "draw from so many likeliest tokens; 0 or -1: off"),
+        Field("min_p", number(0, 1), "leave out tokens less likely than this share of the likeliest"),
+        Field(
+            "repetition_penalty",
+            number(LEAST_REPETITION_PENALTY, 100),
+            "logits of tokens in prompt or output are divided by it if positive, else multiplied (Keskar et al. 2019)",
+        ),
+        Field("presence_penalty", number(-2, 2), "taken once from the logits of tokens that the output has (OpenAI)"),
+        Field(
+            "frequency_penalty", number(-2, 2), "taken from a token's logit for each time the output has it (OpenAI)"
+        ),
+        Field("seed", integer(-MAX_SEED, MAX_SEED), "equal seeds give equal draws, whatever runs beside"),
+        Field("n", integer(1, limits.max_n), "choices; above 1 needs a temperature above 0"),
+        Field(
+            "stop",
+            {"anyOf": [stop, array(stop, most=limits.max_stop_strings)]},
+            "texts that end the output; not even the beginning of one is shown",
+        ),
+        Field("include_stop_str_in_output", BOOLEAN, "show the text or token that ended the output"),
+        Field("stop_token_ids", ids, "token ids that end the output, besides the model's own"),
+        Field("ignore_eos", BOOLEAN, "go on past the model's own end"),
+        Field("min_tokens", integer(0), "before so many tokens nothing ends the output; at most max_tokens"),
+        Field(
+            "logit_bias",
+            {"type": "object", "additionalProperties": number(-100, 100), "maxProperties": limits.max_logit_bias},
+            "added to the logits of these token ids, before the temperature",
+        ),
+        Field("allowed_token_ids", array(TOKEN_ID), "only these token ids may come"),
+        Field(
+            "bad_words",
+            array({"type": "string", "minLength": 1}, most=MAX_BAD_WORDS // 2),
+            "words that must not come, at the start or after a space: the last token of each is forbidden wherever the "
+            "others just came",
+        ),
+        Field("skip_special_tokens", BOOLEAN, "leave special tokens out of the text"),
+    ]
+
+
+def common(limits: LimitsConfig) -> list[Field]:
+    """Besides sampling, of both OpenAI routes."""
+    return [
+        Field("model", STRING, "the name that /v1/models lists; empty or absent: that one"),
+        Field("stream", BOOLEAN, "answer as Server-Sent Events"),
+        Field(
+            "stream_options",
+            {"type": "object", "properties": {"include_usage": BOOLEAN, "continuous_usage_stats": BOOLEAN}},
+            "only with stream: a last chunk with the usage, or the usage in every chunk",
+        ),
+        Field("truncate_prompt_tokens", integer(-1), "keep the prompt's last tokens; -1: as many as leave room; not 0"),
+        Field(
+            "prompt_logprobs",
+            integer(0, limits.max_logprobs),
+            "alternatives per token of the prompt; not with stream or detached",
+        ),
+        Field("priority", integer(-(2**31), 2**31 - 1), "lower is sooner, where the engine goes by priority"),
+        Field(
+            "cache_salt",
+            {"type": "string", "minLength": 1, "maxLength": MAX_SALT_BYTES},
+            "requests share cached prefixes only with those of the same salt",
+        ),
+        Field(
+            "request_id", {"type": "string", "maxLength": MAX_NAME_CHARACTERS // 2}, "part of the answer's id and logs"
+        ),
+        Field("detached", BOOLEAN, "go on when the connection is lost; the stream can be read on"),
+        Field("resubmit", BOOLEAN, "go on when the engine is lost (the default); false: end with engine_restarted"),
+        Field("return_token_ids", BOOLEAN, "token ids of prompt and output beside the text"),
+        Field("return_tokens_as_token_ids", BOOLEAN, "in logprobs, tokens as token_id:N"),
+        Field("add_special_tokens", BOOLEAN, "let the tokenizer add its own, such as BOS"),
+        *structure(),
+    ]
+
+
+def structure() -> list[Field]:
+    """What the whole output must match; one of them at most."""
+    return [
+        Field(
+            "response_format",
+            {
+                "type": "object",
+                "properties": {
+                    "type": {"enum": ["text", "json_object", "json_schema", "structural_tag"]},
+                    "json_schema": {"type": "object", "properties": {"schema": OBJECT}},
+                },
+            },
+            "OpenAI's name for what the output must match",
+        ),
+        Field(
+            "structured_outputs",
+            {
+                "type": "object",
+                "properties": {
+                    "json": {"anyOf": [OBJECT, STRING]},
+                    "json_object": BOOLEAN,
+                    "regex": STRING,
+                    "choice": array(STRING, least=1),
+                    "grammar": STRING,
+                    "structural_tag": OBJECT,
+                },
+            },
+            "vLLM's: exactly one of json, json_object, regex, choice, grammar (Lark or EBNF), structural_tag",
+        ),
+        Field("guided_json", {"anyOf": [OBJECT, STRING]}, "vLLM's older name: a JSON schema"),
+        Field("guided_regex", STRING, "vLLM's older name: a regular expression"),
+        Field("guided_choice", array(STRING, least=1), "vLLM's older name: one of these texts"),
+        Field("guided_grammar", STRING, "vLLM's older name: a grammar in Lark or EBNF"),
+    ]
+
+
+TEXT_PARTS = array({"type": "object", "properties": {"type": {"enum": ["text"]}, "text": STRING}, "required": ["text"]})
+MESSAGES = array(
+    {
+        "type": "object",
+        "properties": {"role": STRING, "content": {"anyOf": [STRING, TEXT_PARTS]}},
+        "required": ["role", "content"],
+    },
+    least=1,
+)
+FUNCTION = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "pattern": r"^[\w.-]{1,128}$"}, "parameters": OBJECT},
+    "required": ["name"],
+}
+TOOL = {
+    "type": "object",
+    "properties": {"type": {"enum": ["function"]}, "function": FUNCTION},
+    "required": ["function"],
+}
+PROMPT: Schema = {"type": "string", "minLength": 1}
+
+
+def bodies(limits: LimitsConfig) -> dict[str, list[Field]]:
+    """The fields of each route that reads a body, by its path."""
+    draws = sampling(limits)
+    alone = [field for field in draws if field.name != "n"]  # routes that give one choice
+    logprobs = integer(0, limits.max_logprobs)
+    prompts = {
+        "anyOf": [
+            PROMPT,
+            array(PROMPT, least=1, most=limits.max_prompts),
+            array(TOKEN_ID, least=1),
+            array(array(TOKEN_ID, least=1), least=1, most=limits.max_prompts),
+        ]
+    }
+    prompt = Field("prompt", PROMPT, "the text to continue", required=True)
+    conversation = [
+        Field("messages", MESSAGES, "the conversation, through the model's chat template", required=True),
+        Field("tools", array(TOOL, most=128), "functions that may be called"),
+        Field("tool_choice", {"anyOf": [{"enum": ["none", "auto", "required"]}, OBJECT]}, "whether, or which, to call"),
+        Field("parallel_tool_calls", BOOLEAN, "more than one call in an answer"),
+        Field("add_generation_prompt", BOOLEAN, "end the prompt where the assistant begins"),
+        Field("continue_final_message", BOOLEAN, "end the prompt inside the last message"),
+        Field("chat_template_kwargs", OBJECT, "variables for the chat template"),
+        Field("documents", array(OBJECT), "given to the chat template"),
+        Field("reasoning_effort", STRING, "given to the chat template"),
+    ]
+    max_tokens = Field("max_tokens", integer(1), "most tokens of the output, within the model's length")
+    inputs = {
+        "anyOf": [
+            PROMPT,
+            array(PROMPT, least=1, most=limits.max_embedding_inputs),
+            array(TOKEN_ID, least=1),
+            array(array(TOKEN_ID, least=1), least=1, most=limits.max_embedding_inputs),
+        ]
+    }
+    shared = {field.name: field for field in common(limits)}
+    return {
+        "/v1/embeddings": [
+            Field("input", inputs, "text, list of texts, token ids, list of lists of token ids", required=True),
+            shared["model"],
+            Field("encoding_format", {"enum": ["float", "base64"]}, "numbers, or little-endian f32 in base64"),
+            Field("dimensions", integer(1), "keep so many values, of length 1 again; at most what the model has"),
+            Field("pooling", {"enum": list(POOLINGS)}, "of the final hidden states the last token's, or the mean"),
+            Field("user", STRING, "taken, and not looked at"),
+            Field("truncate_prompt_tokens", integer(-1), "keep each input's last tokens; -1: as many as fit; not 0"),
+            *(shared[name] for name in ("priority", "cache_salt", "request_id", "add_special_tokens")),
+        ],
+        "/v1/completions": [
+            Field("prompt", prompts, "text, list of texts, token ids, list of lists of token ids", required=True),
+            max_tokens,
+            Field("echo", BOOLEAN, "the prompt's text before each output; with logprobs its tokens too (not streamed)"),
+            Field(
+                "logprobs", logprobs, "alternatives per token, from the model's own logits; 0: the token's own alone"
+            ),
+            *draws,
+            *common(limits),
+        ],
+        "/v1/chat/completions": [
+            *conversation,
+            max_tokens,
+            Field("max_completion_tokens", integer(1), "the newer name of max_tokens; goes before it"),
+            Field("logprobs", BOOLEAN, "log-probabilities of the output's tokens, from the model's own logits"),
+            Field("top_logprobs", logprobs, "alternatives per token; needs logprobs"),
+            Field("include_reasoning", BOOLEAN, "show what the model thought"),
+            *draws,
+            *common(limits),
+        ],
+        "/v1/responses": [
+            Field("input", {"anyOf": [PROMPT, array(OBJECT, least=1)]}, "a text, or items", required=True),
+            Field("instructions", STRING, "the system message"),
+            Field("previous_response_id", STRING, "continue that conversation"),
+            Field("max_output_tokens", integer(1), "most tokens of the output"),
+            Field("text", {"type": "object", "properties": {"format": OBJECT}}, "format: what the output must match"),
+            Field("tools", array(OBJECT), "functions that may be called"),
+            Field("tool_choice", {"anyOf": [{"enum": ["none", "auto", "required"]}, OBJECT]}, "whether, or which"),
+            Field("parallel_tool_calls", BOOLEAN, "more than one call in an answer"),
+            Field("reasoning", OBJECT, "effort: given to the chat template"),
+            Field("truncation", {"enum": ["auto", "disabled"]}, "auto: drop the beginning of a conversation too long"),
+            Field("metadata", {"type": "object", "additionalProperties": STRING, "maxProperties": 16}, "kept as it is"),
+            Field("store", BOOLEAN, "keep the response for GET"),
+            Field("background", BOOLEAN, "answer at once, make the response later"),
+            Field("stream", BOOLEAN, "answer as events"),
+            Field("include", array(STRING), "message.output_text.logprobs"),
+            Field("top_logprobs", logprobs, "alternatives per token"),
+            *alone,
+        ],
+        "/v1/messages": [
+            Field("max_tokens", integer(1), "most tokens of the output", required=True),
+            *_anthropic(),
+            Field("stop_sequences", array({"type": "string", "minLength": 1}, most=16), "texts that end the output"),
+            Field("stream", BOOLEAN, "answer as events"),
+            *(field for field in alone if field.name != "stop"),
+        ],
+        "/v1/messages/count_tokens": _anthropic(),
+        "/v1/generate": [
+            prompt,
+            Field("max_new_tokens", integer(1), "exactly so many tokens, whatever the model says (default 64)"),
+            *alone,
+        ],
+        "/generate": [
+            prompt,
+            Field("max_tokens", integer(1), "most tokens of the output", required=True),
+            *alone,
+        ],
+        "/infer/v1/completions": [prompt, max_tokens, Field("stream", BOOLEAN, "events (the default)"), *alone],
+        "/tokenize": [
+            Field("prompt", STRING, "the text; or messages"),
+            *(field._replace(required=False) for field in conversation),
+            Field("add_special_tokens", BOOLEAN, "let the tokenizer add its own"),
+            Field("return_token_strs", BOOLEAN, "the tokens as texts too"),
+        ],
+        "/detokenize": [
+            Field("tokens", array(TOKEN_ID), "the token ids", required=True),
+            Field("skip_special_tokens", BOOLEAN, "leave special tokens out"),
+        ],
+    }
+
+
+def _anthropic() -> list[Field]:
+    return [
+        Field("messages", MESSAGES, "strings or blocks of text, tool_use, tool_result, thinking", required=True),
+        Field("model", STRING, "the name that /v1/models lists"),
+        Field("system", {"anyOf": [STRING, TEXT_PARTS]}, "the system message"),
+        Field("tools", array(OBJECT), "the client's own tools"),
+        Field("tool_choice", OBJECT, "type: auto, any, tool or none"),
+        Field("thinking", OBJECT, "type: enabled or disabled, for templates that know it"),
+        Field("output_config", {"type": "object", "properties": {"format": OBJECT}}, "format: a JSON schema"),
+    ]
+
 
 CLOSED = frozenset({"/infer/v1/completions"})  # routes that refuse a field they do not know
 ERROR = {

@@ -10,8 +10,8 @@ from starlette.types import Scope
 
 from frontends.common.generation import Generation, Submitter
 from inferengine.client import Embedding, Submission
-from inferengine.params import SamplingParams
-from inferengine.tracing import PROVIDER, Span, Tracing
+from inferengine.observability.tracing import PROVIDER, Span, Tracing
+from inferengine.sampling_params import SamplingParams
 
 CARRIED = (b"traceparent", b"tracestate")
 OPERATIONS = {  # of the routes that do not generate a plain text

@@ -17,25 +17,24 @@ from starlette.routing import Route, WebSocketRoute
 from starlette.types import ASGIApp
 from starlette.websockets import WebSocket
 
+from frontends.common.auth import KeyRing, read_keys
+from frontends.common.engine_stats import CONTENT_TYPE, metrics_text, stats_document
 from frontends.common.errors import error_object
-from frontends.common.figures import CONTENT_TYPE, metrics_text, stats_document
 from frontends.common.hosts import AllowedHosts, HostGate, public_ports, read_names
-from frontends.common.keys import KeyRing, read_keys
-from frontends.common.model_context import ModelContext
+from frontends.common.model import ModelContext
 from frontends.common.quotas import Quotas
-from frontends.common.registry import Registry
-from frontends.websocket.answer import Caller, Desk
+from frontends.common.resumable.registry import Registry
 from frontends.websocket.codec import JSON_SUBPROTOCOL, MSGPACK_SUBPROTOCOL, choose_codec
 from frontends.websocket.connection import Connection
-from frontends.websocket.credentials import presented_key, without_keys
-from frontends.websocket.engine_view import EngineView
+from frontends.websocket.engine_state import EngineView
+from frontends.websocket.handshake import may_connect, presented_key, read_origins, without_keys
 from frontends.websocket.metrics import SocketMetrics
-from frontends.websocket.origin import may_connect, read_origins
-from frontends.websocket.pages import Pages
+from frontends.websocket.request import Caller, Desk
+from frontends.websocket.static_files import Pages
 from inferengine.client import EnginePool
 from inferengine.config import Config, engine_addresses
 from inferengine.errors import InferEngineError
-from inferengine.tracing import Tracing, make_tracing
+from inferengine.observability.tracing import Tracing, make_tracing
 from inferengine.wire.curve import client_keys
 
 logger = logging.getLogger(__name__)

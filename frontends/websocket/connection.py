@@ -9,12 +9,9 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 from frontends.common.errors import report, scrubbed, unexpected
-from frontends.common.fields import refuse_half_pairs
-from frontends.common.json_text import LARGE
-from frontends.websocket.answer import Answer, Caller, Desk
-from frontends.websocket.channel import Channel, SocketGone
-from frontends.websocket.codec import Codec
-from frontends.websocket.engine_view import EngineView
+from frontends.common.json import LARGE, refuse_half_pairs
+from frontends.websocket.codec import FRAMES, Codec
+from frontends.websocket.engine_state import EngineView
 from frontends.websocket.frames import (
     PROTOCOL,
     Ack,
@@ -28,7 +25,8 @@ from frontends.websocket.frames import (
     id_of,
     read_frame,
 )
-from frontends.websocket.protocol import FRAMES
+from frontends.websocket.request import Answer, Caller, Desk
+from frontends.websocket.send_channel import Channel, SocketGone
 from inferengine.config import Config
 from inferengine.errors import InferEngineError
 

@@ -12,9 +12,9 @@ import re
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
-from frontends.common.fields import all_between
+from frontends.common.json import all_between
 from inferengine.errors import InferEngineError, InvalidRequest
-from inferengine.params import SamplingParams, from_map
+from inferengine.sampling_params import SamplingParams, from_map
 
 PROTOCOL = 1
 MAX_ID_CHARACTERS = 128

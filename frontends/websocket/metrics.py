@@ -10,9 +10,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from frontends.common.connections import Refusals
-from frontends.common.resume_cells import NUM_CELLS, ResumeCells
-from frontends.common.worker_cells import WorkerCells
+from frontends.common.connection_limits import Refusals
+from frontends.common.engine_stats import NUM_CELLS, ResumeCells
+from inferengine.process.workers import WorkerCells
 
 BUCKETS_S = (0.1, 1.0, 5.0, 15.0, 60.0, 300.0, 900.0, 3600.0, 14400.0)
 _OPEN, _OPENED, _REFUSED, _SECONDS, _FIRST_BUCKET = range(5)

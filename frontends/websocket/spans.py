@@ -6,11 +6,11 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from frontends.common.generation import Piece
-from frontends.websocket.channel import SocketGone
 from frontends.websocket.frames import Generate, Resume
+from frontends.websocket.send_channel import SocketGone
 from inferengine.client import Finish
 from inferengine.errors import InferEngineError
-from inferengine.tracing import PROVIDER, Span, Tracing
+from inferengine.observability.tracing import PROVIDER, Span, Tracing
 from inferengine.wire.messages import Accept
 
 CLIENT_GONE = "client_gone"

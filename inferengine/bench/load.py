@@ -2,6 +2,11 @@
 
 Arrivals of the open loop are Poisson; a burstiness below 1 makes them clump (gamma-distributed gaps, as vLLM's
 benchmark has them).
+
+A light HTTP client for load: one request at a time over a kept connection, and the arrival time of each event.
+
+Parsing an event as JSON costs more than receiving it, so only what is needed is looked at: on the machine that also
+runs the server a heavy client would measure itself.
 """
 
 from __future__ import annotations
@@ -10,17 +15,173 @@ import asyncio
 import http.client
 import json
 import random
+import ssl
 import time
 import urllib.error
 import urllib.request
 from collections.abc import AsyncIterator, Callable
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from inferengine.bench.gpu_trace import GpuTrace, Summary
-from inferengine.bench.sse_client import Connection, Reply
 from inferengine.bench.workload import LoadOptions
 from inferengine.errors import InferEngineError
+
+
+@dataclass
+class Reply:
+    """What one request gave. Times on the monotonic clock; `event_s` of the events that carry output."""
+
+    started_s: float
+    status: int = 0
+    ended_s: float = 0.0
+    event_s: list[float] = field(default_factory=list)
+    usage: dict[str, Any] = field(default_factory=dict)
+    error: str = ""
+    finish_reason: str = ""
+
+    @property
+    def is_good(self) -> bool:
+        return self.status == 200 and not self.error and bool(self.finish_reason)
+
+
+class Connection(asyncio.Protocol):
+    """HTTP/1.1 to one host. `post` may be called again once it has returned."""
+
+    def __init__(self) -> None:
+        self._transport: Any = None
+        self._reply = Reply(0.0)
+        self._done: asyncio.Future[None] | None = None
+        self._buffer = b""
+        self._text = b""
+        self._in_head = True
+        self._chunked = False
+        self._remaining: int | None = 0
+        self._closes = False
+
+    @classmethod
+    async def open(cls, url: str) -> Connection:
+        parts = urlsplit(url)
+        secure = parts.scheme == "https"
+        port = parts.port or (443 if secure else 80)
+        context = ssl.create_default_context() if secure else None
+        _, connection = await asyncio.get_running_loop().create_connection(cls, parts.hostname or "", port, ssl=context)
+        return connection
+
+    async def post(self, host: str, path: str, body: bytes, headers: str = "") -> Reply:
+        self._done = asyncio.get_running_loop().create_future()
+        self._reply = Reply(time.monotonic())
+        self._buffer = self._text = b""
+        self._in_head = True
+        head = (
+            f"POST {path} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n{headers}"
+            f"Content-Length: {len(body)}\r\n\r\n"
+        )
+        self._transport.write(head.encode() + body)
+        await self._done
+        self._reply.ended_s = time.monotonic()
+        return self._reply
+
+    def close(self) -> None:
+        self._transport.abort()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether another request may be sent over it."""
+        return not (self._closes or self._transport.is_closing())
+
+    def connection_made(self, transport: Any) -> None:
+        self._transport = transport
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if self._remaining is None and error is None:  # the body was to end here
+            self._finish()
+        if self._done is not None and not self._done.done():
+            self._reply.error = self._reply.error or "the connection was closed"
+            self._done.set_result(None)
+
+    def data_received(self, data: bytes) -> None:
+        now = time.monotonic()
+        self._buffer += data
+        if self._in_head:
+            head, end, rest = self._buffer.partition(b"\r\n\r\n")
+            if not end:
+                return
+            self._read_head(head.lower())
+            self._buffer = rest
+        ended = self._dechunk() if self._chunked else self._take_plain()
+        self._read_events(now)
+        if ended:
+            self._finish()
+
+    def _read_head(self, head: bytes) -> None:
+        self._in_head = False
+        self._reply.status = int(head.split(b" ", 2)[1])
+        self._chunked = b"transfer-encoding: chunked" in head
+        length = head.partition(b"content-length:")[2].split(b"\r\n")[0].strip()
+        self._closes = b"connection: close" in head or head.startswith(b"http/1.0")
+        self._remaining = 0 if self._chunked else int(length) if length else None  # None: until the server closes
+
+    def _take_plain(self) -> bool:
+        received, self._buffer = self._buffer, b""
+        self._text += received
+        if self._remaining is None:
+            return False
+        self._remaining -= len(received)
+        return self._remaining <= 0
+
+    def _dechunk(self) -> bool:
+        """Move whole chunks to the text. True at the last one."""
+        parts, buffer = [], self._buffer
+        place, ended = 0, False
+        while True:
+            line = buffer.find(b"\r\n", place)
+            if line < 0:
+                break
+            size = int(buffer[place:line].partition(b";")[0], 16)
+            if line + size + 4 > len(buffer):
+                break
+            parts.append(buffer[line + 2 : line + 2 + size])
+            place = line + size + 4
+            if size == 0:
+                ended = True
+                break
+        self._buffer = buffer[place:]
+        self._text += b"".join(parts)
+        return ended
+
+    def _read_events(self, now: float) -> None:
+        if self._reply.status != 200:
+            return
+        *events, self._text = self._text.replace(b"\r\n", b"\n").split(b"\n\n")
+        for event in events:
+            if not event.startswith(b"data: {"):
+                continue
+            plain = b'"finish_reason":null' in event and b'"usage":{' not in event
+            if not plain:
+                self._read_last(json.loads(event[6:]), now)
+            elif b'"content":""' not in event and b'"text":""' not in event:
+                self._reply.event_s.append(now)
+
+    def _read_last(self, document: dict[str, Any], now: float) -> None:
+        """An event that may carry an end, a usage or an error."""
+        reply = self._reply
+        if "error" in document:
+            reply.error = str(document["error"].get("message", document["error"]))
+        reply.usage = document.get("usage") or reply.usage
+        for choice in document.get("choices", ()):
+            reply.finish_reason = choice.get("finish_reason") or reply.finish_reason
+            if choice.get("text") or (choice.get("delta") or {}).get("content"):
+                reply.event_s.append(now)
+
+    def _finish(self) -> None:
+        reply = self._reply
+        if reply.status != 200:
+            reply.error = self._text.decode(errors="replace")[:300]
+        if self._done is not None and not self._done.done():
+            self._done.set_result(None)
+
 
 ANSWER_TIMEOUT_S = 10.0
 

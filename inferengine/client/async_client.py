@@ -11,16 +11,14 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, TypeVar, Unpack
 
-from inferengine.client.embedding import Embedding, Prompt, require_embeddings, to_submits
-from inferengine.client.going_on import RESUME_WAIT_S
-from inferengine.client.session import Phase, Session
-from inferengine.client.streams import Answer, Call, Collector
+from inferengine.client.pending import wait_for
+from inferengine.client.requests import SubmitOptions
+from inferengine.client.resume import RESUME_WAIT_S
+from inferengine.client.session import Phase, Session, Transport
+from inferengine.client.streams import Answer, Call, Collector, Embedding, Prompt, require_embeddings, to_submits
 from inferengine.client.submission import Submission
-from inferengine.client.submitting import SubmitOptions
-from inferengine.client.transport import Transport
-from inferengine.client.waiting import wait_for
 from inferengine.errors import InferEngineError
-from inferengine.params import SamplingParams
+from inferengine.sampling_params import SamplingParams
 from inferengine.wire import sockets
 from inferengine.wire.curve import ClientKeys
 from inferengine.wire.messages import READY, ModelFiles, Pong, Welcome

@@ -8,6 +8,8 @@ A request goes on elsewhere under the same id as long as nothing of its output h
 (overloaded, draining) or is gone. One that has begun goes on elsewhere with the output so far when its engine is lost:
 it has another epoch, was silent for a lease, or says that it gives up. Where no other engine can take it, it waits for
 its own. A connection that breaks for less than FAILOVER_S changes nothing: the session resumes.
+
+PooledAttachment: reading a request on whose engine is not known, after a front end's restart for instance.
 """
 
 from __future__ import annotations
@@ -20,17 +22,62 @@ from functools import partial
 from types import TracebackType
 from typing import Any, NamedTuple
 
-from inferengine.client import going_on
+from inferengine.client import resume as going_on
 from inferengine.client.async_client import AsyncClient
-from inferengine.client.attachment import PooledAttachment
-from inferengine.client.chooser import Chooser
-from inferengine.client.going_on import RESUME_WAIT_S
+from inferengine.client.load_balancing import Chooser
+from inferengine.client.resume import RESUME_WAIT_S
 from inferengine.client.streams import Call
-from inferengine.client.submission import Submission
+from inferengine.client.submission import Stream, Submission
 from inferengine.errors import InferEngineError
-from inferengine.params import SamplingParams
+from inferengine.sampling_params import SamplingParams
 from inferengine.wire.curve import ClientKeys
-from inferengine.wire.messages import ModelFiles, Welcome
+from inferengine.wire.messages import Accept, ModelFiles, Welcome
+
+
+class PooledAttachment:
+    """An ATTACH for a request whose engine this pool does not know: each engine is asked in turn."""
+
+    def __init__(
+        self, clients: Sequence[AsyncClient], request_id: bytes, cursors: Sequence[int], n: int, reply: str
+    ) -> None:
+        self.id = request_id
+        self.streams: list[Stream] = []
+        self._clients = clients
+        self._arguments = (cursors, n, reply)
+        self._submission: Submission | None = None
+        self._cancelled = self._left = False
+
+    async def accepted(self) -> Accept:
+        """Raises not_found when no engine has the request. `streams` is filled afterwards."""
+        failure = InferEngineError("engine_unavailable", "No engine is connected.")
+        for client in self._clients:
+            try:
+                submission = client.attach(self.id, *self._arguments)
+                accept = await submission.accepted()
+            except InferEngineError as error:
+                failure = error
+                if error.code in ("not_found", "engine_unavailable"):
+                    continue
+                break
+            self._submission, self.streams = submission, submission.streams
+            if self._cancelled:
+                submission.cancel()
+            if self._left:
+                submission.leave()
+            return accept
+        raise failure
+
+    def cancel(self) -> None:
+        self._cancelled = True
+        if self._submission is not None:
+            self._submission.cancel()
+
+    def leave(self) -> None:
+        """As Submission.leave."""
+        self._left = True
+        if self._submission is not None:
+            self._submission.leave()
+
 
 FROZEN_LOOP_MS = 30_000.0
 STATUS_SILENCE_S = 3.0  # a connected engine that has published STATUS and stops is not well

@@ -14,6 +14,8 @@ again with the output so far, as soon as an engine at this address is READY (`go
 A process that is gone loses its connection at once. One that says nothing while its connection stands is paused
 (SIGSTOP, a frozen container, a debugger) or stuck: its streams wait, and go on when it does. New requests are refused
 meanwhile. Time in which this process itself did not run counts for nobody.
+
+The sockets of one client and what moves between them and its Session. Used by one thread; it never waits.
 """
 
 from __future__ import annotations
@@ -23,16 +25,20 @@ from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Any, Unpack
 
-from inferengine.client.calls import Calls
-from inferengine.client.going_on import RESUME_WAIT_S
-from inferengine.client.questions import Questions
+import msgpack
+import zmq
+from zmq.utils.monitor import parse_monitor_message
+
+from inferengine.client.pending import Calls, Questions
+from inferengine.client.requests import SubmitOptions, make_submit
+from inferengine.client.resume import RESUME_WAIT_S
 from inferengine.client.streams import Answer, Call, Collector
-from inferengine.client.submitting import SubmitOptions, make_submit
 from inferengine.errors import InferEngineError
-from inferengine.params import SamplingParams
-from inferengine.pauses import missed_s
-from inferengine.wire import codec
-from inferengine.wire.credit import CreditGiver
+from inferengine.process.system import missed_s
+from inferengine.sampling_params import SamplingParams
+from inferengine.wire import codec, sockets
+from inferengine.wire.curve import ClientKeys
+from inferengine.wire.flow_control import CreditGiver
 from inferengine.wire.messages import (
     READY,
     Accept,
@@ -457,3 +463,74 @@ class Session:
     def _patience_s(self) -> float:
         """How long the open streams of an engine that says nothing wait for it."""
         return max(self._lease_s, PATIENCE_S) if self._connected and self.welcome is not None else self._lease_s
+
+
+CLOSE_LINGER_MS = 200
+
+
+class Transport:
+    """A DEALER to the engine, its monitor, and where `status_address` is not empty a SUB for the engine's status."""
+
+    def __init__(self, session: Session, address: str, status_address: str, curve: ClientKeys | None) -> None:
+        self._session = session
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.dealer = sockets.client_dealer(self._context, sockets.routing_id(session.role))
+        self.monitor = sockets.connection_monitor(self.dealer)
+        sockets.use_curve(self.dealer, curve, address)
+        self.dealer.connect(address)
+        self.subscriber: zmq.Socket[bytes] | None = None
+        if status_address:
+            self.subscriber = sockets.status_subscriber(self._context)
+            sockets.use_curve(self.subscriber, curve, status_address)
+            self.subscriber.connect(status_address)
+
+    @property
+    def sources(self) -> Sequence[zmq.Socket[bytes]]:
+        """What to wait for."""
+        return [self.dealer, self.monitor] if self.subscriber is None else [self.dealer, self.monitor, self.subscriber]
+
+    def receive(self, now: float) -> bool:
+        """Give the session the next message of the engine. False: there is none."""
+        if not sockets.readable(self.dealer):
+            return False
+        self._session.receive(self.dealer.recv_multipart(zmq.NOBLOCK), now)
+        return True
+
+    def flush(self) -> bool:
+        """Send what the session has to say. False: not connected, or a full pipe; try again later."""
+        outgoing = self._session.outgoing
+        while outgoing:
+            try:
+                self.dealer.send_multipart(outgoing[0], zmq.NOBLOCK)
+            except zmq.Again:
+                return False
+            outgoing.popleft()
+        return True
+
+    def watch(self, now: float) -> None:
+        """Tell the session of connections made and lost, the latter after all that had arrived before."""
+        while sockets.readable(self.monitor):
+            event = parse_monitor_message(self.monitor.recv_multipart(zmq.NOBLOCK))["event"]
+            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self._session.connected(now)
+            elif event == zmq.EVENT_DISCONNECTED:
+                while self.receive(now):
+                    pass
+                self._session.disconnected(now)
+
+    def latest_status(self) -> dict[str, Any] | None:
+        """The newest STATUS that has arrived; None when none has."""
+        latest: dict[str, Any] | None = None
+        while self.subscriber is not None and sockets.readable(self.subscriber):
+            frames = self.subscriber.recv_multipart(zmq.NOBLOCK)
+            try:
+                values = msgpack.unpackb(frames[-1])
+            except Exception:  # not from an engine of ours; STATUS may be lost anyway
+                continue
+            if isinstance(values, dict):
+                latest = values
+        return latest
+
+    def close(self) -> None:
+        self.dealer.disable_monitor()
+        self._context.destroy(linger=CLOSE_LINGER_MS)

@@ -12,9 +12,8 @@ from functools import partial
 from types import TracebackType
 from typing import Protocol
 
-from inferengine.client.embedding import Embedding, from_deltas
-from inferengine.client.streams import Call, Collector, Delta
-from inferengine.client.waiting import wait_for
+from inferengine.client.pending import wait_for
+from inferengine.client.streams import Call, Collector, Delta, Embedding, from_deltas
 from inferengine.errors import InferEngineError
 from inferengine.wire.messages import Accept
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
-from inferengine.core.plan import StepPlan, StepResult
+from inferengine.core.step_plan import StepPlan, StepResult
 
 
 class KVGroup(NamedTuple):
@@ -96,7 +96,7 @@ class Executor(Protocol):
     """Steps are executed in the order of the calls. At most `max_in_flight` may be under way: 1 without overlap.
 
     An executor may have more, which the engine looks for when it is loaded: `adapters` (AdapterStore), `recorder()`
-    (Recorder), `roofline()` (core/roofline.py's Roofline of its model and device, or None), `compilations` (whose
+    (Recorder), `roofline()` (core/stats.py's Roofline of its model and device, or None), `compilations` (whose
     `count` says how many kernels were compiled since `warm_up`: 0, or requests waited for a compiler), `launched` (how
     it launched its latest step, for the log of one that never ends), `device` (with a `type`, `cpu` or `cuda`).
     """

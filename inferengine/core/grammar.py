@@ -1,12 +1,23 @@
 """Grammar: the protocol through which the core uses what a request's output must match.
 
-Compiling and matching are somebody else's work (`inferengine.structured`); the core tells a grammar which tokens came
+Compiling and matching are somebody else's work (`inferengine.structured_output`); the core tells a grammar which
+tokens came
 and asks it for the mask of those that may come next.
+
+Which tokens a request's own fields leave to draw from, as the sampler applies them: to hold against its grammar.
+
+A grammar, `allowed_token_ids`, `bad_words` and `min_tokens` each make sense alone and can still leave no token
+together. The device has no words for that: it is a row without a finite logit. Sets of tokens are bits of an int, so
+that an intersection costs microseconds for any vocabulary.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from collections.abc import Sequence as SequenceOf
 from typing import Protocol
+
+from inferengine.sampling_params import SamplingParams
 
 
 class Grammar(Protocol):
@@ -36,3 +47,63 @@ class Grammar(Protocol):
     def forced(self) -> list[int]:
         """Tokens that must follow whatever the model says; empty where it has a choice. Changes nothing."""
         ...
+
+
+class TokenRules:
+    """The rules of one request. `stop_ids` must not come before `min_tokens` have."""
+
+    __slots__ = ("_allowed", "_min_tokens", "_never", "_stops", "_words", "fields", "num_before")
+
+    def __init__(self, params: SamplingParams, stop_ids: Collection[int]) -> None:
+        self._allowed = bits(params.allowed_token_ids) if params.allowed_token_ids else -1
+        self._never = bits([word[0] for word in params.bad_words_ids if len(word) == 1])
+        self._words = [(word[:-1], word[-1]) for word in params.bad_words_ids if len(word) > 1]
+        self._min_tokens = params.min_tokens
+        self._stops = bits(stop_ids) if params.min_tokens else 0
+        self.fields = fields_of(params)
+        self.num_before = max((len(before) for before, _ in self._words), default=0)  # tokens that `left` looks back
+
+    def left(self, mask: int, num_output: int, before: SequenceOf[int]) -> int:
+        """Of the tokens in `mask`, those that may come now. `before`: the last tokens of the output, num_before if
+        there are as many."""
+        mask &= self._allowed & ~self._never
+        if num_output < self._min_tokens:
+            mask &= ~self._stops
+        came = tuple(before)
+        for beginning, last in self._words:
+            if came[-len(beginning) :] == beginning:
+                mask &= ~(1 << last)
+        return mask
+
+    def nothing_left(self, num_output: int, *, has_grammar: bool) -> str:
+        """What to tell whoever made a request whose fields leave no token."""
+        names = [*(["the grammar"] if has_grammar else []), *self.fields]
+        listed = " and ".join([*([", ".join(names[:-1])] if names[:-1] else []), names[-1]])
+        where = f"after {num_output} tokens of output" if num_output else "to begin with"
+        verb = "leave" if len(names) > 1 else "leaves"
+        return f"{listed} {verb} no token {where}: loosen one of them, or leave one out"
+
+
+def fields_of(params: SamplingParams) -> list[str]:
+    """The fields of a request that forbid tokens."""
+    values = {
+        "allowed_token_ids": params.allowed_token_ids,
+        "bad_words": params.bad_words_ids,
+        "min_tokens": params.min_tokens,
+    }
+    return [name for name, value in values.items() if value]
+
+
+def rules_of(params: SamplingParams, stop_ids: Collection[int]) -> TokenRules | None:
+    """None where no field forbids a token."""
+    return TokenRules(params, stop_ids) if fields_of(params) else None
+
+
+def bits(ids: Collection[int]) -> int:
+    """A set of token ids as bits."""
+    if not ids:
+        return 0
+    found = bytearray(max(ids) // 8 + 1)
+    for id in ids:
+        found[id >> 3] |= 1 << (id & 7)
+    return int.from_bytes(found, "little")

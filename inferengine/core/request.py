@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
-from inferengine.params import SamplingParams
-from inferengine.structure import GrammarSpec
+from inferengine.sampling_params import SamplingParams
+from inferengine.structured_output.spec import GrammarSpec
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -16,10 +16,10 @@ from collections.abc import Callable
 from math import frexp
 from typing import NamedTuple
 
-from inferengine.core.plan import StepPlan
 from inferengine.core.request import Request
-from inferengine.core.step_draft import ScheduledStep
-from inferengine.params import SamplingParams
+from inferengine.core.scheduler.step_builder import ScheduledStep
+from inferengine.core.step_plan import StepPlan
+from inferengine.sampling_params import SamplingParams
 
 SMOOTHING = 0.3  # weight of a new step
 MOST_SURPRISE = 3.0  # a step that took longer than so many times the expected is the machine's doing

@@ -14,17 +14,17 @@ from concurrent.futures import ThreadPoolExecutor
 from inferengine.core.executor import Capacity, Executor, StepFuture, is_fatal
 from inferengine.core.grammar import Grammar
 from inferengine.core.request import Request
-from inferengine.core.roofline import Roofline
-from inferengine.core.scheduler import ScheduledStep, Scheduler, SchedulerOptions, StepOutput
-from inferengine.core.speculation import Proposer
-from inferengine.core.stopping import FinishDetail, Finished
+from inferengine.core.scheduler.scheduler import ScheduledStep, Scheduler, SchedulerOptions, StepOutput
+from inferengine.core.sequence import FinishDetail, Finished
+from inferengine.core.speculation.controller import Proposer
+from inferengine.core.stats import Roofline
 
 FEW_DEADLINES = 1024  # of requests that have ended, kept until they would have passed
 
 
 class StepFailed(RuntimeError):
     """Raised by an executor that knows which rows of the plan are at fault. After any other exception the culprit is
-    looked for: the rows are computed again, in ever smaller groups (core/suspects.py)."""
+    looked for: the rows are computed again, in ever smaller groups (core/scheduler/fault_isolation.py)."""
 
     def __init__(self, message: str, rows: list[int]) -> None:
         super().__init__(message)

@@ -12,14 +12,13 @@ from typing import Any, NamedTuple, Protocol
 
 from inferengine.core.executor import DeviceLost, is_fatal
 from inferengine.core.grammar import Grammar
-from inferengine.core.kv_events import KVEvent
+from inferengine.core.kv_cache.prefix_cache import KVEvent
 from inferengine.core.request import Request
-from inferengine.core.roofline import Roofline
-from inferengine.core.scheduler import StepOutput
-from inferengine.core.stats import SchedulerSnapshot, SchedulerStats
-from inferengine.core.stopping import FinishDetail, Finished
+from inferengine.core.scheduler.scheduler import StepOutput
+from inferengine.core.sequence import FinishDetail, Finished
+from inferengine.core.stats import Roofline, SchedulerSnapshot, SchedulerStats
 from inferengine.engine.core import EngineCore
-from inferengine.engine.lifecycle import Lifecycle
+from inferengine.engine.state import Lifecycle
 
 logger = logging.getLogger(__name__)
 

@@ -1,13 +1,16 @@
-"""From the configuration and the measured capacity to what the scheduler and admission are told."""
+"""From the configuration and the measured capacity to what the scheduler and admission are told.
+
+Seeds of the choices of one request.
+"""
 
 from __future__ import annotations
 
 from inferengine.config import Config
-from inferengine.core.admission import AdmissionLimits
 from inferengine.core.executor import Capacity
-from inferengine.core.scheduler import SchedulerOptions
+from inferengine.core.scheduler.admission import AdmissionLimits
+from inferengine.core.scheduler.scheduler import SchedulerOptions
+from inferengine.core.speculation.proposers import guess_method
 from inferengine.errors import ConfigError
-from inferengine.spec.proposers import guess_method
 
 MAX_RUNNING = {True: 2, False: 16}  # by whether the engine itself chose to guess
 
@@ -58,3 +61,17 @@ def admission_limits(config: Config, capacity: Capacity) -> AdmissionLimits:
         max_queued_tokens=config.scheduler.max_queued_tokens,
         max_tenant_requests=config.scheduler.max_tenant_requests,
     )
+
+
+_MASK = 2**64 - 1
+
+
+def choice_seed(seed: int, choice: int) -> int:
+    """The seed of choice `choice`: the request's own for the first, else mixed with it (splitmix64, Steele et al.
+    2014), so that neighbouring seeds do not share draws."""
+    if choice == 0:
+        return seed
+    mixed = (seed + choice * 0x9E3779B97F4A7C15) & _MASK
+    mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _MASK
+    return (mixed ^ (mixed >> 31)) >> 1

@@ -20,45 +20,44 @@ from collections.abc import Callable, Collection
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from inferengine import output
 from inferengine.config import Config
 from inferengine.core.executor import AdapterStore, Capacity, Executor
-from inferengine.core.roofline import Roofline
-from inferengine.core.scheduler import StepOutput
-from inferengine.core.stopping import Finished
-from inferengine.engine.adapters import Adapters
-from inferengine.engine.connections import Connections
+from inferengine.core.scheduler.scheduler import StepOutput
+from inferengine.core.sequence import Finished
+from inferengine.core.speculation.proposers import build_proposer, guess_method
+from inferengine.core.stats import Roofline
+from inferengine.engine.admin import Operations
 from inferengine.engine.core import EngineCore
-from inferengine.engine.ending import CHECK_S, Ending, all_tracebacks
-from inferengine.engine.endpoint import Endpoint
-from inferengine.engine.grammar_service import GrammarService
-from inferengine.engine.kv_publisher import KVPublisher
-from inferengine.engine.lifecycle import Lifecycle
-from inferengine.engine.link import Engine, Link
+from inferengine.engine.io.connections import TICK_S, Switchboard
+from inferengine.engine.io.endpoint import Endpoint
+from inferengine.engine.io.intake import Engine, Link
+from inferengine.engine.io.lost_connections import Connections
+from inferengine.engine.io.publisher import Outbox
+from inferengine.engine.io.resume import GrammarReplay
+from inferengine.engine.io.thread import RETRY_S, WireThread
 from inferengine.engine.loop import EngineLoop, News
-from inferengine.engine.model_card import ModelCard
-from inferengine.engine.notify import Notifier, Watchdog
-from inferengine.engine.operations import Operations
+from inferengine.engine.metrics.counters import Telemetry
+from inferengine.engine.metrics.kv_events import KVPublisher
+from inferengine.engine.metrics.spans import record_choice
+from inferengine.engine.metrics.stats import Reports
+from inferengine.engine.model_info import ModelCard
 from inferengine.engine.options import admission_limits, scheduler_options
-from inferengine.engine.outbox import Outbox
-from inferengine.engine.profiling import MakeRecorder, Profiling
-from inferengine.engine.reports import Reports
-from inferengine.engine.resumption import GrammarReplay
-from inferengine.engine.spans import record_choice
-from inferengine.engine.stall_record import StallRecord, Stalls, record_path
-from inferengine.engine.step_watch import Stall, StepWatch, stall_rule
-from inferengine.engine.switchboard import TICK_S, Switchboard
-from inferengine.engine.telemetry import Telemetry
-from inferengine.engine.text_service import TextService
-from inferengine.engine.wire_thread import RETRY_S, WireThread
+from inferengine.engine.services.adapters import Adapters
+from inferengine.engine.services.grammars import GrammarService
+from inferengine.engine.services.profiler import MakeRecorder, Profiling
+from inferengine.engine.services.tokenization import TextService
+from inferengine.engine.shutdown import CHECK_S, Ending, all_tracebacks
+from inferengine.engine.state import Lifecycle
+from inferengine.engine.step_watchdog import Stall, StallRecord, Stalls, StepWatch, record_path, stall_rule
 from inferengine.errors import ExitCode, InferEngineError
-from inferengine.spec.proposers import build_proposer, guess_method
-from inferengine.tracing import Tracing, make_tracing
+from inferengine.observability.tracing import Tracing, make_tracing
+from inferengine.process import stdio as output
+from inferengine.process.sd_notify import Notifier, Watchdog
 from inferengine.wire import codec
 from inferengine.wire.messages import EPOCH_BYTES, READY, STOPPING, ModelInfo, Status
 
 if TYPE_CHECKING:
-    from inferengine.engine.metrics_server import MetricsServer
+    from inferengine.engine.metrics.server import MetricsServer
 
 logger = logging.getLogger(__name__)
 
@@ -195,7 +194,7 @@ class EngineService:
     def _make_metrics(self, port: int) -> MetricsServer | None:
         if not port:
             return None
-        from inferengine.engine.metrics_server import MetricsServer  # an HTTP server and Prometheus' library
+        from inferengine.engine.metrics.server import MetricsServer  # an HTTP server and Prometheus' library
 
         return MetricsServer(port, self._read_stats)
 

@@ -11,20 +11,28 @@ from typing import Any
 
 import torch
 
-from inferengine.kernels import (
-    cpu_attention,
-    cpu_attention_plan,
-    reference,
-    reference_fused,
-    reference_logprobs,
-    reference_masks,
-    reference_sampling,
+from inferengine.kernels.cpu import attention as cpu_attention
+from inferengine.kernels.cpu import attention_plan as cpu_attention_plan
+from inferengine.kernels.reference import (
+    ops as reference,
+)
+from inferengine.kernels.reference import (
+    ops as reference_fused,
+)
+from inferengine.kernels.reference import (
+    ops as reference_masks,
+)
+from inferengine.kernels.reference import (
+    sampling as reference_logprobs,
+)
+from inferengine.kernels.reference import (
+    sampling as reference_sampling,
 )
 
 
 @dataclass(frozen=True)
 class Ops:
-    """Functions by job; signatures in docs/runtime.md and kernels/reference.py."""
+    """Functions by job; signatures in docs/runtime.md and kernels/reference/ops.py."""
 
     name: str
     rms_norm: Callable[..., torch.Tensor]
@@ -70,7 +78,7 @@ REFERENCE = Ops(
 def resolve(device: torch.device, *, deterministic: bool = False) -> Ops:
     """The table for a device. `deterministic`: tilings that depend on the model's shapes only, never on the batch."""
     if device.type == "cuda":
-        from inferengine.kernels import cuda  # here: Triton is not installed everywhere
+        from inferengine.kernels.cuda import table as cuda  # here: Triton is not installed everywhere
 
         return Ops(**cuda.table(device, deterministic=deterministic))
     return REFERENCE

@@ -22,7 +22,7 @@ MODULES = {
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
     "Gemma3ForCausalLM": "gemma3",
-    "Gemma3ForConditionalGeneration": "gemma3_vision",
+    "Gemma3ForConditionalGeneration": "gemma3_text_of_vision",
     "GPT2LMHeadModel": "gpt2",
 }
 BY_MODEL_TYPE = {  # for configs that name no architecture

@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from inferengine.core.executor import Capacity, KVGroup
-from inferengine.core.plan import StepPlan
+from inferengine.core.step_plan import StepPlan
 from inferengine.errors import ConfigError
 
 COSTS_FOLDER = Path(__file__).parent / "costs"

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
-from inferengine.core.admission import AdmissionLimits, admit, resolve_max_tokens
 from inferengine.core.executor import Capacity, Progress
-from inferengine.core.plan import StepPlan, StepResult
 from inferengine.core.request import Request
-from inferengine.core.scheduler import SchedulerOptions, StepOutput
+from inferengine.core.scheduler.admission import AdmissionLimits, admit, resolve_max_tokens
+from inferengine.core.scheduler.scheduler import SchedulerOptions, StepOutput
+from inferengine.core.step_plan import StepPlan, StepResult
 from inferengine.engine.core import EngineCore
 from inferengine.simulation.cost_model import HostTime, StepShape, shape_of
 

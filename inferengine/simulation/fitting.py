@@ -23,7 +23,15 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from inferengine.simulation.cost_model import CapturedSteps, CostModel, Curve, HostCost, KindCost, StepShape, kind_of
+from inferengine.simulation.cost_model import (
+    CapturedSteps,
+    CostModel,
+    Curve,
+    HostCost,
+    KindCost,
+    StepShape,
+    kind_of,
+)
 
 Matrix = NDArray[np.float64]
 KNOTS = (1, 2, 4, 8, 16, 32, 64, 128, 192, 256, 384, 512, 768, 1024, 2048, 4096, 8192)

@@ -13,16 +13,16 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from inferengine.core.request import Request
-from inferengine.core.scheduler import StepOutput
-from inferengine.core.stopping import Finished
+from inferengine.core.scheduler.scheduler import StepOutput
+from inferengine.core.sequence import Finished
 from inferengine.errors import InferEngineError
-from inferengine.params import SamplingParams
+from inferengine.sampling_params import SamplingParams
 from inferengine.simulation.engine import EngineOptions, VirtualEngine
 from inferengine.simulation.report import Recorder, Sample, TokenIntervals, summarize
 from inferengine.simulation.workload import Arrival, Workload
 
 if TYPE_CHECKING:
-    from inferengine.client.chooser import Chooser
+    from inferengine.client.load_balancing import Chooser
 
 STATUS_INTERVAL_S = 0.25
 DETECTION_S = 1.0  # from an engine's death until clients send nothing there any more
@@ -323,7 +323,7 @@ class Fleet:
 
 def _make_chooser(num_engines: int, choice: str, seed: int, affinity_tokens: int) -> Chooser:
     # One engine needs no choice, and then nothing of the client is loaded: calibration runs where there is no pyzmq.
-    from inferengine.client.chooser import Chooser
+    from inferengine.client.load_balancing import Chooser
 
     names = [f"engine-{index}" for index in range(num_engines)]
     return Chooser(names, choice, generator=random.Random(seed), affinity_tokens=affinity_tokens)

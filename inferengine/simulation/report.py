@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from inferengine.core.scheduler import StepOutput
-from inferengine.core.stopping import Finished
+from inferengine.core.scheduler.scheduler import StepOutput
+from inferengine.core.sequence import Finished
 
 QUANTILES = (0.5, 0.9, 0.95, 0.99)
 

@@ -1,7 +1,7 @@
 """Text at the edge: tokenizer, chat template, detokenizer, stop strings. Knows nothing of torch or transformers."""
 
 from inferengine.text.chat_template import ChatTemplate, check_messages
-from inferengine.text.stream import TextDelta, TextStream
+from inferengine.text.detokenizer import TextDelta, TextStream
 from inferengine.text.tokenizer import TOKENIZER_FILES, Tokenizer, fingerprint
 
 __all__ = ["TOKENIZER_FILES", "ChatTemplate", "TextDelta", "TextStream", "Tokenizer", "check_messages", "fingerprint"]

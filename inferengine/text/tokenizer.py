@@ -10,7 +10,7 @@ from typing import Any
 from tokenizers import Tokenizer as FastTokenizer
 
 from inferengine.errors import InferEngineError
-from inferengine.text.extent import BYTE_CHARACTERS, PIECE_CHARACTERS, Extent
+from inferengine.text.token_bounds import BYTE_CHARACTERS, PIECE_CHARACTERS, Extent
 
 TOKENIZER_FILES = (
     "tokenizer.json",

@@ -10,9 +10,9 @@ from tokenizers import Tokenizer
 from torch.nn import functional
 
 from inferengine.config import Config
-from inferengine.quant.schemes import MADE
-from inferengine.runtime.factory import build_executor
-from inferengine.runtime.probe import Probe
+from inferengine.executor.factory import build_executor
+from inferengine.executor.tools.compare_hf import Probe
+from inferengine.quantization.schemes import MADE
 
 from .example import Split
 from .packing import packed_chunk

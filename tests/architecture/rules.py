@@ -20,7 +20,7 @@ UNSAFE_ATTRIBUTES = {("torch", "load"), ("os", "system"), ("os", "popen")}
 UNSAFE_METHODS = {"recv_pyobj", "send_pyobj"}
 UNSAFE_KEYWORDS = {"shell", "trust_remote_code", "allow_pickle"}
 REQUEST_TYPE = "inferengine.core.request.Request"
-REQUEST_MAKERS = ("inferengine.engine.link",)
+REQUEST_MAKERS = ("inferengine.engine.io.intake",)
 
 
 class Source(NamedTuple):
@@ -96,7 +96,7 @@ def heavy_imports(sources: Iterable[Source]) -> list[str]:
                 continue
             if item.module.split(".")[0] in HEAVY:
                 broken.append(f"{source.module}:{item.line} imports {item.module}")
-            elif _under(item.module, ("inferengine.runtime", "inferengine.models")):
+            elif _under(item.module, ("inferengine.executor", "inferengine.models")):
                 broken.append(
                     f"{source.module}:{item.line} imports {item.module} outside a function of {RUNTIME_DOORS}"
                 )
@@ -131,7 +131,7 @@ def environment_reads(sources: Iterable[Source]) -> list[str]:
     names = {"environ", "environb", "getenv", "putenv"}
     broken: list[str] = []
     for source in sources:
-        if source.module == "inferengine.environment":
+        if source.module == "inferengine.config.environment":
             continue
         for node in ast.walk(source.tree):
             if isinstance(node, ast.Attribute) and node.attr in names and _is_name(node.value, "os"):

@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from inferengine import cli, config
+from inferengine import config
+from inferengine.cli import main as cli
 from inferengine.errors import KINDS, ExitCode
-from inferengine.params import SamplingParams
+from inferengine.sampling_params import SamplingParams
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -18,7 +18,7 @@ TESTS = rules.read_tree(ROOT, "tests")
 
 def test_the_tree_was_read() -> None:
     modules = {source.module for source in PRODUCT}
-    assert {"inferengine.cli", "inferengine.config", "inferengine.core.scheduler"} <= modules
+    assert {"inferengine.cli", "inferengine.config", "inferengine.core.scheduler.scheduler"} <= modules
     assert TESTS
 
 
@@ -48,10 +48,10 @@ def test_every_test_can_fail() -> None:
     "module",
     [
         "inferengine.cli",
-        "inferengine.commands.up",
+        "inferengine.cli.up",
         "inferengine.client",
-        "frontends.http.server",
-        "frontends.websocket.server",
+        "frontends.http.process",
+        "frontends.websocket.process",
     ],
 )
 def test_light_processes_really_load_no_heavy_library(module: str) -> None:
@@ -60,7 +60,7 @@ def test_light_processes_really_load_no_heavy_library(module: str) -> None:
         [sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT
     ).stdout.splitlines()
     assert loaded == "[]"
-    if module in ("inferengine.cli", "inferengine.commands.up"):
+    if module in ("inferengine.cli", "inferengine.cli.up"):
         assert zmq == "False"
 
 
@@ -68,7 +68,7 @@ def test_a_draw_imports_nothing_that_takes_seconds() -> None:
     """Some of torch's Python functions load sympy at their first call: the first request would wait for that."""
     program = (
         "import sys, torch\n"
-        "from inferengine.kernels.reference_sampling import gumbel\n"
+        "from inferengine.kernels.reference.sampling import gumbel\n"
         "assert gumbel(torch.tensor([7]), torch.tensor([3]), 10).shape == (1, 10)\n"
         "print('sympy' in sys.modules)"
     )

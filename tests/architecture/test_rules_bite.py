@@ -19,20 +19,20 @@ CASES: list[tuple[Rule, str, str, str]] = [  # rule, module, guilty text, innoce
     ),
     (
         rules.broken_layers,
-        "inferengine.core.scheduler",
+        "inferengine.core.scheduler.scheduler",
         "import inferengine.wire.codec",
-        "from inferengine.core import plan",
+        "from inferengine.core import step_plan as plan",
     ),
     (
         rules.broken_layers,
         "frontends.http.app",
-        "from inferengine.engine.link import Link",
+        "from inferengine.engine.io.intake import Link",
         "from inferengine.client import Client",
     ),
     (
         rules.broken_layers,
         "frontends.http.app",
-        "from frontends.websocket import server",
+        "from frontends.websocket import process as server",
         "from frontends.common import auth",
     ),
     (
@@ -43,26 +43,26 @@ CASES: list[tuple[Rule, str, str, str]] = [  # rule, module, guilty text, innoce
     ),
     (
         rules.broken_layers,
-        "inferengine.core.scheduler",
-        "from ..engine import service",
+        "inferengine.core.scheduler.scheduler",
+        "from ...engine import service",
         "from .plan import StepPlan",
     ),
     (
         rules.broken_layers,
         "inferengine.engine.core",
         "from inferengine.wire import codec",
-        "from inferengine.core.plan import StepPlan",
+        "from inferengine.core.step_plan import StepPlan",
     ),
-    (rules.heavy_imports, "inferengine.text.stream", "import torch", "import tokenizers"),
+    (rules.heavy_imports, "inferengine.text.detokenizer", "import torch", "import tokenizers"),
     (rules.heavy_imports, "frontends.http.app", "def f():\n    import transformers.models", "import starlette"),
     (
         rules.heavy_imports,
-        "inferengine.engine.startup",
-        "from inferengine.runtime.runner import Runner",
-        "def f():\n    from inferengine.runtime.runner import Runner",
+        "inferengine.engine.process",
+        "from inferengine.executor.torch_executor import Runner",
+        "def f():\n    from inferengine.executor.torch_executor import Runner",
     ),
-    (rules.clocks_in_core, "inferengine.core.queues", "from time import monotonic", "import heapq"),
-    (rules.clocks_in_core, "inferengine.core.queues", "import random", "import bisect"),
+    (rules.clocks_in_core, "inferengine.core.scheduler.queues", "from time import monotonic", "import heapq"),
+    (rules.clocks_in_core, "inferengine.core.scheduler.queues", "import random", "import bisect"),
     (rules.environment_reads, "inferengine.engine.service", "import os\nos.environ['A']", "import os\nos.getpid()"),
     (rules.environment_reads, "frontends.http.app", "import os\nx = os.getenv('A')", "import os\nx = os.sep"),
     (rules.environment_reads, "frontends.http.app", "from os import environ", "from os import path"),
@@ -73,8 +73,8 @@ CASES: list[tuple[Rule, str, str, str]] = [  # rule, module, guilty text, innoce
     (rules.unsafe_code, "inferengine.models.weights", "import torch\ntorch.load(f)", "import torch\ntorch.zeros(1)"),
     (rules.unsafe_code, "inferengine.models.weights", "from torch import load", "from torch import zeros"),
     (rules.unsafe_code, "inferengine.wire.sockets", "socket.recv_pyobj()", "socket.recv()"),
-    (rules.unsafe_code, "inferengine.commands.up", "run('x', shell=True)", "run('x', shell=False)"),
-    (rules.unsafe_code, "inferengine.commands.up", "run('x', shell=yes)", "run(['x'])"),
+    (rules.unsafe_code, "inferengine.cli.up", "run('x', shell=True)", "run('x', shell=False)"),
+    (rules.unsafe_code, "inferengine.cli.up", "run('x', shell=yes)", "run(['x'])"),
     (
         rules.unsafe_code,
         "inferengine.models.weights",
@@ -83,7 +83,7 @@ CASES: list[tuple[Rule, str, str, str]] = [  # rule, module, guilty text, innoce
     ),
     (
         rules.requests_made_elsewhere,
-        "inferengine.engine.outbox",
+        "inferengine.engine.io.publisher",
         "from inferengine.wire import codec\nfrom inferengine.core.request import Request\nr = Request(1)",
         "from inferengine.wire import codec\nfrom inferengine.core.request import Request\ndef f(r: Request): ...",
     ),
@@ -121,4 +121,4 @@ def test_a_cycle_is_found_through_a_lazy_import() -> None:
 
 def test_engine_link_may_make_requests() -> None:
     text = "from inferengine.wire import codec\nfrom inferengine.core.request import Request\nr = Request(1)"
-    assert rules.requests_made_elsewhere([rules.parse("inferengine.engine.link", text)]) == []
+    assert rules.requests_made_elsewhere([rules.parse("inferengine.engine.io.intake", text)]) == []

@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 
-from inferengine.bench.load import Load
-from inferengine.bench.sse_client import Reply
+from inferengine.bench.load import Load, Reply
 from inferengine.bench.workload import LoadOptions, request_bodies
 from tests.bench.servers import FakeServer, serving
 

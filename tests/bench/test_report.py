@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from inferengine.bench.load import Reply
 from inferengine.bench.report import report, table
-from inferengine.bench.sse_client import Reply
 
 
 def reply(*event_s: float, ended_s: float, tokens: int) -> Reply:

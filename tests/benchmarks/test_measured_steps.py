@@ -8,7 +8,14 @@ from pathlib import Path
 import pytest
 
 from benchmarks.measured_steps import CALIBRATION, describe, fit_again, read_steps, save_steps
-from inferengine.simulation.cost_model import CapturedSteps, CostModel, DeviceProfile, HostCost, KindCost, StepShape
+from inferengine.simulation.cost_model import (
+    CapturedSteps,
+    CostModel,
+    DeviceProfile,
+    HostCost,
+    KindCost,
+    StepShape,
+)
 from inferengine.simulation.fitting import fit
 
 GRAPHS = CapturedSteps((1, 8), ((8, 64),), 4)

@@ -14,7 +14,14 @@ from benchmarks.device import Pause, TimedStep
 from benchmarks.pace import Pace, Sample, Yardstick, work_of
 from benchmarks.simulation_accuracy import Recorded, Results, errors_by_class, predict, run_real, step_class
 from inferengine.core.executor import Capacity
-from inferengine.simulation.cost_model import CapturedSteps, CostModel, DeviceProfile, HostCost, KindCost, StepShape
+from inferengine.simulation.cost_model import (
+    CapturedSteps,
+    CostModel,
+    DeviceProfile,
+    HostCost,
+    KindCost,
+    StepShape,
+)
 from inferengine.simulation.engine import VirtualClock, VirtualExecutor
 from inferengine.simulation.fitting import fit
 from inferengine.simulation.workload import WorkloadOptions

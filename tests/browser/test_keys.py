@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from frontends.common.keys import entry, new_key
+from frontends.common.auth import entry, new_key
 from tests.frontends.websocket.builders import serving
 
 pytestmark = pytest.mark.browser

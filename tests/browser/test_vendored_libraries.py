@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from frontends.websocket.pages import FOLDER
+from frontends.websocket.static_files import FOLDER
 
 VENDOR = FOLDER / "vendor"
 LIBRARIES = json.loads((VENDOR / "manifest.json").read_text())["libraries"]

@@ -11,7 +11,7 @@ import json
 import sys
 
 from inferengine.client import EnginePool, Submission
-from inferengine.params import SamplingParams
+from inferengine.sampling_params import SamplingParams
 
 
 async def read(submission: Submission) -> dict[str, object]:

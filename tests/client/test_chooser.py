@@ -9,7 +9,7 @@ from collections import Counter
 
 import pytest
 
-from inferengine.client.chooser import LOAD_FACTOR, POLICIES, Chooser, mix, prefix_key
+from inferengine.client.load_balancing import LOAD_FACTOR, POLICIES, Chooser, mix, prefix_key
 
 
 def make_chooser(policy: str, num_engines: int, seed: int = 0) -> Chooser:

@@ -9,7 +9,7 @@ import pytest
 
 from inferengine.client.session import PATIENCE_S, Phase, Session
 from inferengine.client.streams import Call, Finish
-from inferengine.params import SamplingParams
+from inferengine.sampling_params import SamplingParams
 from inferengine.wire import codec
 from inferengine.wire.messages import (
     RESUME_OUTPUT,

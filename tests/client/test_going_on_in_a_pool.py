@@ -7,7 +7,7 @@ from array import array
 from collections.abc import Awaitable, Callable
 
 from inferengine.client import EnginePool
-from inferengine.params import SamplingParams
+from inferengine.sampling_params import SamplingParams
 from inferengine.wire.messages import Accept, Reject, Submit
 from tests.client.test_going_on import Engine
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from inferengine.client import AsyncClient, EnginePool, Finish, Stream, Submission
 from inferengine.errors import InferEngineError
-from inferengine.params import SamplingParams
+from inferengine.sampling_params import SamplingParams
 from tests.client.engine_process import EngineProcess, engine_processes
 from tests.engine.builders import VOCAB_SIZE
 

@@ -7,12 +7,12 @@ from array import array
 
 from inferengine.core.executor import Capacity, KVGroup
 from inferengine.core.request import Request
-from inferengine.core.scheduler import Scheduler, SchedulerOptions
+from inferengine.core.scheduler.scheduler import Scheduler, SchedulerOptions
 from inferengine.core.sequence import Sequence
-from inferengine.core.speculation import Proposer
+from inferengine.core.speculation.controller import Proposer
 from inferengine.engine.core import EngineCore
-from inferengine.params import SamplingParams
-from inferengine.structure import GrammarSpec
+from inferengine.sampling_params import SamplingParams
+from inferengine.structured_output.spec import GrammarSpec
 from tests.core.memory_executor import EOS, VOCAB_SIZE, MemoryExecutor, extend, next_token
 
 

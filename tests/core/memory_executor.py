@@ -12,7 +12,7 @@ import zlib
 from array import array
 
 from inferengine.core.executor import Capacity, Progress
-from inferengine.core.plan import BlockCopies, StepPlan, StepResult
+from inferengine.core.step_plan import BlockCopies, StepPlan, StepResult
 
 VOCAB_SIZE = 97
 EOS = 7

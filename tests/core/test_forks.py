@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from inferengine.params import SamplingParams, of_choice
+from inferengine.sampling_params import SamplingParams, of_choice
 from tests.core.builders import Run, expected_output, make_capacity, make_request
 
 OVERLAP = pytest.mark.parametrize("max_in_flight", [1, 2])

@@ -4,8 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from inferengine.core.stopping import GRAMMAR_COMPLETE
-from tests.core.builders import HalfRightProposer, Run, ThirdsGrammar, expected_output, make_capacity, make_request
+from inferengine.core.sequence import GRAMMAR_COMPLETE
+from tests.core.builders import (
+    HalfRightProposer,
+    Run,
+    ThirdsGrammar,
+    expected_output,
+    make_capacity,
+    make_request,
+)
 
 OVERLAP = pytest.mark.parametrize("max_in_flight", [1, 2])
 

@@ -6,10 +6,10 @@ from typing import NamedTuple
 
 import pytest
 
-from inferengine.core.guess_credit import FIRST, MOST, SHARE, GuessCredit
-from inferengine.core.plan import StepPlan, StepResult
-from inferengine.core.scheduler import SchedulerOptions
+from inferengine.core.scheduler.scheduler import SchedulerOptions
 from inferengine.core.sequence import Sequence
+from inferengine.core.speculation.cost import FIRST, MOST, SHARE, GuessCredit
+from inferengine.core.step_plan import StepPlan, StepResult
 from inferengine.engine.core import EngineCore
 from tests.core.builders import make_capacity, make_request
 

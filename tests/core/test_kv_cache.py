@@ -6,10 +6,10 @@ import random
 
 import pytest
 
-from inferengine.core.block_pool import BlockPool
-from inferengine.core.plan import StepPlan, StepResult
-from inferengine.core.prefix_cache import PrefixCache, block_hash, root_hash
-from inferengine.core.stopping import RowFailure
+from inferengine.core.kv_cache.block_pool import BlockPool
+from inferengine.core.kv_cache.prefix_cache import PrefixCache, block_hash, root_hash
+from inferengine.core.sequence import RowFailure
+from inferengine.core.step_plan import StepPlan, StepResult
 from inferengine.engine.core import StepFailed
 from tests.core.builders import Run, expected_output, make_capacity, make_request
 

@@ -9,15 +9,14 @@ from typing import Any
 
 import pytest
 
-from inferengine.core import kv_manager
-from inferengine.core.block_pool import BlockPool
-from inferengine.core.forks import ForkRoom
-from inferengine.core.kv_manager import KVCacheManager, PrefixHit
-from inferengine.core.prefix_cache import PrefixCache
-from inferengine.core.queues.first_come import FirstComeFirstServed
-from inferengine.core.roster import Roster
-from inferengine.core.step_draft import StepDraft
-from inferengine.core.swap import SwapSpace
+from inferengine.core.kv_cache import manager as kv_manager
+from inferengine.core.kv_cache.block_pool import BlockPool
+from inferengine.core.kv_cache.manager import KVCacheManager, PrefixHit
+from inferengine.core.kv_cache.prefix_cache import PrefixCache
+from inferengine.core.kv_cache.swap import SwapSpace
+from inferengine.core.scheduler.queues.fcfs import FirstComeFirstServed
+from inferengine.core.scheduler.sequences import ForkRoom, Roster
+from inferengine.core.scheduler.step_builder import StepDraft
 from tests.core.test_random_machine import walk
 
 Wrap = Callable[..., Any]

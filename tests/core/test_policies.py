@@ -8,11 +8,11 @@ import random
 import pytest
 
 from inferengine.config import keys
-from inferengine.core.chunk_control import MINIMUM_CHUNK, ChunkController
-from inferengine.core.eviction import EVICTION
-from inferengine.core.pressure import PRESSURE_POLICIES
-from inferengine.core.queues import POLICIES
-from inferengine.core.queues.fair_share import MAX_IDLE_TENANTS, FairShare
+from inferengine.core.kv_cache.block_pool import EVICTION
+from inferengine.core.scheduler.chunked_prefill import MINIMUM_CHUNK, ChunkController
+from inferengine.core.scheduler.preemption import PRESSURE_POLICIES
+from inferengine.core.scheduler.queues import POLICIES
+from inferengine.core.scheduler.queues.fair_share import MAX_IDLE_TENANTS, FairShare
 from inferengine.core.sequence import Sequence
 from tests.core.builders import Run, expected_output, make_capacity, make_request
 

@@ -13,10 +13,10 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from inferengine.core.eviction import EVICTION
-from inferengine.core.pressure import PRESSURE_POLICIES
-from inferengine.core.queues import POLICIES
+from inferengine.core.kv_cache.block_pool import EVICTION
 from inferengine.core.request import Request
+from inferengine.core.scheduler.preemption import PRESSURE_POLICIES
+from inferengine.core.scheduler.queues import POLICIES
 from inferengine.engine.core import StepFailed
 from tests.core.builders import (
     HalfRightProposer,

@@ -8,7 +8,14 @@ from dataclasses import replace
 import pytest
 
 from inferengine.core.request import Request
-from tests.core.builders import HalfRightProposer, Run, ThirdsGrammar, expected_output, make_capacity, make_request
+from tests.core.builders import (
+    HalfRightProposer,
+    Run,
+    ThirdsGrammar,
+    expected_output,
+    make_capacity,
+    make_request,
+)
 
 OVERLAP = pytest.mark.parametrize("max_in_flight", [1, 2])
 

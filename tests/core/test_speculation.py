@@ -7,9 +7,16 @@ import itertools
 import pytest
 
 from inferengine.core.executor import StepFuture
-from inferengine.core.plan import StepPlan
 from inferengine.core.sequence import Sequence
-from inferengine.core.speculation import FIRST_PAUSE, LAST_PAUSE, PROBE_LENGTH, RETRY_AFTER, WORTH, DraftControl
+from inferengine.core.speculation.controller import (
+    FIRST_PAUSE,
+    LAST_PAUSE,
+    PROBE_LENGTH,
+    RETRY_AFTER,
+    WORTH,
+    DraftControl,
+)
+from inferengine.core.step_plan import StepPlan
 from tests.core.builders import HalfRightProposer, Run, expected_output, make_capacity, make_request
 from tests.core.memory_executor import MemoryExecutor
 

@@ -6,12 +6,19 @@ import random
 
 import pytest
 
-from inferengine.core.plan import BlockCopies, StepPlan
 from inferengine.core.request import Request
+from inferengine.core.scheduler.step_builder import ScheduledStep
 from inferengine.core.sequence import Sequence
-from inferengine.core.step_draft import ScheduledStep
-from inferengine.core.step_time import MOST_REFERENCES, StallRule, StepSize, StepTimes, features_of, token_work
-from inferengine.params import SamplingParams
+from inferengine.core.step_plan import BlockCopies, StepPlan
+from inferengine.core.step_time import (
+    MOST_REFERENCES,
+    StallRule,
+    StepSize,
+    StepTimes,
+    features_of,
+    token_work,
+)
+from inferengine.sampling_params import SamplingParams
 
 PLAIN: frozenset[str] = frozenset()
 RULE = StallRule(factor=20.0, min_s=2.0, new_kind_s=10.0)

@@ -7,10 +7,10 @@ from collections.abc import Callable
 
 import pytest
 
-from inferengine.core.plan import StepPlan, StepResult
-from inferengine.core.queues import POLICIES
+from inferengine.core.scheduler.fault_isolation import SuspectQueue
+from inferengine.core.scheduler.queues import POLICIES
 from inferengine.core.sequence import Sequence, Status
-from inferengine.core.suspects import SuspectQueue
+from inferengine.core.step_plan import StepPlan, StepResult
 from tests.core.builders import HalfRightProposer, Run, expected_output, make_capacity, make_request
 
 FAILED = ("error", ("engine_error", "The engine failed while computing this request."))

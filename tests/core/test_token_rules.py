@@ -6,10 +6,10 @@ import dataclasses
 
 import pytest
 
-from inferengine.core.plan import StepPlan, StepResult
-from inferengine.core.stopping import RowFailure
-from inferengine.core.token_rules import TokenRules, bits, rules_of
-from inferengine.params import SamplingParams
+from inferengine.core.grammar import TokenRules, bits, rules_of
+from inferengine.core.sequence import RowFailure
+from inferengine.core.step_plan import StepPlan, StepResult
+from inferengine.sampling_params import SamplingParams
 from tests.core.builders import Run, make_request
 
 ALL = bits(range(40))

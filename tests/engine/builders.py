@@ -16,13 +16,24 @@ import zmq
 
 from inferengine.config import Config
 from inferengine.core.executor import Capacity, Executor
-from inferengine.engine.model_card import ModelCard
+from inferengine.engine.model_info import ModelCard
 from inferengine.engine.service import EngineService
-from inferengine.engine.simulator import SimulatedExecutor, make_capacity
+from inferengine.observability.tracing import Tracing
+from inferengine.simulation.executor import SimulatedExecutor, make_capacity
 from inferengine.text import fingerprint
-from inferengine.tracing import Tracing
 from inferengine.wire import codec
-from inferengine.wire.messages import Accept, Credit, Done, Hello, Message, Ping, Reject, Step, Submit, Welcome
+from inferengine.wire.messages import (
+    Accept,
+    Credit,
+    Done,
+    Hello,
+    Message,
+    Ping,
+    Reject,
+    Step,
+    Submit,
+    Welcome,
+)
 from tests.text.vocabularies import byte_level
 
 VOCAB_SIZE = 302  # of byte_level() with its added tokens

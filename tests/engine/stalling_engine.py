@@ -11,13 +11,13 @@ import threading
 import time
 from pathlib import Path
 
-from inferengine import logs
 from inferengine.config import load
-from inferengine.core.plan import StepPlan
-from inferengine.engine.notify import Notifier, Watchdog
+from inferengine.core.step_plan import StepPlan
+from inferengine.engine.process import serve
 from inferengine.engine.service import EngineService
-from inferengine.engine.simulator import SimulatedExecutor
-from inferengine.engine.startup import serve
+from inferengine.observability import logging as logs
+from inferengine.process.sd_notify import Notifier, Watchdog
+from inferengine.simulation.executor import SimulatedExecutor
 from tests.engine.builders import make_card, small_capacity
 
 POISON = 299

@@ -13,9 +13,9 @@ import pytest
 
 from inferengine.client import AsyncClient, Client, Embedding
 from inferengine.engine.service import EngineService
-from inferengine.engine.simulator import simulated_embedding
 from inferengine.errors import InferEngineError
-from inferengine.params import SamplingParams
+from inferengine.sampling_params import SamplingParams
+from inferengine.simulation.executor import simulated_embedding
 from tests.engine.builders import address_of, check_idle, run_service, wait_until
 from tests.engine.cut import Relay
 from tests.engine.test_service import free_port

@@ -9,9 +9,9 @@ import pytest
 import zmq
 
 from inferengine.client import Client
-from inferengine.engine import connections
+from inferengine.engine.io import lost_connections as connections
 from inferengine.engine.service import EngineService
-from inferengine.params import SamplingParams
+from inferengine.sampling_params import SamplingParams
 from inferengine.wire import codec
 from inferengine.wire.curve import ClientKeys, new_pair, write_pair
 from inferengine.wire.messages import Hello, Ping

@@ -12,10 +12,10 @@ import pytest
 
 from inferengine.client import AsyncClient, Client
 from inferengine.config import Config
-from inferengine.engine.endpoint import Endpoint
+from inferengine.engine.io.endpoint import Endpoint
 from inferengine.engine.service import EngineService
 from inferengine.errors import ConfigError, InferEngineError
-from inferengine.params import SamplingParams
+from inferengine.sampling_params import SamplingParams
 from inferengine.wire.curve import ClientKeys, client_keys, new_pair, read_pair, write_pair
 from tests.engine.builders import address_of, make_config, run_service
 from tests.engine.test_service import free_port

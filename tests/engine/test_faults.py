@@ -11,12 +11,12 @@ import pytest
 
 from inferengine.client import AsyncClient, Client
 from inferengine.core.executor import DeviceLost
-from inferengine.core.plan import StepPlan
+from inferengine.core.step_plan import StepPlan
 from inferengine.engine.core import StepFailed
 from inferengine.engine.service import EngineService
-from inferengine.engine.simulator import SimulatedExecutor
 from inferengine.errors import ExitCode, InferEngineError
-from inferengine.params import SamplingParams
+from inferengine.sampling_params import SamplingParams
+from inferengine.simulation.executor import SimulatedExecutor
 from inferengine.wire.messages import Accept, Bye, Cancel, Credit, Goodbye, Hello, Reject, Step, Welcome
 from tests.engine.builders import (
     Collected,

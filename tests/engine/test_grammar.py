@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from inferengine.engine import grammar_service
 from inferengine.engine.service import EngineService
-from inferengine.engine.simulator import SimulatedExecutor
+from inferengine.engine.services import grammars as grammar_service
+from inferengine.simulation.executor import SimulatedExecutor
 from inferengine.wire.messages import Cancel, Reject
 from tests.engine.builders import check_idle, make_card, run_service, small_capacity
 from tests.engine.conftest import Connect

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from inferengine.environment import keep_compiled_kernels
+from inferengine.config.environment import keep_compiled_kernels
 
 
 @pytest.fixture(autouse=True)

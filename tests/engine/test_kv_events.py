@@ -9,8 +9,8 @@ import msgpack
 import pytest
 import zmq
 
-from inferengine.core.kv_events import BlockRemoved, BlockStored
-from inferengine.engine.kv_publisher import KVPublisher
+from inferengine.core.kv_cache.prefix_cache import BlockRemoved, BlockStored
+from inferengine.engine.metrics.kv_events import KVPublisher
 from inferengine.engine.service import EngineService
 from inferengine.wire import sockets
 from inferengine.wire.messages import Admin, AdminReply

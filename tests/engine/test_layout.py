@@ -7,15 +7,15 @@ import secrets
 
 import pytest
 
-from inferengine.core.scheduler import StepOutput
-from inferengine.core.stopping import Finished
-from inferengine.engine import layout as layouts
-from inferengine.engine.layout import Layout
-from inferengine.engine.outbox import Outbox
-from inferengine.engine.output_log import Log, Submission, Subscription, TextLog
-from inferengine.engine.peer import Peer, Sent
-from inferengine.engine.telemetry import Telemetry
-from inferengine.params import SamplingParams
+from inferengine.core.scheduler.scheduler import StepOutput
+from inferengine.core.sequence import Finished
+from inferengine.engine.io import batch_routing as layouts
+from inferengine.engine.io.batch_routing import Layout
+from inferengine.engine.io.connection import Peer, Sent
+from inferengine.engine.io.output_log import Log, Submission, Subscription, TextLog
+from inferengine.engine.io.publisher import Outbox
+from inferengine.engine.metrics.counters import Telemetry
+from inferengine.sampling_params import SamplingParams
 from inferengine.text import TextStream, Tokenizer
 from inferengine.wire import codec
 from inferengine.wire.messages import Step

@@ -7,21 +7,11 @@ from typing import Any
 
 import pytest
 
-from inferengine.engine.seeds import choice_seed
+from inferengine.engine.options import choice_seed
 from inferengine.engine.service import EngineService
-from inferengine.engine.simulator import SimulatedExecutor
+from inferengine.simulation.executor import SimulatedExecutor
 from inferengine.wire import codec
-from inferengine.wire.messages import (
-    Accept,
-    Attach,
-    Credit,
-    Hello,
-    Kind,
-    Pong,
-    Reject,
-    Step,
-    Welcome,
-)
+from inferengine.wire.messages import Accept, Attach, Credit, Hello, Kind, Pong, Reject, Step, Welcome
 from tests.engine.builders import VOCAB_SIZE, RawPeer, check_idle, run_service, small_capacity, wait_until
 from tests.engine.conftest import Connect
 

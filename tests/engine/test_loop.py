@@ -6,13 +6,13 @@ import time
 from array import array
 
 from inferengine.core.request import Request
-from inferengine.core.scheduler import SchedulerOptions
+from inferengine.core.scheduler.scheduler import SchedulerOptions
 from inferengine.core.stats import SchedulerSnapshot
 from inferengine.engine.core import EngineCore
-from inferengine.engine.lifecycle import Lifecycle
 from inferengine.engine.loop import EngineLoop, News
-from inferengine.engine.simulator import SimulatedExecutor
-from inferengine.params import SamplingParams
+from inferengine.engine.state import Lifecycle
+from inferengine.sampling_params import SamplingParams
+from inferengine.simulation.executor import SimulatedExecutor
 from tests.engine.builders import small_capacity
 
 

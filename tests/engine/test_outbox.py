@@ -7,15 +7,14 @@ from array import array
 
 import pytest
 
-from inferengine.core.plan import TokenLogprobs
-from inferengine.core.scheduler import StepOutput
-from inferengine.core.stopping import Finished
-from inferengine.engine.outbox import Outbox
-from inferengine.engine.outgoing import ENOUGH_BYTES
-from inferengine.engine.output_log import SUBMISSION_BYTES, Submission
-from inferengine.engine.peer import Peer, Sent
-from inferengine.engine.telemetry import Telemetry
-from inferengine.params import SamplingParams
+from inferengine.core.scheduler.scheduler import StepOutput
+from inferengine.core.sequence import Finished
+from inferengine.core.step_plan import TokenLogprobs
+from inferengine.engine.io.connection import Peer, Sent
+from inferengine.engine.io.output_log import SUBMISSION_BYTES, Submission
+from inferengine.engine.io.publisher import ENOUGH_BYTES, Outbox
+from inferengine.engine.metrics.counters import Telemetry
+from inferengine.sampling_params import SamplingParams
 from inferengine.text import TextStream, Tokenizer
 from inferengine.wire import codec
 from inferengine.wire.messages import Step
@@ -242,7 +241,7 @@ def test_finished_logs_are_forgotten_after_their_time() -> None:
 
 
 def test_too_much_to_keep_is_forgotten_earlier(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("inferengine.engine.outbox.MAX_KEPT_BYTES", 5 * (SUBMISSION_BYTES + 8))
+    monkeypatch.setattr("inferengine.engine.io.publisher.MAX_KEPT_BYTES", 5 * (SUBMISSION_BYTES + 8))
     bench = Bench(ttl_s=1e9)
     peer = bench.peer()
     for uid in range(1, 30):
@@ -272,7 +271,7 @@ ROW = TokenLogprobs(-1.5, 3, list(range(20)), [-2.0] * 20)
 
 def test_log_probabilities_count_among_what_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """A prompt's of 20 alternatives take a thousand times as much memory as the output's tokens."""
-    monkeypatch.setattr("inferengine.engine.outbox.MAX_KEPT_BYTES", 20 * SUBMISSION_BYTES)
+    monkeypatch.setattr("inferengine.engine.io.publisher.MAX_KEPT_BYTES", 20 * SUBMISSION_BYTES)
     bench = Bench(ttl_s=1e9)
     peer = bench.peer()
     for uid in range(1, 10):
@@ -287,7 +286,7 @@ def test_log_probabilities_count_among_what_is_kept(monkeypatch: pytest.MonkeyPa
 def test_a_tenant_that_leaves_much_behind_does_not_shorten_what_others_may_come_back_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("inferengine.engine.outbox.MAX_KEPT_BYTES", 6 * (SUBMISSION_BYTES + 8))
+    monkeypatch.setattr("inferengine.engine.io.publisher.MAX_KEPT_BYTES", 6 * (SUBMISSION_BYTES + 8))
     bench = Bench(ttl_s=1e9)
     peer = bench.peer()
     quiet = bench.open(peer, [1], 1)
@@ -302,7 +301,7 @@ def test_a_tenant_that_leaves_much_behind_does_not_shorten_what_others_may_come_
 
 
 def test_what_was_dropped_early_is_not_looked_for_when_its_time_comes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("inferengine.engine.outbox.MAX_KEPT_BYTES", 3 * (SUBMISSION_BYTES + 4))
+    monkeypatch.setattr("inferengine.engine.io.publisher.MAX_KEPT_BYTES", 3 * (SUBMISSION_BYTES + 4))
     bench = Bench(ttl_s=50.0)
     peer = bench.peer()
     for uid in range(1, 10):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from inferengine.engine.output_log import Submission
-from inferengine.engine.preparation import TEXT_TIMEOUT_S, Preparation, Unprepared
+from inferengine.engine.io.output_log import Submission
+from inferengine.engine.io.pending import TEXT_TIMEOUT_S, Preparation, Unprepared
 from inferengine.errors import InferEngineError
-from inferengine.params import SamplingParams
+from inferengine.sampling_params import SamplingParams
 from inferengine.wire.messages import Submit
 
 

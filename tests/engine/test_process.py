@@ -17,7 +17,7 @@ import pytest
 
 from inferengine.client import Client
 from inferengine.errors import ExitCode, InferEngineError
-from inferengine.params import SamplingParams
+from inferengine.sampling_params import SamplingParams
 from tests.engine.builders import TEMPLATE, wait_until
 from tests.text.vocabularies import byte_level
 

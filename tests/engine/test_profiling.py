@@ -12,15 +12,15 @@ from typing import Any, cast
 
 import pytest
 
-from inferengine.cli import main
+from inferengine.cli.main import main
+from inferengine.cli.trace_summary import read_trace
 from inferengine.client import Client
-from inferengine.commands.trace_summary import read_trace
 from inferengine.engine.loop import EngineLoop
-from inferengine.engine.profiling import MAX_STEPS, MAX_TRACE_BYTES, Profiling
 from inferengine.engine.service import EngineService
-from inferengine.engine.simulator import SimulatedExecutor
+from inferengine.engine.services.profiler import MAX_STEPS, MAX_TRACE_BYTES, Profiling
 from inferengine.errors import ExitCode, InferEngineError
-from inferengine.params import SamplingParams
+from inferengine.sampling_params import SamplingParams
+from inferengine.simulation.executor import SimulatedExecutor
 from tests.engine.builders import address_of, run_service, small_capacity, wait_until
 
 
@@ -241,7 +241,7 @@ def test_the_command_writes_the_trace_and_prints_the_table(
 def test_the_command_says_when_no_engine_answers(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("inferengine.commands.connection.CONNECT_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("inferengine.cli.connect.CONNECT_TIMEOUT_S", 0.1)
     words = ["profile", "--out", str(tmp_path / "trace.json"), "--wire.socket", f"ipc://{tmp_path}/none.sock"]
     assert main(words) == ExitCode.CRASH
     assert "No engine answers" in capsys.readouterr().err

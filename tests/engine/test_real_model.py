@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
+from inferengine.cli.trace_summary import summarize
 from inferengine.client import Client
-from inferengine.commands.trace_summary import summarize
-from inferengine.engine.model_card import read_model_card
+from inferengine.engine.model_info import read_model_card
+from inferengine.engine.process import build_executor
 from inferengine.engine.service import EngineService
-from inferengine.engine.startup import build_executor
 from inferengine.wire.messages import Cancel, Step
 from tests.engine.builders import RawPeer, address_of, check_idle, make_config, wait_until
 

@@ -13,13 +13,13 @@ import pytest
 
 from inferengine.config import Config
 from inferengine.core.executor import Capacity, Executor, Progress
-from inferengine.core.plan import StepPlan
-from inferengine.engine.endpoint import AddressTaken, Endpoint
-from inferengine.engine.notify import Notifier, Watchdog
+from inferengine.core.step_plan import StepPlan
+from inferengine.engine.io.endpoint import AddressTaken, Endpoint
+from inferengine.engine.process import exit_code_of
 from inferengine.engine.service import EngineService
-from inferengine.engine.simulator import SimulatedExecutor
-from inferengine.engine.startup import exit_code_of
 from inferengine.errors import ConfigError, ExitCode
+from inferengine.process.sd_notify import Notifier, Watchdog
+from inferengine.simulation.executor import SimulatedExecutor
 from inferengine.wire.messages import (
     Admin,
     AdminReply,

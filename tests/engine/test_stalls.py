@@ -17,17 +17,17 @@ from pathlib import Path
 import httpx
 import pytest
 
-from inferengine import listening
-from inferengine.commands.child import ChildSpec
-from inferengine.commands.supervisor import Supervisor
 from inferengine.config import child_environment
-from inferengine.engine.lifecycle import Patience
-from inferengine.engine.notify import Notifier
 from inferengine.engine.service import EngineService
-from inferengine.engine.stall_record import StallRecord, Stalls
+from inferengine.engine.state import Patience
+from inferengine.engine.step_watchdog import StallRecord, Stalls
 from inferengine.errors import KINDS, ExitCode
+from inferengine.process import listen as listening
+from inferengine.process.child import ChildSpec
+from inferengine.process.sd_notify import Notifier
+from inferengine.process.supervisor import Supervisor
 from inferengine.wire.messages import Accept, Admin, AdminReply, Goodbye, Hello, Reject, Step, Welcome
-from tests.commands.services import RecordingView
+from tests.cli.services import RecordingView
 from tests.engine.builders import RawPeer, address_of, make_card, make_config, run_service, wait_until
 from tests.engine.conftest import Connect
 from tests.engine.stalling_engine import POISON, StallingExecutor
@@ -295,8 +295,8 @@ def test_a_process_whose_own_end_hangs_is_gone_all_the_same(tmp_path: Path) -> N
     program = """
 import threading
 from inferengine.config import load
-from inferengine.engine import startup
-from inferengine.engine.notify import Notifier
+from inferengine.engine import process as startup
+from inferengine.process.sd_notify import Notifier
 from inferengine.engine.service import EngineService
 from inferengine.errors import ExitCode
 from tests.engine.builders import make_card

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from inferengine.core.roofline import Roofline
-from inferengine.core.step_draft import ScheduledStep
+from inferengine.core.scheduler.step_builder import ScheduledStep
+from inferengine.core.stats import Roofline
 from inferengine.core.step_time import StallRule
-from inferengine.engine.step_watch import EXCUSED_S, TICK_S, Stall, StepWatch, stall_rule
+from inferengine.engine.step_watchdog import EXCUSED_S, TICK_S, Stall, StepWatch, stall_rule
 from tests.core.test_step_time import make_step
 
 RULE = StallRule(factor=20.0, min_s=2.0, new_kind_s=10.0)

@@ -8,10 +8,18 @@ import pytest
 
 from inferengine.client import AsyncClient
 from inferengine.engine.service import EngineService
-from inferengine.engine.simulator import SimulatedExecutor
-from inferengine.params import SamplingParams
+from inferengine.sampling_params import SamplingParams
+from inferengine.simulation.executor import SimulatedExecutor
 from inferengine.wire.messages import Accept, Attach, Bye, Credit, Hello, Ping, Pong, Reject, Step, Welcome
-from tests.engine.builders import Collected, RawPeer, address_of, check_idle, run_service, small_capacity, wait_until
+from tests.engine.builders import (
+    Collected,
+    RawPeer,
+    address_of,
+    check_idle,
+    run_service,
+    small_capacity,
+    wait_until,
+)
 from tests.engine.conftest import Connect
 
 ID = bytes(range(16))

@@ -7,10 +7,10 @@ import json
 import pytest
 
 from inferengine.client import Client
-from inferengine.core.stopping import Finished
-from inferengine.engine.telemetry import TOKEN_GAP_S, Histogram, Telemetry
-from inferengine.logs import JsonFormatter
-from inferengine.params import SamplingParams
+from inferengine.core.sequence import Finished
+from inferengine.engine.metrics.counters import TOKEN_GAP_S, Histogram, Telemetry
+from inferengine.observability.logging import JsonFormatter
+from inferengine.sampling_params import SamplingParams
 from tests.engine.builders import address_of, run_service
 
 

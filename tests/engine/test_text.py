@@ -10,10 +10,10 @@ from contextlib import contextmanager
 import pytest
 
 from inferengine.core.executor import Capacity
-from inferengine.core.plan import StepPlan, StepResult
+from inferengine.core.step_plan import StepPlan, StepResult
 from inferengine.engine.service import EngineService
-from inferengine.engine.simulator import SimulatedExecutor
-from inferengine.engine.text_service import TextService
+from inferengine.engine.services.tokenization import TextService
+from inferengine.simulation.executor import SimulatedExecutor
 from inferengine.text import Tokenizer
 from inferengine.wire.messages import Accept, Attach, Cancel, Reject, Step
 from tests.engine.builders import check_idle, make_card, run_service, small_capacity, wait_until
@@ -244,7 +244,7 @@ class TestTokenizingThatHangs:
     def test_a_request_without_a_deadline_is_refused_after_a_while(
         self, engine: EngineService, connect: Connect, stuck_text, monkeypatch: pytest.MonkeyPatch
     ) -> None:  # type: ignore[no-untyped-def]
-        monkeypatch.setattr("inferengine.engine.link.TEXT_TIMEOUT_S", 0.3)
+        monkeypatch.setattr("inferengine.engine.io.intake.TEXT_TIMEOUT_S", 0.3)
         peer = connect(engine)
         peer.submit(1, text="the quick brown")
         reject = peer.expect(Reject)

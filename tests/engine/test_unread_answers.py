@@ -8,10 +8,10 @@ from pathlib import Path
 
 import zmq
 
-from inferengine.engine.endpoint import Endpoint
-from inferengine.engine.lifecycle import Lifecycle
-from inferengine.engine.peer import MAX_BACKLOG_BYTES, Peer, Sent
-from inferengine.engine.wire_thread import WireThread
+from inferengine.engine.io.connection import MAX_BACKLOG_BYTES, Peer, Sent
+from inferengine.engine.io.endpoint import Endpoint
+from inferengine.engine.io.thread import WireThread
+from inferengine.engine.state import Lifecycle
 from inferengine.wire import codec
 from inferengine.wire.messages import Ping
 from tests.engine.builders import make_config, wait_until

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from inferengine.engine.endpoint import Endpoint
-from inferengine.engine.lifecycle import Lifecycle
-from inferengine.engine.wire_thread import WireThread
+from inferengine.engine.io.endpoint import Endpoint
+from inferengine.engine.io.thread import WireThread
+from inferengine.engine.state import Lifecycle
 from inferengine.wire import codec
 from inferengine.wire.messages import Message, Ping
 from tests.engine.builders import RawPeer, make_config, wait_until

@@ -18,8 +18,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from inferengine.errors import InferEngineError
-from inferengine.params import SamplingParams, from_map, validate
-from inferengine.structure import GrammarSpec, grammar_from_list, validate_grammar
+from inferengine.sampling_params import SamplingParams, from_map, validate
+from inferengine.structured_output.spec import GrammarSpec, grammar_from_list, validate_grammar
 from tests.gauntlet.asks import Ask
 from tests.gauntlet.checkpoints import ADAPTER, Checkpoint
 from tests.gauntlet.outcomes import Choice, Outcome, Row
@@ -104,7 +104,7 @@ class Reference:
         """As the engine gets them, whatever way they came."""
         values = dict(ask.params)
         if (words := values.pop("bad_words", None)) is not None:
-            from frontends.http.fields import read_bad_words
+            from frontends.http.openai.request_fields import read_bad_words
 
             values["bad_words_ids"] = read_bad_words(words, self.tokenizer)
         if ask.way.startswith("http") and ask.options.get("echo") and values.get("logprobs") is not None:
@@ -121,7 +121,7 @@ class Reference:
             return grammar_from_list(ask.grammar)
         if ask.options.get("tool_choice") != "required":
             return None
-        from frontends.common.tools import read_tools, tools_grammar
+        from frontends.common.chat import read_tools, tools_grammar
         from inferengine.text.tool_parsers import FORMATS
 
         limits = self.llm.config.limits
@@ -139,9 +139,9 @@ class Reference:
         index: int,
         outcome: Outcome,
     ) -> Choice:
-        from inferengine.core.admission import resolve_max_tokens
         from inferengine.core.request import Request
-        from inferengine.engine.seeds import choice_seed
+        from inferengine.core.scheduler.admission import resolve_max_tokens
+        from inferengine.engine.options import choice_seed
         from inferengine.text import TextStream
 
         llm, core = self.llm, self.llm.core

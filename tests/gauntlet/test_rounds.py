@@ -7,8 +7,8 @@ import random
 from pathlib import Path
 
 from inferengine.config import Config, LimitsConfig
-from inferengine.params import SamplingParams, from_map, validate
-from inferengine.structure import GRAMMAR_KINDS, grammar_from_list, validate_grammar
+from inferengine.sampling_params import SamplingParams, from_map, validate
+from inferengine.structured_output.spec import GRAMMAR_KINDS, grammar_from_list, validate_grammar
 from tests.gauntlet import rounds
 from tests.gauntlet.asks import ACTS, GRAMMARS, OPTIONS, SAMPLING, WAYS, Ask
 from tests.gauntlet.rounds import SETTINGS, Round

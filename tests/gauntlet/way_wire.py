@@ -13,9 +13,9 @@ from typing import Any
 
 from inferengine.client import AsyncClient, Submission
 from inferengine.errors import InferEngineError
-from inferengine.params import SamplingParams
-from inferengine.params import from_map as params_from_map
-from inferengine.structure import GrammarSpec
+from inferengine.sampling_params import SamplingParams
+from inferengine.sampling_params import from_map as params_from_map
+from inferengine.structured_output.spec import GrammarSpec
 from inferengine.vectors import to_floats
 from inferengine.wire import codec
 from inferengine.wire.messages import Reject, Step

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from inferengine.core.plan import SlotInit
-from inferengine.kernels import sampling
-from inferengine.params import SamplingParams
-from inferengine.runtime.slots import Slots
+from inferengine.core.step_plan import SlotInit
+from inferengine.executor.slots import Slots
+from inferengine.kernels.cuda.sampling import sample as sampling
+from inferengine.sampling_params import SamplingParams
 
 ROWS = 256
 ROUNDS = 32  # of ROWS draws

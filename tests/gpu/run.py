@@ -47,7 +47,7 @@ def parts(calls: int, gauntlet_s: int, processes: int) -> list[Part]:
     gauntlet = [PYTHON, "-m", "tests.gauntlet", "--device", "cuda", "--seconds", str(gauntlet_s), "--seed"]
     spread = ["-n", str(processes)] if processes > 1 else []
     return [
-        Part("kernels", [*PYTEST, *spread, "tests/kernels", "tests/quant", "tests/spec"], 300),
+        Part("kernels", [*PYTEST, *spread, "tests/kernels", "tests/quantization", "tests/core"], 300),
         Part("stall", [PYTHON, "-m", "tests.gpu.stall", "--calls", str(calls)], 120 + calls // 500),
         Part("gauntlet-fp32", [*gauntlet, "1", "--dtype", "float32"], gauntlet_s + 120),
         Part("gauntlet-bf16", [*gauntlet, "2", "--dtype", "bfloat16"], gauntlet_s + 120),

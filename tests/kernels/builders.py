@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from inferengine.kernels.scratch import Scratch
+from inferengine.kernels.cuda.split_k import Scratch
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,9 @@
 import pytest
 import torch
 
-from inferengine.kernels.attention_decode import decode_attention, decode_attention_qkv
-from inferengine.kernels.attention_prefill import prefill_attention
-from inferengine.kernels.tuning import PrefillTuning, decode_tuning
+from inferengine.kernels.cuda.attention.decode import decode_attention, decode_attention_qkv
+from inferengine.kernels.cuda.attention.prefill import prefill_attention
+from inferengine.kernels.cuda.tuning import PrefillTuning, decode_tuning
 from tests.kernels.builders import (
     make_paged_case,
     make_scratch,

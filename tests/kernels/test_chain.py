@@ -3,9 +3,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from inferengine.kernels import attention_decode, cuda, linear, linear_wide, norm, rope_cache
-from inferengine.kernels.cuda import CudaKernels
-from inferengine.kernels.tuning import WideTuning
+from inferengine.kernels.cuda import norm
+from inferengine.kernels.cuda import rope_kv_write as rope_cache
+from inferengine.kernels.cuda import table as cuda
+from inferengine.kernels.cuda.attention import decode as attention_decode
+from inferengine.kernels.cuda.gemm import dense_small_m as linear
+from inferengine.kernels.cuda.gemm import dense_tma as linear_wide
+from inferengine.kernels.cuda.table import CudaKernels
+from inferengine.kernels.cuda.tuning import WideTuning
 from tests.kernels.builders import make_paged_case
 
 HIDDEN, HEADS, KV_HEADS, DIM, INNER, LAYERS = 512, 8, 2, 64, 1024, 6

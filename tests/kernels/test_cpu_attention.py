@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from inferengine.kernels import cpu_attention, cpu_attention_plan
 from inferengine.kernels.batch import Batch, StepColumns
+from inferengine.kernels.cpu import attention as cpu_attention
+from inferengine.kernels.cpu import attention_plan as cpu_attention_plan
 from tests.kernels.builders import PagedCase, make_paged_case, reference_attention, relative_error, tolerance
 
 SHAPES = [(6, 2, 16, 16, None, None), (4, 4, 8, 4, 9, None), (4, 1, 8, 8, 70, 20.0)]

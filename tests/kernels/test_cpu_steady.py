@@ -8,9 +8,17 @@ import numpy as np
 import pytest
 import torch
 
-from inferengine.kernels import cpu_attention, cpu_attention_plan, cpu_steady
 from inferengine.kernels.batch import Batch, StepColumns
-from inferengine.kernels.cpu_steady import STEADY_STEPS, SteadyBatch
+from inferengine.kernels.cpu import (
+    attention as cpu_attention,
+)
+from inferengine.kernels.cpu import (
+    attention_plan as cpu_attention_plan,
+)
+from inferengine.kernels.cpu import (
+    decode_kv_cache as cpu_steady,
+)
+from inferengine.kernels.cpu.decode_kv_cache import STEADY_STEPS, SteadyBatch
 
 HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE, MAX_BLOCKS = 4, 2, 8, 4, 64
 

@@ -1,9 +1,9 @@
 import pytest
 import torch
 
-from inferengine.kernels.activation import gelu_tanh_and_mul, silu_and_mul
-from inferengine.kernels.norm import add_rms_norm, rms_norm
-from inferengine.kernels.rope_cache import qkv_rope_write
+from inferengine.kernels.cuda.activation import gelu_tanh_and_mul, silu_and_mul
+from inferengine.kernels.cuda.norm import add_rms_norm, rms_norm
+from inferengine.kernels.cuda.rope_kv_write import qkv_rope_write
 from tests.kernels.builders import reference_norm, reference_rope, relative_error, tolerance
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]

@@ -1,9 +1,9 @@
 import pytest
 import torch
 
-from inferengine.kernels.activation import GELU_TANH, SILU
-from inferengine.kernels.linear import gemv, tiled
-from inferengine.kernels.tuning import GemvTuning, TileTuning, deterministic_tuning
+from inferengine.kernels.cuda.activation import GELU_TANH, SILU
+from inferengine.kernels.cuda.gemm.dense_small_m import gemv, tiled
+from inferengine.kernels.cuda.tuning import GemvTuning, TileTuning, deterministic_tuning
 from tests.kernels.builders import dtypes, make_scratch, reference_norm, relative_error, tolerance
 
 

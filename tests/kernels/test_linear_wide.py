@@ -1,11 +1,11 @@
 import pytest
 import torch
 
-from inferengine.kernels import cuda
-from inferengine.kernels.activation import GELU_TANH, SILU
-from inferengine.kernels.linear_wide import can_be_wide, wide, wide_parts
-from inferengine.kernels.norm import add_parts_rms_norm
-from inferengine.kernels.tuning import WideTuning, parts_tuning, wide_tuning
+from inferengine.kernels.cuda import table as cuda
+from inferengine.kernels.cuda.activation import GELU_TANH, SILU
+from inferengine.kernels.cuda.gemm.dense_tma import can_be_wide, wide, wide_parts
+from inferengine.kernels.cuda.norm import add_parts_rms_norm
+from inferengine.kernels.cuda.tuning import WideTuning, parts_tuning, wide_tuning
 from tests.kernels.builders import dtypes, make_scratch, reference_norm, relative_error, tolerance
 
 DTYPE = dtypes()[-1]

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from inferengine.kernels import logprobs, reference_logprobs
+from inferengine.kernels.cuda.sampling import logprobs
+from inferengine.kernels.reference import sampling as reference_logprobs
 
 VOCAB = 3000
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from inferengine.kernels import reference_masks
-from inferengine.kernels.sampling_masks import BLOCK, apply_masks
+from inferengine.kernels.cuda.sampling.logits import MASK_BLOCK as BLOCK
+from inferengine.kernels.cuda.sampling.logits import apply_masks
+from inferengine.kernels.reference import ops as reference_masks
 from tests.kernels.builders import dtypes
 
 VOCABULARIES = [31, 4096, BLOCK + 77]  # less than a word, whole words, several programs

@@ -12,15 +12,16 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from inferengine.core.plan import StepPlan
-from inferengine.kernels import cuda, ops
+from inferengine.core.step_plan import StepPlan
+from inferengine.executor.batch import columns_of, make_batch
+from inferengine.executor.cuda_graphs import mixed as mixed_graphs
+from inferengine.executor.cuda_graphs.decode import SLOW_TOKENS, padded_sizes
+from inferengine.executor.cuda_graphs.mixed import MixedGraphs, MixedShape, shapes_to_capture
+from inferengine.executor.sampling.sampler import StepDraws
+from inferengine.kernels import ops
+from inferengine.kernels.cuda import table as cuda
 from inferengine.kernels.ops import Ops
-from inferengine.runtime import mixed_graphs
-from inferengine.runtime.batch import columns_of, make_batch
-from inferengine.runtime.graphs import SLOW_TOKENS, padded_sizes
-from inferengine.runtime.mixed_graphs import MixedGraphs, MixedShape, shapes_to_capture
-from inferengine.runtime.sampler import StepDraws
-from tests.runtime.engine import Engine
+from tests.executor.engine import Engine
 
 VOCAB = 64
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from inferengine.kernels import reference
+from inferengine.kernels.reference import ops as reference
 
 
 def random_weight(seed: int = 0) -> torch.Tensor:

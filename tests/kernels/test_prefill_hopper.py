@@ -7,8 +7,14 @@ import sys
 import pytest
 import torch
 
-from inferengine.kernels.attention_prefill_hopper import fits, prefill_attention
-from tests.kernels.builders import make_paged_case, make_scratch, reference_attention, relative_error, tolerance
+from inferengine.kernels.cuda.attention.prefill_hopper import fits, prefill_attention
+from tests.kernels.builders import (
+    make_paged_case,
+    make_scratch,
+    reference_attention,
+    relative_error,
+    tolerance,
+)
 
 # heads, kv heads, head dim, block size, window, softcap, dtype
 SHAPES = [
@@ -73,9 +79,9 @@ class Card:
     def get_current_stream(self, device): return 0
 
 driver.set_active(Card())
-from inferengine.kernels.attention_prefill_compute import attention_kernel
-from inferengine.kernels.attention_prefill_hopper import descriptors
-from inferengine.kernels.attention_prefill_loader import Shape
+from inferengine.kernels.cuda.attention.prefill_hopper import attention_kernel
+from inferengine.kernels.cuda.attention.prefill_hopper import descriptors
+from inferengine.kernels.cuda.attention.prefill_hopper import Shape
 
 shape = Shape(1, 2, 64, 64, block_tokens=64, stages=2, window=False, softcap=False)
 q, kv = torch.zeros(64, 2, 64, dtype=torch.bfloat16), torch.zeros(2, 2, 1, 64, 64, dtype=torch.bfloat16)

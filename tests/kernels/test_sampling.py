@@ -3,16 +3,16 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from inferengine.kernels import reference_sampling
-from inferengine.kernels.reference_sampling import ALLOWED, BIAS, FILTER, MIN_TOKENS, PENALTY, RANDOM
-from inferengine.kernels.sampling import CANDIDATES, sample
+from inferengine.kernels.cuda.sampling.sample import CANDIDATES, sample
+from inferengine.kernels.reference import sampling as reference_sampling
+from inferengine.kernels.reference.sampling import ALLOWED, BIAS, FILTER, MIN_TOKENS, PENALTY, RANDOM
 
 VOCAB = 5000
 
 
 @dataclass
 class SlotState:
-    """The columns of runtime/slots.py that sampling reads."""
+    """The columns of executor/slots.py that sampling reads."""
 
     temperature: torch.Tensor
     top_k: torch.Tensor

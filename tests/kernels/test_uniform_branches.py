@@ -21,8 +21,8 @@ class Card:
     def get_current_stream(self, device): return 0
 
 driver.set_active(Card())
-from inferengine.kernels import sampling
-from inferengine.kernels.reference_sampling import FILTER, RANDOM
+from inferengine.kernels.cuda.table.sampling import sample as sampling
+from inferengine.kernels.reference.sampling import FILTER, RANDOM
 
 class Compiled:
     def __init__(self, kernel): self.kernel = kernel

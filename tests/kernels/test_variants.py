@@ -23,8 +23,8 @@ def compile_nothing(self, key, *arguments, **options):
     variants.setdefault(self.fn.__name__, set()).add(key)
 JITFunction._do_compile = compile_nothing
 
-from inferengine.kernels import logprobs, sampling, sampling_masks
-from inferengine.kernels import reference_sampling as needs_of
+from inferengine.kernels.cuda.table.sampling import logprobs, sampling, sampling_masks
+from inferengine.kernels.reference.ops import sampling as reference_sampling as needs_of
 
 for module in (logprobs, sampling, sampling_masks):
     module.supports_pdl = lambda device: True

@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from inferengine.errors import ConfigError, InferEngineError
-from inferengine.kernels import ops, reference_fused
+from inferengine.kernels import ops
+from inferengine.kernels.reference import ops as reference_fused
+from tests.executor.engine import Engine
 from tests.lora.adapters import GPT2_TARGETS, LLAMA_TARGETS, write_adapter
 from tests.models.checkpoints import greedy_reference, make_model, save
-from tests.runtime.engine import Engine
 
 PROMPTS = [[5, 9, 200, 31, 7], [77, 3] * 9, [11, 250, 4]]
 

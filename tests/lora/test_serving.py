@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from inferengine.engine.model_card import read_model_card
+from inferengine.engine.model_info import read_model_card
+from inferengine.engine.process import build_executor
 from inferengine.engine.service import EngineService
-from inferengine.engine.startup import build_executor
 from inferengine.wire.messages import Accept, Admin, AdminReply, Reject, Welcome
 from tests.engine.builders import RawPeer, address_of, check_idle, make_config, wait_until
 from tests.lora.adapters import write_adapter

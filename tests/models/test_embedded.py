@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import random
 
-from inferengine.model_folder import EMBEDDED
+from inferengine.config.model_path import EMBEDDED
+from tests.executor.engine import Engine
 from tests.models.checkpoints import greedy_reference, load
-from tests.runtime.engine import Engine
 
 
 def test_the_embedded_model_generates_what_transformers_does():

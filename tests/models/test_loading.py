@@ -10,16 +10,16 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from inferengine.commands import check
+from inferengine.cli import check
 from inferengine.config import Config
+from inferengine.config.model_path import EMBEDDED
 from inferengine.errors import ConfigError
+from inferengine.executor.tools.dry_run import dry_run
 from inferengine.layers.decoder_config import DecoderConfig
-from inferengine.model_folder import EMBEDDED
 from inferengine.models import registry
 from inferengine.models.weights import INDEX
-from inferengine.runtime.dry_run import dry_run
+from tests.executor.engine import Engine
 from tests.models.checkpoints import FAMILIES, GEMMA3, LLAMA3, YARN, greedy_reference, make_model, save
-from tests.runtime.engine import Engine
 
 
 @pytest.fixture
@@ -321,7 +321,7 @@ def test_check_says_what_loading_would(break_it, named, folder):
 
 
 def test_a_longer_context_than_the_model_was_made_for(folder):
-    from inferengine.runtime.factory import build_executor
+    from inferengine.executor.factory import build_executor
 
     config = Config().with_values(model={"path": str(folder), "max_model_len": 257})
     with pytest.raises(ConfigError, match=r"max_model_len.*made for 256"):

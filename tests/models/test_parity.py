@@ -8,11 +8,20 @@ import random
 import pytest
 import torch
 
-from inferengine.core.plan import BlockUpdates, SlotInit, StepPlan
-from inferengine.kernels import ops, reference_fused
-from inferengine.params import SamplingParams
-from tests.models.checkpoints import FAMILIES, SHAPES, greedy_reference, load, logits_reference, make_model, save
-from tests.runtime.engine import Engine
+from inferengine.core.step_plan import BlockUpdates, SlotInit, StepPlan
+from inferengine.kernels import ops
+from inferengine.kernels.reference import ops as reference_fused
+from inferengine.sampling_params import SamplingParams
+from tests.executor.engine import Engine
+from tests.models.checkpoints import (
+    FAMILIES,
+    SHAPES,
+    greedy_reference,
+    load,
+    logits_reference,
+    make_model,
+    save,
+)
 
 NUM_TOKENS = 40
 LENGTHS = (3, 41, 17, 1, 30)

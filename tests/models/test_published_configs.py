@@ -10,9 +10,9 @@ from safetensors.torch import load_file, save_file
 
 from inferengine.errors import ConfigError
 from inferengine.models import registry
-from inferengine.quant.layouts import layout_of
+from inferengine.quantization.checkpoints import layout_of
+from tests.executor.engine import Engine
 from tests.models.checkpoints import greedy_reference, make_model, save
-from tests.runtime.engine import Engine
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "hidden_size": 64,

@@ -6,8 +6,8 @@ from array import array
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from inferengine.core.admission import AdmissionLimits
-from inferengine.core.scheduler import SchedulerOptions
+from inferengine.core.scheduler.admission import AdmissionLimits
+from inferengine.core.scheduler.scheduler import SchedulerOptions
 from inferengine.simulation.cost_model import CostModel, DeviceProfile, linear_cost
 from inferengine.simulation.engine import EngineOptions
 from inferengine.simulation.fleet import Fleet

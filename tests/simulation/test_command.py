@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from inferengine.commands import simulate
+from inferengine.cli import simulate
 from inferengine.errors import ConfigError
 from inferengine.simulation import plots
 

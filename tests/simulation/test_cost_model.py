@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from inferengine.core.plan import StepPlan
+from inferengine.core.step_plan import StepPlan
 from inferengine.errors import ConfigError
 from inferengine.simulation.analytic import DeviceCeilings, analytic, shape_from_config
 from inferengine.simulation.cost_model import (

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from inferengine.client.chooser import LOAD_FACTOR
+from inferengine.client.load_balancing import LOAD_FACTOR
 from inferengine.simulation.cost_model import linear_cost
 from inferengine.simulation.fleet import Failure, Fleet
 from tests.simulation.builders import Written, make_arrival, make_options, make_workload, run

@@ -8,8 +8,8 @@ from array import array
 
 import pytest
 
-from inferengine.core.scheduler import StepOutput
-from inferengine.core.stopping import Finished
+from inferengine.core.scheduler.scheduler import StepOutput
+from inferengine.core.sequence import Finished
 from inferengine.simulation.report import (
     Objective,
     Recorder,

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from inferengine.core.plan import StepPlan, StepResult
 from inferengine.core.request import Request
+from inferengine.core.step_plan import StepPlan, StepResult
 from inferengine.engine.core import EngineCore
-from inferengine.params import SamplingParams
+from inferengine.sampling_params import SamplingParams
 from inferengine.simulation.cost_model import linear_cost, shape_of
 from inferengine.simulation.engine import EngineOptions, VirtualEngine
 from inferengine.simulation.fleet import Fleet

@@ -13,7 +13,8 @@ from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers, p
 from tokenizers import Tokenizer as FastTokenizer
 
 import inferengine
-from inferengine.text import Tokenizer, extent
+from inferengine.text import Tokenizer
+from inferengine.text import token_bounds as extent
 from tests.text.vocabularies import byte_level, load, sentencepiece, word_piece
 
 ASSETS = Path(inferengine.__file__).parent / "assets" / "embedded"

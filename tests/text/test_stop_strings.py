@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from inferengine.text.stop_strings import StopStrings
+from inferengine.text.detokenizer import StopStrings
 
 
 def feed(matcher: StopStrings, pieces: list[str]) -> tuple[str, str | None, list[str]]:

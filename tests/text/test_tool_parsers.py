@@ -7,10 +7,9 @@ import random
 
 import pytest
 
-from inferengine.text.message_parts import CallDelta, Content, Part
-from inferengine.text.message_reader import Message, MessageReader
-from inferengine.text.reasoning import ReasoningReader
+from inferengine.text.output_parser import Message, MessageReader, ReasoningReader
 from inferengine.text.tool_parsers import FORMATS, detect
+from inferengine.text.tool_parsers.base import CallDelta, Content, Part
 
 W, S = '{"city": "Paris"}', '{"a": [1, {"b": "}\\"{"}], "c": "né 🎉"}'
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from inferengine.wire.credit import CREDIT_DELAY_S, CreditGiver, CreditWindow
+from inferengine.wire.flow_control import CREDIT_DELAY_S, CreditGiver, CreditWindow
 from inferengine.wire.messages import Credit
 
 

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from inferengine.text.message_parts import Part
 from inferengine.text.tool_parsers import hermes, llama3_json, mistral
+from inferengine.text.tool_parsers.base import Part
 
 __all__ = ["FORMATS", "ToolFormat", "ToolParser", "detect"]
 

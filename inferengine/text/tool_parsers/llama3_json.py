@@ -3,7 +3,7 @@ with or without `<|python_tag|>` before. A message that begins otherwise is text
 
 from __future__ import annotations
 
-from inferengine.text.message_parts import CallDelta, Content, Part
+from inferengine.text.tool_parsers.base import CallDelta, Content, Part
 from inferengine.text.tool_parsers.call_object import CallObject
 
 TAG = "<|python_tag|>"

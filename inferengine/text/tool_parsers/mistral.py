@@ -3,9 +3,8 @@
 
 from __future__ import annotations
 
-from inferengine.text.message_parts import CallDelta, Content, Part
+from inferengine.text.tool_parsers.base import CallDelta, Content, Part, split_at_mark
 from inferengine.text.tool_parsers.call_object import CallObject, JsonValue
-from inferengine.text.tool_parsers.held_text import split_at_mark
 
 MARK, CALL_ID, ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import uvicorn
 
-from frontends.common import acceptor
-from frontends.common.acceptor import ACCEPTS_PER_ROUND, Server
+from frontends.common import event_loop as acceptor
+from frontends.common.event_loop import ACCEPTS_PER_ROUND, Server
 
 HELLO = b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
 

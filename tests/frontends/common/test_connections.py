@@ -13,9 +13,18 @@ from typing import Any
 import pytest
 import uvicorn
 
-from frontends.common.acceptor import Server
-from frontends.common.connections import BODY, HEAD, IDLE, Connection, Connections, Limits, Refusals
-from frontends.common.descriptors import raise_file_limit, room_for_connections
+from frontends.common.connection_limits import (
+    BODY,
+    HEAD,
+    IDLE,
+    Connection,
+    Connections,
+    Limits,
+    Refusals,
+    raise_file_limit,
+    room_for_connections,
+)
+from frontends.common.event_loop import Server
 
 LIMITS = Limits(header_s=10, body_progress_s=15, idle_s=75, most=8)
 
@@ -361,7 +370,7 @@ def test_after_a_pause_of_the_process_connections_are_read_before_they_are_judge
     connection = house.come(reading=HEAD)
     server = Server(uvicorn.Config(lambda scope: None))
     server.connections = house.connections
-    monkeypatch.setattr("frontends.common.acceptor.time.monotonic", lambda: house.now)
+    monkeypatch.setattr("frontends.common.event_loop.time.monotonic", lambda: house.now)
     asyncio.run(server.on_tick(0))
     house.now += 20.0
     asyncio.run(server.on_tick(10))

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from frontends.common.json_text import LARGE, MOST_CONTAINERS, Beside, TooManyContainers, parse
+from frontends.common.json import LARGE, MOST_CONTAINERS, Beside, TooManyContainers, parse
 
 
 def filler(seed: int) -> Any:

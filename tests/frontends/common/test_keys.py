@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from frontends.common.keys import ANYBODY, LOOK_AGAIN_S, ApiKey, KeyRing, entry, new_key, read_keys
+from frontends.common.auth import ANYBODY, LOOK_AGAIN_S, ApiKey, KeyRing, entry, new_key, read_keys
 from frontends.common.quotas import MIN_ROWS, WINDOW_S, Quotas
 from inferengine.errors import ConfigError, InferEngineError
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 
-from frontends.common.line import Line
+from frontends.common.event_loop import Line
 
 
 async def begin(line: Line, name: str, log: list[str]) -> None:

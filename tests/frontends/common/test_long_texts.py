@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 import inferengine
-from frontends.common import long_texts
-from frontends.common.long_texts import LongTexts, TooManyTokens
+from frontends.common import tokenization as long_texts
+from frontends.common.tokenization import LongTexts, TooManyTokens
 from inferengine.errors import InferEngineError
 from inferengine.text import Tokenizer
-from inferengine.text.extent import PIECE_CHARACTERS
+from inferengine.text.token_bounds import PIECE_CHARACTERS
 
 ASSETS = Path(inferengine.__file__).parent / "assets" / "embedded"
 TEXT = "once upon a time there was a fox. " * 10_000

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from frontends.common.turn import SLICE_S, Turn
+from frontends.common.event_loop import SLICE_S, Turn
 
 
 class Reader:

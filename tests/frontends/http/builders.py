@@ -15,9 +15,9 @@ from typing import Any
 import httpx
 import uvicorn
 
-from frontends.common.acceptor import Server
+from frontends.common.event_loop import Server
 from frontends.http.app import make_app, make_service
-from frontends.http.worker import connection_limits
+from frontends.http.process import connection_limits
 from inferengine.config import Config
 from inferengine.text import Tokenizer
 from inferengine.wire.messages import Submit

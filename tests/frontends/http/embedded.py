@@ -9,9 +9,9 @@ from typing import Any
 
 import httpx
 
-from inferengine.engine.model_card import read_model_card
+from inferengine.engine.model_info import read_model_card
+from inferengine.engine.process import build_executor
 from inferengine.engine.service import EngineService
-from inferengine.engine.startup import build_executor
 from tests.engine.builders import check_idle, make_config
 from tests.engine.builders import wait_until as wait_for_engine
 from tests.frontends.http.builders import HEADERS, FrontEnd, events, wait_until

@@ -9,9 +9,9 @@ from typing import Any, NoReturn
 
 import pytest
 
-from frontends.common.json_text import LARGE
+from frontends.common.json import LARGE
 from inferengine.errors import InvalidRequest
-from inferengine.params import MAX_LISTED, from_map
+from inferengine.sampling_params import MAX_LISTED, from_map
 from inferengine.wire.messages import Reject
 from tests.frontends.http.builders import HEADERS, House, ids, says
 from tests.frontends.http.scripted_engine import Script

@@ -15,7 +15,7 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from inferengine.core.executor import Executor
-from inferengine.engine.gpus import Gpus
+from inferengine.engine.metrics.stats import Gpus
 from inferengine.engine.service import EngineService
 from tests.engine.builders import address_of, run_service, small_capacity
 from tests.engine.test_roofline import KnownDevice

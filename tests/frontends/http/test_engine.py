@@ -15,12 +15,12 @@ import httpx
 import pytest
 
 from frontends.http.app import make_app, make_service
-from frontends.http.service import Service
-from inferengine.core.plan import StepPlan
+from frontends.http.state import Service
+from inferengine.core.step_plan import StepPlan
 from inferengine.engine.core import StepFailed
 from inferengine.engine.service import EngineService
-from inferengine.engine.simulator import SimulatedExecutor
-from inferengine.logs import JsonFormatter
+from inferengine.observability.logging import JsonFormatter
+from inferengine.simulation.executor import SimulatedExecutor
 from tests.engine.builders import check_idle, run_service, small_capacity
 from tests.frontends.http.builders import HEADERS, FrontEnd, events, open_request, text_of, wait_until
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from frontends.common.keys import digest_of, entry, read_keys
+from frontends.common.auth import digest_of, entry, read_keys
 from tests.frontends.http.builders import House, house
 
 EVIL = {"host": "evil.example", "origin": "http://evil.example"}

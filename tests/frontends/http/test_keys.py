@@ -12,8 +12,7 @@ import httpx
 import pytest
 
 import frontends.http
-from frontends.common.keys import KeyRing, entry, new_key
-from frontends.common.protection import check_protection
+from frontends.common.auth import KeyRing, check_protection, entry, new_key
 from frontends.http.app import ROUTES
 from inferengine.errors import ConfigError
 from inferengine.wire.messages import DRAINING

@@ -15,9 +15,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from frontends.http.app import ROUTES
-from frontends.http.field_table import Field, bodies
-from frontends.http.fields import REFUSED, SAMPLING, STRUCTURE
-from frontends.http.openapi import CLOSED, body_schema, describe
+from frontends.http.openai.request_fields import REFUSED, SAMPLING, STRUCTURE
+from frontends.http.openapi import CLOSED, Field, bodies, body_schema, describe
 from inferengine.config import LimitsConfig
 from tests.frontends.http.builders import House
 

@@ -109,7 +109,7 @@ def test_an_answer_written_beside_the_event_loop_is_the_same(
 ) -> None:
     body = {"prompt": [PROMPT, "A queue is"], "echo": True, "logprobs": 2, "n": 2, "temperature": 1.0, "seed": 5}
     expected = rounded(complete(embedded, **body, prompt_logprobs=1))
-    monkeypatch.setattr("frontends.http.answer.SMALL_VALUES", 0)
+    monkeypatch.setattr("frontends.http.respond.SMALL_VALUES", 0)
     assert rounded(complete(embedded, **body, prompt_logprobs=1)) == expected
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from frontends.common.keys import entry, new_key
+from frontends.common.auth import entry, new_key
 from inferengine.errors import ExitCode
 from tests.engine.test_service import free_port
 from tests.frontends.http.test_process import ROOT

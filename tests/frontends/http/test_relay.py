@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from starlette.types import Message
 
+from frontends.common.event_loop import Turn
 from frontends.common.generation import Choice, Piece
-from frontends.common.turn import Turn
-from frontends.http.relay import Relay
+from frontends.http.event_writer import Relay
 from inferengine.client import Stream
 from inferengine.client.streams import Collector, Finish
 from inferengine.text import TextStream

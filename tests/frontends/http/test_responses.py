@@ -11,7 +11,7 @@ import jsonschema
 import openai
 import pytest
 
-from frontends.http.response_store import ResponseStore, Stored
+from frontends.http.openai.responses.store import ResponseStore, Stored
 from inferengine.errors import InferEngineError
 from tests.frontends.http.builders import TOKENIZER, House, house, says, wait_until
 from tests.frontends.http.embedded import Embedded

@@ -11,9 +11,8 @@ import httpx
 import openai
 import pytest
 
-from frontends.http import response_shelf
-from frontends.http.response_shelf import ResponseShelf, make_folder, remove_folder
-from frontends.http.response_store import ResponseStore, Stored
+from frontends.http.openai.responses import store as response_shelf
+from frontends.http.openai.responses.store import ResponseShelf, ResponseStore, Stored, make_folder, remove_folder
 from inferengine.errors import InferEngineError
 from tests.engine.builders import check_idle, run_service
 from tests.frontends.http.builders import FrontEnd, wait_until
@@ -91,7 +90,7 @@ def test_what_a_dead_worker_was_making_has_failed(folder: Path, monkeypatch: pyt
     ResponseStore(shelf_in(folder)).put(Stored("", [], {"id": "r", "status": "in_progress"}))
     survivor = ResponseStore(shelf_in(folder))
     assert survivor.get("r", "").document["status"] == "in_progress"
-    monkeypatch.setattr("frontends.http.response_store.is_alive", lambda process: False)
+    monkeypatch.setattr("frontends.http.openai.responses.store.is_alive", lambda process: False)
     assert survivor.get("r", "").document["status"] == "failed"
 
 

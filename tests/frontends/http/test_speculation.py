@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from inferengine.llm import LLM
-from inferengine.params import SamplingParams
+from inferengine.sampling_params import SamplingParams
 from tests.frontends.http.embedded import Embedded, embedded_model
 
 STORY = [{"role": "user", "content": "Write a short story about a fox and an owl."}]

@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from inferengine.errors import ConfigError
-from inferengine.logs import JsonFormatter
+from inferengine.observability.logging import JsonFormatter
 from inferengine.wire.messages import Submit
 from tests.engine.builders import run_service
 from tests.frontends.http.builders import HEADERS, FrontEnd, House, events, says, wait_until
@@ -25,7 +25,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from inferengine.config import TraceConfig
-from inferengine.tracing import Tracing, make_tracing
+from inferengine.observability.tracing import Tracing, make_tracing
 
 TRACE, CALLER = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 PARENT = f"00-{TRACE}-{CALLER}-01"
@@ -158,7 +158,7 @@ def test_switched_off_nothing_travels_and_nothing_is_imported(served: House) -> 
     served.http.post("/v1/completions", content=b'{"prompt": "x"}', headers={"traceparent": PARENT})
     assert isinstance(served.engine.submits[-1], Submit)
     assert served.engine.submits[-1].traceparent == ""
-    program = "import sys, frontends.http.server; print([name for name in sys.modules if 'opentelemetry' in name])"
+    program = "import sys, frontends.http.process; print([name for name in sys.modules if 'opentelemetry' in name])"
     assert subprocess.check_output([sys.executable, "-c", program], text=True).strip() == "[]"
 
 

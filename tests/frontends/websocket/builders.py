@@ -16,10 +16,10 @@ from typing import Any
 import msgpack
 from websockets.sync.client import ClientConnection, connect
 
-from frontends.common.acceptor import Server as AcceptingServer
+from frontends.common.event_loop import Server as AcceptingServer
 from frontends.websocket.app import SOCKET_PATH, WebsocketFrontEnd
 from frontends.websocket.codec import JSON_SUBPROTOCOL, MSGPACK_SUBPROTOCOL
-from frontends.websocket.server import server_config
+from frontends.websocket.process import server_config
 from inferengine.config import Config
 from tests.frontends.websocket.scripted_engine import ScriptedEngine
 from tests.text.vocabularies import byte_level, sentencepiece

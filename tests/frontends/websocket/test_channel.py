@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from frontends.websocket.channel import Channel
 from frontends.websocket.codec import JsonCodec
+from frontends.websocket.send_channel import Channel
 from inferengine.errors import InvalidRequest
 
 

@@ -7,7 +7,7 @@ import pytest
 from websockets.exceptions import InvalidStatus
 from websockets.sync.client import connect
 
-from frontends.common.keys import entry, new_key
+from frontends.common.auth import entry, new_key
 from frontends.websocket.app import SOCKET_PATH
 from frontends.websocket.codec import JSON_SUBPROTOCOL
 from tests.engine.builders import address_of, check_idle, run_service

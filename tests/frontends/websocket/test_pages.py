@@ -8,8 +8,8 @@ from websockets.exceptions import InvalidStatus
 from websockets.sync.client import connect
 
 from frontends.common.hosts import read_names
-from frontends.websocket.origin import may_connect, read_origins
-from frontends.websocket.pages import FOLDER
+from frontends.websocket.handshake import may_connect, read_origins
+from frontends.websocket.static_files import FOLDER
 from tests.frontends.websocket.builders import make_engine, open_socket, serving
 
 OWN = [path for path in sorted(FOLDER.iterdir()) if path.is_file()]

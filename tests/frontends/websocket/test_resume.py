@@ -6,7 +6,14 @@ import random
 
 import pytest
 
-from tests.frontends.websocket.builders import Reading, make_engine, model_files, open_socket, serving, wait_until
+from tests.frontends.websocket.builders import (
+    Reading,
+    make_engine,
+    model_files,
+    open_socket,
+    serving,
+    wait_until,
+)
 
 TEXT = "The quick brown fox 🎉 jumps over 你好 the lazy dog. " * 4
 

@@ -11,7 +11,7 @@ import httpx
 import pytest
 from websockets.exceptions import ConnectionClosed
 
-from frontends.common.keys import entry, new_key
+from frontends.common.auth import entry, new_key
 from tests.engine.builders import address_of, check_idle, run_service
 from tests.frontends.websocket.builders import Reading, open_socket, wait_until
 from tests.frontends.websocket.test_process import process

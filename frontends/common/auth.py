@@ -1,0 +1,257 @@
+"""API keys: who may use a front end, as whom, how urgently and how much. The file holds digests, never keys.
+
+[[key]]
+name = "alice"                     # for logs
+sha256 = "..."                     # of the key, which is random: a slow hash would add nothing
+tenant = "team-a"                  # fair share, prefix cache and streams are its own; default: the name
+priority = 0                       # lower is sooner; a request may only make itself later
+requests_per_minute = 600          # 0: no limit
+max_in_flight = 32                 # 0: no limit
+models = ["llama"]                 # none: all
+admin = false                      # may pause, resume, abort and reset
+
+What must hold before a front end listens where strangers may reach it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import ipaddress
+import logging
+import os
+import secrets
+import socket
+import time
+import tomllib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from inferengine.errors import ConfigError, InferEngineError
+
+logger = logging.getLogger(__name__)
+
+LOOK_AGAIN_S = 1.0
+KEY_PREFIX = "ie_"
+KEY_BYTES = 32
+MAX_PRESENTED_CHARACTERS = 256
+CONFIG_KEY = "auth.keys_file"
+_FIELDS: dict[str, type] = {
+    "name": str,
+    "sha256": str,
+    "tenant": str,
+    "priority": int,
+    "requests_per_minute": int,
+    "max_in_flight": int,
+    "models": list,
+    "admin": bool,
+}
+
+
+@dataclass(frozen=True)
+class ApiKey:
+    """What holds for whoever presents this key. Without a name: nobody was asked for one."""
+
+    name: str = ""
+    tenant: str = ""
+    priority: int = 0
+    requests_per_minute: int = 0
+    max_in_flight: int = 0
+    models: tuple[str, ...] = ()
+    admin: bool = False
+
+    def may_use(self, model: str) -> bool:
+        return not self.models or model in self.models
+
+    def salt(self, given: bytes) -> bytes:
+        """What keeps this tenant's cached prefixes apart from those of others, whatever salt a request brings."""
+        return hashlib.sha256(self.tenant.encode()).digest()[:16] + given if self.tenant else given
+
+    def urgency(self, wanted: int) -> int:
+        """A request's priority: at most as urgent as its key."""
+        return min(self.priority + max(0, wanted), 2**31 - 1)
+
+
+ANYBODY = ApiKey()
+
+
+class KeyRing:
+    """The keys of a file; without a file nobody is asked for one.
+
+    The file is looked at again when somebody comes in, at most once a second. A changed one replaces the keys as a
+    whole; one that cannot be used leaves them as they are, and `complaint` says what is wrong with it.
+    """
+
+    def __init__(
+        self,
+        keys: Sequence[ApiKey] = (),
+        digests: Sequence[bytes] = (),
+        *,
+        required: bool = False,
+        path: str = "",
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`path`: where the keys came from, to be looked at again; "" never does."""
+        self.keys = keys
+        self.required = required
+        self.complaint = ""
+        self._digests = digests
+        self._path = path
+        self._clock = clock
+        self._stamp = _stamp(path)
+        self._next_look_s = clock() + LOOK_AGAIN_S
+
+    def identify(self, presented: str | None) -> ApiKey:
+        """Whose key this is. Raises `unauthorized`. Takes equally long for every key, known or not."""
+        if not self.required:
+            return ANYBODY
+        if self._path and self._clock() >= self._next_look_s:
+            self._look_again()
+        if presented is None or len(presented) > MAX_PRESENTED_CHARACTERS:
+            raise InferEngineError("unauthorized", "An API key is needed.")
+        digest, found = digest_of(presented), -1
+        for index, known in enumerate(self._digests):
+            if hmac.compare_digest(digest, known):
+                found = index
+        if found < 0:
+            raise InferEngineError("unauthorized", "The API key is not known here.")
+        return self.keys[found]
+
+    def reload(self) -> None:
+        """Read the file now, changed or not."""
+        self._stamp = _stamp(self._path)  # before reading: what is written meanwhile is seen the next time
+        try:
+            fresh = read_keys(self._path)
+        except ConfigError as error:
+            self.complaint = str(error)
+            logger.error("the keys file cannot be used, the old keys hold", extra={"fields": {"error": str(error)}})
+            return
+        self.keys, self._digests, self.complaint = fresh.keys, fresh._digests, ""
+        logger.info("keys read again", extra={"fields": {"keys": len(self.keys)}})
+
+    def reload_if_any(self) -> None:
+        """`reload`, where the keys come from a file."""
+        if self._path:
+            self.reload()
+
+    def _look_again(self) -> None:
+        self._next_look_s = self._clock() + LOOK_AGAIN_S
+        if _stamp(self._path) != self._stamp:
+            self.reload()
+
+
+def _stamp(path: str) -> tuple[int, ...]:
+    """What changes with a file's content, or when another one takes its place."""
+    try:
+        status = os.stat(path)
+    except (OSError, ValueError):
+        return ()
+    return status.st_mtime_ns, status.st_size, status.st_ino
+
+
+def digest_of(key: str) -> bytes:
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
+
+
+def new_key() -> str:
+    """A key for somebody: 256 random bits, in characters that headers, URLs and subprotocols take."""
+    return KEY_PREFIX + secrets.token_urlsafe(KEY_BYTES)
+
+
+def entry(name: str, key: str, **values: Any) -> str:
+    """The lines of the file for a new key."""
+    lines = ["[[key]]", f"name = {_toml(name)}", f'sha256 = "{digest_of(key).hex()}"']
+    lines += [f"{field} = {_toml(value)}" for field, value in values.items()]
+    return "\n".join(lines) + "\n"
+
+
+def read_keys(path: str, clock: Callable[[], float] = time.monotonic) -> KeyRing:
+    """Raises ConfigError that names the entry and the field at fault. An empty path asks nobody for a key."""
+    if not path:
+        return KeyRing()
+    try:
+        document = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(CONFIG_KEY, f"cannot be read: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(CONFIG_KEY, f"is not valid TOML: {error}") from None
+    entries = document.get("key", [])
+    if set(document) - {"key"} or not isinstance(entries, list) or not entries:
+        raise ConfigError(CONFIG_KEY, "must hold [[key]] entries and nothing else: make one with 'inferengine keygen'")
+    keys = [_read_entry(index, item) for index, item in enumerate(entries)]
+    names = [key.name for key in keys]
+    if len(set(names)) != len(names):
+        raise ConfigError(CONFIG_KEY, "every key needs a name of its own")
+    return KeyRing(keys, [bytes.fromhex(item["sha256"]) for item in entries], required=True, path=path, clock=clock)
+
+
+def _read_entry(index: int, item: Any) -> ApiKey:
+    where = f"entry {index + 1}"
+    if not isinstance(item, dict):
+        raise ConfigError(CONFIG_KEY, f"{where} must stand under [[key]]")
+    for field, value in item.items():
+        wanted = _FIELDS.get(field)
+        if wanted is None:
+            raise ConfigError(CONFIG_KEY, f"{where}: there is no field {field!r}; fields are {', '.join(_FIELDS)}")
+        texts = value if field == "models" and isinstance(value, list) else []
+        if type(value) is not wanted or not all(isinstance(text, str) for text in texts):
+            raise ConfigError(CONFIG_KEY, f"{where}: {field} has the wrong type")
+    name, digest = str(item.get("name", "")), str(item.get("sha256", ""))
+    if not name or not name.isprintable():
+        raise ConfigError(CONFIG_KEY, f"{where}: name is required")
+    if len(digest) != 64 or set(digest) - set("0123456789abcdef"):
+        raise ConfigError(CONFIG_KEY, f"{where}: sha256 must be 64 hexadecimal digits")
+    if item.get("requests_per_minute", 0) < 0 or item.get("max_in_flight", 0) < 0:
+        raise ConfigError(CONFIG_KEY, f"{where}: limits are 0 (none) or above")
+    values = {field: item[field] for field in item if field not in ("name", "sha256", "tenant", "models")}
+    tenant, models = str(item.get("tenant", name)), tuple(item.get("models", ()))
+    return ApiKey(name=name, tenant=tenant, models=models, **values)
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_toml, value)) + "]"
+    if isinstance(value, int):
+        return str(value)
+    return '"' + str(value).replace("\\", "\\\\").replace('"', '\\"') + '"'
+
+
+def check_protection(section: str, listeners: Sequence[socket.socket], keys: KeyRing, *, allow_public: bool) -> None:
+    """Raises ConfigError for an address beyond this machine without API keys, unless the operator says so."""
+    if any(map(is_public, listeners)) and not keys.required and not allow_public:
+        raise ConfigError(
+            f"{section}.host",
+            "others than this machine could reach this address, and nobody would be asked for a key: set "
+            f"auth.keys_file ('inferengine keygen' makes keys), or {section}.allow_public = true behind a proxy "
+            "or network that keeps strangers out",
+        )
+
+
+def is_public(listener: socket.socket) -> bool:
+    """Whether others than this machine may reach it."""
+    name = listener.getsockname()
+    return not isinstance(name, str) and not ipaddress.ip_address(name[0].partition("%")[0]).is_loopback
+
+
+class TlsFiles(NamedTuple):
+    """PEM files; None where plain text is spoken. Without a key of its own the certificate's file holds it."""
+
+    certificate: str | None = None
+    key: str | None = None
+
+
+def tls_files(section: str, certificate: str, key: str) -> TlsFiles:
+    """Those of the configuration. Raises ConfigError for a file that is not there."""
+    if not certificate:
+        if key:
+            raise ConfigError(f"{section}.tls_key", f"is of no use without {section}.tls_certificate")
+        return TlsFiles()
+    files = {"tls_certificate": certificate} | ({"tls_key": key} if key else {})
+    for name, path in files.items():
+        if not Path(path).is_file():
+            raise ConfigError(f"{section}.{name}", "there is no such file")
+    return TlsFiles(certificate, key or None)

@@ -1,0 +1,231 @@
+"""A conversation on its way to the model and back: messages and tools become a prompt, the output becomes a message.
+
+All chat dialects are brought into OpenAI's shape first, so that there is one place which knows what a turn is.
+
+`tools`, `tool_choice` and `parallel_tool_calls` of a request, in OpenAI's shape.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from frontends.common import json as fields
+from frontends.common.model import ServedModel
+from frontends.common.output_parsing import Reading
+from inferengine.config import Config, LimitsConfig
+from inferengine.errors import InvalidRequest
+from inferengine.structured_output.spec import GrammarSpec, validate_grammar
+from inferengine.text import check_messages
+from inferengine.text.chat_template import RESERVED as TEMPLATE_NAMES
+from inferengine.text.chat_template import with_tools
+from inferengine.text.output_parser import CLOSE, OPEN
+from inferengine.text.tool_parsers import FORMATS, ToolFormat, detect
+from inferengine.text.tool_parsers.grammar import Function, calls_grammar
+
+MAX_TOOLS = 128  # OpenAI's limit
+NOTHING: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
+_NAME = re.compile(r"[\w.-]{1,128}", re.ASCII)
+
+
+class Tools(NamedTuple):
+    """What may be called. `choice`: auto, required, or the name of the one function to call."""
+
+    definitions: list[dict[str, Any]]
+    functions: list[Function]
+    choice: str
+    parallel: bool
+
+    @property
+    def is_forced(self) -> bool:
+        """The output is calls and nothing else."""
+        return self.choice != "auto"
+
+
+def read_tools(body: dict[str, Any], limits: LimitsConfig) -> Tools | None:
+    """None where nothing is offered, or none is to be called. Raises InvalidRequest naming the place."""
+    definitions = body.get("tools")
+    choice = _read_choice(body.get("tool_choice"))
+    parallel = fields.flag(body, "parallel_tool_calls", True)
+    if definitions is None or definitions == []:
+        if choice not in (None, "auto", "none"):
+            raise InvalidRequest("tool_choice", "needs tools to choose from")
+        return None
+    if not isinstance(definitions, list) or len(definitions) > MAX_TOOLS:
+        raise InvalidRequest("tools", f"must be a list of at most {MAX_TOOLS} tools")
+    functions = [_read_function(item, f"tools[{place}]", limits) for place, item in enumerate(definitions)]
+    names = [function.name for function in functions]
+    if len(set(names)) < len(names):
+        raise InvalidRequest("tools", "must have names that differ")
+    if choice == "none":
+        return None
+    if choice not in (None, "auto", "required") and choice not in names:
+        raise InvalidRequest("tool_choice", f"there is no tool named {choice[:64]}")
+    return Tools(definitions, functions, choice or "auto", parallel)
+
+
+def tools_grammar(
+    tools: Tools, format: ToolFormat, served: ServedModel, limits: LimitsConfig, answer: dict[str, Any] | None = None
+) -> GrammarSpec:
+    """What an output must match that calls a tool, or the tool; or, where it may, answers in JSON of this schema."""
+    functions = [one for one in tools.functions if tools.choice in ("auto", "required", one.name)]
+
+    def special_id(text: str) -> int | None:
+        token_id = served.tokenizer.token_to_id(text)
+        return token_id if token_id is not None and served.tokenizer.is_special(token_id) else None
+
+    parallel = tools.parallel and tools.choice in ("auto", "required")
+    source = calls_grammar(format, functions, parallel=parallel, special_id=special_id, answer=answer)
+    spec = GrammarSpec("lark", source)
+    validate_grammar(spec, limits, path="tools")
+    return spec
+
+
+def _read_choice(value: Any) -> str | None:
+    if value is None or value in ("auto", "none", "required"):
+        return None if value is None else str(value)
+    function = (
+        value.get("function") if isinstance(value, dict) and value.get("type", "function") == "function" else None
+    )
+    name = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(name, str):
+        raise InvalidRequest(
+            "tool_choice", 'must be none, auto, required or {"type": "function", "function": {"name"}}'
+        )
+    return name
+
+
+def _read_function(item: Any, path: str, limits: LimitsConfig) -> Function:
+    if not isinstance(item, dict) or item.get("type", "function") != "function":
+        raise InvalidRequest(path, 'must be {"type": "function", "function": {…}}')
+    function = item.get("function")
+    if not isinstance(function, dict):
+        raise InvalidRequest(f"{path}.function", "must be an object with a name")
+    name, parameters = function.get("name"), function.get("parameters")
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise InvalidRequest(f"{path}.function.name", "must have 1 to 128 letters, digits, _, - and .")
+    if parameters is None:
+        return Function(name, NOTHING)
+    path = f"{path}.function.parameters"
+    if not isinstance(parameters, dict) or parameters.get("type", "object") != "object":
+        raise InvalidRequest(path, "must be the JSON schema of an object")
+    try:
+        schema = json.dumps(parameters)
+    except (ValueError, RecursionError):
+        raise InvalidRequest(path, "is nested too deep") from None
+    validate_grammar(GrammarSpec("json_schema", schema), limits, path=path)
+    return Function(name, parameters)
+
+
+RESERVED = TEMPLATE_NAMES | {"self", "continue_final_message"}  # what a request's chat_template_kwargs may not replace
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What the model is asked, and how its output is to be read."""
+
+    prompt_ids: list[int]
+    tools: Tools | None
+    grammar: GrammarSpec | None
+    reading: Reading
+
+
+async def read_turn(
+    body: dict[str, Any],
+    served: ServedModel,
+    config: Config,
+    structure: GrammarSpec | None = None,
+    *,
+    last: int | None = None,
+    most: int | None = None,
+) -> Turn:
+    """`messages`, `tools` and what shapes the prompt. `structure` is what the request itself wants of the output;
+    `last` and `most` are for `ServedModel.encode`. A grammar governs an output from its first token, so that there is
+    no room for reasoning."""
+    tools = read_tools(body, config.limits)
+    format = _format(served, config)
+    text = await _render(body, served, tools)
+    thinks, inside = _reasoning(text, served, config)
+    grammar = structure
+    if tools is not None and (tools.is_forced or structure is not None):
+        answer = None if tools.is_forced or structure is None else _answer_schema(structure)
+        grammar = tools_grammar(tools, format, served, config.limits, answer)
+    if grammar is not None:
+        text = f"{text.rstrip()}\n\n{CLOSE}\n\n" if inside else text
+        thinks = inside = False
+    special = fields.flag(body, "add_special_tokens")  # the template writes them itself
+    prompt_ids = await served.encode(
+        text, config.limits, name="messages", add_special_tokens=special, last=last, most=most
+    )
+    if not prompt_ids:
+        raise InvalidRequest("messages", "the chat template makes nothing of them")
+    keeps = tools is not None and any(_is_special(served, mark) for mark in format.marks)
+    reading = Reading(None if tools is None else format, thinks, inside, keeps)
+    return Turn(prompt_ids, tools, grammar, reading)
+
+
+async def _render(body: dict[str, Any], served: ServedModel, tools: Tools | None) -> str:
+    messages = check_messages(body.get("messages"))
+    continue_final = fields.flag(body, "continue_final_message")
+    kwargs = fields.mapping(body, "chat_template_kwargs")
+    for name in kwargs:
+        if name in RESERVED:
+            raise InvalidRequest("chat_template_kwargs", f"{name} cannot be set this way")
+    if (effort := fields.string(body, "reasoning_effort")) is not None:
+        kwargs = {**kwargs, "reasoning_effort": effort}
+    definitions = [] if tools is None else tools.definitions
+    if served.template is not None and not served.template.reads_tools and _speaks_of_tools(messages, tools):
+        messages, definitions = with_tools(messages, definitions), []
+    return await served.render(
+        messages,
+        tools=definitions,
+        documents=_read_documents(body),
+        add_generation_prompt=fields.flag(body, "add_generation_prompt", not continue_final),
+        continue_final_message=continue_final,
+        **kwargs,
+    )
+
+
+def _format(served: ServedModel, config: Config) -> ToolFormat:
+    if config.http.tool_parser != "auto":
+        return FORMATS[config.http.tool_parser]
+    found = detect(served.template.source) if served.template is not None else None
+    return found or FORMATS["hermes"]
+
+
+def _reasoning(prompt: str, served: ServedModel, config: Config) -> tuple[bool, bool]:
+    """Whether this model thinks, and whether the prompt ends in the middle of it. Where the prompt has closed the tag
+    (thinking switched off), the output is the answer."""
+    mode = config.http.reasoning_parser
+    if mode == "off" or (mode == "auto" and (served.template is None or CLOSE not in served.template.source)):
+        return False, False
+    end = prompt.rstrip()
+    return not end.endswith(CLOSE), end.endswith(OPEN)
+
+
+def _answer_schema(structure: GrammarSpec) -> dict[str, Any]:
+    """The form of an answer that may also be calls of tools."""
+    if structure.kind not in ("json_schema", "json_object"):
+        raise InvalidRequest("tools", "can be combined with a JSON schema only", code="unsupported")
+    schema = json.loads(structure.source) if structure.kind == "json_schema" else {"type": "object"}
+    return schema if isinstance(schema, dict) else {}
+
+
+def _speaks_of_tools(messages: list[dict[str, Any]], tools: Tools | None) -> bool:
+    return tools is not None or any(message["role"] == "tool" or message.get("tool_calls") for message in messages)
+
+
+def _is_special(served: ServedModel, mark: str) -> bool:
+    token_id = served.tokenizer.token_to_id(mark)
+    return token_id is not None and served.tokenizer.is_special(token_id)
+
+
+def _read_documents(body: dict[str, Any]) -> list[dict[str, Any]] | None:
+    documents = body.get("documents")
+    if documents is None:
+        return None
+    if not isinstance(documents, list) or not all(isinstance(item, dict) for item in documents):
+        raise InvalidRequest("documents", "must be a list of objects")
+    return documents

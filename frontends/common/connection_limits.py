@@ -1,0 +1,374 @@
+"""The open connections of one worker: how many there may be, and how long each may keep its place without using it.
+
+A connection is *idle* between requests, sends a *head*, sends a *body*, or is being *answered*; a websocket that is
+open is being answered. Only clients that have a request here are left alone: heads, bodies and idleness have their
+times. When all places are taken, a new connection gets the place of the one that waits longest without a request; while
+every place is being answered, it is admitted as a *probe*: /health and its like are answered, everything else gets 503.
+So whoever watches this process hears from it however many clients there are.
+
+The hot path only notes what a connection does. Time is read once a second, by `sweep`, for all of them.
+
+Open files: how many this process may have, and how many of them connections may take.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import logging
+import os
+import resource
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from inferengine.process.workers import WorkerCells
+
+SPARE = 64  # for everything else: the engine's sockets, files read again, a reconnect; fewer where there are few
+PROBES = 16  # connections above the limit, which get an answer to /health and a refusal to all else
+
+
+def raise_file_limit() -> int:
+    """Raise the soft limit of open files to the hard one. Returns what holds now."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        except (OSError, ValueError):  # a hard limit without end, which the kernel does not grant
+            return soft
+    return hard
+
+
+def room_for_connections(most: int) -> tuple[int, int]:
+    """How many connections this process may hold, at most `most` (0: as many as there is room for), and how many more
+    for probes. Called when everything else is open."""
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if limit == resource.RLIM_INFINITY:
+        limit = 1 << 20
+    free = max(8, limit - len(os.listdir("/proc/self/fd")))
+    probes, spare = max(2, min(PROBES, free // 8)), min(SPARE, free // 4)
+    room = max(2, free - probes - spare)
+    return (min(most, room) if most else room), probes
+
+
+logger = logging.getLogger(__name__)
+
+LOOPBACK, UNIX = "this machine", "unix socket"  # origins
+IDLE, HEAD, BODY = range(3)  # what is read from a connection
+MIN_BODY_BYTES = 1024  # that a body must bring in `Limits.body_progress_s`
+PROBE_S = 2.0  # for a probe to say what it wants
+VICTIMS_AT_ONCE = 64  # found in one look over all connections
+COMPLAIN_EVERY_S = 60.0
+
+REASONS = ("header_timeout", "body_timeout", "idle_timeout", "no_room", "address", "displaced", "host")
+# header_timeout, body_timeout, idle_timeout: closed because they took too long. displaced: closed for a newer one.
+# no_room, address: admitted as a probe and refused. host: a request under a name that is not served.
+
+
+class Limits(NamedTuple):
+    """Seconds, and numbers of connections; 0: by the limit of open files, and without a limit for this machine's own
+    addresses, through which everybody comes where a proxy is in front."""
+
+    header_s: float = 10.0
+    body_progress_s: float = 15.0
+    idle_s: float = 75.0
+    most: int = 0
+    most_per_address: int = 0
+
+
+class Refusals(Collector):
+    """Connections that were refused or closed early, by reason, of all workers; this object writes those of one."""
+
+    def __init__(self, prefix: str, num_workers: int = 1) -> None:
+        """`prefix` of the names: inferengine_http."""
+        self._prefix = prefix
+        self._cells = WorkerCells(len(REASONS) + 1, num_workers)
+
+    def choose_worker(self, worker: int) -> None:
+        """After the fork. The connections of a predecessor died with it."""
+        self._cells.choose_worker(worker)
+        self._cells.own[-1] = 0.0
+
+    def count(self, reason: str) -> None:
+        self._cells.own[REASONS.index(reason)] += 1
+
+    def set_open(self, number: int) -> None:
+        """Connections that are open now."""
+        self._cells.own[-1] = number
+
+    def total(self, reason: str) -> int:
+        """Of all workers."""
+        return int(self._cells.total(REASONS.index(reason)))
+
+    def collect(self) -> Iterable[Metric]:
+        """For prometheus-client: the sum over the workers."""
+        text = "Connections refused or closed early, and requests refused for their host name."
+        family = CounterMetricFamily(f"{self._prefix}_refused_connections", text, labels=["reason"])
+        for place, reason in enumerate(REASONS):
+            family.add_metric([reason], self._cells.total(place))
+        yield family
+        yield GaugeMetricFamily(
+            f"{self._prefix}_open_connections", "Connections that are open.", value=self._cells.total(len(REASONS))
+        )
+
+
+class Connection:
+    """One of them. Its protocol sets `reading`, `num_waiting` and `num_bytes`; nobody else does."""
+
+    __slots__ = (
+        "_seen",
+        "answer",
+        "close",
+        "is_open",
+        "is_probe",
+        "num_bytes",
+        "num_requests",
+        "num_waiting",
+        "origin",
+        "reading",
+        "since_s",
+        "transport",
+    )
+
+    def __init__(self, origin: str, now: float, *, is_probe: bool) -> None:
+        self.origin = origin  # the address that it counts for
+        self.is_probe = is_probe
+        self.is_open = True
+        self.reading = IDLE
+        self.num_waiting = 0  # requests whose answer is not complete
+        self.num_requests = 0
+        self.num_bytes = 0  # of bodies
+        self.transport: asyncio.Transport | None = None
+        self.close: Callable[[], object] | None = None  # before there is a transport: ends the handshake of TLS
+        self.answer: Callable[[bytes], None] | None = None  # says a last word, if no answer has begun
+        self.since_s = now  # when a sweep first saw it as it is
+        self._seen = (IDLE, 0, 0)
+
+    @property
+    def is_answered(self) -> bool:
+        return self.num_waiting > 0 and self.reading != BODY
+
+    def age(self, now: float) -> float:
+        """Seconds that it has been as it is, as far as sweeps have seen."""
+        seen = (self.reading, self.num_requests, self.num_waiting)
+        if seen != self._seen:
+            self._seen = seen
+            self.since_s = now
+        return now - self.since_s
+
+
+class Connections:
+    """Those of one worker."""
+
+    def __init__(self, limits: Limits, refusals: Refusals, clock: Callable[[], float]) -> None:
+        self.limits = limits
+        self.refusals = refusals
+        self._clock = clock
+        self._open: dict[Connection, None] = {}
+        self._by_origin: dict[str, int] = {}
+        self._victims: deque[Connection] = deque()
+        self._probes: deque[Connection] = deque()
+        self._num_probes = 0
+        self._progress: dict[Connection, tuple[float, int]] = {}  # of bodies: when which number of bytes was there
+        self._next_complaint_s = 0.0
+        self.most, self.most_probes = room_for_connections(limits.most)
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    # -- coming and going --------------------------------------------------------------------------------------------
+
+    def admit(self, address: Any) -> Connection:
+        """A connection that was accepted from `address` (as `accept` gives it). Another may have to go."""
+        origin = _origin(address)
+        reason = self._make_room(origin)
+        if reason:
+            self.refusals.count(reason)
+            self._make_room_for_probe()
+        connection = Connection(origin, self._clock(), is_probe=bool(reason))
+        self._open[connection] = None
+        if connection.is_probe:
+            self._probes.append(connection)
+            self._num_probes += 1
+        else:
+            self._by_origin[origin] = self._by_origin.get(origin, 0) + 1
+        self.refusals.set_open(len(self._open))
+        return connection
+
+    def made(self, connection: Connection, transport: asyncio.Transport) -> None:
+        """Its transport is there."""
+        connection.transport = transport
+        connection.close = None
+        if not connection.is_open:  # it had to go while it shook hands
+            transport.abort()
+
+    def lost(self, connection: Connection) -> None:
+        """It is gone. Any number of times."""
+        self._progress.pop(connection, None)
+        self._forget(connection)
+
+    def _forget(self, connection: Connection) -> None:
+        """Its place is free."""
+        if not connection.is_open:
+            return
+        connection.is_open = False
+        del self._open[connection]
+        if connection.is_probe:
+            self._num_probes -= 1
+        else:
+            left = self._by_origin[connection.origin] - 1
+            if left:
+                self._by_origin[connection.origin] = left
+            else:
+                del self._by_origin[connection.origin]
+        self.refusals.set_open(len(self._open))
+
+    # -- when there is no room ---------------------------------------------------------------------------------------
+
+    def _make_room(self, origin: str) -> str:
+        """Why there is no place for one more of this origin; empty when there is, or one was made."""
+        most = self._most_of(origin)
+        if most and self._by_origin.get(origin, 0) >= most:
+            victim = min(
+                (other for other in self._open if other.origin == origin and _can_go(other)), key=_order, default=None
+            )
+            if victim is None:
+                return "address"
+            self._displace(victim)
+        if len(self._open) - self._num_probes < self.most:
+            return ""
+        if self._clock() >= self._next_complaint_s:
+            self._next_complaint_s = self._clock() + COMPLAIN_EVERY_S
+            logger.warning("no more connections have room", extra={"fields": {"connections": len(self._open)}})
+        victim = self._next_victim()
+        if victim is None:
+            return "no_room"
+        self._displace(victim)
+        return ""
+
+    def _most_of(self, origin: str) -> int:
+        if origin == UNIX:
+            return 0
+        if self.limits.most_per_address:
+            return self.limits.most_per_address
+        return 0 if origin == LOOPBACK else max(1, self.most // 2)
+
+    def _next_victim(self) -> Connection | None:
+        """One that has no request here. Many are found in one look, so that a flood does not cost a look each."""
+        for _ in range(2):
+            while self._victims:
+                victim = self._victims.popleft()
+                if victim.is_open and _can_go(victim):
+                    return victim
+            found = sorted((other for other in self._open if _can_go(other)), key=_order)
+            self._victims.extend(found[:VICTIMS_AT_ONCE])
+        return None
+
+    def _make_room_for_probe(self) -> None:
+        while self._num_probes >= self.most_probes and self._probes:
+            oldest = self._probes.popleft()
+            if oldest.is_open:
+                self._end(oldest)
+
+    def make_room(self, number: int) -> int:
+        """Close so many that have no request here, because the process has no file left. Returns how many were."""
+        for count in range(number):
+            victim = self._next_victim()
+            if victim is None:
+                return count
+            self._displace(victim)
+        return number
+
+    def _displace(self, connection: Connection) -> None:
+        self.refusals.count("displaced")
+        self._end(connection)
+
+    def _end(self, connection: Connection, answer: bytes = b"") -> None:
+        self._forget(connection)
+        transport = connection.transport
+        if transport is None:
+            if connection.close is not None:
+                connection.close()
+        elif answer and connection.answer is not None:
+            connection.answer(answer)
+            transport.close()
+        else:
+            transport.abort()
+
+    # -- once a second -----------------------------------------------------------------------------------------------
+
+    def sweep(self) -> None:
+        """Close those whose time is over."""
+        now, limits = self._clock(), self.limits
+        for connection in list(self._open):
+            age = connection.age(now)
+            if connection.is_answered:
+                continue
+            if connection.is_probe and age > PROBE_S:
+                self._end(connection)
+            elif connection.reading == BODY:
+                if self._stands_still(connection, now):
+                    self._time_out(connection, "body_timeout", "The body did not arrive in time.")
+            elif connection.reading == HEAD:
+                if age > limits.header_s:
+                    self._time_out(connection, "header_timeout", "The request's head did not arrive in time.")
+            elif connection.num_requests == 0:
+                if age > limits.header_s:
+                    self._time_out(connection, "header_timeout")
+            elif age > limits.idle_s:
+                self._time_out(connection, "idle_timeout")
+
+    def _stands_still(self, connection: Connection, now: float) -> bool:
+        """Whether its body has brought too little. While nobody reads it here, that is not the client's doing."""
+        before = self._progress.get(connection)
+        is_new = before is None or connection.since_s > before[0]
+        if before is None or is_new or connection.num_bytes - before[1] >= MIN_BODY_BYTES or not _is_read(connection):
+            self._progress[connection] = (now, connection.num_bytes)
+            return False
+        return now - before[0] > self.limits.body_progress_s
+
+    def _time_out(self, connection: Connection, reason: str, message: str = "") -> None:
+        self.refusals.count(reason)
+        self._end(connection, _answer(message) if message else b"")
+
+
+def _can_go(connection: Connection) -> bool:
+    """A websocket and a request that is answered keep their places."""
+    return not connection.is_probe and not connection.is_answered
+
+
+def _order(connection: Connection) -> tuple[int, float]:
+    """Who goes first: those that ask for nothing, then those that have not said what, each by its time."""
+    return (connection.reading, connection.since_s)
+
+
+def _is_read(connection: Connection) -> bool:
+    return connection.transport is not None and connection.transport.is_reading()
+
+
+def _origin(address: Any) -> str:
+    """What counts as one client: an IPv4 address, or an IPv6 network of 64 bits."""
+    if not isinstance(address, tuple):
+        return UNIX
+    try:
+        found = ipaddress.ip_address(str(address[0]).partition("%")[0])
+    except ValueError:
+        return LOOPBACK
+    if isinstance(found, ipaddress.IPv6Address) and found.ipv4_mapped is not None:
+        found = found.ipv4_mapped
+    if found.is_loopback:
+        return LOOPBACK
+    if found.version == 6:
+        return str(ipaddress.ip_network((found, 64), strict=False).network_address)
+    return str(found)
+
+
+def _answer(message: str) -> bytes:
+    body = b'{"error":{"message":"%b","type":"invalid_request_error","param":null,"code":"request_timeout"}}'
+    body %= message.encode()
+    head = b"HTTP/1.1 408 Request Timeout\r\ncontent-type: application/json\r\ncontent-length: %d\r\n" % len(body)
+    return head + b"connection: close\r\n\r\n" + body

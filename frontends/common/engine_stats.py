@@ -1,0 +1,94 @@
+"""The engines' own figures, for whoever asks a front end: /stats and /metrics are the same on all of them.
+
+Figures of requests that went on after their engine was lost, in the cells that the workers of a front end share.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import bisect
+from collections.abc import Iterable
+from typing import Any
+
+from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4 as CONTENT_TYPE
+from prometheus_client import Gauge
+from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from inferengine.client import AsyncClient, EnginePool
+from inferengine.errors import InferEngineError
+from inferengine.observability.prometheus import render
+from inferengine.process.workers import WorkerCells
+
+__all__ = ["CONTENT_TYPE", "engine_figures", "metrics_text", "stats_document"]
+
+ENGINE_ANSWER_S = 2.0  # an engine that takes longer to tell its figures shows those it told last
+
+
+async def engine_figures(engines: EnginePool) -> list[dict[str, Any]]:
+    """The statistics of each engine, in the order of their addresses."""
+    return await asyncio.gather(*(_figures_of(client) for client in engines.clients))
+
+
+async def stats_document(engines: EnginePool) -> dict[str, Any]:
+    """With several engines: of the first that is there, and of each under `engines`."""
+    figures = await engine_figures(engines)
+    connected = [one for one in figures if one["running"]] or figures
+    document = dict(connected[0])
+    if len(figures) > 1:
+        document["engines"] = dict(zip([client.address for client in engines.clients], figures, strict=True))
+    return document
+
+
+async def metrics_text(engines: EnginePool, *collectors: Collector) -> bytes:
+    """Prometheus text: the engines' figures, then this front end's own."""
+    figures = await engine_figures(engines)
+    up = Gauge("inferengine_engines_connected", "Engines that this front end is connected to.", registry=None)
+    up.set(sum(client.connected for client in engines.clients))
+    return render([one for one in figures if "engine" in one], up, *collectors)
+
+
+async def _figures_of(client: AsyncClient) -> dict[str, Any]:
+    if not client.connected:
+        return {"running": False, "last_error": "no engine is connected"}
+    try:
+        async with asyncio.timeout(ENGINE_ANSWER_S):
+            answer = await client.admin("stats")
+    except (TimeoutError, InferEngineError):
+        answer = {**(client.status or {}), "stale": True}
+    if not isinstance(answer, dict):
+        return {"running": True}
+    # the wire has bytes (the epoch), JSON has not
+    readable = {name: value.hex() if isinstance(value, bytes) else value for name, value in answer.items()}
+    return {"running": True, **readable}
+
+
+BUCKETS_S = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 60.0, 120.0)
+NUM_CELLS = len(BUCKETS_S) + 2  # buckets, +Inf, sum
+
+
+class ResumeCells:
+    """NUM_CELLS of `cells` from `start` on."""
+
+    def __init__(self, cells: WorkerCells, start: int) -> None:
+        self._cells = cells
+        self._start = start
+
+    def observe(self, pause_s: float) -> None:
+        """A request went on `pause_s` after its engine was lost."""
+        own, start = self._cells.own, self._start
+        own[start + bisect.bisect_left(BUCKETS_S, pause_s)] += 1
+        own[start + NUM_CELLS - 1] += pause_s
+
+    def collect(self) -> Iterable[Metric]:
+        """For prometheus-client: the sum over the workers."""
+        total = [self._cells.total(self._start + place) for place in range(NUM_CELLS)]
+        running, buckets = 0.0, []
+        for bound, count in zip((*BUCKETS_S, "+Inf"), total[:-1], strict=True):
+            running += count
+            buckets.append((str(bound), running))
+        text = "Requests that went on after their engine was lost."
+        yield CounterMetricFamily("inferengine_resumed_requests", text, value=running)
+        text = "From an engine's loss until an engine had taken the request again."
+        yield HistogramMetricFamily("inferengine_resume_pause_seconds", text, buckets=buckets, sum_value=total[-1])

@@ -1,0 +1,148 @@
+"""What a front end knows of the model: tokenizer, chat template and generation defaults, fetched from the engine.
+
+Front ends hold no model files. They ask for them once, and again when an engine announces another fingerprint.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+from frontends.common.tokenization import LongTexts, TooManyTokens
+from inferengine.client import ModelFiles, ModelInfo, Welcome
+from inferengine.config import LimitsConfig
+from inferengine.errors import InferEngineError, InvalidRequest
+from inferengine.text import ChatTemplate, Tokenizer
+from inferengine.text.tokenizer import read_json
+
+# Texts below this many characters are tokenized on the event loop: well under a millisecond, less than a thread costs.
+SHORT_TEXT_CHARACTERS = 2000
+# Of generation_config.json, the sampling defaults for requests that do not say (as vLLM takes them).
+GENERATION_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+class Engine(Protocol):
+    """What the model's context needs of an AsyncClient or EnginePool."""
+
+    @property
+    def welcome(self) -> Welcome: ...
+
+    @property
+    def connected(self) -> bool: ...
+
+    async def model_files(self, files: Sequence[str] | None = None) -> ModelFiles: ...
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """One model, ready to turn requests into tokens. Shared by all requests."""
+
+    info: ModelInfo
+    tokenizer: Tokenizer
+    template: ChatTemplate | None
+    defaults: dict[str, Any] = field(default_factory=dict)
+    long_texts: LongTexts = field(default_factory=LongTexts)
+
+    @property
+    def name(self) -> str:
+        return self.info.name
+
+    def adapter_of(self, name: str | None) -> str | None:
+        """The LoRA adapter that a model's name stands for, "" for the model itself; None for a name not served."""
+        if not name or name == self.name:
+            return ""
+        return name if name in self.info.adapters else None
+
+    async def encode(self, text: str, limits: LimitsConfig, **options: Any) -> list[int]:
+        """As `tokenize`, for a prompt."""
+        ids = await self.tokenize(text, limits, **options)
+        return ids if isinstance(ids, list) else list(ids)
+
+    async def tokenize(
+        self,
+        text: str,
+        limits: LimitsConfig,
+        *,
+        name: str,
+        add_special_tokens: bool = True,
+        last: int | None = None,
+        most: int | None = None,
+    ) -> Sequence[int]:
+        """Token ids of a text; long ones are tokenized beside the event loop, so that nobody else waits. `last`: only
+        so many from the end are wanted. `most`: a long text of more tokens is refused; None: what the model takes."""
+        if len(text) > limits.max_text_characters:
+            message = f"must have at most {limits.max_text_characters} characters"
+            raise InvalidRequest(name, message, code="request_too_large")
+        if len(text) <= SHORT_TEXT_CHARACTERS:
+            return self.tokenizer.encode(text, add_special_tokens)
+        most_tokens = self.info.max_model_len if most is None else most
+        try:
+            return await self.long_texts.encode(self.tokenizer, text, add_special_tokens, most=most_tokens, last=last)
+        except TooManyTokens as error:
+            if most is not None:
+                raise InvalidRequest(name, f"has more than {most} tokens", code="request_too_large") from None
+            message = (
+                f"This model's maximum context length is {most_tokens} tokens; the prompt has at least {error.least}. "
+                "Shorten the prompt."
+            )
+            raise InvalidRequest(name, message, code="context_length_exceeded") from None
+
+    async def render(self, messages: list[dict[str, Any]], **options: Any) -> str:
+        """The prompt text of a conversation, by the model's chat template."""
+        if self.template is None:
+            raise InvalidRequest(
+                "messages", "this model has no chat template: use /v1/completions with a prompt", code="unsupported"
+            )
+        template, size = self.template, sum(len(str(message.get("content") or "")) for message in messages)
+        if size <= SHORT_TEXT_CHARACTERS and len(messages) <= 32:
+            return template.render(messages, **options)
+        return await asyncio.to_thread(lambda: template.render(messages, **options))
+
+
+class ModelContext:
+    """The model of the engine behind this front end, kept up to date."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._served: ServedModel | None = None
+        self._lock = asyncio.Lock()
+        self._long_texts = LongTexts()
+
+    @property
+    def served(self) -> ServedModel | None:
+        """The model as last fetched, without asking the engine: what is known even while it is away."""
+        return self._served
+
+    async def get(self) -> ServedModel:
+        """The current model; fetched when the engine announces one that is not at hand. Raises engine_unavailable
+        while there is no engine, or it is still loading."""
+        info = self._announced()
+        served = self._served
+        if served is not None and served.info == info:
+            return served
+        async with self._lock:
+            info = self._announced()
+            served = self._served
+            if served is not None and served.info.fingerprint == info.fingerprint:
+                self._served = replace(served, info=info)
+            else:
+                files = (await self._engine.model_files()).files
+                self._served = replace(await asyncio.to_thread(load_model, info, files), long_texts=self._long_texts)
+            return self._served
+
+    def _announced(self) -> ModelInfo:
+        if not self._engine.connected:
+            raise InferEngineError("engine_unavailable", "The engine is not reachable.", retry_after_s=1.0)
+        welcome = self._engine.welcome
+        if welcome.model is None:
+            raise InferEngineError("engine_unavailable", "The engine is still loading the model.", retry_after_s=2.0)
+        return welcome.model
+
+
+def load_model(info: ModelInfo, files: dict[str, bytes]) -> ServedModel:
+    """Read the files of a checkpoint that travelled over the wire."""
+    wanted = read_json(files, "generation_config.json")
+    defaults = {name: wanted[name] for name in GENERATION_DEFAULTS if isinstance(wanted.get(name), int | float)}
+    return ServedModel(info, Tokenizer.from_files(files), ChatTemplate.from_files(files), defaults)

@@ -1,0 +1,211 @@
+"""Detached requests: they outlive their connection, and any front end can read them on.
+
+A stream has an id of 128 bits, that of its (first) request in the engine. Each event carries `id: <stream>:<position>`,
+the tokens of every choice up to and with that event. Reading on replays the request against the engine's log from its
+first token, which makes the same events again, and leaves out those that the client has.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import re
+import secrets
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+from frontends.common.generation import Choice, Generation, Piece
+from frontends.common.resumable.metadata import read_note
+from frontends.common.resumable.registry import Registry
+from frontends.common.resumable.request_log import LogView, RequestLog
+from inferengine.client import Delta, Finish
+from inferengine.errors import InferEngineError, InvalidRequest
+from inferengine.wire.messages import ID_BYTES, Accept
+
+_POSITION = re.compile(r"([0-9a-f]{32}):(\d{1,9}e?(?:,\d{1,9}e?)*)")
+_END = "e"  # behind a choice's tokens: its end was seen too
+
+
+class Position(NamedTuple):
+    """What a client has of a stream: tokens of each choice, and which choices it has seen end."""
+
+    tokens: tuple[int, ...] = ()
+    ended: tuple[bool, ...] = ()
+
+    def of(self, choice: int) -> tuple[int, bool]:
+        return (self.tokens[choice], self.ended[choice]) if choice < len(self.tokens) else (0, False)
+
+
+class StreamState:
+    """The stream that a request is about. Lives in the ASGI scope while it is answered."""
+
+    def __init__(self, stream_id: bytes, position: Position) -> None:
+        self.id = stream_id
+        self.position = position
+
+    def request_id(self, prompt: int) -> bytes:
+        """The engine's id of the n-th prompt's request: the stream's own, then others made from it."""
+        if prompt == 0:
+            return self.id
+        return hashlib.sha256(self.id + prompt.to_bytes(4, "big")).digest()[:ID_BYTES]
+
+
+def new_stream(chosen: str | None, last_event_id: str | None) -> StreamState:
+    """`chosen`: the client's own id, 32 hexadecimal digits; None takes a random one."""
+    if chosen is None:
+        return StreamState(secrets.token_bytes(ID_BYTES), Position())
+    return StreamState(read_stream_id(chosen), read_position(last_event_id, chosen))
+
+
+def read_stream_id(text: str) -> bytes:
+    if not re.fullmatch(r"[0-9a-f]{32}", text):
+        raise InvalidRequest("x-stream-id", "must be 32 hexadecimal digits in lower case, chosen at random")
+    return bytes.fromhex(text)
+
+
+def read_position(last_event_id: str | None, stream_id: str) -> Position:
+    """Of a Last-Event-ID header; the beginning without one."""
+    if not last_event_id:
+        return Position()
+    found = _POSITION.fullmatch(last_event_id)
+    if found is None:
+        raise InvalidRequest("Last-Event-ID", "must be the id of an event of this stream")
+    if found[1] != stream_id:
+        raise InvalidRequest("Last-Event-ID", "is an event of another stream")
+    marks = found[2].split(",")
+    return Position(tuple(int(mark.rstrip(_END)) for mark in marks), tuple(mark.endswith(_END) for mark in marks))
+
+
+class Events(Protocol):
+    """What a reader needs of a Format."""
+
+    def events(self, generation: Generation, choice: Choice, pieces: Sequence[Piece]) -> bytes: ...
+
+
+class StreamReader:
+    """Puts ids on a stream's events and leaves out those that the client has."""
+
+    def __init__(self, state: StreamState, num_choices: int) -> None:
+        self._seen = state.position
+        self._head = f"id: {state.id.hex()}:".encode()
+        self._marks = [_mark(*self._seen.of(choice)) for choice in range(num_choices)]
+
+    def events(self, format: Events, generation: Generation, choice: Choice, pieces: Sequence[Piece]) -> bytes:
+        """What to send of these pieces. The format sees all of them: what it has held back may come with the next."""
+        parts = []
+        num_seen, end_seen = self._seen.of(choice.index)
+        for piece in pieces:
+            body = format.events(generation, choice, [piece])
+            if end_seen or (piece.num_tokens <= num_seen and not piece.is_last):
+                continue
+            self._marks[choice.index] = _mark(piece.num_tokens, piece.is_last)
+            if body:
+                parts.append(self._with_id(body))
+        return b"".join(parts)
+
+    def _with_id(self, body: bytes) -> bytes:
+        """On the last event of a piece: a client cut off before it gets the whole piece again."""
+        start = body.rfind(b"\n\n", 0, -2) + 2 if body.count(b"\n\n") > 1 else 0
+        return b"".join((body[:start], self._head, b",".join(self._marks), b"\n", body[start:]))
+
+
+class LoggedStream:
+    """A choice's tokens from its log, which other readers may share."""
+
+    def __init__(self, submission: LoggedSubmission, choice: int, cursor: int) -> None:
+        self._submission = submission
+        self._choice = choice
+        self._cursor = cursor
+        self._view: LogView | None = None
+        self._reader: asyncio.Task[Any] | None = None
+
+    def __aiter__(self) -> LoggedStream:
+        return self
+
+    async def __anext__(self) -> Delta:
+        if (error := self._submission.abandoned) is not None:
+            return _ended(error)
+        if self._view is None:
+            await self._submission.accepted()
+            self._view = self._submission.log.choices[self._choice].view(self._cursor)
+        self._reader = asyncio.current_task()
+        try:
+            return await self._view.__anext__()
+        except asyncio.CancelledError:
+            error = self._submission.abandoned
+            if error is None or self._reader is None or self._reader.uncancel() > 0:
+                raise
+            return _ended(error)
+        finally:
+            self._reader = None
+
+    def interrupt(self) -> None:
+        """Wake a reader that waits: its submission was abandoned."""
+        if self._reader is not None:
+            self._reader.cancel()
+
+    def stop(self, num_tokens: int, text: str) -> None:
+        """A stop string was found: every reader finds the same one."""
+        log = self._submission.log
+        if self._choice < len(log.choices):
+            log.choices[self._choice].stop(num_tokens, text)
+
+
+class LoggedSubmission:
+    """Reads a detached request for one connection. Abandoning it leaves the request running."""
+
+    def __init__(
+        self, registry: Registry, log: RequestLog, state: StreamState, first: int, n: int, tenant: str
+    ) -> None:
+        """`first`: the number of its first choice in the stream, `n` how many it has."""
+        self.log = log
+        self.abandoned: InferEngineError | None = None
+        self.streams = [LoggedStream(self, place, state.position.of(first + place)[0]) for place in range(n)]
+        self._registry = registry
+        self._tenant = tenant
+        self._left = False
+
+    @property
+    def id(self) -> bytes:
+        return self.log.id
+
+    async def accepted(self) -> Accept:
+        """Raises the engine's refusal, and not_found for a request of another tenant."""
+        try:
+            accept = await self.log.accepted()
+        except InferEngineError:
+            self._leave(forget=True)
+            raise
+        if read_note(self.log.note).tenant != self._tenant:
+            self.abandoned = InferEngineError("not_found", "There is no such stream.")
+            self._leave()
+        if self.abandoned is not None:
+            raise self.abandoned
+        return accept
+
+    def cancel(self) -> None:
+        """End it in the engine, unless its client has only gone away."""
+        if self.abandoned is None:
+            self.log.cancel()
+        self._leave()
+
+    def abandon(self, error: InferEngineError) -> None:
+        """End it for this reader."""
+        if self.abandoned is None:
+            self.abandoned = error
+            for stream in self.streams:
+                stream.interrupt()
+        self._leave()
+
+    def _leave(self, *, forget: bool = False) -> None:
+        if not self._left:
+            self._left = True
+            self._registry.leave(self.log, forget=forget)
+
+
+def _mark(num_tokens: int, ended: bool) -> bytes:
+    return b"%de" % num_tokens if ended else b"%d" % num_tokens
+
+
+def _ended(error: InferEngineError) -> Delta:
+    return Delta([], "", None, Finish("error", [error.code, error.message], 0, 0, 0, 0.0, 0.0, 0.0))

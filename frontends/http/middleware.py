@@ -1,0 +1,190 @@
+"""The outermost ASGI layer: request ids, the access log, counting, spans. Adds no coroutine to the path of a chunk.
+
+Who may come in: the layer between CORS and the routes. Decides on the ASGI path, never on a URL made of headers.
+
+Every route but health and the list of routes asks for a key where there are keys; admin routes ask for an admin's, and
+are closed without any.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Iterable, MutableMapping
+from typing import Any
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from frontends.common.auth import ANYBODY, ApiKey, KeyRing
+from frontends.common.errors import error_body, retry_after
+from frontends.common.json import LARGE
+from frontends.common.quotas import Quotas
+from frontends.http.metrics import OTHER, HttpMetrics
+from frontends.http.spans import begin_request, end_request
+from inferengine.errors import InferEngineError
+from inferengine.observability.tracing import Tracing
+
+logger = logging.getLogger("inferengine.access")
+
+QUIET_PATHS = frozenset({"/health", "/ready", "/ping", "/metrics", "/load"})  # asked every few seconds by machines
+_GOOD_ID = re.compile(rb"[\w.:-]{1,128}")
+
+
+class Edge:
+    """Wraps the application. Sets `request_id` and `plain_send` in the scope; reads `route` and `status` from it."""
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        metrics: HttpMetrics,
+        max_header_bytes: int = 64 * 1024,
+        tracing: Tracing | None = None,
+        after_large_body: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`after_large_body` is called when a request ends whose body had LARGE bytes or more."""
+        self._app = app
+        self._metrics = metrics
+        self._max_header_bytes = max_header_bytes
+        self._tracing = tracing
+        self._after_large_body = after_large_body
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        started = time.monotonic()
+        given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
+        request_id = given if _GOOD_ID.fullmatch(given) else secrets.token_hex(16).encode()
+        scope["request_id"] = request_id.decode()
+        scope["plain_send"] = send  # for chunks of a body, which no layer in between has anything to add to
+        status = 0
+        span = None
+        if self._tracing is not None and scope["path"] not in QUIET_PATHS:
+            span = begin_request(self._tracing, scope)
+
+        def send_named(message: MutableMapping[str, Any]) -> Awaitable[None]:
+            if message["type"] == "http.response.start":
+                nonlocal status
+                status = message["status"]
+                headers = message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id)]
+                if (stream := scope.get("stream")) is not None:
+                    headers.append((b"x-stream-id", stream.id.hex().encode()))
+            return send(message)
+
+        self._metrics.request_started()
+        try:
+            if sum(len(name) + len(value) for name, value in scope["headers"]) > self._max_header_bytes:
+                await _headers_too_large(send_named, self._max_header_bytes)
+            else:
+                await self._app(scope, receive, send_named)
+        except Exception:
+            status = status or 500
+            logger.exception("a request failed", extra={"fields": {"request_id": scope["request_id"]}})
+        finally:
+            seconds = time.monotonic() - started
+            status = scope.get("status") or status or 499
+            route = scope.get("route")
+            self._metrics.request_ended(getattr(route, "path", OTHER), status, seconds)
+            if span is not None:
+                end_request(span, scope, status)
+            self._log(scope, status, seconds)
+            # The server keeps the scope as long as the connection, and in a cycle.
+            scope.pop("document", None)
+            if len(scope.pop("body", b"")) >= LARGE:
+                self._after_large_body()
+
+    def _log(self, scope: Scope, status: int, seconds: float) -> None:
+        level = logging.DEBUG if scope["path"] in QUIET_PATHS else logging.INFO
+        if not logger.isEnabledFor(level):
+            return
+        client, key = scope.get("client"), scope.get("api_key")
+        logger.log(
+            level,
+            "request",
+            extra={
+                "fields": {
+                    "request_id": scope["request_id"],
+                    "client": client[0] if client else "-",
+                    "method": scope["method"],
+                    "path": scope["path"][:200].encode("unicode_escape").decode(),
+                    "status": status,
+                    "ms": round(seconds * 1000, 1),
+                    **({"key": key.name} if key is not None and key.name else {}),
+                    **({"trace_id": scope["span"].trace_id} if "span" in scope else {}),
+                }
+            },
+        )
+
+
+async def _headers_too_large(send: Send, most_bytes: int) -> None:
+    body = error_body(InferEngineError("request_too_large", f"The headers must have at most {most_bytes} bytes."))
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": 431, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+OPEN_PATHS = frozenset({"/", "/health", "/ready", "/ping"})
+
+
+class Gate:
+    """Sets `api_key` in the scope. Requests that do something (POST) count towards their key's limits."""
+
+    def __init__(self, app: ASGIApp, keys: KeyRing, quotas: Quotas, admin_paths: Iterable[str]) -> None:
+        self._app = app
+        self._keys = keys
+        self._quotas = quotas
+        self._admin_paths = frozenset(admin_paths)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        path, method = scope["path"], scope["method"]
+        try:
+            key = ANYBODY if path in OPEN_PATHS or method == "OPTIONS" else self._keys.identify(_presented(scope))
+            is_admin = path in self._admin_paths
+            if is_admin:
+                self._check_admin(key)
+            scope["api_key"] = key
+            counts = method == "POST" and not is_admin and path not in OPEN_PATHS
+            if counts:
+                self._quotas.enter(key)
+        except InferEngineError as error:
+            await _refuse(error, send)
+            return
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            if counts:
+                self._quotas.leave(key)
+
+    def _check_admin(self, key: ApiKey) -> None:
+        if not self._keys.required:
+            raise InferEngineError("forbidden", "This path needs an admin's key, and auth.keys_file names no keys.")
+        if not key.admin:
+            raise InferEngineError("forbidden", "This path needs an admin's key.")
+
+
+def _presented(scope: Scope) -> str | None:
+    """The key of `Authorization: Bearer` or, as some SDKs send it, of `x-api-key`."""
+    headers: dict[bytes, bytes] = dict(scope["headers"])
+    scheme, _, key = headers.get(b"authorization", b"").decode("latin-1").partition(" ")
+    if scheme.lower() == "bearer" and key.strip():
+        return key.strip()
+    other = headers.get(b"x-api-key")
+    return None if other is None else other.decode("latin-1")
+
+
+async def _refuse(error: InferEngineError, send: Send) -> None:
+    body = error_body(error)
+    headers: list[tuple[bytes, bytes]] = [(b"content-type", b"application/json")]
+    headers.append((b"content-length", str(len(body)).encode()))
+    if (wait := retry_after(error)) is not None:
+        headers.append((b"retry-after", wait.encode()))
+    if error.http_status == 401:
+        headers.append((b"www-authenticate", b"Bearer"))
+    start: dict[str, Any] = {"type": "http.response.start", "status": error.http_status, "headers": headers}
+    await send(start)
+    await send({"type": "http.response.body", "body": body})

@@ -1,0 +1,107 @@
+"""POST /v1/chat/completions."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from frontends.common import json as fields
+from frontends.common.chat import Turn, read_turn
+from frontends.common.errors import rename_field
+from frontends.common.generation import Generation, Options
+from frontends.common.model import ServedModel
+from frontends.http.openai import request_fields as dialect
+from frontends.http.openai.format import Answer, ChatFormat, Format
+from frontends.http.openai.format_tools import MessageFormat
+from frontends.http.openai.request_fields import read_json
+from frontends.http.respond import answer
+from frontends.http.state import Service
+from inferengine.config import LimitsConfig
+from inferengine.errors import InferEngineError, InvalidRequest
+from inferengine.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True)
+class ChatRequest:
+    """A body in this dialect, read and checked."""
+
+    served: ServedModel
+    turn: Turn
+    params: SamplingParams
+    options: Options
+    answer: Answer
+
+    def generation(self, service: Service, request: Request) -> Generation:
+        engines = service.engines_for(request, self.served)
+        return Generation(engines, self.served.tokenizer, [self.turn.prompt_ids], self.params, self.options)
+
+
+async def chat_completions(request: Request) -> Response:
+    """OpenAI's chat: messages through the model's chat template, tools, structured output, whole or as events."""
+    service: Service = request.app.state.service
+    body = await read_json(request, service.config.http.max_body_bytes)
+    chat = await read_chat(service, body, request.scope["request_id"])
+    reasoning = fields.flag(body, "include_reasoning", True)
+    format: Format
+    if chat.turn.reading.is_plain:
+        format = ChatFormat(chat.answer, chat.params.n)
+    else:
+        format = MessageFormat(chat.answer, chat.params.n, chat.turn.reading, include_reasoning=reasoning)
+    stream = chat.answer.streaming.stream
+    try:
+        return await answer(service, request, chat.generation(service, request), format, stream=stream)
+    except InferEngineError as error:
+        if body.get("max_completion_tokens") is not None:
+            rename_field(error, {"max_tokens": "max_completion_tokens"})
+        raise
+
+
+async def read_chat(service: Service, body: dict[str, Any], request_id: str) -> ChatRequest:
+    """Raises InvalidRequest naming the field."""
+    config = service.config
+    served = await service.served()
+    dialect.check_model(body, served)
+    dialect.refuse_unsupported(body)
+    if fields.flag(body, "echo"):
+        raise InvalidRequest("echo", "is not supported for chat", code="unsupported")
+    streaming, extras = dialect.read_streaming(body), dialect.read_extras(body)
+    logprobs = _read_logprobs(body, config.limits)
+    max_tokens = fields.integer(body, "max_completion_tokens", least=1)
+    if max_tokens is None:
+        max_tokens = fields.integer(body, "max_tokens", least=1)
+    params = dialect.read_params(body, served, config, max_tokens=max_tokens, logprobs=logprobs)
+    label = dialect.read_label(body, request_id)
+    options = dialect.read_options(body, config, label=label, continues_prompt=False)
+    keep = dialect.read_truncation(body, served, max_tokens)
+    turn = await read_turn(body, served, config, options.grammar, last=keep)
+    turn = replace(turn, prompt_ids=dialect.truncate(turn.prompt_ids, keep))
+    if turn.grammar is not options.grammar:
+        options = replace(options, grammar=turn.grammar, grammar_field="tools")
+    if turn.reading.keeps_special_tokens:
+        params = replace(params, skip_special_tokens=False)
+    if (prompt_logprobs := dialect.read_prompt_logprobs(body, streaming, config.limits)) is not None:
+        params = replace(params, prompt_logprobs=prompt_logprobs)
+    created = int(time.time())
+    reply = Answer(
+        f"chatcmpl-{label}",
+        created,
+        body.get("model") or served.name,
+        served.tokenizer,
+        streaming,
+        extras,
+        logprobs,
+        prompt_logprobs,
+    )
+    return ChatRequest(served, turn, params, options, reply)
+
+
+def _read_logprobs(body: dict[str, Any], limits: LimitsConfig) -> int | None:
+    wanted = fields.flag(body, "logprobs")
+    top = fields.integer(body, "top_logprobs", least=0, most=limits.max_logprobs)
+    if top and not wanted:
+        raise InvalidRequest("top_logprobs", "needs logprobs to be true")
+    return (top or 0) if wanted else None

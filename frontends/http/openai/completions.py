@@ -1,0 +1,122 @@
+"""POST /v1/completions."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import replace
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from frontends.common import json as fields
+from frontends.common.generation import Generation
+from frontends.common.model import ServedModel
+from frontends.http.openai import request_fields as dialect
+from frontends.http.openai.format import Answer, CompletionFormat
+from frontends.http.openai.request_fields import read_json
+from frontends.http.respond import answer
+from frontends.http.state import Service
+from inferengine.config import LimitsConfig
+from inferengine.errors import InvalidRequest
+
+
+async def completions(request: Request) -> Response:
+    """OpenAI's completions: text or token ids in, text out, whole or as events."""
+    service: Service = request.app.state.service
+    config = service.config
+    body = await read_json(request, config.http.max_body_bytes)
+    served = await service.served()
+    dialect.check_model(body, served)
+    dialect.refuse_unsupported(body)
+    streaming, extras = dialect.read_streaming(body), dialect.read_extras(body)
+    echo = fields.flag(body, "echo")
+    logprobs = fields.integer(body, "logprobs", least=0, most=config.limits.max_logprobs)
+    prompt_logprobs = dialect.read_prompt_logprobs(body, streaming, config.limits)
+    if echo and logprobs is not None:  # then the lists begin with the prompt's tokens
+        dialect.refuse_beside_prompt_logprobs(body, streaming, "echo")
+    max_tokens = fields.integer(body, "max_tokens", dialect.COMPLETION_MAX_TOKENS, least=1)
+    params = dialect.read_params(body, served, config, max_tokens=max_tokens, logprobs=logprobs)
+    if prompt_logprobs is not None or (echo and logprobs is not None):
+        params = replace(params, prompt_logprobs=max(prompt_logprobs or 0, logprobs or 0 if echo else 0))
+    label = dialect.read_label(body, request.scope["request_id"])
+    options = dialect.read_options(body, config, label=label, continues_prompt=True)
+    keep = dialect.read_truncation(body, served, max_tokens)
+    prompts = await read_prompts(body, served, config.limits, keep=keep)
+    dialect.check_prompt_logprobs(prompts, params, config.limits, "prompt_logprobs" if prompt_logprobs else "logprobs")
+    texts = _echoed(body["prompt"], prompts, served) if echo else None
+    num_choices = len(prompts) * params.n
+    created = int(time.time())
+    reply = Answer(
+        f"cmpl-{label}",
+        created,
+        body.get("model") or served.name,
+        served.tokenizer,
+        streaming,
+        extras,
+        logprobs,
+        prompt_logprobs,
+    )
+    generation = Generation(service.engines_for(request, served), served.tokenizer, prompts, params, options)
+    return await answer(
+        service,
+        request,
+        generation,
+        CompletionFormat(reply, texts, len(prompts), num_choices),
+        stream=streaming.stream,
+    )
+
+
+async def read_prompts(
+    body: dict[str, Any],
+    served: ServedModel,
+    limits: LimitsConfig,
+    *,
+    field: str = "prompt",
+    most: int | None = None,
+    keep: int | None = None,
+) -> list[list[int]]:
+    """`field` in its four shapes: a text, a list of texts, a list of token ids, a list of such lists; at most `most`
+    (None: limits.max_prompts), of each the last `keep` tokens (None: all)."""
+    prompt = body.get(field)
+    add_special_tokens = fields.flag(body, "add_special_tokens", True)
+    if prompt is None:
+        raise InvalidRequest(field, "is required")
+    if isinstance(prompt, str):
+        items: list[Any] = [prompt]
+    elif isinstance(prompt, list) and prompt:
+        items = [prompt] if type(prompt[0]) is int else prompt
+    else:
+        raise InvalidRequest(field, "must be a text or a list of token ids, or a list of either, not empty")
+    most = limits.max_prompts if most is None else most
+    if len(items) > most:
+        raise InvalidRequest(field, f"at most {most} in one call")
+    prompts = []
+    for name, item in zip(prompt_names(len(items), field), items, strict=True):
+        await asyncio.sleep(0)  # many short prompts are tokenized here: let others have their turn in between
+        if not isinstance(item, str | list):
+            raise InvalidRequest(name, "must be a text or a list of token ids")
+        if not isinstance(item, str):
+            prompts.append(dialect.truncate(fields.token_ids(item, name), keep))
+            continue
+        token_ids = await served.encode(item, limits, name=name, add_special_tokens=add_special_tokens, last=keep)
+        if not token_ids or not item:
+            raise InvalidRequest(name, "must not be empty")
+        prompts.append(dialect.truncate(token_ids, keep))
+    return prompts
+
+
+def prompt_names(count: int, field: str) -> list[str]:
+    """What each of so many prompts is called in errors."""
+    return [field] if count == 1 else [f"{field}[{place}]" for place in range(count)]
+
+
+def _echoed(prompt: Any, prompts: list[list[int]], served: ServedModel) -> list[str]:
+    """The texts to repeat: as they were sent, token ids decoded."""
+    if isinstance(prompt, str):
+        return [prompt]
+    return [
+        item if isinstance(item, str) else served.tokenizer.decode(token_ids)
+        for item, token_ids in zip([prompt] if type(prompt[0]) is int else prompt, prompts, strict=True)
+    ]

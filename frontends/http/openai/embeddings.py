@@ -1,0 +1,105 @@
+"""POST /v1/embeddings."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+from collections.abc import AsyncIterator
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+
+from frontends.common import json as fields
+from frontends.common.embeddings import Embeddings
+from frontends.common.json import dumps
+from frontends.common.model import ServedModel
+from frontends.http.openai import request_fields as dialect
+from frontends.http.openai.completions import prompt_names, read_prompts
+from frontends.http.openai.request_fields import read_json
+from frontends.http.spans import describe_embeddings
+from frontends.http.state import Service
+from inferengine.client import Embedding
+from inferengine.errors import InferEngineError, InvalidRequest
+from inferengine.sampling_params import POOLINGS
+from inferengine.vectors import shorten
+
+ENCODINGS = ("float", "base64")
+PART_BYTES = 64 * 1024
+# Fields of vLLM's that change the values: what is listed is what is done anyway.
+REFUSED: dict[str, tuple[Any, ...]] = {
+    "normalize": (True,),
+    "use_activation": (True,),
+    "embed_dtype": ("float32",),
+    "endianness": ("native", "little"),
+    "stream": (False,),
+    "detached": (False,),
+    "truncation_side": ("left",),
+}
+
+
+async def embeddings(request: Request) -> Response:
+    """`input` (text, list of texts, token ids, list of lists of token ids) as vectors of length 1."""
+    service: Service = request.app.state.service
+    config = service.config
+    body = await read_json(request, config.http.max_body_bytes)
+    served = await service.served()
+    dialect.check_model(body, served)
+    dialect.refuse_unsupported(body, REFUSED)
+    if not served.info.embedding_size:
+        raise InferEngineError("unsupported", "This engine gives no embeddings.")
+    encoding = _one_of(body, "encoding_format", ENCODINGS) or "float"
+    pooling = _one_of(body, "pooling", POOLINGS) or ""
+    dimensions = _dimensions(body, served)
+    fields.string(body, "user")
+    label = dialect.read_label(body, request.scope["request_id"])
+    options = dialect.read_options(body, config, label=label, continues_prompt=True)
+    keep = dialect.read_truncation(body, served, 0)
+    most = config.limits.max_embedding_inputs
+    prompts = await read_prompts(body, served, config.limits, field="input", most=most, keep=keep)
+    names = prompt_names(len(prompts), "input")
+    engines = service.engines_for(request, served, detachable=False)
+    call = Embeddings(engines, prompts, names, pooling, options)
+    with service.call(call, request.receive):
+        found = await call.collect()
+    describe_embeddings(request.scope, found, dimensions)
+    document = _document(body, served, label, found, encoding, dimensions)
+    return StreamingResponse(document, media_type="application/json")
+
+
+def _one_of(body: dict[str, Any], name: str, choices: tuple[str, ...]) -> str | None:
+    value = fields.string(body, name)
+    if value is not None and value not in choices:
+        raise InvalidRequest(name, f"must be one of {', '.join(choices)}")
+    return value
+
+
+def _dimensions(body: dict[str, Any], served: ServedModel) -> int:
+    size = served.info.embedding_size
+    try:
+        return fields.integer(body, "dimensions", size, least=1, most=size) or size
+    except InvalidRequest as error:
+        raise InvalidRequest("dimensions", f"{error.message}: this model's embeddings have {size} values") from None
+
+
+async def _document(
+    body: dict[str, Any], served: ServedModel, label: str, found: list[Embedding], encoding: str, dimensions: int
+) -> AsyncIterator[bytes]:
+    """Written a few vectors at a time: thousands of them take a while and, as decimal numbers, 100 MB."""
+    head = dumps({"object": "list", "id": f"embd-{label}", "model": body.get("model") or served.name})
+    part = head[:-1] + b',"data":['
+    for index, embedding in enumerate(found):
+        shortened = embedding._replace(data=shorten(embedding.data, dimensions))
+        value = base64.b64encode(shortened.data).decode() if encoding == "base64" else shortened.values
+        part += b"," * (index > 0) + dumps({"object": "embedding", "index": index, "embedding": value})
+        if len(part) >= PART_BYTES:
+            yield part
+            part = b""
+            await asyncio.sleep(0)  # a send that does not have to wait lets nobody else have their turn
+    tokens = sum(embedding.prompt_tokens for embedding in found)
+    usage = {
+        "prompt_tokens": tokens,
+        "total_tokens": tokens,
+        "prompt_tokens_details": {"cached_tokens": sum(embedding.cached_tokens for embedding in found)},
+    }
+    yield part + b'],"usage":' + dumps(usage) + b"}"

@@ -1,0 +1,388 @@
+"""Completions and chat completions as documents and as streamed chunks.
+
+Nearly every chunk differs from the last one of its choice in the text alone, so head and tail are encoded once per
+choice: 0.15 us a chunk instead of 3 for json.dumps. Whatever carries more goes the long way.
+
+Log-probabilities as the two dialects show them. Knows nothing of streams.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+from frontends.common.errors import error_object
+from frontends.common.generation import Choice, Generation, Output, Piece, Usage, guess_counts
+from frontends.common.json import DONE, dumps, event, quote
+from frontends.http.openai.request_fields import Extras, Streaming
+from inferengine.client import TokenLogprobs
+from inferengine.errors import InferEngineError
+from inferengine.text import Tokenizer
+
+LEAST = -9999.0  # JSON has no infinity; vLLM writes this
+
+
+def as_completion(
+    tokenizer: Tokenizer, token_ids: Sequence[int], rows: Sequence[TokenLogprobs], offset: int, as_ids: bool
+) -> dict[str, Any]:
+    """The parallel lists of /v1/completions. `offset`: characters of output before these tokens."""
+    shown: dict[str, Any] = {"text_offset": [], "token_logprobs": [], "tokens": [], "top_logprobs": []}
+    for token_id, row in zip(token_ids, rows, strict=False):
+        text = token_text(tokenizer, token_id, as_ids)
+        top = {text: _finite(row.logprob)}
+        for other, logprob in zip(row.top_ids, row.top_logprobs, strict=True):
+            top.setdefault(token_text(tokenizer, other, as_ids), _finite(logprob))
+        shown["text_offset"].append(offset)
+        shown["token_logprobs"].append(_finite(row.logprob))
+        shown["tokens"].append(text)
+        shown["top_logprobs"].append(top)
+        offset += len(text)
+    return shown
+
+
+def as_prompt(
+    tokenizer: Tokenizer, prompt_ids: Sequence[int], rows: Sequence[TokenLogprobs], num_top: int
+) -> list[dict[str, Any] | None]:
+    """vLLM's list with an entry for each prompt token: nothing for the first, which nothing precedes, then the token
+    itself and the likeliest others by their ids."""
+    shown: list[dict[str, Any] | None] = [None]
+    for token_id, row in zip(prompt_ids[1:], rows, strict=False):
+        entry: dict[str, Any] = {}
+        others = zip(row.top_ids[:num_top], range(1, num_top + 1), row.top_logprobs, strict=False)
+        for one, rank, logprob in ((token_id, row.rank, row.logprob), *others):
+            text = token_text(tokenizer, one, False)
+            entry.setdefault(str(one), {"logprob": _finite(logprob), "rank": rank, "decoded_token": text})
+        shown.append(entry)
+    return shown
+
+
+def of_prompt(
+    tokenizer: Tokenizer, prompt_ids: Sequence[int], rows: Sequence[TokenLogprobs], num_top: int, as_ids: bool
+) -> dict[str, list[Any]]:
+    """The lists of /v1/completions for the prompt's tokens, which in an echo come before those of the output."""
+    first = token_text(tokenizer, prompt_ids[0], as_ids)
+    rows = [row._replace(top_ids=row.top_ids[:num_top], top_logprobs=row.top_logprobs[:num_top]) for row in rows]
+    prompt = as_completion(tokenizer, prompt_ids[1:], rows, len(first), as_ids)
+    prompt["text_offset"] = _offsets(tokenizer, prompt_ids)[1:]
+    begin = {"text_offset": [0], "token_logprobs": [None], "tokens": [first], "top_logprobs": [None]}
+    return {name: begin[name] + prompt[name] for name in begin}
+
+
+def _offsets(tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> list[int]:
+    """Where each token of a prompt begins in its echo, which does not show special tokens."""
+    offsets, place = [], 0
+    for token_id in prompt_ids:
+        offsets.append(place)
+        place += 0 if tokenizer.is_special(token_id) else len(token_text(tokenizer, token_id, False))
+    return offsets
+
+
+def as_chat(
+    tokenizer: Tokenizer, token_ids: Sequence[int], rows: Sequence[TokenLogprobs], num_top: int, as_ids: bool
+) -> dict[str, Any]:
+    """The list of objects of /v1/chat/completions."""
+
+    def entry(token_id: int, logprob: float) -> dict[str, Any]:
+        text = token_text(tokenizer, token_id, as_ids)
+        return {"token": text, "logprob": _finite(logprob), "bytes": list(tokenizer.token_bytes(token_id))}
+
+    content = []
+    for token_id, row in zip(token_ids, rows, strict=False):
+        alternatives = list(zip(row.top_ids, row.top_logprobs, strict=True))[:num_top]
+        content.append({**entry(token_id, row.logprob), "top_logprobs": [entry(*item) for item in alternatives]})
+    return {"content": content, "refusal": None}
+
+
+def token_text(tokenizer: Tokenizer, token_id: int, as_ids: bool) -> str:
+    """One token as a string of its own; part of a character shows as U+FFFD, its bytes are told beside it."""
+    return f"token_id:{token_id}" if as_ids else tokenizer.token_bytes(token_id).decode(errors="replace")
+
+
+def _finite(logprob: float) -> float:
+    return logprob if logprob > LEAST else LEAST  # false for NaN too
+
+
+class Answer(NamedTuple):
+    """What all chunks of one answer have in common. `logprobs`: alternatives asked for, None for no logprobs."""
+
+    id: str
+    created: int
+    model: str
+    tokenizer: Tokenizer
+    streaming: Streaming
+    extras: Extras
+    logprobs: int | None
+    prompt_logprobs: int | None = None
+
+
+class Format(Protocol):
+    def events(self, generation: Generation, choice: Choice, pieces: Sequence[Piece]) -> bytes:
+        """The events of these pieces, one for each that has something to say."""
+
+    def plain(self, choice: Choice) -> tuple[bytes, bytes] | None:
+        """What stands before and after a text in the event of one piece, once pieces that do not end the choice differ
+        in nothing else; None where they do."""
+
+    def end(self, generation: Generation) -> bytes:
+        """What follows the last piece of the last choice."""
+
+    def failure(self, error: InferEngineError) -> bytes:
+        """What ends a stream that cannot go on."""
+
+    def document(self, outputs: Sequence[Output], usage: Usage) -> dict[str, Any]:
+        """The whole answer in one."""
+
+
+def usage_object(usage: Usage) -> dict[str, Any]:
+    """OpenAI's, with the details of guessing ahead where the engine did."""
+    guesses = guess_counts(usage)
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+        **({"completion_tokens_details": guesses} if guesses else {}),
+    }
+
+
+class Chunks:
+    """The envelope around a chunk's choice."""
+
+    def __init__(self, answer: Answer, kind: str) -> None:
+        self._answer = answer
+        head = dumps({"id": answer.id, "object": kind, "created": answer.created, "model": answer.model})
+        self.head = b"data: " + head[:-1] + b',"choices":['
+        self.tail = b'],"usage":null}\n\n' if answer.streaming.include_usage else b"]}\n\n"
+
+    def chunk(self, generation: Generation, choice: dict[str, Any], more: dict[str, Any], behind: int) -> bytes:
+        """`behind`: how many tokens of this choice are here already that later chunks will tell."""
+        return self.head + dumps(choice) + self._tail(generation, more, behind)
+
+    def end(self, generation: Generation) -> bytes:
+        """The usage in a chunk without choices, if it was asked for, and the end's mark."""
+        if not self._answer.streaming.include_usage:
+            return DONE
+        return self.head + b'],"usage":' + dumps(usage_object(generation.usage())) + b"}\n\n" + DONE
+
+    def _tail(self, generation: Generation, more: dict[str, Any], behind: int) -> bytes:
+        tail = self.tail
+        if self._answer.streaming.continuous_usage:
+            usage = generation.usage()
+            usage = usage._replace(completion_tokens=usage.completion_tokens - behind)
+            tail = b'],"usage":' + dumps(usage_object(usage)) + b"}\n\n"
+        return tail if not more else b"]," + dumps(more)[1:-1] + (tail[1:] if tail != b"]}\n\n" else b"}\n\n")
+
+
+def _is_plain(answer: Answer) -> bool:
+    """Whether chunks carry text and nothing else until the last one."""
+    return answer.logprobs is None and not answer.extras.token_ids and not answer.streaming.continuous_usage
+
+
+class CompletionFormat:
+    """/v1/completions. `echo`: the prompt's text to put before each choice, by prompt; None without echo."""
+
+    def __init__(self, answer: Answer, echo: Sequence[str] | None, num_prompts: int, num_choices: int) -> None:
+        self._answer = answer
+        self._echo = echo
+        self._per_prompt = num_choices // num_prompts
+        self._chunks = Chunks(answer, "text_completion")
+        self._plain = _is_plain(answer)
+        self._heads = [self._chunks.head + b'{"index":%d,"text":' % index for index in range(num_choices)]
+        self._tail = b',"logprobs":null,"finish_reason":null}' + self._chunks.tail
+        self._offsets: dict[int, int] = {}  # characters given out; a choice without an entry has not begun
+
+    def events(self, generation: Generation, choice: Choice, pieces: Sequence[Piece]) -> bytes:
+        parts = []
+        head, tail = self._heads[choice.index], self._tail
+        for piece in pieces:
+            if self._plain and piece.finish_reason is None and self._echo is None:
+                if piece.text:
+                    parts.append(head + quote(piece.text) + tail)
+            elif piece.error is None or piece.token_ids:
+                parts.append(self._event(generation, choice, piece))
+        return b"".join(parts)
+
+    def plain(self, choice: Choice) -> tuple[bytes, bytes] | None:
+        return (self._heads[choice.index], self._tail) if self._plain and self._echo is None else None
+
+    def end(self, generation: Generation) -> bytes:
+        return self._chunks.end(generation)
+
+    def failure(self, error: InferEngineError) -> bytes:
+        return event({"error": error_object(error)}) + DONE
+
+    def document(self, outputs: Sequence[Output], usage: Usage) -> dict[str, Any]:
+        answer = self._answer
+        choices = []
+        before: dict[str, list[Any]] = {}  # what is told of a prompt is made once, for all of its choices
+        prompt_rows: list[Any] = []
+        for output in outputs:
+            echo = self._echoed(output.choice)
+            shown = self._logprobs(output.token_ids, output.logprobs, len(echo))
+            if output.choice.index % self._per_prompt == 0:
+                ids, rows = output.choice.prompt_ids, output.choice.prompt_logprobs or []
+                if shown is not None and self._echo is not None:
+                    as_ids = answer.extras.tokens_as_ids
+                    before = of_prompt(answer.tokenizer, ids, rows, answer.logprobs or 0, as_ids)
+                if answer.prompt_logprobs is not None:
+                    prompt_rows = as_prompt(answer.tokenizer, ids, rows, answer.prompt_logprobs)
+            if shown is not None and self._echo is not None:
+                shown = {name: before[name] + shown[name] for name in before}
+            entry: dict[str, Any] = {
+                "index": output.choice.index,
+                "text": echo + output.text,
+                "logprobs": shown,
+                "finish_reason": output.finish_reason,
+                "stop_reason": output.stop_reason,
+            }
+            if answer.prompt_logprobs is not None:
+                entry["prompt_logprobs"] = prompt_rows
+            if answer.extras.token_ids:
+                entry["prompt_token_ids"] = list(output.choice.prompt_ids)
+                entry["token_ids"] = output.token_ids
+            choices.append(entry)
+        return {
+            "id": answer.id,
+            "object": "text_completion",
+            "created": answer.created,
+            "model": answer.model,
+            "choices": choices,
+            "usage": usage_object(usage),
+        }
+
+    def _event(self, generation: Generation, choice: Choice, piece: Piece) -> bytes:
+        begun = choice.index in self._offsets
+        text = piece.text if begun else self._echoed(choice) + piece.text
+        offset = self._offsets.get(choice.index, len(text) - len(piece.text))
+        self._offsets[choice.index] = offset + len(piece.text)
+        entry: dict[str, Any] = {
+            "index": choice.index,
+            "text": text,
+            "logprobs": self._logprobs(piece.token_ids, piece.logprobs, offset),
+            "finish_reason": piece.finish_reason,
+        }
+        if piece.finish_reason is not None:
+            entry["stop_reason"] = piece.stop_reason
+        if self._answer.extras.token_ids:
+            if not begun:
+                entry["prompt_token_ids"] = list(choice.prompt_ids)
+            entry["token_ids"] = list(piece.token_ids)
+        return self._chunks.chunk(generation, entry, {}, choice.num_tokens - piece.num_tokens)
+
+    def _echoed(self, choice: Choice) -> str:
+        return self._echo[choice.index // self._per_prompt] if self._echo else ""
+
+    def _logprobs(self, token_ids: Sequence[int], rows: Any, offset: int) -> dict[str, Any] | None:
+        answer = self._answer
+        if answer.logprobs is None:
+            return None
+        return as_completion(answer.tokenizer, token_ids, rows or (), offset, answer.extras.tokens_as_ids)
+
+
+class ChatFormat:
+    """/v1/chat/completions."""
+
+    def __init__(self, answer: Answer, num_choices: int) -> None:
+        self._answer = answer
+        self._chunks = Chunks(answer, "chat.completion.chunk")
+        self._plain = _is_plain(answer)
+        self._heads = [self._chunks.head + b'{"index":%d,"delta":{"content":' % index for index in range(num_choices)]
+        self._tail = b'},"logprobs":null,"finish_reason":null}' + self._chunks.tail
+        self._begun: set[int] = set()
+        self._prompt_shown = not answer.extras.token_ids
+
+    def events(self, generation: Generation, choice: Choice, pieces: Sequence[Piece]) -> bytes:
+        parts = []
+        if choice.index not in self._begun:
+            self._begun.add(choice.index)
+            parts.append(self._first(generation, choice))
+        head, tail = self._heads[choice.index], self._tail
+        for piece in pieces:
+            if self._plain and piece.finish_reason is None:
+                if piece.text:
+                    parts.append(head + quote(piece.text) + tail)
+            elif piece.error is None or piece.token_ids:
+                parts.append(self._event(generation, choice, piece))
+        return b"".join(parts)
+
+    def plain(self, choice: Choice) -> tuple[bytes, bytes] | None:
+        return (self._heads[choice.index], self._tail) if self._plain and choice.index in self._begun else None
+
+    def end(self, generation: Generation) -> bytes:
+        return self._chunks.end(generation)
+
+    def failure(self, error: InferEngineError) -> bytes:
+        return event({"error": error_object(error)}) + DONE
+
+    def document(self, outputs: Sequence[Output], usage: Usage) -> dict[str, Any]:
+        messages = [{"role": "assistant", "content": output.text, "refusal": None} for output in outputs]
+        return chat_document(self._answer, outputs, messages, [output.finish_reason for output in outputs], usage)
+
+    def _first(self, generation: Generation, choice: Choice) -> bytes:
+        entry = {
+            "index": choice.index,
+            "delta": {"role": "assistant", "content": ""},
+            "logprobs": None,
+            "finish_reason": None,
+        }
+        more = {} if self._prompt_shown else {"prompt_token_ids": list(choice.prompt_ids)}
+        self._prompt_shown = True
+        return self._chunks.chunk(generation, entry, more, choice.num_tokens)
+
+    def _event(self, generation: Generation, choice: Choice, piece: Piece) -> bytes:
+        entry: dict[str, Any] = {
+            "index": choice.index,
+            "delta": {"content": piece.text} if piece.text or piece.finish_reason is None else {},
+            "logprobs": chat_logprobs(self._answer, piece.token_ids, piece.logprobs),
+            "finish_reason": piece.finish_reason,
+        }
+        if piece.finish_reason is not None:
+            entry["stop_reason"] = piece.stop_reason
+        if self._answer.extras.token_ids:
+            entry["token_ids"] = list(piece.token_ids)
+        return self._chunks.chunk(generation, entry, {}, choice.num_tokens - piece.num_tokens)
+
+
+def chat_logprobs(answer: Answer, token_ids: Sequence[int], rows: Any) -> dict[str, Any] | None:
+    """As a choice of a chat tells them; None where nobody asked."""
+    if answer.logprobs is None:
+        return None
+    return as_chat(answer.tokenizer, token_ids, rows or (), answer.logprobs, answer.extras.tokens_as_ids)
+
+
+def chat_document(
+    answer: Answer,
+    outputs: Sequence[Output],
+    messages: Sequence[dict[str, Any]],
+    reasons: Sequence[str | None],
+    usage: Usage,
+) -> dict[str, Any]:
+    """A whole chat completion: for each output its message, and why it ended."""
+    choices = []
+    for output, message, reason in zip(outputs, messages, reasons, strict=True):
+        entry: dict[str, Any] = {
+            "index": output.choice.index,
+            "message": message,
+            "logprobs": chat_logprobs(answer, output.token_ids, output.logprobs),
+            "finish_reason": reason,
+            "stop_reason": output.stop_reason,
+        }
+        if answer.extras.token_ids:
+            entry["token_ids"] = output.token_ids
+        choices.append(entry)
+    document = {
+        "id": answer.id,
+        "object": "chat.completion",
+        "created": answer.created,
+        "model": answer.model,
+        "choices": choices,
+        "usage": usage_object(usage),
+    }
+    if answer.extras.token_ids:
+        document["prompt_token_ids"] = list(outputs[0].choice.prompt_ids)
+    if answer.prompt_logprobs is not None:
+        choice = outputs[0].choice
+        document["prompt_logprobs"] = as_prompt(
+            answer.tokenizer, choice.prompt_ids, choice.prompt_logprobs or [], answer.prompt_logprobs
+        )
+    return document

@@ -1,0 +1,207 @@
+"""Answers of OpenAI's Responses API: an object with output items, and the events that build it up.
+
+Items come in the order in which the model writes: reasoning, messages, function calls. Every event carries a number, so
+that a client can tell whether it has missed one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from frontends.common.errors import error_object
+from frontends.common.generation import Choice, Generation, Output, Piece, Usage, guess_counts
+from frontends.common.json import event
+from frontends.http.openai import format as logprobs
+from frontends.http.openai.chat import ChatRequest
+from inferengine.errors import InferEngineError
+from inferengine.text.tool_parsers.base import CallDelta, Content, Part, Reasoning
+
+Keep = Callable[[dict[str, Any]], None]
+
+
+class ResponsesFormat:
+    """`envelope` has the fields of a response that its request decides; `keep` takes the finished object."""
+
+    def __init__(self, chat: ChatRequest, envelope: dict[str, Any], keep: Keep) -> None:
+        self._chat = chat
+        self._keep = keep
+        self._response = {**envelope, "status": "in_progress", "output": []}
+        self._reader = chat.turn.reading.make_reader()
+        self._items: list[dict[str, Any]] = []
+        self._open = False  # the last item is still being written
+        self._kind = ""  # of the last item; a call's has its number
+        self._number = 0  # of the next event
+        self._rows: list[dict[str, Any]] = []  # log-probabilities of the open text
+        self._finish_reason: str | None = None
+
+    def events(self, generation: Generation, choice: Choice, pieces: Sequence[Piece]) -> bytes:
+        parts = self._begin()
+        for piece in pieces:
+            self._take(piece, parts)
+        return b"".join(parts)
+
+    def plain(self, choice: Choice) -> None:
+        return None
+
+    def end(self, generation: Generation) -> bytes:
+        response = self._finished(generation.usage())
+        self._keep(response)
+        return self._event(f"response.{response['status']}", response=response)
+
+    def failure(self, error: InferEngineError) -> bytes:
+        response = {**self._response, "status": "failed", "output": self._items, "error": failure(error)}
+        self._keep(response)
+        parts = self._begin()
+        parts.append(self._event("response.failed", response=response))
+        return b"".join(parts)
+
+    def document(self, outputs: Sequence[Output], usage: Usage) -> dict[str, Any]:
+        (output,) = outputs
+        parts: list[bytes] = []
+        whole = Piece(
+            output.text, output.token_ids, output.logprobs, 0, output.finish_reason, output.stop_reason, output.error
+        )
+        self._take(whole, parts)
+        response = self._finished(usage)
+        self._keep(response)
+        return response
+
+    def _begin(self) -> list[bytes]:
+        if self._number:
+            return []
+        return [self._event(name, response=self._response) for name in ("response.created", "response.in_progress")]
+
+    def _take(self, piece: Piece, parts: list[bytes]) -> None:
+        if self._chat.answer.logprobs is not None:
+            answer = self._chat.answer
+            shown = logprobs.as_chat(
+                answer.tokenizer,
+                piece.token_ids,
+                piece.logprobs or (),
+                answer.logprobs or 0,
+                answer.extras.tokens_as_ids,
+            )
+            self._rows += shown["content"]
+        for part in self._reader.push(piece.text, piece.is_last):
+            self._add(part, parts)
+        if piece.is_last:
+            self._finish_reason = piece.finish_reason
+            self._close(parts, "incomplete" if piece.finish_reason == "length" else "completed")
+
+    def _add(self, part: Part, parts: list[bytes]) -> None:
+        match part:
+            case Content(text):
+                if self._kind != "message" or not self._open:
+                    self._start("message", "msg", {"role": "assistant", "content": []}, parts)
+                    content = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+                    self._last["content"].append(content)
+                    parts.append(
+                        self._event("response.content_part.added", content_index=0, part=content, **self._where)
+                    )
+                self._last["content"][0]["text"] += text
+                rows, self._rows = self._rows, []
+                self._last["content"][0]["logprobs"] += rows
+                where = {"content_index": 0, "logprobs": rows, **self._where}
+                parts.append(self._event("response.output_text.delta", delta=text, **where))
+            case Reasoning(text):
+                if self._kind != "reasoning" or not self._open:
+                    content = {"type": "reasoning_text", "text": ""}
+                    self._start("reasoning", "rs", {"summary": [], "content": [content]}, parts)
+                self._last["content"][0]["text"] += text
+                parts.append(self._event("response.reasoning_text.delta", delta=text, content_index=0, **self._where))
+            case CallDelta(call, name, arguments):
+                if self._kind != f"call {call}":
+                    answer_id = self._response["id"]
+                    fields = {
+                        "call_id": self._chat.turn.reading.call_id(answer_id, 0, call),
+                        "name": name,
+                        "arguments": "",
+                    }
+                    self._start("function_call", "fc", fields, parts)
+                    self._kind = f"call {call}"
+                self._last["arguments"] += arguments
+                where = self._where
+                parts.append(self._event("response.function_call_arguments.delta", delta=arguments, **where))
+
+    @property
+    def _last(self) -> dict[str, Any]:
+        return self._items[-1]
+
+    @property
+    def _where(self) -> dict[str, Any]:
+        return {"item_id": self._last["id"], "output_index": len(self._items) - 1}
+
+    def _start(self, kind: str, prefix: str, fields: dict[str, Any], parts: list[bytes]) -> None:
+        self._close(parts, "completed")
+        digest = hashlib.sha256(f"{self._response['id']}/{len(self._items)}".encode()).hexdigest()[:32]
+        self._items.append({"id": f"{prefix}_{digest}", "type": kind, "status": "in_progress", **fields})
+        self._kind, self._open = kind, True
+        index = len(self._items) - 1
+        parts.append(self._event("response.output_item.added", output_index=index, item=self._last))
+
+    def _close(self, parts: list[bytes], status: str) -> None:
+        if not self._open:
+            return
+        self._open = False
+        item, where = self._last, self._where
+        item["status"] = status
+        if item["type"] == "message":
+            content = item["content"][0]
+            done = {"content_index": 0, **where}
+            parts.append(self._event("response.output_text.done", text=content["text"], logprobs=[], **done))
+            parts.append(self._event("response.content_part.done", part=content, **done))
+        elif item["type"] == "reasoning":
+            text = item["content"][0]["text"]
+            parts.append(self._event("response.reasoning_text.done", text=text, content_index=0, **where))
+        else:
+            call = {"name": item["name"], "arguments": item["arguments"]}
+            parts.append(self._event("response.function_call_arguments.done", **call, **where))
+        parts.append(self._event("response.output_item.done", output_index=where["output_index"], item=item))
+
+    def _finished(self, usage: Usage) -> dict[str, Any]:
+        status, details = "completed", None
+        if self._finish_reason == "length":
+            status, details = "incomplete", {"reason": "max_output_tokens"}
+        elif self._finish_reason == "abort":
+            status = "cancelled"
+        return {
+            **self._response,
+            "status": status,
+            "incomplete_details": details,
+            "output": self._items,
+            "usage": {
+                "input_tokens": usage.prompt_tokens,
+                "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
+                "output_tokens": usage.completion_tokens,
+                "output_tokens_details": {"reasoning_tokens": 0, **guess_counts(usage)},
+                "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+            },
+        }
+
+    def _event(self, kind: str, **values: Any) -> bytes:
+        number = self._number
+        self._number += 1
+        return event({"type": kind, "sequence_number": number, **values}, kind)
+
+
+def failure(error: InferEngineError) -> dict[str, Any]:
+    """`error` of a response that failed."""
+    shown = error_object(error)
+    return {"code": "server_error" if error.http_status >= 500 else shown["code"], "message": shown["message"]}
+
+
+def as_messages(output: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What a response said, as the conversation's next messages."""
+    messages: list[dict[str, Any]] = []
+    for item in output:
+        if item["type"] == "message":
+            messages.append({"role": "assistant", "content": item["content"][0]["text"]})
+        elif item["type"] == "function_call":
+            function = {"name": item["name"], "arguments": item["arguments"]}
+            if not messages:
+                messages.append({"role": "assistant", "content": ""})
+            call = {"id": item["call_id"], "type": "function", "function": function}
+            messages[-1].setdefault("tool_calls", []).append(call)
+    return messages

@@ -1,0 +1,180 @@
+"""`run_http`: the process behind `inferengine http`. One worker runs in it; several are its children on one socket.
+
+One worker process: uvicorn over sockets that are open already, until a signal; then streams finish first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import uvicorn
+from sse_starlette.sse import AppStatus
+
+from frontends.common.auth import KeyRing, check_protection, read_keys, tls_files
+from frontends.common.connection_limits import Limits, raise_file_limit
+from frontends.common.event_loop import Server
+from frontends.common.hosts import read_names
+from frontends.common.quotas import Quotas
+from frontends.http.app import make_app, make_metrics, make_quotas, make_service, make_shelf
+from frontends.http.metrics import HttpMetrics
+from frontends.http.openai.responses.store import ResponseShelf, make_folder, remove_folder
+from frontends.http.state import Service
+from inferengine.config import Config, HttpConfig
+from inferengine.errors import ExitCode
+from inferengine.observability.logging import configure
+from inferengine.process import stdio as output
+from inferengine.process.listen import AddressTaken, describe, open_listeners
+from inferengine.process.reload import Reload
+from inferengine.process.system import return_large_blocks
+from inferengine.process.workers import SignsOfLife, Workers
+
+logger = logging.getLogger(__name__)
+
+TURN_S = 0.25
+GC_THRESHOLD = 20_000  # a stream makes short-lived objects for each token: the default looks at them 30 times as often
+GRACE_S = 2.0  # for the last events to leave after the drain's end
+KEEP_ALIVE_S = 24 * 3600  # of uvicorn: `Connections` closes the idle ones sooner, and counts them
+
+
+@dataclass(frozen=True)
+class Shared:
+    """What all workers of a process have in common, made before the first of them."""
+
+    sockets: list[socket.socket]
+    metrics: HttpMetrics
+    keys: KeyRing
+    quotas: Quotas
+    shelf: ResponseShelf | None = None
+
+    def choose_worker(self, worker: int) -> None:
+        """After the fork: count as this one."""
+        self.metrics.choose_worker(worker)
+        self.quotas.choose_worker(worker)
+
+
+def run_worker(config: Config, shared: Shared, on_turn: Callable[[bool], None], reload: Reload | None = None) -> int:
+    """Serve until SIGTERM or SIGINT. `on_turn(stopping)` is called from the event loop, first when it accepts; what
+    SIGHUP asks for is done there."""
+
+    def turn(stopping: bool) -> None:
+        on_turn(stopping)
+        output.retry()
+        if reload is not None:
+            reload.run_if_due(shared.keys.reload_if_any)
+
+    AppStatus.enable_automatic_graceful_drain = False  # it would cut the streams at once
+    # uvicorn raises its signals again when it is done, for whoever handled them before; nobody else is to hear them.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: None)
+    service = make_service(config, shared.metrics, shared.keys, shared.quotas, shared.shelf)
+    tls = tls_files("http", config.http.tls_certificate, config.http.tls_key)
+    server = Server(
+        uvicorn.Config(
+            make_app(service, shared.sockets),
+            loop="uvloop",
+            ws="none",
+            lifespan="on",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_keep_alive=KEEP_ALIVE_S,
+            timeout_graceful_shutdown=int(config.engine.drain_timeout_s + 2 * GRACE_S) + 1,
+            ssl_certfile=tls.certificate,
+            ssl_keyfile=tls.key,
+        ),
+        connection_limits(config.http),
+        shared.metrics.refusals,
+    )
+    with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:
+        return runner.run(_serve(server, service, shared.sockets, config.engine.drain_timeout_s, turn))
+
+
+def connection_limits(http: HttpConfig) -> Limits:
+    return Limits(
+        header_s=http.header_timeout_s,
+        body_progress_s=http.body_progress_timeout_s,
+        idle_s=http.idle_timeout_s,
+        most=http.max_connections,
+        most_per_address=http.max_connections_per_address,
+    )
+
+
+async def _serve(
+    server: Server,
+    service: Service,
+    sockets: list[socket.socket],
+    drain_timeout_s: float,
+    on_turn: Callable[[bool], None],
+) -> int:
+    serving = asyncio.create_task(server.serve(sockets=sockets))
+    parent = os.getppid()
+    drain_until: float | None = None
+    gc.collect()
+    gc.freeze()  # what was loaded stays: no need to look through it again
+    gc.set_threshold(GC_THRESHOLD)
+    while not serving.done():
+        now = time.monotonic()
+        if server.started:
+            service.metrics.cells.beat(now)
+            on_turn(server.should_exit)
+        if os.getppid() != parent:
+            server.should_exit = True  # the process that would restart us is gone
+        if server.should_exit and drain_until is None:
+            drain_until = now + drain_timeout_s
+            service.drain()
+        if drain_until is not None and (now >= drain_until or len(server._captured_signals) > 1):
+            service.abandon_all()
+        await asyncio.wait([serving], timeout=TURN_S if server.started else 0.01)
+    await serving
+    return ExitCode.OK if server.started else ExitCode.CRASH
+
+
+def run_http(config: Config, reload: Reload | None = None) -> int:
+    """Serve until SIGTERM or SIGINT; returns the process's exit code. Raises ConfigError for what may not be served
+    like this."""
+    configure(config.log)
+    raise_file_limit()
+    return_large_blocks()
+    try:
+        sockets = open_listeners("http", config.http.host, config.http.port, config.http.uds)
+    except AddressTaken as error:
+        print(f"inferengine http: {error}", file=sys.stderr)
+        return ExitCode.ADDRESS
+    address = describe(sockets[0], "https" if config.http.tls_certificate else "http")
+    keys = read_keys(config.auth.keys_file)
+    check_protection("http", sockets, keys, allow_public=config.http.allow_public)
+    read_names("http", config.http.allowed_hosts)
+    tls_files("http", config.http.tls_certificate, config.http.tls_key)
+    logger.info("listening", extra={"fields": {"address": address, "workers": config.http.workers}})
+    shared = Shared(sockets, make_metrics(config.http.workers), keys, make_quotas(config, keys))
+    signs = SignsOfLife(f"serving {address}")
+    if config.http.workers == 1:
+        return run_worker(config, shared, signs.turn, reload)
+    folder = make_folder()
+    shared = replace(shared, shelf=make_shelf(folder))
+
+    def serve(worker: int) -> int:
+        shared.choose_worker(worker)
+        return run_worker(config, shared, lambda stopping: None, reload)
+
+    try:
+        return Workers(
+            serve,
+            num_workers=config.http.workers,
+            sockets=sockets,
+            cells=shared.metrics.cells,
+            frozen_after_s=config.engine.frozen_after_s,
+            signs=signs,
+            reload=reload,
+        ).run()
+    finally:
+        remove_folder(folder)

@@ -1,0 +1,160 @@
+"""What operators do to the engines over HTTP. The gate asks for an admin's key before any of these.
+
+POST /profile: some steps of a running engine as a Chrome trace. The gate asks for an admin's key before.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from frontends.common import json as fields
+from frontends.http.openai.request_fields import read_json
+from frontends.http.respond import JsonBytes
+from frontends.http.state import Service
+from inferengine.client import AsyncClient
+from inferengine.errors import InferEngineError, InvalidRequest
+from inferengine.wire.messages import DRAINING
+
+
+async def profile(request: Request) -> Response:
+    """`?steps=N&wait_s=S`: answered when so many steps ran, or with those of that time, as a file compressed by gzip.
+    `?engine=NAME` where there are several."""
+    client = _engine(request.app.state.service, request.query_params.get("engine", ""))
+    arguments = {
+        name: _number(name, text) for name, text in request.query_params.items() if name in ("steps", "wait_s")
+    }
+    result = await client.admin("profile", **arguments)
+    headers = {
+        "content-disposition": 'attachment; filename="trace.json.gz"',
+        "x-steps": str(result["steps"]),
+    }
+    return Response(result["trace"], media_type="application/gzip", headers=headers)
+
+
+def _engine(service: Service, name: str) -> AsyncClient:
+    connected = {client.welcome.engine: client for client in service.engines.clients if client.connected}
+    if not connected:
+        raise InferEngineError("engine_unavailable", "No engine is connected.", retry_after_s=1.0)
+    if not name and len(connected) == 1:
+        return next(iter(connected.values()))
+    if name not in connected:
+        raise InvalidRequest("engine", f"must be one of {', '.join(sorted(connected))}")
+    return connected[name]
+
+
+def _number(name: str, text: str) -> int | float:
+    try:
+        return int(text) if name == "steps" else float(text)
+    except ValueError:
+        raise InvalidRequest(name, "must be a number") from None
+
+
+async def pause(request: Request) -> Response:
+    """Take no more requests; what runs goes on. `?wait=true`: answered when it has ended."""
+    service: Service = request.app.state.service
+    results = await _all(service, "drain", exit=False)
+    if request.query_params.get("wait") == "true":
+        try:
+            async with asyncio.timeout(service.config.http.request_timeout_s):
+                await _until_idle(service)
+        except TimeoutError:
+            raise InferEngineError("deadline_exceeded", "Paused, but some requests still run.") from None
+    return JsonBytes({"status": "paused", "engines": results})
+
+
+async def resume(request: Request) -> Response:
+    """Take requests again."""
+    return JsonBytes({"status": "resumed", "engines": await _all(request.app.state.service, "resume")})
+
+
+async def is_paused(request: Request) -> Response:
+    """Whether all engines refuse new requests."""
+    states = [item.state for item in request.app.state.service.engines.health() if item.connected]
+    return JsonBytes({"is_paused": bool(states) and all(state == DRAINING for state in states)})
+
+
+async def abort_requests(request: Request) -> Response:
+    """End every request, whoever sent it, with `abort`."""
+    return JsonBytes({"status": "aborted", "engines": await _all(request.app.state.service, "cancel_all")})
+
+
+async def reset_prefix_cache(request: Request) -> Response:
+    """Forget every cached prefix that no running request holds."""
+    return JsonBytes({"status": "reset", "engines": await _all(request.app.state.service, "flush")})
+
+
+async def load_adapter(request: Request) -> Response:
+    """`{lora_name}`: a sub-folder of the engine's `model.adapters`. Answered when requests may name it as `model`."""
+    service, name = request.app.state.service, await _adapter_name(request)
+    return JsonBytes({"status": "loaded", "engines": await _all(service, "load_adapter", name=name)})
+
+
+async def unload_adapter(request: Request) -> Response:
+    """`{lora_name}`: refuse new requests with it; what runs with it runs on."""
+    service, name = request.app.state.service, await _adapter_name(request)
+    return JsonBytes({"status": "unloaded", "engines": await _all(service, "unload_adapter", name=name)})
+
+
+async def reload_keys(request: Request) -> Response:
+    """Read the keys file now; 400 with what is wrong with it, and then the old keys hold.
+
+    Every worker looks at the file by itself within a second: this tells whether it can be used."""
+    keys = request.app.state.service.keys
+    keys.reload()
+    if keys.complaint:
+        raise InferEngineError("invalid_request", f"The old keys hold: {keys.complaint}")
+    return JsonBytes({"status": "read", "keys": len(keys.keys)})
+
+
+ROUTES = (
+    Route("/reload_keys", reload_keys, methods=["POST"]),
+    Route("/profile", profile, methods=["POST"]),
+    Route("/v1/load_lora_adapter", load_adapter, methods=["POST"]),
+    Route("/v1/unload_lora_adapter", unload_adapter, methods=["POST"]),
+    Route("/pause", pause, methods=["POST"]),
+    Route("/resume", resume, methods=["POST"]),
+    Route("/is_paused", is_paused),
+    Route("/abort_requests", abort_requests, methods=["POST"]),
+    Route("/reset_prefix_cache", reset_prefix_cache, methods=["POST"]),
+)
+PATHS = frozenset(route.path for route in ROUTES)
+
+
+async def _adapter_name(request: Request) -> str:
+    """No path of a request is ever opened: `lora_path` may only say the name again."""
+    service: Service = request.app.state.service
+    body = await read_json(request, service.config.http.max_body_bytes)
+    name = fields.string(body, "lora_name")
+    if not name:
+        raise InvalidRequest("lora_name", "is required")
+    if fields.string(body, "lora_path", name) != name:
+        raise InvalidRequest("lora_path", "adapters come from the engine's own folder, by lora_name: leave it out")
+    return name
+
+
+async def _all(service: Service, op: str, **arguments: Any) -> dict[str, Any]:
+    """The operation's result on each connected engine, by the engine's name; an engine that refuses says why."""
+    clients = [client for client in service.engines.clients if client.connected]
+    if not clients:
+        raise InferEngineError("engine_unavailable", "No engine is connected.", retry_after_s=1.0)
+
+    async def one(client: AsyncClient) -> Any:
+        try:
+            return await client.admin(op, **arguments)
+        except InferEngineError as error:
+            if len(clients) == 1:
+                raise
+            return {"error": error.code, "message": error.message}
+
+    results = await asyncio.gather(*map(one, clients))
+    return {client.welcome.engine: result for client, result in zip(clients, results, strict=True)}
+
+
+async def _until_idle(service: Service) -> None:
+    while any(int(figures.get("active_requests", 0)) for figures in (await _all(service, "stats")).values()):
+        await asyncio.sleep(0.05)

@@ -1,0 +1,168 @@
+"""POST /v1/generate: a prompt in, a text of exactly max_new_tokens tokens out. Greedy unless it says otherwise.
+
+Two further dialects: POST /generate, and POST /infer/v1/completions with its own events.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from frontends.common import json as fields
+from frontends.common.errors import as_unprocessable, error_object, rename_field
+from frontends.common.generation import Choice, Generation, Output, Piece, Usage
+from frontends.common.json import event
+from frontends.http.openai import request_fields as dialect
+from frontends.http.openai.format import usage_object
+from frontends.http.openai.request_fields import read_json
+from frontends.http.respond import JsonBytes, answer
+from frontends.http.state import Service
+from inferengine.errors import InferEngineError, InvalidRequest
+
+DEFAULT_NEW_TOKENS = 64
+
+
+async def generate(request: Request) -> Response:
+    """`prompt` to exactly `max_new_tokens` tokens, greedy unless asked otherwise.
+
+    400 past the model's length, 422 for a field of the wrong type or range, 429 when no pool could hold it."""
+    service: Service = request.app.state.service
+    started = time.monotonic()
+    body = await read_json(request, service.config.http.max_body_bytes)
+    served = await service.served()
+    try:
+        prompt = fields.string(body, "prompt")
+        if not prompt:
+            raise InvalidRequest("prompt", "is required and must not be empty")
+        max_tokens = fields.integer(body, "max_new_tokens", DEFAULT_NEW_TOKENS, least=1)
+        wanted = {"temperature": 0.0, "ignore_eos": True, **{k: v for k, v in body.items() if v is not None}}
+        if wanted.get("n", 1) != 1:
+            raise InvalidRequest("n", "must be 1 on this route")
+        params = dialect.read_params(wanted, served, service.config, max_tokens=max_tokens, logprobs=None)
+        label = dialect.read_label(body, request.scope["request_id"])
+        options = dialect.read_options(body, service.config, label=label, continues_prompt=True)
+        prompt_ids = await served.encode(prompt, service.config.limits, name="prompt")
+    except InvalidRequest as error:
+        raise as_unprocessable(error) from None
+    generation = Generation(service.engines_for(request, served), served.tokenizer, [prompt_ids], params, options)
+    try:
+        with service.call(generation, request.receive):
+            await generation.accepted()
+            (output,) = await generation.collect()
+    except InferEngineError as error:
+        rename_field(error, {"max_tokens": "max_new_tokens"})
+        if error.code == "prompt_never_fits":
+            raise InferEngineError("rate_limited", error.message, field=error.field) from None
+        raise
+    return JsonBytes(
+        {
+            "request_id": label,
+            "text": output.text,
+            "generated_tokens": output.choice.num_tokens,
+            "latency_ms": round((time.monotonic() - started) * 1000, 3),
+            "finish_reason": output.finish_reason,
+            "model": served.name,
+        }
+    )
+
+
+INFER_FIELDS = frozenset(
+    {"model", "prompt", "max_tokens", "stream", "priority", "cache_salt", "detached", "resubmit", *dialect.SAMPLING}
+)
+INFER_MAX_TOKENS = 128
+
+
+async def generate_text(request: Request) -> Response:
+    """`prompt` and `max_tokens`, both required, to the text with its prompt."""
+    service: Service = request.app.state.service
+    body = await read_json(request, service.config.http.max_body_bytes)
+    served = await service.served()
+    for name in ("prompt", "max_tokens"):
+        if body.get(name) is None:
+            raise InferEngineError("unprocessable", "is required", field=name)
+    try:
+        prompt = fields.string(body, "prompt")
+        max_tokens = fields.integer(body, "max_tokens")
+    except InvalidRequest as error:
+        raise as_unprocessable(error) from None
+    if not prompt:
+        raise InvalidRequest("prompt", "must not be empty")
+    if max_tokens is None or max_tokens <= 0:
+        raise InvalidRequest("max_tokens", "must be above 0")
+    params = dialect.read_params({**body, "n": None}, served, service.config, max_tokens=max_tokens, logprobs=None)
+    label = dialect.read_label(body, request.scope["request_id"])
+    options = dialect.read_options(body, service.config, label=label, continues_prompt=True)
+    prompt_ids = await served.encode(prompt, service.config.limits, name="prompt")
+    generation = Generation(service.engines_for(request, served), served.tokenizer, [prompt_ids], params, options)
+    with service.call(generation, request.receive):
+        await generation.accepted()
+        (output,) = await generation.collect()
+    return JsonBytes(
+        {
+            "request_id": label,
+            "prompt": prompt,
+            "generated_text": prompt + output.text,
+            "token_count": output.choice.num_tokens,
+            "stop_reason": output.finish_reason,
+        }
+    )
+
+
+async def infer(request: Request) -> Response:
+    """Events `token`, then `done` or `error`. 422 for another model or unknown fields."""
+    service: Service = request.app.state.service
+    body = await read_json(request, service.config.http.max_body_bytes)
+    served = await service.served()
+    try:
+        for name in body:
+            if name not in INFER_FIELDS:
+                raise InvalidRequest(name[:64], "is not a field of this route")
+        if (model := fields.string(body, "model")) and model != served.name:
+            raise InvalidRequest("model", f"must be {served.name}")
+        if body.get("n") not in (None, 1):
+            raise InvalidRequest("n", "must be 1 on this route")
+        prompt = fields.string(body, "prompt")
+        if not prompt:
+            raise InvalidRequest("prompt", "is required and must not be empty")
+        stream = fields.flag(body, "stream", True)
+        max_tokens = fields.integer(body, "max_tokens", INFER_MAX_TOKENS, least=1)
+        params = dialect.read_params(body, served, service.config, max_tokens=max_tokens, logprobs=None)
+        options = dialect.read_options(body, service.config, label=request.scope["request_id"], continues_prompt=True)
+        prompt_ids = await served.encode(prompt, service.config.limits, name="prompt")
+    except InvalidRequest as error:
+        raise as_unprocessable(error) from None
+    generation = Generation(service.engines_for(request, served), served.tokenizer, [prompt_ids], params, options)
+    return await answer(service, request, generation, InferFormat(), stream=stream)
+
+
+class InferFormat:
+    """Its events carry one token each, the ones without text of their own included."""
+
+    def __init__(self) -> None:
+        self._finish_reason: str | None = None
+
+    def events(self, generation: Generation, choice: Choice, pieces: Sequence[Piece]) -> bytes:
+        parts = []
+        for piece in pieces:
+            self._finish_reason = piece.finish_reason
+            for place, token_id in enumerate(piece.token_ids):
+                is_last = place == len(piece.token_ids) - 1
+                parts.append(event({"token": piece.text if is_last else "", "token_id": token_id}, "token"))
+        return b"".join(parts)
+
+    def plain(self, choice: Choice) -> None:
+        return None
+
+    def end(self, generation: Generation) -> bytes:
+        return event({"finish_reason": self._finish_reason, "usage": usage_object(generation.usage())}, "done")
+
+    def failure(self, error: InferEngineError) -> bytes:
+        return event({"error": error_object(error)}, "error")
+
+    def document(self, outputs: Sequence[Output], usage: Usage) -> dict[str, Any]:
+        (output,) = outputs
+        return {"text": output.text, "finish_reason": output.finish_reason, "usage": usage_object(usage)}

@@ -1,0 +1,125 @@
+"""What operators, balancers and dashboards ask: models, health, readiness, figures, versions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from frontends.common.engine_stats import CONTENT_TYPE, metrics_text, stats_document
+from frontends.common.errors import scrubbed
+from frontends.http.respond import JsonBytes
+from frontends.http.state import Service
+from inferengine import __version__
+from inferengine.client.pool import EngineHealth
+from inferengine.errors import InferEngineError
+from inferengine.wire.messages import PROTOCOL_MAJOR, PROTOCOL_MINOR, READY, STOPPING
+
+
+async def models(request: Request) -> Response:
+    """What is served: the model and its LoRA adapters."""
+    service: Service = request.app.state.service
+    return JsonBytes({"object": "list", "data": await _model_cards(service)})
+
+
+async def model(request: Request) -> Response:
+    """One of them; 404 for any other name."""
+    service: Service = request.app.state.service
+    card = next((card for card in await _model_cards(service) if card["id"] == request.path_params["model"]), None)
+    if card is None:
+        name = scrubbed(request.path_params["model"][:200])
+        raise InferEngineError("model_not_found", f"The model `{name}` does not exist.", field="model")
+    return JsonBytes(card)
+
+
+async def health(request: Request) -> Response:
+    """200 while an engine is connected whose loop turns, loading included; 503 otherwise."""
+    service: Service = request.app.state.service
+    engines = [_engine_health(service, item) for item in service.engines.health()]
+    good = any(engine["healthy"] for engine in engines)
+    return JsonBytes({"status": "ok" if good else "unhealthy", "engines": engines}, 200 if good else 503)
+
+
+async def ready(request: Request) -> Response:
+    """200 when a request sent now would be taken; 503 with the reason otherwise."""
+    service: Service = request.app.state.service
+    if service.draining:
+        return _not_ready("this front end is draining")
+    states = [item.state for item in service.engines.health() if item.connected]
+    if READY not in states:
+        return _not_ready(f"the engine is {states[0]}" if states else "no engine is connected")
+    await service.model.get()
+    return JsonBytes({"status": "ready"})
+
+
+async def ping(request: Request) -> Response:
+    """200 as long as this front end runs, with or without an engine."""
+    return Response(b"", 200)
+
+
+async def version(request: Request) -> Response:
+    """Of the program and of the wire."""
+    return JsonBytes({"version": __version__, "protocol": [PROTOCOL_MAJOR, PROTOCOL_MINOR]})
+
+
+async def load(request: Request) -> Response:
+    """What runs and waits now, from the engines' last STATUS, and what this worker answers."""
+    service: Service = request.app.state.service
+    running = waiting = 0
+    for item in service.engines.health():
+        status = item.status or {}
+        running += int(status.get("running_requests") or 0)
+        waiting += int(status.get("waiting_requests") or 0)
+    return JsonBytes({"server_load": service.num_calls, "running_requests": running, "waiting_requests": waiting})
+
+
+async def stats(request: Request) -> Response:
+    """The engine's live figures. With several engines: of the first, and of each under `engines`."""
+    service: Service = request.app.state.service
+    document = await stats_document(service.engines)
+    document.setdefault("config", service.config.resolved())
+    document["http"] = {"active_requests": service.num_calls, "worker": service.metrics.cells.worker}
+    if service.keys.required:
+        document["http"]["keys"] = {"count": len(service.keys.keys), "complaint": service.keys.complaint}
+    return JsonBytes(document)
+
+
+async def metrics(request: Request) -> Response:
+    """Prometheus text: the engines' own figures, then those of this front end's workers."""
+    service: Service = request.app.state.service
+    text = await metrics_text(service.engines, service.metrics)
+    return Response(text, headers={"content-type": CONTENT_TYPE})
+
+
+async def _model_cards(service: Service) -> list[dict[str, Any]]:
+    """The model, then its LoRA adapters. Told from memory while the engine is away."""
+    served = service.model.served
+    if served is None or service.engines.connected:
+        served = await service.model.get()
+    card = {
+        "id": served.name,
+        "object": "model",
+        "created": int(service.started_s),
+        "owned_by": "inferengine",
+        "root": served.name,
+        "parent": None,
+        "max_model_len": served.info.max_model_len,
+    }
+    return [card, *({**card, "id": name, "parent": served.name} for name in served.info.adapters)]
+
+
+def _engine_health(service: Service, item: EngineHealth) -> dict[str, Any]:
+    frozen = item.loop_age_ms is not None and item.loop_age_ms > service.config.engine.frozen_after_s * 1000
+    return {
+        "connected": item.connected,
+        "state": item.state,
+        "loop_age_ms": item.loop_age_ms,
+        "healthy": item.connected and not frozen and item.state != STOPPING,
+    }
+
+
+def _not_ready(reason: str) -> Response:
+    response = JsonBytes({"status": "not ready", "reason": reason}, 503)
+    response.headers["Retry-After"] = "1"
+    return response

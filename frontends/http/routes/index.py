@@ -1,0 +1,115 @@
+"""GET /: what this port serves and where the chat page is. A page for browsers, JSON for everybody else.
+
+It tells no more than /openapi.json and needs no key: whoever opens the address in a browser has none to show.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+import re
+from collections.abc import Iterable
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, Response
+from starlette.routing import Route
+
+from frontends.http.respond import JsonBytes
+from inferengine import __version__
+from inferengine.config import Config
+
+_HOST = re.compile(r"[A-Za-z0-9.-]+|\[[0-9A-Fa-f:.]+\]")
+_STYLE = """
+:root { color-scheme: light dark; font: 15px/1.55 system-ui, sans-serif; }
+body { margin: 0 auto; max-width: 56rem; padding: 2.5rem 1.25rem 4rem; }
+h1 { font-size: 1.5rem; margin: 0; } h2 { font-size: 1rem; margin: 2rem 0 .25rem; }
+li span { opacity: .8; } a { color: light-dark(#0b62c4, #7db8ff); }
+pre { overflow-x: auto; padding: .9rem 1rem; border-radius: .5rem; background: light-dark(#f2f3f5, #1c1f24); }
+code { font: .875rem/1.5 ui-monospace, monospace; }
+ul { list-style: none; margin: 0; padding: 0; }
+li { display: grid; grid-template-columns: minmax(0, 23rem) minmax(0, 1fr); gap: 0 1.25rem; padding: .4rem 0;
+  border-top: 1px solid light-dark(#e3e5e9, #2c3037); }
+li code { overflow-wrap: anywhere; } li b { display: inline-block; min-width: 4.2rem; font-weight: 600; }
+@media (max-width: 40rem) { li { grid-template-columns: 1fr; } }
+"""
+_STYLE_HASH = base64.b64encode(hashlib.sha256(_STYLE.encode()).digest()).decode()
+HEADERS = {
+    "content-security-policy": f"default-src 'none'; style-src 'sha256-{_STYLE_HASH}'; base-uri 'none'; "
+    "form-action 'none'; frame-ancestors 'none'",
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "vary": "accept",
+}
+
+
+async def index(request: Request) -> Response:
+    """This list of routes, and the address of the chat page."""
+    config: Config = request.app.state.service.config
+    routes = list(_listed(request.app.routes))
+    chat = chat_address(config, request.headers.get("host", ""))
+    if "text/html" in request.headers.get("accept", ""):
+        return HTMLResponse(_page(routes, chat, _own_address(request)), headers=HEADERS)
+    document: dict[str, Any] = {
+        "service": "InferEngine",
+        "version": __version__,
+        "chat": chat,
+        "openapi": "/openapi.json",
+        "routes": {f"{method} {path}": summary for method, path, summary in routes},
+    }
+    return JsonBytes(document)
+
+
+def chat_address(config: Config, host: str) -> str | None:
+    """Where the websocket front end of the same configuration serves its page. `host`: what the client called this one,
+    for a page that listens on all addresses. None where the port is not known beforehand."""
+    if not config.ws.port:
+        return None
+    name = config.ws.host
+    if name in ("0.0.0.0", "::", ""):
+        called = _HOST.match(host)
+        name = called[0] if called else "127.0.0.1"
+    elif ":" in name:
+        name = f"[{name}]"
+    return f"{'https' if config.ws.tls_certificate else 'http'}://{name}:{config.ws.port}/"
+
+
+def _listed(routes: Iterable[Any]) -> Iterable[tuple[str, str, str]]:
+    """Method, path and the first line of what the endpoint says of itself."""
+    for route in routes:
+        if isinstance(route, Route):
+            method = min((route.methods or {"GET"}) - {"HEAD"})
+            summary = (route.endpoint.__doc__ or "").strip().split("\n")[0]
+            yield method, re.sub(r":\w+}", "}", route.path), summary
+
+
+def _own_address(request: Request) -> str:
+    host = request.headers.get("host", "")
+    called = _HOST.match(host)
+    port = host[called.end() :] if called else ""
+    place = f"{called[0]}{port if re.fullmatch(r':[0-9]+', port) else ''}" if called else "127.0.0.1"
+    return f"{request.scope.get('scheme', 'http')}://{place}"
+
+
+def _page(routes: list[tuple[str, str, str]], chat: str | None, address: str) -> str:
+    def line(method: str, path: str, summary: str) -> str:
+        shown = html.escape(path)
+        if method == "GET" and "{" not in path:
+            shown = f'<a href="{shown}">{shown}</a>'
+        said = re.sub(r"`([^`]+)`", r"<code>\1</code>", html.escape(summary))
+        return f"<li><code><b>{method}</b>{shown}</code><span>{said}</span></li>"
+
+    items = "".join(line(*route) for route in routes if route[1] != "/")
+    talk = f'<p>To talk with the model: <a href="{html.escape(chat)}">{html.escape(chat)}</a></p>' if chat else ""
+    curl = (
+        f"curl {address}/v1/chat/completions -H 'Content-Type: application/json' \\\n"
+        '  -d \'{"messages": [{"role": "user", "content": "What is a KV cache?"}]}\''
+    )
+    return (
+        '<!doctype html><html lang="en"><meta charset="utf-8"><title>InferEngine</title>'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<style>{_STYLE}</style><h1>InferEngine {html.escape(__version__)}</h1>"
+        "<p>An OpenAI-compatible server. This port is for programs.</p>"
+        f"{talk}<pre><code>{html.escape(curl, quote=False)}</code></pre><h2>Routes</h2><ul>{items}</ul></html>"
+    )

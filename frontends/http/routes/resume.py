@@ -1,0 +1,86 @@
+"""GET and DELETE /v1/streams/{id}: read a detached request on, after any front end's death, or end it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import Message
+
+from frontends.common.auth import ANYBODY, ApiKey
+from frontends.common.json import parse_object
+from frontends.common.resumable.metadata import Note, read_note
+from frontends.http.detached import StreamState, read_position, read_stream_id
+from frontends.http.state import Service
+from inferengine.errors import InferEngineError
+
+
+async def read_stream(request: Request) -> Response:
+    """What the POST would have answered, from `Last-Event-ID` on. Its request is replayed against the engine's log."""
+    service: Service = request.app.state.service
+    text = request.path_params["id"]
+    state = StreamState(read_stream_id(text), read_position(request.headers.get("last-event-id"), text))
+    note = await _note_of(service, request, state)
+    route = next((one for one in request.app.routes if isinstance(one, Route) and one.path == note.path), None)
+    body = note.request_body(service.config.http.max_body_bytes)
+    if route is None or not body:
+        message = "This stream's request is not kept: send it again with the header x-stream-id to read on."
+        raise InferEngineError("not_found", message)
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    scope = {**request.scope, "method": "POST", "path": note.path, "headers": headers, "request_id": note.label}
+    request.scope["stream"] = scope["stream"] = state
+    answer: Response = await route.endpoint(Request(scope, _Replay(request, body).receive))
+    return answer
+
+
+async def cancel_stream(request: Request) -> Response:
+    """End it in the engine. Readers see their choices end with `abort`."""
+    service: Service = request.app.state.service
+    state = StreamState(read_stream_id(request.path_params["id"]), read_position(None, ""))
+    note = await _note_of(service, request, state)
+    for prompt in range(_num_prompts(note, service.config.http.max_body_bytes)):
+        service.engines.cancel_request(state.request_id(prompt))
+    return Response(status_code=204)
+
+
+async def _note_of(service: Service, request: Request, state: StreamState) -> Note:
+    """Raises not_found for a stream that no engine has, or that is another tenant's."""
+    key: ApiKey = request.scope.get("api_key", ANYBODY)
+    log = service.registry.resume(state.id, 1, detached=True, context_ids=())
+    known = False
+    try:
+        await log.accepted()
+        known = True
+    finally:
+        service.registry.leave(log, forget=not known)
+    note = read_note(log.note)
+    if note.tenant != key.tenant:
+        raise InferEngineError("not_found", "There is no such stream.")
+    return note
+
+
+def _num_prompts(note: Note, most_body_bytes: int) -> int:
+    try:
+        prompt = parse_object(note.request_body(most_body_bytes)).get("prompt")
+    except InferEngineError:
+        return 1
+    return len(prompt) if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int) else 1
+
+
+class _Replay:
+    """The kept body, then whatever the real connection says."""
+
+    def __init__(self, request: Request, body: bytes) -> None:
+        self._request = request
+        self._body: bytes | None = body
+
+    async def receive(self) -> Message:
+        if self._body is not None:
+            body, self._body = self._body, None
+            return {"type": "http.request", "body": body, "more_body": False}
+        message: dict[str, Any] = {"type": "http.request"}
+        while message["type"] == "http.request":  # the GET's own, without a body
+            message = dict(await self._request.receive())
+        return message

@@ -1,0 +1,171 @@
+"""What all routes of one worker share: the engines, the model, the configuration, and the calls in flight."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Iterator
+from typing import Protocol
+
+from starlette.requests import Request
+from starlette.types import Receive
+
+from frontends.common.auth import KeyRing
+from frontends.common.event_loop import Line, Turn
+from frontends.common.generation import Submitter
+from frontends.common.json import Beside
+from frontends.common.model import ModelContext, ServedModel
+from frontends.common.quotas import Quotas
+from frontends.common.resumable.registry import Registry
+from frontends.http.metrics import HttpMetrics
+from frontends.http.openai.responses.store import ResponseShelf, ResponseStore
+from frontends.http.spans import TracedSubmitter
+from frontends.http.submit import submitter
+from inferengine.client import EnginePool
+from inferengine.config import Config
+from inferengine.errors import InferEngineError
+from inferengine.observability.tracing import Span, Tracing
+
+logger = logging.getLogger(__name__)
+
+GRACE_S = 2.0  # the engine ends a request at its deadline; this much later the front end does it alone
+
+
+class Service:
+    """One worker's state. Made before the event loop runs, started inside it."""
+
+    def __init__(
+        self,
+        config: Config,
+        engines: EnginePool,
+        metrics: HttpMetrics,
+        keys: KeyRing,
+        quotas: Quotas,
+        shelf: ResponseShelf | None = None,
+        tracing: Tracing | None = None,
+    ) -> None:
+        """`shelf`: where the workers of one front end keep responses for each other; None where there is one."""
+        self.config = config
+        self.engines = engines
+        self.metrics = metrics
+        self.keys = keys
+        self.quotas = quotas
+        self.tracing = tracing
+        self.model = ModelContext(engines)
+        self.registry = Registry(engines, config.wire.resume_ttl_s, cancel_unread=False)
+        self.responses = ResponseStore(shelf)
+        self.turn = Turn()
+        self.line = Line()
+        self.beside = Beside()
+        self.draining = False
+        self.started_s = time.time()
+        self._calls: set[Call] = set()
+        self._prefetch: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Connect to the engines in the background; the front end may be up before any of them."""
+        for client in self.engines.clients:
+            client.start()
+        self._prefetch = asyncio.create_task(self._fetch_model())
+
+    async def close(self) -> None:
+        if self._prefetch is not None:
+            self._prefetch.cancel()
+        self.registry.close()
+        self.responses.close()
+        await self.engines.close()
+        if self.tracing is not None:
+            await asyncio.to_thread(self.tracing.close)
+
+    def drain(self) -> None:
+        """Take no more generations; those that run go on."""
+        self.draining = True
+
+    def abandon_all(self) -> None:
+        """The time for draining is over: what still runs ends with an error that says so."""
+        for call in list(self._calls):
+            call.end(InferEngineError("draining", "The server is shutting down.", retry_after_s=1.0))
+
+    @property
+    def num_calls(self) -> int:
+        return len(self._calls)
+
+    async def served(self) -> ServedModel:
+        """The model to answer with, when a request may begin. Raises `draining` or `engine_unavailable`."""
+        if self.draining:
+            raise InferEngineError("draining", "The server is shutting down.", retry_after_s=1.0)
+        await self.line.wait()
+        return await self.model.get()
+
+    def engines_for(self, request: Request, served: ServedModel, *, detachable: bool = True) -> Submitter:
+        """Where this request's generation goes: within its key's limits, and to be read on later if it is detached.
+        Its body has been read. Raises `forbidden` for a model that the key may not use."""
+        chosen: Submitter = submitter(
+            request, self.engines, self.registry, served.name, served.info.adapters, detachable=detachable
+        )
+        span: Span | None = request.scope.get("span")
+        if span is not None:
+            return TracedSubmitter(chosen, span, served.name, request.scope["path"])
+        return chosen
+
+    @contextlib.contextmanager
+    def call(self, generation: Submitted, receive: Receive) -> Iterator[Call]:
+        """While a generation is answered: it ends when the client leaves, and a little after its deadline at the
+        latest. On leaving whatever has not finished is cancelled."""
+        call = Call(generation, receive, self.config.http.request_timeout_s + GRACE_S)
+        self._calls.add(call)
+        try:
+            yield call
+        finally:
+            self._calls.discard(call)
+            call.close()
+
+    async def _fetch_model(self) -> None:
+        """Have the tokenizer at hand before the first request asks for it."""
+        while True:
+            try:
+                await self.engines.wait_ready(3600.0)
+                await self.model.get()
+                return
+            except InferEngineError as error:
+                logger.debug("the model is not at hand yet: %s", error)
+                await asyncio.sleep(0.2)
+
+
+class Submitted(Protocol):
+    """What a call needs of a generation."""
+
+    def cancel(self) -> None: ...
+
+    def abandon(self, error: InferEngineError) -> None: ...
+
+
+class Call:
+    """A generation and the client that waits for it. Listens for the client's leaving from the first moment, whatever
+    the phase: queued, prefill, decode, streaming or not."""
+
+    def __init__(self, generation: Submitted, receive: Receive, timeout_s: float) -> None:
+        self.client_gone = False
+        self._generation = generation
+        self._watch = asyncio.create_task(self._listen(receive))
+        self._timer = asyncio.get_running_loop().call_later(timeout_s, self._too_late)
+
+    def end(self, error: InferEngineError) -> None:
+        """End it on this side at once, whatever the engine does."""
+        self._generation.abandon(error)
+
+    def close(self) -> None:
+        self._timer.cancel()
+        self._watch.cancel()
+        self._generation.cancel()
+
+    async def _listen(self, receive: Receive) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            continue
+        self.client_gone = True
+        self.end(InferEngineError("cancelled", "The client went away."))
+
+    def _too_late(self) -> None:
+        self.end(InferEngineError("deadline_exceeded", "The request took longer than http.request_timeout_s."))

@@ -1,0 +1,205 @@
+"""The process of the websocket front end: uvicorn around the application, systemd's protocol, and an orderly end. One
+worker runs in it; several are its children on one socket.
+
+The first SIGTERM or SIGINT drains, a second one stops at once. Sockets that are still open at the end are closed with
+1012 (service restart); clients come back to the next process and resume what was detached.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable, Sequence
+
+import uvicorn
+
+from frontends.common.auth import check_protection, tls_files
+from frontends.common.connection_limits import Limits, raise_file_limit
+from frontends.common.event_loop import Server
+from frontends.common.hosts import read_names
+from frontends.websocket.app import Shared, WebsocketFrontEnd, make_shared
+from frontends.websocket.codec import FramesProtocol
+from inferengine.config import Config
+from inferengine.errors import ExitCode
+from inferengine.observability.logging import configure
+from inferengine.process import stdio as output
+from inferengine.process.listen import AddressTaken, open_listeners
+from inferengine.process.reload import Reload
+from inferengine.process.system import return_large_blocks
+from inferengine.process.workers import TURN_S, SignsOfLife, Workers
+
+logger = logging.getLogger(__name__)
+
+PING_INTERVAL_S = 20.0  # a peer that answers no ping for PING_TIMEOUT_S is gone
+PING_TIMEOUT_S = 20.0
+BACKLOG = 1024
+GC_THRESHOLD = 20_000  # a stream makes short-lived objects for each token: the default looks at them 30 times as often
+STOP_TIMEOUT_S = 3
+KEEP_ALIVE_S = 24 * 3600  # of uvicorn: `Connections` closes the idle ones sooner, and counts them
+_LOOK_S = 0.02
+
+
+def run_websocket(config: Config, reload: Reload | None = None) -> int:
+    """Serve until a signal. Returns an exit code of ExitCode."""
+    configure(config.log)
+    raise_file_limit()
+    return_large_blocks()
+    try:
+        (listener, *_) = open_listeners("ws", config.ws.host, config.ws.port)
+    except AddressTaken as error:
+        print(f"inferengine ws: {error}", file=sys.stderr)
+        return ExitCode.ADDRESS
+    shared = make_shared(config)
+    check_protection("ws", [listener], shared.keys, allow_public=config.ws.allow_public)
+    tls_files("ws", config.ws.tls_certificate, config.ws.tls_key)
+    read_names("ws", config.ws.allowed_hosts)
+    host, port = listener.getsockname()[:2]
+    logger.info("listening on %s port %s", host, port)
+    signs = SignsOfLife(f"listening on {host} port {port}")
+    if config.ws.workers == 1:
+        return run_worker(config, shared, listener, signs.turn, reload=reload)
+
+    def serve(worker: int) -> int:
+        shared.choose_worker(worker)
+        return run_worker(config, shared, listener, lambda stopping: None, parent=parent, reload=reload)
+
+    parent = os.getpid()
+    return Workers(
+        serve,
+        num_workers=config.ws.workers,
+        sockets=[listener],
+        cells=shared.metrics.cells,
+        frozen_after_s=config.engine.frozen_after_s,
+        signs=signs,
+        reload=reload,
+    ).run()
+
+
+def run_worker(
+    config: Config,
+    shared: Shared,
+    listener: socket.socket,
+    on_turn: Callable[[bool], None],
+    *,
+    parent: int = 0,
+    reload: Reload | None = None,
+) -> int:
+    """Serve until SIGTERM or SIGINT, or until `parent` is gone, who would restart this one. `on_turn(stopping)` is
+    called from the event loop, first when it accepts; what SIGHUP asks for is done there. Returns an exit code of
+    ExitCode."""
+
+    def turn(stopping: bool) -> None:
+        on_turn(stopping)
+        output.retry()
+        if reload is not None:
+            reload.run_if_due(shared.keys.reload_if_any)
+
+    front_end = WebsocketFrontEnd(config, shared=shared)
+    server = Server(server_config(config, front_end, [listener]), connection_limits(config), shared.metrics.refusals)
+    with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:
+        return runner.run(_serve(config, front_end, server, listener, turn, parent))
+
+
+def connection_limits(config: Config) -> Limits:
+    ws = config.ws
+    return Limits(
+        header_s=ws.header_timeout_s,
+        body_progress_s=ws.header_timeout_s,  # no request here has a body
+        idle_s=ws.idle_timeout_s,
+        most=ws.max_connections,
+        most_per_address=ws.max_connections_per_address,
+    )
+
+
+def server_config(
+    config: Config, front_end: WebsocketFrontEnd, listeners: Sequence[socket.socket] = ()
+) -> uvicorn.Config:
+    """What uvicorn is told. Messages are not compressed: deltas are too short to gain, and it costs memory a socket."""
+    tls = tls_files("ws", config.ws.tls_certificate, config.ws.tls_key)
+    return uvicorn.Config(
+        front_end.app(listeners),
+        ssl_certfile=tls.certificate,
+        ssl_keyfile=tls.key,
+        ws=FramesProtocol,
+        ws_max_size=config.ws.max_message_bytes,
+        ws_ping_interval=PING_INTERVAL_S,
+        ws_ping_timeout=PING_TIMEOUT_S,
+        ws_per_message_deflate=False,
+        timeout_keep_alive=KEEP_ALIVE_S,
+        lifespan="on",
+        access_log=False,
+        log_config=None,
+        server_header=False,
+        backlog=BACKLOG,
+        timeout_graceful_shutdown=STOP_TIMEOUT_S,
+    )
+
+
+async def _serve(
+    config: Config,
+    front_end: WebsocketFrontEnd,
+    server: Server,
+    listener: socket.socket,
+    on_turn: Callable[[bool], None],
+    parent: int,
+) -> int:
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    while not server.started and not serving.done():
+        await asyncio.sleep(_LOOK_S)
+    if not server.started:
+        await serving
+        return ExitCode.CRASH
+    end = _End()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):  # after uvicorn has set its own handlers, which drain nothing
+        loop.add_signal_handler(number, end.on_signal)
+    gc.collect()
+    gc.freeze()  # what was loaded stays: no need to look through it again
+    gc.set_threshold(GC_THRESHOLD)
+    alive = asyncio.create_task(_turn(front_end, end, on_turn, parent))
+    stopping = asyncio.create_task(end.wait())
+    await asyncio.wait([serving, stopping], return_when=asyncio.FIRST_COMPLETED)
+    on_turn(True)
+    draining = asyncio.create_task(front_end.drain(config.engine.drain_timeout_s))
+    aborted = asyncio.create_task(end.wait(2))
+    await asyncio.wait([serving, draining, aborted], return_when=asyncio.FIRST_COMPLETED)
+    server.should_exit = True
+    with contextlib.suppress(asyncio.CancelledError):
+        await serving
+    for task in (alive, stopping, draining, aborted):
+        task.cancel()
+    await asyncio.gather(alive, stopping, draining, aborted, return_exceptions=True)
+    return ExitCode.ABORTED if end.num_signals > 1 else ExitCode.OK
+
+
+class _End:
+    """Counts the signals to stop."""
+
+    def __init__(self) -> None:
+        self.num_signals = 0
+        self._changed = asyncio.Event()
+
+    def on_signal(self) -> None:
+        self.num_signals += 1
+        self._changed.set()
+
+    async def wait(self, wanted: int = 1) -> None:
+        while self.num_signals < wanted:
+            self._changed.clear()
+            await self._changed.wait()
+
+
+async def _turn(front_end: WebsocketFrontEnd, end: _End, on_turn: Callable[[bool], None], parent: int) -> None:
+    """For ever: show that the event loop turns, and end with the parent."""
+    while True:
+        front_end.beat()
+        on_turn(end.num_signals > 0)
+        if parent and os.getppid() != parent and not end.num_signals:
+            end.on_signal()
+        await asyncio.sleep(TURN_S)

@@ -1,0 +1,307 @@
+"""One request on one socket: from its frame to its last frame. Exactly one end for each choice, or one error for all.
+
+generate -> tokens -> SUBMIT -> accepted -> delta ... -> done      (a task for each choice)
+resume   ------------> ATTACH -> accepted -> delta ... -> done     (the text up to the cursor is made and dropped)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from frontends.common.auth import ANYBODY, ApiKey
+from frontends.common.event_loop import Line
+from frontends.common.generation import Piece, guess_counts
+from frontends.common.json import Beside
+from frontends.common.model import ModelContext, ServedModel
+from frontends.common.quotas import Quotas
+from frontends.common.resumable.metadata import read_note
+from frontends.common.resumable.registry import Registry
+from frontends.common.resumable.request_log import ChoiceLog, RequestLog
+from frontends.websocket.choice_writer import ChoiceWriter, Wanted
+from frontends.websocket.frames import Generate, Resume
+from frontends.websocket.generate_params import Told, make_note, read_asked, told_by
+from frontends.websocket.send_channel import Channel
+from frontends.websocket.spans import AnswerSpan
+from inferengine.client import EnginePool, Finish
+from inferengine.config import Config
+from inferengine.errors import InferEngineError
+from inferengine.observability.tracing import Tracing
+from inferengine.sampling_params import SamplingParams, from_map
+from inferengine.wire.messages import Accept
+
+RESUME_WAIT_S = 5.0  # clients come back to a restarted front end sooner than it has found its engine
+USAGE_WAIT_S = 1.0  # after a stop string: how long the engine may take to say what it had counted
+
+
+@dataclass(frozen=True)
+class Desk:
+    """What every answer of this process uses."""
+
+    engine: EnginePool
+    models: ModelContext
+    registry: Registry
+    config: Config
+    tracing: Tracing | None = None
+    line: Line = field(default_factory=Line)
+    beside: Beside = field(default_factory=Beside)
+
+    async def find_engine(self) -> None:
+        """Wait a little for the engine where it is not connected: it has what is to be resumed, and it alone."""
+        if not self.engine.connected:
+            with contextlib.suppress(InferEngineError):  # said in better words by whoever needs it next
+                await self.engine.connect(RESUME_WAIT_S)
+
+
+class Caller(NamedTuple):
+    """Who opened a socket, where, and what counts how much they do. `traceparent`: of the span that opened it."""
+
+    key: ApiKey
+    quotas: Quotas
+    path: str
+    address: str | None = None
+    traceparent: str = ""
+
+
+class _Prepared(NamedTuple):
+    """`told` is None for a request that is resumed: the engine has kept it."""
+
+    log: RequestLog
+    params: SamplingParams
+    cursors: Sequence[int]
+    grammar_field: str = ""
+    told: Told | None = None
+
+
+class Answer:
+    """Run `run()` as a task; `cancel()` stops the generation, not the task: the end is still told."""
+
+    def __init__(
+        self,
+        frame: Generate | Resume,
+        channel: Channel,
+        desk: Desk,
+        caller: Caller,
+        before_last_frame: Callable[[], None],
+    ) -> None:
+        """`before_last_frame`, any number of times: whoever has read the last frame finds what this one held free."""
+        self.frame = frame
+        self.before_last_frame = before_last_frame
+        self._caller, self._key = caller, caller.key
+        self._num_open = 0  # choices whose done frame has not gone out
+        self._span: AnswerSpan | None = None
+        self._channel = channel
+        self._desk = desk
+        self._log: RequestLog | None = None
+        self._cancelled = False
+        self._is_ours = isinstance(frame, Generate)  # of a resumed one the engine has to tell whose it is
+
+    @property
+    def request_id(self) -> str:
+        """Its name in logs: the engine's, once there is one."""
+        return self.frame.id if self._log is None else self._log.id.hex()
+
+    def cancel(self) -> None:
+        """Stop generating; the done frames say `cancelled`. Any number of times."""
+        self._cancelled = True
+        if self._log is not None and self._is_ours:
+            self._log.cancel()
+
+    async def run(self) -> None:
+        """Raises InferEngineError for what ends the whole request; then nothing runs on."""
+        caller, tracing = self._caller, self._desk.tracing
+        if tracing is not None:
+            self._span = AnswerSpan(tracing, self.frame, caller.path, caller.address, caller.traceparent)
+        failure: BaseException | None = None
+        try:
+            await self._run()
+        except BaseException as error:
+            failure = error
+            raise
+        finally:
+            if self._span is not None:
+                self._span.end(failure)
+
+    async def _run(self) -> None:
+        if isinstance(self.frame, Resume):
+            await self._desk.find_engine()
+        await self._desk.line.wait()
+        model = await self._desk.models.get()
+        prepared = await self._prepare(model)
+        if prepared is None:
+            return
+        self._log, refused = prepared.log, False
+        try:
+            if self._cancelled and self._is_ours:
+                self._log.cancel()
+            try:
+                accept = await self._log.accepted()
+            except InferEngineError as error:
+                refused = True
+                if error.field == "prompt" and isinstance(self.frame, Generate):
+                    error.field = self.frame.prompt_field
+                elif error.field == "max_tokens":
+                    error.field = "params.max_tokens"
+                raise
+            self._claim(self._log)
+            if self._span is not None:
+                self._span.accepted(self._log.id.hex(), accept)
+            await self._channel.plain(self._accepted(accept))
+            await self._choices(prepared, accept, model)
+        except InferEngineError as error:
+            if error.field == "grammar":  # also of one that cannot be followed to its end
+                error.field = prepared.grammar_field or error.field
+            if self._is_ours and error.code != "client_stalled":  # whoever is merely slow may come back for the rest
+                self._log.cancel()
+            raise
+        finally:
+            self._desk.registry.leave(self._log, forget=refused)
+
+    def _claim(self, log: RequestLog) -> None:
+        """Raises not_found for another tenant's request, which goes on as if nobody had asked."""
+        self._is_ours = read_note(log.note).tenant == self._key.tenant
+        if not self._is_ours:
+            raise InferEngineError("not_found", "There is no such request.", field="request_id")
+        if isinstance(self.frame, Resume):
+            log.detached = self.frame.detached
+            if self._cancelled:
+                log.cancel()
+
+    # -- before the engine -------------------------------------------------------------------------------------------
+
+    async def _prepare(self, model: ServedModel) -> _Prepared | None:
+        """The request's log. None when it was cancelled before the engine heard of it; that is told then."""
+        frame, desk = self.frame, self._desk
+        if isinstance(frame, Resume):
+            params = from_map(frame.params)
+            log = desk.registry.resume(
+                frame.request_id, len(frame.cursors), detached=True, context_ids=frame.context_ids
+            )
+            return _Prepared(log, params, frame.cursors)
+        if self._span is not None:
+            self._span.asks(frame.model or model.name)
+        adapter = model.adapter_of(frame.model)
+        if adapter is None:
+            raise InferEngineError("model_not_found", f"this engine serves {model.name}", field="model")
+        if not self._key.may_use(frame.model or model.name):
+            raise InferEngineError("forbidden", "This key may not use that model.", field="model")
+        asked = await read_asked(frame, model, desk.config)
+        if self._cancelled:
+            self.before_last_frame()
+            for choice in range(asked.params.n):
+                self._channel.done(_unheard(frame.id, choice, len(asked.prompt_ids)))
+            return None
+        key = self._key
+        log = desk.registry.submit(
+            asked.prompt_ids,
+            asked.params,
+            request_id=frame.request_id,
+            detached=frame.detached,
+            context_ids=asked.context_ids,
+            priority=frame.priority if key is ANYBODY else key.urgency(frame.priority),
+            tenant=key.tenant,
+            salt=key.salt(frame.cache_salt.encode()),
+            note=make_note(key, asked.told),
+            deadline_s=frame.deadline_s,
+            label=frame.label,
+            traceparent="" if self._span is None else self._span.traceparent,
+            grammar=asked.grammar,
+            adapter=adapter,
+            resubmit=frame.resubmit,
+        )
+        return _Prepared(log, asked.params, (), asked.grammar_field, asked.told)
+
+    def _accepted(self, accept: Accept) -> dict[str, Any]:
+        assert self._log is not None
+        return {
+            "type": "accepted",
+            "id": self.frame.id,
+            "request_id": self._log.id.hex(),
+            "prompt_tokens": accept.prompt_tokens,
+            "n": accept.n,
+            "attached": accept.attached,
+            "context_ids": list(self._log.context_ids),
+        }
+
+    # -- what comes out ----------------------------------------------------------------------------------------------
+
+    async def _choices(self, prepared: _Prepared, accept: Accept, model: ServedModel) -> None:
+        frame, asked_log = self.frame, prepared.log
+        told = prepared.told or told_by(asked_log.note)
+        request_id, context_ids = asked_log.id.hex(), asked_log.context_ids
+        wanted = Wanted(frame.id, request_id, prepared.params, context_ids, told, frame.return_token_ids)
+        choices = []
+        for index, log in enumerate(asked_log.choices):
+            cursor = prepared.cursors[index] if index < len(prepared.cursors) else 0
+            writer = ChoiceWriter(wanted, index, cursor, log, self._channel, model.tokenizer)
+            choices.append(self._choice(writer, log, accept))
+        self._num_open = len(choices)
+        if len(choices) == 1:
+            await choices[0]
+            return
+        tasks = [asyncio.create_task(choice) for choice in choices]
+        try:
+            await asyncio.gather(*tasks)
+        finally:  # one that failed takes the others with it
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _choice(self, writer: ChoiceWriter, log: ChoiceLog, accept: Accept) -> None:
+        """From the first delta frame to the done frame."""
+        piece, extra, finish = await writer.run()
+        if finish is None:
+            finish = await _finish_after_stop(log)
+        if self._span is not None:
+            self._span.choice_ended(writer.index, piece, finish)
+        await self._channel.room()
+        self._num_open -= 1
+        if not self._num_open:
+            self.before_last_frame()
+        self._channel.done(_done(self.frame.id, writer.index, piece, accept, finish, extra))
+
+
+async def _finish_after_stop(log: ChoiceLog) -> Finish | None:
+    """The engine's own account of a choice that a stop string ended here."""
+    try:
+        return await asyncio.wait_for(log.ended(), USAGE_WAIT_S)
+    except TimeoutError:
+        return None
+
+
+def _done(
+    name: str, index: int, piece: Piece, accept: Accept, finish: Finish | None, extra: dict[str, Any]
+) -> dict[str, Any]:
+    """The last text of a choice travels with its end: a client that has the one has the other."""
+    return {
+        "type": "done",
+        "id": name,
+        "choice": index,
+        "cursor": piece.num_tokens,
+        "text": piece.text,
+        "finish_reason": "cancelled" if piece.finish_reason == "abort" else piece.finish_reason,
+        "stop": piece.stop_reason,
+        "usage": {
+            "prompt_tokens": accept.prompt_tokens,
+            "cached_tokens": 0 if finish is None else finish.cached_tokens,
+            "completion_tokens": piece.num_tokens,
+            **({} if finish is None else guess_counts(finish)),
+        },
+        "timings": None
+        if finish is None
+        else {
+            "queued_ms": finish.queued_ms,
+            "first_token_ms": finish.first_token_ms,
+            "total_ms": finish.total_ms,
+        },
+        **extra,
+    }
+
+
+def _unheard(name: str, index: int, prompt_tokens: int) -> dict[str, Any]:
+    """The end of a choice that was cancelled before the engine had it."""
+    piece = Piece("", [], None, 0, "abort")
+    return _done(name, index, piece, Accept(b"", 0, prompt_tokens), None, {})

@@ -1,0 +1,214 @@
+"""usage: inferengine chat [--config FILE] [--section.key VALUE ...]
+
+Talk to a running engine in this terminal, over ZeroMQ and without a front end. The conversation goes on over several
+turns; Ctrl-C stops an answer, Ctrl-D or /quit leaves. Lines from a pipe are turns too.
+
+  /help                 what can be typed
+  /params               the sampling parameters; /params temperature=0.2 max_tokens=100 changes some
+  /system TEXT          how the model should behave; empty takes it back
+  /reset                forget the conversation
+  /quit                 leave
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TextIO
+
+from inferengine.cli.common import resolve
+from inferengine.cli.connect import CONNECT_TIMEOUT_S, connect
+from inferengine.client import Client, Delta, Finish
+from inferengine.client.streams import error_of
+from inferengine.config import LimitsConfig, engine_address, status_address
+from inferengine.errors import ExitCode, InferEngineError, InvalidRequest
+from inferengine.sampling_params import SamplingParams, from_map, validate
+from inferengine.wire.curve import client_keys
+
+HELP = str(__doc__).strip().partition("\n\n")[2]
+LOAD_TIMEOUT_S = 600.0
+
+
+class Conversation:
+    """The messages so far and the parameters of the next answer. Knows nothing of the terminal or the wire."""
+
+    def __init__(self) -> None:
+        self.system = ""
+        self.turns: list[dict[str, Any]] = []
+        self.values: dict[str, Any] = {"temperature": 0.7, "max_tokens": 256}
+
+    def messages(self) -> list[dict[str, Any]]:
+        """What goes to the chat template."""
+        return [*([{"role": "system", "content": self.system}] if self.system else []), *self.turns]
+
+    def params(self) -> SamplingParams:
+        return from_map(self.values)
+
+    def change(self, assignments: str, *, vocab_size: int, limits: LimitsConfig) -> None:
+        """Take over `name=value` words; `name=` returns to the default. Raises InvalidRequest and changes nothing."""
+        values = dict(self.values)
+        known = SamplingParams.__dataclass_fields__
+        for word in assignments.split():
+            name, equals, text = word.partition("=")
+            if not equals or name not in known:
+                raise InvalidRequest(name, f"no such parameter; there are {', '.join(known)}")
+            if not text:
+                values.pop(name, None)
+                continue
+            try:
+                values[name] = json.loads(text)
+            except json.JSONDecodeError:
+                values[name] = text
+        validate(from_map(values), vocab_size=vocab_size, limits=limits)
+        if from_map(values).n != 1:
+            raise InvalidRequest("n", "a conversation has one answer")
+        self.values = values
+
+
+class Chat:
+    """Reads turns, streams answers, obeys the slash commands."""
+
+    def __init__(self, client: Client, limits: LimitsConfig, read: Callable[[], str | None], output: TextIO) -> None:
+        self.conversation = Conversation()
+        self._client = client
+        self._limits = limits
+        self._read = read
+        self._output = output
+
+    def run(self) -> int:
+        """Turn after turn until the input ends or /quit. A failed turn on a pipe makes the exit code 1."""
+        code = ExitCode.OK
+        while (line := self._read()) is not None:
+            line = line.strip()
+            if line == "/quit":
+                break
+            if not line:
+                continue
+            try:
+                self._command(line) if line.startswith("/") else self._turn(line)
+            except InferEngineError as error:
+                self._say(f"! {complaint(error)}")
+                code = ExitCode.CRASH
+        return code
+
+    def _command(self, line: str) -> None:
+        name, _, rest = line.partition(" ")
+        if name == "/help":
+            self._say(HELP)
+        elif name == "/reset":
+            self.conversation.turns.clear()
+            self._say("The conversation starts anew.")
+        elif name == "/system":
+            self.conversation.system = rest.strip()
+            self._say("The next answer follows it." if rest.strip() else "There is no system message any more.")
+        elif name == "/params":
+            model = self._client.welcome.model
+            self.conversation.change(rest, vocab_size=model.vocab_size if model else 0, limits=self._limits)
+            self._say(" ".join(f"{key}={json.dumps(value)}" for key, value in self.conversation.values.items()))
+        else:
+            self._say(f"! There is no {name}. /help tells what can be typed.")
+
+    def _turn(self, text: str) -> None:
+        conversation = self.conversation
+        messages = [*conversation.messages(), {"role": "user", "content": text}]
+        asked_at = time.monotonic()
+        submission = self._client.submit(messages=messages, params=conversation.params(), reply="text", label="chat")
+        submission.accepted()
+        stream = submission.streams[0]
+        parts: list[str] = []
+        finish: Finish | None = None
+        first_at: float | None = None
+        for delta in _until_finished(stream, stream.cancel):
+            if delta.text and first_at is None:
+                first_at = time.monotonic()
+            parts.append(delta.text)
+            self._output.write(delta.text)
+            self._output.flush()
+            finish = delta.finish or finish
+        answer = "".join(parts)
+        self._output.write("\n")
+        if answer:  # what was said stays said, also after Ctrl-C
+            conversation.turns += [messages[-1], {"role": "assistant", "content": answer}]
+        self._say(summary(finish, asked_at, first_at, time.monotonic()))
+        if finish is not None and finish.reason == "error":
+            raise error_of(finish)
+
+    def _say(self, text: str) -> None:
+        dim = self._output.isatty()
+        self._output.write(f"\x1b[2m{text}\x1b[0m\n" if dim else f"{text}\n")
+        self._output.flush()
+
+
+def complaint(error: InferEngineError) -> str:
+    """An error as one line: its field where the message speaks of it, and what to do where the message does not say."""
+    if error.field is not None and error.message[:1].islower():
+        return f"{error.field.removeprefix('params.')}: {error.message}"
+    return f"{error.message} {error.kind.remedy}"
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Connect to the engine and talk."""
+    config = resolve(arguments)
+    status, curve = status_address(config), client_keys(config)
+    with contextlib.closing(Client(engine_address(config), status_address=status, role="chat", curve=curve)) as client:
+        _wait_ready(client)
+        model = client.welcome.model
+        interactive = sys.stdin.isatty()
+        if interactive:
+            import readline  # noqa: F401  (line editing and history at the prompt)
+
+            print(f"Talking to {model.name if model else 'the engine'}. /help tells what can be typed.")
+        return Chat(client, config.limits, lambda: _read_line(interactive), sys.stdout).run()
+
+
+def summary(finish: Finish | None, asked_at: float, first_at: float | None, ended_at: float) -> str:
+    """`42 tokens, 55.1 tokens/s, first after 31 ms, stop`. Times in seconds; the rate is that after the first token."""
+    if finish is None:
+        return "no answer"
+    words = [f"{finish.completion_tokens} tokens"]
+    if first_at is not None and finish.completion_tokens > 1 and ended_at > first_at:
+        words.append(f"{(finish.completion_tokens - 1) / (ended_at - first_at):.1f} tokens/s")
+    if first_at is not None:
+        words.append(f"first after {(first_at - asked_at) * 1000:.0f} ms")
+    words.append("stopped" if finish.reason == "abort" else finish.reason)
+    return ", ".join(words)
+
+
+def _until_finished(stream: Iterator[Delta], cancel: Callable[[], None]) -> Iterator[Delta]:
+    """The stream's deltas; Ctrl-C cancels it and the rest follows. A second Ctrl-C leaves."""
+    cancelled = False
+    while True:
+        try:
+            delta = next(stream)
+        except StopIteration:
+            return
+        except KeyboardInterrupt:
+            if cancelled:
+                raise
+            cancelled = True
+            cancel()
+            continue
+        yield delta
+
+
+def _wait_ready(client: Client) -> None:
+    welcome = connect(client)
+    if welcome.state == "STARTING":
+        print(f"The engine is starting: {welcome.progress[0] or 'loading'} ...", file=sys.stderr)
+    client.wait_ready(LOAD_TIMEOUT_S if welcome.state == "STARTING" else CONNECT_TIMEOUT_S)
+
+
+def _read_line(interactive: bool) -> str | None:
+    if not interactive:
+        return sys.stdin.readline() or None
+    while True:
+        try:
+            return input("> ")
+        except EOFError:
+            print()
+            return None
+        except KeyboardInterrupt:
+            print("\n(Ctrl-D leaves)")

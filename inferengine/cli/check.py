@@ -1,0 +1,270 @@
+"""usage: inferengine check [MODEL] [--compare] [--config FILE] [--section.key VALUE ...]
+
+Look for what would keep the service from working on this machine, with this configuration: Python packages, the
+configuration, the model's files, the device, the engine's socket, the ports, and whether an engine answers. One line
+each: ok, note (worth knowing) or problem (with its remedy). The exit code is 1 when there is a problem, 2 when the
+configuration itself cannot be used.
+
+With --compare instead: run the model beside transformers' own implementation over the same tokens and show, layer by
+layer, where the two part. The exit code is 1 when they do.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import NamedTuple
+
+from inferengine.cli import compare_hf as compare
+from inferengine.cli import model_files
+from inferengine.cli.common import resolve
+from inferengine.config import Config, engine_address, status_address, unsafe_folder
+from inferengine.config.model_path import draft_folder, model_folder
+from inferengine.errors import ConfigError, ExitCode, InferEngineError
+from inferengine.process import listen as listening
+
+OK, NOTE, PROBLEM = "ok", "note", "problem"
+ENGINE_TIMEOUT_S = 1.0
+MAX_HEALTH_BYTES = 65536
+LONGEST_UNIX_PATH = 107  # bytes, sockaddr_un
+ENGINE_UNIT = "inferengine-engine.service"
+UNIT_FOLDERS = (
+    "/etc/systemd/system",
+    "/run/systemd/system",
+    "/usr/local/lib/systemd/system",
+    "/usr/lib/systemd/system",
+)
+HIDDEN_FROM_UNITS = ("/root", "/home", "/run/user")  # ProtectHome=
+REINSTALL = (
+    "install again with a Python that all users may run, such as the system's: rm -r .venv && "
+    "PYTHON=/usr/bin/python3 scripts/install"
+)
+REQUIREMENT = re.compile(r"^([A-Za-z0-9._-]+)\s*>=\s*([0-9.]+)\s*(;.*)?$")
+
+
+class Finding(NamedTuple):
+    """One line: what was looked at, what was found, and for a problem what to do about it."""
+
+    grade: str
+    subject: str
+    text: str
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Print every finding; the exit code tells whether there was a problem."""
+    if "--compare" in arguments:
+        return compare.run([word for word in arguments if word != "--compare"])
+    findings = list(packages())
+    try:
+        config = resolve(arguments, takes_model=True)
+    except ConfigError as error:
+        _print([*findings, Finding(PROBLEM, "config", f"{error.field}: {error.message}")])
+        return ExitCode.USAGE
+    findings.append(Finding(OK, "config", "every key is known and in range"))
+    for look in (model, device, guesses, engine_socket, ports, interpreter, engine):
+        findings += look(config)
+    _print(findings)
+    return ExitCode.CRASH if any(finding.grade == PROBLEM for finding in findings) else ExitCode.OK
+
+
+def packages() -> Iterator[Finding]:
+    """Whether what pyproject.toml asks for is installed and new enough."""
+    yield Finding(OK, "python", sys.version.split()[0])
+    found = 0
+    for requirement in metadata.requires("inferengine") or []:
+        match = REQUIREMENT.match(requirement.replace('"', "'"))
+        marker = match.group(3) or "" if match else "extra"
+        if match is None or "extra" in marker or ("Linux" in marker and not sys.platform.startswith("linux")):
+            continue
+        name, least = match.group(1), match.group(2)
+        try:
+            version = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            yield Finding(PROBLEM, "packages", f"{name} is not installed: run scripts/install")
+            continue
+        if _numbers(version) < _numbers(least):
+            yield Finding(PROBLEM, "packages", f"{name} {version} is older than {least}: run scripts/install")
+            continue
+        found += 1
+    yield Finding(OK, "packages", f"{found} installed and new enough")
+
+
+def model(config: Config) -> Iterator[Finding]:
+    """Whether the checkpoint is whole, and would load."""
+    if config.model.load_format == "dummy":
+        yield Finding(NOTE, "model", "load_format is dummy: random weights, for measuring speed only")
+    try:
+        folder = model_folder(config)
+        found = model_files.inspect(folder)
+        if config.model.path:
+            compare.would_load(folder, config.model.quantization)
+    except (model_files.BadModel, ConfigError) as error:
+        text = error.message if isinstance(error, ConfigError) else str(error)
+        yield Finding(PROBLEM, "model", f"{config.model.path or 'embedded model'}: {text}")
+        return
+    yield Finding(
+        OK,
+        "model",
+        f"{folder.name}: {found.model_type}, {found.num_parameters / 1e6:,.1f} M parameters in "
+        f"{found.num_tensors} tensors, {'/'.join(found.dtypes)}, {found.num_bytes / 1e6:,.1f} MB",
+    )
+    if not found.has_chat_template:
+        yield Finding(NOTE, "model", "it has no chat template: completions work, chat is refused")
+
+
+def device(config: Config) -> Iterator[Finding]:
+    """Whether the device that is asked for is there."""
+    nvidia = Path("/dev/nvidiactl").exists()
+    if config.engine.device == "cuda" and not nvidia:
+        yield Finding(PROBLEM, "device", "engine.device is cuda and there is no NVIDIA driver: use --engine.device cpu")
+    elif nvidia and config.engine.device != "cpu":
+        yield Finding(OK, "device", "NVIDIA driver is there")
+    else:
+        yield Finding(OK, "device", f"CPU, {len(os.sched_getaffinity(0))} cores")
+
+
+def guesses(config: Config) -> Iterator[Finding]:
+    """Who guesses ahead."""
+    on_cpu = config.engine.device == "cpu" or not Path("/dev/nvidiactl").exists()
+    method = config.speculation.method
+    try:
+        folder = draft_folder(config, on_cpu=on_cpu)
+    except ConfigError as error:
+        if error.field != "model.path":  # which has been looked at
+            yield Finding(PROBLEM, "guesses", f"{error.field}: {error.message}")
+        return
+    if folder is not None:
+        yield Finding(OK, "guesses", f"draft model {folder.name} (speculation.method is {method})")
+    elif method == "ngram":
+        yield Finding(OK, "guesses", "repeated text (speculation.method is ngram)")
+    else:
+        yield Finding(OK, "guesses", f"nobody guesses ahead (speculation.method is {method})")
+
+
+def engine_socket(config: Config) -> Iterator[Finding]:
+    """Whether the engine can bind its sockets here."""
+    try:
+        address = engine_address(config)
+    except (ConfigError, OSError) as error:
+        yield Finding(PROBLEM, "socket", f"{error}: set --wire.socket ipc:///some/folder/engine.sock")
+        return
+    if not address.startswith("ipc://"):
+        yield Finding(OK, "socket", address)
+        return
+    path = Path(address.removeprefix("ipc://"))
+    longest = status_address(config).removeprefix("ipc://")
+    if len(os.fsencode(longest)) > LONGEST_UNIX_PATH:
+        yield Finding(PROBLEM, "socket", f"{path} is longer than a unix socket may be: set a shorter --wire.socket")
+    elif not path.parent.is_dir():
+        yield Finding(PROBLEM, "socket", f"there is no folder {path.parent}: make it, or set --wire.socket")
+    elif complaint := unsafe_folder(path.parent, _user_of(path.parent)):
+        yield Finding(PROBLEM, "socket", complaint)
+    elif not os.access(path.parent, os.W_OK | os.X_OK):
+        yield Finding(PROBLEM, "socket", f"this user may not write to {path.parent}: set --wire.socket")
+    elif path.parent.stat().st_mode & 0o007:
+        yield Finding(NOTE, "socket", f"every user of this machine may enter {path.parent}: chmod 0750 keeps them out")
+    else:
+        yield Finding(OK, "socket", address)
+
+
+def _user_of(folder: Path) -> int:
+    """Whose engine would use this folder. Root looks after a service that runs as the folder's owner."""
+    return os.getuid() or folder.stat().st_uid
+
+
+def ports(config: Config) -> Iterator[Finding]:
+    """Whether the front ends can listen, or listen already."""
+    for name, host, port in (("http", config.http.host, config.http.port), ("ws", config.ws.host, config.ws.port)):
+        if name == "http" and config.http.uds:
+            continue
+        try:
+            listening.listen_tcp(host, port, name).close()
+        except listening.AddressTaken as error:
+            if _is_ours(host, port):
+                yield Finding(OK, name, f"an InferEngine front end serves {host}:{port}")
+            else:
+                yield Finding(PROBLEM, name, str(error))
+        else:
+            yield Finding(OK, name, f"{host}:{port} is free")
+
+
+def interpreter(config: Config) -> Iterator[Finding]:
+    """Whether the systemd units, where they are installed, can run this Python: as a user of their own, without /root
+    and /home. Else they end with 203/EXEC."""
+    if not any(Path(folder, ENGINE_UNIT).exists() for folder in UNIT_FOLDERS):
+        return
+    if complaint := out_of_reach(Path(sys.executable)):
+        yield Finding(PROBLEM, "units", complaint)
+    else:
+        yield Finding(OK, "units", "they can run this Python")
+
+
+def out_of_reach(python: Path) -> str:
+    """Why services of another user cannot run this interpreter, and what to do; empty: they can."""
+    real = python.resolve()
+    for place in (python.absolute(), real):
+        hidden = next((folder for folder in HIDDEN_FROM_UNITS if place.is_relative_to(folder)), None)
+        if hidden is not None:
+            return f"{place} is below {hidden}, which the units do not see (203/EXEC): {REINSTALL}"
+    for place in (real, *real.parents):
+        try:
+            if not place.stat().st_mode & 0o001:
+                return f"{place} may not be entered or run by other users (203/EXEC): chmod o+x it, or {REINSTALL}"
+        except OSError as error:
+            return f"{place} cannot be looked at ({error.strerror}): {REINSTALL}"
+    return ""
+
+
+def engine(config: Config) -> Iterator[Finding]:
+    """Whether an engine answers, and in which state it is."""
+    from inferengine.client import Client  # zmq is among the packages that may be missing
+    from inferengine.wire.curve import client_keys
+
+    client = Client(engine_address(config), status_address="", role="check", curve=client_keys(config))
+    try:
+        welcome = client.connect(ENGINE_TIMEOUT_S)
+        age_ms = client.ping(ENGINE_TIMEOUT_S).loop_age_ms
+    except InferEngineError:
+        yield Finding(NOTE, "engine", f"none answers at {client.address}; 'inferengine up' starts one")
+        return
+    finally:
+        client.close()
+    name = welcome.model.name if welcome.model else "no model yet"
+    phase, share = welcome.progress
+    progress = f", {phase} {share:.0%}" if welcome.state == "STARTING" and phase else ""
+    if age_ms > config.engine.frozen_after_s * 1000:
+        yield Finding(PROBLEM, "engine", f"its loop has not turned for {age_ms / 1000:.0f} s: restart it")
+    else:
+        yield Finding(OK, "engine", f"{welcome.engine} is {welcome.state}{progress}: {name}; loop age {age_ms:.0f} ms")
+
+
+def _is_ours(host: str, port: int) -> bool:
+    connection = http.client.HTTPConnection(host, port, timeout=ENGINE_TIMEOUT_S)
+    try:
+        connection.request("GET", "/health")
+        health = json.loads(connection.getresponse().read(MAX_HEALTH_BYTES))
+        return isinstance(health, dict) and ("engines" in health or "engine" in health)
+    except (OSError, http.client.HTTPException, ValueError):
+        return False
+    finally:
+        connection.close()
+
+
+def _numbers(version: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", version.partition("+")[0])]
+
+
+def _print(findings: Sequence[Finding]) -> None:
+    width = max(len(finding.subject) for finding in findings)
+    colours = {OK: "32", NOTE: "33", PROBLEM: "1;31"} if sys.stdout.isatty() else {}
+    for grade, subject, text in findings:
+        shown = f"{grade:<7}"
+        if grade in colours:
+            shown = f"\x1b[{colours[grade]}m{shown}\x1b[0m"
+        print(f"{shown}  {subject:<{width}}  {text}")

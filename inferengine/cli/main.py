@@ -1,0 +1,101 @@
+"""The command line: `inferengine COMMAND ...`. It finds the command and nothing more.
+
+Each command is one module of `inferengine.cli` with `run(arguments) -> exit code`; its docstring is its help text.
+A module is imported only when its command is asked for, so that `inferengine config` does not wait for torch.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import os
+import select
+import sys
+from collections.abc import Sequence
+from typing import TextIO
+
+from inferengine.errors import ExitCode, InferEngineError
+
+COMMANDS = {
+    "up": "engine and front ends together, in one terminal",
+    "engine": "the engine alone: model, KV cache, batching loop, ZeroMQ socket",
+    "http": "the HTTP front end: OpenAI-compatible routes and Server-Sent Events",
+    "ws": "the websocket front end and its chat page",
+    "chat": "talk to a running engine in this terminal",
+    "bench": "load on any OpenAI-compatible server: latencies, throughput, goodput",
+    "profile": "record steps of a running engine: a Chrome trace and where the time goes",
+    "check": "look for what would keep the service from working, with remedies",
+    "simulate": "the scheduler in virtual time: capacity, policies, fleets, without a device",
+    "plan-memory": "what a model needs and what fits, from its config.json alone",
+    "keygen": "make API keys for the front ends and CURVE keys for ZeroMQ over TCP",
+    "config": "print the resolved configuration as TOML",
+}
+
+
+def usage() -> str:
+    """The text of `inferengine --help`."""
+    width = max(len(name) for name in COMMANDS)
+    listing = "\n".join(f"  {name:<{width}}  {summary}" for name, summary in COMMANDS.items())
+    return (
+        "usage: inferengine COMMAND [MODEL] [--config FILE] [--section.key VALUE ...]\n\n"
+        f"commands:\n{listing}\n\n"
+        "Every key of the configuration is a flag (--http.port 9000) and an environment variable\n"
+        "(INFERENGINE_HTTP_PORT=9000): `inferengine config` lists them all.\n"
+        "`inferengine COMMAND --help` tells more about one command."
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command line and return the process's exit code (see errors.ExitCode)."""
+    try:
+        code = _run(arguments)
+        sys.stdout.flush()  # not at the interpreter's end, where nobody could tell a reader that has gone from a bug
+        return code
+    except BrokenPipeError:
+        unread = [stream for stream in (sys.stdout, sys.stderr) if _is_unread(stream)]
+        if not unread:
+            raise
+        with open(os.devnull, "wb") as nowhere:
+            for stream in unread:  # what is still in their buffers
+                os.dup2(nowhere.fileno(), stream.fileno())
+        return ExitCode.UNREAD
+
+
+def _run(arguments: Sequence[str] | None) -> int:
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(usage())
+        return ExitCode.OK if words else ExitCode.USAGE
+    if words[0] in ("-V", "--version"):
+        from inferengine import __version__
+
+        print(f"inferengine {__version__}")
+        return ExitCode.OK
+    name = words[0]
+    if name not in COMMANDS:
+        close = difflib.get_close_matches(name, COMMANDS, n=1, cutoff=0.5)
+        hint = f"; did you mean '{close[0]}'?" if close else f"; commands are {', '.join(COMMANDS)}"
+        print(f"inferengine: no command '{name}'{hint}", file=sys.stderr)
+        return ExitCode.USAGE
+    try:
+        command = importlib.import_module(f"inferengine.cli.{name.replace('-', '_')}")
+        if any(word in ("-h", "--help") for word in words[1:]):
+            print(str(command.__doc__).strip())
+            return ExitCode.OK
+        return int(command.run(words[1:]))
+    except InferEngineError as error:
+        print(f"inferengine {name}: {error}", file=sys.stderr)
+        return ExitCode.USAGE if error.code == "invalid_request" else ExitCode.CRASH
+    except KeyboardInterrupt:
+        return ExitCode.ABORTED
+
+
+def _is_unread(stream: TextIO) -> bool:
+    """Whether it is a pipe or socket that nobody reads any more."""
+    poll = select.poll()
+    poll.register(stream.fileno(), 0)  # errors are told unasked
+    return bool(poll.poll(0))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,104 @@
+"""usage: inferengine up [MODEL] [--config FILE] [--section.key VALUE ...]
+
+Run the engine, the HTTP front end and the websocket front end together, each as a process of its own. What crashes is
+started again by itself; the others go on. Ctrl-C or SIGTERM lets running requests finish, a second one ends at once.
+So does SIGHUP where there is a terminal (it is gone); without one each process reads again what it can.
+MODEL is a checkpoint folder or a hub id in the local cache; without it the embedded model is served.
+
+  inferengine up                                  the embedded model on http://127.0.0.1:8000
+  inferengine up ./my-model --http.port 9000      a checkpoint folder
+  inferengine up --engine.max_num_seqs 128 --config service.toml
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from inferengine.cli.common import Terminal, resolve
+from inferengine.config import Config, child_environment, engine_address
+from inferengine.errors import ExitCode
+from inferengine.process import listen as listening
+from inferengine.process import stdio as output
+from inferengine.process.child import ChildSpec
+from inferengine.process.supervisor import Supervisor
+
+SPEAKS_FIRST_S = 10.0  # an engine that freezes ends by itself and says why, unless it is stopped altogether
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run the whole service in this terminal."""
+    config = resolve(arguments, takes_model=True)
+    output.protect(json_lines=config.log.format == "json")
+    with contextlib.ExitStack() as stack:
+        try:
+            http = stack.enter_context(_http_listener(config))
+            ws = stack.enter_context(listening.listen_tcp(config.ws.host, config.ws.port, "ws"))
+        except listening.AddressTaken as error:
+            print(f"inferengine up: {error}", file=sys.stderr)
+            return ExitCode.ADDRESS
+        config = config.with_values(
+            wire={"socket": engine_address(config)},
+            http={} if config.http.uds else {"port": http.getsockname()[1]},
+            ws={"port": ws.getsockname()[1]},
+        )
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="inferengine-up-")))
+        terminal = Terminal(sys.stdout, json_lines=config.log.format == "json")
+        supervisor = Supervisor(
+            _spec("engine", config, None, watchdog_s=config.engine.frozen_after_s + SPEAKS_FIRST_S),
+            [_spec("http", config, http), _spec("ws", config, ws)],
+            folder,
+            terminal,
+            drain_timeout_s=config.engine.drain_timeout_s,
+            hangup_stops=_has_terminal(),
+            when_ready=lambda seconds: terminal.block(banner(config, http, ws, seconds)),
+        )
+        code = supervisor.run()
+        terminal.end_progress()
+        return code
+
+
+def banner(config: Config, http: socket.socket, ws: socket.socket, seconds: float) -> str:
+    """What a person needs once everything runs: addresses, and a line to paste."""
+    if config.http.uds:
+        address, target = f"unix:{config.http.uds}", f"--unix-socket {config.http.uds} http://localhost"
+    else:
+        address = target = listening.url(http, scheme="https" if config.http.tls_certificate else "http")
+    return "\n".join(
+        [
+            "",
+            f"Ready after {seconds:.1f} s. Ctrl-C stops.",
+            f"  HTTP       {address}",
+            f"  chat page  {listening.url(ws, path='/', scheme='https' if config.ws.tls_certificate else 'http')}",
+            f"  ZeroMQ     {engine_address(config)}",
+            "Try:",
+            f"  curl {target}/v1/completions -H 'Content-Type: application/json' \\",
+            """    -d '{"prompt": "Once upon a time", "max_tokens": 40}'""",
+            "",
+        ]
+    )
+
+
+def _has_terminal() -> bool:
+    """Whether there is a terminal that can go: then nobody is left to stop the service."""
+    try:
+        os.close(os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY))
+    except OSError:
+        return False
+    return True
+
+
+def _http_listener(config: Config) -> socket.socket:
+    if config.http.uds:
+        return listening.listen_unix(config.http.uds)
+    return listening.listen_tcp(config.http.host, config.http.port, "http")
+
+
+def _spec(name: str, config: Config, listener: socket.socket | None, *, watchdog_s: float = 0.0) -> ChildSpec:
+    command = [sys.executable, "-m", "inferengine.cli", name]
+    return ChildSpec(name, command, child_environment(config), listener, watchdog_s)

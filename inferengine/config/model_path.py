@@ -1,0 +1,80 @@
+"""Where a model's files are: a folder, a hub id in the local cache, or the embedded model. Nothing is ever downloaded.
+
+The hub's cache is laid out by Hugging Face: `models--ORG--NAME/refs/REVISION` names a commit, whose files stand under
+`models--ORG--NAME/snapshots/COMMIT`.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from inferengine.config import Config, hub_cache_directory
+from inferengine.errors import ConfigError
+
+EMBEDDED = Path(__file__).parents[1] / "assets" / "embedded"
+EMBEDDED_DRAFT = Path(__file__).parents[1] / "assets" / "embedded-draft"
+HUB_ID = re.compile(r"^([A-Za-z0-9][\w.-]*/)?[A-Za-z0-9][\w.-]*(@[\w./-]+)?$")
+
+
+def model_folder(config: Config) -> Path:
+    """The folder of `model.path`: as it is, or `ORG/NAME` or `ORG/NAME@REVISION` in the hub's cache.
+
+    Raises ConfigError naming `model.path` when there is neither.
+    """
+    return _find(config.model.path, "model.path") if config.model.path else EMBEDDED
+
+
+def draft_folder(config: Config, *, on_cpu: bool) -> Path | None:
+    """The folder of the small model that guesses ahead; None where none is to. `on_cpu`: where the model runs."""
+    speculation = config.speculation
+    if speculation.method not in ("auto", "draft"):
+        return None
+    if speculation.draft_model:
+        return _find(speculation.draft_model, "speculation.draft_model")
+    is_embedded = model_folder(config).resolve() == EMBEDDED.resolve()
+    if speculation.method == "auto":
+        return EMBEDDED_DRAFT if is_embedded and on_cpu and config.model.load_format != "dummy" else None
+    if not is_embedded:
+        raise ConfigError("speculation.draft_model", "must name a model of the same vocabulary")
+    return EMBEDDED_DRAFT
+
+
+def _find(name: str, key: str) -> Path:
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return folder
+    if folder.exists():
+        raise ConfigError(key, f"{folder.name} is a file: name the folder that holds it")
+    if not HUB_ID.match(name) or ".." in name:
+        raise ConfigError(key, f"there is no folder {name}")
+    return _in_hub_cache(name, key)
+
+
+def served_name(config: Config) -> str:
+    """The model's name on the wire and on /v1/models."""
+    if config.model.served_name:
+        return config.model.served_name
+    if not config.model.path:
+        return "inferengine-embedded"
+    if Path(config.model.path).expanduser().is_dir():
+        return Path(config.model.path).expanduser().resolve().name
+    return config.model.path.partition("@")[0]
+
+
+def _in_hub_cache(name: str, key: str) -> Path:
+    repository, _, revision = name.partition("@")
+    base = hub_cache_directory() / f"models--{repository.replace('/', '--')}"
+    if not base.is_dir():
+        raise ConfigError(
+            key,
+            f"there is no folder {name} here, and no such model in the hub's local cache; "
+            f"fetch it first with: hf download {repository}",
+        )
+    revision = revision or "main"
+    reference = base / "refs" / revision
+    commit = reference.read_text(encoding="ascii").strip() if reference.is_file() else revision
+    snapshot = base / "snapshots" / commit
+    if not snapshot.is_dir():
+        raise ConfigError(key, f"the local cache has {repository}, but not its revision {revision}")
+    return snapshot

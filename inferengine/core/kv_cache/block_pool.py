@@ -1,0 +1,220 @@
+"""BlockPool: who holds which KV block. Reference counts and a free list in eviction order, everything O(1).
+
+A free block may still hold a cached prefix; taking it for something else evicts that prefix. Empty blocks are taken
+first, so that a prefix is evicted only when nothing else is left. Which prefix: with LRU the one released longest ago,
+with FIFO the one cached longest ago, however often it was used since.
+
+Which cached prefix goes first when blocks run out. A policy is a class and one line in EVICTION.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator
+from typing import Protocol
+
+
+class EvictionOrder(Protocol):
+    """The free blocks with cached content, in the order in which they lose it."""
+
+    def add(self, block_id: int) -> None:
+        """A block with content became free."""
+        ...
+
+    def discard(self, block_id: int) -> None:
+        """A block that is in here is in use again."""
+        ...
+
+    def pop(self) -> int:
+        """Take out the block to evict next."""
+        ...
+
+    def cached(self, block_id: int) -> None:
+        """The block, which is in use, got content."""
+        ...
+
+    def clear(self) -> list[int]:
+        """Take out all."""
+        ...
+
+    def __len__(self) -> int: ...
+
+    def __iter__(self) -> Iterator[int]: ...
+
+
+class LeastRecentlyUsed:
+    """Released longest ago goes first."""
+
+    def __init__(self) -> None:
+        self._order: OrderedDict[int, None] = OrderedDict()
+
+    def add(self, block_id: int) -> None:
+        self._order[block_id] = None
+
+    def discard(self, block_id: int) -> None:
+        del self._order[block_id]
+
+    def pop(self) -> int:
+        return self._order.popitem(last=False)[0]
+
+    def cached(self, block_id: int) -> None:
+        """Only use counts."""
+
+    def clear(self) -> list[int]:
+        blocks = list(self._order)
+        self._order.clear()
+        return blocks
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._order)
+
+
+class FirstInFirstOut:
+    """Cached longest ago goes first. A heap over the moment of caching; entries of blocks in use are skipped."""
+
+    def __init__(self) -> None:
+        self._stamp = 0
+        self._stamps: dict[int, int] = {}
+        self._members: set[int] = set()
+        self._heap: list[tuple[int, int]] = []
+
+    def add(self, block_id: int) -> None:
+        self._members.add(block_id)
+        heapq.heappush(self._heap, (self._stamps[block_id], block_id))
+
+    def discard(self, block_id: int) -> None:
+        self._members.discard(block_id)
+        if len(self._heap) > 64 + 4 * len(self._members):  # a prefix used again and again leaves an entry each time
+            self._heap = [(self._stamps[member], member) for member in self._members]
+            heapq.heapify(self._heap)
+
+    def pop(self) -> int:
+        while True:
+            stamp, block_id = heapq.heappop(self._heap)
+            if block_id in self._members and self._stamps[block_id] == stamp:
+                self._members.discard(block_id)
+                return block_id
+
+    def cached(self, block_id: int) -> None:
+        self._stamp += 1
+        self._stamps[block_id] = self._stamp
+
+    def clear(self) -> list[int]:
+        blocks = list(self._members)
+        self._members.clear()
+        self._heap.clear()
+        return blocks
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._members)
+
+
+EVICTION: dict[str, Callable[[], EvictionOrder]] = {"lru": LeastRecentlyUsed, "fifo": FirstInFirstOut}
+
+
+class BlockPool:
+    """Blocks 0 … num_blocks - 1 of one KV group. Knows nothing about sequences, hashes or devices."""
+
+    def __init__(self, num_blocks: int, eviction: str = "lru") -> None:
+        self.num_blocks = num_blocks
+        self._reference_counts = [0] * num_blocks
+        self._is_cached = [False] * num_blocks
+        self._empty = list(range(num_blocks - 1, -1, -1))  # free, without content
+        self._evictable: EvictionOrder = EVICTION[eviction]()  # free, with content
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that `take` could return: empty ones and evictable ones."""
+        return len(self._empty) + len(self._evictable)
+
+    @property
+    def num_held(self) -> int:
+        return self.num_blocks - len(self._empty) - len(self._evictable)
+
+    @property
+    def num_evictable(self) -> int:
+        """Free blocks that still hold a cached prefix."""
+        return len(self._evictable)
+
+    def reference_count(self, block_id: int) -> int:
+        return self._reference_counts[block_id]
+
+    def take(self, count: int) -> tuple[list[int], list[int]]:
+        """Take `count` free blocks. Returns (blocks, those of them whose cached content is lost).
+
+        The caller has checked `num_free`.
+        """
+        empty, counts = self._empty, self._reference_counts
+        first = max(0, len(empty) - count)
+        blocks = empty[first:]
+        del empty[first:]
+        blocks.reverse()
+        evicted: list[int] = []
+        while len(blocks) < count:
+            block_id = self._evictable.pop()
+            self._is_cached[block_id] = False
+            evicted.append(block_id)
+            blocks.append(block_id)
+        for block_id in blocks:
+            counts[block_id] = 1
+        return blocks, evicted
+
+    def share(self, block_ids: Iterable[int]) -> None:
+        """One more holder for each block; a free one leaves the eviction order with its content intact. A block that is
+        free holds content: an empty one cannot be shared."""
+        for block_id in block_ids:
+            if self._reference_counts[block_id] == 0:
+                self._evictable.discard(block_id)
+            self._reference_counts[block_id] += 1
+
+    def release(self, block_ids: Iterable[int]) -> None:
+        """One holder less for each block. Blocks released first are evicted first: pass a sequence's tail before its
+        head, so that the shared beginning of prompts survives longest."""
+        counts = self._reference_counts
+        for block_id in block_ids:
+            counts[block_id] -= 1
+            if counts[block_id] == 0:
+                if self._is_cached[block_id]:
+                    self._evictable.add(block_id)
+                else:
+                    self._empty.append(block_id)
+
+    def mark_cached(self, block_id: int) -> None:
+        """The block's content is in the prefix cache. The caller holds the block."""
+        self._is_cached[block_id] = True
+        self._evictable.cached(block_id)
+
+    def unmark_cached(self, block_id: int) -> None:
+        """The block's content is in the prefix cache no more."""
+        self._is_cached[block_id] = False
+        if self._reference_counts[block_id] == 0:
+            self._evictable.discard(block_id)
+            self._empty.append(block_id)
+
+    def forget_cached(self) -> None:
+        """No block is cached any more."""
+        self._is_cached = [False] * self.num_blocks
+        self._empty.extend(self._evictable.clear())
+
+    def check(self) -> None:
+        """Every block is held, empty or evictable, and exactly one of these. Raises RuntimeError otherwise."""
+        if min(self._reference_counts, default=0) < 0:
+            raise RuntimeError("a block was released more often than it was taken")
+        held = self.num_blocks - self._reference_counts.count(0)
+        if held + self.num_free != self.num_blocks:
+            raise RuntimeError(f"{held} held + {self.num_free} free != {self.num_blocks} blocks")
+        if len(set(self._empty)) != len(self._empty):
+            raise RuntimeError("a block is twice in the free list")
+        for block_id in self._empty:
+            if self._reference_counts[block_id] or self._is_cached[block_id]:
+                raise RuntimeError(f"block {block_id} is in the free list and not empty")
+        for block_id in self._evictable:
+            if self._reference_counts[block_id] or not self._is_cached[block_id]:
+                raise RuntimeError(f"block {block_id} is evictable but held, or without content")

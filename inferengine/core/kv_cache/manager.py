@@ -1,0 +1,382 @@
+"""KVCacheManager: blocks for sequences, over one or several KV groups.
+
+A group is a set of layers that share a block table: all full-attention layers, or all layers of one sliding window.
+Each group has its own pool. `lookup` reads and changes nothing; `allocate` is all or nothing; `release` is the only
+way back.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from inferengine.core.executor import KVGroup
+from inferengine.core.kv_cache.block_pool import BlockPool
+from inferengine.core.kv_cache.prefix_cache import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    KVEvent,
+    PrefixCache,
+    block_hash,
+    root_hash,
+)
+from inferengine.core.kv_cache.swap import CopyList, SwapSpace
+from inferengine.core.request import Request
+from inferengine.core.sequence import Sequence
+from inferengine.core.step_plan import BlockCopies, BlockUpdates
+
+
+class OfferedBlock(NamedTuple):
+    """A block of one group that is in the prefix cache under this hash."""
+
+    group_index: int
+    block_id: int
+    digest: bytes
+
+
+class PrefixHit:
+    """What `lookup` found: `num_tokens` need no computing; `block_ids[g]` hold them (None: left of the window)."""
+
+    __slots__ = ("block_hashes", "block_ids", "num_tokens")
+
+    def __init__(self, num_tokens: int, block_ids: list[list[int | None]], block_hashes: list[bytes]) -> None:
+        self.num_tokens = num_tokens
+        self.block_ids = block_ids
+        self.block_hashes = block_hashes
+
+
+class KVCacheManager:
+    """Owns the pools and the prefix caches; writes each change of a block table into `updates` for the next plan."""
+
+    def __init__(
+        self,
+        groups: list[KVGroup],
+        block_size: int,
+        *,
+        max_chunk: int,
+        prefix_caching: bool = True,
+        eviction: str = "lru",
+        record_events: bool = False,
+    ) -> None:
+        self.block_size = block_size
+        self.groups = groups
+        self.max_chunk = max_chunk  # most tokens of one sequence in one step: what a window needs beyond itself
+        self.prefix_caching = prefix_caching
+        self.pools = [BlockPool(group.num_blocks, eviction) for group in groups]
+        self.swap = SwapSpace(groups)
+        self.caches = [PrefixCache(group.num_blocks) for group in groups]
+        self.num_evictions = 0
+        self.num_lookup_tokens = 0
+        self.num_hit_tokens = 0
+        self.events: list[KVEvent] | None = [] if record_events else None
+        self._roots: dict[tuple[bytes, int], bytes] = {}
+        self._full_groups = [index for index, group in enumerate(groups) if group.window is None]
+        self._updates = self._empty_updates()
+        self._copies = CopyList(len(groups))
+
+    # -- questions ---------------------------------------------------------------------------------------------------
+
+    @property
+    def num_tokens_total(self) -> int:
+        """Tokens that the smallest full group can hold: the longest sequence that could ever run."""
+        full = [group.num_blocks for group in self.groups if group.window is None]
+        return min(full or [group.num_blocks for group in self.groups]) * self.block_size
+
+    def blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    def could_ever_hold(self, num_tokens: int) -> bool:
+        """Whether a sequence of this length fits an empty pool."""
+        return all(self.blocks_needed(group, num_tokens) <= group.num_blocks for group in self.groups)
+
+    def blocks_needed(self, group: KVGroup, num_tokens: int) -> int:
+        """The most blocks that a sequence of this length holds at one time in this group."""
+        needed = self.blocks_for(num_tokens)
+        return needed if group.window is None else min(needed, self.blocks_for(group.window + self.max_chunk) + 1)
+
+    @property
+    def usage(self) -> float:
+        """Share of blocks held by live sequences, of the fullest group."""
+        return max(pool.num_held / pool.num_blocks if pool.num_blocks else 0.0 for pool in self.pools)
+
+    def lookup(self, sequence: Sequence) -> PrefixHit:
+        """The longest cached prefix that all groups can serve. The last token is never part of it: something has to be
+        computed for there to be a next token, or the last token's embedding."""
+        request = sequence.request  # what is asked about the whole prompt needs all of it computed
+        wants_all = request.params.prompt_logprobs is not None or request.pooling == "mean"
+        if not self.prefix_caching or wants_all:
+            return PrefixHit(0, [[] for _ in self.groups], [])
+        hashes: list[bytes] = []
+        memo = sequence.block_hashes  # a waiting sequence is looked up at every step: hash each block once
+        parent = self._root(sequence.request)
+        tokens, size = sequence.tokens, self.block_size
+        for index in range((len(tokens) - 1) // size):
+            if index == len(memo):
+                memo.append(block_hash(parent, tokens[index * size : (index + 1) * size]))
+            parent = memo[index]
+            if not any(parent in cache for cache in self.caches):
+                break
+            hashes.append(parent)
+        count = len(hashes)
+        while count:
+            shorter = min(
+                self._usable(cache, group, hashes, count) for cache, group in zip(self.caches, self.groups, strict=True)
+            )
+            if shorter == count:
+                break
+            count = shorter
+        block_ids = [
+            [
+                cache.get(digest) if index >= self._first_needed(group, count) else None
+                for index, digest in enumerate(hashes[:count])
+            ]
+            for cache, group in zip(self.caches, self.groups, strict=True)
+        ]
+        return PrefixHit(count * size, block_ids, hashes[:count])
+
+    def _first_needed(self, group: KVGroup, num_blocks: int) -> int:
+        """Index of the first block that the token after `num_blocks` full blocks can see."""
+        if group.window is None:
+            return 0
+        return max(0, (num_blocks * self.block_size - group.window + 1) // self.block_size)
+
+    def _usable(self, cache: PrefixCache, group: KVGroup, hashes: list[bytes], count: int) -> int:
+        """The largest number of blocks <= count with which this group could go on."""
+        if group.window is None:
+            for index in range(count):
+                if cache.get(hashes[index]) is None:
+                    return index
+            return count
+        while count:
+            missing = [i for i in range(self._first_needed(group, count), count) if cache.get(hashes[i]) is None]
+            if not missing:
+                return count
+            count = missing[-1]
+        return 0
+
+    # -- changes -----------------------------------------------------------------------------------------------------
+
+    def adopt(self, sequence: Sequence, hit: PrefixHit) -> None:
+        """Give the sequence the blocks of a hit. Nothing else may have happened since `lookup`."""
+        for group_index, block_ids in enumerate(hit.block_ids):
+            held = [block_id for block_id in block_ids if block_id is not None]
+            self.pools[group_index].share(held)
+            released = len(block_ids) - len(held)
+            sequence.block_tables[group_index] = [-1 if block_id is None else block_id for block_id in block_ids]
+            sequence.num_blocks_released[group_index] = released
+            self._record(group_index, sequence.slot, released, held)
+        sequence.num_computed = hit.num_tokens
+        sequence.capacity = hit.num_tokens
+        sequence.block_hashes = list(hit.block_hashes)
+        sequence.next_hash_at = hit.num_tokens + self.block_size
+        self.num_lookup_tokens += len(sequence.tokens)
+        self.num_hit_tokens += hit.num_tokens
+
+    def allocate(self, sequence: Sequence, num_tokens: int) -> bool:
+        """Make room for the first `num_tokens` tokens in every group. False if it does not fit: no block was taken."""
+        needed = -(-num_tokens // self.block_size)
+        tables = sequence.block_tables
+        for group_index in self._full_groups:
+            if needed - len(tables[group_index]) > self.pools[group_index].num_free:
+                return False
+        if len(self._full_groups) < len(tables):
+            self._release_left_of_window(sequence)
+            for pool, table in zip(self.pools, tables, strict=True):
+                if needed - len(table) > pool.num_free:
+                    return False
+        for group_index, table in enumerate(tables):
+            missing = needed - len(table)
+            if missing > 0:
+                blocks, evicted = self.pools[group_index].take(missing)
+                if evicted:
+                    self._evict(group_index, evicted)
+                self._record(group_index, sequence.slot, len(table), blocks)
+                table += blocks
+        sequence.capacity = needed * self.block_size
+        return True
+
+    def cache_full_blocks(self, sequence: Sequence, num_computed: int) -> list[OfferedBlock]:
+        """Hash the blocks that are full with `num_computed` tokens done or under way, and offer them for reuse. Returns
+        those whose content nobody had."""
+        size = self.block_size
+        hashes = sequence.block_hashes
+        full = min(num_computed, len(sequence.tokens)) // size
+        sequence.next_hash_at = (full + 1) * size
+        known = len(hashes)
+        offered: list[OfferedBlock] = []
+        if not self.prefix_caching or full <= known:
+            return offered
+        digest = hashes[-1] if hashes else self._root(sequence.request)
+        for index in range(known, full):
+            digest = block_hash(digest, sequence.tokens[index * size : (index + 1) * size])
+            hashes.append(digest)
+            offered += self._insert(sequence, index, digest)
+        return offered
+
+    def forget(self, sequence: Sequence, from_token: int) -> None:
+        """Offer the sequence's blocks from that token on to nobody any more: what is in them is worth nothing."""
+        hashes = sequence.block_hashes
+        self.withdraw(
+            [
+                OfferedBlock(group_index, table[index], hashes[index])
+                for index in range(from_token // self.block_size, len(hashes))
+                for group_index, table in enumerate(sequence.block_tables)
+                if index < len(table)
+            ]
+        )
+
+    def withdraw(self, offered: list[OfferedBlock]) -> None:
+        """Offer these blocks to nobody any more, as far as they still are what they were offered as."""
+        gone: list[bytes] = []
+        for group_index, block_id, digest in offered:
+            if self.caches[group_index].get(digest) == block_id:
+                self.caches[group_index].evict(block_id)
+                self.pools[group_index].unmark_cached(block_id)
+                gone.append(digest)
+        lost = [digest for digest in dict.fromkeys(gone) if not any(digest in cache for cache in self.caches)]
+        if lost and self.events is not None:
+            self.events.append(BlockRemoved(lost))
+
+    def release(self, sequence: Sequence) -> None:
+        """Give back every block of the sequence; cached content stays until it is evicted."""
+        for group_index, table in enumerate(sequence.block_tables):
+            released = sequence.num_blocks_released[group_index]
+            self.pools[group_index].release(reversed(table[released:] if released else table))
+            sequence.block_tables[group_index] = []
+            sequence.num_blocks_released[group_index] = 0
+        sequence.capacity = 0
+
+    def fork(self, parent: Sequence, child: Sequence) -> PrefixHit | None:
+        """The full blocks of a running sequence's prompt, for a child with the same prompt. None where a window group
+        has already given back what the child would need."""
+        full = (child.num_prompt - 1) // self.block_size
+        for group_index, group in enumerate(self.groups):
+            if parent.num_blocks_released[group_index] > self._first_needed(group, full):
+                return None
+        block_ids = [
+            [block if i >= self._first_needed(group, full) else None for i, block in enumerate(table[:full])]
+            for group, table in zip(self.groups, parent.block_tables, strict=True)
+        ]
+        return PrefixHit(full * self.block_size, block_ids, parent.block_hashes[:full])
+
+    def copy_partial(self, parent: Sequence, child: Sequence) -> int:
+        """Copy the block in which the shared prompt ends (copy on write: both will write into theirs). Returns the
+        number of the child's tokens that need no computing: all of the prompt but the last."""
+        index = (child.num_prompt - 1) // self.block_size
+        if child.num_prompt - 1 > index * self.block_size:
+            for group_index, (source, target) in enumerate(zip(parent.block_tables, child.block_tables, strict=True)):
+                self._copies.add(group_index, [source[index]], [target[index]])
+        child.num_computed = child.num_prompt - 1
+        return child.num_computed
+
+    def swap_out(self, sequence: Sequence) -> None:
+        """Move the KV of a sequence to the host and give its blocks back. The caller has asked `swap.has_room`."""
+        self.swap.store(sequence)
+        self.release(sequence)
+
+    def swap_in(self, sequence: Sequence) -> None:
+        """Bring the KV of a sequence back. The caller has made sure that it fits."""
+        for group_index, table in enumerate(sequence.host_tables or []):
+            released = table.count(-1)
+            targets, evicted = self.pools[group_index].take(len(table) - released)
+            if evicted:
+                self._evict(group_index, evicted)
+            sequence.block_tables[group_index] = [-1] * released + targets
+            sequence.num_blocks_released[group_index] = released
+            self._record(group_index, sequence.slot, released, targets)
+        self.swap.load(sequence)
+        sequence.capacity = len(sequence.block_tables[0]) * self.block_size
+
+    def take_copies(self) -> list[BlockCopies]:
+        """Block copies asked for since the last call, for the next plan."""
+        return self._copies.take()
+
+    def take_events(self) -> list[KVEvent]:
+        """What became reusable or was lost since the last call."""
+        if not self.events:
+            return []
+        events, self.events = self.events, []
+        return events
+
+    def take_updates(self) -> list[BlockUpdates]:
+        """Block-table entries written since the last call, for the next plan."""
+        updates, self._updates = self._updates, self._empty_updates()
+        return updates
+
+    def flush(self) -> int:
+        """Drop all cached prefixes. Blocks in use stay in use. Returns the number of blocks forgotten."""
+        count = 0
+        for pool, cache in zip(self.pools, self.caches, strict=True):
+            pool.forget_cached()
+            count += cache.clear()
+        if self.events is not None:
+            self.events.append(AllBlocksCleared())
+        return count
+
+    def check(self) -> None:
+        """Available + evictable + held = total in every pool, and only cached blocks are evictable."""
+        self.swap.check()
+        for pool, cache in zip(self.pools, self.caches, strict=True):
+            pool.check()
+            cached_free = sum(1 for block in cache.block_ids() if pool.reference_count(block) == 0)
+            if cached_free != pool.num_evictable:
+                raise RuntimeError(f"{cached_free} cached free blocks, pool counts {pool.num_evictable}")
+
+    # -- inside ------------------------------------------------------------------------------------------------------
+
+    def _insert(self, sequence: Sequence, index: int, digest: bytes) -> list[OfferedBlock]:
+        stored: list[OfferedBlock] = []
+        for group_index, table in enumerate(sequence.block_tables):
+            block_id = table[index]
+            if block_id >= 0 and self.caches[group_index].insert(digest, block_id):
+                self.pools[group_index].mark_cached(block_id)
+                stored.append(OfferedBlock(group_index, block_id, digest))
+        if stored and self.events is not None:
+            size = self.block_size
+            parent = sequence.block_hashes[index - 1] if index else None
+            token_ids = sequence.tokens[index * size : (index + 1) * size]
+            self.events.append(BlockStored([digest], parent, token_ids, size, sequence.request.adapter))
+        return stored
+
+    def _evict(self, group_index: int, block_ids: list[int]) -> None:
+        digests = [self.caches[group_index].evict(block_id) for block_id in block_ids]
+        self.num_evictions += len(block_ids)
+        if self.events is not None:
+            gone = [digest for digest in digests if not any(digest in cache for cache in self.caches)]
+            if gone:
+                self.events.append(BlockRemoved(gone))
+
+    def _release_left_of_window(self, sequence: Sequence) -> None:
+        for group_index, group in enumerate(self.groups):
+            if group.window is None:
+                continue
+            table = sequence.block_tables[group_index]
+            first = min(max(0, (sequence.num_computed - group.window + 1) // self.block_size), len(table))
+            begin = sequence.num_blocks_released[group_index]
+            if first > begin:
+                self.pools[group_index].release(reversed(table[begin:first]))
+                table[begin:first] = [-1] * (first - begin)
+                sequence.num_blocks_released[group_index] = first
+
+    def _record(self, group_index: int, slot: int, first_index: int, block_ids: list[int]) -> None:
+        slots, indices, blocks = self._updates[group_index]
+        if len(block_ids) == 1:  # what a decode needs
+            slots.append(slot)
+            indices.append(first_index)
+            blocks.append(block_ids[0])
+            return
+        slots.extend([slot] * len(block_ids))
+        indices.extend(range(first_index, first_index + len(block_ids)))
+        blocks.extend(block_ids)
+
+    def _root(self, request: Request) -> bytes:
+        salt = (request.cache_salt, request.adapter)
+        root = self._roots.get(salt)
+        if root is None:
+            if len(self._roots) >= 4096:  # salts come from outside: the memo must not grow without end
+                self._roots.clear()
+            root = self._roots[salt] = root_hash(*salt)
+        return root
+
+    def _empty_updates(self) -> list[BlockUpdates]:
+        return [BlockUpdates([], [], []) for _ in self.groups]

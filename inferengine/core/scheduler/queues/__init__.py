@@ -1,0 +1,21 @@
+"""In which order waiting sequences are admitted. A policy is a file and one line in POLICIES."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from inferengine.core.scheduler.queues.base import WaitingQueue
+from inferengine.core.scheduler.queues.fair_share import FairShare
+from inferengine.core.scheduler.queues.fcfs import FirstComeFirstServed, StaticBatch
+from inferengine.core.scheduler.queues.priority import OrderedQueue, deadline_key, priority_key, shortest_key
+
+__all__ = ["POLICIES", "WaitingQueue"]
+
+POLICIES: dict[str, Callable[[], WaitingQueue]] = {
+    "fcfs": FirstComeFirstServed,
+    "priority": lambda: OrderedQueue(priority_key),
+    "shortest": lambda: OrderedQueue(shortest_key),
+    "deadline": lambda: OrderedQueue(deadline_key),
+    "fair": FairShare,
+    "static": StaticBatch,
+}

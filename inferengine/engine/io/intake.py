@@ -1,0 +1,508 @@
+"""Link: where a wire message becomes a core Request, and the only place where it does.
+
+Everything is validated again: a direct producer skips the front ends. A SUBMIT is answered at once, by ACCEPT or by a
+REJECT that names the field and the remedy, whatever the loop is doing. Only the I/O thread comes here.
+
+What can be said of a SUBMIT before its text is tokenized or its grammar compiled.
+
+Front ends check as well, for a better place to point at; a direct producer skips them.
+"""
+
+from __future__ import annotations
+
+import random
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from inferengine.config import Config, LimitsConfig
+from inferengine.core.grammar import Grammar
+from inferengine.core.request import Request
+from inferengine.core.scheduler.admission import AdmissionLimits, admit, check_prompt, resolve_max_tokens
+from inferengine.engine.io.connection import Peer
+from inferengine.engine.io.output_log import Log, Submission
+from inferengine.engine.io.pending import TEXT_TIMEOUT_S, Preparation, Unprepared
+from inferengine.engine.io.publisher import Outbox
+from inferengine.engine.io.resume import GrammarReplay, Outputs, check_outputs, read_resume
+from inferengine.engine.loop import EngineLoop
+from inferengine.engine.metrics.counters import Telemetry
+from inferengine.engine.model_info import ModelCard
+from inferengine.engine.options import choice_seed
+from inferengine.engine.services.adapters import Adapters
+from inferengine.engine.services.grammars import GrammarService
+from inferengine.engine.services.tokenization import CONTEXT_TOKENS, TextService, num_characters
+from inferengine.engine.state import Lifecycle
+from inferengine.errors import InferEngineError, InvalidRequest, bounded
+from inferengine.sampling_params import MAX_PROMPT_LOGPROBS, POOLINGS, SamplingParams, from_map, of_choice, validate
+from inferengine.structured_output.spec import GrammarSpec, grammar_from_list, validate_grammar
+from inferengine.wire import codec
+from inferengine.wire.messages import DRAINING, READY, Accept, Attach, Cancel, Reject, Submit
+
+
+def check_submit(
+    message: Submit, limits: LimitsConfig, *, vocab_size: int, has_embeddings: bool, has_text: bool
+) -> SamplingParams:
+    """The request's parameters. `has_embeddings`, `has_text`: what the engine can give. Raises InvalidRequest."""
+    params = from_map(message.params)
+    validate(params, vocab_size=vocab_size, limits=limits)
+    if message.reply == "tokens" and params.stop:
+        raise InvalidRequest("params.stop", 'stop strings need reply "text" or "both"')
+    if message.reply == "embedding" or message.pooling:
+        _check_embedding(message, params, has_embeddings)
+    if (message.reply in ("text", "both") or message.prompt is None) and not has_text:
+        raise InvalidRequest("reply", "this model has no tokenizer: send and read token ids", code="unsupported")
+    if message.grammar is not None:
+        validate_grammar(grammar_from_list(message.grammar), limits)
+    if message.text is not None and not message.text:
+        raise InvalidRequest("text", "must not be empty")
+    if message.messages is not None and not message.messages:
+        raise InvalidRequest("messages", "must not be empty")
+    most = limits.max_text_characters
+    if num_characters(message.text, message.messages) > most:
+        raise InvalidRequest("prompt", f"must have at most {most} characters", code="request_too_large")
+    return params
+
+
+def _check_embedding(message: Submit, params: SamplingParams, has_embeddings: bool) -> None:
+    """An embedding draws no token: what says how is refused, so that nobody wonders why it has no effect."""
+    if message.reply != "embedding":
+        raise InvalidRequest("pooling", 'is for reply "embedding" only')
+    if not has_embeddings:
+        raise InvalidRequest("reply", "this engine gives no embeddings", code="unsupported")
+    if message.pooling and message.pooling not in POOLINGS:
+        raise InvalidRequest("pooling", f"must be one of {', '.join(POOLINGS)}")
+    if message.grammar is not None:
+        raise InvalidRequest("grammar", "an embedding has no output that could match it: leave it out")
+    if params != SamplingParams():
+        raise InvalidRequest("params", "an embedding draws no tokens: leave them out")
+
+
+MAX_READERS = 64  # of one request: each step is sent to all of them
+CANCELLED = ("cancelled", "The request was cancelled.")
+RESUMED_SHARE = 2  # of the queue's limits that requests may take which an engine had accepted before
+ENDING_RETRY_S = 0.1  # for who comes back for a request that is being cancelled because he was lost
+
+
+@dataclass(frozen=True)
+class Engine:
+    """What exists once the model is loaded."""
+
+    loop: EngineLoop
+    limits: AdmissionLimits
+    vocab_size: int
+    embedding_size: int = 0
+    guess_method: str = "none"  # `speculation.method`, decided
+
+
+class Link:
+    """Requests of all peers. `alive(peer)`: whether it has not been dropped meanwhile."""
+
+    def __init__(
+        self,
+        config: Config,
+        lifecycle: Lifecycle,
+        card: ModelCard,
+        outbox: Outbox,
+        telemetry: Telemetry,
+        texts: TextService,
+        grammars: GrammarService,
+        replay: GrammarReplay,
+        alive: Callable[[Peer], bool],
+        adapters: Adapters,
+    ) -> None:
+        self.engine: Engine | None = None  # set when the model is loaded
+        self._config = config
+        self._lifecycle = lifecycle
+        self._outbox = outbox
+        self._telemetry = telemetry
+        self._texts = texts
+        self._alive = alive
+        self._adapters = adapters
+        self._eos = frozenset(card.eos_token_ids)
+        self._seeds = random.Random(config.engine.seed or None)
+        self._next_uid = 1
+        self._preparation = Preparation(
+            texts,
+            grammars,
+            replay,
+            grammar_timeout_s=config.limits.grammar_timeout_s,
+            ready=self._on_prepared,
+            refuse=self._refuse,
+        )
+
+    @property
+    def has_unanswered(self) -> bool:
+        """Whether something is being tokenized or compiled."""
+        return bool(self._preparation)
+
+    # -- messages ----------------------------------------------------------------------------------------------------
+
+    def submit(self, peer: Peer, message: Submit, now: float) -> None:
+        """Answered by ACCEPT or REJECT; with an id that is known already, by attaching to it."""
+        known = self._outbox.submissions.get(message.id)
+        if known is not None and known.abandoned and (message.resume is not None or known.was_cut):
+            if not known.ended:
+                text = "The request is being cancelled, because its reader was lost: send it again."
+                self._reject(peer, message, InferEngineError("overloaded", text, retry_after_s=ENDING_RETRY_S), now)
+                return
+            self._outbox.forget(known)  # its reader is back, with what he has of it: with nothing, it begins again
+        elif known is not None:
+            self._attach(peer, message, known, now)
+            return
+        submission: Submission | None = None
+        try:
+            engine = self._require_ready()
+            params = check_submit(
+                message,
+                self._config.limits,
+                vocab_size=engine.vocab_size,
+                has_embeddings=engine.embedding_size > 0,
+                has_text=self._texts.available,
+            )
+            outputs = read_resume(
+                message, params, vocab_size=engine.vocab_size, max_model_len=engine.limits.max_model_len
+            )
+            self._check_streams(peer, message.stream, params.n)
+            self._adapters.resolve(message.adapter)
+            submission = Submission(
+                message.id,
+                params,
+                tenant=message.tenant,
+                detached=message.detached,
+                label=message.label,
+                note=message.note,
+                pooling=(message.pooling or self._config.model.pooling) if message.reply == "embedding" else None,
+                traceparent=message.traceparent,
+            )
+            deadline_s = None if message.deadline_ms is None else now + message.deadline_ms / 1e3
+            self._outbox.register(submission)
+            prompt = None if message.prompt is None else codec.from_u32(message.prompt, "prompt")
+            if prompt is not None and message.grammar is None:
+                self._accept(engine, submission, message, prompt, deadline_s, now, outputs=outputs)
+                self._greet_reader(peer, message, submission, now, attached=False)
+            else:
+                self._prepare(engine, peer, submission, message, prompt, outputs, deadline_s, now)
+        except InferEngineError as error:
+            if submission is not None:
+                self._outbox.forget(submission)
+            self._reject(peer, message, error, now)
+
+    def attach(self, peer: Peer, message: Attach, now: float) -> None:
+        """Read a request on from a cursor."""
+        known = self._outbox.submissions.get(message.id)
+        if known is None:
+            error = InferEngineError("not_found", "There is no such request, or it is not kept any more.", field="id")
+            self._reject(peer, message, error, now)
+        else:
+            self._attach(peer, message, known, now)
+
+    def cancel(self, peer: Peer, message: Cancel, now: float) -> None:
+        """End streams of this peer, or requests by id. Unknown ones are ignored."""
+        if message.leave:
+            self._leave(peer, set(message.streams))
+            message = message._replace(streams=())
+        for found in message.stopped:
+            if (subscription := peer.streams.get(found.stream)) is not None:
+                subscription.log.found_stop = (found.num_tokens, found.text)
+        logs: list[Log] = [peer.streams[stream].log for stream in message.streams if stream in peer.streams]
+        for id in message.ids:
+            submission = self._outbox.submissions.get(id)
+            if submission is not None:
+                logs += submission.logs
+        ids, streams = set(message.ids), set(message.streams)
+        for item in self._preparation:
+            if item.submission.id in ids or any(
+                reader is peer and wanted.stream in streams for reader, wanted in item.readers
+            ):
+                self._preparation.give_up(item, InferEngineError(*CANCELLED))
+        self._end([log.uid for log in logs if log.ended is None], "abort", CANCELLED)
+
+    def lose_readers(self, submissions: Sequence[Submission]) -> None:
+        """Their readers' connection is gone, and nobody else reads them."""
+        for submission in submissions:
+            submission.abandoned = True
+        self.abandon(submissions, CANCELLED)
+
+    def abandon(self, submissions: Sequence[Submission], detail: tuple[str, str]) -> None:
+        """Nobody reads these any more, or nobody may."""
+        self._end([log.uid for each in submissions for log in each.logs if log.ended is None], "abort", detail)
+
+    def abandon_unread(self) -> None:
+        """Submissions that wait for text or grammar and whose readers are all gone."""
+        for item in self._preparation:
+            if not item.submission.detached and not any(self._alive(reader) for reader, _ in item.readers):
+                self._preparation.forget(item)
+                self._outbox.forget(item.submission)
+
+    def refuse_waiting(self, error: InferEngineError) -> None:
+        """Answer everything that waits for text or grammar."""
+        for item in self._preparation:
+            self._preparation.give_up(item, error)
+
+    def tick(self, now: float) -> None:
+        """Refuse what has waited too long."""
+        self._preparation.tick(now)
+
+    def forgive(self, paused_s: float) -> None:
+        """The engine itself did not run for so long: nobody compiled or tokenized meanwhile."""
+        self._preparation.forgive(paused_s)
+
+    # -- from message to request -------------------------------------------------------------------------------------
+
+    def _require_ready(self) -> Engine:
+        state, engine = self._lifecycle.state, self.engine
+        if state != READY or engine is None:
+            code, retry_after_s = ("draining", 5.0) if state == DRAINING else ("engine_unavailable", 2.0)
+            raise InferEngineError(code, f"The engine is {state}.", retry_after_s=retry_after_s)
+        return engine
+
+    def _check_streams(self, peer: Peer, stream: int, count: int) -> None:
+        if stream + count > codec.MAX_U32:
+            raise InvalidRequest("stream", f"must be at most {codec.MAX_U32 - count}")
+        streams = range(stream, stream + count)
+        taken = any(each in peer.streams for each in streams)
+        if taken or any(item.is_read_as(peer, streams) for item in self._preparation):
+            raise InvalidRequest("stream", "is in use on this connection: choose another number", code="conflict")
+
+    def _prepare(
+        self,
+        engine: Engine,
+        peer: Peer,
+        submission: Submission,
+        message: Submit,
+        prompt: array[int] | None,
+        outputs: Outputs | None,
+        deadline_s: float | None,
+        now: float,
+    ) -> None:
+        """Have the text tokenized and the grammar compiled; the answer comes when both are done."""
+        self._admit(engine, submission, 1, deadline_s, now, resumed=outputs is not None)
+        spec = None if message.grammar is None else grammar_from_list(message.grammar)
+        give_up_s = now + self._config.limits.grammar_timeout_s
+        text_by_s = now + TEXT_TIMEOUT_S
+        item = Unprepared(
+            submission, message, deadline_s, [(peer, message)], prompt, spec, [], give_up_s, text_by_s, outputs=outputs
+        )
+        self._preparation.begin(
+            item,
+            vocab_size=engine.vocab_size,
+            eos_token_ids=sorted(self._eos),
+            max_model_len=engine.limits.max_model_len,
+        )
+
+    def _on_prepared(self, item: Unprepared, prompt: array[int]) -> None:
+        """Tokenized and compiled: answer, and let it run."""
+        submission, now = item.submission, self._lifecycle.clock()
+        try:
+            engine = self._require_ready()
+            self._accept(
+                engine, submission, item.message, prompt, item.deadline_s, now, item.spec, item.grammars, item.outputs
+            )
+        except InferEngineError as refusal:
+            self._refuse(item, refusal)
+            return
+        for place, (peer, wanted) in enumerate(item.readers):
+            if self._alive(peer):
+                self._greet_reader(peer, wanted, submission, now, attached=place > 0)
+
+    def _accept(
+        self,
+        engine: Engine,
+        submission: Submission,
+        message: Submit,
+        prompt: array[int],
+        deadline_s: float | None,
+        now: float,
+        spec: GrammarSpec | None = None,
+        grammars: Sequence[Grammar] = (),
+        outputs: Outputs | None = None,
+    ) -> None:
+        """Hand the choices to the loop. Raises InferEngineError; then nothing has happened."""
+        params = submission.params
+        if submission.pooling is None:
+            max_tokens = resolve_max_tokens(len(prompt), params.max_tokens, engine.limits, min_tokens=params.min_tokens)
+        else:
+            check_prompt(len(prompt), engine.limits)
+            max_tokens = 0
+        if (highest := max(prompt)) >= engine.vocab_size:
+            raise InvalidRequest(
+                "prompt",
+                f"token id {highest} is outside the vocabulary of {engine.vocab_size}: use the model's tokenizer",
+            )
+        if params.prompt_logprobs is not None and len(prompt) * (1 + params.prompt_logprobs) > MAX_PROMPT_LOGPROBS:
+            raise InvalidRequest("params.prompt_logprobs", f"at most {MAX_PROMPT_LOGPROBS} values for one prompt")
+        if outputs is not None:
+            check_outputs(outputs, params, max_tokens, self._eos)
+        self._admit(engine, submission, len(prompt), deadline_s, now, resumed=outputs is not None)
+        submission.adapter = self._adapters.resolve(message.adapter)
+        seed = params.seed
+        if seed is None:
+            seed = submission.seed = self._seeds.getrandbits(63)
+        first = self._next_uid
+        self._next_uid += params.n
+        live = [choice for choice in range(params.n) if outputs is None or outputs[choice] is not None]
+        requests = [
+            Request(
+                uid=first + choice,
+                prompt_ids=prompt,
+                params=of_choice(params, choice),
+                max_tokens=max_tokens,
+                eos_token_ids=self._eos,
+                seed=choice_seed(seed, choice),
+                choice=choice,
+                fork_of=None if choice == live[0] else first + live[0],
+                priority=message.priority,
+                tenant=message.tenant,
+                cache_salt=message.salt,
+                arrival_s=now,
+                deadline_s=deadline_s,
+                grammar=spec,
+                request_id=message.label or message.id.hex(),
+                adapter=submission.adapter,
+                emitted_ids=() if outputs is None else outputs[choice] or (),
+                pooling=submission.pooling,
+            )
+            for choice in live
+        ]
+        submission.num_prompt = len(prompt)
+        if message.messages is None:  # the output continues the prompt's text
+            submission.context_ids = prompt[-CONTEXT_TOKENS:].tolist()
+        self._outbox.open(submission, range(first, first + params.n), now, outputs)
+        self._telemetry.accepted(len(live), max_tokens)
+        engine.loop.submit(requests, grammars)
+
+    def _admit(
+        self,
+        engine: Engine,
+        submission: Submission,
+        num_prompt: int,
+        deadline_s: float | None,
+        now: float,
+        *,
+        resumed: bool = False,
+    ) -> None:
+        """`resumed`: an engine had accepted it before. All that it ran and all that waited for it may come at once."""
+        requests, tokens = engine.loop.queued()
+        requests_ahead, tokens_ahead = engine.loop.queued(submission.tenant)
+        preparing = len(self._preparation)
+        tenant_requests, limits = 0, engine.limits
+        if resumed:
+            limits = replace(
+                limits,
+                max_queued_requests=limits.max_queued_requests * RESUMED_SHARE + engine.loop.most_running,
+                max_queued_tokens=limits.max_queued_tokens * RESUMED_SHARE + limits.num_kv_tokens,
+                max_tenant_requests=0,
+            )
+        if limits.max_tenant_requests:
+            tenant_requests = sum(log.submission.tenant == submission.tenant for log in self._outbox.open_logs())
+        admit(
+            num_prompt,
+            submission.params.n,
+            queued_requests=requests + preparing,
+            queued_tokens=tokens,
+            tokens_per_s=engine.loop.prefill_tokens_per_s,
+            limits=limits,
+            ahead=(requests_ahead + preparing, tokens_ahead),
+            tenant_requests=tenant_requests,
+            time_left_s=None if deadline_s is None else deadline_s - now,
+        )
+
+    # -- answers -----------------------------------------------------------------------------------------------------
+
+    def _attach(self, peer: Peer, message: Submit | Attach, submission: Submission, now: float) -> None:
+        waiting = self._preparation.get(submission.id)
+        if waiting is not None and any(
+            reader is peer and wanted.stream == message.stream for reader, wanted in waiting.readers
+        ):
+            return  # it was sent again; the answer comes when there is one
+        own = peer.streams.get(message.stream)
+        if own is not None and own.log.submission is submission:  # the ACCEPT was lost; the stream goes on
+            self._send_accept(peer, message, submission, now, attached=True)
+            return
+        try:
+            self._check_streams(peer, message.stream, submission.params.n)
+            num_readers = max((len(log.subscriptions) for log in submission.logs), default=0)
+            if num_readers + (0 if waiting is None else len(waiting.readers)) >= MAX_READERS:
+                raise InferEngineError("overloaded", f"{MAX_READERS} read it already.", retry_after_s=1.0)
+            if message.reply == "embedding" and submission.pooling is None:
+                raise InvalidRequest("reply", "that request generates: it gives no embedding")
+            if message.reply in ("text", "both") and not self._texts.available:
+                raise InvalidRequest("reply", "this model has no tokenizer: read token ids", code="unsupported")
+            _check_cursors(submission, _cursors(message))
+        except InferEngineError as error:
+            self._reject(peer, message, error, now)
+            return
+        if waiting is None:
+            self._greet_reader(peer, message, submission, now, attached=True)
+        else:
+            waiting.readers.append((peer, message))
+
+    def _greet_reader(
+        self, peer: Peer, message: Submit | Attach, submission: Submission, now: float, *, attached: bool
+    ) -> None:
+        self._send_accept(peer, message, submission, now, attached=attached)
+        in_tokens = isinstance(message, Submit)
+        self._outbox.subscribe(peer, submission, message.stream, _cursors(message), message.reply, in_tokens=in_tokens)
+        self._outbox.flush(peer, now)
+
+    def _send_accept(
+        self, peer: Peer, message: Submit | Attach, submission: Submission, now: float, *, attached: bool
+    ) -> None:
+        note = submission.note if attached else b""
+        answer = Accept(
+            message.id, message.stream, submission.num_prompt, len(submission.logs), attached, note, submission.seed
+        )
+        peer.answer(codec.encode(answer), now)
+
+    def _refuse(self, item: Unprepared, error: InferEngineError) -> None:
+        self._outbox.forget(item.submission)
+        for peer, wanted in item.readers:
+            if self._alive(peer):
+                self._reject(peer, wanted, error, self._lifecycle.clock())
+
+    def _reject(self, peer: Peer, message: Submit | Attach, error: InferEngineError, now: float) -> None:
+        self._telemetry.rejected[error.code] += 1
+        after_ms = None if error.retry_after_s is None else int(error.retry_after_s * 1e3)
+        answer = Reject(
+            message.id,
+            message.stream,
+            error.code,
+            bounded(error.message),
+            error.field,
+            error.kind.retryable,
+            after_ms,
+        )
+        peer.answer(codec.encode(answer), now)
+
+    def _leave(self, peer: Peer, streams: set[int]) -> None:
+        """This peer reads them no more: what nobody else reads is cancelled."""
+        for item in self._preparation:
+            others = [each for each in item.readers if each[0] is not peer or each[1].stream not in streams]
+            if len(others) < len(item.readers):
+                item.readers[:] = others
+                if not others:
+                    self._preparation.forget(item)
+                    self._outbox.forget(item.submission)
+        self.abandon(self._outbox.leave(peer, streams), CANCELLED)
+
+    def _end(self, uids: list[int], reason: str, detail: tuple[str, str]) -> None:
+        if uids and self.engine is not None:
+            self.engine.loop.cancel(uids, reason, detail)
+
+
+def _cursors(message: Submit | Attach) -> Sequence[int | None]:
+    """What the reader has of each choice; None: its end too."""
+    if isinstance(message, Attach):
+        return message.cursors
+    return [None if part is None else len(part) // 4 for part in message.resume or ()]
+
+
+def _check_cursors(submission: Submission, cursors: Sequence[int | None]) -> None:
+    """What an engine before this one said besides tokens is not known here. Raises engine_restarted."""
+    if submission.params.logprobs is None:
+        return
+    for log in submission.logs:
+        cursor = cursors[log.choice] if log.choice < len(cursors) else 0
+        if cursor is not None and cursor < log.num_before:
+            text = "The log-probabilities from there on were lost with the engine that gave them."
+            raise InferEngineError("engine_restarted", text)

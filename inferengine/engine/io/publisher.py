@@ -1,0 +1,446 @@
+"""Outbox: from the news of a step to one STEP message per peer, with cursors instead of queues.
+
+A peer without credit costs nothing: its subscriptions are marked dirty, their cursors wait, and a later STEP carries
+more. Coalescing for a slow reader, resuming, and attaching are therefore the same operation.
+
+The step that everybody waits for is short: while the same sequences run (equal `layout`), the stream column of each
+peer is a constant, and sending is one conversion of the drawn tokens (`layout.py`). Only the I/O thread comes here.
+
+What goes to one peer in one STEP: the news of its streams, from their cursors on, in columns.
+"""
+
+from __future__ import annotations
+
+import logging
+from array import array
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from inferengine.core.scheduler.scheduler import StepOutput
+from inferengine.core.sequence import Finished
+from inferengine.core.step_plan import TokenLogprobs
+from inferengine.engine.io.batch_routing import Group, Layout
+from inferengine.engine.io.connection import Peer
+from inferengine.engine.io.output_log import Kept, Log, MakeText, Submission, Subscription, TextLog
+from inferengine.engine.io.resume import Outputs
+from inferengine.engine.metrics.counters import Telemetry
+from inferengine.wire import codec
+from inferengine.wire.messages import Done
+
+ENOUGH_BYTES = 4 * 1024 * 1024  # in one message, of what is more than tokens: the others come in the next
+BYTES_PER_ROW, BYTES_PER_ALTERNATIVE = 16, 13  # of log-probabilities at one position
+
+
+class Outgoing:
+    """Collects streams until it is full."""
+
+    def __init__(self) -> None:
+        self.subscriptions: list[Subscription] = []
+        self.ends: list[int] = []  # of each: tokens that its reader has with this message
+        self._streams, self._counts, self._tokens = array("I"), array("I"), array("I")
+        self._done: list[Done] = []
+        self._text: list[tuple[int, str]] = []
+        self._logprobs: list[tuple[int, list[Any]]] = []
+        self._prompts: list[tuple[int, list[Any]]] = []
+        self._embeddings: list[tuple[int, bytes]] = []
+        self._num_bytes = 0
+
+    @property
+    def full(self) -> bool:
+        return self._num_bytes >= ENOUGH_BYTES
+
+    def add(self, subscription: Subscription) -> None:
+        """All that this stream has not been sent, as far as its log-probabilities have room."""
+        log, stream = subscription.log, subscription.stream
+        begin, end = subscription.cursor, len(log.tokens)
+        if log.logprobs and end > begin:
+            row_bytes = _size(log.logprobs[-1:])
+            end = min(end, begin + 1 + max(0, ENOUGH_BYTES - self._num_bytes) // row_bytes)
+        self.subscriptions.append(subscription)
+        self.ends.append(end)
+        if subscription.wants_tokens and end > begin:
+            self._streams.append(stream)
+            self._counts.append(end - begin)
+            self._tokens.extend(log.tokens[begin:end])
+        if log.logprobs is not None and (rows := log.logprobs[begin:end]):
+            self._logprobs.append((stream, rows))
+            self._num_bytes += _size(rows)
+        if log.prompt_logprobs and not subscription.cursor:
+            self._prompts.append((stream, log.prompt_logprobs))
+            self._num_bytes += _size(log.prompt_logprobs)
+        if end < len(log.tokens):
+            return  # its text and its end come with its last tokens: a reader never has text without the tokens of it
+        if subscription.ahead:
+            pass  # the log has ended without the tokens that its reader holds
+        elif subscription.wants_text and log.text is not None and (new := log.text.text[subscription.characters :]):
+            self._text.append((stream, new))
+            self._num_bytes += len(new)
+        if log.ended is not None:
+            self._done.append(subscription.terminal_row())
+            if log.embedding is not None:
+                self._embeddings.append((stream, log.embedding))
+                self._num_bytes += len(log.embedding)
+
+    def frames(self, seq: int, step: int) -> codec.Frames:
+        extras: dict[str, Any] = {
+            name: rows
+            for name, rows in (
+                ("text", self._text),
+                ("logprobs", self._logprobs),
+                ("prompt_logprobs", self._prompts),
+                ("embedding", self._embeddings),
+            )
+            if rows
+        }
+        columns = (codec.to_u32(self._streams), codec.to_u32(self._counts), self._done, extras or None)
+        return codec.step_frames(seq, step, *columns, codec.to_u32(self._tokens))
+
+
+def _size(rows: list[TokenLogprobs]) -> int:
+    """Bytes of log-probabilities in a message, about."""
+    return len(rows) * (BYTES_PER_ROW + BYTES_PER_ALTERNATIVE * len(rows[-1].top_ids))
+
+
+logger = logging.getLogger("inferengine.requests")
+
+MAX_KEPT_BYTES = 64 * 1024 * 1024  # of finished logs
+ENDED_ELSEWHERE = ("engine_restarted", "This choice ended at an engine before this one.")
+
+
+class Outbox:
+    """All submissions that run or are kept, their logs, and the peers' cursors on them."""
+
+    def __init__(
+        self,
+        *,
+        telemetry: Telemetry,
+        make_text: MakeText,
+        stop: Callable[[int], None],
+        resume_ttl_s: float,
+        log_requests: bool = False,
+        on_end: Callable[[Log, Finished, Done], None] | None = None,
+    ) -> None:
+        """`stop(uid)` ends a choice whose stop string was found. `log_requests`: a line for each choice's end.
+        `on_end` hears of each: the log, its end as the core and as clients see it."""
+        self.submissions: dict[bytes, Submission] = {}
+        self.num_open = 0  # choices that have not ended
+        self._telemetry = telemetry
+        self._make_text = make_text
+        self._stop = stop
+        self._resume_ttl_s = resume_ttl_s
+        self._log_requests = log_requests
+        self._on_end = on_end
+        self._logs: dict[int, Log] = {}
+        self._targets: dict[int, Log] = {}  # where a uid's tokens go: its log, until a stop string has ended that
+        self._layout = Layout(-1, [], 0.0)
+        self._layout.stale = True
+        self._kept = Kept(MAX_KEPT_BYTES)
+        self._step = 0
+        self._writer = codec.StepWriter()
+
+    # -- submissions and subscriptions -------------------------------------------------------------------------------
+
+    def register(self, submission: Submission) -> None:
+        """From now on its id is taken."""
+        self.submissions[submission.id] = submission
+
+    def forget(self, submission: Submission) -> None:
+        """It was rejected: its id is free again."""
+        self.submissions.pop(submission.id, None)
+
+    def open(self, submission: Submission, uids: Iterable[int], now: float, outputs: Outputs | None = None) -> None:
+        """It was accepted: one log for each choice. `outputs`: what they begin with; None for a choice that has ended
+        before, elsewhere."""
+        submission.logs = [
+            Log(uid, submission, choice, now, None if outputs is None else outputs[choice])
+            for choice, uid in enumerate(uids)
+        ]
+        for log in submission.logs:
+            if outputs is not None and outputs[log.choice] is None:
+                log.ended = Done(0, "error", list(ENDED_ELSEWHERE))
+                continue
+            self._logs[log.uid] = self._targets[log.uid] = log
+            self.num_open += 1
+
+    def subscribe(
+        self,
+        peer: Peer,
+        submission: Submission,
+        stream: int,
+        cursors: Sequence[int | None],
+        reply: str,
+        *,
+        in_tokens: bool = False,
+    ) -> None:
+        """Choice i speaks to `peer` as `stream + i`, from `cursors[i]` on: tokens, or characters with reply "text"
+        unless `in_tokens`. None: that choice is not read. A reader may hold more than the log has yet: it hears what
+        comes after that."""
+        for log in submission.logs:
+            start = cursors[log.choice] if log.choice < len(cursors) else 0
+            if start is None:
+                continue
+            subscription = Subscription(peer, log, stream + log.choice, reply)
+            if subscription.wants_text:
+                self._add_text(log, search=log.ended is None and len(log.tokens) == log.num_before)
+            if subscription.wants_tokens or in_tokens:
+                subscription.cursor = start
+                if start > len(log.tokens):
+                    subscription.plain, subscription.ahead = False, start
+                elif log.text is not None and start:
+                    subscription.characters = self._characters_of(log, start)
+            else:
+                subscription.characters = start
+            log.subscriptions.append(subscription)
+            if log.layout is not None:
+                log.layout.stale = True
+            peer.streams[subscription.stream] = subscription
+            if len(log.tokens) > log.num_before or log.ended is not None or subscription.behind:
+                peer.dirty[subscription.stream] = subscription
+
+    def drop(self, peer: Peer) -> list[Submission]:
+        """Forget a peer's cursors. Returns the submissions that nobody reads now, not ended and not detached."""
+        return [submission for submission in self.leave(peer, list(peer.streams)) if not submission.detached]
+
+    def leave(self, peer: Peer, streams: Iterable[int]) -> list[Submission]:
+        """Forget some of a peer's cursors. Returns the submissions that nobody reads now and that have not ended."""
+        orphans: dict[bytes, Submission] = {}
+        for stream in streams:
+            subscription = peer.streams.get(stream)
+            if subscription is None:
+                continue
+            log = subscription.log
+            if log.layout is not None:
+                log.layout.stale = True
+            submission = log.submission
+            self._close(subscription)
+            if not submission.ended and not submission.num_subscriptions:
+                orphans[submission.id] = submission
+        return list(orphans.values())
+
+    # -- a step ------------------------------------------------------------------------------------------------------
+
+    def publish(self, output: StepOutput, now: float) -> None:
+        """Append the news to the logs and send to every peer what it may have."""
+        finished = {row.uid: row for row in output.finished} if output.finished else {}
+        self._step = output.step or self._step
+        layout = None
+        if output.uids:
+            layout = self._enter_layout(output, now)
+            token_ids = output.token_ids
+            layout.push(token_ids)
+            if output.logprobs:
+                self._append_logprobs(output)
+            if output.prompt_logprobs:
+                for uid, prompt_rows in output.prompt_logprobs.items():
+                    self._logs[uid].prompt_logprobs = self._logs[uid].prompt_logprobs or prompt_rows
+            for log, indices in layout.texts.items():
+                self._push_text(log, [token_ids[index] for index in indices], finished.get(log.uid))
+        if output.embeddings:
+            for uid, vector in output.embeddings.items():
+                if uid in self._logs:
+                    self._logs[uid].embedding = vector
+        ended = self._end_rows(output.finished, now) if finished else []
+        touched: set[Peer] = set()
+        if layout is not None:
+            for group in layout.groups.values():
+                self._send_group(group, layout, ended, touched, now)
+        for log in ended:
+            for subscription in log.subscriptions:
+                self._mark(subscription, touched, 0)
+        for peer in touched:
+            self.flush(peer, now)
+
+    def flush(self, peer: Peer, now: float) -> None:
+        """Send what waits for this peer, if it may have it."""
+        if peer.backlog:
+            peer.flush_backlog(now)
+        while peer.dirty and peer.can_step and self._send_news(peer, now):
+            continue
+
+    def _send_news(self, peer: Peer, now: float) -> bool:
+        """One STEP, with all that waits unless that is too much. False: it could not be sent."""
+        step = Outgoing()
+        for subscription in peer.dirty.values():
+            if subscription.ahead:
+                self._catch_up(subscription)
+            step.add(subscription)
+            if step.full:
+                break
+        if not peer.send_step(step.frames(peer.window.seq + 1, self._step), now):
+            return False
+        for subscription, end in zip(step.subscriptions, step.ends, strict=True):
+            log = subscription.log
+            subscription.cursor = max(subscription.cursor, end)  # a reader may hold more than a resumed log
+            if end < len(log.tokens):
+                continue  # the rest comes in the next message, and the text with its last part
+            if log.text is not None:
+                subscription.characters = max(subscription.characters, len(log.text.text))
+            del peer.dirty[subscription.stream]
+            if log.ended is not None:
+                self._close(subscription)
+        return True
+
+    def expire(self, now: float) -> None:
+        """Forget what has ended long enough ago, or is too much to keep."""
+        for submission in self._kept.expire(now):
+            if self.submissions.get(submission.id) is submission:  # and no other that goes on under its id
+                del self.submissions[submission.id]
+
+    def open_logs(self) -> list[Log]:
+        """Choices that have not ended."""
+        return list(self._logs.values())
+
+    # -- inside ------------------------------------------------------------------------------------------------------
+
+    def _send_group(self, group: Group, layout: Layout, ended: list[Log], touched: set[Peer], now: float) -> None:
+        peer = group.peer
+        if not group.num_special and not peer.dirty and peer.can_step and not layout.stale:
+            closing = [s for log in ended for s in log.subscriptions if s.peer is peer] if ended else []
+            if all(subscription.plain for subscription in closing):
+                done = [subscription.terminal_row() for subscription in closing]
+                seq, tokens = peer.window.seq + 1, layout.token_column(group)
+                frames = self._writer.frames(seq, self._step, group.stream_column, done, tokens)
+                if peer.send_step(frames, now):
+                    for subscription in closing:
+                        self._close(subscription)
+                    return
+        for subscription in group.subscriptions:
+            self._mark(subscription, touched, layout.tokens_of(subscription.log))
+
+    def _mark(self, subscription: Subscription, touched: set[Peer], num_new: int) -> None:
+        """There is news that was not sent; a plain subscription had everything but the last `num_new` tokens."""
+        peer = subscription.peer
+        if subscription.stream not in peer.dirty:
+            if subscription.plain:
+                subscription.cursor = len(subscription.log.tokens) - num_new
+            elif not subscription.behind:
+                return  # its token has no character yet
+            peer.dirty[subscription.stream] = subscription
+        touched.add(peer)
+
+    def _enter_layout(self, output: StepOutput, now: float) -> Layout:
+        """The layout of this step: that of the step before, or its successor when other sequences draw tokens now, or
+        other peers read them."""
+        layout, gap, first = self._layout, self._telemetry.token_gap_s, self._telemetry.first_token_s
+        if layout.is_of(output.layout):
+            gap.observe(now - layout.time_s, layout.num_logs)
+            layout.time_s = now
+            return layout
+        targets = self._targets
+        new = layout.change(output.layout, output.uids, targets)
+        last_s = layout.time_s
+        if new is None:
+            logs = [targets[uid] for uid in output.uids]
+            new = list({log: None for log in logs if log.layout is not layout})
+            layout = Layout(output.layout, logs, now)
+        if layout.num_logs > len(new):
+            gap.observe(now - last_s, layout.num_logs - len(new))
+        for log in new:
+            if log.layout is None:
+                first.observe(now - log.arrival_s)
+            else:
+                gap.observe(now - log.layout.time_s)
+        for log in new if layout is self._layout else layout.logs:
+            log.layout = layout
+        self._layout, layout.time_s = layout, now
+        return layout
+
+    def _append_logprobs(self, output: StepOutput) -> None:
+        for uid, rows in (output.logprobs or {}).items():
+            log = self._logs[uid]
+            if log.logprobs is not None and not log.stopped:
+                log.logprobs += rows
+
+    def _push_text(self, log: Log, token_ids: list[int], row: Finished | None) -> None:
+        if log.text is None or log.stopped:
+            return
+        stop_token = row is not None and row.reason == "stop" and not isinstance(row.detail, str)
+        if log.text.push(token_ids, final=row is not None, stop_token=stop_token):
+            self._layout.stale = True
+            self._stop_at_string(log)
+            if row is None:
+                self._stop(log.uid)
+
+    def _stop_at_string(self, log: Log) -> None:
+        if log.text is not None:
+            log.cut(log.text.stopped_at)
+            self._targets[log.uid] = log.sink()  # the core draws on until it has heard of it
+
+    def _add_text(self, log: Log, *, search: bool) -> None:
+        if log.text is not None:
+            return
+        log.text = TextLog(self._make_text(log.submission, search))
+        ended = log.ended
+        stop_token = ended is not None and ended.reason == "stop" and not isinstance(ended.detail, str)
+        if log.text.push(log.tokens.tolist(), final=ended is not None, stop_token=stop_token) and ended is None:
+            self._stop_at_string(log)  # completed before, by an engine that could not say so any more
+            self._stop(log.uid)
+
+    def _catch_up(self, subscription: Subscription) -> None:
+        """The log of a reader who held more than it has, perhaps, all that he held now."""
+        log, start = subscription.log, subscription.ahead
+        if len(log.tokens) >= start:
+            subscription.ahead = 0
+            if log.text is not None:
+                subscription.characters = self._characters_of(log, start)
+
+    def _characters_of(self, log: Log, num_tokens: int) -> int:
+        """How much text a reader has seen who holds the first `num_tokens` tokens."""
+        text = TextLog(self._make_text(log.submission, True))
+        text.push(log.tokens[:num_tokens].tolist(), final=False, stop_token=False)
+        return len(text.text)
+
+    def _end_rows(self, rows: list[Finished], now: float) -> list[Log]:
+        logs = [self._end(row, now) for row in rows]
+        return [log for log in logs if log is not None]
+
+    def _end(self, row: Finished, now: float) -> Log | None:
+        log = self._logs.pop(row.uid, None)
+        if log is None:
+            return None
+        target = self._targets.pop(row.uid)
+        if target.layout is self._layout:
+            self._layout.gone.append(row.uid)
+        if log.text is not None and not log.stopped:
+            log.text.push([], final=True, stop_token=False)  # what was held back; nothing if its last token is in
+        log.end(row)
+        self.num_open -= 1
+        ended = log.ended
+        if ended is not None:
+            self._telemetry.ended(row, ended.reason, ended.completion_tokens)
+            if self._log_requests:
+                _log_end(log, ended)
+            if self._on_end is not None:
+                self._on_end(log, row, ended)
+        submission = log.submission
+        if submission.ended:
+            submission.forget_draws()
+            self._kept.add(submission, now + self._resume_ttl_s)
+        return log
+
+    def _close(self, subscription: Subscription) -> None:
+        peer = subscription.peer
+        peer.streams.pop(subscription.stream, None)
+        peer.dirty.pop(subscription.stream, None)
+        subscription.log.subscriptions.remove(subscription)
+
+
+def _log_end(log: Log, ended: Done) -> None:
+    """Without a word of what was said. `request_id` is the front end's, which stands in its log too."""
+    submission = log.submission
+    fields = {
+        "request_id": submission.label or submission.id.hex(),
+        "stream": submission.id.hex(),
+        "choice": log.choice,
+        "tenant": submission.tenant,
+        "reason": ended.reason,
+        "prompt_tokens": ended.prompt_tokens,
+        "cached_tokens": ended.cached_tokens,
+        "output_tokens": ended.completion_tokens,
+        "queued_ms": ended.queued_ms,
+        "first_token_ms": ended.first_token_ms,
+        "total_ms": ended.total_ms,
+    }
+    if ended.reason in ("error", "abort") and isinstance(ended.detail, list):
+        fields["code"] = ended.detail[0]
+    logger.info("request ended", extra={"fields": fields})

@@ -1,0 +1,146 @@
+"""What the engine counts for /stats and /metrics: counters, histograms and percentiles of what clients felt.
+
+Written by the I/O thread alone, once per step and per finished request, never per token. Front ends turn it into
+Prometheus text; the buckets are vLLM's, with finer ones below 10 ms, so that existing dashboards stay valid.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter, deque
+from typing import Any
+
+from inferengine.core.sequence import Finished
+
+FINE_S = (0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075)
+FIRST_TOKEN_S = (
+    *(0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0),
+    *(20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
+)
+TOKEN_GAP_S = (
+    *FINE_S,
+    *(0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
+)
+REQUEST_S = (
+    *(0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0),
+    *(50.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
+)
+TOKENS = tuple(float(digit * 10**power) for power in range(7) for digit in (1, 2, 5))
+STEP_TOKENS = (1.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0, 2048.0, 4096.0, 8192.0, 16384.0)
+COUNTS = (1.0, 2.0, 5.0, 10.0, 20.0)
+RECENT = 4096  # samples behind the percentiles
+
+
+class Histogram:
+    """Counts per bucket, as Prometheus wants them, and the latest samples for percentiles."""
+
+    def __init__(self, buckets: tuple[float, ...]) -> None:
+        self.buckets = buckets
+        self.counts = [0] * (len(buckets) + 1)
+        self.sum = 0.0
+        self.count = 0
+        self._recent: deque[float] = deque(maxlen=RECENT)
+
+    def observe(self, value: float, times: int = 1) -> None:
+        """`times` equal samples at once."""
+        self.counts[bisect_left(self.buckets, value)] += times
+        self.sum += value * times
+        self.count += times
+        self._recent.append(value)
+
+    def to_map(self) -> dict[str, Any]:
+        """`counts` are per bucket, not cumulative; the last one is above every bound."""
+        return {"buckets": list(self.buckets), "counts": list(self.counts), "sum": self.sum, "count": self.count}
+
+    def percentiles(self) -> dict[str, float]:
+        """Of the latest samples; empty when there are none."""
+        ordered = sorted(self._recent)
+        if not ordered:
+            return {}
+        last = len(ordered) - 1
+        return {f"p{share}": ordered[round(last * share / 100)] for share in (50, 95, 99)}
+
+
+class Telemetry:
+    """Everything counted since the start of the engine."""
+
+    def __init__(self) -> None:
+        self.first_token_s = Histogram(FIRST_TOKEN_S)
+        self.token_gap_s = Histogram(TOKEN_GAP_S)
+        self.request_s = Histogram(REQUEST_S)
+        self.queue_s = Histogram(REQUEST_S)
+        self.prefill_s = Histogram(REQUEST_S)
+        self.decode_s = Histogram(REQUEST_S)
+        self.inference_s = Histogram(REQUEST_S)
+        self.token_mean_s = Histogram(TOKEN_GAP_S)
+        self.prompt_tokens = Histogram(TOKENS)
+        self.output_tokens = Histogram(TOKENS)
+        self.max_tokens = Histogram(TOKENS)
+        self.computed_prompt_tokens = Histogram(TOKENS)
+        self.choices = Histogram(COUNTS)
+        self.preemptions = Histogram((0.0, *COUNTS))
+        self.step_tokens = Histogram(STEP_TOKENS)
+        self.finished: Counter[str] = Counter()  # by reason
+        self.rejected: Counter[str] = Counter()  # by error code
+        self.num_accepted = 0
+        self.num_protocol_errors = 0
+        self.num_peers_dropped = 0
+
+    def accepted(self, num_choices: int, max_tokens: int) -> None:
+        """A SUBMIT was accepted."""
+        self.num_accepted += 1
+        self.choices.observe(num_choices)
+        self.max_tokens.observe(max_tokens)
+
+    def ended(self, row: Finished, reason: str, num_tokens: int) -> None:
+        """A choice ended. `reason` and `num_tokens` as its client sees them."""
+        self.finished[reason] += 1
+        self.request_s.observe(row.total_s)
+        self.prompt_tokens.observe(row.num_prompt)
+        self.computed_prompt_tokens.observe(row.num_prompt - row.num_cached)
+        self.output_tokens.observe(num_tokens)
+        self.preemptions.observe(row.num_preemptions)
+        if row.queued_s is None:
+            return
+        self.queue_s.observe(row.queued_s)
+        self.inference_s.observe(row.total_s - row.queued_s)
+        if row.first_token_s is None:
+            return
+        self.prefill_s.observe(row.first_token_s - row.queued_s)
+        decode_s = row.total_s - row.first_token_s
+        self.decode_s.observe(decode_s)
+        if num_tokens > 1:
+            self.token_mean_s.observe(decode_s / (num_tokens - 1))
+
+    def histograms(self) -> dict[str, dict[str, Any]]:
+        """By the name that vLLM gives them, without its prefix."""
+        return {name: histogram.to_map() for name, histogram in self._named()}
+
+    def percentiles(self) -> dict[str, dict[str, float]]:
+        """p50, p95 and p99 in seconds."""
+        return {
+            "latency": self.request_s.percentiles(),
+            "time_to_first_token": self.first_token_s.percentiles(),
+            "inter_token_latency": self.token_gap_s.percentiles(),
+            "queue_wait": self.queue_s.percentiles(),
+        }
+
+    def _named(self) -> list[tuple[str, Histogram]]:
+        return [
+            ("time_to_first_token_seconds", self.first_token_s),
+            ("inter_token_latency_seconds", self.token_gap_s),
+            ("request_time_per_output_token_seconds", self.token_mean_s),
+            ("e2e_request_latency_seconds", self.request_s),
+            ("request_queue_time_seconds", self.queue_s),
+            ("request_inference_time_seconds", self.inference_s),
+            ("request_prefill_time_seconds", self.prefill_s),
+            ("request_decode_time_seconds", self.decode_s),
+            ("request_prompt_tokens", self.prompt_tokens),
+            ("request_generation_tokens", self.output_tokens),
+            ("request_max_num_generation_tokens", self.output_tokens),
+            ("request_params_max_tokens", self.max_tokens),
+            ("request_prefill_kv_computed_tokens", self.computed_prompt_tokens),
+            ("request_params_n", self.choices),
+            ("request_num_preemptions", self.preemptions),
+            ("iteration_tokens_total", self.step_tokens),
+        ]

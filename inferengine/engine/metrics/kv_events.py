@@ -1,0 +1,75 @@
+"""KV events for cache-aware routers, as vLLM publishes them: `[topic, sequence number, msgpack [time, events, rank]]`.
+
+The sequence number is 8 bytes, big-endian, from 0. Each event is a map whose `type` names it (an array before vLLM
+0.28), and a block's hash is an integer of 64 bits, the low ones of its SHA-256: what vLLM sends unless told otherwise,
+and what every reader takes. Source: vllm/distributed/kv_events.py and v1/core/kv_cache_utils.py.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from inferengine.core.kv_cache.prefix_cache import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
+from inferengine.wire.codec import Frames, pack
+
+REPLAY_BATCHES = 10_000
+
+
+class KVPublisher:
+    """Numbers batches and keeps the latest for replay. Only the I/O thread comes here."""
+
+    def __init__(
+        self, engine: str, model: str, publish: Callable[[Frames], None], clock: Callable[[], float] = time.time
+    ) -> None:
+        self.adapters: Callable[[], Mapping[str, int]] = dict  # numbers of LoRA adapters by name; set by the service
+        self.topic = f"kv@{engine}@{model}".encode()
+        self._publish = publish
+        self._clock = clock
+        self._next = 0
+        self._batches: deque[tuple[int, bytes]] = deque(maxlen=REPLAY_BATCHES)
+
+    def publish(self, events: Sequence[KVEvent]) -> None:
+        """One batch: what one step changed."""
+        payload = pack([self._clock(), [self._to_map(event) for event in events], 0])
+        number, self._next = self._next, self._next + 1
+        self._batches.append((number, payload))
+        self._publish([self.topic, number.to_bytes(8, "big"), payload])
+
+    def replay(self, start: int) -> list[tuple[int, bytes]]:
+        """Batches from `start` on, as far as they are kept."""
+        return [(number, payload) for number, payload in self._batches if number >= start]
+
+    def _to_map(self, event: KVEvent) -> dict[str, Any]:
+        match event:
+            case BlockStored(hashes, parent, token_ids, block_size, adapter):
+                return {
+                    "type": "BlockStored",
+                    "block_hashes": [_published(digest) for digest in hashes],
+                    "parent_block_hash": None if parent is None else _published(parent),
+                    "token_ids": token_ids,
+                    "block_size": block_size,
+                    "lora_id": adapter or None,
+                    "medium": "GPU",
+                    "lora_name": self._adapter_name(adapter),
+                }
+            case BlockRemoved(hashes):
+                return {
+                    "type": "BlockRemoved",
+                    "block_hashes": [_published(digest) for digest in hashes],
+                    "medium": "GPU",
+                }
+            case AllBlocksCleared():
+                return {"type": "AllBlocksCleared"}
+
+    def _adapter_name(self, adapter: int) -> str | None:
+        if not adapter:
+            return None
+        return next((name for name, number in self.adapters().items() if number == adapter), f"adapter {adapter}")
+
+
+def _published(digest: bytes) -> int:
+    """The low 64 bits, as vllm.v1.core.kv_cache_utils.maybe_convert_block_hash."""
+    return int.from_bytes(digest[-8:], "big")

@@ -1,0 +1,192 @@
+"""What the engine says about itself: STATUS for everybody, statistics and configuration for operators.
+
+What NVML says of the devices: utilisation and memory. Needs nvidia-ml-py (the `gpu-telemetry` extra) and a driver;
+without them nothing is said. Asked when somebody reads the figures, never by the loop.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from typing import Any
+
+from inferengine.config import Config
+from inferengine.engine.io.intake import Engine
+from inferengine.engine.io.publisher import Outbox
+from inferengine.engine.metrics.counters import Telemetry
+from inferengine.engine.model_info import ModelCard
+from inferengine.engine.state import Lifecycle
+from inferengine.wire.messages import READY, STATES
+
+logger = logging.getLogger(__name__)
+
+_LIBRARY = "pynvml"
+
+
+def load_nvml() -> Any:
+    """The library, initialised; None where it or the driver is missing."""
+    try:
+        nvml: Any = importlib.import_module(_LIBRARY)
+        nvml.nvmlInit()
+    except Exception as error:  # the library's own error types exist only where it does
+        logger.debug("no GPU figures: %s", error)
+        return None
+    return nvml
+
+
+class Gpus:
+    """All devices that this process may see."""
+
+    def __init__(self, nvml: Any = load_nvml) -> None:
+        """`nvml`: the library, how to load it, or None for no figures."""
+        self._nvml = nvml() if callable(nvml) else nvml
+        self._handles: list[Any] = []
+        if self._nvml is not None:
+            count = self._nvml.nvmlDeviceGetCount()
+            self._handles = [self._nvml.nvmlDeviceGetHandleByIndex(index) for index in range(count)]
+
+    def read(self) -> dict[str, dict[str, float]]:
+        """By figure, then by the device's index: `utilization` [0, 1], `memory_used_bytes`, `memory_total_bytes`."""
+        figures: dict[str, dict[str, float]] = {}
+        for index, handle in enumerate(self._handles):
+            try:
+                busy = self._nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100
+                memory = self._nvml.nvmlDeviceGetMemoryInfo(handle)
+            except Exception as error:
+                logger.warning("NVML does not answer for device %d: %s", index, error)
+                continue
+            values = {"utilization": busy, "memory_used_bytes": memory.used, "memory_total_bytes": memory.total}
+            for name, value in values.items():
+                figures.setdefault(name, {})[str(index)] = value
+        return figures
+
+
+SECRET_WORDS = ("secret", "password", "api_key")
+
+
+class Reports:
+    """Reads the loop's latest snapshot and counters; never waits for the loop."""
+
+    def __init__(
+        self, config: Config, lifecycle: Lifecycle, card: ModelCard, outbox: Outbox, telemetry: Telemetry
+    ) -> None:
+        self._config = config
+        self._lifecycle = lifecycle
+        self._card = card
+        self._outbox = outbox
+        self._telemetry = telemetry
+        self._gpus = Gpus() if config.engine.device != "cpu" else Gpus(None)
+
+    def status(self, engine: Engine | None, num_peers: int) -> dict[str, Any]:
+        """Small and often: what choosing an engine and a live panel need."""
+        lifecycle, outbox = self._lifecycle, self._outbox
+        values: dict[str, Any] = {
+            "engine": lifecycle.engine,
+            "epoch": lifecycle.epoch,
+            "state": lifecycle.state,
+            "progress": list(lifecycle.progress),
+            "model": self._card.name,
+            "loop_age_ms": round(lifecycle.loop_age_s() * 1e3, 1),
+            "uptime_s": round(lifecycle.clock() - lifecycle.started_s, 3),
+            "peers": num_peers,
+            "active_requests": outbox.num_open,
+            "stalled_steps": lifecycle.num_stalled_steps,
+        }
+        if engine is None:
+            return values
+        loop, stats = engine.loop, engine.loop.stats
+        snapshot = loop.snapshot
+        waiting, waiting_tokens = loop.queued()
+        return values | {
+            "running_requests": snapshot.num_running,
+            "waiting_requests": waiting,
+            "waiting_tokens": waiting_tokens,
+            "kv_usage": snapshot.kv_usage,
+            "free_blocks": snapshot.num_blocks_free + snapshot.num_blocks_cached,
+            "steps": stats.num_steps,
+            "prompt_tokens": stats.num_prompt_tokens,
+            "cached_tokens": stats.num_cached_tokens,
+            "output_tokens": stats.num_output_tokens,
+            "finished_requests": stats.num_finished,
+            "preemptions": stats.num_preemptions,
+            "failed_steps": loop.num_failed_steps,
+            "prefill_tokens_per_s": round(loop.prefill_tokens_per_s, 1),
+            "roofline_share": loop.roofline.shares() if loop.roofline is not None else {},
+        }
+
+    def stats(self, engine: Engine | None, num_peers: int) -> dict[str, Any]:
+        """Everything: counters and gauges of STATUS, the cache, histograms, percentiles, configuration."""
+        telemetry = self._telemetry
+        values = self.status(engine, num_peers) | {
+            "running": self._lifecycle.state == READY,
+            "last_error": self._lifecycle.last_error,
+            "accepted_requests": telemetry.num_accepted,
+            "rejected_requests": dict(telemetry.rejected),
+            "finished_by_reason": dict(telemetry.finished),
+            "protocol_errors": telemetry.num_protocol_errors,
+            "percentiles": telemetry.percentiles(),
+            "histograms": telemetry.histograms(),
+            "config": self.config(),
+            "startup_seconds": {phase: round(seconds, 3) for phase, seconds in list(self._lifecycle.phases.items())},
+            "sleep_state": {"awake": 1, "weights_offloaded": 0, "discard_all": 0},
+            "state_flags": {state: int(state == self._lifecycle.state) for state in STATES},
+            "gpu": self._gpus.read(),
+        }
+        if engine is None:
+            return values
+        loop, stats, snapshot = engine.loop, engine.loop.stats, engine.loop.snapshot
+        return values | {
+            "completed_requests": stats.num_finished,
+            "decode_steps": stats.num_steps,
+            "scheduled_tokens": stats.num_scheduled_tokens,
+            "embeddings": stats.num_embeddings,
+            "compilations": loop.num_compilations,
+            "average_batch_size": stats.num_scheduled_rows / stats.num_steps if stats.num_steps else 0.0,
+            "max_batch_observed": stats.max_batch,
+            "last_error": self._lifecycle.last_error or loop.last_error,
+            "waiting_by_reason": {"capacity": values["waiting_requests"]},
+            "held": {"slots": snapshot.num_slots_held, "outputs": len(self._outbox.submissions)},
+            "prompt_tokens_by_source": {
+                "local_compute": stats.num_prompt_tokens - stats.num_cached_tokens,
+                "local_cache_hit": stats.num_cached_tokens,
+            },
+            "speculation": {
+                "method": engine.guess_method,
+                "verified": snapshot.num_verified,
+                "drafted": snapshot.num_drafted,
+                "accepted": snapshot.num_drafts_accepted,
+                "acceptance_rate": snapshot.acceptance_rate,
+                "mean_accepted_length": snapshot.mean_accepted_length,
+                "accepted_by_position": {
+                    str(place): count for place, count in enumerate(snapshot.drafts_accepted_by_position)
+                },
+            },
+            "roofline": loop.roofline.to_map() if loop.roofline is not None else {},
+            "prefix_cache_queries": snapshot.num_prefix_lookup_tokens,
+            "prefix_cache_hits": snapshot.num_prefix_hit_tokens,
+            "cache": {
+                "page_size": snapshot.block_size,
+                "max_pages": snapshot.num_blocks,
+                "used_pages": snapshot.num_blocks_held,
+                "free_pages": snapshot.num_blocks_free + snapshot.num_blocks_cached,
+                "cached_pages": snapshot.num_blocks_cached,
+                "active_sequences": snapshot.num_running,
+                "pressure_events": stats.num_pressure_events,
+                "evictions": snapshot.num_evictions,
+                "utilization": snapshot.kv_usage,
+                "internal_fragmentation": snapshot.internal_fragmentation,
+                "policy": self._config.cache.eviction,
+                "swapped_out_pages": snapshot.num_blocks_swapped_out,
+                "swapped_in_pages": snapshot.num_blocks_swapped_in,
+            },
+        }
+
+    def config(self) -> dict[str, dict[str, Any]]:
+        """The resolved configuration without its secrets."""
+        return {
+            section: {
+                key: "(hidden)" if value and any(word in key for word in SECRET_WORDS) else value
+                for key, value in values.items()
+            }
+            for section, values in self._config.resolved().items()
+        }

@@ -1,0 +1,144 @@
+"""From a configuration to a running engine process, and from its end to an exit code."""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import logging
+import os
+import signal
+import sys
+import time
+from queue import SimpleQueue
+from types import FrameType
+from typing import NoReturn
+
+from inferengine.config import Config, keep_compiled_kernels
+from inferengine.core.executor import Executor
+from inferengine.engine.io.endpoint import AddressTaken
+from inferengine.engine.model_info import read_model_card
+from inferengine.engine.service import EngineService
+from inferengine.errors import ConfigError, DoesNotFit, ExitCode, InferEngineError
+from inferengine.observability import logging as logs
+from inferengine.process import stdio as output
+from inferengine.process.reload import Reload
+from inferengine.process.sd_notify import Notifier, Watchdog
+
+logger = logging.getLogger(__name__)
+
+GARBAGE_OBJECTS = 50_000  # made before cycles are looked for; Python's 700 come and go in a step, freed without
+LEAVE_S = 8.0  # within which an engine that failed says its last words and leaves, whatever still hangs in it
+MEMORY_ERRORS = ("OutOfMemoryError", "MemoryError")
+
+
+def run_engine(config: Config, reload: Reload | None = None) -> int:
+    """Serve until a signal, and end the process with the exit code; one that cannot begin returns its own. Must be
+    called in the main thread."""
+    logs.configure(config.log)
+    gc.disable()  # until the model is loaded: imports and loading make a million objects and hardly any garbage
+    gc.set_threshold(GARBAGE_OBJECTS, 20, 20)
+    notifier = Notifier.from_environment()
+    try:
+        card = read_model_card(config)
+        service = EngineService(
+            config,
+            card,
+            lambda: build_executor(config),
+            notifier=notifier,
+            watchdog=Watchdog.from_environment(notifier, time.monotonic),
+            exit_code_of=exit_code_of,
+        )
+    except AddressTaken as error:
+        return _refuse(notifier, str(error), ExitCode.ADDRESS)
+    except ConfigError as error:
+        return _refuse(notifier, str(error), ExitCode.MODEL if error.field == "model.path" else ExitCode.USAGE)
+    except InferEngineError as error:
+        return _refuse(notifier, str(error), ExitCode.MODEL)
+    serve(service, reload)
+
+
+def exit_code_of(error: BaseException) -> int:
+    """Which exit code an error while loading deserves."""
+    if isinstance(error, DoesNotFit):
+        return ExitCode.MEMORY
+    if isinstance(error, ConfigError):
+        return ExitCode.MODEL if error.field == "model.path" else ExitCode.USAGE
+    if type(error).__name__ in MEMORY_ERRORS:
+        return ExitCode.MEMORY
+    if isinstance(error, InferEngineError | OSError | ValueError | KeyError):
+        return ExitCode.MODEL
+    return ExitCode.CRASH
+
+
+def build_executor(config: Config) -> Executor:
+    """The executor of this configuration, its memory plan logged. Imports torch, which takes seconds: call it in the
+    loop's thread. Raises DoesNotFit before anything of the model is read, unless `engine.check_memory` is off."""
+    from inferengine.executor import factory
+    from inferengine.executor.memory import fit
+    from inferengine.executor.memory import plan as memory_plan
+
+    settings = factory.executor_settings(config)
+    if settings.device.type == "cuda" and (complaint := keep_compiled_kernels()):
+        logger.warning("%s", complaint)
+    plan = memory_plan.make_plan(settings, memory_plan.device_memory(settings.device))
+    logger.info("memory plan:\n%s", "\n".join(memory_plan.plan_lines(plan)))
+    try:
+        fit.require_fit(settings, plan)
+    except DoesNotFit as error:
+        if config.engine.check_memory:
+            raise
+        logger.warning("%s", error)
+    if settings.draft_folder is not None:
+        logger.info("guessing ahead: draft model %s", settings.draft_folder.name)
+    executor: Executor = factory.build_executor(config)
+    return executor
+
+
+def serve(service: EngineService, reload: Reload | None = None) -> NoReturn:
+    """Start it, pass signals on to it and end the process with its exit code. Must be called in the main thread.
+
+    `reload`: what SIGHUP does; without it the signal is not handled."""
+    events: SimpleQueue[int | None] = SimpleQueue()  # its put is safe inside a signal handler
+    if reload is not None:
+        reload.on_signal = lambda: events.put(signal.SIGHUP)
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        events.put(number)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, on_signal)
+    service.on_end = lambda: events.put(None)
+    # By a thread of C: it needs no interpreter, whose lock a call into the device may keep. It does not wait for a
+    # reader of standard error.
+    errors = output.not_blocking(sys.stderr.fileno())
+    service.on_failure = lambda: faulthandler.dump_traceback_later(LEAVE_S, exit=True, file=errors)
+    service.start()
+    num_signals = 0
+    while (event := events.get()) is not None:
+        if event == signal.SIGHUP:
+            if reload is not None:
+                reload.run_if_due()
+            continue
+        num_signals += 1
+        if num_signals == 1:
+            logger.info("%s: finishing what runs", signal.Signals(event).name)
+            service.drain()
+        else:
+            service.abort()
+    code = service.wait(0.0)
+    _leave(ExitCode.CRASH if code is None else code)
+
+
+def _leave(code: int) -> NoReturn:
+    """All is closed by now. The interpreter's own end would wait for a thread that is stuck in the device or in
+    loading, and have Triton's bindings list a hundred lines of what they leaked."""
+    logging.shutdown()
+    output.finish()
+    os._exit(code)
+
+
+def _refuse(notifier: Notifier, message: str, code: int) -> int:
+    print(f"inferengine engine: {message}", file=sys.stderr, flush=True)
+    notifier.send(f"STATUS={message}")
+    notifier.close()
+    return code

@@ -1,0 +1,125 @@
+"""LoRA adapters of a running engine, by name: which there are, and how they come and go while it serves.
+
+Names live in the I/O thread, weights in the loop's. A name that is unloaded is gone at once for new requests; what runs
+with it runs on, and its weights go when the last of that has ended.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from inferengine.core.executor import AdapterStore
+from inferengine.engine.io.publisher import Outbox
+from inferengine.engine.loop import EngineLoop
+from inferengine.errors import InferEngineError, InvalidRequest
+
+Reply = Callable[[Any], None]
+
+
+class Adapters:
+    """All methods belong to the I/O thread; `call` brings a function there from any other."""
+
+    def __init__(
+        self, outbox: Outbox, call: Callable[[Callable[[], None]], None], on_change: Callable[[], None]
+    ) -> None:
+        self.names: dict[str, int] = {}
+        self._outbox, self._call, self._on_change = outbox, call, on_change
+        self._store: AdapterStore | None = None
+        self._loop: EngineLoop | None = None
+        self._coming: set[str] = set()
+        self._leaving: set[int] = set()
+
+    def begin(self, store: AdapterStore | None, loop: EngineLoop) -> None:
+        """The model is loaded, with what adapters there are."""
+        self._store, self._loop = store, loop
+        if store is not None:
+            self.names = store.names()
+
+    def resolve(self, name: str) -> int:
+        """An adapter's number; 0 for no name. Raises InferEngineError."""
+        if name and name not in self.names:
+            raise InferEngineError("model_not_found", f"there is no adapter {name[:128]}", field="adapter")
+        return self.names[name] if name else 0
+
+    def tick(self) -> None:
+        """Let go of what nobody uses any more."""
+        if self._leaving and self._loop is not None and self._store is not None:
+            in_use = {log.submission.adapter for log in self._outbox.open_logs()}
+            for number in self._leaving - in_use:
+                self._loop.call(partial(self._store.remove, number))
+            self._leaving &= in_use
+
+    # -- what operators ask for --------------------------------------------------------------------------------------
+
+    def list(self, arguments: dict[str, Any], reply: Reply) -> None:
+        reply({"adapters": sorted(self.names)})
+
+    def load(self, arguments: dict[str, Any], reply: Reply) -> None:
+        """Answered when requests may name it."""
+        store, name = self._ready(), self._name(arguments)
+        if name in self.names or name in self._coming:
+            raise InferEngineError("conflict", f"the adapter {name} is loaded already", field="name")
+        self._coming.add(name)
+        threading.Thread(target=self._read, args=(store, name, reply), name="inferengine-adapter", daemon=True).start()
+
+    def unload(self, arguments: dict[str, Any], reply: Reply) -> None:
+        """Answered at once, with the number of requests that still run with it."""
+        self._ready()
+        number = self.resolve(self._name(arguments))
+        del self.names[self._name(arguments)]
+        self._leaving.add(number)
+        running = sum(log.submission.adapter == number for log in self._outbox.open_logs())
+        self._on_change()
+        reply({"running_requests": running})
+
+    # -- inside ------------------------------------------------------------------------------------------------------
+
+    def _ready(self) -> AdapterStore:
+        if self._loop is None:
+            raise InferEngineError("engine_unavailable", "The engine is still loading.")
+        if self._store is None:
+            raise InferEngineError(
+                "unsupported", "this engine has no folder of adapters: set model.adapters", field="op"
+            )
+        return self._store
+
+    def _name(self, arguments: dict[str, Any]) -> str:
+        name = arguments.get("name")
+        if not isinstance(name, str) or not name:
+            raise InvalidRequest("name", "must be the name of an adapter")
+        return name
+
+    def _read(self, store: AdapterStore, name: str, reply: Reply) -> None:
+        """In a thread of its own: reading takes time, and nobody waits for it."""
+        try:
+            adapter = store.read(name)
+        except InferEngineError as error:
+            self._call(partial(self._end, name, None, error, reply))
+            return
+        except Exception:
+            failure = InferEngineError("engine_error", f"the adapter {name[:128]} cannot be read", field="name")
+            self._call(partial(self._end, name, None, failure, reply))
+            return
+        if self._loop is not None:
+            self._loop.call(partial(self._place, store, name, adapter, reply))
+
+    def _place(self, store: AdapterStore, name: str, adapter: Any, reply: Reply) -> None:
+        """In the loop's thread, between steps."""
+        try:
+            number = store.add(adapter)
+        except InferEngineError as error:
+            self._call(partial(self._end, name, None, error, reply))
+        else:
+            self._call(partial(self._end, name, number, None, reply))
+
+    def _end(self, name: str, number: int | None, error: InferEngineError | None, reply: Reply) -> None:
+        self._coming.discard(name)
+        if number is None:
+            reply(error)
+            return
+        self.names[name] = number
+        self._on_change()
+        reply({"adapters": sorted(self.names)})

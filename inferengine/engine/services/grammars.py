@@ -1,0 +1,128 @@
+"""Grammars for requests: compiled off the loop and off the I/O thread, before the request is accepted, so that a
+grammar that makes no sense is a REJECT and not a failure later on."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from inferengine.config import LimitsConfig
+from inferengine.core.grammar import Grammar, rules_of
+from inferengine.errors import InferEngineError, InvalidRequest
+from inferengine.sampling_params import SamplingParams
+from inferengine.structured_output.spec import GrammarSpec
+
+if TYPE_CHECKING:
+    from inferengine.structured_output.compiler import GrammarCompiler, Ticket
+    from inferengine.structured_output.matcher import TokenMatcher
+
+logger = logging.getLogger(__name__)
+
+LARGE_VOCABULARY = 16_384  # below, the first grammar costs some ten milliseconds more than the others
+
+GrammarsDone = Callable[[list[Grammar] | InferEngineError], None]
+
+
+class GrammarService:
+    """`deliver` takes a call to the I/O thread. The compiler's library is imported when the first grammar comes."""
+
+    def __init__(
+        self, files: Mapping[str, bytes], deliver: Callable[[Callable[[], None]], None], limits: LimitsConfig
+    ) -> None:
+        self._tokenizer_json = files.get("tokenizer.json")
+        self._deliver = deliver
+        self._limits = limits
+        self._compiler: GrammarCompiler | None = None
+        self._prepared: Future[Any] | None = None
+
+    def prepare(self, vocab_size: int, eos_token_ids: list[int]) -> None:
+        """Begin, while the engine starts, with what a large vocabulary needs before its first grammar: it keeps the
+        interpreter's lock for a second, in which no stream would go on."""
+        if vocab_size >= LARGE_VOCABULARY:
+            with contextlib.suppress(InferEngineError):  # said when somebody asks for a grammar
+                self._compiler = self._make_compiler(vocab_size, eos_token_ids)
+                self._prepared = self._compiler.prepare()
+
+    def wait(self) -> None:
+        """Until the engine's own part of that is done. The other process may take longer."""
+        if self._prepared is not None and (error := self._prepared.exception()) is not None:
+            logger.warning("grammars will be refused: %s", error)
+
+    def compile(
+        self,
+        spec: GrammarSpec,
+        params: SamplingParams,
+        vocab_size: int,
+        eos_token_ids: list[int],
+        done: GrammarsDone,
+        *,
+        tenant: str,
+    ) -> Ticket:
+        """`done` gets a grammar at its beginning for each choice, or why there are none, in the I/O thread. Raises
+        `unsupported` where this engine cannot compile any."""
+        compiler = self._compiler or self._make_compiler(vocab_size, eos_token_ids)
+        self._compiler = compiler
+        stop_ids = {*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids)}
+
+        def deliver(found: Sequence[TokenMatcher] | InferEngineError) -> None:
+            outcome: list[Grammar] | InferEngineError
+            try:
+                if isinstance(found, InferEngineError):
+                    raise found
+                _check_first_token(found[0], params, stop_ids, vocab_size)
+                outcome = list(found)
+            except InferEngineError as error:
+                outcome = error
+            self._deliver(partial(done, outcome))
+
+        return compiler.submit(spec, deliver, count=params.n, tenant=tenant)
+
+    def cancel(self, ticket: Ticket) -> None:
+        """Nobody waits for it any more."""
+        if self._compiler is not None:
+            self._compiler.cancel(ticket)
+
+    def is_slow(self, ticket: Ticket) -> bool:
+        """It is the grammar that takes long, and not its turn."""
+        return self._compiler is not None and self._compiler.is_slow(ticket)
+
+    @property
+    def is_starting(self) -> bool:
+        """Grammars wait for the process that tries them out."""
+        return self._compiler is not None and self._compiler.process.is_starting
+
+    def close(self) -> None:
+        """What waits is not done any more."""
+        if self._compiler is not None:
+            self._compiler.close()
+
+    def _make_compiler(self, vocab_size: int, eos_token_ids: list[int]) -> GrammarCompiler:
+        if self._tokenizer_json is None:
+            raise InferEngineError("unsupported", "The model has no tokenizer: grammars need one.", field="grammar")
+        if not eos_token_ids:
+            message = "The model has no end-of-text token: a grammar could not end."
+            raise InferEngineError("unsupported", message, field="grammar")
+        try:
+            from inferengine.structured_output.compiler import GrammarCompiler
+        except ImportError as error:
+            logger.warning("grammars are refused: %s", error)
+            message = "This engine runs without its grammar library."
+            raise InferEngineError("unsupported", message, field="grammar") from None
+        return GrammarCompiler(
+            self._tokenizer_json.decode(), vocab_size=vocab_size, eos_token_ids=eos_token_ids, limits=self._limits
+        )
+
+
+def _check_first_token(grammar: Grammar, params: SamplingParams, stop_ids: Collection[int], vocab_size: int) -> None:
+    """Raise InvalidRequest where the other fields of a request leave no token that its grammar allows."""
+    rules = rules_of(params, stop_ids)
+    if rules is None:
+        return
+    mask = bytearray(4 * -(-vocab_size // 32))
+    grammar.fill_bitmask(memoryview(mask))
+    if not rules.left(int.from_bytes(mask, "little"), 0, ()):
+        raise InvalidRequest("grammar", rules.nothing_left(0, has_grammar=True))

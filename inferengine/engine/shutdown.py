@@ -1,0 +1,110 @@
+"""When an engine ends, and with which exit code: drained, timed out, aborted, failed or frozen.
+
+Any thread may ask for the end; the supervisor's thread waits for it in `wait`.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+
+from inferengine.config import EngineConfig
+from inferengine.engine.state import Lifecycle, Patience
+from inferengine.errors import ExitCode
+from inferengine.wire.messages import DRAINING, READY, STOPPING
+
+logger = logging.getLogger(__name__)
+
+CHECK_S = 0.02  # how often a draining engine is asked whether it is done
+
+
+class Ending:
+    """`exit_code` is what the process is to leave with, as far as is known."""
+
+    def __init__(self, config: EngineConfig, lifecycle: Lifecycle) -> None:
+        self.exit_code: int = ExitCode.OK
+        self._config = config
+        self._lifecycle = lifecycle
+        self._drain_by_s: float | None = None
+        self._aborting = threading.Event()
+        self._failed = threading.Event()
+        self._news = threading.Event()  # something for the supervisor
+        self.on_failure: Callable[[], None] = lambda: None  # called once, when the engine cannot go on
+
+    @property
+    def begun(self) -> bool:
+        """Whether the engine has been told to drain or to abort."""
+        return self._drain_by_s is not None
+
+    @property
+    def failed(self) -> bool:
+        """Whether it ends because it cannot go on."""
+        return self._failed.is_set()
+
+    def drain(self) -> None:
+        """Finish what runs, within the drain time. Any number of times."""
+        if self._drain_by_s is None:
+            self._drain_by_s = self._lifecycle.clock() + self._config.drain_timeout_s
+        if self._lifecycle.state != STOPPING:
+            self._lifecycle.enter(DRAINING if self._lifecycle.state in (READY, DRAINING) else STOPPING)
+        self._news.set()
+
+    def abort(self) -> None:
+        """Do not wait for what runs."""
+        self.exit_code = ExitCode.ABORTED
+        self._aborting.set()
+        self.drain()
+
+    def fail(self, exit_code: int, error: BaseException | None = None) -> None:
+        """The engine cannot go on."""
+        if error is not None and not self._failed.is_set():
+            self._lifecycle.last_error = f"{type(error).__name__}: {error}"
+        if self._failed.is_set():
+            return  # what follows from the first failure says nothing new
+        self.exit_code = exit_code
+        self._failed.set()
+        self._news.set()
+        self.on_failure()
+
+    def wait(self, is_drained: Callable[[], bool]) -> None:
+        """Return when the engine is to end now."""
+        look_s = min(1.0, self._config.frozen_after_s / 4)
+        loop, io = Patience(2 * look_s), Patience(2 * look_s)
+        while not self._failed.is_set() and not self._aborting.is_set():
+            if self._is_frozen(loop, io):
+                return
+            drain_by_s = self._drain_by_s
+            if drain_by_s is None:
+                self._news.wait(look_s)
+                self._news.clear()
+                continue
+            if self._lifecycle.state == STOPPING or self._lifecycle.clock() >= drain_by_s or is_drained():
+                return
+            time.sleep(CHECK_S)
+
+    def _is_frozen(self, loop: Patience, io: Patience) -> bool:
+        """Whether a thread without which nobody is served has not turned for too long; the end has begun then. A step
+        that the device computes is judged by its own watch (engine/step_watchdog.py) as long as there is one."""
+        lifecycle, frozen_after_s = self._lifecycle, self._config.frozen_after_s
+        now = lifecycle.clock()
+        loop_s = loop.look((lifecycle.turned_s, lifecycle.step_seen_s), now) if lifecycle.turned_s is not None else 0.0
+        io_s = io.look(lifecycle.io_turned_s, now) if lifecycle.io_turned_s is not None else 0.0
+        if max(loop_s, io_s) <= frozen_after_s:
+            return False
+        message = f"the {'loop' if loop_s >= io_s else 'I/O thread'} has not turned for {frozen_after_s:g} s"
+        self.fail(ExitCode.FROZEN, RuntimeError(message))
+        logger.critical(message)
+        logger.critical("where its threads are:\n%s", all_tracebacks())
+        return True
+
+
+def all_tracebacks() -> str:
+    """Of all threads, whoever holds the interpreter. Not written straight to standard error: that may never return."""
+    with os.fdopen(os.memfd_create("tracebacks"), "w+b") as file:
+        faulthandler.dump_traceback(file, all_threads=True)
+        file.seek(0)
+        return file.read().decode("utf-8", "replace")

@@ -1,0 +1,220 @@
+"""Steps with prompt chunks as CUDA graphs: where launching kernel by kernel takes longer than the device needs.
+
+A step of some decodes and some prompt tokens is padded to the next captured shape: decode rows to `decodes`, prompt
+tokens to `prompt_tokens`, prompts to PROMPT_ROWS. Padded decode rows belong to the scratch slot, padded prompt tokens
+to no row: their keys go to the scratch block and nobody reads what they compute. The kernels find rows by `query_start`
+on the device, so one graph serves every split of the tokens into prompts. It ends with the logits of the drawing rows;
+draws follow outside. All columns of a step arrive in one int32 buffer from pinned memory, as in
+executor/cuda_graphs/decode.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from inferengine.core.step_plan import StepPlan
+from inferengine.executor.cuda_graphs.decode import RING, SLOW_TOKENS
+from inferengine.executor.slots import Slots
+from inferengine.kernels.batch import Batch, SlotMapping, StepColumns
+from inferengine.kernels.ops import Ops
+
+PROMPT_ROWS = 16  # prompts in one captured step: more take the way without a graph
+DECODES = (0, 16, 64, 256)
+PROMPT_TOKENS = (32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
+LAUNCHES_S = 6e-3  # about what launching a step kernel by kernel costs the host: longer steps need no graph
+ALIGNED = 4  # int32: columns begin at multiples of 16 bytes, as the kernels are compiled for
+
+
+class MixedShape(NamedTuple):
+    """What a captured step has room for."""
+
+    decodes: int
+    prompt_tokens: int
+
+    @property
+    def num_rows(self) -> int:
+        return self.decodes + PROMPT_ROWS
+
+    @property
+    def num_tokens(self) -> int:
+        return self.decodes + self.prompt_tokens
+
+    @property
+    def sections(self) -> list[int]:
+        """Lengths of the columns in the buffer: row_slot, row_start, row_len, query_start, token_slot, positions, input
+        place, sample_tokens, sample_slots, sample_positions."""
+        rows, tokens = self.num_rows, self.num_tokens
+        return [rows, rows, rows, rows + 1, tokens, tokens, tokens, rows, rows, rows]
+
+
+def shapes_to_capture(max_rows: int, max_tokens: int, token_s: float) -> list[MixedShape]:
+    """`token_s`: device seconds for each token of a step. Shapes that take longer than launching are left out."""
+    decodes = sorted({min(count, max_rows) for count in DECODES})
+    tokens = [count for count in PROMPT_TOKENS if count * token_s <= LAUNCHES_S]
+    shapes = {MixedShape(d, p if d + p != SLOW_TOKENS else p + 64) for d in decodes for p in tokens}
+    return sorted(shape for shape in shapes if shape.num_tokens <= max_tokens)
+
+
+class MixedGraphs:
+    """All captured steps with prompt chunks of a model."""
+
+    def __init__(
+        self,
+        model: Any,
+        ops: Ops,
+        slots: Slots,
+        group_kv: list[tuple[torch.Tensor, int | None]],
+        shapes: list[MixedShape],
+    ) -> None:
+        self.model, self.ops, self.slots, self.group_kv = model, ops, slots, group_kv
+        self.shapes = sorted(shapes, key=lambda shape: shape.num_tokens)
+        size = max((_begins(shape)[-1] for shape in shapes), default=0)
+        device = slots.device
+        self._buffer = torch.zeros(size, dtype=torch.int32, device=device)
+        self._pinned = [torch.zeros(size, dtype=torch.int32, pin_memory=device.type == "cuda") for _ in range(RING)]
+        self._next = 0
+        self._logits: torch.Tensor | None = None  # where every captured step leaves its logits
+        self._captured: dict[MixedShape, torch.cuda.CUDAGraph] = {}
+
+    def shape(self, plan: StepPlan, num_draws: int) -> MixedShape | None:
+        """The smallest captured shape with room for this step."""
+        decodes, prompts = plan.num_decodes, len(plan.slots) - plan.num_decodes
+        tokens = plan.num_tokens - decodes
+        if prompts > PROMPT_ROWS:
+            return None
+        return next(
+            (
+                shape
+                for shape in self.shapes
+                if shape.decodes >= decodes and shape.prompt_tokens >= tokens and shape.num_rows >= num_draws
+            ),
+            None,
+        )
+
+    def capture_all(self, progress: Callable[[float], None], pool: Any = None) -> None:
+        """Capture every shape, largest first so that the pool is as large as it gets. `pool`: of other graphs that
+        never run at the same time."""
+        for index, shape in enumerate(reversed(self.shapes)):
+            pool = self._capture(shape, pool)
+            progress((index + 1) / len(self.shapes))
+
+    def touch_all(self) -> None:
+        """Compute every step to capture once: for compiling its kernels."""
+        for shape in self.shapes:
+            self.upload(shape, None, 0)
+            self.compute(self.batch(shape))
+
+    def run(self, shape: MixedShape, plan: StepPlan, columns: StepColumns) -> tuple[Batch, torch.Tensor]:
+        """Launch it. Returns its batch, of the real draws, and logits [N, V]: the next launch overwrites them."""
+        batch = self.place(shape, plan, columns)
+        self._captured[shape].replay()
+        return batch, self._logits[: batch.num_samples]
+
+    def place(self, shape: MixedShape, plan: StepPlan, columns: StepColumns) -> Batch:
+        """Upload the step's columns. The batch that draws read."""
+        self.upload(shape, columns, plan.num_decodes)
+        batch = self.batch(shape)
+        count = len(columns.sample_rows)
+        batch.columns, batch.num_samples = columns, count
+        batch.sample_slots, batch.sample_positions = batch.sample_slots[:count], batch.sample_positions[:count]
+        return batch
+
+    def batch(self, shape: MixedShape) -> Batch:
+        """The static batch of a shape, without its input tokens."""
+        slots = self.slots
+        begins = _begins(shape)
+        parts = [self._buffer[at : at + size] for at, size in zip(begins, shape.sections, strict=False)]
+        batch = Batch()
+        batch.columns = None
+        batch.num_tokens, batch.num_rows, batch.num_decodes = shape.num_tokens, shape.num_rows, shape.decodes
+        batch.num_samples = shape.num_rows
+        batch.max_query_len, batch.max_row_len = shape.prompt_tokens, slots.tokens.shape[1]
+        batch.block_size, batch.block_tables = slots.block_size, slots.block_tables
+        batch.row_slot, batch.row_start, batch.row_len, batch.query_start = parts[:4]
+        batch.token_slot, batch.positions = parts[4], parts[5]
+        batch.sample_tokens, batch.sample_slots, batch.sample_positions = parts[7:10]
+        batch.slot_mapping = SlotMapping(slots.block_tables, batch.token_slot, batch.positions, slots.block_size)
+        batch.plans = []
+        return batch
+
+    def compute(self, batch: Batch) -> torch.Tensor:
+        """Logits [rows of the shape, V] of a static batch: what a graph holds."""
+        place = _begins_of_input(batch)
+        batch.input_ids = self.slots.tokens.view(-1).index_select(0, self._buffer[place : place + batch.num_tokens])
+        batch.plans = [
+            self.ops.prepare_attention(batch, group, kv, window) for group, (kv, window) in enumerate(self.group_kv)
+        ]
+        hidden = self.model(batch)
+        return self.model.logits(hidden.index_select(0, batch.sample_tokens))
+
+    def upload(self, shape: MixedShape, columns: StepColumns | None, num_decodes: int) -> None:
+        """A step's columns, padded to the shape, through pinned memory. None: nothing but padding."""
+        pinned = self._pinned[self._next]
+        self._next = (self._next + 1) % RING
+        host = pinned.numpy()
+        begins = _begins(shape)
+        parts = [host[at : at + size] for at, size in zip(begins, shape.sections, strict=False)]
+        row_slot, row_start, row_len, query_start, token_slot, positions, places, tokens, slots, drawn = parts
+        row_slot.fill(self.slots.num_slots)
+        token_slot.fill(self.slots.num_slots)
+        slots.fill(self.slots.num_slots)
+        row_start.fill(0)
+        row_len.fill(1)
+        positions.fill(0)
+        tokens.fill(0)
+        drawn.fill(1)
+        query_start[: shape.decodes] = np.arange(shape.decodes, dtype=np.int32)
+        query_start[shape.decodes :] = shape.decodes
+        if columns is not None:
+            d, shift = num_decodes, shape.decodes - num_decodes
+            rows, count = len(columns.row_slot), len(columns.token_row)
+            for column, values in (
+                (row_slot, columns.row_slot),
+                (row_start, columns.row_start),
+                (row_len, columns.row_len),
+            ):
+                column[:d], column[d + shift : rows + shift] = values[:d], values[d:]
+            query_start[d + shift : rows + shift] = columns.query_start[d:-1] + shift
+            query_start[rows + shift :] = count + shift
+            of_token = columns.row_slot[columns.token_row]
+            for column, values in ((token_slot, of_token), (positions, columns.positions)):
+                column[:d], column[d + shift : count + shift] = values[:d], values[d:]
+            n = len(columns.sample_rows)
+            tokens[:n] = np.where(columns.sample_tokens < d, columns.sample_tokens, columns.sample_tokens + shift)
+            slots[:n], drawn[:n] = columns.row_slot[columns.sample_rows], columns.sample_positions
+        np.multiply(token_slot, self.slots.tokens.shape[1], out=places)
+        places += positions
+        size = begins[-1]
+        self._buffer[:size].copy_(pinned[:size], non_blocking=True)
+
+    def _capture(self, shape: MixedShape, pool: Any) -> Any:
+        self.upload(shape, None, 0)
+        side = torch.cuda.Stream(self.slots.device)
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            logits = self.compute(self.batch(shape))  # compiles kernels and sizes workspaces outside the capture
+            if self._logits is None:
+                rows = max(each.num_rows for each in self.shapes)
+                self._logits = logits.new_empty(rows, logits.shape[1])
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool, stream=side):
+            self._logits[: shape.num_rows].copy_(self.compute(self.batch(shape)))
+        self._captured[shape] = graph
+        return pool or graph.pool()
+
+
+def _begins(shape: MixedShape) -> list[int]:
+    """Where each column begins in the buffer, and where the last one ends."""
+    begins = [0]
+    for size in shape.sections:
+        begins.append(begins[-1] + -(-size // ALIGNED) * ALIGNED)
+    return begins
+
+
+def _begins_of_input(batch: Batch) -> int:
+    return _begins(MixedShape(batch.num_decodes, batch.num_tokens - batch.num_decodes))[6]

@@ -1,0 +1,103 @@
+"""Whether a model fits into the memory that is free, said before anything of it is read.
+
+What loading needs is memory of its own: every weight in the number format that the engine computes in, before it is
+packed or rounded. The checkpoint's files do not count: they are mapped, and the kernel takes those pages back. A device
+needs the same of its own memory; a host that loads for a device needs next to nothing.
+
+Only what cannot work is refused: the smallest figure that is known is held against what is free. Packing may halve fp32
+weights on a CPU, for one. Swap is not counted: `engine.check_memory = false` is for who wants to use it.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from inferengine.errors import ConfigError, DoesNotFit
+from inferengine.executor.memory.budget import (
+    block_bytes,
+    device_budget_bytes,
+    free_host_bytes,
+    host_budget_bytes,
+    plan_groups,
+)
+from inferengine.executor.memory.plan import GIB, MemoryPlan, weight_bytes
+from inferengine.executor.settings import ExecutorSettings
+from inferengine.executor.speculation.draft_model import read_draft_config, share_of_target
+from inferengine.models import registry
+from inferengine.models.hf_config import read_json
+from inferengine.quantization.checkpoints import layout_of
+
+REMEDY = (
+    "take a smaller model or number format, or a machine with more memory; 'inferengine plan-memory MODEL' shows what "
+    "it takes, and engine.check_memory = false loads it all the same"
+)
+
+
+def require_fit(settings: ExecutorSettings, plan: MemoryPlan, free_bytes: int | None = None) -> None:
+    """Raises DoesNotFit where the model cannot be loaded and served with what is free now (`free_bytes`: measured)."""
+    if free_bytes is None:
+        free_bytes = free_device_bytes(settings.device)
+    if reason := misfit(settings, plan, free_bytes):
+        raise DoesNotFit(f"{settings.folder.name} does not fit: {reason}: {REMEDY}")
+
+
+def free_device_bytes(device: torch.device) -> int:
+    """What can be allocated now: others' memory is not ours."""
+    return int(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else free_host_bytes()
+
+
+def misfit(settings: ExecutorSettings, plan: MemoryPlan, free_bytes: int) -> str:
+    """Why it cannot be loaded and served; empty: nothing is known that speaks against it."""
+    loading = loading_bytes(settings, plan)
+    if loading > free_bytes:
+        return f"its weights take {loading / GIB:.1f} GiB while they are loaded, and {free_bytes / GIB:.1f} are free"
+    if settings.device.type == "cuda":
+        return "" if plan.groups else _misfit_of_share(settings, plan)
+    return _misfit_of_host_cache(settings, plan, free_bytes - least_resident_bytes(settings, plan))
+
+
+def loading_bytes(settings: ExecutorSettings, plan: MemoryPlan) -> int:
+    """What the weights take when most of them is there at once. Those that the engine itself makes low precision are
+    all there before the first is rounded."""
+    config, _ = registry.read_model_config(settings.folder)
+    values = read_json(settings.folder / "config.json")
+    if settings.quantization == "none" or layout_of(values) is not None:
+        return plan.weights
+    return weight_bytes(config, values, settings.dtype or getattr(torch, config.dtype))
+
+
+def least_resident_bytes(settings: ExecutorSettings, plan: MemoryPlan) -> int:
+    """The least that the weights take once they are packed: a CPU may keep fp32 weights in half."""
+    values = read_json(settings.folder / "config.json")
+    float32 = settings.dtype in (None, torch.float32) and settings.quantization == "none" and layout_of(values) is None
+    weights = plan.weights + plan.draft_weights
+    return weights // 2 if float32 else weights
+
+
+def _misfit_of_share(settings: ExecutorSettings, plan: MemoryPlan) -> str:
+    taken = plan.weights + plan.draft_weights + plan.activations + plan.slots + plan.graphs + plan.context
+    share = device_budget_bytes(int(torch.cuda.mem_get_info(settings.device)[1]), settings.memory_fraction, 0)
+    return (
+        f"{taken / GIB:.1f} GiB of weights, activations and graphs leave no room for a sequence in the "
+        f"{share / GIB:.1f} GiB that cache.memory_fraction allows"
+    )
+
+
+def _misfit_of_host_cache(settings: ExecutorSettings, plan: MemoryPlan, left_bytes: int) -> str:
+    """Whether the KV cache of a CPU holds a sequence in what the weights leave."""
+    config, _ = registry.read_model_config(settings.folder)
+    dtype = settings.dtype or getattr(torch, config.dtype)
+    kv_dtype = torch.float8_e4m3fn if settings.cache_dtype == "fp8" else dtype
+    budget = host_budget_bytes(max(0, left_bytes), settings.memory_fraction)
+    if settings.draft_folder is not None:
+        draft = read_draft_config(settings.draft_folder, config, plan.cache.max_model_len)
+        budget = share_of_target(budget, config, draft)
+    try:
+        groups = plan_groups(config, plan.cache, kv_dtype, budget)
+    except ConfigError:
+        return f"its weights leave {left_bytes / GIB:.2f} GiB, and the share of the KV cache holds no sequence"
+    size = plan.cache.block_size
+    taken = sum(group.num_blocks * block_bytes(config, index, size, kv_dtype) for index, group in enumerate(groups))
+    if taken > left_bytes:
+        return f"a KV cache of {taken / GIB:.1f} GiB is asked for, and its weights leave {left_bytes / GIB:.1f}"
+    return ""

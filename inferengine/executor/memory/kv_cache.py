@@ -1,0 +1,127 @@
+"""The KV tensors of a model, their host twins for swapping, and the block copies that a plan asks for.
+
+Scales of an FP8 cache: what each layer's keys and values are divided by before they are stored as e4m3.
+
+Measured once, by running a prompt of random tokens through the model with a cache of its own number format. e4m3 is as
+fine relative to a value over 15 octaves, so the scale need only put all magnitudes well inside them: the largest one
+seen comes to rest HEADROOM below the largest code.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence as SequenceOf
+
+import numpy as np
+import torch
+from torch import nn
+
+from inferengine.core.executor import KVGroup
+from inferengine.core.step_plan import BlockCopies, StepPlan
+from inferengine.layers.attention import Attention
+from inferengine.layers.decoder_config import DecoderConfig
+from inferengine.layers.rotary import RopeConfig, cos_sin_table
+
+CACHE_LINE = 64  # bytes; torch begins its tensors at a multiple of it too
+
+
+class KVCache:
+    """One tensor per layer, [num_blocks + 1, 2, K, block_size, D]; the last block is scratch for padded rows."""
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        groups: list[KVGroup],
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.groups = groups
+        shape = (2, config.num_kv_heads, block_size, config.head_dim)
+        self.layer_groups = [config.group_windows.index(window) for window in config.windows]
+        self.layers = [zeros((groups[group].num_blocks + 1, *shape), dtype, device) for group in self.layer_groups]
+        self.host_layers = [
+            torch.zeros(groups[group].num_host_blocks, *shape, dtype=dtype, pin_memory=device.type == "cuda")
+            for group in self.layer_groups
+        ]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(layer.numel() * layer.element_size() for layer in self.layers)
+
+    def magnitudes(self) -> list[tuple[float, float]]:
+        """The largest key and the largest value of each layer."""
+        return [(float(layer[:, 0].abs().max()), float(layer[:, 1].abs().max())) for layer in self.layers]
+
+    def bind(self, model: nn.Module, num_positions: int) -> None:
+        """Give every attention layer its cache tensor and its rotation table; equal tables are shared."""
+        tables: dict[RopeConfig, torch.Tensor] = {}
+        attentions = [module for module in model.modules() if isinstance(module, Attention)]
+        for attention, kv in zip(attentions, self.layers, strict=True):
+            attention.kv = kv
+            if attention.rope is not None:
+                if attention.rope not in tables:
+                    tables[attention.rope] = cos_sin_table(attention.rope, num_positions, kv.device)
+                attention.cos_sin = tables[attention.rope]
+
+    def copy_blocks(self, plan: StepPlan) -> None:
+        """Out to the host, back from the host, within the device: in this order."""
+        if plan.swap_out:
+            self._copy(plan.swap_out, self.layers, self.host_layers)
+        if plan.swap_in:
+            self._copy(plan.swap_in, self.host_layers, self.layers)
+        if plan.copies:
+            self._copy(plan.copies, self.layers, self.layers)
+
+    def _copy(self, copies: SequenceOf[BlockCopies], sources: list[torch.Tensor], targets: list[torch.Tensor]) -> None:
+        for group, copy in enumerate(copies):
+            if not copy.sources:
+                continue
+            runs = _runs(copy)
+            for layer_group, source, target in zip(self.layer_groups, sources, targets, strict=True):
+                if layer_group == group:
+                    for begin, to, count in runs:
+                        target[to : to + count].copy_(source[begin : begin + count], non_blocking=True)
+
+
+def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A tensor of zeros. On a CPU its pages come from the system when they are first written to: filling a cache of
+    gigabytes by hand would be most of an engine's start."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    num_bytes = math.prod(shape) * dtype.itemsize
+    memory = np.zeros(num_bytes + CACHE_LINE, dtype=np.uint8)
+    begin = -memory.ctypes.data % CACHE_LINE
+    return torch.from_numpy(memory[begin : begin + num_bytes]).view(dtype).view(shape)
+
+
+def _runs(copy: BlockCopies) -> list[tuple[int, int, int]]:
+    """Copies joined where both source and target blocks are neighbours: (source, target, number of blocks)."""
+    sources, targets = np.array(copy.sources), np.array(copy.targets)
+    breaks = np.flatnonzero((np.diff(sources) != 1) | (np.diff(targets) != 1)) + 1
+    begins = np.concatenate(([0], breaks))
+    counts = np.diff(np.concatenate((begins, [len(sources)])))
+    return [(int(sources[begin]), int(targets[begin]), int(count)) for begin, count in zip(begins, counts, strict=True)]
+
+
+HEADROOM = 8.0
+LARGEST = 448.0
+SAMPLE_TOKENS = 256
+
+
+def set_scales(model: nn.Module, magnitudes: list[tuple[float, float]]) -> None:
+    """Give every attention layer its scales. `magnitudes` are the largest key and value seen, layer by layer."""
+    layers = [module for module in model.modules() if isinstance(module, Attention)]
+    for layer, (key, value) in zip(layers, magnitudes, strict=True):
+        layer.kv_scales = (_scale(key), _scale(value))
+
+
+def sample_tokens(vocab_size: int, count: int) -> list[int]:
+    """The same random tokens each time."""
+    return torch.randint(vocab_size, (count,), generator=torch.Generator().manual_seed(0)).tolist()
+
+
+def _scale(magnitude: float) -> float:
+    """A power of two, so that scaling rounds nothing."""
+    exact = max(magnitude, 1e-6) * HEADROOM / LARGEST
+    return float(2.0 ** torch.tensor(exact).log2().ceil().item())

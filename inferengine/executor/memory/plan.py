@@ -1,0 +1,251 @@
+"""MemoryPlan: where a device's memory goes for a model, from its config.json alone. Printed at start and held to."""
+
+from __future__ import annotations
+
+import logging
+from typing import NamedTuple
+
+import torch
+
+from inferengine.core.executor import KVGroup
+from inferengine.errors import ConfigError
+from inferengine.executor.cuda_graphs.decode import graphs_to_capture
+from inferengine.executor.cuda_graphs.mixed import MixedShape, shapes_to_capture
+from inferengine.executor.memory.budget import (
+    CacheSettings,
+    device_budget_bytes,
+    free_host_bytes,
+    held_blocks,
+    host_budget_bytes,
+    plan_groups,
+    sequences_at_once,
+)
+from inferengine.executor.settings import ExecutorSettings
+from inferengine.executor.slots import Slots
+from inferengine.executor.speculation.draft_model import read_draft_config, share_of_target
+from inferengine.executor.tools.device_peaks import device_peaks
+from inferengine.kernels.ops import REFERENCE
+from inferengine.layers.decoder_config import DecoderConfig
+from inferengine.layers.linear import Linear
+from inferengine.models import registry
+from inferengine.models.hf_config import read_json
+from inferengine.quantization.checkpoints import layout_of
+from inferengine.quantization.schemes import EIGHT_BIT_PRODUCTS, bytes_per_weight
+
+logger = logging.getLogger(__name__)
+
+GIB = 1 << 30
+CUDA_CONTEXT_BYTES = 600 * (1 << 20)  # driver, kernels and libraries of one process, measured on Hopper
+CONTEXTS = (1024, 4096, 8192, 32768, 131072)
+GRAPH_BYTES = 4 * (1 << 20)  # nodes of one captured step; its buffers are shared by all
+SOME_LESS = 0.98  # of the cache that was planned: allocators round, and keep what was loaded on the way
+
+
+class MemoryPlan(NamedTuple):
+    """Bytes. `kv_bytes_per_token` is of full-attention layers, `window_bytes_per_sequence` of all sliding ones of
+    a long sequence. `groups` is how the engine divides its part of `kv_budget`; none where the rest does not fit."""
+
+    weights: int
+    draft_weights: int
+    activations: int
+    slots: int  # of running requests: their tokens and block tables
+    graphs: int
+    context: int
+    kv_bytes_per_token: int
+    window_bytes_per_sequence: int
+    kv_budget: int  # a draft model's part among it; negative where the rest does not fit
+    groups: list[KVGroup]
+    cache: CacheSettings
+    prompt_shapes: list[MixedShape]  # of the steps with prompts to capture; none for a CPU
+
+    def sequences(self, num_tokens: int) -> int:
+        """How many sequences of this length the KV cache holds at once."""
+        return sequences_at_once(self.groups, num_tokens, self.cache) if self.groups else 0
+
+    @property
+    def num_kv_tokens(self) -> int:
+        """Tokens that one sequence, or many sharing, could keep in full-attention layers, where there are any."""
+        full = [group.num_blocks for group in self.groups if group.window is None]
+        return min(full or [group.num_blocks for group in self.groups] or [0]) * self.cache.block_size
+
+
+def weight_bytes(
+    config: DecoderConfig, model_type_values: dict[str, object], dtype: torch.dtype, quantization: str = "none"
+) -> int:
+    """Bytes of all parameters, counted on a model that is built without memory; shared ones once. `quantization` is the
+    configuration's; a checkpoint that is quantized already says so itself."""
+    with torch.device("meta"):
+        model = registry.family(model_type_values).build(REFERENCE, config)
+    sizes = {id(parameter): float(parameter.numel() * dtype.itemsize) for parameter in model.parameters()}
+    layout = layout_of(model_type_values)
+    scheme = quantization if layout is None else layout.scheme
+    if scheme != "none":
+        for module in model.modules():
+            if isinstance(module, Linear):
+                sizes[id(module.weight)] = module.weight.numel() * bytes_per_weight(scheme, module.in_features)
+    return int(sum(sizes.values()))
+
+
+def activation_bytes(config: DecoderConfig, num_tokens: int, num_seqs: int, dtype: torch.dtype) -> int:
+    """An upper bound of what the largest step allocates: its widest layer a few times over, and the logits."""
+    widest = max(2 * config.intermediate_size, (config.num_heads + 2 * config.num_kv_heads) * config.head_dim)
+    return num_tokens * (widest + 4 * config.hidden_size) * 2 * dtype.itemsize + num_seqs * config.vocab_size * 12
+
+
+def slot_bytes(config: DecoderConfig, cache: CacheSettings) -> int:
+    """What the state of running requests takes."""
+    slots = Slots(
+        num_slots=cache.max_num_seqs,
+        max_model_len=cache.max_model_len,
+        block_size=cache.block_size,
+        group_blocks=[0 for _ in config.group_windows],
+        vocab_size=config.vocab_size,
+        device=torch.device("meta"),
+    )
+    return slots.num_bytes
+
+
+def graph_bytes(config: DecoderConfig, settings: ExecutorSettings, dtype: torch.dtype, shapes: list[MixedShape]) -> int:
+    """What the steps captured at start take: their nodes, and the buffers of the largest, which all of them share.
+    `shapes`: of the steps with prompts."""
+    num_graphs = len(graphs_to_capture(settings.max_num_seqs)) + len(shapes)
+    num_tokens = max([settings.max_num_seqs, *(shape.num_tokens for shape in shapes)])
+    num_rows = max([settings.max_num_seqs, *(shape.num_rows for shape in shapes)])
+    return num_graphs * GRAPH_BYTES + activation_bytes(config, num_tokens, num_rows, dtype)
+
+
+def _token_s(config: DecoderConfig, values: dict[str, object], settings: ExecutorSettings, dtype: torch.dtype) -> float:
+    """Device seconds for each token of a step, as the engine reckons them at start; 0 for a device that is not here:
+    then every shape counts."""
+    if not torch.cuda.is_available():
+        return 0.0
+    whole = weight_bytes(config, {**values, "quantization_config": None, "compression_config": None}, dtype)
+    found = device_peaks(settings.device, dtype, weight_bytes=whole, tflops=settings.peak_tflops)
+    if found is None:
+        return 0.0
+    peaks, faster = found
+    layout = layout_of(values)
+    scheme = settings.quantization if layout is None else layout.scheme
+    tables = config.vocab_size * config.hidden_size * (1 if config.tied_embeddings else 2)
+    operations = 2.0 * (whole // dtype.itemsize - tables)
+    return operations / peaks.operations_per_s / (faster if scheme in EIGHT_BIT_PRODUCTS else 1.0)
+
+
+def make_plan(settings: ExecutorSettings, device_bytes: int) -> MemoryPlan:
+    """The plan for a device with `device_bytes`, of which nothing is taken yet."""
+    config, _ = registry.read_model_config(settings.folder)
+    values = read_json(settings.folder / "config.json")
+    dtype = settings.dtype or getattr(torch, config.dtype)
+    kv_dtype = torch.float8_e4m3fn if settings.cache_dtype == "fp8" else dtype
+    on_cuda = settings.device.type == "cuda"
+    cache = cache_settings(settings, context_length(settings, config))
+    weights = weight_bytes(config, values, dtype, settings.quantization)
+    draft, draft_weights = None, 0
+    if settings.draft_folder is not None:
+        draft = read_draft_config(settings.draft_folder, config, cache.max_model_len)
+        draft_weights = weight_bytes(draft, read_json(settings.draft_folder / "config.json"), dtype)
+    activations = activation_bytes(config, settings.max_num_batched_tokens, settings.max_num_seqs, dtype)
+    slots, context, graphs = slot_bytes(config, cache), 0, 0
+    shapes: list[MixedShape] = []
+    if on_cuda:
+        context = CUDA_CONTEXT_BYTES
+        token_s = _token_s(config, values, settings, dtype)
+        shapes = shapes_to_capture(settings.max_num_seqs, settings.max_num_batched_tokens, token_s)
+        if settings.cuda_graphs:
+            graphs = graph_bytes(config, settings, dtype, shapes)
+        taken = weights + draft_weights + activations + slots + context + graphs
+        budget = device_budget_bytes(device_bytes, settings.memory_fraction, taken)
+    else:
+        budget = host_budget_bytes(max(0, device_bytes - weights), settings.memory_fraction)
+    full = window_bytes = 0
+    for group, window in enumerate(config.group_windows):
+        per_token = config.kv_bytes_per_token(group, kv_dtype.itemsize)
+        if window is None:
+            full += per_token
+        else:
+            window_bytes += per_token * settings.block_size * held_blocks(window, 1 << 40, settings.block_size)
+    own = budget if draft is None else share_of_target(budget, config, draft)
+    try:
+        groups = plan_groups(config, cache, kv_dtype, own) if own > 0 or cache.num_blocks else []
+    except ConfigError:  # not even one sequence
+        groups = []
+    return MemoryPlan(
+        weights, draft_weights, activations, slots, graphs, context, full, window_bytes, budget, groups, cache, shapes
+    )
+
+
+def held_budget(plan: MemoryPlan, memory_fraction: float, *, total: int, free: int, step: int) -> int:
+    """What the KV cache of a CUDA device gets once the weights are in place: what is planned, or what is left where
+    more is taken than planned. `step`: bytes that the largest step was seen to need, slots among them. A draft model
+    and the captured graphs come later: what is planned for them stays free."""
+    taken = total - free + step + plan.graphs + plan.draft_weights
+    left = device_budget_bytes(total, memory_fraction, taken)
+    if left < SOME_LESS * plan.kv_budget:
+        logger.warning(
+            "%.2f GiB are left for the KV cache instead of %.2f: other programs, or adapters, take more than planned",
+            left / GIB,
+            plan.kv_budget / GIB,
+        )
+    return min(plan.kv_budget, left)
+
+
+def context_length(settings: ExecutorSettings, config: DecoderConfig) -> int:
+    """Most tokens of a sequence. Raises ConfigError where more are asked for than the model was made for."""
+    wanted = settings.max_model_len
+    if wanted > config.max_position:
+        raise ConfigError(
+            "model.max_model_len", f"the model was made for {config.max_position} tokens; {wanted} are too many"
+        )
+    return wanted or config.max_position
+
+
+def cache_settings(settings: ExecutorSettings, max_model_len: int) -> CacheSettings:
+    """What decides the size of the cache, out of all that the configuration decides."""
+    return CacheSettings(
+        block_size=settings.block_size,
+        num_blocks=settings.num_blocks,
+        memory_fraction=settings.memory_fraction,
+        swap_bytes=settings.swap_bytes,
+        max_num_seqs=settings.max_num_seqs,
+        max_model_len=max_model_len,
+        max_chunk=settings.max_num_batched_tokens if settings.chunked_prefill else max_model_len,
+        asked_model_len=settings.max_model_len,
+    )
+
+
+def device_memory(device: torch.device) -> int:
+    """Bytes of a CUDA device, or what is free on this host."""
+    return int(torch.cuda.mem_get_info(device)[1]) if device.type == "cuda" else free_host_bytes()
+
+
+def plan_contexts(plan: MemoryPlan) -> list[int]:
+    """Context lengths that a plan is shown for."""
+    longest = plan.cache.max_model_len
+    return [length for length in CONTEXTS if length < longest] + [longest]
+
+
+def plan_lines(plan: MemoryPlan) -> list[str]:
+    """The plan as a table for people."""
+    rows = [
+        ("weights", plan.weights),
+        ("draft model's weights", plan.draft_weights),
+        ("activations of the largest step", plan.activations),
+        ("slots of running requests", plan.slots),
+        ("captured graphs", plan.graphs),
+        ("device context", plan.context),
+        ("KV cache", plan.kv_budget),
+    ]
+    lines = [f"  {name:<34}{size / GIB:>9.2f} GiB" for name, size in rows]
+    if plan.kv_bytes_per_token:
+        lines.append(f"  {'KV per token':<34}{plan.kv_bytes_per_token / 1024:>9.1f} KiB")
+    if plan.window_bytes_per_sequence:
+        lines.append(f"  {'sliding windows per sequence':<34}{plan.window_bytes_per_sequence / (1 << 20):>9.1f} MiB")
+    if not plan.groups:
+        lines.append("  It does not fit: take a smaller model or number format, or a larger device.")
+        return lines
+    lines.append(f"  {'tokens in the KV cache':<34}{plan.num_kv_tokens:>9,}")
+    lines.append("  context length      sequences at once")
+    lines += [f"  {length:>14,}      {plan.sequences(length):>17,}" for length in plan_contexts(plan)]
+    if len(plan.groups) > 1 and not plan.cache.asked_model_len and not plan.sequences(plan.cache.max_model_len):
+        lines.append("  Set model.max_model_len to have room kept for one sequence of that length, where it fits.")
+    return lines

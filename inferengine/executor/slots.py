@@ -1,0 +1,245 @@
+"""Slots: the state of every running sequence, resident on the device and changed in place.
+
+A slot starts with one upload when its sequence is admitted (`SlotInit`); from then on the sampler writes each drawn
+token to `tokens[slot, position]`, so no step needs anything from the host. The host keeps a small mirror of facts that
+decide *which* work a step needs (is anyone sampling, asking for penalties, for log-probabilities?), in numpy, so that a
+batch that uses none of a feature does not pay for it.
+
+Row S, one past the last slot, belongs to nobody: padded rows of CUDA graphs read and write there. All its KV goes to
+the scratch block, one past the last block of each pool.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+
+import numpy as np
+import torch
+
+from inferengine.core.step_plan import BlockUpdates, SlotInit, TokenWrites
+from inferengine.executor.sampling.bad_words import BadWords
+from inferengine.kernels.reference.sampling import (
+    ALLOWED,
+    BAD_WORDS,
+    BIAS,
+    FILTER,
+    LOGPROBS,
+    MIN_TOKENS,
+    PENALTY,
+    RANDOM,
+)
+
+_FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+LEAST_TOP_P = 2.0**-24  # keeps the likeliest token alone, as anything smaller does, and is no 0 in 32 bits
+_INTS = ("num_prompt", "top_k", "min_tokens", "num_logprobs")
+
+
+class Slots:
+    """Device tensors by slot (docs/runtime.md) with the host's mirror. One instance per executor."""
+
+    def __init__(
+        self,
+        *,
+        num_slots: int,
+        max_model_len: int,
+        block_size: int,
+        group_blocks: list[int],
+        vocab_size: int,
+        device: torch.device,
+    ) -> None:
+        rows = num_slots + 1
+        self.num_slots, self.block_size, self.vocab_size, self.device = num_slots, block_size, vocab_size, device
+        self.max_blocks = -(-(max_model_len + 1) // block_size)
+        self.tokens = torch.zeros(rows, max_model_len + 1, dtype=torch.int32, device=device)
+        self.block_tables = [
+            torch.full((rows, self.max_blocks), blocks, dtype=torch.int32, device=device) for blocks in group_blocks
+        ]
+        self.floats = torch.zeros(len(_FLOATS), rows, dtype=torch.float32, device=device)
+        self.ints = torch.zeros(len(_INTS), rows, dtype=torch.int32, device=device)
+        self.seed = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.temperature, self.top_p, self.min_p = self.floats[0], self.floats[1], self.floats[2]
+        self.repetition_penalty, self.presence_penalty = self.floats[3], self.floats[4]
+        self.frequency_penalty = self.floats[5]
+        self.num_prompt, self.top_k, self.min_tokens, self.num_logprobs = self.ints
+        self.bias_ids, self.bias_values = self._table(0), self._table(0, torch.float32)
+        self.stop_ids = self._table(0)
+        self.bad_words = BadWords(rows, device)
+        self.allowed = torch.zeros(
+            rows, 0, dtype=torch.int32, device=device
+        )  # bit t of word t // 32; built on first use
+        self.features = np.zeros(rows, dtype=np.int32)  # host mirror
+        self.host_min_end = np.zeros(rows, dtype=np.int64)  # position from which stop ids may be drawn
+        self.host_logprobs = np.full(rows, -1, dtype=np.int64)  # alternatives asked for
+        self.host_prompt_logprobs = np.full(rows, -1, dtype=np.int64)  # alternatives asked for
+        self.host_prompt_end = np.zeros(rows, dtype=np.int64)  # prompt positions whose next token is the prompt's too
+        self.has_prompt_logprobs = False  # whether any slot's request wants them
+        self.host_top_k = np.zeros(rows, dtype=np.int64)  # 0: not bounded by top_k
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of device memory held by the fixed tensors."""
+        tensors = [self.tokens, *self.block_tables, self.floats, self.ints, self.seed]
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+    def needs(self, slots: np.ndarray, drawn_positions: np.ndarray) -> int:
+        """Feature bits that sampling for these slots needs now. MIN_TOKENS only while some row is below its minimum."""
+        bits = int(np.bitwise_or.reduce(self.features[slots])) if len(slots) else 0
+        if bits & MIN_TOKENS and not (drawn_positions < self.host_min_end[slots]).any():
+            bits &= ~MIN_TOKENS
+        return bits
+
+    def apply_blocks(self, updates: SequenceOf[BlockUpdates]) -> None:
+        """Write block-table entries."""
+        for table, update in zip(self.block_tables, updates, strict=True):
+            if update.slots:
+                packed = self.upload(np.array([update.slots, update.indices, update.block_ids], dtype=np.int32))
+                places = packed[:2].long()
+                table[places[0], places[1]] = packed[2]
+
+    def write_tokens(self, writes: TokenWrites | None) -> None:
+        """Tokens that only the host knows: guesses, and what a grammar forces."""
+        if writes is not None and writes.slots:
+            packed = self.upload(np.array([writes.slots, writes.positions, writes.token_ids], dtype=np.int32))
+            places = packed[:2].long()
+            self.tokens[places[0], places[1]] = packed[2]
+
+    def admit(self, admitted: list[SlotInit]) -> None:
+        """Fill the slots of newly admitted (or resumed) sequences: a handful of copies for all of them together."""
+        if not admitted:
+            return
+        slots = np.array([item.slot for item in admitted], dtype=np.int64)
+        floats = np.empty((len(_FLOATS), len(admitted)), dtype=np.float32)
+        ints = np.empty((len(_INTS), len(admitted)), dtype=np.int32)
+        seeds = np.empty(len(admitted), dtype=np.int64)
+        for column, item in enumerate(admitted):
+            params = item.params
+            temperature = 0.0 if params.is_greedy else params.temperature
+            floats[:, column] = (
+                temperature,
+                max(params.top_p, LEAST_TOP_P),
+                params.min_p,
+                params.repetition_penalty,
+                params.presence_penalty,
+                params.frequency_penalty,
+            )
+            logprobs = -1 if params.logprobs is None else min(params.logprobs, self.vocab_size)
+            ints[:, column] = item.num_prompt, self._top_k(item), self._min_tokens(item), logprobs
+            seeds[column] = _signed64(item.seed)
+            self._mirror(item)
+        self.has_prompt_logprobs = bool(self.host_prompt_end.any())
+        lengths = np.array([len(item.token_ids) for item in admitted], dtype=np.int64)
+        flat = np.concatenate([np.asarray(item.token_ids, dtype=np.int32) for item in admitted])
+        begins = slots * self.tokens.shape[1] - (np.cumsum(lengths) - lengths)
+        places = np.repeat(begins, lengths) + np.arange(len(flat))
+        rows = self.upload(slots)
+        self.tokens.view(-1)[self.upload(places)] = self.upload(flat)
+        self.floats.index_copy_(1, rows, self.upload(floats))
+        self.ints.index_copy_(1, rows, self.upload(ints))
+        self.seed.index_copy_(0, rows, self.upload(seeds))
+        self._admit_lists(admitted, rows)
+
+    # -- inside ------------------------------------------------------------------------------------------------------
+
+    def _mirror(self, item: SlotInit) -> None:
+        params = item.params
+        bits = 0 if params.is_greedy else RANDOM
+        if not params.is_greedy and (params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0):
+            bits |= FILTER
+        if params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0:
+            bits |= PENALTY
+        if params.logit_bias:
+            bits |= BIAS
+        if params.allowed_token_ids:
+            bits |= ALLOWED
+        if params.min_tokens > 0 and item.stop_token_ids:
+            bits |= MIN_TOKENS
+        if params.logprobs is not None:
+            bits |= LOGPROBS
+        if params.bad_words_ids:
+            bits |= BAD_WORDS
+        self.features[item.slot] = bits
+        self.host_min_end[item.slot] = item.num_prompt + self._min_tokens(item)
+        self.host_logprobs[item.slot] = -1 if params.logprobs is None else min(params.logprobs, self.vocab_size)
+        self.host_prompt_logprobs[item.slot] = -1 if params.prompt_logprobs is None else params.prompt_logprobs
+        self.host_prompt_end[item.slot] = 0 if params.prompt_logprobs is None else item.num_prompt - 1
+        self.host_top_k[item.slot] = self._top_k(item)
+
+    def _top_k(self, item: SlotInit) -> int:
+        """A client may ask for any whole number; more than the vocabulary says no more, and does not fit 32 bits."""
+        return min(max(0, item.params.top_k), self.vocab_size)
+
+    def _min_tokens(self, item: SlotInit) -> int:
+        """Likewise: nothing is longer than a row of tokens."""
+        return min(item.params.min_tokens, self.tokens.shape[1])
+
+    def _admit_lists(self, admitted: list[SlotInit], rows: torch.Tensor) -> None:
+        """Sparse per-slot lists, padded with -1 to the widest seen so far (powers of two); nothing if nobody asks."""
+        biases = [item.params.logit_bias for item in admitted]
+        if any(biases):
+            ids, values = _padded([[pair[0] for pair in bias] for bias in biases], -1, np.int32), None
+            values = _padded([[pair[1] for pair in bias] for bias in biases], 0.0, np.float32)
+            self.bias_ids = self._widened(self.bias_ids, ids.shape[1], -1)
+            self.bias_values = self._widened(self.bias_values, ids.shape[1], 0.0)
+            self.bias_ids[rows] = self.upload(_fill_to(ids, self.bias_ids.shape[1], -1))
+            self.bias_values[rows] = self.upload(_fill_to(values, self.bias_values.shape[1], 0.0))
+        elif self.bias_ids.shape[1]:
+            self.bias_ids[rows] = -1
+        stops = [list(item.stop_token_ids) if item.params.min_tokens else [] for item in admitted]
+        if any(stops):
+            ids = _padded(stops, -1, np.int32)
+            self.stop_ids = self._widened(self.stop_ids, ids.shape[1], -1)
+            self.stop_ids[rows] = self.upload(_fill_to(ids, self.stop_ids.shape[1], -1))
+        elif self.stop_ids.shape[1]:
+            self.stop_ids[rows] = -1
+        if any(item.params.allowed_token_ids for item in admitted):
+            if not self.allowed.shape[1]:
+                words = -(-self.vocab_size // 32)
+                self.allowed = torch.full((self.num_slots + 1, words), -1, dtype=torch.int32, device=self.device)
+            self.allowed[rows] = self.upload(np.stack([self._bitmask(item) for item in admitted]))
+        elif self.allowed.shape[1]:
+            self.allowed[rows] = -1
+        self.bad_words.admit(rows, [item.params.bad_words_ids for item in admitted], self.upload)
+
+    def _bitmask(self, item: SlotInit) -> np.ndarray:
+        words = self.allowed.shape[1]
+        if not item.params.allowed_token_ids:
+            return np.full(words, -1, dtype=np.int32)
+        bits = np.zeros(words * 32, dtype=np.uint8)
+        bits[np.array(item.params.allowed_token_ids)] = 1
+        return np.packbits(bits, bitorder="little").view(np.int32)
+
+    def _table(self, width: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        return torch.full((self.num_slots + 1, width), -1, dtype=dtype, device=self.device)
+
+    def _widened(self, table: torch.Tensor, width: int, padding: float) -> torch.Tensor:
+        if width <= table.shape[1]:
+            return table
+        wider = torch.full(
+            (table.shape[0], 1 << (width - 1).bit_length()), padding, dtype=table.dtype, device=self.device
+        )
+        wider[:, : table.shape[1]] = table
+        return wider
+
+    def upload(self, array: np.ndarray) -> torch.Tensor:
+        """To the device, without waiting for what it does."""
+        tensor = torch.from_numpy(array)
+        if self.device.type == "cpu":
+            return tensor
+        return tensor.pin_memory().to(self.device, non_blocking=True)
+
+
+def _signed64(seed: int) -> int:
+    """Seeds are 64 bits whatever their sign; int64 is what torch has."""
+    seed &= 0xFFFFFFFFFFFFFFFF
+    return seed - (1 << 64) if seed >> 63 else seed
+
+
+def _padded(rows: list[list[int]] | list[list[float]], padding: float, dtype: type) -> np.ndarray:
+    table = np.full((len(rows), max(map(len, rows))), padding, dtype=dtype)
+    for index, row in enumerate(rows):
+        table[index, : len(row)] = row
+    return table
+
+
+def _fill_to(table: np.ndarray, width: int, padding: float) -> np.ndarray:
+    return np.pad(table, ((0, 0), (0, width - table.shape[1])), constant_values=padding)

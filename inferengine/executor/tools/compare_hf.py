@@ -1,0 +1,193 @@
+"""Layer by layer, how far this engine's model is from transformers' own: where two implementations part.
+
+Both read the same checkpoint and the same prompt. What is compared is the residual stream that enters the first layer
+and leaves each one, and the logits. An error that begins in one layer names the layer to look at; with
+`model.quantization` set, it is what quantization costs.
+
+Probe: a prompt through a loaded executor's model, for measuring it: logits of every position, and what each layer
+makes of it. Uses the blocks of the cache as if nobody else did; for tools, never beside requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from inferengine.config import Config
+from inferengine.core.step_plan import BlockUpdates, SlotInit, StepPlan
+from inferengine.errors import ConfigError
+from inferengine.executor.batch import columns_of, make_batch
+from inferengine.executor.factory import build_executor
+from inferengine.executor.memory.kv_cache import sample_tokens
+from inferengine.executor.torch_executor import TorchExecutor
+from inferengine.kernels.batch import Batch
+from inferengine.sampling_params import SamplingParams
+
+
+class Probe:
+    """One prompt at a time, in chunks of the executor's token budget."""
+
+    def __init__(self, executor: TorchExecutor) -> None:
+        self._executor = executor
+        config = executor.config
+        self._groups = [(executor.kv.layers[config.windows.index(window)], window) for window in config.group_windows]
+
+    @torch.inference_mode()
+    def logits(self, token_ids: Sequence[int]) -> torch.Tensor:
+        """[T, V] in fp32. Raises ConfigError when the cache is too small for the prompt."""
+        executor = self._executor
+        blocks = -(-len(token_ids) // executor.capacity.block_size)
+        if blocks > min(group.num_blocks for group in executor.capacity.groups):
+            raise ConfigError("cache.num_blocks", f"a prompt of {len(token_ids)} tokens needs {blocks}")
+        budget = executor.capacity.max_num_batched_tokens
+        parts = []
+        for start in range(0, len(token_ids), budget):
+            batch = self._batch(token_ids, start, min(budget, len(token_ids) - start), first=start == 0)
+            parts.append(executor.model.logits(executor.model(batch)).float())
+        return torch.cat(parts)
+
+    def _batch(self, token_ids: Sequence[int], start: int, count: int, *, first: bool) -> Batch:
+        executor = self._executor
+        slot, slots = executor.slots.num_slots, executor.slots
+        if first:
+            blocks = list(range(-(-len(token_ids) // executor.capacity.block_size)))
+            slots.admit([SlotInit(slot, token_ids, len(token_ids), SamplingParams(temperature=0.0), 0, ())])
+            slots.apply_blocks([BlockUpdates([slot] * len(blocks), blocks, blocks) for _ in self._groups])
+        plan = StepPlan(
+            step=0,
+            slots=[slot],
+            starts=[start],
+            counts=[count],
+            samples=[False],
+            num_decodes=0,
+            num_tokens=count,
+            admitted=[],
+            block_updates=[],
+        )
+        batch = make_batch(plan, columns_of(plan), slots, executor.device)
+        batch.plans = [
+            executor.ops.prepare_attention(batch, group, kv, window) for group, (kv, window) in enumerate(self._groups)
+        ]
+        return batch
+
+    def close(self) -> None:
+        """Hand the scratch slot's block table back to the scratch block."""
+        for table, group in zip(self._executor.slots.block_tables, self._executor.capacity.groups, strict=True):
+            table[self._executor.slots.num_slots] = group.num_blocks
+
+
+DEFAULT_TOKENS = 64
+# Largest relative error that rounding explains, by the number format that is computed with.
+TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 8e-2}
+
+
+class Difference(NamedTuple):
+    """Of one place: the largest absolute error, and the error's norm over the norm of what transformers has."""
+
+    place: str
+    max_abs: float
+    relative: float
+
+
+class Comparison(NamedTuple):
+    rows: list[Difference]
+    tolerance: float
+    same_tokens: float  # share of positions whose most likely token is the same
+
+    @property
+    def parted(self) -> str | None:
+        """The first place whose relative error is above the tolerance, None where there is none."""
+        return next((row.place for row in self.rows if not row.relative <= self.tolerance), None)
+
+
+def compare(config: Config, num_tokens: int = DEFAULT_TOKENS) -> Comparison:
+    """Run both over the same random tokens. Raises ConfigError when transformers is not installed."""
+    executor = build_executor(config)
+    capacity = executor.load(lambda phase, share: None)
+    token_ids = sample_tokens(capacity.vocab_size, min(num_tokens, capacity.max_model_len - 1))
+    ours = _of_ours(executor, token_ids)
+    theirs = _of_transformers(executor.settings.folder, executor.dtype, executor.device, token_ids)
+    executor.close()
+    rows = [_difference(place, ours[place], theirs[place]) for place in theirs]
+    same = (ours["logits"].argmax(-1) == theirs["logits"].argmax(-1)).float().mean()
+    return Comparison(rows, TOLERANCE[executor.dtype], float(same))
+
+
+def table(comparison: Comparison) -> list[str]:
+    """The comparison for people."""
+    lines = [f"{'place':<14}{'max abs error':>15}{'relative error':>16}"]
+    for row in comparison.rows:
+        mark = "" if row.relative <= comparison.tolerance else "  above the tolerance"
+        lines.append(f"{row.place:<14}{row.max_abs:>15.3e}{row.relative:>16.3e}{mark}")
+    lines.append(f"same most likely token at {comparison.same_tokens:.1%} of positions")
+    tolerance = f"tolerance {comparison.tolerance:g}"
+    parted = comparison.parted
+    lines.append(f"the two agree ({tolerance})" if parted is None else f"the two part at {parted} ({tolerance})")
+    return lines
+
+
+def _of_ours(executor: Any, token_ids: Sequence[int]) -> dict[str, torch.Tensor]:
+    found: dict[str, list[torch.Tensor]] = {}
+
+    def keep(place: str, tensor: torch.Tensor) -> None:
+        found.setdefault(place, []).append(tensor.detach().float().clone())
+
+    probe = Probe(executor)
+    handles = _watch(executor.model.layers, keep)
+    try:
+        logits = probe.logits(token_ids)
+    finally:
+        for handle in handles:
+            handle.remove()
+        probe.close()
+    return {place: torch.cat(parts) for place, parts in found.items()} | {"logits": logits}
+
+
+def _of_transformers(
+    folder: Path, dtype: torch.dtype, device: torch.device, token_ids: Sequence[int]
+) -> dict[str, torch.Tensor]:
+    try:
+        import transformers
+    except ImportError:
+        raise ConfigError("--compare", "transformers is not installed: pip install transformers") from None
+    transformers.utils.logging.disable_progress_bar()
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=dtype, local_files_only=True, use_safetensors=True, attn_implementation="eager"
+    )
+    model = model.to(device).eval()
+    inner = model.get_decoder() if hasattr(model, "get_decoder") else model.base_model
+    layers = inner.layers if hasattr(inner, "layers") else inner.h
+    found: dict[str, torch.Tensor] = {}
+    handles = _watch(layers, lambda place, tensor: found.update({place: tensor.detach().float()[0].clone()}))
+    try:
+        with torch.inference_mode():
+            found["logits"] = model(torch.tensor([list(token_ids)], device=device), use_cache=False).logits[0].float()
+    finally:
+        for handle in handles:
+            handle.remove()
+    return found
+
+
+def _watch(layers: nn.ModuleList, keep: Any) -> list[Any]:
+    """Call keep(place, tensor) with what enters the first layer and leaves each one."""
+
+    def entering(module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        keep("embedding", inputs[0])
+
+    def leaving(index: int) -> Any:
+        def hook(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+            keep(f"layer {index}", output[0] if isinstance(output, tuple) else output)
+
+        return hook
+
+    handles = [layers[0].register_forward_pre_hook(entering)]
+    return handles + [layer.register_forward_hook(leaving(index)) for index, layer in enumerate(layers)]
+
+
+def _difference(place: str, ours: torch.Tensor, theirs: torch.Tensor) -> Difference:
+    error = (ours - theirs).abs()
+    return Difference(place, float(error.max()), float(error.norm() / theirs.norm().clamp(min=1e-30)))

@@ -1,0 +1,31 @@
+"""Whether a checkpoint would load: its config.json understood, every tensor in its place, without memory for any."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from inferengine.kernels.ops import REFERENCE
+from inferengine.models import registry
+from inferengine.models.hf_config import read_json
+from inferengine.models.weights import check_weights
+from inferengine.quantization.apply import quantize
+from inferengine.quantization.checkpoints import layout_of
+
+
+def dry_run(folder: Path, quantization: str = "none") -> int:
+    """Go through the files as loading would. `quantization` is the configuration's. Returns the number of parameters
+    that the model would have. Raises ConfigError, naming what does not fit. Of what a quantized checkpoint stores in
+    place of a weight only the names are looked at: the shapes are checked where it is packed."""
+    config, family = registry.read_model_config(folder)
+    weight_map = family.weight_map(config)
+    values = read_json(folder / "config.json")
+    with torch.device("meta"):
+        model = family.build(REFERENCE, config)
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    if layout_of(values) is not None:  # weights that are made small at load are stored as they are
+        cpu = torch.device("cpu")
+        quantize(model, REFERENCE, values, weight_map.targets, scheme=quantization, device=cpu)
+    check_weights(model, weight_map, folder)
+    return num_parameters

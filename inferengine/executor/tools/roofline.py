@@ -1,0 +1,94 @@
+"""What a loaded model asks of its device, for core/stats.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from inferengine.core.stats import AttentionGroup, ModelWork, Roofline
+from inferengine.executor.memory import plan as memory_plan
+from inferengine.executor.settings import ExecutorSettings
+from inferengine.executor.tools.device_peaks import device_peaks
+from inferengine.layers.decoder_config import DecoderConfig
+from inferengine.layers.linear import Linear
+from inferengine.quantization.checkpoints import layout_of
+from inferengine.quantization.schemes import EIGHT_BIT_PRODUCTS
+
+
+def roofline_of(
+    settings: ExecutorSettings,
+    config: DecoderConfig,
+    model: nn.Module,
+    values: dict[str, object],
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+) -> Roofline | None:
+    """The roofline of a loaded model; None where its device's peaks are unknown. Some 50 ms. `values` are
+    config.json's."""
+    weight_bytes = memory_plan.weight_bytes(config, values, dtype, settings.quantization)
+    found = device_peaks(
+        settings.device,
+        dtype,
+        weight_bytes=weight_bytes,
+        gb_per_s=settings.peak_gb_per_s,
+        tflops=settings.peak_tflops,
+    )
+    if found is None:
+        return None
+    peaks, faster = found
+    layout = layout_of(values)
+    scheme = settings.quantization if layout is None else layout.scheme
+    linears = [module for module in model.modules() if isinstance(module, Linear)]
+    halves = [module for module in linears if is_half(module)] if scheme == "none" else []
+    work = model_work(
+        config,
+        weight_bytes=weight_bytes - sum(map(num_weights, halves)) * (dtype.itemsize - 2),
+        num_layer_weights=sum(map(num_weights, linears)),
+        item_bytes=dtype.itemsize,
+        head_item_bytes=2 if is_half(model.head) else dtype.itemsize,
+        kv_item_bytes=kv_dtype.itemsize,
+        product_speed=faster if scheme in EIGHT_BIT_PRODUCTS else 1.0,
+    )
+    return Roofline(work, peaks)
+
+
+def num_weights(linear: Linear) -> int:
+    return linear.in_features * sum(linear.parts)
+
+
+def is_half(module: Any) -> bool:
+    """Whether a CPU keeps the weight of an fp32 layer in half precision: see kernels/reference/ops.py's pack_linear."""
+    return isinstance(module.packed, torch.ScriptObject)
+
+
+def model_work(
+    config: DecoderConfig,
+    *,
+    weight_bytes: int,
+    num_layer_weights: int,
+    item_bytes: int,
+    head_item_bytes: int,
+    kv_item_bytes: int,
+    product_speed: float = 1.0,
+) -> ModelWork:
+    """`weight_bytes` of all parameters, an input embedding among them, of which a step reads a few rows. A product of
+    quantized layers runs `product_speed` times as fast as the peak says, so its operations count for so much less."""
+    head_weights = config.vocab_size * config.hidden_size
+    tables = head_weights if config.tied_embeddings else 2 * head_weights
+    groups = range(len(config.group_windows))
+    return ModelWork(
+        layer_bytes=float(weight_bytes - tables * item_bytes),
+        head_bytes=float(head_weights * head_item_bytes),
+        operations_per_token=2.0 * num_layer_weights / product_speed,
+        operations_per_draw=2.0 * head_weights,
+        groups=tuple(
+            AttentionGroup(
+                config.kv_bytes_per_token(group, kv_item_bytes),
+                4.0 * config.layers_of(group) * config.num_heads * config.head_dim,
+                config.group_windows[group],
+            )
+            for group in groups
+        ),
+    )

@@ -1,0 +1,491 @@
+"""Paged decode attention: one query token per row, the heads of a KV head packed, the context split when rows are few.
+
+One program per (row, KV head, split). Splits of a row write partial results; the last one to arrive combines them in
+split order (flash-decoding: Dao et al., 2023, with the reduction fused by an arrival counter), so that the launch is
+one kernel with a grid that depends on the padded batch alone: row lengths are read on the device, which is what CUDA
+graphs need. `decode_attention_qkv` also splits the packed qkv, norms, rotates and writes the new token's K and V, which
+spares a decode layer one kernel; the new token enters the softmax from registers.
+
+What a program of decode attention does: read a tile, turn its queries, attend, add up the splits' parts.
+
+With few rows a program lives for one tile, and its time is the sum of the waits of one warp. Therefore tensors that
+meet have one shape, heads by elements, even where the rows are equal: of other shapes the compiler would carry each
+through shared memory to meet the next.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from inferengine.kernels.cuda.activation import tanh
+from inferengine.kernels.cuda.pdl import allow_next, launch_options, supports_pdl, wait_for_previous
+from inferengine.kernels.cuda.split_k import NUM_FLOATS, Scratch
+from inferengine.kernels.cuda.tuning import DecodeTuning, decode_tuning
+
+
+@triton.jit
+def load_tile(
+    head_ptr,
+    table_row,
+    start,
+    tile_end,
+    kv_block_stride,
+    kv_value_stride,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+):
+    """Keys and values [BLOCK_T, BLOCK_DIM] of positions from `start` on, zeros from `tile_end` on."""
+    t = start + tl.arange(0, BLOCK_T)
+    d = tl.arange(0, BLOCK_DIM)[None, :]
+    visible = t < tile_end
+    if BLOCK_T <= BLOCK_SIZE:
+        block = tl.load(table_row + start // BLOCK_SIZE).to(tl.int64)
+        tile = head_ptr + block * kv_block_stride + (start % BLOCK_SIZE + tl.arange(0, BLOCK_T)) * HEAD_DIM
+    else:
+        blocks = tl.load(table_row + t // BLOCK_SIZE, mask=visible, other=0).to(tl.int64)
+        tile = head_ptr + blocks * kv_block_stride + (t % BLOCK_SIZE) * HEAD_DIM
+    load_mask = visible[:, None] & (d < HEAD_DIM)
+    k = tl.load(tile[:, None] + d, mask=load_mask, other=0.0)
+    v = tl.load(tile[:, None] + kv_value_stride + d, mask=load_mask, other=0.0)
+    return k, v
+
+
+@triton.jit
+def both_asked_for(k, v):
+    """The same tensors, of which neither is used before both are on their way: else the compiler moves keys to shared
+    memory, behind a barrier, before it asks for values. No instruction, and for devices only."""
+    PACK: tl.constexpr = 32 // k.dtype.primitive_bitwidth
+    return tl.inline_asm_elementwise(
+        "// $0 $1", "=r,=r,0,1", [k, v], dtype=(k.dtype, v.dtype), is_pure=False, pack=PACK
+    )
+
+
+@triton.jit
+def rotation_factors(norm_ptr, cos_sin_row, g, d, mask, HEAD_DIM: tl.constexpr, NORM: tl.constexpr, ROPE: tl.constexpr):
+    """What elements d of heads g are multiplied by, and what their partners: the norm's gain, the angle's cosine and
+    sine. Nothing of it comes from the kernel before."""
+    HALF: tl.constexpr = HEAD_DIM // 2
+    direct = tl.where(mask, 1.0, 0.0)
+    crossed = tl.zeros_like(direct)
+    if ROPE:
+        angle = cos_sin_row + g * 0 + tl.where(d < HALF, d, d - HALF)
+        direct = tl.load(angle, mask=mask, other=0.0).to(tl.float32)
+        crossed = tl.load(angle + HALF, mask=mask, other=0.0).to(tl.float32)
+        crossed = tl.where(d < HALF, -crossed, crossed)
+    if NORM:
+        gain = norm_ptr + g * 0
+        direct *= tl.load(gain + d, mask=mask, other=0.0).to(tl.float32)
+        if ROPE:
+            crossed *= tl.load(gain + tl.where(d < HALF, d + HALF, d - HALF), mask=mask, other=0.0).to(tl.float32)
+    return direct, crossed
+
+
+@triton.jit
+def rotated(x, partner, direct, crossed, eps, HEAD_DIM: tl.constexpr, NORM: tl.constexpr, ROPE: tl.constexpr):
+    """Heads x [heads, BLOCK_DIM] and their elements' rotation partners -> float32, normed and rotated."""
+    x = x.to(tl.float32)
+    turned = x * direct
+    if ROPE:
+        turned += partner.to(tl.float32) * crossed
+    if NORM:
+        turned *= tl.rsqrt(tl.sum(x * x, axis=1) / HEAD_DIM + eps)[:, None]
+    return turned
+
+
+@triton.jit
+def attend_tile(
+    acc,
+    total,
+    peak,
+    q,
+    k,
+    v,
+    start,
+    tile_end,
+    begin,
+    scale,
+    softcap,
+    BLOCK_T: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+):
+    """One step of the online softmax over a tile; some key so far must be visible. `peak` is in units of log 2."""
+    LOG2E: tl.constexpr = 1.4426950408889634
+    t = start + tl.arange(0, BLOCK_T)
+    visible = t < tile_end
+    if WINDOW:
+        visible = visible & (t >= begin)
+    score = tl.dot(q, tl.trans(k.to(q.dtype)), out_dtype=tl.float32, input_precision="ieee") * scale
+    if SOFTCAP:
+        score = softcap * tanh(score / softcap)
+    score = tl.where(visible[None, :], score * LOG2E, float("-inf"))
+    new_peak = tl.maximum(peak, tl.max(score, axis=1))
+    weight = tl.exp2(score - new_peak[:, None])
+    shrink = tl.exp2(peak - new_peak)
+    total = total * shrink + tl.sum(weight, axis=1)
+    acc = tl.dot(weight.to(q.dtype), v.to(q.dtype), acc * shrink[:, None], input_precision="ieee")
+    return acc, total, new_peak
+
+
+@triton.jit
+def combined_splits(
+    partial_ptr,
+    logsumexp_ptr,
+    first_head,
+    active,
+    g,
+    d,
+    GROUP: tl.constexpr,
+    BLOCK_GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
+    """The parts of splits 0 to `active` - 1 [split, GROUP, HEAD_DIM] from `first_head` on, in this order -> the heads'
+    results [BLOCK_GROUP, BLOCK_DIM]. Other programs wrote them: read past L1."""
+    STEP: tl.constexpr = 8 if SPLITS > 4 else 4 if SPLITS > 2 else 2
+    best = tl.full([BLOCK_GROUP], float("-inf"), tl.float32)
+    norm = tl.zeros([BLOCK_GROUP], tl.float32)
+    result = tl.zeros([BLOCK_GROUP, BLOCK_DIM], tl.float32)
+    for first in range(0, active, STEP):
+        split = first + tl.arange(0, STEP)[None, :]
+        head = first_head + split * GROUP + g
+        mask = (split < active) & (g < GROUP)
+        logsumexp = tl.load(logsumexp_ptr + head, mask=mask, other=float("-inf"), cache_modifier=".cg")
+        part = tl.load(
+            partial_ptr + head[:, :, None] * HEAD_DIM + d[:, None, :],
+            mask=mask[:, :, None] & (d < HEAD_DIM)[:, None, :],
+            other=0.0,
+            cache_modifier=".cg",
+        )
+        new_best = tl.maximum(tl.maximum(best, tl.max(logsumexp, axis=1)), -1.0e30)
+        weight = tl.exp2(logsumexp - new_best[:, None])
+        shrink = tl.exp2(best - new_best)
+        norm = norm * shrink + tl.sum(weight, axis=1)
+        result = result * shrink[:, None] + tl.sum(part * weight[:, :, None], axis=1)
+        best = new_best
+    return result / tl.maximum(norm, 1.0e-30)[:, None]
+
+
+MAX_SPLITS = 64
+
+
+def decode_attention(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    row_slot: torch.Tensor,
+    row_len: torch.Tensor,
+    block_table: torch.Tensor,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    scratch: Scratch,
+    *,
+    out: torch.Tensor | None = None,
+    kv_scales: tuple[float, float] = (1.0, 1.0),
+    num_splits: int | None = None,
+    tuning: DecodeTuning | None = None,
+) -> torch.Tensor:
+    """q [B, H, D] -> [B, H*D]. Row b attends to positions [0, row_len[b]) of slot row_slot[b] (the last `window`).
+
+    `kv` [num_blocks, 2, K, block_size, D], `block_table` [S, max_blocks] int32. A row of length 0 (padding of a graph)
+    gives zeros. `num_splits` fixed by the caller makes a row's result independent of B (deterministic mode).
+    """
+    num_rows, num_heads, head_dim = q.shape
+    out = q.new_empty(num_rows, num_heads * head_dim) if out is None else out
+    _launch(
+        q, None, None, None, 0.0, None, kv, row_slot, row_len, block_table, num_heads, scale, window, softcap,
+        scratch, out, kv_scales, num_splits, tuning,
+    )  # fmt: skip
+    return out
+
+
+def decode_attention_qkv(
+    qkv: torch.Tensor,
+    q_norm: torch.Tensor | None,
+    k_norm: torch.Tensor | None,
+    eps: float,
+    cos_sin: torch.Tensor | None,
+    kv: torch.Tensor,
+    row_slot: torch.Tensor,
+    row_len: torch.Tensor,
+    block_table: torch.Tensor,
+    num_heads: int,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    scratch: Scratch,
+    *,
+    out: torch.Tensor | None = None,
+    kv_scales: tuple[float, float] = (1.0, 1.0),
+    num_splits: int | None = None,
+    tuning: DecodeTuning | None = None,
+) -> torch.Tensor:
+    """`qkv_rope_write` and `decode_attention` in one kernel: qkv [B, (H+2K)*D] -> [B, H*D].
+
+    The new token of row b has position row_len[b] - 1; its K and V are written through the block table.
+    """
+    num_rows, head_dim = qkv.shape[0], kv.shape[-1]
+    out = qkv.new_empty(num_rows, num_heads * head_dim) if out is None else out
+    _launch(
+        qkv, q_norm, k_norm, cos_sin, eps, qkv, kv, row_slot, row_len, block_table, num_heads, scale, window, softcap,
+        scratch, out, kv_scales, num_splits, tuning,
+    )  # fmt: skip
+    return out
+
+
+def row_classes(num_heads: int, num_kv_heads: int, head_dim: int, max_rows: int) -> list[int]:
+    """For each kernel that steps of 1 to `max_rows` decode rows launch, the fewest rows that launch it."""
+    first: dict[tuple[DecodeTuning, int], int] = {}
+    for rows in range(1, max_rows + 1):
+        tuned = decode_tuning(rows, num_kv_heads, head_dim)
+        splits = _fitting_splits(tuned.num_splits, rows * num_heads * (head_dim + 1), NUM_FLOATS)
+        first.setdefault((tuned, splits), rows)
+    return list(first.values())
+
+
+def _fitting_splits(wanted: int, floats: int, room: int) -> int:
+    """Programs that share a row, each of which leaves `floats` behind: a power of two where fewer fit than wanted,
+    because each number is a kernel of its own."""
+    fitting = max(1, room // floats)
+    return wanted if wanted <= fitting else 1 << (fitting.bit_length() - 1)
+
+
+def _launch(
+    q: torch.Tensor,
+    q_norm: torch.Tensor | None,
+    k_norm: torch.Tensor | None,
+    cos_sin: torch.Tensor | None,
+    eps: float,
+    qkv: torch.Tensor | None,
+    kv: torch.Tensor,
+    row_slot: torch.Tensor,
+    row_len: torch.Tensor,
+    block_table: torch.Tensor,
+    num_heads: int,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    scratch: Scratch,
+    out: torch.Tensor,
+    kv_scales: tuple[float, float],
+    num_splits: int | None,
+    tuning: DecodeTuning | None,
+) -> None:
+    num_rows, num_kv_heads, block_size, head_dim = q.shape[0], kv.shape[2], kv.shape[3], kv.shape[4]
+    if num_rows == 0:
+        return
+    group = num_heads // num_kv_heads
+    tuned = tuning or decode_tuning(num_rows, num_kv_heads, head_dim)
+    wanted = min(num_splits or tuned.num_splits, MAX_SPLITS)
+    splits = _fitting_splits(wanted, num_rows * num_heads * (head_dim + 1), scratch.partial.numel())
+    if num_rows * num_kv_heads > scratch.arrived.numel():
+        splits = 1
+    options: dict[str, Any] = launch_options(supports_pdl(q.device))
+    _decode_kernel[(num_kv_heads, splits, num_rows)](
+        q,
+        q if q_norm is None else q_norm,
+        q if k_norm is None else k_norm,
+        q if cos_sin is None else cos_sin,
+        kv,
+        row_slot,
+        row_len,
+        block_table,
+        out,
+        scratch.partial,
+        scratch.partial[num_rows * splits * num_heads * head_dim :],
+        scratch.arrived,
+        q.stride(0),
+        block_table.stride(0),
+        kv.stride(0),
+        kv.stride(1),
+        kv.stride(2),
+        eps,
+        scale * kv_scales[0],
+        kv_scales[1],
+        1.0 / kv_scales[0],
+        softcap or 0.0,
+        window or 0,
+        NUM_KV_HEADS=num_kv_heads,
+        GROUP=group,
+        BLOCK_GROUP=triton.next_power_of_2(group),
+        HEAD_DIM=head_dim,
+        BLOCK_DIM=max(16, triton.next_power_of_2(head_dim)),
+        BLOCK_SIZE=block_size,
+        BLOCK_T=tuned.block_tokens,
+        SPLITS=splits,
+        MIN_TILES=tuned.min_tiles,
+        PACKED=qkv is not None,
+        QK_NORM=q_norm is not None,
+        ROPE=cos_sin is not None,
+        WINDOW=window is not None,
+        SOFTCAP=softcap is not None,
+        num_warps=tuned.num_warps,
+        num_stages=tuned.num_stages,
+        **options,
+    )
+
+
+@triton.jit
+def _decode_kernel(
+    q_ptr,
+    q_norm_ptr,
+    k_norm_ptr,
+    cos_sin_ptr,
+    kv_ptr,
+    row_slot_ptr,
+    row_len_ptr,
+    table_ptr,
+    out_ptr,
+    partial_ptr,
+    logsumexp_ptr,
+    arrived_ptr,
+    q_stride,
+    table_stride,
+    kv_block_stride,
+    kv_value_stride,
+    kv_head_stride,
+    eps,
+    scale,
+    v_scale,
+    inverse_k_scale,
+    softcap,
+    window,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    SPLITS: tl.constexpr,
+    MIN_TILES: tl.constexpr,
+    PACKED: tl.constexpr,
+    QK_NORM: tl.constexpr,
+    ROPE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    LOG2E: tl.constexpr = 1.4426950408889634
+    NUM_HEADS: tl.constexpr = NUM_KV_HEADS * GROUP
+    allow_next(PDL)
+    kv_head = tl.program_id(0)
+    split = tl.program_id(1)
+    row = tl.program_id(2)
+    length = tl.load(row_len_ptr + row)
+    slot = tl.load(row_slot_ptr + row, volatile=True).to(tl.int64)  # volatile: asked for with the length, not after it
+    g = tl.arange(0, BLOCK_GROUP)[:, None]
+    d = tl.arange(0, BLOCK_DIM)[None, :]
+    mask = (g < GROUP) & (d < HEAD_DIM)
+    out_at = out_ptr + (row.to(tl.int64) * NUM_HEADS + kv_head * GROUP + g) * HEAD_DIM + d
+
+    # Which part of the context this program reads. Whole tiles, the same whatever the number of rows.
+    end = length - 1 if PACKED else length
+    begin = tl.maximum(length - window, 0) if WINDOW else 0
+    first_tile = begin // BLOCK_T
+    num_tiles = tl.maximum(tl.cdiv(end, BLOCK_T) - first_tile, 0)
+    wanted = tl.minimum(tl.maximum(tl.cdiv(num_tiles, MIN_TILES), 1), SPLITS)
+    tiles_per_split = tl.maximum(tl.cdiv(num_tiles, wanted), 1)  # as equal as they get
+    active = tl.maximum(tl.cdiv(num_tiles, tiles_per_split), 1)
+    if split >= active:
+        return  # split 0 of the row waits for the previous kernel
+    if length <= 0:
+        wait_for_previous(PDL)
+        tl.store(out_at, tl.zeros([BLOCK_GROUP, BLOCK_DIM], tl.float32).to(out_ptr.dtype.element_ty), mask=mask)
+        return
+    tile_begin = (first_tile + split * tiles_per_split) * BLOCK_T
+    tile_end = tl.minimum(tile_begin + tiles_per_split * BLOCK_T, end)
+    table_row = table_ptr + slot * table_stride
+    head_ptr = kv_ptr + kv_head.to(tl.int64) * kv_head_stride
+    row_ptr = q_ptr + row.to(tl.int64) * q_stride
+    q_at = row_ptr + (kv_head * GROUP + g) * HEAD_DIM
+
+    if PACKED:
+        # Of the kernel before come the query and the newest key and value, so all else is read before the wait, and
+        # what comes is asked for at once. The newest pair is the last split's; the others' loads of it are masked out.
+        k, v = load_tile(
+            head_ptr, table_row, tile_begin, tile_end, kv_block_stride, kv_value_stride, HEAD_DIM, BLOCK_DIM,
+            BLOCK_SIZE, BLOCK_T,
+        )  # fmt: skip
+        if PDL:
+            k, v = both_asked_for(k, v)
+        position = (length - 1).to(tl.int64)
+        block = tl.load(table_row + position // BLOCK_SIZE).to(tl.int64)
+        new_at = head_ptr + block * kv_block_stride + (position % BLOCK_SIZE) * HEAD_DIM + g * 0 + d
+        cos_sin_row = cos_sin_ptr + position * HEAD_DIM
+        q_direct, q_crossed = rotation_factors(q_norm_ptr, cos_sin_row, g, d, mask, HEAD_DIM, QK_NORM, ROPE)
+        k_direct, k_crossed = rotation_factors(k_norm_ptr, cos_sin_row, g, d, mask, HEAD_DIM, QK_NORM, ROPE)
+        partner = tl.where(d < HEAD_DIM // 2, d + HEAD_DIM // 2, d - HEAD_DIM // 2)
+        k_at = row_ptr + (NUM_HEADS + kv_head + g * 0) * HEAD_DIM
+        is_last = split == active - 1
+        new_mask = mask & (split + g * 0 == active - 1)
+        wait_for_previous(PDL)
+        q = tl.load(q_at + d, mask=mask, other=0.0)
+        k_new = tl.load(k_at + d, mask=new_mask, other=0.0)
+        v_new = tl.load(k_at + NUM_KV_HEADS * HEAD_DIM + d, mask=new_mask, other=0.0)
+        q_partner, k_partner = q, k_new
+        if ROPE:
+            q_partner = tl.load(q_at + partner, mask=mask, other=0.0)
+            k_partner = tl.load(k_at + partner, mask=new_mask, other=0.0)
+        q = rotated(q, q_partner, q_direct, q_crossed, eps, HEAD_DIM, QK_NORM, ROPE).to(q_ptr.dtype.element_ty)
+        k_new = rotated(k_new, k_partner, k_direct, k_crossed, eps, HEAD_DIM, QK_NORM, ROPE)
+        k_new = (k_new * inverse_k_scale).to(kv_ptr.dtype.element_ty)
+        v_new = (v_new.to(tl.float32) / v_scale).to(kv_ptr.dtype.element_ty)
+        tl.store(new_at, k_new, mask=new_mask & (g < 1))
+        tl.store(new_at + kv_value_stride, v_new, mask=new_mask & (g < 1))
+        score = tl.sum(q.to(tl.float32) * k_new.to(tl.float32), axis=1) * scale
+        if SOFTCAP:
+            score = softcap * tanh(score / softcap)
+        peak = tl.where(is_last, score * LOG2E, float("-inf"))
+        total = tl.where(is_last, 1.0, 0.0) + tl.zeros([BLOCK_GROUP], tl.float32)
+        acc = v_new.to(tl.float32)
+        acc, total, peak = attend_tile(
+            acc, total, peak, q, k, v, tile_begin, tile_end, begin, scale, softcap, BLOCK_T, WINDOW, SOFTCAP
+        )
+        tile_begin += BLOCK_T
+    else:
+        wait_for_previous(PDL)
+        q = tl.load(q_at + d, mask=mask, other=0.0)
+        peak = tl.full([BLOCK_GROUP], float("-inf"), tl.float32)
+        total = tl.zeros([BLOCK_GROUP], tl.float32)
+        acc = tl.zeros([BLOCK_GROUP, BLOCK_DIM], tl.float32)
+    for start in range(tile_begin, tile_end, BLOCK_T):
+        k, v = load_tile(
+            head_ptr, table_row, start, tile_end, kv_block_stride, kv_value_stride, HEAD_DIM, BLOCK_DIM,
+            BLOCK_SIZE, BLOCK_T,
+        )  # fmt: skip
+        acc, total, peak = attend_tile(
+            acc, total, peak, q, k, v, start, tile_end, begin, scale, softcap, BLOCK_T, WINDOW, SOFTCAP
+        )
+
+    acc = acc * v_scale / total[:, None]
+    if SPLITS == 1:
+        tl.store(out_at, acc.to(out_ptr.dtype.element_ty), mask=mask)
+        return
+    if active == 1:
+        tl.store(out_at, acc.to(out_ptr.dtype.element_ty), mask=mask)
+        return
+
+    # Partial results, [row, kv head, split, group, dim]; the last program of (row, kv head) to arrive combines them.
+    unit = (row * NUM_KV_HEADS + kv_head).to(tl.int64)
+    first_head = unit * SPLITS * GROUP
+    tl.store(partial_ptr + (first_head + split * GROUP + g) * HEAD_DIM + d, acc, mask=mask)
+    g1 = tl.arange(0, BLOCK_GROUP)
+    tl.store(logsumexp_ptr + first_head + split * GROUP + g1, peak + tl.log2(total), mask=g1 < GROUP)
+    tl.debug_barrier()
+    before = tl.atomic_add(arrived_ptr + unit, 1, sem="acq_rel", scope="gpu")
+    if before != active - 1:
+        return
+    tl.debug_barrier()
+    tl.store(arrived_ptr + unit, 0)
+    result = combined_splits(
+        partial_ptr, logsumexp_ptr, first_head, active, g, d, GROUP, BLOCK_GROUP, HEAD_DIM, BLOCK_DIM, SPLITS
+    )
+    tl.store(out_at, result.to(out_ptr.dtype.element_ty), mask=mask)

@@ -1,0 +1,444 @@
+"""Sampling on the device: no sort, no host sync, every launch fixed by [N, V] and the features that some row uses.
+
+The vocabulary of a row is cut in parts, so that one row uses many multiprocessors. Rows without a filter are drawn in
+one pass (`_draw_kernel`: every part's best of score + Gumbel noise) and a reduction. Top-k and top-p are thresholds:
+1. `_draw_kernel` leaves every part's largest score and its sum of exponentials;
+2. `_census_kernel` counts the tokens above LEVELS thresholds spread below the row's maximum, the upper half of them
+   first, and weighs them where no top-k needs only the count;
+3. `_gather_kernel` copies the tokens above the highest threshold that holds all that the filters keep;
+4. `_finish_kernel` narrows the threshold among these until nothing lies between its bounds, then draws.
+A distribution so flat that more than CANDIDATES tokens remain is narrowed over the whole vocabulary: slower, as exact.
+
+Tokens further than REACH below the best are left out: at fp32 noise they cannot win. The definition of every step is
+kernels/reference/sampling.py.
+
+Draws without filters: the best of score + Gumbel noise over a part of a row, with noise only where it can matter.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from inferengine.kernels.cuda.pdl import allow_next, launch_options, supports_pdl, wait_for_previous
+from inferengine.kernels.cuda.sampling.filters import (
+    exact_sum,
+    keep_threshold,
+    rough_scores,
+    scaled_scores,
+    weigh,
+)
+from inferengine.kernels.cuda.sampling.logits import process
+from inferengine.kernels.cuda.sampling.philox import gumbel_of, noise_at, noise_tile, philox
+from inferengine.kernels.reference.sampling import FILTER, PROCESSED, RANDOM
+
+
+@triton.jit
+def race(row, begin, end, VOCAB: tl.constexpr, temperature, seed, position, BLOCK: tl.constexpr, FAST: tl.constexpr):
+    """(best score + noise, its id) of tokens [begin, end) of a row.
+
+    Noise is -log(-log(1 - w)), at most -log(w), so only a token with w < exp(score - best) can win. That is an
+    exponential and a comparison a token, the two logarithms are taken for tiles in which some token passes: the first,
+    and then as seldom as a running maximum changes. The allowance covers the rounding of the test.
+    """
+    QUARTER: tl.constexpr = BLOCK // 4  # Philox gives words for four tokens at a time
+    best = float("-inf")
+    best_id = 0
+    log2_e: tl.constexpr = 1.4426950408889634
+    slope = log2_e / temperature
+    four = tl.arange(0, QUARTER)
+    for start in range(begin, end, BLOCK):
+        token = start + 4 * four[:, None] + tl.arange(0, 4)[None, :]
+        score = tl.load(row + token, mask=token < VOCAB, other=float("-inf")).to(tl.float32)
+        even, odd = tl.split(tl.reshape(score, [QUARTER, 2, 2]))
+        s0, s2 = tl.split(even)
+        s1, s3 = tl.split(odd)
+        w0, w1, w2, w3 = philox(seed, position, start // 4 + four)
+        known = tl.minimum(tl.maximum(best, -1.0e37), 1.0e37)
+        offset = 0.01 + 1.0e-5 * tl.abs(known) - known * log2_e
+        passes = may_win(s0, w0, slope, offset) | may_win(s1, w1, slope, offset)
+        passes |= may_win(s2, w2, slope, offset) | may_win(s3, w3, slope, offset)
+        if tl.max(passes.to(tl.int32), axis=0) > 0:
+            v0, v1 = noisy(s0, w0, temperature, FAST), noisy(s1, w1, temperature, FAST)
+            v2, v3 = noisy(s2, w2, temperature, FAST), noisy(s3, w3, temperature, FAST)
+            top = tl.max(tl.maximum(tl.maximum(v0, v1), tl.maximum(v2, v3)), axis=0)
+            first = tl.where(v2 == top, 2, tl.where(v3 == top, 3, 4))
+            first = tl.where(v0 == top, 0, tl.where(v1 == top, 1, first))
+            top_id = tl.min(tl.where(first < 4, start + 4 * four + first, 2147483647), axis=0)
+            if top > best:
+                best = top
+                best_id = top_id
+    return best, best_id
+
+
+@triton.jit
+def may_win(score, word, slope, offset):
+    """False only for tokens whose noise cannot lift them above the best so far. NaN passes: the minimum is a number."""
+    low = ((word >> 9) | 0x3F800000).to(tl.float32, bitcast=True) - 1.0  # w or a little less
+    return low < tl.exp2(tl.minimum(score * slope + offset, 1.0))
+
+
+@triton.jit
+def noisy(score, word, temperature, FAST: tl.constexpr):
+    score = tl.div_rn(score, tl.zeros_like(score) + temperature)
+    return tl.where(score == score, score, float("inf")) + gumbel_of(word, FAST)
+
+
+CANDIDATES = 4096  # tokens that a row's last step keeps at hand
+BLOCK = 1024  # tokens per tile of a pass
+TARGET_PROGRAMS = 1056  # programs of a pass over all rows: eight a multiprocessor of the largest devices
+MOST_PARTS = 64  # a power of two
+TARGET_ROWS = 64  # rows that deterministic mode cuts the vocabulary for
+LEVELS = tl.constexpr(16)
+REACH = tl.constexpr(32.0)
+# Compiled once for any number of rows, parts and any place of the columns in their buffer: a new combination must not
+# meet the compiler while somebody waits.
+VARIABLE = {
+    "do_not_specialize": ["num_rows", "part_tiles", "num_parts"],
+    "do_not_specialize_on_alignment": ["rows_ptr", "positions_ptr"],
+}
+
+
+def sample(
+    logits: torch.Tensor,
+    slots: Any,
+    rows: torch.Tensor,
+    positions: torch.Tensor,
+    needs: int,
+    *,
+    deterministic: bool = False,
+) -> torch.Tensor:
+    """logits [N, V] of the slots `rows` [N] -> drawn ids [N] int32, also written to slots.tokens[row, position].
+
+    `positions` [N] are those of the tokens drawn; `needs` are the feature bits that some row uses. A row without a
+    finite winner, or with a NaN, gives -1, or -2 where every score is -inf (and 0 in slots.tokens).
+    `deterministic`: the vocabulary is cut the same way for any number of rows, so that a row's sums have the same bits.
+    """
+    num_rows, vocab_size = logits.shape
+    ids = torch.empty(num_rows, dtype=torch.int32, device=logits.device)
+    if num_rows == 0:
+        return ids
+    options = launch_options(supports_pdl(logits.device))
+    scores = logits
+    if needs & PROCESSED:  # processed scores are drawn from by one set of kernels, whatever their rows use
+        scores = process(logits, slots, rows, positions, needs, options)
+        needs |= RANDOM | FILTER
+    part_tiles, num_parts = _parts(TARGET_ROWS if deterministic else num_rows, vocab_size)
+    parts = (part_tiles, num_parts)
+    filtered = bool(needs & FILTER)
+    fast = logits.device.type == "cuda"
+    best = torch.empty(4, num_rows, num_parts, dtype=torch.float32, device=logits.device)
+    shape: dict[str, Any] = {"VOCAB": vocab_size, "BLOCK": BLOCK, **options}
+    state = (slots.temperature, slots.top_k, slots.top_p, slots.min_p)
+    _draw_kernel[(num_rows, num_parts)](
+        scores, scores.stride(0), rows, positions, *state, slots.seed, best, num_rows, *parts,
+        IS_RANDOM=bool(needs & RANDOM), FILTERED=filtered, FAST=fast, num_warps=4, **shape,
+    )  # fmt: skip
+    census = kept_ids = kept_scores = best
+    if filtered:
+        census = torch.empty(2, num_rows, num_parts, LEVELS.value, dtype=torch.float32, device=logits.device)
+        kept_scores = torch.empty(num_rows, CANDIDATES, dtype=torch.float32, device=logits.device)
+        kept_ids = torch.empty(num_rows, CANDIDATES, dtype=torch.int32, device=logits.device)
+        _census_kernel[(num_rows, num_parts)](
+            scores, scores.stride(0), rows, *state, best, census, num_rows, *parts, MOST_PARTS=MOST_PARTS,
+            num_warps=4, **shape,
+        )  # fmt: skip
+        _gather_kernel[(num_rows, num_parts)](
+            scores, scores.stride(0), rows, *state, best, census, kept_scores, kept_ids, num_rows, *parts,
+            MOST_PARTS=MOST_PARTS, CAPACITY=CANDIDATES, num_warps=4, **shape,
+        )  # fmt: skip
+    _finish_kernel[(num_rows,)](
+        scores if filtered else best, scores.stride(0), rows, positions, *state, slots.seed, best, census,
+        kept_scores, kept_ids, slots.tokens, slots.tokens.stride(0), ids, num_rows, num_parts,
+        MOST_PARTS=MOST_PARTS, CAPACITY=CANDIDATES, FILTERED=filtered, FAST=fast, num_warps=8 if filtered else 1,
+        **shape,
+    )  # fmt: skip
+    return ids
+
+
+def _parts(num_rows: int, vocab_size: int) -> tuple[int, int]:
+    """(tiles of BLOCK tokens per part, parts): as many parts as fill the device."""
+    tiles = triton.cdiv(vocab_size, BLOCK)
+    parts = max(1, min(MOST_PARTS, TARGET_PROGRAMS // num_rows, tiles))
+    part_tiles = triton.cdiv(tiles, parts)
+    return part_tiles, triton.cdiv(tiles, part_tiles)
+
+
+@triton.jit
+def has_filter(temperature, top_k, top_p, min_p):
+    return (temperature > 0) & ((top_k > 0) | (top_p < 1.0) | (min_p > 0.0))
+
+
+@triton.jit(**VARIABLE)
+def _draw_kernel(
+    scores_ptr, scores_stride, rows_ptr, positions_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seed_ptr,
+    best_ptr, num_rows, part_tiles, num_parts, VOCAB: tl.constexpr, BLOCK: tl.constexpr, IS_RANDOM: tl.constexpr,
+    FILTERED: tl.constexpr, FAST: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Of one part of a row: the best score with its id; for rows with a filter the sum of exponentials in its place."""
+    allow_next(PDL)
+    wait_for_previous(PDL)
+    n = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    slot = tl.load(rows_ptr + n).to(tl.int64)
+    position = tl.load(positions_ptr + n)
+    temperature = 0.0
+    if IS_RANDOM:
+        temperature = tl.load(temperature_ptr + slot)
+    seed = tl.load(seed_ptr + slot)
+    filtered = False
+    if FILTERED:
+        filtered = has_filter(
+            temperature, tl.load(top_k_ptr + slot), tl.load(top_p_ptr + slot), tl.load(min_p_ptr + slot)
+        )
+    row = scores_ptr + n * scores_stride
+    begin = part * part_tiles * BLOCK
+    end = tl.minimum(begin + part_tiles * BLOCK, VOCAB)
+    at = n * num_parts + part
+    plane = num_rows * num_parts
+    if IS_RANDOM:
+        if (temperature > 0) & (not filtered):
+            top, top_id = race(row, begin, end, VOCAB, temperature, seed, position, BLOCK, FAST)
+            tl.store(best_ptr + at, top)
+            tl.store((best_ptr + plane + at).to(tl.pointer_type(tl.int32)), top_id)
+            return
+    if FILTERED:
+        if filtered:
+            top, mass = weigh(row, begin, end, VOCAB, temperature, BLOCK)
+            tl.store(best_ptr + at, top)
+            tl.store(best_ptr + 2 * plane + at, mass)
+            return
+    best = tl.full([BLOCK], float("-inf"), tl.float32)
+    best_id = tl.zeros([BLOCK], tl.int32)
+    for start in range(begin, end, BLOCK):
+        token = start + tl.arange(0, BLOCK)
+        score = scaled_scores(row, token, VOCAB, 0.0)
+        better = score > best
+        best = tl.where(better, score, best)
+        best_id = tl.where(better, token, best_id)
+    top = tl.max(best, axis=0)
+    top_id = tl.min(tl.where(best == top, best_id, 2147483647), axis=0)
+    tl.store(best_ptr + at, top)
+    tl.store((best_ptr + plane + at).to(tl.pointer_type(tl.int32)), top_id)
+
+
+@triton.jit
+def row_peak(best_ptr, n, plane, num_parts, MOST_PARTS: tl.constexpr):
+    """A row's largest score and the sum of exp(score - it), the same bits in every thread."""
+    p = tl.arange(0, MOST_PARTS)
+    tops = tl.load(best_ptr + n * num_parts + p, mask=p < num_parts, other=float("-inf"))
+    masses = tl.load(best_ptr + 2 * plane + n * num_parts + p, mask=p < num_parts, other=0.0)
+    peak = tl.max(tops, axis=0)
+    shift = tl.where(tl.abs(peak) == float("inf"), 0.0, peak)
+    return peak, exact_sum(masses * tl.exp(tl.minimum(tops - shift, 0.0)), 0)
+
+
+@triton.jit
+def level_of(peak, level):
+    """Threshold `level` in [0, LEVELS): close together near the peak, REACH below it at the end."""
+    fraction = (level + 1).to(tl.float32) / LEVELS
+    return peak - REACH * fraction * fraction
+
+
+@triton.jit(**VARIABLE)
+def _census_kernel(
+    scores_ptr, scores_stride, rows_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, best_ptr, census_ptr,
+    num_rows, part_tiles, num_parts, VOCAB: tl.constexpr, BLOCK: tl.constexpr, MOST_PARTS: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """Tokens of a part at or above each level: how many, and their sum of exp(score - peak)."""
+    allow_next(PDL)
+    wait_for_previous(PDL)
+    n = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    slot = tl.load(rows_ptr + n).to(tl.int64)
+    temperature = tl.load(temperature_ptr + slot)
+    if not has_filter(temperature, tl.load(top_k_ptr + slot), tl.load(top_p_ptr + slot), tl.load(min_p_ptr + slot)):
+        return
+    plane = num_rows * num_parts
+    peak, total = row_peak(best_ptr, n, plane, num_parts, MOST_PARTS)
+    if tl.abs(peak) == float("inf"):
+        return  # the row fails
+    row = scores_ptr + n * scores_stride
+    begin = part * part_tiles * BLOCK
+    end = tl.minimum(begin + part_tiles * BLOCK, VOCAB)
+    at = census_ptr + (n * num_parts + part) * LEVELS
+    HALF: tl.constexpr = LEVELS // 2
+    level = tl.arange(0, HALF)
+    top_k, top_p, min_p = tl.load(top_k_ptr + slot), tl.load(top_p_ptr + slot), tl.load(min_p_ptr + slot)
+    # deep levels do not matter where the upper ones hold enough, though it be in this part alone
+    if top_k > 0:
+        counts, _unused = census(row, begin, end, VOCAB, temperature, peak, 0, HALF, False, BLOCK)
+        deep_counts = tl.zeros([HALF], tl.float32) + top_k
+        if tl.max(counts, axis=0) < top_k:
+            deep_counts, _unused = census(row, begin, end, VOCAB, temperature, peak, HALF, HALF, False, BLOCK)
+        tl.store(at + level, counts)
+        tl.store(at + HALF + level, deep_counts)
+        return
+    counts, masses = census(row, begin, end, VOCAB, temperature, peak, 0, HALF, True, BLOCK)
+    deep_counts = tl.zeros([HALF], tl.float32)
+    deep_masses = deep_counts + 2.0 * total
+    enough = tl.max(masses, axis=0) >= 1.001 * top_p * total
+    if top_p >= 1.0:
+        enough = tl.exp(-REACH * 0.25) < min_p
+    if not enough:
+        deep_counts, deep_masses = census(row, begin, end, VOCAB, temperature, peak, HALF, HALF, True, BLOCK)
+    tl.store(at + level, counts)
+    tl.store(at + HALF + level, deep_counts)
+    tl.store(at + plane * LEVELS + level, masses)
+    tl.store(at + plane * LEVELS + HALF + level, deep_masses)
+
+
+@triton.jit
+def census(
+    row, begin, end, VOCAB: tl.constexpr, temperature, peak, first_level, COUNT: tl.constexpr, WEIGHED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Of COUNT levels: tokens of a part at or above them, and (else 0) their sum of exp(score - peak)."""
+    threshold = level_of(peak, tl.arange(0, COUNT) + first_level)
+    slope = 1.0 / temperature
+    RUN: tl.constexpr = 128 // row.dtype.element_ty.primitive_bitwidth  # neighbours that one thread loads and sums
+    counts = tl.zeros([COUNT, BLOCK // RUN], tl.float32)
+    masses = tl.zeros([COUNT, BLOCK // RUN], tl.float32)
+    for start in range(begin, end, BLOCK):
+        score = rough_scores(row, start + tl.arange(0, BLOCK), VOCAB, slope)
+        runs = tl.reshape(score, [1, BLOCK // RUN, RUN])
+        above = runs >= threshold[:, None, None]
+        counts += tl.sum(above.to(tl.float32), axis=2)
+        if WEIGHED:
+            masses += tl.sum(tl.where(above, tl.exp(runs - peak), 0.0), axis=2)
+    return tl.sum(counts, axis=1), exact_sum(masses, 1)
+
+
+@triton.jit
+def choose_level(census_ptr, n, plane, top_k, top_p, min_p, peak, total, num_parts, MOST_PARTS: tl.constexpr):
+    """(threshold, how many tokens are at or above it, level) of the highest level that holds all that is kept; level
+    LEVELS if none does."""
+    p = tl.arange(0, MOST_PARTS)[:, None]
+    level = tl.arange(0, LEVELS)
+    at = census_ptr + (n * num_parts + p) * LEVELS + level[None, :]
+    counts = tl.sum(tl.load(at, mask=p < num_parts, other=0.0), axis=0)
+    threshold = level_of(peak, level)
+    if top_k > 0:
+        holds = counts >= top_k.to(tl.float32)
+    elif top_p < 1.0:  # a row with top-k has counts alone
+        masses = exact_sum(tl.load(at + plane * LEVELS, mask=p < num_parts, other=0.0), 0)
+        holds = masses >= top_p * total * 1.00001  # a little more, for sums in another order
+    else:
+        holds = threshold <= peak + tl.log(min_p)
+    chosen = tl.min(tl.where(holds, level, LEVELS), axis=0)
+    chosen_count = tl.sum(tl.where(level == chosen, counts, 0.0), axis=0)
+    chosen_threshold = tl.sum(tl.where(level == chosen, threshold, 0.0), axis=0)
+    return chosen_threshold, chosen_count.to(tl.int32), chosen
+
+
+@triton.jit(**VARIABLE)
+def _gather_kernel(
+    scores_ptr, scores_stride, rows_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, best_ptr, census_ptr,
+    kept_scores_ptr, kept_ids_ptr, num_rows, part_tiles, num_parts, VOCAB: tl.constexpr, BLOCK: tl.constexpr,
+    MOST_PARTS: tl.constexpr, CAPACITY: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Copy the tokens of a part that are at or above the row's level, in order of their ids, if all fit."""
+    allow_next(PDL)
+    wait_for_previous(PDL)
+    n = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    slot = tl.load(rows_ptr + n).to(tl.int64)
+    temperature = tl.load(temperature_ptr + slot)
+    top_k, top_p, min_p = tl.load(top_k_ptr + slot), tl.load(top_p_ptr + slot), tl.load(min_p_ptr + slot)
+    if not has_filter(temperature, top_k, top_p, min_p):
+        return
+    plane = num_rows * num_parts
+    peak, total = row_peak(best_ptr, n, plane, num_parts, MOST_PARTS)
+    if tl.abs(peak) == float("inf"):
+        return
+    threshold, count, level = choose_level(
+        census_ptr, n, plane, top_k, top_p, min_p, peak, total, num_parts, MOST_PARTS
+    )
+    if (level >= LEVELS) | (count > CAPACITY):
+        return
+    p = tl.arange(0, MOST_PARTS)
+    before = tl.load(census_ptr + (n * num_parts + p) * LEVELS + level, mask=p < part, other=0.0)
+    place = tl.sum(before, axis=0).to(tl.int32)
+    row = scores_ptr + n * scores_stride
+    begin = part * part_tiles * BLOCK
+    end = tl.minimum(begin + part_tiles * BLOCK, VOCAB)
+    slope = 1.0 / temperature
+    for start in range(begin, end, BLOCK):
+        token = start + tl.arange(0, BLOCK)
+        above = rough_scores(row, token, VOCAB, slope) >= threshold
+        taken = above.to(tl.int32)
+        count_here = tl.sum(taken, axis=0)
+        if count_here > 0:
+            at = n * CAPACITY + place + tl.cumsum(taken, axis=0) - 1
+            tl.store(kept_scores_ptr + at, scaled_scores(row, token, VOCAB, temperature), mask=above)
+            tl.store(kept_ids_ptr + at, token, mask=above)
+            place += count_here
+
+
+@triton.jit(**VARIABLE)
+def _finish_kernel(
+    scores_ptr, scores_stride, rows_ptr, positions_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seed_ptr,
+    best_ptr, census_ptr, kept_scores_ptr, kept_ids_ptr, tokens_ptr, tokens_stride, ids_ptr, num_rows, num_parts,
+    VOCAB: tl.constexpr, BLOCK: tl.constexpr, MOST_PARTS: tl.constexpr, CAPACITY: tl.constexpr,
+    FILTERED: tl.constexpr, FAST: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """The winner of a row: from the parts' winners, or among the tokens that its filters keep."""
+    allow_next(PDL)
+    wait_for_previous(PDL)
+    n = tl.program_id(0).to(tl.int64)
+    slot = tl.load(rows_ptr + n).to(tl.int64)
+    position = tl.load(positions_ptr + n)
+    plane = num_rows * num_parts
+    p = tl.arange(0, MOST_PARTS)
+    tops = tl.load(best_ptr + n * num_parts + p, mask=p < num_parts, other=float("-inf"))
+    top_ids = tl.load(
+        (best_ptr + plane + n * num_parts + p).to(tl.pointer_type(tl.int32)), mask=p < num_parts, other=2147483647
+    )
+    winner = tl.max(tops, axis=0)
+    token = tl.min(tl.where(tops == winner, top_ids, 2147483647), axis=0)
+    if FILTERED:
+        temperature = tl.load(temperature_ptr + slot)
+        top_k, top_p, min_p = tl.load(top_k_ptr + slot), tl.load(top_p_ptr + slot), tl.load(min_p_ptr + slot)
+        finite = (winner > float("-inf")) & (winner < float("inf"))
+        if has_filter(temperature, top_k, top_p, min_p) & finite:
+            seed = tl.load(seed_ptr + slot)
+            peak, total = row_peak(best_ptr, n, plane, num_parts, MOST_PARTS)
+            low, count, level = choose_level(
+                census_ptr, n, plane, top_k, top_p, min_p, peak, total, num_parts, MOST_PARTS
+            )
+            best = tl.full([BLOCK], float("-inf"), tl.float32)
+            best_id = tl.full([BLOCK], 2147483647, tl.int32)
+            if (level < LEVELS) & (count <= CAPACITY):
+                kept = kept_scores_ptr + n * CAPACITY
+                low -= 1.0e-6 * (tl.abs(low) + tl.abs(peak))  # the level was held against rough scores
+                threshold = keep_threshold(kept, count, 0.0, low, top_k, top_p, min_p, peak, total, BLOCK)
+                for start in range(0, count, BLOCK):
+                    i = start + tl.arange(0, BLOCK)
+                    score = scaled_scores(kept, i, count, 0.0)
+                    ids = tl.load(kept_ids_ptr + n * CAPACITY + i, mask=i < count, other=0)
+                    drawn = tl.where(score >= threshold, score + noise_at(seed, position, ids, FAST), float("-inf"))
+                    better = drawn > best
+                    best = tl.where(better, drawn, best)
+                    best_id = tl.where(better, ids, best_id)
+            else:
+                row = scores_ptr + n * scores_stride
+                if level >= LEVELS:
+                    low = peak - REACH
+                threshold = keep_threshold(row, VOCAB, temperature, low, top_k, top_p, min_p, peak, total, BLOCK)
+                for start in range(0, VOCAB, BLOCK):
+                    ids = start + tl.arange(0, BLOCK)
+                    score = scaled_scores(row, ids, VOCAB, temperature)
+                    noise = noise_tile(seed, position, start, BLOCK, FAST)
+                    drawn = tl.where(score >= threshold, score + noise, float("-inf"))
+                    better = drawn > best
+                    best = tl.where(better, drawn, best)
+                    best_id = tl.where(better, ids, best_id)
+            winner = tl.max(best, axis=0)
+            token = tl.min(tl.where(best == winner, best_id, 2147483647), axis=0)
+    good = (winner > float("-inf")) & (winner < float("inf"))
+    tl.store(ids_ptr + n, tl.where(good, token, tl.where(winner == float("-inf"), -2, -1)))
+    tl.store(tokens_ptr + slot * tokens_stride + position, tl.where(good, token, 0))

@@ -1,0 +1,51 @@
+"""Where programs that each hold a part of a tile's sum meet: the last to arrive adds the parts up, in their order.
+
+Memory that split reductions meet in.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def leave_part(part, parts_at, arrived_at, split, SIZE: tl.constexpr, SPLITS: tl.constexpr):
+    """Put part number `split` of SPLITS where the tile's parts lie, SIZE floats apart. True for the program that is the
+    last to arrive: it leaves the counter at zero."""
+    tl.store(parts_at + split * SIZE, part)
+    tl.debug_barrier()
+    before = tl.atomic_add(arrived_at, 1, sem="acq_rel", scope="gpu")
+    last = before == SPLITS - 1
+    if last:
+        tl.debug_barrier()
+        tl.store(arrived_at, 0)
+    return last
+
+
+@triton.jit
+def sum_of_parts(parts_at, SIZE: tl.constexpr, SPLITS: tl.constexpr):
+    """All parts of a tile, added in order whoever came last."""
+    total = tl.load(parts_at, cache_modifier=".cg")
+    for split in tl.static_range(1, SPLITS):
+        total += tl.load(parts_at + split * SIZE, cache_modifier=".cg")
+    return total
+
+
+NUM_FLOATS = 8 << 20
+
+
+class Scratch:
+    """Partial sums and arrival counters of split reductions. Allocated once: graphs keep the addresses, and every
+    launch leaves the counters at zero. Kernels of one stream may share it: each waits for the one before it to be
+    complete."""
+
+    def __init__(self, device: torch.device, *, num_floats: int = NUM_FLOATS, num_counters: int = 1 << 16) -> None:
+        self.partial = torch.empty(num_floats, dtype=torch.float32, device=device)
+        self.arrived = torch.zeros(num_counters, dtype=torch.int32, device=device)
+
+    def splits(self, wanted: int, tiles: int, tile_floats: int) -> int:
+        """Programs that may share each tile: as many as wanted, one where their parts would not find room."""
+        room = wanted * tiles * tile_floats <= self.partial.numel() and tiles <= self.arrived.numel()
+        return wanted if room else 1

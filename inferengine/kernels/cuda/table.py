@@ -1,0 +1,248 @@
+"""The ops table of CUDA devices: which kernel takes which shape. Everything here may be captured in a CUDA graph.
+
+Fast mode picks by the shape whatever was measured fastest, cuBLAS included. Deterministic mode picks by the model's
+shapes alone, never by the number of rows: one attention kernel for prompts and decodes, one matrix product whose inner
+dimension is always summed in the same order.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from inferengine.kernels.cuda import activation, norm
+from inferengine.kernels.cuda import rope_kv_write as rope_cache
+from inferengine.kernels.cuda.attention.decode import decode_attention, decode_attention_qkv
+from inferengine.kernels.cuda.attention.prefill import prefill_attention
+from inferengine.kernels.cuda.gemm.dense_small_m import gemv, tiled
+from inferengine.kernels.cuda.gemm.dense_tma import can_be_wide, wide, wide_parts
+from inferengine.kernels.cuda.sampling import logits as sampling_masks
+from inferengine.kernels.cuda.sampling import logprobs
+from inferengine.kernels.cuda.sampling import sample as sampling
+from inferengine.kernels.cuda.split_k import Scratch
+from inferengine.kernels.cuda.tuning import (
+    GemvTuning,
+    TileTuning,
+    WideTuning,
+    deterministic_tuning,
+    linear_tuning,
+    parts_tuning,
+    wide_tuning,
+)
+
+ACTIVATIONS = {"silu": activation.SILU, "gelu_tanh": activation.GELU_TANH}
+
+
+class CudaKernels:
+    """The kernels bound to one device's scratch memory. One instance for each model on a stream."""
+
+    def __init__(self, device: torch.device, *, deterministic: bool = False) -> None:
+        self.scratch = Scratch(device)
+        self.deterministic = deterministic
+
+    # -- matrix products ---------------------------------------------------------------------------------------------
+
+    def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """x [T, in] @ weight[out, in].T + bias."""
+        tuned = self._tuning(x, weight, gated=False)
+        if tuned is None:
+            return functional.linear(x, weight, bias)
+        if isinstance(tuned, GemvTuning):
+            return gemv(x, weight, tuned, bias=bias)
+        return self._tile(x, weight, tuned, bias=bias)
+
+    def norm_linear(
+        self,
+        x: torch.Tensor,
+        gain: torch.Tensor,
+        eps: float,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """linear(rms_norm(x)); one kernel for a single row."""
+        tuned = self._tuning(x, weight, gated=False)
+        if isinstance(tuned, GemvTuning):
+            return gemv(x, weight, tuned, bias=bias, gain=gain, eps=eps)
+        return self.linear(norm.rms_norm(x, gain, eps), weight, bias)
+
+    def linear_add(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor
+    ) -> torch.Tensor:
+        """residual += linear(x), in place, summed before it is rounded."""
+        tuned = self._tuning(x, weight, gated=False)
+        if isinstance(tuned, GemvTuning):
+            return gemv(x, weight, tuned, bias=bias, residual=residual)
+        if tuned is not None:
+            return self._tile(x, weight, tuned, bias=bias, residual=residual)
+        if bias is not None:
+            return residual.add_(functional.linear(x, weight, bias))
+        return torch.addmm(residual, x, weight.t(), out=residual)
+
+    def linear_add_norm(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        residual: torch.Tensor,
+        gain: torch.Tensor,
+        eps: float,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """`linear_add`, and rms_norm of the sum where a kernel that adds up the product's parts does it on the way."""
+        num_rows, (width, columns) = x.shape[0], weight.shape
+        tuned = parts_tuning(num_rows, width, columns)
+        exact = self.deterministic or x.dtype == torch.float32 or bias is not None
+        if tuned is None or exact or not can_be_wide(x, weight, tuned, gated=False):
+            return self.linear_add(x, weight, bias, residual), None
+        normed, residual = norm.add_parts_rms_norm(wide_parts(x, weight, tuned, self.scratch), residual, gain, eps)
+        return residual, normed
+
+    def norm_gated_linear(
+        self,
+        x: torch.Tensor,
+        gain: torch.Tensor | None,
+        eps: float,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        activation: str = "silu",
+    ) -> torch.Tensor:
+        """act(gate) * up of rms_norm(x), of x itself without a gain; weight [2I, E], the gate's rows first."""
+        act = ACTIVATIONS[activation]
+        tuned = self._tuning(x, weight, gated=True)
+        if isinstance(tuned, GemvTuning):
+            return gemv(x, weight, tuned, bias=bias, gain=gain, eps=eps, gated=act)
+        normed = x if gain is None else norm.rms_norm(x, gain, eps)
+        if tuned is not None:
+            return self._tile(normed, weight, tuned, bias=bias, gated=act)
+        return self._activate(act, self.linear(normed, weight, bias))
+
+    def _activate(self, act: int, x: torch.Tensor) -> torch.Tensor:
+        return activation.silu_and_mul(x) if act == activation.SILU else activation.gelu_tanh_and_mul(x)
+
+    def _tile(
+        self, x: torch.Tensor, weight: torch.Tensor, tuned: TileTuning | WideTuning, **surroundings: Any
+    ) -> torch.Tensor:
+        product = wide if isinstance(tuned, WideTuning) else tiled
+        return product(x, weight, tuned, self.scratch, **surroundings)
+
+    def _tuning(
+        self, x: torch.Tensor, weight: torch.Tensor, *, gated: bool
+    ) -> GemvTuning | TileTuning | WideTuning | None:
+        width, columns = weight.shape
+        if self.deterministic:
+            tuned = deterministic_tuning(x.shape[0], width, columns, gated)
+            return tuned if x.element_size() == 2 else tuned._replace(num_stages=2)  # fp32 tiles take twice the room
+        if x.dtype == torch.float32:
+            return None
+        large = wide_tuning(x.shape[0], width, columns, gated)
+        if large is not None and can_be_wide(x, weight, large, gated=gated):
+            return large
+        return linear_tuning(x.shape[0], width, columns, gated)
+
+    # -- attention ---------------------------------------------------------------------------------------------------
+
+    def prepare_attention(self, batch: Any, group: int, kv: torch.Tensor, window: int | None) -> None:
+        """Nothing to prepare: the kernels read the step's columns on the device."""
+
+    def attention(
+        self,
+        q: torch.Tensor,
+        kv: torch.Tensor,
+        batch: Any,
+        group: int,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        kv_scales: tuple[float, float] = (1.0, 1.0),
+    ) -> torch.Tensor:
+        """q [T, H, D] over the paged keys of each token's row -> [T, H * D]."""
+        num_tokens, num_heads, head_dim = q.shape
+        table = batch.block_tables[group]
+        out = q.new_empty(num_tokens, num_heads * head_dim)
+        decodes = 0 if self.deterministic else batch.num_decodes
+        if decodes:
+            decode_attention(
+                q[:decodes], kv, batch.row_slot[:decodes], batch.row_len, table, scale, window, softcap, self.scratch,
+                out=out[:decodes], kv_scales=kv_scales,
+            )  # fmt: skip
+        if decodes < num_tokens:
+            prefill_attention(
+                q, kv, batch.row_slot, batch.row_start, batch.query_start, table, scale, window, softcap,
+                first_row=decodes, num_tokens=num_tokens - decodes, out=out,
+                kv_scales=kv_scales, deterministic=self.deterministic, scratch=self.scratch,
+            )  # fmt: skip
+        return out
+
+    def attention_qkv(
+        self,
+        qkv: torch.Tensor,
+        q_norm: torch.Tensor | None,
+        k_norm: torch.Tensor | None,
+        eps: float,
+        cos_sin: torch.Tensor | None,
+        kv: torch.Tensor,
+        batch: Any,
+        group: int,
+        num_heads: int,
+        num_kv_heads: int,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        kv_scales: tuple[float, float] = (1.0, 1.0),
+    ) -> torch.Tensor:
+        """Packed qkv -> [T, H * D] with K and V in the cache; one kernel when every row is a decode."""
+        rows = batch.num_tokens
+        if rows == batch.num_decodes and not self.deterministic:
+            return decode_attention_qkv(
+                qkv, q_norm, k_norm, eps, cos_sin, kv, batch.row_slot, batch.row_len, batch.block_tables[group],
+                num_heads, scale, window, softcap, self.scratch, kv_scales=kv_scales,
+            )  # fmt: skip
+        q = rope_cache.qkv_rope_write(
+            qkv,
+            q_norm,
+            k_norm,
+            eps,
+            cos_sin,
+            batch.positions,
+            batch.slot_mapping[group],
+            kv,
+            num_heads,
+            num_kv_heads,
+            kv_scales,
+        )
+        return self.attention(q, kv, batch, group, scale, window, softcap, kv_scales)
+
+
+def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
+    return functional.layer_norm(x, (x.shape[-1],), weight, bias, eps)
+
+
+def pack_linear(weight: torch.Tensor) -> torch.Tensor:
+    """The kernels read the plain layout."""
+    return weight
+
+
+def table(device: torch.device, *, deterministic: bool = False) -> dict[str, Any]:
+    """The fields of an Ops table for `device`."""
+    kernels = CudaKernels(device, deterministic=deterministic)
+    return {
+        "name": "triton",
+        "rms_norm": norm.rms_norm,
+        "add_rms_norm": norm.add_rms_norm,
+        "layer_norm": layer_norm,
+        "silu_and_mul": activation.silu_and_mul,
+        "gelu_tanh_and_mul": activation.gelu_tanh_and_mul,
+        "linear": kernels.linear,
+        "pack_linear": pack_linear,
+        "norm_linear": kernels.norm_linear,
+        "linear_add": kernels.linear_add,
+        "linear_add_norm": kernels.linear_add_norm,
+        "norm_gated_linear": kernels.norm_gated_linear,
+        "prepare_attention": kernels.prepare_attention,
+        "attention_qkv": kernels.attention_qkv,
+        "apply_masks": sampling_masks.apply_masks,
+        "sample": partial(sampling.sample, deterministic=deterministic),
+        "token_logprobs": logprobs.token_logprobs,
+    }

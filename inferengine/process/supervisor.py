@@ -1,0 +1,314 @@
+"""Keeps a few child processes running: starts, restarts with backoff, drains, aborts. What `inferengine up` runs on.
+
+To stop, all children are told at once, as the systemd units do it: front ends accept nobody any more and let their
+streams end, the engine refuses new requests of others and finishes what runs, and one deadline holds for all.
+
+One thread, one selector: it wakes for output, notifications, signals and timers and sleeps otherwise. It imports
+neither torch nor zmq, so it starts in a blink and cannot be what fails.
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+import signal
+import socket
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+from inferengine.errors import ExitCode
+from inferengine.process.child import Child, ChildSpec
+from inferengine.process.system import missed_s
+
+FAST_FAILURE_S = 10.0  # a run shorter than this counts towards giving up
+MAX_FAST_FAILURES = 5
+FIRST_DELAY_S = 0.5
+LONGEST_DELAY_S = 10.0
+DRAIN_GRACE_S = 10.0  # on top of engine.drain_timeout_s, before SIGKILL: time for the last words
+ABORT_S = 3.0
+RETRY_S = 0.2  # while output waits for its reader
+STALLS_FORGOTTEN_S = 120.0  # a run this long forgives the stalls before it
+STALLS = (ExitCode.STALLED, ExitCode.FROZEN)
+FINAL_CODES = {  # another try would end the same way
+    ExitCode.USAGE: "the configuration or the command line is wrong",
+    ExitCode.MODEL: "the model cannot be loaded",
+    ExitCode.MEMORY: "the model does not fit into memory",
+    ExitCode.ADDRESS: "a socket cannot be bound",
+}
+
+
+class View(Protocol):
+    """Where the supervisor tells what happens."""
+
+    def line(self, name: str, text: str) -> None: ...
+    def status(self, name: str, text: str) -> None: ...
+    def notice(self, text: str) -> None: ...
+    def retry(self) -> bool: ...  # write what waits; whether something still does
+
+
+class Verdict(NamedTuple):
+    """What follows an exit: another try after `delay_s`, or, where that is None, the end with `code`."""
+
+    delay_s: float | None
+    code: int
+    reason: str
+
+
+class RestartPolicy:
+    """Decides for one child whether to try again: soon after a long run, ever later after short ones. After a stall, of
+    which its clients wait for the end, at once; only stalls that repeat wait. A model that did fit once is tried until
+    it fits again: another program has the memory for a time."""
+
+    def __init__(self) -> None:
+        self.has_served = False  # it has been ready
+        self.fast_failures = 0
+        self.stalls = 0
+
+    def after_exit(self, code: int, lifetime_s: float) -> Verdict:
+        """`code` is the exit code, 128 + number for a signal."""
+        if code == ExitCode.MEMORY and self.has_served:
+            return Verdict(LONGEST_DELAY_S, code, "")
+        if code in FINAL_CODES:
+            return Verdict(None, code, FINAL_CODES[code])
+        self.fast_failures = self.fast_failures + 1 if lifetime_s < FAST_FAILURE_S else 0
+        if self.fast_failures >= MAX_FAST_FAILURES:
+            return Verdict(None, code, f"it failed {self.fast_failures} times in a row within {FAST_FAILURE_S:g} s")
+        if lifetime_s >= STALLS_FORGOTTEN_S:
+            self.stalls = 0
+        if code in STALLS:
+            self.stalls += 1
+            return Verdict(_delay_s(self.stalls - 1) if self.stalls > 1 else 0.0, code, "")
+        return Verdict(_delay_s(self.fast_failures), code, "")
+
+
+def _delay_s(number: int) -> float:
+    """Before the restart after so many failures in a row."""
+    delay_s: float = FIRST_DELAY_S * 2 ** max(0, number - 1)
+    return min(LONGEST_DELAY_S, delay_s)
+
+
+def describe_exit(code: int) -> str:
+    """`exit code 1`, or the signal's name."""
+    if code > 128 and code != ExitCode.ABORTED:
+        return f"killed by {signal.Signals(code - 128).name}"
+    return f"exit code {code}"
+
+
+class Supervisor:
+    """Runs `engine` and `front_ends` until a signal or a child that cannot be kept running."""
+
+    def __init__(
+        self,
+        engine: ChildSpec,
+        front_ends: Sequence[ChildSpec],
+        folder: Path,
+        view: View,
+        *,
+        drain_timeout_s: float,
+        when_ready: Callable[[float], None],
+        hangup_stops: bool = False,
+    ) -> None:
+        """`hangup_stops`: SIGHUP is the end of the terminal that this was started in. Else it is passed on to the
+        children, who read again what they can."""
+        self._engine = engine
+        self._specs = {spec.name: spec for spec in (engine, *front_ends)}
+        self._folder = folder
+        self._view = view
+        self._drain_timeout_s = drain_timeout_s
+        self._when_ready = when_ready
+        self._hangup_stops = hangup_stops
+        self._selector = selectors.DefaultSelector()
+        self._children: dict[str, Child] = {}
+        self._policies = {name: RestartPolicy() for name in self._specs}
+        self._restarts: dict[str, float] = {}
+        self._kill_at: float | None = None
+        self._signals = 0
+        self._stopping = False
+        self._announced = False
+        self._exit_code = ExitCode.OK
+        self._started_at = time.monotonic()
+
+    def run(self) -> int:
+        """Start everything and return the exit code once nothing runs any more."""
+        wake_reader, wake_writer = socket.socketpair()
+        wake_reader.setblocking(False)
+        wake_writer.setblocking(False)
+        previous_descriptor = signal.set_wakeup_fd(wake_writer.fileno(), warn_on_full_buffer=False)
+        handled = [signal.SIGTERM, signal.SIGINT, signal.SIGCHLD]
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup
+            handled.append(signal.SIGHUP)
+        previous = {number: signal.signal(number, lambda *_: None) for number in handled}
+        self._selector.register(wake_reader, selectors.EVENT_READ, lambda: self._on_signals(wake_reader))
+        try:
+            for name in self._specs:
+                self._start(name)
+            while self._children or self._restarts:
+                self._turn()
+        finally:
+            for child in self._children.values():
+                child.kill(signal.SIGKILL)
+            signal.set_wakeup_fd(previous_descriptor)
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+            self._selector.close()
+            wake_reader.close()
+            wake_writer.close()
+        return self._exit_code
+
+    def _turn(self) -> None:
+        wait_s = self._seconds_to_next_timer()
+        if self._view.retry():
+            wait_s = min(RETRY_S, RETRY_S if wait_s is None else wait_s)
+        due_s = time.monotonic() + (wait_s or 0.0)
+        for key, _ in self._selector.select(wait_s):
+            key.data()
+        self._reap()
+        now = time.monotonic()
+        if wait_s is not None and (paused_s := missed_s(now, due_s)):
+            for child in self._children.values():  # `docker pause` stops all at once: they are to have their time
+                child.forgive(paused_s, now)
+        for name in [name for name, at in self._restarts.items() if at <= now]:
+            del self._restarts[name]
+            self._start(name)
+        if self._kill_at is not None and self._kill_at <= now:
+            self._kill_at = None
+            self._on_overdue()
+        for child in self._children.values():
+            expires_at = child.watchdog_expires_at()
+            if expires_at is not None and expires_at <= now:
+                given_up = child.gone_by is not None
+                why = (
+                    "has given up and does not end"
+                    if given_up
+                    else f"gave no sign of life for {child.spec.watchdog_s:g} s"
+                )
+                self._view.notice(f"{child.spec.name} {why}: killing it")
+                child.last_sign_at = child.gone_by = None
+                child.kill(signal.SIGKILL)
+
+    def _seconds_to_next_timer(self) -> float | None:
+        times = [*self._restarts.values()]
+        times += [at for child in self._children.values() if (at := child.watchdog_expires_at()) is not None]
+        if self._kill_at is not None:
+            times.append(self._kill_at)
+        return max(0.0, min(times) - time.monotonic()) if times else None
+
+    def _start(self, name: str) -> None:
+        try:
+            child = Child(self._specs[name], self._folder, time.monotonic())
+        except OSError as error:  # no room on the disk, no process or descriptor left: that may pass
+            self._view.notice(f"{name} cannot be started ({error.strerror}); another try in {LONGEST_DELAY_S:g} s")
+            self._restarts[name] = time.monotonic() + LONGEST_DELAY_S
+            return
+        self._children[name] = child
+        self._selector.register(child.output, selectors.EVENT_READ, lambda: self._on_output(child))
+        self._selector.register(child.notify, selectors.EVENT_READ, lambda: self._on_notify(child))
+
+    def _on_output(self, child: Child) -> None:
+        lines = child.read_lines()
+        if lines is None:
+            self._selector.unregister(child.output)
+            return
+        for line in lines:
+            self._view.line(child.spec.name, line)
+
+    def _on_notify(self, child: Child) -> None:
+        was_ready = child.ready
+        for notification in child.read_notifications(time.monotonic()):
+            if notification.status:
+                self._view.status(child.spec.name, notification.status)
+        if child.ready and not was_ready:
+            self._on_ready(child)
+
+    def _on_ready(self, child: Child) -> None:
+        self._policies[child.spec.name].has_served = True
+        if self._announced:
+            self._view.notice(f"{child.spec.name} is ready again")
+        elif len(self._children) == len(self._specs) and all(other.ready for other in self._children.values()):
+            self._announced = True
+            self._when_ready(time.monotonic() - self._started_at)
+
+    def _on_signals(self, reader: socket.socket) -> None:
+        for number in reader.recv(4096):
+            if number == signal.SIGHUP:
+                self._hang_up()
+            elif number in (signal.SIGTERM, signal.SIGINT):
+                self._signals += 1
+                if self._signals == 1:
+                    self._stop()
+                elif self._signals == 2:
+                    self._abort()
+
+    def _reap(self) -> None:
+        for name, child in list(self._children.items()):
+            pid, status = os.waitpid(child.pid, os.WNOHANG)
+            if pid == 0:
+                continue
+            number = os.waitstatus_to_exitcode(status)
+            code = number if number >= 0 else 128 - number
+            for line in child.read_lines() or []:
+                self._view.line(name, line)
+            if child.output in self._selector.get_map():
+                self._selector.unregister(child.output)
+            self._selector.unregister(child.notify)
+            child.close()
+            del self._children[name]
+            self._on_exit(name, code, time.monotonic() - child.started_at)
+
+    def _on_exit(self, name: str, code: int, lifetime_s: float) -> None:
+        if self._stopping:
+            told = code == 128 + signal.SIGTERM  # it had not begun, and so had nothing to finish: systemd's view too
+            if name == self._engine.name and self._exit_code == ExitCode.OK and not told:
+                self._exit_code = code
+            return
+        if name == self._engine.name and code == ExitCode.OK:
+            self._view.notice("the engine was drained by an operator: stopping the front ends")
+            self._stop()
+            return
+        verdict = self._policies[name].after_exit(code, lifetime_s)
+        if verdict.delay_s is None:
+            self._view.notice(f"{name} ended with {describe_exit(code)} and is not started again: {verdict.reason}")
+            self._exit_code = verdict.code or ExitCode.CRASH
+            self._stop()
+            return
+        when = f"in {verdict.delay_s:g} s" if verdict.delay_s else "now"
+        self._view.notice(f"{name} ended with {describe_exit(code)}; starting it again {when}")
+        self._restarts[name] = time.monotonic() + verdict.delay_s
+
+    def _stop(self) -> None:
+        self._stopping = True
+        self._restarts.clear()
+        if self._signals and self._children:
+            self._view.notice(
+                f"stopping: running requests have {self._drain_timeout_s:g} s to finish; once more to stop at once"
+            )
+        for spec in self._specs.values():
+            if spec.listener is not None:
+                spec.listener.close()  # nobody is to wait at a door that will not open
+        for child in self._children.values():
+            child.kill(signal.SIGTERM)
+        self._kill_at = time.monotonic() + self._drain_timeout_s + DRAIN_GRACE_S
+
+    def _hang_up(self) -> None:
+        """Kernel and shell may both send it: it never counts as a second signal to stop."""
+        if not self._hangup_stops:
+            self._view.notice("SIGHUP: each process reads again what it can")
+            for child in self._children.values():
+                child.kill(signal.SIGHUP)
+        elif not self._signals:
+            self._signals = 1
+            self._stop()
+
+    def _abort(self) -> None:
+        self._view.notice("stopping at once")
+        self._exit_code = ExitCode.ABORTED
+        for child in self._children.values():
+            child.kill(signal.SIGTERM)
+        self._kill_at = time.monotonic() + ABORT_S
+
+    def _on_overdue(self) -> None:
+        for name, child in self._children.items():
+            self._view.notice(f"{name} did not end in time: killing it")
+            child.kill(signal.SIGKILL)

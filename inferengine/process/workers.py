@@ -1,0 +1,201 @@
+"""Several processes that accept from the same sockets: their parent starts, replaces and stops them.
+
+Knows nothing of what they serve. The parent serves nothing itself, and tells systemd and `inferengine up` of all.
+
+Numbers that the workers of one front end share: each writes its own, and reads everybody's.
+
+One anonymous mapping made before the fork, so that any worker can answer for all of them without a lock.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Sequence
+
+from inferengine.config import watchdog_interval_s
+from inferengine.errors import ExitCode
+from inferengine.process import stdio as output
+from inferengine.process.reload import Reload
+from inferengine.process.sd_notify import notify
+
+_DOUBLE = 8
+
+
+class WorkerCells:
+    """`num_cells` doubles for each worker, all 0.0 at first; `own` are those of `worker`."""
+
+    def __init__(self, num_cells: int, num_workers: int = 1) -> None:
+        self.num_cells = num_cells
+        self.num_workers = num_workers
+        self._size = num_cells + 1  # the last: when the worker's event loop turned
+        self._memory = mmap.mmap(-1, num_workers * self._size * _DOUBLE)
+        self._all: memoryview[float] = memoryview(self._memory).cast("d")
+        self.worker = 0
+        self.own = self.of(0)
+
+    def choose_worker(self, worker: int) -> None:
+        """After the fork: write into this worker's cells from now on. A restarted worker finds what its predecessor
+        left, and has not turned yet."""
+        self.worker = worker
+        self.own = self.of(worker)
+        self._all[(worker + 1) * self._size - 1] = 0.0
+
+    def of(self, worker: int) -> memoryview[float]:
+        """That worker's cells."""
+        start = worker * self._size
+        return self._all[start : start + self.num_cells]
+
+    def total(self, place: int) -> float:
+        """The sum of one cell over the workers."""
+        return sum(self._all[place + worker * self._size] for worker in range(self.num_workers))
+
+    def beat(self, now: float) -> None:
+        """This worker's event loop turned at `now` (monotonic)."""
+        self._all[(self.worker + 1) * self._size - 1] = now
+
+    def last_beat(self, worker: int) -> float:
+        """When that worker's loop last turned; 0.0 before it ever did."""
+        return self._all[(worker + 1) * self._size - 1]
+
+
+logger = logging.getLogger(__name__)
+
+SUPERVISED = {signal.SIGTERM, signal.SIGINT, signal.SIGCHLD, signal.SIGHUP}
+TURN_S = 0.25
+RESTART_AFTER_S = 0.5
+FAST_FAILURE_S = 5.0
+MAX_FAST_FAILURES = 5
+
+
+class SignsOfLife:
+    """What systemd and `inferengine up` want to hear."""
+
+    def __init__(self, status: str) -> None:
+        """`status`: what is done once it is ready, as "serving http://127.0.0.1:8000"."""
+        self._status = status
+        self._ready = self._stopping = False
+        self._interval_s = watchdog_interval_s()
+        self._next_s = 0.0
+
+    def turn(self, stopping: bool) -> None:
+        """Every worker accepts, and its loop has turned lately."""
+        now = time.monotonic()
+        if not self._ready:
+            self._ready = True
+            notify(f"READY=1\nSTATUS={self._status}")
+        if stopping and not self._stopping:
+            self._stopping = True
+            notify("STOPPING=1\nSTATUS=finishing what runs")
+        if self._interval_s is not None and now >= self._next_s:
+            self._next_s = now + self._interval_s / 2
+            notify("WATCHDOG=1")
+
+
+class Workers:
+    """Children that accept from the same sockets. One that dies is replaced; the others go on."""
+
+    def __init__(
+        self,
+        serve: Callable[[int], int],
+        *,
+        num_workers: int,
+        sockets: Sequence[socket.socket],
+        cells: WorkerCells,
+        frozen_after_s: float,
+        signs: SignsOfLife,
+        reload: Reload | None = None,
+    ) -> None:
+        """`serve(worker)` runs in the child until SIGTERM and returns its exit code; it beats in `cells`, and stands
+        still when it has not for `frozen_after_s`."""
+        self._serve = serve
+        self._num_workers = num_workers
+        self._sockets = sockets
+        self._cells = cells
+        self._frozen_after_s = frozen_after_s
+        self._signs = signs
+        self._reload = reload
+        self._started: dict[int, tuple[int, float]] = {}  # pid -> worker, when
+        self._due: dict[int, float] = dict.fromkeys(range(num_workers), 0.0)
+        self._fast_failures = 0
+        self._stopping = False
+        self._code: int = ExitCode.OK
+
+    def run(self) -> int:
+        """Until SIGTERM or SIGINT, then until the last worker has ended. Returns an exit code of ExitCode."""
+        signal.pthread_sigmask(signal.SIG_BLOCK, SUPERVISED)
+        while self._started or (self._due and not self._stopping):
+            now = time.monotonic()
+            for worker in [worker for worker, due in self._due.items() if due <= now and not self._stopping]:
+                del self._due[worker]
+                self._start(worker)
+            received = signal.sigtimedwait(SUPERVISED, TURN_S)
+            output.retry()
+            if received is not None and received.si_signo == signal.SIGHUP:
+                self._hang_up()
+            elif received is not None and received.si_signo != signal.SIGCHLD:
+                self._stop()
+            self._reap()
+            if self._all_turn() or self._stopping:
+                self._signs.turn(self._stopping)
+        return self._code
+
+    def _start(self, worker: int) -> None:
+        pid = os.fork()
+        if pid:
+            self._started[pid] = (worker, time.monotonic())
+            return
+        code: int = ExitCode.CRASH
+        try:
+            # A terminal's Ctrl-C reaches the whole group: it stays blocked here, for the parent passes it on.
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, SUPERVISED - {signal.SIGINT})
+            code = self._serve(worker)
+        except BaseException:
+            logger.exception("a worker failed")
+        finally:
+            os._exit(code)
+
+    def _hang_up(self) -> None:
+        """Pass it on: each worker reads again what it can, and this process its own part."""
+        if self._reload is not None:
+            self._reload.note()
+            self._reload.run_if_due()
+        for pid in self._started:
+            os.kill(pid, signal.SIGHUP)
+
+    def _stop(self) -> None:
+        """Pass it on: the first signal drains the workers, the second ends them."""
+        self._stopping = True
+        for listener in self._sockets:
+            listener.close()
+        for pid in self._started:
+            os.kill(pid, signal.SIGTERM)
+
+    def _reap(self) -> None:
+        while self._started:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid == 0:
+                return
+            worker, started = self._started.pop(pid, (None, 0.0))
+            if worker is None:
+                continue
+            now = time.monotonic()
+            code = os.waitstatus_to_exitcode(status)
+            if self._stopping:
+                if code == ExitCode.ABORTED:
+                    self._code = code
+                continue
+            logger.error("a worker ended", extra={"fields": {"worker": worker, "exit_code": code}})
+            self._fast_failures = self._fast_failures + 1 if now - started < FAST_FAILURE_S else 0
+            if self._fast_failures >= MAX_FAST_FAILURES:
+                self._code = ExitCode.CRASH
+                self._stop()
+            self._due[worker] = now + RESTART_AFTER_S
+
+    def _all_turn(self) -> bool:
+        oldest = min(self._cells.last_beat(worker) for worker in range(self._num_workers))
+        return oldest > 0.0 and time.monotonic() - oldest < self._frozen_after_s

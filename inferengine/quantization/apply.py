@@ -1,0 +1,101 @@
+"""Makes a model built on `meta` use quantized weights: by giving its Linear layers another ops table, before loading.
+
+No model knows of it. Embeddings, the output head and norms stay as they are.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from inferengine.errors import ConfigError
+from inferengine.kernels.ops import Ops
+from inferengine.layers.linear import Linear
+from inferengine.quantization import act_order as reordered
+from inferengine.quantization.checkpoints import layout_of
+from inferengine.quantization.checkpoints.base import Layout
+from inferengine.quantization.schemes import MADE
+from inferengine.quantization.stored import Make, StoredWeight
+
+NUMBER = re.compile(r"\.(\d+)\.")
+
+
+def quantize(
+    model: nn.Module,
+    ops: Ops,
+    config: dict[str, Any],
+    targets: Mapping[str, Any],
+    *,
+    scheme: str,
+    device: torch.device,
+    random_weights: bool = False,
+    deterministic: bool = False,
+) -> str:
+    """Prepare every Linear of `model`, as config.json's quantization_config says or by `scheme` ("none": not at all).
+
+    `targets` are models/weight_map.py's. Returns what was done, for people: the layout's or the scheme's name, or
+    "none". Raises ConfigError.
+    """
+    layout = layout_of(config)
+    if layout is None and scheme == "none":
+        return scheme
+    if layout is not None and scheme != "none":
+        raise ConfigError(
+            "model.quantization", f"the checkpoint is quantized already ({layout.name}): leave it at none"
+        )
+    table = _table(ops, MADE[scheme if layout is None else layout.scheme], device, deterministic)
+    if layout is not None and layout.order is not None and not random_weights:
+        table = reordered.table(table)
+    if layout is None or random_weights:
+        for module in model.modules():
+            if isinstance(module, Linear):
+                module.ops = table
+    else:
+        _read_layout(model, table, layout, targets, device)
+    return scheme if layout is None else layout.name
+
+
+def _read_layout(
+    model: nn.Module, table: Ops, layout: Layout, targets: Mapping[str, Any], device: torch.device
+) -> None:
+    for name, module in model.named_modules():
+        if not isinstance(module, Linear):
+            continue
+        names = _checkpoint_names(f"{name}.weight", targets, len(module.parts))
+        plain = [layout.is_plain(each) for each in names]
+        if all(plain):
+            continue
+        if any(plain):
+            raise ConfigError(
+                "model.path", f"{', '.join(names)}: some are quantized and some are not; all or none can be"
+            )
+        module.ops, module.weight = table, None
+        has_bias = module.bias is not None
+        module.source = StoredWeight(layout, module.in_features, module.parts, names, device, has_bias=has_bias)
+
+
+def _checkpoint_names(parameter: str, targets: Mapping[str, Any], num_parts: int) -> list[str]:
+    """What a checkpoint calls the modules whose weights make up a parameter."""
+    number = NUMBER.search(parameter)
+    template = NUMBER.sub(".{}.", parameter, count=1)
+    names: dict[int, str] = {}
+    for name, target in targets.items():
+        if target.parameter == template:
+            if target.transpose or (target.part is None and num_parts > 1):
+                raise ConfigError("model.path", "quantized checkpoints of this architecture are not supported")
+            names[target.part or 0] = name.removesuffix(".weight").replace("{}", number.group(1) if number else "")
+    return [names[part] for part in range(num_parts)]
+
+
+def _table(ops: Ops, make: Make, device: torch.device, deterministic: bool) -> Ops:
+    if device.type == "cuda":
+        from inferengine.quantization import cuda  # here: Triton is not installed everywhere
+
+        return cuda.table(ops, make, device, deterministic=deterministic)
+    from inferengine.quantization import cpu
+
+    return cpu.table(ops, make)

@@ -1,0 +1,107 @@
+"""Layout: what a checkpoint format says about the tensors that stand for one weight, and how they become codes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from inferengine.errors import ConfigError
+from inferengine.quantization.weight import QuantizedWeight
+
+Tensors = dict[str, torch.Tensor]  # by suffix
+_MISSING: Any = object()
+
+
+@dataclass(frozen=True)
+class Layout:
+    """`required` and `optional` are the suffixes that stand in place of a Linear's "weight". `assemble(tensors, N, K)`
+    turns them into codes; it raises ValueError naming what is wrong. `scheme` makes the same kind of weight from
+    floats, for random ones. `is_plain(name)`: this module's weight is stored as ordinary floats. `order(tensors, K)`:
+    the order of the inputs in which `assemble` gives the codes; None, or a function that says None, for their own."""
+
+    name: str
+    required: tuple[str, ...]
+    optional: tuple[str, ...]
+    assemble: Callable[[Tensors, int, int], QuantizedWeight]
+    scheme: str
+    is_plain: Callable[[str], bool]
+    order: Callable[[Tensors, int], torch.Tensor | None] | None = None
+
+
+def refused(message: str) -> ConfigError:
+    """The error for a checkpoint whose quantization cannot be used."""
+    return ConfigError("model.path", f"config.json: {message}")
+
+
+class Reader:
+    """A part of quantization_config, read strictly: what nobody read is refused by `finish`."""
+
+    def __init__(self, values: dict[str, Any], where: str = "quantization_config") -> None:
+        self.values, self.where = values, where
+        self._seen: set[str] = set()
+
+    def value(self, name: str, default: Any = None) -> Any:
+        self._seen.add(name)
+        found = self.values.get(name)
+        return default if found is None else found
+
+    def integer(self, name: str) -> int:
+        value = self.value(name)
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise refused(f"{self.where}.{name} must be a whole number; got {value!r}")
+        return value
+
+    def expect(self, name: str, *allowed: Any) -> None:
+        """Refuse any value but these; an absent key and null are fine."""
+        value = self.value(name)
+        if value is not None and value not in allowed:
+            raise refused(f"{self.where}.{name} = {value!r} is not supported; {' or '.join(map(repr, allowed))} is")
+
+    def section(self, name: str) -> Reader | None:
+        value = self.value(name)
+        if value is None:
+            return None
+        if not isinstance(value, dict):
+            raise refused(f"{self.where}.{name} must be an object")
+        return Reader(value, f"{self.where}.{name}")
+
+    def names(self, name: str) -> list[str]:
+        value = self.value(name, [])
+        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+            raise refused(f"{self.where}.{name} must be a list of names")
+        return value
+
+    def skip(self, *names: str) -> None:
+        """Keys without effect on how a checkpoint is read."""
+        self._seen.update(names)
+
+    def finish(self) -> None:
+        for name, value in self.values.items():
+            if name not in self._seen and value not in (None, False, {}, []):
+                raise refused(f"{self.where}.{name} = {str(value)[:60]} is not supported by this engine")
+
+
+def listed(names: list[str]) -> Callable[[str], bool]:
+    """Whether a module stands in a list of exceptions: by full name, by a name it ends with or contains between dots,
+    or by a pattern that begins with "re:"."""
+    patterns = [re.compile(name[3:]) for name in names if name.startswith("re:")]
+    plain = [name for name in names if not name.startswith("re:")]
+
+    def check(module: str) -> bool:
+        dotted = f".{module}."
+        return any(f".{name}." in dotted for name in plain) or any(pattern.match(module) for pattern in patterns)
+
+    return check
+
+
+def expect_shape(tensors: Tensors, suffix: str, *shapes: tuple[int, ...]) -> torch.Tensor:
+    """One of the tensors, in one of these shapes. Raises ValueError."""
+    tensor = tensors[suffix]
+    if tuple(tensor.shape) not in shapes:
+        wanted = " or ".join(str(list(shape)) for shape in shapes)
+        raise ValueError(f"{suffix} has shape {list(tensor.shape)} where {wanted} is due")
+    return tensor

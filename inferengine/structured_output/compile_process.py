@@ -1,0 +1,205 @@
+"""CompileProcess: the engine's side of the process that tries grammars out. See compile_server."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import Any, NamedTuple
+
+from inferengine.config import LimitsConfig
+from inferengine.config.environment import variables
+from inferengine.errors import InferEngineError, InvalidRequest
+from inferengine.structured_output.build import Vocabulary
+from inferengine.structured_output.compile_server import MIB, Frames, to_frame
+from inferengine.structured_output.spec import GrammarSpec
+
+logger = logging.getLogger(__name__)
+
+READ_BYTES = 65_536
+MAX_START_S = 30.0  # a quarter second on an idle machine, a second more for a large vocabulary
+
+
+class Verdict(NamedTuple):
+    """What compiling a grammar took; why it is refused, where it is."""
+
+    refused: str | None
+    cpu_s: float = 0.0
+    num_bytes: int = 0
+
+    def check(self) -> None:
+        if self.refused is not None:
+            raise InvalidRequest("grammar", self.refused)
+
+
+Done = Callable[[Verdict | InferEngineError], None]
+
+
+class Trial:
+    """A grammar that is being tried out."""
+
+    def __init__(self, tenant: str, spec: GrammarSpec, done: Done) -> None:
+        self.tenant = tenant
+        self.spec = spec
+        self.done = done
+        self.is_slow = False  # it took more than a moment: the grammar is why somebody waits
+        self.was_lost = False  # the process died once while it was there
+
+
+class CompileProcess:
+    """Started at the first trial, in the background, and again when it dies. All methods return at once.
+
+    Two threads that sleep: one writes, which may have to wait for the process, and one reads and calls `done`.
+    """
+
+    def __init__(self, vocabulary: Vocabulary, limits: LimitsConfig) -> None:
+        self._vocabulary = vocabulary
+        self._limits = limits
+        self._lock = threading.Lock()
+        self._trials: dict[int, Trial] = {}
+        self._next_id = 0
+        self._outbox: SimpleQueue[dict[str, Any] | None] = SimpleQueue()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._writer: threading.Thread | None = None
+        self._closed = False
+        self._ready = threading.Event()
+        self._started_s = 0.0
+
+    @property
+    def is_starting(self) -> bool:
+        """It does not take grammars yet, though not for long: what waits meanwhile does not wait for others."""
+        return not self._ready.is_set() and time.monotonic() < self._started_s + MAX_START_S
+
+    @property
+    def pid(self) -> int | None:
+        return None if self._process is None else self._process.pid
+
+    def start(self) -> None:
+        """Begin to start it. Any number of times."""
+        with self._lock:
+            self._start()
+
+    def submit(self, tenant: str, spec: GrammarSpec, done: Done) -> int:
+        """Try a grammar out. `done` is called once, in a thread of this, unless it is dropped before."""
+        with self._lock:
+            self._next_id += 1
+            id = self._next_id
+            self._trials[id] = Trial(tenant, spec, done)
+            self._start()
+            self._outbox.put(self._request(id))
+        return id
+
+    def drop(self, id: int) -> None:
+        """Nobody waits for it any more: whatever runs for it is killed."""
+        with self._lock:
+            if self._trials.pop(id, None) is not None:
+                self._outbox.put({"drop": id})
+
+    def is_slow(self, id: int) -> bool:
+        """It has taken more time than most grammars do: it does not merely wait its turn."""
+        trial = self._trials.get(id)
+        return trial is not None and trial.is_slow
+
+    def close(self) -> None:
+        """End it. Trials are not answered any more."""
+        with self._lock:
+            self._closed = True
+            self._trials.clear()
+            self._outbox.put(None)
+
+    # -- inside ------------------------------------------------------------------------------------------------------
+
+    def _start(self) -> None:
+        if self._writer is None and not self._closed:
+            self._started_s = time.monotonic()
+            self._writer = threading.Thread(target=self._run, args=(self._outbox,), name="grammar-process", daemon=True)
+            self._writer.start()
+
+    def _request(self, id: int) -> dict[str, Any]:
+        trial = self._trials[id]
+        return {"id": id, "tenant": trial.tenant, "spec": list(trial.spec)}
+
+    def _run(self, outbox: SimpleQueue[dict[str, Any] | None]) -> None:
+        """Start the process and write to it until it is closed or gone. `outbox`: what is for this process; the next
+        one has its own."""
+        vocabulary, limits = self._vocabulary, self._limits
+        try:
+            process = self._process = subprocess.Popen(
+                [sys.executable, "-m", "inferengine.structured_output.compile_server"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                env={**variables(), "MALLOC_ARENA_MAX": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            )
+        except OSError as error:
+            self._on_death(f"cannot be started: {error.strerror}")
+            return
+        threading.Thread(target=self._read, args=(process,), name="grammar-verdicts", daemon=True).start()
+        message: dict[str, Any] | None = {
+            "tokenizer": vocabulary.tokenizer_json,
+            "vocab_size": vocabulary.size,
+            "eos_token_ids": vocabulary.eos_token_ids,
+            "compile_s": limits.grammar_compile_s,
+            "memory_bytes": limits.grammar_memory_mib * MIB,
+            "token_s": limits.grammar_token_ms / 1e3,
+        }
+        assert process.stdin is not None
+        try:
+            while message is not None:
+                process.stdin.write(to_frame(message))
+                process.stdin.flush()
+                message = outbox.get()
+        except OSError:
+            pass  # it is gone: the reader sees that, too
+        finally:
+            with contextlib.suppress(OSError):
+                process.stdin.close()
+
+    def _read(self, process: subprocess.Popen[bytes]) -> None:
+        assert process.stdout is not None
+        frames = Frames()
+        while data := os.read(process.stdout.fileno(), READ_BYTES):
+            for message in frames.feed(data):
+                if "ready" in message:
+                    self._ready.set()
+                elif "slow" in message:
+                    if (trial := self._trials.get(message["id"])) is not None:
+                        trial.is_slow = True
+                else:
+                    self._on_verdict(message.pop("id"), message)
+        process.stdout.close()
+        status = process.wait()
+        if not self._closed:
+            self._on_death(f"ended with status {status}")
+
+    def _on_verdict(self, id: int, message: dict[str, Any]) -> None:
+        with self._lock:
+            trial = self._trials.pop(id, None)
+        if trial is not None and "killed" in message:  # nothing is known against the grammar
+            text = "The machine had no memory left to compile the grammar."
+            trial.done(InferEngineError("overloaded", text, field="grammar", retry_after_s=2.0))
+        elif trial is not None:
+            trial.done(Verdict(message.get("refused"), message.get("cpu_s", 0.0), message.get("num_bytes", 0)))
+
+    def _on_death(self, why: str) -> None:
+        """Try again with a new process what has not been lost twice."""
+        logger.error("the process that compiles grammars %s", why)
+        with self._lock:
+            self._ready.clear()
+            self._process = None
+            self._outbox.put(None)  # whoever writes still
+            self._outbox, self._writer = SimpleQueue(), None
+            lost = [self._trials.pop(id) for id, trial in list(self._trials.items()) if trial.was_lost]
+            for id, trial in self._trials.items():
+                trial.was_lost = True
+                self._outbox.put(self._request(id))
+            if self._trials:
+                self._start()
+        for trial in lost:
+            message = "The process that compiles grammars was lost twice."
+            trial.done(InferEngineError("engine_unavailable", message, retry_after_s=2.0))

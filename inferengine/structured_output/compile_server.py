@@ -1,0 +1,238 @@
+"""The process that tries grammars out: `python -m inferengine.structured_output.compile_server`, started by
+CompileProcess.
+
+What a grammar costs is known only by compiling it, and llguidance cannot be interrupted: two schemas with a hundred
+patterns each keep two threads busy for good and take gigabytes. Here each grammar has a process of its own, forked from
+this one, which has the vocabulary: it is killed by the kernel when its processor time is used up, and cannot take more
+memory than it may. It compiles the grammar and follows it by a few tokens; the answer is what that took, or why the
+grammar is refused. The engine then compiles it again, knowing the bounds; a matcher cannot travel between processes.
+
+Requests come on standard input and answers go to standard output, both as a length (u32, little-endian) and JSON. At
+the end of the input, whatever ended the engine, this process and its children end. It does nothing while it waits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import resource
+import selectors
+import signal
+import struct
+import time
+from collections.abc import Iterator
+from typing import Any, NoReturn
+
+from inferengine.errors import InvalidRequest
+from inferengine.structured_output.build import STACK_BYTES, Builder, Vocabulary, on_large_stack
+from inferengine.structured_output.compile_jobs import Job, Jobs
+from inferengine.structured_output.matcher import TOO_DEEP
+from inferengine.structured_output.spec import GrammarSpec
+
+PR_SET_PDEATHSIG = 1
+MIB = 1024 * 1024
+LENGTH = struct.Struct("<I")
+_LIBC = ctypes.CDLL(None)
+
+
+class Frames:
+    """Messages out of a stream of bytes."""
+
+    def __init__(self) -> None:
+        self._bytes = bytearray()
+
+    def feed(self, data: bytes) -> Iterator[dict[str, Any]]:
+        self._bytes += data
+        while len(self._bytes) >= LENGTH.size:
+            (length,) = LENGTH.unpack_from(self._bytes)
+            if len(self._bytes) < LENGTH.size + length:
+                return
+            frame = bytes(self._bytes[LENGTH.size : LENGTH.size + length])
+            del self._bytes[: LENGTH.size + length]
+            yield json.loads(frame)
+
+
+def to_frame(message: dict[str, Any]) -> bytes:
+    body = json.dumps(message).encode()
+    return LENGTH.pack(len(body)) + body
+
+
+class CompileServer:
+    """Reads requests, keeps the children, answers. One thread."""
+
+    def __init__(self, source: int, target: int) -> None:
+        """Descriptors of the requests and of the answers."""
+        self._source = source
+        self._target = target
+        self._selector = selectors.DefaultSelector()
+        self._frames = Frames()
+        self._children: dict[int, tuple[int, int]] = {}  # by job: process and the pipe that its answer comes from
+        self._answers: dict[int, bytearray] = {}
+        self._dropped: set[int] = set()
+        self._builder: Builder
+        self._jobs = Jobs(0.0)  # until the first message says how long
+        self._memory_bytes = 0
+        self._token_s = 0.0
+
+    def run(self) -> None:
+        """Until the input ends."""
+        self._selector.register(self._source, selectors.EVENT_READ, None)
+        try:
+            while True:
+                for key, _ in self._selector.select():
+                    if key.data is not None:
+                        self._read_child(key.data)
+                    elif not self._read_requests():
+                        return
+                while (job := self._jobs.next()) is not None:
+                    self._start(job)
+        finally:
+            for pid, _ in self._children.values():
+                os.kill(pid, signal.SIGKILL)
+
+    # -- the engine --------------------------------------------------------------------------------------------------
+
+    def _read_requests(self) -> bool:
+        data = os.read(self._source, MIB)
+        for message in self._frames.feed(data):
+            if "tokenizer" in message:
+                self._begin(message)
+            elif "drop" in message:
+                self._drop(message["drop"])
+            else:
+                self._jobs.add(Job(message["id"], message["tenant"], message["spec"]))
+        return bool(data)
+
+    def _begin(self, message: dict[str, Any]) -> None:
+        self._builder = Builder(Vocabulary(message["tokenizer"], message["vocab_size"], message["eos_token_ids"]))
+        self._builder.tokenizer()
+        self._jobs = Jobs(message["compile_s"])
+        self._memory_bytes = message["memory_bytes"]
+        self._token_s = message["token_s"]
+        self._answer({"ready": True})
+
+    def _drop(self, id: int) -> None:
+        self._jobs.drop(id)
+        if id in self._children:
+            self._dropped.add(id)
+            os.kill(self._children[id][0], signal.SIGKILL)
+
+    def _answer(self, message: dict[str, Any]) -> None:
+        data = memoryview(to_frame(message))
+        while data:
+            data = data[os.write(self._target, data) :]
+
+    # -- the children ------------------------------------------------------------------------------------------------
+
+    def _start(self, job: Job) -> None:
+        source, target = os.pipe()
+        parent = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            self._be_child(job, target, parent)
+        os.close(target)
+        self._children[job.id] = pid, source
+        self._answers[job.id] = bytearray()
+        self._selector.register(source, selectors.EVENT_READ, job.id)
+
+    def _read_child(self, id: int) -> None:
+        pid, source = self._children[id]
+        data = os.read(source, MIB)
+        self._answers[id] += data
+        if data:
+            return
+        self._selector.unregister(source)
+        os.close(source)
+        del self._children[id]
+        _, status = os.waitpid(pid, 0)
+        answer = self._answers.pop(id)
+        ended_by = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
+        if id in self._dropped:
+            self._dropped.discard(id)
+            self._jobs.done(id)
+        elif ended_by == signal.SIGKILL and not answer:  # not by this process: the kernel takes it first (_confine)
+            self._jobs.done(id)
+            self._answer({"id": id, "killed": True})
+        elif ended_by == signal.SIGPROF:
+            self._out_of_time(id)
+        else:
+            self._jobs.done(id)
+            self._answer({"id": id, **(json.loads(answer) if answer else {"refused": self._obituary(status)})})
+
+    def _out_of_time(self, id: int) -> None:
+        waiting = self._jobs.out_of_time(id)
+        if waiting is not None:
+            self._answer({"id": id, "slow": True})
+            return
+        limit_s = self._jobs.slices[-1]
+        self._answer({"id": id, "refused": f"could not be compiled in {limit_s:g} s: simplify it"})
+
+    def _obituary(self, status: int) -> str:
+        """What a child died of that left no answer."""
+        ended_by = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
+        if ended_by in (signal.SIGSEGV, signal.SIGBUS):
+            return TOO_DEEP
+        return f"needs more than {self._memory_bytes // MIB} MiB of memory to be compiled: simplify it"
+
+    def _be_child(self, job: Job, target: int, parent: int) -> NoReturn:
+        """Compile one grammar and write what came of it."""
+        try:
+            self._confine(job, parent)
+            begin_s, begin_bytes = time.process_time(), _anonymous_bytes()
+            spec = GrammarSpec(*job.spec)
+            try:
+                matcher = on_large_stack(lambda: self._builder.build(spec))
+                self._builder.try_out(matcher, self._token_s)
+                kept = max(0, _anonymous_bytes() - begin_bytes)
+                answer: dict[str, Any] = {"cpu_s": time.process_time() - begin_s, "num_bytes": kept}
+            except InvalidRequest as error:
+                answer = {"refused": error.message}
+            os.write(target, json.dumps(answer).encode())
+        except BaseException:  # there is nobody to tell: without an answer the grammar is refused
+            os._exit(1)
+        os._exit(0)
+
+    def _confine(self, job: Job, parent: int) -> None:
+        """Let it die with its parent, take no more than it may, and leave the processors to others if it takes long."""
+        _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # it died in between
+            os._exit(1)
+        nothing = os.open(os.devnull, os.O_RDWR)
+        for descriptor in {0, 1, 2, self._source, self._target}:
+            os.dup2(nothing, descriptor)
+        signal.signal(signal.SIGPROF, signal.SIG_DFL)
+        if job.level:
+            with contextlib.suppress(OSError):
+                os.nice(5)
+        with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+            file.write("1000")
+        most = _virtual_bytes() + self._memory_bytes + STACK_BYTES
+        resource.setrlimit(resource.RLIMIT_AS, (most, most))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        signal.setitimer(signal.ITIMER_PROF, self._jobs.slices[job.level])
+
+
+def _virtual_bytes() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[0]) * resource.getpagesize()
+
+
+def _anonymous_bytes() -> int:
+    """Memory that this process took for itself. Pages of files do not count: they are the system's."""
+    with open("/proc/self/status") as file:
+        return next((int(line.split()[1]) * 1024 for line in file if line.startswith("RssAnon:")), 0)
+
+
+def main() -> None:
+    """The engine says when to end, by closing the pipe: a signal to the whole group is not for this process."""
+    for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(each, signal.SIG_IGN)
+    source, target = os.dup(0), os.dup(1)
+    os.dup2(2, 1)  # whatever prints, it does not print between the answers
+    CompileServer(source, target).run()
+
+
+if __name__ == "__main__":
+    main()

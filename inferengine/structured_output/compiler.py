@@ -1,0 +1,294 @@
+"""GrammarCompiler: from a GrammarSpec to matchers, off the engine's loop, with bounded effort and a bounded cache.
+
+A grammar that is not known is tried out in another process first, which can be killed (see compile_server). Only what
+compiled there within its limits is compiled here, in threads with a large stack; what is cached is copied by a thread
+that does nothing else, so it waits for no compilation.
+
+Compiled grammars and what is known of others, bounded in bytes.
+
+Copies of a compiled grammar share the states of its lexer, which are made as they are needed: what is kept grows while
+outputs are made under it. llguidance does not say by how much, so it is told from the processor time spent.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from typing import NamedTuple
+
+from llguidance import LLMatcher, LLTokenizer
+
+from inferengine.config import LimitsConfig
+from inferengine.errors import InferEngineError, InvalidRequest
+from inferengine.structured_output.build import MAX_SOURCE_BYTES, STACK_BYTES, Builder, Vocabulary
+from inferengine.structured_output.compile_jobs import QUICK_S
+from inferengine.structured_output.compile_process import CompileProcess, Verdict
+from inferengine.structured_output.matcher import Budget, TokenMatcher, Usage
+from inferengine.structured_output.spec import GrammarSpec
+
+CACHE_BYTES = 128 * 1024 * 1024
+BYTES_PER_GRAMMAR = 64 * 1024  # measured resident cost of a small grammar
+GROWTH_BYTES_PER_S = 256 * 1024 * 1024  # measured of one that makes new states all the time
+MAX_GROWTH_BYTES = 32 * 1024 * 1024  # of MAX_LEXER_STATES small states
+RETIRE_S = 1.0  # so much use may have made most of its states: the next request begins with fresh ones
+MAX_VERDICTS = 4096
+
+
+class Entry(NamedTuple):
+    """A grammar at its beginning, and what its outputs have spent."""
+
+    matcher: LLMatcher
+    usage: Usage
+    num_bytes: int
+
+    @property
+    def size(self) -> int:
+        return self.num_bytes + min(MAX_GROWTH_BYTES, int(self.usage.seconds * GROWTH_BYTES_PER_S))
+
+
+class GrammarCache:
+    """Least recently used goes first. Not for several threads at once."""
+
+    def __init__(self, num_bytes: int = CACHE_BYTES) -> None:
+        self.max_bytes = num_bytes
+        self._entries: OrderedDict[bytes, Entry] = OrderedDict()
+        self._verdicts: OrderedDict[bytes, Verdict] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    @property
+    def size(self) -> int:
+        return sum(entry.size for entry in self._entries.values())
+
+    def entry(self, key: bytes) -> Entry | None:
+        """The compiled grammar, unless it is used up."""
+        entry = self._entries.get(key)
+        if entry is None:
+            return None
+        if entry.usage.seconds > RETIRE_S or entry.usage.failure is not None:
+            del self._entries[key]
+            return None
+        self._entries.move_to_end(key)
+        return entry
+
+    def verdict(self, key: bytes) -> Verdict | None:
+        """What compiling it took, or why it is refused; None: nobody has tried."""
+        verdict = self._verdicts.get(key)
+        if verdict is not None:
+            self._verdicts.move_to_end(key)
+        return verdict
+
+    def keep(self, key: bytes, entry: Entry) -> bool:
+        """Whether others had to go for it."""
+        self._entries[key] = entry
+        is_full = self.size > self.max_bytes
+        while self._entries and self.size > self.max_bytes:
+            self._entries.popitem(last=False)
+        return is_full
+
+    def remember(self, key: bytes, verdict: Verdict) -> None:
+        self._verdicts[key] = verdict
+        while len(self._verdicts) > MAX_VERDICTS:
+            self._verdicts.popitem(last=False)
+
+
+def cache_key(spec: GrammarSpec) -> bytes:
+    """Equal for equal grammars, 32 bytes for any."""
+    digest = hashlib.sha256()
+    for part in (spec.kind, spec.source, "-" if spec.whitespace is None else f"={spec.whitespace}"):
+        data = part.encode()
+        digest.update(len(data).to_bytes(8, "little") + data)
+    return digest.digest()
+
+
+_LIBC = ctypes.CDLL(None)
+MAX_WAITING = 1024  # grammars that are not known, being compiled or waiting for it
+
+Done = Callable[[list[TokenMatcher] | InferEngineError], None]
+
+
+class Ticket:
+    """One request for matchers. `done` is called with it once, unless it is cancelled before."""
+
+    def __init__(self, key: bytes, count: int, done: Done) -> None:
+        self.key = key
+        self.count = count
+        self.done = done
+
+
+class _Unknown:
+    """A grammar that is being tried out, and who waits for it."""
+
+    def __init__(self, spec: GrammarSpec) -> None:
+        self.spec = spec
+        self.trial = 0
+        self.tickets: list[Ticket] = []
+
+
+class GrammarCompiler:
+    """Compiles for one tokenizer. `submit` returns at once and answers from a thread; `compile` waits."""
+
+    def __init__(
+        self,
+        tokenizer_json: str,
+        *,
+        vocab_size: int,
+        eos_token_ids: list[int],
+        limits: LimitsConfig | None = None,
+        cache_bytes: int = CACHE_BYTES,
+    ) -> None:
+        self._limits = limits or LimitsConfig()
+        self._builder = Builder(Vocabulary(tokenizer_json, vocab_size, eos_token_ids))
+        self.process = CompileProcess(self._builder.vocabulary, self._limits)
+        self.cache = GrammarCache(cache_bytes)
+        self._lock = threading.Lock()  # of all that follows, and of the cache
+        self._unknown: dict[bytes, _Unknown] = {}
+        self._copying = ThreadPoolExecutor(1, thread_name_prefix="grammar-copy")
+        self._building = ThreadPoolExecutor(1, thread_name_prefix="grammar-build")
+        self._building_slowly = ThreadPoolExecutor(1, thread_name_prefix="grammar-build-slow")
+        self.num_hits = 0
+        self.num_compiled = 0
+
+    def submit(self, spec: GrammarSpec, done: Done, *, count: int = 1, tenant: str = "") -> Ticket:
+        """Have `count` matchers made, all at the beginning of `spec`; they share one budget. `done` gets them, or the
+        error, in a thread of this."""
+        ticket = Ticket(cache_key(spec), count, done)
+        with self._lock:
+            entry, verdict = self.cache.entry(ticket.key), self.cache.verdict(ticket.key)
+            if entry is not None:
+                self.num_hits += 1
+                self._copying.submit(self._hand_out, entry, [ticket])
+            elif verdict is not None:
+                self._go_on(spec, verdict, [ticket])
+            elif len(spec.source.encode()) > MAX_SOURCE_BYTES:
+                error = InvalidRequest("grammar", f"has more than {MAX_SOURCE_BYTES} bytes")
+                self._copying.submit(_answer, [ticket], error)
+            else:
+                self._try_out(spec, ticket, tenant)
+        return ticket
+
+    def cancel(self, ticket: Ticket) -> None:
+        """Nobody waits for it any more. Compilations for nobody are killed."""
+        with self._lock:
+            unknown = self._unknown.get(ticket.key)
+            if unknown is None or ticket not in unknown.tickets:
+                return
+            unknown.tickets.remove(ticket)
+            if not unknown.tickets:
+                del self._unknown[ticket.key]
+                self.process.drop(unknown.trial)
+
+    def is_slow(self, ticket: Ticket) -> bool:
+        """The grammar itself takes long, it does not merely wait its turn."""
+        with self._lock:
+            unknown = self._unknown.get(ticket.key)
+            return unknown is not None and self.process.is_slow(unknown.trial)
+
+    def compile(self, spec: GrammarSpec) -> TokenMatcher:
+        """A matcher at the beginning of `spec`. Raises InvalidRequest saying what is wrong."""
+        return self.compile_many(spec, 1)[0]
+
+    def compile_many(self, spec: GrammarSpec, count: int) -> list[TokenMatcher]:
+        """The same for the choices of one request. Its limit is the processor time that compiling takes."""
+        answer: Future[list[TokenMatcher] | InferEngineError] = Future()
+        self.submit(spec, answer.set_result, count=count)
+        result = answer.result()
+        if isinstance(result, InferEngineError):
+            raise result
+        return result
+
+    def prepare(self) -> Future[LLTokenizer]:
+        """Have made, in the background, what the first grammar needs beside itself."""
+        self.process.start()
+        return self._building.submit(self._builder.tokenizer)
+
+    def close(self) -> None:
+        """What waits is not done any more."""
+        self.process.close()
+        for threads in (self._copying, self._building, self._building_slowly):
+            threads.shutdown(wait=False, cancel_futures=True)
+
+    # -- inside ------------------------------------------------------------------------------------------------------
+
+    def _try_out(self, spec: GrammarSpec, ticket: Ticket, tenant: str) -> None:
+        unknown = self._unknown.get(ticket.key)
+        if unknown is not None:
+            unknown.tickets.append(ticket)
+            return
+        if len(self._unknown) >= MAX_WAITING:
+            message = "Too many grammars wait to be compiled."
+            self._copying.submit(_answer, [ticket], InferEngineError("overloaded", message, retry_after_s=2.0))
+            return
+        unknown = self._unknown[ticket.key] = _Unknown(spec)
+        unknown.tickets.append(ticket)
+        unknown.trial = self.process.submit(tenant, spec, partial(self._on_verdict, ticket.key, unknown))
+
+    def _on_verdict(self, key: bytes, unknown: _Unknown, verdict: Verdict | InferEngineError) -> None:
+        with self._lock:
+            if self._unknown.get(key) is unknown:
+                del self._unknown[key]
+            tickets, unknown.tickets = unknown.tickets, []
+            if isinstance(verdict, InferEngineError):
+                self._copying.submit(_answer, tickets, verdict)
+            else:
+                self.cache.remember(key, verdict)
+                self._go_on(unknown.spec, verdict, tickets)
+
+    def _go_on(self, spec: GrammarSpec, verdict: Verdict, tickets: list[Ticket]) -> None:
+        """Compile here what is known to compile, quick ones not behind slow ones."""
+        if verdict.refused is not None:
+            self._copying.submit(_answer, tickets, InvalidRequest("grammar", verdict.refused))
+            return
+        threads = self._building if verdict.cpu_s <= QUICK_S else self._building_slowly
+        # The size of a stack is the process's to set: a thread that somebody else starts in the same moment gets as
+        # much, which costs it nothing.
+        before = threading.stack_size(STACK_BYTES)
+        try:
+            threads.submit(self._build, spec, verdict, tickets)
+        finally:
+            threading.stack_size(before)
+
+    def _build(self, spec: GrammarSpec, verdict: Verdict, tickets: list[Ticket]) -> None:
+        try:
+            entry = self._entry(spec, verdict)
+        except InferEngineError as error:
+            _answer(tickets, error)
+        except BaseException as error:  # a panic in the compiler is none of Exception
+            message = f"The grammar could not be compiled: {type(error).__name__}."
+            _answer(tickets, InferEngineError("engine_error", message))
+        else:
+            self._hand_out(entry, tickets)
+
+    def _entry(self, spec: GrammarSpec, verdict: Verdict) -> Entry:
+        key = cache_key(spec)
+        with self._lock:
+            if (known := self.cache.entry(key)) is not None:
+                return known  # somebody asked for the same at the same time
+        matcher = self._builder.build(spec)
+        mask = bytearray(self._builder.vocabulary.mask_bytes)
+        TokenMatcher(matcher, Budget(1.0, Usage())).fill_bitmask(memoryview(mask))  # the first is the slowest
+        entry = Entry(matcher, Usage(), 2 * len(spec.source) + max(BYTES_PER_GRAMMAR, verdict.num_bytes))
+        with self._lock:
+            self.num_compiled += 1
+            others_went = self.cache.keep(key, entry)
+        if others_went or verdict.cpu_s > QUICK_S:
+            _LIBC.malloc_trim(0)  # what is free in between would stay with this process; the interpreter is free
+        return entry
+
+    def _hand_out(self, entry: Entry, tickets: list[Ticket]) -> None:
+        for ticket in tickets:
+            budget = Budget(self._limits.grammar_token_ms / 1e3, entry.usage)
+            with self._lock:
+                copies = [entry.matcher.deep_copy() for _ in range(ticket.count)]
+            ticket.done([TokenMatcher(copy, budget) for copy in copies])
+
+
+def _answer(tickets: list[Ticket], error: InferEngineError) -> None:
+    for ticket in tickets:
+        ticket.done(error)

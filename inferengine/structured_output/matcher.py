@@ -1,0 +1,166 @@
+"""TokenMatcher: llguidance behind the core's grammar protocol, within a budget of processor time.
+
+A grammar may be cheap to compile and costly to follow: a constant of 200,000 characters takes 60 ms for every token.
+The limits of llguidance bound one step of its lexer and parser, not what comes together; and a step of the engine waits
+for the masks of all its rows. So what the outputs of one request cost is counted and ended when it is too much.
+
+Why a grammar cannot be used, in words for whoever wrote it.
+
+llguidance's messages about limits speak of its own parts; these say what to change. Its messages about the source
+itself ("line 3: unknown name") say where to look and are kept, shortened.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import time
+
+from llguidance import LLMatcher
+
+from inferengine.errors import InvalidRequest
+
+MATCHES_NOTHING = "no text can match it: every alternative leads back to itself or contradicts another one"
+TOO_AMBIGUOUS = (
+    "has too many alternatives at one place, as hundreds of optional properties or an ambiguous rule give: "
+    "mark properties as required, split it, or make rules exclude each other"
+)
+TOO_MANY_STATES = (
+    "an expression in it needs too many states: shorten repetitions such as {0,500}, write fewer .* into one "
+    "expression, or join the patterns of an allOf"
+)
+TOO_LARGE = "is too large once it is expanded: lower minItems, maxLength and other repetitions, or split it"
+TOO_DEEP = "is nested too deep: use fewer references that lead to references"
+TOO_SLOW = "takes too long to say what may come next: simplify it"
+
+_BY_WORDS = (
+    ("NoExtension", MATCHES_NOTHING),
+    ("unsatisfiable", MATCHES_NOTHING),
+    ("matches nothing", MATCHES_NOTHING),
+    ("Too many items", TOO_AMBIGUOUS),
+    ("Current row has", TOO_AMBIGUOUS),
+    ("ParserTooComplex", TOO_AMBIGUOUS),
+    ("too many expressions", TOO_MANY_STATES),
+    ("too many states", TOO_MANY_STATES),
+    ("Unable to determine if regex is empty", TOO_MANY_STATES),
+    ("fuel", TOO_MANY_STATES),
+    ("LexerTooComplex", TOO_MANY_STATES),
+    ("relevance check", TOO_MANY_STATES),
+    ("grammar too big", TOO_LARGE),
+    ("grammar size", TOO_LARGE),
+    ("too large", TOO_LARGE),
+    ("panic", "the compiler does not know what to do with it: simplify it"),
+)
+_NOISE = "<non-verbose/>"
+
+
+def reason(message: str) -> str:
+    """What llguidance says of a grammar, as a sentence without its subject."""
+    for words, meaning in _BY_WORDS:
+        if words.lower() in message.lower():
+            return meaning
+    return f"cannot be compiled: {first_lines(message)}"
+
+
+def first_lines(message: str) -> str:
+    """The start of a message of several lines, in one."""
+    lines = [line.strip() for line in message.replace(_NOISE, "").splitlines() if line.strip()]
+    return " ".join(lines[:3])[:300] if lines else "no reason given"
+
+
+BURST_S = 0.1  # for what is slow once: the first mask of a schema of 1,000 properties takes 30 ms
+
+
+class Usage:
+    """What all matchers of one compiled grammar have taken. They share a lexer: when one of them has hit a limit of it,
+    it takes no token of any of them, and does not say why."""
+
+    __slots__ = ("failure", "seconds")
+
+    def __init__(self) -> None:
+        self.seconds = 0.0  # of processor time
+        self.failure: str | None = None
+
+
+class Budget:
+    """Processor time for the matchers of one request: `token_s` for each mask, saved up to BURST_S.
+
+    Counted in the thread that spends it, so a machine with other work to do changes nothing.
+    """
+
+    __slots__ = ("_left_s", "_token_s", "usage")
+
+    def __init__(self, token_s: float, usage: Usage) -> None:
+        self._token_s = token_s
+        self._left_s = BURST_S
+        self.usage = usage
+
+    def spend(self, seconds: float, *, earned: bool) -> None:
+        """Raises InvalidRequest when more is spent than there is. `earned`: a mask was made for it."""
+        left = self._left_s - seconds + (self._token_s if earned else 0.0)
+        self._left_s = left if left < BURST_S else BURST_S
+        self.usage.seconds += seconds
+        if left < 0:
+            raise InvalidRequest("grammar", TOO_SLOW)
+
+
+class TokenMatcher:
+    """One output's place in a compiled grammar. Implements `core.grammar.Grammar`.
+
+    What needs no translation is llguidance's own method: a step of many outputs makes a hundred such calls. A matcher
+    that fails says of itself that it has stopped, so an end is always held against its error.
+    """
+
+    __slots__ = ("_budget", "_compute_mask", "_consume", "_forced", "_is_error", "_is_stopped", "_matcher")
+
+    def __init__(self, matcher: LLMatcher, budget: Budget) -> None:
+        self._matcher = matcher
+        self._budget = budget
+        self._consume, self._compute_mask = matcher.try_consume_tokens, matcher.unsafe_compute_mask_ptr
+        self._forced, self._is_stopped, self._is_error = (
+            matcher.compute_ff_tokens,
+            matcher.is_stopped,
+            matcher.is_error,
+        )
+
+    def accept(self, token_id: int) -> bool:
+        if self._consume([token_id]) == 1:
+            return True
+        self._check()
+        if (failure := self._budget.usage.failure) is not None:
+            raise InvalidRequest("grammar", failure)
+        return False
+
+    def validate(self, token_ids: list[int]) -> int:
+        return int(self._matcher.validate_tokens(token_ids)) if token_ids else 0
+
+    def rollback(self, num_tokens: int) -> None:
+        if num_tokens and not self._matcher.rollback(num_tokens):
+            self._check()
+
+    def fill_bitmask(self, row: memoryview) -> None:
+        """The interpreter lock is free meanwhile."""
+        begin = time.thread_time()
+        self._compute_mask(ctypes.addressof(ctypes.c_char.from_buffer(row)), len(row))
+        if self._is_error():
+            self._check()
+        self._budget.spend(time.thread_time() - begin, earned=True)
+
+    def is_terminated(self) -> bool:
+        if not self._is_stopped():
+            return False
+        self._check()
+        return True
+
+    def forced(self) -> list[int]:
+        begin = time.thread_time()
+        tokens = list(self._forced())
+        if self._is_error():
+            self._check()
+        self._budget.spend(time.thread_time() - begin, earned=False)
+        return tokens
+
+    def _check(self) -> None:
+        """Raise what went wrong."""
+        if self._is_error():
+            self._budget.usage.failure = reason(self._matcher.get_error())
+            raise InvalidRequest("grammar", self._budget.usage.failure)

@@ -1,0 +1,210 @@
+"""What a client may ask of the *form* of the output, read and checked once; front ends and engine share it.
+
+OpenAI's `response_format`, vLLM's `structured_outputs` and the `guided_*` fields that vLLM removed all end as one
+GrammarSpec. Whether a schema or an expression makes sense is found out by compiling it
+(`inferengine.structured_output`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from inferengine.config import LimitsConfig
+from inferengine.errors import InvalidRequest
+
+GRAMMAR_KINDS = ("json_schema", "json_object", "regex", "choice", "lark", "structural_tag")
+MAX_NESTING = 64
+GUIDED_FIELDS = {
+    "guided_json": "json",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+}
+
+
+class GrammarSpec(NamedTuple):
+    """What the output must match. Not compiled yet."""
+
+    kind: str  # one of GRAMMAR_KINDS
+    source: str  # schema, choices and tags as JSON; expressions and grammars as they are
+    whitespace: str | None = None  # pattern of the space between JSON tokens; None: a little of any
+
+
+def read_grammar(body: Mapping[str, Any]) -> GrammarSpec | None:
+    """The GrammarSpec of a request body, or None where it asks for nothing. Raises InvalidRequest naming the field."""
+    asked = [name for name in ("response_format", "structured_outputs", *GUIDED_FIELDS) if body.get(name) is not None]
+    if not asked:
+        return None
+    if len(asked) > 1:
+        raise InvalidRequest(asked[1], f"cannot be combined with {asked[0]}")
+    name = asked[0]
+    if name == "response_format":
+        return _read_response_format(body[name])
+    if name == "structured_outputs":
+        return _read_structured_outputs(body[name])
+    pattern = body.get("guided_whitespace_pattern")
+    return _with_whitespace(_READERS[GUIDED_FIELDS[name]](name, body[name]), "guided_whitespace_pattern", pattern)
+
+
+def validate_grammar(spec: GrammarSpec, limits: LimitsConfig, *, path: str = "grammar") -> None:
+    """Bound what compiling may cost. Raises InvalidRequest."""
+    if spec.kind not in GRAMMAR_KINDS:
+        raise InvalidRequest(path, f"kind must be one of {', '.join(GRAMMAR_KINDS)}")
+    size = len(spec.source.encode())
+    if size > limits.max_grammar_bytes:
+        raise InvalidRequest(path, f"has {size} bytes; at most {limits.max_grammar_bytes} are compiled")
+    if "\0" in spec.source or (spec.whitespace is not None and "\0" in spec.whitespace):
+        raise InvalidRequest(path, "must not contain NUL")
+    if spec.whitespace is not None and len(spec.whitespace) > 200:
+        raise InvalidRequest(path, "the whitespace pattern is too long")
+    if spec.kind in ("json_schema", "choice", "structural_tag") and _nesting(spec.source) > MAX_NESTING:
+        raise InvalidRequest(path, f"is nested deeper than {MAX_NESTING} levels")
+
+
+def grammar_to_list(spec: GrammarSpec) -> list[str | None]:
+    """As it travels in SUBMIT."""
+    return list(spec)
+
+
+def grammar_from_list(value: Any, path: str = "grammar") -> GrammarSpec:
+    """Read what `grammar_to_list` made or a direct producer sent: [kind, source] or [kind, source, whitespace]."""
+    if not isinstance(value, list | tuple) or not 2 <= len(value) <= 3:
+        raise InvalidRequest(path, "must be [kind, source] or [kind, source, whitespace]")
+    kind, source = value[0], value[1]
+    whitespace = value[2] if len(value) == 3 else None
+    if not isinstance(kind, str) or not isinstance(source, str):
+        raise InvalidRequest(path, "kind and source must be strings")
+    if whitespace is not None and not isinstance(whitespace, str):
+        raise InvalidRequest(path, "the whitespace pattern must be a string")
+    return GrammarSpec(kind, source, whitespace)
+
+
+def _read_response_format(value: Any) -> GrammarSpec | None:
+    path = "response_format"
+    if not isinstance(value, Mapping):
+        raise InvalidRequest(path, "must be an object with a type")
+    kind = value.get("type")
+    if kind == "text" or not value:  # {}: asks for nothing, as clients send that fill in every field
+        return None
+    if kind == "json_object":
+        return GrammarSpec("json_object", "{}")
+    if kind == "json_schema":
+        wrapped = value.get("json_schema")
+        if not isinstance(wrapped, Mapping) or wrapped.get("schema") is None:
+            raise InvalidRequest(f"{path}.json_schema", "must be an object with a schema")
+        return _read_json(f"{path}.json_schema.schema", wrapped["schema"])
+    if kind == "structural_tag":
+        return _read_tags(path, value)
+    raise InvalidRequest(f"{path}.type", "must be text, json_object, json_schema or structural_tag")
+
+
+def _read_structured_outputs(value: Any) -> GrammarSpec:
+    path = "structured_outputs"
+    if not isinstance(value, Mapping):
+        raise InvalidRequest(path, f"must be an object with one of {', '.join(_READERS)}")
+    asked = [name for name in _READERS if value.get(name) not in (None, False)]
+    if len(asked) != 1:
+        raise InvalidRequest(path, f"must have exactly one of {', '.join(_READERS)}")
+    spec = _READERS[asked[0]](f"{path}.{asked[0]}", value[asked[0]])
+    if value.get("disable_any_whitespace") is True:
+        return spec._replace(whitespace="")
+    return _with_whitespace(spec, f"{path}.whitespace_pattern", value.get("whitespace_pattern"))
+
+
+def _with_whitespace(spec: GrammarSpec, path: str, pattern: Any) -> GrammarSpec:
+    if pattern is None:
+        return spec
+    if not isinstance(pattern, str):
+        raise InvalidRequest(path, "must be a regular expression")
+    return spec._replace(whitespace=pattern)
+
+
+def _read_json(path: str, value: Any) -> GrammarSpec:
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError):
+            raise InvalidRequest(path, "is not valid JSON") from None
+    if value is True:  # what allows everything
+        value = {}
+    if not isinstance(value, Mapping):
+        raise InvalidRequest(path, "must be a JSON schema that allows something: an object, or true")
+    return GrammarSpec("json_schema", _dumps(path, value))
+
+
+def _read_text(kind: str) -> Callable[[str, Any], GrammarSpec]:
+    def read(path: str, value: Any) -> GrammarSpec:
+        if not isinstance(value, str) or not value:
+            raise InvalidRequest(path, "must be a string that is not empty")
+        return GrammarSpec(kind, value)
+
+    return read
+
+
+def _read_choice(path: str, value: Any) -> GrammarSpec:
+    if not isinstance(value, list) or not value or not all(isinstance(item, str) and item for item in value):
+        raise InvalidRequest(path, "must be a list of strings, none of them empty")
+    return GrammarSpec("choice", json.dumps(value))
+
+
+def _read_json_object(path: str, value: Any) -> GrammarSpec:
+    if value is not True:
+        raise InvalidRequest(path, "must be true")
+    return GrammarSpec("json_object", "{}")
+
+
+def _read_tags(path: str, value: Any) -> GrammarSpec:
+    """{"structures": [{"begin", "schema", "end"}], "triggers": [...]}: text in which a trigger starts a structure."""
+    structures, triggers = (
+        value.get(key) if isinstance(value, Mapping) else None for key in ("structures", "triggers")
+    )
+    if not isinstance(structures, list) or not structures or not isinstance(triggers, list) or not triggers:
+        raise InvalidRequest(path, "must have structures and triggers, neither of them empty")
+    for index, item in enumerate(structures):
+        where = f"{path}.structures[{index}]"
+        if not isinstance(item, Mapping) or not isinstance(item.get("begin"), str) or "schema" not in item:
+            raise InvalidRequest(where, "must have begin, schema and end")
+        if not any(isinstance(trigger, str) and trigger and item["begin"].startswith(trigger) for trigger in triggers):
+            raise InvalidRequest(f"{where}.begin", "must start with one of the triggers")
+    return GrammarSpec("structural_tag", _dumps(path, {"structures": structures, "triggers": triggers}))
+
+
+_READERS: dict[str, Callable[[str, Any], GrammarSpec]] = {
+    "json": _read_json,
+    "json_object": _read_json_object,
+    "regex": _read_text("regex"),
+    "choice": _read_choice,
+    "grammar": _read_text("lark"),
+    "structural_tag": _read_tags,
+}
+
+
+def _dumps(path: str, value: Any) -> str:
+    try:
+        return json.dumps(value, ensure_ascii=False)
+    except (ValueError, RecursionError):
+        raise InvalidRequest(path, "is nested too deep, or holds what JSON cannot") from None
+
+
+def _nesting(source: str) -> int:
+    """Depth of brackets outside of strings. Counted, not parsed: a hostile depth must not reach a recursive parser."""
+    depth = deepest = 0
+    in_string = escaped = False
+    for character in source:
+        if in_string:
+            if escaped:
+                escaped = False
+            elif character == "\\":
+                escaped = True
+            elif character == '"':
+                in_string = False
+        elif character == '"':
+            in_string = True
+        elif character in "[{":
+            depth += 1
+            deepest = max(deepest, depth)
+        elif character in "]}":
+            depth -= 1
+    return deepest

@@ -1,0 +1,106 @@
+"""One assistant's output as reasoning, content and tool calls, while it is being written.
+
+Reasoning apart from the answer, for models that write `<think> ... </think>` before they answer.
+"""
+
+from __future__ import annotations
+
+from inferengine.text.tool_parsers import ToolParser
+from inferengine.text.tool_parsers.base import CallDelta, Content, Part, Reasoning, split_at_mark
+
+OPEN, CLOSE = "<think>", "</think>"
+
+
+class ReasoningReader:
+    """Splits one output. `inside`: the prompt has opened the tag already. A tag further on in the answer is text, and
+    white space next to the tags belongs to neither side."""
+
+    def __init__(self, *, inside: bool) -> None:
+        self._state = "reasoning" if inside else "start"
+        self._held = ""
+        self._begun = False  # of the side that is being written, something but space has been shown
+
+    def push(self, text: str, final: bool = False) -> list[Part]:
+        parts: list[Part] = []
+        text = self._held + text
+        self._held = ""
+        if self._state == "start":
+            begin = text.lstrip()
+            if begin.startswith(OPEN):
+                self._state, text = "reasoning", begin[len(OPEN) :]
+            elif OPEN.startswith(begin) and not final:
+                self._held = text
+                return parts
+            else:
+                self._state, self._begun = "answer", True
+        if self._state == "reasoning":
+            before, mark, rest = split_at_mark(text, (CLOSE,))
+            if final and mark is None:
+                before, rest = before + rest, ""
+            if not self._begun:
+                before = before.lstrip()
+            shown = before.rstrip()
+            if shown:
+                self._begun = True
+                parts.append(Reasoning(shown))
+            if mark is None:
+                self._held = before[len(shown) :] + rest
+                return parts
+            self._state, self._begun, text = "answer", False, rest
+        if not self._begun:
+            text = text.lstrip()
+            self._begun = bool(text)
+        if text:
+            parts.append(Content(text))
+        return parts
+
+
+class Message:
+    """Parts put together."""
+
+    def __init__(self) -> None:
+        self.content = ""
+        self.reasoning = ""
+        self.calls: list[tuple[str, str]] = []  # name and arguments as JSON text
+
+    def add(self, parts: list[Part]) -> None:
+        for part in parts:
+            if isinstance(part, Content):
+                self.content += part.text
+            elif isinstance(part, Reasoning):
+                self.reasoning += part.text
+            elif part.call == len(self.calls):
+                self.calls.append((part.name or "", part.arguments))
+            else:
+                name, arguments = self.calls[part.call]
+                self.calls[part.call] = (name, arguments + part.arguments)
+
+
+class MessageReader:
+    """Reads one output. Either reader may be absent; then that kind of part is content."""
+
+    def __init__(self, reasoning: ReasoningReader | None, tools: ToolParser | None) -> None:
+        self._reasoning = reasoning
+        self._tools = tools
+        self.num_calls = 0
+
+    def push(self, text: str, final: bool = False) -> list[Part]:
+        """What the text adds; `final`: nothing follows."""
+        split: list[Part] = [Content(text)] if self._reasoning is None else self._reasoning.push(text, final)
+        if self._tools is None:
+            return [part for part in split if not isinstance(part, Content) or part.text]
+        parts: list[Part] = []
+        for part in split:
+            parts += self._tools.push(part.text) if isinstance(part, Content) else [part]
+        if final:
+            parts += self._tools.push("", final=True)
+        for part in parts:
+            if isinstance(part, CallDelta):
+                self.num_calls = part.call + 1
+        return parts
+
+    def read(self, text: str) -> Message:
+        """A whole output at once."""
+        message = Message()
+        message.add(self.push(text, final=True))
+        return message

@@ -1,0 +1,175 @@
+"""plan-memory: figures that can be checked by hand, from a config.json alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.shapes import LLAMA_3_1_8B
+from inferengine.cli.main import main
+from inferengine.config import Config
+from inferengine.errors import ExitCode
+from inferengine.executor import factory
+from inferengine.executor.cuda_graphs import mixed as mixed_graphs
+from inferengine.executor.memory import plan as memory_plan
+from inferengine.models import registry
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_3_1_8B))
+    return tmp_path
+
+
+def figure(output: str, name: str) -> float:
+    line = next(line for line in output.splitlines() if line.strip().startswith(name))
+    return float(line.split(name)[1].split()[0].replace(",", ""))
+
+
+def test_an_8b_model_on_an_80_gib_card(llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan-memory", str(llama), "--memory", "80"]) == ExitCode.OK
+    output = capsys.readouterr().out
+    assert figure(output, "weights") == pytest.approx(8_030_261_248 * 2 / 2**30, abs=0.01)
+    assert figure(output, "KV per token") == 2 * 32 * 8 * 128 * 2 / 1024
+    kv_tokens = figure(output, "tokens in the KV cache")
+    assert kv_tokens == pytest.approx(figure(output, "KV cache") * 2**30 / (128 * 1024), rel=1e-3)
+    at_8k = next(line.split() for line in output.splitlines() if line.strip().startswith("8,192 "))
+    assert int(at_8k[1]) == kv_tokens // 8192
+
+
+def test_every_graph_that_is_captured_counts_those_of_steps_with_prompts_among_them(llama: Path) -> None:
+    config = Config().with_values(model={"path": str(llama)}, engine={"max_num_seqs": 256})
+    settings = factory.executor_settings(config, torch.device("cuda"))
+    shape, _ = registry.read_model_config(llama)
+    shapes = mixed_graphs.shapes_to_capture(256, 8192, 15e-6)  # at most 400 prompt tokens
+    assert len(shapes) == 23  # four numbers of decodes, six of prompt tokens; two of them are the same without 448
+    buffers = memory_plan.activation_bytes(shape, 256 + 384, 256 + mixed_graphs.PROMPT_ROWS, torch.bfloat16)
+    size = memory_plan.graph_bytes(shape, settings, torch.bfloat16, shapes)
+    assert size == (35 + 23) * memory_plan.GRAPH_BYTES + buffers
+    plan = memory_plan.make_plan(settings, 80 << 30)  # for a device that is not here: every shape counts
+    assert len(plan.prompt_shapes) > 23
+    assert plan.graphs == memory_plan.graph_bytes(shape, settings, torch.bfloat16, plan.prompt_shapes) > size
+
+
+def plan_on_a_card(folder: Path) -> memory_plan.MemoryPlan:
+    config = Config().with_values(model={"path": str(folder)})
+    return memory_plan.make_plan(factory.executor_settings(config, torch.device("cuda")), 80 << 30)
+
+
+def test_the_share_of_a_card_is_divided_without_rest(llama: Path) -> None:
+    plan = plan_on_a_card(llama)
+    parts = (plan.weights, plan.activations, plan.slots, plan.graphs, plan.context, plan.kv_budget)
+    assert sum(parts) == int(0.92 * (80 << 30))
+    assert min(parts) > 0
+
+
+def test_the_cache_is_as_large_as_planned_where_less_is_taken(llama: Path) -> None:
+    plan = plan_on_a_card(llama)
+    free = (80 << 30) - plan.weights - plan.context
+    step = plan.activations + plan.slots
+    assert held_budget(plan, free=free, step=step) == plan.kv_budget
+    assert held_budget(plan, free=free + (1 << 30), step=step // 2) == plan.kv_budget
+
+
+def test_memory_that_others_hold_is_taken_from_the_cache_never_from_the_graphs(
+    llama: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    plan = plan_on_a_card(llama)
+    free = (80 << 30) - plan.weights - plan.context - (3 << 30)
+    assert held_budget(plan, free=free, step=plan.activations + plan.slots) == plan.kv_budget - (3 << 30)
+    assert "than planned" in caplog.text
+
+
+def held_budget(plan: memory_plan.MemoryPlan, *, free: int, step: int) -> int:
+    return memory_plan.held_budget(plan, 0.0, total=80 << 30, free=free, step=step)
+
+
+def test_a_draft_model_has_its_weights_and_its_part_of_the_cache_in_the_plan() -> None:
+    alone = Config().with_values(engine={"device": "cpu"}, speculation={"method": "none"})
+    guessing = Config().with_values(engine={"device": "cpu"}, speculation={"method": "draft"})
+    without, plan = (memory_plan.make_plan(factory.executor_settings(config), 1 << 28) for config in (alone, guessing))
+    draft = Path(__file__).parents[2] / "inferengine/assets/embedded-draft/model.safetensors"
+    assert without.draft_weights == 0
+    assert plan.draft_weights == pytest.approx(draft.stat().st_size * 2, rel=0.01)
+    assert plan.num_kv_tokens < without.num_kv_tokens
+
+
+def test_without_graphs_none_count(llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["plan-memory", str(llama), "--memory", "80", "--engine.cuda_graphs", "false"])
+    assert figure(capsys.readouterr().out, "captured graphs") == 0.0
+
+
+def test_a_bare_config_file_is_enough(llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan-memory", str(llama / "config.json")]) == ExitCode.OK
+    assert "80 GiB" in capsys.readouterr().out
+
+
+def test_what_does_not_fit_is_said_and_told_by_the_exit_code(llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan-memory", str(llama), "--memory", "12"]) == ExitCode.MEMORY
+    assert "does not fit" in capsys.readouterr().out
+
+
+def test_the_embedded_model_ties_its_embeddings(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan-memory", "--engine.device", "cpu", "--memory", "4"]) == ExitCode.OK
+    weights = (Path(__file__).parents[2] / "inferengine/assets/embedded/model.safetensors").stat().st_size
+    assert figure(capsys.readouterr().out, "weights") == pytest.approx(weights * 2 / 2**30, abs=0.01)
+
+
+def test_a_window_bounds_what_a_long_sequence_holds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    mistral = {**LLAMA_3_1_8B, "architectures": ["MistralForCausalLM"], "model_type": "mistral", "rope_scaling": None,
+               "vocab_size": 32_000, "sliding_window": 4096, "max_position_embeddings": 32_768}  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(mistral))
+    assert main(["plan-memory", str(tmp_path)]) == ExitCode.OK
+    output = capsys.readouterr().out
+    assert figure(output, "weights") == pytest.approx(7_241_732_096 * 2 / 2**30, abs=0.01)
+    assert figure(output, "sliding windows per sequence") == (4096 + 64) * 128 / 1024  # and a block that is cut
+    at = {
+        words[0]: int(words[1]) for line in output.splitlines() if len(words := line.split()) == 2 and "," in words[0]
+    }
+    assert at["1,024"] > 4 * at["8,192"] - 8
+    assert at["8,192"] == at["32,768"] > 100
+
+
+def test_a_context_that_windows_leave_no_room_for_fits_when_it_is_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gemma_27b = {"head_dim": 128, "hidden_size": 5376, "intermediate_size": 21_504, "num_attention_heads": 32,
+                 "num_hidden_layers": 62, "num_key_value_heads": 16, "query_pre_attn_scalar": 168,
+                 "sliding_window": 1024, "rope_scaling": {"factor": 8.0, "rope_type": "linear"}}  # fmt: skip
+    document = {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3",
+                "text_config": gemma_27b, "torch_dtype": "bfloat16"}  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(document))
+    assert main(["plan-memory", str(tmp_path)]) == ExitCode.OK
+    *_, at_full_length, hint = capsys.readouterr().out.splitlines()
+    assert at_full_length.split() == ["131,072", "0"]
+    assert "model.max_model_len" in hint
+    assert main(["plan-memory", str(tmp_path), "--model.max_model_len", "131072"]) == ExitCode.OK
+    assert capsys.readouterr().out.splitlines()[-1].split() == ["131,072", "1"]
+
+
+def test_a_context_beyond_the_models_own_is_refused_under_the_key_that_asks_for_it(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Not under the draft model's, of which whoever asked may know nothing."""
+    assert main(["plan-memory", "--engine.device", "cpu", "--model.max_model_len", "5000"]) == ExitCode.USAGE
+    assert "model.max_model_len: the model was made for 2048 tokens; 5000 are too many" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["--memory"], ["--memory", "much"], ["--memory", "0"]])
+def test_a_bad_size_is_named(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan-memory", *words]) == ExitCode.USAGE
+    assert "--memory" in capsys.readouterr().err
+
+
+def test_the_engine_logs_the_plan_before_it_loads(caplog: pytest.LogCaptureFixture) -> None:
+    from inferengine.config import Config
+    from inferengine.engine.process import build_executor
+
+    with caplog.at_level("INFO", logger="inferengine.engine.process"):
+        build_executor(Config().with_values(engine={"device": "cpu"}))
+    assert "memory plan:" in caplog.text
+    assert figure(caplog.text, "weights") == pytest.approx(0.04, abs=0.005)
+    assert "sequences at once" in caplog.text

@@ -1,0 +1,85 @@
+"""Prompt lookup: what followed before is what is guessed."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from inferengine.core.sequence import Sequence
+from inferengine.core.speculation.ngram import MOST_MATCHING, NgramProposer
+from tests.core.builders import Run, expected_output, make_capacity, make_request
+
+
+def sequence_of(tokens: list[int], *, rate: float | None = 0.9, **params: object) -> Sequence:
+    """Its guesses so far were right at this rate; None: there were none."""
+    sequence = Sequence(make_request(1, tokens, max_tokens=50, **params))
+    sequence.draft_rate = rate
+    return sequence
+
+
+def test_the_continuation_of_the_longest_match_is_guessed() -> None:
+    sequence = sequence_of([1, 2, 3, 4, 50, 51, 52, 9, 3, 4, 60, 61, 8, 1, 2, 3, 4])
+    assert NgramProposer().propose(sequence, 3) == [50, 51, 52]
+
+
+def test_of_two_equal_matches_the_later_one_counts() -> None:
+    sequence = sequence_of([1, 2, 10, 1, 2, 20, 1, 2])
+    assert NgramProposer().propose(sequence, 1) == [20]
+
+
+@pytest.mark.parametrize("rate", [None, 0.2])
+def test_guesses_that_have_not_proved_right_need_a_longer_match(rate: float | None) -> None:
+    short, long = [1, 2, 3, 50, 9, 1, 2, 3], [1, 2, 3, 4, 50, 9, 1, 2, 3, 4]
+    assert NgramProposer().propose(sequence_of(short), 1) == [50]
+    assert NgramProposer().propose(sequence_of(short, rate=rate), 1) == []
+    assert NgramProposer().propose(sequence_of(long, rate=rate), 1) == [50]
+
+
+def test_nothing_is_guessed_where_nothing_repeats() -> None:
+    assert NgramProposer().propose(sequence_of(list(range(50))), 4) == []
+    assert NgramProposer().propose(sequence_of([1]), 4) == []
+
+
+def test_no_guess_goes_beyond_a_stop() -> None:
+    sequence = sequence_of([1, 2, 30, 31, 32, 1, 2], stop_token_ids=(31,))
+    assert NgramProposer().propose(sequence, 4) == [30, 31]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_index_grows_with_the_sequence_as_if_built_at_once(seed: int) -> None:
+    draw = random.Random(seed)
+    growing, sequence = NgramProposer(), sequence_of([draw.randrange(6) for _ in range(5)])
+    for _ in range(200):
+        sequence.tokens.append(draw.randrange(6))
+        assert growing.propose(sequence, 3) == NgramProposer().propose(sequence, 3)
+        assert growing.propose(sequence, 3) == brute_force(sequence.tokens, 3)
+
+
+def brute_force(tokens: list[int], most: int) -> list[int]:
+    """Compare every place; of those that agree the furthest back, the latest."""
+
+    def agreeing(place: int) -> int:
+        length = 0
+        while length < min(place, MOST_MATCHING) and tokens[place - length - 1] == tokens[len(tokens) - length - 1]:
+            length += 1
+        return length
+
+    places = [place for place in range(2, len(tokens)) if agreeing(place) >= 2]
+    if not places:
+        return []
+    begin = max(places, key=lambda place: (agreeing(place), place))
+    return (tokens[begin:] * most)[:most]
+
+
+def test_a_text_that_repeats_itself_goes_round() -> None:
+    assert NgramProposer().propose(sequence_of([9, 5, 6, 7, 5, 6, 7, 5, 6]), 8) == [7, 5, 6, 7, 5, 6, 7, 5]
+
+
+def test_nothing_is_kept_of_a_sequence_that_ended() -> None:
+    proposer = NgramProposer()
+    run = Run(make_capacity(64), proposer=proposer, max_drafts=4)
+    requests = [make_request(uid, [1, 2, 3] * 5, max_tokens=20) for uid in range(1, 5)]
+    run.submit(*requests).to_end()
+    assert run.outputs == {request.uid: expected_output(request) for request in requests}
+    assert proposer._indices == {}

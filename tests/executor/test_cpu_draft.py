@@ -1,0 +1,73 @@
+"""A draft model on the CPU that reads lone tokens guesses what it guesses by the way of all steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from inferengine.executor.speculation import cpu_draft
+from inferengine.executor.speculation.cpu_draft import LoneRows
+from inferengine.llm import LLM
+from inferengine.sampling_params import SamplingParams
+
+QUESTIONS = ["What is a KV cache?", "Tell me a story about a fox.", "Hello!", "Which port does the HTTP server use?"]
+GREEDY = SamplingParams(temperature=0.0, max_tokens=32, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    """By its clock a guess costs nothing: there are always some."""
+    sizes = {"cache": {"num_blocks": 128}, "engine": {"device": "cpu", "max_num_seqs": 4, "threads": 1}}
+    with LLM(**sizes, speculation={"method": "draft", "max_drafts": 3}) as llm:
+        llm.core._clock = lambda: 0.0
+        yield llm
+
+
+@pytest.fixture
+def gaps(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """How far below the best logit each guess was where its sequence is read again as a prompt: after every second
+    call, so that the call after goes on with what was written there, and the next with what it wrote itself."""
+    found: list[float] = []
+    draft: Any = llm._executor.draft
+    guess, calls = LoneRows.guess, iter(range(10**6))
+
+    def checked(self: LoneRows, slot: int, start: int, end: int, count: int) -> None:
+        guess(self, slot, start, end, count)
+        if next(calls) % 2 == 0:
+            return
+        hidden, _, _ = draft._forward([slot], [0], [end + count - 1])
+        logits = draft._model.logits(hidden[-count:])
+        guesses = draft._slots.tokens[slot, end : end + count].long()
+        found.extend((logits.amax(1) - logits.gather(1, guesses.unsqueeze(1)).squeeze(1)).tolist())
+
+    monkeypatch.setattr(LoneRows, "guess", checked)
+    return found
+
+
+def ask(llm: LLM, questions: list[str]) -> list[list[int]]:
+    results = llm.chat([[{"role": "user", "content": question}] for question in questions], GREEDY)
+    return [result.choices[0].token_ids for result in results]
+
+
+@pytest.mark.parametrize("count", [1, 4])
+def test_guesses_are_the_likeliest_tokens_by_the_other_way_too(llm: LLM, gaps: list[float], count: int) -> None:
+    ask(llm, QUESTIONS[:count])
+    ask(llm, QUESTIONS[-count:])  # in the same slots
+    assert len(gaps) > 0
+    assert max(gaps) < 1e-3
+
+
+def test_a_place_grows_with_its_sequence(llm: LLM, gaps: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_draft, "ROOM", 16)
+    ask(llm, QUESTIONS[1:2])
+    assert len(gaps) > 0
+    assert max(gaps) < 1e-3
+
+
+def test_more_sequences_than_it_takes_give_the_same_tokens(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_draft, "MOST_ROWS", 2)
+    together = ask(llm, QUESTIONS)
+    assert llm.core.scheduler.snapshot().num_drafted > 0
+    assert together == [ask(llm, [question])[0] for question in QUESTIONS]
