@@ -1,7 +1,7 @@
 """From a StepPlan to the tensors of one step: every column of the plan packed into one int32 buffer, one upload.
 
 The host computes only what depends on the plan's integers (numpy, no loop over tokens). What depends on device state,
-the input tokens and the block tables, is looked up on the device. Shapes are those of docs/runtime.md.
+the input tokens and the block tables, is looked up on the device. Shapes are those of docs/executor.md.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ _INTS = ("num_prompt", "top_k", "min_tokens", "num_logprobs")
 
 
 class Slots:
-    """Device tensors by slot (docs/runtime.md) with the host's mirror. One instance per executor."""
+    """Device tensors by slot (docs/executor.md) with the host's mirror. One instance per executor."""
 
     def __init__(
         self,

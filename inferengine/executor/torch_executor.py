@@ -1,7 +1,7 @@
 """TorchExecutor: implements core.executor.Executor with torch, on the CPU and on CUDA.
 
 A step is: block copies, slot and block-table writes, one flattened batch through the model, one draw per sampling row.
-What a step needs from the one before lies on the device already (docs/runtime.md), so steps may be launched back to
+What a step needs from the one before lies on the device already (docs/executor.md), so steps may be launched back to
 back. On a CPU the work is done when `execute` returns.
 """
 

@@ -1,4 +1,4 @@
-"""Batch: the tensors of one step, as model and ops read them. Shapes are docs/runtime.md's; runtime/ fills it in."""
+"""Batch: the tensors of one step, as model and ops read them. Shapes: docs/executor.md. Filled by executor/batch.py."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ from inferengine.kernels.reference import (
 
 @dataclass(frozen=True)
 class Ops:
-    """Functions by job; signatures in docs/runtime.md and kernels/reference/ops.py."""
+    """Functions by job; signatures in docs/executor.md and kernels/reference/ops.py."""
 
     name: str
     rms_norm: Callable[..., torch.Tensor]

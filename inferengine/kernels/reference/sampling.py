@@ -2,7 +2,7 @@
 
 Order: penalties, bias, masks (allowed ids, stop ids below min_tokens); then, for rows with a temperature, logits / T,
 top-k, top-p over what top-k left, min-p; then the Gumbel draw. Filters are thresholds: tokens that tie with the last
-one kept are kept too, so that the outcome does not depend on the order of a sort. Random numbers are docs/runtime.md's.
+one kept are kept too, so that the outcome does not depend on the order of a sort. Random numbers: docs/executor.md.
 
 Log-probabilities of drawn tokens in plain torch: the definition, and the CPU path.
 """

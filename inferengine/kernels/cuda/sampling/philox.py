@@ -1,4 +1,4 @@
-"""Gumbel noise in Triton, from the counter-based generator of docs/runtime.md (Philox-4x32-10: Salmon et al., 2011)."""
+"""Gumbel noise in Triton, from the counter-based generator of docs/executor.md (Philox-4x32-10, Salmon et al. 2011)."""
 
 import triton
 import triton.language as tl
