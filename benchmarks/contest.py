@@ -11,11 +11,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from benchmarks.device import Clock, raise_failure
+from inferengine.core.constraints import Grammar
 from inferengine.core.executor import Capacity, Executor
-from inferengine.core.grammar import Grammar
 from inferengine.core.request import Request
 from inferengine.core.scheduler.scheduler import SchedulerOptions
-from inferengine.core.speculation.controller import Proposer
+from inferengine.core.speculation.proposers import Proposer
 from inferengine.engine.core import EngineCore
 from inferengine.sampling_params import SamplingParams
 from inferengine.structured_output.spec import GrammarSpec

@@ -253,7 +253,7 @@ class Stopwatch:
 
 def plain_options(capacity: Capacity, **changes: Any) -> SchedulerOptions:
     """Scheduler options without prefix cache, so that no request lives off another one's work."""
-    values: dict[str, Any] = {"prefix_caching": False, "max_running_to_force": capacity.most_forced_rows, **changes}
+    values: dict[str, Any] = {"prefix_caching": False, "max_running_to_force": capacity.max_forced_rows, **changes}
     return SchedulerOptions(capacity.max_num_batched_tokens, capacity.max_num_seqs, **values)
 
 

@@ -29,7 +29,7 @@ from inferengine.core.scheduler.scheduler import SchedulerOptions
 from inferengine.engine.core import EngineCore
 from inferengine.sampling_params import SamplingParams
 from inferengine.simulation import plots
-from inferengine.simulation.report import Recorder, percentile, weighted_percentiles
+from inferengine.simulation.report import RunRecorder, percentile, weighted_percentiles
 
 PARAMS = SamplingParams(temperature=0.0, ignore_eos=True)
 
@@ -78,7 +78,7 @@ class Workload(NamedTuple):
     name: str
     shows: str
     unit: str
-    figure: Callable[[Recorder, float], float]
+    figure: Callable[[RunRecorder, float], float]
     make: Callable[[random.Random, Sizes], list[Item]]
     num_blocks: Callable[[Capacity, Sizes], int] | None = None  # fewer than the device has
     higher_is_better: bool = True
@@ -95,15 +95,15 @@ class Sizes(NamedTuple):
     vocab: int
 
 
-def tokens_per_s(recorder: Recorder, seconds: float) -> float:
+def tokens_per_s(recorder: RunRecorder, seconds: float) -> float:
     return recorder.num_output_tokens / seconds
 
 
-def slowest_interval_ms(recorder: Recorder, seconds: float) -> float:
+def slowest_interval_ms(recorder: RunRecorder, seconds: float) -> float:
     return 1e3 * weighted_percentiles(recorder.interval_values, recorder.interval_weights, [0.99])[0]
 
 
-def first_token_ms(recorder: Recorder, seconds: float) -> float:
+def first_token_ms(recorder: RunRecorder, seconds: float) -> float:
     return 1e3 * percentile(sorted(recorder.first_token_s), 0.5)
 
 
@@ -176,7 +176,7 @@ def measure(
         on_failure=raise_failure,
     )  # fmt: skip
     items = workload.make(random.Random(seed), sizes)
-    recorder = Recorder()
+    recorder = RunRecorder()
     intervals = recorder.intervals()
     begin = clock.now()
     for uid, item in enumerate(items):

@@ -32,8 +32,8 @@ from benchmarks.speculation import HEROES
 from inferengine.config import Config, load, parse_flags
 from inferengine.core.request import Request
 from inferengine.core.scheduler.scheduler import SchedulerOptions
-from inferengine.core.speculation.proposers import build_proposer, guess_method
-from inferengine.core.stats import Roofline
+from inferengine.core.speculation.proposers import build_proposer, speculation_method
+from inferengine.core.step_roofline import Roofline
 from inferengine.engine.core import EngineCore
 from inferengine.engine.model_info import read_model_card
 from inferengine.engine.options import scheduler_options
@@ -77,7 +77,7 @@ class Bench:
         if guessing:
             asked = scheduler_options(self.config, self.capacity)
             options = replace(options, max_drafts=asked.max_drafts, max_running_to_draft=asked.max_running_to_draft)
-            proposer = build_proposer(self.config, self.capacity)
+            proposer = build_proposer(self.config.speculation.method, self.capacity)
         core = EngineCore(
             self.executor, self.capacity, options, clock=self.clock.now, on_failure=_raise, proposer=proposer
         )
@@ -205,7 +205,7 @@ def against_transformers(
         total = batch * num_tokens
         us, them = total / statistics.median(ours[1:]), total / statistics.median(theirs[1:])
         row: Row = {"row": "generate", "batch": batch, "prompt_tokens": len(prompts[0]), "output_tokens": num_tokens}
-        row["guesses"] = guess_method(bench.config, bench.capacity)
+        row["guesses"] = speculation_method(bench.config.speculation.method, bench.capacity)
         row |= {"tokens_per_s": round(us, 1), "transformers_tokens_per_s": round(them, 1), "ratio": round(us / them, 3)}
         rows.append(row)
         print(json.dumps(rows[-1]), flush=True)
@@ -228,7 +228,7 @@ def environment(bench: Bench) -> Row:
 
 
 def share(core: EngineCore, phase: str) -> float | None:
-    """Of the roofline, as the engine itself counts it (core/stats.py)."""
+    """Of the roofline, as the engine itself counts it (core/step_roofline.py)."""
     return core.roofline.shares().get(phase) if core.roofline is not None else None
 
 

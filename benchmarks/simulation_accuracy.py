@@ -49,10 +49,10 @@ from inferengine.core.scheduler.admission import AdmissionLimits
 from inferengine.engine.core import EngineCore
 from inferengine.sampling_params import SamplingParams
 from inferengine.simulation.cost_model import CostModel, DeviceProfile, HostTime, StepShape, load_profile
-from inferengine.simulation.engine import EngineOptions, StepCost
 from inferengine.simulation.fitting import fit
 from inferengine.simulation.fleet import Fleet
-from inferengine.simulation.report import Recorder, distribution, interval_distribution
+from inferengine.simulation.report import RunRecorder, distribution, interval_distribution
+from inferengine.simulation.virtual_engine import EngineOptions, StepCost
 from inferengine.simulation.workload import SyntheticWorkload, WorkloadOptions
 
 PARAMS = SamplingParams(temperature=0.0, ignore_eos=True)
@@ -73,7 +73,7 @@ class Results:
     """Figures of one load over all of its slices."""
 
     def __init__(self) -> None:
-        self.recorder = Recorder()
+        self.recorder = RunRecorder()
         self.duration_s = 0.0
 
     def figures(self) -> dict[str, float]:
@@ -153,9 +153,9 @@ def run_virtual(
 
 
 class Recorded:
-    """Implements `simulation.engine.StepCost`: the times that the steps of a run really took, by their tokens, rows and
-    decodes, in their order. Where the run had no such step left, the cost model's: an arrival at the very end of a step
-    may find the next one in one world and miss it in the other."""
+    """Implements `simulation.virtual_engine.StepCost`: the times that the steps of a run really took, by their tokens,
+    rows and decodes, in their order. Where the run had no such step left, the cost model's: an arrival at the very
+    end of a step may find the next one in one world and miss it in the other."""
 
     def __init__(self, steps: Sequence[TimedStep], otherwise: CostModel) -> None:
         self.num_others = 0

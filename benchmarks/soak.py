@@ -37,7 +37,7 @@ from benchmarks.websocket_relay import HANDSHAKE, frame
 from inferengine.config import Config
 from inferengine.engine.model_info import ModelCard
 from inferengine.engine.service import EngineService
-from inferengine.simulation.executor import SimulatedExecutor, make_capacity
+from inferengine.simulation.simulated_executor import SimulatedExecutor, make_capacity
 from inferengine.text import fingerprint
 
 HTTP_PORT, WS_PORT = 8941, 8942

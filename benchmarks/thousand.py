@@ -24,15 +24,15 @@ from inferengine.core.scheduler.scheduler import SchedulerOptions
 from inferengine.engine.core import EngineCore
 from inferengine.sampling_params import SamplingParams
 from inferengine.simulation import plots
-from inferengine.simulation.executor import SimulatedExecutor, make_capacity
-from inferengine.simulation.report import Recorder, distribution, interval_distribution
+from inferengine.simulation.report import RunRecorder, distribution, interval_distribution
+from inferengine.simulation.simulated_executor import SimulatedExecutor, make_capacity
 from inferengine.simulation.workload import SyntheticWorkload, WorkloadOptions
 
 PARAMS = SamplingParams(ignore_eos=True)
 GAUGE_STEPS = 8
 
 
-def run(num_requests: int, num_blocks: int, max_num_seqs: int, seed: int) -> tuple[dict[str, Any], Recorder]:
+def run(num_requests: int, num_blocks: int, max_num_seqs: int, seed: int) -> tuple[dict[str, Any], RunRecorder]:
     """All requests at once; returns the report and the columns behind it."""
     capacity = make_capacity(num_blocks=num_blocks, max_num_seqs=max_num_seqs)
     options = SchedulerOptions(capacity.max_num_batched_tokens, max_num_seqs)
@@ -50,7 +50,7 @@ def run(num_requests: int, num_blocks: int, max_num_seqs: int, seed: int) -> tup
         )
     )
     arrivals = list(workload.arrivals())
-    recorder = Recorder()
+    recorder = RunRecorder()
     intervals = recorder.intervals()
     begin, begin_cpu = time.perf_counter(), time.process_time()
     for item in arrivals:
@@ -106,7 +106,7 @@ def run(num_requests: int, num_blocks: int, max_num_seqs: int, seed: int) -> tup
             "mean_internal_fragmentation": round(math.fsum(recorder.fragmentation) / len(recorder.fragmentation), 4),
             "prefix_hit_rate": round(kv.num_hit_tokens / kv.num_lookup_tokens, 4),
             "evictions": kv.num_evictions,
-            "pressure_events": stats.num_pressure_events,
+            "pressure_events": stats.num_failed_allocations,
             "preemptions": stats.num_preemptions,
         },
         "python": platform.python_version(),

@@ -159,7 +159,7 @@ class LLM:
             self.capacity,
             options,
             clock=time.monotonic,
-            proposer=build_proposer(self.config, self.capacity),
+            proposer=build_proposer(self.config.speculation.method, self.capacity),
         )
         self._grammars = GrammarCompiler(
             card.files["tokenizer.json"].decode(),

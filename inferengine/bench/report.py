@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from inferengine.bench.load import Reply
+from inferengine.bench.load_generator import Reply
 
 PERCENTILES = (50, 90, 95, 99)
 ROWS = {"ttft_ms": "first token", "itl_ms": "between events", "tpot_ms": "per output token", "e2e_ms": "whole request"}

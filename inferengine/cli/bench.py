@@ -41,10 +41,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, fields
 from typing import Any, TextIO
 
-from inferengine.bench import load
+from inferengine.bench import load_generator
 from inferengine.bench.gpu_trace import GpuTrace
+from inferengine.bench.load_options import LoadOptions, request_bodies
 from inferengine.bench.report import report, table
-from inferengine.bench.workload import LoadOptions, request_bodies
 from inferengine.cli.common import output_file, with_bar
 from inferengine.errors import ConfigError, ExitCode
 
@@ -66,11 +66,11 @@ def run(arguments: Sequence[str]) -> int:
 
 def measure(options: LoadOptions, stream: TextIO) -> dict[str, Any]:
     """The report of one load; progress goes to `stream` where that is a terminal. Raises InferEngineError."""
-    model = load.served_model(options)
+    model = load_generator.served_model(options)
     bodies = request_bodies(options, model)
     progress = Progress(stream, options.requests)
     with GpuTrace() as gpus:
-        outcome = asyncio.run(load.run(options, bodies, gpus, ended=progress.step))
+        outcome = asyncio.run(load_generator.run(options, bodies, gpus, ended=progress.step))
     progress.clear()
     told = {name: value for name, value in asdict(options).items() if name not in ("api_key", "model")}
     return {

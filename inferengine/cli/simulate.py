@@ -47,11 +47,10 @@ from inferengine.engine.options import admission_limits, scheduler_options
 from inferengine.errors import ConfigError, ExitCode
 from inferengine.simulation import plots
 from inferengine.simulation.cost_model import DeviceProfile, load_profile, profile_names
-from inferengine.simulation.engine import EngineOptions
 from inferengine.simulation.fleet import Failure, Fleet
-from inferengine.simulation.report import Objective, Recorder, table
-from inferengine.simulation.trace import TraceWorkload
-from inferengine.simulation.workload import SyntheticWorkload, Workload, WorkloadOptions
+from inferengine.simulation.report import Objective, RunRecorder, table
+from inferengine.simulation.virtual_engine import EngineOptions
+from inferengine.simulation.workload import SyntheticWorkload, TraceWorkload, Workload, WorkloadOptions
 
 DEFAULTS: dict[str, Any] = {
     "cost": "h200-llama-3.1-8b-analytic", "engines": 1, "choice": "power_of_two", "requests": 1000,
@@ -72,7 +71,7 @@ def run(arguments: Sequence[str]) -> int:
         return ExitCode.OK
     report_file = output_file("--json", values["json"]) if values["json"] else None
     options = engine_options(config, load_profile(values["cost"]))
-    recorder = Recorder(Objective(values["slo-ttft-ms"] / 1e3, values["slo-itl-ms"] / 1e3))
+    recorder = RunRecorder(Objective(values["slo-ttft-ms"] / 1e3, values["slo-itl-ms"] / 1e3))
     for failure in failures:
         if failure.engine >= values["engines"]:
             raise ConfigError("--fail", f"there is no engine {failure.engine}; --engines is {values['engines']}")
@@ -182,7 +181,7 @@ def workload(values: dict[str, Any], options: EngineOptions) -> Workload:
     return SyntheticWorkload(replace(synthetic, deadline_s=values["deadline-s"] or None))
 
 
-def write_plots(folder: Path, recorder: Recorder) -> None:
+def write_plots(folder: Path, recorder: RunRecorder) -> None:
     """latency.svg and timeline.svg."""
     folder.mkdir(parents=True, exist_ok=True)
     names = {

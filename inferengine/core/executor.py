@@ -28,7 +28,7 @@ class Capacity(NamedTuple):
     swap_block_s: float = 0.0  # measured time to move one block of all layers between host and device; 0: unknown
     prefill_token_s: float = 0.0  # measured time to compute one prompt token; 0: unknown
     embedding_size: int = 0  # values of an embedding; 0: this executor makes none
-    most_forced_rows: int = 0  # with more rows a token that a grammar forces costs what a row's does; 0: never
+    max_forced_rows: int = 0  # with more rows a token that a grammar forces costs what a row's does; 0: never
     has_draft_model: bool = False  # whether it can make guesses itself (StepPlan.device_drafts)
 
 
@@ -75,7 +75,7 @@ class AdapterStore(Protocol):
     def remove(self, number: int) -> None: ...
 
 
-class Recorder(Protocol):
+class StepRecorder(Protocol):
     """Records what steps do, once: made by the method `recorder()` of an executor that can be profiled. All but `trace`
     belong to the thread that executes, between steps; each may raise."""
 
@@ -95,10 +95,11 @@ class Recorder(Protocol):
 class Executor(Protocol):
     """Steps are executed in the order of the calls. At most `max_in_flight` may be under way: 1 without overlap.
 
-    An executor may have more, which the engine looks for when it is loaded: `adapters` (AdapterStore), `recorder()`
-    (Recorder), `roofline()` (core/stats.py's Roofline of its model and device, or None), `compilations` (whose
-    `count` says how many kernels were compiled since `warm_up`: 0, or requests waited for a compiler), `launched` (how
-    it launched its latest step, for the log of one that never ends), `device` (with a `type`, `cpu` or `cuda`).
+    An executor may have further attributes, which the engine looks for once it is loaded:
+    `adapters` (AdapterStore); `recorder()` (makes a StepRecorder); `roofline()` (a Roofline, core/step_roofline.py, of
+    its model and device, or None); `compilations` (its `count` is the number of kernels compiled since `warm_up`, for
+    which requests had to wait); `launched` (how it launched its latest step, for the log of one that never ends);
+    `device` (its `type` is `cpu` or `cuda`).
     """
 
     max_in_flight: int

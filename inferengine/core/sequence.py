@@ -12,7 +12,7 @@ from __future__ import annotations
 from enum import Enum
 from typing import NamedTuple
 
-from inferengine.core.grammar import Grammar, rules_of
+from inferengine.core.constraints import Grammar, token_rules
 from inferengine.core.request import Request
 from inferengine.errors import InferEngineError
 
@@ -20,7 +20,7 @@ from inferengine.errors import InferEngineError
 PROMPT_LOGPROBS_COST = 2
 
 
-class Status(Enum):
+class SequenceStatus(Enum):
     WAITING = "waiting"
     WAITING_GRAMMAR = "waiting for its grammar"
     RUNNING = "running"
@@ -32,22 +32,22 @@ class Sequence:
     """Mutable state of one request. Owned by the scheduler; the loop thread alone touches it."""
 
     __slots__ = (
+        "acceptance_rate",
         "block_hashes",
         "block_tables",
         "capacity",
         "draft_pause",
-        "draft_rate",
         "drafts_resume_at",
         "first_scheduled_s",
         "first_token_s",
         "grammar",
-        "guessed_at",
         "host_tables",
-        "is_draft_behind",
+        "is_draft_model_behind",
+        "last_draft_at",
         "leader",
         "max_total",
         "min_total",
-        "next_event_at",
+        "next_check_at",
         "next_hash_at",
         "num_accepted",
         "num_blocks_released",
@@ -58,7 +58,7 @@ class Sequence:
         "num_inflight",
         "num_preemptions",
         "num_prompt",
-        "num_unexplained",
+        "num_unexplained_failures",
         "request",
         "rules",
         "slot",
@@ -87,21 +87,23 @@ class Sequence:
         self.capacity = 0  # tokens that the allocated blocks hold
         self.block_hashes: list[bytes] = []  # chained hash of each full, computed block
         self.next_hash_at = 0  # number of computed tokens at which the next block is full; set by the KV manager
-        self.next_event_at = 0  # number of tokens below which a committed token needs no second look
-        self.status = Status.WAITING
+        self.next_check_at = 0  # number of tokens below which a committed token needs no second look
+        self.status = SequenceStatus.WAITING
         self.grammar: Grammar | None = None  # compiled, at the end of `tokens`
-        self.rules = rules_of(request.params, self.stop_ids) if request.grammar is not None else None
-        self.draft_rate: float | None = None  # share of guesses that proved right
+        self.rules = token_rules(request.params, self.stop_ids) if request.grammar is not None else None
+        self.acceptance_rate: float | None = None  # share of guesses that proved right
         self.drafts_resume_at = 0  # number of tokens at which guessing is tried again
-        self.guessed_at = 0  # number of tokens when it last had guesses
-        self.is_draft_behind = False  # a draft model had much to read before its latest guesses
+        self.last_draft_at = 0  # number of tokens when it last had guesses
+        self.is_draft_model_behind = False  # a draft model had much to read before its latest guesses
         self.draft_pause = 0  # tokens that it last waited because there was nothing to guess from
         self.num_drafted = 0  # guesses verified
         self.num_accepted = 0  # of them right
         self.num_cached = 0  # prompt tokens found in the prefix cache when first admitted
         self.num_fresh = 0  # tokens appended by the commit under way
         self.num_preemptions = 0
-        self.num_unexplained = 0  # failed steps that it had a row in and that no single request was to blame for
+        self.num_unexplained_failures = (
+            0  # failed steps that it had a row in and that no single request was to blame for
+        )
         self.first_scheduled_s: float | None = None
         self.first_token_s: float | None = None
 

@@ -11,13 +11,13 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
+from inferengine.core.constraints import Grammar
 from inferengine.core.executor import Capacity, Executor, StepFuture, is_fatal
-from inferengine.core.grammar import Grammar
 from inferengine.core.request import Request
 from inferengine.core.scheduler.scheduler import ScheduledStep, Scheduler, SchedulerOptions, StepOutput
 from inferengine.core.sequence import FinishDetail, Finished
-from inferengine.core.speculation.controller import Proposer
-from inferengine.core.stats import Roofline
+from inferengine.core.speculation.proposers import Proposer
+from inferengine.core.step_roofline import Roofline
 
 FEW_DEADLINES = 1024  # of requests that have ended, kept until they would have passed
 

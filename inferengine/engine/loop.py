@@ -10,13 +10,14 @@ from collections.abc import Callable, Iterator, Sequence
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple, Protocol
 
+from inferengine.core.constraints import Grammar
 from inferengine.core.executor import DeviceLost, is_fatal
-from inferengine.core.grammar import Grammar
 from inferengine.core.kv_cache.prefix_cache import KVEvent
 from inferengine.core.request import Request
 from inferengine.core.scheduler.scheduler import StepOutput
+from inferengine.core.scheduler.scheduler_stats import SchedulerSnapshot, SchedulerStats
 from inferengine.core.sequence import FinishDetail, Finished
-from inferengine.core.stats import Roofline, SchedulerSnapshot, SchedulerStats
+from inferengine.core.step_roofline import Roofline
 from inferengine.engine.core import EngineCore
 from inferengine.engine.state import Lifecycle
 

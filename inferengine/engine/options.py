@@ -9,7 +9,7 @@ from inferengine.config import Config
 from inferengine.core.executor import Capacity
 from inferengine.core.scheduler.admission import AdmissionLimits
 from inferengine.core.scheduler.scheduler import SchedulerOptions
-from inferengine.core.speculation.proposers import guess_method
+from inferengine.core.speculation.proposers import speculation_method
 from inferengine.errors import ConfigError
 
 MAX_RUNNING = {True: 2, False: 16}  # by whether the engine itself chose to guess
@@ -23,6 +23,7 @@ def scheduler_options(config: Config, capacity: Capacity) -> SchedulerOptions:
     contiguous = cache.layout == "contiguous"
     if contiguous and max(group.num_blocks for group in capacity.groups) * capacity.block_size < capacity.max_model_len:
         raise ConfigError("cache.layout", "contiguous needs room for one sequence of model.max_model_len tokens")
+    method = speculation_method(config.speculation.method, capacity)
     return SchedulerOptions(
         max_num_batched_tokens=capacity.max_num_batched_tokens,
         max_num_seqs=capacity.max_num_seqs,
@@ -37,8 +38,8 @@ def scheduler_options(config: Config, capacity: Capacity) -> SchedulerOptions:
         watermark=cache.watermark,
         kv_events=cache.events,
         contiguous=contiguous,
-        max_drafts=0 if guess_method(config, capacity) == "none" else config.speculation.max_drafts,
-        max_running_to_force=capacity.most_forced_rows,
+        max_drafts=0 if method == "none" else config.speculation.max_drafts,
+        max_running_to_force=capacity.max_forced_rows,
         max_running_to_draft=max_running_to_draft(config),
     )
 

@@ -24,8 +24,8 @@ from inferengine.config import Config
 from inferengine.core.executor import AdapterStore, Capacity, Executor
 from inferengine.core.scheduler.scheduler import StepOutput
 from inferengine.core.sequence import Finished
-from inferengine.core.speculation.proposers import build_proposer, guess_method
-from inferengine.core.stats import Roofline
+from inferengine.core.speculation.proposers import build_proposer, speculation_method
+from inferengine.core.step_roofline import Roofline
 from inferengine.engine.admin import Operations
 from inferengine.engine.core import EngineCore
 from inferengine.engine.io.connections import TICK_S, Switchboard
@@ -227,7 +227,7 @@ class EngineService:
             capacity,
             scheduler_options(self.config, capacity),
             clock=self.lifecycle.clock,
-            proposer=build_proposer(self.config, capacity),
+            proposer=build_proposer(self.config.speculation.method, capacity),
             on_failure=lambda error: loop.observe_failure(error),
         )
         core.roofline = _roofline_of(executor)
@@ -259,7 +259,11 @@ class EngineService:
         self.lifecycle.mark("measuring the device")
         self.core = core
         self._engine = engine = Engine(
-            loop, limits, capacity.vocab_size, capacity.embedding_size, guess_method(self.config, capacity)
+            loop,
+            limits,
+            capacity.vocab_size,
+            capacity.embedding_size,
+            speculation_method(self.config.speculation.method, capacity),
         )
         store: AdapterStore | None = getattr(executor, "adapters", None)
         make: MakeRecorder | None = getattr(executor, "recorder", None)

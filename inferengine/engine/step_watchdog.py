@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 
 from inferengine.config import Config, engine_address, runtime_directory
 from inferengine.core.scheduler.step_builder import ScheduledStep
-from inferengine.core.stats import phase_of
+from inferengine.core.step_roofline import phase_of
 from inferengine.core.step_time import Prediction, StallRule, StepTimes
 from inferengine.engine.core import EngineCore
 from inferengine.engine.state import Patience

@@ -15,8 +15,8 @@ from pathlib import Path
 import torch
 
 from inferengine.core.executor import Capacity, KVGroup, Progress
-from inferengine.core.stats import Roofline
 from inferengine.core.step_plan import BlockUpdates, SlotInit, StepPlan
+from inferengine.core.step_roofline import Roofline
 from inferengine.executor import cpu_forward
 from inferengine.executor.batch import columns_of, make_batch
 from inferengine.executor.cuda_graphs import warm_up as rehearsal
@@ -306,7 +306,7 @@ class TorchExecutor:
             swap_block_s=swap_block_s,
             prefill_token_s=prefill_token_s,
             embedding_size=self.config.hidden_size,
-            most_forced_rows=FORCED_ROWS_ON_CPU if settings.device.type == "cpu" else 0,
+            max_forced_rows=FORCED_ROWS_ON_CPU if settings.device.type == "cpu" else 0,
             has_draft_model=settings.draft_folder is not None,
         )
 

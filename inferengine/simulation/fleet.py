@@ -17,8 +17,8 @@ from inferengine.core.scheduler.scheduler import StepOutput
 from inferengine.core.sequence import Finished
 from inferengine.errors import InferEngineError
 from inferengine.sampling_params import SamplingParams
-from inferengine.simulation.engine import EngineOptions, VirtualEngine
-from inferengine.simulation.report import Recorder, Sample, TokenIntervals, summarize
+from inferengine.simulation.report import RunRecorder, Sample, TokenIntervals, summarize
+from inferengine.simulation.virtual_engine import EngineOptions, VirtualEngine
 from inferengine.simulation.workload import Arrival, Workload
 
 if TYPE_CHECKING:
@@ -68,11 +68,11 @@ class Fleet:
         num_engines: int = 1,
         choice: str = "power_of_two",
         failures: Sequence[Failure] = (),
-        recorder: Recorder | None = None,
+        recorder: RunRecorder | None = None,
         seed: int = 0,
         affinity_tokens: int = 256,
     ) -> None:
-        self.recorder = recorder or Recorder()
+        self.recorder = recorder or RunRecorder()
         self.now = 0.0
         self._options = options
         self._workload = workload
@@ -317,7 +317,7 @@ class Fleet:
         totals["hit_tokens"] += kv.num_hit_tokens
         totals["lookup_tokens"] += kv.num_lookup_tokens
         totals["preemptions"] += stats.num_preemptions
-        totals["pressure_events"] += stats.num_pressure_events
+        totals["pressure_events"] += stats.num_failed_allocations
         totals["evictions"] += kv.num_evictions
 
 

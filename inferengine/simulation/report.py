@@ -111,7 +111,7 @@ class Timeline:
 
 
 @dataclass
-class Recorder:
+class RunRecorder:
     """Columns of a run under way."""
 
     objective: Objective = field(default_factory=Objective)
@@ -183,7 +183,7 @@ def interval_distribution(values: Sequence[float], weights: Sequence[int]) -> di
     return {name: _milliseconds(value) for name, value in row.items()}
 
 
-def summarize(recorder: Recorder, duration_s: float, engines: Mapping[str, float]) -> dict[str, Any]:
+def summarize(recorder: RunRecorder, duration_s: float, engines: Mapping[str, float]) -> dict[str, Any]:
     """The report as JSON. `engines`: totals over the fleet, as `fleet.Fleet.totals` gives them."""
     duration = duration_s or math.nan
     finished = recorder.reasons.get("stop", 0) + recorder.reasons.get("length", 0)

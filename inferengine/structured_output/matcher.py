@@ -104,7 +104,7 @@ class Budget:
 
 
 class TokenMatcher:
-    """One output's place in a compiled grammar. Implements `core.grammar.Grammar`.
+    """One output's place in a compiled grammar. Implements `core.constraints.Grammar`.
 
     What needs no translation is llguidance's own method: a step of many outputs makes a hundred such calls. A matcher
     that fails says of itself that it has stopped, so an end is always held against its error.

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import time
 
-from inferengine.bench.load import Load, Reply
-from inferengine.bench.workload import LoadOptions, request_bodies
+from inferengine.bench.load_generator import Load, Reply
+from inferengine.bench.load_options import LoadOptions, request_bodies
 from tests.bench.servers import FakeServer, serving
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from inferengine.bench.load import Reply
+from inferengine.bench.load_generator import Reply
 from inferengine.bench.report import report, table
 
 

@@ -11,7 +11,7 @@ import pytest
 from benchmarks.device import switched
 from benchmarks.ladder import WORKLOADS, make_rungs, measure, sizes_for
 from inferengine.simulation.cost_model import DeviceProfile, linear_cost
-from inferengine.simulation.engine import VirtualClock, VirtualExecutor
+from inferengine.simulation.virtual_engine import VirtualClock, VirtualExecutor
 
 CPU = DeviceProfile(
     "cpu", linear_cost(step_s=2e-3, token_s=3.5e-4, knee=8.0, row_s=5e-4, kv_token_s=4e-6), num_blocks=4096,

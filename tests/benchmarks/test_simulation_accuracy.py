@@ -22,8 +22,8 @@ from inferengine.simulation.cost_model import (
     KindCost,
     StepShape,
 )
-from inferengine.simulation.engine import VirtualClock, VirtualExecutor
 from inferengine.simulation.fitting import fit
+from inferengine.simulation.virtual_engine import VirtualClock, VirtualExecutor
 from inferengine.simulation.workload import WorkloadOptions
 
 GRAPHS = CapturedSteps(decodes=(1, 4, 16), mixed=((4, 64), (16, 64)), prompt_rows=4)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from inferengine.config import Config
 from inferengine.engine.service import EngineService
-from inferengine.simulation.executor import SimulatedExecutor
+from inferengine.simulation.simulated_executor import SimulatedExecutor
 from tests.engine.builders import make_card, small_capacity
 
 ROOT = Path(__file__).parents[2]

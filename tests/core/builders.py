@@ -9,7 +9,7 @@ from inferengine.core.executor import Capacity, KVGroup
 from inferengine.core.request import Request
 from inferengine.core.scheduler.scheduler import Scheduler, SchedulerOptions
 from inferengine.core.sequence import Sequence
-from inferengine.core.speculation.controller import Proposer
+from inferengine.core.speculation.proposers import Proposer
 from inferengine.engine.core import EngineCore
 from inferengine.sampling_params import SamplingParams
 from inferengine.structured_output.spec import GrammarSpec

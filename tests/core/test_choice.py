@@ -10,7 +10,7 @@ import pytest
 from inferengine.config import Config, load
 from inferengine.config.model_path import EMBEDDED, EMBEDDED_DRAFT, draft_folder
 from inferengine.core.executor import Capacity, KVGroup
-from inferengine.core.speculation.proposers import build_proposer, guess_method
+from inferengine.core.speculation.proposers import build_proposer, speculation_method
 from inferengine.engine.options import scheduler_options
 from inferengine.errors import ConfigError
 
@@ -52,14 +52,14 @@ def test_a_draft_that_is_named_is_used(tmp_path: Path, on_cpu: bool) -> None:
 def test_other_methods_load_no_draft(method: str) -> None:
     config = make_config(speculation={"method": method})
     assert draft_folder(config, on_cpu=True) is None
-    assert guess_method(config, make_capacity(has_draft_model=False)) == method
+    assert speculation_method(config.speculation.method, make_capacity(has_draft_model=False)) == method
 
 
 @pytest.mark.parametrize("has_draft_model", [True, False])
 def test_guesses_are_asked_for_where_the_executor_can_make_them(has_draft_model: bool) -> None:
     config, capacity = make_config(), make_capacity(has_draft_model=has_draft_model)
-    assert guess_method(config, capacity) == ("draft" if has_draft_model else "none")
-    assert (build_proposer(config, capacity) is not None) == has_draft_model
+    assert speculation_method(config.speculation.method, capacity) == ("draft" if has_draft_model else "none")
+    assert (build_proposer(config.speculation.method, capacity) is not None) == has_draft_model
     assert scheduler_options(config, capacity).max_drafts == (config.speculation.max_drafts if has_draft_model else 0)
 
 

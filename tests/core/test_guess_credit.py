@@ -8,7 +8,7 @@ import pytest
 
 from inferengine.core.scheduler.scheduler import SchedulerOptions
 from inferengine.core.sequence import Sequence
-from inferengine.core.speculation.cost import FIRST, MOST, SHARE, GuessCredit
+from inferengine.core.speculation.cost import FIRST, MOST, SHARE, SpeculationBudget
 from inferengine.core.step_plan import StepPlan, StepResult
 from inferengine.engine.core import EngineCore
 from tests.core.builders import make_capacity, make_request
@@ -114,7 +114,7 @@ def test_what_a_step_loses_by_waiting_is_part_of_what_guesses_cost() -> None:
 
 
 def test_what_was_paid_is_won_back_by_guesses_that_are_right() -> None:
-    credit = GuessCredit()
+    credit = SpeculationBudget()
     credit.observe_step(1, 0.5 * MOST + FIRST, is_reading=True)
     credit.observe_accepted(1)
     assert credit.left < 0
@@ -129,7 +129,7 @@ def test_what_was_paid_is_won_back_by_guesses_that_are_right() -> None:
 
 
 def test_a_debt_is_paid_by_the_share_of_plain_steps() -> None:
-    credit = GuessCredit()
+    credit = SpeculationBudget()
     credit.observe_step(4, 1 + FIRST + 1)
     credit.rest()
     assert not credit.allows

@@ -15,8 +15,8 @@ from inferengine.core.kv_cache.manager import KVCacheManager, PrefixHit
 from inferengine.core.kv_cache.prefix_cache import PrefixCache
 from inferengine.core.kv_cache.swap import SwapSpace
 from inferengine.core.scheduler.queues.fcfs import FirstComeFirstServed
-from inferengine.core.scheduler.sequences import ForkRoom, Roster
-from inferengine.core.scheduler.step_builder import StepDraft
+from inferengine.core.scheduler.scheduler_state import SchedulerState, WaitingForks
+from inferengine.core.scheduler.step_builder import StepBuilder
 from tests.core.test_random_machine import walk
 
 Wrap = Callable[..., Any]
@@ -91,12 +91,12 @@ MUTATIONS: dict[str, tuple[Any, str, Callable[[Wrap], Wrap]]] = {
     ),
     "host blocks leak when a waiting sequence ends": (SwapSpace, "drop", lambda _: lambda self, sequence: None),
     "a slot is not given back": (
-        Roster,
+        SchedulerState,
         "_free_slot",
         lambda free: lambda self, sequence: None if sequence.uid % 7 == 0 else free(self, sequence),
     ),
     "a draw under way is not counted": (
-        StepDraft,
+        StepBuilder,
         "advance",
         lambda advance: (
             lambda self: (
@@ -106,7 +106,7 @@ MUTATIONS: dict[str, tuple[Any, str, Callable[[Wrap], Wrap]]] = {
         ),
     ),
     "forks are not released when their parent ends": (
-        ForkRoom,
+        WaitingForks,
         "release",
         lambda release: lambda self, parent: [] if parent % 3 == 0 else release(self, parent),
     ),
@@ -132,7 +132,7 @@ MUTATIONS: dict[str, tuple[Any, str, Callable[[Wrap], Wrap]]] = {
     ),
     "a mean takes a cached prefix": (KVCacheManager, "lookup", as_if_last),
     "the last chunk of an embedding is told as one of many": (
-        StepDraft,
+        StepBuilder,
         "advance",
         lambda advance: (
             lambda self: (

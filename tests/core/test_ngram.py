@@ -7,14 +7,14 @@ import random
 import pytest
 
 from inferengine.core.sequence import Sequence
-from inferengine.core.speculation.ngram import MOST_MATCHING, NgramProposer
+from inferengine.core.speculation.proposers import MOST_MATCHING, NgramProposer
 from tests.core.builders import Run, expected_output, make_capacity, make_request
 
 
 def sequence_of(tokens: list[int], *, rate: float | None = 0.9, **params: object) -> Sequence:
     """Its guesses so far were right at this rate; None: there were none."""
     sequence = Sequence(make_request(1, tokens, max_tokens=50, **params))
-    sequence.draft_rate = rate
+    sequence.acceptance_rate = rate
     return sequence
 
 

@@ -9,8 +9,8 @@ import pytest
 
 from inferengine.config import keys
 from inferengine.core.kv_cache.block_pool import EVICTION
-from inferengine.core.scheduler.chunked_prefill import MINIMUM_CHUNK, ChunkController
-from inferengine.core.scheduler.preemption import PRESSURE_POLICIES
+from inferengine.core.scheduler.chunked_prefill import MINIMUM_CHUNK, ChunkedPrefillController
+from inferengine.core.scheduler.preemption import PREEMPTION_POLICIES
 from inferengine.core.scheduler.queues import POLICIES
 from inferengine.core.scheduler.queues.fair_share import MAX_IDLE_TENANTS, FairShare
 from inferengine.core.sequence import Sequence
@@ -25,7 +25,7 @@ def order_of_ends(policy: str, *requests: object, slots: int = 1) -> list[int]:
 def test_the_configuration_offers_exactly_what_there_is() -> None:
     choices = {name: set(item.metadata["choices"]) for name, item in keys().items()}
     assert choices["scheduler.policy"] == set(POLICIES)
-    assert choices["scheduler.pressure"] == set(PRESSURE_POLICIES)
+    assert choices["scheduler.pressure"] == set(PREEMPTION_POLICIES)
     assert choices["cache.eviction"] == set(EVICTION)
 
 
@@ -176,7 +176,7 @@ def test_a_cap_on_decodes_lets_all_take_turns() -> None:
 
 
 def test_chunks_are_cut_so_that_a_step_with_decodes_stays_under_the_target() -> None:
-    controller = ChunkController(target_s=0.010)
+    controller = ChunkedPrefillController(target_s=0.010)
     for _ in range(200):  # a device with 4 ms per step and 20 us per prompt token
         controller.observe(8, 0, 0.004)
         controller.observe(8, 100, 0.004 + 100 * 20e-6)
@@ -185,7 +185,7 @@ def test_chunks_are_cut_so_that_a_step_with_decodes_stays_under_the_target() -> 
 
 
 def test_prompts_advance_even_when_the_target_cannot_be_met() -> None:
-    controller = ChunkController(target_s=0.001)
+    controller = ChunkedPrefillController(target_s=0.001)
     controller.observe(8, 0, 0.004)
     controller.observe(8, 100, 0.020)
     assert controller.limit(8, 8192) == MINIMUM_CHUNK

@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from inferengine.core.kv_cache.block_pool import EVICTION
 from inferengine.core.request import Request
-from inferengine.core.scheduler.preemption import PRESSURE_POLICIES
+from inferengine.core.scheduler.preemption import PREEMPTION_POLICIES
 from inferengine.core.scheduler.queues import POLICIES
 from inferengine.engine.core import StepFailed
 from tests.core.builders import (
@@ -47,7 +47,7 @@ def make_run(draw_int, choice) -> Run:  # type: ignore[no-untyped-def]
         budget=choice([4, 9, 64]),
         max_in_flight=choice([1, 2]),
         policy=choice(sorted(POLICIES)),
-        pressure=choice([*sorted(PRESSURE_POLICIES), "swap"]),
+        pressure=choice([*sorted(PREEMPTION_POLICIES), "swap"]),
         eviction=choice(sorted(EVICTION)),
         prefix_caching=choice([True, True, False]),
         prefill_chunk=choice([0, 3]),

@@ -14,7 +14,7 @@ from inferengine.core.speculation.controller import (
     PROBE_LENGTH,
     RETRY_AFTER,
     WORTH,
-    DraftControl,
+    SpeculationController,
 )
 from inferengine.core.step_plan import StepPlan
 from tests.core.builders import HalfRightProposer, Run, expected_output, make_capacity, make_request
@@ -99,9 +99,11 @@ def test_a_request_ends_with_the_count_of_its_guesses() -> None:
 # -- how many guesses ------------------------------------------------------------------------------------------------
 
 
-def make_control(plain_s: float = 1.0, fixed_s: float = 0.0, slope_s: float = 0.1, num_rows: int = 1) -> DraftControl:
+def make_control(
+    plain_s: float = 1.0, fixed_s: float = 0.0, slope_s: float = 0.1, num_rows: int = 1
+) -> SpeculationController:
     """One that has seen steps of this cost."""
-    control = DraftControl(max_drafts=8, max_running=64)
+    control = SpeculationController(max_drafts=8, max_running=64)
     control.cost.observe(num_rows, 0, plain_s)
     for num_guesses in (1, 4, 8, 2, 6) * 4:
         control.cost.observe(num_rows, num_guesses, plain_s + fixed_s + slope_s * num_guesses)
@@ -111,11 +113,11 @@ def make_control(plain_s: float = 1.0, fixed_s: float = 0.0, slope_s: float = 0.
 def make_sequences(*rates: float) -> list[Sequence]:
     sequences = [Sequence(make_request(uid + 1)) for uid in range(len(rates))]
     for sequence, rate in zip(sequences, rates, strict=True):
-        sequence.draft_rate = rate
+        sequence.acceptance_rate = rate
     return sequences
 
 
-def chosen(control: DraftControl, *rates: float) -> list[int]:
+def chosen(control: SpeculationController, *rates: float) -> list[int]:
     """How many guesses of 8 on offer each sequence gets, all in one step."""
     sequences = make_sequences(*rates)
     control.begin(len(sequences))
@@ -206,7 +208,7 @@ def test_a_trial_that_shows_better_times_wakes_guessing_up() -> None:
 
 
 def test_nothing_is_guessed_before_a_plain_step_was_measured_and_one_is_measured_again_now_and_then() -> None:
-    control = DraftControl(max_drafts=4, max_running=8)
+    control = SpeculationController(max_drafts=4, max_running=8)
     assert not control.begin(1)
     control.cost.observe(1, 0, 1.0)
     guessing = []

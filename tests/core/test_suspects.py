@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 import pytest
 
-from inferengine.core.scheduler.fault_isolation import SuspectQueue
+from inferengine.core.scheduler.fault_isolation import FaultIsolationQueue
 from inferengine.core.scheduler.queues import POLICIES
-from inferengine.core.sequence import Sequence, Status
+from inferengine.core.sequence import Sequence, SequenceStatus
 from inferengine.core.step_plan import StepPlan, StepResult
 from tests.core.builders import HalfRightProposer, Run, expected_output, make_capacity, make_request
 
@@ -169,7 +169,7 @@ def test_others_wait_for_a_try_of_bounded_length_however_often_nobody_was_to_bla
     run = Run(make_capacity(400)).submit(unlucky)
     for _ in range(4):
         run.step()
-    run.scheduler.sequences[1].num_unexplained = 20
+    run.scheduler.sequences[1].num_unexplained_failures = 20
     run.executor.fail_with = RuntimeError("a hiccup")
     run.step()
     run.submit(other)
@@ -179,27 +179,27 @@ def test_others_wait_for_a_try_of_bounded_length_however_often_nobody_was_to_bla
 
 
 def test_one_incident_counts_once_though_the_requests_of_a_try_end_in_it() -> None:
-    queue = SuspectQueue(POLICIES["fcfs"]())
+    queue = FaultIsolationQueue(POLICIES["fcfs"]())
     suspects = first, second, third, fourth = [Sequence(make_request(uid)) for uid in (1, 2, 3, 4)]
     for group in (suspects, suspects, [first, second]):
-        queue.accuse(group, [5] * len(group))
+        queue.isolate(group, [5] * len(group))
     queue.push_back(first)
     for each in suspects:
         if each is second:
-            each.status = Status.FINISHED
+            each.status = SequenceStatus.FINISHED
         each.num_computed = 5
-        while queue.is_trying and queue.peek(0.0, 0) is not None:
+        while queue.is_isolating and queue.peek(0.0, 0) is not None:
             queue.pop()
-        for sequence in queue.go_on():
+        for sequence in queue.next_trial():
             queue.push_back(sequence)
-    assert not queue.is_trying
-    assert [each.num_unexplained for each in (first, third, fourth)] == [1, 1, 1]
+    assert not queue.is_isolating
+    assert [each.num_unexplained_failures for each in (first, third, fourth)] == [1, 1, 1]
 
 
 def test_what_waits_is_counted_by_another_thread_while_tries_are_admitted() -> None:
-    queue = SuspectQueue(POLICIES["fcfs"]())
+    queue = FaultIsolationQueue(POLICIES["fcfs"]())
     suspects = [Sequence(make_request(uid)) for uid in (1, 2, 3)]
-    queue.accuse(suspects, [5, 5, 5])
+    queue.isolate(suspects, [5, 5, 5])
     for suspect in suspects:
         queue.push_back(suspect)
     counting = iter(queue)

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from inferengine.core.grammar import TokenRules, bits, rules_of
+from inferengine.core.constraints import TokenRules, bits, token_rules
 from inferengine.core.sequence import RowFailure
 from inferengine.core.step_plan import StepPlan, StepResult
 from inferengine.sampling_params import SamplingParams
@@ -16,13 +16,13 @@ ALL = bits(range(40))
 
 
 def rules(*, stop_ids: tuple[int, ...] = (1,), **fields: object) -> TokenRules:
-    made = rules_of(SamplingParams(**fields), stop_ids)  # type: ignore[arg-type]
+    made = token_rules(SamplingParams(**fields), stop_ids)  # type: ignore[arg-type]
     assert made is not None
     return made
 
 
 def test_without_such_fields_there_are_no_rules() -> None:
-    assert rules_of(SamplingParams(temperature=0.5, logit_bias=((3, -100.0),)), (1,)) is None
+    assert token_rules(SamplingParams(temperature=0.5, logit_bias=((3, -100.0),)), (1,)) is None
 
 
 def test_each_field_takes_its_tokens_away() -> None:
@@ -42,11 +42,13 @@ def test_a_word_of_several_tokens_forbids_its_last_where_the_others_came() -> No
 
 def test_the_message_names_the_fields() -> None:
     made = rules(allowed_token_ids=(3,), bad_words_ids=((3,),))
-    assert made.nothing_left(0, has_grammar=True).startswith(
+    assert made.no_token_message(0, has_grammar=True).startswith(
         "the grammar, allowed_token_ids and bad_words leave no token to begin with"
     )
     assert (
-        rules(min_tokens=3).nothing_left(2, has_grammar=False).startswith("min_tokens leaves no token after 2 tokens")
+        rules(min_tokens=3)
+        .no_token_message(2, has_grammar=False)
+        .startswith("min_tokens leaves no token after 2 tokens")
     )
 
 

@@ -19,7 +19,7 @@ from inferengine.core.executor import Capacity, Executor
 from inferengine.engine.model_info import ModelCard
 from inferengine.engine.service import EngineService
 from inferengine.observability.tracing import Tracing
-from inferengine.simulation.executor import SimulatedExecutor, make_capacity
+from inferengine.simulation.simulated_executor import SimulatedExecutor, make_capacity
 from inferengine.text import fingerprint
 from inferengine.wire import codec
 from inferengine.wire.messages import (

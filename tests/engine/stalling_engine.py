@@ -17,7 +17,7 @@ from inferengine.engine.process import serve
 from inferengine.engine.service import EngineService
 from inferengine.observability import logging as logs
 from inferengine.process.sd_notify import Notifier, Watchdog
-from inferengine.simulation.executor import SimulatedExecutor
+from inferengine.simulation.simulated_executor import SimulatedExecutor
 from tests.engine.builders import make_card, small_capacity
 
 POISON = 299

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from inferengine.engine.service import EngineService
-from inferengine.simulation.executor import SimulatedExecutor
+from inferengine.simulation.simulated_executor import SimulatedExecutor
 from inferengine.wire.messages import Accept, Attach, Cancel, Ping, Pong, Step, StopFound
 from tests.engine.builders import check_idle, run_service, small_capacity, wait_until
 from tests.engine.conftest import Connect

@@ -15,7 +15,7 @@ from inferengine.client import AsyncClient, Client, Embedding
 from inferengine.engine.service import EngineService
 from inferengine.errors import InferEngineError
 from inferengine.sampling_params import SamplingParams
-from inferengine.simulation.executor import simulated_embedding
+from inferengine.simulation.simulated_executor import simulated_embedding
 from tests.engine.builders import address_of, check_idle, run_service, wait_until
 from tests.engine.cut import Relay
 from tests.engine.test_service import free_port

@@ -16,7 +16,7 @@ from inferengine.client import AsyncClient, Client, Embedding, EnginePool
 from inferengine.engine.service import EngineService
 from inferengine.errors import InferEngineError
 from inferengine.sampling_params import SamplingParams
-from inferengine.simulation.executor import SimulatedExecutor, simulated_embedding
+from inferengine.simulation.simulated_executor import SimulatedExecutor, simulated_embedding
 from inferengine.wire.codec import to_u32
 from inferengine.wire.messages import Attach, Cancel, Credit, Reject, Step, Submit
 from tests.engine.builders import RawPeer, address_of, check_idle, run_service, small_capacity

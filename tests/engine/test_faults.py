@@ -16,7 +16,7 @@ from inferengine.engine.core import StepFailed
 from inferengine.engine.service import EngineService
 from inferengine.errors import ExitCode, InferEngineError
 from inferengine.sampling_params import SamplingParams
-from inferengine.simulation.executor import SimulatedExecutor
+from inferengine.simulation.simulated_executor import SimulatedExecutor
 from inferengine.wire.messages import Accept, Bye, Cancel, Credit, Goodbye, Hello, Reject, Step, Welcome
 from tests.engine.builders import (
     Collected,

@@ -10,7 +10,7 @@ import pytest
 
 from inferengine.engine.service import EngineService
 from inferengine.engine.services import grammars as grammar_service
-from inferengine.simulation.executor import SimulatedExecutor
+from inferengine.simulation.simulated_executor import SimulatedExecutor
 from inferengine.wire.messages import Cancel, Reject
 from tests.engine.builders import check_idle, make_card, run_service, small_capacity
 from tests.engine.conftest import Connect

@@ -9,7 +9,7 @@ import pytest
 
 from inferengine.engine.options import choice_seed
 from inferengine.engine.service import EngineService
-from inferengine.simulation.executor import SimulatedExecutor
+from inferengine.simulation.simulated_executor import SimulatedExecutor
 from inferengine.wire import codec
 from inferengine.wire.messages import Accept, Attach, Credit, Hello, Kind, Pong, Reject, Step, Welcome
 from tests.engine.builders import VOCAB_SIZE, RawPeer, check_idle, run_service, small_capacity, wait_until

@@ -7,12 +7,12 @@ from array import array
 
 from inferengine.core.request import Request
 from inferengine.core.scheduler.scheduler import SchedulerOptions
-from inferengine.core.stats import SchedulerSnapshot
+from inferengine.core.scheduler.scheduler_stats import SchedulerSnapshot
 from inferengine.engine.core import EngineCore
 from inferengine.engine.loop import EngineLoop, News
 from inferengine.engine.state import Lifecycle
 from inferengine.sampling_params import SamplingParams
-from inferengine.simulation.executor import SimulatedExecutor
+from inferengine.simulation.simulated_executor import SimulatedExecutor
 from tests.engine.builders import small_capacity
 
 

@@ -20,7 +20,7 @@ from inferengine.engine.service import EngineService
 from inferengine.engine.services.profiler import MAX_STEPS, MAX_TRACE_BYTES, Profiling
 from inferengine.errors import ExitCode, InferEngineError
 from inferengine.sampling_params import SamplingParams
-from inferengine.simulation.executor import SimulatedExecutor
+from inferengine.simulation.simulated_executor import SimulatedExecutor
 from tests.engine.builders import address_of, run_service, small_capacity, wait_until
 
 

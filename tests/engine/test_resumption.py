@@ -13,7 +13,7 @@ import pytest
 from inferengine.engine.io.resume import TOKENS_PER_LOOK, advance
 from inferengine.engine.service import EngineService
 from inferengine.errors import InferEngineError
-from inferengine.simulation.executor import SimulatedExecutor
+from inferengine.simulation.simulated_executor import SimulatedExecutor
 from inferengine.text import TextStream, Tokenizer
 from inferengine.wire.codec import to_u32
 from inferengine.wire.messages import RESUME_OUTPUT, Accept, Attach, Bye, Cancel, Reject, Step

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from inferengine.client import Client
-from inferengine.core.stats import AttentionGroup, DevicePeaks, ModelWork, Roofline
+from inferengine.core.step_roofline import AttentionGroup, DevicePeaks, ModelWork, Roofline
 from inferengine.engine.service import EngineService
 from inferengine.sampling_params import SamplingParams
-from inferengine.simulation.executor import SimulatedExecutor
+from inferengine.simulation.simulated_executor import SimulatedExecutor
 from tests.engine.builders import address_of, run_service, small_capacity, wait_until
 
 WORK = ModelWork(1e6, 0.0, 1.0, 1.0, (AttentionGroup(1.0, 1.0, None),))

@@ -19,7 +19,7 @@ from inferengine.engine.process import exit_code_of
 from inferengine.engine.service import EngineService
 from inferengine.errors import ConfigError, ExitCode
 from inferengine.process.sd_notify import Notifier, Watchdog
-from inferengine.simulation.executor import SimulatedExecutor
+from inferengine.simulation.simulated_executor import SimulatedExecutor
 from inferengine.wire.messages import (
     Admin,
     AdminReply,

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from inferengine.core.scheduler.step_builder import ScheduledStep
-from inferengine.core.stats import Roofline
+from inferengine.core.step_roofline import Roofline
 from inferengine.core.step_time import StallRule
 from inferengine.engine.step_watchdog import EXCUSED_S, TICK_S, Stall, StepWatch, stall_rule
 from tests.core.test_step_time import make_step

@@ -9,7 +9,7 @@ import pytest
 from inferengine.client import AsyncClient
 from inferengine.engine.service import EngineService
 from inferengine.sampling_params import SamplingParams
-from inferengine.simulation.executor import SimulatedExecutor
+from inferengine.simulation.simulated_executor import SimulatedExecutor
 from inferengine.wire.messages import Accept, Attach, Bye, Credit, Hello, Ping, Pong, Reject, Step, Welcome
 from tests.engine.builders import (
     Collected,

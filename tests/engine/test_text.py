@@ -13,7 +13,7 @@ from inferengine.core.executor import Capacity
 from inferengine.core.step_plan import StepPlan, StepResult
 from inferengine.engine.service import EngineService
 from inferengine.engine.services.tokenization import TextService
-from inferengine.simulation.executor import SimulatedExecutor
+from inferengine.simulation.simulated_executor import SimulatedExecutor
 from inferengine.text import Tokenizer
 from inferengine.wire.messages import Accept, Attach, Cancel, Reject, Step
 from tests.engine.builders import check_idle, make_card, run_service, small_capacity, wait_until

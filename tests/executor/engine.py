@@ -10,7 +10,7 @@ from inferengine.config import Config
 from inferengine.core.request import Request
 from inferengine.core.scheduler.scheduler import SchedulerOptions
 from inferengine.core.sequence import Finished
-from inferengine.core.speculation.controller import Proposer
+from inferengine.core.speculation.proposers import Proposer
 from inferengine.engine.core import EngineCore
 from inferengine.executor.factory import build_executor
 from inferengine.sampling_params import SamplingParams

@@ -9,8 +9,8 @@ from typing import Any
 from inferengine.core.scheduler.admission import AdmissionLimits
 from inferengine.core.scheduler.scheduler import SchedulerOptions
 from inferengine.simulation.cost_model import CostModel, DeviceProfile, linear_cost
-from inferengine.simulation.engine import EngineOptions
 from inferengine.simulation.fleet import Fleet
+from inferengine.simulation.virtual_engine import EngineOptions
 from inferengine.simulation.workload import Arrival, SyntheticWorkload, WorkloadOptions
 
 COST = linear_cost(step_s=0.010, token_s=0.0001)

@@ -11,17 +11,19 @@ import pytest
 
 from inferengine.core.step_plan import StepPlan
 from inferengine.errors import ConfigError
-from inferengine.simulation.analytic import DeviceCeilings, analytic, shape_from_config
 from inferengine.simulation.cost_model import (
     CapturedSteps,
     CostModel,
+    DeviceCeilings,
     DeviceProfile,
     HostCost,
     KindCost,
     StepShape,
+    analytic,
     linear_cost,
     load_profile,
     profile_names,
+    shape_from_config,
     shape_of,
 )
 from inferengine.simulation.fitting import fit, nonnegative_least_squares

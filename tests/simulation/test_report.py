@@ -12,7 +12,7 @@ from inferengine.core.scheduler.scheduler import StepOutput
 from inferengine.core.sequence import Finished
 from inferengine.simulation.report import (
     Objective,
-    Recorder,
+    RunRecorder,
     Sample,
     Timeline,
     TokenIntervals,
@@ -82,13 +82,13 @@ def test_a_step_that_only_ends_requests_is_no_token() -> None:
     ("first", "total", "output", "good"), [(0.1, 1.0, 10, 1), (0.3, 1.0, 10, 0), (0.1, 2.0, 10, 0), (0.2, 0.2, 1, 1)]
 )
 def test_goodput_counts_requests_within_both_limits(first: float, total: float, output: int, good: int) -> None:
-    recorder = Recorder(Objective(first_token_s=0.2, token_s=0.1))
+    recorder = RunRecorder(Objective(first_token_s=0.2, token_s=0.1))
     recorder.finished(make_row(1, first=first, total=total, output=output))
     assert recorder.num_good == good
 
 
 def test_a_request_that_failed_has_no_latency() -> None:
-    recorder = Recorder()
+    recorder = RunRecorder()
     recorder.finished(make_row(1, "error"))
     assert recorder.num_terminal == 1
     assert not recorder.total_s

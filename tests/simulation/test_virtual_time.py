@@ -14,8 +14,8 @@ from inferengine.core.step_plan import StepPlan, StepResult
 from inferengine.engine.core import EngineCore
 from inferengine.sampling_params import SamplingParams
 from inferengine.simulation.cost_model import linear_cost, shape_of
-from inferengine.simulation.engine import EngineOptions, VirtualEngine
 from inferengine.simulation.fleet import Fleet
+from inferengine.simulation.virtual_engine import EngineOptions, VirtualEngine
 from tests.simulation.builders import COST, Written, make_arrival, make_options, make_workload, run
 
 ROOT = Path(__file__).parents[2]

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from inferengine.errors import ConfigError
-from inferengine.simulation.trace import TraceWorkload
-from inferengine.simulation.workload import SyntheticWorkload, WorkloadOptions
+from inferengine.simulation.workload import SyntheticWorkload, TraceWorkload, WorkloadOptions
 from tests.simulation.builders import make_workload
 
 

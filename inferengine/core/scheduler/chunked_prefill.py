@@ -1,4 +1,4 @@
-"""ChunkController: how many prompt tokens a step may carry so that running streams keep their rhythm.
+"""ChunkedPrefillController: how many prompt tokens a step may carry so that running streams keep their rhythm.
 
 The time of a step is taken to be base + slope × prompt tokens. Both are learnt from finished steps: the base from steps
 that only decode, the slope from what mixed steps took beyond it. The limit is what keeps a step under the target.
@@ -10,7 +10,7 @@ SMOOTHING = 0.1  # weight of a new observation
 MINIMUM_CHUNK = 16  # prompts advance even when the target cannot be met
 
 
-class ChunkController:
+class ChunkedPrefillController:
     """Pure: the caller says what a step held and how long it took."""
 
     def __init__(self, target_s: float) -> None:

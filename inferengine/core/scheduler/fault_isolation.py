@@ -1,4 +1,4 @@
-"""SuspectQueue: finds the request that makes steps fail, where the executor does not know which one it is.
+"""FaultIsolationQueue: finds the request that makes steps fail, where the executor does not know which one it is.
 
 A step that throws has lost its work, not its requests: outputs are logs and a draw is a function of (seed, position),
 so whatever is computed again gives the same. All rows of the failed step are suspects. They run again, all together
@@ -16,14 +16,14 @@ from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
 
 from inferengine.core.scheduler.queues import WaitingQueue
-from inferengine.core.scheduler.queues.base import TenantShares
-from inferengine.core.sequence import Sequence, Status
+from inferengine.core.scheduler.queues.waiting_queue import TenantShares
+from inferengine.core.sequence import Sequence, SequenceStatus
 
-MAX_UNEXPLAINED = 4  # beyond, a try gets no longer: all others wait for its end
+MAX_UNEXPLAINED_FAILURES = 4  # beyond, a try gets no longer: all others wait for its end
 SPARE_TRIES = 4  # failed tries in a row, beyond those that lead to one culprit, after which it is nobody's fault
 
 
-class SuspectQueue:
+class FaultIsolationQueue:
     """A WaitingQueue. Without suspects it is the one inside."""
 
     def __init__(self, inner: WaitingQueue) -> None:
@@ -40,15 +40,15 @@ class SuspectQueue:
     # -- suspects ----------------------------------------------------------------------------------------------------
 
     @property
-    def is_trying(self) -> bool:
+    def is_isolating(self) -> bool:
         return bool(self._trial)
 
-    def accuse(self, sequences: SequenceOf[Sequence], ends: SequenceOf[int]) -> list[Sequence]:
+    def isolate(self, sequences: SequenceOf[Sequence], ends: SequenceOf[int]) -> list[Sequence]:
         """A step of these running sequences failed, which would have computed them up to `ends`. Returns who is to be
         ended for it; all others that run are to be put back into this queue."""
         if not self._trial:
             for sequence, end in zip(sequences, ends, strict=True):
-                self._ends[sequence] = end + 4 ** min(sequence.num_unexplained, MAX_UNEXPLAINED) - 1
+                self._ends[sequence] = end + 4 ** min(sequence.num_unexplained_failures, MAX_UNEXPLAINED_FAILURES) - 1
             self._most_tries = len(sequences).bit_length() + SPARE_TRIES
             self._num_failed, self._found = 0, False
             self._begin(list(sequences))
@@ -69,7 +69,7 @@ class SuspectQueue:
         self._begin(failed[:half])
         return []
 
-    def go_on(self) -> list[Sequence]:
+    def next_trial(self) -> list[Sequence]:
         """Between two steps, with none under way: where the try has gone well, on to the next. Returns the sequences
         that are to be put back meanwhile."""
         tried = _live(self._trial)
@@ -80,7 +80,9 @@ class SuspectQueue:
         is_last = not any(map(_live, self._groups))
         if is_last and not self._found:
             for sequence in [*tried, *self._cleared]:
-                sequence.num_unexplained += 1  # the next try is longer: something shows only later, or in company
+                sequence.num_unexplained_failures += (
+                    1  # the next try is longer: something shows only later, or in company
+                )
         self._trial = []
         self._try_next()
         return [] if is_last else tried
@@ -156,4 +158,4 @@ class SuspectQueue:
 
 
 def _live(group: list[Sequence]) -> list[Sequence]:
-    return [sequence for sequence in group if sequence.status is not Status.FINISHED]
+    return [sequence for sequence in group if sequence.status is not SequenceStatus.FINISHED]

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from inferengine.core.executor import Capacity
 from inferengine.core.kv_cache.manager import OfferedBlock, PrefixHit
-from inferengine.core.scheduler.chunked_prefill import ChunkController
-from inferengine.core.scheduler.options import SchedulerOptions
-from inferengine.core.scheduler.preemption import Relief, choose_relief
-from inferengine.core.scheduler.sequences import Roster
-from inferengine.core.scheduler.step_builder import ScheduledStep, StepDraft
-from inferengine.core.sequence import PROMPT_LOGPROBS_COST, Finished, Sequence, Status
-from inferengine.core.speculation.controller import DraftControl, Proposer
+from inferengine.core.scheduler.chunked_prefill import ChunkedPrefillController
+from inferengine.core.scheduler.preemption import PreemptionMode, choose_preemption_mode
+from inferengine.core.scheduler.scheduler_state import SchedulerOptions, SchedulerState
+from inferengine.core.scheduler.step_builder import ScheduledStep, StepBuilder
+from inferengine.core.sequence import PROMPT_LOGPROBS_COST, Finished, Sequence, SequenceStatus
+from inferengine.core.speculation.controller import SpeculationController
+from inferengine.core.speculation.proposers import Proposer
 from inferengine.core.step_plan import TokenWrites
 
 QUIET_STEPS = 8  # most steps for which nobody is asked again whether it would guess
@@ -27,15 +27,15 @@ class Planner:
     """Builds one step after the other out of a roster."""
 
     def __init__(
-        self, roster: Roster, capacity: Capacity, options: SchedulerOptions, proposer: Proposer | None = None
+        self, roster: SchedulerState, capacity: Capacity, options: SchedulerOptions, proposer: Proposer | None = None
     ) -> None:
         self.roster = roster
         self.capacity = capacity
         self.options = options
         self.rejected: list[Finished] = []  # ended under pressure while a step was planned; the caller takes them
-        self.chunks = ChunkController(options.itl_target_s) if options.itl_target_s else None
+        self.chunks = ChunkedPrefillController(options.itl_target_s) if options.itl_target_s else None
         self.proposer = proposer if options.max_drafts and not options.max_num_decodes else None
-        self.drafts = DraftControl(options.max_drafts, options.max_running_to_draft)
+        self.drafts = SpeculationController(options.max_drafts, options.max_running_to_draft)
         self.forced: list[tuple[Sequence, int, int]] = []  # (sequence, position, token) that the device does not know
         self._watermark_blocks = int(options.watermark * min(group.num_blocks for group in capacity.groups))
         self._decode_offset = 0
@@ -50,7 +50,7 @@ class Planner:
 
     def plan(self, now: float) -> ScheduledStep | None:
         """The next step, or None when nothing can be computed now (idle, or all wait for tokens under way)."""
-        draft = StepDraft(self.options.max_num_batched_tokens)
+        draft = StepBuilder(self.options.max_num_batched_tokens)
         stats = self.roster.stats
         claimant = self._settle_claim(now) if self.roster.tenants is not None else None
         preempted_before = stats.num_preemptions
@@ -58,7 +58,7 @@ class Planner:
         prefilling = self._plan_decodes(draft, guesses, now)
         draft.end_decodes()
         for sequence, tokens in guesses.items():
-            if sequence.status is Status.RUNNING and draft.budget > len(tokens):
+            if sequence.status is SequenceStatus.RUNNING and draft.budget > len(tokens):
                 draft.add_verification(sequence, tokens)
         if self.chunks is not None:
             draft.budget = self.chunks.limit(draft.num_decodes, draft.budget)
@@ -122,7 +122,7 @@ class Planner:
             num_steps=min(LOOK_EVERY, plan.step - self._observed_step),
             has_waited=plan.step == self._waited_step,
             # the draft model has read their prompts in this step, or what came since its last guesses
-            is_reading=self.proposer.on_device and any(sequence.is_draft_behind for sequence in drafted),
+            is_reading=self.proposer.on_device and any(sequence.is_draft_model_behind for sequence in drafted),
         )
         self._observed_step = plan.step
 
@@ -181,7 +181,7 @@ class Planner:
                 room -= len(tokens)
         return guesses
 
-    def _plan_decodes(self, draft: StepDraft, guesses: dict[Sequence, list[int]], now: float) -> list[Sequence]:
+    def _plan_decodes(self, draft: StepBuilder, guesses: dict[Sequence, list[int]], now: float) -> list[Sequence]:
         """Give one token to every running sequence that has one pending, and count it as under way: a row in the draft
         stays. Returns those that have more."""
         if self.options.max_num_decodes:
@@ -208,7 +208,7 @@ class Planner:
                     self._take_back(draft)
                     self._give_way(victim, now)
                     return self._plan_decodes(draft, guesses, now)
-                if sequence.status is not Status.RUNNING:
+                if sequence.status is not SequenceStatus.RUNNING:
                     continue  # the sequence itself had to go
             rows.append(sequence)
             starts.append(computed)
@@ -218,7 +218,7 @@ class Planner:
         draft.budget = budget
         return prefilling
 
-    def _plan_capped_decodes(self, draft: StepDraft, now: float) -> list[Sequence]:
+    def _plan_capped_decodes(self, draft: StepBuilder, now: float) -> list[Sequence]:
         """As above with at most `max_num_decodes` rows, taking turns among the running sequences."""
         running = self.roster.running
         prefilling = [s for s in running if s.num_pending > (0 if s.request.pooling is not None else 1)]
@@ -226,7 +226,9 @@ class Planner:
         cap = min(self.options.max_num_decodes, draft.budget)
         begin = self._decode_offset % len(ready) if len(ready) > cap else 0
         for sequence in (ready[begin:] + ready[:begin])[:cap]:
-            if sequence.status is Status.RUNNING and self._make_room_beside(draft, sequence, sequence.num_tokens, now):
+            if sequence.status is SequenceStatus.RUNNING and self._make_room_beside(
+                draft, sequence, sequence.num_tokens, now
+            ):
                 draft.rows.append(sequence)
                 draft.starts.append(sequence.num_computed)
                 sequence.num_computed += 1
@@ -235,13 +237,13 @@ class Planner:
         draft.budget -= len(draft.rows)
         return prefilling
 
-    def _plan_chunks(self, draft: StepDraft, prefilling: list[Sequence], now: float) -> None:
+    def _plan_chunks(self, draft: StepBuilder, prefilling: list[Sequence], now: float) -> None:
         """Go on with prompts that are partly computed, in order of admission; tenants share what there is."""
         grants = self._grants(draft, prefilling) if self.roster.tenants is not None else None
         for sequence in prefilling:
             if draft.budget <= 0:
                 return
-            if sequence.status is not Status.RUNNING:
+            if sequence.status is not SequenceStatus.RUNNING:
                 continue  # a victim of this very step
             count = self._chunk(sequence, sequence.num_pending, draft)
             if grants is not None:
@@ -251,7 +253,7 @@ class Planner:
             if count and self._make_room_beside(draft, sequence, sequence.num_computed + count, now):
                 draft.add_chunk(sequence, count)
 
-    def _grants(self, draft: StepDraft, prefilling: list[Sequence]) -> dict[str, int] | None:
+    def _grants(self, draft: StepBuilder, prefilling: list[Sequence]) -> dict[str, int] | None:
         """How many prompt tokens each tenant may have computed: equal parts, and what one does not need is the others'.
         None where that is all of the budget: there is one tenant, or prompts are not split."""
         pending: dict[str, int] = {}
@@ -267,7 +269,7 @@ class Planner:
             budget -= grants[tenant]
         return grants
 
-    def _chunk(self, sequence: Sequence, pending: int, draft: StepDraft) -> int:
+    def _chunk(self, sequence: Sequence, pending: int, draft: StepBuilder) -> int:
         """How many of the pending tokens go into this step."""
         if not self.options.chunked_prefill:
             return pending if pending <= draft.budget or not draft.rows else 0  # too long for any budget: runs alone
@@ -275,7 +277,7 @@ class Planner:
         limit = self.options.prefill_chunk
         return min(pending, budget, limit) if limit else min(pending, budget)
 
-    def _finish_plan(self, draft: StepDraft) -> ScheduledStep:
+    def _finish_plan(self, draft: StepBuilder) -> ScheduledStep:
         samples, sampled = draft.advance()
         if sampled != self._last_sampled:
             self._last_sampled, self._last_layout = sampled, self.new_layout()
@@ -297,7 +299,7 @@ class Planner:
                 offered += roster.kv.cache_full_blocks(draft.rows[row], plan.starts[row] + plan.counts[row])
         return ScheduledStep(plan, draft.rows, sampled, uids, layout, swapped_out, draft.drafts, offered)
 
-    def _take_writes(self, draft: StepDraft, on_device: bool) -> TokenWrites:
+    def _take_writes(self, draft: StepBuilder, on_device: bool) -> TokenWrites:
         """Tokens that the device has to be told: forced ones of sequences that still run, and guesses."""
         writes = TokenWrites([], [], [])
         for sequence, position, token in self.forced:
@@ -315,7 +317,7 @@ class Planner:
 
     # -- admission into a step ---------------------------------------------------------------------------------------
 
-    def _admit(self, draft: StepDraft, now: float) -> None:
+    def _admit(self, draft: StepBuilder, now: float) -> None:
         """Admit waiting sequences while budget, slots and blocks last."""
         roster = self.roster
         while draft.budget > 0 and roster.free_slots:
@@ -331,11 +333,11 @@ class Planner:
                 sequence.num_cached = min(sequence.num_computed, sequence.num_prompt)
                 roster.stats.num_prompt_tokens += sequence.num_prompt
                 roster.stats.num_cached_tokens += sequence.num_cached
-            sequence.status = Status.RUNNING
+            sequence.status = SequenceStatus.RUNNING
             roster.running.append(sequence)
             draft.add_admitted(sequence, count)
 
-    def _admit_fresh(self, sequence: Sequence, draft: StepDraft) -> int:
+    def _admit_fresh(self, sequence: Sequence, draft: StepBuilder) -> int:
         """Give a sequence a slot, the blocks of its cached prefix, and room for its first chunk. 0: not now."""
         kv = self.roster.kv
         parent = self._fork_parent(sequence)
@@ -355,7 +357,7 @@ class Planner:
             kv.copy_partial(parent, sequence)
         return count
 
-    def _admit_swapped(self, sequence: Sequence, draft: StepDraft) -> int:
+    def _admit_swapped(self, sequence: Sequence, draft: StepBuilder) -> int:
         """Bring back a sequence whose KV waits on the host. 0: not now."""
         count = self._chunk(sequence, sequence.num_pending, draft)
         if count == 0 or not self._fits_again(sequence, sequence.num_computed + count):
@@ -371,7 +373,7 @@ class Planner:
         if sequence.leader is None or sequence.num_output:
             return None
         parent = self.roster.sequences.get(sequence.leader)
-        if parent is None or parent.status is not Status.RUNNING or parent.num_computed < sequence.num_prompt:
+        if parent is None or parent.status is not SequenceStatus.RUNNING or parent.num_computed < sequence.num_prompt:
             return None
         return parent
 
@@ -384,7 +386,7 @@ class Planner:
         roster, kv = self.roster, self.roster.kv
         tenants = roster.tenants
         claimant = None if tenants is None else tenants.claimant(now, roster.num_slots)
-        if tenants is None or claimant is None or claimant.num_inflight or roster.waiting.is_trying:
+        if tenants is None or claimant is None or claimant.num_inflight or roster.waiting.is_isolating:
             return None
         num_tokens = self.capacity.max_model_len if self.options.contiguous else len(claimant.tokens)
         share = tenants.share()
@@ -398,8 +400,8 @@ class Planner:
             may_give_way = tenants.may_give_way(victim, claimant, roster.num_slots)
             if not may_give_way or (roster.free_slots and not may_take_blocks):
                 return None
-            relief = choose_relief(self.options.pressure, victim, kv.swap, self.capacity)
-            roster.wait_again(victim, swap=relief is Relief.SWAP)
+            relief = choose_preemption_mode(self.options.pressure, victim, kv.swap, self.capacity)
+            roster.wait_again(victim, swap=relief is PreemptionMode.SWAP)
         return claimant
 
     def _could_fit(self, hit: PrefixHit, num_tokens: int) -> bool:
@@ -426,7 +428,7 @@ class Planner:
             held = [block for block in blocks if block is not None]
             revived = sum(1 for block in held if pool.reference_count(block) == 0)
             if kv.blocks_needed(group, num_tokens) - len(held) + revived + reserve > pool.num_free:
-                self.roster.stats.num_pressure_events += 1
+                self.roster.stats.num_failed_allocations += 1
                 return False
         return True
 
@@ -436,7 +438,7 @@ class Planner:
         needed = kv.blocks_for(num_tokens)
         for pool, table in zip(kv.pools, sequence.host_tables or [], strict=True):
             if needed - table.count(-1) + reserve > pool.num_free:
-                self.roster.stats.num_pressure_events += 1
+                self.roster.stats.num_failed_allocations += 1
                 return False
         return True
 
@@ -444,7 +446,7 @@ class Planner:
         """Allocate for a decode; the sequence admitted last gives way until it fits, or until it is the sequence
         itself. Returns one that should give way and has a row already."""
         while not self.roster.kv.allocate(sequence, num_tokens):
-            self.roster.stats.num_pressure_events += 1
+            self.roster.stats.num_failed_allocations += 1
             running, tenants = self.roster.running, self.roster.tenants
             victim = running[-1]
             if tenants is not None and tenants.share() < 1.0:
@@ -456,7 +458,7 @@ class Planner:
                 return None
         return None
 
-    def _take_back(self, draft: StepDraft) -> None:
+    def _take_back(self, draft: StepBuilder) -> None:
         """Plan the decodes anew. What was allocated for them they will need."""
         for sequence, start in zip(draft.rows, draft.starts, strict=True):
             sequence.num_computed = start
@@ -464,7 +466,7 @@ class Planner:
         draft.rows.clear()
         draft.starts.clear()
 
-    def _victim_beside(self, draft: StepDraft) -> Sequence:
+    def _victim_beside(self, draft: StepBuilder) -> Sequence:
         """Who gives way for a row beside those that are planned, of others if there are any."""
         running, tenants = self.roster.running, self.roster.tenants
         if tenants is None or tenants.share() == 1.0:
@@ -472,10 +474,10 @@ class Planner:
         planned = set(draft.rows)
         return tenants.victim([sequence for sequence in running if sequence not in planned] or running)
 
-    def _make_room_beside(self, draft: StepDraft, sequence: Sequence, num_tokens: int, now: float) -> bool:
+    def _make_room_beside(self, draft: StepBuilder, sequence: Sequence, num_tokens: int, now: float) -> bool:
         """Allocate beside rows already planned, which never give way: their step is being built."""
         while not self.roster.kv.allocate(sequence, num_tokens):
-            self.roster.stats.num_pressure_events += 1
+            self.roster.stats.num_failed_allocations += 1
             victim = self._victim_beside(draft)
             if victim in draft.rows or (victim is sequence and draft.rows):
                 return False
@@ -485,8 +487,8 @@ class Planner:
         return True
 
     def _give_way(self, victim: Sequence, now: float) -> None:
-        relief = choose_relief(self.options.pressure, victim, self.roster.kv.swap, self.capacity)
-        if relief is Relief.REJECT:
+        relief = choose_preemption_mode(self.options.pressure, victim, self.roster.kv.swap, self.capacity)
+        if relief is PreemptionMode.REJECT:
             self.rejected.append(self.roster.finish(victim, "error", ("overloaded", KV_FULL), now))
         else:
-            self.roster.wait_again(victim, swap=relief is Relief.SWAP)
+            self.roster.wait_again(victim, swap=relief is PreemptionMode.SWAP)

@@ -15,24 +15,24 @@ from inferengine.core.kv_cache.swap import SwapSpace
 from inferengine.core.sequence import Sequence
 
 
-class Relief(Enum):
+class PreemptionMode(Enum):
     RECOMPUTE = "recompute"
     SWAP = "swap"
     REJECT = "reject"
 
 
-PRESSURE_POLICIES = ("preempt", "swap", "reject")
+PREEMPTION_POLICIES = ("preempt", "swap", "reject")
 
 
-def choose_relief(policy: str, sequence: Sequence, swap: SwapSpace, capacity: Capacity) -> Relief:
+def choose_preemption_mode(policy: str, sequence: Sequence, swap: SwapSpace, capacity: Capacity) -> PreemptionMode:
     """How this victim makes room."""
     if policy == "reject":
-        return Relief.REJECT
+        return PreemptionMode.REJECT
     gathers = sequence.request.pooling == "mean"  # what it has gathered so far lies with its slot, not in its blocks
     if policy == "swap" and sequence.num_computed and not gathers and swap.has_room(sequence):
         num_blocks = sum(len(table) for table in sequence.block_tables)
         swap_s = 2 * num_blocks * capacity.swap_block_s  # there and back
         recompute_s = sequence.num_computed * capacity.prefill_token_s
         if swap_s == 0.0 or recompute_s == 0.0 or swap_s < recompute_s:
-            return Relief.SWAP
-    return Relief.RECOMPUTE
+            return PreemptionMode.SWAP
+    return PreemptionMode.RECOMPUTE

@@ -11,14 +11,14 @@ from __future__ import annotations
 from collections import Counter
 from typing import NamedTuple
 
+from inferengine.core.constraints import Grammar, TokenRules, token_rules
 from inferengine.core.executor import Capacity
-from inferengine.core.grammar import Grammar, TokenRules, rules_of
 from inferengine.core.kv_cache.manager import KVCacheManager
 from inferengine.core.request import Request
-from inferengine.core.scheduler.fault_isolation import SuspectQueue
-from inferengine.core.scheduler.options import SchedulerOptions
+from inferengine.core.scheduler.fault_isolation import FaultIsolationQueue
 from inferengine.core.scheduler.planner import Planner
-from inferengine.core.scheduler.sequences import ForkRoom, Roster
+from inferengine.core.scheduler.scheduler_state import SchedulerOptions, SchedulerState, WaitingForks
+from inferengine.core.scheduler.scheduler_stats import SchedulerSnapshot, SchedulerStats
 from inferengine.core.scheduler.step_builder import ScheduledStep
 from inferengine.core.sequence import (
     GRAMMAR_COMPLETE,
@@ -26,12 +26,11 @@ from inferengine.core.sequence import (
     Finished,
     RowFailure,
     Sequence,
-    Status,
+    SequenceStatus,
     refusal,
     stop_reason,
 )
-from inferengine.core.speculation.controller import Proposer
-from inferengine.core.stats import SchedulerSnapshot, SchedulerStats
+from inferengine.core.speculation.proposers import Proposer
 from inferengine.core.step_plan import StepResult, TokenLogprobs
 from inferengine.errors import InferEngineError, InvalidRequest
 
@@ -58,7 +57,7 @@ class Scheduler:
     def __init__(self, capacity: Capacity, options: SchedulerOptions, proposer: Proposer | None = None) -> None:
         self.capacity = capacity
         self.options = options
-        self._roster = Roster(capacity, options)
+        self._roster = SchedulerState(capacity, options)
         self._prompt_logprobs: dict[int, list[TokenLogprobs]] = {}  # by uid, until the prompt is computed
         self._starved: dict[int, int] = {}  # by uid: after so many guesses of this step no token is left
         self._planner = Planner(self._roster, capacity, options, proposer)
@@ -66,11 +65,11 @@ class Scheduler:
         self.kv: KVCacheManager = self._roster.kv
 
     @property
-    def waiting(self) -> SuspectQueue:
+    def waiting(self) -> FaultIsolationQueue:
         return self._roster.waiting
 
     @property
-    def forks(self) -> ForkRoom:
+    def forks(self) -> WaitingForks:
         return self._roster.forks
 
     @property
@@ -118,14 +117,14 @@ class Scheduler:
 
     def schedule(self, now: float) -> ScheduledStep | None:
         """Plan the next step, or None when nothing can be computed now (idle, or all wait for tokens under way)."""
-        if self._roster.waiting.is_trying:
-            for sequence in self._roster.waiting.go_on():
+        if self._roster.waiting.is_isolating:
+            for sequence in self._roster.waiting.next_trial():
                 self._roster.wait_again(sequence)
         return self._planner.plan(now)
 
     def wants_results(self, last: ScheduledStep) -> bool:
         """Whether the steps under way should be committed before the next one is planned."""
-        return self._roster.waiting.is_trying or self._planner.wants_results(last)
+        return self._roster.waiting.is_isolating or self._planner.wants_results(last)
 
     def take_rejected(self) -> list[Finished]:
         """Requests that `schedule` ended under pressure since the last call."""
@@ -147,7 +146,7 @@ class Scheduler:
             drafts = scheduled.drafts.get(plan_row, [])
             own = range(row, row + 1 + len(drafts))
             row = own.stop
-            if sequence.status is Status.FINISHED:
+            if sequence.status is SequenceStatus.FINISHED:
                 continue
             try:
                 for index, mask_row in enumerate(own):
@@ -179,7 +178,7 @@ class Scheduler:
         finished: list[Finished] = []
         for row, failure in (result.failed_rows or {}).items():
             sequence = scheduled.rows[row]
-            if sequence.status is not Status.FINISHED:
+            if sequence.status is not SequenceStatus.FINISHED:
                 kv.forget(sequence, plan.starts[row])
                 finished.append(self._finish(sequence, "error", self._cause(sequence, failure), now))
         if plan.pooled:
@@ -188,7 +187,7 @@ class Scheduler:
             return self._commit_many(scheduled, result, finished, now)
         uids, token_ids, layout = scheduled.uids, result.token_ids, scheduled.layout
         dropped: set[int] | None = None
-        over = Status.FINISHED
+        over = SequenceStatus.FINISHED
         for sequence, token_id in zip(scheduled.sampled, token_ids, strict=True):
             if sequence.status is over:
                 dropped = dropped or set()
@@ -197,7 +196,7 @@ class Scheduler:
             tokens = sequence.tokens
             tokens.append(token_id)
             sequence.num_inflight -= 1
-            if len(tokens) >= sequence.next_event_at or token_id in sequence.stop_ids:
+            if len(tokens) >= sequence.next_check_at or token_id in sequence.stop_ids:
                 stopped = self._look_at(sequence, token_id, now)
                 if stopped is not None:
                     finished.append(self._finish(sequence, *stopped, now))
@@ -236,14 +235,14 @@ class Scheduler:
         finished = [
             self._finish(sequence, "error", (code, message), now)
             for sequence in dict.fromkeys(blamed)
-            if sequence.status is not Status.FINISHED
+            if sequence.status is not SequenceStatus.FINISHED
         ]
         for row, sequence in enumerate(scheduled.rows):
-            if sequence.status is Status.FINISHED:
+            if sequence.status is SequenceStatus.FINISHED:
                 continue
             if scheduled.plan.samples[row]:
                 sequence.num_inflight -= 1
-            if sequence.status is Status.RUNNING:
+            if sequence.status is SequenceStatus.RUNNING:
                 self._roster.wait_again(sequence)
             else:
                 self._roster.forget_host_copy(sequence)  # it lacks this step's KV
@@ -295,10 +294,10 @@ class Scheduler:
         plan, suspects = scheduled.plan, []
         ends: list[int] = []
         for row, sequence in enumerate(scheduled.rows):
-            if sequence.status is Status.RUNNING:  # who has given way meanwhile comes by itself
+            if sequence.status is SequenceStatus.RUNNING:  # who has given way meanwhile comes by itself
                 suspects.append(sequence)
                 ends.append(plan.starts[row] + (1 if row in scheduled.drafts else plan.counts[row]))
-        return self._roster.waiting.accuse(suspects, ends) if suspects else []
+        return self._roster.waiting.isolate(suspects, ends) if suspects else []
 
     def _commit_many(
         self, scheduled: ScheduledStep, result: StepResult, finished: list[Finished], now: float
@@ -314,12 +313,12 @@ class Scheduler:
             count = result.num_emitted[index] if result.num_emitted is not None else 1
             new = result.token_ids[begin : begin + count]
             begin += count
-            if sequence.status is Status.FINISHED:
+            if sequence.status is SequenceStatus.FINISHED:
                 continue
             sequence.num_inflight -= 1
             if row in scheduled.drafts:
                 self._planner.drafts.observe(sequence, len(scheduled.drafts[row]), count - 1)
-                if sequence.status is Status.RUNNING or sequence.host_tables is not None:
+                if sequence.status is SequenceStatus.RUNNING or sequence.host_tables is not None:
                     sequence.num_computed = (
                         scheduled.plan.starts[row] + count
                     )  # the rest was computed for wrong guesses
@@ -347,7 +346,7 @@ class Scheduler:
                 return "error", ("engine_error", "A token came that the grammar does not allow.")
             sequence.tokens.append(token_id)
             sequence.num_fresh += 1
-            if len(sequence.tokens) >= sequence.next_event_at or token_id in sequence.stop_ids:
+            if len(sequence.tokens) >= sequence.next_check_at or token_id in sequence.stop_ids:
                 stopped = self._look_at(sequence, token_id, now)
                 if stopped is not None:
                     return stopped
@@ -367,14 +366,14 @@ class Scheduler:
         """Why the fields of a request leave no token after so many guesses."""
         rules = sequence.rules or TokenRules(sequence.request.params, sequence.stop_ids)
         has_grammar = sequence.grammar is not None
-        message = rules.nothing_left(sequence.num_output + num_drafts, has_grammar=has_grammar)
+        message = rules.no_token_message(sequence.num_output + num_drafts, has_grammar=has_grammar)
         return InvalidRequest("grammar" if has_grammar else rules.fields[0], message)
 
     def _cause(self, sequence: Sequence, failure: RowFailure) -> FinishDetail:
         """Why the device gave no token for a request: the request itself, where its fields leave none."""
         if sequence.uid in self._starved:
             return refusal(self._no_token(sequence, self._starved[sequence.uid]))[1]
-        if sequence.grammar is None and (rules := rules_of(sequence.request.params, sequence.stop_ids)) is not None:
+        if sequence.grammar is None and (rules := token_rules(sequence.request.params, sequence.stop_ids)) is not None:
             tokens = sequence.tokens
             before = tokens[max(sequence.num_prompt, len(tokens) - rules.num_before) :]
             if not rules.left((1 << self.capacity.vocab_size) - 1, sequence.num_output, before):
@@ -395,7 +394,7 @@ class Scheduler:
             return None
         before = len(sequence.tokens)
         ended = self._append(sequence, forced, now)
-        if sequence.status is Status.RUNNING:
+        if sequence.status is SequenceStatus.RUNNING:
             known = enumerate(sequence.tokens[before:], start=before)
             self._planner.forced.extend((sequence, position, token) for position, token in known)
         self.stats.num_forced_tokens += len(sequence.tokens) - before
@@ -431,7 +430,7 @@ class Scheduler:
         vectors = result.embeddings or {}
         for row, _, ends in scheduled.plan.pooled:
             sequence = scheduled.rows[row]
-            if not ends or sequence.status is Status.FINISHED:
+            if not ends or sequence.status is SequenceStatus.FINISHED:
                 continue
             if row in vectors:
                 self.stats.num_embeddings += 1
@@ -445,7 +444,9 @@ class Scheduler:
         """Put chunks together. A preempted prompt starts over, and what is known already comes again."""
         for row, items in new.items():
             sequence, start = scheduled.rows[row], scheduled.plan.starts[row]
-            if sequence.status is Status.FINISHED or sequence.request.choice:  # the other choices share the prompt
+            if (
+                sequence.status is SequenceStatus.FINISHED or sequence.request.choice
+            ):  # the other choices share the prompt
                 continue
             known = self._prompt_logprobs.setdefault(sequence.uid, [])
             if start <= len(known):
@@ -463,9 +464,9 @@ class Scheduler:
         if sequence.first_token_s is None:
             sequence.first_token_s = now
             self._roster.release_forks(sequence)
-        if length > sequence.next_hash_at and sequence.status is Status.RUNNING:
+        if length > sequence.next_hash_at and sequence.status is SequenceStatus.RUNNING:
             self.kv.cache_full_blocks(sequence, min(length - 1, sequence.num_computed))
-        sequence.next_event_at = min(sequence.max_total, sequence.next_hash_at + 1)
+        sequence.next_check_at = min(sequence.max_total, sequence.next_hash_at + 1)
         return stop_reason(sequence, token_id)
 
     def _finish(self, sequence: Sequence, reason: str, detail: FinishDetail, now: float) -> Finished:

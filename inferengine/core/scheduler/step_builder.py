@@ -1,4 +1,4 @@
-"""StepDraft: a step while it is being planned, and the plan with the sequences behind it."""
+"""StepBuilder: a step while it is being planned, and the plan with the sequences behind it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class ScheduledStep(NamedTuple):
     offered: list[OfferedBlock]  # blocks that this plan fills and that may be reused by the next one
 
 
-class StepDraft:
+class StepBuilder:
     """Rows collected so far, decodes first, and what is left of the token budget."""
 
     __slots__ = ("admitted", "budget", "counts", "drafts", "num_decodes", "pooled", "rows", "starts")

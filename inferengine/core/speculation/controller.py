@@ -2,19 +2,18 @@
 
 A guess that is right saves a step, a wrong one costs the time to verify it. A sequence's own rate of acceptance r (an
 exponential mean) says what a guess is worth: all up to the k-th are right with chance r^k. What a guess costs is
-measured (GuessCost). Guesses are taken, the likeliest first, while each raises the tokens per second of the step; where
-even the best choice does not beat a step without guesses there are none, but for a trial now and then. So the length
-follows acceptance and load. What trials cost, with what it costs that a step waits for its tokens and cannot be
+measured (SpeculationCost). Guesses are taken, the likeliest first, while each raises the tokens per second of the step;
+where even the best choice does not beat a step without guesses there are none, but for a trial now and then. So the
+length follows acceptance and load. What trials cost, with what it costs that a step waits for its tokens and cannot be
 launched behind the one before, is kept account of: it stays below a fiftieth of the time (core/speculation/cost.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Protocol
 
 from inferengine.core.sequence import Sequence
-from inferengine.core.speculation.cost import Estimate, GuessCost, GuessCredit
+from inferengine.core.speculation.cost import Estimate, SpeculationBudget, SpeculationCost
 
 SMOOTHING = 0.2  # weight of a new observation in a sequence's rate
 SHARED_SMOOTHING = 0.05  # and in the rate of all, which a new sequence begins with
@@ -32,21 +31,6 @@ CATCH_UP = 8  # tokens that a draft model reads as fast as one
 LOOK_AGAIN, LOOK_AGAIN_LAST = 2, 32  # tokens until a proposer that had nothing to go by is asked again, doubled
 
 
-class Proposer(Protocol):
-    """Guesses what comes next. `on_device` ones know only how many: the executor makes the guesses itself."""
-
-    @property
-    def on_device(self) -> bool: ...
-
-    def propose(self, sequence: Sequence, max_tokens: int) -> list[int]:
-        """At most `max_tokens` guesses; empty where there is nothing to go by. On the device: as many zeros."""
-        ...
-
-    def forget(self, sequence: Sequence) -> None:
-        """The sequence has ended."""
-        ...
-
-
 class _Load:
     """What is remembered for batches of about one size."""
 
@@ -60,14 +44,14 @@ class _Load:
         self.has_read_up = False  # the trial under way was for the draft model to catch up
 
 
-class DraftControl:
+class SpeculationController:
     """Decides the number of guesses. `max_drafts` bounds it, with more than `max_running` sequences there are none."""
 
     def __init__(self, max_drafts: int, max_running: int) -> None:
         self.max_drafts = max_drafts
         self.max_running = max_running
-        self.cost = GuessCost()
-        self.credit = GuessCredit()
+        self.cost = SpeculationCost()
+        self.credit = SpeculationBudget()
         self.num_drafted = 0
         self.accepted_by_position = [0] * max_drafts
         self.num_accepted = 0
@@ -109,12 +93,12 @@ class DraftControl:
     def is_behind(self, sequence: Sequence) -> bool:
         """Whether a draft model that guesses for it now has much to read first: the prompt, or what came while there
         were no guesses."""
-        return len(sequence.tokens) - sequence.guessed_at > CATCH_UP
+        return len(sequence.tokens) - sequence.last_draft_at > CATCH_UP
 
     def begin_guesses(self, sequence: Sequence) -> None:
         """Guesses for it are part of the step that is planned."""
-        sequence.is_draft_behind = self.is_behind(sequence)
-        sequence.guessed_at = len(sequence.tokens)
+        sequence.is_draft_model_behind = self.is_behind(sequence)
+        sequence.last_draft_at = len(sequence.tokens)
 
     # -- how many ----------------------------------------------------------------------------------------------------
 
@@ -221,14 +205,14 @@ class DraftControl:
         # tokens after the first wrong guess say nothing: judge only those up to it
         rate = num_accepted / min(num_drafted, num_accepted + 1)
         old = self._rate(sequence)
-        sequence.draft_rate = old + SMOOTHING * (rate - old)
+        sequence.acceptance_rate = old + SMOOTHING * (rate - old)
         self._shared_rate += SHARED_SMOOTHING * (rate - self._shared_rate)
         sequence.draft_pause = 0
-        if sequence.draft_rate < HOPELESS:
+        if sequence.acceptance_rate < HOPELESS:
             sequence.drafts_resume_at = len(sequence.tokens) + RETRY_AFTER
 
     def _rate(self, sequence: Sequence) -> float:
-        return self._shared_rate if sequence.draft_rate is None else sequence.draft_rate
+        return self._shared_rate if sequence.acceptance_rate is None else sequence.acceptance_rate
 
     def _load(self, num_rows: int) -> _Load:
         load = self._loads.get(num_rows.bit_length())

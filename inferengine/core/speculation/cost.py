@@ -1,11 +1,11 @@
-"""GuessCost: what guesses add to a step, learnt from finished steps.
+"""SpeculationCost: what guesses add to a step, learnt from finished steps.
 
 For a batch of some size the time of a step is taken to be plain + fixed + slope x guesses: `plain` from steps of as
 many rows without guesses, the rest by least squares over the steps with guesses, recent ones first. A GPU with little
 to do verifies guesses for nothing, a CPU pays for every row, a draft model costs its own forward passes: all of it is
 in the time, so nothing needs to be known of the device.
 
-GuessCredit: what guessing may still cost, in steps without guesses: trials stay a small share of the time.
+SpeculationBudget: what guessing may still cost, in steps without guesses: trials stay a small share of the time.
 
 Every step adds a share of its own length. A step with guesses, and one that waited for tokens so that guesses could be
 asked for, takes away what it took longer than a plain one; an accepted guess gives back the part of a plain step that
@@ -66,7 +66,7 @@ class _Fit:
         return 0.0, max(0.0, self.sum_xy / self.sum_xx)  # all about equal: through the origin
 
 
-class GuessCost:
+class SpeculationCost:
     """Pure: the caller says what a step held and how long it took."""
 
     def __init__(self) -> None:
@@ -135,7 +135,7 @@ CREDIT_SMOOTHING = 0.2  # weight of the last step with guesses in what guessing 
 MOST_OF_A_STEP = 256.0  # plain steps: one that took longer stood still
 
 
-class GuessCredit:
+class SpeculationBudget:
     """Pure: the caller says how long steps took, in plain steps of as many rows."""
 
     def __init__(self) -> None:

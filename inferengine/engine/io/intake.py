@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from inferengine.config import Config, LimitsConfig
-from inferengine.core.grammar import Grammar
+from inferengine.core.constraints import Grammar
 from inferengine.core.request import Request
 from inferengine.core.scheduler.admission import AdmissionLimits, admit, check_prompt, resolve_max_tokens
 from inferengine.engine.io.connection import Peer
@@ -91,7 +91,7 @@ class Engine:
     limits: AdmissionLimits
     vocab_size: int
     embedding_size: int = 0
-    guess_method: str = "none"  # `speculation.method`, decided
+    speculation_method: str = "none"  # `speculation.method`, decided
 
 
 class Link:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from inferengine.core.grammar import Grammar
+from inferengine.core.constraints import Grammar
 from inferengine.engine.io.connection import Peer
 from inferengine.engine.io.output_log import Submission
 from inferengine.engine.io.resume import GrammarReplay, Outputs

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TypeAlias
 
-from inferengine.core.grammar import Grammar
+from inferengine.core.constraints import Grammar
 from inferengine.errors import InferEngineError, InvalidRequest
 from inferengine.sampling_params import SamplingParams
 from inferengine.wire import codec

@@ -151,7 +151,7 @@ class Reports:
                 "local_cache_hit": stats.num_cached_tokens,
             },
             "speculation": {
-                "method": engine.guess_method,
+                "method": engine.speculation_method,
                 "verified": snapshot.num_verified,
                 "drafted": snapshot.num_drafted,
                 "accepted": snapshot.num_drafts_accepted,
@@ -171,7 +171,7 @@ class Reports:
                 "free_pages": snapshot.num_blocks_free + snapshot.num_blocks_cached,
                 "cached_pages": snapshot.num_blocks_cached,
                 "active_sequences": snapshot.num_running,
-                "pressure_events": stats.num_pressure_events,
+                "pressure_events": stats.num_failed_allocations,
                 "evictions": snapshot.num_evictions,
                 "utilization": snapshot.kv_usage,
                 "internal_fragmentation": snapshot.internal_fragmentation,

@@ -11,7 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from inferengine.config import LimitsConfig
-from inferengine.core.grammar import Grammar, rules_of
+from inferengine.core.constraints import Grammar, token_rules
 from inferengine.errors import InferEngineError, InvalidRequest
 from inferengine.sampling_params import SamplingParams
 from inferengine.structured_output.spec import GrammarSpec
@@ -119,10 +119,10 @@ class GrammarService:
 
 def _check_first_token(grammar: Grammar, params: SamplingParams, stop_ids: Collection[int], vocab_size: int) -> None:
     """Raise InvalidRequest where the other fields of a request leave no token that its grammar allows."""
-    rules = rules_of(params, stop_ids)
+    rules = token_rules(params, stop_ids)
     if rules is None:
         return
     mask = bytearray(4 * -(-vocab_size // 32))
     grammar.fill_bitmask(memoryview(mask))
     if not rules.left(int.from_bytes(mask, "little"), 0, ()):
-        raise InvalidRequest("grammar", rules.nothing_left(0, has_grammar=True))
+        raise InvalidRequest("grammar", rules.no_token_message(0, has_grammar=True))

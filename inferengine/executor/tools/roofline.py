@@ -1,4 +1,4 @@
-"""What a loaded model asks of its device, for core/stats.py."""
+"""What a loaded model asks of its device, for core/step_roofline.py."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from inferengine.core.stats import AttentionGroup, ModelWork, Roofline
+from inferengine.core.step_roofline import AttentionGroup, ModelWork, Roofline
 from inferengine.executor.memory import plan as memory_plan
 from inferengine.executor.settings import ExecutorSettings
 from inferengine.executor.tools.device_peaks import device_peaks

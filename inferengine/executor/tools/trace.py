@@ -18,7 +18,7 @@ STEP = "step "  # what the range of one step is called, before its number
 
 
 class StepRecorder:
-    """Implements core.executor.Recorder. One recording; the next needs another object."""
+    """Implements core.executor.StepRecorder. One recording; the next needs another object."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import zmq
 
-from inferengine.simulation.executor import simulated_embedding
+from inferengine.simulation.simulated_executor import simulated_embedding
 from inferengine.text import fingerprint
 from inferengine.wire import codec, sockets
 from inferengine.wire.messages import (

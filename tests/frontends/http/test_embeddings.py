@@ -15,7 +15,7 @@ import openai
 import pytest
 
 from inferengine.client import Client
-from inferengine.simulation.executor import simulated_embedding
+from inferengine.simulation.simulated_executor import simulated_embedding
 from inferengine.wire.messages import Reject
 from tests.engine.builders import address_of
 from tests.frontends.http.builders import House, house, ids, open_request, wait_until

@@ -20,7 +20,7 @@ from inferengine.core.step_plan import StepPlan
 from inferengine.engine.core import StepFailed
 from inferengine.engine.service import EngineService
 from inferengine.observability.logging import JsonFormatter
-from inferengine.simulation.executor import SimulatedExecutor
+from inferengine.simulation.simulated_executor import SimulatedExecutor
 from tests.engine.builders import check_idle, run_service, small_capacity
 from tests.frontends.http.builders import HEADERS, FrontEnd, events, open_request, text_of, wait_until
 

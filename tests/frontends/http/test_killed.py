@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 
 from inferengine.engine.service import EngineService
-from inferengine.simulation.executor import SimulatedExecutor
+from inferengine.simulation.simulated_executor import SimulatedExecutor
 from tests.engine.builders import address_of, check_idle, run_service, small_capacity
 from tests.frontends.http.builders import wait_until
 from tests.frontends.http.resuming import Reader

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from inferengine.core.scheduler.queues.base import WaitingQueue
 from inferengine.core.scheduler.queues.fair_share import FairShare
 from inferengine.core.scheduler.queues.fcfs import FirstComeFirstServed, StaticBatch
 from inferengine.core.scheduler.queues.priority import OrderedQueue, deadline_key, priority_key, shortest_key
+from inferengine.core.scheduler.queues.waiting_queue import WaitingQueue
 
 __all__ = ["POLICIES", "WaitingQueue"]
 

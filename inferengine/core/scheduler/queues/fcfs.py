@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 
-from inferengine.core.sequence import Sequence, Status
+from inferengine.core.sequence import Sequence, SequenceStatus
 
 FEW_REMOVED = 32  # marks that are left alone
 
@@ -41,7 +41,7 @@ class FirstComeFirstServed:
         self.num_tokens += sequence.num_prompt
 
     def peek(self, now: float, num_running: int) -> Sequence | None:
-        while self._queue and self._queue[0].status is Status.FINISHED:
+        while self._queue and self._queue[0].status is SequenceStatus.FINISHED:
             self._queue.popleft()
             self._num_removed -= 1
         return self._queue[0] if self._queue else None
@@ -62,7 +62,7 @@ class FirstComeFirstServed:
         return len(self._queue) - self._num_removed
 
     def __iter__(self) -> Iterator[Sequence]:
-        return (sequence for sequence in self._queue if sequence.status is not Status.FINISHED)
+        return (sequence for sequence in self._queue if sequence.status is not SequenceStatus.FINISHED)
 
 
 class StaticBatch(FirstComeFirstServed):

@@ -11,7 +11,7 @@ import heapq
 from collections.abc import Callable, Iterator
 
 from inferengine.core.scheduler.queues.fcfs import is_mostly_removed
-from inferengine.core.sequence import Sequence, Status
+from inferengine.core.sequence import Sequence, SequenceStatus
 
 PRIORITY_AGEING_S = 10.0  # waiting so long is worth one level of priority
 TOKEN_AGEING_S = 0.01  # waiting so long is worth one token of length
@@ -55,7 +55,7 @@ class OrderedQueue:
         self.num_tokens += sequence.num_prompt
 
     def peek(self, now: float, num_running: int) -> Sequence | None:
-        while self._heap and self._heap[0][3].status is Status.FINISHED:
+        while self._heap and self._heap[0][3].status is SequenceStatus.FINISHED:
             heapq.heappop(self._heap)
             self._num_removed -= 1
         return self._heap[0][3] if self._heap else None
@@ -70,7 +70,7 @@ class OrderedQueue:
         self.num_tokens -= sequence.num_prompt
         if is_mostly_removed(self._num_removed, len(self._heap)):
             self._heap = [
-                item for item in self._heap if item[3] is not sequence and item[3].status is not Status.FINISHED
+                item for item in self._heap if item[3] is not sequence and item[3].status is not SequenceStatus.FINISHED
             ]
             heapq.heapify(self._heap)
             self._num_removed = 0
@@ -79,4 +79,4 @@ class OrderedQueue:
         return len(self._heap) - self._num_removed
 
     def __iter__(self) -> Iterator[Sequence]:
-        return (item[3] for item in sorted(self._heap[:]) if item[3].status is not Status.FINISHED)
+        return (item[3] for item in sorted(self._heap[:]) if item[3].status is not SequenceStatus.FINISHED)

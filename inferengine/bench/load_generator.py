@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from inferengine.bench.gpu_trace import GpuTrace, Summary
-from inferengine.bench.workload import LoadOptions
+from inferengine.bench.load_options import LoadOptions
 from inferengine.errors import InferEngineError
 
 

@@ -1,4 +1,4 @@
-"""Roster: who runs, who waits, and what each sequence holds. Its moves keep slots and blocks whole.
+"""SchedulerState: who runs, who waits, and what each sequence holds. Its moves keep slots and blocks whole.
 
 Forks: the further choices of an `n > 1` request wait until the first one has computed the prompt that they share.
 """
@@ -6,19 +6,41 @@ Forks: the further choices of an `n > 1` request wait until the first one has co
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
+from inferengine.core.constraints import Grammar
 from inferengine.core.executor import Capacity
-from inferengine.core.grammar import Grammar
 from inferengine.core.kv_cache.manager import KVCacheManager
 from inferengine.core.request import Request
-from inferengine.core.scheduler.fault_isolation import SuspectQueue
-from inferengine.core.scheduler.options import SchedulerOptions
+from inferengine.core.scheduler.fault_isolation import FaultIsolationQueue
 from inferengine.core.scheduler.queues import POLICIES
-from inferengine.core.sequence import FinishDetail, Finished, Sequence, Status, terminal_row
-from inferengine.core.stats import SchedulerStats
+from inferengine.core.scheduler.scheduler_stats import SchedulerStats
+from inferengine.core.sequence import FinishDetail, Finished, Sequence, SequenceStatus, terminal_row
 
 
-class ForkRoom:
+@dataclass(frozen=True, slots=True)
+class SchedulerOptions:
+    """Limits of one step, the order of waiting, and what gives way under pressure. 0 means: no limit of its own."""
+
+    max_num_batched_tokens: int
+    max_num_seqs: int
+    policy: str = "fair"
+    chunked_prefill: bool = True
+    prefill_chunk: int = 0  # most prompt tokens of one sequence in a step
+    max_num_decodes: int = 0  # most decode rows in a step; guessing ahead is off where it is set
+    itl_target_s: float = 0.0  # keep steps that carry decodes under this time by cutting prompt chunks
+    prefix_caching: bool = True
+    eviction: str = "lru"
+    pressure: str = "preempt"
+    watermark: float = 0.01
+    kv_events: bool = False
+    contiguous: bool = False  # every sequence reserves blocks for the longest length: what paging is measured against
+    max_drafts: int = 0  # most guesses ahead of one sequence in a step
+    max_running_to_force: int = 0  # with more sequences running a forced token waits for its step as a drawn one does
+    max_running_to_draft: int = 32  # with more sequences running, the device has enough to do without guesses
+
+
+class WaitingForks:
     """Holds sequences that are not yet in the waiting queue, by the uid of the sequence they wait for."""
 
     def __init__(self) -> None:
@@ -57,7 +79,7 @@ class ForkRoom:
             yield from sequences
 
 
-class Roster:
+class SchedulerState:
     """Every unfinished sequence is in exactly one place: running, in the waiting queue, waiting for its first choice's
     prompt (forks), or waiting for its grammar (compiling)."""
 
@@ -75,9 +97,9 @@ class Roster:
         self.free_slots = list(range(self.num_slots - 1, -1, -1))
         self.sequences: dict[int, Sequence] = {}
         self.running: list[Sequence] = []
-        self.waiting = SuspectQueue(POLICIES[options.policy]())
+        self.waiting = FaultIsolationQueue(POLICIES[options.policy]())
         self.tenants = self.waiting.tenants
-        self.forks = ForkRoom()
+        self.forks = WaitingForks()
         self.compiling: dict[int, Sequence] = {}
         self.swapped_out: list[Sequence] = []  # since the last plan
         self.num_grammars = 0  # unfinished sequences with a grammar
@@ -94,7 +116,7 @@ class Roster:
             self._queue(sequence)
         else:
             self.num_grammars += 1
-            sequence.status = Status.WAITING_GRAMMAR
+            sequence.status = SequenceStatus.WAITING_GRAMMAR
             self.compiling[request.uid] = sequence
         return sequence
 
@@ -103,7 +125,7 @@ class Roster:
         sequence = self.compiling.pop(uid, None)
         if sequence is not None:
             sequence.grammar = grammar
-            sequence.status = Status.WAITING
+            sequence.status = SequenceStatus.WAITING
             self._queue(sequence)
 
     def start(self, sequence: Sequence) -> None:
@@ -130,7 +152,7 @@ class Roster:
             self.kv.release(sequence)
             sequence.num_computed = 0
         self._free_slot(sequence)
-        sequence.status = Status.PREEMPTED
+        sequence.status = SequenceStatus.PREEMPTED
         sequence.num_preemptions += 1
         self.stats.num_preemptions += 1
         self.waiting.push_back(sequence)
@@ -140,14 +162,14 @@ class Roster:
     def finish(self, sequence: Sequence, reason: str, detail: FinishDetail, now: float) -> Finished:
         """End a sequence wherever it is. Everything it holds is free on return."""
         status, was_held = sequence.status, self.forks.holds(sequence)
-        sequence.status = Status.FINISHED
-        if status is Status.RUNNING:
+        sequence.status = SequenceStatus.FINISHED
+        if status is SequenceStatus.RUNNING:
             self.running.remove(sequence)
             self.kv.release(sequence)
             self._free_slot(sequence)
             if self.tenants is not None:
                 self.tenants.stopped(sequence)
-        elif status is Status.WAITING_GRAMMAR:
+        elif status is SequenceStatus.WAITING_GRAMMAR:
             del self.compiling[sequence.uid]
         elif was_held:
             self.forks.remove(sequence)

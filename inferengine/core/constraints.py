@@ -60,7 +60,7 @@ class TokenRules:
         self._words = [(word[:-1], word[-1]) for word in params.bad_words_ids if len(word) > 1]
         self._min_tokens = params.min_tokens
         self._stops = bits(stop_ids) if params.min_tokens else 0
-        self.fields = fields_of(params)
+        self.fields = restricting_fields(params)
         self.num_before = max((len(before) for before, _ in self._words), default=0)  # tokens that `left` looks back
 
     def left(self, mask: int, num_output: int, before: SequenceOf[int]) -> int:
@@ -75,7 +75,7 @@ class TokenRules:
                 mask &= ~(1 << last)
         return mask
 
-    def nothing_left(self, num_output: int, *, has_grammar: bool) -> str:
+    def no_token_message(self, num_output: int, *, has_grammar: bool) -> str:
         """What to tell whoever made a request whose fields leave no token."""
         names = [*(["the grammar"] if has_grammar else []), *self.fields]
         listed = " and ".join([*([", ".join(names[:-1])] if names[:-1] else []), names[-1]])
@@ -84,7 +84,7 @@ class TokenRules:
         return f"{listed} {verb} no token {where}: loosen one of them, or leave one out"
 
 
-def fields_of(params: SamplingParams) -> list[str]:
+def restricting_fields(params: SamplingParams) -> list[str]:
     """The fields of a request that forbid tokens."""
     values = {
         "allowed_token_ids": params.allowed_token_ids,
@@ -94,9 +94,9 @@ def fields_of(params: SamplingParams) -> list[str]:
     return [name for name, value in values.items() if value]
 
 
-def rules_of(params: SamplingParams, stop_ids: Collection[int]) -> TokenRules | None:
+def token_rules(params: SamplingParams, stop_ids: Collection[int]) -> TokenRules | None:
     """None where no field forbids a token."""
-    return TokenRules(params, stop_ids) if fields_of(params) else None
+    return TokenRules(params, stop_ids) if restricting_fields(params) else None
 
 
 def bits(ids: Collection[int]) -> int:
