@@ -28,12 +28,12 @@ import zmq
 from inferengine.config import Config
 from inferengine.core.scheduler.scheduler import StepOutput
 from inferengine.core.sequence import Finished
-from inferengine.engine.io.connection import Peer
+from inferengine.engine.io.connection import Connection
 from inferengine.engine.io.endpoint import Endpoint
 from inferengine.engine.io.output_log import Submission
-from inferengine.engine.io.publisher import Outbox
-from inferengine.engine.io.thread import WireThread
-from inferengine.engine.metrics.counters import Telemetry
+from inferengine.engine.io.publisher import Publisher
+from inferengine.engine.io.thread import IOThread
+from inferengine.engine.metrics.counters import Counters
 from inferengine.engine.state import Lifecycle
 from inferengine.sampling_params import SamplingParams
 from inferengine.wire import codec, sockets
@@ -62,21 +62,21 @@ def finished_row(uid: int) -> Finished:
 
 
 class Bench:
-    """An outbox behind a real I/O thread; what the loop would do, `measure` does."""
+    """A publisher behind a real I/O thread; what the loop would do, `measure` does."""
 
     def __init__(self, folder: str, num_sequences: int, num_peers: int) -> None:
         address = f"ipc://{folder}/{secrets.token_hex(3)}.sock"
         config = Config().with_values(wire={"socket": address})
         self.lifecycle = Lifecycle(engine="bench", epoch=bytes(8), clock=time.monotonic)
-        self.wire = WireThread(Endpoint(config), self.lifecycle)
-        self.outbox = Outbox(
-            telemetry=Telemetry(),
+        self.wire = IOThread(Endpoint(config), self.lifecycle)
+        self.publisher = Publisher(
+            counters=Counters(),
             make_text=lambda submission, search: (_ for _ in ()).throw(RuntimeError("no text here")),
             stop=lambda uid: None,
             resume_ttl_s=0.05,
         )
         self.num_sequences = num_sequences
-        self.peers: dict[bytes, Peer] = {}
+        self.peers: dict[bytes, Connection] = {}
         self.next_uid = 1
         self.uids: list[int] = []
         self.wire.start(self.receive, self.tick)
@@ -92,14 +92,14 @@ class Bench:
     def receive(self, frames: list[bytes], now: float) -> None:
         message = codec.decode(frames[1:])
         if isinstance(message, Hello):
-            self.peers[frames[0]] = Peer(frames[0], self.wire.send, window=WINDOW, now=now)
+            self.peers[frames[0]] = Connection(frames[0], self.wire.send, window=WINDOW, now=now)
         elif isinstance(message, Credit):
             peer = self.peers[frames[0]]
             peer.acknowledge(message.seq)
-            self.outbox.flush(peer, now)
+            self.publisher.flush(peer, now)
 
     def tick(self, now: float) -> float:
-        self.outbox.expire(now)
+        self.publisher.expire(now)
         return now + 0.25
 
     def run(self, function) -> None:  # type: ignore[no-untyped-def]
@@ -115,9 +115,9 @@ class Bench:
         submission = Submission(secrets.token_bytes(16), SamplingParams())
         uid, self.next_uid = self.next_uid, self.next_uid + 1
         peer = list(self.peers.values())[uid % len(self.peers)]
-        self.outbox.register(submission)
-        self.outbox.open(submission, [uid], time.monotonic())
-        self.outbox.subscribe(peer, submission, uid, (), "tokens")
+        self.publisher.register(submission)
+        self.publisher.open(submission, [uid], time.monotonic())
+        self.publisher.subscribe(peer, submission, uid, (), "tokens")
         self.uids.append(uid)
 
     def measure(self, num_steps: int, *, turnover: bool, gap_ms: float) -> dict[str, float]:
@@ -129,7 +129,7 @@ class Bench:
 
         def publish(output: StepOutput) -> None:
             begin = time.thread_time()
-            self.outbox.publish(output, time.monotonic())
+            self.publisher.publish(output, time.monotonic())
             parts.append(time.thread_time() - begin)
 
         self.run(lambda: clocks.append(time.thread_time()))

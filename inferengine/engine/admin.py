@@ -6,36 +6,36 @@ from collections.abc import Callable
 from typing import Any
 
 from inferengine.engine.io.connections import AdminOp, Reply
-from inferengine.engine.io.intake import Engine, Link
-from inferengine.engine.io.publisher import Outbox
-from inferengine.engine.services.adapters import Adapters
-from inferengine.engine.services.profiler import Profiling
-from inferengine.engine.shutdown import Ending
+from inferengine.engine.io.intake import Intake, LoadedEngine
+from inferengine.engine.io.publisher import Publisher
+from inferengine.engine.services.adapters import AdapterService
+from inferengine.engine.services.profiler import Profiler
+from inferengine.engine.shutdown import Shutdown
 from inferengine.engine.state import Lifecycle
 from inferengine.errors import InferEngineError
 from inferengine.wire.messages import DRAINING, READY
 
 
-class Operations:
+class AdminOperations:
     """`table` has them by name. `stats` and `config` give what is to be told; `call` brings a function here."""
 
     def __init__(
         self,
         lifecycle: Lifecycle,
-        ending: Ending,
-        link: Link,
-        outbox: Outbox,
-        adapters: Adapters,
-        profiling: Profiling,
+        shutdown: Shutdown,
+        intake: Intake,
+        publisher: Publisher,
+        adapters: AdapterService,
+        profiling: Profiler,
         *,
         stats: Callable[[], dict[str, Any]],
         config: Callable[[], dict[str, Any]],
         call: Callable[[Callable[[], None]], None],
     ) -> None:
         self._lifecycle = lifecycle
-        self._ending = ending
-        self._link = link
-        self._outbox = outbox
+        self._shutdown = shutdown
+        self._intake = intake
+        self._publisher = publisher
         self._call = call
         self.table: dict[str, AdminOp] = {
             "stats": lambda arguments, reply: reply(stats()),
@@ -55,25 +55,25 @@ class Operations:
         loop.flush(lambda blocks: self._call(lambda: reply({"blocks": blocks})))
 
     def _cancel_all(self, arguments: dict[str, Any], reply: Reply) -> None:
-        count = self._outbox.num_open
+        count = self._publisher.num_open
         self._loaded().loop.cancel_all("abort", ("cancelled", "An operator cancelled all requests."))
         reply({"requests": count})
 
     def _drain(self, arguments: dict[str, Any], reply: Reply) -> None:
         """With `exit` false the engine stays, and `resume` lets it serve again."""
-        reply({"active_requests": self._outbox.num_open})
+        reply({"active_requests": self._publisher.num_open})
         if arguments.get("exit", True):
-            self._ending.drain()
+            self._shutdown.drain()
         elif self._lifecycle.state == READY:
             self._lifecycle.enter(DRAINING)
 
     def _resume(self, arguments: dict[str, Any], reply: Reply) -> None:
-        if self._ending.begun or self._lifecycle.state not in (READY, DRAINING):
+        if self._shutdown.begun or self._lifecycle.state not in (READY, DRAINING):
             raise InferEngineError("draining", "The engine is about to exit, or has not begun.")
         self._lifecycle.enter(READY)
         reply({"state": READY})
 
-    def _loaded(self) -> Engine:
-        if self._link.engine is None:
+    def _loaded(self) -> LoadedEngine:
+        if self._intake.engine is None:
             raise InferEngineError("engine_unavailable", "The engine is still loading.")
-        return self._link.engine
+        return self._intake.engine

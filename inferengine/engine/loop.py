@@ -29,7 +29,7 @@ STUCK_WAIT_S = 0.01  # nothing can be computed though something waits: for time 
 RATE_MEMORY = 0.8
 
 
-class StepWatcher(Protocol):
+class StepObserver(Protocol):
     """Told of each turn of the core, before and after. Must not raise."""
 
     def begins(self) -> None: ...
@@ -39,38 +39,38 @@ class StepWatcher(Protocol):
         ...
 
 
-class Submit(NamedTuple):
+class SubmitCommand(NamedTuple):
     requests: list[Request]
     grammars: Sequence[Grammar]  # one for each request, or none
 
 
-class Cancel(NamedTuple):
+class CancelCommand(NamedTuple):
     uids: list[int]
     reason: str
     detail: FinishDetail
 
 
-class CancelAll(NamedTuple):
+class CancelAllCommand(NamedTuple):
     reason: str
     detail: FinishDetail
 
 
-class Flush(NamedTuple):
+class FlushCommand(NamedTuple):
     reply: Callable[[int], None]
 
 
-class Call(NamedTuple):
+class CallCommand(NamedTuple):
     function: Callable[[], None]
 
 
-class Stop(NamedTuple):
+class StopCommand(NamedTuple):
     pass
 
 
-Command = Submit | Cancel | CancelAll | Flush | Call | Stop
+Command = SubmitCommand | CancelCommand | CancelAllCommand | FlushCommand | CallCommand | StopCommand
 
 
-class News(NamedTuple):
+class LoopOutput(NamedTuple):
     """What the loop posts: a step's output, when it was known, what changed in the prefix cache, and how many tokens
     the step launched meanwhile computes (0: none was)."""
 
@@ -81,14 +81,14 @@ class News(NamedTuple):
 
 
 class EngineLoop:
-    """Everything between the link and the core. The methods above `run` may be called from any thread."""
+    """Everything between the intake and the core. The methods above `run` may be called from any thread."""
 
     def __init__(
         self,
         core: EngineCore,
         lifecycle: Lifecycle,
         *,
-        post: Callable[[News], None],
+        post: Callable[[LoopOutput], None],
         on_turn: Callable[[], None] = lambda: None,
         on_busy: Callable[[bool], None] = lambda busy: None,
     ) -> None:
@@ -104,37 +104,37 @@ class EngineLoop:
         self._inbox: SimpleQueue[Command] = SimpleQueue()
         self._stopping = False
         self._fatal: BaseException | None = None
-        # Submitted by the link and not yet taken by the loop: each counter has one writer.
+        # Submitted by the intake and not yet taken by the loop: each counter has one writer.
         self._sent = self._taken = self._sent_tokens = self._taken_tokens = 0
         self.prefill_tokens_per_s = 0.0
         self.snapshot: SchedulerSnapshot = core.scheduler.snapshot()
         self._snapshot_s = 0.0
-        self.watcher: StepWatcher | None = None  # set and called in the loop's thread
+        self.watcher: StepObserver | None = None  # set and called in the loop's thread
 
     def submit(self, requests: list[Request], grammars: Sequence[Grammar] = ()) -> None:
         """Hand over the choices of one accepted submission, with a grammar for each where they have one."""
         self._sent += len(requests)
         self._sent_tokens += sum(request.num_prompt for request in requests)
-        self._inbox.put(Submit(requests, grammars))
+        self._inbox.put(SubmitCommand(requests, grammars))
 
     def cancel(self, uids: list[int], reason: str, detail: FinishDetail) -> None:
         """End these if they have not ended; their terminal rows are posted."""
-        self._inbox.put(Cancel(uids, reason, detail))
+        self._inbox.put(CancelCommand(uids, reason, detail))
 
     def cancel_all(self, reason: str, detail: FinishDetail) -> None:
-        self._inbox.put(CancelAll(reason, detail))
+        self._inbox.put(CancelAllCommand(reason, detail))
 
     def flush(self, reply: Callable[[int], None]) -> None:
         """Drop the prefix cache; `reply` gets the number of blocks, in the loop's thread."""
-        self._inbox.put(Flush(reply))
+        self._inbox.put(FlushCommand(reply))
 
     def call(self, function: Callable[[], None]) -> None:
         """Run something that must not raise between two steps."""
-        self._inbox.put(Call(function))
+        self._inbox.put(CallCommand(function))
 
     def stop(self) -> None:
         """Leave `run` at the next turn. What has not ended stays so."""
-        self._inbox.put(Stop())
+        self._inbox.put(StopCommand())
 
     def queued(self, tenant: str | None = None) -> tuple[int, int]:
         """Requests and prompt tokens that wait, with those that the loop has not seen yet as far as no slot is free
@@ -250,7 +250,7 @@ class EngineLoop:
     def _obey(self, command: Command) -> None:
         core = self._core
         match command:
-            case Submit(requests, grammars):
+            case SubmitCommand(requests, grammars):
                 for request in requests:
                     core.submit(request)
                 for request, grammar in zip(requests, grammars, strict=False):
@@ -258,15 +258,15 @@ class EngineLoop:
                 self._post_ends([core.end_if_complete(request.uid) for request in requests if request.emitted_ids])
                 self._taken += len(requests)
                 self._taken_tokens += sum(request.num_prompt for request in requests)
-            case Cancel(uids, reason, detail):
+            case CancelCommand(uids, reason, detail):
                 self._post_ends([core.cancel(uid, reason, detail) for uid in uids])
-            case CancelAll(reason, detail):
+            case CancelAllCommand(reason, detail):
                 self._post_ends(list(core.abort_all(reason, detail)))
-            case Flush(reply):
+            case FlushCommand(reply):
                 reply(core.flush())
-            case Call(function):
+            case CallCommand(function):
                 function()
-            case Stop():
+            case StopCommand():
                 self._stopping = True
 
     def _post_ends(self, rows: list[Any]) -> None:
@@ -277,7 +277,7 @@ class EngineLoop:
     def _publish(self, output: StepOutput, now: float, num_scheduled_tokens: int = 0) -> None:
         if output.finished and not self._core.scheduler.has_unfinished:
             self._take_snapshot(now)  # who has seen the last end and asks, hears of an idle engine
-        self._post(News(output, now, self._core.scheduler.kv.take_events(), num_scheduled_tokens))
+        self._post(LoopOutput(output, now, self._core.scheduler.kv.take_events(), num_scheduled_tokens))
 
     def _take_snapshot(self, now: float) -> None:
         self.snapshot = self._core.scheduler.snapshot()

@@ -52,7 +52,7 @@ def max_running_to_draft(config: Config) -> int:
 
 
 def admission_limits(config: Config, capacity: Capacity) -> AdmissionLimits:
-    """What the link refuses at once."""
+    """What the intake refuses at once."""
     full = [group.num_blocks for group in capacity.groups if group.window is None]
     blocks = min(full or [group.num_blocks for group in capacity.groups])
     return AdmissionLimits(

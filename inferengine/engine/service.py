@@ -1,6 +1,6 @@
 """EngineService: the engine process without its signals. Four threads and what passes between them.
 
-    I/O thread    sockets, switchboard, link, outbox: answers at once, whatever the loop does
+    I/O thread    sockets, connections, intake, publisher: answers at once, whatever the loop does
     loop thread   loads the model, then turns: commands in, steps, news out
     step watch    looks at the step under way while there is one, and finds the one that does not end
     main thread   states: STARTING -> READY -> DRAINING -> STOPPING, frozen loops, the exit code
@@ -26,29 +26,29 @@ from inferengine.core.scheduler.scheduler import StepOutput
 from inferengine.core.sequence import Finished
 from inferengine.core.speculation.proposers import build_proposer, speculation_method
 from inferengine.core.step_roofline import Roofline
-from inferengine.engine.admin import Operations
+from inferengine.engine.admin import AdminOperations
 from inferengine.engine.core import EngineCore
-from inferengine.engine.io.connections import TICK_S, Switchboard
+from inferengine.engine.io.connections import TICK_S, Connections
 from inferengine.engine.io.endpoint import Endpoint
-from inferengine.engine.io.intake import Engine, Link
-from inferengine.engine.io.lost_connections import Connections
-from inferengine.engine.io.publisher import Outbox
+from inferengine.engine.io.intake import Intake, LoadedEngine
+from inferengine.engine.io.lost_connections import LostConnections
+from inferengine.engine.io.publisher import Publisher
 from inferengine.engine.io.resume import GrammarReplay
-from inferengine.engine.io.thread import RETRY_S, WireThread
-from inferengine.engine.loop import EngineLoop, News
-from inferengine.engine.metrics.counters import Telemetry
-from inferengine.engine.metrics.kv_events import KVPublisher
+from inferengine.engine.io.thread import RETRY_S, IOThread
+from inferengine.engine.loop import EngineLoop, LoopOutput
+from inferengine.engine.metrics.counters import Counters
+from inferengine.engine.metrics.kv_events import KVEventPublisher
 from inferengine.engine.metrics.spans import record_choice
-from inferengine.engine.metrics.stats import Reports
+from inferengine.engine.metrics.stats import StatsReporter
 from inferengine.engine.model_info import ModelCard
 from inferengine.engine.options import admission_limits, scheduler_options
-from inferengine.engine.services.adapters import Adapters
+from inferengine.engine.services.adapters import AdapterService
 from inferengine.engine.services.grammars import GrammarService
-from inferengine.engine.services.profiler import MakeRecorder, Profiling
+from inferengine.engine.services.profiler import MakeRecorder, Profiler
 from inferengine.engine.services.tokenization import TextService
-from inferengine.engine.shutdown import CHECK_S, Ending, all_tracebacks
+from inferengine.engine.shutdown import CHECK_S, Shutdown, all_tracebacks
 from inferengine.engine.state import Lifecycle
-from inferengine.engine.step_watchdog import Stall, StallRecord, Stalls, StepWatch, record_path, stall_rule
+from inferengine.engine.step_watchdog import Stall, StallHistory, StallRecord, StepWatchdog, record_path, stall_rule
 from inferengine.errors import ExitCode, InferEngineError
 from inferengine.observability.tracing import Tracing, make_tracing
 from inferengine.process import stdio as output
@@ -94,58 +94,58 @@ class EngineService:
         stalls = self._stall_record.read()
         self.lifecycle.num_stalled_steps, self.lifecycle.last_error = stalls.number, stalls.last or None
         self._stall: Stall | None = None
-        self._step_watch: StepWatch | None = None
-        self.telemetry = Telemetry()
+        self._step_watch: StepWatchdog | None = None
+        self.counters = Counters()
         self._card = card
         self._build = build
         self._notifier = notifier or Notifier(None)
         self._watchdog = watchdog or Watchdog(self._notifier, None, clock)
         self._exit_code_of = exit_code_of
-        self._engine: Engine | None = None
+        self._engine: LoadedEngine | None = None
         self._ended = threading.Event()
-        self._ending = Ending(config.engine, self.lifecycle)
+        self._shutdown = Shutdown(config.engine, self.lifecycle)
         self._over = False  # the I/O thread has ended everything: what the loop still posts is too late
         self._tracing = tracing or make_tracing(config.trace, "inferengine-engine")
         self._endpoint = Endpoint(config)
-        self._wire = WireThread(self._endpoint, self.lifecycle)
-        self.connections = Connections(self._endpoint)
+        self._wire = IOThread(self._endpoint, self.lifecycle)
+        self.lost_connections = LostConnections(self._endpoint)
         self._wire.on_crash = self._on_wire_crash
         self._texts = TextService(card.files, self._wire.call)
         self._grammars = GrammarService(card.files, self._wire.call, config.limits)
         self._replay = GrammarReplay(self._wire.call)
-        self.outbox = Outbox(
-            telemetry=self.telemetry,
+        self.publisher = Publisher(
+            counters=self.counters,
             make_text=self._texts.stream,
             stop=self._stop_choice,
             resume_ttl_s=config.wire.resume_ttl_s,
             log_requests=config.log.requests,
             on_end=None if self._tracing is None else partial(record_choice, self._tracing, card.name),
         )
-        self.switchboard = Switchboard(config, self.lifecycle, card, self.outbox, self.telemetry, self._wire.send)
-        self._adapters = Adapters(self.outbox, self._wire.call, self._on_adapters)
-        self._profiling = Profiling(clock, self._wire.call)
-        self.link = Link(
+        self.connections = Connections(config, self.lifecycle, card, self.publisher, self.counters, self._wire.send)
+        self._adapters = AdapterService(self.publisher, self._wire.call, self._on_adapters)
+        self._profiling = Profiler(clock, self._wire.call)
+        self.intake = Intake(
             config,
             self.lifecycle,
             card,
-            self.outbox,
-            self.telemetry,
+            self.publisher,
+            self.counters,
             self._texts,
             self._grammars,
             self._replay,
-            self.switchboard.alive,
+            self.connections.alive,
             self._adapters,
         )
-        self.switchboard.link = self.link
-        self._reports = Reports(config, self.lifecycle, card, self.outbox, self.telemetry)
-        self._kv_publisher = KVPublisher(config.engine.name, card.name, self._wire.publish)
-        self._kv_publisher.adapters = lambda: self._adapters.names
-        self._wire.replay_batches = self._kv_publisher.replay
-        self.switchboard.admin_ops = Operations(
+        self.connections.intake = self.intake
+        self._reports = StatsReporter(config, self.lifecycle, card, self.publisher, self.counters)
+        self._kv_events = KVEventPublisher(config.engine.name, card.name, self._wire.publish)
+        self._kv_events.adapters = lambda: self._adapters.names
+        self._wire.replay_batches = self._kv_events.replay
+        self.connections.admin_ops = AdminOperations(
             self.lifecycle,
-            self._ending,
-            self.link,
-            self.outbox,
+            self._shutdown,
+            self.intake,
+            self.publisher,
             self._adapters,
             self._profiling,
             stats=self._stats,
@@ -164,7 +164,7 @@ class EngineService:
         """Begin to answer and to load."""
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         self.lifecycle.on_change = self._on_change
-        self._wire.start(self.switchboard.receive, self._tick)
+        self._wire.start(self.connections.receive, self._tick)
         if self._metrics is not None:
             self._metrics.start()
         self._loop_thread.start()
@@ -173,23 +173,23 @@ class EngineService:
     @property
     def on_failure(self) -> Callable[[], None]:
         """Called once, when the engine cannot go on and is about to end what it has."""
-        return self._ending.on_failure
+        return self._shutdown.on_failure
 
     @on_failure.setter
     def on_failure(self, function: Callable[[], None]) -> None:
-        self._ending.on_failure = function
+        self._shutdown.on_failure = function
 
     def drain(self) -> None:
         """Finish what runs, reject what comes, then end with exit code 0. Any number of times."""
-        self._ending.drain()
+        self._shutdown.drain()
 
     def abort(self) -> None:
         """End now: what runs ends with `abort`. Exit code 130."""
-        self._ending.abort()
+        self._shutdown.abort()
 
     def wait(self, timeout_s: float | None = None) -> int | None:
         """The exit code, or None when it has not ended in time."""
-        return self._ending.exit_code if self._ended.wait(timeout_s) else None
+        return self._shutdown.exit_code if self._ended.wait(timeout_s) else None
 
     def _make_metrics(self, port: int) -> MetricsServer | None:
         if not port:
@@ -218,7 +218,7 @@ class EngineService:
         except BaseException as error:
             self._on_failure(error)
         finally:
-            if executor is not None and not self._ending.failed:
+            if executor is not None and not self._shutdown.failed:
                 executor.close()
 
     def _make_loop(self, executor: Executor, capacity: Capacity) -> EngineLoop:
@@ -258,7 +258,7 @@ class EngineService:
         )
         self.lifecycle.mark("measuring the device")
         self.core = core
-        self._engine = engine = Engine(
+        self._engine = engine = LoadedEngine(
             loop,
             limits,
             capacity.vocab_size,
@@ -270,18 +270,20 @@ class EngineService:
         self._wire.call(lambda: self._on_loaded(info, engine, store, make))
         return loop
 
-    def _make_step_watch(self, core: EngineCore, executor: Executor) -> StepWatch | None:
+    def _make_step_watch(self, core: EngineCore, executor: Executor) -> StepWatchdog | None:
         """In the loop's thread, which it is to watch."""
         config = self.config.engine
         device = str(getattr(getattr(executor, "device", None), "type", "cpu"))
         rule = stall_rule(config.stall_factor, config.stall_min_s, device)
         if rule is None:
             return None
-        watch = StepWatch(core, rule, clock=self.lifecycle.clock, on_alive=self._on_step_alive, on_stall=self._on_stall)
+        watch = StepWatchdog(
+            core, rule, clock=self.lifecycle.clock, on_alive=self._on_step_alive, on_stall=self._on_stall
+        )
         threading.Thread(target=watch.run, name="inferengine-steps", daemon=True).start()
         return watch
 
-    def _post(self, news: News) -> None:
+    def _post(self, news: LoopOutput) -> None:
         self._wire.call(lambda: self._publish(news))
         self._wire.catch_up(NEWS_BEHIND)
 
@@ -292,7 +294,7 @@ class EngineService:
             logger.critical("%s", error)
         else:
             logger.critical("the engine %s", "cannot load the model" if loading else "loop failed", exc_info=error)
-        self._ending.fail(self._exit_code_of(error) if loading else ExitCode.CRASH, error)
+        self._shutdown.fail(self._exit_code_of(error) if loading else ExitCode.CRASH, error)
 
     # -- the step watch's thread -------------------------------------------------------------------------------------
 
@@ -304,23 +306,23 @@ class EngineService:
         """The end first: writing to a log may block."""
         self._stall = stall
         self.lifecycle.num_stalled_steps += 1
-        self._ending.fail(ExitCode.STALLED, StepStalled(stall.summary))
-        self._stall_record.write(Stalls(self.lifecycle.num_stalled_steps, str(self.lifecycle.last_error)))
+        self._shutdown.fail(ExitCode.STALLED, StepStalled(stall.summary))
+        self._stall_record.write(StallHistory(self.lifecycle.num_stalled_steps, str(self.lifecycle.last_error)))
         logger.critical("a step stalled, the engine ends: %s", stall.summary, extra={"fields": stall.fields})
         logger.critical("where its threads are:\n%s", all_tracebacks())
 
     # -- the I/O thread ----------------------------------------------------------------------------------------------
 
     def _on_loaded(
-        self, info: ModelInfo, engine: Engine, adapters: AdapterStore | None, make: MakeRecorder | None
+        self, info: ModelInfo, engine: LoadedEngine, adapters: AdapterStore | None, make: MakeRecorder | None
     ) -> None:
-        self.switchboard.model = info
-        self.link.engine = engine
+        self.connections.model = info
+        self.intake.engine = engine
         self._adapters.begin(adapters, engine.loop)
         self._profiling.begin(make, engine.loop)
         self._on_adapters()
         self.lifecycle.progress = ("ready", 1.0)
-        if not self._ending.begun:
+        if not self._shutdown.begun:
             self.lifecycle.enter(READY)
             self._notifier.send("READY=1", f"STATUS=serving {info.name}")
             phases = ", ".join(f"{phase} {seconds:.2f}" for phase, seconds in self.lifecycle.phases.items())
@@ -328,32 +330,32 @@ class EngineService:
             logger.info("ready: %s after %.1f s: %s", info.name, seconds, phases)
 
     def _on_adapters(self) -> None:
-        """Tell every peer which adapters there are."""
-        if self.switchboard.model is not None:
+        """Tell every connection which adapters there are."""
+        if self.connections.model is not None:
             names = tuple(sorted(self._adapters.names))
-            self.switchboard.model = self.switchboard.model._replace(adapters=names)
+            self.connections.model = self.connections.model._replace(adapters=names)
 
-    def _publish(self, news: News) -> None:
+    def _publish(self, news: LoopOutput) -> None:
         if self._over:
             return
-        self.outbox.publish(news.output, news.time_s)
+        self.publisher.publish(news.output, news.time_s)
         if news.num_scheduled_tokens:
-            self.telemetry.step_tokens.observe(news.num_scheduled_tokens)
+            self.counters.step_tokens.observe(news.num_scheduled_tokens)
         if news.kv_events:
-            self._kv_publisher.publish(news.kv_events)
+            self._kv_events.publish(news.kv_events)
 
     def _tick(self, now: float) -> float:
         output.retry()
-        self.switchboard.tell_state(now)
-        self.switchboard.tick(now)
+        self.connections.tell_state(now)
+        self.connections.tick(now)
         self._adapters.tick()
         self._profiling.tick(now)
-        self.connections.tick(now, busy=self.outbox.num_open > 0)
+        self.lost_connections.tick(now, busy=self.publisher.num_open > 0)
         if now >= self._status_due_s:
             self._status_due_s = now + self.config.wire.status_interval_s
-            values = self._reports.status(self._engine, len(self.switchboard.peers))
+            values = self._reports.status(self._engine, len(self.connections.by_routing_id))
             self._wire.publish([b"status." + self.lifecycle.engine.encode(), *codec.encode(Status(values))])
-        retry = any(peer.backlog for peer in self.switchboard.peers.values())
+        retry = any(connection.backlog for connection in self.connections.by_routing_id.values())
         return min(self._status_due_s, now + (RETRY_S if retry else TICK_S))
 
     def _stop_choice(self, uid: int) -> None:
@@ -361,7 +363,7 @@ class EngineService:
             self._engine.loop.cancel([uid], "stop", None)
 
     def _stats(self) -> dict[str, Any]:
-        return self._reports.stats(self._engine, len(self.switchboard.peers))
+        return self._reports.stats(self._engine, len(self.connections.by_routing_id))
 
     def _end_everything(
         self, reason: str, code: str, message: str, suspects: Collection[int] = (), suspicion: str = ""
@@ -370,7 +372,7 @@ class EngineService:
         one of them again must know that it may be the cause."""
         self._over = True
         now = self.lifecycle.clock()
-        self.link.refuse_waiting(InferEngineError(code, message))
+        self.intake.refuse_waiting(InferEngineError(code, message))
         rows = [
             Finished(
                 uid=log.uid,
@@ -385,9 +387,9 @@ class EngineService:
                 tenant=log.submission.tenant,
                 num_preemptions=0,
             )
-            for log in self.outbox.open_logs()
+            for log in self.publisher.open_logs()
         ]
-        self.outbox.publish(StepOutput(0, [], [], rows, -1), now)
+        self.publisher.publish(StepOutput(0, [], [], rows, -1), now)
 
     # -- the supervisor's thread -------------------------------------------------------------------------------------
 
@@ -399,22 +401,22 @@ class EngineService:
         else:
             self._notifier.status(state.lower() if state != "STARTING" else f"{phase} {share:.0%}")
         now = self.lifecycle.clock()
-        self._wire.call(lambda: self.switchboard.tell_state(now))
+        self._wire.call(lambda: self.connections.tell_state(now))
 
     def _supervise(self) -> None:
         try:
-            self._ending.wait(self._is_drained)
+            self._shutdown.wait(self._is_drained)
             self._shut_down()
         except BaseException:
             logger.critical("the supervisor failed", exc_info=True)
-            self._ending.exit_code = ExitCode.CRASH
+            self._shutdown.exit_code = ExitCode.CRASH
         finally:
             self._ended.set()
             self.on_end()
 
     def _is_drained(self) -> bool:
         def is_drained() -> bool:
-            return not self.outbox.num_open and not self.link.has_unanswered and self.switchboard.all_sent
+            return not self.publisher.num_open and not self.intake.has_unanswered and self.connections.all_sent
 
         return bool(self._wire.ask(is_drained))
 
@@ -424,7 +426,7 @@ class EngineService:
 
     def _shut_down(self) -> None:
         self._notifier.send("STOPPING=1", "STATUS=stopping")
-        failed = self._ending.failed
+        failed = self._shutdown.failed
         self.lifecycle.enter(STOPPING)
         if self._engine is not None and not failed:
             self._engine.loop.stop()
@@ -434,7 +436,7 @@ class EngineService:
         deadline_s = self.lifecycle.clock() + DELIVERY_S
         while self.lifecycle.clock() < deadline_s and not self._is_drained():
             time.sleep(CHECK_S)
-        self._wire.call(lambda: self.switchboard.goodbye(last_words.message, self.lifecycle.clock()))
+        self._wire.call(lambda: self.connections.goodbye(last_words.message, self.lifecycle.clock()))
         if self._metrics is not None:
             self._metrics.close()
         if self._step_watch is not None:
@@ -449,7 +451,7 @@ class EngineService:
             self._stall_record.clear()
         if self._tracing is not None:
             self._tracing.close()
-        if self._ending.exit_code in (ExitCode.STALLED, ExitCode.FROZEN):
+        if self._shutdown.exit_code in (ExitCode.STALLED, ExitCode.FROZEN):
             self._notifier.send("WATCHDOG=trigger")  # whoever supervises kills what cannot leave
         self._notifier.close()
 
@@ -458,7 +460,7 @@ class EngineService:
         if not failed:
             return _LastWords("abort", "draining", "The engine is shutting down.")
         code, message = "engine_restarted", "The engine restarts because a step of other requests did not end."
-        match self._ending.exit_code:
+        match self._shutdown.exit_code:
             case ExitCode.STALLED if self._stall is not None:
                 suspicion = "A step that computed this request did not end; the engine restarts."
                 return _LastWords("error", code, message, self._stall.uids, suspicion)
@@ -467,7 +469,7 @@ class EngineService:
         return _LastWords("error", "engine_restarted", "The engine failed.")
 
     def _on_wire_crash(self, error: BaseException) -> None:
-        self._ending.fail(ExitCode.CRASH, error)
+        self._shutdown.fail(ExitCode.CRASH, error)
 
 
 class StepStalled(RuntimeError):

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 
 from inferengine.config import EngineConfig
-from inferengine.engine.state import Lifecycle, Patience
+from inferengine.engine.state import Lifecycle, UnchangedTimer
 from inferengine.errors import ExitCode
 from inferengine.wire.messages import DRAINING, READY, STOPPING
 
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 CHECK_S = 0.02  # how often a draining engine is asked whether it is done
 
 
-class Ending:
+class Shutdown:
     """`exit_code` is what the process is to leave with, as far as is known."""
 
     def __init__(self, config: EngineConfig, lifecycle: Lifecycle) -> None:
@@ -73,7 +73,7 @@ class Ending:
     def wait(self, is_drained: Callable[[], bool]) -> None:
         """Return when the engine is to end now."""
         look_s = min(1.0, self._config.frozen_after_s / 4)
-        loop, io = Patience(2 * look_s), Patience(2 * look_s)
+        loop, io = UnchangedTimer(2 * look_s), UnchangedTimer(2 * look_s)
         while not self._failed.is_set() and not self._aborting.is_set():
             if self._is_frozen(loop, io):
                 return
@@ -86,7 +86,7 @@ class Ending:
                 return
             time.sleep(CHECK_S)
 
-    def _is_frozen(self, loop: Patience, io: Patience) -> bool:
+    def _is_frozen(self, loop: UnchangedTimer, io: UnchangedTimer) -> bool:
         """Whether a thread without which nobody is served has not turned for too long; the end has begun then. A step
         that the device computes is judged by its own watch (engine/step_watchdog.py) as long as there is one."""
         lifecycle, frozen_after_s = self._lifecycle, self._config.frozen_after_s

@@ -55,7 +55,7 @@ class Lifecycle:
         return max(0.0, self.clock() - max(self.turned_s, self.step_seen_s))
 
 
-class Patience:
+class UnchangedTimer:
     """How long a mark has stayed the same, in time that the one who looks was running. While a process is stopped, a
     machine suspended or a core taken away, nobody looks, and nothing could have changed the mark: of the time between
     two looks at most `most_s` counts."""

@@ -34,7 +34,7 @@ from inferengine.core.scheduler.step_builder import ScheduledStep
 from inferengine.core.step_roofline import phase_of
 from inferengine.core.step_time import Prediction, StallRule, StepTimes
 from inferengine.engine.core import EngineCore
-from inferengine.engine.state import Patience
+from inferengine.engine.state import UnchangedTimer
 from inferengine.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -67,7 +67,7 @@ def stall_rule(factor: float, min_s: float, device: str) -> StallRule | None:
     return StallRule(factor, least_s, max(NEW_KIND_S, 2 * least_s) if not min_s else 2 * least_s)
 
 
-class StepWatch:
+class StepWatchdog:
     """Watches the steps of one core. `busy` is called by the loop, `run` is the thread's."""
 
     def __init__(
@@ -95,7 +95,7 @@ class StepWatch:
         self.times = StepTimes(None if roofline is None else roofline.least_s)
         self._busy = threading.Event()
         self._closed = threading.Event()
-        self._patience = Patience(MOST_TICKS * TICK_S)
+        self._patience = UnchangedTimer(MOST_TICKS * TICK_S)
         self._step: ScheduledStep | None = None
         self._looked_s = 0.0  # of the step's waiting, as far as excuses were looked for
         self._excused_s = 0.0
@@ -245,7 +245,7 @@ MAX_BYTES = 4096
 MAX_SUMMARY = 500
 
 
-class Stalls(NamedTuple):
+class StallHistory(NamedTuple):
     number: int = 0
     last: str = ""
 
@@ -267,20 +267,20 @@ class StallRecord:
     def __init__(self, path: Path | None) -> None:
         self._path = path
 
-    def read(self) -> Stalls:
+    def read(self) -> StallHistory:
         if self._path is None:
-            return Stalls()
+            return StallHistory()
         try:
             with self._path.open("rb") as file:
                 values = json.loads(file.read(MAX_BYTES))
-            return Stalls(max(0, int(values["count"])), str(values["last"])[:MAX_SUMMARY])
+            return StallHistory(max(0, int(values["count"])), str(values["last"])[:MAX_SUMMARY])
         except FileNotFoundError:
-            return Stalls()
+            return StallHistory()
         except (OSError, ValueError, TypeError, KeyError):
             logger.warning("the record of stalls cannot be read: counting begins anew")
-            return Stalls()
+            return StallHistory()
 
-    def write(self, stalls: Stalls) -> None:
+    def write(self, stalls: StallHistory) -> None:
         if self._path is None:
             return
         beside = self._path.with_suffix(".new")

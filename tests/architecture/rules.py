@@ -173,7 +173,7 @@ def unsafe_code(sources: Iterable[Source]) -> list[str]:
 
 
 def requests_made_elsewhere(sources: Iterable[Source]) -> list[str]:
-    """Only engine.link turns a wire message into a core Request: no other file that knows the wire makes one."""
+    """Only engine.io.intake turns a wire message into a core Request: no other file that knows the wire makes one."""
     broken: list[str] = []
     for source in sources:
         items = imports(source)

@@ -26,7 +26,7 @@ CASES: list[tuple[Rule, str, str, str]] = [  # rule, module, guilty text, innoce
     (
         rules.broken_layers,
         "frontends.http.app",
-        "from inferengine.engine.io.intake import Link",
+        "from inferengine.engine.io.intake import Intake",
         "from inferengine.client import Client",
     ),
     (

@@ -12,7 +12,7 @@ from inferengine.client import Client
 from inferengine.config import LimitsConfig
 from inferengine.errors import ExitCode
 from tests.engine.builders import address_of
-from tests.engine.test_text import run_script
+from tests.engine.test_tokenization import run_script
 
 TEXT = "the quick brown fox "
 

@@ -11,7 +11,7 @@ import pytest
 from inferengine.client.requests import SubmitOptions
 from inferengine.engine.service import EngineService
 from tests.engine.builders import address_of, check_idle
-from tests.engine.test_text import run_script
+from tests.engine.test_tokenization import run_script
 
 PAGE = (Path(__file__).parents[2] / "docs" / "clients.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)

@@ -1,4 +1,4 @@
-"""A whole engine in this process: real sockets and threads, a simulated device; and a peer that speaks bare frames."""
+"""An engine in this process with real sockets, threads and a simulated device; and a client of bare frames."""
 
 from __future__ import annotations
 
@@ -96,12 +96,12 @@ def check_idle(service: EngineService) -> None:
     """Everything has been given back."""
     core = service.core
     assert core is not None
-    wait_until(lambda: not core.has_work and not service.outbox.num_open)
+    wait_until(lambda: not core.has_work and not service.publisher.num_open)
     core.scheduler.check()
     assert core.scheduler.snapshot().num_blocks_held == 0
 
 
-class RawPeer:
+class RawClient:
     """A client made of a DEALER and the codec: it does exactly what the test says, and nothing by itself."""
 
     def __init__(self, address: str, *, routing_id: bytes | None = None, greet: bool = True, **hello: Any) -> None:
@@ -176,7 +176,7 @@ class RawPeer:
 
 
 class Collected:
-    """What a peer has received, by stream."""
+    """What a client has received, by stream."""
 
     def __init__(self) -> None:
         self.tokens: dict[int, list[int]] = {}

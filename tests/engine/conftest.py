@@ -1,4 +1,4 @@
-"""Fixtures: an engine with a simulated device, and peers that are closed with the test."""
+"""Fixtures: an engine with a simulated device, and clients that are closed with the test."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from inferengine.engine.service import EngineService
-from tests.engine.builders import RawPeer, address_of, run_service
+from tests.engine.builders import RawClient, address_of, run_service
 
-Connect = Callable[..., RawPeer]
+Connect = Callable[..., RawClient]
 
 
 @pytest.fixture
@@ -20,13 +20,13 @@ def engine() -> Iterator[EngineService]:
 
 @pytest.fixture
 def connect() -> Iterator[Connect]:
-    """`connect(service, **hello)` gives a greeted peer."""
-    peers: list[RawPeer] = []
+    """`connect(service, **hello)` gives a greeted client."""
+    clients: list[RawClient] = []
 
-    def make(service: EngineService, **arguments: object) -> RawPeer:
-        peers.append(RawPeer(address_of(service), **arguments))  # type: ignore[arg-type]
-        return peers[-1]
+    def make(service: EngineService, **arguments: object) -> RawClient:
+        clients.append(RawClient(address_of(service), **arguments))  # type: ignore[arg-type]
+        return clients[-1]
 
     yield make
-    for peer in peers:
-        peer.close()
+    for client in clients:
+        client.close()

@@ -1,4 +1,4 @@
-"""CANCEL, and a peer that goes: what ends with it, what runs on, and when its blocks are free."""
+"""CANCEL, and a client that goes: what ends with it, what runs on, and when its blocks are free."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ class TestCancel:
     @pytest.mark.parametrize("by_id", [False, True])
     def test_a_running_request_ends_with_abort_and_its_blocks_are_free(self, connect: Connect, by_id: bool) -> None:
         with run_service(step_s=0.01) as engine:
-            peer = connect(engine)
-            peer.submit(1, id=ID, max_tokens=500)
-            assert peer.expect(Step).tokens
-            peer.send(Cancel(ids=(ID,)) if by_id else Cancel((1,)))
-            (done,) = peer.collect({1}).done[1]
+            client = connect(engine)
+            client.submit(1, id=ID, max_tokens=500)
+            assert client.expect(Step).tokens
+            client.send(Cancel(ids=(ID,)) if by_id else Cancel((1,)))
+            (done,) = client.collect({1}).done[1]
             assert (done.reason, done.detail[0]) == ("abort", "cancelled")
             check_idle(engine)
 
     def test_a_stop_string_that_the_client_found_is_the_reason(self, connect: Connect) -> None:
         with run_service(step_s=0.01) as engine:
-            peer = connect(engine)
-            peer.submit(1, max_tokens=500, params={"n": 2})
-            assert peer.expect(Step).tokens
-            peer.send(Cancel((1, 2), stopped=(StopFound(1, 1, "END"), StopFound(9, 1, "unknown"))))
-            collected = peer.collect({1, 2})
+            client = connect(engine)
+            client.submit(1, max_tokens=500, params={"n": 2})
+            assert client.expect(Step).tokens
+            client.send(Cancel((1, 2), stopped=(StopFound(1, 1, "END"), StopFound(9, 1, "unknown"))))
+            collected = client.collect({1, 2})
             (stopped,), (cancelled,) = collected.done[1], collected.done[2]
             assert (stopped.reason, stopped.detail, stopped.completion_tokens) == ("stop", "END", 1)
             assert cancelled.reason == "abort"
@@ -40,32 +40,32 @@ class TestCancel:
     def test_a_waiting_request_too(self, connect: Connect) -> None:
         slow = SimulatedExecutor(small_capacity(max_num_seqs=1), step_s=0.02)
         with run_service(lambda: slow) as engine:
-            peer = connect(engine)
-            peer.submit(1, max_tokens=20)
-            peer.submit(2, max_tokens=20)
-            peer.send(Cancel((2,)))
-            collected = peer.collect({1, 2})
+            client = connect(engine)
+            client.submit(1, max_tokens=20)
+            client.submit(2, max_tokens=20)
+            client.send(Cancel((2,)))
+            collected = client.collect({1, 2})
             assert collected.done[2][0].reason == "abort"
             assert collected.tokens.get(2, []) == []
             assert len(collected.tokens[1]) == 20
 
     def test_one_choice_alone(self, connect: Connect) -> None:
         with run_service(step_s=0.005) as engine:
-            peer = connect(engine)
-            peer.submit(1, max_tokens=40, params={"n": 2})
-            assert peer.expect(Step).tokens
-            peer.send(Cancel((2,)))
-            collected = peer.collect({1, 2})
+            client = connect(engine)
+            client.submit(1, max_tokens=40, params={"n": 2})
+            assert client.expect(Step).tokens
+            client.send(Cancel((2,)))
+            collected = client.collect({1, 2})
             assert (collected.done[1][0].reason, collected.done[2][0].reason) == ("length", "abort")
 
     def test_again_and_of_the_unknown_changes_nothing(self, engine: EngineService, connect: Connect) -> None:
-        peer = connect(engine)
-        peer.submit(1, max_tokens=200)
+        client = connect(engine)
+        client.submit(1, max_tokens=200)
         for _ in range(3):
-            peer.send(Cancel((1, 99), (ID,)))
-        assert len(peer.collect({1}).done[1]) == 1
-        peer.send(Ping(5))
-        assert peer.expect(Pong).nonce == 5
+            client.send(Cancel((1, 99), (ID,)))
+        assert len(client.collect({1}).done[1]) == 1
+        client.send(Ping(5))
+        assert client.expect(Pong).nonce == 5
         check_idle(engine)
 
     def test_who_leaves_ends_it_for_nobody_else(self, connect: Connect) -> None:
@@ -94,12 +94,12 @@ class TestCancel:
 
     def test_blocks_are_free_within_two_steps(self, connect: Connect) -> None:
         with run_service(step_s=0.03) as engine:
-            peer = connect(engine)
-            peer.submit(1, max_tokens=500)
-            peer.expect(Step)
+            client = connect(engine)
+            client.submit(1, max_tokens=500)
+            client.expect(Step)
             core = engine.core
             assert core is not None
-            peer.send(Cancel((1,)))
+            client.send(Cancel((1,)))
             steps_before = core.scheduler.stats.num_steps
             wait_until(lambda: core.scheduler.kv.usage == 0.0)
             assert core.scheduler.stats.num_steps - steps_before <= 2

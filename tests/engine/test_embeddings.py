@@ -19,7 +19,7 @@ from inferengine.sampling_params import SamplingParams
 from inferengine.simulation.simulated_executor import SimulatedExecutor, simulated_embedding
 from inferengine.wire.codec import to_u32
 from inferengine.wire.messages import Attach, Cancel, Credit, Reject, Step, Submit
-from tests.engine.builders import RawPeer, address_of, check_idle, run_service, small_capacity
+from tests.engine.builders import RawClient, address_of, check_idle, run_service, small_capacity
 
 PROMPT = to_u32([5, 6, 7, 8, 9])
 ID = bytes(range(16))
@@ -33,26 +33,26 @@ def service():
         check_idle(built)
 
 
-class Peer(RawPeer):
-    """A bare peer that submits exactly what it is told."""
+class Connection(RawClient):
+    """A bare client that submits exactly what it is told."""
 
     def ask(self, stream: int = 1, prompt: bytes = PROMPT, **fields: Any) -> None:
         self.send(Submit(fields.pop("id", None) or secrets.token_bytes(16), stream, prompt, **fields))
 
 
 @contextmanager
-def peer_of(service: EngineService, **hello: Any) -> Iterator[Peer]:
-    peer = Peer(address_of(service), **hello)
+def raw_of(service: EngineService, **hello: Any) -> Iterator[Connection]:
+    raw = Connection(address_of(service), **hello)
     try:
-        yield peer
+        yield raw
     finally:
-        peer.close()
+        raw.close()
 
 
-def read(peer: RawPeer, stream: int) -> tuple[Any, bytes | None]:
+def read(raw: RawClient, stream: int) -> tuple[Any, bytes | None]:
     """The terminal row of a stream, and the vector that came with it."""
     while True:
-        step = peer.expect(Step)
+        step = raw.expect(Step)
         vector = dict(step.embeddings).get(stream)
         for row in step.done:
             if row.stream == stream:
@@ -61,20 +61,20 @@ def read(peer: RawPeer, stream: int) -> tuple[Any, bytes | None]:
 
 @pytest.mark.parametrize(("pooling", "mean"), [("", False), ("last", False), ("mean", True)])
 def test_the_vector_comes_with_the_terminal_row(service, pooling: str, mean: bool) -> None:
-    with peer_of(service) as peer:
-        peer.ask(reply="embedding", prompt=PROMPT, pooling=pooling, stream=3)
-        row, vector = read(peer, 3)
+    with raw_of(service) as raw:
+        raw.ask(reply="embedding", prompt=PROMPT, pooling=pooling, stream=3)
+        row, vector = read(raw, 3)
     assert (row.reason, row.detail, row.prompt_tokens, row.completion_tokens) == ("stop", None, 5, 0)
     assert vector == simulated_embedding(5, mean, SIZE)
 
 
 def test_welcome_says_that_there_are_embeddings_and_their_size(service) -> None:
-    with peer_of(service) as peer:
-        assert peer.welcome is not None
-        assert peer.welcome.model is not None
-        assert "embeddings" in peer.welcome.features
-        assert (peer.welcome.model.embedding_size, peer.welcome.model.pooling) == (SIZE, "last")
-        assert peer.welcome.protocol == (1, 2)
+    with raw_of(service) as raw:
+        assert raw.welcome is not None
+        assert raw.welcome.model is not None
+        assert "embeddings" in raw.welcome.features
+        assert (raw.welcome.model.embedding_size, raw.welcome.model.pooling) == (SIZE, "last")
+        assert raw.welcome.protocol == (1, 2)
 
 
 def test_the_configuration_chooses_the_pooling_of_requests_that_do_not() -> None:
@@ -101,36 +101,36 @@ def test_the_configuration_chooses_the_pooling_of_requests_that_do_not() -> None
     ],
 )
 def test_what_cannot_be_is_refused_by_name(service, wrong: dict[str, Any], code: str, field: str) -> None:
-    with peer_of(service) as peer:
-        peer.ask(**{"prompt": PROMPT, **wrong})
-        reject = peer.expect(Reject)
+    with raw_of(service) as raw:
+        raw.ask(**{"prompt": PROMPT, **wrong})
+        reject = raw.expect(Reject)
         assert (reject.code, reject.field) == (code, field)
-        peer.ask(prompt=PROMPT, reply="embedding", stream=2)
-        assert read(peer, 2)[1] is not None
+        raw.ask(prompt=PROMPT, reply="embedding", stream=2)
+        assert read(raw, 2)[1] is not None
     check_idle(service)
 
 
 def test_the_longest_prompt_has_no_room_for_a_token_and_an_embedding(service) -> None:
-    with peer_of(service) as peer:
-        peer.ask(prompt=to_u32([1] * 1024), stream=1)
-        assert peer.expect(Reject).code == "context_length_exceeded"
-        peer.ask(prompt=to_u32([1] * 1024), stream=2, reply="embedding")
-        assert read(peer, 2)[0].prompt_tokens == 1024
+    with raw_of(service) as raw:
+        raw.ask(prompt=to_u32([1] * 1024), stream=1)
+        assert raw.expect(Reject).code == "context_length_exceeded"
+        raw.ask(prompt=to_u32([1] * 1024), stream=2, reply="embedding")
+        assert read(raw, 2)[0].prompt_tokens == 1024
 
 
 def test_an_engine_without_embeddings_says_so() -> None:
     capacity = small_capacity()._replace(embedding_size=0)
-    with run_service(lambda: SimulatedExecutor(capacity)) as built, peer_of(built) as peer:
-        peer.ask(prompt=PROMPT, reply="embedding")
-        reject = peer.expect(Reject)
+    with run_service(lambda: SimulatedExecutor(capacity)) as built, raw_of(built) as raw:
+        raw.ask(prompt=PROMPT, reply="embedding")
+        reject = raw.expect(Reject)
         assert (reject.code, reject.field) == ("unsupported", "reply")
-        assert peer.welcome is not None
-        assert peer.welcome.model is not None
-        assert peer.welcome.model.embedding_size == 0
+        assert raw.welcome is not None
+        assert raw.welcome.model is not None
+        assert raw.welcome.model.embedding_size == 0
 
 
 def test_the_same_id_runs_once_and_is_told_again(service) -> None:
-    with peer_of(service) as first, peer_of(service) as second:
+    with raw_of(service) as first, raw_of(service) as second:
         first.ask(id=ID, prompt=PROMPT, reply="embedding", stream=1, detached=True)
         row, vector = read(first, 1)
         embedded = service.core.scheduler.stats.num_embeddings
@@ -142,27 +142,27 @@ def test_the_same_id_runs_once_and_is_told_again(service) -> None:
 
 
 def test_a_request_that_generates_is_not_read_as_an_embedding(service) -> None:
-    with peer_of(service) as peer:
-        peer.ask(id=bytes(16), prompt=PROMPT, params={"max_tokens": 2}, stream=1, detached=True)
-        read(peer, 1)
-        peer.send(Attach(bytes(16), 2, reply="embedding"))
-        reject = peer.expect(Reject)
+    with raw_of(service) as raw:
+        raw.ask(id=bytes(16), prompt=PROMPT, params={"max_tokens": 2}, stream=1, detached=True)
+        read(raw, 1)
+        raw.send(Attach(bytes(16), 2, reply="embedding"))
+        reject = raw.expect(Reject)
         assert (reject.code, reject.field) == ("invalid_request", "reply")
 
 
 def test_cancelled_on_its_way_it_ends_once_and_without_a_vector() -> None:
-    with run_service(step_s=0.2) as built, peer_of(built) as peer:
-        peer.ask(prompt=to_u32([1] * 1000), reply="embedding", stream=1)
-        peer.send(Cancel((1,)))
-        row, vector = read(peer, 1)
+    with run_service(step_s=0.2) as built, raw_of(built) as raw:
+        raw.ask(prompt=to_u32([1] * 1000), reply="embedding", stream=1)
+        raw.send(Cancel((1,)))
+        row, vector = read(raw, 1)
         assert (row.reason, row.detail[0], vector) == ("abort", "cancelled", None)
         check_idle(built)
 
 
 def test_a_deadline_holds_for_embeddings_too() -> None:
-    with run_service(step_s=0.2) as built, peer_of(built) as peer:
-        peer.ask(prompt=to_u32([1] * 1000), reply="embedding", stream=1, deadline_ms=50)
-        row, vector = read(peer, 1)
+    with run_service(step_s=0.2) as built, raw_of(built) as raw:
+        raw.ask(prompt=to_u32([1] * 1000), reply="embedding", stream=1, deadline_ms=50)
+        row, vector = read(raw, 1)
         assert (row.reason, row.detail[0], vector) == ("error", "deadline_exceeded", None)
 
 
@@ -213,15 +213,15 @@ def test_an_older_engine_is_told_by_its_features() -> None:
 def test_a_slow_reader_gets_all_vectors_later() -> None:
     """Without credit nothing is sent; what ended meanwhile comes when there is."""
     capacity = small_capacity()._replace(embedding_size=600_000)
-    with run_service(lambda: SimulatedExecutor(capacity)) as built, peer_of(built, window=1) as peer:
+    with run_service(lambda: SimulatedExecutor(capacity)) as built, raw_of(built, window=1) as raw:
         for stream in range(1, 6):
-            peer.ask(prompt=PROMPT, reply="embedding", stream=stream)
+            raw.ask(prompt=PROMPT, reply="embedding", stream=stream)
         vectors: dict[int, bytes] = {}
         while len(vectors) < 5:
-            step = peer.expect(Step)
+            step = raw.expect(Step)
             assert sum(len(vector) for _, vector in step.embeddings) <= 3 * 4 * 600_000
             vectors |= dict(step.embeddings)
-            peer.send(Credit(step.seq))
+            raw.send(Credit(step.seq))
         assert {len(vector) for vector in vectors.values()} == {4 * 600_000}
 
 

@@ -20,7 +20,7 @@ from inferengine.simulation.simulated_executor import SimulatedExecutor
 from inferengine.wire.messages import Accept, Bye, Cancel, Credit, Goodbye, Hello, Reject, Step, Welcome
 from tests.engine.builders import (
     Collected,
-    RawPeer,
+    RawClient,
     address_of,
     check_idle,
     make_card,
@@ -62,7 +62,7 @@ def _raiser(error: Exception):  # type: ignore[no-untyped-def]
 
 
 class Actor:
-    """A peer that submits, cancels, reads slowly, dies and comes back at random, and keeps book of what it got."""
+    """A client that submits, cancels, reads slowly, dies and comes back at random, and keeps book of what it got."""
 
     def __init__(self, service: EngineService, generator: random.Random, name: str) -> None:
         self.service, self.generator, self.name = service, generator, name
@@ -75,7 +75,7 @@ class Actor:
         self.connect()
 
     def connect(self) -> None:
-        self.peer = RawPeer(address_of(self.service), routing_id=f"{self.name}-{secrets.token_hex(4)}".encode())
+        self.raw = RawClient(address_of(self.service), routing_id=f"{self.name}-{secrets.token_hex(4)}".encode())
         self.unacknowledged = 0
 
     def act(self) -> None:
@@ -86,12 +86,12 @@ class Actor:
             max_tokens = self.generator.randint(1, 40)
             text = {"text": "the lazy dog", "reply": "text"} if self.generator.random() < 0.2 else {}
             prompt = None if text else [self.generator.randrange(300) for _ in range(self.generator.randint(1, 60))]
-            self.peer.submit(stream, max_tokens=max_tokens, prompt=prompt, params={"n": count}, **text)
+            self.raw.submit(stream, max_tokens=max_tokens, prompt=prompt, params={"n": count}, **text)
             for choice in range(count):
                 self.submitted.add(stream + choice)
                 self.expected[stream + choice] = max_tokens
         elif draw < 0.45 and self.submitted:
-            self.peer.send(Cancel((self.generator.choice(sorted(self.submitted)),)))
+            self.raw.send(Cancel((self.generator.choice(sorted(self.submitted)),)))
         elif draw < 0.47:
             self.die()
         elif draw < 0.95:
@@ -99,8 +99,8 @@ class Actor:
 
     def die(self) -> None:
         if self.generator.random() < 0.5:
-            self.peer.send(Bye())
-        self.peer.close()
+            self.raw.send(Bye())
+        self.raw.close()
         self.submitted.clear()
         self.tokens.clear()
         self.ended.clear()
@@ -109,7 +109,7 @@ class Actor:
 
     def read(self, most: int, timeout_s: float = 0.0) -> int:
         count = 0
-        while count < most and (message := self.peer.receive(timeout_s)) is not None:
+        while count < most and (message := self.raw.receive(timeout_s)) is not None:
             count += 1
             self.take(message)
         return count
@@ -128,7 +128,7 @@ class Actor:
                 self.ended[stream] += len(rows)
                 if rows[0].reason == "length" and stream in self.tokens:
                     assert self.tokens[stream] == self.expected[stream]
-            self.peer.send(Credit(message.seq))
+            self.raw.send(Credit(message.seq))
 
     def settle(self) -> None:
         while self.submitted - self.ended.keys():
@@ -138,7 +138,7 @@ class Actor:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_random_peers_and_failing_steps(seed: int) -> None:
+def test_random_raws_and_failing_steps(seed: int) -> None:
     generator = random.Random(seed)
     executor = FailingExecutor(generator, 0.03, step_s=0.0005, max_in_flight=1 + seed % 2)
     wire = {"heartbeat_s": 0.5, "window": generator.choice([1, 4, 64])}
@@ -151,7 +151,7 @@ def test_random_peers_and_failing_steps(seed: int) -> None:
         check_idle(engine)
         assert executor.num_failures > 0
         for actor in actors:
-            actor.peer.close()
+            actor.raw.close()
 
 
 def test_a_failing_step_ends_the_culprit_alone(connect: Connect) -> None:
@@ -165,17 +165,17 @@ def test_a_failing_step_ends_the_culprit_alone(connect: Connect) -> None:
             return super().execute(plan)
 
     with run_service(lambda: FailsOnce(small_capacity(), step_s=0.005)) as engine:
-        peer = connect(engine)
+        raw = connect(engine)
         for stream in (1, 2, 3):
-            peer.submit(stream, max_tokens=30)
-        collected = peer.collect({1, 2, 3})
+            raw.submit(stream, max_tokens=30)
+        collected = raw.collect({1, 2, 3})
         reasons = Counter(rows[0].reason for rows in collected.done.values())
         assert reasons == {"length": 2, "error": 1}
         detail = next(rows[0].detail for rows in collected.done.values() if rows[0].reason == "error")
         assert detail[0] == "engine_error"
         assert "row 1" not in detail[1], "what happened inside is for the log"
-        peer.submit(4)
-        assert len(peer.collect({4}).tokens[4]) == 4
+        raw.submit(4)
+        assert len(raw.collect({4}).tokens[4]) == 4
         check_idle(engine)
 
 
@@ -187,25 +187,25 @@ def test_a_lost_device_ends_every_request_and_the_engine() -> None:
             return super().execute(plan)
 
     with run_service(lambda: Lost(small_capacity(), step_s=0.01)) as engine:
-        peer = RawPeer(address_of(engine))
+        raw = RawClient(address_of(engine))
         for stream in (1, 2):
-            peer.submit(stream, max_tokens=50)
-        collected = peer.collect({1, 2})
+            raw.submit(stream, max_tokens=50)
+        collected = raw.collect({1, 2})
         assert {rows[0].detail[0] for rows in collected.done.values()} == {"engine_restarted"}
-        peer.expect(Goodbye)
+        raw.expect(Goodbye)
         assert engine.wait(10.0) == ExitCode.CRASH
-        peer.close()
+        raw.close()
 
 
 def test_a_bug_in_the_loop_ends_every_request_and_the_engine(connect: Connect) -> None:
     with run_service(step_s=0.01) as engine:
-        peer = connect(engine)
-        peer.submit(1, max_tokens=200)
-        peer.expect(Step)
+        raw = connect(engine)
+        raw.submit(1, max_tokens=200)
+        raw.expect(Step)
         core = engine.core
         assert core is not None
         core.step = _raiser(AssertionError("a bug"))  # type: ignore[method-assign]
-        (done,) = peer.collect({1}).done[1]
+        (done,) = raw.collect({1}).done[1]
         assert (done.reason, done.detail[0]) == ("error", "engine_restarted")
         assert engine.wait(10.0) == ExitCode.CRASH
 
@@ -287,20 +287,20 @@ def start_service(address: str, step_s: float = 0.0) -> EngineService:
 
 def crash(service: EngineService) -> None:
     """Gone without a word to anybody, as after SIGKILL."""
-    service.switchboard.peers.clear()
-    service.outbox.submissions.clear()
+    service.connections.by_routing_id.clear()
+    service.publisher.submissions.clear()
     service.abort()
     service.wait(10.0)
 
 
 def test_hello_twice_is_harmless(connect: Connect) -> None:
     with run_service() as engine:
-        peer = connect(engine)
-        peer.send(Hello())
-        peer.expect(Welcome)
-        peer.submit(1)
-        assert peer.expect(Accept).stream == 1
-        assert len(peer.collect({1}).tokens[1]) == 4
+        raw = connect(engine)
+        raw.send(Hello())
+        raw.expect(Welcome)
+        raw.submit(1)
+        assert raw.expect(Accept).stream == 1
+        assert len(raw.collect({1}).tokens[1]) == 4
 
 
 def test_an_unreachable_engine_is_refused_by_code(tmp_path) -> None:  # type: ignore[no-untyped-def]

@@ -1,4 +1,4 @@
-"""scripts/fuzz_wire.py in short: whatever a peer sends, the engine goes on, and an honest client notices nothing."""
+"""scripts/fuzz_wire.py in short: whatever a client sends, the engine goes on, and an honest client notices nothing."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_mutated_messages_harm_neither_the_engine_nor_another_client(fuzz: Modul
             pid=os.getpid(),
             bound_s=60.0,
             wait_s=60.0,
-            memory_mb=256,  # of this process, with the peers in it
+            memory_mb=256,  # of this process, with the clients in it
         )
         check_idle(service)
     assert not report.faults

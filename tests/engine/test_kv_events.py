@@ -10,7 +10,7 @@ import pytest
 import zmq
 
 from inferengine.core.kv_cache.prefix_cache import BlockRemoved, BlockStored
-from inferengine.engine.metrics.kv_events import KVPublisher
+from inferengine.engine.metrics.kv_events import KVEventPublisher
 from inferengine.engine.service import EngineService
 from inferengine.wire import sockets
 from inferengine.wire.messages import Admin, AdminReply
@@ -55,15 +55,15 @@ def test_stored_blocks_are_published_with_their_tokens_and_parents(
     with context.socket(zmq.SUB) as subscriber:
         subscriber.setsockopt(zmq.SUBSCRIBE, b"kv@")
         subscriber.connect(sockets.default_status_address(address_of(publishing)))
-        peer = connect(publishing)
+        client = connect(publishing)
         stored: dict[int, dict[str, Any]] = {}
         stream = 0
         while len(stored) < 2:  # a subscriber that has just connected may miss the first
-            peer.send(Admin("flush", 1))
-            peer.expect(AdminReply)
+            client.send(Admin("flush", 1))
+            client.expect(AdminReply)
             stream += 1
-            peer.submit(stream, prompt=PROMPT)
-            peer.collect({stream})
+            client.submit(stream, prompt=PROMPT)
+            client.collect({stream})
             while subscriber.poll(50):
                 topic, number, payload = subscriber.recv_multipart()
                 assert topic == b"kv@engine@simulated"
@@ -85,14 +85,14 @@ def test_stored_blocks_are_published_with_their_tokens_and_parents(
 def test_what_was_missed_is_replayed_from_a_number(
     publishing: EngineService, connect: Connect, context: zmq.Context[zmq.Socket[bytes]]
 ) -> None:
-    peer = connect(publishing)
+    client = connect(publishing)
     for stream in (1, 2):
-        peer.submit(stream, prompt=[stream] * 40)
-        peer.collect({stream})
-    peer.send(Admin("flush", 1))
-    peer.expect(AdminReply)
-    peer.submit(3, prompt=[3] * 40)
-    peer.collect({3})
+        client.submit(stream, prompt=[stream] * 40)
+        client.collect({stream})
+    client.send(Admin("flush", 1))
+    client.expect(AdminReply)
+    client.submit(3, prompt=[3] * 40)
+    client.collect({3})
     batches = replayed(context, publishing, 0)
     assert [number for number, _ in batches] == list(range(len(batches)))
     assert "AllBlocksCleared" in {event["type"] for _, (_, events, _) in batches for event in events}
@@ -101,9 +101,9 @@ def test_what_was_missed_is_replayed_from_a_number(
 
 
 def test_without_the_switch_nothing_is_recorded(engine: EngineService, connect: Connect) -> None:
-    peer = connect(engine)
-    peer.submit(1, prompt=PROMPT)
-    peer.collect({1})
+    client = connect(engine)
+    client.submit(1, prompt=PROMPT)
+    client.collect({1})
     assert engine.core is not None
     assert engine.core.scheduler.kv.events is None
 
@@ -111,7 +111,7 @@ def test_without_the_switch_nothing_is_recorded(engine: EngineService, connect: 
 def test_blocks_of_an_adapter_carry_its_number_and_name() -> None:
     """Routers that work out hashes themselves take the name into them."""
     sent: list[Any] = []
-    publisher = KVPublisher("engine", "model", sent.append)
+    publisher = KVEventPublisher("engine", "model", sent.append)
     publisher.adapters = lambda: {"cats": 1, "dogs": 2}
     publisher.publish(
         [BlockStored([bytes(24) + b"\1" * 8], b"\2" * 32, [5, 6], 2, adapter=2), BlockRemoved([b"\3" * 32])]
@@ -124,5 +124,5 @@ def test_blocks_of_an_adapter_carry_its_number_and_name() -> None:
 
 def test_an_adapter_that_has_gone_meanwhile_is_still_told_apart_from_the_base_model() -> None:
     sent: list[Any] = []
-    KVPublisher("engine", "model", sent.append).publish([BlockStored([b"\1" * 32], None, [5, 6], 2, adapter=2)])
+    KVEventPublisher("engine", "model", sent.append).publish([BlockStored([b"\1" * 32], None, [5, 6], 2, adapter=2)])
     assert msgpack.unpackb(sent[0][2])[1][0]["lora_name"] == "adapter 2"

@@ -9,7 +9,7 @@ from inferengine.core.request import Request
 from inferengine.core.scheduler.scheduler import SchedulerOptions
 from inferengine.core.scheduler.scheduler_stats import SchedulerSnapshot
 from inferengine.engine.core import EngineCore
-from inferengine.engine.loop import EngineLoop, News
+from inferengine.engine.loop import EngineLoop, LoopOutput
 from inferengine.engine.state import Lifecycle
 from inferengine.sampling_params import SamplingParams
 from inferengine.simulation.simulated_executor import SimulatedExecutor
@@ -22,7 +22,7 @@ def test_who_hears_of_the_last_end_and_asks_finds_the_engine_idle() -> None:
     core = EngineCore(SimulatedExecutor(capacity), capacity, options, clock=time.monotonic)
     snapshots: list[SchedulerSnapshot] = []
 
-    def post(news: News) -> None:
+    def post(news: LoopOutput) -> None:
         if news.output.finished:
             snapshots.append(loop.snapshot)
         if len(snapshots) == 2:

@@ -12,7 +12,7 @@ import pytest
 
 from inferengine.engine.service import EngineService
 from tests.engine.builders import address_of, check_idle
-from tests.engine.test_text import run_script
+from tests.engine.test_tokenization import run_script
 
 ROOT = Path(__file__).resolve().parents[2]
 PRODUCERS = ROOT / "scripts" / "producers"

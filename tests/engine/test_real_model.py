@@ -17,7 +17,7 @@ from inferengine.engine.model_info import read_model_card
 from inferengine.engine.process import build_executor
 from inferengine.engine.service import EngineService
 from inferengine.wire.messages import Cancel, Step
-from tests.engine.builders import RawPeer, address_of, check_idle, make_config, wait_until
+from tests.engine.builders import RawClient, address_of, check_idle, make_config, wait_until
 
 PROMPTS = [
     "Once upon a time",
@@ -58,15 +58,15 @@ def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 @pytest.fixture
-def peer(engine: EngineService) -> Iterator[RawPeer]:
-    peer = RawPeer(address_of(engine))
-    yield peer
-    peer.close()
+def raw(engine: EngineService) -> Iterator[RawClient]:
+    raw = RawClient(address_of(engine))
+    yield raw
+    raw.close()
 
 
-def submit(peer: RawPeer, stream: int, index: int) -> None:
+def submit(raw: RawClient, stream: int, index: int) -> None:
     params = {"temperature": 0.0, "ignore_eos": True}
-    peer.submit(stream, text=PROMPTS[index], max_tokens=LENGTHS[index], params=params)
+    raw.submit(stream, text=PROMPTS[index], max_tokens=LENGTHS[index], params=params)
 
 
 @pytest.fixture(scope="module")
@@ -75,21 +75,21 @@ def alone() -> dict[int, list[int]]:
     return {}
 
 
-def expected(peer: RawPeer, alone: dict[int, list[int]]) -> dict[int, list[int]]:
+def expected(raw: RawClient, alone: dict[int, list[int]]) -> dict[int, list[int]]:
     for index in range(len(PROMPTS)):
         if index not in alone:
-            submit(peer, 1000 + index, index)
-            alone[index] = peer.collect({1000 + index}, 60.0).tokens[1000 + index]
+            submit(raw, 1000 + index, index)
+            alone[index] = raw.collect({1000 + index}, 60.0).tokens[1000 + index]
     return alone
 
 
 def test_together_they_give_what_each_gives_alone(
-    engine: EngineService, peer: RawPeer, alone: dict[int, list[int]]
+    engine: EngineService, raw: RawClient, alone: dict[int, list[int]]
 ) -> None:
-    outputs = expected(peer, alone)
+    outputs = expected(raw, alone)
     for stream in range(1, 25):
-        submit(peer, stream, stream % len(PROMPTS))
-    collected = peer.collect(set(range(1, 25)), 100.0)
+        submit(raw, stream, stream % len(PROMPTS))
+    collected = raw.collect(set(range(1, 25)), 100.0)
     for stream in range(1, 25):
         assert collected.tokens[stream] == outputs[stream % len(PROMPTS)]
     check_idle(engine)
@@ -99,17 +99,17 @@ def test_together_they_give_what_each_gives_alone(
         assert core.scheduler.stats.num_preemptions > 0
 
 
-def test_cancelling_others_changes_nothing(engine: EngineService, peer: RawPeer, alone: dict[int, list[int]]) -> None:
-    outputs = expected(peer, alone)
+def test_cancelling_others_changes_nothing(engine: EngineService, raw: RawClient, alone: dict[int, list[int]]) -> None:
+    outputs = expected(raw, alone)
     generator = random.Random(5)
     for stream in range(1, 19):
-        submit(peer, stream, stream % len(PROMPTS))
-    step = peer.expect(Step, 30.0)
-    peer.pending.insert(0, step)  # seen, and still to be collected
+        submit(raw, stream, stream % len(PROMPTS))
+    step = raw.expect(Step, 30.0)
+    raw.pending.insert(0, step)  # seen, and still to be collected
     victims = set(generator.sample(range(1, 19), 8))
     for stream in victims:
-        peer.send(Cancel((stream,)))
-    collected = peer.collect(set(range(1, 19)), 100.0)
+        raw.send(Cancel((stream,)))
+    collected = raw.collect(set(range(1, 19)), 100.0)
     for stream in set(range(1, 19)) - victims:
         assert collected.tokens[stream] == outputs[stream % len(PROMPTS)]
     for stream in victims & collected.done.keys():
@@ -120,9 +120,9 @@ def test_cancelling_others_changes_nothing(engine: EngineService, peer: RawPeer,
 
 
 def test_steps_that_a_profile_records_give_the_same_tokens(
-    engine: EngineService, peer: RawPeer, alone: dict[int, list[int]]
+    engine: EngineService, raw: RawClient, alone: dict[int, list[int]]
 ) -> None:
-    want = expected(peer, alone)
+    want = expected(raw, alone)
     answers: list[dict[str, Any]] = []
     operator = Client(address_of(engine))
     operator.connect()
@@ -130,8 +130,8 @@ def test_steps_that_a_profile_records_give_the_same_tokens(
     asker.start()
     wait_until(lambda: is_recording(engine))
     for index in range(len(PROMPTS)):
-        submit(peer, 3000 + index, index)
-    got = peer.collect({3000 + index for index in range(len(PROMPTS))}, 60.0)
+        submit(raw, 3000 + index, index)
+    got = raw.collect({3000 + index for index in range(len(PROMPTS))}, 60.0)
     asker.join(30.0)
     operator.close()
     assert {index: got.tokens[3000 + index] for index in range(len(PROMPTS))} == want
@@ -144,5 +144,5 @@ def test_steps_that_a_profile_records_give_the_same_tokens(
 
 
 def is_recording(engine: EngineService) -> bool:
-    assert engine.link.engine is not None
-    return engine.link.engine.loop.watcher is not None
+    assert engine.intake.engine is not None
+    return engine.intake.engine.loop.watcher is not None

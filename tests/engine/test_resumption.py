@@ -17,24 +17,24 @@ from inferengine.simulation.simulated_executor import SimulatedExecutor
 from inferengine.text import TextStream, Tokenizer
 from inferengine.wire.codec import to_u32
 from inferengine.wire.messages import RESUME_OUTPUT, Accept, Attach, Bye, Cancel, Reject, Step
-from tests.engine.builders import RawPeer, check_idle, make_card, run_service, small_capacity, wait_until
+from tests.engine.builders import RawClient, check_idle, make_card, run_service, small_capacity, wait_until
 from tests.engine.conftest import Connect
-from tests.engine.test_text import run_script, script_of
+from tests.engine.test_tokenization import run_script, script_of
 
 EOS = 1
 
 
 @pytest.fixture
-def ending() -> Iterator[EngineService]:
+def shutdown() -> Iterator[EngineService]:
     """An engine whose model has an end-of-text token."""
     with run_service(card=replace(make_card(), eos_token_ids=(EOS,))) as service:
         yield service
 
 
-def whole(peer: RawPeer, stream: int, count: int = 1, **fields: object) -> list[list[int]]:
+def whole(client: RawClient, stream: int, count: int = 1, **fields: object) -> list[list[int]]:
     """The undisturbed output of each choice."""
-    peer.submit(stream, **fields)  # type: ignore[arg-type]
-    collected = peer.collect(set(range(stream, stream + count)))
+    client.submit(stream, **fields)  # type: ignore[arg-type]
+    collected = client.collect(set(range(stream, stream + count)))
     return [collected.tokens[stream + choice] for choice in range(count)]
 
 
@@ -46,10 +46,10 @@ def test_the_feature_is_named(engine: EngineService, connect: Connect) -> None:
 
 @pytest.mark.parametrize("num_tokens", [0, 1, 19, 20])
 def test_only_what_is_missing_is_sent(engine: EngineService, connect: Connect, num_tokens: int) -> None:
-    peer = connect(engine)
-    (tokens,) = whole(peer, 1, max_tokens=20, params={"seed": 5})
-    peer.submit(2, max_tokens=20, params={"seed": 5}, resume=(to_u32(tokens[:num_tokens]),))
-    collected = peer.collect({2})
+    client = connect(engine)
+    (tokens,) = whole(client, 1, max_tokens=20, params={"seed": 5})
+    client.submit(2, max_tokens=20, params={"seed": 5}, resume=(to_u32(tokens[:num_tokens]),))
+    collected = client.collect({2})
     assert collected.tokens.get(2, []) == tokens[num_tokens:]
     (done,) = collected.done[2]
     assert (done.reason, done.prompt_tokens, done.completion_tokens) == ("length", 3, 20)
@@ -57,12 +57,12 @@ def test_only_what_is_missing_is_sent(engine: EngineService, connect: Connect, n
 
 
 def test_choices_that_have_ended_are_neither_run_nor_told(engine: EngineService, connect: Connect) -> None:
-    peer = connect(engine)
-    outputs = whole(peer, 10, 3, max_tokens=12, params={"seed": 5, "n": 3})
-    peer.submit(
+    client = connect(engine)
+    outputs = whole(client, 10, 3, max_tokens=12, params={"seed": 5, "n": 3})
+    client.submit(
         20, max_tokens=12, params={"seed": 5, "n": 3}, resume=(None, to_u32(outputs[1][:4]), to_u32(outputs[2][:9]))
     )
-    collected = peer.collect({21, 22})
+    collected = client.collect({21, 22})
     assert (collected.tokens[21], collected.tokens[22]) == (outputs[1][4:], outputs[2][9:])
     assert collected.accepts[20][0].n == 3
     assert 20 not in collected.done
@@ -70,12 +70,12 @@ def test_choices_that_have_ended_are_neither_run_nor_told(engine: EngineService,
 
 
 def test_accept_tells_the_seed_that_goes_on(engine: EngineService, connect: Connect) -> None:
-    peer = connect(engine)
-    peer.submit(1, max_tokens=20)
-    collected = peer.collect({1})
+    client = connect(engine)
+    client.submit(1, max_tokens=20)
+    collected = client.collect({1})
     seed = collected.accepts[1][0].seed
-    peer.submit(2, max_tokens=20, params={"seed": seed}, resume=(to_u32(collected.tokens[1][:7]),))
-    again = peer.collect({2})
+    client.submit(2, max_tokens=20, params={"seed": seed}, resume=(to_u32(collected.tokens[1][:7]),))
+    again = client.collect({2})
     assert again.tokens[2] == collected.tokens[1][7:]
     assert again.accepts[2][0].seed is None
 
@@ -85,14 +85,14 @@ def test_text_and_stop_strings_go_on(connect: Connect, num_tokens: int) -> None:
     text = "the quick brown fox jumps"
     script = script_of(text)
     with run_script(text) as engine:
-        peer = connect(engine)
+        client = connect(engine)
         fields = {"reply": "both", "max_tokens": len(script), "params": {"stop": ["fox j"], "seed": 1}}
-        peer.submit(1, **fields)
-        before = peer.collect({1})
+        client.submit(1, **fields)
+        before = client.collect({1})
         given = before.tokens[1][:num_tokens]
         shown = TextStream(Tokenizer.from_files(make_card().files), stop=["fox j"]).push(given, False, False).text
-        peer.submit(2, resume=(to_u32(given),), **fields)
-        after = peer.collect({2})
+        client.submit(2, resume=(to_u32(given),), **fields)
+        after = client.collect({2})
         assert given + after.tokens[2] == before.tokens[1]
         assert shown + after.text.get(2, "") == before.text[1] == "the quick brown "
         assert (after.done[2][0].reason, after.done[2][0].detail) == ("stop", "fox j")
@@ -103,64 +103,64 @@ def test_text_and_stop_strings_go_on(connect: Connect, num_tokens: int) -> None:
 def test_a_stop_string_that_was_complete_ends_it(connect: Connect) -> None:
     text = "the quick brown fox jumps"
     with run_script(text, step_s=0.01) as engine:
-        peer = connect(engine)
+        client = connect(engine)
         fields = {"reply": "both", "max_tokens": len(script_of(text)), "params": {"stop": ["quick"], "seed": 1}}
-        peer.submit(1, **fields)
-        before = peer.collect({1})
-        peer.submit(2, resume=(to_u32(before.tokens[1]),), **fields)
-        after = peer.collect({2})
+        client.submit(1, **fields)
+        before = client.collect({1})
+        client.submit(2, resume=(to_u32(before.tokens[1]),), **fields)
+        after = client.collect({2})
         assert (2 in after.tokens, 2 in after.text) == (False, False)
         assert (after.done[2][0].reason, after.done[2][0].detail) == ("stop", "quick")
         assert after.done[2][0].completion_tokens == len(before.tokens[1])
         check_idle(engine)
 
 
-def test_a_grammar_goes_on(ending: EngineService, connect: Connect) -> None:
+def test_a_grammar_goes_on(shutdown: EngineService, connect: Connect) -> None:
     pytest.importorskip("llguidance")
-    peer = connect(ending)
+    client = connect(shutdown)
     fields = {"max_tokens": 60, "reply": "both", "grammar": ("regex", "[0-9]{12}-[a-f]{4}"), "params": {"seed": 3}}
-    peer.submit(1, **fields)
-    before = peer.collect({1})
-    peer.submit(2, resume=(to_u32(before.tokens[1][:5]),), **fields)
-    after = peer.collect({2})
+    client.submit(1, **fields)
+    before = client.collect({1})
+    client.submit(2, resume=(to_u32(before.tokens[1][:5]),), **fields)
+    after = client.collect({2})
     assert after.tokens[2] == before.tokens[1][5:]
     assert re.fullmatch("[0-9]{12}-[a-f]{4}", before.text[1])
     assert after.done[2][0].reason == before.done[1][0].reason == "stop"
-    check_idle(ending)
+    check_idle(shutdown)
 
 
 def test_who_attaches_reads_what_was_given_before_too(connect: Connect) -> None:
     with run_service(step_s=0.02) as engine:
-        peer, other = connect(engine), connect(engine)
-        (tokens,) = whole(peer, 1, max_tokens=20, params={"seed": 5})
+        client, other = connect(engine), connect(engine)
+        (tokens,) = whole(client, 1, max_tokens=20, params={"seed": 5})
         id = secrets.token_bytes(16)
-        peer.submit(2, id=id, max_tokens=20, params={"seed": 5}, resume=(to_u32(tokens[:8]),))
-        peer.expect(Accept)
+        client.submit(2, id=id, max_tokens=20, params={"seed": 5}, resume=(to_u32(tokens[:8]),))
+        client.expect(Accept)
         other.send(Attach(id, 5))
         assert other.collect({5}).tokens[5] == tokens
-        assert peer.collect({2}).tokens[2] == tokens[8:]
+        assert client.collect({2}).tokens[2] == tokens[8:]
 
 
 def test_a_reader_with_more_than_the_log_hears_only_what_follows(connect: Connect) -> None:
     """Two clients read one request; the one that had fewer tokens is the first to come back with them."""
     with run_service(step_s=0.02) as engine:
-        peer, other = connect(engine), connect(engine)
-        (tokens,) = whole(peer, 1, max_tokens=20, params={"seed": 5})
+        client, other = connect(engine), connect(engine)
+        (tokens,) = whole(client, 1, max_tokens=20, params={"seed": 5})
         id = secrets.token_bytes(16)
-        peer.submit(2, id=id, max_tokens=20, params={"seed": 5}, resume=(to_u32(tokens[:3]),))
-        peer.expect(Accept)
+        client.submit(2, id=id, max_tokens=20, params={"seed": 5}, resume=(to_u32(tokens[:3]),))
+        client.expect(Accept)
         other.submit(7, id=id, max_tokens=20, params={"seed": 5}, resume=(to_u32(tokens[:15]),))
         assert other.collect({7}).tokens[7] == tokens[15:]
-        assert peer.collect({2}).tokens[2] == tokens[3:]
+        assert client.collect({2}).tokens[2] == tokens[3:]
         check_idle(engine)
 
 
 def test_an_id_that_runs_is_attached_to_and_never_run_twice(connect: Connect) -> None:
     with run_service(step_s=0.02) as engine:
-        peer = connect(engine)
-        message = peer.submit(1, max_tokens=20, params={"seed": 5}, detached=True)
-        step = peer.expect(Step)
-        peer.send(Bye())
+        client = connect(engine)
+        message = client.submit(1, max_tokens=20, params={"seed": 5}, detached=True)
+        step = client.expect(Step)
+        client.send(Bye())
         again = connect(engine)
         again.submit(9, id=message.id, max_tokens=20, params={"seed": 5}, resume=(step.tokens.tobytes(),))
         collected = again.collect({9})
@@ -172,11 +172,11 @@ def test_an_id_that_runs_is_attached_to_and_never_run_twice(connect: Connect) ->
 
 def test_a_request_that_ended_with_its_lost_reader_goes_on_when_he_is_back(connect: Connect) -> None:
     with run_service(step_s=0.02) as engine:
-        peer = connect(engine)
-        message = peer.submit(1, max_tokens=20, params={"seed": 5})
-        step = peer.expect(Step)
-        peer.send(Bye())
-        wait_until(lambda: not engine.outbox.num_open)
+        client = connect(engine)
+        message = client.submit(1, max_tokens=20, params={"seed": 5})
+        step = client.expect(Step)
+        client.send(Bye())
+        wait_until(lambda: not engine.publisher.num_open)
         again = connect(engine)
         again.submit(9, id=message.id, max_tokens=20, params={"seed": 5}, resume=(step.tokens.tobytes(),))
         collected = again.collect({9})
@@ -187,29 +187,29 @@ def test_a_request_that_ended_with_its_lost_reader_goes_on_when_he_is_back(conne
 
 def test_a_cancelled_request_stays_cancelled(connect: Connect) -> None:
     with run_service(step_s=0.02) as engine:
-        peer = connect(engine)
-        message = peer.submit(1, max_tokens=20, params={"seed": 5})
-        tokens = peer.expect(Step).tokens.tobytes()
-        peer.send(Cancel((1,)))
-        peer.collect({1})
-        peer.submit(9, id=message.id, max_tokens=20, params={"seed": 5}, resume=(tokens,))
-        assert peer.collect({9}).done[9][0].detail[0] == "cancelled"
+        client = connect(engine)
+        message = client.submit(1, max_tokens=20, params={"seed": 5})
+        tokens = client.expect(Step).tokens.tobytes()
+        client.send(Cancel((1,)))
+        client.collect({1})
+        client.submit(9, id=message.id, max_tokens=20, params={"seed": 5}, resume=(tokens,))
+        assert client.collect({9}).done[9][0].detail[0] == "cancelled"
 
 
 def test_a_full_queue_takes_what_was_accepted_before(connect: Connect) -> None:
     sections = {"scheduler": {"max_queued_requests": 2}}
     with run_service(lambda: SimulatedExecutor(small_capacity(max_num_seqs=2), step_s=0.02), **sections) as engine:
-        peer = connect(engine)
+        client = connect(engine)
         for stream in range(1, 5):
-            peer.submit(stream, max_tokens=30)
-            peer.expect(Accept)
-        peer.submit(5, max_tokens=30)
-        assert peer.expect(Reject).code == "overloaded"
-        peer.submit(6, max_tokens=30, params={"seed": 1}, resume=(b"",))
-        assert peer.expect(Accept).stream == 6
+            client.submit(stream, max_tokens=30)
+            client.expect(Accept)
+        client.submit(5, max_tokens=30)
+        assert client.expect(Reject).code == "overloaded"
+        client.submit(6, max_tokens=30, params={"seed": 1}, resume=(b"",))
+        assert client.expect(Accept).stream == 6
         for stream in range(7, 30):
-            peer.submit(stream, max_tokens=30, params={"seed": 1}, resume=(b"",))
-        assert peer.expect(Reject).code == "overloaded"  # within bounds all the same
+            client.submit(stream, max_tokens=30, params={"seed": 1}, resume=(b"",))
+        assert client.expect(Reject).code == "overloaded"  # within bounds all the same
 
 
 @pytest.mark.parametrize(
@@ -228,55 +228,55 @@ def test_a_full_queue_takes_what_was_accepted_before(connect: Connect) -> None:
 def test_what_the_request_could_not_have_given_is_refused(
     engine: EngineService, connect: Connect, fields: dict[str, object], field: str
 ) -> None:
-    peer = connect(engine)
+    client = connect(engine)
     if fields.get("reply") == "embedding":
-        message = peer.submit(2)._replace(id=secrets.token_bytes(16), stream=1, params={})
-        peer.send(message._replace(reply="embedding", resume=(b"",)))
+        message = client.submit(2)._replace(id=secrets.token_bytes(16), stream=1, params={})
+        client.send(message._replace(reply="embedding", resume=(b"",)))
     else:
-        peer.submit(1, **fields)  # type: ignore[arg-type]
-    reject = peer.collect({1}).rejects[1][0]
+        client.submit(1, **fields)  # type: ignore[arg-type]
+    reject = client.collect({1}).rejects[1][0]
     assert (reject.code, reject.field) == ("invalid_request", field)
 
 
-def test_output_that_the_grammar_does_not_allow_is_refused(ending: EngineService, connect: Connect) -> None:
+def test_output_that_the_grammar_does_not_allow_is_refused(shutdown: EngineService, connect: Connect) -> None:
     pytest.importorskip("llguidance")
-    peer = connect(ending)
+    client = connect(shutdown)
     wrong = to_u32(script_of("x"))
-    peer.submit(1, max_tokens=60, grammar=("regex", "[0-9]+"), params={"seed": 3}, resume=(wrong,))
-    reject = peer.expect(Reject)
+    client.submit(1, max_tokens=60, grammar=("regex", "[0-9]+"), params={"seed": 3}, resume=(wrong,))
+    reject = client.expect(Reject)
     assert (reject.code, reject.field) == ("invalid_request", "resume[0]")
-    check_idle(ending)
+    check_idle(shutdown)
 
 
 def test_a_request_that_two_stalls_met_is_refused(engine: EngineService, connect: Connect) -> None:
-    peer = connect(engine)
-    peer.submit(1, params={"seed": 1}, resume=(b"",), stalls=2)
-    reject = peer.expect(Reject)
+    client = connect(engine)
+    client.submit(1, params={"seed": 1}, resume=(b"",), stalls=2)
+    reject = client.expect(Reject)
     assert (reject.code, reject.field, reject.retryable) == ("engine_stalled", "stalls", True)
-    peer.submit(2, params={"seed": 1}, resume=(b"",), stalls=1)
-    assert peer.collect({2}).done[2][0].reason == "length"
+    client.submit(2, params={"seed": 1}, resume=(b"",), stalls=1)
+    assert client.collect({2}).done[2][0].reason == "length"
 
 
 def test_output_longer_than_any_is_refused_before_its_tokens_are_looked_at(
     engine: EngineService, connect: Connect
 ) -> None:
-    peer = connect(engine)
-    assert peer.welcome is not None
-    assert peer.welcome.model is not None
+    client = connect(engine)
+    assert client.welcome is not None
+    assert client.welcome.model is not None
     tokens = bytes(3) + b"\xff"  # outside every vocabulary
-    peer.submit(1, params={"seed": 5}, resume=(tokens * (peer.welcome.model.max_model_len + 1),))
-    reject = peer.expect(Reject)
+    client.submit(1, params={"seed": 5}, resume=(tokens * (client.welcome.model.max_model_len + 1),))
+    reject = client.expect(Reject)
     assert (reject.field, "model's length" in reject.message) == ("resume[0]", True)
 
 
 def test_a_request_whose_answer_was_lost_with_its_reader_begins_again(connect: Connect) -> None:
     """Nothing of it was heard: whoever says it once more must not be told that it was cancelled."""
     with run_service(step_s=0.02) as engine:
-        peer = connect(engine)
-        message = peer.submit(1, max_tokens=20, params={"seed": 5})
-        peer.expect(Step)
-        peer.send(Bye())
-        wait_until(lambda: not engine.outbox.num_open)
+        client = connect(engine)
+        message = client.submit(1, max_tokens=20, params={"seed": 5})
+        client.expect(Step)
+        client.send(Bye())
+        wait_until(lambda: not engine.publisher.num_open)
         again = connect(engine)
         again.submit(9, id=message.id, max_tokens=20, params={"seed": 5})
         collected = again.collect({9})

@@ -33,7 +33,7 @@ from inferengine.wire.messages import (
     Welcome,
 )
 from tests.engine.builders import (
-    RawPeer,
+    RawClient,
     address_of,
     check_idle,
     make_card,
@@ -71,25 +71,25 @@ class TestStarting:
     def test_the_wire_answers_and_shows_the_progress_while_the_model_loads(self, tmp_path: Path) -> None:
         gate = Gate()
         service = start(tmp_path, gate)
-        peer = RawPeer(address_of(service))
-        assert peer.welcome is not None
-        welcome = peer.welcome
+        client = RawClient(address_of(service))
+        assert client.welcome is not None
+        welcome = client.welcome
         while welcome.progress != ("weights", 0.5):
-            welcome = peer.expect(Welcome)
+            welcome = client.expect(Welcome)
         assert (welcome.state, welcome.model) == ("STARTING", None)
-        peer.submit(1)
-        reject = peer.expect(Reject)
+        client.submit(1)
+        reject = client.expect(Reject)
         assert (reject.code, reject.retryable) == ("engine_unavailable", True)
-        peer.send(Model())
-        assert "tokenizer.json" in peer.expect(ModelFiles).files
+        client.send(Model())
+        assert "tokenizer.json" in client.expect(ModelFiles).files
         gate.opened.set()
         while welcome.state != "READY":
-            welcome = peer.expect(Welcome)
+            welcome = client.expect(Welcome)
         assert welcome.model is not None
         assert welcome.model.max_model_len == 1024
-        peer.submit(2)
-        assert len(peer.collect({2}).tokens[2]) == 4
-        peer.close()
+        client.submit(2)
+        assert len(client.collect({2}).tokens[2]) == 4
+        client.close()
         service.abort()
         assert service.wait(10.0) == ExitCode.ABORTED
 
@@ -126,8 +126,8 @@ class TestAddresses:
         with run_service(wire={"socket": f"ipc://{tmp_path}/e.sock"}) as engine:
             with pytest.raises(AddressTaken, match="another engine"):
                 Endpoint(engine.config)
-            peer = RawPeer(address_of(engine))
-            peer.close()
+            client = RawClient(address_of(engine))
+            client.close()
 
     def test_a_file_left_by_a_dead_engine_is_no_obstacle(self, tmp_path: Path) -> None:
         left = socket.socket(socket.AF_UNIX)
@@ -166,78 +166,78 @@ class TestAddresses:
     def test_tcp_serves_beside_ipc(self, connect: Connect) -> None:
         port = free_port()
         with run_service(wire={"tcp": f"tcp://127.0.0.1:{port}"}):
-            peer = RawPeer(f"tcp://127.0.0.1:{port}")
-            peer.submit(1)
-            assert len(peer.collect({1}).tokens[1]) == 4
-            peer.close()
+            client = RawClient(f"tcp://127.0.0.1:{port}")
+            client.submit(1)
+            assert len(client.collect({1}).tokens[1]) == 4
+            client.close()
 
 
 class TestEnding:
     def test_draining_finishes_what_runs_and_refuses_what_comes(self, connect: Connect) -> None:
         with run_service(step_s=0.01) as engine:
-            peer = connect(engine)
-            peer.submit(1, max_tokens=60)
-            peer.expect(Step)
+            client = connect(engine)
+            client.submit(1, max_tokens=60)
+            client.expect(Step)
             engine.drain()
-            welcome = peer.expect(Welcome)
+            welcome = client.expect(Welcome)
             assert welcome.state == "DRAINING"
-            peer.submit(2)
-            reject = peer.expect(Reject)
+            client.submit(2)
+            reject = client.expect(Reject)
             assert (reject.code, reject.retryable) == ("draining", True)
-            collected = peer.collect({1})
+            collected = client.collect({1})
             assert collected.done[1][0].reason == "length"
-            peer.expect(Goodbye)
+            client.expect(Goodbye)
             assert engine.wait(10.0) == ExitCode.OK
 
     def test_a_drain_that_takes_too_long_ends_the_rest_with_abort(self, connect: Connect) -> None:
         with run_service(step_s=0.02, engine={"drain_timeout_s": 0.2}) as engine:
-            peer = connect(engine)
-            peer.submit(1, max_tokens=1000)
-            peer.expect(Step)
+            client = connect(engine)
+            client.submit(1, max_tokens=1000)
+            client.expect(Step)
             engine.drain()
-            (done,) = peer.collect({1}).done[1]
+            (done,) = client.collect({1}).done[1]
             assert (done.reason, done.detail[0]) == ("abort", "draining")
             assert engine.wait(10.0) == ExitCode.OK
 
     def test_a_second_signal_ends_at_once(self, connect: Connect) -> None:
         with run_service(step_s=0.02) as engine:
-            peer = connect(engine)
-            peer.submit(1, max_tokens=1000)
-            peer.expect(Step)
+            client = connect(engine)
+            client.submit(1, max_tokens=1000)
+            client.expect(Step)
             engine.drain()
             engine.abort()
-            assert peer.collect({1}).done[1][0].reason == "abort"
+            assert client.collect({1}).done[1][0].reason == "abort"
             assert engine.wait(10.0) == ExitCode.ABORTED
 
     def test_an_operator_drains_over_the_wire(self, engine: EngineService, connect: Connect) -> None:
-        peer = connect(engine)
-        peer.send(Admin("drain", 1))
-        assert peer.expect(AdminReply).ok
+        client = connect(engine)
+        client.send(Admin("drain", 1))
+        assert client.expect(AdminReply).ok
         assert engine.wait(10.0) == ExitCode.OK
 
     def test_an_operator_may_change_his_mind(self, engine: EngineService, connect: Connect) -> None:
-        peer = connect(engine)
-        peer.send(Admin("drain", 1, {"exit": False}))
-        peer.submit(1)
-        assert peer.expect(Reject).code == "draining"
-        peer.send(Admin("resume", 2))
-        assert peer.expect(AdminReply).ok
-        peer.submit(2)
-        assert len(peer.collect({2}).tokens[2]) == 4
+        client = connect(engine)
+        client.send(Admin("drain", 1, {"exit": False}))
+        client.submit(1)
+        assert client.expect(Reject).code == "draining"
+        client.send(Admin("resume", 2))
+        assert client.expect(AdminReply).ok
+        client.submit(2)
+        assert len(client.collect({2}).tokens[2]) == 4
 
     def test_a_frozen_loop_is_seen_and_ends_the_engine(
         self, connect: Connect, caplog: pytest.LogCaptureFixture
     ) -> None:
         """In Python code of its own, not in a step: that is the step watch's to judge."""
         with run_service(engine={"frozen_after_s": 2.0}) as engine:
-            peer = connect(engine)
+            client = connect(engine)
             assert engine.core is not None
             engine.core.scheduler.schedule = stuck_scheduler  # type: ignore[method-assign]
-            peer.submit(1)
+            client.submit(1)
             time.sleep(0.3)
-            peer.send(Ping(1))
-            assert peer.expect(Pong).loop_age_ms > 100
-            (done,) = peer.collect({1}).done[1]
+            client.send(Ping(1))
+            assert client.expect(Pong).loop_age_ms > 100
+            (done,) = client.collect({1}).done[1]
             assert (done.reason, done.detail[0]) == ("error", "engine_stalled"), "anybody's request may be the cause"
             assert engine.wait(10.0) == ExitCode.FROZEN
         assert "stuck_scheduler" in caplog.text, "the stacks say where it hangs"
@@ -261,13 +261,13 @@ def stuck_io(released: threading.Event) -> None:
 
 class TestAdmin:
     def test_statistics_and_configuration(self, engine: EngineService, connect: Connect) -> None:
-        peer = connect(engine)
-        peer.submit(1, max_tokens=7, prompt=[1] * 40)
-        peer.collect({1})
+        client = connect(engine)
+        client.submit(1, max_tokens=7, prompt=[1] * 40)
+        client.collect({1})
         check_idle(engine)
-        wait_until(lambda: engine.link.engine is not None and engine.link.engine.loop.snapshot.num_blocks_held == 0)
-        peer.send(Admin("stats", 1))
-        stats = peer.expect(AdminReply).result
+        wait_until(lambda: engine.intake.engine is not None and engine.intake.engine.loop.snapshot.num_blocks_held == 0)
+        client.send(Admin("stats", 1))
+        stats = client.expect(AdminReply).result
         assert stats["model"] == "simulated"
         assert (stats["completed_requests"], stats["active_requests"], stats["waiting_requests"]) == (1, 0, 0)
         assert (stats["prompt_tokens"], stats["output_tokens"]) == (40, 7)
@@ -281,31 +281,31 @@ class TestAdmin:
         assert stats["config"]["cache"]["block_size"] == Config().cache.block_size
 
     def test_flush_forgets_the_prefix_cache(self, engine: EngineService, connect: Connect) -> None:
-        peer = connect(engine)
-        peer.submit(1, prompt=[1] * 40)
-        peer.collect({1})
-        peer.submit(2, prompt=[1] * 40)
-        assert peer.collect({2}).done[2][0].cached_tokens == 32
-        peer.send(Admin("flush", 3))
-        assert peer.expect(AdminReply).result["blocks"] > 0
-        peer.submit(3, prompt=[1] * 40)
-        assert peer.collect({3}).done[3][0].cached_tokens == 0
+        client = connect(engine)
+        client.submit(1, prompt=[1] * 40)
+        client.collect({1})
+        client.submit(2, prompt=[1] * 40)
+        assert client.collect({2}).done[2][0].cached_tokens == 32
+        client.send(Admin("flush", 3))
+        assert client.expect(AdminReply).result["blocks"] > 0
+        client.submit(3, prompt=[1] * 40)
+        assert client.collect({3}).done[3][0].cached_tokens == 0
 
     def test_cancelling_everything(self, connect: Connect) -> None:
         with run_service(step_s=0.03) as engine:
-            peer, operator = connect(engine), connect(engine)
+            client, operator = connect(engine), connect(engine)
             for stream in range(1, 40):
-                peer.submit(stream, max_tokens=1000)
-            peer.expect(Step)
+                client.submit(stream, max_tokens=1000)
+            client.expect(Step)
             operator.send(Admin("cancel_all", 1))
             assert operator.expect(AdminReply).ok
-            assert {rows[0].reason for rows in peer.collect(set(range(1, 40))).done.values()} == {"abort"}
+            assert {rows[0].reason for rows in client.collect(set(range(1, 40))).done.values()} == {"abort"}
             check_idle(engine)
 
     def test_an_unknown_operation_names_those_that_exist(self, engine: EngineService, connect: Connect) -> None:
-        peer = connect(engine)
-        peer.send(Admin("explode", 5))
-        reply = peer.expect(AdminReply)
+        client = connect(engine)
+        client.send(Admin("explode", 5))
+        reply = client.expect(AdminReply)
         assert (reply.ok, reply.nonce, reply.code) == (False, 5, "invalid_request")
         assert "stats" in (reply.message or "")
 
@@ -366,24 +366,24 @@ class TestSupervision:
         if not in_step:
             schedule = core.scheduler.schedule
             core.scheduler.schedule = lambda now: hang() or schedule(now)  # type: ignore[method-assign, func-returns-value]
-        peer = RawPeer(address_of(service))
-        peer.submit(1, max_tokens=1)
+        client = RawClient(address_of(service))
+        client.submit(1, max_tokens=1)
         assert stuck.wait(10.0)
         read_all(listener)
         time.sleep(1.0)
         heard = read_all(listener)
         released.set()
-        peer.collect({1})
-        peer.close()
+        client.collect({1})
+        client.close()
         service.abort()
         service.wait(10.0)
         listener.close()
         return heard
 
     def test_an_idle_engine_uses_less_than_a_hundredth_of_a_core(self, engine: EngineService, connect: Connect) -> None:
-        peer = connect(engine)
-        peer.submit(1)
-        peer.collect({1})
+        client = connect(engine)
+        client.submit(1)
+        client.collect({1})
         check_idle(engine)
         time.sleep(0.2)
         begin, begin_s = time.process_time(), time.monotonic()

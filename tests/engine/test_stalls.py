@@ -19,8 +19,8 @@ import pytest
 
 from inferengine.config import child_environment
 from inferengine.engine.service import EngineService
-from inferengine.engine.state import Patience
-from inferengine.engine.step_watchdog import StallRecord, Stalls
+from inferengine.engine.state import UnchangedTimer
+from inferengine.engine.step_watchdog import StallHistory, StallRecord
 from inferengine.errors import KINDS, ExitCode
 from inferengine.process import listen as listening
 from inferengine.process.child import ChildSpec
@@ -28,7 +28,7 @@ from inferengine.process.sd_notify import Notifier
 from inferengine.process.supervisor import Supervisor
 from inferengine.wire.messages import Accept, Admin, AdminReply, Goodbye, Hello, Reject, Step, Welcome
 from tests.cli.services import RecordingView
-from tests.engine.builders import RawPeer, address_of, make_card, make_config, run_service, wait_until
+from tests.engine.builders import RawClient, address_of, make_card, make_config, run_service, wait_until
 from tests.engine.conftest import Connect
 from tests.engine.stalling_engine import POISON, StallingExecutor
 
@@ -48,27 +48,27 @@ class TestOneEngine:
         self, executor: StallingExecutor, connect: Connect
     ) -> None:
         with run_service(lambda: executor, engine=QUICK) as engine:
-            peer = connect(engine)
-            peer.submit(1, prompt=POISONED, label="the culprit")
-            peer.submit(2, max_tokens=900)
-            peer.submit(3, max_tokens=900)
-            collected = peer.collect({1, 2, 3})
+            client = connect(engine)
+            client.submit(1, prompt=POISONED, label="the culprit")
+            client.submit(2, max_tokens=900)
+            client.submit(3, max_tokens=900)
+            collected = client.collect({1, 2, 3})
             ends = {stream: rows[0] for stream, rows in collected.done.items()}
             assert {end.reason for end in ends.values()} == {"error"}
             assert ends[1].detail[0] == "engine_stalled"
             assert ends[3].detail[0] == "engine_restarted", "it had no row in the step: two slots, and it was the third"
-            peer.expect(Goodbye)
+            client.expect(Goodbye)
             assert engine.wait(10.0) == ExitCode.STALLED
 
     def test_what_comes_after_the_stall_is_refused_and_may_be_sent_again(
         self, executor: StallingExecutor, connect: Connect
     ) -> None:
         with run_service(lambda: executor, engine=QUICK) as engine:
-            peer = connect(engine)
-            peer.submit(1, prompt=POISONED)
-            peer.collect({1})
-            peer.submit(2)
-            answer = peer.receive()
+            client = connect(engine)
+            client.submit(1, prompt=POISONED)
+            client.collect({1})
+            client.submit(2)
+            answer = client.receive()
             assert answer is None or isinstance(answer, Goodbye | Reject)
             assert not isinstance(answer, Reject) or KINDS[answer.code].retryable
             assert engine.wait(10.0) == ExitCode.STALLED
@@ -77,9 +77,9 @@ class TestOneEngine:
         self, executor: StallingExecutor, connect: Connect, caplog: pytest.LogCaptureFixture
     ) -> None:
         with caplog.at_level(logging.CRITICAL), run_service(lambda: executor, engine=QUICK) as engine:
-            peer = connect(engine)
-            peer.submit(1, prompt=POISONED, label="the culprit", params={"top_p": 0.5, "logprobs": 1})
-            peer.collect({1})
+            client = connect(engine)
+            client.submit(1, prompt=POISONED, label="the culprit", params={"top_p": 0.5, "logprobs": 1})
+            client.collect({1})
             assert engine.wait(10.0) == ExitCode.STALLED
         (record,) = [item for item in caplog.records if "a step stalled" in item.message]
         fields = record.fields  # type: ignore[attr-defined]
@@ -92,19 +92,19 @@ class TestOneEngine:
     def test_a_slow_step_within_its_time_is_left_alone(self, connect: Connect) -> None:
         slow = StallingExecutor(step_s=0.05)
         with run_service(lambda: slow, engine=QUICK) as engine:
-            peer = connect(engine)
+            client = connect(engine)
             threading.Timer(0.3, slow.released.set).start()
-            peer.submit(1, prompt=POISONED)
-            (done,) = peer.collect({1}).done[1]
+            client.submit(1, prompt=POISONED)
+            (done,) = client.collect({1}).done[1]
             assert done.reason == "length"
             assert engine.lifecycle.num_stalled_steps == 0
 
     def test_switched_off_a_hanging_step_is_a_frozen_loop(self, executor: StallingExecutor, connect: Connect) -> None:
         config = {"stall_factor": 0.0, "stall_min_s": 0.1, "frozen_after_s": 2.0}
         with run_service(lambda: executor, engine=config) as engine:
-            peer = connect(engine)
-            peer.submit(1, prompt=POISONED)
-            (done,) = peer.collect({1}).done[1]
+            client = connect(engine)
+            client.submit(1, prompt=POISONED)
+            (done,) = client.collect({1}).done[1]
             assert done.detail[0] == "engine_stalled"
             assert engine.wait(10.0) == ExitCode.FROZEN
 
@@ -114,17 +114,17 @@ class TestRecord:
         wire = {"socket": f"ipc://{tmp_path}/e.sock"}
         first = StallingExecutor()
         with run_service(lambda: first, engine=QUICK, wire=dict(wire)) as engine:
-            peer = RawPeer(address_of(engine))
-            peer.submit(1, prompt=POISONED, label="a name")
-            peer.collect({1})
-            peer.close()
+            client = RawClient(address_of(engine))
+            client.submit(1, prompt=POISONED, label="a name")
+            client.collect({1})
+            client.close()
             assert engine.wait(10.0) == ExitCode.STALLED
         first.released.set()
         with run_service(wire=dict(wire)) as engine:
-            peer = RawPeer(address_of(engine))
-            peer.send(Admin("stats", 1))
-            stats = peer.expect(AdminReply).result
-            peer.close()
+            client = RawClient(address_of(engine))
+            client.send(Admin("stats", 1))
+            stats = client.expect(AdminReply).result
+            client.close()
             assert stats["stalled_steps"] == 1
             assert stats["last_error"].startswith("StepStalled: step ")
             assert "a name" not in stats["last_error"]
@@ -135,17 +135,17 @@ class TestRecord:
     @pytest.mark.parametrize("content", ["", "{", "[]", '{"count": "many", "last": 3}', "{}"])
     def test_a_file_that_makes_no_sense_is_no_record(self, tmp_path: Path, content: str) -> None:
         (tmp_path / "r").write_text(content)
-        assert StallRecord(tmp_path / "r").read() == Stalls()
+        assert StallRecord(tmp_path / "r").read() == StallHistory()
 
     def test_what_was_written_is_read(self, tmp_path: Path) -> None:
-        StallRecord(tmp_path / "r").write(Stalls(3, "x" * 10_000))
-        assert StallRecord(tmp_path / "r").read() == Stalls(3, "x" * 500)
+        StallRecord(tmp_path / "r").write(StallHistory(3, "x" * 10_000))
+        assert StallRecord(tmp_path / "r").read() == StallHistory(3, "x" * 500)
 
     def test_a_folder_that_cannot_be_written_is_no_reason_to_fail(self, tmp_path: Path) -> None:
         record = StallRecord(tmp_path / "none" / "r")
-        record.write(Stalls(1, "x"))
+        record.write(StallHistory(1, "x"))
         record.clear()
-        assert record.read() == StallRecord(None).read() == Stalls()
+        assert record.read() == StallRecord(None).read() == StallHistory()
 
 
 class TestService:
@@ -234,7 +234,7 @@ class TestPauses:
     """A process that was stopped, or whose machine slept, has missed nothing."""
 
     def test_time_between_two_looks_counts_only_up_to_a_bound(self) -> None:
-        patience = Patience(2.0)
+        patience = UnchangedTimer(2.0)
         assert patience.look("turn 1", 100.0) == 0.0
         assert patience.look("turn 1", 101.0) == 1.0
         assert patience.look("turn 1", 3600.0) == 3.0
@@ -246,19 +246,19 @@ class TestPauses:
         command = [sys.executable, "-m", "tests.engine.stalling_engine", str(tmp_path / "marker")]
         child = subprocess.Popen(command, env=child_environment(config))
         try:
-            peer = RawPeer(config.wire.socket, greet=False)
-            peer.send(Hello(name="raw"))
-            wait_until(lambda: peer.expect(Welcome, 30.0).state == "READY", 30.0)
+            client = RawClient(config.wire.socket, greet=False)
+            client.send(Hello(name="raw"))
+            wait_until(lambda: client.expect(Welcome, 30.0).state == "READY", 30.0)
             for stream in (1, 2):
-                peer.submit(stream, max_tokens=600)
-                peer.expect(Step, 30.0)
+                client.submit(stream, max_tokens=600)
+                client.expect(Step, 30.0)
                 child.send_signal(signal.SIGSTOP)
                 time.sleep(3.5)
                 child.send_signal(signal.SIGCONT)
-                (done,) = peer.collect({stream}, 30.0).done[stream]
+                (done,) = client.collect({stream}, 30.0).done[stream]
                 assert done.reason == "length"
             assert child.poll() is None
-            peer.close()
+            client.close()
         finally:
             child.kill()
             child.wait()
@@ -275,12 +275,12 @@ def test_an_engine_ends_though_its_io_thread_hangs_as_well(tmp_path: Path) -> No
     service.start()
     try:
         wait_until(lambda: service.lifecycle.state == "READY")
-        peer = RawPeer(config.wire.socket)
-        peer.submit(1, prompt=POISONED)
-        peer.expect(Accept)
+        client = RawClient(config.wire.socket)
+        client.submit(1, prompt=POISONED)
+        client.expect(Accept)
         service._wire.call(lambda: _wait(released))
         assert service.wait(15.0) == ExitCode.STALLED
-        peer.close()
+        client.close()
         listener.settimeout(10.0)
         while b"WATCHDOG=trigger" not in listener.recv(4096):
             pass

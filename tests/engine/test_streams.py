@@ -1,4 +1,4 @@
-"""Cursors on logs: what a peer receives after it was slow, away, replaced, or gone for good."""
+"""Cursors on logs: what a client receives after it was slow, away, replaced, or gone for good."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from inferengine.simulation.simulated_executor import SimulatedExecutor
 from inferengine.wire.messages import Accept, Attach, Bye, Credit, Hello, Ping, Pong, Reject, Step, Welcome
 from tests.engine.builders import (
     Collected,
-    RawPeer,
+    RawClient,
     address_of,
     check_idle,
     run_service,
@@ -26,34 +26,34 @@ ID = bytes(range(16))
 
 
 def expected_tokens(engine: EngineService, connect: Connect, num_tokens: int, prompt: list[int]) -> list[int]:
-    """What the same seeded request gives to a peer that reads at once."""
-    peer = connect(engine)
-    peer.submit(1, max_tokens=num_tokens, prompt=prompt, params={"seed": 3})
-    return peer.collect({1}).tokens[1]
+    """What the same seeded request gives to a client that reads at once."""
+    raw = connect(engine)
+    raw.submit(1, max_tokens=num_tokens, prompt=prompt, params={"seed": 3})
+    return raw.collect({1}).tokens[1]
 
 
 class TestCredit:
     def test_without_credit_no_more_than_a_window_comes_and_nothing_is_lost(self, connect: Connect) -> None:
         with run_service(step_s=0.001) as engine:
-            peer = connect(engine, window=4)
-            assert peer.welcome is not None
-            assert peer.welcome.window == 4
-            peer.submit(1, max_tokens=200)
+            raw = connect(engine, window=4)
+            assert raw.welcome is not None
+            assert raw.welcome.window == 4
+            raw.submit(1, max_tokens=200)
             core = engine.core
             assert core is not None
             wait_until(lambda: core.scheduler.stats.num_finished == 1)
             collected = Collected()
-            while (message := peer.receive(0.2)) is not None:
+            while (message := raw.receive(0.2)) is not None:
                 collected.take(message)
             assert len(collected.steps) == 4
             assert 1 not in collected.done
-            peer.send(Credit(4))
-            rest = peer.collect({1})
+            raw.send(Credit(4))
+            rest = raw.collect({1})
             assert len(collected.tokens[1]) + len(rest.tokens[1]) == 200
             assert len(rest.steps) == 1, "what waited comes in one STEP"
             check_idle(engine)
 
-    def test_a_peer_without_credit_costs_others_nothing(self, connect: Connect) -> None:
+    def test_a_raw_without_credit_costs_others_nothing(self, connect: Connect) -> None:
         with run_service() as engine:
             slow, quick = connect(engine, window=1), connect(engine)
             slow.submit(1, max_tokens=300)
@@ -62,35 +62,35 @@ class TestCredit:
 
     def test_steps_are_numbered_without_a_gap(self, connect: Connect) -> None:
         with run_service(step_s=0.001) as engine:
-            peer = connect(engine, window=3)
-            peer.submit(1, max_tokens=60)
-            peer.submit(2, max_tokens=30)
-            steps = peer.collect({1, 2}).steps
+            raw = connect(engine, window=3)
+            raw.submit(1, max_tokens=60)
+            raw.submit(2, max_tokens=30)
+            steps = raw.collect({1, 2}).steps
             assert [step.seq for step in steps] == list(range(1, len(steps) + 1))
 
-    def test_a_stalled_peer_loses_its_requests_with_that_reason(self, connect: Connect) -> None:
+    def test_a_stalled_raw_loses_its_requests_with_that_reason(self, connect: Connect) -> None:
         with run_service(step_s=0.01, wire={"stall_limit_s": 0.3}) as engine:
-            peer = connect(engine, window=2)
+            raw = connect(engine, window=2)
             for stream in (1, 2):  # having recovered, it may stall once more
-                peer.submit(stream, max_tokens=900)
-                wait_until(lambda: engine.outbox.num_open == 1)
-                wait_until(lambda: engine.outbox.num_open == 0)
+                raw.submit(stream, max_tokens=900)
+                wait_until(lambda: engine.publisher.num_open == 1)
+                wait_until(lambda: engine.publisher.num_open == 0)
                 check_idle(engine)
-                collected = peer.collect({stream})
+                collected = raw.collect({stream})
                 assert collected.done[stream][0].detail[0] == "client_stalled"
                 assert len(collected.done[stream]) == 1
 
-    def test_a_stalled_peer_loses_nothing_that_is_detached_or_read_by_another(self, connect: Connect) -> None:
+    def test_a_stalled_raw_loses_nothing_that_is_detached_or_read_by_another(self, connect: Connect) -> None:
         with run_service(step_s=0.01, wire={"stall_limit_s": 0.3}) as engine:
-            peer, reader = connect(engine, window=2), connect(engine)
+            raw, reader = connect(engine, window=2), connect(engine)
             reader.submit(5, id=ID, max_tokens=100)
             reader.expect(Accept)
-            peer.submit(1, max_tokens=100, detached=True)
-            peer.send(Attach(ID, 2))
-            peer.submit(3, max_tokens=900)
+            raw.submit(1, max_tokens=100, detached=True)
+            raw.send(Attach(ID, 2))
+            raw.submit(3, max_tokens=900)
             assert len(reader.collect({5}).tokens[5]) == 100
-            wait_until(lambda: engine.outbox.num_open == 0)
-            done = peer.collect({1, 2, 3}).done
+            wait_until(lambda: engine.publisher.num_open == 0)
+            done = raw.collect({1, 2, 3}).done
             assert [done[stream][0].reason for stream in (1, 2)] == ["length", "length"]
             assert done[3][0].detail[0] == "client_stalled"
 
@@ -99,7 +99,7 @@ class TestResume:
     def test_the_same_routing_id_continues_where_it_stopped(self, connect: Connect) -> None:
         with run_service(step_s=0.005) as engine:
             expected = expected_tokens(engine, connect, 60, [4, 5])
-            first = RawPeer(address_of(engine), routing_id=b"front-1")
+            first = RawClient(address_of(engine), routing_id=b"front-1")
             first.submit(1, max_tokens=60, prompt=[4, 5], params={"seed": 3})
             collected = Collected()
             while len(collected.steps) < 5:
@@ -108,7 +108,7 @@ class TestResume:
                 collected.take(message)
             epoch = engine.lifecycle.epoch
             first.close()
-            again = RawPeer(address_of(engine), routing_id=b"front-1", epoch=epoch, last_seq=5)
+            again = RawClient(address_of(engine), routing_id=b"front-1", epoch=epoch, last_seq=5)
             assert again.welcome is not None
             assert again.welcome.resumed is True
             rest = again.collect({1})
@@ -120,32 +120,32 @@ class TestResume:
     def test_a_sequence_number_that_cannot_be_continued_from_starts_anew(
         self, engine: EngineService, connect: Connect
     ) -> None:
-        peer = connect(engine, routing_id=b"front-2", epoch=engine.lifecycle.epoch, last_seq=7)
-        assert peer.welcome is not None
-        assert peer.welcome.resumed is False
+        raw = connect(engine, routing_id=b"front-2", epoch=engine.lifecycle.epoch, last_seq=7)
+        assert raw.welcome is not None
+        assert raw.welcome.resumed is False
 
     def test_steps_that_were_acknowledged_cannot_be_asked_for_again(self, connect: Connect) -> None:
         with run_service(step_s=0.005) as engine:
-            peer = connect(engine, routing_id=b"front-3")
-            peer.submit(1, max_tokens=20)
-            last = peer.collect({1}).steps[-1].seq
-            peer.ping()
-            peer.expect(Pong)  # the credit before it has arrived
-            peer.send(Hello(epoch=engine.lifecycle.epoch, last_seq=last - 1))
-            assert peer.expect(Welcome).resumed is False
+            raw = connect(engine, routing_id=b"front-3")
+            raw.submit(1, max_tokens=20)
+            last = raw.collect({1}).steps[-1].seq
+            raw.ping()
+            raw.expect(Pong)  # the credit before it has arrived
+            raw.send(Hello(epoch=engine.lifecycle.epoch, last_seq=last - 1))
+            assert raw.expect(Welcome).resumed is False
 
     def test_another_epoch_is_told_apart(self, engine: EngineService, connect: Connect) -> None:
-        peer = connect(engine, epoch=bytes(8), last_seq=1)
-        assert peer.welcome is not None
-        assert (peer.welcome.resumed, peer.welcome.epoch) == (False, engine.lifecycle.epoch)
+        raw = connect(engine, epoch=bytes(8), last_seq=1)
+        assert raw.welcome is not None
+        assert (raw.welcome.resumed, raw.welcome.epoch) == (False, engine.lifecycle.epoch)
 
     def test_hello_without_resuming_cancels_what_the_old_connection_had(self, connect: Connect) -> None:
         with run_service(step_s=0.01) as engine:
-            peer = connect(engine)
-            peer.submit(1, max_tokens=900)
-            peer.expect(Step)
-            peer.send(Hello())
-            peer.expect(Welcome)
+            raw = connect(engine)
+            raw.submit(1, max_tokens=900)
+            raw.expect(Step)
+            raw.send(Hello())
+            raw.expect(Welcome)
             check_idle(engine)
 
 
@@ -190,7 +190,7 @@ class TestAttach:
             check_all = reader.collect(set(range(2, 65)))
             assert all(len(check_all.tokens[stream]) == 300 for stream in range(2, 65))
 
-    def test_a_detached_request_outlives_its_peer_and_waits(self, connect: Connect) -> None:
+    def test_a_detached_request_outlives_its_raw_and_waits(self, connect: Connect) -> None:
         with run_service(step_s=0.005) as engine:
             owner = connect(engine)
             owner.submit(1, id=ID, max_tokens=40, detached=True)
@@ -203,7 +203,7 @@ class TestAttach:
             assert len(collected.tokens[1]) == 40
             assert collected.done[1][0].reason == "length"
 
-    def test_a_request_that_another_peer_reads_goes_on_without_its_owner(self, connect: Connect) -> None:
+    def test_a_request_that_another_raw_reads_goes_on_without_its_owner(self, connect: Connect) -> None:
         with run_service(step_s=0.005) as engine:
             owner, reader = connect(engine), connect(engine)
             owner.submit(1, id=ID, max_tokens=60)
@@ -215,88 +215,88 @@ class TestAttach:
 
     def test_a_finished_output_is_kept_no_longer_than_promised(self, connect: Connect) -> None:
         with run_service(wire={"resume_ttl_s": 0.2}) as engine:
-            peer = connect(engine)
-            peer.submit(1, id=ID)
-            peer.collect({1})
-            wait_until(lambda: not engine.outbox.submissions)
-            peer.send(Attach(ID, 2))
-            assert peer.expect(Reject).code == "not_found"
+            raw = connect(engine)
+            raw.submit(1, id=ID)
+            raw.collect({1})
+            wait_until(lambda: not engine.publisher.submissions)
+            raw.send(Attach(ID, 2))
+            assert raw.expect(Reject).code == "not_found"
 
 
 class TestLeases:
     def test_goodbye_frees_everything(self, connect: Connect) -> None:
         with run_service(step_s=0.01) as engine:
-            peer = connect(engine)
+            raw = connect(engine)
             for stream in range(1, 30):
-                peer.submit(stream, max_tokens=900)
-            peer.expect(Step)
-            peer.send(Bye())
+                raw.submit(stream, max_tokens=900)
+            raw.expect(Step)
+            raw.send(Bye())
             check_idle(engine)
 
-    def test_a_killed_peer_is_noticed_by_its_connection(self, connect: Connect) -> None:
+    def test_a_killed_raw_is_noticed_by_its_connection(self, connect: Connect) -> None:
         with run_service(step_s=0.01, wire={"heartbeat_s": 0.3}) as engine:
-            peer = connect(engine)
-            peer.submit(1, max_tokens=1000)
-            peer.expect(Step)
-            peer.close()
+            raw = connect(engine)
+            raw.submit(1, max_tokens=1000)
+            raw.expect(Step)
+            raw.close()
             check_idle(engine)
-            assert engine.switchboard.peers == {}
+            assert engine.connections.by_routing_id == {}
 
-    def test_a_silent_peer_is_dropped_after_the_stall_limit(self, connect: Connect) -> None:
+    def test_a_silent_raw_is_dropped_after_the_stall_limit(self, connect: Connect) -> None:
         with run_service(step_s=0.01, wire={"heartbeat_s": 0.1, "stall_limit_s": 0.6}) as engine:
-            peer = connect(engine)
-            peer.submit(1, max_tokens=1000)
-            peer.expect(Step)
+            raw = connect(engine)
+            raw.submit(1, max_tokens=1000)
+            raw.expect(Step)
             check_idle(engine)
-            assert engine.switchboard.peers == {}
+            assert engine.connections.by_routing_id == {}
 
-    def test_a_silent_peer_whose_connection_stands_keeps_its_requests_beyond_its_lease(self, connect: Connect) -> None:
+    def test_a_silent_raw_whose_connection_stands_keeps_its_requests_beyond_its_lease(self, connect: Connect) -> None:
         """It may be paused. Silence is asked about: one that is gone cannot be written to."""
         with run_service(step_s=0.01, wire={"heartbeat_s": 0.1, "window": 1000}) as engine:
-            peer = connect(engine)
-            peer.submit(1, max_tokens=150)
-            collected = peer.collect({1}, credit=False)
+            raw = connect(engine)
+            raw.submit(1, max_tokens=150)
+            collected = raw.collect({1}, credit=False)
             assert [row.reason for row in collected.done[1]] == ["length"]
             assert len(collected.tokens[1]) == 150
 
-    def test_a_silent_peer_that_is_gone_is_dropped_when_its_lease_ends(self, connect: Connect) -> None:
+    def test_a_silent_raw_that_is_gone_is_dropped_when_its_lease_ends(self, connect: Connect) -> None:
         """Nothing of its request is there to be sent, so that only the question finds out."""
         with run_service(step_s=30.0, wire={"heartbeat_s": 0.1}) as engine:
-            peer = connect(engine)
-            peer.submit(1, max_tokens=10)
-            wait_until(lambda: engine.outbox.num_open == 1)
-            peer.close()
-            wait_until(lambda: not engine.switchboard.peers)
+            raw = connect(engine)
+            raw.submit(1, max_tokens=10)
+            wait_until(lambda: engine.publisher.num_open == 1)
+            raw.close()
+            wait_until(lambda: not engine.connections.by_routing_id)
 
     def test_a_ping_keeps_the_lease(self, connect: Connect) -> None:
         with run_service(step_s=0.01, wire={"heartbeat_s": 0.2}) as engine:
-            peer = connect(engine)
-            peer.submit(1, max_tokens=120)
+            raw = connect(engine)
+            raw.submit(1, max_tokens=120)
             for nonce in range(12):
-                peer.ping(nonce)
-                peer.receive(0.1)
-            assert peer.collect({1}).done[1][0].reason == "length"
+                raw.ping(nonce)
+                raw.receive(0.1)
+            assert raw.collect({1}).done[1][0].reason == "length"
 
-    def test_a_dropped_peer_is_told_to_greet_again(self, connect: Connect) -> None:
+    def test_a_dropped_raw_is_told_to_greet_again(self, connect: Connect) -> None:
         with run_service(wire={"heartbeat_s": 0.1, "stall_limit_s": 0.5}) as engine:
-            peer = connect(engine)
-            wait_until(lambda: not engine.switchboard.peers)
-            peer.send(Ping(1))
-            assert peer.expect(Reject).field == "hello"
+            raw = connect(engine)
+            wait_until(lambda: not engine.connections.by_routing_id)
+            raw.send(Ping(1))
+            assert raw.expect(Reject).field == "hello"
 
 
 def test_four_thousand_finished_requests_leave_nothing_behind(connect: Connect) -> None:
     capacity = small_capacity(max_num_seqs=256, num_blocks=4096)
     with run_service(lambda: SimulatedExecutor(capacity), wire={"resume_ttl_s": 0.0}) as engine:
-        peer = connect(engine)
+        raw = connect(engine)
         for batch in range(4):
             streams = set(range(batch * 1000 + 1, batch * 1000 + 1001))
             for stream in streams:
-                peer.submit(stream, max_tokens=1)
-            assert len(peer.collect(streams).done) == 1000
+                raw.submit(stream, max_tokens=1)
+            assert len(raw.collect(streams).done) == 1000
         check_idle(engine)
-        wait_until(lambda: not engine.outbox.submissions)
-        assert not engine.switchboard.peers[next(iter(engine.switchboard.peers))].streams
+        wait_until(lambda: not engine.publisher.submissions)
+        assert not engine.connections.by_routing_id[next(iter(engine.connections.by_routing_id))].streams
 
 
 def test_the_first_of_a_hundred_answers_long_before_the_last() -> None:

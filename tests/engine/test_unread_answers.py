@@ -1,4 +1,4 @@
-"""A peer that asks and reads nothing: what waits for it takes bounded memory."""
+"""A connection that asks and reads nothing: what waits for it takes bounded memory."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from pathlib import Path
 
 import zmq
 
-from inferengine.engine.io.connection import MAX_BACKLOG_BYTES, Peer, Sent
+from inferengine.engine.io.connection import MAX_BACKLOG_BYTES, Connection, SendResult
 from inferengine.engine.io.endpoint import Endpoint
-from inferengine.engine.io.thread import WireThread
+from inferengine.engine.io.thread import IOThread
 from inferengine.engine.state import Lifecycle
 from inferengine.wire import codec
 from inferengine.wire.messages import Ping
@@ -22,9 +22,9 @@ ANSWERS = 400
 
 def test_the_files_of_a_model_wait_in_a_pipe_once_however_often_they_are_asked_for(tmp_path: Path) -> None:
     config = make_config(str(tmp_path))
-    thread = WireThread(Endpoint(config), Lifecycle(engine="e", epoch=bytes(8), clock=time.monotonic))
+    thread = IOThread(Endpoint(config), Lifecycle(engine="e", epoch=bytes(8), clock=time.monotonic))
     file = b"\x01" * MIB
-    sent: list[Sent] = []
+    sent: list[SendResult] = []
 
     def answer(frames: list[bytes], now: float) -> None:
         sent.extend(thread.send(frames[0], [b"header", b"body", file]) for _ in range(ANSWERS))
@@ -42,28 +42,28 @@ def test_the_files_of_a_model_wait_in_a_pipe_once_however_often_they_are_asked_f
     reader.close(0)
     context.term()
     thread.stop()
-    assert set(sent) == {Sent.OK}
+    assert set(sent) == {SendResult.OK}
     assert grown < ANSWERS // 4
 
 
-def test_a_peer_is_dropped_when_too_many_bytes_of_answers_wait_for_it() -> None:
-    peer = Peer(b"p", lambda routing_id, frames: Sent.FULL, window=4, now=0.0)
+def test_a_connection_is_dropped_when_too_many_bytes_of_answers_wait_for_it() -> None:
+    connection = Connection(b"p", lambda routing_id, frames: SendResult.FULL, window=4, now=0.0)
     for _ in range(MAX_BACKLOG_BYTES // MIB):
-        peer.answer([bytes(MIB)], 0.0)
-    assert not peer.overflowed
-    peer.answer([b"x"], 0.0)
-    assert peer.overflowed
+        connection.answer([bytes(MIB)], 0.0)
+    assert not connection.overflowed
+    connection.answer([b"x"], 0.0)
+    assert connection.overflowed
 
 
 def test_answers_that_went_out_wait_no_more() -> None:
-    results = [Sent.FULL]
-    peer = Peer(b"p", lambda routing_id, frames: results[-1], window=4, now=0.0)
-    peer.answer([bytes(MAX_BACKLOG_BYTES)], 0.0)
-    results.append(Sent.OK)
-    peer.flush_backlog(0.0)
-    results.append(Sent.FULL)
-    peer.answer([bytes(MAX_BACKLOG_BYTES)], 0.0)
-    assert not peer.overflowed
+    results = [SendResult.FULL]
+    connection = Connection(b"p", lambda routing_id, frames: results[-1], window=4, now=0.0)
+    connection.answer([bytes(MAX_BACKLOG_BYTES)], 0.0)
+    results.append(SendResult.OK)
+    connection.flush_backlog(0.0)
+    results.append(SendResult.FULL)
+    connection.answer([bytes(MAX_BACKLOG_BYTES)], 0.0)
+    assert not connection.overflowed
 
 
 def _resident_mb() -> int:

@@ -1,8 +1,8 @@
-"""Layout: which logs a step's tokens go to and who reads them, prepared once for all steps that draw for the same
+"""BatchRouting: which logs a step's tokens go to and who reads them, prepared once for all steps that draw for the same
 sequences.
 
 While nobody comes or goes a step costs nothing per sequence: its tokens stay together in one column, and the logs take
-them out of the columns when somebody asks, or after `MOST_COLUMNS` steps. Who comes and goes changes the layout in
+them out of the columns when somebody asks, or after `MOST_COLUMNS` steps. Who comes and goes changes the routing in
 place. Only the I/O thread comes here.
 """
 
@@ -15,22 +15,24 @@ from collections.abc import Mapping
 from operator import itemgetter
 from typing import Any
 
-from inferengine.engine.io.connection import Peer
-from inferengine.engine.io.output_log import Log, Subscription
+from inferengine.engine.io.connection import Connection
+from inferengine.engine.io.output_log import OutputLog, Subscription
 from inferengine.wire import codec
 
-MOST_COLUMNS = 64  # steps that logs may be behind their layout
+MOST_COLUMNS = 64  # steps that logs may be behind their routing
 FEW_COLUMNS = 4  # with fewer it is quicker to give each token to its log than to cut the columns into rows
-MOST_GONE = 8  # of the sequences one in so many may have ended for a change in place: for more, a new layout is quicker
+MOST_GONE = (
+    8  # of the sequences one in so many may have ended for a change in place: for more, a new routing is quicker
+)
 
 
-class Group:
-    """The rows of one layout that go to one peer. A row stands here once for each of its readers there."""
+class RoutingGroup:
+    """The rows of one routing that go to one connection. A row stands here once for each of its readers there."""
 
-    __slots__ = ("_column", "_pick", "_whole", "indices", "num_special", "peer", "streams", "subscriptions")
+    __slots__ = ("_column", "_pick", "_whole", "connection", "indices", "num_special", "streams", "subscriptions")
 
-    def __init__(self, peer: Peer, subscriptions: list[Subscription], indices: list[int]) -> None:
-        self.peer = peer
+    def __init__(self, connection: Connection, subscriptions: list[Subscription], indices: list[int]) -> None:
+        self.connection = connection
         self.subscriptions = subscriptions
         self.indices = indices  # of the rows, ascending
         self.streams = array("I", [subscription.stream for subscription in subscriptions])
@@ -82,7 +84,7 @@ class Group:
         return codec.to_u32(self._pick(token_ids))
 
 
-class Layout:
+class BatchRouting:
     """The i-th token of a step goes to `logs[i]`. A log stands there as often as it gets tokens in one step."""
 
     __slots__ = (
@@ -101,13 +103,13 @@ class Layout:
         "time_s",
     )
 
-    def __init__(self, key: int, logs: list[Log], time_s: float) -> None:
+    def __init__(self, key: int, logs: list[OutputLog], time_s: float) -> None:
         self.key = key
         self.time_s = time_s  # of the last step
         self.logs = list(logs)
         self.gone: list[int] = []  # uids that have ended since
         self.stale = False  # a reader has come or gone: to be made anew
-        self.texts: dict[Log, list[int]] = {}  # logs with text, with the indices of their tokens
+        self.texts: dict[OutputLog, list[int]] = {}  # logs with text, with the indices of their tokens
         self._uids = [log.uid for log in logs]
         self._stored = [log.stored for log in logs]
         self._token_ids: list[int] = []  # of the last step, in two forms
@@ -123,7 +125,7 @@ class Layout:
     def num_logs(self) -> int:
         return len(self.logs) if self._counts is None else len(self._counts)
 
-    def tokens_of(self, log: Log) -> int:
+    def tokens_of(self, log: OutputLog) -> int:
         """How many tokens this log gets in one step."""
         return 1 if self._counts is None else self._counts[log]
 
@@ -140,8 +142,8 @@ class Layout:
         self._tokens = array("I", token_ids)
         self._columns.append(self._tokens)
 
-    def token_column(self, group: Group) -> bytes:
-        """What the last step gave to one peer, u32[]."""
+    def token_column(self, group: RoutingGroup) -> bytes:
+        """What the last step gave to one connection, u32[]."""
         return group.token_column(self._token_ids, self._tokens)
 
     def settle(self) -> None:
@@ -161,9 +163,9 @@ class Layout:
         for index, stored in enumerate(self._stored):
             stored.extend(tokens[index::width])
 
-    def change(self, key: int, uids: list[int], logs: Mapping[int, Log]) -> list[Log] | None:
-        """Become the layout of another step, for sequences of which the first are those that have not ended, in the
-        order in which they were. Returns the others, new here, or None if it is not so: then this layout is done."""
+    def change(self, key: int, uids: list[int], logs: Mapping[int, OutputLog]) -> list[OutputLog] | None:
+        """Become the routing of another step, for sequences of which the first are those that have not ended, in the
+        order in which they were. Returns the others, new here, or None if it is not so: then this routing is done."""
         self.settle()
         if self.stale or self._counts is not None or len(self.gone) * MOST_GONE > len(self._uids):
             return None
@@ -174,14 +176,14 @@ class Layout:
         if uids[:kept] != self._uids:
             return None
         new = [logs[uid] for uid in uids[kept:]]
-        if len(set(new)) != len(new) or any(log.layout is self for log in new):
+        if len(set(new)) != len(new) or any(log.routing is self for log in new):
             return None
         for log in new:
             self._add(log)
         self.key = key
         return new
 
-    def _add(self, log: Log) -> None:
+    def _add(self, log: OutputLog) -> None:
         index = len(self.logs)
         self.logs.append(log)
         self._uids.append(log.uid)
@@ -189,9 +191,9 @@ class Layout:
         if log.text is not None:
             self.texts.setdefault(log, []).append(index)
         for subscription in log.subscriptions:
-            group = self.groups.get(subscription.peer)
+            group = self.groups.get(subscription.connection)
             if group is None:
-                self.groups[subscription.peer] = Group(subscription.peer, [subscription], [index])
+                self.groups[subscription.connection] = RoutingGroup(subscription.connection, [subscription], [index])
             else:
                 group.add(index, subscription)
 
@@ -204,18 +206,21 @@ class Layout:
         for group in list(self.groups.values()):
             group.remove(index)
             if not group.indices:
-                del self.groups[group.peer]
+                del self.groups[group.connection]
 
 
-def _groups(logs: list[Log]) -> dict[Peer, Group]:
-    """The rows of each peer. Mostly there is one peer, and every log has one reader."""
+def _groups(logs: list[OutputLog]) -> dict[Connection, RoutingGroup]:
+    """The rows of each connection. Mostly there is one connection, and every log has one reader."""
     sole = [log.subscriptions[0] for log in logs if len(log.subscriptions) == 1]
-    if len(sole) == len(logs) and len({subscription.peer for subscription in sole}) == 1:
-        return {sole[0].peer: Group(sole[0].peer, sole, list(range(len(sole))))}
-    rows: dict[Peer, tuple[list[Subscription], list[int]]] = {}
+    if len(sole) == len(logs) and len({subscription.connection for subscription in sole}) == 1:
+        return {sole[0].connection: RoutingGroup(sole[0].connection, sole, list(range(len(sole))))}
+    rows: dict[Connection, tuple[list[Subscription], list[int]]] = {}
     for index, log in enumerate(logs):
         for subscription in log.subscriptions:
-            subscriptions, indices = rows.setdefault(subscription.peer, ([], []))
+            subscriptions, indices = rows.setdefault(subscription.connection, ([], []))
             subscriptions.append(subscription)
             indices.append(index)
-    return {peer: Group(peer, subscriptions, indices) for peer, (subscriptions, indices) in rows.items()}
+    return {
+        connection: RoutingGroup(connection, subscriptions, indices)
+        for connection, (subscriptions, indices) in rows.items()
+    }

@@ -1,4 +1,4 @@
-"""Peer: what the engine keeps of one connected client, and how a message reaches it or waits.
+"""Connection: what the engine keeps of one connected client, and how a message reaches it or waits.
 
 Knows nothing of requests: only windows, unacknowledged STEPs, and answers that did not fit into a full pipe.
 """
@@ -13,11 +13,13 @@ from typing import Any
 from inferengine.wire.codec import Frames
 from inferengine.wire.flow_control import CreditWindow
 
-MAX_BACKLOG = 8192  # answers that wait for a peer which does not read: beyond, it is a flood and the peer is dropped
+MAX_BACKLOG = (
+    8192  # answers that wait for a connection which does not read: beyond, it is a flood and the connection is dropped
+)
 MAX_BACKLOG_BYTES = 64 * 1024 * 1024  # of them together, but for one that is larger
 
 
-class Sent(Enum):
+class SendResult(Enum):
     """What became of a message handed to the socket."""
 
     OK = 0
@@ -25,10 +27,10 @@ class Sent(Enum):
     GONE = 2  # there is no connection with this routing id
 
 
-Send = Callable[[bytes, Frames], Sent]
+Send = Callable[[bytes, Frames], SendResult]
 
 
-class Peer:
+class Connection:
     """One client under its routing id. Lives from HELLO to BYE, the end of its lease, or the next HELLO that does not
     resume."""
 
@@ -61,7 +63,7 @@ class Peer:
         self.backlog: deque[Frames] = deque()
         self.backlog_bytes = 0
         self.overflowed = False
-        self.streams: dict[int, Any] = {}  # the outbox's subscriptions, by stream number
+        self.streams: dict[int, Any] = {}  # the publisher's subscriptions, by stream number
         self.dirty: dict[int, Any] = {}  # those of them with news that have not been sent
         self.stalled = False
         self.heard_s = now
@@ -77,7 +79,7 @@ class Peer:
     def answer(self, frames: Frames, now: float) -> None:
         """Send a message that is not a STEP, after those that wait already. A lost connection loses it: the client
         asks again."""
-        if self.backlog or self._put(frames, now) is Sent.FULL:
+        if self.backlog or self._put(frames, now) is SendResult.FULL:
             size = sum(map(len, frames))
             too_large = self.backlog and self.backlog_bytes + size > MAX_BACKLOG_BYTES
             if too_large or len(self.backlog) >= MAX_BACKLOG:
@@ -88,7 +90,7 @@ class Peer:
 
     def send_step(self, frames: Frames, now: float) -> bool:
         """Send the STEP numbered `window.seq + 1`; only when `can_step`. False: it did not go out, nothing changed."""
-        if self._put(frames, now) is not Sent.OK:
+        if self._put(frames, now) is not SendResult.OK:
             return False
         self.unacknowledged.append((self.window.take(now), frames))
         return True
@@ -119,11 +121,11 @@ class Peer:
 
     def flush_backlog(self, now: float) -> None:
         """Try again what did not fit."""
-        while self.backlog and self._put(self.backlog[0], now) is Sent.OK:
+        while self.backlog and self._put(self.backlog[0], now) is SendResult.OK:
             self.backlog_bytes -= sum(map(len, self.backlog.popleft()))
 
     def back(self, now: float) -> None:
-        """The peer was heard of."""
+        """The connection was heard of."""
         self.heard_s = now
         self.gone_since_s = None
 
@@ -135,11 +137,11 @@ class Peer:
         if self.window.full_since_s is not None:
             self.window.full_since_s = min(now, self.window.full_since_s + seconds)
 
-    def _put(self, frames: Frames, now: float) -> Sent:
+    def _put(self, frames: Frames, now: float) -> SendResult:
         if self.gone_since_s is not None:
-            return Sent.GONE
+            return SendResult.GONE
         result = self._send(self.routing_id, frames)
-        if result is Sent.GONE:
+        if result is SendResult.GONE:
             self.gone_since_s = now
             self._clear_backlog()
         return result

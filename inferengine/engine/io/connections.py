@@ -1,5 +1,7 @@
-"""Switchboard: every message of every peer comes in here. Greets, keeps leases and credits, answers questions, and
-passes requests on to the link. Whatever the bytes are, the sender gets an answer and nobody else notices.
+"""Connections: receive every message of every client, and route it to the part that answers it.
+
+Handles HELLO, leases, credit, MODEL, PING, ADMIN and BYE; passes SUBMIT, ATTACH and CANCEL on to the intake. Bytes that
+are no message are answered with REJECT and affect no other connection.
 """
 
 from __future__ import annotations
@@ -9,11 +11,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from inferengine.config import Config
-from inferengine.engine.io.connection import Peer, Send
-from inferengine.engine.io.intake import Link
+from inferengine.engine.io.connection import Connection, Send
+from inferengine.engine.io.intake import Intake
 from inferengine.engine.io.output_log import Submission
-from inferengine.engine.io.publisher import Outbox
-from inferengine.engine.metrics.counters import Telemetry
+from inferengine.engine.io.publisher import Publisher
+from inferengine.engine.metrics.counters import Counters
 from inferengine.engine.model_info import ModelCard
 from inferengine.engine.state import Lifecycle
 from inferengine.errors import InferEngineError, InvalidRequest
@@ -51,26 +53,26 @@ Reply = Callable[[Any], None]
 AdminOp = Callable[[dict[str, Any], Reply], None]  # arguments, and what takes the result (in the I/O thread)
 
 
-class Switchboard:
-    """All peers. Only the I/O thread comes here."""
+class Connections:
+    """All connections. Only the I/O thread comes here."""
 
     def __init__(
         self,
         config: Config,
         lifecycle: Lifecycle,
         card: ModelCard,
-        outbox: Outbox,
-        telemetry: Telemetry,
+        publisher: Publisher,
+        counters: Counters,
         send: Send,
     ) -> None:
-        self.peers: dict[bytes, Peer] = {}
+        self.by_routing_id: dict[bytes, Connection] = {}
         self.model: ModelInfo | None = None  # set when the model is loaded
         self.admin_ops: dict[str, AdminOp] = {}
         self._config = config
         self._lifecycle = lifecycle
         self._card = card
-        self._outbox = outbox
-        self._telemetry = telemetry
+        self._publisher = publisher
+        self._counters = counters
         self._send = send
         self._lease_s = LEASE_INTERVALS * config.wire.heartbeat_s
         self._told: tuple[Any, ...] = ()
@@ -82,90 +84,96 @@ class Switchboard:
             "max_queued_requests": config.scheduler.max_queued_requests,
             "max_queued_tokens": config.scheduler.max_queued_tokens,
         }
-        self._handlers: dict[type, Callable[[Peer, Any, float], None]] = {
-            Cancel: lambda peer, message, now: self.link.cancel(peer, message, now),
-            Submit: lambda peer, message, now: self.link.submit(peer, message, now),
-            Attach: lambda peer, message, now: self.link.attach(peer, message, now),
+        self._handlers: dict[type, Callable[[Connection, Any, float], None]] = {
+            Cancel: lambda connection, message, now: self.intake.cancel(connection, message, now),
+            Submit: lambda connection, message, now: self.intake.submit(connection, message, now),
+            Attach: lambda connection, message, now: self.intake.attach(connection, message, now),
             Credit: self._on_credit,
             Model: self._on_model,
             Ping: self._on_ping,
             Admin: self._on_admin,
             Bye: self._on_bye,
         }
-        self.link: Link  # set right after construction: the two know each other
+        self.intake: Intake  # set right after construction: the two know each other
 
-    def alive(self, peer: Peer) -> bool:
-        """Whether this very peer is still known."""
-        return self.peers.get(peer.routing_id) is peer
+    def alive(self, connection: Connection) -> bool:
+        """Whether this very connection is still known."""
+        return self.by_routing_id.get(connection.routing_id) is connection
 
     # -- coming in ---------------------------------------------------------------------------------------------------
 
     def receive(self, frames: Sequence[bytes], now: float) -> None:
         """One message as the ROUTER gives it: routing id first."""
-        routing_id, peer = frames[0], self.peers.get(frames[0])
-        if peer is not None:
-            peer.back(now)
+        routing_id, connection = frames[0], self.by_routing_id.get(frames[0])
+        if connection is not None:
+            connection.back(now)
         try:
             message = codec.decode(frames[1:])
         except codec.WireError as error:
-            self._telemetry.num_protocol_errors += 1
-            self._tell(routing_id, peer, error.reject(), now)
+            self._counters.num_protocol_errors += 1
+            self._tell(routing_id, connection, error.reject(), now)
             return
         if isinstance(message, Hello):
-            self._on_hello(routing_id, peer, message, now)
+            self._on_hello(routing_id, connection, message, now)
             return
         handler = self._handlers.get(type(message))
         if handler is None:
-            self._telemetry.num_protocol_errors += 1
-            self._tell(routing_id, peer, _protocol_error(message, "that message is the engine's, not a client's"), now)
-        elif peer is None:
+            self._counters.num_protocol_errors += 1
+            self._tell(
+                routing_id, connection, _protocol_error(message, "that message is the engine's, not a client's"), now
+            )
+        elif connection is None:
             if not isinstance(message, Bye):
                 self._tell(routing_id, None, _protocol_error(message, "say HELLO first", field="hello"), now)
         else:
-            handler(peer, message, now)
-            if peer.overflowed:
-                self._drop(peer, now, "it reads none of its answers")
+            handler(connection, message, now)
+            if connection.overflowed:
+                self._drop(connection, now, "it reads none of its answers")
 
-    def _on_hello(self, routing_id: bytes, peer: Peer | None, message: Hello, now: float) -> None:
+    def _on_hello(self, routing_id: bytes, connection: Connection | None, message: Hello, now: float) -> None:
         resumed: bool | None = None
         if message.epoch is not None:
-            same = peer is not None and message.epoch == self._lifecycle.epoch
-            resumed = peer is not None and same and peer.resume(message.last_seq, now)
-        if peer is not None and not resumed:
-            self._drop(peer, now, "it started anew")
-            peer = None
-        if peer is None:
+            same = connection is not None and message.epoch == self._lifecycle.epoch
+            resumed = connection is not None and same and connection.resume(message.last_seq, now)
+        if connection is not None and not resumed:
+            self._drop(connection, now, "it started anew")
+            connection = None
+        if connection is None:
             window = min(message.window or self._config.wire.window, self._config.wire.window)
-            peer = Peer(routing_id, self._send, window=window, now=now, role=message.role, name=message.name)
-            self.peers[routing_id] = peer
-        peer.answer(codec.encode(self._welcome(peer)._replace(resumed=resumed)), now)
+            connection = Connection(
+                routing_id, self._send, window=window, now=now, role=message.role, name=message.name
+            )
+            self.by_routing_id[routing_id] = connection
+        connection.answer(codec.encode(self._welcome(connection)._replace(resumed=resumed)), now)
         if resumed:
-            peer.send_again(now)
-            self._outbox.flush(peer, now)
+            connection.send_again(now)
+            self._publisher.flush(connection, now)
 
-    def _on_credit(self, peer: Peer, message: Credit, now: float) -> None:
-        if not peer.acknowledge(message.seq):
-            self._tell(peer.routing_id, peer, _protocol_error(message, f"STEP {message.seq} was never sent"), now)
-        self._outbox.flush(peer, now)
+    def _on_credit(self, connection: Connection, message: Credit, now: float) -> None:
+        if not connection.acknowledge(message.seq):
+            self._tell(
+                connection.routing_id, connection, _protocol_error(message, f"STEP {message.seq} was never sent"), now
+            )
+        self._publisher.flush(connection, now)
 
-    def _on_model(self, peer: Peer, message: Model, now: float) -> None:
+    def _on_model(self, connection: Connection, message: Model, now: float) -> None:
         files = self._card.files
         if message.files is not None:
             files = {name: files[name] for name in message.files if name in files}
-        peer.answer(codec.encode(ModelFiles(self._card.fingerprint, files)), now)
+        connection.answer(codec.encode(ModelFiles(self._card.fingerprint, files)), now)
 
-    def _on_ping(self, peer: Peer, message: Ping, now: float) -> None:
+    def _on_ping(self, connection: Connection, message: Ping, now: float) -> None:
         lifecycle = self._lifecycle
         age_ms = round(lifecycle.loop_age_s() * 1e3, 1)
-        peer.answer(codec.encode(Pong(message.nonce, age_ms, lifecycle.state, lifecycle.epoch)), now)
+        connection.answer(codec.encode(Pong(message.nonce, age_ms, lifecycle.state, lifecycle.epoch)), now)
 
-    def _on_admin(self, peer: Peer, message: Admin, now: float) -> None:
+    def _on_admin(self, connection: Connection, message: Admin, now: float) -> None:
         def reply(result: Any) -> None:
-            if self.alive(peer):
+            if self.alive(connection):
                 answer = AdminReply(message.op, message.nonce, True, result)
                 if isinstance(result, InferEngineError):  # it failed later than it was asked
                     answer = AdminReply(message.op, message.nonce, False, None, result.code, result.message)
-                peer.answer(codec.encode(answer), self._lifecycle.clock())
+                connection.answer(codec.encode(answer), self._lifecycle.clock())
 
         try:
             operation = self.admin_ops.get(message.op)
@@ -174,28 +182,28 @@ class Switchboard:
             operation(message.arguments, reply)
         except InferEngineError as error:
             answer = AdminReply(message.op, message.nonce, False, None, error.code, error.message)
-            peer.answer(codec.encode(answer), now)
+            connection.answer(codec.encode(answer), now)
 
-    def _on_bye(self, peer: Peer, message: Bye, now: float) -> None:
-        self._drop(peer, now, "")
+    def _on_bye(self, connection: Connection, message: Bye, now: float) -> None:
+        self._drop(connection, now, "")
 
     # -- going out ---------------------------------------------------------------------------------------------------
 
     def tell_state(self, now: float, *, at_once: bool = False) -> None:
-        """WELCOME again to every peer when the state has changed, and now and then while loading."""
+        """WELCOME again to every connection when the state has changed, and now and then while loading."""
         news = (self._lifecycle.state, self._lifecycle.progress, self.model)
         if news == self._told:
             return
         if news[0] == (self._told or ("",))[0] and not at_once and now - self._told_s < WELCOME_INTERVAL_S:
             return
         self._told, self._told_s = news, now
-        for peer in self.peers.values():
-            peer.answer(codec.encode(self._welcome(peer)), now)
+        for connection in self.by_routing_id.values():
+            connection.answer(codec.encode(self._welcome(connection)), now)
 
     def goodbye(self, reason: str, now: float) -> None:
-        """The last word to every peer."""
-        for peer in self.peers.values():
-            peer.answer(codec.encode(Goodbye(reason)), now)
+        """The last word to every connection."""
+        for connection in self.by_routing_id.values():
+            connection.answer(codec.encode(Goodbye(reason)), now)
 
     def tick(self, now: float) -> None:
         """Leases, stalled readers, pipes that were full."""
@@ -203,67 +211,69 @@ class Switchboard:
         if paused_s := missed_s(now, self._ticked_s + TICK_S):
             self._forgive(paused_s, now)
         self._ticked_s = now
-        for peer in list(self.peers.values()):
-            self._outbox.flush(peer, now)
-            full_since_s = peer.window.full_since_s
-            silent_s = now - peer.heard_s
+        for connection in list(self.by_routing_id.values()):
+            self._publisher.flush(connection, now)
+            full_since_s = connection.window.full_since_s
+            silent_s = now - connection.heard_s
             if silent_s > self._lease_s:
-                self._probe(peer, now)
+                self._probe(connection, now)
             if silent_s > max(self._lease_s, wire.stall_limit_s) or (
-                silent_s > self._lease_s and peer.gone_since_s is not None
+                silent_s > self._lease_s and connection.gone_since_s is not None
             ):
-                self._drop(peer, now, "its lease ran out", farewell=True)
-            elif peer.gone_since_s is not None and now - peer.gone_since_s > wire.heartbeat_s:
-                self._drop(peer, now, "its connection is gone")
-            elif full_since_s is not None and now - full_since_s > wire.stall_limit_s and not peer.stalled:
-                peer.stalled = True
-                logger.warning("peer %s gives no credit: its requests are cancelled", _shown(peer))
+                self._drop(connection, now, "its lease ran out", farewell=True)
+            elif connection.gone_since_s is not None and now - connection.gone_since_s > wire.heartbeat_s:
+                self._drop(connection, now, "its connection is gone")
+            elif full_since_s is not None and now - full_since_s > wire.stall_limit_s and not connection.stalled:
+                connection.stalled = True
+                logger.warning("connection %s gives no credit: its requests are cancelled", _shown(connection))
                 message = f"No credit for {wire.stall_limit_s:g} s."
-                self.link.abandon(self._read_by(peer), ("client_stalled", message))
-        self.link.abandon_unread()
-        self.link.tick(now)
-        self._outbox.expire(now)
+                self.intake.abandon(self._read_by(connection), ("client_stalled", message))
+        self.intake.abandon_unread()
+        self.intake.tick(now)
+        self._publisher.expire(now)
 
-    def _probe(self, peer: Peer, now: float) -> None:
-        """Say something to a peer that is silent: to one that is gone it cannot be sent, one that is paused reads it
-        later."""
-        if peer.gone_since_s is None and now - peer.probed_s >= self._config.wire.heartbeat_s:
-            peer.probed_s = now
-            peer.answer(codec.encode(self._welcome(peer)), now)
+    def _probe(self, connection: Connection, now: float) -> None:
+        """Send a silent client a WELCOME. It cannot be sent where the connection is gone; a paused client reads it."""
+        if connection.gone_since_s is None and now - connection.probed_s >= self._config.wire.heartbeat_s:
+            connection.probed_s = now
+            connection.answer(codec.encode(self._welcome(connection)), now)
 
     def _forgive(self, paused_s: float, now: float) -> None:
         """This process was paused. Nobody is to lose anything for what we did not hear meanwhile."""
         logger.warning("the engine did not run for %.1f s: leases go on from there", paused_s)
-        for peer in self.peers.values():
-            peer.forgive(paused_s, now)
-        self.link.forgive(paused_s)
+        for connection in self.by_routing_id.values():
+            connection.forgive(paused_s, now)
+        self.intake.forgive(paused_s)
 
     @property
     def all_sent(self) -> bool:
-        """Whether no reachable peer waits for anything."""
-        return not any(peer.gone_since_s is None and (peer.dirty or peer.backlog) for peer in self.peers.values())
+        """Whether no reachable connection waits for anything."""
+        return not any(
+            connection.gone_since_s is None and (connection.dirty or connection.backlog)
+            for connection in self.by_routing_id.values()
+        )
 
-    def _read_by(self, peer: Peer) -> list[Submission]:
-        """What this peer alone reads and would miss."""
-        submissions = {s.log.submission.id: s.log.submission for s in peer.streams.values()}
+    def _read_by(self, connection: Connection) -> list[Submission]:
+        """What this connection alone reads and would miss."""
+        submissions = {s.log.submission.id: s.log.submission for s in connection.streams.values()}
         return [
             submission
             for submission in submissions.values()
             if not submission.detached
-            and all(reader.peer is peer for log in submission.logs for reader in log.subscriptions)
+            and all(reader.connection is connection for log in submission.logs for reader in log.subscriptions)
         ]
 
-    def _drop(self, peer: Peer, now: float, why: str, *, farewell: bool = False) -> None:
-        if why and peer.streams:
-            logger.info("peer %s dropped: %s", _shown(peer), why)
+    def _drop(self, connection: Connection, now: float, why: str, *, farewell: bool = False) -> None:
+        if why and connection.streams:
+            logger.info("connection %s dropped: %s", _shown(connection), why)
         if farewell:
-            peer.answer(codec.encode(Goodbye(f"This peer was dropped: {why}.")), now)
-        self._telemetry.num_peers_dropped += 1
-        self.peers.pop(peer.routing_id, None)
-        self.link.lose_readers(self._outbox.drop(peer))
-        self.link.abandon_unread()
+            connection.answer(codec.encode(Goodbye(f"This peer was dropped: {why}.")), now)
+        self._counters.num_connections_dropped += 1
+        self.by_routing_id.pop(connection.routing_id, None)
+        self.intake.lose_readers(self._publisher.drop(connection))
+        self.intake.abandon_unread()
 
-    def _welcome(self, peer: Peer) -> Welcome:
+    def _welcome(self, connection: Connection) -> Welcome:
         lifecycle, wire = self._lifecycle, self._config.wire
         return Welcome(
             engine=lifecycle.engine,
@@ -272,15 +282,15 @@ class Switchboard:
             progress=lifecycle.progress,
             model=self.model,
             limits=self._limits,
-            window=peer.window.size,
+            window=connection.window.size,
             heartbeat_s=wire.heartbeat_s,
             lease_s=self._lease_s,
             features=FEATURES,
         )
 
-    def _tell(self, routing_id: bytes, peer: Peer | None, message: Message, now: float) -> None:
-        if peer is not None:
-            peer.answer(codec.encode(message), now)
+    def _tell(self, routing_id: bytes, connection: Connection | None, message: Message, now: float) -> None:
+        if connection is not None:
+            connection.answer(codec.encode(message), now)
         else:
             self._send(routing_id, codec.encode(message))  # a stranger: if the pipe is full, so be it
 
@@ -290,5 +300,5 @@ def _protocol_error(message: Message, text: str, field: str | None = None) -> Re
     return Reject(id, stream, "protocol_error", text, field)
 
 
-def _shown(peer: Peer) -> str:
-    return repr(peer.name or peer.routing_id.decode("utf-8", "replace"))
+def _shown(connection: Connection) -> str:
+    return repr(connection.name or connection.routing_id.decode("utf-8", "replace"))

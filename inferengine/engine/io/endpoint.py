@@ -45,7 +45,7 @@ class Endpoint:
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.router = sockets.engine_router(self.context, config.wire.max_message_bytes)
         self.monitor = sockets.accepted_monitor(self.router)
-        self.publisher = sockets.engine_publisher(self.context)
+        self.pub = sockets.engine_publisher(self.context)
         self.replay = sockets.replay_router(self.context) if config.cache.events else None
         self.zap: zmq.Socket[bytes] | None = None
         self._strangers: set[bytes] = set()
@@ -55,9 +55,9 @@ class Endpoint:
             for address in sorted(self.addresses, key=_is_tcp):  # unix sockets first: they go without keys
                 if own is not None and _is_tcp(address):
                     sockets.require_curve(self.router, own)
-                    sockets.require_curve(self.publisher, own)
+                    sockets.require_curve(self.pub, own)
                 _bind(self.router, address)
-                _bind(self.publisher, sockets.default_status_address(address))
+                _bind(self.pub, sockets.default_status_address(address))
             if self.replay is not None:
                 if own is not None and _is_tcp(self.addresses[0]):
                     sockets.require_curve(self.replay, own)

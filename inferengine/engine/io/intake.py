@@ -1,4 +1,4 @@
-"""Link: where a wire message becomes a core Request, and the only place where it does.
+"""Intake: where a wire message becomes a core Request, and the only place where it does.
 
 Everything is validated again: a direct producer skips the front ends. A SUBMIT is answered at once, by ACCEPT or by a
 REJECT that names the field and the remedy, whatever the loop is doing. Only the I/O thread comes here.
@@ -19,16 +19,16 @@ from inferengine.config import Config, LimitsConfig
 from inferengine.core.constraints import Grammar
 from inferengine.core.request import Request
 from inferengine.core.scheduler.admission import AdmissionLimits, admit, check_prompt, resolve_max_tokens
-from inferengine.engine.io.connection import Peer
-from inferengine.engine.io.output_log import Log, Submission
-from inferengine.engine.io.pending import TEXT_TIMEOUT_S, Preparation, Unprepared
-from inferengine.engine.io.publisher import Outbox
-from inferengine.engine.io.resume import GrammarReplay, Outputs, check_outputs, read_resume
+from inferengine.engine.io.connection import Connection
+from inferengine.engine.io.output_log import OutputLog, Submission
+from inferengine.engine.io.pending import TEXT_TIMEOUT_S, PendingSubmission, PendingSubmissions
+from inferengine.engine.io.publisher import Publisher
+from inferengine.engine.io.resume import GrammarReplay, PriorOutputs, check_outputs, read_resume
 from inferengine.engine.loop import EngineLoop
-from inferengine.engine.metrics.counters import Telemetry
+from inferengine.engine.metrics.counters import Counters
 from inferengine.engine.model_info import ModelCard
 from inferengine.engine.options import choice_seed
-from inferengine.engine.services.adapters import Adapters
+from inferengine.engine.services.adapters import AdapterService
 from inferengine.engine.services.grammars import GrammarService
 from inferengine.engine.services.tokenization import CONTEXT_TOKENS, TextService, num_characters
 from inferengine.engine.state import Lifecycle
@@ -84,7 +84,7 @@ ENDING_RETRY_S = 0.1  # for who comes back for a request that is being cancelled
 
 
 @dataclass(frozen=True)
-class Engine:
+class LoadedEngine:
     """What exists once the model is loaded."""
 
     loop: EngineLoop
@@ -94,34 +94,34 @@ class Engine:
     speculation_method: str = "none"  # `speculation.method`, decided
 
 
-class Link:
-    """Requests of all peers. `alive(peer)`: whether it has not been dropped meanwhile."""
+class Intake:
+    """Requests of all connections. `alive(connection)`: whether it has not been dropped meanwhile."""
 
     def __init__(
         self,
         config: Config,
         lifecycle: Lifecycle,
         card: ModelCard,
-        outbox: Outbox,
-        telemetry: Telemetry,
+        publisher: Publisher,
+        counters: Counters,
         texts: TextService,
         grammars: GrammarService,
         replay: GrammarReplay,
-        alive: Callable[[Peer], bool],
-        adapters: Adapters,
+        alive: Callable[[Connection], bool],
+        adapters: AdapterService,
     ) -> None:
-        self.engine: Engine | None = None  # set when the model is loaded
+        self.engine: LoadedEngine | None = None  # set when the model is loaded
         self._config = config
         self._lifecycle = lifecycle
-        self._outbox = outbox
-        self._telemetry = telemetry
+        self._publisher = publisher
+        self._counters = counters
         self._texts = texts
         self._alive = alive
         self._adapters = adapters
         self._eos = frozenset(card.eos_token_ids)
         self._seeds = random.Random(config.engine.seed or None)
         self._next_uid = 1
-        self._preparation = Preparation(
+        self._pending = PendingSubmissions(
             texts,
             grammars,
             replay,
@@ -133,21 +133,23 @@ class Link:
     @property
     def has_unanswered(self) -> bool:
         """Whether something is being tokenized or compiled."""
-        return bool(self._preparation)
+        return bool(self._pending)
 
     # -- messages ----------------------------------------------------------------------------------------------------
 
-    def submit(self, peer: Peer, message: Submit, now: float) -> None:
+    def submit(self, connection: Connection, message: Submit, now: float) -> None:
         """Answered by ACCEPT or REJECT; with an id that is known already, by attaching to it."""
-        known = self._outbox.submissions.get(message.id)
+        known = self._publisher.submissions.get(message.id)
         if known is not None and known.abandoned and (message.resume is not None or known.was_cut):
             if not known.ended:
                 text = "The request is being cancelled, because its reader was lost: send it again."
-                self._reject(peer, message, InferEngineError("overloaded", text, retry_after_s=ENDING_RETRY_S), now)
+                self._reject(
+                    connection, message, InferEngineError("overloaded", text, retry_after_s=ENDING_RETRY_S), now
+                )
                 return
-            self._outbox.forget(known)  # its reader is back, with what he has of it: with nothing, it begins again
+            self._publisher.forget(known)  # its reader is back, with what he has of it: with nothing, it begins again
         elif known is not None:
-            self._attach(peer, message, known, now)
+            self._attach(connection, message, known, now)
             return
         submission: Submission | None = None
         try:
@@ -162,7 +164,7 @@ class Link:
             outputs = read_resume(
                 message, params, vocab_size=engine.vocab_size, max_model_len=engine.limits.max_model_len
             )
-            self._check_streams(peer, message.stream, params.n)
+            self._check_streams(connection, message.stream, params.n)
             self._adapters.resolve(message.adapter)
             submission = Submission(
                 message.id,
@@ -175,46 +177,48 @@ class Link:
                 traceparent=message.traceparent,
             )
             deadline_s = None if message.deadline_ms is None else now + message.deadline_ms / 1e3
-            self._outbox.register(submission)
+            self._publisher.register(submission)
             prompt = None if message.prompt is None else codec.from_u32(message.prompt, "prompt")
             if prompt is not None and message.grammar is None:
                 self._accept(engine, submission, message, prompt, deadline_s, now, outputs=outputs)
-                self._greet_reader(peer, message, submission, now, attached=False)
+                self._greet_reader(connection, message, submission, now, attached=False)
             else:
-                self._prepare(engine, peer, submission, message, prompt, outputs, deadline_s, now)
+                self._prepare(engine, connection, submission, message, prompt, outputs, deadline_s, now)
         except InferEngineError as error:
             if submission is not None:
-                self._outbox.forget(submission)
-            self._reject(peer, message, error, now)
+                self._publisher.forget(submission)
+            self._reject(connection, message, error, now)
 
-    def attach(self, peer: Peer, message: Attach, now: float) -> None:
+    def attach(self, connection: Connection, message: Attach, now: float) -> None:
         """Read a request on from a cursor."""
-        known = self._outbox.submissions.get(message.id)
+        known = self._publisher.submissions.get(message.id)
         if known is None:
             error = InferEngineError("not_found", "There is no such request, or it is not kept any more.", field="id")
-            self._reject(peer, message, error, now)
+            self._reject(connection, message, error, now)
         else:
-            self._attach(peer, message, known, now)
+            self._attach(connection, message, known, now)
 
-    def cancel(self, peer: Peer, message: Cancel, now: float) -> None:
-        """End streams of this peer, or requests by id. Unknown ones are ignored."""
+    def cancel(self, connection: Connection, message: Cancel, now: float) -> None:
+        """End streams of this connection, or requests by id. Unknown ones are ignored."""
         if message.leave:
-            self._leave(peer, set(message.streams))
+            self._leave(connection, set(message.streams))
             message = message._replace(streams=())
         for found in message.stopped:
-            if (subscription := peer.streams.get(found.stream)) is not None:
+            if (subscription := connection.streams.get(found.stream)) is not None:
                 subscription.log.found_stop = (found.num_tokens, found.text)
-        logs: list[Log] = [peer.streams[stream].log for stream in message.streams if stream in peer.streams]
+        logs: list[OutputLog] = [
+            connection.streams[stream].log for stream in message.streams if stream in connection.streams
+        ]
         for id in message.ids:
-            submission = self._outbox.submissions.get(id)
+            submission = self._publisher.submissions.get(id)
             if submission is not None:
                 logs += submission.logs
         ids, streams = set(message.ids), set(message.streams)
-        for item in self._preparation:
+        for item in self._pending:
             if item.submission.id in ids or any(
-                reader is peer and wanted.stream in streams for reader, wanted in item.readers
+                reader is connection and wanted.stream in streams for reader, wanted in item.readers
             ):
-                self._preparation.give_up(item, InferEngineError(*CANCELLED))
+                self._pending.give_up(item, InferEngineError(*CANCELLED))
         self._end([log.uid for log in logs if log.ended is None], "abort", CANCELLED)
 
     def lose_readers(self, submissions: Sequence[Submission]) -> None:
@@ -229,49 +233,49 @@ class Link:
 
     def abandon_unread(self) -> None:
         """Submissions that wait for text or grammar and whose readers are all gone."""
-        for item in self._preparation:
+        for item in self._pending:
             if not item.submission.detached and not any(self._alive(reader) for reader, _ in item.readers):
-                self._preparation.forget(item)
-                self._outbox.forget(item.submission)
+                self._pending.forget(item)
+                self._publisher.forget(item.submission)
 
     def refuse_waiting(self, error: InferEngineError) -> None:
         """Answer everything that waits for text or grammar."""
-        for item in self._preparation:
-            self._preparation.give_up(item, error)
+        for item in self._pending:
+            self._pending.give_up(item, error)
 
     def tick(self, now: float) -> None:
         """Refuse what has waited too long."""
-        self._preparation.tick(now)
+        self._pending.tick(now)
 
     def forgive(self, paused_s: float) -> None:
         """The engine itself did not run for so long: nobody compiled or tokenized meanwhile."""
-        self._preparation.forgive(paused_s)
+        self._pending.forgive(paused_s)
 
     # -- from message to request -------------------------------------------------------------------------------------
 
-    def _require_ready(self) -> Engine:
+    def _require_ready(self) -> LoadedEngine:
         state, engine = self._lifecycle.state, self.engine
         if state != READY or engine is None:
             code, retry_after_s = ("draining", 5.0) if state == DRAINING else ("engine_unavailable", 2.0)
             raise InferEngineError(code, f"The engine is {state}.", retry_after_s=retry_after_s)
         return engine
 
-    def _check_streams(self, peer: Peer, stream: int, count: int) -> None:
+    def _check_streams(self, connection: Connection, stream: int, count: int) -> None:
         if stream + count > codec.MAX_U32:
             raise InvalidRequest("stream", f"must be at most {codec.MAX_U32 - count}")
         streams = range(stream, stream + count)
-        taken = any(each in peer.streams for each in streams)
-        if taken or any(item.is_read_as(peer, streams) for item in self._preparation):
+        taken = any(each in connection.streams for each in streams)
+        if taken or any(item.is_read_as(connection, streams) for item in self._pending):
             raise InvalidRequest("stream", "is in use on this connection: choose another number", code="conflict")
 
     def _prepare(
         self,
-        engine: Engine,
-        peer: Peer,
+        engine: LoadedEngine,
+        connection: Connection,
         submission: Submission,
         message: Submit,
         prompt: array[int] | None,
-        outputs: Outputs | None,
+        outputs: PriorOutputs | None,
         deadline_s: float | None,
         now: float,
     ) -> None:
@@ -280,17 +284,26 @@ class Link:
         spec = None if message.grammar is None else grammar_from_list(message.grammar)
         give_up_s = now + self._config.limits.grammar_timeout_s
         text_by_s = now + TEXT_TIMEOUT_S
-        item = Unprepared(
-            submission, message, deadline_s, [(peer, message)], prompt, spec, [], give_up_s, text_by_s, outputs=outputs
+        item = PendingSubmission(
+            submission,
+            message,
+            deadline_s,
+            [(connection, message)],
+            prompt,
+            spec,
+            [],
+            give_up_s,
+            text_by_s,
+            outputs=outputs,
         )
-        self._preparation.begin(
+        self._pending.begin(
             item,
             vocab_size=engine.vocab_size,
             eos_token_ids=sorted(self._eos),
             max_model_len=engine.limits.max_model_len,
         )
 
-    def _on_prepared(self, item: Unprepared, prompt: array[int]) -> None:
+    def _on_prepared(self, item: PendingSubmission, prompt: array[int]) -> None:
         """Tokenized and compiled: answer, and let it run."""
         submission, now = item.submission, self._lifecycle.clock()
         try:
@@ -301,13 +314,13 @@ class Link:
         except InferEngineError as refusal:
             self._refuse(item, refusal)
             return
-        for place, (peer, wanted) in enumerate(item.readers):
-            if self._alive(peer):
-                self._greet_reader(peer, wanted, submission, now, attached=place > 0)
+        for place, (connection, wanted) in enumerate(item.readers):
+            if self._alive(connection):
+                self._greet_reader(connection, wanted, submission, now, attached=place > 0)
 
     def _accept(
         self,
-        engine: Engine,
+        engine: LoadedEngine,
         submission: Submission,
         message: Submit,
         prompt: array[int],
@@ -315,7 +328,7 @@ class Link:
         now: float,
         spec: GrammarSpec | None = None,
         grammars: Sequence[Grammar] = (),
-        outputs: Outputs | None = None,
+        outputs: PriorOutputs | None = None,
     ) -> None:
         """Hand the choices to the loop. Raises InferEngineError; then nothing has happened."""
         params = submission.params
@@ -367,13 +380,13 @@ class Link:
         submission.num_prompt = len(prompt)
         if message.messages is None:  # the output continues the prompt's text
             submission.context_ids = prompt[-CONTEXT_TOKENS:].tolist()
-        self._outbox.open(submission, range(first, first + params.n), now, outputs)
-        self._telemetry.accepted(len(live), max_tokens)
+        self._publisher.open(submission, range(first, first + params.n), now, outputs)
+        self._counters.accepted(len(live), max_tokens)
         engine.loop.submit(requests, grammars)
 
     def _admit(
         self,
-        engine: Engine,
+        engine: LoadedEngine,
         submission: Submission,
         num_prompt: int,
         deadline_s: float | None,
@@ -384,7 +397,7 @@ class Link:
         """`resumed`: an engine had accepted it before. All that it ran and all that waited for it may come at once."""
         requests, tokens = engine.loop.queued()
         requests_ahead, tokens_ahead = engine.loop.queued(submission.tenant)
-        preparing = len(self._preparation)
+        preparing = len(self._pending)
         tenant_requests, limits = 0, engine.limits
         if resumed:
             limits = replace(
@@ -394,7 +407,7 @@ class Link:
                 max_tenant_requests=0,
             )
         if limits.max_tenant_requests:
-            tenant_requests = sum(log.submission.tenant == submission.tenant for log in self._outbox.open_logs())
+            tenant_requests = sum(log.submission.tenant == submission.tenant for log in self._publisher.open_logs())
         admit(
             num_prompt,
             submission.params.n,
@@ -409,18 +422,18 @@ class Link:
 
     # -- answers -----------------------------------------------------------------------------------------------------
 
-    def _attach(self, peer: Peer, message: Submit | Attach, submission: Submission, now: float) -> None:
-        waiting = self._preparation.get(submission.id)
+    def _attach(self, connection: Connection, message: Submit | Attach, submission: Submission, now: float) -> None:
+        waiting = self._pending.get(submission.id)
         if waiting is not None and any(
-            reader is peer and wanted.stream == message.stream for reader, wanted in waiting.readers
+            reader is connection and wanted.stream == message.stream for reader, wanted in waiting.readers
         ):
             return  # it was sent again; the answer comes when there is one
-        own = peer.streams.get(message.stream)
+        own = connection.streams.get(message.stream)
         if own is not None and own.log.submission is submission:  # the ACCEPT was lost; the stream goes on
-            self._send_accept(peer, message, submission, now, attached=True)
+            self._send_accept(connection, message, submission, now, attached=True)
             return
         try:
-            self._check_streams(peer, message.stream, submission.params.n)
+            self._check_streams(connection, message.stream, submission.params.n)
             num_readers = max((len(log.subscriptions) for log in submission.logs), default=0)
             if num_readers + (0 if waiting is None else len(waiting.readers)) >= MAX_READERS:
                 raise InferEngineError("overloaded", f"{MAX_READERS} read it already.", retry_after_s=1.0)
@@ -430,38 +443,40 @@ class Link:
                 raise InvalidRequest("reply", "this model has no tokenizer: read token ids", code="unsupported")
             _check_cursors(submission, _cursors(message))
         except InferEngineError as error:
-            self._reject(peer, message, error, now)
+            self._reject(connection, message, error, now)
             return
         if waiting is None:
-            self._greet_reader(peer, message, submission, now, attached=True)
+            self._greet_reader(connection, message, submission, now, attached=True)
         else:
-            waiting.readers.append((peer, message))
+            waiting.readers.append((connection, message))
 
     def _greet_reader(
-        self, peer: Peer, message: Submit | Attach, submission: Submission, now: float, *, attached: bool
+        self, connection: Connection, message: Submit | Attach, submission: Submission, now: float, *, attached: bool
     ) -> None:
-        self._send_accept(peer, message, submission, now, attached=attached)
+        self._send_accept(connection, message, submission, now, attached=attached)
         in_tokens = isinstance(message, Submit)
-        self._outbox.subscribe(peer, submission, message.stream, _cursors(message), message.reply, in_tokens=in_tokens)
-        self._outbox.flush(peer, now)
+        self._publisher.subscribe(
+            connection, submission, message.stream, _cursors(message), message.reply, in_tokens=in_tokens
+        )
+        self._publisher.flush(connection, now)
 
     def _send_accept(
-        self, peer: Peer, message: Submit | Attach, submission: Submission, now: float, *, attached: bool
+        self, connection: Connection, message: Submit | Attach, submission: Submission, now: float, *, attached: bool
     ) -> None:
         note = submission.note if attached else b""
         answer = Accept(
             message.id, message.stream, submission.num_prompt, len(submission.logs), attached, note, submission.seed
         )
-        peer.answer(codec.encode(answer), now)
+        connection.answer(codec.encode(answer), now)
 
-    def _refuse(self, item: Unprepared, error: InferEngineError) -> None:
-        self._outbox.forget(item.submission)
-        for peer, wanted in item.readers:
-            if self._alive(peer):
-                self._reject(peer, wanted, error, self._lifecycle.clock())
+    def _refuse(self, item: PendingSubmission, error: InferEngineError) -> None:
+        self._publisher.forget(item.submission)
+        for connection, wanted in item.readers:
+            if self._alive(connection):
+                self._reject(connection, wanted, error, self._lifecycle.clock())
 
-    def _reject(self, peer: Peer, message: Submit | Attach, error: InferEngineError, now: float) -> None:
-        self._telemetry.rejected[error.code] += 1
+    def _reject(self, connection: Connection, message: Submit | Attach, error: InferEngineError, now: float) -> None:
+        self._counters.rejected[error.code] += 1
         after_ms = None if error.retry_after_s is None else int(error.retry_after_s * 1e3)
         answer = Reject(
             message.id,
@@ -472,18 +487,18 @@ class Link:
             error.kind.retryable,
             after_ms,
         )
-        peer.answer(codec.encode(answer), now)
+        connection.answer(codec.encode(answer), now)
 
-    def _leave(self, peer: Peer, streams: set[int]) -> None:
-        """This peer reads them no more: what nobody else reads is cancelled."""
-        for item in self._preparation:
-            others = [each for each in item.readers if each[0] is not peer or each[1].stream not in streams]
+    def _leave(self, connection: Connection, streams: set[int]) -> None:
+        """This connection reads them no more: what nobody else reads is cancelled."""
+        for item in self._pending:
+            others = [each for each in item.readers if each[0] is not connection or each[1].stream not in streams]
             if len(others) < len(item.readers):
                 item.readers[:] = others
                 if not others:
-                    self._preparation.forget(item)
-                    self._outbox.forget(item.submission)
-        self.abandon(self._outbox.leave(peer, streams), CANCELLED)
+                    self._pending.forget(item)
+                    self._publisher.forget(item.submission)
+        self.abandon(self._publisher.leave(connection, streams), CANCELLED)
 
     def _end(self, uids: list[int], reason: str, detail: tuple[str, str]) -> None:
         if uids and self.engine is not None:

@@ -27,7 +27,7 @@ MOST_LOST = 64  # descriptors, before connections of clients with running reques
 _CLOSED = select.POLLHUP | select.POLLRDHUP | select.POLLERR
 
 
-class Connections:
+class LostConnections:
     """Those of the ROUTER. Only the I/O thread comes here."""
 
     def __init__(self, endpoint: Endpoint) -> None:

@@ -1,4 +1,4 @@
-"""A request's output is a log; a stream is a cursor on it. The state behind the outbox, without any of its sending.
+"""A request's output is a log; a stream is a cursor on it. The state behind the publisher, without any of its sending.
 
 Kept: what has ended and waits for somebody who attaches, for a while and no more than so many bytes.
 
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from inferengine.core.sequence import Finished
 from inferengine.core.step_plan import TokenLogprobs
-from inferengine.engine.io.connection import Peer
+from inferengine.engine.io.connection import Connection
 from inferengine.errors import bounded
 from inferengine.sampling_params import SamplingParams
 from inferengine.text import TextStream
@@ -74,7 +74,7 @@ class Submission:
         self.num_prompt = 0
         self.adapter = 0  # LoRA adapter it runs with
         self.context_ids: list[int] = []  # last tokens of the prompt, where the output continues its text
-        self.logs: list[Log] = []  # one per choice; none while its prompt is being tokenized
+        self.logs: list[OutputLog] = []  # one per choice; none while its prompt is being tokenized
 
     @property
     def accepted(self) -> bool:
@@ -124,7 +124,7 @@ class TextLog:
         return True
 
 
-class Log:
+class OutputLog:
     """The output of one choice: tokens, and where asked for their log-probabilities and their text."""
 
     __slots__ = (
@@ -133,10 +133,10 @@ class Log:
         "embedding",
         "ended",
         "found_stop",
-        "layout",
         "logprobs",
         "num_before",
         "prompt_logprobs",
+        "routing",
         "stored",
         "submission",
         "subscriptions",
@@ -152,7 +152,7 @@ class Log:
         self.submission = submission
         self.choice = choice
         self.arrival_s = arrival_s
-        self.stored: array[int] = array("I", before or ())  # without what its layout has not given it yet
+        self.stored: array[int] = array("I", before or ())  # without what its routing has not given it yet
         self.num_before = len(self.stored)  # of them given by an engine before this one
         self.logprobs: list[TokenLogprobs] | None = None
         if submission.params.logprobs is not None:
@@ -164,13 +164,13 @@ class Log:
         self.ended: Done | None = None  # its terminal row, still without a stream
         self.found_stop: tuple[int, str] | None = None  # by a reader who matches them itself: tokens, stop string
         self.subscriptions: list[Subscription] = []
-        self.layout: Any = None  # of the last step that had a token for it
+        self.routing: Any = None  # of the last step that had a token for it
 
     @property
     def tokens(self) -> array[int]:
         """All tokens so far."""
-        if self.layout is not None:
-            self.layout.settle()
+        if self.routing is not None:
+            self.routing.settle()
         return self.stored
 
     @property
@@ -187,10 +187,10 @@ class Log:
                 size += len(rows) * (ROW_BYTES + ALTERNATIVE_BYTES * len(rows[-1].top_ids))
         return size
 
-    def sink(self) -> Log:
+    def sink(self) -> OutputLog:
         """A log that nobody reads, in this one's place."""
-        sink = Log(self.uid, self.submission, self.choice, self.arrival_s)
-        sink.layout = self.layout
+        sink = OutputLog(self.uid, self.submission, self.choice, self.arrival_s)
+        sink.routing = self.routing
         return sink
 
     def cut(self, num_tokens: int) -> None:
@@ -228,13 +228,13 @@ class Log:
 
 
 class Subscription:
-    """One peer's cursor on one log. A plain one (tokens alone) that is not dirty stands at the end of its log by
+    """One connection's cursor on one log. A plain one (tokens alone) that is not dirty stands at the end of its log by
     definition, so that the step that everybody waits for moves no cursors."""
 
-    __slots__ = ("ahead", "characters", "cursor", "log", "peer", "plain", "stream", "wants_text", "wants_tokens")
+    __slots__ = ("ahead", "characters", "connection", "cursor", "log", "plain", "stream", "wants_text", "wants_tokens")
 
-    def __init__(self, peer: Peer, log: Log, stream: int, reply: str) -> None:
-        self.peer = peer
+    def __init__(self, connection: Connection, log: OutputLog, stream: int, reply: str) -> None:
+        self.connection = connection
         self.log = log
         self.stream = stream
         self.wants_tokens = reply != "text"
@@ -273,7 +273,7 @@ class _Item(NamedTuple):
     num_bytes: int
 
 
-class Kept:
+class RetainedSubmissions:
     """Ended submissions. They are added with a moment that is never before that of one added earlier."""
 
     def __init__(self, max_bytes: int) -> None:

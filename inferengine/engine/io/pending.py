@@ -13,9 +13,9 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from inferengine.core.constraints import Grammar
-from inferengine.engine.io.connection import Peer
+from inferengine.engine.io.connection import Connection
 from inferengine.engine.io.output_log import Submission
-from inferengine.engine.io.resume import GrammarReplay, Outputs
+from inferengine.engine.io.resume import GrammarReplay, PriorOutputs
 from inferengine.engine.services.grammars import GrammarService
 from inferengine.engine.services.tokenization import TextService
 from inferengine.errors import InferEngineError, InvalidRequest
@@ -30,35 +30,35 @@ RETRY_AFTER_S = 5.0
 
 
 @dataclass(eq=False)
-class Unprepared:
+class PendingSubmission:
     """A submission that waits, and who wants to read it."""
 
     submission: Submission
     message: Submit
     deadline_s: float | None
-    readers: list[tuple[Peer, Submit | Attach]]
+    readers: list[tuple[Connection, Submit | Attach]]
     prompt: array[int] | None  # None: being tokenized
     spec: GrammarSpec | None
     grammars: list[Grammar]  # empty: none asked for, or being compiled
     give_up_s: float  # when the grammar has taken too long
     text_by_s: float  # when the text has
     ticket: Ticket | None = None  # for what the grammar's compiler does
-    outputs: Outputs | None = None  # what an engine before this one gave, by choice
+    outputs: PriorOutputs | None = None  # what an engine before this one gave, by choice
 
     @property
     def complete(self) -> bool:
         return self.prompt is not None and (self.spec is None or bool(self.grammars))
 
-    def is_read_as(self, peer: Peer, streams: range) -> bool:
-        """Whether this peer reads one of its choices as one of these streams."""
+    def is_read_as(self, connection: Connection, streams: range) -> bool:
+        """Whether this connection reads one of its choices as one of these streams."""
         count = self.submission.params.n
         return any(
-            reader is peer and wanted.stream < streams.stop and streams.start < wanted.stream + count
+            reader is connection and wanted.stream < streams.stop and streams.start < wanted.stream + count
             for reader, wanted in self.readers
         )
 
 
-class Preparation:
+class PendingSubmissions:
     """All of them, by id. Each is taken out before `ready` or `refuse` is called with it, once."""
 
     def __init__(
@@ -68,8 +68,8 @@ class Preparation:
         replay: GrammarReplay,
         *,
         grammar_timeout_s: float,
-        ready: Callable[[Unprepared, array[int]], None],
-        refuse: Callable[[Unprepared, InferEngineError], None],
+        ready: Callable[[PendingSubmission, array[int]], None],
+        refuse: Callable[[PendingSubmission, InferEngineError], None],
     ) -> None:
         """`ready` gets the prompt's tokens too."""
         self._texts = texts
@@ -78,19 +78,19 @@ class Preparation:
         self._grammar_timeout_s = grammar_timeout_s
         self._ready = ready
         self._refuse = refuse
-        self._items: dict[bytes, Unprepared] = {}
+        self._items: dict[bytes, PendingSubmission] = {}
 
     def __len__(self) -> int:
         return len(self._items)
 
-    def __iter__(self) -> Iterator[Unprepared]:
+    def __iter__(self) -> Iterator[PendingSubmission]:
         return iter(list(self._items.values()))
 
-    def get(self, id: bytes) -> Unprepared | None:
+    def get(self, id: bytes) -> PendingSubmission | None:
         """The submission of this id, if it waits."""
         return self._items.get(id)
 
-    def begin(self, item: Unprepared, *, vocab_size: int, eos_token_ids: list[int], max_model_len: int) -> None:
+    def begin(self, item: PendingSubmission, *, vocab_size: int, eos_token_ids: list[int], max_model_len: int) -> None:
         """Have the text tokenized and the grammar compiled. Raises InferEngineError where that cannot begin."""
         message, submission = item.message, item.submission
         self._items[submission.id] = item
@@ -113,14 +113,14 @@ class Preparation:
             self.forget(item)
             raise
 
-    def forget(self, item: Unprepared) -> None:
+    def forget(self, item: PendingSubmission) -> None:
         """Whatever is done for it meanwhile is for nobody: compiling its grammar ends."""
         self._items.pop(item.submission.id, None)
         if item.ticket is not None:
             self._grammars.cancel(item.ticket)
             item.ticket = None  # it leads back to the item: grammars would wait for the garbage collector
 
-    def give_up(self, item: Unprepared, error: InferEngineError) -> None:
+    def give_up(self, item: PendingSubmission, error: InferEngineError) -> None:
         """Refuse it."""
         self.forget(item)
         self._refuse(item, error)
@@ -151,12 +151,12 @@ class Preparation:
             item.give_up_s += paused_s
             item.text_by_s += paused_s
 
-    def _tokenized(self, item: Unprepared, result: list[int] | InferEngineError) -> None:
+    def _tokenized(self, item: PendingSubmission, result: list[int] | InferEngineError) -> None:
         if isinstance(result, list):
             item.prompt = array("I", result)
         self._go_on(item, result if isinstance(result, InferEngineError) else None)
 
-    def _compiled(self, item: Unprepared, result: list[Grammar] | InferEngineError) -> None:
+    def _compiled(self, item: PendingSubmission, result: list[Grammar] | InferEngineError) -> None:
         if not self._is_waiting(item):
             return
         if isinstance(result, list) and item.outputs is not None and any(item.outputs):
@@ -165,16 +165,16 @@ class Preparation:
         else:
             self._advanced(item, result)
 
-    def _advanced(self, item: Unprepared, result: list[Grammar] | InferEngineError) -> None:
+    def _advanced(self, item: PendingSubmission, result: list[Grammar] | InferEngineError) -> None:
         if isinstance(result, list):
             item.grammars = result
         self._go_on(item, result if isinstance(result, InferEngineError) else None)
 
-    def _is_waiting(self, item: Unprepared) -> bool:
+    def _is_waiting(self, item: PendingSubmission) -> bool:
         """It was neither cancelled nor refused meanwhile. From any thread."""
         return self._items.get(item.submission.id) is item
 
-    def _go_on(self, item: Unprepared, error: InferEngineError | None) -> None:
+    def _go_on(self, item: PendingSubmission, error: InferEngineError | None) -> None:
         """One of the things that a submission waits for is done."""
         if not self._is_waiting(item):
             return  # cancelled or refused meanwhile, and answered

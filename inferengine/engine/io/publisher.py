@@ -1,12 +1,10 @@
-"""Outbox: from the news of a step to one STEP message per peer, with cursors instead of queues.
+"""Publisher: turn the output of a step into one STEP message per connection, with cursors instead of queues.
 
-A peer without credit costs nothing: its subscriptions are marked dirty, their cursors wait, and a later STEP carries
-more. Coalescing for a slow reader, resuming, and attaching are therefore the same operation.
+A connection without credit costs nothing: its subscriptions are marked dirty, their cursors stay, and a later STEP
+carries more. Coalescing for a slow reader, resuming, and attaching are therefore the same operation.
 
-The step that everybody waits for is short: while the same sequences run (equal `layout`), the stream column of each
-peer is a constant, and sending is one conversion of the drawn tokens (`layout.py`). Only the I/O thread comes here.
-
-What goes to one peer in one STEP: the news of its streams, from their cursors on, in columns.
+The common step is cheap: while the same sequences run (equal `StepOutput.layout`), the stream column of each connection
+is a constant, and sending is one conversion of the drawn tokens (`batch_routing.py`). Used by the I/O thread only.
 """
 
 from __future__ import annotations
@@ -19,11 +17,11 @@ from typing import Any
 from inferengine.core.scheduler.scheduler import StepOutput
 from inferengine.core.sequence import Finished
 from inferengine.core.step_plan import TokenLogprobs
-from inferengine.engine.io.batch_routing import Group, Layout
-from inferengine.engine.io.connection import Peer
-from inferengine.engine.io.output_log import Kept, Log, MakeText, Submission, Subscription, TextLog
-from inferengine.engine.io.resume import Outputs
-from inferengine.engine.metrics.counters import Telemetry
+from inferengine.engine.io.batch_routing import BatchRouting, RoutingGroup
+from inferengine.engine.io.connection import Connection
+from inferengine.engine.io.output_log import MakeText, OutputLog, RetainedSubmissions, Submission, Subscription, TextLog
+from inferengine.engine.io.resume import PriorOutputs
+from inferengine.engine.metrics.counters import Counters
 from inferengine.wire import codec
 from inferengine.wire.messages import Done
 
@@ -31,7 +29,7 @@ ENOUGH_BYTES = 4 * 1024 * 1024  # in one message, of what is more than tokens: t
 BYTES_PER_ROW, BYTES_PER_ALTERNATIVE = 16, 13  # of log-probabilities at one position
 
 
-class Outgoing:
+class StepMessage:
     """Collects streams until it is full."""
 
     def __init__(self) -> None:
@@ -107,34 +105,34 @@ MAX_KEPT_BYTES = 64 * 1024 * 1024  # of finished logs
 ENDED_ELSEWHERE = ("engine_restarted", "This choice ended at an engine before this one.")
 
 
-class Outbox:
-    """All submissions that run or are kept, their logs, and the peers' cursors on them."""
+class Publisher:
+    """All submissions that run or are kept, their logs, and the connections' cursors on them."""
 
     def __init__(
         self,
         *,
-        telemetry: Telemetry,
+        counters: Counters,
         make_text: MakeText,
         stop: Callable[[int], None],
         resume_ttl_s: float,
         log_requests: bool = False,
-        on_end: Callable[[Log, Finished, Done], None] | None = None,
+        on_end: Callable[[OutputLog, Finished, Done], None] | None = None,
     ) -> None:
         """`stop(uid)` ends a choice whose stop string was found. `log_requests`: a line for each choice's end.
         `on_end` hears of each: the log, its end as the core and as clients see it."""
         self.submissions: dict[bytes, Submission] = {}
         self.num_open = 0  # choices that have not ended
-        self._telemetry = telemetry
+        self._counters = counters
         self._make_text = make_text
         self._stop = stop
         self._resume_ttl_s = resume_ttl_s
         self._log_requests = log_requests
         self._on_end = on_end
-        self._logs: dict[int, Log] = {}
-        self._targets: dict[int, Log] = {}  # where a uid's tokens go: its log, until a stop string has ended that
-        self._layout = Layout(-1, [], 0.0)
-        self._layout.stale = True
-        self._kept = Kept(MAX_KEPT_BYTES)
+        self._logs: dict[int, OutputLog] = {}
+        self._targets: dict[int, OutputLog] = {}  # where a uid's tokens go: its log, until a stop string has ended that
+        self._routing = BatchRouting(-1, [], 0.0)
+        self._routing.stale = True
+        self._kept = RetainedSubmissions(MAX_KEPT_BYTES)
         self._step = 0
         self._writer = codec.StepWriter()
 
@@ -148,11 +146,13 @@ class Outbox:
         """It was rejected: its id is free again."""
         self.submissions.pop(submission.id, None)
 
-    def open(self, submission: Submission, uids: Iterable[int], now: float, outputs: Outputs | None = None) -> None:
+    def open(
+        self, submission: Submission, uids: Iterable[int], now: float, outputs: PriorOutputs | None = None
+    ) -> None:
         """It was accepted: one log for each choice. `outputs`: what they begin with; None for a choice that has ended
         before, elsewhere."""
         submission.logs = [
-            Log(uid, submission, choice, now, None if outputs is None else outputs[choice])
+            OutputLog(uid, submission, choice, now, None if outputs is None else outputs[choice])
             for choice, uid in enumerate(uids)
         ]
         for log in submission.logs:
@@ -164,7 +164,7 @@ class Outbox:
 
     def subscribe(
         self,
-        peer: Peer,
+        connection: Connection,
         submission: Submission,
         stream: int,
         cursors: Sequence[int | None],
@@ -172,14 +172,15 @@ class Outbox:
         *,
         in_tokens: bool = False,
     ) -> None:
-        """Choice i speaks to `peer` as `stream + i`, from `cursors[i]` on: tokens, or characters with reply "text"
-        unless `in_tokens`. None: that choice is not read. A reader may hold more than the log has yet: it hears what
-        comes after that."""
+        """Send choice i to `connection` as stream `stream + i`, from `cursors[i]` on.
+
+        Cursors count tokens, or characters with reply "text" unless `in_tokens`. A cursor of None: that choice is not
+        read. A cursor may lie beyond the end of the log: what follows it is sent once it exists."""
         for log in submission.logs:
             start = cursors[log.choice] if log.choice < len(cursors) else 0
             if start is None:
                 continue
-            subscription = Subscription(peer, log, stream + log.choice, reply)
+            subscription = Subscription(connection, log, stream + log.choice, reply)
             if subscription.wants_text:
                 self._add_text(log, search=log.ended is None and len(log.tokens) == log.num_before)
             if subscription.wants_tokens or in_tokens:
@@ -191,26 +192,28 @@ class Outbox:
             else:
                 subscription.characters = start
             log.subscriptions.append(subscription)
-            if log.layout is not None:
-                log.layout.stale = True
-            peer.streams[subscription.stream] = subscription
+            if log.routing is not None:
+                log.routing.stale = True
+            connection.streams[subscription.stream] = subscription
             if len(log.tokens) > log.num_before or log.ended is not None or subscription.behind:
-                peer.dirty[subscription.stream] = subscription
+                connection.dirty[subscription.stream] = subscription
 
-    def drop(self, peer: Peer) -> list[Submission]:
-        """Forget a peer's cursors. Returns the submissions that nobody reads now, not ended and not detached."""
-        return [submission for submission in self.leave(peer, list(peer.streams)) if not submission.detached]
+    def drop(self, connection: Connection) -> list[Submission]:
+        """Forget a connection's cursors. Returns the submissions that nobody reads now, not ended and not detached."""
+        return [
+            submission for submission in self.leave(connection, list(connection.streams)) if not submission.detached
+        ]
 
-    def leave(self, peer: Peer, streams: Iterable[int]) -> list[Submission]:
-        """Forget some of a peer's cursors. Returns the submissions that nobody reads now and that have not ended."""
+    def leave(self, connection: Connection, streams: Iterable[int]) -> list[Submission]:
+        """Forget some of a connection's cursors. Returns the unfinished submissions that nobody reads any more."""
         orphans: dict[bytes, Submission] = {}
         for stream in streams:
-            subscription = peer.streams.get(stream)
+            subscription = connection.streams.get(stream)
             if subscription is None:
                 continue
             log = subscription.log
-            if log.layout is not None:
-                log.layout.stale = True
+            if log.routing is not None:
+                log.routing.stale = True
             submission = log.submission
             self._close(subscription)
             if not submission.ended and not submission.num_subscriptions:
@@ -220,53 +223,53 @@ class Outbox:
     # -- a step ------------------------------------------------------------------------------------------------------
 
     def publish(self, output: StepOutput, now: float) -> None:
-        """Append the news to the logs and send to every peer what it may have."""
+        """Append the news to the logs and send to every connection what it may have."""
         finished = {row.uid: row for row in output.finished} if output.finished else {}
         self._step = output.step or self._step
-        layout = None
+        routing = None
         if output.uids:
-            layout = self._enter_layout(output, now)
+            routing = self._enter_routing(output, now)
             token_ids = output.token_ids
-            layout.push(token_ids)
+            routing.push(token_ids)
             if output.logprobs:
                 self._append_logprobs(output)
             if output.prompt_logprobs:
                 for uid, prompt_rows in output.prompt_logprobs.items():
                     self._logs[uid].prompt_logprobs = self._logs[uid].prompt_logprobs or prompt_rows
-            for log, indices in layout.texts.items():
+            for log, indices in routing.texts.items():
                 self._push_text(log, [token_ids[index] for index in indices], finished.get(log.uid))
         if output.embeddings:
             for uid, vector in output.embeddings.items():
                 if uid in self._logs:
                     self._logs[uid].embedding = vector
         ended = self._end_rows(output.finished, now) if finished else []
-        touched: set[Peer] = set()
-        if layout is not None:
-            for group in layout.groups.values():
-                self._send_group(group, layout, ended, touched, now)
+        touched: set[Connection] = set()
+        if routing is not None:
+            for group in routing.groups.values():
+                self._send_group(group, routing, ended, touched, now)
         for log in ended:
             for subscription in log.subscriptions:
                 self._mark(subscription, touched, 0)
-        for peer in touched:
-            self.flush(peer, now)
+        for connection in touched:
+            self.flush(connection, now)
 
-    def flush(self, peer: Peer, now: float) -> None:
-        """Send what waits for this peer, if it may have it."""
-        if peer.backlog:
-            peer.flush_backlog(now)
-        while peer.dirty and peer.can_step and self._send_news(peer, now):
+    def flush(self, connection: Connection, now: float) -> None:
+        """Send what waits for this connection, if it may have it."""
+        if connection.backlog:
+            connection.flush_backlog(now)
+        while connection.dirty and connection.can_step and self._send_news(connection, now):
             continue
 
-    def _send_news(self, peer: Peer, now: float) -> bool:
+    def _send_news(self, connection: Connection, now: float) -> bool:
         """One STEP, with all that waits unless that is too much. False: it could not be sent."""
-        step = Outgoing()
-        for subscription in peer.dirty.values():
+        step = StepMessage()
+        for subscription in connection.dirty.values():
             if subscription.ahead:
                 self._catch_up(subscription)
             step.add(subscription)
             if step.full:
                 break
-        if not peer.send_step(step.frames(peer.window.seq + 1, self._step), now):
+        if not connection.send_step(step.frames(connection.window.seq + 1, self._step), now):
             return False
         for subscription, end in zip(step.subscriptions, step.ends, strict=True):
             log = subscription.log
@@ -275,7 +278,7 @@ class Outbox:
                 continue  # the rest comes in the next message, and the text with its last part
             if log.text is not None:
                 subscription.characters = max(subscription.characters, len(log.text.text))
-            del peer.dirty[subscription.stream]
+            del connection.dirty[subscription.stream]
             if log.ended is not None:
                 self._close(subscription)
         return True
@@ -286,64 +289,66 @@ class Outbox:
             if self.submissions.get(submission.id) is submission:  # and no other that goes on under its id
                 del self.submissions[submission.id]
 
-    def open_logs(self) -> list[Log]:
+    def open_logs(self) -> list[OutputLog]:
         """Choices that have not ended."""
         return list(self._logs.values())
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
-    def _send_group(self, group: Group, layout: Layout, ended: list[Log], touched: set[Peer], now: float) -> None:
-        peer = group.peer
-        if not group.num_special and not peer.dirty and peer.can_step and not layout.stale:
-            closing = [s for log in ended for s in log.subscriptions if s.peer is peer] if ended else []
+    def _send_group(
+        self, group: RoutingGroup, routing: BatchRouting, ended: list[OutputLog], touched: set[Connection], now: float
+    ) -> None:
+        connection = group.connection
+        if not group.num_special and not connection.dirty and connection.can_step and not routing.stale:
+            closing = [s for log in ended for s in log.subscriptions if s.connection is connection] if ended else []
             if all(subscription.plain for subscription in closing):
                 done = [subscription.terminal_row() for subscription in closing]
-                seq, tokens = peer.window.seq + 1, layout.token_column(group)
+                seq, tokens = connection.window.seq + 1, routing.token_column(group)
                 frames = self._writer.frames(seq, self._step, group.stream_column, done, tokens)
-                if peer.send_step(frames, now):
+                if connection.send_step(frames, now):
                     for subscription in closing:
                         self._close(subscription)
                     return
         for subscription in group.subscriptions:
-            self._mark(subscription, touched, layout.tokens_of(subscription.log))
+            self._mark(subscription, touched, routing.tokens_of(subscription.log))
 
-    def _mark(self, subscription: Subscription, touched: set[Peer], num_new: int) -> None:
+    def _mark(self, subscription: Subscription, touched: set[Connection], num_new: int) -> None:
         """There is news that was not sent; a plain subscription had everything but the last `num_new` tokens."""
-        peer = subscription.peer
-        if subscription.stream not in peer.dirty:
+        connection = subscription.connection
+        if subscription.stream not in connection.dirty:
             if subscription.plain:
                 subscription.cursor = len(subscription.log.tokens) - num_new
             elif not subscription.behind:
                 return  # its token has no character yet
-            peer.dirty[subscription.stream] = subscription
-        touched.add(peer)
+            connection.dirty[subscription.stream] = subscription
+        touched.add(connection)
 
-    def _enter_layout(self, output: StepOutput, now: float) -> Layout:
-        """The layout of this step: that of the step before, or its successor when other sequences draw tokens now, or
-        other peers read them."""
-        layout, gap, first = self._layout, self._telemetry.token_gap_s, self._telemetry.first_token_s
-        if layout.is_of(output.layout):
-            gap.observe(now - layout.time_s, layout.num_logs)
-            layout.time_s = now
-            return layout
+    def _enter_routing(self, output: StepOutput, now: float) -> BatchRouting:
+        """The routing of this step: that of the step before, or its successor when other sequences draw tokens now, or
+        other connections read them."""
+        routing, gap, first = self._routing, self._counters.token_gap_s, self._counters.first_token_s
+        if routing.is_of(output.layout):
+            gap.observe(now - routing.time_s, routing.num_logs)
+            routing.time_s = now
+            return routing
         targets = self._targets
-        new = layout.change(output.layout, output.uids, targets)
-        last_s = layout.time_s
+        new = routing.change(output.layout, output.uids, targets)
+        last_s = routing.time_s
         if new is None:
             logs = [targets[uid] for uid in output.uids]
-            new = list({log: None for log in logs if log.layout is not layout})
-            layout = Layout(output.layout, logs, now)
-        if layout.num_logs > len(new):
-            gap.observe(now - last_s, layout.num_logs - len(new))
+            new = list({log: None for log in logs if log.routing is not routing})
+            routing = BatchRouting(output.layout, logs, now)
+        if routing.num_logs > len(new):
+            gap.observe(now - last_s, routing.num_logs - len(new))
         for log in new:
-            if log.layout is None:
+            if log.routing is None:
                 first.observe(now - log.arrival_s)
             else:
-                gap.observe(now - log.layout.time_s)
-        for log in new if layout is self._layout else layout.logs:
-            log.layout = layout
-        self._layout, layout.time_s = layout, now
-        return layout
+                gap.observe(now - log.routing.time_s)
+        for log in new if routing is self._routing else routing.logs:
+            log.routing = routing
+        self._routing, routing.time_s = routing, now
+        return routing
 
     def _append_logprobs(self, output: StepOutput) -> None:
         for uid, rows in (output.logprobs or {}).items():
@@ -351,22 +356,22 @@ class Outbox:
             if log.logprobs is not None and not log.stopped:
                 log.logprobs += rows
 
-    def _push_text(self, log: Log, token_ids: list[int], row: Finished | None) -> None:
+    def _push_text(self, log: OutputLog, token_ids: list[int], row: Finished | None) -> None:
         if log.text is None or log.stopped:
             return
         stop_token = row is not None and row.reason == "stop" and not isinstance(row.detail, str)
         if log.text.push(token_ids, final=row is not None, stop_token=stop_token):
-            self._layout.stale = True
+            self._routing.stale = True
             self._stop_at_string(log)
             if row is None:
                 self._stop(log.uid)
 
-    def _stop_at_string(self, log: Log) -> None:
+    def _stop_at_string(self, log: OutputLog) -> None:
         if log.text is not None:
             log.cut(log.text.stopped_at)
             self._targets[log.uid] = log.sink()  # the core draws on until it has heard of it
 
-    def _add_text(self, log: Log, *, search: bool) -> None:
+    def _add_text(self, log: OutputLog, *, search: bool) -> None:
         if log.text is not None:
             return
         log.text = TextLog(self._make_text(log.submission, search))
@@ -384,30 +389,30 @@ class Outbox:
             if log.text is not None:
                 subscription.characters = self._characters_of(log, start)
 
-    def _characters_of(self, log: Log, num_tokens: int) -> int:
+    def _characters_of(self, log: OutputLog, num_tokens: int) -> int:
         """How much text a reader has seen who holds the first `num_tokens` tokens."""
         text = TextLog(self._make_text(log.submission, True))
         text.push(log.tokens[:num_tokens].tolist(), final=False, stop_token=False)
         return len(text.text)
 
-    def _end_rows(self, rows: list[Finished], now: float) -> list[Log]:
+    def _end_rows(self, rows: list[Finished], now: float) -> list[OutputLog]:
         logs = [self._end(row, now) for row in rows]
         return [log for log in logs if log is not None]
 
-    def _end(self, row: Finished, now: float) -> Log | None:
+    def _end(self, row: Finished, now: float) -> OutputLog | None:
         log = self._logs.pop(row.uid, None)
         if log is None:
             return None
         target = self._targets.pop(row.uid)
-        if target.layout is self._layout:
-            self._layout.gone.append(row.uid)
+        if target.routing is self._routing:
+            self._routing.gone.append(row.uid)
         if log.text is not None and not log.stopped:
             log.text.push([], final=True, stop_token=False)  # what was held back; nothing if its last token is in
         log.end(row)
         self.num_open -= 1
         ended = log.ended
         if ended is not None:
-            self._telemetry.ended(row, ended.reason, ended.completion_tokens)
+            self._counters.ended(row, ended.reason, ended.completion_tokens)
             if self._log_requests:
                 _log_end(log, ended)
             if self._on_end is not None:
@@ -419,13 +424,13 @@ class Outbox:
         return log
 
     def _close(self, subscription: Subscription) -> None:
-        peer = subscription.peer
-        peer.streams.pop(subscription.stream, None)
-        peer.dirty.pop(subscription.stream, None)
+        connection = subscription.connection
+        connection.streams.pop(subscription.stream, None)
+        connection.dirty.pop(subscription.stream, None)
         subscription.log.subscriptions.remove(subscription)
 
 
-def _log_end(log: Log, ended: Done) -> None:
+def _log_end(log: OutputLog, ended: Done) -> None:
     """Without a word of what was said. `request_id` is the front end's, which stands in its log too."""
     submission = log.submission
     fields = {

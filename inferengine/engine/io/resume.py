@@ -22,11 +22,11 @@ from inferengine.wire.messages import Submit
 TOKENS_PER_LOOK = 256  # that a grammar is taken over before it is asked whether somebody still waits
 MAX_STALLS = 2  # a request that was in flight at so many stalled steps is not run again
 
-Outputs: TypeAlias = "Sequence[array[int] | None]"  # per choice; None: it has ended, and is not run again
+PriorOutputs: TypeAlias = "Sequence[array[int] | None]"  # per choice; None: it has ended, and is not run again
 ReplayDone = Callable[[list[Grammar] | InferEngineError], None]
 
 
-def read_resume(message: Submit, params: SamplingParams, *, vocab_size: int, max_model_len: int) -> Outputs | None:
+def read_resume(message: Submit, params: SamplingParams, *, vocab_size: int, max_model_len: int) -> PriorOutputs | None:
     """The output so far of each choice; None for a request that begins. Raises InferEngineError."""
     if message.stalls >= MAX_STALLS:
         text = f"The request was in flight at {message.stalls} stalled steps: it is not run again."
@@ -55,7 +55,9 @@ def read_resume(message: Submit, params: SamplingParams, *, vocab_size: int, max
     return outputs
 
 
-def check_outputs(outputs: Outputs, params: SamplingParams, max_tokens: int, eos_token_ids: frozenset[int]) -> None:
+def check_outputs(
+    outputs: PriorOutputs, params: SamplingParams, max_tokens: int, eos_token_ids: frozenset[int]
+) -> None:
     """Raise InvalidRequest for output that the request could not have given: too much of it, or some after its end."""
     stops = frozenset(params.stop_token_ids)
     if not params.ignore_eos:
@@ -80,7 +82,7 @@ class GrammarReplay:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="inferengine-replay")
 
     def advance(
-        self, grammars: list[Grammar], outputs: Outputs, done: ReplayDone, is_wanted: Callable[[], bool]
+        self, grammars: list[Grammar], outputs: PriorOutputs, done: ReplayDone, is_wanted: Callable[[], bool]
     ) -> None:
         """`done` gets the grammars of the choices that go on, each at the end of its output, or why there are none.
         What is not wanted any more (asked in this thread) is given up: it must not hold up those behind it."""
@@ -90,7 +92,9 @@ class GrammarReplay:
         """What waits is not done any more."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def _work(self, grammars: list[Grammar], outputs: Outputs, done: ReplayDone, is_wanted: Callable[[], bool]) -> None:
+    def _work(
+        self, grammars: list[Grammar], outputs: PriorOutputs, done: ReplayDone, is_wanted: Callable[[], bool]
+    ) -> None:
         outcome: list[Grammar] | InferEngineError
         try:
             outcome = advance(grammars, outputs, is_wanted)
@@ -101,7 +105,9 @@ class GrammarReplay:
         self._deliver(partial(done, outcome))
 
 
-def advance(grammars: list[Grammar], outputs: Outputs, is_wanted: Callable[[], bool] = lambda: True) -> list[Grammar]:
+def advance(
+    grammars: list[Grammar], outputs: PriorOutputs, is_wanted: Callable[[], bool] = lambda: True
+) -> list[Grammar]:
     """See GrammarReplay. One grammar for each choice that goes on. Raises InvalidRequest."""
     live = [(choice, output) for choice, output in enumerate(outputs) if output is not None]
     for grammar, (choice, output) in zip(grammars, live, strict=True):

@@ -1,4 +1,4 @@
-"""The I/O thread: owns the sockets, and with them the switchboard, the link and the outbox.
+"""The I/O thread: owns the sockets, and with them the connections, the intake and the publisher.
 
 It sleeps until a message, news of the loop, or a timer is there. News go before messages, and both come in bounded
 turns: a flood of messages delays nobody's tokens, and a flood of steps delays nobody's question. Answers work while a
@@ -18,7 +18,7 @@ from typing import TypeVar
 
 import zmq
 
-from inferengine.engine.io.connection import Sent
+from inferengine.engine.io.connection import SendResult
 from inferengine.engine.io.connections import TICK_S
 from inferengine.engine.io.endpoint import Endpoint
 from inferengine.engine.state import Lifecycle
@@ -40,7 +40,7 @@ NOW_AND_MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
 T = TypeVar("T")
 
 
-class WireThread:
+class IOThread:
     """Runs calls given to `call` and the handlers given to `start`, all in one thread."""
 
     def __init__(self, endpoint: Endpoint, lifecycle: Lifecycle) -> None:
@@ -93,10 +93,10 @@ class WireThread:
             self.call(done.set)
             done.wait(CATCH_UP_S)
 
-    def send(self, routing_id: bytes, frames: Frames) -> Sent:
+    def send(self, routing_id: bytes, frames: Frames) -> SendResult:
         """Only in the I/O thread. Frame by frame: `send_multipart` would look at each of them twice. A ROUTER refuses a
         message at its first frame or not at all. Large frames are not copied: the files of a model are asked for again
-        and again by a peer that reads nothing, and thousands of answers may wait in its pipe."""
+        and again by a connection that reads nothing, and thousands of answers may wait in its pipe."""
         send = self._endpoint.router.send
         try:
             send(routing_id, NOW_AND_MORE)
@@ -104,16 +104,16 @@ class WireThread:
                 send(frames[index], NOW_AND_MORE, len(frames[index]) < SHARED_BYTES)
             send(frames[-1], NOW, len(frames[-1]) < SHARED_BYTES)
         except zmq.Again:
-            return Sent.FULL
+            return SendResult.FULL
         except zmq.ZMQError as error:
             if error.errno == errno.EHOSTUNREACH:
-                return Sent.GONE
+                return SendResult.GONE
             raise
-        return Sent.OK
+        return SendResult.OK
 
     def publish(self, frames: Frames) -> None:
         """To whoever listens on PUB. Only in the I/O thread."""
-        self._endpoint.publisher.send_multipart(frames, zmq.NOBLOCK)
+        self._endpoint.pub.send_multipart(frames, zmq.NOBLOCK)
 
     def stop(self, timeout_s: float = 5.0) -> None:
         """End the thread after what it was called for so far, and close the sockets."""
@@ -125,7 +125,7 @@ class WireThread:
         self._thread.join(timeout_s)
 
     def _replay(self, replay: zmq.Socket[bytes]) -> None:
-        """`[peer, empty, first number]`: the batches of KV events from there on, then the number -1."""
+        """`[connection, empty, first number]`: the batches of KV events from there on, then the number -1."""
         frames = replay.recv_multipart(zmq.NOBLOCK)
         if len(frames) != 3 or len(frames[2]) != 8:
             return

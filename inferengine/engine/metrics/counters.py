@@ -61,7 +61,7 @@ class Histogram:
         return {f"p{share}": ordered[round(last * share / 100)] for share in (50, 95, 99)}
 
 
-class Telemetry:
+class Counters:
     """Everything counted since the start of the engine."""
 
     def __init__(self) -> None:
@@ -84,7 +84,7 @@ class Telemetry:
         self.rejected: Counter[str] = Counter()  # by error code
         self.num_accepted = 0
         self.num_protocol_errors = 0
-        self.num_peers_dropped = 0
+        self.num_connections_dropped = 0
 
     def accepted(self, num_choices: int, max_tokens: int) -> None:
         """A SUBMIT was accepted."""

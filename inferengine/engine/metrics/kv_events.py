@@ -18,7 +18,7 @@ from inferengine.wire.codec import Frames, pack
 REPLAY_BATCHES = 10_000
 
 
-class KVPublisher:
+class KVEventPublisher:
     """Numbers batches and keeps the latest for replay. Only the I/O thread comes here."""
 
     def __init__(

@@ -6,12 +6,12 @@ from __future__ import annotations
 from typing import Any
 
 from inferengine.core.sequence import Finished
-from inferengine.engine.io.output_log import Log
+from inferengine.engine.io.output_log import OutputLog
 from inferengine.observability.tracing import PROVIDER, Tracing, unix_ns
 from inferengine.wire.messages import Done
 
 
-def record_choice(tracing: Tracing, model: str, log: Log, row: Finished, ended: Done) -> None:
+def record_choice(tracing: Tracing, model: str, log: OutputLog, row: Finished, ended: Done) -> None:
     """Of a choice that ends now. `ended`: its end as clients see it."""
     submission, params = log.submission, log.submission.params
     operation = "text_completion" if submission.pooling is None else "embeddings"

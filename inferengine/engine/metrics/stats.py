@@ -11,9 +11,9 @@ import logging
 from typing import Any
 
 from inferengine.config import Config
-from inferengine.engine.io.intake import Engine
-from inferengine.engine.io.publisher import Outbox
-from inferengine.engine.metrics.counters import Telemetry
+from inferengine.engine.io.intake import LoadedEngine
+from inferengine.engine.io.publisher import Publisher
+from inferengine.engine.metrics.counters import Counters
 from inferengine.engine.model_info import ModelCard
 from inferengine.engine.state import Lifecycle
 from inferengine.wire.messages import READY, STATES
@@ -64,22 +64,22 @@ class Gpus:
 SECRET_WORDS = ("secret", "password", "api_key")
 
 
-class Reports:
+class StatsReporter:
     """Reads the loop's latest snapshot and counters; never waits for the loop."""
 
     def __init__(
-        self, config: Config, lifecycle: Lifecycle, card: ModelCard, outbox: Outbox, telemetry: Telemetry
+        self, config: Config, lifecycle: Lifecycle, card: ModelCard, publisher: Publisher, counters: Counters
     ) -> None:
         self._config = config
         self._lifecycle = lifecycle
         self._card = card
-        self._outbox = outbox
-        self._telemetry = telemetry
+        self._publisher = publisher
+        self._counters = counters
         self._gpus = Gpus() if config.engine.device != "cpu" else Gpus(None)
 
-    def status(self, engine: Engine | None, num_peers: int) -> dict[str, Any]:
+    def status(self, engine: LoadedEngine | None, num_connections: int) -> dict[str, Any]:
         """Small and often: what choosing an engine and a live panel need."""
-        lifecycle, outbox = self._lifecycle, self._outbox
+        lifecycle, publisher = self._lifecycle, self._publisher
         values: dict[str, Any] = {
             "engine": lifecycle.engine,
             "epoch": lifecycle.epoch,
@@ -88,8 +88,8 @@ class Reports:
             "model": self._card.name,
             "loop_age_ms": round(lifecycle.loop_age_s() * 1e3, 1),
             "uptime_s": round(lifecycle.clock() - lifecycle.started_s, 3),
-            "peers": num_peers,
-            "active_requests": outbox.num_open,
+            "peers": num_connections,
+            "active_requests": publisher.num_open,
             "stalled_steps": lifecycle.num_stalled_steps,
         }
         if engine is None:
@@ -114,18 +114,18 @@ class Reports:
             "roofline_share": loop.roofline.shares() if loop.roofline is not None else {},
         }
 
-    def stats(self, engine: Engine | None, num_peers: int) -> dict[str, Any]:
+    def stats(self, engine: LoadedEngine | None, num_connections: int) -> dict[str, Any]:
         """Everything: counters and gauges of STATUS, the cache, histograms, percentiles, configuration."""
-        telemetry = self._telemetry
-        values = self.status(engine, num_peers) | {
+        counters = self._counters
+        values = self.status(engine, num_connections) | {
             "running": self._lifecycle.state == READY,
             "last_error": self._lifecycle.last_error,
-            "accepted_requests": telemetry.num_accepted,
-            "rejected_requests": dict(telemetry.rejected),
-            "finished_by_reason": dict(telemetry.finished),
-            "protocol_errors": telemetry.num_protocol_errors,
-            "percentiles": telemetry.percentiles(),
-            "histograms": telemetry.histograms(),
+            "accepted_requests": counters.num_accepted,
+            "rejected_requests": dict(counters.rejected),
+            "finished_by_reason": dict(counters.finished),
+            "protocol_errors": counters.num_protocol_errors,
+            "percentiles": counters.percentiles(),
+            "histograms": counters.histograms(),
             "config": self.config(),
             "startup_seconds": {phase: round(seconds, 3) for phase, seconds in list(self._lifecycle.phases.items())},
             "sleep_state": {"awake": 1, "weights_offloaded": 0, "discard_all": 0},
@@ -145,7 +145,7 @@ class Reports:
             "max_batch_observed": stats.max_batch,
             "last_error": self._lifecycle.last_error or loop.last_error,
             "waiting_by_reason": {"capacity": values["waiting_requests"]},
-            "held": {"slots": snapshot.num_slots_held, "outputs": len(self._outbox.submissions)},
+            "held": {"slots": snapshot.num_slots_held, "outputs": len(self._publisher.submissions)},
             "prompt_tokens_by_source": {
                 "local_compute": stats.num_prompt_tokens - stats.num_cached_tokens,
                 "local_cache_hit": stats.num_cached_tokens,

@@ -12,21 +12,21 @@ from functools import partial
 from typing import Any
 
 from inferengine.core.executor import AdapterStore
-from inferengine.engine.io.publisher import Outbox
+from inferengine.engine.io.publisher import Publisher
 from inferengine.engine.loop import EngineLoop
 from inferengine.errors import InferEngineError, InvalidRequest
 
 Reply = Callable[[Any], None]
 
 
-class Adapters:
+class AdapterService:
     """All methods belong to the I/O thread; `call` brings a function there from any other."""
 
     def __init__(
-        self, outbox: Outbox, call: Callable[[Callable[[], None]], None], on_change: Callable[[], None]
+        self, publisher: Publisher, call: Callable[[Callable[[], None]], None], on_change: Callable[[], None]
     ) -> None:
         self.names: dict[str, int] = {}
-        self._outbox, self._call, self._on_change = outbox, call, on_change
+        self._publisher, self._call, self._on_change = publisher, call, on_change
         self._store: AdapterStore | None = None
         self._loop: EngineLoop | None = None
         self._coming: set[str] = set()
@@ -47,7 +47,7 @@ class Adapters:
     def tick(self) -> None:
         """Let go of what nobody uses any more."""
         if self._leaving and self._loop is not None and self._store is not None:
-            in_use = {log.submission.adapter for log in self._outbox.open_logs()}
+            in_use = {log.submission.adapter for log in self._publisher.open_logs()}
             for number in self._leaving - in_use:
                 self._loop.call(partial(self._store.remove, number))
             self._leaving &= in_use
@@ -71,7 +71,7 @@ class Adapters:
         number = self.resolve(self._name(arguments))
         del self.names[self._name(arguments)]
         self._leaving.add(number)
-        running = sum(log.submission.adapter == number for log in self._outbox.open_logs())
+        running = sum(log.submission.adapter == number for log in self._publisher.open_logs())
         self._on_change()
         reply({"running_requests": running})
 

@@ -27,7 +27,7 @@ Reply = Callable[[Any], None]
 MakeRecorder = Callable[[], StepRecorder]
 
 
-class Profiling:
+class Profiler:
     """All methods belong to the I/O thread; `call` brings a function there from any other."""
 
     def __init__(self, clock: Callable[[], float], call: Callable[[Callable[[], None]], None]) -> None:

@@ -1,4 +1,4 @@
-"""The I/O thread between a loop that posts and peers that ask: neither keeps the other from being served."""
+"""The I/O thread between a loop that posts and clients that ask: neither keeps the other from being served."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from inferengine.engine.io.endpoint import Endpoint
-from inferengine.engine.io.thread import WireThread
+from inferengine.engine.io.thread import IOThread
 from inferengine.engine.state import Lifecycle
 from inferengine.wire import codec
 from inferengine.wire.messages import Message, Ping
-from tests.engine.builders import RawPeer, make_config, wait_until
+from tests.engine.builders import RawClient, make_config, wait_until
 
 
 class Running:
@@ -24,7 +24,7 @@ class Running:
         config = make_config(str(folder))
         self.address = config.wire.socket
         self.received: list[Message] = []
-        self.thread = WireThread(Endpoint(config), Lifecycle(engine="e", epoch=bytes(8), clock=time.monotonic))
+        self.thread = IOThread(Endpoint(config), Lifecycle(engine="e", epoch=bytes(8), clock=time.monotonic))
         self.thread.start(self._receive, lambda now: now + 3600.0)
 
     def _receive(self, frames: list[bytes], now: float) -> None:
@@ -62,27 +62,27 @@ def test_a_flood_of_news_does_not_keep_a_question_waiting(wire: Running) -> None
             wire.thread.call(post_again)
 
     wire.thread.call(post_again)
-    peer = RawPeer(wire.address, greet=False)
+    client = RawClient(wire.address, greet=False)
     try:
-        peer.send(Ping(7))
+        client.send(Ping(7))
         wait_until(lambda: wire.received == [Ping(7)])
     finally:
         flooding = False
-        peer.close()
+        client.close()
 
 
 def test_a_flood_of_messages_does_not_keep_news_waiting(wire: Running, held: Callable[[], None]) -> None:
-    peer = RawPeer(wire.address, greet=False)
+    client = RawClient(wire.address, greet=False)
     try:
         for number in range(500):
-            peer.send(Ping(number))
+            client.send(Ping(number))
         seen: list[int] = []
         wire.thread.call(lambda: wire.thread.call(lambda: seen.append(len(wire.received))))
         held()
         wait_until(lambda: len(wire.received) == 500)
         assert seen[0] < 500
     finally:
-        peer.close()
+        client.close()
 
 
 def test_who_posts_too_fast_waits_until_its_news_are_handled(wire: Running, held: Callable[[], None]) -> None:

@@ -17,7 +17,7 @@ from inferengine.cli.trace_summary import read_trace
 from inferengine.client import Client
 from inferengine.engine.loop import EngineLoop
 from inferengine.engine.service import EngineService
-from inferengine.engine.services.profiler import MAX_STEPS, MAX_TRACE_BYTES, Profiling
+from inferengine.engine.services.profiler import MAX_STEPS, MAX_TRACE_BYTES, Profiler
 from inferengine.errors import ExitCode, InferEngineError
 from inferengine.sampling_params import SamplingParams
 from inferengine.simulation.simulated_executor import SimulatedExecutor
@@ -121,7 +121,7 @@ def test_so_many_steps_are_recorded_in_the_loops_thread(device: Recorded, client
 def test_with_fewer_steps_in_the_time_there_are_those() -> None:
     now, answers = [100.0], []
     loop = SimpleNamespace(watcher=None, call=lambda function: function())
-    profiling = Profiling(lambda: now[0], lambda function: function())
+    profiling = Profiler(lambda: now[0], lambda function: function())
     profiling.begin(FakeRecorder, cast(EngineLoop, loop))
     profiling.profile({"steps": 50, "wait_s": 5}, answers.append)
     for computed in (True, True, False, True):

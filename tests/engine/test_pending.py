@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from inferengine.engine.io.output_log import Submission
-from inferengine.engine.io.pending import TEXT_TIMEOUT_S, Preparation, Unprepared
+from inferengine.engine.io.pending import TEXT_TIMEOUT_S, PendingSubmission, PendingSubmissions
 from inferengine.errors import InferEngineError
 from inferengine.sampling_params import SamplingParams
 from inferengine.wire.messages import Submit
@@ -21,7 +21,7 @@ class Silent:
 def test_time_in_which_the_engine_did_not_run_counts_for_no_text() -> None:
     refused: list[InferEngineError] = []
     unused: Any = Silent()
-    preparation = Preparation(
+    pending = PendingSubmissions(
         unused,
         unused,
         unused,
@@ -31,10 +31,10 @@ def test_time_in_which_the_engine_did_not_run_counts_for_no_text() -> None:
     )
     message = Submit(bytes(16), 1, text="a text")
     submission = Submission(message.id, SamplingParams())
-    item = Unprepared(submission, message, None, [], None, None, [], 5.0, TEXT_TIMEOUT_S)
-    preparation.begin(item, vocab_size=100, eos_token_ids=[], max_model_len=100)
-    preparation.forgive(40.0)
-    preparation.tick(41.0)
+    item = PendingSubmission(submission, message, None, [], None, None, [], 5.0, TEXT_TIMEOUT_S)
+    pending.begin(item, vocab_size=100, eos_token_ids=[], max_model_len=100)
+    pending.forgive(40.0)
+    pending.tick(41.0)
     assert refused == []
-    preparation.tick(40.0 + TEXT_TIMEOUT_S + 1.0)
+    pending.tick(40.0 + TEXT_TIMEOUT_S + 1.0)
     assert [error.code for error in refused] == ["overloaded"]

@@ -54,35 +54,35 @@ def run_script(text: str, step_s: float = 0.0):  # type: ignore[no-untyped-def]
 def test_text_in_and_text_out(connect: Connect) -> None:
     text = "the quick brown fox"
     with run_script(text) as engine:
-        peer = connect(engine)
-        peer.submit(1, text="the lazy dog", reply="text", max_tokens=len(script_of(text)))
-        collected = peer.collect({1})
+        client = connect(engine)
+        client.submit(1, text="the lazy dog", reply="text", max_tokens=len(script_of(text)))
+        collected = client.collect({1})
         assert collected.text[1] == text
         assert collected.tokens.get(1) is None
         assert collected.accepts[1][0].prompt_tokens == len(script_of("the lazy dog"))
 
 
 def test_messages_go_through_the_models_template(engine: EngineService, connect: Connect) -> None:
-    peer = connect(engine)
-    peer.submit(1, messages=[{"role": "user", "content": "the fox"}])
+    client = connect(engine)
+    client.submit(1, messages=[{"role": "user", "content": "the fox"}])
     expected = Tokenizer.from_files(make_card().files).encode("<user>the fox", add_special_tokens=False)
-    assert peer.collect({1}).accepts[1][0].prompt_tokens == len(expected)
+    assert client.collect({1}).accepts[1][0].prompt_tokens == len(expected)
 
 
 def test_both_carries_tokens_and_text(connect: Connect) -> None:
     with run_script("the dog") as engine:
-        peer = connect(engine)
-        peer.submit(1, reply="both", max_tokens=len(script_of("the dog")))
-        collected = peer.collect({1})
+        client = connect(engine)
+        client.submit(1, reply="both", max_tokens=len(script_of("the dog")))
+        collected = client.collect({1})
         assert (collected.text[1], collected.tokens[1]) == ("the dog", script_of("the dog"))
 
 
 @pytest.mark.parametrize("text", ["🎉 fête 🎉🎉", "你好世界 你好", "e\u0301 👩‍👩‍👧 ﷽ x"])
 def test_emoji_and_cjk_arrive_whole_however_the_tokens_cut_them(connect: Connect, text: str) -> None:
     with run_script(text) as engine:
-        peer = connect(engine, window=64)
-        peer.submit(1, reply="text", max_tokens=len(script_of(text)))
-        collected = peer.collect({1})
+        client = connect(engine, window=64)
+        client.submit(1, reply="text", max_tokens=len(script_of(text)))
+        collected = client.collect({1})
         assert collected.text[1] == text
         assert all("\ufffd" not in piece for step in collected.steps for _, piece in step.text)
 
@@ -90,9 +90,9 @@ def test_emoji_and_cjk_arrive_whole_however_the_tokens_cut_them(connect: Connect
 class TestStopStrings:
     def test_the_output_ends_before_the_stop_string_which_never_shows(self, connect: Connect) -> None:
         with run_script("one two STOP three four five six seven eight nine ten") as engine:
-            peer = connect(engine)
-            peer.submit(1, reply="text", max_tokens=60, params={"stop": ["STOP"]})
-            collected = peer.collect({1})
+            client = connect(engine)
+            client.submit(1, reply="text", max_tokens=60, params={"stop": ["STOP"]})
+            collected = client.collect({1})
             (done,) = collected.done[1]
             assert collected.text[1] == "one two "
             assert (done.reason, done.detail) == ("stop", "STOP")
@@ -101,10 +101,10 @@ class TestStopStrings:
 
     def test_not_even_its_first_half_is_shown(self, connect: Connect) -> None:
         with run_script("ab STO STOP x y z") as engine:
-            peer = connect(engine)
-            peer.submit(1, reply="text", max_tokens=40, params={"stop": ["STOP"]})
+            client = connect(engine)
+            client.submit(1, reply="text", max_tokens=40, params={"stop": ["STOP"]})
             shown = ""
-            for step in peer.collect({1}).steps:
+            for step in client.collect({1}).steps:
                 for _, piece in step.text:
                     shown += piece
                     assert "ab STO STOP".startswith(shown)
@@ -113,26 +113,26 @@ class TestStopStrings:
 
     def test_half_a_stop_string_at_the_end_is_given_out(self, connect: Connect) -> None:
         with run_script("so STO") as engine:
-            peer = connect(engine)
-            peer.submit(1, reply="text", max_tokens=len(script_of("so STO")), params={"stop": ["STOP"]})
-            collected = peer.collect({1})
+            client = connect(engine)
+            client.submit(1, reply="text", max_tokens=len(script_of("so STO")), params={"stop": ["STOP"]})
+            collected = client.collect({1})
             assert collected.text[1] == "so STO"
             assert collected.done[1][0].reason == "length"
 
     def test_it_can_be_included(self, connect: Connect) -> None:
         with run_script("one two STOP three four") as engine:
-            peer = connect(engine)
+            client = connect(engine)
             params = {"stop": ["STOP"], "include_stop_str_in_output": True}
-            peer.submit(1, reply="both", max_tokens=60, params=params)
-            collected = peer.collect({1})
+            client.submit(1, reply="both", max_tokens=60, params=params)
+            collected = client.collect({1})
             assert collected.text[1] == "one two STOP"
             assert collected.tokens[1] == script_of("one two STOP")
 
     def test_it_frees_the_request_soon(self, connect: Connect) -> None:
         with run_script("a STOP " + "b " * 300, step_s=0.005) as engine:
-            peer = connect(engine)
-            peer.submit(1, reply="text", max_tokens=600, params={"stop": ["STOP"]})
-            peer.collect({1})
+            client = connect(engine)
+            client.submit(1, reply="text", max_tokens=600, params={"stop": ["STOP"]})
+            client.collect({1})
             check_idle(engine)
             assert engine.core is not None
             assert engine.core.scheduler.stats.num_steps < 30
@@ -159,27 +159,27 @@ def test_a_request_of_tokens_can_be_read_as_text_later(connect: Connect) -> None
 
 def test_a_prompt_that_is_too_long_is_refused_before_it_is_tokenized(connect: Connect) -> None:
     with run_service(limits={"max_text_characters": 1000}) as engine:
-        peer = connect(engine)
-        peer.submit(1, text="x" * 1001)
-        reject = peer.expect(Reject)
+        client = connect(engine)
+        client.submit(1, text="x" * 1001)
+        reject = client.expect(Reject)
         assert (reject.code, reject.field) == ("request_too_large", "prompt")
 
 
 def test_a_long_text_does_not_hold_up_others(engine: EngineService, connect: Connect) -> None:
     words = random.Random(1).choices(["fox", "dog", "lazy", "über"], k=100_000)
-    peer, other = connect(engine), connect(engine)
-    peer.submit(1, text=" ".join(words))
+    client, other = connect(engine), connect(engine)
+    client.submit(1, text=" ".join(words))
     other.submit(1, max_tokens=4)
     assert len(other.collect({1}).tokens[1]) == 4
-    assert peer.expect(Reject, 30.0).code == "context_length_exceeded"
+    assert client.expect(Reject, 30.0).code == "context_length_exceeded"
 
 
 def test_cancelling_while_it_is_tokenized_is_answered_once(engine: EngineService, connect: Connect) -> None:
-    peer = connect(engine)
-    peer.submit(1, text="fox dog " * 200_000)
-    peer.send(Cancel((1,)))
-    assert peer.expect(Reject).code == "cancelled"
-    assert peer.receive(0.5) is None
+    client = connect(engine)
+    client.submit(1, text="fox dog " * 200_000)
+    client.send(Cancel((1,)))
+    assert client.expect(Reject).code == "cancelled"
+    assert client.receive(0.5) is None
     check_idle(engine)
 
 
@@ -200,14 +200,14 @@ def tokenizing_for_ever(engine: EngineService) -> Iterator[None]:
 
 
 def test_every_choice_of_a_text_that_is_being_tokenized_has_its_stream(engine: EngineService, connect: Connect) -> None:
-    peer = connect(engine)
+    client = connect(engine)
     with tokenizing_for_ever(engine):
-        peer.submit(1, text="fox", params={"n": 3})
-        peer.submit(3)
-        reject = peer.expect(Reject)
+        client.submit(1, text="fox", params={"n": 3})
+        client.submit(3)
+        reject = client.expect(Reject)
         assert (reject.code, reject.field, reject.stream) == ("conflict", "stream", 3)
-        peer.submit(4)
-        assert peer.expect(Accept).stream == 4
+        client.submit(4)
+        assert client.expect(Accept).stream == 4
 
 
 def test_who_attaches_to_a_text_that_is_being_tokenized_needs_a_free_stream_too(connect: Connect) -> None:
@@ -216,7 +216,7 @@ def test_who_attaches_to_a_text_that_is_being_tokenized_needs_a_free_stream_too(
         reader.submit(5, max_tokens=900)
         reader.expect(Accept)
         waiting = owner.submit(1, text="fox")
-        wait_until(lambda: engine.link.has_unanswered)
+        wait_until(lambda: engine.intake.has_unanswered)
         reader.send(Attach(waiting.id, 5))
         reject = reader.expect(Reject)
         assert (reject.code, reject.field, reject.stream) == ("conflict", "stream", 5)
@@ -226,32 +226,32 @@ def test_a_model_without_a_tokenizer_serves_token_ids_only(connect: Connect) -> 
     card = make_card()
     bare = type(card)(card.name, card.folder, {}, card.fingerprint, ())
     with run_service(card=bare) as engine:
-        peer = connect(engine)
-        peer.submit(1, text="x")
-        assert peer.expect(Reject).code == "unsupported"
-        peer.submit(2)
-        assert len(peer.collect({2}).tokens[2]) == 4
+        client = connect(engine)
+        client.submit(1, text="x")
+        assert client.expect(Reject).code == "unsupported"
+        client.submit(2)
+        assert len(client.collect({2}).tokens[2]) == 4
 
 
 class TestTokenizingThatHangs:
     """A template without end, a tokenizer's bug: the request is answered, whatever its thread does."""
 
     def test_a_request_is_refused_at_its_deadline(self, engine: EngineService, connect: Connect, stuck_text) -> None:  # type: ignore[no-untyped-def]
-        peer = connect(engine)
-        peer.submit(1, text="the quick brown", deadline_ms=300)
-        assert peer.expect(Reject).code == "deadline_exceeded"
+        client = connect(engine)
+        client.submit(1, text="the quick brown", deadline_ms=300)
+        assert client.expect(Reject).code == "deadline_exceeded"
 
     def test_a_request_without_a_deadline_is_refused_after_a_while(
         self, engine: EngineService, connect: Connect, stuck_text, monkeypatch: pytest.MonkeyPatch
     ) -> None:  # type: ignore[no-untyped-def]
         monkeypatch.setattr("inferengine.engine.io.intake.TEXT_TIMEOUT_S", 0.3)
-        peer = connect(engine)
-        peer.submit(1, text="the quick brown")
-        reject = peer.expect(Reject)
+        client = connect(engine)
+        client.submit(1, text="the quick brown")
+        reject = client.expect(Reject)
         assert reject.code == "overloaded"
         assert reject.retry_after_ms
-        peer.submit(2)
-        assert len(peer.collect({2}).tokens[2]) == 4, "the others go on"
+        client.submit(2)
+        assert len(client.collect({2}).tokens[2]) == 4, "the others go on"
 
 
 @pytest.fixture
@@ -269,7 +269,7 @@ def test_a_text_that_cannot_fit_is_refused_untokenized(
         raise AssertionError(f"{len(text)} characters are tokenized")
 
     monkeypatch.setattr(Tokenizer, "_encode", encode)
-    peer = connect(engine)
-    peer.submit(1, text="x" * 3_000_000)
-    reject = peer.expect(Reject)
+    client = connect(engine)
+    client.submit(1, text="x" * 3_000_000)
+    reject = client.expect(Reject)
     assert (reject.code, reject.field) == ("context_length_exceeded", "prompt")

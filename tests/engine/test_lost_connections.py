@@ -9,13 +9,13 @@ import pytest
 import zmq
 
 from inferengine.client import Client
-from inferengine.engine.io import lost_connections as connections
+from inferengine.engine.io import lost_connections as lost_connections
 from inferengine.engine.service import EngineService
 from inferengine.sampling_params import SamplingParams
 from inferengine.wire import codec
 from inferengine.wire.curve import ClientKeys, new_pair, write_pair
 from inferengine.wire.messages import Hello, Ping
-from tests.engine.builders import RawPeer, address_of, run_service, wait_until
+from tests.engine.builders import RawClient, address_of, run_service, wait_until
 from tests.engine.test_service import free_port
 
 PAIRS = 8
@@ -24,8 +24,8 @@ QUIET_S = 0.3
 
 @pytest.fixture(autouse=True)
 def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "UNNOTICED_S", QUIET_S)
-    monkeypatch.setattr(connections, "CHECK_S", 0.05)
+    monkeypatch.setattr(lost_connections, "UNNOTICED_S", QUIET_S)
+    monkeypatch.setattr(lost_connections, "CHECK_S", 0.05)
 
 
 def descriptors() -> int:
@@ -34,14 +34,14 @@ def descriptors() -> int:
 
 def leave_forgotten(address: str, pairs: int = PAIRS) -> None:
     """Pairs of connections under one routing id each, of which the first goes on sending; then all are closed."""
-    peers = []
+    raws = []
     for number in range(pairs):
-        first = RawPeer(address, routing_id=b"twin%d" % number)
-        peers += [first, RawPeer(address, routing_id=b"twin%d" % number)]
+        first = RawClient(address, routing_id=b"twin%d" % number)
+        raws += [first, RawClient(address, routing_id=b"twin%d" % number)]
         first.send(Ping(1))
     time.sleep(QUIET_S)
-    for peer in peers:
-        peer.close()
+    for raw in raws:
+        raw.close()
 
 
 def tokens_of(client: Client) -> int:
@@ -76,7 +76,7 @@ def assert_served(engine: EngineService, *addresses: str) -> None:
 
 
 def test_running_requests_go_on_when_there_are_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "MOST_LOST", PAIRS)
+    monkeypatch.setattr(lost_connections, "MOST_LOST", PAIRS)
     with run_service(step_s=0.01) as engine:
         client = Client(address_of(engine))
         try:
@@ -84,7 +84,7 @@ def test_running_requests_go_on_when_there_are_too_many(monkeypatch: pytest.Monk
             stream = client.submit([1, 2, 3], SamplingParams(max_tokens=500, ignore_eos=True)).streams[0]
             leave_forgotten(address_of(engine))
             assert sum(len(delta.token_ids) for delta in stream) == 500
-            assert engine.connections.num_renewals == 1
+            assert engine.lost_connections.num_renewals == 1
         finally:
             client.close()
 
@@ -97,9 +97,9 @@ def test_a_few_wait_for_the_end_of_what_runs() -> None:
             stream = client.submit([1, 2, 3], SamplingParams(max_tokens=200, ignore_eos=True)).streams[0]
             leave_forgotten(address_of(engine), 2)
             time.sleep(3 * QUIET_S)
-            assert engine.connections.num_renewals == 0
+            assert engine.lost_connections.num_renewals == 0
             assert sum(len(delta.token_ids) for delta in stream) == 200
-            wait_until(lambda: engine.connections.num_renewals == 1)
+            wait_until(lambda: engine.lost_connections.num_renewals == 1)
         finally:
             client.close()
 
@@ -107,9 +107,9 @@ def test_a_few_wait_for_the_end_of_what_runs() -> None:
 def test_clients_that_come_and_go_end_nobodys_connection() -> None:
     with run_service() as engine:
         for _ in range(5):
-            RawPeer(address_of(engine)).close()
+            RawClient(address_of(engine)).close()
         time.sleep(3 * QUIET_S)
-        assert engine.connections.num_renewals == 0
+        assert engine.lost_connections.num_renewals == 0
 
 
 def test_keys_are_asked_for_where_they_were(tmp_path: os.PathLike[str]) -> None:
@@ -121,7 +121,7 @@ def test_keys_are_asked_for_where_they_were(tmp_path: os.PathLike[str]) -> None:
     address = f"tcp://127.0.0.1:{free_port()}"
     with run_service(wire={"tcp": address, "curve_secret_file": secret, "curve_clients_file": clients}) as engine:
         leave_forgotten(address_of(engine))
-        wait_until(lambda: engine.connections.num_renewals == 1)
+        wait_until(lambda: engine.lost_connections.num_renewals == 1)
         assert_served(engine)
         client = Client(address, curve=ClientKeys(friend, server.public))
         try:

@@ -22,7 +22,7 @@ SCHEMA["additionalProperties"] = False
 
 
 @pytest.fixture
-def ending(request: pytest.FixtureRequest):  # type: ignore[no-untyped-def]
+def shutdown(request: pytest.FixtureRequest):  # type: ignore[no-untyped-def]
     """An engine whose model has an end-of-text token."""
     card = make_card()
     card = type(card)(card.name, card.folder, card.files, card.fingerprint, (1,))
@@ -38,14 +38,14 @@ def ending(request: pytest.FixtureRequest):  # type: ignore[no-untyped-def]
         (("json_schema", json.dumps(SCHEMA), ""), lambda text: json.loads(text)["a"] in (1, 2)),
     ],
 )
-def test_the_output_matches(ending: EngineService, connect: Connect, grammar: Any, matches: Any) -> None:
-    peer = connect(ending)
-    peer.submit(1, max_tokens=60, reply="text", grammar=grammar, params={"n": 2, "ignore_eos": False})
-    collected = peer.collect({1, 2})
+def test_the_output_matches(shutdown: EngineService, connect: Connect, grammar: Any, matches: Any) -> None:
+    client = connect(shutdown)
+    client.submit(1, max_tokens=60, reply="text", grammar=grammar, params={"n": 2, "ignore_eos": False})
+    collected = client.collect({1, 2})
     for stream in (1, 2):
         assert collected.done[stream][0].reason == "stop"
         assert matches(collected.text[stream])
-    check_idle(ending)
+    check_idle(shutdown)
 
 
 @pytest.mark.parametrize(
@@ -59,13 +59,15 @@ def test_the_output_matches(ending: EngineService, connect: Connect, grammar: An
         (("regex", "x\0"), "grammar"),
     ],
 )
-def test_one_that_makes_no_sense_is_refused(ending: EngineService, connect: Connect, grammar: Any, field: str) -> None:
-    peer = connect(ending)
-    peer.submit(1, grammar=grammar)
-    reject = peer.expect(Reject)
+def test_one_that_makes_no_sense_is_refused(
+    shutdown: EngineService, connect: Connect, grammar: Any, field: str
+) -> None:
+    client = connect(shutdown)
+    client.submit(1, grammar=grammar)
+    reject = client.expect(Reject)
     assert (reject.code, reject.field) == ("invalid_request", field)
-    peer.submit(1)
-    assert len(peer.collect({1}).tokens[1]) == 4
+    client.submit(1)
+    assert len(client.collect({1}).tokens[1]) == 4
 
 
 def test_a_large_vocabulary_is_ready_for_grammars_before_the_first_request(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,22 +81,22 @@ def test_a_large_vocabulary_is_ready_for_grammars_before_the_first_request(monke
         assert service._grammars._compiler is None
 
 
-def test_cancelling_while_it_is_compiled_is_answered_once(ending: EngineService, connect: Connect) -> None:
-    peer = connect(ending)
-    peer.submit(1, grammar=("regex", "(a|b)*" * 400))
-    peer.send(Cancel((1,)))
-    collected = peer.collect({1})
+def test_cancelling_while_it_is_compiled_is_answered_once(shutdown: EngineService, connect: Connect) -> None:
+    client = connect(shutdown)
+    client.submit(1, grammar=("regex", "(a|b)*" * 400))
+    client.send(Cancel((1,)))
+    collected = client.collect({1})
     assert len(collected.rejects.get(1, [])) + len(collected.done.get(1, [])) == 1
-    check_idle(ending)
+    check_idle(shutdown)
 
 
-def test_text_and_grammar_are_prepared_together(ending: EngineService, connect: Connect) -> None:
-    peer = connect(ending)
-    peer.submit(1, text="the fox", max_tokens=20, reply="text", grammar=("regex", "ok"), params={"ignore_eos": False})
-    assert peer.collect({1}).text[1] == "ok"
+def test_text_and_grammar_are_prepared_together(shutdown: EngineService, connect: Connect) -> None:
+    client = connect(shutdown)
+    client.submit(1, text="the fox", max_tokens=20, reply="text", grammar=("regex", "ok"), params={"ignore_eos": False})
+    assert client.collect({1}).text[1] == "ok"
 
 
 def test_a_model_without_an_end_serves_no_grammars(engine: EngineService, connect: Connect) -> None:
-    peer = connect(engine)
-    peer.submit(1, grammar=("regex", "ok"))
-    assert peer.expect(Reject).code == "unsupported"
+    client = connect(engine)
+    client.submit(1, grammar=("regex", "ok"))
+    assert client.expect(Reject).code == "unsupported"

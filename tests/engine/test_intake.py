@@ -12,16 +12,16 @@ from inferengine.engine.service import EngineService
 from inferengine.simulation.simulated_executor import SimulatedExecutor
 from inferengine.wire import codec
 from inferengine.wire.messages import Accept, Attach, Credit, Hello, Kind, Pong, Reject, Step, Welcome
-from tests.engine.builders import VOCAB_SIZE, RawPeer, check_idle, run_service, small_capacity, wait_until
+from tests.engine.builders import VOCAB_SIZE, RawClient, check_idle, run_service, small_capacity, wait_until
 from tests.engine.conftest import Connect
 
 ID = bytes(range(16))
 
 
 def test_a_request_gives_exactly_its_tokens_and_one_terminal_row(engine: EngineService, connect: Connect) -> None:
-    peer = connect(engine)
-    peer.submit(1, max_tokens=5, prompt=[1, 2, 3])
-    collected = peer.collect({1})
+    client = connect(engine)
+    client.submit(1, max_tokens=5, prompt=[1, 2, 3])
+    collected = client.collect({1})
     (done,) = collected.done[1]
     assert len(collected.tokens[1]) == 5
     assert (done.reason, done.prompt_tokens, done.completion_tokens) == ("length", 3, 5)
@@ -31,29 +31,29 @@ def test_a_request_gives_exactly_its_tokens_and_one_terminal_row(engine: EngineS
 
 
 def test_mixed_lengths_give_exact_counts(engine: EngineService, connect: Connect) -> None:
-    peer = connect(engine)
+    client = connect(engine)
     lengths = {stream: 1 + stream * 7 % 40 for stream in range(1, 60)}
     for stream, length in lengths.items():
-        peer.submit(stream, max_tokens=length)
-    collected = peer.collect(set(lengths))
+        client.submit(stream, max_tokens=length)
+    collected = client.collect(set(lengths))
     assert {stream: len(tokens) for stream, tokens in collected.tokens.items()} == lengths
     check_idle(engine)
 
 
 def test_choices_speak_on_neighbouring_streams_with_draws_of_their_own(engine: EngineService, connect: Connect) -> None:
-    peer = connect(engine)
-    peer.submit(10, max_tokens=6, params={"n": 3, "seed": 5})
-    collected = peer.collect({10, 11, 12})
+    client = connect(engine)
+    client.submit(10, max_tokens=6, params={"n": 3, "seed": 5})
+    collected = client.collect({10, 11, 12})
     assert collected.accepts[10][0].n == 3
     assert len({tuple(collected.tokens[stream]) for stream in (10, 11, 12)}) == 3
     check_idle(engine)
 
 
 def test_a_seed_gives_the_same_tokens_again(engine: EngineService, connect: Connect) -> None:
-    peer = connect(engine)
+    client = connect(engine)
     for stream in (1, 2, 3):
-        peer.submit(stream, params={"seed": 7 if stream < 3 else 8})
-    tokens = peer.collect({1, 2, 3}).tokens
+        client.submit(stream, params={"seed": 7 if stream < 3 else 8})
+    tokens = client.collect({1, 2, 3}).tokens
     assert tokens[1] == tokens[2] != tokens[3]
 
 
@@ -90,24 +90,24 @@ def test_seeds_of_choices_and_neighbours_do_not_meet() -> None:
 def test_a_bad_field_is_refused_by_name(
     engine: EngineService, connect: Connect, fields: dict[str, Any], code: str, field: str
 ) -> None:
-    peer = connect(engine)
+    client = connect(engine)
     fields = dict(fields)
     stream = fields.pop("stream", 3)
-    peer.submit(stream, id=ID, **fields)
-    reject = peer.expect(Reject)
+    client.submit(stream, id=ID, **fields)
+    reject = client.expect(Reject)
     assert (reject.id, reject.stream, reject.code, reject.field) == (ID, stream, code, field)
     assert 0 < len(reject.message) <= 1000
-    peer.submit(4)
-    assert len(peer.collect({4}).tokens[4]) == 4
+    client.submit(4)
+    assert len(client.collect({4}).tokens[4]) == 4
     check_idle(engine)
 
 
 def test_a_penalty_that_the_device_cannot_hold_is_refused_in_the_engine(
     engine: EngineService, connect: Connect
 ) -> None:
-    peer = connect(engine)
-    peer.submit(1, params={"repetition_penalty": 1e-308})
-    reject = peer.expect(Reject)
+    client = connect(engine)
+    client.submit(1, params={"repetition_penalty": 1e-308})
+    reject = client.expect(Reject)
     assert (reject.code, reject.field) == ("invalid_request", "params.repetition_penalty")
 
 
@@ -124,9 +124,9 @@ def test_a_penalty_that_the_device_cannot_hold_is_refused_in_the_engine(
 def test_an_id_outside_the_vocabulary_is_refused_in_the_engine_whatever_the_field(
     engine: EngineService, connect: Connect, fields: dict[str, Any]
 ) -> None:
-    peer = connect(engine)
-    peer.submit(1, **fields)
-    reject = peer.expect(Reject)
+    client = connect(engine)
+    client.submit(1, **fields)
+    reject = client.expect(Reject)
     assert reject.code == "invalid_request"
     assert "vocabulary" in reject.message
 
@@ -134,10 +134,10 @@ def test_an_id_outside_the_vocabulary_is_refused_in_the_engine_whatever_the_fiel
 def test_a_prompt_larger_than_the_pool_is_refused_at_once_and_blocks_nobody(connect: Connect) -> None:
     capacity = small_capacity(num_blocks=8)  # 128 tokens
     with run_service(lambda: SimulatedExecutor(capacity)) as engine:
-        peer = connect(engine)
-        peer.submit(1, prompt=[1] * 200)
-        peer.submit(2, max_tokens=8)
-        collected = peer.collect({1, 2})
+        client = connect(engine)
+        client.submit(1, prompt=[1] * 200)
+        client.submit(2, max_tokens=8)
+        collected = client.collect({1, 2})
         assert collected.rejects[1][0].code == "prompt_never_fits"
         assert len(collected.tokens[2]) == 8
         check_idle(engine)
@@ -146,10 +146,10 @@ def test_a_prompt_larger_than_the_pool_is_refused_at_once_and_blocks_nobody(conn
 def test_demand_above_the_pool_finishes_every_request(connect: Connect) -> None:
     capacity = small_capacity(num_blocks=12)  # 192 tokens, of which each request wants 60
     with run_service(lambda: SimulatedExecutor(capacity)) as engine:
-        peer = connect(engine)
+        client = connect(engine)
         for stream in range(1, 31):
-            peer.submit(stream, max_tokens=50, prompt=[stream] * 10)
-        collected = peer.collect(set(range(1, 31)))
+            client.submit(stream, max_tokens=50, prompt=[stream] * 10)
+        collected = client.collect(set(range(1, 31)))
         assert {len(tokens) for tokens in collected.tokens.values()} == {50}
         assert {rows[0].reason for rows in collected.done.values()} == {"length"}
         assert engine.core is not None
@@ -158,19 +158,19 @@ def test_demand_above_the_pool_finishes_every_request(connect: Connect) -> None:
 
 
 def test_top_k_zero_and_minus_one_mean_off(engine: EngineService, connect: Connect) -> None:
-    peer = connect(engine)
-    peer.submit(1, params={"top_k": 0})
-    peer.submit(2, params={"top_k": -1})
-    assert {rows[0].reason for rows in peer.collect({1, 2}).done.values()} == {"length"}
+    client = connect(engine)
+    client.submit(1, params={"top_k": 0})
+    client.submit(2, params={"top_k": -1})
+    assert {rows[0].reason for rows in client.collect({1, 2}).done.values()} == {"length"}
 
 
 def test_a_full_queue_is_refused_with_a_time_to_come_back(connect: Connect) -> None:
     slow = SimulatedExecutor(small_capacity(max_num_seqs=1), step_s=0.05)
     with run_service(lambda: slow, scheduler={"max_queued_requests": 2}) as engine:
-        peer = connect(engine)
+        client = connect(engine)
         for stream in range(1, 8):
-            peer.submit(stream, max_tokens=3)
-        collected = peer.collect(set(range(1, 8)))
+            client.submit(stream, max_tokens=3)
+        collected = client.collect(set(range(1, 8)))
         refused = [rows[0] for rows in collected.rejects.values()]
         assert refused
         assert all(row.code == "overloaded" and row.retryable and (row.retry_after_ms or 0) > 0 for row in refused)
@@ -181,86 +181,86 @@ def test_a_full_queue_is_refused_with_a_time_to_come_back(connect: Connect) -> N
 
 def test_a_tenant_has_its_own_limit(connect: Connect) -> None:
     with run_service(step_s=0.02, scheduler={"max_tenant_requests": 1}) as engine:
-        peer = connect(engine)
+        client = connect(engine)
         for stream, tenant in ((1, "a"), (2, "a"), (3, "b")):
-            peer.submit(stream, tenant=tenant)
-        collected = peer.collect({1, 2, 3})
+            client.submit(stream, tenant=tenant)
+        collected = client.collect({1, 2, 3})
         assert [row.code for rows in collected.rejects.values() for row in rows] == ["rate_limited"]
         assert set(collected.rejects) == {2}
 
 
 def test_errors_are_told_in_milliseconds_during_a_long_step(connect: Connect) -> None:
     with run_service(step_s=1.5) as engine:
-        peer = connect(engine)
-        peer.submit(1, max_tokens=1)
+        client = connect(engine)
+        client.submit(1, max_tokens=1)
         wait_until(lambda: engine.core is not None and bool(engine.core.scheduler.running))
         begin = time.monotonic()
-        peer.submit(2, params={"temperature": 9})
-        peer.send_frames([codec.header(Kind.SUBMIT), b"\xc1"])
-        peer.ping(9)
-        assert peer.expect(Reject).field == "params.temperature"
-        assert peer.expect(Reject).code == "protocol_error"
-        assert peer.expect(Pong).nonce == 9
+        client.submit(2, params={"temperature": 9})
+        client.send_frames([codec.header(Kind.SUBMIT), b"\xc1"])
+        client.ping(9)
+        assert client.expect(Reject).field == "params.temperature"
+        assert client.expect(Reject).code == "protocol_error"
+        assert client.expect(Pong).nonce == 9
         assert time.monotonic() - begin < 0.5
-        assert not [message for message in peer.pending if isinstance(message, Step)]
+        assert not [message for message in client.pending if isinstance(message, Step)]
 
 
 class TestIds:
     def test_the_same_id_twice_never_runs_twice(self, connect: Connect) -> None:
         with run_service(step_s=0.005) as engine:
-            peer = connect(engine)
-            peer.submit(1, id=ID, max_tokens=10)
-            peer.submit(2, id=ID, max_tokens=10)
-            collected = peer.collect({1, 2})
+            client = connect(engine)
+            client.submit(1, id=ID, max_tokens=10)
+            client.submit(2, id=ID, max_tokens=10)
+            collected = client.collect({1, 2})
             assert collected.tokens[1] == collected.tokens[2]
             assert collected.accepts[2][0].attached
             assert engine.core is not None
             assert engine.core.scheduler.stats.num_submitted == 1
 
     def test_an_id_that_has_ended_is_read_again_not_run_again(self, engine: EngineService, connect: Connect) -> None:
-        peer = connect(engine)
-        peer.submit(1, id=ID, max_tokens=6)
-        first = peer.collect({1}).tokens[1]
-        peer.submit(2, id=ID, max_tokens=6)
-        assert peer.collect({2}).tokens[2] == first
+        client = connect(engine)
+        client.submit(1, id=ID, max_tokens=6)
+        first = client.collect({1}).tokens[1]
+        client.submit(2, id=ID, max_tokens=6)
+        assert client.collect({2}).tokens[2] == first
         assert engine.core is not None
         assert engine.core.scheduler.stats.num_submitted == 1
 
     def test_a_submission_sent_twice_on_one_stream_is_accepted_twice_and_heard_once(self, connect: Connect) -> None:
         with run_service(step_s=0.02) as engine:
-            peer = connect(engine)
-            message = peer.submit(1, id=ID, max_tokens=5)
-            peer.send(message)
-            collected = peer.collect({1})
+            client = connect(engine)
+            message = client.submit(1, id=ID, max_tokens=5)
+            client.send(message)
+            collected = client.collect({1})
             assert len(collected.tokens[1]) == 5
             assert [accept.attached for accept in collected.accepts[1]] == [False, True]
 
     def test_an_id_that_was_refused_is_free_again(self, engine: EngineService, connect: Connect) -> None:
-        peer = connect(engine)
-        peer.submit(1, id=ID, params={"temperature": 9})
-        assert peer.expect(Reject).code == "invalid_request"
-        peer.submit(1, id=ID, max_tokens=3)
-        assert len(peer.collect({1}).tokens[1]) == 3
+        client = connect(engine)
+        client.submit(1, id=ID, params={"temperature": 9})
+        assert client.expect(Reject).code == "invalid_request"
+        client.submit(1, id=ID, max_tokens=3)
+        assert len(client.collect({1}).tokens[1]) == 3
 
     def test_a_stream_number_in_use_is_refused(self, connect: Connect) -> None:
         with run_service(step_s=0.02) as engine:
-            peer = connect(engine)
-            peer.submit(5, max_tokens=10, params={"n": 2, "temperature": 1.0})
-            peer.submit(6)
-            reject = peer.expect(Reject)
+            client = connect(engine)
+            client.submit(5, max_tokens=10, params={"n": 2, "temperature": 1.0})
+            client.submit(6)
+            reject = client.expect(Reject)
             assert (reject.code, reject.field, reject.stream) == ("conflict", "stream", 6)
 
     def test_an_unknown_id_cannot_be_attached(self, engine: EngineService, connect: Connect) -> None:
-        peer = connect(engine)
-        peer.send(Attach(ID, 1))
-        assert peer.expect(Reject).code == "not_found"
+        client = connect(engine)
+        client.send(Attach(ID, 1))
+        assert client.expect(Reject).code == "not_found"
 
 
 class TestProtocol:
     def test_the_first_message_is_hello(self, engine: EngineService, connect: Connect) -> None:
-        peer = connect(engine, greet=False)
-        peer.submit(1, id=ID)
-        reject = peer.expect(Reject)
+        client = connect(engine, greet=False)
+        client.submit(1, id=ID)
+        reject = client.expect(Reject)
         assert (reject.code, reject.field, reject.id, reject.stream) == ("protocol_error", "hello", ID, 1)
 
     @pytest.mark.parametrize(
@@ -277,26 +277,26 @@ class TestProtocol:
     def test_a_broken_message_is_answered_and_nobody_else_notices(
         self, engine: EngineService, connect: Connect, frames: list[bytes]
     ) -> None:
-        peer, other = connect(engine), connect(engine)
+        client, other = connect(engine), connect(engine)
         other.submit(1, max_tokens=30)
-        peer.send_frames(frames)
-        assert peer.expect(Reject).code == "protocol_error"
+        client.send_frames(frames)
+        assert client.expect(Reject).code == "protocol_error"
         assert len(other.collect({1}).tokens[1]) == 30
 
     def test_another_major_is_told_so(self, engine: EngineService, connect: Connect) -> None:
-        peer = connect(engine, greet=False)
-        peer.send_frames([b"IE\x02\x01", b"\x80"])
-        assert peer.expect(Reject).code == "version_mismatch"
+        client = connect(engine, greet=False)
+        client.send_frames([b"IE\x02\x01", b"\x80"])
+        assert client.expect(Reject).code == "version_mismatch"
 
     def test_the_engines_own_messages_are_refused(self, engine: EngineService, connect: Connect) -> None:
-        peer = connect(engine)
-        peer.send(Pong(1, 0.0, "READY", bytes(8)))
-        assert peer.expect(Reject).code == "protocol_error"
+        client = connect(engine)
+        client.send(Pong(1, 0.0, "READY", bytes(8)))
+        assert client.expect(Reject).code == "protocol_error"
 
     def test_credit_for_what_was_never_sent_is_refused(self, engine: EngineService, connect: Connect) -> None:
-        peer = connect(engine)
-        peer.send(Credit(99))
-        assert peer.expect(Reject).code == "protocol_error"
+        client = connect(engine)
+        client.send(Credit(99))
+        assert client.expect(Reject).code == "protocol_error"
 
     def test_an_oversized_frame_costs_its_sender_the_connection_and_nobody_else_anything(
         self, connect: Connect
@@ -325,16 +325,16 @@ class TestProtocol:
 
 def test_a_deadline_ends_a_request_with_its_code(connect: Connect) -> None:
     with run_service(step_s=0.02) as engine:
-        peer = connect(engine)
-        peer.submit(1, max_tokens=500, deadline_ms=150)
-        (done,) = peer.collect({1}).done[1]
+        client = connect(engine)
+        client.submit(1, max_tokens=500, deadline_ms=150)
+        (done,) = client.collect({1}).done[1]
         assert (done.reason, done.detail[0]) == ("error", "deadline_exceeded")
         check_idle(engine)
 
 
-def test_peers_do_not_share_stream_numbers(engine: EngineService, connect: Connect) -> None:
-    peers: list[RawPeer] = [connect(engine) for _ in range(4)]
-    for number, peer in enumerate(peers):
-        peer.submit(1, max_tokens=5 + number)
-    for number, peer in enumerate(peers):
-        assert len(peer.collect({1}).tokens[1]) == 5 + number
+def test_clients_do_not_share_stream_numbers(engine: EngineService, connect: Connect) -> None:
+    clients: list[RawClient] = [connect(engine) for _ in range(4)]
+    for number, client in enumerate(clients):
+        client.submit(1, max_tokens=5 + number)
+    for number, client in enumerate(clients):
+        assert len(client.collect({1}).tokens[1]) == 5 + number

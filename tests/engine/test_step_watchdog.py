@@ -11,7 +11,7 @@ import pytest
 from inferengine.core.scheduler.step_builder import ScheduledStep
 from inferengine.core.step_roofline import Roofline
 from inferengine.core.step_time import StallRule
-from inferengine.engine.step_watchdog import EXCUSED_S, TICK_S, Stall, StepWatch, stall_rule
+from inferengine.engine.step_watchdog import EXCUSED_S, TICK_S, Stall, StepWatchdog, stall_rule
 from tests.core.test_step_time import make_step
 
 RULE = StallRule(factor=20.0, min_s=2.0, new_kind_s=10.0)
@@ -37,7 +37,7 @@ class Bench:
         self.stalls: list[Stall] = []
         self.alive: list[float] = []
         self.excuse = ""
-        self.watch = StepWatch(
+        self.watch = StepWatchdog(
             self.core,  # type: ignore[arg-type]
             rule,
             clock=lambda: self.now,

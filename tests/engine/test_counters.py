@@ -8,7 +8,7 @@ import pytest
 
 from inferengine.client import Client
 from inferengine.core.sequence import Finished
-from inferengine.engine.metrics.counters import TOKEN_GAP_S, Histogram, Telemetry
+from inferengine.engine.metrics.counters import TOKEN_GAP_S, Counters, Histogram
 from inferengine.observability.logging import JsonFormatter
 from inferengine.sampling_params import SamplingParams
 from tests.engine.builders import address_of, run_service
@@ -42,17 +42,17 @@ def test_buckets_are_finer_than_ten_milliseconds_and_hold_vllms() -> None:
 
 
 def test_a_finished_request_is_split_into_its_phases() -> None:
-    telemetry = Telemetry()
-    telemetry.ended(Finished(1, "length", None, 8, 0, 5, 1.0, 3.0, 7.0, "", 2), "length", 5)
-    assert (telemetry.queue_s.sum, telemetry.prefill_s.sum, telemetry.decode_s.sum) == (1.0, 2.0, 4.0)
-    assert (telemetry.token_mean_s.sum, telemetry.request_s.sum, telemetry.preemptions.sum) == (1.0, 7.0, 2.0)
+    counters = Counters()
+    counters.ended(Finished(1, "length", None, 8, 0, 5, 1.0, 3.0, 7.0, "", 2), "length", 5)
+    assert (counters.queue_s.sum, counters.prefill_s.sum, counters.decode_s.sum) == (1.0, 2.0, 4.0)
+    assert (counters.token_mean_s.sum, counters.request_s.sum, counters.preemptions.sum) == (1.0, 7.0, 2.0)
 
 
 def test_a_request_that_never_ran_has_no_phases() -> None:
-    telemetry = Telemetry()
-    telemetry.ended(Finished(1, "abort", ("cancelled", ""), 8, 0, 0, None, None, 7.0, "", 0), "abort", 0)
-    assert (telemetry.queue_s.count, telemetry.decode_s.count, telemetry.request_s.count) == (0, 0, 1)
-    assert telemetry.finished == {"abort": 1}
+    counters = Counters()
+    counters.ended(Finished(1, "abort", ("cancelled", ""), 8, 0, 0, None, None, 7.0, "", 0), "abort", 0)
+    assert (counters.queue_s.count, counters.decode_s.count, counters.request_s.count) == (0, 0, 1)
+    assert counters.finished == {"abort": 1}
 
 
 def test_a_line_for_each_request_carries_the_front_ends_id_and_nothing_said(caplog: pytest.LogCaptureFixture) -> None:
