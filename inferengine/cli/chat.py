@@ -1,14 +1,4 @@
-"""usage: inferengine chat [--config FILE] [--section.key VALUE ...]
-
-Talk to a running engine in this terminal, over ZeroMQ and without a front end. The conversation goes on over several
-turns; Ctrl-C stops an answer, Ctrl-D or /quit leaves. Lines from a pipe are turns too.
-
-  /help                 what can be typed
-  /params               the sampling parameters; /params temperature=0.2 max_tokens=100 changes some
-  /system TEXT          how the model should behave; empty takes it back
-  /reset                forget the conversation
-  /quit                 leave
-"""
+"""`inferengine chat`: a conversation with a running engine in this terminal."""
 
 from __future__ import annotations
 
@@ -16,10 +6,10 @@ import contextlib
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, TextIO
 
-from inferengine.cli.common import resolve
+from inferengine.cli.command import Arguments, command
 from inferengine.cli.connect import CONNECT_TIMEOUT_S, connect
 from inferengine.client import Client, Delta, Finish
 from inferengine.client.streams import error_of
@@ -28,7 +18,12 @@ from inferengine.errors import ExitCode, InferEngineError, InvalidRequest
 from inferengine.sampling_params import SamplingParams, from_map, validate
 from inferengine.wire.curve import client_keys
 
-HELP = str(__doc__).strip().partition("\n\n")[2]
+HELP = """\
+/help                 what can be typed
+/params               the sampling parameters; /params temperature=0.2 max_tokens=100 changes some
+/system TEXT          how the model should behave; empty takes it back
+/reset                forget the conversation
+/quit                 leave"""
 LOAD_TIMEOUT_S = 600.0
 
 
@@ -45,6 +40,7 @@ class Conversation:
         return [*([{"role": "system", "content": self.system}] if self.system else []), *self.turns]
 
     def params(self) -> SamplingParams:
+        """The sampling parameters of the next answer."""
         return from_map(self.values)
 
     def change(self, assignments: str, *, vocab_size: int, limits: LimitsConfig) -> None:
@@ -69,7 +65,7 @@ class Conversation:
 
 
 class Chat:
-    """Reads turns, streams answers, obeys the slash commands."""
+    """Reads turns, streams answers and runs the slash commands."""
 
     def __init__(self, client: Client, limits: LimitsConfig, read: Callable[[], str | None], output: TextIO) -> None:
         self.conversation = Conversation()
@@ -79,7 +75,7 @@ class Chat:
         self._output = output
 
     def run(self) -> int:
-        """Turn after turn until the input ends or /quit. A failed turn on a pipe makes the exit code 1."""
+        """Take turns until the input ends or /quit. Returns the exit code: 1 when a turn failed."""
         code = ExitCode.OK
         while (line := self._read()) is not None:
             line = line.strip()
@@ -130,7 +126,7 @@ class Chat:
             finish = delta.finish or finish
         answer = "".join(parts)
         self._output.write("\n")
-        if answer:  # what was said stays said, also after Ctrl-C
+        if answer:  # an answer that Ctrl-C cut short stays in the conversation
             conversation.turns += [messages[-1], {"role": "assistant", "content": answer}]
         self._say(summary(finish, asked_at, first_at, time.monotonic()))
         if finish is not None and finish.reason == "error":
@@ -149,9 +145,14 @@ def complaint(error: InferEngineError) -> str:
     return f"{error.message} {error.kind.remedy}"
 
 
-def run(arguments: Sequence[str]) -> int:
-    """Connect to the engine and talk."""
-    config = resolve(arguments)
+@command()
+def run(arguments: Arguments) -> int:
+    """Talk to a running engine in this terminal, over ZeroMQ and without a front end.
+
+    The conversation goes on over several turns; Ctrl-C stops an answer, Ctrl-D or /quit leaves. Lines from a pipe are
+    turns too. /help lists what else can be typed: /params, /system, /reset.
+    """
+    config = arguments.config
     status, curve = status_address(config), client_keys(config)
     with contextlib.closing(Client(engine_address(config), status_address=status, role="chat", curve=curve)) as client:
         _wait_ready(client)

@@ -1,13 +1,4 @@
-"""usage: inferengine check [MODEL] [--compare] [--config FILE] [--section.key VALUE ...]
-
-Look for what would keep the service from working on this machine, with this configuration: Python packages, the
-configuration, the model's files, the device, the engine's socket, the ports, and whether an engine answers. One line
-each: ok, note (worth knowing) or problem (with its remedy). The exit code is 1 when there is a problem, 2 when the
-configuration itself cannot be used.
-
-With --compare instead: run the model beside transformers' own implementation over the same tokens and show, layer by
-layer, where the two part. The exit code is 1 when they do.
-"""
+"""`inferengine check`: what would keep the service from working on this machine, with this configuration."""
 
 from __future__ import annotations
 
@@ -21,9 +12,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple
 
-from inferengine.cli import compare_hf as compare
 from inferengine.cli import model_files
-from inferengine.cli.common import resolve
+from inferengine.cli.command import Arguments, Option, command
 from inferengine.config import Config, engine_address, status_address, unsafe_folder
 from inferengine.config.model_path import draft_folder, model_folder
 from inferengine.errors import ConfigError, ExitCode, InferEngineError
@@ -56,21 +46,48 @@ class Finding(NamedTuple):
     text: str
 
 
-def run(arguments: Sequence[str]) -> int:
-    """Print every finding; the exit code tells whether there was a problem."""
-    if "--compare" in arguments:
-        return compare.run([word for word in arguments if word != "--compare"])
+@command(
+    {"options": (Option("--compare", "compare with transformers layer by layer, and check nothing else"),)},
+    takes_model=True,
+    reads_late=True,
+)
+def run(arguments: Arguments) -> int:
+    """Look for what would keep the service from working on this machine, with this configuration.
+
+    It looks at the Python packages, the configuration, the model's files, the device, the engine's socket, the ports,
+    and whether an engine answers. One line each: ok, note (worth knowing) or problem (with its remedy). The exit code
+    is 1 when there is a problem, 2 when the configuration itself cannot be used.
+
+    With --compare it runs the model beside transformers' own implementation over the same tokens and shows, layer by
+    layer, where the two differ. The exit code is 1 when they do.
+    """
+    if arguments.values["compare"]:
+        return compare(arguments)
     findings = list(packages())
     try:
-        config = resolve(arguments, takes_model=True)
+        config = arguments.config
     except ConfigError as error:
         _print([*findings, Finding(PROBLEM, "config", f"{error.field}: {error.message}")])
         return ExitCode.USAGE
     findings.append(Finding(OK, "config", "every key is known and in range"))
-    for look in (model, device, guesses, engine_socket, ports, interpreter, engine):
+    for look in (model, device, speculation, engine_socket, ports, interpreter, engine):
         findings += look(config)
     _print(findings)
     return ExitCode.CRASH if any(finding.grade == PROBLEM for finding in findings) else ExitCode.OK
+
+
+def compare(arguments: Arguments) -> int:
+    """Print where this engine's model and transformers' own differ. Returns 1 when they do."""
+    try:
+        config = arguments.config
+        from inferengine.executor.tools import compare_hf  # here: torch and the model only when asked for
+
+        comparison = compare_hf.compare(config)
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return ExitCode.USAGE
+    print("\n".join(compare_hf.table(comparison)))
+    return ExitCode.OK if comparison.parted is None else ExitCode.CRASH
 
 
 def packages() -> Iterator[Finding]:
@@ -96,14 +113,14 @@ def packages() -> Iterator[Finding]:
 
 
 def model(config: Config) -> Iterator[Finding]:
-    """Whether the checkpoint is whole, and would load."""
+    """Whether the checkpoint is complete and would load."""
     if config.model.load_format == "dummy":
         yield Finding(NOTE, "model", "load_format is dummy: random weights, for measuring speed only")
     try:
         folder = model_folder(config)
         found = model_files.inspect(folder)
         if config.model.path:
-            compare.would_load(folder, config.model.quantization)
+            _dry_run(folder, config.model.quantization)
     except (model_files.BadModel, ConfigError) as error:
         text = error.message if isinstance(error, ConfigError) else str(error)
         yield Finding(PROBLEM, "model", f"{config.model.path or 'embedded model'}: {text}")
@@ -118,6 +135,18 @@ def model(config: Config) -> Iterator[Finding]:
         yield Finding(NOTE, "model", "it has no chat template: completions work, chat is refused")
 
 
+def _dry_run(folder: Path, quantization: str) -> None:
+    """Build the model without its weights. Raises ConfigError.
+
+    It takes torch, and a second to import it; `packages` reports where torch is missing.
+    """
+    try:
+        from inferengine.executor.tools.dry_run import dry_run
+    except ImportError:
+        return
+    dry_run(folder, quantization)
+
+
 def device(config: Config) -> Iterator[Finding]:
     """Whether the device that is asked for is there."""
     nvidia = Path("/dev/nvidiactl").exists()
@@ -129,22 +158,22 @@ def device(config: Config) -> Iterator[Finding]:
         yield Finding(OK, "device", f"CPU, {len(os.sched_getaffinity(0))} cores")
 
 
-def guesses(config: Config) -> Iterator[Finding]:
-    """Who guesses ahead."""
+def speculation(config: Config) -> Iterator[Finding]:
+    """Where draft tokens come from."""
     on_cpu = config.engine.device == "cpu" or not Path("/dev/nvidiactl").exists()
     method = config.speculation.method
     try:
         folder = draft_folder(config, on_cpu=on_cpu)
     except ConfigError as error:
-        if error.field != "model.path":  # which has been looked at
-            yield Finding(PROBLEM, "guesses", f"{error.field}: {error.message}")
+        if error.field != "model.path":  # `model` reports that one
+            yield Finding(PROBLEM, "speculation", f"{error.field}: {error.message}")
         return
     if folder is not None:
-        yield Finding(OK, "guesses", f"draft model {folder.name} (speculation.method is {method})")
+        yield Finding(OK, "speculation", f"draft model {folder.name} (speculation.method is {method})")
     elif method == "ngram":
-        yield Finding(OK, "guesses", "repeated text (speculation.method is ngram)")
+        yield Finding(OK, "speculation", "draft tokens from repeated text (speculation.method is ngram)")
     else:
-        yield Finding(OK, "guesses", f"nobody guesses ahead (speculation.method is {method})")
+        yield Finding(OK, "speculation", f"no draft tokens (speculation.method is {method})")
 
 
 def engine_socket(config: Config) -> Iterator[Finding]:
@@ -174,7 +203,7 @@ def engine_socket(config: Config) -> Iterator[Finding]:
 
 
 def _user_of(folder: Path) -> int:
-    """Whose engine would use this folder. Root looks after a service that runs as the folder's owner."""
+    """The user whose engine uses this folder: for root that of the service, who owns the folder."""
     return os.getuid() or folder.stat().st_uid
 
 
@@ -195,8 +224,10 @@ def ports(config: Config) -> Iterator[Finding]:
 
 
 def interpreter(config: Config) -> Iterator[Finding]:
-    """Whether the systemd units, where they are installed, can run this Python: as a user of their own, without /root
-    and /home. Else they end with 203/EXEC."""
+    """Whether the systemd units, where they are installed, can run this Python.
+
+    They run as a user of their own and do not see /root and /home. Where they cannot, they end with 203/EXEC.
+    """
     if not any(Path(folder, ENGINE_UNIT).exists() for folder in UNIT_FOLDERS):
         return
     if complaint := out_of_reach(Path(sys.executable)):

@@ -1,48 +1,66 @@
-"""usage: inferengine keygen --api NAME [--file FILE] [--tenant NAME] [--priority N] [--requests-per-minute N]
-                          [--max-in-flight N] [--models NAME,NAME] [--admin]
-       inferengine keygen --curve NAME [--folder FOLDER]
-
---api makes a key for the front ends and prints it, once: the entry for auth.keys_file holds its digest only. With
---file the entry is added to that file, otherwise it is printed too.
---curve makes a key pair for ZeroMQ over TCP: NAME.key for wire.curve_secret_file (of the engine, or of a client), and
-prints the public key: the engine's for its clients' wire.curve_engine_key, a client's for the engine's list,
-wire.curve_clients_file, one `NAME = "public key"` a line.
-"""
+"""`inferengine keygen`: API keys of the front ends, and CURVE key pairs for ZeroMQ over TCP."""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from inferengine.cli.command import Arguments, Option, command
 from inferengine.errors import ConfigError, ExitCode
 
-_WORDS = ("--api", "--curve", "--file", "--folder", "--tenant", "--models")
-_NUMBERS = ("--priority", "--requests-per-minute", "--max-in-flight")
+OPTIONS = {
+    "an API key for the front ends": (
+        Option(
+            "--api NAME", "make a key of this name and print it, once: the file gets only its digest", None, kind=str
+        ),
+        Option(
+            "--file FILE",
+            "add the entry to this file (auth.keys_file); without it the entry is printed",
+            None,
+            kind=str,
+        ),
+        Option("--tenant NAME", "the tenant that the key's requests count for", None, kind=str),
+        Option("--priority N", "priority of the key's requests", None, kind=int, minimum=None),
+        Option("--requests-per-minute N", "limit of new requests", None, kind=int, minimum=None),
+        Option("--max-in-flight N", "limit of unfinished requests", None, kind=int, minimum=None),
+        Option("--models NAME,NAME", "models that the key may use", None, kind=str),
+        Option("--admin", "the key may use administrators' routes", False),
+    ),
+    "a key pair for ZeroMQ over TCP": (
+        Option("--curve NAME", "make NAME.key and print its public key", None, kind=str),
+        Option("--folder FOLDER", "where NAME.key goes; default: the current folder", None, kind=str),
+    ),
+}
+USAGE = ("--api NAME [--file FILE] [options]", "--curve NAME [--folder FOLDER]")
 
 
-def run(arguments: Sequence[str]) -> int:
-    """Make a key and say what it is for."""
-    values = _read(arguments)
-    if ("--api" in values) == ("--curve" in values):
+@command(OPTIONS, usage=USAGE, takes_configuration=False)
+def run(arguments: Arguments) -> int:
+    """Make an API key for the front ends, or a CURVE key pair for ZeroMQ over TCP.
+
+    NAME.key is for wire.curve_secret_file, of the engine or of a client. The public key is printed. That of the engine
+    is for its clients' wire.curve_engine_key; that of a client is for the engine's list, wire.curve_clients_file, one
+    `NAME = "public key"` a line.
+    """
+    values = {name: arguments.values[name] for name in arguments.given}
+    if ("api" in values) == ("curve" in values):
         raise ConfigError("--api", "say either --api NAME or --curve NAME")
-    return _api(values) if "--api" in values else _curve(values)
+    return _make_api_key(values) if "api" in values else _make_curve_pair(values)
 
 
-def _api(values: dict[str, Any]) -> int:
+def _make_api_key(values: dict[str, Any]) -> int:
     from frontends.common import auth as keys
 
-    file = values.pop("--file", None)
-    name = values.pop("--api")
-    if "--models" in values:
-        values["--models"] = [model.strip() for model in values["--models"].split(",") if model.strip()]
-    fields = {word[2:].replace("-", "_"): value for word, value in values.items()}
-    if "folder" in fields:
+    file = values.pop("file", None)
+    name = values.pop("api")
+    if "models" in values:
+        values["models"] = [model.strip() for model in values["models"].split(",") if model.strip()]
+    if "folder" in values:
         raise ConfigError("--folder", "is for --curve; the entry of an API key goes to --file FILE")
     key = keys.new_key()
-    entry = keys.entry(name, key, **fields)
+    entry = keys.entry(name, key, **values)
     if file is None:
         print(f"{key}\n\n# for the file that auth.keys_file names:\n{entry}", end="")
         return ExitCode.OK
@@ -63,12 +81,12 @@ def _api(values: dict[str, Any]) -> int:
     return ExitCode.OK
 
 
-def _curve(values: dict[str, Any]) -> int:
+def _make_curve_pair(values: dict[str, Any]) -> int:
     from inferengine.wire import curve
 
-    name, folder = values.pop("--curve"), Path(values.pop("--folder", "."))
+    name, folder = values.pop("curve"), Path(values.pop("folder", "."))
     if values:
-        raise ConfigError(next(iter(values)), "is for --api")
+        raise ConfigError(f"--{next(iter(values)).replace('_', '-')}", "is for --api")
     if not name or "/" in name or name.startswith("."):
         raise ConfigError("--curve", "NAME becomes a file's name: letters, digits, - and _")
     path, pair = folder / f"{name}.key", curve.new_pair()
@@ -85,29 +103,11 @@ def _curve(values: dict[str, Any]) -> int:
 
 
 def _share_with_service(path: Path) -> None:
-    """What root makes in a folder of another group, /etc/inferengine for one, is for the service that runs as that
-    group: it could not read it otherwise."""
+    """Give a file that root made in a folder of another group, such as /etc/inferengine, to that group.
+
+    The service runs as that group and could not read the file otherwise.
+    """
     group = path.absolute().parent.stat().st_gid
     if os.geteuid() == 0 and group != 0:
         os.chown(path, -1, group)
         path.chmod(0o640)
-
-
-def _read(arguments: Sequence[str]) -> dict[str, Any]:
-    values: dict[str, Any] = {}
-    words = iter(arguments)
-    for word in words:
-        name, equals, value = word.partition("=")
-        if name == "--admin" and not equals:
-            values[name] = True
-            continue
-        if name not in (*_WORDS, *_NUMBERS):
-            raise ConfigError(word, "no such option: see 'inferengine keygen --help'")
-        if not equals:
-            value = next(words, "")
-        if not value:
-            raise ConfigError(name, "a value must follow")
-        if name in _NUMBERS and not value.lstrip("-").isdigit():
-            raise ConfigError(name, "must be a whole number")
-        values[name] = int(value) if name in _NUMBERS else value
-    return values

@@ -1,7 +1,7 @@
 """The command line: `inferengine COMMAND ...`. It finds the command and nothing more.
 
-Each command is one module of `inferengine.cli` with `run(arguments) -> exit code`; its docstring is its help text.
-A module is imported only when its command is asked for, so that `inferengine config` does not wait for torch.
+COMMANDS is the table of all commands. A command's module is imported only when it is asked for, so that
+`inferengine config` does not wait for torch.
 """
 
 from __future__ import annotations
@@ -12,30 +12,40 @@ import os
 import select
 import sys
 from collections.abc import Sequence
-from typing import TextIO
+from typing import NamedTuple, TextIO
 
+from inferengine.cli.command import Command
 from inferengine.errors import ExitCode, InferEngineError
 
+
+class Entry(NamedTuple):
+    """One command: its line in the general help, and the `Command` that is imported when it is asked for."""
+
+    summary: str
+    module: str
+    function: str
+
+
 COMMANDS = {
-    "up": "engine and front ends together, in one terminal",
-    "engine": "the engine alone: model, KV cache, batching loop, ZeroMQ socket",
-    "http": "the HTTP front end: OpenAI-compatible routes and Server-Sent Events",
-    "ws": "the websocket front end and its chat page",
-    "chat": "talk to a running engine in this terminal",
-    "bench": "load on any OpenAI-compatible server: latencies, throughput, goodput",
-    "profile": "record steps of a running engine: a Chrome trace and where the time goes",
-    "check": "look for what would keep the service from working, with remedies",
-    "simulate": "the scheduler in virtual time: capacity, policies, fleets, without a device",
-    "plan-memory": "what a model needs and what fits, from its config.json alone",
-    "keygen": "make API keys for the front ends and CURVE keys for ZeroMQ over TCP",
-    "config": "print the resolved configuration as TOML",
+    "up": Entry("engine and front ends together, in one terminal", "up", "run"),
+    "engine": Entry("the engine alone: model, KV cache, batching loop, ZeroMQ socket", "serve", "engine"),
+    "http": Entry("the HTTP front end: OpenAI-compatible routes and Server-Sent Events", "serve", "http"),
+    "ws": Entry("the websocket front end and its chat page", "serve", "ws"),
+    "chat": Entry("talk to a running engine in this terminal", "chat", "run"),
+    "bench": Entry("load on any OpenAI-compatible server: latencies, throughput, goodput", "bench", "run"),
+    "profile": Entry("record steps of a running engine: a Chrome trace and where the time goes", "profile", "run"),
+    "check": Entry("look for what would keep the service from working, with remedies", "check", "run"),
+    "simulate": Entry("the scheduler in virtual time: capacity, policies, fleets, without a device", "simulate", "run"),
+    "plan-memory": Entry("what a model needs and what fits, from its config.json alone", "plan_memory", "run"),
+    "keygen": Entry("make API keys for the front ends and CURVE keys for ZeroMQ over TCP", "keygen", "run"),
+    "config": Entry("print the resolved configuration as TOML", "serve", "config"),
 }
 
 
 def usage() -> str:
     """The text of `inferengine --help`."""
     width = max(len(name) for name in COMMANDS)
-    listing = "\n".join(f"  {name:<{width}}  {summary}" for name, summary in COMMANDS.items())
+    listing = "\n".join(f"  {name:<{width}}  {entry.summary}" for name, entry in COMMANDS.items())
     return (
         "usage: inferengine COMMAND [MODEL] [--config FILE] [--section.key VALUE ...]\n\n"
         f"commands:\n{listing}\n\n"
@@ -49,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command line and return the process's exit code (see errors.ExitCode)."""
     try:
         code = _run(arguments)
-        sys.stdout.flush()  # not at the interpreter's end, where nobody could tell a reader that has gone from a bug
+        sys.stdout.flush()  # here: at the interpreter's end a closed pipe would look like a bug
         return code
     except BrokenPipeError:
         unread = [stream for stream in (sys.stdout, sys.stderr) if _is_unread(stream)]
@@ -78,11 +88,12 @@ def _run(arguments: Sequence[str] | None) -> int:
         print(f"inferengine: no command '{name}'{hint}", file=sys.stderr)
         return ExitCode.USAGE
     try:
-        command = importlib.import_module(f"inferengine.cli.{name.replace('-', '_')}")
+        entry = COMMANDS[name]
+        command: Command = getattr(importlib.import_module(f"inferengine.cli.{entry.module}"), entry.function)
         if any(word in ("-h", "--help") for word in words[1:]):
-            print(str(command.__doc__).strip())
+            print(command.help(name))
             return ExitCode.OK
-        return int(command.run(words[1:]))
+        return command(words[1:])
     except InferEngineError as error:
         print(f"inferengine {name}: {error}", file=sys.stderr)
         return ExitCode.USAGE if error.code == "invalid_request" else ExitCode.CRASH
@@ -91,9 +102,9 @@ def _run(arguments: Sequence[str] | None) -> int:
 
 
 def _is_unread(stream: TextIO) -> bool:
-    """Whether it is a pipe or socket that nobody reads any more."""
+    """Whether it is a pipe or socket whose reader has closed it."""
     poll = select.poll()
-    poll.register(stream.fileno(), 0)  # errors are told unasked
+    poll.register(stream.fileno(), 0)  # errors are reported whatever is asked for
     return bool(poll.poll(0))
 
 

@@ -1,27 +1,40 @@
-"""usage: inferengine plan-memory [MODEL | config.json] [--memory GIB] [--config FILE] [--section.key VALUE ...]
-
-What a model needs and what fits, from its config.json alone: no weights, no GPU. --memory is the device's memory in
-GiB (default: 80, or what is free on this machine where engine.device is cpu).
-"""
+"""`inferengine plan-memory`: what a model needs and what fits, from its config.json alone."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
-from inferengine.cli.common import resolve
+from inferengine.cli.command import Arguments, Option, command
 from inferengine.errors import ConfigError, ExitCode
 
 DEFAULT_MEMORY_GIB = 80.0
+OPTIONS = {
+    "options": (
+        Option(
+            "--memory GIB",
+            f"the device's memory; default: {DEFAULT_MEMORY_GIB:.0f}, or what is free on this machine where "
+            "engine.device is cpu",
+            None,
+            kind=float,
+        ),
+    )
+}
 
 
-def run(arguments: Sequence[str]) -> int:
-    """Print the plan. Exit code MEMORY where the model does not fit."""
-    words, memory_gib = _take_memory(list(arguments))
-    words, folder = _take_file(words)
-    config = resolve(words, takes_model=True, options=["--memory"])
-    if folder is not None:
-        config = config.with_values(model={"path": str(folder)})
+@command(
+    OPTIONS, takes_model=True, usage=("[MODEL | config.json] [--memory GIB] [--config FILE] [--section.key VALUE ...]",)
+)
+def run(arguments: Arguments) -> int:
+    """Print what a model needs and what fits, from its config.json alone: no weights, no GPU.
+
+    The exit code is 4 where the model does not fit.
+    """
+    config, memory_gib = arguments.config, arguments.values["memory"]
+    if memory_gib == 0:
+        raise ConfigError("--memory", "must be above 0")
+    file = Path(config.model.path)
+    if file.name.endswith("config.json") and file.is_file():
+        config = config.with_values(model={"path": str(file.resolve().parent)})
     import torch
 
     from inferengine.executor import factory
@@ -36,24 +49,3 @@ def run(arguments: Sequence[str]) -> int:
     print(f"{settings.folder.name} on {device.type}, {memory_gib:.0f} GiB")
     print("\n".join(memory_plan.plan_lines(plan)))
     return ExitCode.OK if plan.sequences(1) else ExitCode.MEMORY
-
-
-def _take_memory(words: list[str]) -> tuple[list[str], float | None]:
-    if "--memory" not in words:
-        return words, None
-    index = words.index("--memory")
-    try:
-        memory = float(words[index + 1])
-    except (IndexError, ValueError):
-        raise ConfigError("--memory", "the device's memory in GiB must follow") from None
-    if memory <= 0:
-        raise ConfigError("--memory", "must be above 0")
-    return words[:index] + words[index + 2 :], memory
-
-
-def _take_file(words: list[str]) -> tuple[list[str], Path | None]:
-    """A bare config.json is as good as the folder around it."""
-    for index, word in enumerate(words):
-        if word.endswith("config.json") and Path(word).is_file():
-            return words[:index] + words[index + 1 :], Path(word).resolve().parent
-    return words, None

@@ -1,14 +1,4 @@
-"""usage: inferengine up [MODEL] [--config FILE] [--section.key VALUE ...]
-
-Run the engine, the HTTP front end and the websocket front end together, each as a process of its own. What crashes is
-started again by itself; the others go on. Ctrl-C or SIGTERM lets running requests finish, a second one ends at once.
-So does SIGHUP where there is a terminal (it is gone); without one each process reads again what it can.
-MODEL is a checkpoint folder or a hub id in the local cache; without it the embedded model is served.
-
-  inferengine up                                  the embedded model on http://127.0.0.1:8000
-  inferengine up ./my-model --http.port 9000      a checkpoint folder
-  inferengine up --engine.max_num_seqs 128 --config service.toml
-"""
+"""`inferengine up`: the whole service in one terminal, under a supervisor."""
 
 from __future__ import annotations
 
@@ -17,10 +7,10 @@ import os
 import socket
 import sys
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 
-from inferengine.cli.common import Terminal, resolve
+from inferengine.cli.command import Arguments, command
+from inferengine.cli.terminal import Terminal
 from inferengine.config import Config, child_environment, engine_address
 from inferengine.errors import ExitCode
 from inferengine.process import listen as listening
@@ -28,12 +18,23 @@ from inferengine.process import stdio as output
 from inferengine.process.child import ChildSpec
 from inferengine.process.supervisor import Supervisor
 
-SPEAKS_FIRST_S = 10.0  # an engine that freezes ends by itself and says why, unless it is stopped altogether
+WATCHDOG_MARGIN_S = 10.0  # a frozen engine ends by itself and logs why; the supervisor kills one that cannot
 
 
-def run(arguments: Sequence[str]) -> int:
-    """Run the whole service in this terminal."""
-    config = resolve(arguments, takes_model=True)
+@command(takes_model=True)
+def run(arguments: Arguments) -> int:
+    """Run the engine, the HTTP front end and the websocket front end together, each as a process of its own.
+
+    A process that crashes is started again by itself; the others go on. Ctrl-C or SIGTERM lets running requests
+    finish, a second one ends at once. SIGHUP does the same where the service has a terminal, because that terminal is
+    gone then; without one, each process reads its configuration again. MODEL is a checkpoint folder or a hub id in the
+    local cache; without it the embedded model is served.
+
+      inferengine up                                  the embedded model on http://127.0.0.1:8000
+      inferengine up ./my-model --http.port 9000      a checkpoint folder
+      inferengine up --engine.max_num_seqs 128 --config service.toml
+    """
+    config = arguments.config
     output.protect(json_lines=config.log.format == "json")
     with contextlib.ExitStack() as stack:
         try:
@@ -50,7 +51,7 @@ def run(arguments: Sequence[str]) -> int:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="inferengine-up-")))
         terminal = Terminal(sys.stdout, json_lines=config.log.format == "json")
         supervisor = Supervisor(
-            _spec("engine", config, None, watchdog_s=config.engine.frozen_after_s + SPEAKS_FIRST_S),
+            _spec("engine", config, None, watchdog_s=config.engine.frozen_after_s + WATCHDOG_MARGIN_S),
             [_spec("http", config, http), _spec("ws", config, ws)],
             folder,
             terminal,
@@ -85,7 +86,7 @@ def banner(config: Config, http: socket.socket, ws: socket.socket, seconds: floa
 
 
 def _has_terminal() -> bool:
-    """Whether there is a terminal that can go: then nobody is left to stop the service."""
+    """Whether the service has a terminal: when that is closed, nobody is left to stop the service."""
     try:
         os.close(os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY))
     except OSError:

@@ -76,7 +76,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "inferengine.bench": (*FOUNDATION, "inferengine.engine"),
     "inferengine.cli": (
         *FOUNDATION,
-        "inferengine.cli.compare_hf",
+        "inferengine.cli.check",
         "inferengine.process",
         "inferengine.client",
         "inferengine.wire",
@@ -92,7 +92,13 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "inferengine.models",
         "inferengine.executor",
     ),
-    "inferengine.cli.compare_hf": (*FOUNDATION, "inferengine.cli", "inferengine.executor"),
+    "inferengine.cli.check": (
+        *FOUNDATION,
+        "inferengine.cli",
+        "inferengine.client",
+        "inferengine.wire",
+        "inferengine.executor",
+    ),
     "frontends": (*FOUNDATION, "inferengine.client", "inferengine.wire", "inferengine.text"),
     "frontends.common": (*FOUNDATION, "inferengine.client", "inferengine.wire", "inferengine.text"),
     "frontends.http": (*FOUNDATION, "frontends.common", "inferengine.client", "inferengine.wire", "inferengine.text"),
@@ -124,4 +130,4 @@ LIGHT_PARTS = (
     "frontends",
 )
 # Where the engine imports the executor: inside a function, after everything cheap has been checked.
-RUNTIME_DOORS = ("inferengine.engine.process", "inferengine.cli.plan_memory", "inferengine.cli.compare_hf")
+RUNTIME_DOORS = ("inferengine.engine.process", "inferengine.cli.plan_memory", "inferengine.cli.check")

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
-from inferengine.cli.common import resolve
+from inferengine.cli.command import resolve
 from inferengine.config import Config
 from tests.engine.builders import address_of, run_service
 

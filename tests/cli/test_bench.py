@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from inferengine.cli import main as cli
-from inferengine.cli.bench import Progress, parse
+from inferengine.cli.bench import Progress, load_options, run
 from inferengine.errors import ConfigError, ExitCode
 from tests.bench.servers import WORDS, serving
 
@@ -106,7 +106,7 @@ def test_a_load_of_which_nothing_completed_is_no_success(capsys: pytest.CaptureF
 )
 def test_a_mistake_names_the_option(words: list[str], complaint: str) -> None:
     with pytest.raises(ConfigError) as raised:
-        parse(words)
+        load_options(run.parse(words))
     assert complaint in str(raised.value)
 
 

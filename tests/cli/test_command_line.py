@@ -12,7 +12,7 @@ import pytest
 
 from inferengine import __version__, config
 from inferengine.cli import main as cli
-from inferengine.cli.common import resolve
+from inferengine.cli.command import resolve
 from inferengine.errors import ConfigError, ExitCode
 
 
@@ -187,7 +187,7 @@ def test_a_pipe_that_broke_elsewhere_is_no_quiet_end(monkeypatch: pytest.MonkeyP
     def fail(words: list[str]) -> int:
         raise BrokenPipeError
 
-    monkeypatch.setattr("inferengine.cli.config.run", fail)
+    monkeypatch.setattr("inferengine.cli.serve.config", fail)
     with open(os.devnull, "w") as read_by_all:
         monkeypatch.setattr("sys.stdout", read_by_all)
         monkeypatch.setattr("sys.stderr", read_by_all)

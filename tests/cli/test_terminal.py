@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 
-from inferengine.cli.common import Terminal, split_share, with_bar
+from inferengine.cli.terminal import Terminal, split_share, with_bar
 
 
 class Screen(io.StringIO):
