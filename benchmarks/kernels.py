@@ -142,7 +142,7 @@ def make_batch(shape: Shape, rows: int, context: int, copies: int, block_size: i
     table = torch.randperm(rows * per_row, device="cuda").int().view(rows, per_row)
     last = context - 1
     batch = SimpleNamespace(
-        num_tokens=rows, num_decodes=rows, max_query_len=1, block_tables=[table],
+        num_tokens=rows, num_decodes=rows, block_tables=[table],
         row_slot=torch.arange(rows, device="cuda", dtype=torch.int32),
         row_len=torch.full((rows,), context, device="cuda", dtype=torch.int32),
         row_start=torch.full((rows,), last, device="cuda", dtype=torch.int32),

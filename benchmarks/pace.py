@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from benchmarks.device import Clock
 from inferengine.executor.cuda_graphs.warm_up import scratch_plan
-from inferengine.kernels.cpu.decode_kv_cache import SteadyBatch
+from inferengine.kernels.cpu.decode_kv_cache import DecodeKvCache
 from inferengine.simulation.cost_model import StepShape
 
 INTERVAL_S = 0.4
@@ -69,11 +69,11 @@ class Yardstick:
 
 def works_of(executor: Any) -> list[Callable[[], object]]:
     """WORKS on a TorchExecutor, for a Yardstick. They leave no trace in what it keeps from step to step."""
-    spare = SteadyBatch(len(executor.kv.layers))
+    spare = DecodeKvCache(len(executor.kv.layers))
 
     def work(decodes: int, chunk: int, times: int) -> None:
         plan = scratch_plan(executor.slots.num_slots, len(executor.kv.groups), decodes=decodes, chunk=chunk)
-        with _steady(executor, spare):
+        with _with_cache(executor, spare):
             for _ in range(times):
                 executor.execute(plan).result()
 
@@ -81,13 +81,13 @@ def works_of(executor: Any) -> list[Callable[[], object]]:
 
 
 @contextmanager
-def _steady(executor: Any, other: SteadyBatch) -> Iterator[None]:
+def _with_cache(executor: Any, other: DecodeKvCache) -> Iterator[None]:
     """The copies of keys that belong to the run's rows stay as they are."""
-    own, executor.steady = executor.steady, other
+    own, executor.decode_kv_cache = executor.decode_kv_cache, other
     try:
         yield
     finally:
-        executor.steady = own
+        executor.decode_kv_cache = own
 
 
 class Pace:

@@ -59,8 +59,6 @@ def make_batch(plan: StepPlan, columns: StepColumns, slots: Slots, device: torch
     batch.columns = columns
     batch.num_tokens, batch.num_rows, batch.num_decodes = plan.num_tokens, len(columns.row_slot), plan.num_decodes
     batch.num_samples = len(columns.sample_rows)
-    batch.max_query_len = 1 if plan.num_tokens == batch.num_rows else max(plan.counts)
-    batch.max_row_len = int(columns.row_len.max())
     parts = _upload(columns, device)
     batch.row_slot, batch.row_start, batch.row_len, batch.query_start = parts[0], parts[1], parts[2], parts[3]
     batch.token_row, batch.positions = parts[4], parts[5]
@@ -91,7 +89,6 @@ def step_on(columns: StepColumns, batch: Batch, slots: Slots) -> None:
         raise RuntimeError("only rows of one token each can step on")
     np.add(columns.row_start, 1, out=columns.row_start)
     np.add(columns.row_len, 1, out=columns.row_len)
-    batch.max_row_len += 1
     batch.isolated = False
     _look_up_on_host(batch, columns, slots)
 

@@ -14,26 +14,26 @@ from typing import Any
 import torch
 
 from inferengine.kernels.batch import Batch
-from inferengine.kernels.cpu.decode_kv_cache import SteadyBatch
+from inferengine.kernels.cpu.decode_kv_cache import DecodeKvCache
 from inferengine.kernels.ops import Ops
 
 LayerOfGroup = tuple[torch.Tensor, int | None]  # cache of some layer of a KV group, and the group's window
 
 
 def forward(
-    model: Any, ops: Ops, batch: Batch, groups: list[LayerOfGroup], steady: SteadyBatch, admitted: list[int]
+    model: Any, ops: Ops, batch: Batch, groups: list[LayerOfGroup], decode_kv_cache: DecodeKvCache, admitted: list[int]
 ) -> torch.Tensor:
     """Final hidden states [T, E]. `admitted`: slots with contents that no step of `model` computed."""
-    steady.begin(batch.columns, admitted)
-    batch.steady = steady
+    decode_kv_cache.begin(batch.columns, admitted)
+    batch.decode_kv_cache = decode_kv_cache
     hidden = _pass(model, ops, batch, groups)
     if math.isfinite(hidden.sum(dtype=torch.float32).item()):
-        steady.end()
+        decode_kv_cache.end()
         return hidden
-    steady.forget()
+    decode_kv_cache.forget()
     batch.isolated = True
     hidden = _pass(model, ops, batch, groups)
-    steady.end()
+    decode_kv_cache.end()
     return hidden
 
 

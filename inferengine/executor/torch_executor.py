@@ -39,7 +39,7 @@ from inferengine.executor.tools.roofline import roofline_of
 from inferengine.executor.tools.trace import StepRecorder
 from inferengine.kernels import ops as ops_table
 from inferengine.kernels.batch import StepColumns
-from inferengine.kernels.cpu.decode_kv_cache import SteadyBatch
+from inferengine.kernels.cpu.decode_kv_cache import DecodeKvCache
 from inferengine.kernels.cuda.compilation import Compilations
 from inferengine.lora.bank import AdapterBank
 from inferengine.lora.folder import AdapterFolder
@@ -157,7 +157,7 @@ class TorchExecutor:
         self.__dict__.pop("model", None)
         self.__dict__.pop("kv", None)
         self.__dict__.pop("slots", None)
-        self.__dict__.pop("steady", None)
+        self.__dict__.pop("decode_kv_cache", None)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
             torch.cuda.empty_cache()
@@ -194,9 +194,9 @@ class TorchExecutor:
                 return captured
         self.launched = "kernel by kernel, with adapters" if adapted else "kernel by kernel"
         batch = make_batch(plan, columns, self.slots, self.device)
-        if self.steady is not None:
+        if self.decode_kv_cache is not None:
             admitted = [item.slot for item in plan.admitted]
-            hidden = cpu_forward.forward(self.model, self.ops, batch, self._group_kv, self.steady, admitted)
+            hidden = cpu_forward.forward(self.model, self.ops, batch, self._group_kv, self.decode_kv_cache, admitted)
         else:
             batch.plans = [
                 self.ops.prepare_attention(batch, group, kv, window)
@@ -361,7 +361,7 @@ class TorchExecutor:
             vocab_size=self.config.vocab_size,
             device=self.device,
         )
-        self.steady = SteadyBatch(len(self.kv.layers)) if self.device.type == "cpu" else None
+        self.decode_kv_cache = DecodeKvCache(len(self.kv.layers)) if self.device.type == "cpu" else None
         self.pooling = Pooling(self.slots.num_slots + 1, self.config.hidden_size, self.device)
 
     def _profile(self, max_model_len: int) -> int:

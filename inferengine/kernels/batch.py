@@ -9,7 +9,7 @@ import torch
 
 
 class StepColumns(NamedTuple):
-    """The plan as host arrays, int32: by row (R), by token (T), by sampling row (N)."""
+    """The step as host arrays, int32: by row [R], by token [T], by draw [N]."""
 
     row_slot: np.ndarray
     row_start: np.ndarray
@@ -23,8 +23,8 @@ class StepColumns(NamedTuple):
 
 
 class SlotMapping:
-    """Where each token's K and V go, by group: worked out when a group is first asked for, because a fused decode
-    kernel finds its place by itself and never asks."""
+    """Where each token's K and V are written, by KV group. Computed when a group is first indexed: fused decode kernels
+    work out the place themselves and never index it."""
 
     def __init__(self, block_tables: list[torch.Tensor], token_slot: torch.Tensor, positions: torch.Tensor, size: int):
         self._tables, self._token_slot, self._positions, self._size = block_tables, token_slot, positions, size
@@ -47,10 +47,9 @@ class Batch:
         "block_size",
         "block_tables",
         "columns",
+        "decode_kv_cache",
         "input_ids",
         "isolated",
-        "max_query_len",
-        "max_row_len",
         "num_decodes",
         "num_rows",
         "num_samples",
@@ -66,7 +65,6 @@ class Batch:
         "sample_slots",
         "sample_tokens",
         "slot_mapping",
-        "steady",
         "token_row",
         "token_slot",
     )
@@ -75,8 +73,6 @@ class Batch:
     num_rows: int
     num_decodes: int
     num_samples: int
-    max_query_len: int  # longest chunk of this step
-    max_row_len: int  # longest context after this step
     block_size: int
     columns: StepColumns | None  # host copies; None where only the device knows
     row_slot: torch.Tensor  # [R] int32
@@ -89,14 +85,14 @@ class Batch:
     input_ids: torch.Tensor  # [T] int32
     slot_mapping: SlotMapping  # per group [T] int64: block * block_size + offset
     block_tables: list[torch.Tensor]  # per group [S + 1, max_blocks] int32
-    sample_rows: torch.Tensor  # [N] int32, row of each draw: a row that verifies k guesses draws 1 + k times
+    sample_rows: torch.Tensor  # [N] int32, row of each draw: a row that verifies k draft tokens draws 1 + k times
     sample_tokens: torch.Tensor  # [N] int32, index in [0, T) of the token it is drawn after
     sample_slots: torch.Tensor  # [N] int32
     sample_positions: torch.Tensor  # [N] int32, index of the token to be drawn
     plans: list[Any]
-    steady: Any  # cpu_steady.SteadyBatch, where the executor has one
-    isolated: bool  # on the CPU: no row's numbers come near another row's, because some are NaN
+    decode_kv_cache: Any  # a cpu.decode_kv_cache.DecodeKvCache on the CPU; None elsewhere
+    isolated: bool  # on the CPU: compute each row apart, because some hold NaN
 
     def __init__(self) -> None:
-        self.steady = None
+        self.decode_kv_cache = None
         self.isolated = False

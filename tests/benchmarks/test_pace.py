@@ -16,7 +16,7 @@ class FakeExecutor:
     def __init__(self) -> None:
         self.kv = SimpleNamespace(layers=[None, None], groups=[None])
         self.slots = SimpleNamespace(num_slots=7)
-        self.steady: Any = "the run's own"
+        self.decode_kv_cache: Any = "the run's own"
         self.steps: list[tuple[int, int]] = []
         self.slots_used: set[int] = set()
         self.disturbed = False
@@ -24,7 +24,7 @@ class FakeExecutor:
     def execute(self, plan: StepPlan) -> Any:
         self.steps.append((plan.num_decodes, plan.num_tokens - plan.num_decodes))
         self.slots_used.update(plan.slots)
-        self.disturbed = self.disturbed or self.steady == "the run's own"
+        self.disturbed = self.disturbed or self.decode_kv_cache == "the run's own"
         return SimpleNamespace(result=lambda: None)
 
 
@@ -34,7 +34,7 @@ def test_a_look_takes_every_work_and_leaves_the_runs_rows_alone() -> None:
     yardstick.look()
     assert executor.steps == [(decodes, tokens) for decodes, tokens, times in WORKS for _ in range(times)]
     assert executor.slots_used == {7}  # the scratch slot
-    assert (executor.disturbed, executor.steady) == (False, "the run's own")
+    assert (executor.disturbed, executor.decode_kv_cache) == (False, "the run's own")
     assert [len(sample.seconds) for sample in yardstick.samples] == [len(WORKS)]
 
 

@@ -106,7 +106,6 @@ class DecodeGraphs:
         batch = Batch()
         batch.columns = None
         batch.num_tokens = batch.num_rows = batch.num_decodes = batch.num_samples = size
-        batch.max_query_len, batch.max_row_len = 1, slots.tokens.shape[1]
         batch.block_size, batch.block_tables = slots.block_size, slots.block_tables
         batch.row_slot = batch.token_slot = batch.sample_slots = columns[0, :size]
         batch.row_start = batch.positions = columns[1, :size]

@@ -132,7 +132,6 @@ class MixedGraphs:
         batch.columns = None
         batch.num_tokens, batch.num_rows, batch.num_decodes = shape.num_tokens, shape.num_rows, shape.decodes
         batch.num_samples = shape.num_rows
-        batch.max_query_len, batch.max_row_len = shape.prompt_tokens, slots.tokens.shape[1]
         batch.block_size, batch.block_tables = slots.block_size, slots.block_tables
         batch.row_slot, batch.row_start, batch.row_len, batch.query_start = parts[:4]
         batch.token_slot, batch.positions = parts[4], parts[5]

@@ -35,7 +35,7 @@ from inferengine.executor.slots import Slots
 from inferengine.executor.speculation import cpu_draft
 from inferengine.executor.speculation.cpu_draft import MOST_BEHIND, LoneRows
 from inferengine.kernels.batch import Batch, StepColumns
-from inferengine.kernels.cpu.decode_kv_cache import SteadyBatch
+from inferengine.kernels.cpu.decode_kv_cache import DecodeKvCache
 from inferengine.kernels.ops import Ops
 from inferengine.layers.decoder_config import DecoderConfig
 from inferengine.models import registry, weights
@@ -147,7 +147,7 @@ class DraftModel:
         self._model = model.eval()
         self.kv = KVCache(config, [group], block_size, dtype, self._device)
         self.kv.bind(self._model, max_model_len)
-        self._steady = SteadyBatch(len(self.kv.layers)) if self._device.type == "cpu" else None
+        self._decode_kv_cache = DecodeKvCache(len(self.kv.layers)) if self._device.type == "cpu" else None
         self._lone: LoneRows | None = None
         if cpu_draft.suits(config, dtype, self._device) and isinstance(self._model, Llama):
             self._lone = LoneRows(self._model, config, self.kv, ops, slots)
@@ -156,8 +156,8 @@ class DraftModel:
         """A step is about to run: keep the caches alike."""
         self.kv.copy_blocks(plan)
         self._progress.begin(plan)
-        if self._steady is not None:
-            self._steady.drop([item.slot for item in plan.admitted])
+        if self._decode_kv_cache is not None:
+            self._decode_kv_cache.drop([item.slot for item in plan.admitted])
         if self._lone is not None and plan.admitted:
             self._lone.forget([item.slot for item in plan.admitted])
 
@@ -193,8 +193,8 @@ class DraftModel:
         self, lone: LoneRows, slots: list[int], starts: list[int], ends: list[int], counts: list[int]
     ) -> None:
         """One sequence after the other, on the CPU. What is far behind is read together first."""
-        if self._steady is not None and self._steady.copies:
-            self._steady.drop(slots)
+        if self._decode_kv_cache is not None and self._decode_kv_cache.copies:
+            self._decode_kv_cache.drop(slots)
         if any(end - start > MOST_BEHIND for start, end in zip(starts, ends, strict=True)):
             self._draw(*self._read(slots, starts, ends))
             starts, ends, counts = ends, [end + 1 for end in ends], [count - 1 for count in counts]
@@ -209,8 +209,8 @@ class DraftModel:
         for index in range(max(plan.num_drafts)):
             if index:
                 still = [row for row in rows if plan.num_drafts[row] > index]
-                if index > 1 and len(still) == len(rows) and self._steady is not None:
-                    logits = self._read_on(self._steady, columns, batch)
+                if index > 1 and len(still) == len(rows) and self._decode_kv_cache is not None:
+                    logits = self._read_on(self._decode_kv_cache, columns, batch)
                 else:
                     starts = [plan.starts[row] + index for row in still]
                     ends = [start + 1 for start in starts]
@@ -244,11 +244,11 @@ class DraftModel:
             hidden = hidden.index_select(0, batch.sample_tokens)
         return self._model.logits(hidden), columns, batch
 
-    def _read_on(self, steady: SteadyBatch, columns: StepColumns, batch: Batch) -> torch.Tensor:
+    def _read_on(self, decode_kv_cache: DecodeKvCache, columns: StepColumns, batch: Batch) -> torch.Tensor:
         """The next token of each row, on the CPU: `columns` and `batch`, of one token each, become this step's."""
         step_on(columns, batch, self._slots)
         groups = [(self.kv.layers[0], None)]
-        return self._model.logits(cpu_forward.forward(self._model, self._ops, batch, groups, steady, []))
+        return self._model.logits(cpu_forward.forward(self._model, self._ops, batch, groups, decode_kv_cache, []))
 
     def _forward(self, slots: list[int], starts: list[int], ends: list[int]) -> tuple[torch.Tensor, StepColumns, Batch]:
         if self._lone is not None:
@@ -256,9 +256,9 @@ class DraftModel:
         step = _reading_step(slots, starts, ends)
         columns = columns_of(step)
         batch = make_batch(step, columns, self._slots, self._device)
-        if self._steady is not None:
+        if self._decode_kv_cache is not None:
             groups = [(self.kv.layers[0], None)]
-            return cpu_forward.forward(self._model, self._ops, batch, groups, self._steady, []), columns, batch
+            return cpu_forward.forward(self._model, self._ops, batch, groups, self._decode_kv_cache, []), columns, batch
         batch.plans = [self._ops.prepare_attention(batch, 0, self.kv.layers[0], None)]
         return self._model(batch), columns, batch
 

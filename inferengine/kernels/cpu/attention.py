@@ -68,8 +68,8 @@ def attention_qkv(
     if kv.dtype != FP8:
         new = new if new.dtype == kv.dtype else new.to(kv.dtype)
         kv.view(-1, head_dim).index_put_((plan.written,), new)
-        if plan.kept is not None:
-            return _kept_first(queries, new, kv, plan, scale, softcap)
+        if plan.kv_copy is not None:
+            return _copied_first(queries, new, kv, plan, scale, softcap)
         return attention(queries, kv, batch, group, scale, window, softcap)
     new = torch.cat((new[:, :num_kv_heads] / kv_scales[0], new[:, num_kv_heads:] / kv_scales[1]), 1)
     codes = new.clamp_(-FP8_MAX, FP8_MAX).to(FP8).view(torch.uint8)
@@ -100,12 +100,12 @@ def attention(
     return out
 
 
-def _kept_first(
+def _copied_first(
     q: torch.Tensor, new: torch.Tensor, kv: torch.Tensor, plan: AttentionPlan, scale: float, softcap: float | None
 ) -> torch.Tensor:
     """The rows whose keys lie side by side, then the tiles of prompts."""
-    count = plan.kept.num_tokens
-    mixed = plan.kept.attention(q[:count], new[:count], kv, scale, softcap)
+    count = plan.kv_copy.num_tokens
+    mixed = plan.kv_copy.attention(q[:count], new[:count], kv, scale, softcap)
     if not plan.tiles:
         return mixed
     tiles = [_prompt_tile(q[tile.begin : tile.end], kv, tile, scale, softcap) for tile in plan.tiles]

@@ -1,7 +1,7 @@
-"""What one step decides for attention on the CPU: which keys each query reads, as index lists and masks.
+"""Plan one step's attention on the CPU: which keys each query reads, as index lists and masks.
 
-Worked out once per step and KV group, in numpy, for all layers of the group; `cpu_attention.py` computes by it. Rows of
-one token come first, then rows of few (guesses to verify, forced tokens), then prompts in tiles of flattened queries.
+Computed once per step and KV group, in numpy, for all layers of the group; `attention.py` executes it. Rows of one
+token come first, then rows of few (draft tokens to verify, forced tokens), then prompts in tiles of flattened queries.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 FP8 = torch.float8_e4m3fn
-SHORT_ROW = 16  # most new tokens of a row that is computed as decodes are: guesses to verify, mostly
+SHORT_ROW = 16  # most new tokens of a row that is computed as decodes are: draft tokens to verify, mostly
 QUERY_TILE = 128  # flattened query tokens per prompt tile
 KEY_TILE = 4096  # keys at which a tile that spans several rows is closed early
 CHUNK_TOKENS = 256  # keys per decode item when rows differ much in length
@@ -55,26 +55,26 @@ class Angles(NamedTuple):
 
 
 class AttentionPlan:
-    """What one step and one KV group decide for all their layers."""
+    """The plan of one step and one KV group, for all layers of the group."""
 
-    __slots__ = ("angles", "decodes", "kept", "tiles", "written")
+    __slots__ = ("angles", "decodes", "kv_copy", "tiles", "written")
 
     def __init__(
-        self, decodes: list[DecodePlan], tiles: list[TilePlan], written: torch.Tensor, kept: Any = None
+        self, decodes: list[DecodePlan], tiles: list[TilePlan], written: torch.Tensor, kv_copy: Any = None
     ) -> None:
         self.decodes = decodes  # rows of one token, then rows of few
         self.tiles = tiles
         self.written = written  # [T, 2K] rows of kv seen as [.., D] that take each token's K and V
-        self.kept = kept  # cpu_steady.KeptKeys, which then stand for `decodes`
+        self.kv_copy = kv_copy  # a decode_kv_cache.GroupCopy, which then replaces `decodes`
         self.angles: dict[int, Angles] = {}  # by rotation table
 
 
 def prepare_attention(batch: Any, group: int, kv: torch.Tensor, window: int | None) -> AttentionPlan:
-    """Once per step and group: which blocks each query reads, as index lists and masks.
+    """Plan the attention of one KV group for one step: the blocks that each query reads, as index lists and masks.
 
-    A masked score is a score plus -inf, and a masked value is multiplied by 0: with a key or value that is not a number
-    both give NaN. So where `batch.isolated`, no query comes near a key that it must not see: not another row's of the
-    same tile, and not what a finished request left behind its row's last token.
+    A masked score is a score plus -inf, and a masked value is multiplied by 0: with a key or value that is NaN both
+    give NaN. Where `batch.isolated`, no query is computed with a key that it must not see: neither another row's
+    key of the same tile, nor what a finished request left behind its row's last token.
     """
     columns = batch.columns
     if columns is None:
@@ -86,10 +86,10 @@ def prepare_attention(batch: Any, group: int, kv: torch.Tensor, window: int | No
     num_short = _num_short(columns, batch.num_decodes)
     ends = [batch.num_decodes, batch.num_decodes + num_short]
     tiles = _plan_tiles(columns, ends[1], table, kv, window) if ends[1] < batch.num_rows else []
-    if batch.steady is not None and window is None and ends[1]:
-        kept = batch.steady.keep(columns, ends[1], group, table, kv)
-        if kept is not None:
-            return AttentionPlan([], tiles, written, kept)
+    if batch.decode_kv_cache is not None and window is None and ends[1]:
+        kv_copy = batch.decode_kv_cache.advance(columns, ends[1], group, table, kv)
+        if kv_copy is not None:
+            return AttentionPlan([], tiles, written, kv_copy)
     decodes = [
         _plan_decode(columns, begin, end, table, kv, window)
         for begin, end in zip([0, ends[0]], ends, strict=True)
@@ -99,12 +99,12 @@ def prepare_attention(batch: Any, group: int, kv: torch.Tensor, window: int | No
 
 
 def number_type(kv: torch.Tensor) -> torch.dtype:
-    """What keys and values are computed with: the cache's own type, fp32 where it holds 8-bit codes."""
+    """Return the type that keys and values are computed in: the cache's own, fp32 where it holds 8-bit codes."""
     return torch.float32 if kv.dtype == FP8 else kv.dtype
 
 
 def stored(kv: torch.Tensor) -> torch.Tensor:
-    """The cache as a type that can be gathered."""
+    """View the cache as a type that can be gathered."""
     return kv.view(torch.uint8) if kv.dtype == FP8 else kv
 
 
@@ -181,7 +181,9 @@ def _written(columns: Any, table: np.ndarray, kv: torch.Tensor) -> np.ndarray:
 
 
 def block_places(blocks: np.ndarray, num_kv_heads: int) -> np.ndarray:
-    """Rows of kv seen as [num_blocks * 2 * K, block_size * D], ordered [K or V, item, kv head, block]."""
+    """Return the rows of blocks [I, C] in kv seen as [num_blocks * 2 * K, block_size * D].
+
+    They are ordered [K or V, item, KV head, block]."""
     halves = np.arange(2).reshape(2, 1, 1, 1)
     heads = np.arange(num_kv_heads).reshape(1, 1, num_kv_heads, 1)
     return ((blocks.astype(np.int64)[None, :, None, :] * 2 + halves) * num_kv_heads + heads).reshape(-1)
@@ -191,8 +193,8 @@ def _plan_tiles(
     columns: Any, first_row: int, table: np.ndarray, kv: torch.Tensor, window: int | None, *, isolated: bool = False
 ) -> list[TilePlan]:
     """Cut the prompt tokens of a step into tiles: at most QUERY_TILE queries, few keys if several rows share one.
-    `isolated`: none does, and of a row that verifies guesses each query is by itself: a guess that is no number must
-    not reach the tokens before it, which count though the guess does not."""
+    `isolated`: no two rows share a tile, and each query of a row that verifies draft tokens has its own: a draft token
+    whose keys are NaN must not reach the tokens before it, which are valid even where the draft token is rejected."""
     num_kv_heads, block_size = kv.shape[2], kv.shape[3]
     tiles: list[TilePlan] = []
     pieces: list[tuple[int, int, int]] = []  # (row, begin, end) in flattened tokens

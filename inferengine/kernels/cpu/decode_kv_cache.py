@@ -1,14 +1,15 @@
-"""Steady decodes on the CPU: the keys and values of rows that go on step after step lie side by side.
+"""Decode KV copy on the CPU: a contiguous copy of the keys and values of rows that decode step after step.
 
-Gathering paged keys copies all of them in every layer of every step. Rows that go on need that once: each has a place
-in a copy, to which a step adds its own tokens' keys and values. They go to the paged cache as always, which stays the
-truth. A row that comes is gathered into a free place, one that ends leaves its place free; a row may have several new
-tokens (guesses to verify, tokens that a grammar forces), and it may begin before its place ends (guesses were wrong).
+Gathering keys from the paged cache copies all of them in every layer of every step. Rows that continue need that once:
+each has a place in a copy, to which each step adds its own tokens' keys and values. The paged cache is written as
+always and stays authoritative. A new row is gathered into a free place; a finished row leaves its place free. A row may
+have several new tokens (draft tokens to verify, tokens that a grammar forces), and it may start before the end of its
+place (draft tokens were rejected).
 
-The rule that makes a copy right: a place counts no position that a step has written since without it. Every step
-rewrites its rows from their start on, in the paged cache at least, and not every step goes through the copies (too
-ragged, a chunk too long, a row behind one). So `begin` cuts the places of all rows of a step back to where they start,
-before anybody decides how the step is computed, and only `advance` counts what it adds itself.
+Invariant: a place counts no position that a later step wrote only to the paged cache. Every step writes its rows from
+their start on, and not every step uses the copies (rows too unequal, a chunk too long). So `begin` truncates the places
+of all rows of a step to where the rows start, before it is decided how the step is computed, and only
+`GroupCopy.advance` counts the positions that it adds itself.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ import torch
 from inferengine.kernels.batch import StepColumns
 from inferengine.kernels.cpu.attention_plan import FP8, block_places
 
-KEPT_BYTES = 64 << 20  # most that is kept, all layers together
-STEADY_STEPS = 2  # steps of the same rows after which a copy is made: before, it might not pay for itself
+MAX_COPY_BYTES = 64 << 20  # most that a copy may take, all layers together
+MIN_EQUAL_STEPS = 2  # steps of the same rows after which a copy is made: before, it might not pay for itself
 ROOM = 64  # a place has room for this many to twice as many tokens more than the longest row
 RAGGED = 1.25  # padding to the longest row, over all keys, beyond which rows are too unequal to lie side by side
 NEWCOMERS = 0.25  # share of a step's rows beyond which it is another batch
@@ -51,11 +52,11 @@ class Queries(NamedTuple):
 _ALONE = [Queries(1, None, None, None)]  # one query of each place, nothing hidden
 
 
-class SteadyBatch:
-    """Follows the steps of one model. `copies` is filled by `keep`, by KV group."""
+class DecodeKvCache:
+    """The copies of one model, by KV group, and the steps that decide when a copy is made. `advance` fills `copies`."""
 
     def __init__(self, num_layers: int) -> None:
-        self.copies: dict[int, KeptKeys] = {}
+        self.copies: dict[int, GroupCopy] = {}
         self.storage: dict[int, torch.Tensor] = {}  # by layer, used again by the next copy
         self._num_layers = num_layers
         self._num_alike = 0  # steps of about the same rows, up to this one
@@ -65,12 +66,13 @@ class SteadyBatch:
         self._under_way = False
 
     def begin(self, columns: StepColumns, admitted: list[int]) -> None:
-        """Before a step. `admitted`: slots with contents that no step of this model computed."""
+        """Prepare for a step, before its attention is planned. `admitted`: slots whose contents no step of this model
+        computed."""
         if self._under_way:  # the last step failed half way
             self.forget()
         self._under_way = True
-        for kept in self.copies.values():
-            kept.rewind(columns)
+        for copy in self.copies.values():
+            copy.rewind(columns)
         rows = columns.row_slot.tobytes()
         if rows == self._last_rows and not admitted:
             self._num_alike += 1
@@ -88,49 +90,50 @@ class SteadyBatch:
             self.copies.clear()
 
     def end(self) -> None:
-        """The step has gone through all layers."""
+        """Mark the step as complete: it has gone through all layers."""
         self._under_way = False
 
     def drop(self, slots: list[int]) -> None:
-        """These slots are somebody else's now."""
+        """Invalidate the copies of reassigned slots."""
         if not slots:
             return
         self._last_rows = b""
         self._last_step[[slot for slot in slots if slot < len(self._last_step)]] = 0
-        for kept in self.copies.values():
-            kept.drop(slots)
+        for copy in self.copies.values():
+            copy.drop(slots)
 
     def forget(self) -> None:
-        """What is kept may be wrong."""
+        """Discard all copies: they may be wrong."""
         self.copies.clear()
         self._num_alike = 0
         self._last_rows = b""
         self._last_step[:] = 0
 
-    def keep(
+    def advance(
         self, columns: StepColumns, num_rows: int, group: int, table: np.ndarray, kv: torch.Tensor
-    ) -> KeptKeys | None:
-        """The copies of a group without window, ready for the first `num_rows` rows of this step; None where there are
-        none and none are to be."""
+    ) -> GroupCopy | None:
+        """Return the copies of a group without window, ready for the first `num_rows` rows of this step.
+
+        None: this step reads the paged cache, because its rows are new, too unequal or too large to copy."""
         lengths = columns.row_len[:num_rows]
         longest = int(lengths[0] if num_rows == 1 else lengths.max())
-        kept = self.copies.get(group)
-        if kept is not None and not kept.suits(num_rows, longest):
+        copy = self.copies.get(group)
+        if copy is not None and not copy.suits(num_rows, longest):
             self.copies.pop(group)
-            kept = None
-        if self._num_alike < STEADY_STEPS or (num_rows > 1 and num_rows * longest > RAGGED * lengths.sum()):
+            copy = None
+        if self._num_alike < MIN_EQUAL_STEPS or (num_rows > 1 and num_rows * longest > RAGGED * lengths.sum()):
             return None
-        if kept is None:
+        if copy is None:
             capacity = (longest // ROOM + 2) * ROOM
             num_numbers = 2 * num_rows * kv.shape[2] * capacity * kv.shape[4]
-            if kv.dtype == FP8 or num_numbers * kv.element_size() * self._num_layers > KEPT_BYTES:
+            if kv.dtype == FP8 or num_numbers * kv.element_size() * self._num_layers > MAX_COPY_BYTES:
                 return None
-            kept = self.copies[group] = KeptKeys(num_rows, kv, capacity, self.storage)
-        kept.advance(columns, num_rows, table)
-        return kept
+            copy = self.copies[group] = GroupCopy(num_rows, kv, capacity, self.storage)
+        copy.advance(columns, num_rows, table)
+        return copy
 
 
-class KeptKeys:
+class GroupCopy:
     """Copies of the layers of one KV group."""
 
     def __init__(self, num_places: int, kv: torch.Tensor, capacity: int, storage: dict[int, torch.Tensor]) -> None:
@@ -152,12 +155,12 @@ class KeptKeys:
         self._joining: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
 
     def drop(self, slots: list[int]) -> None:
-        """What these slots held is gone."""
+        """Free the places of these slots."""
         gone = np.isin(self._slots, slots)
         self._slots[gone], self._num_known[gone] = -1, 0
 
     def rewind(self, columns: StepColumns) -> None:
-        """A step writes its rows from their start on: what places hold of them from there counts no more."""
+        """Truncate the places of a step's rows to where the rows start: the step writes from there on."""
         slots, starts = columns.row_slot, columns.row_start
         if len(slots) == len(self._slots) and np.array_equal(slots, self._slots):
             np.minimum(self._num_known, starts, out=self._num_known)
@@ -166,7 +169,7 @@ class KeptKeys:
         self._num_known[place] = np.minimum(self._num_known[place], starts[row])
 
     def held(self, slot: int, kv: torch.Tensor) -> torch.Tensor | None:
-        """[2, K, known, D]: what the copy of one layer, that of `kv`, holds of this slot. None: nothing."""
+        """Return what the copy of the layer of `kv` holds of a slot, [2, K, known, D]; None where it holds nothing."""
         copy, places = self._layers.get(kv.data_ptr()), np.flatnonzero(self._slots == slot)
         if copy is None or not len(places):
             return None
@@ -174,7 +177,7 @@ class KeptKeys:
         return both[:, int(places[0]), :, : int(self._num_known[places[0]])]
 
     def suits(self, num_rows: int, longest: int) -> bool:
-        """Whether the next step's rows, up to so long, find a place each, and have lately filled enough of them."""
+        """Return whether the step's rows, up to `longest` tokens, fit, and have lately filled enough of the places."""
         self._is_sparse = num_rows < FILLED * len(self._slots)
         self._num_sparse = self._num_sparse + 1 if self._is_sparse else 0
         return longest <= self._capacity and num_rows <= len(self._slots) and self._num_sparse <= SPARSE_STEPS
@@ -182,7 +185,7 @@ class KeptKeys:
     # -- once per step -----------------------------------------------------------------------------------------------
 
     def advance(self, columns: StepColumns, num_rows: int, table: np.ndarray) -> None:
-        """To the tokens of the next step."""
+        """Add the tokens of the next step."""
         if num_rows == len(self._slots) == 1 and self._advance_alone(columns):
             return
         slots, starts, lengths = columns.row_slot[:num_rows], columns.row_start[:num_rows], columns.row_len[:num_rows]
@@ -304,8 +307,8 @@ class KeptKeys:
     def attention(
         self, q: torch.Tensor, new: torch.Tensor, kv: torch.Tensor, scale: float, softcap: float | None
     ) -> torch.Tensor:
-        """q [T, H, D] over the keys of each token's row -> [T, H * D]. `new` [T, 2K, D] are the step's own keys and
-        values, which are in `kv` already."""
+        """Attend with q [T, H, D] over the keys of each token's row -> [T, H * D]. `new` [T, 2K, D] are the step's own
+        keys and values, which are in `kv` already."""
         copy = self._layers.get(kv.data_ptr())
         if copy is None:
             copy = self._layers[kv.data_ptr()] = self._make(kv)

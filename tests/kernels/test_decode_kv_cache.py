@@ -1,4 +1,4 @@
-"""Steady decodes: kept keys give what paged keys give, and copies live no longer than they may."""
+"""The decode KV copy: copied keys give what paged keys give, and copies live no longer than they may."""
 
 from __future__ import annotations
 
@@ -9,16 +9,8 @@ import pytest
 import torch
 
 from inferengine.kernels.batch import Batch, StepColumns
-from inferengine.kernels.cpu import (
-    attention as cpu_attention,
-)
-from inferengine.kernels.cpu import (
-    attention_plan as cpu_attention_plan,
-)
-from inferengine.kernels.cpu import (
-    decode_kv_cache as cpu_steady,
-)
-from inferengine.kernels.cpu.decode_kv_cache import STEADY_STEPS, SteadyBatch
+from inferengine.kernels.cpu import attention, attention_plan, decode_kv_cache
+from inferengine.kernels.cpu.decode_kv_cache import MIN_EQUAL_STEPS, DecodeKvCache
 
 HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE, MAX_BLOCKS = 4, 2, 8, 4, 64
 
@@ -32,10 +24,14 @@ class Case:
         blocks = torch.randperm(len(self.kv)).view(len(lengths), MAX_BLOCKS)
         self.tables = blocks.to(torch.int32)
         self.starts = dict(enumerate(lengths))
-        self.steady = SteadyBatch(num_layers=1)
+        self.decode_kv_cache = DecodeKvCache(num_layers=1)
 
     def batch(
-        self, counts: dict[int, int], steady: SteadyBatch | None, admitted: list[int], window: int | None = None
+        self,
+        counts: dict[int, int],
+        decode_kv_cache: DecodeKvCache | None,
+        admitted: list[int],
+        window: int | None = None,
     ) -> Batch:
         slots = np.array(list(counts), dtype=np.int32)
         starts = np.array([self.starts[slot] for slot in counts], dtype=np.int32)
@@ -49,10 +45,10 @@ class Case:
         )
         batch.num_rows, batch.num_tokens = len(slots), len(rows)
         batch.num_decodes = next((row for row, count in enumerate(num_new) if count > 1), len(slots))
-        batch.block_tables, batch.steady = [self.tables], steady
-        if steady is not None:
-            steady.begin(batch.columns, admitted)
-        batch.plans = [cpu_attention_plan.prepare_attention(batch, 0, self.kv, window)]
+        batch.block_tables, batch.decode_kv_cache = [self.tables], decode_kv_cache
+        if decode_kv_cache is not None:
+            decode_kv_cache.begin(batch.columns, admitted)
+        batch.plans = [attention_plan.prepare_attention(batch, 0, self.kv, window)]
         return batch
 
     def step(
@@ -62,23 +58,23 @@ class Case:
         used."""
         counts = counts or dict.fromkeys(self.starts, 1)
         qkv = torch.randn(sum(counts.values()), (HEADS + 2 * KV_HEADS) * HEAD_DIM)
-        kept = self.batch(counts, self.steady, list(admitted))
+        kept = self.batch(counts, self.decode_kv_cache, list(admitted))
         found, expected = (
-            cpu_attention.attention_qkv(
+            attention.attention_qkv(
                 qkv.clone(), None, None, 1e-6, None, self.kv, batch, 0, HEADS, KV_HEADS, 0.3, None, softcap
             )
             for batch in (kept, self.batch(counts, None, []))
         )
-        self.steady.end()
+        self.decode_kv_cache.end()
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
         for slot, count in counts.items():
             self.starts[slot] += count
-        return kept.plans[0].kept is not None
+        return kept.plans[0].kv_copy is not None
 
     def check(self) -> int:
         """Whatever the copies count of any slot is what the paged cache holds. Returns how many tokens they count."""
         num_known = 0
-        for kept in self.steady.copies.values():
+        for kept in self.decode_kv_cache.copies.values():
             for slot in range(len(self.tables)):
                 held = kept.held(slot, self.kv)
                 if held is None:
@@ -91,7 +87,7 @@ class Case:
 
     def settle(self) -> Case:
         """So that a copy is in use."""
-        for _ in range(STEADY_STEPS):
+        for _ in range(MIN_EQUAL_STEPS):
             self.step()
         assert self.step()
         return self
@@ -99,16 +95,16 @@ class Case:
 
 @pytest.mark.parametrize("softcap", [None, 5.0])
 @pytest.mark.parametrize("lengths", [[9], [30, 30, 30], [40, 37, 33]])
-def test_kept_keys_give_what_paged_keys_give(lengths, softcap):
+def test_copied_keys_give_what_paged_keys_give(lengths, softcap):
     case = Case(lengths)
     used = [case.step(softcap=softcap) for _ in range(150)]  # past the room of the first copy
-    assert used == [False] * STEADY_STEPS + [True] * (150 - STEADY_STEPS)
+    assert used == [False] * MIN_EQUAL_STEPS + [True] * (150 - MIN_EQUAL_STEPS)
 
 
 @pytest.mark.parametrize("softcap", [None, 5.0])
 @pytest.mark.parametrize("seed", range(4))
 def test_rows_with_any_number_of_new_tokens_keep_their_places(seed, softcap):
-    """Forced tokens and guesses, some of which prove wrong; rows that pause; the order of rows as plans have it."""
+    """Forced tokens and draft tokens, some of them rejected; rows that pause; the order of rows as plans have it."""
     draw = random.Random(seed)
     case = Case([30, 31, 33, 30, 32, 30, 30, 31]).settle()
     for _ in range(40):
@@ -118,7 +114,7 @@ def test_rows_with_any_number_of_new_tokens_keep_their_places(seed, softcap):
         ordered = sorted(counts.items(), key=lambda item: item[1] > 1)
         assert case.step(dict(ordered), softcap=softcap)
         for slot, count in counts.items():
-            case.starts[slot] -= draw.randrange(count)  # wrong guesses
+            case.starts[slot] -= draw.randrange(count)  # rejected draft tokens
 
 
 def test_a_row_alone_verifies_guesses_in_its_place():
@@ -139,13 +135,13 @@ def test_a_row_alone_verifies_guesses_in_its_place():
 def test_a_step_outside_the_copy_replaces_what_wrong_guesses_left_there(between, monkeypatch):
     case = Case([30, 31, 30]).settle()
     assert case.step({1: 1, 2: 1, 0: 12})
-    case.starts[0] -= 11  # all guesses were wrong, and the copy has their keys
+    case.starts[0] -= 11  # all draft tokens were rejected, and the copy has their keys
     if len(between) == 1:
-        monkeypatch.setattr(cpu_steady, "RAGGED", 0.0)  # nothing with a second row lies side by side
+        monkeypatch.setattr(decode_kv_cache, "RAGGED", 0.0)  # nothing with a second row lies side by side
         between = {1: 1, **between} if between[0] == 1 else between
     case.step(between)
     if between[0] > 12:
-        case.starts[0] -= between[0] - 1  # most of these were guesses, too
+        case.starts[0] -= between[0] - 1  # most of these were draft tokens, too
     monkeypatch.undo()
     case.check()
     for _ in range(14):
@@ -155,8 +151,8 @@ def test_a_step_outside_the_copy_replaces_what_wrong_guesses_left_there(between,
 
 @pytest.mark.parametrize("seed", range(8))
 def test_copies_hold_what_the_paged_cache_holds_after_any_steps(seed):
-    """Requests that come, go, pause, guess right and wrong, are forced to go on, chunked prompts, slots that change
-    hands, unequal lengths, steps that fail half way and steps computed row by row."""
+    """Requests that come, go, pause, have draft tokens accepted and rejected, get forced tokens; chunked prompts,
+    reassigned slots, unequal lengths, steps that fail half way and steps computed row by row."""
     draw = random.Random(seed)
     num_slots = draw.choice([1, 2, 3, 6])
     case = Case([0] * num_slots)
@@ -185,14 +181,14 @@ def test_copies_hold_what_the_paged_cache_holds_after_any_steps(seed):
         counts = dict(sorted(rows, key=lambda row: row[1] > 1))
         fate = draw.random()
         if fate < 0.02:
-            case.batch(counts, case.steady, admitted)  # begun, never ended
+            case.batch(counts, case.decode_kv_cache, admitted)  # begun, never ended
             continue
         if fate < 0.04:
-            case.steady.forget()  # what a step does that is computed again, row by row
+            case.decode_kv_cache.forget()  # what a step does that is computed again, row by row
         case.step(counts, admitted=tuple(admitted))
         num_known += case.check()
         for slot, count in counts.items():
-            if case.starts[slot] > lengths[slot]:  # of what is no prompt: guesses, any of which were wrong
+            if case.starts[slot] > lengths[slot]:  # of what is no prompt: draft tokens, any of which were rejected
                 case.starts[slot] -= draw.randrange(count)
     assert num_known > 0
 
@@ -213,7 +209,7 @@ def test_a_slot_given_to_another_request_is_read_again():
     assert case.step(admitted=(2,))
 
 
-def test_prompts_beside_kept_rows_go_their_own_way():
+def test_prompts_beside_copied_rows_read_the_paged_cache():
     case = Case([30, 31, 32, 33, 34, 0]).settle()
     case.starts[5] = 0
     assert case.step({0: 1, 1: 1, 2: 1, 3: 1, 4: 2, 5: 40}, admitted=(5,))
@@ -241,24 +237,24 @@ def test_another_batch_is_gathered_anew():
 
 def test_a_step_that_failed_leaves_no_copy_behind():
     case = Case([12]).settle()
-    case.batch({0: 1}, case.steady, [])  # begun, never ended
+    case.batch({0: 1}, case.decode_kv_cache, [])  # begun, never ended
     assert not case.step()
 
 
-def test_rows_of_very_unequal_length_are_not_kept():
+def test_rows_of_very_unequal_length_are_not_copied():
     case = Case([200, 3, 3, 3])
     assert not any(case.step() for _ in range(6))
 
 
-def test_what_is_too_large_is_not_kept(monkeypatch):
-    monkeypatch.setattr(cpu_steady, "KEPT_BYTES", 1000)
+def test_what_is_too_large_is_not_copied(monkeypatch):
+    monkeypatch.setattr(decode_kv_cache, "MAX_COPY_BYTES", 1000)
     case = Case([12, 15])
     assert not any(case.step() for _ in range(6))
 
 
-def test_windows_are_not_kept():
+def test_windows_are_not_copied():
     case = Case([12]).settle()
-    assert case.batch({0: 1}, case.steady, [], window=6).plans[0].kept is None
+    assert case.batch({0: 1}, case.decode_kv_cache, [], window=6).plans[0].kv_copy is None
 
 
 def test_what_lies_behind_a_newcomer_may_be_no_number():
@@ -266,17 +262,17 @@ def test_what_lies_behind_a_newcomer_may_be_no_number():
     case.kv[case.tables[4, 3:].long()] = torch.nan  # never its own
     case.kv[case.tables[4, 2].long(), :, :, 2:] = torch.nan
     case.starts[4] = 9
-    kept = case.batch(dict.fromkeys(range(5), 1), case.steady, [4])
+    kept = case.batch(dict.fromkeys(range(5), 1), case.decode_kv_cache, [4])
     queries = torch.randn(5, (HEADS + 2 * KV_HEADS) * HEAD_DIM)
-    out = cpu_attention.attention_qkv(queries, None, None, 1e-6, None, case.kv, kept, 0, HEADS, KV_HEADS, 0.3)
-    assert kept.plans[0].kept is not None
+    out = attention.attention_qkv(queries, None, None, 1e-6, None, case.kv, kept, 0, HEADS, KV_HEADS, 0.3)
+    assert kept.plans[0].kv_copy is not None
     assert out.isfinite().all()
 
 
 def test_memory_is_used_again():
     case = Case([12, 15]).settle()
-    before = {place: tensor.data_ptr() for place, tensor in case.steady.storage.items()}
+    before = {place: tensor.data_ptr() for place, tensor in case.decode_kv_cache.storage.items()}
     assert len(before) == 1
-    case.steady.forget()
+    case.decode_kv_cache.forget()
     case.settle()
-    assert {place: tensor.data_ptr() for place, tensor in case.steady.storage.items()} == before
+    assert {place: tensor.data_ptr() for place, tensor in case.decode_kv_cache.storage.items()} == before
