@@ -304,7 +304,7 @@ from tests.engine.stalling_engine import StallingExecutor
 startup.LEAVE_S = 1.0
 service = EngineService(load(), make_card(), StallingExecutor)
 service._shut_down = lambda: threading.Event().wait()
-threading.Timer(0.2, lambda: service._ending.fail(ExitCode.STALLED)).start()
+threading.Timer(0.2, lambda: service._shutdown.fail(ExitCode.STALLED)).start()
 startup.serve(service)
 """
     child = subprocess.Popen([sys.executable, "-c", program], env=child_environment(config), stderr=subprocess.PIPE)

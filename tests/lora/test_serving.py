@@ -12,7 +12,7 @@ from inferengine.engine.model_info import read_model_card
 from inferengine.engine.process import build_executor
 from inferengine.engine.service import EngineService
 from inferengine.wire.messages import Accept, Admin, AdminReply, Reject, Welcome
-from tests.engine.builders import RawPeer, address_of, check_idle, make_config, wait_until
+from tests.engine.builders import RawClient, address_of, check_idle, make_config, wait_until
 from tests.lora.adapters import write_adapter
 from tests.models.checkpoints import greedy_reference, make_model, save
 
@@ -53,23 +53,23 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 
 @pytest.fixture
-def peer(served: Served) -> Iterator[RawPeer]:
-    peer = RawPeer(address_of(served.engine))
+def peer(served: Served) -> Iterator[RawClient]:
+    peer = RawClient(address_of(served.engine))
     yield peer
     peer.close()
 
 
-def admin(peer: RawPeer, op: str, **arguments: Any) -> AdminReply:
+def admin(peer: RawClient, op: str, **arguments: Any) -> AdminReply:
     peer.send(Admin(op, 7, arguments))
     return peer.expect(AdminReply, 20.0)
 
 
-def submit(peer: RawPeer, stream: int, adapter: str, max_tokens: int = 12) -> None:
+def submit(peer: RawClient, stream: int, adapter: str, max_tokens: int = 12) -> None:
     params = {"temperature": 0.0, "ignore_eos": True}
     peer.submit(stream, prompt=PROMPT, max_tokens=max_tokens, adapter=adapter, params=params)
 
 
-def test_requests_choose_by_name_side_by_side(served: Served, peer: RawPeer) -> None:
+def test_requests_choose_by_name_side_by_side(served: Served, peer: RawClient) -> None:
     for stream, name in ((1, ""), (2, "a"), (3, "")):
         submit(peer, stream, name)
     tokens = peer.collect({1, 2, 3}).tokens
@@ -78,13 +78,13 @@ def test_requests_choose_by_name_side_by_side(served: Served, peer: RawPeer) -> 
     check_idle(served.engine)
 
 
-def test_an_unknown_name_is_rejected(peer: RawPeer) -> None:
+def test_an_unknown_name_is_rejected(peer: RawClient) -> None:
     submit(peer, 1, "nobody")
     reject = peer.expect(Reject)
     assert (reject.code, reject.field) == ("model_not_found", "adapter")
 
 
-def test_adapters_come_and_go_while_requests_run(served: Served, peer: RawPeer) -> None:
+def test_adapters_come_and_go_while_requests_run(served: Served, peer: RawClient) -> None:
     refused = admin(peer, "load_adapter", name="b")
     assert (refused.ok, refused.code) == (False, "not_found")
     served.later.rename(served.adapters / "b")
@@ -99,7 +99,7 @@ def test_adapters_come_and_go_while_requests_run(served: Served, peer: RawPeer) 
     assert unloaded.ok
     submit(peer, 3, "b")
     assert peer.expect(Reject).code == "model_not_found"
-    other = RawPeer(address_of(served.engine))
+    other = RawClient(address_of(served.engine))
     for stream, name in ((4, "a"), (5, "")):
         submit(other, stream, name)
     tokens = other.collect({4, 5}).tokens
@@ -109,7 +109,7 @@ def test_adapters_come_and_go_while_requests_run(served: Served, peer: RawPeer) 
     assert admin(peer, "adapters").result == {"adapters": ["a"]}
 
 
-def test_what_runs_with_an_unloaded_adapter_runs_on(served: Served, peer: RawPeer) -> None:
+def test_what_runs_with_an_unloaded_adapter_runs_on(served: Served, peer: RawClient) -> None:
     submit(peer, 1, "a", max_tokens=60)
     peer.expect(Accept)
     peer.send(Admin("unload_adapter", 7, {"name": "a"}))
@@ -123,7 +123,7 @@ def test_what_runs_with_an_unloaded_adapter_runs_on(served: Served, peer: RawPee
 
 
 def test_peers_are_told_which_adapters_there_are(served: Served) -> None:
-    peer = RawPeer(address_of(served.engine), greet=True)
+    peer = RawClient(address_of(served.engine), greet=True)
     assert isinstance(peer.welcome, Welcome)
     assert peer.welcome.model.adapters == ("a",)
     peer.close()
