@@ -111,7 +111,7 @@ class Relay:
         return False
 
     def _listen(self) -> None:
-        self._stream.on_news(self._has_news)
+        self._stream.on_output(self._has_news)
 
     def _has_news(self) -> None:
         self._turn.add(self)

@@ -12,7 +12,7 @@ from typing import Any, TextIO
 from inferengine.cli.command import Arguments, command
 from inferengine.cli.connect import CONNECT_TIMEOUT_S, connect
 from inferengine.client import Client, Delta, Finish
-from inferengine.client.streams import error_of
+from inferengine.client.output import error_of
 from inferengine.config import LimitsConfig, engine_address, status_address
 from inferengine.errors import ExitCode, InferEngineError, InvalidRequest
 from inferengine.sampling_params import SamplingParams, from_map, validate

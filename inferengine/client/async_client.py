@@ -8,25 +8,25 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any, TypeVar, Unpack
 
-from inferengine.client.pending import wait_for
-from inferengine.client.requests import SubmitOptions
-from inferengine.client.resume import RESUME_WAIT_S
-from inferengine.client.session import Phase, Session, Transport
-from inferengine.client.streams import Answer, Call, Collector, Embedding, Prompt, require_embeddings, to_submits
-from inferengine.client.submission import Submission
+from inferengine.client.output import Delta, Embedding, OpenRequest, OutputCollector, PendingReply, embedding_from
+from inferengine.client.requests import RESUME_WAIT_S
+from inferengine.client.session import Phase, Session
+from inferengine.client.submit_options import Prompt, SubmitOptions, embedding_submits, require_embeddings
+from inferengine.client.transport import Transport
 from inferengine.errors import InferEngineError
 from inferengine.sampling_params import SamplingParams
 from inferengine.wire import sockets
 from inferengine.wire.curve import ClientKeys
-from inferengine.wire.messages import READY, ModelFiles, Pong, Welcome
+from inferengine.wire.messages import READY, Accept, ModelFiles, Pong, Welcome
 
 T = TypeVar("T")
 
-REQUEST_TIMEOUT_S = 30.0  # of questions (model files, admin, ping); outputs have no limit of this client's
-_DRAIN_BATCH = 64  # messages handled before the event loop's other work has its turn
+REQUEST_TIMEOUT_S = 30.0  # of queries (model files, admin, ping); outputs have no limit of this client's
+_DRAIN_BATCH = 64  # messages handled before the event loop does other work
 
 
 class AsyncClient:
@@ -52,7 +52,9 @@ class AsyncClient:
         self._status_address = sockets.default_status_address(address) if status_address is None else status_address
         self._role, self._name, self._window = role, name, window
         self._resume_wait_s = resume_wait_s
-        self.on_resumed: Callable[[float], None] = lambda pause_s: None  # a request goes on after its engine was lost
+        self.on_resumed: Callable[[float], None] = lambda pause_s: (
+            None
+        )  # a request resumed after its engine was lost, after so long
         self._curve = curve
         self._session: Session | None = None
         self._waiters: set[asyncio.Future[None]] = set()
@@ -84,7 +86,7 @@ class AsyncClient:
             clock=self._loop.time,
         )
         self._session.on_change = self._wake_waiters
-        self._session.calls.on_resumed = self._note_resumed
+        self._session.requests.on_resumed = self._note_resumed
         self._transport = Transport(self._session, self.address, self._status_address, self._curve)
         for source, drain in self._drains():
             self._loop.add_reader(source, drain)
@@ -105,6 +107,7 @@ class AsyncClient:
 
     @property
     def connected(self) -> bool:
+        """The engine has answered on the connection that stands."""
         return self._session is not None and self._session.phase is Phase.UP
 
     @property
@@ -157,8 +160,8 @@ class AsyncClient:
         """Send a request; see `make_submit`. Returns at once: await `accepted()` for the answer, or just iterate
         the streams, which end with an error if it is refused. `prepare` is called before anything is sent: the answer
         may be here before this returns."""
-        call = self._open_session().submit(prompt_ids, params, **options)
-        submission = Submission(self, call)
+        request = self._open_session().submit(prompt_ids, params, **options)
+        submission = Submission(self, request)
         if prepare is not None:
             prepare(submission)
         self.send()
@@ -168,7 +171,10 @@ class AsyncClient:
         """The embeddings of one or several prompts (texts or token ids), in their order; `pooling` is an option. Raises
         InferEngineError when one of them fails."""
         require_embeddings(self.welcome)
-        submissions = [self.submit(prompt_ids, **asked) for prompt_ids, asked in to_submits(prompts, options)]
+        submissions = [
+            self.submit(prompt_ids, **submit_options)
+            for prompt_ids, submit_options in embedding_submits(prompts, options)
+        ]
         try:
             return [await submission.embedding() for submission in submissions]
         finally:
@@ -177,18 +183,18 @@ class AsyncClient:
 
     def attach(self, request_id: bytes, cursors: Sequence[int] = (), n: int = 1, reply: str = "tokens") -> Submission:
         """Read a request on from `cursors`: tokens already held of each choice (with reply "text": characters)."""
-        call = self._open_session().attach(request_id, cursors, n, reply)
+        request = self._open_session().attach(request_id, cursors, n, reply)
         self.send()
-        return Submission(self, call)
+        return Submission(self, request)
 
     def reads(self, request_id: bytes) -> bool:
         """Whether a request of this id is open here."""
-        return self._session is not None and self._session.calls.get(request_id) is not None
+        return self._session is not None and self._session.requests.get(request_id) is not None
 
     def release(self, submission: Submission) -> None:
-        """Forget a submission that is about to `move_to` another engine, and have this one cancel it."""
+        """Forget a submission that will `move_to` another engine, and have this one cancel it."""
         if self._session is not None:
-            self._session.release(submission.call)
+            self._session.release(submission.request)
             self.send()
 
     def cancel_request(self, request_id: bytes) -> None:
@@ -205,23 +211,27 @@ class AsyncClient:
         return await self._ask(lambda session: session.admin(op, arguments))
 
     async def ping(self, timeout_s: float = REQUEST_TIMEOUT_S) -> Pong:
+        """Return the engine's PONG: its epoch and how long ago its loop turned."""
         return await self._ask(lambda session: session.ping(), timeout_s)
 
-    # -- for the requests that are open (see Sender) -------------------------------------------------------------------
+    # -- for Stream and Submission: these queue a message, `send` sends it -------------------------------------------
 
-    def cancel_streams(self, collectors: Sequence[Collector], stop: tuple[int, str] | None = None) -> None:
+    def cancel_streams(self, collectors: Sequence[OutputCollector], stop: tuple[int, str] | None = None) -> None:
+        """Cancel choices; `stop`: for a stop string in their text, (tokens up to its end, the string)."""
         if self._session is not None:
             self._session.cancel(collectors, stop)
 
-    def leave_call(self, call: Call) -> None:
+    def leave_request(self, request: OpenRequest) -> None:
+        """Stop reading a request. It ends unless another peer reads it."""
         if self._session is not None:
-            self._session.leave(call)
+            self._session.leave(request)
 
-    def adopt_call(self, call: Call) -> None:
-        self._open_session().adopt(call)
+    def adopt_request(self, request: OpenRequest) -> None:
+        """Submit a request that another connection had. Raises engine_unavailable or conflict."""
+        self._open_session().adopt(request)
 
     def send(self) -> None:
-        """Send now, and drain: a send may have swallowed the descriptor's edge."""
+        """Send what is queued, and drain: a send may have consumed the descriptor's edge."""
         if self._session is not None and self._session.outgoing:
             self._drain()
 
@@ -232,16 +242,16 @@ class AsyncClient:
             raise InferEngineError("engine_unavailable", "The client is not connected: await connect() first.")
         return self._session
 
-    async def _ask(self, question: Callable[[Session], Answer[T]], timeout_s: float = REQUEST_TIMEOUT_S) -> T:
-        answer = question(self._open_session())
+    async def _ask(self, query: Callable[[Session], PendingReply[T]], timeout_s: float = REQUEST_TIMEOUT_S) -> T:
+        reply = query(self._open_session())
         self.send()
         try:
-            return await asyncio.wait_for(wait_for(answer), timeout_s)
+            return await asyncio.wait_for(_wait_for(reply), timeout_s)
         except TimeoutError:
             raise InferEngineError("engine_unavailable", "The engine did not answer in time.") from None
 
     def _drains(self) -> list[tuple[int, Callable[[], None]]]:
-        """The descriptors to watch, and what each calls."""
+        """The descriptors to watch, and the function that each calls."""
         transport = self._transport
         drains = [(transport.dealer.fileno(), self._drain), (transport.monitor.fileno(), self._drain_monitor)]
         if transport.subscriber is not None:
@@ -249,7 +259,7 @@ class AsyncClient:
         return drains
 
     def _drain(self) -> None:
-        """Take in what is there, do what is due, and send what there is to say, until nothing of that is left."""
+        """Receive, do what is due, and send, until nothing of that is left."""
         session, transport = self._session, self._transport
         if session is None:
             return
@@ -259,7 +269,7 @@ class AsyncClient:
             if transport.receive(now):
                 continue
             due_s = session.tick(now)
-            if not session.outgoing or not flushed:  # what is stuck in a full pipe is sent when there is room again
+            if not session.outgoing or not flushed:  # a full pipe is flushed when it has room again
                 break
         else:
             self._loop.call_soon(self._drain)
@@ -313,3 +323,146 @@ class AsyncClient:
                 raise InferEngineError("engine_unavailable", complaint) from None
             finally:
                 self._waiters.discard(waiter)
+
+
+class Stream:
+    """The output of one choice. Iterate it: each delta holds all output since the one before."""
+
+    def __init__(self, client: AsyncClient, collector: OutputCollector) -> None:
+        self._client = client
+        self._collector = collector
+
+    def __aiter__(self) -> Stream:
+        return self
+
+    async def __anext__(self) -> Delta:
+        collector = self._collector
+        while not collector.has_output:
+            if collector.exhausted:
+                raise StopAsyncIteration
+            waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            collector.on_output = partial(_wake, waiter)
+            await waiter
+        return collector.take()
+
+    def on_output(self, callback: Callable[[], None]) -> None:
+        """Call `callback` once, when there is something to take; at once if there is. For readers without a task, who
+        do not iterate the stream as well."""
+        if self._collector.has_output:
+            callback()
+        else:
+            self._collector.on_output = callback
+
+    def take(self) -> Delta:
+        """Return all new output without waiting. Only after the callback of `on_output`."""
+        return self._collector.take()
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens received so far: the cursor for `attach`."""
+        return self._collector.num_tokens
+
+    @property
+    def finished(self) -> bool:
+        """The terminal event has arrived (and may not have been read)."""
+        return self._collector.finished
+
+    def cancel(self) -> None:
+        """Fire and forget; the stream ends with `abort`. Any number of times, at any time."""
+        self._client.cancel_streams([self._collector])
+        self._client.send()
+
+    def stop(self, num_tokens: int, text: str) -> None:
+        """End it with `stop`: its text has the stop string `text`, complete with token `num_tokens`."""
+        self._client.cancel_streams([self._collector], (num_tokens, text))
+        self._client.send()
+
+
+class Submission:
+    """A submitted or attached request. As a context manager it cancels on exit what has not finished."""
+
+    def __init__(self, client: AsyncClient, request: OpenRequest) -> None:
+        self._client = client
+        self._request = request
+        self.streams = [Stream(client, collector) for collector in request.collectors]
+
+    @property
+    def id(self) -> bytes:
+        """The 16 bytes under which it runs once and can be attached to."""
+        return self._request.id
+
+    async def accepted(self) -> Accept:
+        """Wait for the engine's ACCEPT. Raises InferEngineError when the request was refused."""
+        accept = await _wait_for(self._request.accepted)
+        known = len(self.streams)  # an attached request may have more choices than the caller knew
+        self.streams += [Stream(self._client, collector) for collector in self._request.collectors[known:]]
+        return accept
+
+    async def embedding(self) -> Embedding:
+        """Wait for the vector of a request with reply "embedding". Raises InferEngineError when there will be none."""
+        deltas = [delta async for delta in self.streams[0]]
+        await self.accepted()  # a refusal says more than the end of the stream
+        return embedding_from(deltas)
+
+    def cancel(self) -> None:
+        """Cancel every choice. Fire and forget."""
+        self._client.cancel_streams(self._request.collectors)
+        self._client.send()
+
+    def abandon(self, error: InferEngineError) -> None:
+        """Cancel, and end every choice on this side at once with `error`."""
+        if self._request.lost_s is not None:
+            self._request.end(error)  # with `error`, not as cancelled
+        self._client.cancel_streams(self._request.collectors)
+        self._request.end(error)  # before `send`, which also reads: the engine may have answered
+        self._client.send()
+
+    def leave(self) -> None:
+        """Stop reading: its streams end here at once, and the engine cancels it unless another peer reads it."""
+        self._client.leave_request(self._request)
+        self._request.end(InferEngineError("cancelled", "Nobody reads this request here any more."))
+        self._client.send()
+
+    @property
+    def request(self) -> OpenRequest:
+        """The session's state of it."""
+        return self._request
+
+    def move_to(self, client: AsyncClient) -> None:
+        """Move to another engine, with the same id and streams. Raises engine_unavailable or conflict, and then nothing
+        has changed."""
+        client.adopt_request(self._request)
+        self._client = client
+        for stream in self.streams:
+            stream._client = client
+        client.send()
+
+    async def __aenter__(self) -> Submission:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.cancel()
+
+
+async def _wait_for(reply: PendingReply[T]) -> T:
+    """Return its value, or raise the InferEngineError that it failed with. Any number of tasks may wait."""
+    if not reply.done:
+        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        previous = reply.on_done
+
+        def wake() -> None:
+            if previous is not None:
+                previous()
+            if not waiter.done():
+                waiter.set_result(None)
+
+        reply.on_done = wake
+        await waiter
+    return reply.result()
+
+
+def _wake(waiter: asyncio.Future[None]) -> None:
+    if not waiter.done():  # the reader may have been cancelled
+        waiter.set_result(None)

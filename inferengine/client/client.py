@@ -1,7 +1,7 @@
 """Client: the wire for ordinary threads. Plain iteration; a background thread keeps the lease and collects output.
 
-The same Session as AsyncClient's, under one lock: the thread owns the sockets, callers only touch the session and wake
-the thread. So a caller may take minutes between two tokens and lose nothing.
+It drives the same Session as AsyncClient, under one lock: the thread owns the sockets, callers only touch the session
+and wake the thread. So a caller may take minutes between two tokens and lose nothing.
 """
 
 from __future__ import annotations
@@ -15,20 +15,11 @@ from typing import Any, TypeVar, Unpack
 
 import zmq
 
-from inferengine.client.requests import SubmitOptions
-from inferengine.client.resume import RESUME_WAIT_S
-from inferengine.client.session import Phase, Session, Transport
-from inferengine.client.streams import (
-    Answer,
-    Call,
-    Collector,
-    Delta,
-    Embedding,
-    Prompt,
-    from_deltas,
-    require_embeddings,
-    to_submits,
-)
+from inferengine.client.output import Delta, Embedding, OpenRequest, OutputCollector, PendingReply, embedding_from
+from inferengine.client.requests import RESUME_WAIT_S
+from inferengine.client.session import Phase, Session
+from inferengine.client.submit_options import Prompt, SubmitOptions, embedding_submits, require_embeddings
+from inferengine.client.transport import Transport
 from inferengine.errors import InferEngineError
 from inferengine.sampling_params import SamplingParams
 from inferengine.wire import sockets
@@ -38,13 +29,13 @@ from inferengine.wire.messages import READY, Accept, ModelFiles, Pong, Welcome
 T = TypeVar("T")
 
 REQUEST_TIMEOUT_S = 30.0
-RETRY_S = 0.02  # while a full pipe keeps something from being sent
+RETRY_S = 0.02  # between attempts to send into a full pipe
 
 
 class BlockingStream:
     """The output of one choice. Iterate it in any thread."""
 
-    def __init__(self, client: Client, collector: Collector) -> None:
+    def __init__(self, client: Client, collector: OutputCollector) -> None:
         self._client = client
         self._collector = collector
 
@@ -54,7 +45,7 @@ class BlockingStream:
     def __next__(self) -> Delta:
         collector, changed = self._collector, self._client._changed
         with changed:
-            while not collector.has_news:
+            while not collector.has_output:
                 if collector.exhausted:
                     raise StopIteration
                 changed.wait()
@@ -73,30 +64,32 @@ class BlockingStream:
 class BlockingSubmission:
     """A submitted or attached request."""
 
-    def __init__(self, client: Client, call: Call) -> None:
+    def __init__(self, client: Client, request: OpenRequest) -> None:
         self._client = client
-        self._call = call
-        self.streams = [BlockingStream(client, collector) for collector in call.collectors]
+        self._request = request
+        self.streams = [BlockingStream(client, collector) for collector in request.collectors]
 
     @property
     def id(self) -> bytes:
-        return self._call.id
+        """The 16 bytes under which it runs once and can be attached to."""
+        return self._request.id
 
     def accepted(self) -> Accept:
-        """The engine's answer. Raises InferEngineError when it was refused."""
-        accept = self._client._wait(self._call.accepted, None)
+        """Wait for the engine's ACCEPT. Raises InferEngineError when the request was refused."""
+        accept = self._client._wait(self._request.accepted, None)
         known = len(self.streams)
-        self.streams += [BlockingStream(self._client, collector) for collector in self._call.collectors[known:]]
+        self.streams += [BlockingStream(self._client, collector) for collector in self._request.collectors[known:]]
         return accept
 
     def embedding(self) -> Embedding:
         """Wait for the vector of a request with reply "embedding". Raises InferEngineError when there will be none."""
         deltas = list(self.streams[0])
-        self.accepted()  # a refusal knows more than the stream that it ends
-        return from_deltas(deltas)
+        self.accepted()  # a refusal says more than the end of the stream
+        return embedding_from(deltas)
 
     def cancel(self) -> None:
-        self._client._cancel(self._call.collectors)
+        """Cancel every choice. Fire and forget."""
+        self._client._cancel(self._request.collectors)
 
 
 class Client:
@@ -152,6 +145,7 @@ class Client:
 
     @property
     def ready(self) -> bool:
+        """Connected, and the engine takes requests."""
         session = self._session
         return session.phase is Phase.UP and session.welcome is not None and session.welcome.state == READY
 
@@ -189,15 +183,18 @@ class Client:
     ) -> BlockingSubmission:
         """Send a request; see `make_submit`. Returns at once."""
         with self._changed:
-            call = self._session.submit(prompt_ids, params, **options)
+            request = self._session.submit(prompt_ids, params, **options)
             self._wake()
-        return BlockingSubmission(self, call)
+        return BlockingSubmission(self, request)
 
     def embed(self, prompts: Prompt | Sequence[Prompt], **options: Unpack[SubmitOptions]) -> list[Embedding]:
         """The embeddings of one or several prompts (texts or token ids), in their order; `pooling` is an option. Raises
         InferEngineError when one of them fails."""
         require_embeddings(self.welcome)
-        submissions = [self.submit(prompt_ids, **asked) for prompt_ids, asked in to_submits(prompts, options)]
+        submissions = [
+            self.submit(prompt_ids, **submit_options)
+            for prompt_ids, submit_options in embedding_submits(prompts, options)
+        ]
         try:
             return [submission.embedding() for submission in submissions]
         finally:
@@ -209,9 +206,9 @@ class Client:
     ) -> BlockingSubmission:
         """Read a request on from `cursors`: tokens already held of each choice (with reply "text": characters)."""
         with self._changed:
-            call = self._session.attach(request_id, cursors, n, reply)
+            request = self._session.attach(request_id, cursors, n, reply)
             self._wake()
-        return BlockingSubmission(self, call)
+        return BlockingSubmission(self, request)
 
     def cancel_request(self, request_id: bytes) -> None:
         """Cancel a request by its id, whoever submitted it. Fire and forget."""
@@ -228,23 +225,24 @@ class Client:
         return self._ask(lambda: self._session.admin(op, arguments))
 
     def ping(self, timeout_s: float = REQUEST_TIMEOUT_S) -> Pong:
+        """Return the engine's PONG: its epoch and how long ago its loop turned."""
         return self._ask(self._session.ping, timeout_s)
 
     # -- waiting -----------------------------------------------------------------------------------------------------
 
-    def _ask(self, question: Callable[[], Answer[T]], timeout_s: float = REQUEST_TIMEOUT_S) -> T:
+    def _ask(self, query: Callable[[], PendingReply[T]], timeout_s: float = REQUEST_TIMEOUT_S) -> T:
         with self._changed:
             if self._wake_fd < 0:
-                raise InferEngineError("engine_unavailable", "The client is not connected: call connect() first.")
-            answer = question()
+                raise InferEngineError("engine_unavailable", "The client is not connected: request connect() first.")
+            reply = query()
             self._wake()
-        return self._wait(answer, timeout_s)
+        return self._wait(reply, timeout_s)
 
-    def _wait(self, answer: Answer[T], timeout_s: float | None) -> T:
+    def _wait(self, reply: PendingReply[T], timeout_s: float | None) -> T:
         with self._changed:
-            if not self._changed.wait_for(lambda: answer.done, timeout_s):
+            if not self._changed.wait_for(lambda: reply.done, timeout_s):
                 raise InferEngineError("engine_unavailable", "The engine did not answer in time.")
-            return answer.result()
+            return reply.result()
 
     def _until(self, condition: Callable[[], bool], timeout_s: float, complaint: str) -> Welcome:
         with self._changed:
@@ -252,7 +250,7 @@ class Client:
                 raise InferEngineError("engine_unavailable", complaint)
             return self.welcome
 
-    def _cancel(self, collectors: Sequence[Collector]) -> None:
+    def _cancel(self, collectors: Sequence[OutputCollector]) -> None:
         with self._changed:
             self._session.cancel(collectors)
             self._wake()
@@ -287,7 +285,7 @@ class Client:
                         wait_s = min(wait_s, RETRY_S)
                     self._changed.notify_all()
         finally:
-            with self._changed:  # also when a bug ends the thread: no reader may wait for ever
+            with self._changed:  # also when a bug ends the thread: no reader may wait forever
                 self._session.close()
                 transport.flush()
                 os.close(self._wake_fd)

@@ -1,6 +1,6 @@
 """Which engine takes the next request. Pure: no sockets, no clock; loads are reported, chance is injected.
 
-EnginePool and the simulator's fleet use the very same object, so what is shown in virtual time holds for the service.
+EnginePool and the simulator's fleet use the same object, so results in virtual time hold for the service.
 
 - round_robin: one after the other, whatever they do.
 - power_of_two (Mitzenmacher, "The power of two choices in randomized load balancing", 2001): of two engines drawn at
@@ -25,8 +25,8 @@ _MASK = (1 << 64) - 1
 _REMEMBERED_KEYS = 65_536
 
 
-class LoadTable:
-    """What is known of each engine: its last STATUS, and what was sent there since."""
+class EngineLoads:
+    """The load of each engine: from its last STATUS, and what was sent there since."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self.keys = [_hash64(name.encode()) for name in names]
@@ -38,21 +38,21 @@ class LoadTable:
         self.version = 0  # grows when `available` changes
 
     def report(self, engine: int, waiting_tokens: int, num_requests: int) -> None:
-        """A STATUS: it replaces what was known and what was sent since the one before."""
+        """Set an engine's load from its STATUS. What was sent before is included in it."""
         if self._is_available(engine):
             self.total_requests += num_requests - self.num_requests[engine]
         self.waiting_tokens[engine] = waiting_tokens
         self.num_requests[engine] = num_requests
 
     def sent(self, engine: int, num_prompt: int) -> None:
-        """A request went there; the next STATUS will tell of it."""
+        """Add a request that was just sent; the next STATUS will include it."""
         if self._is_available(engine):
             self.total_requests += 1
         self.waiting_tokens[engine] += num_prompt
         self.num_requests[engine] += 1
 
     def set_available(self, engines: Collection[int]) -> None:
-        """Which engines take new requests."""
+        """Set which engines take new requests."""
         wanted = sorted(engines)
         if wanted != self.available:
             self.available = wanted
@@ -69,7 +69,8 @@ class Policy(Protocol):
 
     wants_key: bool
 
-    def pick(self, table: LoadTable, candidates: Sequence[int], key: int) -> int: ...
+    def pick(self, loads: EngineLoads, candidates: Sequence[int], key: int) -> int:
+        """Return the chosen one of `candidates`."""
 
 
 class RoundRobin:
@@ -78,9 +79,10 @@ class RoundRobin:
     wants_key = False
 
     def __init__(self, generator: random.Random) -> None:
-        self._next = generator.randrange(1 << 16)  # many front ends must not all begin with the same engine
+        self._next = generator.randrange(1 << 16)  # front ends must not all start with the same engine
 
-    def pick(self, table: LoadTable, candidates: Sequence[int], key: int) -> int:
+    def pick(self, loads: EngineLoads, candidates: Sequence[int], key: int) -> int:
+        """Return the next candidate in turn."""
         self._next += 1
         return candidates[self._next % len(candidates)]
 
@@ -93,7 +95,8 @@ class PowerOfTwo:
     def __init__(self, generator: random.Random) -> None:
         self._random = generator.random
 
-    def pick(self, table: LoadTable, candidates: Sequence[int], key: int) -> int:
+    def pick(self, loads: EngineLoads, candidates: Sequence[int], key: int) -> int:
+        """Return the less loaded of two candidates drawn at random."""
         count = len(candidates)
         if count == 1:
             return candidates[0]
@@ -101,7 +104,7 @@ class PowerOfTwo:
         second = int(self._random() * (count - 1))
         second += second >= first  # a pair of different engines, each pair equally likely
         one, other = candidates[first], candidates[second]
-        tokens, requests = table.waiting_tokens, table.num_requests
+        tokens, requests = loads.waiting_tokens, loads.num_requests
         return one if (tokens[one], requests[one]) <= (tokens[other], requests[other]) else other
 
 
@@ -115,26 +118,27 @@ class PrefixAffinity:
         self._homes: dict[int, int] = {}
         self._version = -1
 
-    def pick(self, table: LoadTable, candidates: Sequence[int], key: int) -> int:
-        loads = table.num_requests
-        everyone = candidates is table.available
-        total = table.total_requests if everyone else sum(loads[engine] for engine in candidates)
+    def pick(self, loads: EngineLoads, candidates: Sequence[int], key: int) -> int:
+        """Return the first candidate below the load bound, in the prefix's own order."""
+        num_requests = loads.num_requests
+        is_all = candidates is loads.available
+        total = loads.total_requests if is_all else sum(num_requests[engine] for engine in candidates)
         bound = self._load_factor * (total + 1) / len(candidates)
-        if everyone:
-            home = self._home(table, key)
-            if loads[home] < bound:
+        if is_all:
+            home = self._home(loads, key)
+            if num_requests[home] < bound:
                 return home
-        open_engines = [engine for engine in candidates if loads[engine] < bound]
-        return max(open_engines, key=lambda engine: mix(table.keys[engine] ^ key))  # one is always below the average
+        open_engines = [engine for engine in candidates if num_requests[engine] < bound]
+        return max(open_engines, key=lambda engine: mix(loads.keys[engine] ^ key))  # one is always below the average
 
-    def _home(self, table: LoadTable, key: int) -> int:
-        if self._version != table.version or len(self._homes) >= _REMEMBERED_KEYS:
+    def _home(self, loads: EngineLoads, key: int) -> int:
+        if self._version != loads.version or len(self._homes) >= _REMEMBERED_KEYS:
             self._homes.clear()
-            self._version = table.version
+            self._version = loads.version
         home = self._homes.get(key)
         if home is None:
-            keys = table.keys
-            home = self._homes[key] = max(table.available, key=lambda engine: mix(keys[engine] ^ key))
+            keys = loads.keys
+            home = self._homes[key] = max(loads.available, key=lambda engine: mix(keys[engine] ^ key))
         return home
 
 
@@ -145,8 +149,8 @@ POLICIES: dict[str, Callable[[random.Random], Policy]] = {
 }
 
 
-class Chooser:
-    """A policy over a table of loads."""
+class LoadBalancer:
+    """Chooses an engine for each request: a policy over the engines' loads."""
 
     def __init__(
         self,
@@ -157,25 +161,25 @@ class Chooser:
         affinity_tokens: int = AFFINITY_TOKENS,
     ) -> None:
         """`names` are the engines' stable names: affinity follows them over restarts and between front ends."""
-        self.table = LoadTable(names)
+        self.loads = EngineLoads(names)
         self._policy = POLICIES[policy](generator or random.Random())
         self._affinity_tokens = affinity_tokens
 
     def choose(
         self, prompt_ids: Sequence[int] | str | None = None, salt: bytes = b"", *, avoid: Collection[int] = ()
     ) -> int | None:
-        """The engine for a request, or None where no available one is left. `avoid`: engines that refused it."""
-        candidates: Sequence[int] = self.table.available
+        """Return the engine for a request, or None where none is available. `avoid`: engines that refused it."""
+        candidates: Sequence[int] = self.loads.available
         if avoid:
             candidates = [engine for engine in candidates if engine not in avoid]
         if not candidates:
             return None
         key = prefix_key(prompt_ids or (), salt, self._affinity_tokens) if self._policy.wants_key else 0
-        return self._policy.pick(self.table, candidates, key)
+        return self._policy.pick(self.loads, candidates, key)
 
 
 def prefix_key(prompt: Sequence[int] | str, salt: bytes, num_tokens: int = AFFINITY_TOKENS) -> int:
-    """64 bits from the beginning of a prompt and its cache salt. Text counts as four characters per token."""
+    """Return 64 bits of the beginning of a prompt and its cache salt. Text counts as four characters per token."""
     if isinstance(prompt, str):
         beginning = prompt[: 4 * num_tokens].encode()
     else:
@@ -185,7 +189,7 @@ def prefix_key(prompt: Sequence[int] | str, salt: bytes, num_tokens: int = AFFIN
 
 
 def mix(value: int) -> int:
-    """The finalizer of MurmurHash3 (Appleby): every bit of 64 moves every other. Integers only, no bytes object."""
+    """Mix 64 bits with the finalizer of MurmurHash3 (Appleby): every bit depends on every other."""
     value ^= value >> 33
     value = value * 0xFF51AFD7ED558CCD & _MASK
     value ^= value >> 33

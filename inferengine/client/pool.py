@@ -1,15 +1,13 @@
 """EnginePool: several engines behind one front end. No coordinator: each pool chooses by itself.
 
-`chooser` says which engine takes a request; this file tells it what is known of each: its last STATUS, up to a quarter
-of a second old, and what this pool has sent since. An engine that drains, is frozen, or whose STATUS stays away gets no
-new work.
+`load_balancing` decides which engine takes a request. This file reports the load of each engine to it: the last STATUS,
+up to a quarter of a second old, and what this pool has sent since. An engine that drains, is frozen, or whose STATUS
+stops gets no new work.
 
-A request goes on elsewhere under the same id as long as nothing of its output has come: when its engine refuses it
-(overloaded, draining) or is gone. One that has begun goes on elsewhere with the output so far when its engine is lost:
-it has another epoch, was silent for a lease, or says that it gives up. Where no other engine can take it, it waits for
-its own. A connection that breaks for less than FAILOVER_S changes nothing: the session resumes.
-
-PooledAttachment: reading a request on whose engine is not known, after a front end's restart for instance.
+A request without output moves to another engine, under the same id, when its engine refuses it (overloaded, draining)
+or is gone. One with output moves, with the output so far, when its engine is lost: it has another epoch, was silent for
+a lease, or says that it gives up. Where no other engine can take it, it waits for its own. A connection that breaks for
+less than FAILOVER_S changes nothing: the session resumes.
 """
 
 from __future__ import annotations
@@ -22,67 +20,19 @@ from functools import partial
 from types import TracebackType
 from typing import Any, NamedTuple
 
-from inferengine.client import resume as going_on
-from inferengine.client.async_client import AsyncClient
-from inferengine.client.load_balancing import Chooser
-from inferengine.client.resume import RESUME_WAIT_S
-from inferengine.client.streams import Call
-from inferengine.client.submission import Stream, Submission
+from inferengine.client.async_client import AsyncClient, Stream, Submission
+from inferengine.client.load_balancing import LoadBalancer
+from inferengine.client.output import OpenRequest
+from inferengine.client.requests import RESUME_WAIT_S, engine_mismatch
 from inferengine.errors import InferEngineError
 from inferengine.sampling_params import SamplingParams
 from inferengine.wire.curve import ClientKeys
 from inferengine.wire.messages import Accept, ModelFiles, Welcome
 
-
-class PooledAttachment:
-    """An ATTACH for a request whose engine this pool does not know: each engine is asked in turn."""
-
-    def __init__(
-        self, clients: Sequence[AsyncClient], request_id: bytes, cursors: Sequence[int], n: int, reply: str
-    ) -> None:
-        self.id = request_id
-        self.streams: list[Stream] = []
-        self._clients = clients
-        self._arguments = (cursors, n, reply)
-        self._submission: Submission | None = None
-        self._cancelled = self._left = False
-
-    async def accepted(self) -> Accept:
-        """Raises not_found when no engine has the request. `streams` is filled afterwards."""
-        failure = InferEngineError("engine_unavailable", "No engine is connected.")
-        for client in self._clients:
-            try:
-                submission = client.attach(self.id, *self._arguments)
-                accept = await submission.accepted()
-            except InferEngineError as error:
-                failure = error
-                if error.code in ("not_found", "engine_unavailable"):
-                    continue
-                break
-            self._submission, self.streams = submission, submission.streams
-            if self._cancelled:
-                submission.cancel()
-            if self._left:
-                submission.leave()
-            return accept
-        raise failure
-
-    def cancel(self) -> None:
-        self._cancelled = True
-        if self._submission is not None:
-            self._submission.cancel()
-
-    def leave(self) -> None:
-        """As Submission.leave."""
-        self._left = True
-        if self._submission is not None:
-            self._submission.leave()
-
-
 FROZEN_LOOP_MS = 30_000.0
-STATUS_SILENCE_S = 3.0  # a connected engine that has published STATUS and stops is not well
-FAILOVER_S = 1.0  # how long a broken connection may take to come back before waiting requests go elsewhere
-REFRESH_S = 0.05  # what is known of the engines is looked at again after so long
+STATUS_SILENCE_S = 3.0  # a connected engine whose STATUS stops for so long is unhealthy
+FAILOVER_S = 1.0  # how long a connection may be broken before requests without output move
+REFRESH_S = 0.05  # between reports of the engines' loads
 MAX_MOVES = 3
 REMEMBERED_REQUESTS = 65_536
 _MOVABLE = {"overloaded", "draining", "engine_unavailable", "engine_restarted"}
@@ -90,7 +40,7 @@ _LOST = {"engine_unavailable", "engine_restarted"}
 
 
 class EngineHealth(NamedTuple):
-    """What this end knows of one engine. `loop_age_ms` is None until the first PONG."""
+    """State of one engine as its client sees it. `loop_age_ms` is None until the first PONG."""
 
     address: str
     connected: bool
@@ -105,12 +55,12 @@ class _Engine:
     def __init__(self, index: int, client: AsyncClient) -> None:
         self.index = index
         self.client = client
-        self.reported_s: float | None = None  # the STATUS that the chooser knows
-        self.spacing_s = 0.0  # between the last two
+        self.reported_s: float | None = None  # when the STATUS came that the balancer has
+        self.spacing_s = 0.0  # between the last two STATUS
         self.away_since_s: float | None = None
 
-    def is_well(self, now: float) -> bool:
-        """Takes new requests, as far as can be seen from here."""
+    def is_healthy(self, now: float) -> bool:
+        """Whether it takes new requests, as far as its client knows."""
         client = self.client
         if not client.ready or _is_frozen(client):
             return False
@@ -118,8 +68,8 @@ class _Engine:
         return seen is None or now - seen < max(STATUS_SILENCE_S, 4 * self.spacing_s)
 
 
-class _Waiting:
-    """A submission whose output has not begun, so that it can still go elsewhere."""
+class _PooledRequest:
+    """A submission that can move: without output yet, or with its engine lost."""
 
     __slots__ = ("arguments", "engine", "moves", "refused_by", "submission")
 
@@ -132,7 +82,7 @@ class _Waiting:
 
 
 class EnginePool:
-    """The same calls as AsyncClient's, spread over engines."""
+    """The methods of AsyncClient, over several engines."""
 
     def __init__(
         self,
@@ -146,23 +96,25 @@ class EnginePool:
         curve: ClientKeys | None = None,
         resume_wait_s: float = RESUME_WAIT_S,
     ) -> None:
-        """`policy`: one of chooser.POLICIES. `curve`: the keys for engines on TCP that ask for them. `resume_wait_s`:
-        as AsyncClient's."""
+        """`policy`: one of load_balancing.POLICIES. `curve`: the keys for engines on TCP that ask for them.
+        `resume_wait_s`: as AsyncClient's."""
         if not addresses:
             raise ValueError("at least one engine address is needed")
         self.clients = [
             AsyncClient(address, role=role, name=name, window=window, curve=curve, resume_wait_s=resume_wait_s)
             for address in addresses
         ]
-        self.on_resumed: Callable[[float], None] = lambda pause_s: None  # a request goes on after its engine was lost
+        self.on_resumed: Callable[[float], None] = lambda pause_s: (
+            None
+        )  # a request resumed after its engine was lost, after so long
         for client in self.clients:
             client.on_resumed = self._note_resumed
-        self.num_moved = 0  # times that a request went on at another engine, or was sent to the same one again
+        self.num_moved = 0  # times that a request moved to another engine, or was sent again to its own
         self._engines = [_Engine(index, client) for index, client in enumerate(self.clients)]
-        self._chooser = Chooser(addresses, policy, generator=generator)
-        self._chooser.table.set_available(())
-        self._homes: OrderedDict[bytes, _Engine] = OrderedDict()
-        self._waiting: dict[bytes, _Waiting] = {}
+        self._balancer = LoadBalancer(addresses, policy, generator=generator)
+        self._balancer.loads.set_available(())
+        self._engine_of: OrderedDict[bytes, _Engine] = OrderedDict()
+        self._movable: dict[bytes, _PooledRequest] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._refreshed_s = float("-inf")
         self._closed = False
@@ -194,10 +146,12 @@ class EnginePool:
 
     @property
     def ready(self) -> bool:
+        """Whether some engine takes requests."""
         return any(client.ready for client in self.clients)
 
     @property
     def connected(self) -> bool:
+        """Whether some engine is connected."""
         return any(client.connected for client in self.clients)
 
     @property
@@ -211,13 +165,15 @@ class EnginePool:
         return self._any_client().status
 
     def health(self) -> list[EngineHealth]:
+        """Return the health of every engine."""
         return [_health(client) for client in self.clients]
 
     async def close(self) -> None:
+        """Close all connections, as AsyncClient.close."""
         self._closed = True
         if self._timer is not None:
             self._timer.cancel()
-        self._waiting.clear()
+        self._movable.clear()
         await asyncio.gather(*(client.close() for client in self.clients))
 
     async def __aenter__(self) -> EnginePool:
@@ -236,18 +192,18 @@ class EnginePool:
     ) -> Submission:
         """As AsyncClient.submit. Raises engine_unavailable when no engine takes requests."""
         request_id = arguments.get("request_id")
-        home = self._homes.get(request_id) if request_id is not None else None  # an id again goes to its engine
-        prompt = _beginning(prompt_ids, arguments)
+        known = self._engine_of.get(request_id) if request_id is not None else None  # a known id goes to its engine
+        prompt = _affinity_text(prompt_ids, arguments)
         salt = arguments.get("salt", b"")
-        engine = home if home is not None and home.client.connected else self._choose(prompt, salt)
+        engine = known if known is not None and known.client.connected else self._choose(prompt, salt)
 
         def prepare(submission: Submission) -> None:
-            self._chooser.table.sent(engine.index, len(prompt_ids) if prompt_ids is not None else 0)
+            self._balancer.loads.sent(engine.index, len(prompt_ids) if prompt_ids is not None else 0)
             self._remember(submission.id, engine)
-            waiting = _Waiting(submission, engine, prompt, salt)
-            submission.call.rescue = partial(self._rescue, waiting)
+            pooled = _PooledRequest(submission, engine, prompt, salt)
+            submission.request.failover = partial(self._failover, pooled)
             if len(self._engines) > 1:
-                self._waiting[submission.id] = waiting
+                self._movable[submission.id] = pooled
                 self._plan_watch()
 
         return engine.client.submit(prompt_ids, params, prepare=prepare, **arguments)
@@ -256,28 +212,29 @@ class EnginePool:
         self, request_id: bytes, cursors: Sequence[int] = (), n: int = 1, reply: str = "tokens"
     ) -> Submission | PooledAttachment:
         """As AsyncClient.attach. Await `accepted()` before reading `streams`: the engine may have to be found."""
-        home = self._homes.get(request_id)
-        if home is None and len(self.clients) > 1:
+        known = self._engine_of.get(request_id)
+        if known is None and len(self.clients) > 1:
             return PooledAttachment(self.clients, request_id, cursors, n, reply)
-        client = home.client if home is not None else self.clients[0]
+        client = known.client if known is not None else self.clients[0]
         return client.attach(request_id, cursors, n, reply)
 
     def cancel_request(self, request_id: bytes) -> None:
         """Cancel by id on the engine that has it, or on all when unknown."""
-        home = self._homes.get(request_id)
-        for client in self.clients if home is None else [home.client]:
+        known = self._engine_of.get(request_id)
+        for client in self.clients if known is None else [known.client]:
             if client.connected or client.reads(request_id):
                 client.cancel_request(request_id)
 
     async def model_files(self, files: Sequence[str] | None = None) -> ModelFiles:
+        """As AsyncClient.model_files, from a READY engine."""
         return await self._any_client().model_files(files)
 
     async def admin(self, op: str, **arguments: Any) -> Any:
-        """On one engine, the READY one; for a certain one use `clients`."""
+        """As AsyncClient.admin, on one READY engine; for a certain one use `clients`."""
         return await self._any_client().admin(op, **arguments)
 
     def choose(self, prompt: Sequence[int] | str = (), salt: bytes = b"") -> AsyncClient:
-        """The engine for a request that begins so. Raises engine_unavailable when none is connected."""
+        """Return the engine for a request with this prompt. Raises engine_unavailable when none is connected."""
         return self._choose(prompt, salt).client
 
     # -- inside ------------------------------------------------------------------------------------------------------
@@ -288,26 +245,26 @@ class EnginePool:
             return self._engines[index]
         for engine in self._engines:
             if engine.client.connected:
-                return engine  # it is starting or draining: its REJECT says so better than we can
+                return engine  # it is starting or draining, and its REJECT says so
         raise InferEngineError("engine_unavailable", "No engine is connected.", retry_after_s=1.0)
 
     def _pick(self, prompt: Sequence[int] | str, salt: bytes, avoid: Sequence[int] | set[int]) -> int | None:
         now = asyncio.get_running_loop().time()
         if now - self._refreshed_s > REFRESH_S:
             self._refresh(now)
-        index = self._chooser.choose(prompt, salt, avoid=avoid)
+        index = self._balancer.choose(prompt, salt, avoid=avoid)
         if index is not None and not self._engines[index].client.ready:
             self._refresh(now)
-            index = self._chooser.choose(prompt, salt, avoid=avoid)
+            index = self._balancer.choose(prompt, salt, avoid=avoid)
         if index is not None:
             return index
-        # None is well; one that is READY and seems frozen may only be slow, as everything on this machine may be.
+        # None is healthy. One that is READY and seems frozen may only be slow.
         return next((item.index for item in self._engines if item.client.ready and item.index not in avoid), None)
 
     def _refresh(self, now: float) -> None:
-        """Tell the chooser what has been heard since the last time."""
+        """Report the engines' new STATUS to the balancer."""
         self._refreshed_s = now
-        table = self._chooser.table
+        loads = self._balancer.loads
         for engine in self._engines:
             seen, status = engine.client.status_received_s, engine.client.status
             if seen is None or status is None or seen == engine.reported_s:
@@ -316,66 +273,68 @@ class EnginePool:
             engine.reported_s = seen
             figures = [status.get(key, 0) for key in ("waiting_tokens", "running_requests", "waiting_requests")]
             if all(isinstance(figure, int) for figure in figures):
-                table.report(engine.index, figures[0], figures[1] + figures[2])
-        table.set_available([engine.index for engine in self._engines if engine.is_well(now)])
+                loads.report(engine.index, figures[0], figures[1] + figures[2])
+        loads.set_available([engine.index for engine in self._engines if engine.is_healthy(now)])
 
-    def _rescue(self, waiting: _Waiting, call: Call, error: InferEngineError) -> InferEngineError | None:
-        """What becomes of a request whose engine refused it or is gone: None when it goes on elsewhere."""
+    def _failover(
+        self, pooled: _PooledRequest, request: OpenRequest, error: InferEngineError
+    ) -> InferEngineError | None:
+        """Move a request whose engine refused it or is gone. Returns None when it moved or waits, else the error."""
         if self._closed or error.code not in _MOVABLE:
             return error
-        if call.lost_s is not None:
-            if call.asked_s is None:  # nobody was asked since it was lost
-                waiting.refused_by.clear()
-            waiting.refused_by.add(waiting.engine.index)
-            return None if self._move_lost(waiting) else error
-        if call.begun or any(collector.cancelled for collector in call.collectors):
-            if error.code in _LOST and call.begun:
+        if request.lost_s is not None:
+            if request.resubmitted_s is None:  # sent to no engine since it was lost
+                pooled.refused_by.clear()
+            pooled.refused_by.add(pooled.engine.index)
+            return None if self._move_lost(pooled) else error
+        if request.begun or any(collector.cancelled for collector in request.collectors):
+            if error.code in _LOST and request.begun:
                 return InferEngineError("engine_restarted", "The engine that ran this request is gone.")
             return error
-        if error.code != "engine_restarted":  # that one is back, and knows nothing of it
-            waiting.refused_by.add(waiting.engine.index)
-        while waiting.moves < MAX_MOVES:
-            waiting.moves += 1
+        if error.code != "engine_restarted":  # that engine is back, and may take it again
+            pooled.refused_by.add(pooled.engine.index)
+        while pooled.moves < MAX_MOVES:
+            pooled.moves += 1
             self._refreshed_s = float("-inf")
-            index = self._pick(*waiting.arguments, waiting.refused_by)
+            index = self._pick(*pooled.arguments, pooled.refused_by)
             if index is None and error.code == "engine_restarted":
-                index = waiting.engine.index  # nobody else is there; it may take it again
+                index = pooled.engine.index  # no other engine is there
             if index is None:
                 break
             try:
-                waiting.submission.move_to(self._engines[index].client)
+                pooled.submission.move_to(self._engines[index].client)
             except InferEngineError:
-                waiting.refused_by.add(index)
+                pooled.refused_by.add(index)
                 continue
-            waiting.engine = self._engines[index]
+            pooled.engine = self._engines[index]
             self.num_moved += 1
-            self._chooser.table.sent(index, 0)
-            self._remember(call.id, waiting.engine)
+            self._balancer.loads.sent(index, 0)
+            self._remember(request.id, pooled.engine)
             return None
         return error
 
-    def _move_lost(self, waiting: _Waiting) -> bool:
-        """Let a request whose engine is lost go on at another one. False: none can take it now; it is tried again, by
-        the session that holds it when that is told to, or here as soon as another engine is there."""
-        call, unfit = waiting.submission.call, {waiting.engine.index, *waiting.refused_by}
+    def _move_lost(self, pooled: _PooledRequest) -> bool:
+        """Resume a request whose engine is lost at another one. Returns False when none can take it now. It is tried
+        again: by the session that holds it, after the pause that its engine named, or here when an engine is there."""
+        request, unfit = pooled.submission.request, {pooled.engine.index, *pooled.refused_by}
         for engine in self._engines:
-            if engine.client.ready and going_on.misfit(call, engine.client.welcome) is not None:
+            if engine.client.ready and engine_mismatch(request, engine.client.welcome) is not None:
                 unfit.add(engine.index)
-        while (index := self._pick(*waiting.arguments, unfit)) is not None:
+        while (index := self._pick(*pooled.arguments, unfit)) is not None:
             target = self._engines[index].client
-            if not target.ready or target.reads(call.id):
+            if not target.ready or target.reads(request.id):
                 unfit.add(index)
                 continue
-            waiting.engine.client.release(waiting.submission)
-            waiting.engine = self._engines[index]
+            pooled.engine.client.release(pooled.submission)
+            pooled.engine = self._engines[index]
             self.num_moved += 1
-            self._chooser.table.sent(index, 0)
-            self._remember(call.id, waiting.engine)
-            waiting.submission.move_to(target)
+            self._balancer.loads.sent(index, 0)
+            self._remember(request.id, pooled.engine)
+            pooled.submission.move_to(target)
             return True
-        waiting.refused_by.clear()  # each has been asked once: the next time is after the pause that the last one named
+        pooled.refused_by.clear()  # each has refused once: the next round is after the pause that the last one named
         if len(self._engines) > 1:
-            self._waiting[call.id] = waiting
+            self._movable[request.id] = pooled
             self._plan_watch()
         return False
 
@@ -387,7 +346,7 @@ class EnginePool:
             self._timer = asyncio.get_running_loop().call_later(FAILOVER_S / 4, self._watch)
 
     def _watch(self) -> None:
-        """While requests wait for their first token: is their engine still there?"""
+        """Check the engines of requests that can move, again and again while there are any."""
         self._timer = None
         now = asyncio.get_running_loop().time()
         for engine in self._engines:
@@ -395,35 +354,35 @@ class EnginePool:
                 engine.away_since_s = None
             elif engine.away_since_s is None:
                 engine.away_since_s = now
-        for request_id, waiting in list(self._waiting.items()):
-            call = waiting.submission.call
-            if call.lost_s is not None and not call.finished:
-                client = waiting.engine.client  # one that is READY has refused it and said when to ask again
-                if (call.held and not client.ready) or not client.connected:
-                    self._move_lost(waiting)
+        for request_id, pooled in list(self._movable.items()):
+            request = pooled.submission.request
+            if request.lost_s is not None and not request.finished:
+                client = pooled.engine.client  # a READY one has refused it and said when to retry
+                if (request.held and not client.ready) or not client.connected:
+                    self._move_lost(pooled)
                 continue
-            if call.begun or call.rescue is None:
-                del self._waiting[request_id]
+            if request.begun or request.failover is None:
+                del self._movable[request_id]
                 continue
-            away_s = waiting.engine.away_since_s
+            away_s = pooled.engine.away_since_s
             if away_s is not None and now - away_s >= FAILOVER_S:
-                self._leave(waiting)
-        if self._waiting:
+                self._move_away(pooled)
+        if self._movable:
             self._plan_watch()
 
-    def _leave(self, waiting: _Waiting) -> None:
-        """Take a request from an engine that does not answer, if another one is there to take it."""
-        refused_by = {*waiting.refused_by, waiting.engine.index}
-        if self._pick(*waiting.arguments, refused_by) is None:
+    def _move_away(self, pooled: _PooledRequest) -> None:
+        """Move a request off an engine that does not answer, if another one is there."""
+        refused_by = {*pooled.refused_by, pooled.engine.index}
+        if self._pick(*pooled.arguments, refused_by) is None:
             return
-        waiting.engine.client.release(waiting.submission)
-        waiting.submission.call.fail(InferEngineError("engine_unavailable", "The engine is gone."))
+        pooled.engine.client.release(pooled.submission)
+        pooled.submission.request.fail(InferEngineError("engine_unavailable", "The engine is gone."))
 
     def _remember(self, request_id: bytes, engine: _Engine) -> None:
-        self._homes[request_id] = engine
-        self._homes.move_to_end(request_id)
-        while len(self._homes) > REMEMBERED_REQUESTS:
-            self._homes.popitem(last=False)
+        self._engine_of[request_id] = engine
+        self._engine_of.move_to_end(request_id)
+        while len(self._engine_of) > REMEMBERED_REQUESTS:
+            self._engine_of.popitem(last=False)
 
     def _any_client(self) -> AsyncClient:
         for wanted in ("ready", "connected"):
@@ -433,8 +392,54 @@ class EnginePool:
         return self.clients[0]
 
 
-def _beginning(prompt_ids: Sequence[int] | None, arguments: dict[str, Any]) -> Sequence[int] | str:
-    """What affinity goes by, in whatever form the prompt comes."""
+class PooledAttachment:
+    """An ATTACH to a request whose engine this pool does not know, after a restart for instance. Asks each in turn."""
+
+    def __init__(
+        self, clients: Sequence[AsyncClient], request_id: bytes, cursors: Sequence[int], n: int, reply: str
+    ) -> None:
+        self.id = request_id
+        self.streams: list[Stream] = []
+        self._clients = clients
+        self._arguments = (cursors, n, reply)
+        self._submission: Submission | None = None
+        self._cancelled = self._left = False
+
+    async def accepted(self) -> Accept:
+        """Wait for ACCEPT and fill `streams`. Raises not_found when no engine has the request."""
+        failure = InferEngineError("engine_unavailable", "No engine is connected.")
+        for client in self._clients:
+            try:
+                submission = client.attach(self.id, *self._arguments)
+                accept = await submission.accepted()
+            except InferEngineError as error:
+                failure = error
+                if error.code in ("not_found", "engine_unavailable"):
+                    continue
+                break
+            self._submission, self.streams = submission, submission.streams
+            if self._cancelled:
+                submission.cancel()
+            if self._left:
+                submission.leave()
+            return accept
+        raise failure
+
+    def cancel(self) -> None:
+        """As Submission.cancel."""
+        self._cancelled = True
+        if self._submission is not None:
+            self._submission.cancel()
+
+    def leave(self) -> None:
+        """As Submission.leave."""
+        self._left = True
+        if self._submission is not None:
+            self._submission.leave()
+
+
+def _affinity_text(prompt_ids: Sequence[int] | None, arguments: dict[str, Any]) -> Sequence[int] | str:
+    """Return what prefix affinity is computed from, for every form of prompt."""
     if prompt_ids is not None:
         return prompt_ids
     if isinstance(text := arguments.get("text"), str):

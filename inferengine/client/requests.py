@@ -1,81 +1,529 @@
-"""What a caller may say about a request, and the SUBMIT that says it on the wire."""
+"""The open requests of one session: which stream of the wire is which choice, and how a request survives its engine.
+
+    SENT --ACCEPT--> ACCEPTED --last choice ends--> forgotten
+    SENT, ACCEPTED --engine lost--> HELD --an engine is READY--> SENT
+
+A request is *lost* from the moment its engine is (`lost_s`) until an engine accepts it again. While it is *held*, no
+message of it is on the way and what an engine still says about it is ignored. It resumes with the tokens that have
+arrived: seed, position and tokens decide what follows, so its reader sees a pause and nothing else. A lost request
+stays here until an engine can take it, or moves to the session of another engine.
+"""
 
 from __future__ import annotations
 
-import secrets
-from collections.abc import Sequence
-from typing import Any, TypedDict, Unpack
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
-from inferengine.errors import InvalidRequest
-from inferengine.sampling_params import SamplingParams
-from inferengine.structured_output.spec import GrammarSpec, grammar_to_list
+from inferengine.client.output import (
+    OpenRequest,
+    OutputCollector,
+    RequestState,
+    error_from,
+    finish_from,
+)
+from inferengine.errors import InferEngineError
+from inferengine.sampling_params import GREEDY_TEMPERATURE
 from inferengine.wire.codec import to_u32
-from inferengine.wire.messages import ID_BYTES, Submit
+from inferengine.wire.messages import RESUME_OUTPUT, Accept, Attach, Done, Reject, Step, StopFound, Submit, Welcome
+
+RESERVED_STREAMS = 64  # stream numbers reserved for an ATTACH: its number of choices is known only from ACCEPT
+_LAST_STREAM = 2**31
+
+RESUME_WAIT_S = 120.0  # default of how long an open request waits for an engine
+# How often a request is submitted again without a new token in between. A request that kills its engine each time is
+# given up before the supervisor gives up the engine, which it does after five quick failures in a row.
+MAX_FRUITLESS = 4
+MAX_STALLS = 2  # stalled steps that a request may have been in flight at
+REATTACH_S = 15.0  # how long the request may take to reach the new engine: another client submits it again
+RETRY_S, LONGEST_RETRY_S = 0.25, 5.0
+
+LOST_CODES = frozenset({"engine_unavailable", "engine_restarted", "engine_stalled", "draining"})  # of a lost engine
+_RETRIED_CODES = frozenset({"overloaded", "rate_limited", "draining", "engine_unavailable"})
 
 
-class SubmitOptions(TypedDict, total=False):
-    """Keywords of every client's `submit`; none of them is needed beside a prompt."""
+class OpenRequests:
+    """All open requests of a session, by id and by stream number."""
 
-    text: str  # the prompt, for the engine to tokenize
-    messages: list[dict[str, Any]]  # a chat, for the engine's template
-    request_id: bytes  # 16 bytes, the key under which it runs once and can be attached to; random without
-    priority: int
-    tenant: str
-    salt: bytes  # of the prefix cache: only requests with the same salt share prefixes
-    deadline_s: float | None  # from now
-    detached: bool  # runs on when its clients are gone
-    reply: str  # tokens, text, both or embedding
-    pooling: str  # of an embedding: last or mean; the engine's without
-    label: str  # for the logs
-    grammar: GrammarSpec | None
-    note: bytes  # the engine's to keep, and to give to whoever attaches
-    adapter: str  # LoRA adapter, by name
-    traceparent: str  # W3C's, of the caller's span
-    resubmit: bool  # goes on when its engine is lost: at that engine's successor or at another; false: it ends then
+    def __init__(self, *, wait_s: float = RESUME_WAIT_S) -> None:
+        """`wait_s`: how long a lost request waits for an engine."""
+        self.on_resumed: Callable[[float], None] = lambda pause_s: None  # a lost request was accepted again
+        self.num_resumed = 0
+        self._wait_s = wait_s
+        self._requests: dict[bytes, OpenRequest] = {}
+        self._collectors: dict[int, OutputCollector] = {}
+        self._lost: dict[bytes, OpenRequest] = {}  # those with `lost_s`
+        self._next_stream = 1
+
+    # -- adding and removing -----------------------------------------------------------------------------------------
+
+    def start(self, message: Submit | Attach, cursors: Sequence[int], *, resubmit: bool = True) -> OpenRequest:
+        """Add a request with a choice for each of `cursors`, on new stream numbers. Raises conflict."""
+        self._refuse_known(message.id)
+        stream = self._take_streams(_num_streams(message, len(cursors)))
+        collectors = [OutputCollector(stream + choice, cursor) for choice, cursor in enumerate(cursors)]
+        if isinstance(message, Attach) and message.reply == "text":  # its cursors are characters
+            for collector in collectors:
+                collector.num_characters = collector.num_tokens
+        request = OpenRequest(message._replace(stream=stream), collectors, resubmit=resubmit)
+        if isinstance(message, Submit) and resubmit and message.reply != "embedding":
+            for collector in collectors:
+                collector.ids_read = array("I")
+        self._add(request)
+        return request
+
+    def adopt(self, request: OpenRequest) -> None:
+        """Take over another session's request with its id and collectors. Raises conflict. A request that was lost too
+        often without progress ends here."""
+        self._refuse_known(request.id)
+        uncounted = request.lost_s is not None and not request.held  # its engine has never reported the loss
+        if uncounted and (refused := resume_refusal(request, "engine_unavailable")) is not None:
+            request.end(refused)
+            return
+        if request.lost_s is None:
+            request.state = RequestState.SENT
+            self._renumber(request)
+            self._add(request)
+            return
+        self._requests[request.id] = self._lost[request.id] = request
+        if not request.finished:
+            request.state, request.retry_s = RequestState.HELD, 0.0
+
+    def release(self, request: OpenRequest) -> list[int]:
+        """Forget a request that moves elsewhere. Returns its open streams; none when it is not here."""
+        if self._requests.get(request.id) is not request:
+            return []
+        return self._forget(request)
+
+    def drop(self, request: OpenRequest, error: InferEngineError) -> list[int]:
+        """Forget a request and end its open choices with `error`. Returns its open streams."""
+        streams = self._forget(request)
+        request.fail(error)
+        return streams
+
+    def end_all(self, error: InferEngineError) -> None:
+        """End everything with `error`: no more output will come."""
+        for request in list(self._requests.values()):
+            request.fail(error)
+        self._requests.clear()
+        self._collectors.clear()
+        self._lost.clear()
+
+    def get(self, id: bytes) -> OpenRequest | None:
+        """Return the open request of this id."""
+        return self._requests.get(id)
+
+    def end_lost_choice(self, collector: OutputCollector) -> int | None:
+        """End a cancelled choice of a lost request. Returns the stream that its engine may still run."""
+        collector.end_cancelled()
+        request = collector.request
+        was_open = self._collectors.pop(collector.stream, None) is not None
+        if request is not None and request.finished:
+            self._forget(request)
+            request.accepted.fail(InferEngineError("cancelled", "The request was cancelled."))
+        return collector.stream if was_open else None
+
+    # -- a lost engine -----------------------------------------------------------------------------------------------
+
+    def suspend_all(self, error: InferEngineError, lost_s: float) -> None:
+        """The engine is lost and its fate unknown. Requests that can move to another engine do; the others wait to
+        hear whether this one has kept them."""
+        for request in list(self._requests.values()):
+            if request.lost_s is None and not request.resubmit:
+                self.drop(request, error)
+            elif self._end_cancelled(request) and request.lost_s is None:
+                self._mark_lost(request, lost_s)
+                if request.failover is not None:
+                    request.failover(request, error)  # on success the other session has it, and this one forgets it
+
+    def engine_kept_all(self, now: float) -> None:
+        """The engine is back with every request."""
+        for request in list(self._lost.values()):
+            if request.state is RequestState.ACCEPTED:
+                self._resumed(request, now)
+
+    def engine_forgot_all(self, *, restarted: bool, lost_s: float) -> None:
+        """The engine is another one (`restarted`), or has forgotten this connection. Accepted requests resume where
+        that is possible; detached ones still run, and are attached to again. Unanswered ones are sent again: the id
+        makes sure that each runs once."""
+        for request in list(self._requests.values()):
+            if request.held:
+                if restarted:
+                    request.retry_s = 0.0  # what the previous engine said about its queue is void
+            elif restarted:
+                self.lose(request, InferEngineError("engine_restarted", "The engine was restarted."), lost_s)
+            elif request.state is RequestState.SENT:
+                continue
+            elif _is_detached(request):
+                request.message = _attach_again(request)
+                request.state = RequestState.SENT
+            else:
+                text = "The lease ran out while disconnected."
+                self.lose(request, InferEngineError("engine_unavailable", text), lost_s)
+
+    def lose(self, request: OpenRequest, error: InferEngineError, lost_s: float, *, retry_s: float = 0.0) -> None:
+        """The engine will say no more about this request: hold it, move it, or end it. `retry_s`: when it may be sent
+        to this engine again, if that is READY then."""
+        if not self._end_cancelled(request):
+            return
+        refused = resume_refusal(request, error.code)
+        if refused is not None and request.resubmit:
+            self._forget(request)
+            request.end(refused)  # no other engine is to try either
+            return
+        if refused is not None:
+            self.drop(request, error)
+            return
+        self._mark_lost(request, lost_s)
+        self._hold(request, retry_s)
+        if request.failover is not None:
+            request.failover(request, error)
+
+    def take_held(self, welcome: Welcome, now: float) -> Iterator[Submit | Attach]:
+        """Yield the messages of held requests that a READY engine can get now, in the order of their start."""
+        for request in [item for item in self._requests.values() if item.held and item.retry_s <= now]:
+            if request.finished:
+                self._forget(request)
+                continue
+            if (error := engine_mismatch(request, welcome)) is not None:
+                self.drop(request, error)
+                continue
+            request.message = _resume_message(request, welcome, now)
+            request.state = RequestState.SENT
+            request.resubmitted_s = now if request.resubmitted_s is None else request.resubmitted_s
+            self._renumber(request)
+            self._add(request)
+            yield request.message
+
+    def expire(self, now: float) -> list[int]:
+        """End lost requests whose deadline or wait is over. Returns those of their streams that an engine may run."""
+        streams: list[int] = []
+        for request in list(self._lost.values()):
+            if request.retry_s <= now:
+                request.retry_s = 0.0  # from now on it waits for the engine to be READY
+            if request.finished and request.held:
+                self._forget(request)
+            elif request.finished:
+                del self._lost[request.id]
+            elif request.deadline_s is not None and now >= request.deadline_s:
+                streams += self.drop(request, InferEngineError("deadline_exceeded", "The request's deadline passed."))
+            elif request.lost_s is not None and now >= request.lost_s + self._wait_s:
+                text = f"The engine was lost, and none came back within {self._wait_s:g} s."
+                streams += self.drop(request, InferEngineError("engine_unavailable", text))
+        return streams
+
+    def expire_deadlines(self, now: float) -> list[int]:
+        """End requests past their deadline while the engine, which would end them, is silent. Returns their streams."""
+        late = [item for item in self._requests.values() if item.deadline_s is not None and now >= item.deadline_s]
+        error = InferEngineError("deadline_exceeded", "The request's deadline passed.")
+        return [stream for request in late for stream in self.drop(request, error)]
+
+    def due_s(self) -> float | None:
+        """When `take_held` or `expire` has something to do next."""
+        times = []
+        for request in self._lost.values():
+            times.append((request.lost_s or 0.0) + self._wait_s)
+            if request.held and request.retry_s:
+                times.append(request.retry_s)
+            if request.deadline_s is not None:
+                times.append(request.deadline_s)
+        return min(times, default=None)
+
+    # -- what a reconnect sends again --------------------------------------------------------------------------------
+
+    def unanswered(self) -> Iterator[Submit | Attach]:
+        """Yield the messages without an answer."""
+        yield from (item.message for item in self._requests.values() if item.state is RequestState.SENT)
+
+    def cancelled(self) -> list[int]:
+        """Return the cancelled streams that the engine may still run."""
+        return [stream for stream, item in self._collectors.items() if item.cancelled or item.finished]
+
+    def found_stops(self) -> list[StopFound]:
+        """Return those of the cancelled streams whose text has a stop string."""
+        return [
+            StopFound(stream, *collector.found_stop)
+            for stream, collector in self._collectors.items()
+            if collector.cancelled and collector.found_stop is not None
+        ]
+
+    # -- messages of the engine --------------------------------------------------------------------------------------
+
+    def on_accept(self, accept: Accept, now: float, model: tuple[str, str] | None = None) -> None:
+        """Handle ACCEPT. `model`: name and fingerprint of the model that the engine serves."""
+        request = self._requests.get(accept.id)
+        if request is None or request.held or request.message.stream != accept.stream:
+            return
+        for choice in range(len(request.collectors), accept.n):  # an ATTACH learns its number of choices here
+            collector = OutputCollector(accept.stream + choice)
+            request.add(collector)
+            self._collectors[collector.stream] = collector
+        for collector in request.collectors[accept.n :]:
+            collector.fail("invalid_request", f"The request has {accept.n} choice(s).")
+            self._collectors.pop(collector.stream, None)
+        request.model = model
+        if accept.seed is not None:
+            request.seed = accept.seed
+        self._accepted(request, accept, now)
+
+    def on_reject(self, reject: Reject, now: float) -> bool:
+        """Handle REJECT. False: it is about none of these requests."""
+        request = self._requests.get(reject.id) if reject.id is not None else None
+        if request is None or request.held or reject.stream not in (None, request.message.stream):
+            return False
+        error = error_from(reject.code, reject.message, reject.field, reject.retry_after_ms)
+        delay_s = _retry_delay_s(request, error, now)
+        if delay_s is None:
+            self.drop(request, error)
+        elif self._end_cancelled(request):
+            self._hold(request, now + delay_s)
+            if request.failover is not None:
+                request.failover(request, error)
+        return True
+
+    def on_step(self, step: Step, now: float) -> None:
+        """Give every stream its new output. Every token takes this path: it calls as little as it can."""
+        collectors = self._collectors
+        tokens = step.tokens
+        if step.counts is None:
+            for stream, token_id in zip(step.streams, tokens, strict=True):
+                collector = collectors.get(stream)
+                if collector is not None:
+                    collector.token_ids.append(token_id)
+                    collector.num_tokens += 1
+                    callback = collector.on_output
+                    if callback is not None:
+                        collector.on_output = None
+                        callback()
+        else:
+            start = 0
+            for stream, count in zip(step.streams, step.counts, strict=True):
+                collector = collectors.get(stream)
+                if collector is not None:
+                    collector.add_tokens(tokens[start : start + count].tolist())
+                start += count
+        for stream, rows in step.logprobs:
+            if (collector := collectors.get(stream)) is not None:
+                collector.add_logprobs(rows)
+        for stream, rows in step.prompt_logprobs:
+            if (collector := collectors.get(stream)) is not None:
+                collector.add_prompt_logprobs(rows)
+        for stream, vector in step.embeddings:
+            if (collector := collectors.get(stream)) is not None:
+                collector.add_embedding(vector)
+        for stream, text in step.text:
+            if (collector := collectors.get(stream)) is not None:
+                collector.add_text(text)
+        if step.done:
+            self._on_done(step.done, now)
+
+    def _on_done(self, rows: Sequence[Done], now: float) -> None:
+        lost: dict[bytes, tuple[OpenRequest, InferEngineError]] = {}
+        for row in rows:
+            if row.reason in ("error", "abort") and (self._is_lost(row, lost) or self._is_moved(row)):
+                continue
+            if (collector := self._collectors.pop(row.stream, None)) is None:
+                continue
+            collector.end(finish_from(row))
+            request = collector.request
+            if request is not None and request.finished:
+                if request.state is RequestState.SENT:  # its ACCEPT was lost with a connection; its output was not
+                    stream, n = request.message.stream, len(request.collectors)
+                    self._accepted(request, Accept(request.id, stream, row.prompt_tokens, n), now)
+                self._forget(request)
+        for request, error in lost.values():  # now that the ends of its other choices are known
+            self.lose(request, error, now, retry_s=now + RETRY_S)
+
+    # -- inside ------------------------------------------------------------------------------------------------------
+
+    def _add(self, request: OpenRequest) -> None:
+        self._requests[request.id] = request
+        for collector in request.collectors:
+            if not collector.finished:
+                self._collectors[collector.stream] = collector
+
+    def _forget(self, request: OpenRequest) -> list[int]:
+        if self._requests.get(request.id) is request:
+            del self._requests[request.id]
+        self._lost.pop(request.id, None)
+        return self._ignore_streams(request)
+
+    def _ignore_streams(self, request: OpenRequest) -> list[int]:
+        """Ignore output of its streams from now on. Returns those that were open."""
+        streams = [item.stream for item in request.collectors if self._collectors.get(item.stream) is item]
+        for stream in streams:
+            del self._collectors[stream]
+        return streams
+
+    def _renumber(self, request: OpenRequest) -> None:
+        """Give it new streams: output of the old ones is from an earlier run or another engine."""
+        stream = self._take_streams(_num_streams(request.message, len(request.collectors)))
+        request.message = request.message._replace(stream=stream)
+        for number, collector in enumerate(request.collectors, stream):
+            collector.stream = number
+
+    def _mark_lost(self, request: OpenRequest, lost_s: float) -> None:
+        if request.lost_s is None:
+            request.lost_s = lost_s
+        self._lost[request.id] = request
+
+    def _hold(self, request: OpenRequest, retry_s: float) -> None:
+        self._ignore_streams(request)
+        request.state, request.retry_s = RequestState.HELD, retry_s
+
+    def _end_cancelled(self, request: OpenRequest) -> bool:
+        """End the choices that were cancelled. Returns whether any choice is left."""
+        for collector in request.collectors:
+            if collector.cancelled and not collector.finished:
+                collector.end_cancelled()
+        if not request.finished:
+            return True
+        self._forget(request)
+        request.accepted.fail(InferEngineError("cancelled", "The request was cancelled."))
+        return False
+
+    def _accepted(self, request: OpenRequest, accept: Accept, now: float) -> None:
+        request.state = RequestState.ACCEPTED
+        request.accepted.resolve(accept)
+        if request.lost_s is not None:
+            self._resumed(request, now)
+
+    def _resumed(self, request: OpenRequest, now: float) -> None:
+        pause_s = 0.0 if request.lost_s is None else max(0.0, now - request.lost_s)
+        request.lost_s = request.resubmitted_s = None
+        self._lost.pop(request.id, None)
+        self.num_resumed += 1
+        self.on_resumed(pause_s)
+
+    def _is_lost(self, row: Done, lost: dict[bytes, tuple[OpenRequest, InferEngineError]]) -> bool:
+        """Whether this end is about the engine and not about the request. Notes the request in `lost`."""
+        collector = self._collectors.get(row.stream)
+        request = None if collector is None else collector.request
+        if request is None or not request.resubmit or not isinstance(row.detail, list | tuple):
+            return False
+        error = error_from(*row.detail[:2])
+        if error.code not in LOST_CODES:
+            return False
+        lost.setdefault(request.id, (request, error))
+        return True
+
+    def _is_moved(self, row: Done) -> bool:
+        """Whether a request that ended without output was moved to another engine."""
+        collector = self._collectors.get(row.stream)
+        request = None if collector is None else collector.request
+        if request is None or request.failover is None or request.begun or not isinstance(row.detail, list | tuple):
+            return False
+        streams = [item.stream for item in request.collectors]
+        if request.failover(request, error_from(*row.detail[:2])) is not None:
+            return False
+        self._requests.pop(request.id, None)
+        for stream in streams:
+            self._collectors.pop(stream, None)
+        return True
+
+    def _refuse_known(self, id: bytes) -> None:
+        if id in self._requests:
+            raise InferEngineError("conflict", "This client is already reading that request.", field="request_id")
+
+    def _take_streams(self, count: int) -> int:
+        if self._next_stream + count > _LAST_STREAM:
+            self._next_stream = 1
+        while any(self._next_stream + i in self._collectors for i in range(count)):
+            self._next_stream += count
+        first = self._next_stream
+        self._next_stream += count
+        return first
 
 
-def make_submit(
-    prompt_ids: Sequence[int] | None, params: SamplingParams | None, **options: Unpack[SubmitOptions]
-) -> Submit:
-    """Without a stream yet. Exactly one of `prompt_ids`, `text` and `messages`. With reply "tokens" the stop *strings*
-    of `params` are the caller's to match, because only it has the text; the engine matches them for "text" and "both".
-    Raises InvalidRequest, and TypeError for an option that there is not."""
-    if unknown := options.keys() - SubmitOptions.__annotations__.keys():
-        raise TypeError(f"submit() has no option {', '.join(sorted(unknown))}")
-    text, messages = options.get("text"), options.get("messages")
-    if (prompt_ids is not None) + (text is not None) + (messages is not None) != 1:
-        raise InvalidRequest("prompt", "give exactly one of prompt_ids, text and messages")
-    values = (params or SamplingParams()).to_map()
-    reply = options.get("reply", "tokens")
-    if reply == "tokens":
-        values.pop("stop", None)
-    deadline_s, grammar = options.get("deadline_s"), options.get("grammar")
-    return Submit(
-        id=options.get("request_id") or secrets.token_bytes(ID_BYTES),
-        stream=0,
-        prompt=None if prompt_ids is None else _prompt_frame(prompt_ids),
-        text=text,
-        messages=messages,
-        params=values,
-        reply=reply,
-        priority=options.get("priority", 0),
-        tenant=options.get("tenant", ""),
-        salt=options.get("salt", b""),
-        deadline_ms=None if deadline_s is None else max(1, int(deadline_s * 1000)),
-        detached=options.get("detached", False),
-        label=options.get("label", ""),
-        grammar=None if grammar is None else tuple(grammar_to_list(grammar)),
-        note=options.get("note", b""),
-        adapter=options.get("adapter", ""),
-        pooling=options.get("pooling", ""),
-        traceparent=options.get("traceparent", ""),
-    )
+# -- whether a lost request may resume, where, and with which message --------------------------------------------------
 
 
-def _prompt_frame(prompt_ids: Sequence[int]) -> bytes:
-    if not prompt_ids:
-        raise InvalidRequest("prompt", "must hold at least one token")
-    try:
-        return to_u32(prompt_ids)
-    except (OverflowError, TypeError):
-        raise InvalidRequest("prompt", "token ids are whole numbers from 0 to 2^32 - 1") from None
+def resume_refusal(request: OpenRequest, code: str) -> InferEngineError | None:
+    """Return why a request cannot resume after its engine was lost, as `code` says; None if it can. Counts the loss."""
+    if not request.resubmit:
+        return _restarted("The engine that ran this request is gone.")
+    if code == "engine_stalled":
+        request.num_stalls += 1
+        if request.num_stalls >= MAX_STALLS:
+            text = f"The request was in flight at {request.num_stalls} stalled steps: it is not run again."
+            return InferEngineError("engine_stalled", text)
+    num_tokens = sum(collector.num_tokens for collector in request.collectors)
+    request.num_fruitless = request.num_fruitless + 1 if num_tokens == request.num_tokens_at_loss else 1
+    request.num_tokens_at_loss = num_tokens
+    if request.num_fruitless > MAX_FRUITLESS:
+        return _restarted(f"The engine was lost {request.num_fruitless} times in a row before the request got on.")
+    if num_tokens and _needs_seed(request):
+        return _restarted("The engine that ran this request is gone, and its seed is not known.")
+    return None
+
+
+def engine_mismatch(request: OpenRequest, welcome: Welcome) -> InferEngineError | None:
+    """Return why a request cannot resume at this READY engine; None if it can."""
+    message, model = request.origin, welcome.model
+    if model is None or request.model not in (None, (model.name, model.fingerprint)):
+        return _restarted("The engine that ran this request is gone; the one there is serves another model.")
+    if not isinstance(message, Submit):
+        return None
+    if message.adapter and message.adapter not in model.adapters:
+        return _restarted("The engine that ran this request is gone; the one there is has not its adapter.")
+    if request.begun and RESUME_OUTPUT not in welcome.features:
+        return _restarted("The engine that ran this request is gone; the one there is is too old to go on with it.")
+    return None
+
+
+def _resume_message(request: OpenRequest, welcome: Welcome, now: float) -> Submit | Attach:
+    """Return the SUBMIT or ATTACH that resumes a request at this engine."""
+    message = request.origin
+    if isinstance(message, Attach):
+        return _attach_again(request)
+    left_s = None if request.deadline_s is None else request.deadline_s - now
+    message = message._replace(deadline_ms=None if left_s is None else max(1, int(left_s * 1000)))
+    has_output = request.was_accepted or request.begun
+    if RESUME_OUTPUT not in welcome.features or message.reply == "embedding" or not has_output:
+        return message
+    params: dict[str, Any] = message.params
+    if request.seed is not None:
+        params = {**params, "seed": request.seed}
+    if any(collector.has_prompt_logprobs for collector in request.collectors):
+        params = {name: value for name, value in params.items() if name != "prompt_logprobs"}
+    outputs = tuple(None if item.finished else to_u32(item.all_ids) for item in request.collectors)
+    return message._replace(params=params, resume=outputs, stalls=request.num_stalls)
+
+
+def _attach_again(request: OpenRequest) -> Attach:
+    """Return an ATTACH to the same request from the output that has arrived."""
+    reply = request.origin.reply
+    cursors = tuple(item.num_characters if reply == "text" else item.num_tokens for item in request.collectors)
+    return Attach(request.id, request.message.stream, cursors, reply)
+
+
+def _retry_delay_s(request: OpenRequest, error: InferEngineError, now: float) -> float | None:
+    """Return after how many seconds to retry an engine that refused a lost request; None: the refusal is final."""
+    if request.lost_s is None:
+        return None
+    if error.code in _RETRIED_CODES and (request.was_accepted or error.code in LOST_CODES):
+        return min(max(error.retry_after_s or RETRY_S, RETRY_S), LONGEST_RETRY_S)
+    is_attach = isinstance(request.origin, Attach)
+    if error.code == "not_found" and is_attach and now < (request.resubmitted_s or 0.0) + REATTACH_S:
+        return RETRY_S
+    return None
+
+
+def _needs_seed(request: OpenRequest) -> bool:
+    message = request.origin
+    if not isinstance(message, Submit) or request.seed is not None or message.params.get("seed") is not None:
+        return False
+    return bool(message.params.get("temperature", 1.0) > GREEDY_TEMPERATURE)
+
+
+def _restarted(text: str) -> InferEngineError:
+    return InferEngineError("engine_restarted", text)
+
+
+def _num_streams(message: Submit | Attach, num_choices: int) -> int:
+    """Return how many stream numbers a request takes."""
+    return num_choices if isinstance(message, Submit) else max(num_choices, RESERVED_STREAMS)
+
+
+def _is_detached(request: OpenRequest) -> bool:
+    return isinstance(request.origin, Attach) or request.origin.detached

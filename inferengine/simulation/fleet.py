@@ -1,8 +1,8 @@
-"""Fleet: engines in virtual time behind the client's chooser. One heap of events, one clock that jumps.
+"""Fleet: engines in virtual time behind the client's balancer. One heap of events, one clock that jumps.
 
-As in the service: an engine looks for new requests between its steps; STATUS tells the chooser what an engine has to do
-every 250 ms, and in between it counts what it sent; a refused request is tried elsewhere; when an engine dies, requests
-that had not begun go on elsewhere and the others end with `engine_restarted`.
+As in the service: an engine looks for new requests between its steps. STATUS reports its load to the balancer every
+250 ms; in between the balancer counts what it sent. A refused request is tried elsewhere. When an engine dies, requests
+without output move to another engine, and the others end with `engine_restarted`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from inferengine.simulation.virtual_engine import EngineOptions, VirtualEngine
 from inferengine.simulation.workload import Arrival, Workload
 
 if TYPE_CHECKING:
-    from inferengine.client.load_balancing import Chooser
+    from inferengine.client.load_balancing import LoadBalancer
 
 STATUS_INTERVAL_S = 0.25
 DETECTION_S = 1.0  # from an engine's death until clients send nothing there any more
@@ -77,7 +77,7 @@ class Fleet:
         self._options = options
         self._workload = workload
         self.hosts = [_Host(index, VirtualEngine(options), self.recorder.intervals()) for index in range(num_engines)]
-        self.chooser = _make_chooser(num_engines, choice, seed, affinity_tokens) if num_engines > 1 else None
+        self.balancer = _make_balancer(num_engines, choice, seed, affinity_tokens) if num_engines > 1 else None
         self._is_available = [True] * num_engines
         self._events: list[tuple[float, int, int, Any]] = []
         self._sequence = 0
@@ -150,9 +150,9 @@ class Fleet:
 
     def _on_status(self, payload: None) -> None:
         for host in self.hosts:
-            if host.alive and self.chooser is not None:
+            if host.alive and self.balancer is not None:
                 engine = host.engine
-                self.chooser.table.report(host.index, engine.queued()[1], engine.num_requests)
+                self.balancer.loads.report(host.index, engine.queued()[1], engine.num_requests)
         self._status_planned = False
         if self._num_stepping:
             self._plan_status()
@@ -188,8 +188,8 @@ class Fleet:
         host.alive = True
         host.engine = VirtualEngine(self._options, self.now)
         host.intervals = self.recorder.intervals()
-        if self.chooser is not None:
-            self.chooser.table.report(host.index, 0, 0)
+        if self.balancer is not None:
+            self.balancer.loads.report(host.index, 0, 0)
         self._tell_available()
         stranded, host.stranded = host.stranded, []  # back before anyone noticed: another epoch, sent again
         for arrival in stranded:
@@ -199,17 +199,17 @@ class Fleet:
     # -- inside ------------------------------------------------------------------------------------------------------
 
     def _dispatch(self, arrival: Arrival, refused_by: tuple[int, ...]) -> None:
-        """Send a request to the engine that the chooser names; when that refuses, to another one."""
+        """Send a request to the engine that the balancer names; when that refuses, to another one."""
         code = "engine_unavailable"
         while len(refused_by) <= MAX_ATTEMPTS:
             index: int | None = 0
-            if self.chooser is not None:
-                index = self.chooser.choose(arrival.prompt_ids, arrival.salt, avoid=refused_by)
+            if self.balancer is not None:
+                index = self.balancer.choose(arrival.prompt_ids, arrival.salt, avoid=refused_by)
             if index is None or index in refused_by:
                 break
             host = self.hosts[index]
-            if self.chooser is not None:
-                self.chooser.table.sent(index, len(arrival.prompt_ids))
+            if self.balancer is not None:
+                self.balancer.loads.sent(index, len(arrival.prompt_ids))
             if not host.alive:
                 if not self._is_available[index]:
                     break
@@ -284,8 +284,8 @@ class Fleet:
 
     def _tell_available(self) -> None:
         self._is_available = [host.alive for host in self.hosts]
-        if self.chooser is not None:
-            self.chooser.table.set_available([host.index for host in self.hosts if host.alive])
+        if self.balancer is not None:
+            self.balancer.loads.set_available([host.index for host in self.hosts if host.alive])
 
     def _plan(self, time_s: float, kind: int, payload: Any) -> None:
         self._sequence += 1
@@ -321,12 +321,12 @@ class Fleet:
         totals["evictions"] += kv.num_evictions
 
 
-def _make_chooser(num_engines: int, choice: str, seed: int, affinity_tokens: int) -> Chooser:
+def _make_balancer(num_engines: int, choice: str, seed: int, affinity_tokens: int) -> LoadBalancer:
     # One engine needs no choice, and then nothing of the client is loaded: calibration runs where there is no pyzmq.
-    from inferengine.client.load_balancing import Chooser
+    from inferengine.client.load_balancing import LoadBalancer
 
     names = [f"engine-{index}" for index in range(num_engines)]
-    return Chooser(names, choice, generator=random.Random(seed), affinity_tokens=affinity_tokens)
+    return LoadBalancer(names, choice, generator=random.Random(seed), affinity_tokens=affinity_tokens)
 
 
 _TOTALS = (

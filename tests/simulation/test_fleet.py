@@ -1,4 +1,4 @@
-"""Many engines behind one chooser: from one to a thousand, with skew, with shared prefixes, with deaths."""
+"""Many engines behind one balancer: from one to a thousand, with skew, with shared prefixes, with deaths."""
 
 from __future__ import annotations
 
@@ -66,8 +66,8 @@ def test_prefix_affinity_holds_the_load_bound_where_all_have_one_prefix() -> Non
     workload = shared_prefixes(num_prefixes=1, arrivals="at_once")
     fleet = Fleet(make_options(max_num_seqs=64, num_blocks=512), workload, num_engines=8, choice="prefix_affinity")
     largest: list[int] = []
-    assert fleet.chooser is not None
-    table = fleet.chooser.table
+    assert fleet.balancer is not None
+    table = fleet.balancer.loads
     sent = table.sent
 
     def watch(engine: int, num_prompt: int) -> None:

@@ -21,7 +21,7 @@ from inferengine.wire.messages import Accept
 class TokenStream(Protocol):
     """What a log needs of a client's Stream."""
 
-    def on_news(self, callback: Callable[[], None]) -> None: ...
+    def on_output(self, callback: Callable[[], None]) -> None: ...
 
     def take(self) -> Delta: ...
 
@@ -85,7 +85,7 @@ class ChoiceLog:
         self._waiting.append(callback)
         if not self._is_listening:
             self._is_listening = True
-            self._stream.on_news(self._noted)
+            self._stream.on_output(self._noted)
 
     def take_turn(self) -> None:
         """What a stream brought becomes part of the log, and whoever waits for it is called."""

@@ -13,7 +13,7 @@ from frontends.common.event_loop import Turn
 from frontends.common.generation import Choice, Piece
 from frontends.http.event_writer import Relay
 from inferengine.client import Stream
-from inferengine.client.streams import Collector, Finish
+from inferengine.client.output import Finish, OutputCollector
 from inferengine.text import TextStream
 from tests.frontends.http.builders import TOKENIZER, ids
 
@@ -68,7 +68,7 @@ class Line:
         client: Any = type(
             "Unconnected", (), {"cancel_streams": lambda self, collectors, stop=None: None, "send": lambda self: None}
         )()
-        self.collector = Collector(1)
+        self.collector = OutputCollector(1)
         self.format = format or Plain()
         stream = Stream(client, self.collector)
         self.choice = Choice(0, [1], stream, TextStream(TOKENIZER, stop=stop))
@@ -107,7 +107,7 @@ def test_what_a_full_socket_holds_up_comes_together_later() -> None:
         line = Line(socket)
         await line.feed(ids(TEXT))
         assert len(socket.written) == 3
-        assert line.collector.has_news
+        assert line.collector.has_output
         while not line.running.done():
             if socket.waiting is not None and not socket.waiting.done():
                 socket.waiting.set_result(None)

@@ -1,21 +1,19 @@
-"""What a client holds for each submission: an answer to wait for, and per choice a collector of its output.
+"""An open request as its readers see it: the output of each choice, and the replies that arrive later.
 
 A collector has one slot: whatever arrives while the reader is behind is merged into the next delta. Nothing here knows
-how its reader waits; `on_news` and `on_done` are called once and then forgotten.
-
-Embeddings as clients ask for them and get them.
+how its reader waits; `on_output` and `on_done` are called once and then forgotten.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from enum import Enum
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from inferengine.client.requests import SubmitOptions
 from inferengine.errors import KINDS, InferEngineError
 from inferengine.vectors import to_floats
-from inferengine.wire.messages import EMBEDDINGS, Accept, Attach, Done, Submit, Welcome
+from inferengine.wire.messages import Accept, Attach, Done, Submit
 
 T = TypeVar("T")
 
@@ -46,7 +44,7 @@ class Finish(NamedTuple):
 
 
 class Delta(NamedTuple):
-    """What is new in a stream. `text` is empty unless it was asked for, `logprobs` None likewise."""
+    """New output of a stream. `text` is empty and `logprobs` None unless the request asked for them."""
 
     token_ids: list[int]
     text: str
@@ -56,8 +54,21 @@ class Delta(NamedTuple):
     embedding: bytes | None = None  # with the finish of a request for one: f32, little-endian
 
 
-class Answer(Generic[T]):
-    """A value or an error that comes later, once."""
+class Embedding(NamedTuple):
+    """A vector of length 1 as it came over the wire: f32, little-endian."""
+
+    data: bytes
+    prompt_tokens: int
+    cached_tokens: int
+
+    @property
+    def values(self) -> list[float]:
+        """The vector as Python floats."""
+        return to_floats(self.data)
+
+
+class PendingReply(Generic[T]):
+    """A value or an error that arrives later, once."""
 
     __slots__ = ("_error", "_value", "done", "on_done")
 
@@ -68,17 +79,19 @@ class Answer(Generic[T]):
         self._error: InferEngineError | None = None
 
     def resolve(self, value: T) -> None:
+        """Set the value, unless something was set before."""
         if not self.done:
             self._value = value
             self._finish()
 
     def fail(self, error: InferEngineError) -> None:
+        """Set the error, unless something was set before."""
         if not self.done:
             self._error = error
             self._finish()
 
     def result(self) -> T:
-        """Only when done."""
+        """Return the value or raise the error. Only when `done`."""
         if self._error is not None:
             raise self._error
         return self._value  # type: ignore[return-value]  # T may itself be optional
@@ -90,8 +103,8 @@ class Answer(Generic[T]):
             callback()
 
 
-class Collector:
-    """The output of one choice, as far as it has arrived and was not read."""
+class OutputCollector:
+    """The output of one choice that has arrived and was not read yet."""
 
     __slots__ = (
         "_embedding",
@@ -100,31 +113,31 @@ class Collector:
         "_parts",
         "_prompt_logprobs",
         "_taken",
-        "call",
         "cancelled",
         "found_stop",
-        "has_prompt",
+        "has_prompt_logprobs",
         "hides_tokens",
         "ids_read",
-        "name",
         "num_characters",
         "num_tokens",
-        "on_news",
+        "on_output",
+        "request",
+        "stream",
         "token_ids",
     )
 
-    def __init__(self, name: int, num_tokens: int = 0) -> None:
-        self.name = name  # the stream's number on the wire
+    def __init__(self, stream: int, num_tokens: int = 0) -> None:
+        self.stream = stream  # number on the wire
         self.num_tokens = num_tokens  # received in all: the cursor to attach from
         self.num_characters = 0
         self.token_ids: list[int] = []
-        self.on_news: Callable[[], None] | None = None
-        self.ids_read: array[int] | None = None  # those that were taken, where they may be needed again
-        self.hides_tokens = False  # its reader asked for text alone
-        self.has_prompt = False  # the prompt's log-probabilities have come
+        self.on_output: Callable[[], None] | None = None
+        self.ids_read: array[int] | None = None  # kept where a lost engine would make them needed again
+        self.hides_tokens = False  # the reader asked for text alone
+        self.has_prompt_logprobs = False
         self.cancelled = False
-        self.found_stop: tuple[int, str] | None = None  # why: tokens up to the stop string, and which it is
-        self.call: Call | None = None
+        self.found_stop: tuple[int, str] | None = None  # cancelled for a stop string: (tokens up to it, the string)
+        self.request: OpenRequest | None = None
         self._parts: list[str] = []
         self._logprobs: list[TokenLogprobs] | None = None
         self._prompt_logprobs: list[TokenLogprobs] | None = None
@@ -143,13 +156,14 @@ class Collector:
         return self._taken
 
     @property
-    def has_news(self) -> bool:
+    def has_output(self) -> bool:
+        """Whether there is something to take."""
         return bool((self.token_ids and not self.hides_tokens) or self._parts) or (
             self._finish is not None and not self._taken
         )
 
     def take(self) -> Delta:
-        """All that is new. Only when there is news."""
+        """Return all unread output. Only when `has_output`."""
         if self.ids_read is not None:
             self.ids_read.extend(self.token_ids)
         token_ids = [] if self.hides_tokens else self.token_ids
@@ -162,40 +176,45 @@ class Collector:
 
     @property
     def all_ids(self) -> array[int]:
-        """Every token that has come, read or not."""
+        """Every token that has arrived, read or not."""
         return (self.ids_read or array("I")) + array("I", self.token_ids)
 
     def add_tokens(self, token_ids: list[int]) -> None:
+        """Append tokens."""
         self.token_ids.extend(token_ids)
         self.num_tokens += len(token_ids)
         if not self.hides_tokens:
-            self._tell()
+            self._notify()
 
     def add_text(self, text: str) -> None:
+        """Append text that the engine made."""
         self._parts.append(text)
         self.num_characters += len(text)
-        self._tell()
+        self._notify()
 
     def add_logprobs(self, rows: list[Any]) -> None:
+        """Append log-probabilities: (logprob, rank, top_ids, top_logprobs) for each new token."""
         if self._logprobs is None:
             self._logprobs = []
         self._logprobs += (TokenLogprobs(row[0], row[1], row[2], row[3]) for row in rows)
 
     def add_prompt_logprobs(self, rows: list[Any]) -> None:
-        self.has_prompt = True
+        """Set the prompt's log-probabilities, rows as in `add_logprobs`."""
+        self.has_prompt_logprobs = True
         self._prompt_logprobs = [TokenLogprobs(row[0], row[1], row[2], row[3]) for row in rows]
 
     def add_embedding(self, data: bytes) -> None:
-        """Comes in the same message as the end."""
+        """Set the vector. It arrives in the same message as the end."""
         self._embedding = data
 
     def end(self, finish: Finish) -> None:
+        """End the stream. Only the first end counts."""
         if self._finish is None:
             self._finish = finish
-            self._tell()
+            self._notify()
 
-    def end_as_asked(self) -> None:
-        """Its end was asked for, and the engine that was to say it is lost."""
+    def end_cancelled(self) -> None:
+        """End a cancelled stream whose engine is lost and cannot confirm the end."""
         reason, detail, count = "abort", ["cancelled", "The request was cancelled."], self.num_tokens
         if self.found_stop is not None:
             reason, detail, count = "stop", self.found_stop[1], min(self.found_stop[0], count)  # type: ignore[assignment]
@@ -205,106 +224,121 @@ class Collector:
         """End the stream from this side."""
         self.end(Finish("error", [code, message], 0, 0, self.num_tokens, 0.0, 0.0, 0.0))
 
-    def _tell(self) -> None:
-        callback, self.on_news = self.on_news, None
+    def _notify(self) -> None:
+        callback, self.on_output = self.on_output, None
         if callback is not None:
             callback()
 
 
-class Call:
+class RequestState(Enum):
+    """Where a request is with its engine."""
+
+    SENT = "sent"  # its message is on the way, or is sent again after a reconnect
+    ACCEPTED = "accepted"
+    HELD = "held"  # no message is on the way: it waits until an engine can take it
+
+
+class OpenRequest:
     """One SUBMIT or ATTACH and the collectors of its choices.
 
-    `rescue` is asked before an error ends the call, and before the call waits for its lost engine. It returns the
-    error, or None when the call goes on elsewhere: then some other session has it. What is here beside messages and
-    collectors is for going on (`going_on`).
+    A request is *lost* (`lost_s`) from the moment its engine is until an engine accepts it again. `failover` is called
+    before an error ends the request, and when its engine is lost. It returns the error, or None when another session
+    has taken the request over.
     """
 
     __slots__ = (
         "accepted",
-        "answered",
-        "asked_s",
         "collectors",
         "deadline_s",
-        "held",
+        "failover",
         "lost_s",
         "message",
         "model",
         "num_fruitless",
         "num_stalls",
-        "num_tokens_then",
+        "num_tokens_at_loss",
         "origin",
-        "rescue",
         "resubmit",
+        "resubmitted_s",
         "retry_s",
         "seed",
+        "state",
     )
 
-    def __init__(self, message: Submit | Attach, collectors: list[Collector], *, resubmit: bool = True) -> None:
-        self.message = message  # as last said
-        self.origin = message  # as first said
-        self.accepted: Answer[Accept] = Answer()
-        self.answered = False  # the message as last said
+    def __init__(self, message: Submit | Attach, collectors: list[OutputCollector], *, resubmit: bool = True) -> None:
+        self.message = message  # as last sent
+        self.origin = message  # as first sent
+        self.accepted: PendingReply[Accept] = PendingReply()  # by the first engine that accepts it
+        self.state = RequestState.SENT
         self.resubmit = resubmit
         self.deadline_s: float | None = None
-        self.model: tuple[str, str] | None = None  # name and fingerprint of what it runs with
-        self.seed: int | None = None  # that the engine chose
-        self.lost_s: float | None = None  # since when its engine is lost; None while it is not
-        self.asked_s: float | None = None  # when an engine first heard of it since
-        self.held = False  # nothing of it is on its way
-        self.retry_s = 0.0  # when to say it again, where it is held
+        self.model: tuple[str, str] | None = None  # name and fingerprint of the model that it runs with
+        self.seed: int | None = None  # chosen by the engine
+        self.lost_s: float | None = None  # when its engine was lost; None while it is not
+        self.resubmitted_s: float | None = None  # when it was first sent to an engine since then
+        self.retry_s = 0.0  # when a held request may be sent again
         self.num_stalls = 0
-        self.num_fruitless = 0  # losses since it last got on
-        self.num_tokens_then = 0
-        self.rescue: Callable[[Call, InferEngineError], InferEngineError | None] | None = None
-        self.collectors: list[Collector] = []
+        self.num_fruitless = 0  # losses since it last made progress
+        self.num_tokens_at_loss = 0
+        self.failover: Callable[[OpenRequest, InferEngineError], InferEngineError | None] | None = None
+        self.collectors: list[OutputCollector] = []
         for collector in collectors:
             self.add(collector)
 
-    def add(self, collector: Collector) -> None:
-        collector.call = self
+    def add(self, collector: OutputCollector) -> None:
+        """Add a choice."""
+        collector.request = self
         self.collectors.append(collector)
 
     @property
     def id(self) -> bytes:
+        """The 16 bytes under which it runs once and can be attached to."""
         return self.message.id
 
     @property
+    def held(self) -> bool:
+        """No message is on the way: what an engine still says about it is ignored."""
+        return self.state is RequestState.HELD
+
+    @property
     def was_accepted(self) -> bool:
-        """By some engine."""
+        """Some engine has accepted it."""
         return self.accepted.done
 
     @property
     def finished(self) -> bool:
+        """Every choice has ended."""
         return all(collector.finished for collector in self.collectors)
 
     @property
     def begun(self) -> bool:
-        """Some output has come, or an end: it cannot start over unseen."""
+        """Some output has come, or an end: it cannot start over unnoticed."""
         return any(item.num_tokens or item.num_characters or item.finished for item in self.collectors)
 
     def fail(self, error: InferEngineError) -> None:
-        """End everything that has not ended, unless it is rescued."""
-        if self.rescue is not None:
-            verdict = self.rescue(self, error)
-            if verdict is None:
+        """End every open choice with `error`, unless `failover` takes the request elsewhere."""
+        if self.failover is not None:
+            remaining = self.failover(self, error)
+            if remaining is None:
                 return
-            error = verdict
+            error = remaining
         self.end(error)
 
     def end(self, error: InferEngineError) -> None:
-        """End everything that has not ended."""
-        self.rescue = None
+        """End every open choice with `error`, without failover."""
+        self.failover = None
         self.accepted.fail(error)
         for collector in self.collectors:
             collector.fail(error.code, error.message)
 
 
 def finish_from(row: Done) -> Finish:
+    """Return the end that a STEP's `done` row tells."""
     return Finish(*row[1:])
 
 
 def error_of(finish: Finish) -> InferEngineError:
-    """Why a stream ended that neither stopped nor reached its length."""
+    """Return the error of a stream that neither stopped nor reached its length."""
     detail = finish.detail
     if not isinstance(detail, list | tuple) or len(detail) < 2:
         return InferEngineError("engine_error", "The engine gave no reason.")
@@ -314,47 +348,14 @@ def error_of(finish: Finish) -> InferEngineError:
 def error_from(
     code: str, message: str, field: str | None = None, retry_after_ms: int | None = None
 ) -> InferEngineError:
-    """The engine's error as an exception. A code that this client is too old to know becomes engine_error."""
+    """Return the engine's error as an exception. A code that this client does not know becomes engine_error."""
     known = code if code in KINDS else "engine_error"
     retry_after_s = None if retry_after_ms is None else retry_after_ms / 1000
     return InferEngineError(known, message, field=field, retry_after_s=retry_after_s)
 
 
-Prompt = str | Sequence[int]
-
-
-class Embedding(NamedTuple):
-    """A vector of length 1, as it travelled: f32, little-endian."""
-
-    data: bytes
-    prompt_tokens: int
-    cached_tokens: int
-
-    @property
-    def values(self) -> list[float]:
-        return to_floats(self.data)
-
-
-def require_embeddings(welcome: Welcome) -> None:
-    """Raise `unsupported` for an engine that gives none."""
-    if EMBEDDINGS not in welcome.features:
-        raise InferEngineError("unsupported", "This engine gives no embeddings: its version is too old.", field="reply")
-
-
-def to_submits(
-    prompts: Prompt | Sequence[Prompt], options: SubmitOptions
-) -> Iterator[tuple[Sequence[int] | None, SubmitOptions]]:
-    """What `submit` gets for one prompt or several: text is for the engine to tokenize."""
-    asked: SubmitOptions = {**options, "reply": "embedding"}
-    for prompt in _listed(prompts):
-        if isinstance(prompt, str):
-            yield None, {**asked, "text": prompt}
-        else:
-            yield prompt, asked
-
-
-def from_deltas(deltas: Sequence[Delta]) -> Embedding:
-    """The vector that came with a stream's end. Raises the InferEngineError that it ended with instead."""
+def embedding_from(deltas: Sequence[Delta]) -> Embedding:
+    """Return the vector that came with a stream's end. Raises the InferEngineError that the stream ended with."""
     last = deltas[-1] if deltas else None
     if last is None or last.finish is None:
         raise InferEngineError("engine_error", "The stream was read already.")
@@ -365,9 +366,3 @@ def from_deltas(deltas: Sequence[Delta]) -> Embedding:
     if isinstance(finish.detail, list | tuple) and len(finish.detail) >= 2:
         code, message = map(str, finish.detail[:2])
     raise error_from(code, message)
-
-
-def _listed(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
-    if isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], int)):
-        return [prompts]  # type: ignore[list-item]
-    return prompts  # type: ignore[return-value]

@@ -1,0 +1,398 @@
+"""What a Session does with open requests when its engine is lost: frames and time in, frames and output out."""
+
+from __future__ import annotations
+
+from array import array
+from typing import Any
+
+import pytest
+
+from inferengine.client.session import PATIENCE_S, Phase
+from inferengine.wire.messages import Accept, Attach, Cancel, Done, Goodbye, Hello, Reject, StopFound, Submit
+from tests.client.builders import INFO, SEED, WAIT_S, ScriptedEngine, code_of, finish_of, stream_of
+
+
+def test_a_restarted_engine_gets_the_output_so_far_and_its_seed() -> None:
+    engine = ScriptedEngine()
+    request = engine.submit()
+    engine.step([stream_of(request)], [11])
+    assert request.collectors[0].take().token_ids == [11]
+    engine.step([stream_of(request)], [12])
+    engine.die()
+    engine.come_back()
+    (message,) = engine.received(Submit)
+    assert (message.id, message.resume, message.params["seed"]) == (request.id, (array("I", [11, 12]).tobytes(),), SEED)
+    engine.send(Accept(request.id, message.stream, 3))
+    engine.step([message.stream], [13])
+    assert request.collectors[0].take().token_ids == [12, 13]
+
+
+def test_nothing_is_sent_before_the_engine_is_ready() -> None:
+    engine = ScriptedEngine()
+    begun, waiting = engine.submit(), engine.submit(accept=False)
+    engine.die()
+    engine.come_back("STARTING")
+    assert engine.received(Submit) == []
+    engine.welcome("READY")
+    assert [message.id for message in engine.received(Submit)] == [begun.id, waiting.id]
+
+
+def test_a_request_keeps_its_own_seed() -> None:
+    engine = ScriptedEngine()
+    request = engine.submit(seed=5)
+    engine.step([stream_of(request)], [11])
+    engine.die()
+    engine.come_back()
+    assert engine.received(Submit)[0].params["seed"] == 5
+
+
+def test_ended_choices_are_not_resumed() -> None:
+    engine = ScriptedEngine()
+    request = engine.submit(n=3)
+    first, second, third = (stream_of(request, choice) for choice in range(3))
+    engine.step([first, second, third], [11, 21, 31], done=[Done(second, "stop")])
+    engine.die()
+    engine.come_back()
+    (message,) = engine.received(Submit)
+    assert message.resume == (array("I", [11]).tobytes(), None, array("I", [31]).tobytes())
+    engine.send(Accept(request.id, message.stream, 3, 3))
+    engine.step([message.stream, message.stream + 2], [12, 32])
+    assert [item.take().token_ids for item in request.collectors] == [[11, 12], [21], [31, 32]]
+
+
+def test_prompt_logprobs_that_arrived_are_not_requested_again() -> None:
+    engine = ScriptedEngine()
+    request = engine.submit(prompt_logprobs=1)
+    row = [-0.5, 1, [4], [-0.5]]
+    engine.step([stream_of(request)], [11], prompt_logprobs=[(stream_of(request), [row])])
+    engine.die()
+    engine.come_back()
+    assert "prompt_logprobs" not in engine.received(Submit)[0].params
+
+
+def test_a_reader_of_text_sees_text_alone_though_tokens_are_kept() -> None:
+    engine = ScriptedEngine()
+    request = engine.submit(reply="text")
+    stream = stream_of(request)
+    engine.step([stream], [11], counts=array("I", [1]))
+    assert not request.collectors[0].has_output
+    engine.step([stream], [12], counts=array("I", [1]), text=[(stream, "ab")])
+    delta = request.collectors[0].take()
+    assert (delta.token_ids, delta.text) == ([], "ab")
+    engine.die()
+    engine.come_back()
+    (message,) = engine.received(Submit)
+    assert (message.reply, message.resume) == ("both", (array("I", [11, 12]).tobytes(),))
+
+
+def test_a_deadline_keeps_counting_while_the_engine_is_away() -> None:
+    engine = ScriptedEngine()
+    request = engine.submit(deadline_s=10.0)
+    engine.die()
+    engine.now = 4.0
+    engine.come_back()
+    assert engine.received(Submit)[0].deadline_ms == 6000
+    engine.die()
+    engine.now = 11.0
+    engine.come_back("STARTING")
+    engine.run_until(11.0)
+    assert code_of(request) == "deadline_exceeded"
+
+
+def test_a_request_without_resubmit_ends_with_engine_restarted() -> None:
+    engine = ScriptedEngine()
+    request = engine.submit(resubmit=False)
+    engine.die()
+    engine.come_back()
+    assert code_of(request) == "engine_restarted"
+    assert engine.received(Submit) == []
+
+
+def test_a_lost_request_ends_after_resume_wait_s() -> None:
+    engine = ScriptedEngine()
+    request = engine.submit()
+    engine.die()
+    engine.run_until(WAIT_S - 0.1)
+    assert not request.finished
+    engine.run_until(WAIT_S + 0.1)
+    assert code_of(request) == "engine_unavailable"
+
+
+@pytest.mark.parametrize("code", ["draining", "engine_restarted", "engine_stalled", "engine_unavailable"])
+def test_requests_of_an_engine_that_gives_up_wait_for_its_successor(code: str) -> None:
+    engine = ScriptedEngine()
+    request = engine.submit(n=2)
+    first, second = stream_of(request), stream_of(request, 1)
+    engine.step([first, second], [11, 21])
+    rows = [Done(first, "abort", [code, "Going."]), Done(second, "abort", [code, "Going."])]
+    engine.step([], [], done=rows)
+    engine.send(Goodbye("Going."))
+    assert not request.finished
+    engine.die()
+    engine.come_back()
+    (message,) = engine.received(Submit)
+    assert message.resume == (array("I", [11]).tobytes(), array("I", [21]).tobytes())
+    assert message.stalls == (code == "engine_stalled")
+
+
+@pytest.mark.parametrize("code", ["engine_error", "cancelled", "client_stalled", "deadline_exceeded"])
+def test_an_error_of_the_request_itself_ends_it(code: str) -> None:
+    engine = ScriptedEngine()
+    request = engine.submit()
+    engine.end(stream_of(request), "error", [code, "So."])
+    assert code_of(request) == code
+
+
+def test_a_second_stall_ends_the_request() -> None:
+    engine = ScriptedEngine()
+    request = engine.submit()
+    for _ in range(2):
+        engine.end(stream_of(request), "error", ["engine_stalled", "A step did not end."])
+        engine.die()
+        engine.come_back()
+        for message in engine.received(Submit):
+            engine.send(Accept(request.id, message.stream, 3))
+    assert code_of(request) == "engine_stalled"
+
+
+def test_only_a_request_without_progress_is_given_up_after_repeated_losses() -> None:
+    engine = ScriptedEngine()
+    stuck, moving = engine.submit(), engine.submit()
+    for number in range(8):
+        engine.die()
+        engine.come_back()
+        for message in engine.received(Submit):
+            engine.send(Accept(message.id, message.stream, 3))
+        engine.step([stream_of(moving)], [number])
+    assert code_of(stuck) == "engine_restarted"
+    assert not moving.finished
+    assert moving.collectors[0].take().token_ids == list(range(8))
+
+
+def test_an_overloaded_engine_is_retried_after_the_delay_that_it_names() -> None:
+    engine = ScriptedEngine()
+    request = engine.submit()
+    engine.die()
+    engine.come_back()
+    (message,) = engine.received(Submit)
+    engine.send(Reject(request.id, message.stream, "overloaded", "Full.", None, True, 2000))
+    engine.run_until(1.0)
+    assert engine.received(Submit) == []
+    engine.run_until(2.1)
+    (message,) = engine.received(Submit)
+    engine.send(Accept(request.id, message.stream, 3))
+    assert not request.finished
+
+
+@pytest.mark.parametrize(
+    ("change", "fields"),
+    [
+        ({"info": INFO._replace(fingerprint="cd" * 32)}, {}),
+        ({"info": INFO._replace(name="other")}, {}),
+        ({"info": INFO._replace(adapters=())}, {"adapter": "pirate"}),
+        ({"features": ()}, {}),
+    ],
+)
+def test_a_request_that_cannot_resume_at_the_new_engine_ends(change: dict[str, Any], fields: dict[str, Any]) -> None:
+    engine = ScriptedEngine()
+    request = engine.submit(**fields)
+    engine.step([stream_of(request)], [11])
+    engine.die()
+    vars(engine).update(change)
+    engine.come_back()
+    assert engine.received(Submit) == []
+    assert code_of(request) == "engine_restarted"
+
+
+def test_an_engine_without_the_resume_feature_runs_requests_without_output() -> None:
+    engine = ScriptedEngine(features=())
+    request = engine.submit()
+    engine.die()
+    engine.come_back()
+    (message,) = engine.received(Submit)
+    assert (message.id, message.resume) == (request.id, None)
+
+
+def test_cancelling_a_lost_request_ends_it_at_once() -> None:
+    engine = ScriptedEngine()
+    plain, stopped = engine.submit(), engine.submit()
+    engine.step([stream_of(stopped)], [11])
+    engine.die()
+    engine.come_back("STARTING")
+    engine.session.cancel(plain.collectors)
+    engine.session.cancel(stopped.collectors, (1, "###"))
+    assert code_of(plain) == "cancelled"
+    finish = finish_of(stopped)
+    assert finish is not None
+    assert (finish.reason, finish.detail, finish.completion_tokens) == ("stop", "###", 1)
+    engine.welcome("READY")
+    assert engine.received(Submit) == []
+
+
+def test_a_cancelled_request_ends_when_its_engine_is_lost() -> None:
+    engine = ScriptedEngine()
+    request = engine.submit()
+    engine.session.cancel(request.collectors)
+    engine.die()
+    engine.come_back()
+    assert code_of(request) == "cancelled"
+
+
+def test_an_engine_that_was_only_stopped_continues_its_streams() -> None:
+    """SIGSTOP and SIGCONT, for so long that the client gave up: the same epoch, which has kept everything."""
+    engine = ScriptedEngine()
+    request = engine.submit()
+    engine.step([stream_of(request)], [11])
+    engine.run_until(PATIENCE_S + 10.0)
+    assert not request.finished
+    engine.run_until(PATIENCE_S + 13.0)
+    (hello,) = engine.received(Hello)[-1:]
+    assert hello.last_seq == 1
+    engine.welcome(resumed=True)
+    assert engine.received(Submit) == []
+    engine.step([stream_of(request)], [12])
+    assert request.collectors[0].take().token_ids == [11, 12]
+
+
+def test_an_engine_that_was_stopped_and_dropped_its_clients_gets_the_request_again() -> None:
+    engine = ScriptedEngine()
+    request = engine.submit()
+    engine.step([stream_of(request)], [11])
+    engine.run_until(PATIENCE_S + 10.0)
+    engine.run_until(PATIENCE_S + 13.0)
+    engine.seq = 0
+    engine.welcome(resumed=False)
+    (message,) = engine.received(Submit)
+    assert (message.id, message.resume) == (request.id, (array("I", [11]).tobytes(),))
+
+
+def test_an_attach_is_retried_until_the_submitter_has_resubmitted() -> None:
+    engine = ScriptedEngine()
+    request = engine.session.attach(bytes(16), [0], 1, "tokens")
+    (message,) = engine.received(Attach)
+    engine.send(Accept(request.id, message.stream, 3))
+    engine.step([message.stream], [11])
+    engine.die()
+    engine.run_until(20.0)
+    engine.come_back()
+    (message,) = engine.received(Attach)
+    assert message.cursors == (1,)
+    engine.send(Reject(request.id, message.stream, "not_found", "No such request."))
+    engine.run_until(21.0)
+    (message,) = engine.received(Attach)
+    engine.send(Accept(request.id, message.stream, 3))
+    engine.step([message.stream], [12])
+    assert request.collectors[0].take().token_ids == [11, 12]
+
+
+def test_a_detached_request_that_moved_is_cancelled_at_its_first_engine() -> None:
+    engine = ScriptedEngine()
+    request = engine.submit(detached=True)
+    engine.run_until(PATIENCE_S + 10.0)
+    engine.session.release(request)
+    engine.run_until(PATIENCE_S + 13.0)
+    engine.welcome(resumed=False)
+    assert request.id in [id for message in engine.received(Cancel) for id in message.ids]
+
+
+def test_the_reported_pause_lasts_from_the_loss_to_the_accept() -> None:
+    engine, pauses = ScriptedEngine(), list[float]()
+    engine.session.requests.on_resumed = pauses.append
+    request = engine.submit()
+    engine.die()
+    engine.now = 3.5
+    engine.come_back()
+    (message,) = engine.received(Submit)
+    engine.send(Accept(request.id, message.stream, 3))
+    assert pauses == [3.5]
+
+
+def test_a_session_with_held_requests_does_not_wake_again_and_again() -> None:
+    engine = ScriptedEngine()
+    request = engine.submit()
+    engine.die()
+    engine.come_back()
+    (message,) = engine.received(Submit)
+    engine.send(Reject(request.id, message.stream, "draining", "Going.", None, True, 500))
+    engine.welcome("DRAINING")
+    assert engine.session.tick(1.0) > 1.0
+
+
+def test_a_request_that_an_engine_gives_up_is_sent_again_to_the_same_engine() -> None:
+    """A reader of a choice that had ended before, elsewhere, is told so by an engine that goes on."""
+    engine = ScriptedEngine()
+    request = engine.submit()
+    engine.step([stream_of(request)], [11])
+    engine.end(stream_of(request), "error", ["engine_restarted", "This choice ended at an engine before this one."])
+    engine.run_until(1.0)
+    (message,) = engine.received(Submit)
+    assert message.resume == (array("I", [11]).tobytes(),)
+
+
+def test_a_request_whose_wait_is_over_is_cancelled_at_the_engine_that_got_it() -> None:
+    engine = ScriptedEngine()
+    request = engine.submit()
+    engine.die()
+    engine.run_until(2.0)
+    engine.come_back()
+    (message,) = engine.received(Submit)  # and there is no answer
+    for _ in range(8):
+        engine.run_until(engine.now + WAIT_S / 8)
+        engine.welcome()
+    assert code_of(request) == "engine_unavailable"
+    assert message.stream in [stream for cancel in engine.received(Cancel) for stream in cancel.streams]
+
+
+def test_a_request_that_moves_between_silent_engines_is_given_up() -> None:
+    """None of them says that it is another process, and each was lost all the same."""
+    engines = [ScriptedEngine(), ScriptedEngine()]
+    request = engines[0].submit()
+    for number in range(8):
+        home, other = engines[number % 2], engines[1 - number % 2]
+        home.die()
+        home.run_until(home.now + 10.0)
+        other.run_until(home.now)
+        other.come_back()
+        home.session.release(request)
+        other.session.adopt(request)
+        for message in other.received(Submit):
+            other.send(Accept(request.id, message.stream, 3))
+    assert code_of(request) == "engine_restarted"
+    assert other.session.requests.get(request.id) is None
+
+
+def test_a_text_attach_with_a_cursor_attaches_again_behind_the_text_that_arrived() -> None:
+    engine = ScriptedEngine()
+    request = engine.session.attach(bytes(16), [100], 1, "text")
+    (message,) = engine.received(Attach)
+    engine.send(Accept(request.id, message.stream, 3))
+    engine.step([], [], text=[(message.stream, "abc")])
+    engine.die()
+    engine.come_back()
+    assert engine.received(Attach)[0].cursors == (103,)
+
+
+def test_a_deadline_holds_while_the_engine_is_silent() -> None:
+    engine = ScriptedEngine()
+    request = engine.submit(deadline_s=20.0)
+    stream = stream_of(request)
+    engine.run_until(19.0)
+    assert engine.session.phase is Phase.SILENT
+    assert not request.finished
+    engine.run_until(25.0)
+    assert code_of(request) == "deadline_exceeded"
+    engine.received(Cancel)
+    engine.welcome()
+    assert stream in [stream for cancel in engine.received(Cancel) for stream in cancel.streams]
+
+
+def test_a_stop_string_found_while_the_engine_is_silent_is_sent_afterwards() -> None:
+    engine = ScriptedEngine()
+    request = engine.submit()
+    engine.step([stream_of(request)], [11])
+    engine.run_until(19.0)
+    engine.session.cancel(request.collectors, (1, "END"))
+    engine.received(Cancel)
+    engine.welcome()
+    (cancel,) = engine.received(Cancel)
+    assert cancel.stopped == (StopFound(stream_of(request), 1, "END"),)
