@@ -20,13 +20,8 @@ from frontends.http.state import Service
 from inferengine import __version__
 from inferengine.config import LimitsConfig
 from inferengine.errors import KINDS
-from inferengine.sampling_params import (
-    LEAST_REPETITION_PENALTY,
-    MAX_BAD_WORDS,
-    MAX_SEED,
-    MAX_TOP_K,
-    POOLINGS,
-)
+from inferengine.fields import field_docs, json_schema
+from inferengine.sampling_params import MAX_BAD_WORDS, POOLINGS, SamplingParams
 from inferengine.wire.codec import MAX_NAME_CHARACTERS, MAX_SALT_BYTES
 
 Schema = dict[str, Any]
@@ -60,48 +55,21 @@ def array(items: Schema, *, least: int = 0, most: int | None = None) -> Schema:
     return {"type": "array", "items": items, "minItems": least, **({} if most is None else {"maxItems": most})}
 
 
+NOT_DRAWN = {"max_tokens", "logprobs", "prompt_logprobs"}  # of SamplingParams, those that each route has its own of
+
+
 def sampling(limits: LimitsConfig) -> list[Field]:
     """How tokens are drawn and when the output ends: the same on every route that generates."""
-    stop = {"type": "string", "minLength": 1, "maxLength": limits.max_stop_characters}
-    ids = array(TOKEN_ID, most=limits.max_logit_bias)
+    docs = [doc for name, doc in field_docs(SamplingParams).items() if name not in NOT_DRAWN]
+    words = Field(
+        "bad_words",
+        array({"type": "string", "minLength": 1}, most=MAX_BAD_WORDS // 2),
+        "words that must not come, at the start or after a space: the last token of each is forbidden wherever the "
+        "others just came",
+    )
     return [
-        Field("temperature", number(0, 2), "logits are divided by it; at or below 1e-5 the likeliest token is taken"),
-        Field("top_p", number(most=1, above=0), "draw from the smallest set whose probability reaches it (nucleus)"),
-        Field("top_k", integer(-1, MAX_TOP_K), "draw from so many likeliest tokens; 0 or -1: off"),
-        Field("min_p", number(0, 1), "leave out tokens less likely than this share of the likeliest"),
-        Field(
-            "repetition_penalty",
-            number(LEAST_REPETITION_PENALTY, 100),
-            "logits of tokens in prompt or output are divided by it if positive, else multiplied (Keskar et al. 2019)",
-        ),
-        Field("presence_penalty", number(-2, 2), "taken once from the logits of tokens that the output has (OpenAI)"),
-        Field(
-            "frequency_penalty", number(-2, 2), "taken from a token's logit for each time the output has it (OpenAI)"
-        ),
-        Field("seed", integer(-MAX_SEED, MAX_SEED), "equal seeds give equal draws, whatever runs beside"),
-        Field("n", integer(1, limits.max_n), "choices; above 1 needs a temperature above 0"),
-        Field(
-            "stop",
-            {"anyOf": [stop, array(stop, most=limits.max_stop_strings)]},
-            "texts that end the output; not even the beginning of one is shown",
-        ),
-        Field("include_stop_str_in_output", BOOLEAN, "show the text or token that ended the output"),
-        Field("stop_token_ids", ids, "token ids that end the output, besides the model's own"),
-        Field("ignore_eos", BOOLEAN, "go on past the model's own end"),
-        Field("min_tokens", integer(0), "before so many tokens nothing ends the output; at most max_tokens"),
-        Field(
-            "logit_bias",
-            {"type": "object", "additionalProperties": number(-100, 100), "maxProperties": limits.max_logit_bias},
-            "added to the logits of these token ids, before the temperature",
-        ),
-        Field("allowed_token_ids", array(TOKEN_ID), "only these token ids may come"),
-        Field(
-            "bad_words",
-            array({"type": "string", "minLength": 1}, most=MAX_BAD_WORDS // 2),
-            "words that must not come, at the start or after a space: the last token of each is forbidden wherever the "
-            "others just came",
-        ),
-        Field("skip_special_tokens", BOOLEAN, "leave special tokens out of the text"),
+        words if doc.name == "bad_words_ids" else Field(doc.name, json_schema(doc.node, limits), doc.meaning)
+        for doc in docs
     ]
 
 

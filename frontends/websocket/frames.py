@@ -6,7 +6,6 @@ instead of inside it must not be lost in silence.
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 import re
 from collections.abc import Callable, Iterable
@@ -14,7 +13,7 @@ from typing import Any, NamedTuple
 
 from frontends.common.json import all_between
 from inferengine.errors import InferEngineError, InvalidRequest
-from inferengine.sampling_params import SamplingParams, from_map
+from inferengine.sampling_params import NAMES, from_map
 
 PROTOCOL = 1
 MAX_ID_CHARACTERS = 128
@@ -34,7 +33,6 @@ CONVERSATION = (
     "continue_final_message",
 )
 STRUCTURE = ("response_format", "structured_outputs")  # likewise, of every request
-_PARAMS = tuple(item.name for item in dataclasses.fields(SamplingParams))
 
 
 class Hello(NamedTuple):
@@ -213,8 +211,8 @@ class _Fields:
         if not isinstance(value, dict):
             raise InvalidRequest("params", "must be an object")
         for name in value:
-            if name not in _PARAMS:
-                raise InvalidRequest(f"params.{_short(name)}", f"no such parameter{_suggestion(name, _PARAMS)}")
+            if name not in NAMES:
+                raise InvalidRequest(f"params.{_short(name)}", f"no such parameter{_suggestion(name, NAMES)}")
         if from_map(value).prompt_logprobs is not None:
             raise InvalidRequest("params.prompt_logprobs", "has no frame here: ask over HTTP", code="unsupported")
         return {name: item for name, item in value.items() if item is not None}
@@ -223,7 +221,7 @@ class _Fields:
         """Refuse what nothing asked for."""
         for name in self._document:
             if name not in self._known:
-                hint = "; it belongs in params" if name in _PARAMS else _suggestion(name, self._known)
+                hint = "; it belongs in params" if name in NAMES else _suggestion(name, self._known)
                 raise InvalidRequest(_short(name), f"no such key in this frame{hint}")
 
     def _get(self, name: str) -> Any:

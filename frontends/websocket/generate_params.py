@@ -8,7 +8,6 @@ One choice's text taken apart for the frames: what is for the user, what was tho
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 from frontends.common.auth import ApiKey
@@ -61,7 +60,7 @@ async def read_asked(frame: Generate, model: ServedModel, config: Config) -> Ask
         return Asked(prompt_ids, params, grammar, grammar_field, prompt_ids[-CONTEXT_TOKENS:], Told())
     turn = await read_turn({"messages": frame.messages, **frame.conversation}, model, config, grammar)
     if turn.reading.keeps_special_tokens:
-        params = replace(params, skip_special_tokens=False)
+        params = params.replace(skip_special_tokens=False)
     if turn.grammar is not grammar:
         grammar_field = "tools"
     told = Told(turn.reading, flag(frame.conversation, "include_reasoning", True))

@@ -56,7 +56,7 @@ def test_the_message_names_the_fields() -> None:
 def test_a_request_without_a_token_left_ends_alone_and_says_why(max_in_flight: int) -> None:
     """ThirdsGrammar forbids a token that makes a multiple of 3 with the sum so far: 3 is refused as the first."""
     stuck = make_request(1, max_tokens=20, grammar=True)
-    stuck = dataclasses.replace(stuck, params=dataclasses.replace(stuck.params, allowed_token_ids=(3,)))
+    stuck = dataclasses.replace(stuck, params=stuck.params.replace(allowed_token_ids=(3,)))
     run = Run(max_in_flight=max_in_flight).submit(stuck, make_request(2, max_tokens=10)).to_end()
     reason, detail = run.finished[1]
     assert (reason, detail[0], detail[2]) == ("error", "invalid_request", "grammar")  # type: ignore[index]
@@ -67,7 +67,7 @@ def test_a_request_without_a_token_left_ends_alone_and_says_why(max_in_flight: i
 
 def test_a_row_that_the_device_fails_is_the_requests_fault_where_its_fields_leave_nothing() -> None:
     request = make_request(1, max_tokens=5)
-    params = dataclasses.replace(request.params, allowed_token_ids=(3,), bad_words_ids=((3,),))
+    params = request.params.replace(allowed_token_ids=(3,), bad_words_ids=((3,),))
     run = Run()
     computed = run.executor.run
 

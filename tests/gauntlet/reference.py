@@ -147,7 +147,7 @@ class Reference:
         llm, core = self.llm, self.llm.core
         llm._next_uid += 1
         uid = llm._next_uid
-        only_first = replaced(params, prompt_logprobs=params.prompt_logprobs if index == 0 else None)
+        only_first = params.replace(prompt_logprobs=params.prompt_logprobs if index == 0 else None)
         core.submit(
             Request(
                 uid=uid,

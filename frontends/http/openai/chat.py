@@ -82,9 +82,9 @@ async def read_chat(service: Service, body: dict[str, Any], request_id: str) -> 
     if turn.grammar is not options.grammar:
         options = replace(options, grammar=turn.grammar, grammar_field="tools")
     if turn.reading.keeps_special_tokens:
-        params = replace(params, skip_special_tokens=False)
+        params = params.replace(skip_special_tokens=False)
     if (prompt_logprobs := dialect.read_prompt_logprobs(body, streaming, config.limits)) is not None:
-        params = replace(params, prompt_logprobs=prompt_logprobs)
+        params = params.replace(prompt_logprobs=prompt_logprobs)
     created = int(time.time())
     reply = Answer(
         f"chatcmpl-{label}",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from dataclasses import replace
 from typing import Any
 
 from starlette.requests import Request
@@ -39,7 +38,7 @@ async def completions(request: Request) -> Response:
     max_tokens = fields.integer(body, "max_tokens", dialect.COMPLETION_MAX_TOKENS, least=1)
     params = dialect.read_params(body, served, config, max_tokens=max_tokens, logprobs=logprobs)
     if prompt_logprobs is not None or (echo and logprobs is not None):
-        params = replace(params, prompt_logprobs=max(prompt_logprobs or 0, logprobs or 0 if echo else 0))
+        params = params.replace(prompt_logprobs=max(prompt_logprobs or 0, logprobs or 0 if echo else 0))
     label = dialect.read_label(body, request.scope["request_id"])
     options = dialect.read_options(body, config, label=label, continues_prompt=True)
     keep = dialect.read_truncation(body, served, max_tokens)

@@ -23,6 +23,7 @@ from inferengine.errors import InferEngineError, InvalidRequest
 from inferengine.sampling_params import (
     MAX_BAD_WORD_TOKENS,
     MAX_BAD_WORDS,
+    NAMES,
     SamplingParams,
     from_map,
     validate,
@@ -70,27 +71,8 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "custom_logit_processor": (),
     "return_hidden_states": (False,),
 }
-SAMPLING = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "seed",
-    "n",
-    "stop",
-    "include_stop_str_in_output",
-    "skip_special_tokens",
-    "stop_token_ids",
-    "ignore_eos",
-    "min_tokens",
-    "logit_bias",
-    "allowed_token_ids",
-    "bad_words",
-)
-
+_OWN = {"max_tokens", "logprobs", "prompt_logprobs"}  # of SamplingParams, those that each route reads its own way
+SAMPLING = tuple("bad_words" if name == "bad_words_ids" else name for name in NAMES if name not in _OWN)
 STRUCTURE = ("response_format", "structured_outputs", *GUIDED_FIELDS)
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 from array import array
 from collections import deque
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 from inferengine.core.sequence import Finished
@@ -96,7 +95,7 @@ class Submission:
 
     def forget_draws(self) -> None:
         """It has ended: what says how its tokens are drawn, lists as long as the vocabulary among it, is of no use."""
-        self.params = replace(self.params, allowed_token_ids=(), logit_bias=(), bad_words_ids=(), stop_token_ids=())
+        self.params = self.params.replace(allowed_token_ids=(), logit_bias=(), bad_words_ids=(), stop_token_ids=())
 
     @property
     def num_subscriptions(self) -> int:

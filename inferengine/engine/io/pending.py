@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -98,7 +98,7 @@ class PendingSubmissions:
             if item.spec is not None:
                 outputs, params = item.outputs, submission.params
                 if outputs is not None:
-                    params = replace(params, n=sum(part is not None for part in outputs))
+                    params = params.replace(n=sum(part is not None for part in outputs))
                 item.ticket = self._grammars.compile(
                     item.spec,
                     params,

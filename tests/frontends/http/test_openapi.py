@@ -183,7 +183,9 @@ def values(schema: dict[str, Any]) -> st.SearchStrategy[Any]:
         case "array":
             most = min(schema.get("maxItems", 3), 3)
             return st.lists(
-                values(schema["items"]), min_size=schema["minItems"], max_size=max(most, schema["minItems"])
+                values(schema["items"]),
+                min_size=schema.get("minItems", 0),
+                max_size=max(most, schema.get("minItems", 0)),
             )
     required = schema.get("required", [])
     properties = {name: values(inner) for name, inner in schema.get("properties", {}).items()}
