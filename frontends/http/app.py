@@ -104,7 +104,7 @@ def make_service(
     engines = EnginePool(
         engine_addresses(config),
         role="http",
-        policy=config.wire.choice,
+        policy=config.wire.load_balancing,
         curve=client_keys(config),
         resume_wait_s=config.wire.resume_wait_s,
     )

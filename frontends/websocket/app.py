@@ -83,7 +83,7 @@ class WebsocketFrontEnd:
         self._engine = EnginePool(
             list(addresses) or engine_addresses(config),
             role="ws",
-            policy=config.wire.choice,
+            policy=config.wire.load_balancing,
             curve=client_keys(config),
             resume_wait_s=config.wire.resume_wait_s,
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import logging
 import math
 import tomllib
 from collections.abc import Mapping
@@ -13,6 +14,8 @@ from typing import Any
 from inferengine.errors import ConfigError
 
 ENVIRONMENT_PREFIX = "INFERENGINE_"
+
+logger = logging.getLogger(__name__)
 
 
 def read_toml(path: Path) -> dict[str, Any]:
@@ -39,17 +42,38 @@ def flatten(document: Mapping[str, Any]) -> dict[str, Any]:
     return flat
 
 
-def from_environment(variables: Mapping[str, str], known: Mapping[str, Any]) -> dict[str, str]:
-    """The variables that name one of the known keys. Raises ConfigError for one of ours that names none."""
-    names = {f"{ENVIRONMENT_PREFIX}{name.replace('.', '_')}".upper(): name for name in known}
+def from_environment(
+    variables: Mapping[str, str], known: Mapping[str, Any], renamed: Mapping[str, str]
+) -> dict[str, str]:
+    """The variables that name one of the known keys, or one by its old name. Raises ConfigError for others of ours."""
+    names = {variable_name(name): name for name in known}
+    old_names = {variable_name(name): variable_name(new) for name, new in renamed.items()}
     found: dict[str, str] = {}
     for variable, value in variables.items():
         if not variable.startswith(ENVIRONMENT_PREFIX):
             continue
-        if variable not in names:
+        current = current_name(variable, old_names, "{}")
+        if current not in names:
             raise ConfigError(variable, f"no such key{suggestion(variable, names)}")
-        found[names[variable]] = value
+        if current != variable and current in variables:
+            raise ConfigError(variable, f"is the old name of {current}, which is set too")
+        found[names[current]] = value
     return found
+
+
+def variable_name(key: str) -> str:
+    """The environment variable of a key: INFERENGINE_SECTION_KEY."""
+    return f"{ENVIRONMENT_PREFIX}{key.replace('.', '_')}".upper()
+
+
+def current_name(name: str, renamed: Mapping[str, str], shown: str) -> str:
+    """The name of today of a key. Logs a warning where the name is an old one; `shown` is how names are written."""
+    if name not in renamed:
+        return name
+    logger.warning(
+        "%s is now %s; the old name is read for one more release", shown.format(name), shown.format(renamed[name])
+    )
+    return renamed[name]
 
 
 def convert(name: str, item: dataclasses.Field[Any], raw: Any) -> Any:

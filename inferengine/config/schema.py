@@ -16,21 +16,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from inferengine.config.environment import (
-    cache_directory,
-    hub_cache_directory,
-    keep_compiled_kernels,
-    listen_fds,
-    notify_socket,
-    runtime_directory,
-    share_cores_with_others,
-    unsafe_folder,
-    variables,
-    watchdog_interval_s,
-)
+from inferengine.config.environment import runtime_directory, variables
 from inferengine.config.load import (
     ENVIRONMENT_PREFIX,
     convert,
+    current_name,
     flatten,
     from_environment,
     read_toml,
@@ -38,39 +28,8 @@ from inferengine.config.load import (
 )
 from inferengine.errors import ConfigError
 
-__all__ = [
-    "ENVIRONMENT_PREFIX",
-    "AuthConfig",
-    "CacheConfig",
-    "Config",
-    "EngineConfig",
-    "HttpConfig",
-    "LimitsConfig",
-    "LogConfig",
-    "ModelConfig",
-    "SchedulerConfig",
-    "SpeculationConfig",
-    "TraceConfig",
-    "WireConfig",
-    "WsConfig",
-    "cache_directory",
-    "child_environment",
-    "engine_address",
-    "engine_addresses",
-    "hub_cache_directory",
-    "keep_compiled_kernels",
-    "keys",
-    "listen_fds",
-    "load",
-    "notify_socket",
-    "parse_flags",
-    "runtime_directory",
-    "share_cores_with_others",
-    "status_address",
-    "to_toml",
-    "unsafe_folder",
-    "watchdog_interval_s",
-]
+# Keys that were renamed, with their names of today. The old names are read, with a warning, for one release.
+RENAMED = {"wire.choice": "wire.load_balancing", "scheduler.pressure": "scheduler.preemption"}
 
 
 def _key(default: Any, help: str, choices: tuple[Any, ...] = (), minimum: float | None = None) -> Any:
@@ -79,245 +38,320 @@ def _key(default: Any, help: str, choices: tuple[Any, ...] = (), minimum: float 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    path: str = _key("", "checkpoint folder or hub id in the local cache; empty: the embedded model")
-    served_name: str = _key("", "name on /v1/models; empty: the folder's name")
+    """The model: where it is and in which number formats it is loaded."""
+
+    path: str = _key("", "checkpoint folder, or hub id in the local cache; empty: the embedded model")
+    served_name: str = _key("", "model's name on /v1/models; empty: the folder's name")
     dtype: str = _key(
-        "auto", "auto: fp32 on CPU, the checkpoint's own on CUDA", ("auto", "float32", "float16", "bfloat16")
+        "auto",
+        "number format of the weights; auto: float32 on CPU, the checkpoint's own on CUDA",
+        ("auto", "float32", "float16", "bfloat16"),
     )
-    max_model_len: int = _key(0, "longest prompt + output in tokens; 0: what the model was made for", minimum=0)
+    max_model_len: int = _key(0, "longest prompt plus output in tokens; 0: the model's own limit", minimum=0)
     load_format: str = _key(
         "auto", "dummy: random weights of the config's shapes, for measuring speed", ("auto", "dummy")
     )
     quantization: str = _key(
         "none",
-        "make the weights low precision at load; a checkpoint that is quantized already needs no word",
+        "quantize the weights at load; none also loads checkpoints that are quantized already",
         ("none", "fp8", "fp8_tensor", "fp8_block", "int8", "int8_w8a8", "int4"),
     )
     pooling: str = _key(
         "last",
-        "embeddings: of a prompt's final hidden states the last token's, or the mean",
+        "embeddings: the last token's final hidden state, or the mean over the prompt",
         ("last", "mean"),
     )
-    adapters: str = _key("", "folder of LoRA adapters, a sub-folder each; each is a model of its sub-folder's name")
+    adapters: str = _key(
+        "", "folder of LoRA adapters, one sub-folder each; each is served as a model of its sub-folder's name"
+    )
     max_adapter_rank: int = _key(64, "largest rank of a LoRA adapter", minimum=1)
 
 
 @dataclass(frozen=True)
 class EngineConfig:
+    """The engine process: device, sizes of a step, watchdogs."""
+
     name: str = _key("engine", "name of this engine, part of the socket's file name")
     device: str = _key("auto", "where the model runs", ("auto", "cpu", "cuda"))
-    threads: int = _key(0, "CPU threads for the model; 0: as many as a step is worth, up to all cores", minimum=0)
+    threads: int = _key(0, "CPU threads for the model; 0: chosen by the size of a step, at most all cores", minimum=0)
     max_num_seqs: int = _key(0, "most sequences in one step; 0: 64 on CPU, 512 on CUDA", minimum=0)
     max_num_batched_tokens: int = _key(0, "token budget of one step; 0: 512 on CPU, 8192 on CUDA", minimum=0)
     overlap: str = _key("auto", "schedule step n+1 while step n runs; auto: on CUDA", ("auto", "on", "off"))
-    cuda_graphs: bool = _key(True, "replay decode steps, and small ones with prompts, as one CUDA graph launch")
-    deterministic: bool = _key(False, "bit-equal outputs whatever else is in the batch")
-    seed: int = _key(0, "seed of requests that bring none; 0: a new one for each start", minimum=0)
-    drain_timeout_s: float = _key(30.0, "how long SIGTERM lets running requests finish", minimum=0)
+    cuda_graphs: bool = _key(True, "run decode steps, and small steps with prompts, as CUDA graphs")
+    deterministic: bool = _key(False, "outputs do not change by one bit with what else is in the batch")
+    seed: int = _key(0, "seed of requests without one; 0: a new one at each start", minimum=0)
+    drain_timeout_s: float = _key(30.0, "how long running requests may go on after SIGTERM", minimum=0)
     frozen_after_s: float = _key(
-        20.0, "a loop or an I/O thread that has not turned for so long counts as frozen", minimum=0.1
+        20.0, "end the engine when its loop or its I/O thread makes no progress for this long", minimum=0.1
     )
     stall_factor: float = _key(
-        20.0, "a step that takes so many times as long as expected is a stall: the engine restarts; 0: never", minimum=0
-    )
-    stall_min_s: float = _key(0.0, "no step is a stall sooner; 0: 2 on CUDA, 30 on CPU", minimum=0)
-    peak_gb_per_s: float = _key(
-        0.0,
-        "memory bandwidth of the device, for the share of the roofline; 0: its data sheet's, or measured",
+        20.0,
+        "a step that takes this many times its expected duration is a stall, and the engine restarts; 0: never",
         minimum=0,
     )
-    peak_tflops: float = _key(0.0, "arithmetic of the device in the model's number format, likewise", minimum=0)
-    check_memory: bool = _key(True, "refuse a model that does not fit into free memory; false: load it all the same")
-    metrics_port: int = _key(0, "Prometheus text on 127.0.0.1 at this port, without any front end; 0: no", minimum=0)
+    stall_min_s: float = _key(0.0, "a step below this duration is never a stall; 0: 2 on CUDA, 30 on CPU", minimum=0)
+    peak_gb_per_s: float = _key(
+        0.0,
+        "memory bandwidth of the device, for the metric of the roofline's share; 0: from its data sheet, or measured",
+        minimum=0,
+    )
+    peak_tflops: float = _key(
+        0.0,
+        "arithmetic throughput of the device in the model's number format, for the same metric; 0: likewise",
+        minimum=0,
+    )
+    check_memory: bool = _key(True, "refuse a model that does not fit into free memory; false: load it nevertheless")
+    metrics_port: int = _key(0, "port on 127.0.0.1 for Prometheus metrics of the engine alone; 0: none", minimum=0)
 
 
 @dataclass(frozen=True)
 class CacheConfig:
+    """The KV cache: its blocks, their memory and their reuse."""
+
     block_size: int = _key(0, "tokens per KV block; 0: 16 on CPU, 64 on CUDA", (0, 8, 16, 32, 64, 128))
-    num_blocks: int = _key(0, "KV blocks; 0: from measured free memory", minimum=0)
+    num_blocks: int = _key(0, "number of KV blocks; 0: from measured free memory", minimum=0)
     memory_fraction: float = _key(
         0.0, "share of the device's memory to use; 0: 0.92 on CUDA, 0.25 of free RAM on CPU", minimum=0
     )
-    prefix_caching: bool = _key(True, "reuse the KV of equal prefixes")
-    watermark: float = _key(0.01, "share of blocks kept free when admitting a waiting request", minimum=0)
-    eviction: str = _key("lru", "which cached prefix goes first", ("lru", "fifo"))
+    prefix_caching: bool = _key(True, "reuse the KV blocks of equal prefixes")
+    watermark: float = _key(0.01, "share of blocks that stays free when a waiting request is admitted", minimum=0)
+    eviction: str = _key("lru", "which cached prefix is evicted first: least recently used, or oldest", ("lru", "fifo"))
     layout: str = _key(
-        "paged", "contiguous: each sequence reserves the longest length (to measure paging)", ("paged", "contiguous")
+        "paged",
+        "contiguous: each sequence reserves blocks for the longest length (to measure what paging gains)",
+        ("paged", "contiguous"),
     )
-    swap_gib: float = _key(0.0, "host memory for the KV of preempted requests (scheduler.pressure = swap)", minimum=0)
+    swap_gib: float = _key(0.0, "host memory for the KV of preempted requests (scheduler.preemption = swap)", minimum=0)
     dtype: str = _key("auto", "number format of the KV cache; auto: the model's, fp8: e4m3", ("auto", "fp8"))
-    events: bool = _key(False, "publish block stored / removed for cache-aware routers")
+    events: bool = _key(False, "publish stored and removed blocks for cache-aware routers")
 
 
 @dataclass(frozen=True)
 class SchedulerConfig:
+    """The scheduler: order of the queue, preemption, chunked prefill, limits of the queue."""
+
     policy: str = _key(
         "fair",
-        "order of the waiting queue; fair: between the tenants of API keys, and first come in each",
+        "order of the waiting queue; fair: equal shares for the tenants of API keys, first come first served in each",
         ("fair", "fcfs", "priority", "shortest", "deadline", "static"),
     )
-    pressure: str = _key("preempt", "what gives way when KV blocks run out", ("preempt", "swap", "reject"))
-    chunked_prefill: bool = _key(True, "split long prompts over steps so that decodes go on")
-    prefill_chunk: int = _key(0, "most prompt tokens of one request in one step; 0: the step's budget", minimum=0)
-    itl_target_ms: float = _key(0.0, "cut prompt chunks so that steps with decodes stay below; 0: never", minimum=0)
-    max_num_decodes: int = _key(0, "most decode rows in one step; 0: no limit of its own", minimum=0)
-    max_queued_requests: int = _key(1024, "waiting requests before new ones are rejected", minimum=1)
-    max_queued_tokens: int = _key(2_000_000, "waiting prompt tokens before new requests are rejected", minimum=1)
-    max_tenant_requests: int = _key(0, "unfinished requests of one tenant; 0: no limit of its own", minimum=0)
+    preemption: str = _key(
+        "preempt",
+        "when KV blocks run out: preempt (compute again later), swap (to host memory) or reject",
+        ("preempt", "swap", "reject"),
+    )
+    chunked_prefill: bool = _key(True, "split long prompts over several steps, so that decoding continues meanwhile")
+    prefill_chunk: int = _key(0, "most prompt tokens of one request in one step; 0: the step's token budget", minimum=0)
+    itl_target_ms: float = _key(
+        0.0, "target for the duration of steps that decode: prompt chunks are cut to meet it; 0: none", minimum=0
+    )
+    max_num_decodes: int = _key(0, "most decoding sequences in one step; 0: engine.max_num_seqs", minimum=0)
+    max_queued_requests: int = _key(1024, "waiting requests above which new ones are rejected", minimum=1)
+    max_queued_tokens: int = _key(2_000_000, "waiting prompt tokens above which new requests are rejected", minimum=1)
+    max_tenant_requests: int = _key(0, "most unfinished requests of one tenant; 0: no limit per tenant", minimum=0)
 
 
 @dataclass(frozen=True)
 class SpeculationConfig:
+    """Speculative decoding: where draft tokens come from and how many there are."""
+
     method: str = _key(
         "auto",
-        "who guesses ahead: nobody, repeated text, a small model; auto: draft for the embedded model on a CPU",
+        "source of draft tokens; ngram: repeated text, draft: a draft model, auto: draft for the embedded model on a "
+        "CPU, else none",
         ("auto", "none", "ngram", "draft"),
     )
-    draft_model: str = _key("", "folder or hub id of the small model, which auto uses, too; empty: the embedded one's")
-    max_drafts: int = _key(8, "most guesses ahead of one sequence in a step", minimum=1)
-    max_running: int = _key(0, "most sequences running while anybody guesses; 0: 16, with auto 2", minimum=0)
+    draft_model: str = _key(
+        "", "folder or hub id of the draft model, also used by auto; empty: the embedded draft model"
+    )
+    max_drafts: int = _key(8, "most draft tokens of one sequence in a step", minimum=1)
+    max_running: int = _key(0, "no draft tokens while more sequences run; 0: 16, with auto 2", minimum=0)
 
 
 @dataclass(frozen=True)
 class WireConfig:
+    """ZeroMQ: addresses, flow control, leases, encryption, load balancing."""
+
     socket: str = _key("", "the engine's ZeroMQ address; empty: ipc in the runtime directory")
-    tcp: str = _key("", "a further address such as tcp://127.0.0.1:5555")
-    window: int = _key(64, "STEP messages that a peer may leave unacknowledged", minimum=1)
+    tcp: str = _key("", "additional address, such as tcp://127.0.0.1:5555")
+    window: int = _key(64, "most unacknowledged STEP messages of one connection", minimum=1)
     stall_limit_s: float = _key(
-        30.0, "a peer without credit, or silent, for so long has its requests cancelled", minimum=0.1
+        30.0, "cancel the requests of a client that acknowledges nothing, or is silent, for this long", minimum=0.1
     )
     heartbeat_s: float = _key(
-        2.0, "interval of keep-alive; 3 silent intervals end the lease of a peer that is gone", minimum=0.05
+        2.0, "interval of heartbeats; a client that misses 3 has its requests cancelled", minimum=0.05
     )
-    resume_ttl_s: float = _key(60.0, "how long finished outputs wait for ATTACH", minimum=0)
+    resume_ttl_s: float = _key(60.0, "how long finished outputs are kept for ATTACH", minimum=0)
     resume_wait_s: float = _key(
-        120.0, "for front ends: how long an open request waits for an engine when its own is lost", minimum=0
+        120.0, "front ends: how long an open request waits for another engine when its own is lost", minimum=0
     )
     max_message_bytes: int = _key(16 * 1024 * 1024, "largest frame accepted", minimum=4096)
-    status_interval_s: float = _key(0.25, "interval of STATUS on PUB while something runs", minimum=0.05)
-    curve_secret_file: str = _key("", "key pair for TCP (inferengine keygen): the engine's own, or a client's own")
-    curve_clients_file: str = _key("", "for the engine: public keys of the clients that may connect over TCP")
-    curve_engine_key: str = _key("", "for clients: the public key of the engine that they connect to over TCP")
-    engines: str = _key("", "for front ends: addresses of several engines, with commas; empty: wire.socket")
-    choice: str = _key(
+    status_interval_s: float = _key(0.25, "interval of STATUS messages on PUB while requests run", minimum=0.05)
+    curve_secret_file: str = _key("", "CURVE key pair for TCP (inferengine keygen), of the engine or of a client")
+    curve_clients_file: str = _key("", "engine: file with the public keys of the clients that may connect over TCP")
+    curve_engine_key: str = _key("", "clients: public key of the engine that they connect to over TCP")
+    engines: str = _key("", "front ends: addresses of several engines, comma-separated; empty: wire.socket")
+    load_balancing: str = _key(
         "power_of_two",
-        "for front ends: which of several engines takes a request",
+        "front ends: how one of several engines is chosen for a request",
         ("round_robin", "power_of_two", "prefix_affinity"),
     )
 
 
 @dataclass(frozen=True)
 class LimitsConfig:
-    max_n: int = _key(16, "choices per request", minimum=1)
-    max_stop_strings: int = _key(16, "stop strings per request", minimum=0)
-    max_stop_characters: int = _key(256, "length of one stop string", minimum=1)
-    max_logit_bias: int = _key(1024, "entries of logit_bias", minimum=0)
-    max_logprobs: int = _key(20, "alternatives per position", minimum=0)
+    """Limits of one request, checked by the engine and by the front ends."""
+
+    max_n: int = _key(16, "most choices (n) of one request", minimum=1)
+    max_stop_strings: int = _key(16, "most stop strings of one request", minimum=0)
+    max_stop_characters: int = _key(256, "longest stop string, in characters", minimum=1)
+    max_logit_bias: int = _key(1024, "most entries of logit_bias", minimum=0)
+    max_logprobs: int = _key(20, "most alternatives per position", minimum=0)
     max_prompt_logprobs: int = _key(
-        1_000_000, "prompt log-probabilities in one answer: prompt tokens x (1 + alternatives) x choices", minimum=1
+        1_000_000,
+        "most prompt log-probabilities in one answer: prompt tokens x (1 + alternatives) x choices",
+        minimum=1,
     )
-    max_prompts: int = _key(256, "prompts in one /v1/completions call", minimum=1)
-    max_embedding_inputs: int = _key(2048, "inputs in one /v1/embeddings call", minimum=1)
-    max_grammar_bytes: int = _key(256 * 1024, "bytes of one schema, expression or grammar", minimum=1)
-    grammar_timeout_s: float = _key(5.0, "longest that a request waits for its grammar", minimum=0.1)
-    grammar_compile_s: float = _key(1.0, "processor time to compile one grammar before it is refused", minimum=0.01)
-    grammar_memory_mib: int = _key(256, "memory to compile one grammar before it is refused", minimum=16)
+    max_prompts: int = _key(256, "most prompts in one /v1/completions call", minimum=1)
+    max_embedding_inputs: int = _key(2048, "most inputs in one /v1/embeddings call", minimum=1)
+    max_grammar_bytes: int = _key(256 * 1024, "largest schema, regular expression or grammar, in bytes", minimum=1)
+    grammar_timeout_s: float = _key(5.0, "longest that a request waits for its grammar to compile", minimum=0.1)
+    grammar_compile_s: float = _key(
+        1.0, "most processor time to compile one grammar; above it the grammar is refused", minimum=0.01
+    )
+    grammar_memory_mib: int = _key(
+        256, "most memory to compile one grammar; above it the grammar is refused", minimum=16
+    )
     grammar_token_ms: float = _key(
-        3.0, "processor time that a grammar may take for each token of a request, and 0.1 s ahead", minimum=0.01
+        3.0, "processor time that a grammar may take per token of a request, beyond an allowance of 0.1 s", minimum=0.01
     )
-    max_text_characters: int = _key(4_000_000, "characters of one prompt before it is tokenized", minimum=1)
+    max_text_characters: int = _key(4_000_000, "longest prompt in characters, before it is tokenized", minimum=1)
 
 
 @dataclass(frozen=True)
 class HttpConfig:
+    """The HTTP front end."""
+
     host: str = _key("127.0.0.1", "address to listen on")
     port: int = _key(8000, "port; 0: any free one", minimum=0)
     max_body_bytes: int = _key(8 * 1024 * 1024, "largest request body", minimum=1024)
-    request_timeout_s: float = _key(600.0, "longest that one request may take", minimum=0.1)
+    request_timeout_s: float = _key(600.0, "longest duration of one request", minimum=0.1)
     keep_alive_s: float = _key(15.0, "interval of SSE keep-alive comments", minimum=1)
-    uds: str = _key("", "listen on this unix socket instead")
+    uds: str = _key("", "listen on this unix socket instead of host and port")
     workers: int = _key(1, "processes that share the listening socket", minimum=1)
     tool_parser: str = _key(
         "auto",
-        "how the model writes tool calls; auto: as its chat template does",
+        "format of the model's tool calls; auto: detected from its chat template",
         ("auto", "hermes", "llama3_json", "mistral", "mistral_args"),
     )
     reasoning_parser: str = _key(
-        "auto", "tell <think> apart from the answer; auto: where the chat template does", ("auto", "think", "off")
+        "auto",
+        "separate <think> blocks from the answer; auto: where the chat template has them",
+        ("auto", "think", "off"),
     )
-    cors_origins: str = _key("", "web origins that may call this API, with commas; * for any; empty: none")
-    max_header_bytes: int = _key(64 * 1024, "largest request head", minimum=1024)
-    max_in_flight: int = _key(0, "requests answered at once by all workers; more get 503; 0: no limit", minimum=0)
-    allow_public: bool = _key(False, "listen beyond this machine without API keys, behind something that asks for them")
+    cors_origins: str = _key("", "web origins that may call this API, comma-separated; *: any; empty: none")
+    max_header_bytes: int = _key(64 * 1024, "largest request line plus headers", minimum=1024)
+    max_in_flight: int = _key(
+        0, "most unfinished requests of all workers, above which requests get 503; 0: no limit", minimum=0
+    )
+    allow_public: bool = _key(
+        False, "allow an address that other machines reach without API keys, for use behind a proxy that checks them"
+    )
     allowed_hosts: str = _key(
         "",
-        "without API keys: host names, with commas, that requests may use beside localhost and this machine's "
-        "addresses; *.example.com for those below it, * for any",
+        "without API keys: additional host names that requests may name, comma-separated; localhost and this machine's "
+        "addresses are always allowed; *.example.com: names below it, *: any",
     )
-    header_timeout_s: float = _key(10.0, "longest for a request's head, and for a new connection to begin", minimum=0.1)
-    body_timeout_s: float = _key(60.0, "longest for a request's body", minimum=0.1)
-    body_progress_timeout_s: float = _key(15.0, "a body that brings less than 1 KiB in so long is cut", minimum=0.1)
-    idle_timeout_s: float = _key(75.0, "a connection without a request for so long is closed", minimum=0.1)
-    max_connections: int = _key(0, "connections of one worker; 0: as many as its limit of open files allows", minimum=0)
+    header_timeout_s: float = _key(
+        10.0,
+        "longest time for a request's headers to arrive, and for a new connection to send its first byte",
+        minimum=0.1,
+    )
+    body_timeout_s: float = _key(60.0, "longest time for a request's body to arrive", minimum=0.1)
+    body_progress_timeout_s: float = _key(
+        15.0, "close a connection whose body brings less than 1 KiB in this time", minimum=0.1
+    )
+    idle_timeout_s: float = _key(75.0, "close a connection without a request after this time", minimum=0.1)
+    max_connections: int = _key(
+        0, "most connections of one worker; 0: from the process's limit of open files", minimum=0
+    )
     max_connections_per_address: int = _key(
-        0, "of these from one address; 0: half of them, and no limit for this machine's own addresses", minimum=0
+        0,
+        "most connections from one address; 0: half of them, and no limit for this machine's own addresses",
+        minimum=0,
     )
-    tls_certificate: str = _key("", "PEM file with the certificate chain: serve https; empty: http")
-    tls_key: str = _key("", "PEM file with its private key; empty: in the same file")
+    tls_certificate: str = _key("", "PEM file with the certificate chain, for https; empty: http")
+    tls_key: str = _key("", "PEM file with the private key; empty: in the file of the certificate")
 
 
 @dataclass(frozen=True)
 class WsConfig:
+    """The websocket front end and the chat page."""
+
     host: str = _key("127.0.0.1", "address to listen on")
     port: int = _key(8001, "port; 0: any free one", minimum=0)
     workers: int = _key(1, "processes that share the listening socket", minimum=1)
-    max_requests: int = _key(64, "requests in flight on one socket", minimum=1)
+    max_requests: int = _key(64, "most unfinished requests on one socket", minimum=1)
     max_message_bytes: int = _key(4 * 1024 * 1024, "largest frame accepted", minimum=1024)
-    send_queue_messages: int = _key(256, "frames waiting for a slow reader before its requests pause", minimum=1)
-    origins: str = _key("", "further web origins that may open the socket, comma-separated; *: all")
-    max_sockets: int = _key(4096, "open sockets of all workers before new ones get 503", minimum=1)
-    allow_public: bool = _key(False, "listen beyond this machine without API keys, behind something that asks for them")
+    send_queue_messages: int = _key(256, "frames queued for a slow reader, above which its requests pause", minimum=1)
+    origins: str = _key("", "additional web origins that may open a socket, comma-separated; *: any")
+    max_sockets: int = _key(4096, "most open sockets of all workers, above which new ones get 503", minimum=1)
+    allow_public: bool = _key(
+        False, "allow an address that other machines reach without API keys, for use behind a proxy that checks them"
+    )
     allowed_hosts: str = _key(
         "",
-        "without API keys: host names, with commas, that requests may use beside localhost and this machine's "
-        "addresses; *.example.com for those below it, * for any",
+        "without API keys: additional host names that requests may name, comma-separated; localhost and this machine's "
+        "addresses are always allowed; *.example.com: names below it, *: any",
     )
     header_timeout_s: float = _key(
-        10.0, "longest for the handshake of a socket, or the head of another request", minimum=0.1
+        10.0, "longest time for a socket's handshake, or for another request's headers, to arrive", minimum=0.1
     )
     idle_timeout_s: float = _key(
-        75.0, "a connection that is no socket is closed after so long without a request", minimum=0.1
+        75.0, "close a connection that is no socket after this time without a request", minimum=0.1
     )
     max_connections: int = _key(
-        0, "connections of one worker, sockets and others; 0: as many as its limit of open files allows", minimum=0
+        0, "most connections of one worker, sockets and others; 0: from the process's limit of open files", minimum=0
     )
     max_connections_per_address: int = _key(
-        0, "of these from one address; 0: half of them, and no limit for this machine's own addresses", minimum=0
+        0,
+        "most connections from one address; 0: half of them, and no limit for this machine's own addresses",
+        minimum=0,
     )
-    tls_certificate: str = _key("", "PEM file with the certificate chain: serve wss; empty: ws")
-    tls_key: str = _key("", "PEM file with its private key; empty: in the same file")
+    tls_certificate: str = _key("", "PEM file with the certificate chain, for wss; empty: ws")
+    tls_key: str = _key("", "PEM file with the private key; empty: in the file of the certificate")
 
 
 @dataclass(frozen=True)
 class AuthConfig:
-    keys_file: str = _key("", "file of API keys that both front ends ask for (inferengine keygen); empty: no keys")
+    """API keys."""
+
+    keys_file: str = _key("", "file of API keys for both front ends (inferengine keygen); empty: no keys are asked for")
 
 
 @dataclass(frozen=True)
 class LogConfig:
-    level: str = _key("info", "least level written", ("debug", "info", "warning", "error"))
-    format: str = _key("text", "text for people, json for collectors", ("text", "json"))
-    requests: bool = _key(False, "the engine too writes a line for each request when it ends; never what was said")
+    """What is logged, and how."""
+
+    level: str = _key("info", "lowest level that is logged", ("debug", "info", "warning", "error"))
+    format: str = _key("text", "text for people, json for log collectors", ("text", "json"))
+    requests: bool = _key(False, "the engine also logs one line per finished request, without its text")
 
 
 @dataclass(frozen=True)
 class TraceConfig:
-    enabled: bool = _key(False, "OpenTelemetry spans of front ends and engine, sent as the environment's OTEL_* say")
+    """OpenTelemetry."""
+
+    enabled: bool = _key(
+        False, "send OpenTelemetry spans of front ends and engine, as the OTEL_* environment variables say"
+    )
     endpoint: str = _key("", "collector's URL for OTLP over HTTP, with /v1/traces; empty: OTEL_EXPORTER_OTLP_ENDPOINT")
 
 
 @dataclass(frozen=True)
 class Config:
+    """The whole configuration: one attribute for each section."""
+
     model: ModelConfig = field(default_factory=ModelConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
@@ -362,7 +396,7 @@ def load(
     config = Config()
     if file is not None:
         config = _apply(config, flatten(read_toml(Path(file))), "file", f" (in {Path(file).name})")
-    found = from_environment(variables() if environment is None else environment, keys())
+    found = from_environment(variables() if environment is None else environment, keys(), RENAMED)
     config = _apply(config, found, "environment", " (from the environment)")
     return _apply(config, dict(flags or {}), "flag")
 
@@ -380,6 +414,7 @@ def parse_flags(arguments: Sequence[str]) -> tuple[dict[str, str], list[str]]:
         if not argument.startswith("--") or "." not in name:
             rest.append(argument)
             continue
+        name = current_name(name, RENAMED, "--{}")
         if name not in known:
             raise ConfigError(f"--{name}", f"no such key{suggestion(name, known)}")
         if not equals:
@@ -449,9 +484,12 @@ def _apply(config: Config, values: Mapping[str, Any], source: str, place: str = 
     """`place` ends the message about a value that cannot be used: where to look for it."""
     table = keys()
     changed: dict[str, dict[str, Any]] = {}
-    for name, raw in values.items():
+    for given, raw in values.items():
+        name = current_name(given, RENAMED, "{}" + place)
         if name not in table:
             raise ConfigError(name, f"no such key in the {source}{suggestion(name, table)}")
+        if name != given and name in values:
+            raise ConfigError(given, f"is the old name of {name}, which is given too{place}")
         section, _, key = name.partition(".")
         try:
             changed.setdefault(section, {})[key] = convert(name, table[name], raw)

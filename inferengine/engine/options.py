@@ -18,8 +18,8 @@ MAX_RUNNING = {True: 2, False: 16}  # by whether the engine itself chose to gues
 def scheduler_options(config: Config, capacity: Capacity) -> SchedulerOptions:
     """Every key of [scheduler] and [cache] that decides about a step. Raises ConfigError where two keys contradict."""
     scheduler, cache = config.scheduler, config.cache
-    if scheduler.pressure == "swap" and not cache.swap_gib:
-        raise ConfigError("cache.swap_gib", "must be above 0 where scheduler.pressure is swap")
+    if scheduler.preemption == "swap" and not cache.swap_gib:
+        raise ConfigError("cache.swap_gib", "must be above 0 where scheduler.preemption is swap")
     contiguous = cache.layout == "contiguous"
     if contiguous and max(group.num_blocks for group in capacity.groups) * capacity.block_size < capacity.max_model_len:
         raise ConfigError("cache.layout", "contiguous needs room for one sequence of model.max_model_len tokens")
@@ -34,7 +34,7 @@ def scheduler_options(config: Config, capacity: Capacity) -> SchedulerOptions:
         itl_target_s=scheduler.itl_target_ms / 1e3,
         prefix_caching=cache.prefix_caching and not contiguous,
         eviction=cache.eviction,
-        pressure=scheduler.pressure,
+        pressure=scheduler.preemption,
         watermark=cache.watermark,
         kv_events=cache.events,
         contiguous=contiguous,

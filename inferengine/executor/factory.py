@@ -47,7 +47,7 @@ def executor_settings(config: Config, device: torch.device | None = None) -> Exe
         block_size=config.cache.block_size or BLOCK_SIZES[device.type],
         num_blocks=config.cache.num_blocks,
         memory_fraction=config.cache.memory_fraction,
-        swap_bytes=int(config.cache.swap_gib * (1 << 30)) if config.scheduler.pressure == "swap" else 0,
+        swap_bytes=int(config.cache.swap_gib * (1 << 30)) if config.scheduler.preemption == "swap" else 0,
         chunked_prefill=config.scheduler.chunked_prefill,
         cuda_graphs=config.engine.cuda_graphs,
         deterministic=config.engine.deterministic,

@@ -25,7 +25,7 @@ def order_of_ends(policy: str, *requests: object, slots: int = 1) -> list[int]:
 def test_the_configuration_offers_exactly_what_there_is() -> None:
     choices = {name: set(item.metadata["choices"]) for name, item in keys().items()}
     assert choices["scheduler.policy"] == set(POLICIES)
-    assert choices["scheduler.pressure"] == set(PREEMPTION_POLICIES)
+    assert choices["scheduler.preemption"] == set(PREEMPTION_POLICIES)
     assert choices["cache.eviction"] == set(EVICTION)
 
 

@@ -45,7 +45,7 @@ class Engine:
                 "overlap": "on" if overlap else "off",
             },
             cache={"num_blocks": num_blocks, "block_size": block_size, "swap_gib": 0.01, **(cache or {})},
-            scheduler={"pressure": pressure},
+            scheduler={"preemption": pressure},
         )
         self.executor = build_executor(config)
         self.capacity = self.executor.load(lambda phase, share: None)

@@ -33,7 +33,7 @@ def orders() -> Iterator[tuple[list[Order], list[Answer]]]:
 )
 def test_tokens_and_logprobs_are_those_of_the_request_alone(orders, most, method, num_blocks, pressure) -> None:
     cache = {"num_blocks": num_blocks, "swap_gib": 0.05}
-    with LLM(engine=ENGINE, cache=cache, speculation={"method": method}, scheduler={"pressure": pressure}) as llm:
+    with LLM(engine=ENGINE, cache=cache, speculation={"method": method}, scheduler={"preemption": pressure}) as llm:
         guess_at_random(llm, seed=most)
         assert num_wrong(llm, *orders, num_requests=60, most=most, seed=most) == 0
         assert llm.core.scheduler.snapshot().num_drafted > 0

@@ -111,7 +111,7 @@ class Judge:
             TOLERANCES[self.dtype],
             killed=bool(one.kills_s),
             kills_are_seen=self.kills_are_seen,
-            may_overload=one.settings.get("scheduler.pressure") == "reject",
+            may_overload=one.settings.get("scheduler.preemption") == "reject",
         )
         if not found and self.use_transformers:
             if one.model not in self._oracles:

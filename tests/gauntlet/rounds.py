@@ -70,7 +70,7 @@ SETTINGS: dict[str, Draw] = {
     "cache.watermark": _one_of(0.0, 0.01, 0.1),
     "cache.eviction": _one_of("lru", "fifo"),
     "scheduler.policy": _one_of("fcfs", "fcfs", "priority", "shortest", "deadline", "fair", "static"),
-    "scheduler.pressure": _one_of("preempt", "preempt", "swap", "reject"),
+    "scheduler.preemption": _one_of("preempt", "preempt", "swap", "reject"),
     "scheduler.prefill_chunk": _one_of(0, 0, 7, 32),
     "scheduler.max_num_decodes": _one_of(0, 0, 3),
     "scheduler.itl_target_ms": _one_of(0.0, 0.0, 20.0),
@@ -91,7 +91,7 @@ def draw_settings(rng: random.Random, device: str) -> dict[str, Any]:
         settings["cache.block_size"] = rng.choice(CUDA_BLOCK_SIZES)
         settings["engine.max_num_batched_tokens"] = rng.choice((128, 512, 2048))
     settings["cache.num_blocks"] = rng.choice(KV_TOKENS) // settings["cache.block_size"]
-    if settings["scheduler.pressure"] == "swap":
+    if settings["scheduler.preemption"] == "swap":
         settings["cache.swap_gib"] = 0.25
     if rng.random() < 0.06:  # one block of the longest length for each sequence
         settings["cache.layout"] = "contiguous"
