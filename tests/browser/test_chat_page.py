@@ -66,7 +66,7 @@ def test_parameters_travel_and_are_kept(open_page, engine):
     page.click("text=Done")
     ask(page, "hello")
     answers(page)
-    message = engine.submitted[0]
+    message = engine.submits[0]
     assert message.params == {"temperature": 0.2, "top_p": 0.5, "top_k": 20, "max_tokens": 12, "seed": 7}
     assert "stopped at the token limit" in page.inner_text(".figures-line")
     page.reload()
@@ -89,7 +89,7 @@ def test_untouched_parameters_are_the_models_own_and_are_shown(open_page, engine
     page.click("text=Done")
     ask(page, "hello")
     answers(page)
-    assert engine.submitted[0].params == {"temperature": 0.6, "top_k": 20, "top_p": 0.9}
+    assert engine.submits[0].params == {"temperature": 0.6, "top_k": 20, "top_p": 0.9}
 
 
 def test_the_system_prompt_reaches_the_template(open_page, engine):
@@ -99,7 +99,7 @@ def test_the_system_prompt_reaches_the_template(open_page, engine):
     page.keyboard.press("Escape")
     ask(page, "hello")
     answers(page)
-    prompt = engine.tokenizer.decode([*memoryview(engine.submitted[0].prompt).cast("I")], True)
+    prompt = engine.tokenizer.decode([*memoryview(engine.submits[0].prompt).cast("I")], True)
     assert prompt == "<system>Be brief.\n<user>hello\n<assistant>"
 
 
@@ -165,7 +165,7 @@ def test_try_again_asks_the_same_and_replaces_the_answer(open_page, engine):
     answers(page)
     page.click("[aria-label='Try again']")
     assert answers(page) == ["Turn 1: you said “hello”."]
-    engine.wait_for(lambda: len(engine.submitted) == 2)
+    engine.wait_for(lambda: len(engine.submits) == 2)
 
 
 def test_an_edited_question_replaces_what_followed(open_page):
@@ -293,7 +293,7 @@ def test_a_lost_connection_is_resumed_without_a_lost_or_doubled_word(open_page, 
     page.wait_for_selector("#engine-dot:not([data-state=READY])")
     engine.release()
     assert answers(page) == [LONG.strip()]
-    assert len(engine.submitted) == 1
+    assert len(engine.submits) == 1
 
 
 def test_a_reloaded_page_goes_on_with_its_answer(open_page, engine):
@@ -303,7 +303,7 @@ def test_a_reloaded_page_goes_on_with_its_answer(open_page, engine):
     page.wait_for_selector(".message.streaming")
     engine.release()
     assert answers(page) == [LONG.strip()]
-    assert len(engine.submitted) == 1
+    assert len(engine.submits) == 1
 
 
 def test_a_restarted_front_end_loses_nothing(open_page, engine, server, tmp_path):

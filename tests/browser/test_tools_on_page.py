@@ -34,7 +34,7 @@ def set_form(page, *, tools=None, choice=None, schema=None):
 
 
 def prompt_of(engine):
-    return engine.tokenizer.decode([*memoryview(engine.submitted[-1].prompt).cast("I")], True)
+    return engine.tokenizer.decode([*memoryview(engine.submits[-1].prompt).cast("I")], True)
 
 
 def arguments(page):
@@ -98,12 +98,12 @@ def test_a_demanded_call_is_a_grammar_and_not_demanded_again_of_its_results(open
     set_form(page, tools=[{"type": "function", "function": TOOL}], choice="get_weather")
     ask(page, "call it")
     finish(page)
-    assert engine.submitted[0].grammar[0] == "lark"
+    assert engine.submits[0].grammar[0] == "lark"
     for place in (0, 1):
         page.locator(".call-result textarea").nth(place).fill("sun")
     page.click("text=Send the results")
     page.wait_for_selector(".message.assistant:has-text('The tools say')")
-    assert engine.submitted[1].grammar is None
+    assert engine.submits[1].grammar is None
 
 
 def test_tools_that_are_not_valid_are_told_and_nothing_is_asked(open_page, engine):
@@ -118,7 +118,7 @@ def test_tools_that_are_not_valid_are_told_and_nothing_is_asked(open_page, engin
     page.click("text=Done")
     ask(page, "call it")
     assert "under Parameters" in page.inner_text(".failure")
-    assert engine.submitted == []
+    assert engine.submits == []
     page.click("#modes button")  # leads to what is to be mended
     assert page.evaluate("document.activeElement.id") == "p-tools"
     page.click("#example-tools")
@@ -135,7 +135,7 @@ def test_json_of_a_schema_is_demanded_and_drawn(open_page, engine):
     assert page.inner_text("#modes") == "JSON with a schema"
     ask(page, "json")
     finish(page)
-    kind, source, *_ = engine.submitted[0].grammar
+    kind, source, *_ = engine.submits[0].grammar
     assert (kind, json.loads(source)) == ("json_schema", json.loads(schema))
     code = page.locator(".message.assistant .body code")
     assert json.loads(code.inner_text()) == json.loads(JSON_ANSWER)
@@ -184,7 +184,7 @@ def test_a_call_goes_on_over_a_lost_connection(open_page, engine, server):
     assert answers(page) == ["Let me look."]
     assert arguments(page)[0] == {"city": "Lisbon", "unit": "celsius"}
     assert len(arguments(page)) == 2
-    assert len(engine.submitted) == 1
+    assert len(engine.submits) == 1
 
 
 @pytest.mark.parametrize(("width", "scheme"), [(320, "light"), (390, "dark")])

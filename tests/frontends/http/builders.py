@@ -21,7 +21,7 @@ from frontends.http.process import connection_limits
 from inferengine.config import Config
 from inferengine.text import Tokenizer
 from inferengine.wire.messages import Submit
-from tests.frontends.http.scripted_engine import FILES, Script, ScriptedEngine
+from tests.frontends.scripted_engine import FILES, Script, ScriptedEngine
 
 TOKENIZER = Tokenizer.from_files(FILES)
 HEADERS = {"content-type": "application/json"}

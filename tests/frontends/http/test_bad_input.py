@@ -14,7 +14,7 @@ from inferengine.errors import InvalidRequest
 from inferengine.sampling_params import MAX_LISTED, from_map
 from inferengine.wire.messages import Reject
 from tests.frontends.http.builders import HEADERS, House, ids, says
-from tests.frontends.http.scripted_engine import Script
+from tests.frontends.scripted_engine import Script
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 HELLO = [{"role": "user", "content": "hi"}]

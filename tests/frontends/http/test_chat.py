@@ -7,7 +7,7 @@ from array import array
 from typing import Any
 
 from tests.frontends.http.builders import TOKENIZER, House, ids, says, text_of
-from tests.frontends.http.scripted_engine import Script
+from tests.frontends.scripted_engine import Script
 
 HELLO: list[dict[str, Any]] = [{"role": "user", "content": "hello"}]
 PATH = "/v1/chat/completions"

@@ -9,7 +9,7 @@ import pytest
 
 from inferengine.wire.messages import Reject
 from tests.frontends.http.builders import TOKENIZER, House, ids, says
-from tests.frontends.http.scripted_engine import Script
+from tests.frontends.scripted_engine import Script
 
 
 def infer_events(house: House, **body: Any) -> list[tuple[str, dict[str, Any]]]:

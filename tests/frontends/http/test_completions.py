@@ -8,7 +8,7 @@ from array import array
 import pytest
 
 from tests.frontends.http.builders import TOKENIZER, House, ids, says, text_of, wait_until
-from tests.frontends.http.scripted_engine import MAX_MODEL_LEN, Script
+from tests.frontends.scripted_engine import MAX_MODEL_LEN, Script
 
 EMOJI = "a 🎉 b 你好世界 ü再见 c"
 
@@ -89,7 +89,7 @@ def test_a_stop_string_cancels_the_rest_in_the_engine(served: House) -> None:
     served.script = lambda submit, choice: Script(words, stop_after=len(words) - 1)  # only a cancel ends it
     served.complete(stop="fox")
     # told to the engine as the answer leaves: it may arrive after the client has read all
-    wait_until(lambda: served.engine.submits[0].stream in served.engine.cancelled)
+    wait_until(lambda: served.engine.submits[0].id in served.engine.cancelled)
 
 
 def test_a_stop_token_is_named(served: House) -> None:

@@ -8,7 +8,7 @@ import struct
 import pytest
 
 from tests.frontends.http.builders import House, house, ids, open_request, says, wait_until
-from tests.frontends.http.scripted_engine import Script
+from tests.frontends.scripted_engine import Script
 
 LONG = "the quick brown fox " * 50
 
@@ -38,7 +38,7 @@ def test_the_request_is_cancelled(served: House, script: Script, stream: bool, r
         if stream and script.accept and script.stop_after != 0:
             assert connection.recv(1)
         hang_up(connection, reset=reset)
-        wait_until(lambda: served.engine.submits[0].stream in served.engine.cancelled)
+        wait_until(lambda: served.engine.submits[0].id in served.engine.cancelled)
         wait_until(lambda: served.front.service.num_calls == 0)
         assert served.engine.num_running == 0
 

@@ -20,7 +20,7 @@ from inferengine.wire.messages import Reject
 from tests.engine.builders import address_of
 from tests.frontends.http.builders import House, house, ids, open_request, wait_until
 from tests.frontends.http.embedded import Embedded
-from tests.frontends.http.scripted_engine import EMBEDDING_SIZE, Script
+from tests.frontends.scripted_engine import EMBEDDING_SIZE, Script
 
 PATH = "/v1/embeddings"
 TEXTS = ["The cat sat on the mat.", "A queue is a line of people who wait.", "one"]

@@ -10,7 +10,7 @@ import pytest
 
 from inferengine.wire.messages import DRAINING, STARTING, Reject
 from tests.frontends.http.builders import House, events, house, ids, says, text_of, wait_until
-from tests.frontends.http.scripted_engine import Script
+from tests.frontends.scripted_engine import Script
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["document", "stream"])

@@ -17,7 +17,7 @@ from frontends.http.app import ROUTES
 from inferengine.errors import ConfigError
 from inferengine.wire.messages import DRAINING
 from tests.frontends.http.builders import HEADERS, House, house, ids, says, wait_until
-from tests.frontends.http.scripted_engine import Script
+from tests.frontends.scripted_engine import Script
 
 ADMIN, ALICE, BOB = new_key(), new_key(), new_key()
 

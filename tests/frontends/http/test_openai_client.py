@@ -11,8 +11,8 @@ import pytest
 
 from tests.frontends.http.builders import House, ids, says
 from tests.frontends.http.embedded import Embedded
-from tests.frontends.http.scripted_engine import Script
 from tests.frontends.http.test_tools import TOOLS, TWO_CALLS, writes
+from tests.frontends.scripted_engine import Script
 
 TEXT = "the quick brown fox 🎉"
 

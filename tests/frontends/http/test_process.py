@@ -23,7 +23,7 @@ from inferengine.errors import ExitCode
 from inferengine.wire.messages import Submit
 from tests.engine.builders import address_of, check_idle, run_service
 from tests.frontends.http.builders import HEADERS, events, open_request, says, text_of, wait_until
-from tests.frontends.http.scripted_engine import Script, ScriptedEngine
+from tests.frontends.scripted_engine import Script, ScriptedEngine
 
 ROOT = Path(__file__).resolve().parents[3]
 

@@ -15,8 +15,8 @@ from frontends.http.openai.responses.store import ResponseStore, Stored
 from inferengine.errors import InferEngineError
 from tests.frontends.http.builders import TOKENIZER, House, house, says, wait_until
 from tests.frontends.http.embedded import Embedded
-from tests.frontends.http.scripted_engine import Script
 from tests.frontends.http.test_tools import CITY, THOUGHT, TWO_CALLS, writes
+from tests.frontends.scripted_engine import Script
 
 PATH = "/v1/responses"
 WEATHER: Any = {"type": "function", "name": "weather", "parameters": CITY, "strict": True}

@@ -175,7 +175,7 @@ def test_a_client_that_leaves_a_request_of_no_id_still_cancels_it(served: House)
     body = json.dumps({"prompt": "say", "stream": True, "max_tokens": 400})
     with served.http.stream("POST", "/v1/completions", content=body) as response:
         next(response.iter_text())
-    wait_until(lambda: served.engine.submits[0].stream in served.engine.cancelled)
+    wait_until(lambda: served.engine.submits[0].id in served.engine.cancelled)
 
 
 def _data(blocks: list[str]) -> list[Any]:

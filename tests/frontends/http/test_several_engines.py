@@ -10,7 +10,7 @@ import pytest
 
 from inferengine.config import Config
 from tests.frontends.http.builders import FrontEnd, says, wait_until
-from tests.frontends.http.scripted_engine import ScriptedEngine
+from tests.frontends.scripted_engine import ScriptedEngine
 
 
 class Pair:

@@ -14,7 +14,7 @@ from inferengine.text.tool_parsers.grammar import MAX_CALLS
 from inferengine.wire.messages import Submit
 from tests.frontends.http.builders import TOKENIZER, House, house, ids, says
 from tests.frontends.http.embedded import Embedded
-from tests.frontends.http.scripted_engine import Script
+from tests.frontends.scripted_engine import Script
 
 EOS = 1
 PATH = "/v1/chat/completions"

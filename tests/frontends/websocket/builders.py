@@ -9,7 +9,7 @@ import queue
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,10 @@ from frontends.websocket.app import SOCKET_PATH, WebsocketFrontEnd
 from frontends.websocket.codec import JSON_SUBPROTOCOL, MSGPACK_SUBPROTOCOL
 from frontends.websocket.process import server_config
 from inferengine.config import Config
-from tests.frontends.websocket.scripted_engine import ScriptedEngine
+from inferengine.text import Tokenizer
+from inferengine.wire import codec
+from inferengine.wire.messages import Submit
+from tests.frontends.scripted_engine import EOS, Script, ScriptedEngine, model_info
 from tests.text.vocabularies import byte_level, sentencepiece
 
 TEMPLATE = "{% for message in messages %}<{{ message.role }}>{{ message.content }}\n{% endfor %}<assistant>"
@@ -40,11 +43,25 @@ def model_files(kind: str = "byte_level") -> dict[str, bytes]:
     }
 
 
-def make_engine(folder: Path, script: Any = None, **options: Any) -> ScriptedEngine:
-    """`script(prompt, choice)` answers; without one the answer is ANSWER."""
+def make_engine(folder: Path, text: Callable[[str, int], str] | None = None, **options: Any) -> ScriptedEngine:
+    """`text(prompt, choice)` is the answer, one token every millisecond; without it the answer is ANSWER. `guesses`:
+    draft tokens accepted and rejected of every choice."""
     files = options.pop("files", None) or model_files()
+    guesses = options.pop("guesses", (0, 0))
+    tokenizer = Tokenizer.from_files(files)
+
+    def script(submit: Submit, choice: int) -> Script:
+        prompt = tokenizer.decode(list(codec.from_u32(submit.prompt or b"")), True)
+        answer = ANSWER if text is None else text(prompt, choice)
+        token_ids = [*tokenizer.encode(answer, False), EOS]
+        planned = token_ids[: submit.params.get("max_tokens")]
+        end = ("stop", EOS) if len(planned) == len(token_ids) else ("length", None)
+        return Script(planned, *end, pause_s=0.001, guesses=guesses)
+
+    info = model_info(files, name="scripted-model", max_model_len=4096, num_kv_tokens=65536, embedding_size=0)
     address = f"ipc://{folder}/engine.sock"
-    return ScriptedEngine(address, files, script or (lambda prompt, choice: ANSWER), **options)
+    settings = {"heartbeat_s": 0.5, "lease_s": 10.0, **options}
+    return ScriptedEngine(address, script, files=files, info=info, **settings)
 
 
 class Server:

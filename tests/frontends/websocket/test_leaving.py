@@ -16,7 +16,7 @@ def bring_to(phase, engine, client):
         engine.accepting = False
     client.generate("r1")
     if phase == "queued":
-        engine.wait_for(lambda: len(engine.submitted) == 1)
+        engine.wait_for(lambda: len(engine.submits) == 1)
         return
     client.until("accepted")
     if phase == "decode":
@@ -31,7 +31,7 @@ def test_a_socket_that_closes_frees_the_engine(tmp_path, phase):
             bring_to(phase, engine, client)
             client.drop()
         engine.accepting = True
-        engine.wait_for(lambda: engine.cancelled == [engine.submitted[0].id])
+        engine.wait_for(lambda: engine.cancelled == [engine.submits[0].id])
 
 
 @pytest.mark.parametrize("phase", ["queued", "prefill", "decode"])

@@ -47,7 +47,7 @@ def refusal(client, **fields):
 
 
 def prompt_of(engine):
-    return engine.tokenizer.decode([*memoryview(engine.submitted[-1].prompt).cast("I")], False)
+    return engine.tokenizer.decode([*memoryview(engine.submits[-1].prompt).cast("I")], False)
 
 
 @pytest.mark.parametrize("binary", [False, True], ids=["json", "msgpack"])
@@ -115,7 +115,7 @@ def test_a_conversation_with_calls_and_results_reaches_the_model(tmp_path):
 def test_what_is_forced_is_a_grammar_for_the_engine(tmp_path, fields, kind):
     with answering(tmp_path, "yes") as engine, serving(engine) as server, open_socket(server) as client:
         ask_and_read(client, **fields)
-        grammar = engine.submitted[0].grammar
+        grammar = engine.submits[0].grammar
     assert (None if grammar is None else grammar[0]) == kind
 
 
@@ -141,7 +141,7 @@ def test_what_cannot_be_honoured_is_named_and_nothing_else_is_disturbed(tmp_path
         error = refusal(client, **fields)
         assert (error["field"], error["retryable"]) == (field, False)
         assert ask_and_read(client).text[0] == "yes"
-        assert len(engine.submitted) == 1
+        assert len(engine.submits) == 1
 
 
 def test_reasoning_is_told_apart(tmp_path):

@@ -6,8 +6,8 @@ import itertools
 
 import pytest
 
+from tests.frontends.scripted_engine import EOS
 from tests.frontends.websocket.builders import ANSWER, make_engine, open_socket, serving
-from tests.frontends.websocket.scripted_engine import EOS
 
 
 @pytest.mark.parametrize("binary", [False, True], ids=["json", "msgpack"])
@@ -115,7 +115,7 @@ def test_a_stop_string_frees_the_engine(tmp_path):
     ):
         client.generate(params={"stop": "STOP"})
         client.read("r1")
-        engine.wait_for(lambda: engine.cancelled == [engine.submitted[0].id])
+        engine.wait_for(lambda: engine.cancelled == [engine.submits[0].id])
 
 
 def test_max_tokens_is_told_as_length(tmp_path):
@@ -132,7 +132,7 @@ def test_fields_of_a_request_reach_the_engine(tmp_path):
             params={"seed": 7, "top_p": 0.5}, request_id="00112233445566778899aabbccddeeff",
         )  # fmt: skip
         client.read("r1")
-        (message,) = engine.submitted
+        (message,) = engine.submits
         assert message.id.hex() == "00112233445566778899aabbccddeeff"
         assert (message.priority, message.salt, message.deadline_ms) == (-3, b"tenant", 2500)
         assert (message.detached, message.label) == (True, "mine")
@@ -145,7 +145,7 @@ def test_an_id_sent_twice_runs_once(tmp_path):
             client.generate(name, request_id="ab" * 16)
         readings = client.read("first", "second")
         assert readings["first"].text == readings["second"].text == {0: ANSWER}
-        assert len(engine.submitted) == 1
+        assert len(engine.submits) == 1
 
 
 def test_a_stats_subscription_shows_the_live_figures_and_ends(tmp_path):

@@ -59,7 +59,7 @@ def test_a_dropped_connection_loses_and_doubles_nothing(tmp_path, kind, seed):
             whole = client.read("whole")["whole"]
     assert reading.text == whole.text
     assert reading.done[0]["usage"] == whole.done[0]["usage"]
-    assert len(engine.submitted) == 2
+    assert len(engine.submits) == 2
 
 
 def test_frames_lost_in_flight_are_made_again(tmp_path):
@@ -92,7 +92,7 @@ def test_another_front_end_goes_on_where_the_first_one_died(tmp_path):
         with serving(engine) as server, open_socket(server) as client:
             resume(client, reading)
         assert reading.text[0] == TEXT
-        assert len(engine.submitted) == len(engine.attached) == 1
+        assert len(engine.submits) == len(engine.attached) == 1
 
 
 def test_choices_are_resumed_each_from_its_own_cursor(tmp_path):
@@ -175,7 +175,7 @@ def test_nobody_coming_back_within_the_window_cancels(tmp_path):
         with open_socket(server) as client:
             client.generate("r1", detached=True)
             client.until("accepted")
-        engine.wait_for(lambda: engine.cancelled == [engine.submitted[0].id])
+        engine.wait_for(lambda: engine.cancelled == [engine.submits[0].id])
 
 
 def test_an_unknown_request_is_refused_by_name(tmp_path):
@@ -219,7 +219,7 @@ def test_a_request_that_had_not_begun_survives_a_restarted_engine(tmp_path):
         client.generate()
         client.until("accepted")
         engine.restart()
-        engine.wait_for(lambda: len(engine.submitted) == 2)
+        engine.wait_for(lambda: len(engine.submits) == 2)
         engine.release()
         reading = Reading()
         while not reading.done:

@@ -18,7 +18,7 @@ def test_unacknowledged_frames_stop_at_the_window(tmp_path):
         client.send(type="hello", window=4)
         assert client.until("window") == {"type": "window", "window": 4}
         client.generate()
-        engine.wait_for(lambda: len(engine.submitted) == 1 and engine.num_running == 0)
+        engine.wait_for(lambda: len(engine.submits) == 1 and engine.num_running == 0)
         reading, num_frames = Reading(), 0
         while not reading.ended:
             frame = client.until("accepted", "delta", "done")
@@ -44,7 +44,7 @@ def test_the_window_holds_over_all_requests_of_a_socket(tmp_path):
         client.send(type="hello", window=6)
         for number in range(12):
             client.generate(f"r{number}")
-        engine.wait_for(lambda: len(engine.submitted) == 12 and engine.num_running == 0)
+        engine.wait_for(lambda: len(engine.submits) == 12 and engine.num_running == 0)
         for _ in range(6):
             client.until("delta", "done")
         client.send(type="ping", nonce=1)
@@ -71,7 +71,7 @@ def test_a_reader_that_never_acknowledges_is_closed_and_its_requests_end(tmp_pat
         client.send(type="hello", window=2)
         client.generate()
         assert client.until("error")["error"]["code"] == "client_stalled"
-        engine.wait_for(lambda: engine.cancelled == [engine.submitted[0].id])
+        engine.wait_for(lambda: engine.cancelled == [engine.submits[0].id])
         wait_until(lambda: server.front_end.num_answers == 0)
 
 
@@ -86,7 +86,7 @@ def test_a_socket_that_reads_nothing_holds_no_memory_and_disturbs_nobody(tmp_pat
         with open_socket(server, sock=raw, max_queue=1) as frozen, open_socket(server) as lively:
             for number in range(40):
                 frozen.generate(f"r{number}", return_token_ids=True)
-            engine.wait_for(lambda: len(engine.submitted) == 40 and engine.num_running == 0, 20)
+            engine.wait_for(lambda: len(engine.submits) == 40 and engine.num_running == 0, 20)
             wait_until(lambda: server.is_blocked)
             lively.generate("mine")
             assert lively.read("mine")["mine"].text[0] == LONG

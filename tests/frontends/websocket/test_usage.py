@@ -6,11 +6,14 @@ from tests.frontends.websocket.builders import make_engine, open_socket, serving
 
 
 def test_guesses_are_told_of_each_choice_where_there_were_any(tmp_path):
-    with make_engine(tmp_path) as engine, serving(engine) as server, open_socket(server) as client:
-        client.generate("plain", "hello")
-        plain = client.read("plain")["plain"].done[0]["usage"]
-        engine.guesses = (4, 1)
-        client.generate("guessed", "hello")
-        guessed = client.read("guessed")["guessed"].done[0]["usage"]
+    plain, guessed = usage(tmp_path / "plain"), usage(tmp_path / "guessed", guesses=(4, 1))
     assert set(plain) == {"prompt_tokens", "cached_tokens", "completion_tokens"}
     assert guessed == {**plain, "accepted_prediction_tokens": 4, "rejected_prediction_tokens": 1}
+
+
+def usage(folder, **options):
+    """The usage of one answer."""
+    folder.mkdir()
+    with make_engine(folder, **options) as engine, serving(engine) as server, open_socket(server) as client:
+        client.generate("r1", "hello")
+        return client.read("r1")["r1"].done[0]["usage"]
