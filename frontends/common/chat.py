@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from frontends.common import json as fields
 from frontends.common.model import ServedModel
-from frontends.common.output_parsing import Reading
+from frontends.common.output_parsing import OutputParser
 from inferengine.config import Config, LimitsConfig
 from inferengine.errors import InvalidRequest
 from inferengine.structured_output.spec import GrammarSpec, validate_grammar
@@ -123,16 +123,16 @@ RESERVED = TEMPLATE_NAMES | {"self", "continue_final_message"}  # what a request
 
 
 @dataclass(frozen=True)
-class Turn:
+class ChatPrompt:
     """What the model is asked, and how its output is to be read."""
 
     prompt_ids: list[int]
     tools: Tools | None
     grammar: GrammarSpec | None
-    reading: Reading
+    parser: OutputParser
 
 
-async def read_turn(
+async def read_chat_prompt(
     body: dict[str, Any],
     served: ServedModel,
     config: Config,
@@ -140,7 +140,7 @@ async def read_turn(
     *,
     last: int | None = None,
     most: int | None = None,
-) -> Turn:
+) -> ChatPrompt:
     """`messages`, `tools` and what shapes the prompt. `structure` is what the request itself wants of the output;
     `last` and `most` are for `ServedModel.encode`. A grammar governs an output from its first token, so that there is
     no room for reasoning."""
@@ -162,8 +162,8 @@ async def read_turn(
     if not prompt_ids:
         raise InvalidRequest("messages", "the chat template makes nothing of them")
     keeps = tools is not None and any(_is_special(served, mark) for mark in format.marks)
-    reading = Reading(None if tools is None else format, thinks, inside, keeps)
-    return Turn(prompt_ids, tools, grammar, reading)
+    parser = OutputParser(None if tools is None else format, thinks, inside, keeps)
+    return ChatPrompt(prompt_ids, tools, grammar, parser)
 
 
 async def _render(body: dict[str, Any], served: ServedModel, tools: Tools | None) -> str:

@@ -59,7 +59,7 @@ logger = logging.getLogger(__name__)
 
 LOOPBACK, UNIX = "this machine", "unix socket"  # origins
 IDLE, HEAD, BODY = range(3)  # what is read from a connection
-MIN_BODY_BYTES = 1024  # that a body must bring in `Limits.body_progress_s`
+MIN_BODY_BYTES = 1024  # that a body must bring in `ConnectionLimits.body_progress_s`
 PROBE_S = 2.0  # for a probe to say what it wants
 VICTIMS_AT_ONCE = 64  # found in one look over all connections
 COMPLAIN_EVERY_S = 60.0
@@ -69,7 +69,7 @@ REASONS = ("header_timeout", "body_timeout", "idle_timeout", "no_room", "address
 # no_room, address: admitted as a probe and refused. host: a request under a name that is not served.
 
 
-class Limits(NamedTuple):
+class ConnectionLimits(NamedTuple):
     """Seconds, and numbers of connections; 0: by the limit of open files, and without a limit for this machine's own
     addresses, through which everybody comes where a proxy is in front."""
 
@@ -80,7 +80,7 @@ class Limits(NamedTuple):
     most_per_address: int = 0
 
 
-class Refusals(Collector):
+class RefusalMetrics(Collector):
     """Connections that were refused or closed early, by reason, of all workers; this object writes those of one."""
 
     def __init__(self, prefix: str, num_workers: int = 1) -> None:
@@ -116,8 +116,8 @@ class Refusals(Collector):
         )
 
 
-class Connection:
-    """One of them. Its protocol sets `reading`, `num_waiting` and `num_bytes`; nobody else does."""
+class TrackedConnection:
+    """One of them. Its protocol sets `phase`, `num_waiting` and `num_bytes`; nobody else does."""
 
     __slots__ = (
         "_seen",
@@ -129,7 +129,7 @@ class Connection:
         "num_requests",
         "num_waiting",
         "origin",
-        "reading",
+        "phase",
         "since_s",
         "transport",
     )
@@ -138,7 +138,7 @@ class Connection:
         self.origin = origin  # the address that it counts for
         self.is_probe = is_probe
         self.is_open = True
-        self.reading = IDLE
+        self.phase = IDLE
         self.num_waiting = 0  # requests whose answer is not complete
         self.num_requests = 0
         self.num_bytes = 0  # of bodies
@@ -150,30 +150,30 @@ class Connection:
 
     @property
     def is_answered(self) -> bool:
-        return self.num_waiting > 0 and self.reading != BODY
+        return self.num_waiting > 0 and self.phase != BODY
 
     def age(self, now: float) -> float:
         """Seconds that it has been as it is, as far as sweeps have seen."""
-        seen = (self.reading, self.num_requests, self.num_waiting)
+        seen = (self.phase, self.num_requests, self.num_waiting)
         if seen != self._seen:
             self._seen = seen
             self.since_s = now
         return now - self.since_s
 
 
-class Connections:
+class ConnectionTracker:
     """Those of one worker."""
 
-    def __init__(self, limits: Limits, refusals: Refusals, clock: Callable[[], float]) -> None:
+    def __init__(self, limits: ConnectionLimits, refusals: RefusalMetrics, clock: Callable[[], float]) -> None:
         self.limits = limits
         self.refusals = refusals
         self._clock = clock
-        self._open: dict[Connection, None] = {}
+        self._open: dict[TrackedConnection, None] = {}
         self._by_origin: dict[str, int] = {}
-        self._victims: deque[Connection] = deque()
-        self._probes: deque[Connection] = deque()
+        self._victims: deque[TrackedConnection] = deque()
+        self._probes: deque[TrackedConnection] = deque()
         self._num_probes = 0
-        self._progress: dict[Connection, tuple[float, int]] = {}  # of bodies: when which number of bytes was there
+        self._progress: dict[TrackedConnection, tuple[float, int]] = {}  # of bodies: time, bytes there
         self._next_complaint_s = 0.0
         self.most, self.most_probes = room_for_connections(limits.most)
 
@@ -182,14 +182,14 @@ class Connections:
 
     # -- coming and going --------------------------------------------------------------------------------------------
 
-    def admit(self, address: Any) -> Connection:
+    def admit(self, address: Any) -> TrackedConnection:
         """A connection that was accepted from `address` (as `accept` gives it). Another may have to go."""
         origin = _origin(address)
         reason = self._make_room(origin)
         if reason:
             self.refusals.count(reason)
             self._make_room_for_probe()
-        connection = Connection(origin, self._clock(), is_probe=bool(reason))
+        connection = TrackedConnection(origin, self._clock(), is_probe=bool(reason))
         self._open[connection] = None
         if connection.is_probe:
             self._probes.append(connection)
@@ -199,19 +199,19 @@ class Connections:
         self.refusals.set_open(len(self._open))
         return connection
 
-    def made(self, connection: Connection, transport: asyncio.Transport) -> None:
+    def made(self, connection: TrackedConnection, transport: asyncio.Transport) -> None:
         """Its transport is there."""
         connection.transport = transport
         connection.close = None
         if not connection.is_open:  # it had to go while it shook hands
             transport.abort()
 
-    def lost(self, connection: Connection) -> None:
+    def lost(self, connection: TrackedConnection) -> None:
         """It is gone. Any number of times."""
         self._progress.pop(connection, None)
         self._forget(connection)
 
-    def _forget(self, connection: Connection) -> None:
+    def _forget(self, connection: TrackedConnection) -> None:
         """Its place is free."""
         if not connection.is_open:
             return
@@ -257,7 +257,7 @@ class Connections:
             return self.limits.most_per_address
         return 0 if origin == LOOPBACK else max(1, self.most // 2)
 
-    def _next_victim(self) -> Connection | None:
+    def _next_victim(self) -> TrackedConnection | None:
         """One that has no request here. Many are found in one look, so that a flood does not cost a look each."""
         for _ in range(2):
             while self._victims:
@@ -283,11 +283,11 @@ class Connections:
             self._displace(victim)
         return number
 
-    def _displace(self, connection: Connection) -> None:
+    def _displace(self, connection: TrackedConnection) -> None:
         self.refusals.count("displaced")
         self._end(connection)
 
-    def _end(self, connection: Connection, answer: bytes = b"") -> None:
+    def _end(self, connection: TrackedConnection, answer: bytes = b"") -> None:
         self._forget(connection)
         transport = connection.transport
         if transport is None:
@@ -310,10 +310,10 @@ class Connections:
                 continue
             if connection.is_probe and age > PROBE_S:
                 self._end(connection)
-            elif connection.reading == BODY:
+            elif connection.phase == BODY:
                 if self._stands_still(connection, now):
                     self._time_out(connection, "body_timeout", "The body did not arrive in time.")
-            elif connection.reading == HEAD:
+            elif connection.phase == HEAD:
                 if age > limits.header_s:
                     self._time_out(connection, "header_timeout", "The request's head did not arrive in time.")
             elif connection.num_requests == 0:
@@ -322,7 +322,7 @@ class Connections:
             elif age > limits.idle_s:
                 self._time_out(connection, "idle_timeout")
 
-    def _stands_still(self, connection: Connection, now: float) -> bool:
+    def _stands_still(self, connection: TrackedConnection, now: float) -> bool:
         """Whether its body has brought too little. While nobody reads it here, that is not the client's doing."""
         before = self._progress.get(connection)
         is_new = before is None or connection.since_s > before[0]
@@ -331,22 +331,22 @@ class Connections:
             return False
         return now - before[0] > self.limits.body_progress_s
 
-    def _time_out(self, connection: Connection, reason: str, message: str = "") -> None:
+    def _time_out(self, connection: TrackedConnection, reason: str, message: str = "") -> None:
         self.refusals.count(reason)
         self._end(connection, _answer(message) if message else b"")
 
 
-def _can_go(connection: Connection) -> bool:
+def _can_go(connection: TrackedConnection) -> bool:
     """A websocket and a request that is answered keep their places."""
     return not connection.is_probe and not connection.is_answered
 
 
-def _order(connection: Connection) -> tuple[int, float]:
+def _order(connection: TrackedConnection) -> tuple[int, float]:
     """Who goes first: those that ask for nothing, then those that have not said what, each by its time."""
-    return (connection.reading, connection.since_s)
+    return (connection.phase, connection.since_s)
 
 
-def _is_read(connection: Connection) -> bool:
+def _is_read(connection: TrackedConnection) -> bool:
     return connection.transport is not None and connection.transport.is_reading()
 
 

@@ -29,7 +29,7 @@ from typing import Protocol
 
 import uvicorn
 
-from frontends.common.connection_limits import Connection, Connections, Limits, Refusals
+from frontends.common.connection_limits import ConnectionLimits, ConnectionTracker, RefusalMetrics, TrackedConnection
 from frontends.common.http_protocol import HttpProtocol
 from inferengine.process.system import missed_s
 
@@ -39,11 +39,11 @@ SLICE_S = 0.005
 class Reader(Protocol):
     """Something whose news waits to be taken."""
 
-    def take_turn(self) -> None:
+    def take_news(self) -> None:
         """Take the news. Raises nothing."""
 
 
-class Turn:
+class Coalescer:
     """While a message of the engine is read, streams are noted; when it is done, each has its turn. A turn in which
     much is to be said is cut: connections, requests and figures come in between."""
 
@@ -67,7 +67,7 @@ class Turn:
         clock = self._clock
         end_s = clock() + SLICE_S
         for number, reader in enumerate(readers, 1):
-            reader.take_turn()
+            reader.take_news()
             if clock() > end_s and number < len(readers):
                 self._readers = readers[number:] + self._readers
                 self._plan()
@@ -77,7 +77,7 @@ class Turn:
 MOST_PER_ROUND = 4
 
 
-class Line:
+class AdmissionThrottle:
     """Requests wait in it for their beginning."""
 
     def __init__(self, most_per_round: int = MOST_PER_ROUND) -> None:
@@ -125,17 +125,19 @@ TICKS_PER_SWEEP = 10
 class Server(uvicorn.Server):
     """For listening sockets only. Everything but accepting and ending connections is uvicorn's."""
 
-    def __init__(self, config: uvicorn.Config, limits: Limits | None = None, refusals: Refusals | None = None) -> None:
+    def __init__(
+        self, config: uvicorn.Config, limits: ConnectionLimits | None = None, refusals: RefusalMetrics | None = None
+    ) -> None:
         config.http = HttpProtocol
         super().__init__(config)
-        self._limits = limits or Limits()
-        self._refusals = refusals or Refusals("inferengine_http")
+        self._limits = limits or ConnectionLimits()
+        self._refusals = refusals or RefusalMetrics("inferengine_http")
         self._next_tick_s = math.inf
         self._is_sweep_due = self._is_sweep_postponed = False
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup([])
-        self.connections = Connections(self._limits, self._refusals, time.monotonic)
+        self.connections = ConnectionTracker(self._limits, self._refusals, time.monotonic)
         acceptors = [Acceptor(self, listener, self.connections) for listener in sockets or ()]
         self.servers = acceptors  # type: ignore[assignment]  # closed as theirs
 
@@ -159,7 +161,7 @@ class Server(uvicorn.Server):
 class Acceptor:
     """Accepts from one socket until it is closed. What uvicorn needs of an asyncio.Server."""
 
-    def __init__(self, server: uvicorn.Server, listener: socket.socket, connections: Connections) -> None:
+    def __init__(self, server: uvicorn.Server, listener: socket.socket, connections: ConnectionTracker) -> None:
         self._server = server
         self._listener = listener
         self._connections = connections
@@ -202,7 +204,7 @@ class Acceptor:
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
-    async def _serve(self, accepted: socket.socket, connection: Connection) -> None:
+    async def _serve(self, accepted: socket.socket, connection: TrackedConnection) -> None:
         """Hand it to its protocol, after the handshake of TLS where there is one."""
         config = self._server.config
         timeout = self._connections.limits.header_s if config.ssl else None
@@ -216,8 +218,8 @@ class Acceptor:
                 accepted.close()
                 self._connections.lost(connection)
 
-    def _protocol(self, connection: Connection) -> asyncio.Protocol:
+    def _protocol(self, connection: TrackedConnection) -> asyncio.Protocol:
         server = self._server
         protocol = HttpProtocol(config=server.config, server_state=server.server_state, app_state=server.lifespan.state)
-        protocol.connection, protocol.connections_here = connection, self._connections
+        protocol.connection, protocol.tracker = connection, self._connections
         return protocol

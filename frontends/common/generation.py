@@ -34,7 +34,7 @@ class Submitter(Protocol):
     ) -> Submission: ...
 
 
-class Source(Protocol):
+class TokenSource(Protocol):
     """Where a choice's tokens come from: a Stream, or a view on a log that several readers share."""
 
     def __aiter__(self) -> AsyncIterator[Delta]: ...
@@ -100,7 +100,7 @@ class Choice:
         self,
         index: int,
         prompt_ids: Sequence[int],
-        stream: Source,
+        stream: TokenSource,
         text: TextStream,
         names: Mapping[str, str] | None = None,
     ) -> None:
@@ -125,7 +125,7 @@ class Choice:
                 return
 
     @property
-    def source(self) -> Source:
+    def source(self) -> TokenSource:
         """Where its deltas come from, for who gives them to `read` himself; those after the last piece are dropped."""
         return self._stream
 

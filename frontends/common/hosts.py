@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from frontends.common.auth import KeyRing, is_public
-from frontends.common.connection_limits import Refusals
+from frontends.common.connection_limits import RefusalMetrics
 from frontends.common.errors import error_body
 from inferengine.errors import ConfigError, InferEngineError
 
@@ -97,10 +97,10 @@ class AllowedHosts:
         return _is_address(host) if self._public_ports else _is_loopback(host)
 
 
-class HostGate:
+class HostMiddleware:
     """An ASGI layer in front of everything: refuses hosts and origins with 403 while nobody is asked for a key."""
 
-    def __init__(self, app: ASGIApp, hosts: AllowedHosts, keys: KeyRing, refusals: Refusals) -> None:
+    def __init__(self, app: ASGIApp, hosts: AllowedHosts, keys: KeyRing, refusals: RefusalMetrics) -> None:
         self._app = app
         self._hosts = hosts
         self._keys = keys

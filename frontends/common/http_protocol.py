@@ -8,7 +8,7 @@ from typing import Any
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from frontends.common.connection_limits import BODY, HEAD, IDLE, Connection, Connections
+from frontends.common.connection_limits import BODY, HEAD, IDLE, ConnectionTracker, TrackedConnection
 from frontends.common.hosts import refuse
 from inferengine.errors import InferEngineError
 
@@ -18,27 +18,27 @@ PROBE_PATHS = frozenset({"/health", "/ready", "/ping", "/load", "/metrics"})  # 
 class HttpProtocol(HttpToolsProtocol):
     """For uvicorn's `http` setting, behind `frontends.common.event_loop`."""
 
-    connection: Connection
-    connections_here: Connections
+    connection: TrackedConnection
+    tracker: ConnectionTracker
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         if self.connection.is_probe:
             self.app: Any = ProbesOnly(self.app)
         self.connection.answer = self._answer
-        self.connections_here.made(self.connection, transport)
+        self.tracker.made(self.connection, transport)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self.connections_here.lost(self.connection)
+        self.tracker.lost(self.connection)
         super().connection_lost(exc)
 
     def on_message_begin(self) -> None:
-        self.connection.reading = HEAD
+        self.connection.phase = HEAD
         super().on_message_begin()
 
     def on_headers_complete(self) -> None:
         connection = self.connection
-        connection.reading = BODY
+        connection.phase = BODY
         connection.num_waiting += 1
         connection.num_requests += 1
         super().on_headers_complete()
@@ -48,7 +48,7 @@ class HttpProtocol(HttpToolsProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        self.connection.reading = IDLE
+        self.connection.phase = IDLE
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
@@ -58,7 +58,7 @@ class HttpProtocol(HttpToolsProtocol):
     def _answer(self, answer: bytes) -> None:
         """Say why it ends, where that is not in the middle of another answer."""
         cycle = self.cycle
-        if cycle is None or not cycle.response_started or (cycle.response_complete and self.connection.reading == HEAD):
+        if cycle is None or not cycle.response_started or (cycle.response_complete and self.connection.phase == HEAD):
             self.transport.write(answer)
 
 

@@ -49,7 +49,7 @@ def parse(body: bytes | str, *, parse_constant: Callable[[str], Any] | None = No
     return json.loads(text, object_hook=_same, parse_int=_integer, parse_float=_decimal, parse_constant=parse_constant)
 
 
-class Beside:
+class OffLoop:
     """Where the large documents of one event loop are read: in a thread, one after the other. The loop takes turns with
     one thread then, however many of them come at once."""
 
@@ -57,7 +57,7 @@ class Beside:
         self._lock = asyncio.Lock()
         self._timer: asyncio.TimerHandle | None = None
 
-    async def do(self, size: int, work: Callable[..., Result], *arguments: Any) -> Result:
+    async def run(self, size: int, work: Callable[..., Result], *arguments: Any) -> Result:
         """The result of `work`, which is done at once where `size`, in bytes or characters, is small."""
         if size < LARGE:
             return work(*arguments)

@@ -23,7 +23,7 @@ SHORT_TEXT_CHARACTERS = 2000
 GENERATION_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
-class Engine(Protocol):
+class ModelSource(Protocol):
     """What the model's context needs of an AsyncClient or EnginePool."""
 
     @property
@@ -104,7 +104,7 @@ class ServedModel:
 class ModelContext:
     """The model of the engine behind this front end, kept up to date."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: ModelSource) -> None:
         self._engine = engine
         self._served: ServedModel | None = None
         self._lock = asyncio.Lock()

@@ -1,6 +1,6 @@
 """How the output of a chat turn is read, and OpenAI's names for what was read: for every front end the same.
 
-A Reading is small: kept with the request in the engine, it lets any front end go on in the middle of a tool call.
+An OutputParser is small: kept with the request in the engine, it lets any front end go on in the middle of a tool call.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from inferengine.text.tool_parsers.base import CallDelta
 
 
 @dataclass(frozen=True)
-class Reading:
+class OutputParser:
     """`calls`: the form of the tool calls that may come, None where none may. `thinks`: a part may be reasoning;
     `inside`: the prompt has opened it already. `keeps_special_tokens`: the marks of calls are special tokens."""
 
@@ -61,22 +61,22 @@ def finish_reason(reason: str | None, num_calls: int) -> str | None:
     return "tool_calls" if reason == "stop" and num_calls else reason
 
 
-def reading_to_map(reading: Reading) -> dict[str, Any]:
+def parser_to_map(parser: OutputParser) -> dict[str, Any]:
     """As it is kept in a note."""
     return {
-        "calls": None if reading.calls is None else reading.calls.name,
-        "thinks": reading.thinks,
-        "inside": reading.inside,
-        "special": reading.keeps_special_tokens,
+        "calls": None if parser.calls is None else parser.calls.name,
+        "thinks": parser.thinks,
+        "inside": parser.inside,
+        "special": parser.keeps_special_tokens,
     }
 
 
-def reading_from_map(kept: Any) -> Reading:
+def parser_from_map(kept: Any) -> OutputParser:
     """The inverse. What no front end wrote is text as it stands."""
     if not isinstance(kept, dict):
-        return Reading()
+        return OutputParser()
     calls = kept.get("calls")
-    return Reading(
+    return OutputParser(
         FORMATS.get(calls) if isinstance(calls, str) else None,
         kept.get("thinks") is True,
         kept.get("inside") is True,

@@ -19,11 +19,11 @@ from starlette.types import ASGIApp
 
 from frontends.common.auth import KeyRing, read_keys
 from frontends.common.errors import error_object, report, retry_after, unexpected
-from frontends.common.hosts import AllowedHosts, HostGate, public_ports, read_names
+from frontends.common.hosts import AllowedHosts, HostMiddleware, public_ports, read_names
 from frontends.common.quotas import Quotas
 from frontends.http.anthropic.routes import count_tokens, messages
 from frontends.http.metrics import HttpMetrics
-from frontends.http.middleware import Edge, Gate
+from frontends.http.middleware import AuthMiddleware, RequestMiddleware
 from frontends.http.openai.chat import chat_completions
 from frontends.http.openai.completions import completions
 from frontends.http.openai.embeddings import embeddings
@@ -37,7 +37,7 @@ from frontends.http.routes.generate import generate, generate_text, infer
 from frontends.http.routes.index import index
 from frontends.http.routes.resume import cancel_stream, read_stream
 from frontends.http.routes.tokenize import detokenize, tokenize
-from frontends.http.state import Service
+from frontends.http.state import HttpState
 from inferengine.client import EnginePool
 from inferengine.config import Config, HttpConfig, engine_addresses
 from inferengine.errors import InferEngineError
@@ -99,7 +99,7 @@ def make_service(
     quotas: Quotas | None = None,
     shelf: ResponseShelf | None = None,
     tracing: Tracing | None = None,
-) -> Service:
+) -> HttpState:
     """One worker's state. What the workers of a process share is made before their fork, and given here."""
     engines = EnginePool(
         engine_addresses(config),
@@ -112,10 +112,10 @@ def make_service(
     engines.on_resumed = metrics.resumed.observe
     tracing = tracing or make_tracing(config.trace, "inferengine-http")
     keys = keys or read_keys(config.auth.keys_file)
-    return Service(config, engines, metrics, keys, quotas or make_quotas(config, keys), shelf, tracing)
+    return HttpState(config, engines, metrics, keys, quotas or make_quotas(config, keys), shelf, tracing)
 
 
-def make_app(service: Service, listeners: Sequence[socket.socket] = ()) -> ASGIApp:
+def make_app(service: HttpState, listeners: Sequence[socket.socket] = ()) -> ASGIApp:
     """The ASGI application of one worker. `listeners`: what it is served on."""
 
     @contextlib.asynccontextmanager
@@ -129,16 +129,16 @@ def make_app(service: Service, listeners: Sequence[socket.socket] = ()) -> ASGIA
     app = Starlette(
         routes=ROUTES,
         lifespan=lifespan,
-        middleware=[*_cors(service.config), Middleware(Gate, service.keys, service.quotas, admin.PATHS)],
+        middleware=[*_cors(service.config), Middleware(AuthMiddleware, service.keys, service.quotas, admin.PATHS)],
         exception_handlers={InferEngineError: _refused, HTTPException: _no_route, Exception: _failed},
     )
     app.state.service = service
     app.router.redirect_slashes = False  # a redirected POST loses its body in many clients
     http = service.config.http
     hosts = AllowedHosts("http", read_names("http", http.allowed_hosts), _origins(http), public_ports(listeners))
-    guarded = HostGate(app, hosts, service.keys, service.metrics.refusals)
-    return Edge(
-        guarded, service.metrics, service.config.http.max_header_bytes, service.tracing, service.beside.give_back_soon
+    guarded = HostMiddleware(app, hosts, service.keys, service.metrics.refusals)
+    return RequestMiddleware(
+        guarded, service.metrics, service.config.http.max_header_bytes, service.tracing, service.off_loop.give_back_soon
     )
 
 

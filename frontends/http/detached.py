@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 from frontends.common.generation import Choice, Generation, Piece
-from frontends.common.resumable.metadata import read_note
+from frontends.common.resumable.metadata import unpack_metadata
 from frontends.common.resumable.registry import Registry
 from frontends.common.resumable.request_log import LogView, RequestLog
 from inferengine.client import Delta, Finish
@@ -176,7 +176,7 @@ class LoggedSubmission:
         except InferEngineError:
             self._leave(forget=True)
             raise
-        if read_note(self.log.note).tenant != self._tenant:
+        if unpack_metadata(self.log.note).tenant != self._tenant:
             self.abandoned = InferEngineError("not_found", "There is no such stream.")
             self._leave()
         if self.abandoned is not None:

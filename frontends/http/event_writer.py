@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from starlette.types import Message
 
-from frontends.common.event_loop import Turn
+from frontends.common.event_loop import Coalescer
 from frontends.common.generation import Choice, Generation, Piece
 from frontends.common.json import quote
 from inferengine.client import Stream
@@ -37,14 +37,20 @@ class Relay:
     """Writes one choice's events into its response. `run` returns the error that ended it, or None."""
 
     def __init__(
-        self, generation: Generation, choice: Choice, stream: Stream, format: EventFormat, send: Send, turn: Turn
+        self,
+        generation: Generation,
+        choice: Choice,
+        stream: Stream,
+        format: EventFormat,
+        send: Send,
+        coalescer: Coalescer,
     ) -> None:
         self._generation = generation
         self._choice = choice
         self._stream = stream
         self._format = format
         self._send = send
-        self._turn = turn
+        self._coalescer = coalescer
         self._around: tuple[bytes, bytes] | None = None
         self._last: Piece | None = None
         self._failure: BaseException | None = None
@@ -71,7 +77,7 @@ class Relay:
             raise self._failure
         return None if self._last is None else self._last.error
 
-    def take_turn(self) -> None:
+    def take_news(self) -> None:
         """All that has come since the last time."""
         if self._left:
             return
@@ -114,7 +120,7 @@ class Relay:
         self._stream.on_output(self._has_news)
 
     def _has_news(self) -> None:
-        self._turn.add(self)
+        self._coalescer.add(self)
 
     def _wake(self) -> None:
         waiter = self._waiter

@@ -13,7 +13,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from frontends.common.connection_limits import Refusals
+from frontends.common.connection_limits import RefusalMetrics
 from frontends.common.engine_stats import NUM_CELLS, ResumeCells
 from inferengine.process.workers import WorkerCells
 
@@ -31,7 +31,7 @@ class HttpMetrics(Collector):
         self._num_statuses = len(STATUSES) + 1  # the last for any other
         self._counts = len(self.handlers) * self._num_statuses
         self._histogram = len(BUCKETS_S) + 2  # buckets, +Inf, sum
-        self.refusals = Refusals("inferengine_http", num_workers)
+        self.refusals = RefusalMetrics("inferengine_http", num_workers)
         resumed = self._counts + len(self.handlers) * self._histogram
         self.cells = WorkerCells(resumed + NUM_CELLS + 1, num_workers)
         self.resumed = ResumeCells(self.cells, resumed)

@@ -32,7 +32,7 @@ QUIET_PATHS = frozenset({"/health", "/ready", "/ping", "/metrics", "/load"})  # 
 _GOOD_ID = re.compile(rb"[\w.:-]{1,128}")
 
 
-class Edge:
+class RequestMiddleware:
     """Wraps the application. Sets `request_id` and `plain_send` in the scope; reads `route` and `status` from it."""
 
     def __init__(
@@ -128,7 +128,7 @@ async def _headers_too_large(send: Send, most_bytes: int) -> None:
 OPEN_PATHS = frozenset({"/", "/health", "/ready", "/ping"})
 
 
-class Gate:
+class AuthMiddleware:
     """Sets `api_key` in the scope. Requests that do something (POST) count towards their key's limits."""
 
     def __init__(self, app: ASGIApp, keys: KeyRing, quotas: Quotas, admin_paths: Iterable[str]) -> None:

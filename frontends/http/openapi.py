@@ -16,7 +16,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from frontends.http.respond import JsonBytes
-from frontends.http.state import Service
+from frontends.http.state import HttpState
 from inferengine import __version__
 from inferengine.config import LimitsConfig
 from inferengine.errors import KINDS
@@ -315,7 +315,7 @@ ERROR = {
 
 async def openapi(request: Request) -> Response:
     """Every route, its fields and their ranges."""
-    service: Service = request.app.state.service
+    service: HttpState = request.app.state.service
     routes = [route for route in request.app.routes if isinstance(route, Route)]
     return JsonBytes(describe(routes, service.config.limits))
 

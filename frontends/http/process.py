@@ -20,14 +20,14 @@ import uvicorn
 from sse_starlette.sse import AppStatus
 
 from frontends.common.auth import KeyRing, check_protection, read_keys, tls_files
-from frontends.common.connection_limits import Limits, raise_file_limit
+from frontends.common.connection_limits import ConnectionLimits, raise_file_limit
 from frontends.common.event_loop import Server
 from frontends.common.hosts import read_names
 from frontends.common.quotas import Quotas
 from frontends.http.app import make_app, make_metrics, make_quotas, make_service, make_shelf
 from frontends.http.metrics import HttpMetrics
 from frontends.http.openai.responses.store import ResponseShelf, make_folder, remove_folder
-from frontends.http.state import Service
+from frontends.http.state import HttpState
 from inferengine.config import Config, HttpConfig
 from inferengine.errors import ExitCode
 from inferengine.observability.logging import configure
@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 TURN_S = 0.25
 GC_THRESHOLD = 20_000  # a stream makes short-lived objects for each token: the default looks at them 30 times as often
 GRACE_S = 2.0  # for the last events to leave after the drain's end
-KEEP_ALIVE_S = 24 * 3600  # of uvicorn: `Connections` closes the idle ones sooner, and counts them
+KEEP_ALIVE_S = 24 * 3600  # of uvicorn: `ConnectionTracker` closes the idle ones sooner, and counts them
 
 
 @dataclass(frozen=True)
@@ -98,8 +98,8 @@ def run_worker(config: Config, shared: Shared, on_turn: Callable[[bool], None], 
         return runner.run(_serve(server, service, shared.sockets, config.engine.drain_timeout_s, turn))
 
 
-def connection_limits(http: HttpConfig) -> Limits:
-    return Limits(
+def connection_limits(http: HttpConfig) -> ConnectionLimits:
+    return ConnectionLimits(
         header_s=http.header_timeout_s,
         body_progress_s=http.body_progress_timeout_s,
         idle_s=http.idle_timeout_s,
@@ -110,7 +110,7 @@ def connection_limits(http: HttpConfig) -> Limits:
 
 async def _serve(
     server: Server,
-    service: Service,
+    service: HttpState,
     sockets: list[socket.socket],
     drain_timeout_s: float,
     on_turn: Callable[[bool], None],

@@ -19,7 +19,7 @@ from frontends.http.detached import StreamReader, StreamState
 from frontends.http.event_writer import Relay
 from frontends.http.openai.format import Format
 from frontends.http.spans import describe
-from frontends.http.state import Call, Service
+from frontends.http.state import HttpState, RunningCall
 from inferengine.client import Stream
 from inferengine.errors import InferEngineError
 
@@ -56,7 +56,7 @@ def encode(format: Format, outputs: Sequence[Output], usage: Usage) -> bytes:
 
 
 async def answer(
-    service: Service, request: Request, generation: Generation, format: Format, *, stream: bool
+    service: HttpState, request: Request, generation: Generation, format: Format, *, stream: bool
 ) -> Response:
     """Wait until the engine has taken the request, so that a refusal still has its HTTP status; then answer."""
     with contextlib.ExitStack() as stack:
@@ -81,10 +81,10 @@ class EventStream(Response):
 
     def __init__(
         self,
-        service: Service,
+        service: HttpState,
         generation: Generation,
         format: Format,
-        call: Call,
+        call: RunningCall,
         resources: contextlib.ExitStack,
         reader: StreamReader | None = None,
     ) -> None:
@@ -116,8 +116,8 @@ class EventStream(Response):
         try:
             source = generation.choices[0].source
             if len(generation.choices) == 1 and self._reader is None and isinstance(source, Stream):
-                choice, turn = generation.choices[0], self._service.turn
-                error = await Relay(generation, choice, source, format, send, turn).run()
+                choice, coalescer = generation.choices[0], self._service.coalescer
+                error = await Relay(generation, choice, source, format, send, coalescer).run()
             else:
                 error = await self._send_merged(send)
             if error is None:

@@ -13,9 +13,9 @@ from starlette.requests import Request
 from starlette.types import Receive
 
 from frontends.common.auth import KeyRing
-from frontends.common.event_loop import Line, Turn
+from frontends.common.event_loop import AdmissionThrottle, Coalescer
 from frontends.common.generation import Submitter
-from frontends.common.json import Beside
+from frontends.common.json import OffLoop
 from frontends.common.model import ModelContext, ServedModel
 from frontends.common.quotas import Quotas
 from frontends.common.resumable.registry import Registry
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 GRACE_S = 2.0  # the engine ends a request at its deadline; this much later the front end does it alone
 
 
-class Service:
+class HttpState:
     """One worker's state. Made before the event loop runs, started inside it."""
 
     def __init__(
@@ -56,12 +56,12 @@ class Service:
         self.model = ModelContext(engines)
         self.registry = Registry(engines, config.wire.resume_ttl_s, cancel_unread=False)
         self.responses = ResponseStore(shelf)
-        self.turn = Turn()
-        self.line = Line()
-        self.beside = Beside()
+        self.coalescer = Coalescer()
+        self.admission = AdmissionThrottle()
+        self.off_loop = OffLoop()
         self.draining = False
         self.started_s = time.time()
-        self._calls: set[Call] = set()
+        self._calls: set[RunningCall] = set()
         self._prefetch: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -96,7 +96,7 @@ class Service:
         """The model to answer with, when a request may begin. Raises `draining` or `engine_unavailable`."""
         if self.draining:
             raise InferEngineError("draining", "The server is shutting down.", retry_after_s=1.0)
-        await self.line.wait()
+        await self.admission.wait()
         return await self.model.get()
 
     def engines_for(self, request: Request, served: ServedModel, *, detachable: bool = True) -> Submitter:
@@ -111,10 +111,10 @@ class Service:
         return chosen
 
     @contextlib.contextmanager
-    def call(self, generation: Submitted, receive: Receive) -> Iterator[Call]:
+    def call(self, generation: Submitted, receive: Receive) -> Iterator[RunningCall]:
         """While a generation is answered: it ends when the client leaves, and a little after its deadline at the
         latest. On leaving whatever has not finished is cancelled."""
-        call = Call(generation, receive, self.config.http.request_timeout_s + GRACE_S)
+        call = RunningCall(generation, receive, self.config.http.request_timeout_s + GRACE_S)
         self._calls.add(call)
         try:
             yield call
@@ -142,7 +142,7 @@ class Submitted(Protocol):
     def abandon(self, error: InferEngineError) -> None: ...
 
 
-class Call:
+class RunningCall:
     """A generation and the client that waits for it. Listens for the client's leaving from the first moment, whatever
     the phase: queued, prefill, decode, streaming or not."""
 

@@ -11,7 +11,7 @@ from starlette.requests import Request
 from frontends.common import json as fields
 from frontends.common.auth import ANYBODY, ApiKey
 from frontends.common.generation import Submitter
-from frontends.common.resumable.metadata import Note, write_note
+from frontends.common.resumable.metadata import RequestMetadata, pack_metadata
 from frontends.common.resumable.registry import Registry
 from frontends.http.detached import LoggedSubmission, StreamState, new_stream
 from inferengine.client import Submission
@@ -53,7 +53,7 @@ def submitter(
     if chosen is None and not fields.flag(document, "detached"):
         return KeyedSubmitter(engines, key, adapter)
     state = scope["stream"] = new_stream(chosen, request.headers.get("last-event-id"))
-    note = Note(key.tenant, scope["path"], scope["request_id"], int(time.time()), scope.get("body", b""))
+    note = RequestMetadata(key.tenant, scope["path"], scope["request_id"], int(time.time()), scope.get("body", b""))
     return LogSubmitter(registry, state, key, note, adapter)
 
 
@@ -74,7 +74,9 @@ class KeyedSubmitter:
 class LogSubmitter:
     """By way of a log that other connections may read too. With `note` None it only reads what runs already."""
 
-    def __init__(self, registry: Registry, state: StreamState, key: ApiKey, note: Note | None, adapter: str) -> None:
+    def __init__(
+        self, registry: Registry, state: StreamState, key: ApiKey, note: RequestMetadata | None, adapter: str
+    ) -> None:
         self._registry = registry
         self._state = state
         self._key = key
@@ -94,7 +96,7 @@ class LogSubmitter:
                 request_id=request_id,
                 detached=True,
                 context_ids=(),
-                note=write_note(self._note),
+                note=pack_metadata(self._note),
                 **_as(self._key, self._adapter, arguments),
             )
         submission = LoggedSubmission(self._registry, log, self._state, self._num_choices, n, self._key.tenant)

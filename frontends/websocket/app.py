@@ -20,7 +20,7 @@ from starlette.websockets import WebSocket
 from frontends.common.auth import KeyRing, read_keys
 from frontends.common.engine_stats import CONTENT_TYPE, metrics_text, stats_document
 from frontends.common.errors import error_object
-from frontends.common.hosts import AllowedHosts, HostGate, public_ports, read_names
+from frontends.common.hosts import AllowedHosts, HostMiddleware, public_ports, read_names
 from frontends.common.model import ModelContext
 from frontends.common.quotas import Quotas
 from frontends.common.resumable.registry import Registry
@@ -112,7 +112,7 @@ class WebsocketFrontEnd:
             lifespan=self.lifespan,
         )
         hosts = AllowedHosts("ws", self._hosts, self._origins, public_ports(listeners))
-        return HostGate(app, hosts, self.keys, self._metrics.refusals)
+        return HostMiddleware(app, hosts, self.keys, self._metrics.refusals)
 
     @contextlib.asynccontextmanager
     async def lifespan(self, _: Starlette) -> AsyncIterator[None]:

@@ -48,7 +48,7 @@ class FramesProtocol(WebSocketsSansIOProtocol):
         super().connection_made(transport)
         before = transport.get_protocol()
         assert isinstance(before, HttpProtocol)
-        self._connections, self._connection = before.connections_here, before.connection
+        self._connections, self._connection = before.tracker, before.connection
         if self._connection.is_probe:
             self.app: Any = ProbesOnly(self.app)
 

@@ -95,15 +95,15 @@ class Connection:
         document: Any = None
         size = len(message.get("text") or message.get("bytes") or b"")
         try:
-            document = await self._desk.beside.do(size, self._codec.decode, message)
+            document = await self._desk.off_loop.run(size, self._codec.decode, message)
             if isinstance(document, dict) and self._codec.may_hold_half_pairs(message):
-                await self._desk.beside.do(size, refuse_half_pairs, document)
+                await self._desk.off_loop.run(size, refuse_half_pairs, document)
             await self._on_frame(read_frame(document))
         except InferEngineError as error:
             name = id_of(document)
             await self._error(None if name in self._answers else name, error)
         if size >= LARGE:
-            self._desk.beside.give_back_soon()
+            self._desk.off_loop.give_back_soon()
 
     async def _on_frame(self, frame: Frame) -> None:
         match frame:

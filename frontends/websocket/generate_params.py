@@ -11,12 +11,12 @@ import json
 from typing import Any, NamedTuple
 
 from frontends.common.auth import ApiKey
-from frontends.common.chat import read_turn
+from frontends.common.chat import read_chat_prompt
 from frontends.common.generation import CONTEXT_TOKENS, Piece
 from frontends.common.json import flag, parse_object
 from frontends.common.model import ServedModel
-from frontends.common.output_parsing import Reading, finish_reason, reading_from_map, reading_to_map
-from frontends.common.resumable.metadata import Note, read_note, write_note
+from frontends.common.output_parsing import OutputParser, finish_reason, parser_from_map, parser_to_map
+from frontends.common.resumable.metadata import RequestMetadata, pack_metadata, unpack_metadata
 from frontends.websocket.frames import Generate
 from inferengine.config import Config
 from inferengine.errors import InvalidRequest
@@ -31,7 +31,7 @@ MAX_KEPT_BYTES = 4096
 class Told(NamedTuple):
     """How an answer is told. Kept with the request, because a client that comes back says nothing of it."""
 
-    reading: Reading = Reading()
+    reading: OutputParser = OutputParser()
     include_reasoning: bool = True
 
 
@@ -58,13 +58,13 @@ async def read_asked(frame: Generate, model: ServedModel, config: Config) -> Ask
     if frame.messages is None:
         prompt_ids = await _prompt_ids(frame, model, config)
         return Asked(prompt_ids, params, grammar, grammar_field, prompt_ids[-CONTEXT_TOKENS:], Told())
-    turn = await read_turn({"messages": frame.messages, **frame.conversation}, model, config, grammar)
-    if turn.reading.keeps_special_tokens:
+    prompt = await read_chat_prompt({"messages": frame.messages, **frame.conversation}, model, config, grammar)
+    if prompt.parser.keeps_special_tokens:
         params = params.replace(skip_special_tokens=False)
-    if turn.grammar is not grammar:
+    if prompt.grammar is not grammar:
         grammar_field = "tools"
-    told = Told(turn.reading, flag(frame.conversation, "include_reasoning", True))
-    return Asked(turn.prompt_ids, params, turn.grammar, grammar_field, [], told)
+    told = Told(prompt.parser, flag(frame.conversation, "include_reasoning", True))
+    return Asked(prompt.prompt_ids, params, prompt.grammar, grammar_field, [], told)
 
 
 async def _prompt_ids(frame: Generate, model: ServedModel, config: Config) -> list[int]:
@@ -81,21 +81,21 @@ async def _prompt_ids(frame: Generate, model: ServedModel, config: Config) -> li
 def make_note(key: ApiKey, told: Told) -> bytes:
     """What the engine keeps with the request; nothing where nothing needs to be known."""
     if told.reading.is_plain:
-        return write_note(Note(key.tenant)) if key.tenant else b""
-    kept = {"reading": reading_to_map(told.reading), "include_reasoning": told.include_reasoning}
-    return write_note(Note(key.tenant, NOTE_PATH, body=json.dumps(kept).encode()))
+        return pack_metadata(RequestMetadata(key.tenant)) if key.tenant else b""
+    kept = {"reading": parser_to_map(told.reading), "include_reasoning": told.include_reasoning}
+    return pack_metadata(RequestMetadata(key.tenant, NOTE_PATH, body=json.dumps(kept).encode()))
 
 
 def told_by(note: bytes) -> Told:
     """The inverse. A request that came over HTTP, or from a producer, is told as its text stands."""
-    read = read_note(note)
+    read = unpack_metadata(note)
     if read.path != NOTE_PATH:
         return Told()
     try:
         kept = parse_object(read.request_body(MAX_KEPT_BYTES))
     except InvalidRequest:
         return Told()
-    return Told(reading_from_map(kept.get("reading")), kept.get("include_reasoning") is not False)
+    return Told(parser_from_map(kept.get("reading")), kept.get("include_reasoning") is not False)
 
 
 class MessageText:

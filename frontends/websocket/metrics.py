@@ -10,7 +10,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from frontends.common.connection_limits import Refusals
+from frontends.common.connection_limits import RefusalMetrics
 from frontends.common.engine_stats import NUM_CELLS, ResumeCells
 from inferengine.process.workers import WorkerCells
 
@@ -23,7 +23,7 @@ class SocketMetrics(Collector):
     """Counts the sockets of all workers; this object writes those of one, on its event loop alone."""
 
     def __init__(self, num_workers: int = 1) -> None:
-        self.refusals = Refusals("inferengine_websocket", num_workers)
+        self.refusals = RefusalMetrics("inferengine_websocket", num_workers)
         self.cells = WorkerCells(_FIRST_BUCKET + _NUM_BUCKETS + NUM_CELLS, num_workers)
         self.resumed = ResumeCells(self.cells, _FIRST_BUCKET + _NUM_BUCKETS)
 

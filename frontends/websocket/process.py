@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 import uvicorn
 
 from frontends.common.auth import check_protection, tls_files
-from frontends.common.connection_limits import Limits, raise_file_limit
+from frontends.common.connection_limits import ConnectionLimits, raise_file_limit
 from frontends.common.event_loop import Server
 from frontends.common.hosts import read_names
 from frontends.websocket.app import Shared, WebsocketFrontEnd, make_shared
@@ -41,7 +41,7 @@ PING_TIMEOUT_S = 20.0
 BACKLOG = 1024
 GC_THRESHOLD = 20_000  # a stream makes short-lived objects for each token: the default looks at them 30 times as often
 STOP_TIMEOUT_S = 3
-KEEP_ALIVE_S = 24 * 3600  # of uvicorn: `Connections` closes the idle ones sooner, and counts them
+KEEP_ALIVE_S = 24 * 3600  # of uvicorn: `ConnectionTracker` closes the idle ones sooner, and counts them
 _LOOK_S = 0.02
 
 
@@ -106,9 +106,9 @@ def run_worker(
         return runner.run(_serve(config, front_end, server, listener, turn, parent))
 
 
-def connection_limits(config: Config) -> Limits:
+def connection_limits(config: Config) -> ConnectionLimits:
     ws = config.ws
-    return Limits(
+    return ConnectionLimits(
         header_s=ws.header_timeout_s,
         body_progress_s=ws.header_timeout_s,  # no request here has a body
         idle_s=ws.idle_timeout_s,

@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from frontends.common.auth import ANYBODY, ApiKey
-from frontends.common.event_loop import Line
+from frontends.common.event_loop import AdmissionThrottle
 from frontends.common.generation import Piece, guess_counts
-from frontends.common.json import Beside
+from frontends.common.json import OffLoop
 from frontends.common.model import ModelContext, ServedModel
 from frontends.common.quotas import Quotas
-from frontends.common.resumable.metadata import read_note
+from frontends.common.resumable.metadata import unpack_metadata
 from frontends.common.resumable.registry import Registry
 from frontends.common.resumable.request_log import ChoiceLog, RequestLog
 from frontends.websocket.choice_writer import ChoiceWriter, Wanted
@@ -46,8 +46,8 @@ class Desk:
     registry: Registry
     config: Config
     tracing: Tracing | None = None
-    line: Line = field(default_factory=Line)
-    beside: Beside = field(default_factory=Beside)
+    admission: AdmissionThrottle = field(default_factory=AdmissionThrottle)
+    off_loop: OffLoop = field(default_factory=OffLoop)
 
     async def find_engine(self) -> None:
         """Wait a little for the engine where it is not connected: it has what is to be resumed, and it alone."""
@@ -128,7 +128,7 @@ class Answer:
     async def _run(self) -> None:
         if isinstance(self.frame, Resume):
             await self._desk.find_engine()
-        await self._desk.line.wait()
+        await self._desk.admission.wait()
         model = await self._desk.models.get()
         prepared = await self._prepare(model)
         if prepared is None:
@@ -162,7 +162,7 @@ class Answer:
 
     def _claim(self, log: RequestLog) -> None:
         """Raises not_found for another tenant's request, which goes on as if nobody had asked."""
-        self._is_ours = read_note(log.note).tenant == self._key.tenant
+        self._is_ours = unpack_metadata(log.note).tenant == self._key.tenant
         if not self._is_ours:
             raise InferEngineError("not_found", "There is no such request.", field="request_id")
         if isinstance(self.frame, Resume):

@@ -17,7 +17,7 @@ VERSION = 1
 COMPRESS_ABOVE_BYTES = 1024
 
 
-class Note(NamedTuple):
+class RequestMetadata(NamedTuple):
     """`path`, `label` and `body` of the HTTP request; empty where there was none. `created`: Unix time in seconds.
     `zipped`: `body` is compressed, as it travels."""
 
@@ -40,7 +40,7 @@ class Note(NamedTuple):
         return body if unpacker.eof else b""
 
 
-def write_note(note: Note) -> bytes:
+def pack_metadata(note: RequestMetadata) -> bytes:
     """As bytes for the engine. A body too large to be kept is left out: the request can then be read on only by
     sending it again."""
     body, zipped = note.body, len(note.body) > COMPRESS_ABOVE_BYTES
@@ -52,12 +52,12 @@ def write_note(note: Note) -> bytes:
     return bytes(whole)
 
 
-def read_note(data: bytes) -> Note:
+def unpack_metadata(data: bytes) -> RequestMetadata:
     """The inverse. What no front end of this version wrote is an empty note."""
     try:
         version, tenant, path, label, created, zipped, body = msgpack.unpackb(data, strict_map_key=True)
         if version != VERSION or not all(isinstance(text, str) for text in (tenant, path, label)):
-            return Note()
-        return Note(tenant, path, label, int(created), bytes(body), bool(zipped))
+            return RequestMetadata()
+        return RequestMetadata(tenant, path, label, int(created), bytes(body), bool(zipped))
     except (ValueError, TypeError, msgpack.UnpackException):
-        return Note()
+        return RequestMetadata()

@@ -12,13 +12,13 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from frontends.common.event_loop import Turn
+from frontends.common.event_loop import Coalescer
 from frontends.common.resumable.request_log import EngineRequest, RequestLog
 from inferengine.errors import InferEngineError
 from inferengine.sampling_params import SamplingParams
 
 
-class Engine(Protocol):
+class ResumableEngine(Protocol):
     """What the registry needs of an AsyncClient or EnginePool."""
 
     def submit(
@@ -31,12 +31,12 @@ class Engine(Protocol):
 class Registry:
     """Request logs by id. Whoever opens one reads it, and must leave it."""
 
-    def __init__(self, engine: Engine, resume_window_s: float, *, cancel_unread: bool = True) -> None:
+    def __init__(self, engine: ResumableEngine, resume_window_s: float, *, cancel_unread: bool = True) -> None:
         """`cancel_unread`: what nobody reads for the resume window is cancelled, not only forgotten once it ended."""
         self.resume_window_s = resume_window_s
         self._cancel_unread = cancel_unread
         self._engine = engine
-        self._turn = Turn()
+        self._coalescer = Coalescer()
         self._logs: dict[bytes, RequestLog] = {}
         self._timers: dict[bytes, asyncio.TimerHandle] = {}
 
@@ -55,7 +55,7 @@ class Registry:
         if log is None:
             request = self._engine.submit(prompt_ids, params, request_id=request_id, detached=detached, **arguments)
             note = arguments.get("note", b"")
-            log = RequestLog(request, self._turn, detached=detached, context_ids=context_ids, note=note)
+            log = RequestLog(request, self._coalescer, detached=detached, context_ids=context_ids, note=note)
         return self._read(log)
 
     def resume(self, request_id: bytes, n: int, *, detached: bool, context_ids: Sequence[int]) -> RequestLog:
@@ -64,7 +64,7 @@ class Registry:
         log = self._logs.get(request_id)
         if log is None:
             log = RequestLog(
-                self._engine.attach(request_id, (), n), self._turn, detached=detached, context_ids=context_ids
+                self._engine.attach(request_id, (), n), self._coalescer, detached=detached, context_ids=context_ids
             )
         return self._read(log)
 

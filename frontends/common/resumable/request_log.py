@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
 from typing import Protocol
 
-from frontends.common.event_loop import Turn
+from frontends.common.event_loop import Coalescer
 from inferengine.client import Delta, Finish, TokenLogprobs
 from inferengine.errors import InferEngineError
 from inferengine.wire.messages import Accept
@@ -55,12 +55,12 @@ class EngineRequest(Protocol):
 class ChoiceLog:
     """The tokens of one choice so far. While some reader waits, what arrives is taken in the turn, for all of them."""
 
-    def __init__(self, stream: TokenStream, turn: Turn) -> None:
+    def __init__(self, stream: TokenStream, coalescer: Coalescer) -> None:
         self.token_ids: list[int] = []
         self.logprobs: list[TokenLogprobs] | None = None
         self.finish: Finish | None = None
         self._stream = stream
-        self._turn = turn
+        self._coalescer = coalescer
         self._waiting: list[Callable[[], None]] = []
         self._is_listening = False
 
@@ -87,7 +87,7 @@ class ChoiceLog:
             self._is_listening = True
             self._stream.on_output(self._noted)
 
-    def take_turn(self) -> None:
+    def take_news(self) -> None:
         """What a stream brought becomes part of the log, and whoever waits for it is called."""
         self._is_listening = False
         self.catch_up()
@@ -118,7 +118,7 @@ class ChoiceLog:
         return self.finish
 
     def _noted(self) -> None:
-        self._turn.add(self)  # the message of the engine that is being read may have more
+        self._coalescer.add(self)  # the message of the engine that is being read may have more
 
 
 class LogView:
@@ -181,7 +181,7 @@ class RequestLog:
     def __init__(
         self,
         request: EngineRequest,
-        turn: Turn,
+        coalescer: Coalescer,
         *,
         detached: bool,
         context_ids: Sequence[int] = (),
@@ -194,13 +194,13 @@ class RequestLog:
         self.choices: list[ChoiceLog] = []
         self.num_readers = 0
         self._request = request
-        self._turn = turn
+        self._coalescer = coalescer
 
     async def accepted(self) -> Accept:
         """The engine's answer; `choices` is filled afterwards. Raises InferEngineError when it was refused."""
         accept = await self._request.accepted()
         if not self.choices:  # of two that waited, the first fills it
-            self.choices = [ChoiceLog(stream, self._turn) for stream in self._request.streams]
+            self.choices = [ChoiceLog(stream, self._coalescer) for stream in self._request.streams]
             self.note = accept.note if accept.attached else self.note
         return accept
 

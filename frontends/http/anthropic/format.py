@@ -37,7 +37,7 @@ class MessagesFormat:
     def __init__(self, chat: ChatRequest, message_id: str) -> None:
         self._chat = chat
         self._id = message_id
-        self._reader = chat.turn.reading.make_reader()
+        self._reader = chat.prompt.parser.make_reader()
         self._open: str | None = None  # what the open block is: text, thinking, or the number of a call
         self._num_blocks = 0
         self._begun = False
@@ -123,7 +123,7 @@ class MessagesFormat:
             self._open = None
 
     def _call_id(self, call: int) -> str:
-        return self._chat.turn.reading.call_id(self._id, 0, call)
+        return self._chat.prompt.parser.call_id(self._id, 0, call)
 
 
 def _event(kind: str, **values: Any) -> bytes:

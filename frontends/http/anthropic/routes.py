@@ -8,7 +8,7 @@ from functools import wraps
 from starlette.requests import Request
 from starlette.responses import Response
 
-from frontends.common.chat import read_turn
+from frontends.common.chat import read_chat_prompt
 from frontends.common.errors import rename_field, report, retry_after
 from frontends.http.anthropic.format import MessagesFormat, error_body
 from frontends.http.anthropic.request import NAMES, to_chat
@@ -17,7 +17,7 @@ from frontends.http.openai.chat import read_chat
 from frontends.http.openai.request_fields import read_json
 from frontends.http.respond import JsonBytes, answer
 from frontends.http.routes.tokenize import MAX_TOKENS
-from frontends.http.state import Service
+from frontends.http.state import HttpState
 from inferengine.errors import InferEngineError
 
 Endpoint = Callable[[Request], Awaitable[Response]]
@@ -44,7 +44,7 @@ def in_this_dialect(endpoint: Endpoint) -> Endpoint:
 @in_this_dialect
 async def messages(request: Request) -> Response:
     """Anthropic's Messages: text and tools, whole or as events."""
-    service: Service = request.app.state.service
+    service: HttpState = request.app.state.service
     body = await read_json(request, service.config.http.max_body_bytes)
     chat = await read_chat(service, to_chat(body), request.scope["request_id"])
     format = MessagesFormat(chat, f"msg_{chat.options.label}")
@@ -55,10 +55,10 @@ async def messages(request: Request) -> Response:
 @in_this_dialect
 async def count_tokens(request: Request) -> Response:
     """The tokens that the prompt of /v1/messages would have."""
-    service: Service = request.app.state.service
+    service: HttpState = request.app.state.service
     body = await read_json(request, service.config.http.max_body_bytes)
     chat = to_chat(body, counting=True)
     served = await service.model.get()
     dialect.check_model(chat, served)
-    turn = await read_turn(chat, served, service.config, most=MAX_TOKENS)
-    return JsonBytes({"input_tokens": len(turn.prompt_ids)})
+    prompt = await read_chat_prompt(chat, served, service.config, most=MAX_TOKENS)
+    return JsonBytes({"input_tokens": len(prompt.prompt_ids)})

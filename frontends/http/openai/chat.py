@@ -10,16 +10,16 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from frontends.common import json as fields
-from frontends.common.chat import Turn, read_turn
+from frontends.common.chat import ChatPrompt, read_chat_prompt
 from frontends.common.errors import rename_field
 from frontends.common.generation import Generation, Options
 from frontends.common.model import ServedModel
 from frontends.http.openai import request_fields as dialect
-from frontends.http.openai.format import Answer, ChatFormat, Format
+from frontends.http.openai.format import AnswerMetadata, ChatFormat, Format
 from frontends.http.openai.format_tools import MessageFormat
 from frontends.http.openai.request_fields import read_json
 from frontends.http.respond import answer
-from frontends.http.state import Service
+from frontends.http.state import HttpState
 from inferengine.config import LimitsConfig
 from inferengine.errors import InferEngineError, InvalidRequest
 from inferengine.sampling_params import SamplingParams
@@ -30,27 +30,27 @@ class ChatRequest:
     """A body in this dialect, read and checked."""
 
     served: ServedModel
-    turn: Turn
+    prompt: ChatPrompt
     params: SamplingParams
     options: Options
-    answer: Answer
+    answer: AnswerMetadata
 
-    def generation(self, service: Service, request: Request) -> Generation:
+    def generation(self, service: HttpState, request: Request) -> Generation:
         engines = service.engines_for(request, self.served)
-        return Generation(engines, self.served.tokenizer, [self.turn.prompt_ids], self.params, self.options)
+        return Generation(engines, self.served.tokenizer, [self.prompt.prompt_ids], self.params, self.options)
 
 
 async def chat_completions(request: Request) -> Response:
     """OpenAI's chat: messages through the model's chat template, tools, structured output, whole or as events."""
-    service: Service = request.app.state.service
+    service: HttpState = request.app.state.service
     body = await read_json(request, service.config.http.max_body_bytes)
     chat = await read_chat(service, body, request.scope["request_id"])
     reasoning = fields.flag(body, "include_reasoning", True)
     format: Format
-    if chat.turn.reading.is_plain:
+    if chat.prompt.parser.is_plain:
         format = ChatFormat(chat.answer, chat.params.n)
     else:
-        format = MessageFormat(chat.answer, chat.params.n, chat.turn.reading, include_reasoning=reasoning)
+        format = MessageFormat(chat.answer, chat.params.n, chat.prompt.parser, include_reasoning=reasoning)
     stream = chat.answer.streaming.stream
     try:
         return await answer(service, request, chat.generation(service, request), format, stream=stream)
@@ -60,7 +60,7 @@ async def chat_completions(request: Request) -> Response:
         raise
 
 
-async def read_chat(service: Service, body: dict[str, Any], request_id: str) -> ChatRequest:
+async def read_chat(service: HttpState, body: dict[str, Any], request_id: str) -> ChatRequest:
     """Raises InvalidRequest naming the field."""
     config = service.config
     served = await service.served()
@@ -77,16 +77,16 @@ async def read_chat(service: Service, body: dict[str, Any], request_id: str) -> 
     label = dialect.read_label(body, request_id)
     options = dialect.read_options(body, config, label=label, continues_prompt=False)
     keep = dialect.read_truncation(body, served, max_tokens)
-    turn = await read_turn(body, served, config, options.grammar, last=keep)
-    turn = replace(turn, prompt_ids=dialect.truncate(turn.prompt_ids, keep))
-    if turn.grammar is not options.grammar:
-        options = replace(options, grammar=turn.grammar, grammar_field="tools")
-    if turn.reading.keeps_special_tokens:
+    prompt = await read_chat_prompt(body, served, config, options.grammar, last=keep)
+    prompt = replace(prompt, prompt_ids=dialect.truncate(prompt.prompt_ids, keep))
+    if prompt.grammar is not options.grammar:
+        options = replace(options, grammar=prompt.grammar, grammar_field="tools")
+    if prompt.parser.keeps_special_tokens:
         params = params.replace(skip_special_tokens=False)
     if (prompt_logprobs := dialect.read_prompt_logprobs(body, streaming, config.limits)) is not None:
         params = params.replace(prompt_logprobs=prompt_logprobs)
     created = int(time.time())
-    reply = Answer(
+    reply = AnswerMetadata(
         f"chatcmpl-{label}",
         created,
         body.get("model") or served.name,
@@ -96,7 +96,7 @@ async def read_chat(service: Service, body: dict[str, Any], request_id: str) -> 
         logprobs,
         prompt_logprobs,
     )
-    return ChatRequest(served, turn, params, options, reply)
+    return ChatRequest(served, prompt, params, options, reply)
 
 
 def _read_logprobs(body: dict[str, Any], limits: LimitsConfig) -> int | None:

@@ -13,17 +13,17 @@ from frontends.common import json as fields
 from frontends.common.generation import Generation
 from frontends.common.model import ServedModel
 from frontends.http.openai import request_fields as dialect
-from frontends.http.openai.format import Answer, CompletionFormat
+from frontends.http.openai.format import AnswerMetadata, CompletionFormat
 from frontends.http.openai.request_fields import read_json
 from frontends.http.respond import answer
-from frontends.http.state import Service
+from frontends.http.state import HttpState
 from inferengine.config import LimitsConfig
 from inferengine.errors import InvalidRequest
 
 
 async def completions(request: Request) -> Response:
     """OpenAI's completions: text or token ids in, text out, whole or as events."""
-    service: Service = request.app.state.service
+    service: HttpState = request.app.state.service
     config = service.config
     body = await read_json(request, config.http.max_body_bytes)
     served = await service.served()
@@ -47,7 +47,7 @@ async def completions(request: Request) -> Response:
     texts = _echoed(body["prompt"], prompts, served) if echo else None
     num_choices = len(prompts) * params.n
     created = int(time.time())
-    reply = Answer(
+    reply = AnswerMetadata(
         f"cmpl-{label}",
         created,
         body.get("model") or served.name,

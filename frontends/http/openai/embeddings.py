@@ -18,7 +18,7 @@ from frontends.http.openai import request_fields as dialect
 from frontends.http.openai.completions import prompt_names, read_prompts
 from frontends.http.openai.request_fields import read_json
 from frontends.http.spans import describe_embeddings
-from frontends.http.state import Service
+from frontends.http.state import HttpState
 from inferengine.client import Embedding
 from inferengine.errors import InferEngineError, InvalidRequest
 from inferengine.sampling_params import POOLINGS
@@ -40,7 +40,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
 
 async def embeddings(request: Request) -> Response:
     """`input` (text, list of texts, token ids, list of lists of token ids) as vectors of length 1."""
-    service: Service = request.app.state.service
+    service: HttpState = request.app.state.service
     config = service.config
     body = await read_json(request, config.http.max_body_bytes)
     served = await service.served()

@@ -102,7 +102,7 @@ def _finite(logprob: float) -> float:
     return logprob if logprob > LEAST else LEAST  # false for NaN too
 
 
-class Answer(NamedTuple):
+class AnswerMetadata(NamedTuple):
     """What all chunks of one answer have in common. `logprobs`: alternatives asked for, None for no logprobs."""
 
     id: str
@@ -148,7 +148,7 @@ def usage_object(usage: Usage) -> dict[str, Any]:
 class Chunks:
     """The envelope around a chunk's choice."""
 
-    def __init__(self, answer: Answer, kind: str) -> None:
+    def __init__(self, answer: AnswerMetadata, kind: str) -> None:
         self._answer = answer
         head = dumps({"id": answer.id, "object": kind, "created": answer.created, "model": answer.model})
         self.head = b"data: " + head[:-1] + b',"choices":['
@@ -173,7 +173,7 @@ class Chunks:
         return tail if not more else b"]," + dumps(more)[1:-1] + (tail[1:] if tail != b"]}\n\n" else b"}\n\n")
 
 
-def _is_plain(answer: Answer) -> bool:
+def _is_plain(answer: AnswerMetadata) -> bool:
     """Whether chunks carry text and nothing else until the last one."""
     return answer.logprobs is None and not answer.extras.token_ids and not answer.streaming.continuous_usage
 
@@ -181,7 +181,7 @@ def _is_plain(answer: Answer) -> bool:
 class CompletionFormat:
     """/v1/completions. `echo`: the prompt's text to put before each choice, by prompt; None without echo."""
 
-    def __init__(self, answer: Answer, echo: Sequence[str] | None, num_prompts: int, num_choices: int) -> None:
+    def __init__(self, answer: AnswerMetadata, echo: Sequence[str] | None, num_prompts: int, num_choices: int) -> None:
         self._answer = answer
         self._echo = echo
         self._per_prompt = num_choices // num_prompts
@@ -282,7 +282,7 @@ class CompletionFormat:
 class ChatFormat:
     """/v1/chat/completions."""
 
-    def __init__(self, answer: Answer, num_choices: int) -> None:
+    def __init__(self, answer: AnswerMetadata, num_choices: int) -> None:
         self._answer = answer
         self._chunks = Chunks(answer, "chat.completion.chunk")
         self._plain = _is_plain(answer)
@@ -343,7 +343,7 @@ class ChatFormat:
         return self._chunks.chunk(generation, entry, {}, choice.num_tokens - piece.num_tokens)
 
 
-def chat_logprobs(answer: Answer, token_ids: Sequence[int], rows: Any) -> dict[str, Any] | None:
+def chat_logprobs(answer: AnswerMetadata, token_ids: Sequence[int], rows: Any) -> dict[str, Any] | None:
     """As a choice of a chat tells them; None where nobody asked."""
     if answer.logprobs is None:
         return None
@@ -351,7 +351,7 @@ def chat_logprobs(answer: Answer, token_ids: Sequence[int], rows: Any) -> dict[s
 
 
 def chat_document(
-    answer: Answer,
+    answer: AnswerMetadata,
     outputs: Sequence[Output],
     messages: Sequence[dict[str, Any]],
     reasons: Sequence[str | None],

@@ -11,8 +11,8 @@ from typing import Any
 from frontends.common.errors import error_object
 from frontends.common.generation import Choice, Generation, Output, Piece, Usage
 from frontends.common.json import DONE, event
-from frontends.common.output_parsing import Reading, finish_reason
-from frontends.http.openai.format import Answer, Chunks, chat_document, chat_logprobs
+from frontends.common.output_parsing import OutputParser, finish_reason
+from frontends.http.openai.format import AnswerMetadata, Chunks, chat_document, chat_logprobs
 from inferengine.errors import InferEngineError
 from inferengine.text.output_parser import MessageReader
 from inferengine.text.tool_parsers.base import CallDelta, Content, Part, Reasoning
@@ -21,9 +21,11 @@ from inferengine.text.tool_parsers.base import CallDelta, Content, Part, Reasoni
 class MessageFormat:
     """/v1/chat/completions with tools, or of a model that thinks."""
 
-    def __init__(self, answer: Answer, num_choices: int, reading: Reading, *, include_reasoning: bool = True) -> None:
+    def __init__(
+        self, answer: AnswerMetadata, num_choices: int, parser: OutputParser, *, include_reasoning: bool = True
+    ) -> None:
         self._answer = answer
-        self._reading = reading
+        self._parser = parser
         self._include_reasoning = include_reasoning
         self._chunks = Chunks(answer, "chat.completion.chunk")
         self._readers: list[MessageReader | None] = [None] * num_choices
@@ -32,7 +34,7 @@ class MessageFormat:
         chunks: list[bytes] = []
         reader = self._readers[choice.index]
         if reader is None:
-            reader = self._readers[choice.index] = self._reading.make_reader()
+            reader = self._readers[choice.index] = self._parser.make_reader()
             more = {"prompt_token_ids": list(choice.prompt_ids)} if self._answer.extras.token_ids else {}
             first = {"role": "assistant", "content": ""}
             chunks.append(self._chunk(generation, choice, first, None, more, behind=choice.num_tokens))
@@ -59,7 +61,7 @@ class MessageFormat:
     def document(self, outputs: Sequence[Output], usage: Usage) -> dict[str, Any]:
         messages, reasons = [], []
         for output in outputs:
-            message = self._reading.make_reader().read(output.text)
+            message = self._parser.make_reader().read(output.text)
             shown: dict[str, Any] = {"role": "assistant", "content": message.content, "refusal": None}
             if message.reasoning and self._include_reasoning:
                 shown["reasoning_content"] = message.reasoning
@@ -67,7 +69,7 @@ class MessageFormat:
                 shown["content"] = message.content or None
                 shown["tool_calls"] = [
                     {
-                        "id": self._reading.call_id(self._answer.id, output.choice.index, place),
+                        "id": self._parser.call_id(self._answer.id, output.choice.index, place),
                         "type": "function",
                         "function": {"name": name, "arguments": arguments},
                     }
@@ -84,7 +86,7 @@ class MessageFormat:
             case Reasoning(text):
                 return {"reasoning_content": text} if self._include_reasoning else None
             case CallDelta():
-                return {"tool_calls": [self._reading.call_entry(self._answer.id, choice.index, part)]}
+                return {"tool_calls": [self._parser.call_entry(self._answer.id, choice.index, part)]}
 
     def _chunk(
         self,

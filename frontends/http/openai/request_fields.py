@@ -16,7 +16,7 @@ from starlette.requests import ClientDisconnect, Request
 
 from frontends.common import json as fields
 from frontends.common.generation import Options
-from frontends.common.json import Beside, parse_object
+from frontends.common.json import OffLoop, parse_object
 from frontends.common.model import ServedModel
 from inferengine.config import Config, LimitsConfig
 from inferengine.errors import InferEngineError, InvalidRequest
@@ -271,8 +271,8 @@ async def read_json(request: Request, most_bytes: int) -> dict[str, Any]:
         raise InferEngineError("request_timeout", "The body did not arrive within http.body_timeout_s.") from None
     except ClientDisconnect:
         raise InferEngineError("cancelled", "The client went away.") from None
-    beside: Beside = request.app.state.service.beside
-    document = await beside.do(len(body), parse_object, body)
+    off_loop: OffLoop = request.app.state.service.off_loop
+    document = await off_loop.run(len(body), parse_object, body)
     request.scope["body"], request.scope["document"] = body, document  # for whoever keeps or limits this request
     return document
 

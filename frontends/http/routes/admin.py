@@ -15,7 +15,7 @@ from starlette.routing import Route
 from frontends.common import json as fields
 from frontends.http.openai.request_fields import read_json
 from frontends.http.respond import JsonBytes
-from frontends.http.state import Service
+from frontends.http.state import HttpState
 from inferengine.client import AsyncClient
 from inferengine.errors import InferEngineError, InvalidRequest
 from inferengine.wire.messages import DRAINING
@@ -36,7 +36,7 @@ async def profile(request: Request) -> Response:
     return Response(result["trace"], media_type="application/gzip", headers=headers)
 
 
-def _engine(service: Service, name: str) -> AsyncClient:
+def _engine(service: HttpState, name: str) -> AsyncClient:
     connected = {client.welcome.engine: client for client in service.engines.clients if client.connected}
     if not connected:
         raise InferEngineError("engine_unavailable", "No engine is connected.", retry_after_s=1.0)
@@ -56,7 +56,7 @@ def _number(name: str, text: str) -> int | float:
 
 async def pause(request: Request) -> Response:
     """Take no more requests; what runs goes on. `?wait=true`: answered when it has ended."""
-    service: Service = request.app.state.service
+    service: HttpState = request.app.state.service
     results = await _all(service, "drain", exit=False)
     if request.query_params.get("wait") == "true":
         try:
@@ -127,7 +127,7 @@ PATHS = frozenset(route.path for route in ROUTES)
 
 async def _adapter_name(request: Request) -> str:
     """No path of a request is ever opened: `lora_path` may only say the name again."""
-    service: Service = request.app.state.service
+    service: HttpState = request.app.state.service
     body = await read_json(request, service.config.http.max_body_bytes)
     name = fields.string(body, "lora_name")
     if not name:
@@ -137,7 +137,7 @@ async def _adapter_name(request: Request) -> str:
     return name
 
 
-async def _all(service: Service, op: str, **arguments: Any) -> dict[str, Any]:
+async def _all(service: HttpState, op: str, **arguments: Any) -> dict[str, Any]:
     """The operation's result on each connected engine, by the engine's name; an engine that refuses says why."""
     clients = [client for client in service.engines.clients if client.connected]
     if not clients:
@@ -155,6 +155,6 @@ async def _all(service: Service, op: str, **arguments: Any) -> dict[str, Any]:
     return {client.welcome.engine: result for client, result in zip(clients, results, strict=True)}
 
 
-async def _until_idle(service: Service) -> None:
+async def _until_idle(service: HttpState) -> None:
     while any(int(figures.get("active_requests", 0)) for figures in (await _all(service, "stats")).values()):
         await asyncio.sleep(0.05)

@@ -20,7 +20,7 @@ from frontends.http.openai import request_fields as dialect
 from frontends.http.openai.format import usage_object
 from frontends.http.openai.request_fields import read_json
 from frontends.http.respond import JsonBytes, answer
-from frontends.http.state import Service
+from frontends.http.state import HttpState
 from inferengine.errors import InferEngineError, InvalidRequest
 
 DEFAULT_NEW_TOKENS = 64
@@ -30,7 +30,7 @@ async def generate(request: Request) -> Response:
     """`prompt` to exactly `max_new_tokens` tokens, greedy unless asked otherwise.
 
     400 past the model's length, 422 for a field of the wrong type or range, 429 when no pool could hold it."""
-    service: Service = request.app.state.service
+    service: HttpState = request.app.state.service
     started = time.monotonic()
     body = await read_json(request, service.config.http.max_body_bytes)
     served = await service.served()
@@ -78,7 +78,7 @@ INFER_MAX_TOKENS = 128
 
 async def generate_text(request: Request) -> Response:
     """`prompt` and `max_tokens`, both required, to the text with its prompt."""
-    service: Service = request.app.state.service
+    service: HttpState = request.app.state.service
     body = await read_json(request, service.config.http.max_body_bytes)
     served = await service.served()
     for name in ("prompt", "max_tokens"):
@@ -114,7 +114,7 @@ async def generate_text(request: Request) -> Response:
 
 async def infer(request: Request) -> Response:
     """Events `token`, then `done` or `error`. 422 for another model or unknown fields."""
-    service: Service = request.app.state.service
+    service: HttpState = request.app.state.service
     body = await read_json(request, service.config.http.max_body_bytes)
     served = await service.served()
     try:

@@ -10,7 +10,7 @@ from starlette.responses import Response
 from frontends.common.engine_stats import CONTENT_TYPE, metrics_text, stats_document
 from frontends.common.errors import scrubbed
 from frontends.http.respond import JsonBytes
-from frontends.http.state import Service
+from frontends.http.state import HttpState
 from inferengine import __version__
 from inferengine.client.pool import EngineHealth
 from inferengine.errors import InferEngineError
@@ -19,13 +19,13 @@ from inferengine.wire.messages import PROTOCOL_MAJOR, PROTOCOL_MINOR, READY, STO
 
 async def models(request: Request) -> Response:
     """What is served: the model and its LoRA adapters."""
-    service: Service = request.app.state.service
+    service: HttpState = request.app.state.service
     return JsonBytes({"object": "list", "data": await _model_cards(service)})
 
 
 async def model(request: Request) -> Response:
     """One of them; 404 for any other name."""
-    service: Service = request.app.state.service
+    service: HttpState = request.app.state.service
     card = next((card for card in await _model_cards(service) if card["id"] == request.path_params["model"]), None)
     if card is None:
         name = scrubbed(request.path_params["model"][:200])
@@ -35,7 +35,7 @@ async def model(request: Request) -> Response:
 
 async def health(request: Request) -> Response:
     """200 while an engine is connected whose loop turns, loading included; 503 otherwise."""
-    service: Service = request.app.state.service
+    service: HttpState = request.app.state.service
     engines = [_engine_health(service, item) for item in service.engines.health()]
     good = any(engine["healthy"] for engine in engines)
     return JsonBytes({"status": "ok" if good else "unhealthy", "engines": engines}, 200 if good else 503)
@@ -43,7 +43,7 @@ async def health(request: Request) -> Response:
 
 async def ready(request: Request) -> Response:
     """200 when a request sent now would be taken; 503 with the reason otherwise."""
-    service: Service = request.app.state.service
+    service: HttpState = request.app.state.service
     if service.draining:
         return _not_ready("this front end is draining")
     states = [item.state for item in service.engines.health() if item.connected]
@@ -65,7 +65,7 @@ async def version(request: Request) -> Response:
 
 async def load(request: Request) -> Response:
     """What runs and waits now, from the engines' last STATUS, and what this worker answers."""
-    service: Service = request.app.state.service
+    service: HttpState = request.app.state.service
     running = waiting = 0
     for item in service.engines.health():
         status = item.status or {}
@@ -76,7 +76,7 @@ async def load(request: Request) -> Response:
 
 async def stats(request: Request) -> Response:
     """The engine's live figures. With several engines: of the first, and of each under `engines`."""
-    service: Service = request.app.state.service
+    service: HttpState = request.app.state.service
     document = await stats_document(service.engines)
     document.setdefault("config", service.config.resolved())
     document["http"] = {"active_requests": service.num_calls, "worker": service.metrics.cells.worker}
@@ -87,12 +87,12 @@ async def stats(request: Request) -> Response:
 
 async def metrics(request: Request) -> Response:
     """Prometheus text: the engines' own figures, then those of this front end's workers."""
-    service: Service = request.app.state.service
+    service: HttpState = request.app.state.service
     text = await metrics_text(service.engines, service.metrics)
     return Response(text, headers={"content-type": CONTENT_TYPE})
 
 
-async def _model_cards(service: Service) -> list[dict[str, Any]]:
+async def _model_cards(service: HttpState) -> list[dict[str, Any]]:
     """The model, then its LoRA adapters. Told from memory while the engine is away."""
     served = service.model.served
     if served is None or service.engines.connected:
@@ -109,7 +109,7 @@ async def _model_cards(service: Service) -> list[dict[str, Any]]:
     return [card, *({**card, "id": name, "parent": served.name} for name in served.info.adapters)]
 
 
-def _engine_health(service: Service, item: EngineHealth) -> dict[str, Any]:
+def _engine_health(service: HttpState, item: EngineHealth) -> dict[str, Any]:
     frozen = item.loop_age_ms is not None and item.loop_age_ms > service.config.engine.frozen_after_s * 1000
     return {
         "connected": item.connected,

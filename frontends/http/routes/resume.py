@@ -11,18 +11,18 @@ from starlette.types import Message
 
 from frontends.common.auth import ANYBODY, ApiKey
 from frontends.common.json import parse_object
-from frontends.common.resumable.metadata import Note, read_note
+from frontends.common.resumable.metadata import RequestMetadata, unpack_metadata
 from frontends.http.detached import StreamState, read_position, read_stream_id
-from frontends.http.state import Service
+from frontends.http.state import HttpState
 from inferengine.errors import InferEngineError
 
 
 async def read_stream(request: Request) -> Response:
     """What the POST would have answered, from `Last-Event-ID` on. Its request is replayed against the engine's log."""
-    service: Service = request.app.state.service
+    service: HttpState = request.app.state.service
     text = request.path_params["id"]
     state = StreamState(read_stream_id(text), read_position(request.headers.get("last-event-id"), text))
-    note = await _note_of(service, request, state)
+    note = await _metadata_of(service, request, state)
     route = next((one for one in request.app.routes if isinstance(one, Route) and one.path == note.path), None)
     body = note.request_body(service.config.http.max_body_bytes)
     if route is None or not body:
@@ -37,15 +37,15 @@ async def read_stream(request: Request) -> Response:
 
 async def cancel_stream(request: Request) -> Response:
     """End it in the engine. Readers see their choices end with `abort`."""
-    service: Service = request.app.state.service
+    service: HttpState = request.app.state.service
     state = StreamState(read_stream_id(request.path_params["id"]), read_position(None, ""))
-    note = await _note_of(service, request, state)
+    note = await _metadata_of(service, request, state)
     for prompt in range(_num_prompts(note, service.config.http.max_body_bytes)):
         service.engines.cancel_request(state.request_id(prompt))
     return Response(status_code=204)
 
 
-async def _note_of(service: Service, request: Request, state: StreamState) -> Note:
+async def _metadata_of(service: HttpState, request: Request, state: StreamState) -> RequestMetadata:
     """Raises not_found for a stream that no engine has, or that is another tenant's."""
     key: ApiKey = request.scope.get("api_key", ANYBODY)
     log = service.registry.resume(state.id, 1, detached=True, context_ids=())
@@ -55,13 +55,13 @@ async def _note_of(service: Service, request: Request, state: StreamState) -> No
         known = True
     finally:
         service.registry.leave(log, forget=not known)
-    note = read_note(log.note)
+    note = unpack_metadata(log.note)
     if note.tenant != key.tenant:
         raise InferEngineError("not_found", "There is no such stream.")
     return note
 
 
-def _num_prompts(note: Note, most_body_bytes: int) -> int:
+def _num_prompts(note: RequestMetadata, most_body_bytes: int) -> int:
     try:
         prompt = parse_object(note.request_body(most_body_bytes)).get("prompt")
     except InferEngineError:

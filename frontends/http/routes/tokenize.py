@@ -9,12 +9,12 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from frontends.common import json as fields
-from frontends.common.chat import read_turn
+from frontends.common.chat import read_chat_prompt
 from frontends.common.json import dumps
 from frontends.http.openai import request_fields as dialect
 from frontends.http.openai.request_fields import read_json
 from frontends.http.respond import JsonBytes
-from frontends.http.state import Service
+from frontends.http.state import HttpState
 from inferengine.errors import InvalidRequest
 from inferengine.text import Tokenizer
 
@@ -24,14 +24,14 @@ PART_TOKENS = 5000
 
 async def tokenize(request: Request) -> Response:
     """`prompt`, or `messages` through the chat template, as token ids."""
-    service: Service = request.app.state.service
+    service: HttpState = request.app.state.service
     body = await read_json(request, service.config.http.max_body_bytes)
     served = await service.model.get()
     dialect.check_model(body, served)
     if body.get("messages") is not None:
         if body.get("prompt") is not None:
             raise InvalidRequest("prompt", "cannot be combined with messages")
-        token_ids: Sequence[int] = (await read_turn(body, served, service.config, most=MAX_TOKENS)).prompt_ids
+        token_ids: Sequence[int] = (await read_chat_prompt(body, served, service.config, most=MAX_TOKENS)).prompt_ids
     else:
         prompt = fields.string(body, "prompt")
         if prompt is None:
@@ -50,7 +50,7 @@ async def tokenize(request: Request) -> Response:
 
 async def detokenize(request: Request) -> Response:
     """`tokens` as a text, special tokens included unless `skip_special_tokens` says otherwise."""
-    service: Service = request.app.state.service
+    service: HttpState = request.app.state.service
     body = await read_json(request, service.config.http.max_body_bytes)
     served = await service.model.get()
     dialect.check_model(body, served)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from frontends.common.json import LARGE, MOST_CONTAINERS, Beside, TooManyContainers, parse
+from frontends.common.json import LARGE, MOST_CONTAINERS, OffLoop, TooManyContainers, parse
 
 
 def filler(seed: int) -> Any:
@@ -61,7 +61,7 @@ def test_others_go_on_while_a_large_body_is_read() -> None:
     body = json.dumps([128_000] * 250_000)
 
     async def turns_meanwhile() -> int:
-        reading = asyncio.ensure_future(Beside().do(len(body), parse, body))
+        reading = asyncio.ensure_future(OffLoop().run(len(body), parse, body))
         turns = 0
         while not reading.done():
             await asyncio.sleep(0.001)
@@ -74,7 +74,7 @@ def test_others_go_on_while_a_large_body_is_read() -> None:
 
 def test_a_small_body_is_read_at_once() -> None:
     async def read() -> bool:
-        reading = asyncio.ensure_future(Beside().do(2, parse, "{}"))
+        reading = asyncio.ensure_future(OffLoop().run(2, parse, "{}"))
         await asyncio.sleep(0)
         return reading.done()
 
@@ -92,7 +92,7 @@ def test_large_ones_are_read_one_after_the_other() -> None:
         return number
 
     async def read() -> list[int]:
-        beside = Beside()
-        return await asyncio.gather(*(beside.do(LARGE, work, number) for number in range(8)))
+        off_loop = OffLoop()
+        return await asyncio.gather(*(off_loop.run(LARGE, work, number) for number in range(8)))
 
     assert asyncio.run(read()) == list(range(8))

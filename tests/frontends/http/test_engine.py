@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from frontends.http.app import make_app, make_service
-from frontends.http.state import Service
+from frontends.http.state import HttpState
 from inferengine.core.step_plan import StepPlan
 from inferengine.engine.core import StepFailed
 from inferengine.engine.service import EngineService
@@ -57,7 +57,7 @@ def serve(**service: Any) -> Iterator[Served]:
                 front.stop()
 
 
-async def opened(service: Service) -> bool:
+async def opened(service: HttpState) -> bool:
     """Whether the engine is there at the moment when a new front end opens its door."""
     asked: asyncio.Queue[Any] = asyncio.Queue()
     answered: asyncio.Queue[Any] = asyncio.Queue()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from starlette.types import Message
 
-from frontends.common.event_loop import Turn
+from frontends.common.event_loop import Coalescer
 from frontends.common.generation import Choice, Piece
 from frontends.http.event_writer import Relay
 from inferengine.client import Stream
@@ -73,7 +73,7 @@ class Line:
         stream = Stream(client, self.collector)
         self.choice = Choice(0, [1], stream, TextStream(TOKENIZER, stop=stop))
         generation: Any = None
-        relay = Relay(generation, self.choice, stream, self.format, socket.send, Turn())
+        relay = Relay(generation, self.choice, stream, self.format, socket.send, Coalescer())
         self.running = asyncio.ensure_future(relay.run())
 
     async def feed(self, token_ids: list[int], size: int = 1) -> None:

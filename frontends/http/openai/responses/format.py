@@ -28,7 +28,7 @@ class ResponsesFormat:
         self._chat = chat
         self._keep = keep
         self._response = {**envelope, "status": "in_progress", "output": []}
-        self._reader = chat.turn.reading.make_reader()
+        self._reader = chat.prompt.parser.make_reader()
         self._items: list[dict[str, Any]] = []
         self._open = False  # the last item is still being written
         self._kind = ""  # of the last item; a call's has its number
@@ -115,7 +115,7 @@ class ResponsesFormat:
                 if self._kind != f"call {call}":
                     answer_id = self._response["id"]
                     fields = {
-                        "call_id": self._chat.turn.reading.call_id(answer_id, 0, call),
+                        "call_id": self._chat.prompt.parser.call_id(answer_id, 0, call),
                         "name": name,
                         "arguments": "",
                     }

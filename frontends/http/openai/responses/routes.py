@@ -23,7 +23,7 @@ from frontends.http.openai.responses.format import ResponsesFormat, as_messages
 from frontends.http.openai.responses.request import NAMES, read_input, to_chat
 from frontends.http.openai.responses.store import Stored
 from frontends.http.respond import JsonBytes, answer
-from frontends.http.state import Service
+from frontends.http.state import HttpState
 from inferengine.errors import InferEngineError, InvalidRequest
 
 logger = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ def with_own_names(endpoint: Endpoint) -> Endpoint:
 @with_own_names
 async def create(request: Request) -> Response:
     """OpenAI's Responses: whole, as events, or in the background."""
-    service: Service = request.app.state.service
+    service: HttpState = request.app.state.service
     body = await read_json(request, service.config.http.max_body_bytes)
     tenant = _tenant(request)
     background, store = fields.flag(body, "background"), fields.flag(body, "store", True)
@@ -88,7 +88,7 @@ async def create(request: Request) -> Response:
 
 async def get(request: Request) -> Response:
     """A stored response."""
-    service: Service = request.app.state.service
+    service: HttpState = request.app.state.service
     if request.query_params.get("stream") == "true":
         raise InvalidRequest("stream", "a stored response is not streamed", code="unsupported")
     return JsonBytes(service.responses.get(request.path_params["id"], _tenant(request)).document)
@@ -96,7 +96,7 @@ async def get(request: Request) -> Response:
 
 async def cancel(request: Request) -> Response:
     """End a response that is made in the background; one that has ended stays as it is."""
-    service: Service = request.app.state.service
+    service: HttpState = request.app.state.service
     stored = service.responses.get(request.path_params["id"], _tenant(request))
     if not stored.document.get("background"):
         raise InvalidRequest("id", "only responses made in the background can be cancelled")
@@ -110,7 +110,7 @@ async def cancel(request: Request) -> Response:
 
 async def delete(request: Request) -> Response:
     """Forget a stored response."""
-    service: Service = request.app.state.service
+    service: HttpState = request.app.state.service
     stored = service.responses.get(request.path_params["id"], _tenant(request))
     service.responses.delete(request.path_params["id"], _tenant(request))
     if stored.unfinished and stored.task is None:  # after that: its worker keeps what is not deleted
@@ -118,7 +118,9 @@ async def delete(request: Request) -> Response:
     return JsonBytes({"id": request.path_params["id"], "object": "response", "deleted": True})
 
 
-async def _in_background(service: Service, generation: Generation, format: ResponsesFormat, stored: Stored) -> Response:
+async def _in_background(
+    service: HttpState, generation: Generation, format: ResponsesFormat, stored: Stored
+) -> Response:
     """Answer at once; the response is made when the engine gets to it, whether anybody asks for it or not."""
     try:
         await generation.accepted()
@@ -133,7 +135,7 @@ async def _in_background(service: Service, generation: Generation, format: Respo
     return JsonBytes(stored.document)
 
 
-async def _make(service: Service, generation: Generation, format: ResponsesFormat, stored: Stored) -> None:
+async def _make(service: HttpState, generation: Generation, format: ResponsesFormat, stored: Stored) -> None:
     stored.document = {**stored.document, "status": "in_progress"}
     service.responses.put(stored)
     try:
@@ -149,7 +151,7 @@ async def _make(service: Service, generation: Generation, format: ResponsesForma
         format.failure(unexpected())
 
 
-async def _cancel_elsewhere(service: Service, stored: Stored) -> None:
+async def _cancel_elsewhere(service: HttpState, stored: Stored) -> None:
     """Another worker makes it: end it in the engine, and wait until that worker has heard of it."""
     service.engines.cancel_request(stored.request_id)
     until_s = time.monotonic() + CANCEL_S

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 
-from frontends.common.event_loop import SLICE_S, Turn
+from frontends.common.event_loop import SLICE_S, Coalescer
 
 
 class Reader:
     def __init__(self, name: str, log: list[str], clock: Clock, costs_s: float = 0.0) -> None:
         self.name, self.log, self.clock, self.costs_s = name, log, clock, costs_s
 
-    def take_turn(self) -> None:
+    def take_news(self) -> None:
         self.log.append(self.name)
         self.clock.now += self.costs_s
 
@@ -33,12 +33,12 @@ def test_all_that_is_noted_has_its_turn_when_the_loop_comes_round() -> None:
     async def run() -> list[str]:
         log: list[str] = []
         clock = Clock()
-        turn = Turn(clock)
+        coalescer = Coalescer(clock)
         for name in "abc":
-            turn.add(Reader(name, log, clock))
+            coalescer.add(Reader(name, log, clock))
         assert log == []
         await turns()
-        turn.add(Reader("d", log, clock))
+        coalescer.add(Reader("d", log, clock))
         await turns()
         return log
 
@@ -49,11 +49,11 @@ def test_a_long_turn_is_cut_and_goes_on_behind_what_else_is_due() -> None:
     async def run() -> list[str]:
         log: list[str] = []
         clock = Clock()
-        turn = Turn(clock)
+        coalescer = Coalescer(clock)
         for name in "abc":
-            turn.add(Reader(name, log, clock, costs_s=SLICE_S * 2))
+            coalescer.add(Reader(name, log, clock, costs_s=SLICE_S * 2))
         asyncio.get_running_loop().call_soon(log.append, "a request")
-        asyncio.get_running_loop().call_soon(turn.add, Reader("d", log, clock))
+        asyncio.get_running_loop().call_soon(coalescer.add, Reader("d", log, clock))
         await turns()
         return log
 

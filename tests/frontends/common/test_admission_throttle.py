@@ -5,19 +5,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 
-from frontends.common.event_loop import Line
+from frontends.common.event_loop import AdmissionThrottle
 
 
-async def begin(line: Line, name: str, log: list[str]) -> None:
-    await line.wait()
+async def begin(throttle: AdmissionThrottle, name: str, log: list[str]) -> None:
+    await throttle.wait()
     log.append(name)
 
 
 def test_without_a_crowd_nobody_waits() -> None:
     async def run() -> list[str]:
-        line, log = Line(1), list[str]()
+        throttle, log = AdmissionThrottle(1), list[str]()
         for name in "abc":
-            beginning = begin(line, name, log)
+            beginning = begin(throttle, name, log)
             with contextlib.suppress(StopIteration):  # to its end without a pause
                 beginning.send(None)
             beginning.close()
@@ -30,8 +30,8 @@ def test_without_a_crowd_nobody_waits() -> None:
 
 def test_a_crowd_begins_a_few_in_a_round_and_lets_others_in_between() -> None:
     async def run() -> tuple[list[str], list[int]]:
-        line, log, begun = Line(2), list[str](), list[int]()
-        tasks = [asyncio.create_task(begin(line, name, log)) for name in "abcdefg"]
+        throttle, log, begun = AdmissionThrottle(2), list[str](), list[int]()
+        tasks = [asyncio.create_task(begin(throttle, name, log)) for name in "abcdefg"]
         while len(log) < 7:
             await asyncio.sleep(0)
             begun.append(len(log))
@@ -45,8 +45,8 @@ def test_a_crowd_begins_a_few_in_a_round_and_lets_others_in_between() -> None:
 
 def test_one_that_leaves_the_line_holds_up_nobody() -> None:
     async def run() -> list[str]:
-        line, log = Line(1), list[str]()
-        tasks = [asyncio.create_task(begin(line, name, log)) for name in "abc"]
+        throttle, log = AdmissionThrottle(1), list[str]()
+        tasks = [asyncio.create_task(begin(throttle, name, log)) for name in "abc"]
         await asyncio.sleep(0)
         tasks[1].cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

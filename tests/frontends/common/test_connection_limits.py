@@ -17,16 +17,16 @@ from frontends.common.connection_limits import (
     BODY,
     HEAD,
     IDLE,
-    Connection,
-    Connections,
-    Limits,
-    Refusals,
+    ConnectionLimits,
+    ConnectionTracker,
+    RefusalMetrics,
+    TrackedConnection,
     raise_file_limit,
     room_for_connections,
 )
 from frontends.common.event_loop import Server
 
-LIMITS = Limits(header_s=10, body_progress_s=15, idle_s=75, most=8)
+LIMITS = ConnectionLimits(header_s=10, body_progress_s=15, idle_s=75, most=8)
 
 
 class Transport:
@@ -49,19 +49,19 @@ class Transport:
 class House:
     """Connections with a clock of their own."""
 
-    def __init__(self, limits: Limits = LIMITS) -> None:
+    def __init__(self, limits: ConnectionLimits = LIMITS) -> None:
         self.now = 100.0
-        self.refusals = Refusals("inferengine_http")
-        self.connections = Connections(limits, self.refusals, lambda: self.now)
+        self.refusals = RefusalMetrics("inferengine_http")
+        self.connections = ConnectionTracker(limits, self.refusals, lambda: self.now)
 
-    def come(self, address: str = "127.0.0.1", *, reading: int = IDLE, waiting: int = 0) -> Connection:
+    def come(self, address: str = "127.0.0.1", *, phase: int = IDLE, waiting: int = 0) -> TrackedConnection:
         """One more, which does this from now on."""
         connection = self.connections.admit((address, 1))
         transport = Transport()
         connection.answer = lambda answer: setattr(transport, "said", answer)
         self.connections.made(connection, transport)  # type: ignore[arg-type]
-        connection.reading, connection.num_waiting = reading, waiting
-        connection.num_requests = 1 if waiting or reading == BODY else 0
+        connection.phase, connection.num_waiting = phase, waiting
+        connection.num_requests = 1 if waiting or phase == BODY else 0
         return connection
 
     def after(self, seconds: float) -> None:
@@ -72,26 +72,26 @@ class House:
             self.connections.sweep()
 
 
-def transport_of(connection: Connection) -> Transport:
+def transport_of(connection: TrackedConnection) -> Transport:
     assert isinstance(connection.transport, Transport)
     return connection.transport
 
 
-def has_gone(connection: Connection) -> bool:
+def has_gone(connection: TrackedConnection) -> bool:
     return transport_of(connection).is_closed
 
 
 @pytest.mark.parametrize(
-    ("reading", "waiting", "seconds", "reason"),
+    ("phase", "waiting", "seconds", "reason"),
     [
         (IDLE, 0, 10, "header_timeout"),  # it never said anything
         (HEAD, 0, 10, "header_timeout"),
         (BODY, 1, 15, "body_timeout"),
     ],
 )
-def test_what_a_client_does_not_finish_has_an_end(reading: int, waiting: int, seconds: float, reason: str) -> None:
+def test_what_a_client_does_not_finish_has_an_end(phase: int, waiting: int, seconds: float, reason: str) -> None:
     house = House()
-    connection = house.come(reading=reading, waiting=waiting)
+    connection = house.come(phase=phase, waiting=waiting)
     house.after(seconds - 1)
     assert not has_gone(connection)
     house.after(3)
@@ -100,10 +100,10 @@ def test_what_a_client_does_not_finish_has_an_end(reading: int, waiting: int, se
     assert len(house.connections) == 0
 
 
-@pytest.mark.parametrize(("reading", "waiting"), [(HEAD, 0), (BODY, 1)])
-def test_half_a_request_is_told_why_it_ends(reading: int, waiting: int) -> None:
+@pytest.mark.parametrize(("phase", "waiting"), [(HEAD, 0), (BODY, 1)])
+def test_half_a_request_is_told_why_it_ends(phase: int, waiting: int) -> None:
     house = House()
-    connection = house.come(reading=reading, waiting=waiting)
+    connection = house.come(phase=phase, waiting=waiting)
     house.after(20)
     assert transport_of(connection).said.startswith(b"HTTP/1.1 408 ")
     assert b"request_timeout" in transport_of(connection).said
@@ -124,7 +124,7 @@ def test_between_requests_a_connection_is_kept_for_the_idle_timeout() -> None:
 def test_a_request_that_is_answered_and_an_open_socket_are_left_alone() -> None:
     house = House()
     connection = house.come(waiting=1)
-    pipelining = house.come(waiting=1, reading=HEAD)
+    pipelining = house.come(waiting=1, phase=HEAD)
     house.after(10_000)
     assert not has_gone(connection)
     assert not has_gone(pipelining)
@@ -132,7 +132,7 @@ def test_a_request_that_is_answered_and_an_open_socket_are_left_alone() -> None:
 
 def test_a_body_that_keeps_coming_is_read_on_and_one_that_drips_is_not() -> None:
     house = House()
-    steady, dripping = house.come(reading=BODY, waiting=1), house.come(reading=BODY, waiting=1)
+    steady, dripping = house.come(phase=BODY, waiting=1), house.come(phase=BODY, waiting=1)
     for _ in range(60):
         steady.num_bytes += 100
         dripping.num_bytes += 10
@@ -143,7 +143,7 @@ def test_a_body_that_keeps_coming_is_read_on_and_one_that_drips_is_not() -> None
 
 def test_a_body_that_nobody_reads_here_is_not_its_client_s_fault() -> None:
     house = House()
-    connection = house.come(reading=BODY, waiting=1)
+    connection = house.come(phase=BODY, waiting=1)
     transport_of(connection).is_paused = True
     house.after(100)
     assert not has_gone(connection)
@@ -154,11 +154,11 @@ def test_a_body_that_nobody_reads_here_is_not_its_client_s_fault() -> None:
 
 def test_the_time_of_a_body_begins_with_it() -> None:
     house = House()
-    connection = house.come(reading=BODY, waiting=1)
+    connection = house.come(phase=BODY, waiting=1)
     house.after(14)
-    connection.reading, connection.num_requests = IDLE, 2
+    connection.phase, connection.num_requests = IDLE, 2
     house.after(1)
-    connection.reading = BODY
+    connection.phase = BODY
     house.after(14)
     assert not has_gone(connection)
 
@@ -169,15 +169,15 @@ def test_the_time_of_a_body_begins_with_it() -> None:
 def test_the_oldest_that_asks_for_nothing_gives_its_place_to_a_newer_one() -> None:
     house = House()
     answered = house.come(waiting=1)
-    sending = house.come(reading=BODY, waiting=1)
-    beginning = house.come(reading=HEAD)
+    sending = house.come(phase=BODY, waiting=1)
+    beginning = house.come(phase=HEAD)
     house.after(1)
     idle = [house.come() for _ in range(5)]
     house.after(1)
     newest = [house.come() for _ in range(5)]
     assert all(map(has_gone, idle))
     for connection in newest:
-        connection.reading, connection.num_waiting = IDLE, 1
+        connection.phase, connection.num_waiting = IDLE, 1
     house.come(waiting=1)
     assert has_gone(beginning)
     house.come(waiting=1)
@@ -284,11 +284,11 @@ async def application(scope: Any, receive: Any, send: Any) -> None:
 
 
 @contextlib.asynccontextmanager
-async def serving(**limits: Any) -> AsyncIterator[tuple[int, Refusals]]:
-    refusals = Refusals("inferengine_http")
+async def serving(**limits: Any) -> AsyncIterator[tuple[int, RefusalMetrics]]:
+    refusals = RefusalMetrics("inferengine_http")
     listener = socket.create_server(("127.0.0.1", 0))
     config = uvicorn.Config(application, lifespan="off", log_config=None, ws="none", timeout_graceful_shutdown=1)
-    server = Server(config, Limits(**limits), refusals)
+    server = Server(config, ConnectionLimits(**limits), refusals)
     task = asyncio.create_task(server._serve([listener]))
     while not server.started:
         await asyncio.sleep(0)
@@ -367,7 +367,7 @@ def test_after_a_pause_of_the_process_connections_are_read_before_they_are_judge
 ) -> None:
     """SIGSTOP for 20 s while a request comes in: the rest of it lies in the socket's buffer."""
     house = House()
-    connection = house.come(reading=HEAD)
+    connection = house.come(phase=HEAD)
     server = Server(uvicorn.Config(lambda scope: None))
     server.connections = house.connections
     monkeypatch.setattr("frontends.common.event_loop.time.monotonic", lambda: house.now)
@@ -375,12 +375,12 @@ def test_after_a_pause_of_the_process_connections_are_read_before_they_are_judge
     house.now += 20.0
     asyncio.run(server.on_tick(10))
     assert not has_gone(connection)
-    connection.reading, connection.num_waiting, connection.num_requests = IDLE, 1, 1  # now it has been read
+    connection.phase, connection.num_waiting, connection.num_requests = IDLE, 1, 1  # now it has been read
     house.now += 0.1
     asyncio.run(server.on_tick(11))
     assert not has_gone(connection)
 
-    silent = house.come(reading=HEAD)
+    silent = house.come(phase=HEAD)
     for counter in (20, 30, 40, 50):  # a loop that is always late judges all the same
         house.now += 10.0
         asyncio.run(server.on_tick(counter))
