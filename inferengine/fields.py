@@ -251,6 +251,8 @@ def _range_refusal(node: Node, text: str) -> str:
         return "must fit in 64 bits"
     if "of length >= 1" in text:
         return "must not be empty"
+    if "matching regex" in text:
+        return type_words(node)
     return range_words(node)
 
 

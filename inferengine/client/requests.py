@@ -65,7 +65,7 @@ class OpenRequests:
         if isinstance(message, Attach) and message.reply == "text":  # its cursors are characters
             for collector in collectors:
                 collector.num_characters = collector.num_tokens
-        request = OpenRequest(message._replace(stream=stream), collectors, resubmit=resubmit)
+        request = OpenRequest(message.replace(stream=stream), collectors, resubmit=resubmit)
         if isinstance(message, Submit) and resubmit and message.reply != "embedding":
             for collector in collectors:
                 collector.ids_read = array("I")
@@ -358,7 +358,7 @@ class OpenRequests:
     def _renumber(self, request: OpenRequest) -> None:
         """Give it new streams: output of the old ones is from an earlier run or another engine."""
         stream = self._take_streams(_num_streams(request.message, len(request.collectors)))
-        request.message = request.message._replace(stream=stream)
+        request.message = request.message.replace(stream=stream)
         for number, collector in enumerate(request.collectors, stream):
             collector.stream = number
 
@@ -477,7 +477,7 @@ def _resume_message(request: OpenRequest, welcome: Welcome, now: float) -> Submi
     if isinstance(message, Attach):
         return _attach_again(request)
     left_s = None if request.deadline_s is None else request.deadline_s - now
-    message = message._replace(deadline_ms=None if left_s is None else max(1, int(left_s * 1000)))
+    message = message.replace(deadline_ms=None if left_s is None else max(1, int(left_s * 1000)))
     has_output = request.was_accepted or request.begun
     if RESUME_OUTPUT not in welcome.features or message.reply == "embedding" or not has_output:
         return message
@@ -487,7 +487,7 @@ def _resume_message(request: OpenRequest, welcome: Welcome, now: float) -> Submi
     if any(collector.has_prompt_logprobs for collector in request.collectors):
         params = {name: value for name, value in params.items() if name != "prompt_logprobs"}
     outputs = tuple(None if item.finished else to_u32(item.all_ids) for item in request.collectors)
-    return message._replace(params=params, resume=outputs, stalls=request.num_stalls)
+    return message.replace(params=params, resume=outputs, stalls=request.num_stalls)
 
 
 def _attach_again(request: OpenRequest) -> Attach:

@@ -141,7 +141,7 @@ class Session:
         resubmit = options.get("resubmit", True)
         hides_tokens = resubmit and message.reply == "text"  # they are needed to resume
         request = self.requests.start(
-            message._replace(reply="both") if hides_tokens else message, [0] * num_choices, resubmit=resubmit
+            message.replace(reply="both") if hides_tokens else message, [0] * num_choices, resubmit=resubmit
         )
         for collector in request.collectors:
             collector.hides_tokens = hides_tokens

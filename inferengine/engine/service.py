@@ -333,7 +333,7 @@ class EngineService:
         """Tell every connection which adapters there are."""
         if self.connections.model is not None:
             names = tuple(sorted(self._adapters.names))
-            self.connections.model = self.connections.model._replace(adapters=names)
+            self.connections.model = self.connections.model.replace(adapters=names)
 
     def _publish(self, news: LoopOutput) -> None:
         if self._over:

@@ -1,15 +1,7 @@
 """Messages to frames and back. Whatever the bytes are, decoding ends in a message or in a WireError.
 
-Every length and range that the wire itself promises is checked here and below (`read`); what depends on the model
-(token ids, context) is checked by the engine's link.
-
-What an encoder and a decoder of one message's body are.
-
-Bodies of what a client says to an engine, read and written.
-
-Columns of unsigned 32-bit integers, little-endian: prompts, streams, counts and tokens.
-
-Bodies of what an engine says to a client, read and written.
+Every length and range that the wire itself promises is checked here: those of maps by their Structs (messages.py),
+those of arrays and raw frames by hand. What depends on the model (token ids, context) the engine's intake checks.
 """
 
 from __future__ import annotations
@@ -20,29 +12,27 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 import msgpack
+from msgspec.structs import asdict
 
-from inferengine.wire import fields as read
-from inferengine.wire.fields import (
-    MAX_I64,
-    MAX_LIST_ITEMS,
-    MAX_NAME_CHARACTERS,
-    MAX_NOTE_BYTES,
-    MAX_SALT_BYTES,
-    MAX_U32,
-    WireError,
-)
+from inferengine.errors import KINDS, bounded
+from inferengine.fields import MAX_I64, FieldError
+from inferengine.fields import read as read_fields
 from inferengine.wire.messages import (
     EPOCH_BYTES,
     FINISH_REASONS,
     ID_BYTES,
     MAGIC,
+    MAX_NAME_CHARACTERS,
+    MAX_NOTE_BYTES,
+    MAX_SALT_BYTES,
+    MAX_U32,
     PROTOCOL_MAJOR,
-    REPLIES,
     STATES,
     Accept,
     Admin,
     AdminReply,
     Attach,
+    Body,
     Bye,
     Cancel,
     Credit,
@@ -53,34 +43,101 @@ from inferengine.wire.messages import (
     Message,
     Model,
     ModelFiles,
-    ModelInfo,
+    Name,
+    Names,
     Ping,
     Pong,
     Reject,
     Status,
     Step,
-    StopFound,
     Submit,
     Welcome,
 )
+
+_T = TypeVar("_T")
 
 Frames = list[bytes]
 Encoder = Callable[[Any], tuple[int, Any, Frames]]  # a message to its kind, its body and its raw frames
 Decoder = Callable[[Any, Sequence[bytes]], Message]  # body and raw frames to the message; raises WireError
 
 
+class WireError(Exception):
+    """A message that cannot be used. `id` and `stream` are given where they could still be read."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        code: str = "protocol_error",
+        field: str | None = None,
+        id: bytes | None = None,
+        stream: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.code = code
+        self.message = message
+        self.field = field
+        self.id = id
+        self.stream = stream
+
+    def reject(self) -> Reject:
+        """Return the REJECT that answers it."""
+        return Reject(self.id, self.stream, self.code, bounded(self.message), self.field, KINDS[self.code].retryable)
+
+
+def _map(body: Any) -> dict[str, Any]:
+    if not isinstance(body, dict):
+        raise WireError(f"the body must be a map, not {type(body).__name__}")
+    return body
+
+
+def _array(body: Any, least: int) -> list[Any]:
+    if not isinstance(body, list) or len(body) < least:
+        raise WireError(f"the body must be an array of at least {least} element(s)")
+    return body
+
+
+def _read(kind: type[_T], body: Any) -> _T:
+    """The fields of a message whose body is a map."""
+    try:
+        return read_fields(kind, _map(body))
+    except FieldError as error:
+        raise WireError(str(error), field=error.field) from None
+
+
+def _integer(value: Any, field: str, low: int = 0, high: int = MAX_I64) -> int:
+    if type(value) is not int or not low <= value <= high:
+        raise WireError(f"{field}: must be a whole number in [{low}, {high}]", field=field)
+    return value
+
+
+def _number(value: Any, field: str) -> float:
+    if type(value) not in (int, float) or not -1e300 < value < 1e300:
+        raise WireError(f"{field}: must be a finite number", field=field)
+    return float(value)
+
+
+def _choice(value: Any, field: str, choices: Sequence[str]) -> str:
+    if value not in choices:
+        raise WireError(f"{field}: must be one of {', '.join(choices)}", field=field)
+    return cast(str, value)
+
+
+def _start(body: dict[str, Any], name: str, length: int) -> None:
+    """Cut a list to the elements that are known: arrays may grow at the end."""
+    if isinstance(value := body.get(name), list):
+        body[name] = value[:length]
+
+
 def encode_fields(kind: int, *, without_none: bool = False) -> Encoder:
-    """An encoder for messages whose body is the map of their fields."""
-    """An encoder for messages whose body is the map of their fields."""
+    """Make an encoder for messages whose body is the map of their fields."""
 
     def encode_map(message: Any) -> tuple[int, Any, Frames]:
-        body = message._asdict()
+        body = asdict(message)
         return kind, {k: v for k, v in body.items() if v is not None} if without_none else body, []
 
     return encode_map
 
-
-MAX_STOP_CHARACTERS = 65_536  # of a stop string that a peer found
 
 # Fields of SUBMIT that are left out where they are empty.
 SELDOM = (
@@ -99,21 +156,14 @@ SELDOM = (
 
 
 def _decode_hello(body: Any, raw: Sequence[bytes]) -> Hello:
-    body = read.map_body(body)
-    protocol = read.protocol(body.get("protocol", [PROTOCOL_MAJOR, 0]))
-    if protocol[0] != PROTOCOL_MAJOR:
+    body = {"protocol": [PROTOCOL_MAJOR, 0], **_map(body)}
+    _start(body, "protocol", 2)
+    hello = _read(Hello, body)
+    if hello.protocol[0] != PROTOCOL_MAJOR:
         raise WireError(
-            f"this end speaks protocol major {PROTOCOL_MAJOR}, HELLO names {protocol[0]}", code="version_mismatch"
+            f"this end speaks protocol major {PROTOCOL_MAJOR}, HELLO names {hello.protocol[0]}", code="version_mismatch"
         )
-    return Hello(
-        protocol,
-        read.string(body.get("role", "client"), "role"),
-        read.string(body.get("name", ""), "name"),
-        read.each(body.get("features", []), "features", read.string),
-        read.optional(body.get("window"), read.integer, "window", 1, MAX_U32),
-        read.optional(body.get("epoch"), read.binary, "epoch", EPOCH_BYTES),
-        read.integer(body.get("last_seq", 0), "last_seq"),
-    )
+    return hello
 
 
 def _encode_hello(message: Hello) -> tuple[int, Any, Frames]:
@@ -127,14 +177,19 @@ def _encode_hello(message: Hello) -> tuple[int, Any, Frames]:
 
 
 def _decode_submit(body: Any, raw: Sequence[bytes]) -> Submit:
-    body = read.map_body(body)
-    id, stream = body.get("id"), body.get("stream")
+    body = _map(body)
     try:
         return _submit_from(body, raw)
-    except WireError as error:  # the client can match the answer if it got so far as to name the request
-        error.id = id if isinstance(id, bytes) and len(id) == ID_BYTES else None
-        error.stream = stream if type(stream) is int and 0 <= stream <= MAX_U32 else None
-        raise
+    except WireError as error:
+        raise _of_request(error, body) from None
+
+
+def _of_request(error: WireError, body: dict[str, Any]) -> WireError:
+    """Name the request, where it could be read, so that the client can match the answer."""
+    id, stream = body.get("id"), body.get("stream")
+    error.id = id if isinstance(id, bytes) and len(id) == ID_BYTES else None
+    error.stream = stream if type(stream) is int and 0 <= stream <= MAX_U32 else None
+    return error
 
 
 def _submit_from(body: dict[str, Any], raw: Sequence[bytes]) -> Submit:
@@ -151,51 +206,28 @@ def _submit_from(body: dict[str, Any], raw: Sequence[bytes]) -> Submit:
             raise WireError("prompt: the raw frame must be u32[]: a multiple of 4 bytes", field="prompt")
         if not raw[0]:
             raise WireError("prompt: must not be empty", code="invalid_request", field="prompt")
-    salt = body.get("salt", b"")
-    if isinstance(salt, str):
-        salt = salt.encode()
-    if not isinstance(salt, bytes) or len(salt) > MAX_SALT_BYTES:
-        raise WireError(f"salt: must be bytes (bin), at most {MAX_SALT_BYTES}", field="salt")
-    return Submit(
-        read.request_id(body.get("id"), "id"),
-        read.u32(body.get("stream"), "stream"),
-        raw[0] if raw else None,
-        read.optional(text, read.string, "text", MAX_I64),
-        None if messages is None else list(read.each(messages, "messages", _chat_message)),
-        read.mapping(body.get("params", {}), "params"),
-        read.choice(body.get("reply", "tokens"), "reply", REPLIES),
-        read.integer(body.get("priority", 0), "priority", -(2**31), 2**31 - 1),
-        read.string(body.get("tenant", ""), "tenant"),
-        salt,
-        read.optional(body.get("deadline_ms"), read.integer, "deadline_ms", 1, MAX_U32),
-        read.boolean(body.get("detached", False), "detached"),
-        read.string(body.get("label", ""), "label"),
-        read.optional(body.get("grammar"), read.each, "grammar", _string_or_nil),
-        read.note(body),
-        read.string(body.get("adapter", ""), "adapter"),
-        read.string(body.get("pooling", ""), "pooling"),
-        read.string(body.get("traceparent", ""), "traceparent"),
-        read.optional(body.get("resume"), read.each, "resume", _tokens_or_nil),
-        read.integer(body.get("stalls", 0), "stalls", 0, MAX_U32),
-    )
+    body["prompt"] = raw[0] if raw else None
+    if isinstance(salt := body.get("salt"), str):
+        body["salt"] = salt.encode()
+    submit = _read(Submit, body)
+    if messages is not None:
+        for place, message in enumerate(messages):
+            _check_message(message, f"messages[{place}]")
+    for place, output in enumerate(submit.resume or ()):
+        if output is not None and len(output) % 4:
+            field = f"resume[{place}]"
+            raise WireError(f"{field}: must be u32[] (bin of a multiple of 4 bytes) or nil", field=field)
+    return submit
 
 
-def _tokens_or_nil(value: Any, field: str) -> bytes | None:
-    if value is not None and (not isinstance(value, bytes) or len(value) % 4):
-        raise WireError(f"{field}: must be u32[] (bin of a multiple of 4 bytes) or nil", field=field)
-    return value
-
-
-def _string_or_nil(value: Any, field: str) -> str | None:
-    return None if value is None else read.string(value, field, MAX_I64)
-
-
-def _chat_message(value: Any, field: str) -> dict[str, Any]:
-    message = read.mapping(value, field)
-    read.string(message.get("role"), f"{field}.role")
+def _check_message(message: dict[str, Any], field: str) -> None:
+    role = message.get("role")
+    if not isinstance(role, str):
+        raise WireError(f"{field}.role: must be a string", field=f"{field}.role")
+    if len(role) > MAX_NAME_CHARACTERS:
+        raise WireError(f"{field}.role: at most {MAX_NAME_CHARACTERS} characters", field=f"{field}.role")
     if not isinstance(message.get("content"), str | list | None):
         raise WireError(f"{field}.content: must be a string or an array of parts", field=f"{field}.content")
-    return message
 
 
 def _encode_submit(message: Submit) -> tuple[int, Any, Frames]:
@@ -221,45 +253,31 @@ def _encode_cancel(message: Cancel) -> tuple[int, Any, Frames]:
 
 
 def _decode_cancel(body: Any, raw: Sequence[bytes]) -> Cancel:
-    body = read.map_body(body)
-    return Cancel(
-        read.each(body.get("streams", []), "streams", read.u32),
-        read.each(body.get("ids", []), "ids", read.request_id),
-        read.boolean(body.get("leave", False), "leave"),
-        read.each(body.get("stopped", []), "stopped", _stop_found),
-    )
-
-
-def _stop_found(value: Any, field: str) -> StopFound:
-    if not isinstance(value, list) or len(value) < 3:
-        raise WireError(f"{field}: must be [stream, tokens, text]", field=field)
-    text = read.string(value[2], field, MAX_STOP_CHARACTERS)
-    return StopFound(read.u32(value[0], field), read.integer(value[1], field), text)
+    body = _map(body)
+    if isinstance(stopped := body.get("stopped"), list):  # each may grow at the end
+        body["stopped"] = [row[:3] if isinstance(row, list) else row for row in stopped]
+    return _read(Cancel, body)
 
 
 def _decode_attach(body: Any, raw: Sequence[bytes]) -> Attach:
-    body = read.map_body(body)
-    id, stream = read.request_id(body.get("id"), "id"), read.u32(body.get("stream"), "stream")
+    body = _map(body)
     try:
-        cursors = read.each(body.get("cursors", []), "cursors", read.integer)
-        return Attach(id, stream, cursors, read.choice(body.get("reply", "tokens"), "reply", REPLIES))
+        return _read(Attach, body)
     except WireError as error:
-        error.id, error.stream = id, stream
-        raise
+        raise _of_request(error, body) from None
 
 
 def _decode_model(body: Any, raw: Sequence[bytes]) -> Model:
-    return Model(read.optional(read.map_body(body).get("files"), read.each, "files", read.string))
+    return _read(Model, body)
 
 
 def _decode_ping(body: Any, raw: Sequence[bytes]) -> Ping:
-    return Ping(read.integer(read.array_body(body, 1)[0], "nonce"))
+    return Ping(_integer(_array(body, 1)[0], "nonce"))
 
 
 def _decode_admin(body: Any, raw: Sequence[bytes]) -> Admin:
-    body = read.map_body(body)
-    arguments = {key: value for key, value in body.items() if key not in ("op", "nonce")}
-    return Admin(read.string(body.get("op"), "op"), read.integer(body.get("nonce", 0), "nonce"), arguments)
+    arguments = {key: value for key, value in _map(body).items() if key not in ("op", "nonce")}
+    return _read(Admin, {**{key: body[key] for key in ("op", "nonce") if key in body}, "arguments": arguments})
 
 
 def _encode_admin(message: Admin) -> tuple[int, Any, Frames]:
@@ -282,7 +300,7 @@ _CLIENT_DECODERS: Mapping[int, Decoder] = {
     Kind.SUBMIT: _decode_submit,
     Kind.CANCEL: _decode_cancel,
     Kind.ATTACH: _decode_attach,
-    Kind.CREDIT: lambda body, raw: Credit(read.integer(read.array_body(body, 1)[0], "seq")),
+    Kind.CREDIT: lambda body, raw: Credit(_integer(_array(body, 1)[0], "seq")),
     Kind.MODEL: _decode_model,
     Kind.PING: _decode_ping,
     Kind.ADMIN: _decode_admin,
@@ -313,53 +331,29 @@ def from_u32(data: bytes, field: str = "tokens") -> array[int]:
     return values
 
 
-_T = TypeVar("_T")
 TERMINAL_ROW = 9  # elements that every one has
+
+
+class _ListedFiles(Body, frozen=True):
+    """The body of MODEL_FILES, whose contents are raw frames."""
+
+    fingerprint: Name = ""
+    files: Names = ()
+
 
 _LATER_MODEL_KEYS = ("adapters", "embedding_size", "pooling")  # left out where there is nothing to say
 
 
 def _decode_welcome(body: Any, raw: Sequence[bytes]) -> Welcome:
-    body = read.map_body(body)
-    progress = body.get("progress", ["", 0.0])
-    if not isinstance(progress, list) or len(progress) < 2:
-        raise WireError("progress: must be [phase, share]", field="progress")
-    return Welcome(
-        read.string(body.get("engine", ""), "engine"),
-        read.binary(body.get("epoch"), "epoch", EPOCH_BYTES),
-        read.choice(body.get("state"), "state", STATES),
-        (read.string(progress[0], "progress"), read.number(progress[1], "progress")),
-        read.optional(body.get("model"), _model_info),
-        read.mapping(body.get("limits", {}), "limits"),
-        read.integer(body.get("window", 64), "window", 1),
-        read.number(body.get("heartbeat_s", 2.0), "heartbeat_s"),
-        read.number(body.get("lease_s", 6.0), "lease_s"),
-        read.each(body.get("features", []), "features", read.string),
-        read.protocol(body.get("protocol", [PROTOCOL_MAJOR, 0])),
-        read.optional(body.get("resumed"), read.boolean, "resumed"),
-    )
-
-
-def _model_info(value: Any) -> ModelInfo:
-    values = read.mapping(value, "model")
-    return ModelInfo(
-        read.string(values.get("name"), "model.name", 4096),
-        read.string(values.get("fingerprint"), "model.fingerprint"),
-        read.integer(values.get("vocab_size"), "model.vocab_size", 1),
-        read.integer(values.get("max_model_len"), "model.max_model_len", 1),
-        read.each(values.get("eos_token_ids", []), "model.eos_token_ids", read.u32),
-        read.integer(values.get("block_size", 0), "model.block_size"),
-        read.integer(values.get("num_kv_tokens", 0), "model.num_kv_tokens"),
-        read.string(values.get("dtype", ""), "model.dtype"),
-        read.each(values.get("adapters", []), "model.adapters", read.string),
-        read.integer(values.get("embedding_size", 0), "model.embedding_size"),
-        read.string(values.get("pooling", ""), "model.pooling"),
-    )
+    body = {"engine": "", "protocol": [PROTOCOL_MAJOR, 0], **_map(body)}
+    _start(body, "protocol", 2)
+    _start(body, "progress", 2)
+    return _read(Welcome, body)
 
 
 def _encode_welcome(message: Welcome) -> tuple[int, Any, Frames]:
-    body = message._asdict()
-    model = body["model"] = None if message.model is None else message.model._asdict()
+    body = asdict(message)
+    model = None if message.model is None else asdict(message.model)
     if model is not None:
         body["model"] = {key: value for key, value in model.items() if value or key not in _LATER_MODEL_KEYS}
     if message.resumed is None:
@@ -368,20 +362,14 @@ def _encode_welcome(message: Welcome) -> tuple[int, Any, Frames]:
 
 
 def _decode_accept(body: Any, raw: Sequence[bytes]) -> Accept:
-    body = read.map_body(body)
-    return Accept(
-        read.request_id(body.get("id"), "id"),
-        read.u32(body.get("stream"), "stream"),
-        read.integer(body.get("prompt_tokens", 0), "prompt_tokens"),
-        read.integer(body.get("n", 1), "n", 1, MAX_LIST_ITEMS),
-        read.boolean(body.get("attached", False), "attached"),
-        read.note(body),
-        read.optional(body.get("seed"), read.integer, "seed", -(2**63), 2**64 - 1),
-    )
+    accept = _read(Accept, body)
+    if accept.seed is not None and accept.seed >= 2**64:
+        raise WireError("seed: must fit in 64 bits", field="seed")
+    return accept
 
 
 def _encode_accept(message: Accept) -> tuple[int, Any, Frames]:
-    body = message._asdict()
+    body = asdict(message)
     if not message.note:
         del body["note"]
     if message.seed is None:
@@ -390,20 +378,11 @@ def _encode_accept(message: Accept) -> tuple[int, Any, Frames]:
 
 
 def _decode_reject(body: Any, raw: Sequence[bytes]) -> Reject:
-    body = read.map_body(body)
-    return Reject(
-        read.optional(body.get("id"), read.request_id, "id"),
-        read.optional(body.get("stream"), read.u32, "stream"),
-        read.string(body.get("code"), "code"),
-        read.string(body.get("message", ""), "message", MAX_LIST_ITEMS),
-        read.optional(body.get("field"), read.string, "field", MAX_LIST_ITEMS),
-        read.boolean(body.get("retryable", False), "retryable"),
-        read.optional(body.get("retry_after_ms"), read.integer, "retry_after_ms"),
-    )
+    return _read(Reject, {"id": None, "stream": None, **_map(body)})
 
 
 def _decode_step(body: Any, raw: Sequence[bytes]) -> Step:
-    body = read.array_body(body, 6)
+    body = _array(body, 6)
     seq, step, streams_data, counts_data, done_rows, extras = body[:6]
     if not isinstance(streams_data, bytes) or not isinstance(counts_data, bytes | None):
         raise WireError("streams and counts must be u32[] (bin)", field="streams")
@@ -431,8 +410,8 @@ def _decode_step(body: Any, raw: Sequence[bytes]) -> Step:
                 _check_logprobs(position)
     done = [_done(row) for row in done_rows] if done_rows else []
     return Step(
-        read.integer(seq, "seq", 1),
-        read.integer(step, "step"),
+        _integer(seq, "seq", 1),
+        _integer(step, "step"),
         streams,
         tokens,
         counts,
@@ -447,27 +426,27 @@ def _decode_step(body: Any, raw: Sequence[bytes]) -> Step:
 def _stream_and(row: Any, kind: type[_T], field: str) -> tuple[int, _T]:
     if not isinstance(row, list) or len(row) < 2 or not isinstance(row[1], kind):
         raise WireError(f"extras.{field}: must be [[stream, {kind.__name__}], ...]", field=field)
-    return read.u32(row[0], field), row[1]
+    return _integer(row[0], field, 0, MAX_U32), row[1]
 
 
 def _check_logprobs(row: Any) -> None:
     good = isinstance(row, list) and len(row) >= 4 and isinstance(row[2], list) and isinstance(row[3], list)
     if not good or len(row[2]) != len(row[3]):
         raise WireError("extras.logprobs: a position is [logprob, rank, [ids], [logprobs]]", field="logprobs")
-    read.number(row[0], "logprobs")
-    read.integer(row[1], "logprobs")
+    _number(row[0], "logprobs")
+    _integer(row[1], "logprobs")
 
 
 def _done(row: Any) -> Done:
     if not isinstance(row, list) or len(row) < TERMINAL_ROW:
         raise WireError(f"a terminal row has {TERMINAL_ROW} elements", field="done")
     return Done(
-        read.u32(row[0], "done"),
-        read.choice(row[1], "done", FINISH_REASONS),
+        _integer(row[0], "done", 0, MAX_U32),
+        _choice(row[1], "done", FINISH_REASONS),
         row[2],
-        *(read.integer(value, "done") for value in row[3:6]),
-        *(read.number(value, "done") for value in row[6:9]),
-        *(read.integer(value, "done") for value in row[9:11]),
+        *(_integer(value, "done") for value in row[3:6]),
+        *(_number(value, "done") for value in row[6:9]),
+        *(_integer(value, "done") for value in row[9:11]),
     )
 
 
@@ -488,37 +467,34 @@ def _encode_step(message: Step) -> tuple[int, Any, Frames]:
 
 
 def _decode_model_files(body: Any, raw: Sequence[bytes]) -> ModelFiles:
-    body = read.map_body(body)
-    names = read.each(body.get("files", []), "files", read.string)
-    if len(names) != len(raw):
-        raise WireError(f"files: {len(names)} names but {len(raw)} raw frames", field="files")
-    return ModelFiles(read.string(body.get("fingerprint", ""), "fingerprint"), dict(zip(names, raw, strict=True)))
+    listed = _read(_ListedFiles, body)
+    if len(listed.files) != len(raw):
+        raise WireError(f"files: {len(listed.files)} names but {len(raw)} raw frames", field="files")
+    return ModelFiles(listed.fingerprint, dict(zip(listed.files, raw, strict=True)))
+
+
+def _epoch(value: Any) -> bytes:
+    if not isinstance(value, bytes) or len(value) != EPOCH_BYTES:
+        raise WireError(f"epoch: must be {EPOCH_BYTES} bytes (bin)", field="epoch")
+    return value
 
 
 def _decode_pong(body: Any, raw: Sequence[bytes]) -> Pong:
-    body = read.array_body(body, 4)
+    body = _array(body, 4)
     return Pong(
-        read.integer(body[0], "nonce"),
-        read.number(body[1], "loop_age_ms"),
-        read.choice(body[2], "state", STATES),
-        read.binary(body[3], "epoch", EPOCH_BYTES),
+        _integer(body[0], "nonce"),
+        _number(body[1], "loop_age_ms"),
+        _choice(body[2], "state", STATES),
+        _epoch(body[3]),
     )
 
 
 def _decode_admin_reply(body: Any, raw: Sequence[bytes]) -> AdminReply:
-    body = read.map_body(body)
-    return AdminReply(
-        read.string(body.get("op", ""), "op"),
-        read.integer(body.get("nonce", 0), "nonce"),
-        read.boolean(body.get("ok"), "ok"),
-        body.get("result"),
-        read.optional(body.get("code"), read.string, "code"),
-        read.optional(body.get("message"), read.string, "message", MAX_LIST_ITEMS),
-    )
+    return _read(AdminReply, {"op": "", "nonce": 0, **_map(body)})
 
 
 def _decode_goodbye(body: Any, raw: Sequence[bytes]) -> Goodbye:
-    return Goodbye(read.string(read.map_body(body).get("reason", ""), "reason", MAX_LIST_ITEMS))
+    return _read(Goodbye, body)
 
 
 _ENGINE_ENCODERS: Mapping[type, Encoder] = {
@@ -543,11 +519,9 @@ _ENGINE_DECODERS: Mapping[int, Decoder] = {
     Kind.STEP: _decode_step,
     Kind.MODEL_FILES: _decode_model_files,
     Kind.PONG: _decode_pong,
-    Kind.STATUS: lambda body, raw: Status(read.map_body(body)),
+    Kind.STATUS: lambda body, raw: Status(_map(body)),
     Kind.ADMIN_REPLY: _decode_admin_reply,
-    Kind.GOODBYE: lambda body, raw: Goodbye(
-        read.string(read.map_body(body).get("reason", ""), "reason", MAX_LIST_ITEMS)
-    ),
+    Kind.GOODBYE: _decode_goodbye,
 }
 
 

@@ -1,9 +1,18 @@
-"""Every message of the wire as a NamedTuple, named as PROTOCOL.md names it. Knows nothing of bytes or sockets."""
+"""Every message of the wire, named as PROTOCOL.md names it. Knows nothing of bytes or sockets.
+
+A message whose body is a map is a Struct: its fields' types and ranges are what decoding checks. The others, and the
+rows of STEP, are NamedTuples, which the codec reads by hand.
+"""
 
 from __future__ import annotations
 
 from array import array
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, Self
+
+import msgspec
+from msgspec import Meta
+
+from inferengine.fields import MAX_I64, about
 
 PROTOCOL_MAJOR = 1
 PROTOCOL_MINOR = 2
@@ -17,6 +26,34 @@ RESUME_OUTPUT = "resume_output"  # the feature of engines that take `resume` in 
 FINISH_REASONS = ("stop", "length", "abort", "error")
 ID_BYTES = 16
 EPOCH_BYTES = 8
+MAX_NAME_CHARACTERS = 256  # role, name, tenant, label, file names
+MAX_SALT_BYTES = 1024
+MAX_NOTE_BYTES = 256 * 1024
+MAX_LIST_ITEMS = 65_536  # entries of one list in a message, beyond which no honest client goes
+MAX_STOP_CHARACTERS = 65_536  # of a stop string that a peer found
+MAX_U32 = 2**32 - 1
+
+
+def one_of(choices: tuple[str, ...]) -> Meta:
+    """The range of a string that must be one of these."""
+    return about(expected=f"must be one of {', '.join(choices)}", pattern=rf"^(?:{'|'.join(choices)})\Z")
+
+
+U32 = Annotated[int, Meta(ge=0, le=MAX_U32)]
+Count = Annotated[int, Meta(ge=0, le=MAX_I64)]
+Positive = Annotated[int, Meta(ge=1, le=MAX_I64)]
+Number = Annotated[float, Meta(ge=-1e300, le=1e300)]
+Name = Annotated[str, Meta(max_length=MAX_NAME_CHARACTERS)]
+Explanation = Annotated[str, Meta(max_length=MAX_LIST_ITEMS)]
+RequestId = Annotated[bytes, Meta(min_length=ID_BYTES, max_length=ID_BYTES)]
+Epoch = Annotated[bytes, Meta(min_length=EPOCH_BYTES, max_length=EPOCH_BYTES)]
+# 64 bits, signed or not: the codec checks the upper end.
+Seed = Annotated[int, Meta(ge=-(2**63))]
+Salt = Annotated[bytes, Meta(max_length=MAX_SALT_BYTES)]
+Note = Annotated[bytes, Meta(max_length=MAX_NOTE_BYTES)]
+Reply = Annotated[str, one_of(REPLIES)]
+_FEW = Meta(max_length=MAX_LIST_ITEMS)
+Names = Annotated[tuple[Name, ...], _FEW]
 
 
 class Kind:
@@ -42,136 +79,146 @@ class Kind:
     GOODBYE = 73
 
 
-class Hello(NamedTuple):
-    protocol: tuple[int, int] = (PROTOCOL_MAJOR, PROTOCOL_MINOR)
-    role: str = "client"
-    name: str = ""
-    features: tuple[str, ...] = ()
-    window: int | None = None  # None: the engine's
-    epoch: bytes | None = None  # with last_seq: resume
-    last_seq: int = 0
+class Body(msgspec.Struct, frozen=True):
+    """A message whose body is the map of its fields."""
+
+    def replace(self, **changes: Any) -> Self:
+        """Copy with these fields changed."""
+        return msgspec.structs.replace(self, **changes)
 
 
-class Submit(NamedTuple):
-    """One of `prompt` (little-endian u32), `text` and `messages` is not None."""
+class Hello(Body, frozen=True):
+    protocol: Annotated[tuple[U32, U32], about(expected="must be [major, minor]")] = (PROTOCOL_MAJOR, PROTOCOL_MINOR)
+    role: Name = "client"
+    name: Name = ""
+    features: Names = ()
+    window: Annotated[int, Meta(ge=1, le=MAX_U32)] | None = None  # None: the engine's
+    epoch: Epoch | None = None  # with last_seq: resume
+    last_seq: Count = 0
 
-    id: bytes
-    stream: int
+
+class Submit(Body, frozen=True):
+    """One of `prompt` (little-endian u32), `text` and `messages` is not None. `prompt` travels as a raw frame."""
+
+    id: RequestId
+    stream: U32
     prompt: bytes | None = None
     text: str | None = None
-    messages: list[dict[str, Any]] | None = None
-    params: dict[str, Any] = {}  # noqa: RUF012  (never changed in place)
-    reply: str = "tokens"
-    priority: int = 0
-    tenant: str = ""
-    salt: bytes = b""
-    deadline_ms: int | None = None
+    messages: Annotated[list[dict[str, Any]], _FEW] | None = None
+    params: dict[str, Any] = {}  # never changed in place
+    reply: Reply = "tokens"
+    priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] = 0
+    tenant: Name = ""
+    salt: Salt = b""
+    deadline_ms: Annotated[int, Meta(ge=1, le=MAX_U32)] | None = None
     detached: bool = False
-    label: str = ""
-    grammar: tuple[str | None, ...] | None = None  # kind, source, pattern of white space
-    note: bytes = b""  # the engine's to keep and to give to whoever attaches
-    adapter: str = ""  # LoRA adapter, by name
-    pooling: str = ""  # of an embedding: last or mean; empty: the engine's
-    traceparent: str = ""  # W3C's, of the span that this request is a part of
-    resume: tuple[bytes | None, ...] | None = None  # per choice its output so far, u32[]; None: it has ended
-    stalls: int = 0  # stalled steps of engines that this request was in flight at
+    label: Name = ""
+    grammar: Annotated[tuple[str | None, ...], _FEW] | None = None  # kind, source, pattern of white space
+    note: Note = b""  # the engine's to keep and to give to whoever attaches
+    adapter: Name = ""  # LoRA adapter, by name
+    pooling: Name = ""  # of an embedding: last or mean; empty: the engine's
+    traceparent: Name = ""  # W3C's, of the span that this request is a part of
+    # Per choice its output so far, u32[]; None: it has ended.
+    resume: Annotated[tuple[bytes | None, ...], _FEW] | None = None
+    stalls: U32 = 0  # stalled steps of engines that this request was in flight at
 
 
 class StopFound(NamedTuple):
     """The peer's own matching: the stop string was complete with the `num_tokens`-th token of the output."""
 
-    stream: int
-    num_tokens: int
-    text: str
+    stream: U32
+    num_tokens: Count
+    text: Annotated[str, Meta(max_length=MAX_STOP_CHARACTERS)]
 
 
-class Cancel(NamedTuple):
-    streams: tuple[int, ...] = ()
-    ids: tuple[bytes, ...] = ()
+class Cancel(Body, frozen=True):
+    streams: Annotated[tuple[U32, ...], _FEW] = ()
+    ids: Annotated[tuple[RequestId, ...], _FEW] = ()
     leave: bool = False  # this peer reads `streams` no more: they end where no other peer reads them
-    stopped: tuple[StopFound, ...] = ()  # of `streams` those in whose text the peer found a stop string
+    # Of `streams` those in whose text the peer found a stop string.
+    stopped: Annotated[tuple[StopFound, ...], _FEW] = ()
 
 
-class Attach(NamedTuple):
-    id: bytes
-    stream: int
-    cursors: tuple[int, ...] = ()
-    reply: str = "tokens"
+class Attach(Body, frozen=True):
+    id: RequestId
+    stream: U32
+    cursors: Annotated[tuple[Count, ...], _FEW] = ()
+    reply: Reply = "tokens"
 
 
 class Credit(NamedTuple):
     seq: int
 
 
-class Model(NamedTuple):
-    files: tuple[str, ...] | None = None  # None: all
+class Model(Body, frozen=True):
+    files: Names | None = None  # None: all
 
 
 class Ping(NamedTuple):
     nonce: int
 
 
-class Admin(NamedTuple):
-    op: str
-    nonce: int = 0
-    arguments: dict[str, Any] = {}  # noqa: RUF012
+class Admin(Body, frozen=True):
+    op: Name
+    nonce: Count = 0
+    arguments: dict[str, Any] = {}
 
 
 class Bye(NamedTuple):
     pass
 
 
-class ModelInfo(NamedTuple):
+class ModelInfo(Body, frozen=True):
     """What a client must know of the model. `fingerprint`: SHA-256 over the tokenizer files, hex."""
 
-    name: str
-    fingerprint: str
-    vocab_size: int
-    max_model_len: int
-    eos_token_ids: tuple[int, ...]
-    block_size: int
-    num_kv_tokens: int
-    dtype: str
-    adapters: tuple[str, ...] = ()
-    embedding_size: int = 0  # values of an embedding; 0: this engine gives none
-    pooling: str = ""  # of embeddings whose request names none
+    name: Annotated[str, Meta(max_length=4096)]
+    fingerprint: Name
+    vocab_size: Positive
+    max_model_len: Positive
+    eos_token_ids: Annotated[tuple[U32, ...], _FEW] = ()
+    block_size: Count = 0
+    num_kv_tokens: Count = 0
+    dtype: Name = ""
+    adapters: Names = ()
+    embedding_size: Count = 0  # values of an embedding; 0: this engine gives none
+    pooling: Name = ""  # of embeddings whose request names none
 
 
-class Welcome(NamedTuple):
+class Welcome(Body, frozen=True):
     """`resumed` answers a HELLO that asked to resume; None otherwise."""
 
-    engine: str
-    epoch: bytes
-    state: str
-    progress: tuple[str, float] = ("", 0.0)
+    engine: Name
+    epoch: Epoch
+    state: Annotated[str, one_of(STATES)]
+    progress: Annotated[tuple[Name, Number], about(expected="must be [phase, share]")] = ("", 0.0)
     model: ModelInfo | None = None
-    limits: dict[str, Any] = {}  # noqa: RUF012
-    window: int = 64
-    heartbeat_s: float = 2.0
-    lease_s: float = 6.0
-    features: tuple[str, ...] = ()
-    protocol: tuple[int, int] = (PROTOCOL_MAJOR, PROTOCOL_MINOR)
+    limits: dict[str, Any] = {}
+    window: Positive = 64
+    heartbeat_s: Number = 2.0
+    lease_s: Number = 6.0
+    features: Names = ()
+    protocol: Annotated[tuple[U32, U32], about(expected="must be [major, minor]")] = (PROTOCOL_MAJOR, PROTOCOL_MINOR)
     resumed: bool | None = None
 
 
-class Accept(NamedTuple):
-    id: bytes
-    stream: int
-    prompt_tokens: int
-    n: int = 1
+class Accept(Body, frozen=True):
+    id: RequestId
+    stream: U32
+    prompt_tokens: Count = 0
+    n: Annotated[int, Meta(ge=1, le=MAX_LIST_ITEMS)] = 1
     attached: bool = False
-    note: bytes = b""  # of the SUBMIT, for whoever attaches
-    seed: int | None = None  # that the engine chose, where the request named none
+    note: Note = b""  # of the SUBMIT, for whoever attaches
+    seed: Seed | None = None  # that the engine chose, where the request named none
 
 
-class Reject(NamedTuple):
-    id: bytes | None
-    stream: int | None
-    code: str
-    message: str
-    field: str | None = None
+class Reject(Body, frozen=True):
+    id: RequestId | None
+    stream: U32 | None
+    code: Name
+    message: Explanation = ""
+    field: Explanation | None = None
     retryable: bool = False
-    retry_after_ms: int | None = None
+    retry_after_ms: Count | None = None
 
 
 class Done(NamedTuple):
@@ -221,17 +268,17 @@ class Status(NamedTuple):
     values: dict[str, Any]
 
 
-class AdminReply(NamedTuple):
-    op: str
-    nonce: int
+class AdminReply(Body, frozen=True):
+    op: Name
+    nonce: Count
     ok: bool
     result: Any = None
-    code: str | None = None
-    message: str | None = None
+    code: Name | None = None
+    message: Explanation | None = None
 
 
-class Goodbye(NamedTuple):
-    reason: str
+class Goodbye(Body, frozen=True):
+    reason: Explanation = ""
 
 
 ClientMessage = Hello | Submit | Cancel | Attach | Credit | Model | Ping | Admin | Bye

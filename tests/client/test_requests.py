@@ -187,9 +187,9 @@ def test_an_overloaded_engine_is_retried_after_the_delay_that_it_names() -> None
 @pytest.mark.parametrize(
     ("change", "fields"),
     [
-        ({"info": INFO._replace(fingerprint="cd" * 32)}, {}),
-        ({"info": INFO._replace(name="other")}, {}),
-        ({"info": INFO._replace(adapters=())}, {"adapter": "pirate"}),
+        ({"info": INFO.replace(fingerprint="cd" * 32)}, {}),
+        ({"info": INFO.replace(name="other")}, {}),
+        ({"info": INFO.replace(adapters=())}, {"adapter": "pirate"}),
         ({"features": ()}, {}),
     ],
 )

@@ -204,7 +204,7 @@ def test_the_async_clients_embed_too(service) -> None:
 
 def test_an_older_engine_is_told_by_its_features() -> None:
     with run_service() as built, Client(address_of(built)) as client:
-        client._session.welcome = client.welcome._replace(features=("text",))
+        client._session.welcome = client.welcome.replace(features=("text",))
         with pytest.raises(InferEngineError, match="no embeddings") as refused:
             client.embed([1, 2])
     assert refused.value.code == "unsupported"

@@ -230,8 +230,8 @@ def test_what_the_request_could_not_have_given_is_refused(
 ) -> None:
     client = connect(engine)
     if fields.get("reply") == "embedding":
-        message = client.submit(2)._replace(id=secrets.token_bytes(16), stream=1, params={})
-        client.send(message._replace(reply="embedding", resume=(b"",)))
+        message = client.submit(2).replace(id=secrets.token_bytes(16), stream=1, params={})
+        client.send(message.replace(reply="embedding", resume=(b"",)))
     else:
         client.submit(1, **fields)  # type: ignore[arg-type]
     reject = client.collect({1}).rejects[1][0]

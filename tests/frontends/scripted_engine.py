@@ -140,8 +140,8 @@ def model_info(files: dict[str, bytes] = FILES, **changes: Any) -> ModelInfo:
     """What the engine announces of the model of these files."""
     vocab_size = Tokenizer.from_files(files).vocab_size
     info = ModelInfo("tiny", fingerprint(files), vocab_size, MAX_MODEL_LEN, (EOS,), 16, 4096, "float32")
-    info = info._replace(embedding_size=EMBEDDING_SIZE, pooling="last")
-    return info._replace(**changes)
+    info = info.replace(embedding_size=EMBEDDING_SIZE, pooling="last")
+    return info.replace(**changes)
 
 
 class ScriptedEngine:
@@ -322,7 +322,7 @@ class ScriptedEngine:
                 if not resumed:
                     self._drop(peer)
                     self._seqs[peer] = 0
-                self._send(peer, self._welcome()._replace(resumed=resumed))
+                self._send(peer, self._welcome().replace(resumed=resumed))
             case Ping():
                 self._send(peer, Pong(message.nonce, self.loop_age_ms, self.state, self.epoch))
             case Model():
@@ -353,7 +353,7 @@ class ScriptedEngine:
         scripts = [self.script(message, choice) for choice in range(int(message.params.get("n", 1)))]
         refusal = self.refuse or scripts[0].refusal
         if refusal is not None:
-            self._send(peer, refusal._replace(id=message.id, stream=message.stream))
+            self._send(peer, refusal.replace(id=message.id, stream=message.stream))
             return
         prompt_tokens = len(message.prompt or b"") // 4
         outputs = [Output(script, prompt_tokens) for script in scripts]

@@ -144,7 +144,7 @@ class Connections:
                 routing_id, self._send, window=window, now=now, role=message.role, name=message.name
             )
             self.by_routing_id[routing_id] = connection
-        connection.answer(codec.encode(self._welcome(connection)._replace(resumed=resumed)), now)
+        connection.answer(codec.encode(self._welcome(connection).replace(resumed=resumed)), now)
         if resumed:
             connection.send_again(now)
             self._publisher.flush(connection, now)

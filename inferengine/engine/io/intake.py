@@ -202,7 +202,7 @@ class Intake:
         """End streams of this connection, or requests by id. Unknown ones are ignored."""
         if message.leave:
             self._leave(connection, set(message.streams))
-            message = message._replace(streams=())
+            message = message.replace(streams=())
         for found in message.stopped:
             if (subscription := connection.streams.get(found.stream)) is not None:
                 subscription.log.found_stop = (found.num_tokens, found.text)

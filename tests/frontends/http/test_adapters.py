@@ -12,7 +12,7 @@ from tests.frontends.http.builders import House, house
 @pytest.fixture(scope="module")
 def adapted() -> Iterator[House]:
     with house(running=False) as built:
-        built.engine.info = built.engine.info._replace(adapters=("pirate", "poet"))
+        built.engine.info = built.engine.info.replace(adapters=("pirate", "poet"))
         built.start_engine()
         yield built
 

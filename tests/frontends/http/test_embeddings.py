@@ -144,7 +144,7 @@ def test_the_input_that_the_engine_refuses_is_named(served: House) -> None:
 
 def test_an_engine_without_embeddings_says_so() -> None:
     with house(running=False) as built:
-        built.engine.info = built.engine.info._replace(embedding_size=0, pooling="")
+        built.engine.info = built.engine.info.replace(embedding_size=0, pooling="")
         built.start_engine()
         assert error_of(built.post(PATH, input="say")) == (400, None, "unsupported")
 

@@ -140,7 +140,7 @@ def test_a_state_that_takes_no_requests_is_not_ready(state: str) -> None:
 def test_another_model_is_noticed() -> None:
     with house() as built:
         built.engine.kill()
-        built.engine.info = built.engine.info._replace(name="other")
+        built.engine.info = built.engine.info.replace(name="other")
         built.start_engine()
         # until the front end has found the engine again, requests are refused
         wait_until(lambda: built.post("/v1/completions", prompt="say").json().get("model") == "other")
