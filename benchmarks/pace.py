@@ -73,7 +73,7 @@ def works_of(executor: Any) -> list[Callable[[], object]]:
 
     def work(decodes: int, chunk: int, times: int) -> None:
         plan = scratch_plan(executor.slots.num_slots, len(executor.kv.groups), decodes=decodes, chunk=chunk)
-        with _with_cache(executor, spare):
+        with _replaced_decode_kv(executor, spare):
             for _ in range(times):
                 executor.execute(plan).result()
 
@@ -81,8 +81,8 @@ def works_of(executor: Any) -> list[Callable[[], object]]:
 
 
 @contextmanager
-def _with_cache(executor: Any, other: DecodeKvCache) -> Iterator[None]:
-    """The copies of keys that belong to the run's rows stay as they are."""
+def _replaced_decode_kv(executor: Any, other: DecodeKvCache) -> Iterator[None]:
+    """Steps inside leave the copies of the run's own rows as they are."""
     own, executor.decode_kv_cache = executor.decode_kv_cache, other
     try:
         yield

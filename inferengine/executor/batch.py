@@ -1,4 +1,4 @@
-"""From a StepPlan to the tensors of one step: every column of the plan packed into one int32 buffer, one upload.
+"""Turns a StepPlan into the tensors of one step: all columns of the plan in one int32 buffer, uploaded at once.
 
 The host computes only what depends on the plan's integers (numpy, no loop over tokens). What depends on device state,
 the input tokens and the block tables, is looked up on the device. Shapes are those of docs/executor.md.
@@ -15,7 +15,7 @@ from inferengine.kernels.batch import Batch, SlotMapping, StepColumns
 
 
 def columns_of(plan: StepPlan) -> StepColumns:
-    """The plan's columns, expanded to tokens. A few numpy calls whatever the batch."""
+    """Expand the plan's columns to tokens: a few numpy calls whatever the batch."""
     row_slot = np.array(plan.slots, dtype=np.int32)
     row_start = np.array(plan.starts, dtype=np.int32)
     num_rows = len(row_slot)
@@ -39,12 +39,13 @@ def columns_of(plan: StepPlan) -> StepColumns:
 
 
 def _draws(plan: StepPlan, query_start: np.ndarray, row_len: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(row, token, position drawn) of every draw. A row with k guesses draws after each of its last 1 + k tokens."""
+    """(row, token, position drawn) of every draw. A row with k draft tokens draws after each of its last 1 + k
+    tokens."""
     rows = np.flatnonzero(np.array(plan.samples, dtype=np.bool_)).astype(np.int32)
     if not plan.num_drafts or not any(plan.num_drafts):
         return rows, query_start[1:][rows] - 1, row_len[rows]
     draws = np.array(plan.num_drafts, dtype=np.int32)[rows] + 1
-    before_last = np.repeat(np.cumsum(draws), draws) - _arange(int(draws.sum())) - 1  # guesses still to come
+    before_last = np.repeat(np.cumsum(draws), draws) - _arange(int(draws.sum())) - 1  # draft tokens still to come
     rows = np.repeat(rows, draws)
     return (
         rows,
@@ -54,7 +55,7 @@ def _draws(plan: StepPlan, query_start: np.ndarray, row_len: np.ndarray) -> tupl
 
 
 def make_batch(plan: StepPlan, columns: StepColumns, slots: Slots, device: torch.device) -> Batch:
-    """Upload the columns (one copy) and look the rest up on the device. Eager path: CPU, prefill and mixed steps."""
+    """Upload the columns (one copy) and look the rest up on the device, for a step that no CUDA graph holds."""
     batch = Batch()
     batch.columns = columns
     batch.num_tokens, batch.num_rows, batch.num_decodes = plan.num_tokens, len(columns.row_slot), plan.num_decodes
@@ -66,12 +67,12 @@ def make_batch(plan: StepPlan, columns: StepColumns, slots: Slots, device: torch
     if device.type == "cpu":
         _look_up_on_host(batch, columns, slots)
     else:
-        look_up(batch, slots)
+        _look_up_on_device(batch, slots)
     return batch
 
 
 def _look_up_on_host(batch: Batch, columns: StepColumns, slots: Slots) -> None:
-    """As `look_up`, by numpy: its calls on a few numbers cost a fifth of torch's."""
+    """Do what `_look_up_on_device` does by numpy, whose calls on a few numbers cost a fifth of torch's."""
     batch.block_size = slots.block_size
     batch.block_tables = slots.block_tables
     token_slot = columns.row_slot[columns.token_row]
@@ -82,19 +83,19 @@ def _look_up_on_host(batch: Batch, columns: StepColumns, slots: Slots) -> None:
     batch.plans = []
 
 
-def step_on(columns: StepColumns, batch: Batch, slots: Slots) -> None:
-    """On the CPU: change both, of rows of one token each, into the step that computes the token after. The tensors of
-    the batch look at the arrays of the columns; positions are where rows start, and what is drawn is where they end."""
+def advance_by_one(columns: StepColumns, batch: Batch, slots: Slots) -> None:
+    """On the CPU: change both, of rows of one token each, into the step that computes the next token. The tensors of
+    the batch share memory with the columns; `positions` is `row_start`, and `sample_positions` is `row_len`."""
     if columns.positions is not columns.row_start or columns.sample_positions is not columns.row_len:
-        raise RuntimeError("only rows of one token each can step on")
+        raise RuntimeError("only rows of one token each can be advanced")
     np.add(columns.row_start, 1, out=columns.row_start)
     np.add(columns.row_len, 1, out=columns.row_len)
     batch.isolated = False
     _look_up_on_host(batch, columns, slots)
 
 
-def look_up(batch: Batch, slots: Slots) -> None:
-    """Fill in what device state decides: input tokens, KV places, positions to draw. Device operations only."""
+def _look_up_on_device(batch: Batch, slots: Slots) -> None:
+    """Fill in what device state decides: input tokens and KV places. Device operations only."""
     batch.block_size = slots.block_size
     batch.block_tables = slots.block_tables
     one_each = batch.num_tokens == batch.num_rows

@@ -1,4 +1,4 @@
-"""From the configuration to an executor: every `auto` and every 0 is decided here."""
+"""Builds an executor from the configuration; resolves its `auto` values."""
 
 from __future__ import annotations
 
@@ -17,16 +17,13 @@ DEFAULTS = {"cpu": (64, 512), "cuda": (512, 8192)}  # max_num_seqs, max_num_batc
 
 
 def build_executor(config: Config) -> TorchExecutor:
-    """An executor that has not loaded anything yet.
-
-    Raises ConfigError naming the key where the configuration cannot be met.
-    """
+    """Build an executor that has not loaded anything yet. Raises ConfigError naming a key that cannot be met."""
     return TorchExecutor(executor_settings(config))
 
 
 def executor_settings(config: Config, device: torch.device | None = None) -> ExecutorSettings:
-    """The configuration as the executor sees it, on the device that it names or, to plan for another machine, on
-    `device`."""
+    """Resolve the configuration for the device that it names or, to plan for another machine, for `device`. Raises
+    ConfigError."""
     device = device or choose_device(config.engine.device)
     if config.engine.deterministic and device.type == "cpu":
         raise ConfigError("engine.deterministic", "the CPU's matrix products depend on the batch: it needs cuda")
@@ -68,6 +65,7 @@ def _adapters_folder(name: str) -> Path | None:
 
 
 def choose_device(name: str) -> torch.device:
+    """Return the device for `engine.device`: auto, cpu or cuda. Raises ConfigError where there is no CUDA device."""
     if name == "cuda" and not torch.cuda.is_available():
         raise ConfigError("engine.device", "torch sees no CUDA device: use cpu, or install a CUDA build of torch")
     return torch.device("cuda" if name == "cuda" or (name == "auto" and torch.cuda.is_available()) else "cpu")
@@ -75,5 +73,6 @@ def choose_device(name: str) -> torch.device:
 
 def _dtype(name: str, device: torch.device) -> torch.dtype | None:
     if name != "auto":
-        return getattr(torch, name)
+        dtype: torch.dtype = getattr(torch, name)
+        return dtype
     return torch.float32 if device.type == "cpu" else None

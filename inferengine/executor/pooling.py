@@ -1,15 +1,15 @@
-"""Embeddings: the final hidden states of a prompt (after the final norm) as one vector of length 1.
+"""Embeddings: pools the final hidden states of a prompt (after the final norm) into one vector of length 1.
 
-`last` takes the state of the prompt's last token, `mean` that of all of them. A mean is gathered over the chunks of a
-prompt as a sum by slot: the length is divided away in the end. Everything is summed in fp32, a prompt by itself, so
-that a vector does not depend on what else is in the step. Definitions as in sentence-transformers' `Pooling` and
+`last` pooling takes the state of the prompt's last token, `mean` the mean over all tokens. A mean is gathered over the
+chunks of a prompt as a sum by slot; normalizing the vector removes the factor. Each prompt is summed by itself in fp32,
+so that a vector does not depend on what else is in the step. Definitions as in sentence-transformers' `Pooling` and
 `Normalize`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -17,22 +17,23 @@ import torch
 from inferengine.core.sequence import RowFailure
 from inferengine.core.step_plan import PooledRow
 from inferengine.kernels.batch import StepColumns
+from inferengine.models.decoder import DecoderModel
 
-POSITIONS_AT_ONCE = 1024  # the normed states of a long prompt may be larger than what is left of the memory
+POSITIONS_AT_ONCE = 1024  # the normed states of a long prompt may be larger than the free memory
 
 
-class Vectors(NamedTuple):
-    """What came of a step's embeddings, by plan row: f32 little-endian, or why there is none."""
+class PooledVectors(NamedTuple):
+    """The embeddings of a step by plan row, f32 little-endian, and the rows that have none."""
 
     embeddings: dict[int, bytes] | None = None
     failed: dict[int, RowFailure] | None = None
 
 
-class Embeddings:
-    """Vectors of one step; on their way to the host until `result`."""
+class PooledStates:
+    """The embeddings of one step, copied to the host in the background until `result`."""
 
     def __init__(self, rows: list[int], vectors: torch.Tensor | None) -> None:
-        """vectors [N, E] fp32 belong to plan rows `rows`; None: no prompt of the step ends."""
+        """`vectors` [N, E] fp32 belong to plan rows `rows`; None: no prompt of the step ends."""
         self._rows = rows
         self._vectors = vectors
         self._event: torch.cuda.Event | None = None
@@ -42,20 +43,21 @@ class Embeddings:
             self._event = torch.cuda.Event()
             self._event.record()
 
-    def result(self) -> Vectors:
+    def result(self) -> PooledVectors:
+        """Wait for the copy."""
         if self._vectors is None:
-            return Vectors()
+            return PooledVectors()
         if self._event is not None:
             self._event.synchronize()
         values = self._vectors.numpy().astype("<f4", copy=False)
         finite = np.isfinite(values).all(axis=1).tolist()
         good = {row: values[i].tobytes() for i, row in enumerate(self._rows) if finite[i]}
         failed = {row: RowFailure.NOT_A_NUMBER for i, row in enumerate(self._rows) if not finite[i]}
-        return Vectors(good or None, failed or None)
+        return PooledVectors(good or None, failed or None)
 
 
 class Pooling:
-    """The sums of prompts that are partly computed, [S, E] fp32 by slot; made when the first one asks."""
+    """Holds the sums of prompts that are partly computed, [S, E] fp32 by slot; allocated on first use."""
 
     def __init__(self, num_slots: int, size: int, device: torch.device) -> None:
         self._shape = (num_slots, size)
@@ -63,9 +65,10 @@ class Pooling:
         self._sums: torch.Tensor | None = None
 
     def compute(
-        self, model: Any, hidden: torch.Tensor, pooled: SequenceOf[PooledRow], columns: StepColumns
-    ) -> Embeddings:
-        """hidden [T, E]: the residual stream of the step's tokens. Device operations only."""
+        self, model: DecoderModel, hidden: torch.Tensor, pooled: SequenceOf[PooledRow], columns: StepColumns
+    ) -> PooledStates:
+        """Pool the rows of `pooled` from `hidden` [T, E], the residual stream of the step's tokens. Device operations
+        only."""
         ending = [item.row for item in pooled if item.ends and not item.mean]
         states: list[torch.Tensor] = []
         if ending:
@@ -79,11 +82,11 @@ class Pooling:
             states.append(self._all_sums().index_select(0, self._upload(slots)))
             ending += full
         if not states:
-            return Embeddings([], None)
-        return Embeddings(ending, torch.nn.functional.normalize(torch.cat(states), dim=-1))
+            return PooledStates([], None)
+        return PooledStates(ending, torch.nn.functional.normalize(torch.cat(states), dim=-1))
 
-    def _gather(self, model: Any, hidden: torch.Tensor, columns: StepColumns, row: int) -> None:
-        """Add the states of a row's tokens to its slot's sum, which begins with its prompt."""
+    def _gather(self, model: DecoderModel, hidden: torch.Tensor, columns: StepColumns, row: int) -> None:
+        """Add the states of a row's tokens to its slot's sum, which starts at zero with the prompt."""
         sums = self._all_sums()[int(columns.row_slot[row])]
         begin, end = int(columns.query_start[row]), int(columns.query_start[row + 1])
         if columns.row_start[row] == 0:

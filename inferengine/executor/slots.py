@@ -1,11 +1,11 @@
 """Slots: the state of every running sequence, resident on the device and changed in place.
 
-A slot starts with one upload when its sequence is admitted (`SlotInit`); from then on the sampler writes each drawn
-token to `tokens[slot, position]`, so no step needs anything from the host. The host keeps a small mirror of facts that
-decide *which* work a step needs (is anyone sampling, asking for penalties, for log-probabilities?), in numpy, so that a
-batch that uses none of a feature does not pay for it.
+A slot is filled with one upload when its sequence is admitted (`SlotInit`); from then on the sampler writes each drawn
+token to `tokens[slot, position]`, so no step needs anything from the host. The host mirrors, in numpy, the few facts
+that decide which work a step needs (sampling, penalties, log-probabilities), so that a batch pays only for the features
+that its requests use.
 
-Row S, one past the last slot, belongs to nobody: padded rows of CUDA graphs read and write there. All its KV goes to
+Row S, one past the last slot, is the scratch slot: padded rows of CUDA graphs read and write there. All its KV goes to
 the scratch block, one past the last block of each pool.
 """
 
@@ -30,12 +30,12 @@ from inferengine.kernels.reference.sampling import (
 )
 
 _FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
-LEAST_TOP_P = 2.0**-24  # keeps the likeliest token alone, as anything smaller does, and is no 0 in 32 bits
+LEAST_TOP_P = 2.0**-24  # like anything smaller it keeps the likeliest token alone, and it is not 0 in 32 bits
 _INTS = ("num_prompt", "top_k", "min_tokens", "num_logprobs")
 
 
 class Slots:
-    """Device tensors by slot (docs/executor.md) with the host's mirror. One instance per executor."""
+    """Device tensors by slot (docs/executor.md) and their mirror on the host. One instance per executor."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class Slots:
         self.bad_words = BadWords(rows, device)
         self.allowed = torch.zeros(
             rows, 0, dtype=torch.int32, device=device
-        )  # bit t of word t // 32; built on first use
+        )  # bit t % 32 of word t // 32; allocated on first use
         self.features = np.zeros(rows, dtype=np.int32)  # host mirror
         self.host_min_end = np.zeros(rows, dtype=np.int64)  # position from which stop ids may be drawn
         self.host_logprobs = np.full(rows, -1, dtype=np.int64)  # alternatives asked for
@@ -82,7 +82,8 @@ class Slots:
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
     def needs(self, slots: np.ndarray, drawn_positions: np.ndarray) -> int:
-        """Feature bits that sampling for these slots needs now. MIN_TOKENS only while some row is below its minimum."""
+        """Return the feature bits that sampling for these slots needs now; MIN_TOKENS only while a row is below its
+        minimum."""
         bits = int(np.bitwise_or.reduce(self.features[slots])) if len(slots) else 0
         if bits & MIN_TOKENS and not (drawn_positions < self.host_min_end[slots]).any():
             bits &= ~MIN_TOKENS
@@ -97,14 +98,14 @@ class Slots:
                 table[places[0], places[1]] = packed[2]
 
     def write_tokens(self, writes: TokenWrites | None) -> None:
-        """Tokens that only the host knows: guesses, and what a grammar forces."""
+        """Write tokens that only the host knows: draft tokens, and those that a grammar forces."""
         if writes is not None and writes.slots:
             packed = self.upload(np.array([writes.slots, writes.positions, writes.token_ids], dtype=np.int32))
             places = packed[:2].long()
             self.tokens[places[0], places[1]] = packed[2]
 
     def admit(self, admitted: list[SlotInit]) -> None:
-        """Fill the slots of newly admitted (or resumed) sequences: a handful of copies for all of them together."""
+        """Fill the slots of newly admitted (or resumed) sequences, with a few copies for all of them together."""
         if not admitted:
             return
         slots = np.array([item.slot for item in admitted], dtype=np.int64)
@@ -165,18 +166,18 @@ class Slots:
         self.host_top_k[item.slot] = self._top_k(item)
 
     def _top_k(self, item: SlotInit) -> int:
-        """A client may ask for any whole number; more than the vocabulary says no more, and does not fit 32 bits."""
+        """top_k as 32 bits: any whole number is valid, and one above the vocabulary filters nothing."""
         return min(max(0, item.params.top_k), self.vocab_size)
 
     def _min_tokens(self, item: SlotInit) -> int:
-        """Likewise: nothing is longer than a row of tokens."""
+        """min_tokens as 32 bits: no sequence is longer than a row of tokens."""
         return min(item.params.min_tokens, self.tokens.shape[1])
 
     def _admit_lists(self, admitted: list[SlotInit], rows: torch.Tensor) -> None:
-        """Sparse per-slot lists, padded with -1 to the widest seen so far (powers of two); nothing if nobody asks."""
+        """Write the sparse per-slot lists, padded with -1 to the widest seen so far (a power of two)."""
         biases = [item.params.logit_bias for item in admitted]
         if any(biases):
-            ids, values = _padded([[pair[0] for pair in bias] for bias in biases], -1, np.int32), None
+            ids = _padded([[pair[0] for pair in bias] for bias in biases], -1, np.int32)
             values = _padded([[pair[1] for pair in bias] for bias in biases], 0.0, np.float32)
             self.bias_ids = self._widened(self.bias_ids, ids.shape[1], -1)
             self.bias_values = self._widened(self.bias_values, ids.shape[1], 0.0)
@@ -221,7 +222,7 @@ class Slots:
         return wider
 
     def upload(self, array: np.ndarray) -> torch.Tensor:
-        """To the device, without waiting for what it does."""
+        """Copy to the device, without waiting for it."""
         tensor = torch.from_numpy(array)
         if self.device.type == "cpu":
             return tensor
@@ -234,8 +235,8 @@ def _signed64(seed: int) -> int:
     return seed - (1 << 64) if seed >> 63 else seed
 
 
-def _padded(rows: list[list[int]] | list[list[float]], padding: float, dtype: type) -> np.ndarray:
-    table = np.full((len(rows), max(map(len, rows))), padding, dtype=dtype)
+def _padded(rows: SequenceOf[SequenceOf[float]], padding: float, dtype: type) -> np.ndarray:
+    table: np.ndarray = np.full((len(rows), max(map(len, rows))), padding, dtype=dtype)
     for index, row in enumerate(rows):
         table[index, : len(row)] = row
     return table

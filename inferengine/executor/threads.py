@@ -1,9 +1,9 @@
-"""How many CPU threads a step runs on: one or all, whichever has been faster lately for steps of that size.
+"""Threads: runs each step on one CPU thread or on all, whichever has been faster lately for steps of that size.
 
-A step is a hundred parallel regions, and each ends when its slowest thread does. On an idle machine a second core
-brings a quarter of the time back (32 rows of the embedded model: 16 -> 12 ms); on one where another process holds that
-core, every region waits for its next time slice and the same step takes 400 ms. Which of the two it is changes from
-second to second on a small machine that also runs the front ends, so the steps themselves are the measurement.
+A step is a hundred parallel regions, and each ends when its slowest thread does. On an idle machine a second core saves
+a quarter of the time (32 rows of the embedded model: 16 -> 12 ms). Where another process holds that core, every region
+waits for a time slice and the same step takes 400 ms. On a small machine that also runs the front ends this changes
+from second to second, so the durations of the steps themselves are measured.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ import torch
 
 from inferengine.layers.decoder_config import DecoderConfig
 
-BYTES_PER_S = 10e9  # what one core reads
-FLOPS = 50e9  # what one core computes in fp32
-WORTH_IT_S = 1.5e-3  # a step that one thread does in less is not worth waking another
-MEMORY = 0.25  # weight of the newest step in a mean: one step of 400 ms is enough to turn away
+BYTES_PER_S = 10e9  # that one core reads
+FLOPS = 50e9  # of one core in fp32, per second
+WORTH_IT_S = 1.5e-3  # steps that one thread computes in less time run on one
+MEMORY = 0.25  # weight of the newest step in a mean: high enough for one step of 400 ms to change the choice
 FIRST_TRIAL, LAST_TRIAL = 16, 4096  # steps until the slower choice is tried again; doubled each time it loses
-TRIAL_SHARE = 0.02  # of all time may go into trials that lose: a slow one is followed by a long pause
+TRIAL_SHARE = 0.02  # of all time may go into losing trials: a slow one is followed by a long pause
 
 
 class Threads:
     """Sets torch's number of threads before a step and learns from its duration.
 
-    `fixed` > 0 is the configuration's: it holds for every step.
+    `fixed` > 0 is the configured number, for every step.
     """
 
     def __init__(self, config: DecoderConfig, fixed: int) -> None:
@@ -34,13 +34,13 @@ class Threads:
         self._sizes: dict[int, _Choice] = {}
 
     def prepare(self, num_tokens: int) -> None:
-        """Choose for a step of so many tokens. For the calling thread: OpenMP keeps the number for each by itself."""
+        """Set the number for a step of `num_tokens` tokens, for the calling thread: OpenMP keeps one per thread."""
         number = self._number(num_tokens)
         if torch.get_num_threads() != number:
             torch.set_num_threads(number)
 
     def observe(self, num_tokens: int, seconds: float) -> None:
-        """How long the step took that was prepared last."""
+        """Record the duration of the step that was prepared last."""
         choice = self._sizes.get(num_tokens.bit_length())
         if choice is not None:
             choice.observe(seconds / num_tokens)
@@ -63,7 +63,7 @@ class _Choice:
 
     def use_all(self) -> bool:
         if len(self._mean_s) < 2:
-            self._using = bool(self._mean_s)  # one thread first, then all
+            self._using = bool(self._mean_s)  # the first step on one thread, the second on all
             return self._using
         best = self._mean_s[True] < self._mean_s[False]
         self._until_trial -= 1
@@ -83,7 +83,7 @@ class _Choice:
         mean_s = self._mean_s[using] = before + (MEMORY if was_best else 1.0) * (seconds - before)
         if other_s is None:
             return
-        if was_best != (mean_s <= other_s):  # things have changed
+        if was_best != (mean_s <= other_s):  # the ranking has changed: try again soon
             self._until_trial = self._interval = FIRST_TRIAL
         if mean_s > other_s:
             pause = int((mean_s / other_s - 1.0) / TRIAL_SHARE)
@@ -91,7 +91,7 @@ class _Choice:
 
 
 def _num_weights(config: DecoderConfig) -> int:
-    """Weights that a step reads: the projections of every layer, and the head."""
+    """The number of weights that a step reads: the projections of every layer, and the head."""
     attention = 2 * config.head_dim * (config.num_heads + config.num_kv_heads)
     layer = config.hidden_size * (attention + 3 * config.intermediate_size)
     return config.num_layers * layer + config.vocab_size * config.hidden_size

@@ -1,4 +1,4 @@
-"""Attention over the paged cache: projections around one op. Knows its KV group and its cache tensor, nothing else."""
+"""Attention over the paged cache: projections around one op. It knows only its KV group and its cache tensor."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from inferengine.layers.norm import RMSNorm
 
 
 class Attention(nn.Module):
-    """Grouped-query attention; the layer around it decides what is fused with `qkv` and `out`.
+    """Grouped-query attention; the decoder layer decides what is fused with `qkv` and `out`.
 
-    `kv` and `cos_sin` are bound after loading, at fixed addresses.
+    `kv` and `cos_sin` are bound after loading and stay at fixed addresses.
     """
 
     def __init__(self, ops: Ops, config: DecoderConfig, layer: int) -> None:
@@ -58,6 +58,6 @@ class Attention(nn.Module):
         )
 
     def finish(self) -> None:
-        """After loading: what `mix` reads, as plain attributes."""
+        """Set the plain attributes that `mix` reads, once the weights are loaded."""
         self.q_gain = None if self.q_norm is None else self.q_norm.weight.data
         self.k_gain = None if self.k_norm is None else self.k_norm.weight.data

@@ -1,4 +1,5 @@
-"""DecoderConfig: what every decoder-only family boils down to, typed and complete. Made by the family modules."""
+"""DecoderConfig: the shapes and constants of a decoder-only model, typed. The family modules read it from
+config.json."""
 
 from __future__ import annotations
 
@@ -40,19 +41,20 @@ class DecoderConfig:
 
     @cached_property
     def group_windows(self) -> tuple[int | None, ...]:
-        """Windows of the KV groups: full attention first, then each sliding window once."""
+        """Windows of the KV groups: None for full attention first, then each sliding window once."""
         sliding = sorted({window for window in self.windows if window is not None})
         return ((None,) if None in self.windows else ()) + tuple(sliding)
 
     def rope_of(self, layer: int) -> RopeConfig | None:
+        """Return the rotation of a layer; None: it has none."""
         if self.windows[layer] is not None and self.local_rope is not None:
             return self.local_rope
         return self.rope
 
     def layers_of(self, group: int) -> int:
-        """Number of layers whose KV lives in a group."""
+        """Return the number of layers in a KV group."""
         return sum(window == self.group_windows[group] for window in self.windows)
 
     def kv_bytes_per_token(self, group: int, item_bytes: int) -> int:
-        """Bytes of K and V that one token costs in one group."""
+        """Return the bytes of K and V of one token in one group."""
         return 2 * self.layers_of(group) * self.num_kv_heads * self.head_dim * item_bytes

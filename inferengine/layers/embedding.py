@@ -18,6 +18,7 @@ class Embedding(nn.Module):
         self.scale = scale
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """[T] ids -> [T, E]."""
         rows = self.weight.index_select(0, ids)
         if self.scale is not None:
             rows.mul_(torch.tensor(self.scale, dtype=self.weight.dtype).item())
@@ -40,15 +41,19 @@ class Head(nn.Module):
         self.packed: torch.Tensor | None = None
 
     def finish(self) -> None:
-        """After loading: pack for the device. A tied weight stays shared where the device reads the plain layout."""
-        self.packed = self.ops.pack_linear(self._tied[0].weight.data if self._tied else self.weight.data)
+        """Pack the weight for the device, once it is loaded. A tied weight stays shared where the device reads the
+        plain layout."""
+        weight = self._tied[0].weight if self._tied else self.weight
+        assert weight is not None
+        self.packed = self.ops.pack_linear(weight.data)
         self.weight = None
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[N, E] -> logits [N, V]."""
         return self._capped(self.ops.linear(hidden, self.packed, None))
 
     def of_norm(self, x: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
-        """Logits of norm(x)."""
+        """Compute the logits of norm(x)."""
         return self._capped(self.ops.norm_linear(x, norm.gain, norm.eps, self.packed, None))
 
     def _capped(self, logits: torch.Tensor) -> torch.Tensor:

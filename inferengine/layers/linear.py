@@ -1,4 +1,4 @@
-"""Linear layers. Several projections of one input are stored as one weight, `parts` telling their rows apart."""
+"""Linear layers. Several projections of one input share one weight; `parts` are the numbers of its rows."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from inferengine.layers.norm import RMSNorm
 
 
 class Linear(nn.Module):
-    """y = x W^T + b, alone or fused with what a pre-norm decoder does before and after it.
+    """y = x W^T + b, alone or fused with the operations around it in a pre-norm decoder.
 
-    `parts` are the output sizes of the projections packed into W; the loader fills each by itself. After loading,
-    `finish` puts the weight into the layout that the device's kernels read fastest: `packed`.
+    `parts` are the output sizes of the projections in W; the loader fills each by itself. After loading, `finish` turns
+    the weight into `packed`, the layout that the device's kernels read fastest.
     """
 
     def __init__(self, ops: Ops, in_features: int, parts: list[int] | int, *, bias: bool = False) -> None:
@@ -23,22 +23,31 @@ class Linear(nn.Module):
         self.ops = ops
         self.parts = [parts] if isinstance(parts, int) else parts
         self.in_features = in_features
-        self.weight = nn.Parameter(torch.empty(sum(self.parts), in_features), requires_grad=False)
+        weight = nn.Parameter(torch.empty(sum(self.parts), in_features), requires_grad=False)
+        self.weight: nn.Parameter | None = weight  # None once it is packed
         self.bias = nn.Parameter(torch.empty(sum(self.parts)), requires_grad=False) if bias else None
-        self.source: Any = None  # what a quantized checkpoint stores instead of `weight` (quant/)
+        self.source: Any = None  # what a quantized checkpoint stores instead of `weight` (quantization/stored.py)
         self.packed: Any = None
-        self.offset: torch.Tensor | None = None  # the bias, as a plain attribute: found without a search
+        self.offset: torch.Tensor | None = (
+            None  # the bias as a plain attribute, which is looked up faster than a parameter
+        )
 
     def finish(self) -> None:
-        self.packed = self.ops.pack_linear(self.weight.data if self.source is None else self.source)
+        """Pack the weight for the device, once it is loaded."""
+        stored = self.source
+        if stored is None:
+            assert self.weight is not None
+            stored = self.weight.data
+        self.packed = self.ops.pack_linear(stored)
         self.offset = None if self.bias is None else self.bias.data
         self.weight = self.source = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, in] -> [T, out]."""
         return self.ops.linear(self._readable(x), self.packed, self.offset)
 
     def of_norm(self, x: torch.Tensor, norm: RMSNorm, normed: torch.Tensor | None = None) -> torch.Tensor:
-        """linear(norm(x)); `normed` is norm(x) where it has been computed already."""
+        """Compute linear(norm(x)); `normed` is norm(x) where it has been computed already."""
         if normed is not None:
             return self.ops.linear(self._readable(normed), self.packed, self.offset)
         return self.ops.norm_linear(x, norm.gain, norm.eps, self.packed, self.offset)
@@ -46,24 +55,24 @@ class Linear(nn.Module):
     def gated_of_norm(
         self, x: torch.Tensor, norm: RMSNorm, activation: str, normed: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """activation(gate) * up, where linear(norm(x)) = [gate, up]; `normed` as in `of_norm`."""
+        """Compute activation(gate) * up, where linear(norm(x)) = [gate, up]; `normed` as in `of_norm`."""
         if normed is not None:
             normed = self._readable(normed)
             return self.ops.norm_gated_linear(normed, None, 0.0, self.packed, self.offset, activation)
         return self.ops.norm_gated_linear(x, norm.gain, norm.eps, self.packed, self.offset, activation)
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """residual += linear(x), in place where the device can; the sum is returned."""
+        """Return residual + linear(x), computed in place where the device can."""
         return self.ops.linear_add(self._readable(x), self.packed, self.offset, residual)
 
     def add_to_and_norm(
         self, residual: torch.Tensor, x: torch.Tensor, norm: RMSNorm | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """`add_to`, and `norm` of the sum if the device has it on the way, to be handed to the next product."""
+        """Do `add_to`; return the sum, and its norm for the next product where the device computes it on the way."""
         if norm is None or self.ops.linear_add_norm is None:
             return self.add_to(residual, x), None
         return self.ops.linear_add_norm(self._readable(x), self.packed, self.offset, residual, norm.gain, norm.eps)
 
     def _readable(self, x: Any) -> Any:
-        """An input that a layer in low precision handed on as codes, as numbers where this one reads no codes."""
+        """Turn an input of codes, from a layer in low precision, into numbers where this layer reads no codes."""
         return x if self.ops.reads_codes or isinstance(x, torch.Tensor) else x.numbers()

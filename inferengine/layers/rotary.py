@@ -14,7 +14,7 @@ import torch
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Facts of one rotation. `kind` is default | linear | dynamic | llama3 | yarn."""
+    """Parameters of one rotation. `kind` is default | linear | dynamic | llama3 | yarn."""
 
     theta: float
     head_dim: int
@@ -32,7 +32,7 @@ class RopeConfig:
 
 
 def inverse_frequencies(rope: RopeConfig) -> tuple[torch.Tensor, float]:
-    """Inverse frequencies [D / 2] in fp32 and the factor on cosines and sines.
+    """Compute the inverse frequencies [D / 2] in fp32 and the factor on cosines and sines.
 
     `dynamic` equals `default` up to the original context; a longer one is refused when the config is read.
     """
@@ -48,7 +48,7 @@ def inverse_frequencies(rope: RopeConfig) -> tuple[torch.Tensor, float]:
 
 
 def cos_sin_table(rope: RopeConfig, num_positions: int, device: torch.device) -> torch.Tensor:
-    """[num_positions, D] fp32: cosines of position * frequency in the first half, sines in the second."""
+    """Compute [num_positions, D] fp32: cosines of position * frequency in the first half, sines in the second."""
     frequencies, magnitude = inverse_frequencies(rope)
     angles = torch.outer(torch.arange(num_positions, dtype=torch.float32), frequencies)
     return (torch.cat((angles.cos(), angles.sin()), dim=-1) * magnitude).to(device)

@@ -1,4 +1,4 @@
-"""Reads an adapter in PEFT's layout: adapter_config.json and adapter_model.safetensors. What is not supported is
+"""Reads a LoRA adapter in PEFT's layout: adapter_config.json and adapter_model.safetensors. Unsupported keys are
 refused by name; every tensor is accounted for."""
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from inferengine.layers.linear import Linear
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 NUMBER = re.compile(r"\.(\d+)\.")
 TENSOR = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_(A|B)(?:\.default)?\.weight")
-# Keys that change what an adapter computes, and the values under which it is what this engine computes.
+# Keys that change an adapter's result, with the values that this engine supports.
 PLAIN: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none",),
@@ -42,7 +42,7 @@ PLAIN: dict[str, tuple[Any, ...]] = {
 
 
 class Factors(NamedTuple):
-    """What one adapter adds to one projection: y += scaling * (x A^T) B^T. A [r, in], B [out, r]."""
+    """An adapter's change of one projection: y += scaling * (x A^T) B^T. `down` is A [r, in], `up` is B [out, r]."""
 
     down: torch.Tensor
     up: torch.Tensor
@@ -57,6 +57,8 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Adapter:
+    """A LoRA adapter in host memory."""
+
     name: str
     rank: int
     scaling: float
@@ -113,7 +115,7 @@ def _positive(config: dict[str, Any], key: str, name: str) -> float:
 
 
 def _place(key: str, name: str, model: nn.Module, targets: Mapping[str, Any]) -> tuple[Place, str]:
-    """Where a tensor of the adapter belongs."""
+    """The projection that a tensor of the adapter belongs to, and A or B."""
     match = TENSOR.fullmatch(key)
     number = NUMBER.search(key)
     stem = match.group(1) if match else ""
@@ -135,7 +137,7 @@ def _check_shape(
     tensor: torch.Tensor, kind: str, place: Place, rank: int, model: nn.Module, name: str, key: str
 ) -> None:
     module = model.get_submodule(place.linear)
-    assert isinstance(module, Linear)
+    assert isinstance(module, Linear)  # checked by `_place`
     outputs = sum(module.parts) if place.part is None else module.parts[place.part]
     wanted = (rank, module.in_features) if kind == "A" else (outputs, rank)
     if tuple(tensor.shape) != wanted:

@@ -1,11 +1,10 @@
-"""AdapterBank: every loaded adapter's factors beside the model's linear layers, and who uses which in a step.
+"""AdapterBank: applies all loaded adapters to the model's linear layers, each token with its own.
 
-The factors of all adapters that touch a layer are stacked: one product with all A gives [T, C], a mask keeps each
-token's own columns (times its adapter's scaling), one product with all B gives what is added. So a batch may mix
-adapters and plain rows at two products for each layer, whatever their number, and a row adds exact zeros for what is
-not its own.
+The factors of all adapters of a layer are stacked: one product with all A gives [T, C], a mask keeps each token's own
+columns (times its adapter's scaling), and one product with all B gives the sum to add. So a batch may mix adapters and
+plain rows at two products for each layer, whatever their number; for other adapters a row adds exact zeros.
 
-A layer learns of it through its ops table; models do not. While no row of a step has an adapter nothing is added.
+It replaces the layers' ops tables; models know nothing of it. In a step without adapters nothing is added.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from inferengine.lora.adapter import Adapter, Place
 
 
 class Columns(NamedTuple):
-    """Which adapter each of C stacked columns belongs to, and its scaling. Shared by layers that look alike."""
+    """The adapter and the scaling of each of C stacked columns. Shared by layers with equal columns."""
 
     adapters: torch.Tensor  # [C] int32
     scaling: torch.Tensor  # [C] in the model's dtype
@@ -39,7 +38,7 @@ class Stack(NamedTuple):
 
 
 class AdapterBank:
-    """Install it once, after loading and before anything runs; then adapters come and go between steps."""
+    """Installed once, after loading and before any step; adapters are added and removed between steps."""
 
     def __init__(self, model: nn.Module, *, num_slots: int, device: torch.device, dtype: torch.dtype) -> None:
         self.device, self.dtype = device, dtype
@@ -47,7 +46,7 @@ class AdapterBank:
         self._next = 1
         self._of_slot = np.zeros(num_slots + 1, dtype=np.int32)
         self._stacks: dict[str, Stack] = {}
-        self._token_adapters: torch.Tensor | None = None  # [T] of this step; None: nobody has one
+        self._token_adapters: torch.Tensor | None = None  # [T] of this step; None: no row has one
         self._masks: dict[int, torch.Tensor] = {}
         self._parts: dict[str, list[int]] = {}
         for name, module in model.named_modules():
@@ -58,26 +57,27 @@ class AdapterBank:
     # -- between steps -----------------------------------------------------------------------------------------------
 
     def add(self, adapter: Adapter) -> int:
-        """Put an adapter beside the model. Returns its number, which is never used again. One of the same name may be
-        on its way out still."""
+        """Add an adapter. Returns its number, which is never used again. An adapter of the same name may still be in
+        use under its own number."""
         number, self._next = self._next, self._next + 1
         self.adapters[number] = adapter
         self._restack({place.linear for place in adapter.factors})
         return number
 
     def remove(self, number: int) -> None:
-        """Forget an adapter that no sequence uses any more."""
+        """Remove an adapter that no sequence uses."""
         adapter = self.adapters.pop(number)
         self._restack({place.linear for place in adapter.factors})
 
     def admit(self, slot: int, adapter: int) -> None:
-        """A sequence takes a slot. Raises InferEngineError when its adapter is gone."""
+        """Set the adapter of a slot's new sequence (0: none). Raises InferEngineError when it was removed."""
         if adapter and adapter not in self.adapters:
             raise InferEngineError("model_not_found", "the adapter was unloaded", field="adapter")
         self._of_slot[slot] = adapter
 
     def begin(self, row_slot: np.ndarray, token_row: np.ndarray) -> bool:
-        """What the next step computes: slots of its rows [R], rows of its tokens [T]. True when an adapter is used."""
+        """Set the rows of the next step: slots of its rows [R], rows of its tokens [T]. Returns whether any has an
+        adapter."""
         self._masks.clear()
         of_row = self._of_slot[row_slot]
         if not of_row.any():
@@ -89,7 +89,7 @@ class AdapterBank:
     # -- in a step ---------------------------------------------------------------------------------------------------
 
     def _added(self, name: str, x: torch.Tensor) -> torch.Tensor | None:
-        """[T, out] to add to a layer's output for input [T, in]; None: nothing."""
+        """The sum [T, out] to add to a layer's output for input [T, in]; None: nothing."""
         if self._token_adapters is None or name not in self._stacks:
             return None
         down, up, columns = self._stacks[name]
@@ -100,7 +100,7 @@ class AdapterBank:
         return torch.mm(torch.mm(x, down.t()).mul_(mask), up.t())
 
     def _table(self, base: Ops, name: str) -> Ops:
-        """`base` with the products of one layer, adapters added."""
+        """`base`, with products that add the adapters of one layer."""
 
         def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
             y = base.linear(x, weight, bias)
@@ -150,7 +150,7 @@ class AdapterBank:
     # -- inside ------------------------------------------------------------------------------------------------------
 
     def _restack(self, names: set[str]) -> None:
-        """Stack the factors of these layers anew. Layers with the same columns share their description."""
+        """Stack the factors of these layers anew. Layers with equal columns share one Columns."""
         known = {self._signature(stack.columns): stack.columns for stack in self._stacks.values()}
         for name in names:
             self._stacks.pop(name, None)

@@ -1,5 +1,5 @@
-"""AdapterFolder: the adapters that a model may use, by name. A name is a sub-folder's, never a path: whoever asks for
-an adapter to be loaded chooses among what the operator put there."""
+"""AdapterFolder: the adapters that a model may use, by name. A name is that of a sub-folder, never a path: clients can
+only load what the operator put there."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class AdapterFolder:
         self._folder, self._model, self._targets, self._max_rank = folder, model, targets, max_rank
 
     def load_all(self) -> None:
-        """Every adapter in the folder. Raises ConfigError for one that cannot be used."""
+        """Load every adapter in the folder. Raises ConfigError for one that cannot be used."""
         for path in sorted(self._folder.iterdir()):
             if (path / CONFIG).is_file():
                 try:
@@ -36,19 +36,19 @@ class AdapterFolder:
                     raise ConfigError("model.adapters", error.message) from None
 
     def names(self) -> dict[str, int]:
-        """Number of each loaded adapter."""
+        """Return the number of each loaded adapter."""
         return {adapter.name: number for number, adapter in self.bank.adapters.items()}
 
     def add(self, adapter: Adapter) -> int:
-        """Its number, for requests to name."""
+        """Add an adapter between steps. Returns its number, which requests carry."""
         return self.bank.add(adapter)
 
     def remove(self, number: int) -> None:
-        """Forget an adapter that no sequence uses."""
+        """Remove an adapter that no sequence uses, between steps."""
         self.bank.remove(number)
 
     def read(self, name: str) -> Adapter:
-        """Read and check an adapter, on the host. Raises InferEngineError."""
+        """Read and check an adapter into host memory. Raises InferEngineError."""
         if not NAME.fullmatch(name) or not (self._folder / name / CONFIG).is_file():
             raise InferEngineError("not_found", "there is no adapter of that name in model.adapters", field="name")
         folder = self._folder / name

@@ -14,11 +14,13 @@ from inferengine.layers.embedding import Embedding, Head
 from inferengine.layers.mlp import GatedMLP
 from inferengine.layers.norm import RMSNorm
 from inferengine.layers.rotary import RopeConfig
+from inferengine.models.decoder import DecoderModel
 from inferengine.models.hf_config import ConfigReader, read_rope, read_windows
 from inferengine.models.weight_map import Target, WeightMap, attention_targets, gated_mlp_targets
 
 
 def read_config(config: ConfigReader) -> DecoderConfig:
+    """Read config.json; defaults are those of transformers' Gemma3TextConfig."""
     num_layers, num_heads = config.integer("num_hidden_layers", 26), config.integer("num_attention_heads", 8)
     hidden_size, head_dim = config.integer("hidden_size", 2304), config.integer("head_dim", 256)
     max_position = config.integer("max_position_embeddings", 131_072)
@@ -64,7 +66,7 @@ def read_config(config: ConfigReader) -> DecoderConfig:
     )
 
 
-class DecoderLayer(nn.Module):
+class Gemma3Layer(nn.Module):
     """Each block's output is normed again before it joins the residual stream."""
 
     def __init__(self, ops: Ops, config: DecoderConfig, layer: int) -> None:
@@ -83,20 +85,22 @@ class DecoderLayer(nn.Module):
         return x.add_(self.mlp_out_norm(mlp.down(mlp.hidden(x, self.mlp_norm))))
 
 
-class Gemma3(nn.Module):
+class Gemma3(DecoderModel):
     """Token ids of a batch -> residual stream; `logits` for the rows of it that draw."""
+
+    norm: RMSNorm
 
     def __init__(self, ops: Ops, config: DecoderConfig) -> None:
         super().__init__()
         self.embed = Embedding(config.vocab_size, config.hidden_size, scale=config.embedding_scale)
-        self.layers = nn.ModuleList(DecoderLayer(ops, config, layer) for layer in range(config.num_layers))
+        self.layers = nn.ModuleList(Gemma3Layer(ops, config, layer) for layer in range(config.num_layers))
         self.norm = RMSNorm(ops, config.hidden_size, config.norm_eps)
         tied = self.embed if config.tied_embeddings else None
         self.head = Head(ops, config.vocab_size, config.hidden_size, tied=tied, softcap=config.logits_softcap)
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """[T] ids -> residual stream [T, E]."""
-        x = self.embed(batch.input_ids)
+        x: torch.Tensor = self.embed(batch.input_ids)
         for layer in self.layers:
             x = layer(x, batch)
         return x
@@ -106,11 +110,13 @@ class Gemma3(nn.Module):
         return self.head.of_norm(x, self.norm)
 
 
-def build(ops: Ops, config: DecoderConfig) -> nn.Module:
+def build(ops: Ops, config: DecoderConfig) -> Gemma3:
+    """Build the model on torch's default device, without weights."""
     return Gemma3(ops, config)
 
 
 def weight_map(config: DecoderConfig) -> WeightMap:
+    """Say where each tensor of a checkpoint goes."""
     norms = {
         "input_layernorm": "attention_norm",
         "post_attention_layernorm": "attention_out_norm",

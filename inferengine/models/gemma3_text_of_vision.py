@@ -1,5 +1,5 @@
-"""The text model inside a Gemma 3 that also sees (4B and larger are published so). What reads images is not loaded:
-messages hold text, and parts of another type are refused where a request is read."""
+"""The text model of a Gemma 3 with vision (4B and larger are published so). The vision tower is not loaded: messages
+hold text, and parts of another type are refused when a request is read."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ OF_IMAGES = ("vision_config", "mm_tokens_per_image", "boi_token_index", "eoi_tok
 
 
 def read_config(config: ConfigReader) -> DecoderConfig:
-    """`text_config`, with the number format and the tying that the whole model has."""
+    """Read `text_config`, with the number format and the tying of the whole model."""
     text = config.value("text_config")
     if not isinstance(text, dict):
         raise refused(f"{config.where}: text_config must be an object")
@@ -27,7 +27,8 @@ def read_config(config: ConfigReader) -> DecoderConfig:
 
 
 def weight_map(config: DecoderConfig) -> WeightMap:
-    """`language_model.model.…` as published, `model.language_model.…` as transformers names it in memory since 4.52."""
+    """Say where each tensor goes: `language_model.model.…` as published, `model.language_model.…` as transformers names
+    it in memory since 4.52."""
     names = gemma3.weight_map(config)
     renamed = {name.replace("model.", "model.language_model.", 1): target for name, target in names.targets.items()}
     return names._replace(

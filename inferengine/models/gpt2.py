@@ -13,11 +13,13 @@ from inferengine.layers.decoder_config import DecoderConfig
 from inferengine.layers.embedding import Embedding, Head
 from inferengine.layers.mlp import MLP
 from inferengine.layers.norm import LayerNorm
+from inferengine.models.decoder import DecoderModel
 from inferengine.models.hf_config import ConfigReader, refused
 from inferengine.models.weight_map import Target, WeightMap
 
 
 def read_config(config: ConfigReader) -> DecoderConfig:
+    """Read config.json."""
     hidden_size, num_heads = config.integer("n_embd", 768), config.integer("n_head", 12)
     num_layers = config.integer("n_layer", 12)
     if hidden_size % num_heads:
@@ -49,7 +51,7 @@ def read_config(config: ConfigReader) -> DecoderConfig:
     )
 
 
-class DecoderLayer(nn.Module):
+class GPT2Layer(nn.Module):
     """Pre-norm attention and feed-forward around a residual stream."""
 
     def __init__(self, ops: Ops, config: DecoderConfig, layer: int) -> None:
@@ -60,41 +62,45 @@ class DecoderLayer(nn.Module):
         self.mlp = MLP(ops, config.hidden_size, config.intermediate_size)
 
     def forward(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """Residual stream [T, E] -> the same after this layer."""
         attention = self.attention
         mixed = attention.mix(attention.qkv(self.attention_norm(x)), batch)
         x = attention.out.add_to(x, mixed)
         return self.mlp.down.add_to(x, self.mlp.hidden(self.mlp_norm(x)))
 
 
-class GPT2(nn.Module):
+class GPT2(DecoderModel):
     """Token ids of a batch -> residual stream; `logits` for the rows of it that draw."""
 
     def __init__(self, ops: Ops, config: DecoderConfig) -> None:
         super().__init__()
         self.embed = Embedding(config.vocab_size, config.hidden_size)
         self.positions = Embedding(config.max_position, config.hidden_size)
-        self.layers = nn.ModuleList(DecoderLayer(ops, config, layer) for layer in range(config.num_layers))
+        self.layers = nn.ModuleList(GPT2Layer(ops, config, layer) for layer in range(config.num_layers))
         self.norm = LayerNorm(ops, config.hidden_size, config.norm_eps)
         tied = self.embed if config.tied_embeddings else None
         self.head = Head(ops, config.vocab_size, config.hidden_size, tied=tied)
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """[T] ids -> residual stream [T, E]."""
-        x = self.embed(batch.input_ids).add_(self.positions(batch.positions))
+        x: torch.Tensor = self.embed(batch.input_ids).add_(self.positions(batch.positions))
         for layer in self.layers:
             x = layer(x, batch)
         return x
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         """[N, E] rows of the residual stream -> [N, V]."""
-        return self.head(self.norm(x))
+        logits: torch.Tensor = self.head(self.norm(x))
+        return logits
 
 
-def build(ops: Ops, config: DecoderConfig) -> nn.Module:
+def build(ops: Ops, config: DecoderConfig) -> GPT2:
+    """Build the model on torch's default device, without weights."""
     return GPT2(ops, config)
 
 
 def weight_map(config: DecoderConfig) -> WeightMap:
+    """Say where each tensor of a checkpoint goes."""
     linears = {
         "attn.c_attn": "attention.qkv",
         "attn.c_proj": "attention.out",

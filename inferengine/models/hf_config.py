@@ -1,7 +1,7 @@
 """Reads a checkpoint's config.json strictly: every key is either understood, known to be without effect, or refused.
 
-A value that the code does not support is an error that names it; nothing is ignored silently, because an ignored key is
-a model that computes something else than its authors meant.
+An unsupported value is an error that names it. Nothing is ignored silently: with a key ignored, the model would compute
+something else than its authors meant.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from inferengine.layers.rotary import RopeConfig
 KEY = "model.path"  # the configuration key that a user must change when a checkpoint cannot be used
 _REQUIRED: Any = object()
 
-# Keys without effect on what a decoder computes: metadata, training, generation defaults (older checkpoints keep them
-# here, full dumps keep all of them), other tasks' heads, other programs' notes.
+# Keys without effect on a decoder's result: metadata, training, generation defaults (which older checkpoints and full
+# dumps keep here), heads of other tasks, notes of other programs.
 # fmt: off
 HARMLESS = frozenset((
     "_flash_attn_2_enabled", "_name_or_path", "_attn_implementation", "_attn_implementation_autoset", "_num_labels",
@@ -42,12 +42,12 @@ DTYPES = ("float32", "float16", "bfloat16")
 
 
 def refused(message: str) -> ConfigError:
-    """The error for a checkpoint that cannot be used."""
+    """Make the error for a checkpoint that cannot be used."""
     return ConfigError(KEY, message)
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a checkpoint folder. Raises ConfigError naming the file."""
+    """Read a JSON object from a checkpoint folder. Raises ConfigError naming the file."""
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -60,7 +60,8 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 class ConfigReader:
-    """Typed access to config.json that remembers what was read. `finish` refuses whatever is left."""
+    """Typed access to config.json that remembers what was read. `finish` refuses the rest. All methods raise
+    ConfigError."""
 
     def __init__(self, values: dict[str, Any], where: str = "config.json") -> None:
         self.values = values
@@ -68,30 +69,36 @@ class ConfigReader:
         self._seen: set[str] = set()
 
     def integer(self, name: str, default: Any = _REQUIRED, *, least: int = 1) -> int:
-        """A count or a size."""
-        value = int(self._typed(name, int, default, "a whole number"))
+        """Read a count or a size; 3.0 is 3."""
+        value = self.value(name)
+        if not (isinstance(value, float) and value.is_integer()):
+            value = self._typed(name, int, default, "a whole number")
+        value = int(value)
         if value < least:
             raise refused(f"{self.where}: {name} must be at least {least}; got {value}")
         return value
 
     def number(self, name: str, default: Any = _REQUIRED, *, zero: bool = False) -> float:
-        """A finite number above 0; with `zero`, 0 itself too."""
+        """Read a finite number above 0; with `zero`, 0 itself too."""
         value = float(self._typed(name, (int, float), default, "a number"))
         if not math.isfinite(value) or value < 0 or (value == 0 and not zero):
             raise refused(f"{self.where}: {name} must be a finite number above 0; got {_shown(self.values.get(name))}")
         return value
 
     def optional_number(self, name: str, *, zero: bool = False) -> float | None:
+        """Read a number as `number` does; None where there is none."""
         return None if self.value(name) is None else self.number(name, zero=zero)
 
     def flag(self, name: str, default: bool) -> bool:
+        """Read true or false."""
         return bool(self._typed(name, bool, default, "true or false"))
 
     def text(self, name: str, default: Any = _REQUIRED) -> str:
+        """Read a text."""
         return str(self._typed(name, str, default, "text"))
 
     def value(self, name: str) -> Any:
-        """The raw value, None where there is none."""
+        """Read the raw value; None where there is none."""
         self._seen.add(name)
         return self.values.get(name)
 
@@ -103,13 +110,13 @@ class ConfigReader:
             raise refused(f"{self.where}: {name} = {_shown(value)} is not supported; only {choices} is")
 
     def finish(self) -> None:
-        """Refuse keys that nobody read, unless they say nothing (null, false, empty) or are known to have no effect."""
+        """Refuse keys that were not read, unless they are null, false or empty, or known to have no effect."""
         for name, value in self.values.items():
             if name not in self._seen and name not in HARMLESS and value not in (None, False, {}, []):
                 raise refused(f"{self.where}: {name} = {_shown(value)} is not supported by this engine")
 
     def dtype(self) -> str:
-        """The checkpoint's number format under either of its names; float32 where it says nothing."""
+        """Read the checkpoint's number format under either of its names; float32 where there is none."""
         values = (self.values.get("dtype"), self.values.get("torch_dtype"), "float32")
         name = str(next(value for value in values if value is not None)).removeprefix("torch.")
         if name not in DTYPES:
@@ -135,8 +142,8 @@ def read_rope(
     layer_type: str | None = None,
     default_theta: float = 10_000.0,
 ) -> RopeConfig:
-    """The rotation, from `rope_parameters` (transformers 5; by layer type for some models) or `rope_theta` with
-    `rope_scaling` (before)."""
+    """Read the rotation, from `rope_parameters` (transformers 5; by layer type for some models) or from `rope_theta`
+    with `rope_scaling` (before)."""
     name = "rope_scaling" if config.value("rope_parameters") is None else "rope_parameters"
     values = config.value(name)
     if isinstance(values, dict) and layer_type is not None and layer_type in values:
@@ -197,7 +204,7 @@ def read_rope(
 
 
 def read_windows(config: ConfigReader, num_layers: int, window: int | None) -> tuple[int | None, ...]:
-    """Each layer's window from `layer_types`; without that list every layer has `window`."""
+    """Read each layer's window from `layer_types`; without that list every layer has `window`."""
     layer_types = config.value("layer_types")
     if layer_types is None:
         return (window,) * num_layers
@@ -215,7 +222,7 @@ def read_windows(config: ConfigReader, num_layers: int, window: int | None) -> t
 
 
 def read_eos(folder: Path, config: dict[str, Any]) -> tuple[int, ...]:
-    """Token ids that end a generation: generation_config.json's, one or several, else config.json's."""
+    """Read the token ids that end a generation: generation_config.json's, else config.json's; one or several."""
     path = folder / "generation_config.json"
     value = read_json(path).get("eos_token_id") if path.is_file() else None
     if value is None:

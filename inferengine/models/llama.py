@@ -16,25 +16,27 @@ from inferengine.layers.decoder_config import DecoderConfig
 from inferengine.layers.embedding import Embedding, Head
 from inferengine.layers.mlp import GatedMLP
 from inferengine.layers.norm import RMSNorm
+from inferengine.models.decoder import DecoderModel
 from inferengine.models.hf_config import ConfigReader, read_rope
 from inferengine.models.weight_map import Target, WeightMap, attention_targets, gated_mlp_targets
 
 
 def read_config(config: ConfigReader) -> DecoderConfig:
-    """Full attention in every layer: a window is refused (by `finish`), as no Llama was trained with one."""
+    """Read config.json: full attention in every layer. A window is refused (by `finish`): no Llama was trained with
+    one."""
     return read_decoder(config, (None,) * config.integer("num_hidden_layers"))
 
 
 def read_decoder(
     config: ConfigReader, windows: tuple[int | None, ...], *, head_dim: int | None = None
 ) -> DecoderConfig:
-    """The keys that Llama-like families share. `head_dim` is the family's default (None: hidden / heads)."""
+    """Read the keys that Llama-like families share. `head_dim` is the family's default (None: hidden / heads)."""
     num_layers, num_heads = config.integer("num_hidden_layers"), config.integer("num_attention_heads")
     hidden_size = config.integer("hidden_size")
     head_dim = config.integer("head_dim", head_dim or hidden_size // num_heads)
     max_position = config.integer("max_position_embeddings", 2048)
     config.expect("hidden_act", "silu")
-    config.expect("activation", "swiglu")  # the same again, in Falcon 3's words
+    config.expect("activation", "swiglu")  # Falcon 3's name for it
     bias = config.flag("attention_bias", False)
     rope = read_rope(config, head_dim, max_position)
     if rope.kind == "yarn":  # max_position_embeddings may still be what it was before the context was extended
@@ -61,7 +63,7 @@ def read_decoder(
     )
 
 
-class DecoderLayer(nn.Module):
+class LlamaLayer(nn.Module):
     """Pre-norm attention and feed-forward around a residual stream."""
 
     def __init__(self, ops: Ops, config: DecoderConfig, layer: int) -> None:
@@ -78,20 +80,22 @@ class DecoderLayer(nn.Module):
         self, x: torch.Tensor, batch: Batch, normed: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Residual stream [T, E] -> the same after this layer, in place where the device can. `normed` is x after this
-        layer's first norm if the layer before had it on the way, as this one may have that of `following`."""
+        layer's first norm, where the layer before has computed it. Returned beside it: the same for the next layer."""
         attention, mlp = self.attention, self.mlp
         mixed = attention.mix(attention.qkv.of_norm(x, self.attention_norm, normed), batch)
         x, normed = attention.out.add_to_and_norm(x, mixed, self.mlp_norm)
         return mlp.down.add_to_and_norm(x, mlp.hidden(x, self.mlp_norm, normed), self.following[0])
 
 
-class Llama(nn.Module):
+class Llama(DecoderModel):
     """Token ids of a batch -> residual stream; `logits` for the rows of it that draw."""
+
+    norm: RMSNorm
 
     def __init__(self, ops: Ops, config: DecoderConfig) -> None:
         super().__init__()
         self.embed = Embedding(config.vocab_size, config.hidden_size)
-        layers = [DecoderLayer(ops, config, layer) for layer in range(config.num_layers)]
+        layers = [LlamaLayer(ops, config, layer) for layer in range(config.num_layers)]
         for layer, after in pairwise(layers):
             layer.following = (after.attention_norm,)
         self.layers = nn.ModuleList(layers)
@@ -101,7 +105,7 @@ class Llama(nn.Module):
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """[T] ids -> residual stream [T, E]."""
-        x = self.embed(batch.input_ids)
+        x: torch.Tensor = self.embed(batch.input_ids)
         normed = None
         for layer in self.layers:
             x, normed = layer(x, batch, normed)
@@ -112,11 +116,13 @@ class Llama(nn.Module):
         return self.head.of_norm(x, self.norm)
 
 
-def build(ops: Ops, config: DecoderConfig) -> nn.Module:
+def build(ops: Ops, config: DecoderConfig) -> Llama:
+    """Build the model on torch's default device, without weights."""
     return Llama(ops, config)
 
 
 def weight_map(config: DecoderConfig) -> WeightMap:
+    """Say where each tensor of a checkpoint goes."""
     return WeightMap(
         {
             "model.embed_tokens.weight": Target("embed.weight"),

@@ -13,16 +13,17 @@ build, weight_map = llama.build, llama.weight_map
 
 
 def read_config(config: ConfigReader) -> DecoderConfig:
+    """Read config.json."""
     return dataclasses.replace(llama.read_decoder(config, read_upper_windows(config)), qkv_bias=True)
 
 
 def read_upper_windows(config: ConfigReader) -> tuple[int | None, ...]:
-    """`layer_types`, or before transformers 5: layers from `max_window_layers` on slide if `use_sliding_window`."""
+    """Each layer's window, from `layer_types`; before transformers 5, layers from `max_window_layers` on have one where
+    `use_sliding_window` is set."""
     num_layers = config.integer("num_hidden_layers")
     on = config.flag("use_sliding_window", False)
-    window = config.integer("sliding_window", 4096)
-    if not on:
-        window = None
+    width = config.integer("sliding_window", 4096)
+    window = width if on else None
     if window is None or config.value("layer_types") is not None:
         return read_windows(config, num_layers, window)
     first = config.integer("max_window_layers", 28, least=0)

@@ -13,4 +13,5 @@ build, weight_map = llama.build, llama.weight_map
 
 
 def read_config(config: ConfigReader) -> DecoderConfig:
+    """Read config.json."""
     return dataclasses.replace(llama.read_decoder(config, read_upper_windows(config), head_dim=128), qk_norm=True)

@@ -1,8 +1,6 @@
-"""Which module knows an architecture. A new family is a new file and a line here; nothing is imported before use.
+"""Maps an architecture to its family module (a ModelFamily of models/decoder.py), imported on first use.
 
-A family module has `read_config(reader) -> DecoderConfig`, `build(ops, config) -> nn.Module` and
-`weight_map(config) -> WeightMap`. A model has `forward(batch) -> x [T, E]`, `logits(x rows) -> [N, V]`, and
-Attention modules whose `kv` and `cos_sin` are bound after loading.
+A new family is a new file and a line here.
 """
 
 from __future__ import annotations
@@ -10,10 +8,10 @@ from __future__ import annotations
 import dataclasses
 import importlib
 from pathlib import Path
-from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 from inferengine.layers.decoder_config import DecoderConfig
+from inferengine.models.decoder import ModelFamily
 from inferengine.models.hf_config import ConfigReader, read_eos, read_json, refused
 
 MODULES = {
@@ -36,28 +34,28 @@ BY_MODEL_TYPE = {  # for configs that name no architecture
 }
 
 
-def family(values: dict[str, Any]) -> ModuleType:
-    """The module for the architecture that config.json names."""
+def family(values: dict[str, Any]) -> ModelFamily:
+    """Return the module for the architecture that config.json names. Raises ConfigError where there is none."""
     names = values.get("architectures") or [BY_MODEL_TYPE.get(str(values.get("model_type")), values.get("model_type"))]
     name = names[0] if isinstance(names, list) and names else names
     if not isinstance(name, str) or name not in MODULES:
         raise refused(f"config.json: the architecture {name} is not supported; {', '.join(MODULES)} are")
-    return importlib.import_module(f"inferengine.models.{MODULES[name]}")
+    return cast(ModelFamily, importlib.import_module(f"inferengine.models.{MODULES[name]}"))
 
 
-def read_model_config(folder: Path) -> tuple[DecoderConfig, ModuleType]:
-    """A checkpoint's configuration and its family. Raises ConfigError naming what is not supported."""
+def read_model_config(folder: Path) -> tuple[DecoderConfig, ModelFamily]:
+    """Read a checkpoint's configuration and find its family. Raises ConfigError naming what is not supported."""
     values = read_json(folder / "config.json")
     module = family(values)
     config = config_of(values, module)
     return dataclasses.replace(config, eos_token_ids=read_eos(folder, values)), module
 
 
-def config_of(values: dict[str, Any], module: ModuleType) -> DecoderConfig:
-    """A decoded config.json as a DecoderConfig, every key accounted for."""
+def config_of(values: dict[str, Any], module: ModelFamily) -> DecoderConfig:
+    """Turn a decoded config.json into a DecoderConfig. Raises ConfigError naming a key that is not supported."""
     reader = ConfigReader(values)
-    config: DecoderConfig = module.read_config(reader)
-    reader.value("quantization_config"), reader.value("compression_config")  # quant/ reads and checks them
+    config = module.read_config(reader)
+    reader.value("quantization_config"), reader.value("compression_config")  # read by quantization/checkpoints
     reader.finish()
     if config.num_heads % config.num_kv_heads:
         raise refused(f"config.json: {config.num_heads} heads do not divide among {config.num_kv_heads} KV heads")

@@ -1,4 +1,4 @@
-"""Which tensor of a checkpoint goes where in the model, as data. `{}` stands for the number of a layer."""
+"""WeightMap: where each tensor of a checkpoint goes in the model, as data. `{}` stands for the number of a layer."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class Target(NamedTuple):
-    """A place in the model: the parameter's dotted name; `part` of a packed Linear (None: the whole of it)."""
+    """A place in the model: the parameter's dotted name, and the `part` of a packed Linear (None: all of it)."""
 
     parameter: str
     part: int | None = None
@@ -15,9 +15,9 @@ class Target(NamedTuple):
 
 
 class WeightMap(NamedTuple):
-    """`targets` by checkpoint name. `prefixes` are taken off names where present; `root` is put before names where a
-    checkpoint left it out, as those are written that hold no head (embedding models). `ignored` names (patterns of
-    `re`) hold no weights: buffers that old checkpoints kept. A tied head may be stored, if it equals the embedding."""
+    """`targets` by checkpoint name. `prefixes` are removed from names where present. `root` is added to names that lack
+    it, as in checkpoints without a head (embedding models). `ignored` names (patterns of `re`) hold no weights but
+    buffers of old checkpoints. A tied head may be stored too, if it equals the embedding."""
 
     targets: dict[str, Target]
     prefixes: tuple[str, ...] = ()
@@ -28,7 +28,7 @@ class WeightMap(NamedTuple):
 
 
 def attention_targets(here: str, there: str) -> dict[str, Target]:
-    """The four projections of an attention block, with biases where the model has them."""
+    """Targets of the four projections of an attention block, with biases where the model has them."""
     parts = {"q_proj": ("qkv", 0), "k_proj": ("qkv", 1), "v_proj": ("qkv", 2), "o_proj": ("out", None)}
     return {
         f"{here}.{name}.{kind}": Target(f"{there}.{module}.{kind}", part)
@@ -38,7 +38,7 @@ def attention_targets(here: str, there: str) -> dict[str, Target]:
 
 
 def gated_mlp_targets(here: str, there: str) -> dict[str, Target]:
-    """The three projections of a gated feed-forward block."""
+    """Targets of the three projections of a gated feed-forward block."""
     parts = {"gate_proj": ("gate_up", 0), "up_proj": ("gate_up", 1), "down_proj": ("down", None)}
     return {
         f"{here}.{name}.{kind}": Target(f"{there}.{module}.{kind}", part)

@@ -20,15 +20,15 @@ from inferengine.models.hf_config import read_json, refused
 from inferengine.models.weight_map import WeightMap
 
 INDEX = "model.safetensors.index.json"
-OTHERS = ("consolidated", "adapter_model")  # the same weights under Mistral's own names; a LoRA adapter
+OTHERS = ("consolidated", "adapter_model")  # files to skip: the weights under Mistral's own names; a LoRA adapter
 LAYER = re.compile(r"\.(\d+)\.")
 ALIGNMENT = 64  # bytes: the widest vector of a CPU
 READABLE = (torch.float32, torch.float16, torch.bfloat16)
 Progress = Callable[[float], None]  # share done in [0, 1]
 
 
-class Piece(NamedTuple):
-    """A parameter, or one part of a packed one: what a single tensor of a checkpoint fills."""
+class WeightPart(NamedTuple):
+    """A parameter, or one part of a packed one: what one tensor of a checkpoint fills."""
 
     parameter: str
     part: int | None
@@ -44,13 +44,13 @@ def load_weights(
     progress: Progress = lambda share: None,
 ) -> None:
     """Fill every parameter of `model` from the folder's safetensors. Raises ConfigError naming a tensor or file."""
-    _materialise(model, dtype, device)
+    _allocate(model, dtype, device)
     _read_all(model, weight_map, folder, progress)
 
 
 def check_weights(model: nn.Module, weight_map: WeightMap, folder: Path) -> None:
-    """What `load_weights` would say of the files, for a model that is still on `meta`: every tensor is accounted for
-    and none is copied. Whether a tied head equals the embedding is not looked at."""
+    """Check the files as `load_weights` does, for a model that is still on `meta`: every tensor is accounted for and
+    none is copied. Whether a tied head equals the embedding is not checked. Raises ConfigError."""
     _read_all(model, weight_map, folder, lambda share: None)
 
 
@@ -74,10 +74,10 @@ def _read_all(model: nn.Module, weight_map: WeightMap, folder: Path, progress: P
 
 
 def aligned(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor itself, or a copy where it does not begin at a multiple of ALIGNMENT.
+    """Return the tensor, or a copy of it where it does not begin at a multiple of ALIGNMENT.
 
-    A tensor of a file is the mapped file, and begins wherever the length of the header and the tensors before it put
-    it. Kernels that load whole vectors (torch's bf16 x int8 product does) end the process there."""
+    A tensor of a file is memory of the mapped file and may begin anywhere. Kernels that load whole vectors (torch's
+    bf16 x int8 product does) crash the process on such an address."""
     return tensor if tensor.data_ptr() % ALIGNMENT == 0 else tensor.clone(memory_format=torch.contiguous_format)
 
 
@@ -89,9 +89,9 @@ def fill_random(
     seed: int = 0,
     stored: torch.dtype = torch.bfloat16,
 ) -> None:
-    """Random weights of the model's shapes, for measuring speed without a checkpoint. `stored` is the type that such a
-    checkpoint would have: the values are rounded to it."""
-    _materialise(model, dtype, device)
+    """Fill the model with random weights, for measuring speed without a checkpoint. The values are rounded to `stored`,
+    the type that such a checkpoint would have."""
+    _allocate(model, dtype, device)
     generator = torch.Generator(device).manual_seed(seed)
     for name, parameter in model.named_parameters():
         if parameter.dim() == 1:
@@ -102,7 +102,7 @@ def fill_random(
 
 
 def finish(model: nn.Module) -> None:
-    """After loading: let each layer put its weight into the layout that the device reads fastest."""
+    """Pack the weight of every layer into the layout that the device reads fastest, after loading."""
     for module in list(model.modules()):
         pack: Any = getattr(module, "finish", None)
         if pack is not None:
@@ -110,9 +110,9 @@ def finish(model: nn.Module) -> None:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The checkpoint's safetensors files: those of the index where there is one."""
+    """List the checkpoint's safetensors files: those of the index where there is one. Raises ConfigError."""
     if (folder / INDEX).is_file():
-        names = sorted(set(_weight_map_of(folder).values()))
+        names = sorted(set(_index_of(folder).values()))
         for name in names:
             if Path(name).name != name:
                 raise refused(f"{INDEX} names a file outside the folder: {name}")
@@ -125,7 +125,7 @@ def weight_files(folder: Path) -> list[Path]:
     return files
 
 
-def _weight_map_of(folder: Path) -> dict[str, str]:
+def _index_of(folder: Path) -> dict[str, str]:
     names = read_json(folder / INDEX).get("weight_map")
     if not isinstance(names, dict) or not all(isinstance(value, str) for value in names.values()):
         raise refused(f"{INDEX} has no weight_map: fetch it again")
@@ -135,7 +135,7 @@ def _weight_map_of(folder: Path) -> dict[str, str]:
 def _check_index(folder: Path, origin: dict[str, str]) -> None:
     if not (folder / INDEX).is_file():
         return
-    listed = _weight_map_of(folder)
+    listed = _index_of(folder)
     for name, file in listed.items():
         if origin.get(name) != file:
             raise refused(f"the tensor {name} stands in {INDEX} but not in {file}: fetch the weights again")
@@ -144,16 +144,16 @@ def _check_index(folder: Path, origin: dict[str, str]) -> None:
 
 
 class _Loader:
-    """Puts tensors in their places and keeps count of the places still empty."""
+    """Puts tensors in their places and tracks the places still empty."""
 
     def __init__(self, model: nn.Module, weight_map: WeightMap) -> None:
         self.model, self.map = model, weight_map
         self.parameters = dict(model.named_parameters())
         self.missing = {piece: None for name in self.parameters for piece in self._covered(name, None)}
         roots = (name.removeprefix(weight_map.root) for name in weight_map.targets if name.startswith(weight_map.root))
-        self.rootless = {name.split(".", 1)[0] for name in roots}  # how names begin that left the root out
+        self.rootless = {name.split(".", 1)[0] for name in roots}  # first parts of names that lack the root
         self.origin: dict[str, str] = {}  # file of each tensor
-        self.stored_head: torch.Tensor | None = None  # a tied head that the checkpoint holds all the same
+        self.stored_head: torch.Tensor | None = None  # a tied head that the checkpoint holds too
 
     def load(self, shard: Any, name: str, file: str) -> int:
         """Copy one tensor to its place. Returns its size in bytes."""
@@ -165,14 +165,14 @@ class _Loader:
             return 0
         if short == self.map.head and "head.weight" not in self.parameters:
             self.stored_head = aligned(shard.get_tensor(name))
-            return self.stored_head.numel() * self.stored_head.element_size()
+            return _num_bytes(self.stored_head)
         number = LAYER.search(short)
         stored = self._stored_place(short, number)
         if stored is not None:
             tensor = aligned(shard.get_tensor(name))
-            source, part, suffix = stored
-            source.take(part, suffix, tensor)
-            return tensor.numel() * tensor.element_size()
+            owner, part, suffix = stored
+            owner.take(part, suffix, tensor)
+            return _num_bytes(tensor)
         target = self.map.targets.get(LAYER.sub(".{}.", short, count=1))
         parameter = target.parameter.replace("{}", number.group(1) if number else "") if target else ""
         if target is None or parameter not in self.parameters:
@@ -193,9 +193,10 @@ class _Loader:
         source = tensor.t() if target.transpose else tensor
         if not place.is_meta:
             place.copy_(source.float().add_(1.0) if target.plus_one else source)
-        return tensor.numel() * tensor.element_size()
+        return _num_bytes(tensor)
 
     def check_complete(self) -> None:
+        """Raise ConfigError where a place is still empty, or a stored head differs from the embedding it is tied to."""
         for piece in self.missing:
             raise refused(f"the tensor {self._checkpoint_name(piece)} is missing from the checkpoint")
         for module in self.model.modules():
@@ -224,7 +225,7 @@ class _Loader:
         owner = target.parameter.replace("{}", number.group(1) if number else "").rpartition(".")[0]
         try:
             source = getattr(self.model.get_submodule(owner), "source", None)
-        except AttributeError:  # a layer that this model does not have: said below
+        except AttributeError:  # a layer that this model does not have: refused by `load`
             return None
         return (source, target.part, suffix) if source is not None and source.knows(suffix) else None
 
@@ -232,17 +233,18 @@ class _Loader:
         data = self.parameters[name].data
         if part is None:
             return data
-        parts = self.model.get_submodule(name.rpartition(".")[0]).parts
-        return data.split(parts)[part]
+        owner = self.model.get_submodule(name.rpartition(".")[0])
+        assert isinstance(owner, Linear)  # nothing else has parts
+        return torch.split(data, owner.parts)[part]
 
-    def _covered(self, name: str, part: int | None) -> list[Piece]:
+    def _covered(self, name: str, part: int | None) -> list[WeightPart]:
         """The pieces that a tensor for this part of a parameter fills."""
         owner = self.model.get_submodule(name.rpartition(".")[0])
         if not isinstance(owner, Linear) or len(owner.parts) == 1:
-            return [Piece(name, None)]
-        return [Piece(name, index) for index in range(len(owner.parts)) if part in (None, index)]
+            return [WeightPart(name, None)]
+        return [WeightPart(name, index) for index in range(len(owner.parts)) if part in (None, index)]
 
-    def _checkpoint_name(self, piece: Piece) -> str:
+    def _checkpoint_name(self, piece: WeightPart) -> str:
         """The name under which a checkpoint would hold a piece."""
         number = LAYER.search(piece.parameter)
         template = LAYER.sub(".{}.", piece.parameter, count=1)
@@ -252,7 +254,11 @@ class _Loader:
         raise RuntimeError(f"no entry of the weight map fills {piece}")
 
 
-def _materialise(model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
+def _num_bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _allocate(model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             try:

@@ -1,4 +1,4 @@
-"""A draft model on the CPU that reads lone tokens guesses what it guesses by the way of all steps."""
+"""CpuDraftRunner proposes the tokens that the draft model proposes in an ordinary step."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from inferengine.executor.speculation import cpu_draft
-from inferengine.executor.speculation.cpu_draft import LoneRows
+from inferengine.executor.speculation.cpu_draft import CpuDraftRunner
 from inferengine.llm import LLM
 from inferengine.sampling_params import SamplingParams
 
@@ -18,7 +18,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=32, ignore_eos=True)
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    """By its clock a guess costs nothing: there are always some."""
+    """By its clock drafting costs nothing: there are always draft tokens."""
     sizes = {"cache": {"num_blocks": 128}, "engine": {"device": "cpu", "max_num_seqs": 4, "threads": 1}}
     with LLM(**sizes, speculation={"method": "draft", "max_drafts": 3}) as llm:
         llm.core._clock = lambda: 0.0
@@ -27,22 +27,22 @@ def llm() -> Iterator[LLM]:
 
 @pytest.fixture
 def gaps(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """How far below the best logit each guess was where its sequence is read again as a prompt: after every second
-    call, so that the call after goes on with what was written there, and the next with what it wrote itself."""
+    """How far each draft token is below the best logit when its sequence is computed again as a prompt. This is done
+    after every second call, so that calls continue from either way's keys and values."""
     found: list[float] = []
     draft: Any = llm._executor.draft
-    guess, calls = LoneRows.guess, iter(range(10**6))
+    propose, calls = CpuDraftRunner.propose, iter(range(10**6))
 
-    def checked(self: LoneRows, slot: int, start: int, end: int, count: int) -> None:
-        guess(self, slot, start, end, count)
+    def checked(self: CpuDraftRunner, slot: int, start: int, end: int, count: int) -> None:
+        propose(self, slot, start, end, count)
         if next(calls) % 2 == 0:
             return
         hidden, _, _ = draft._forward([slot], [0], [end + count - 1])
         logits = draft._model.logits(hidden[-count:])
-        guesses = draft._slots.tokens[slot, end : end + count].long()
-        found.extend((logits.amax(1) - logits.gather(1, guesses.unsqueeze(1)).squeeze(1)).tolist())
+        drafted = draft._slots.tokens[slot, end : end + count].long()
+        found.extend((logits.amax(1) - logits.gather(1, drafted.unsqueeze(1)).squeeze(1)).tolist())
 
-    monkeypatch.setattr(LoneRows, "guess", checked)
+    monkeypatch.setattr(CpuDraftRunner, "propose", checked)
     return found
 
 
@@ -52,14 +52,14 @@ def ask(llm: LLM, questions: list[str]) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("count", [1, 4])
-def test_guesses_are_the_likeliest_tokens_by_the_other_way_too(llm: LLM, gaps: list[float], count: int) -> None:
+def test_draft_tokens_are_the_likeliest_of_an_ordinary_step_too(llm: LLM, gaps: list[float], count: int) -> None:
     ask(llm, QUESTIONS[:count])
     ask(llm, QUESTIONS[-count:])  # in the same slots
     assert len(gaps) > 0
     assert max(gaps) < 1e-3
 
 
-def test_a_place_grows_with_its_sequence(llm: LLM, gaps: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copy_grows_with_its_sequence(llm: LLM, gaps: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_draft, "ROOM", 16)
     ask(llm, QUESTIONS[1:2])
     assert len(gaps) > 0

@@ -1,4 +1,4 @@
-"""A draft model makes tokens come faster and changes none of them: greedy, sampled, with penalties, masked or not."""
+"""A draft model changes no token: greedy, sampled, with penalties, masked or not."""
 
 from __future__ import annotations
 
@@ -47,15 +47,15 @@ def plain() -> Iterator[LLM]:
 
 
 @pytest.fixture(scope="module", params=["draft", "ngram"])
-def guessing(request: pytest.FixtureRequest) -> Iterator[LLM]:
+def speculating(request: pytest.FixtureRequest) -> Iterator[LLM]:
     with LLM(**SMALL, speculation={"method": request.param, "max_drafts": 3}) as llm:
         yield llm
 
 
 @pytest.mark.parametrize("name", PARAMS)
-def test_tokens_equal_those_without_guesses(plain: LLM, guessing: LLM, name: str) -> None:
+def test_tokens_equal_those_without_speculation(plain: LLM, speculating: LLM, name: str) -> None:
     expected = plain.chat(CHATS, PARAMS[name])
-    got = guessing.chat(CHATS, PARAMS[name])
+    got = speculating.chat(CHATS, PARAMS[name])
     assert tokens(got) == tokens(expected)
     if name == "logprobs":
         for left, right in zip(got, expected, strict=True):
@@ -82,7 +82,7 @@ def test_chunks_prefix_hits_and_preemption_change_no_token(plain: LLM, method: s
         assert snapshot.num_drafted > 0
 
 
-def test_a_grammar_holds_beside_guesses(plain: LLM, guessing: LLM) -> None:
+def test_a_grammar_holds_under_speculation(plain: LLM, speculating: LLM) -> None:
     schema = {
         "type": "object",
         "properties": {"name": {"type": "string", "maxLength": 20}, "age": {"type": "integer", "maximum": 150}},
@@ -92,17 +92,21 @@ def test_a_grammar_holds_beside_guesses(plain: LLM, guessing: LLM) -> None:
     asked = {"response_format": {"type": "json_schema", "json_schema": {"schema": schema}}}
     chat = [[{"role": "user", "content": "Anna is 31. Give the person as JSON."}]]
     got, expected = (
-        llm.chat(chat, SamplingParams(temperature=0.0, max_tokens=60), **asked) for llm in (guessing, plain)
+        llm.chat(chat, SamplingParams(temperature=0.0, max_tokens=60), **asked) for llm in (speculating, plain)
     )
     assert tokens(got) == tokens(expected)
     assert set(json.loads(got[0].text)) == {"name", "age"}
 
 
-def test_a_draft_that_is_the_model_itself_is_always_right(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_draft_token_is_accepted_where_the_draft_is_the_model_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     with LLM(**SMALL, speculation={"method": "draft", "draft_model": str(EMBEDDED), "max_drafts": 3}) as llm:
-        monkeypatch.setattr(llm.core, "_clock", lambda: 0.0)  # by which a guess costs nothing: there are always some
+        monkeypatch.setattr(
+            llm.core, "_clock", lambda: 0.0
+        )  # by which drafting costs nothing: there are always draft tokens
         llm.chat(CHATS, SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=24))
-        llm.chat(CHATS, SamplingParams(temperature=2.0, seed=5, ignore_eos=True, max_tokens=24))  # of lucky draws, too
+        llm.chat(
+            CHATS, SamplingParams(temperature=2.0, seed=5, ignore_eos=True, max_tokens=24)
+        )  # unlikely draws included
         snapshot = llm.core.scheduler.snapshot()
         assert snapshot.num_drafted > 40
         assert snapshot.num_drafts_accepted == snapshot.num_drafted
@@ -123,8 +127,8 @@ def test_a_draft_has_to_be_named_where_the_model_is_not_the_embedded_one() -> No
     assert caught.value.field == "speculation.draft_model"
 
 
-def test_a_draft_model_touches_reads_of_every_class(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One for each class of chunks, one for each kernel that attends for decode rows."""
+def test_compiling_runs_chunks_and_decodes_of_every_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One for each class of chunk sizes, one for each decode attention kernel."""
     config = Config().with_values(**SMALL, speculation={"method": "draft"})
     executor = build_executor(config)
     executor.load(lambda phase, share: None)
@@ -138,7 +142,7 @@ def test_a_draft_model_touches_reads_of_every_class(monkeypatch: pytest.MonkeyPa
         return read(slots, starts, ends)
 
     monkeypatch.setattr(draft, "_read", watched)
-    draft.touch_all()
+    draft.run_all_sizes()
     executor.close()
     assert [tokens for rows, tokens in reads if rows == 1 and tokens > 1] == [2, 16, 32, 64, 80, 64]
     assert (1, 1) in reads

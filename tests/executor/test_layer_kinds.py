@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from inferengine.executor.cuda_graphs import warm_up as rehearsal
 from inferengine.executor.cuda_graphs.layer_kinds import covering, kind, one_layer_of_each_kind
+from inferengine.executor.cuda_graphs.warm_up import scratch_plan
 from inferengine.kernels import ops
 from inferengine.kernels.reference import ops as reference_fused
 from inferengine.layers.linear import Linear
@@ -68,9 +68,7 @@ def test_the_layers_kept_call_what_all_layers_call(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(ops, "REFERENCE", calls.table(base))
     executor = engine(tmp_path, name).executor
     groups = len(executor.kv.groups)
-    plans = [
-        rehearsal.scratch_plan(4, groups, decodes=decodes, chunk=chunk) for decodes, chunk in ((0, 2), (0, 16), (3, 2))
-    ]
+    plans = [scratch_plan(4, groups, decodes=decodes, chunk=chunk) for decodes, chunk in ((0, 2), (0, 16), (3, 2))]
 
     def called() -> set[Any]:
         calls.seen.clear()

@@ -74,14 +74,14 @@ def test_products_in_8_bit_count_for_half(tmp_path: Path) -> None:
     ],
 )
 def test_devices_are_known_by_torchs_names(name: str, gb_per_s: float) -> None:
-    sheet = device_peaks.sheet_of(name)
+    sheet = device_peaks.data_sheet_of(name)
     assert sheet is not None
     assert sheet.gb_per_s == gb_per_s
 
 
 @pytest.mark.parametrize("name", ["", "NVIDIA H2000", "NVIDIA A10G", "NVIDIA H200 MIG 1g.18gb", "AMD Instinct MI300X"])
 def test_what_is_not_on_the_list_has_no_data_sheet(name: str) -> None:
-    assert device_peaks.sheet_of(name) is None
+    assert device_peaks.data_sheet_of(name) is None
 
 
 def test_a_cpu_is_measured() -> None:

@@ -10,7 +10,7 @@ import torch
 
 from inferengine.core.sequence import RowFailure
 from inferengine.core.step_plan import SlotInit
-from inferengine.executor.sampling import sampler as masks
+from inferengine.executor.sampling.sampler import apply_masks
 from inferengine.executor.slots import Slots
 from inferengine.kernels import ops
 from inferengine.kernels.cpu import philox as cpu_noise
@@ -181,7 +181,7 @@ def test_several_positions_of_a_sequence_are_drawn_as_one_after_the_other(featur
         index = torch.zeros(len(at), dtype=torch.int32)
         needs = slots.needs(index.numpy(), at.numpy())
         if needs & reference_sampling.BAD_WORDS:
-            slots.bad_words.forbid(scores, slots, index, at)
+            slots.bad_words.forbid(scores, slots.tokens, slots.num_prompt, index, at)
         return sample(scores, slots, index, at, needs).tolist()
 
     together = drawn(slice(None))
@@ -349,7 +349,7 @@ def test_masks_forbid_all_but_their_bits():
         for token in tokens:
             words[row, token // 32] |= np.int32(np.uint32(1 << (token % 32)).astype(np.int32))
     masked = logits.clone()
-    masks.apply(ops.REFERENCE, masked, [0, 2], bytearray(words.tobytes()))
+    apply_masks(ops.REFERENCE, masked, [0, 2], bytearray(words.tobytes()))
     assert torch.isfinite(masked[0]).nonzero().flatten().tolist() == [0, 31]
     assert torch.equal(masked[1], logits[1])
     assert torch.isfinite(masked[2]).nonzero().flatten().tolist() == [300]

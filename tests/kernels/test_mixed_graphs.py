@@ -55,7 +55,7 @@ def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: torch.device
 def test_a_padded_step_gives_the_logits_and_draws_of_the_plain_one(engine: Engine) -> None:
     executor = engine.executor
     shapes = [MixedShape(decodes, tokens) for decodes in (0, 4) for tokens in (8, 24)]
-    mixed = MixedGraphs(executor.model, executor.ops, executor.slots, executor._group_kv, shapes)
+    mixed = MixedGraphs(executor.model, executor.ops, executor.slots, executor.kv.group_caches, shapes)
     plain = executor._compute
     seen = set()
 
@@ -106,7 +106,7 @@ def test_the_smallest_shape_with_room_is_taken(engine: Engine, monkeypatch: pyte
     monkeypatch.setattr(mixed_graphs, "PROMPT_ROWS", 2)
     executor = engine.executor
     shapes = [MixedShape(0, 8), MixedShape(4, 8), MixedShape(0, 32), MixedShape(4, 32)]
-    mixed = MixedGraphs(executor.model, executor.ops, executor.slots, executor._group_kv, shapes)
+    mixed = MixedGraphs(executor.model, executor.ops, executor.slots, executor.kv.group_caches, shapes)
     assert mixed.shape(plan(0, 7), 1) == MixedShape(0, 8)
     assert mixed.shape(plan(1, 7), 2) == MixedShape(4, 8)
     assert mixed.shape(plan(4, 5, 20), 6) == MixedShape(4, 32)

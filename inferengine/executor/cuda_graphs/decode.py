@@ -1,7 +1,7 @@
 """Decode steps as CUDA graphs: one launch per step for every batch size, captured at start.
 
-A graph holds the model, the head and the draw for a padded batch; sizes share one memory pool. What changes from step
-to step arrives in one int32 buffer, copied from pinned memory: slot, position, length and input place of every row.
+A graph holds the model, the head and the draw for a padded batch; all sizes share one memory pool. The inputs of a step
+are copied from pinned memory into one int32 buffer: slot, position, length and place of the input token of every row.
 Padded rows belong to the scratch slot. Draws that need more than temperature and filters run after the graph, on its
 logits. Source: CUDA programming guide, "CUDA Graphs".
 """
@@ -14,20 +14,24 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from inferengine.executor.memory.kv_cache import GroupCache
 from inferengine.executor.slots import Slots
 from inferengine.kernels.batch import Batch, SlotMapping, StepColumns
 from inferengine.kernels.ops import Ops
 from inferengine.kernels.reference.sampling import FILTER, RANDOM
+from inferengine.models.decoder import DecoderModel
+
+MemoryPool = Any  # torch's handle of a pool that graphs allocate from: a private type
 
 COLUMNS = 4  # row_slot, row_start, row_len, place of the input token in slots.tokens
-RING = 4  # pinned buffers in turn: more than the steps that can be under way
-DRAWS = (0, RANDOM, RANDOM | FILTER)  # features that a graph can draw with: they live at fixed addresses
-SLOW_TOKENS = 448  # such a step takes longer than one of 512: 15.9 ms and 13.4 for the 8B on an H200, by cuBLAS
-LARGEST_WITH_DRAWS = 8  # rows: above, the launches of the draw hide behind the step, and a fourth of the graphs will do
+RING = 4  # pinned buffers used in turn: more than the steps that can be under way
+DRAWS = (0, RANDOM, RANDOM | FILTER)  # sampler features that a graph can hold: their inputs have fixed addresses
+SLOW_TOKENS = 448  # tokens of a step that is slower than one of 512: 15.9 ms and 13.4 for the 8B on an H200 (cuBLAS)
+LARGEST_WITH_DRAWS = 8  # rows: above, launching the draw hides behind the step, and a fourth of the graphs is enough
 
 
-class Captured(NamedTuple):
-    """A graph and where it leaves its results. `ids` is None for a graph that ends with the logits."""
+class CapturedStep(NamedTuple):
+    """A graph and the tensors that hold its results. `ids` is None for a graph that ends with the logits."""
 
     graph: torch.cuda.CUDAGraph
     logits: torch.Tensor  # [size, V]
@@ -35,28 +39,29 @@ class Captured(NamedTuple):
 
 
 def padded_sizes(most: int) -> list[int]:
-    """Batch sizes to capture: fine steps where padding would cost most."""
+    """Batch sizes to capture up to `most`: closer together where padding would cost most."""
     sizes = [1, 2, 4, *range(8, 65, 8), *range(80, 257, 16), *range(288, 513, 32)]
     return [size for size in sizes if size < most and size != SLOW_TOKENS] + [most]
 
 
-def kinds(size: int) -> tuple[int | None, ...]:
-    """The draws that steps of so many rows are captured with."""
+def captured_draws(size: int) -> tuple[int | None, ...]:
+    """The sampler features that graphs of `size` rows are captured with; None: up to the logits."""
     return (*DRAWS, None) if size <= LARGEST_WITH_DRAWS else (None,)
 
 
 def graphs_to_capture(max_rows: int) -> list[tuple[int, int | None]]:
-    """Batch size and draw of each, largest first so that the pool is as large as it gets."""
-    return [(size, needs) for size in reversed(padded_sizes(max_rows)) for needs in kinds(size)]
+    """Batch size and sampler features of each graph, largest first: the pool then has its full size from the start."""
+    return [(size, needs) for size in reversed(padded_sizes(max_rows)) for needs in captured_draws(size)]
 
 
 class DecodeGraphs:
-    """All captured decode steps of a model. `needs` None means: up to the logits."""
+    """All captured decode steps of a model. `needs` are the sampler features that a graph draws with; None: it ends
+    with the logits."""
 
     def __init__(
-        self, model: Any, ops: Ops, slots: Slots, group_kv: list[tuple[torch.Tensor, int | None]], max_rows: int
+        self, model: DecoderModel, ops: Ops, slots: Slots, group_caches: list[GroupCache], max_rows: int
     ) -> None:
-        self.model, self.ops, self.slots, self.group_kv, self.max_rows = model, ops, slots, group_kv, max_rows
+        self.model, self.ops, self.slots, self.group_caches, self.max_rows = model, ops, slots, group_caches, max_rows
         self.sizes = padded_sizes(max_rows)
         device = slots.device
         self._columns = torch.zeros(COLUMNS, max_rows, dtype=torch.int32, device=device)
@@ -66,33 +71,33 @@ class DecodeGraphs:
         self._counting = torch.arange(max_rows + 1, dtype=torch.int32, device=device)
         self._pinned = [torch.empty(COLUMNS, max_rows, dtype=torch.int32, pin_memory=True) for _ in range(RING)]
         self._next = 0
-        self._captured: dict[tuple[int, int | None], Captured] = {}
-        self.pool: Any = None  # of memory: other graphs that never run at the same time may use it, too
+        self._captured: dict[tuple[int, int | None], CapturedStep] = {}
+        self.pool: MemoryPool = None  # shared with other graphs that never run at the same time
 
     def capture_all(self, progress: Callable[[float], None]) -> None:
-        """Capture every size."""
+        """Capture every size, with each of its draws."""
         graphs = graphs_to_capture(self.max_rows)
         for index, (size, needs) in enumerate(graphs):
             self._capture(size, needs)
             progress((index + 1) / len(graphs))
 
-    def touch_all(self) -> None:
-        """Compute every step to capture once: for compiling its kernels. Those of the draw are the same for any number
-        of rows."""
+    def run_all_eagerly(self) -> None:
+        """Run every step to capture once without a graph, to compile its kernels. The draw's kernels are the same for
+        any number of rows."""
         for size in self.sizes:
             self._compute(size, None)
         for needs in DRAWS:
             self._compute(self.sizes[0], needs)
 
-    def kind(self, num_rows: int, needs: int) -> int | None:
-        """The graph for a step of so many rows whose draws need these features."""
-        return needs if needs in kinds(self._padded(num_rows)) else None
+    def draws_for(self, num_rows: int, needs: int) -> int | None:
+        """The `needs` of the graph for a step of `num_rows` rows whose draws need these features."""
+        return needs if needs in captured_draws(self._padded(num_rows)) else None
 
     def _padded(self, num_rows: int) -> int:
         return next(size for size in self.sizes if size >= num_rows)
 
     def run(self, columns: StepColumns, needs: int | None) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Launch the step. Returns (logits [N, V], ids [N] or None): views of what the next step will overwrite."""
+        """Launch the step. Returns (logits [N, V], ids [N] or None), views that the next launch overwrites."""
         count = len(columns.row_slot)
         size = self._padded(count)
         self._upload(columns, count, size)
@@ -101,7 +106,7 @@ class DecodeGraphs:
         return captured.logits[:count], None if captured.ids is None else captured.ids[:count]
 
     def batch(self, size: int) -> Batch:
-        """The static batch of some rows, without its input tokens."""
+        """The static batch of `size` rows, without its input tokens."""
         slots, columns = self.slots, self._columns
         batch = Batch()
         batch.columns = None
@@ -117,14 +122,14 @@ class DecodeGraphs:
         return batch
 
     def input_ids(self, size: int) -> torch.Tensor:
-        """The rows' input tokens, looked up on the device."""
+        """Look the rows' input tokens up on the device: [size] int32."""
         return self.slots.tokens.view(-1).index_select(0, self._columns[3, :size])
 
     def _compute(self, size: int, needs: int | None) -> tuple[torch.Tensor, torch.Tensor | None]:
         batch = self.batch(size)
         batch.input_ids = self.input_ids(size)
         batch.plans = [
-            self.ops.prepare_attention(batch, group, kv, window) for group, (kv, window) in enumerate(self.group_kv)
+            self.ops.prepare_attention(batch, group, kv, window) for group, (kv, window) in enumerate(self.group_caches)
         ]
         logits = self.model.logits(self.model(batch))
         if needs is None:
@@ -135,16 +140,16 @@ class DecodeGraphs:
         side = torch.cuda.Stream(self.slots.device)
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
-            self._compute(size, needs)  # compiles kernels and sizes workspaces outside the capture
+            self._compute(size, needs)  # compiles kernels and allocates workspaces outside the capture
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self.pool, stream=side):
             logits, ids = self._compute(size, needs)
         self.pool = self.pool or graph.pool()
-        self._captured[size, needs] = Captured(graph, logits, ids)
+        self._captured[size, needs] = CapturedStep(graph, logits, ids)
 
     def _upload(self, columns: StepColumns, count: int, size: int) -> None:
-        """The plan's columns through pinned memory; rows [count, size) become the scratch slot's."""
+        """Copy the plan's columns through pinned memory; rows [count, size) become the scratch slot's."""
         pinned = self._pinned[self._next]
         self._next = (self._next + 1) % RING
         host: np.ndarray = pinned.numpy()

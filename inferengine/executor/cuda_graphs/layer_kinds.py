@@ -1,9 +1,8 @@
-"""Which layers of a model launch different kernels: a step through one of each compiles all that the model launches.
+"""Finds the layers of a model that launch different kernels: a step through one of each compiles all of the model's.
 
-What a layer launches follows from what it is made of: classes, windows, and the types, shapes, strides and alignments
-of its tensors. What its first product reads follows from the layer before it too, which may have computed its norm
-already, rounded to the codes that the earlier layer's own weights are multiplied with. So every pair of neighbours that
-differs from the others is kept.
+The kernels of a layer follow from its classes, windows, and the types, shapes, strides and alignments of its tensors.
+Its first product also depends on the layer before, which may have computed this layer's norm already, rounded to the
+codes that its own weights are multiplied with. So one of every different pair of neighbours is kept.
 """
 
 from __future__ import annotations
@@ -17,15 +16,16 @@ import torch
 from torch import nn
 
 from inferengine.kernels.ops import Ops
+from inferengine.models.decoder import DecoderModel
 
-ALIGNED_BYTES = 16  # Triton compiles a kernel for pointers that are multiples of it, and another for all others
+ALIGNED_BYTES = 16  # Triton compiles one kernel for pointers that are multiples of it, another for all others
 OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 OF_TENSORS = ("_parameters", "_buffers", "_modules")
 
 
 @contextmanager
-def one_layer_of_each_kind(model: Any) -> Iterator[None]:
-    """Inside, `model.layers` are those that `covering` keeps. Each keeps its weights, its KV cache and its group."""
+def one_layer_of_each_kind(model: DecoderModel) -> Iterator[None]:
+    """Inside, `model.layers` holds one layer of each kind; each keeps its weights, its KV cache and its group."""
     whole = model.layers
     model.layers = nn.ModuleList(whole[index] for index in covering([kind(layer) for layer in whole]))
     try:
@@ -35,8 +35,8 @@ def one_layer_of_each_kind(model: Any) -> Iterator[None]:
 
 
 def covering(kinds: Sequence[Hashable]) -> list[int]:
-    """Indices, in order, of a few items: every pair of neighbours among all has its like among the neighbours of
-    these, the first and the last item included."""
+    """Indices, in order, of the items to keep: every pair of neighbouring kinds occurs among the kept neighbours too,
+    and so do the first and the last kind."""
     kept: list[int] = []
     pairs: set[tuple[Hashable, Hashable]] = set()
     for index in range(1, len(kinds)):
@@ -53,18 +53,18 @@ def covering(kinds: Sequence[Hashable]) -> list[int]:
 
 
 def kind(value: Any) -> Hashable:
-    """What decides which kernels a layer launches; equal for layers that launch the same. An object of which nothing is
-    known equals only itself."""
+    """Describe a layer by what decides its kernels: equal for layers that launch the same ones. An object of an unknown
+    class equals only itself."""
     if value is None or isinstance(value, (bool, int, str)):
         return type(value), value
     if isinstance(value, float):
-        return float  # an argument of a launch: no kernel is compiled for its value
+        return float  # an argument of a launch, for whose value no kernel is compiled
     if isinstance(value, torch.Tensor):
         looks = type(value), value.dtype, tuple(value.shape), value.layout
-        if value.layout is not torch.strided:  # a CPU's own layout: no kernel of ours reads it
+        if value.layout is not torch.strided:  # a CPU's own layout, which no kernel of ours reads
             return looks
         return *looks, value.stride(), value.data_ptr() % ALIGNED_BYTES == 0
-    if isinstance(value, Ops):  # adapters give every module a table of its own with the same kernels
+    if isinstance(value, Ops):  # with adapters every module has a table of its own, with the same kernels
         return Ops, value.name, value.reads_codes, value.linear_add_norm is None
     if isinstance(value, nn.Module):
         own = vars(value)

@@ -1,46 +1,50 @@
-"""Steps with prompt chunks as CUDA graphs: where launching kernel by kernel takes longer than the device needs.
+"""Steps with prompt chunks as CUDA graphs, for sizes that the host launches more slowly than the device runs them.
 
 A step of some decodes and some prompt tokens is padded to the next captured shape: decode rows to `decodes`, prompt
 tokens to `prompt_tokens`, prompts to PROMPT_ROWS. Padded decode rows belong to the scratch slot, padded prompt tokens
-to no row: their keys go to the scratch block and nobody reads what they compute. The kernels find rows by `query_start`
+to no row: their keys go to the scratch block and their results are never read. The kernels find rows by `query_start`
 on the device, so one graph serves every split of the tokens into prompts. It ends with the logits of the drawing rows;
-draws follow outside. All columns of a step arrive in one int32 buffer from pinned memory, as in
+draws follow outside. All columns of a step are copied from pinned memory into one int32 buffer, as in
 executor/cuda_graphs/decode.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from inferengine.core.step_plan import StepPlan
-from inferengine.executor.cuda_graphs.decode import RING, SLOW_TOKENS
+from inferengine.executor.cuda_graphs.decode import RING, SLOW_TOKENS, MemoryPool
+from inferengine.executor.memory.kv_cache import GroupCache
 from inferengine.executor.slots import Slots
 from inferengine.kernels.batch import Batch, SlotMapping, StepColumns
 from inferengine.kernels.ops import Ops
+from inferengine.models.decoder import DecoderModel
 
-PROMPT_ROWS = 16  # prompts in one captured step: more take the way without a graph
+PROMPT_ROWS = 16  # prompts in one captured step; a step with more runs without a graph
 DECODES = (0, 16, 64, 256)
 PROMPT_TOKENS = (32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
-LAUNCHES_S = 6e-3  # about what launching a step kernel by kernel costs the host: longer steps need no graph
+LAUNCHES_S = 6e-3  # about what launching a step kernel by kernel costs the host; longer steps need no graph
 ALIGNED = 4  # int32: columns begin at multiples of 16 bytes, as the kernels are compiled for
 
 
 class MixedShape(NamedTuple):
-    """What a captured step has room for."""
+    """The decode rows and prompt tokens that a captured step has room for."""
 
     decodes: int
     prompt_tokens: int
 
     @property
     def num_rows(self) -> int:
+        """Rows of the padded step."""
         return self.decodes + PROMPT_ROWS
 
     @property
     def num_tokens(self) -> int:
+        """Tokens of the padded step."""
         return self.decodes + self.prompt_tokens
 
     @property
@@ -52,7 +56,8 @@ class MixedShape(NamedTuple):
 
 
 def shapes_to_capture(max_rows: int, max_tokens: int, token_s: float) -> list[MixedShape]:
-    """`token_s`: device seconds for each token of a step. Shapes that take longer than launching are left out."""
+    """The shapes worth a graph, in order. `token_s`: device seconds per token of a step; shapes that take longer than
+    launching them kernel by kernel are left out."""
     decodes = sorted({min(count, max_rows) for count in DECODES})
     tokens = [count for count in PROMPT_TOKENS if count * token_s <= LAUNCHES_S]
     shapes = {MixedShape(d, p if d + p != SLOW_TOKENS else p + 64) for d in decodes for p in tokens}
@@ -64,24 +69,24 @@ class MixedGraphs:
 
     def __init__(
         self,
-        model: Any,
+        model: DecoderModel,
         ops: Ops,
         slots: Slots,
-        group_kv: list[tuple[torch.Tensor, int | None]],
+        group_caches: list[GroupCache],
         shapes: list[MixedShape],
     ) -> None:
-        self.model, self.ops, self.slots, self.group_kv = model, ops, slots, group_kv
+        self.model, self.ops, self.slots, self.group_caches = model, ops, slots, group_caches
         self.shapes = sorted(shapes, key=lambda shape: shape.num_tokens)
         size = max((_begins(shape)[-1] for shape in shapes), default=0)
         device = slots.device
         self._buffer = torch.zeros(size, dtype=torch.int32, device=device)
         self._pinned = [torch.zeros(size, dtype=torch.int32, pin_memory=device.type == "cuda") for _ in range(RING)]
         self._next = 0
-        self._logits: torch.Tensor | None = None  # where every captured step leaves its logits
+        self._logits: torch.Tensor | None = None  # of every captured step, [most rows of a shape, V]
         self._captured: dict[MixedShape, torch.cuda.CUDAGraph] = {}
 
     def shape(self, plan: StepPlan, num_draws: int) -> MixedShape | None:
-        """The smallest captured shape with room for this step."""
+        """The smallest captured shape with room for this step; None: there is none."""
         decodes, prompts = plan.num_decodes, len(plan.slots) - plan.num_decodes
         tokens = plan.num_tokens - decodes
         if prompts > PROMPT_ROWS:
@@ -95,27 +100,29 @@ class MixedGraphs:
             None,
         )
 
-    def capture_all(self, progress: Callable[[float], None], pool: Any = None) -> None:
-        """Capture every shape, largest first so that the pool is as large as it gets. `pool`: of other graphs that
-        never run at the same time."""
+    def capture_all(self, progress: Callable[[float], None], pool: MemoryPool = None) -> None:
+        """Capture every shape, largest first: the pool then has its full size from the start. `pool`: that of other
+        graphs, which never run at the same time."""
         for index, shape in enumerate(reversed(self.shapes)):
             pool = self._capture(shape, pool)
             progress((index + 1) / len(self.shapes))
 
-    def touch_all(self) -> None:
-        """Compute every step to capture once: for compiling its kernels."""
+    def run_all_eagerly(self) -> None:
+        """Run every step to capture once without a graph, to compile its kernels."""
         for shape in self.shapes:
             self.upload(shape, None, 0)
             self.compute(self.batch(shape))
 
     def run(self, shape: MixedShape, plan: StepPlan, columns: StepColumns) -> tuple[Batch, torch.Tensor]:
-        """Launch it. Returns its batch, of the real draws, and logits [N, V]: the next launch overwrites them."""
+        """Launch the step. Returns its batch, cut to the real draws, and logits [N, V], which the next launch
+        overwrites."""
         batch = self.place(shape, plan, columns)
         self._captured[shape].replay()
+        assert self._logits is not None  # a shape was captured
         return batch, self._logits[: batch.num_samples]
 
     def place(self, shape: MixedShape, plan: StepPlan, columns: StepColumns) -> Batch:
-        """Upload the step's columns. The batch that draws read."""
+        """Upload the step's columns. Returns the batch that draws read."""
         self.upload(shape, columns, plan.num_decodes)
         batch = self.batch(shape)
         count = len(columns.sample_rows)
@@ -141,17 +148,17 @@ class MixedGraphs:
         return batch
 
     def compute(self, batch: Batch) -> torch.Tensor:
-        """Logits [rows of the shape, V] of a static batch: what a graph holds."""
-        place = _begins_of_input(batch)
-        batch.input_ids = self.slots.tokens.view(-1).index_select(0, self._buffer[place : place + batch.num_tokens])
+        """Compute the logits [rows of the shape, V] of a static batch: what a graph holds."""
+        begin = _begins(MixedShape(batch.num_decodes, batch.num_tokens - batch.num_decodes))[6]
+        batch.input_ids = self.slots.tokens.view(-1).index_select(0, self._buffer[begin : begin + batch.num_tokens])
         batch.plans = [
-            self.ops.prepare_attention(batch, group, kv, window) for group, (kv, window) in enumerate(self.group_kv)
+            self.ops.prepare_attention(batch, group, kv, window) for group, (kv, window) in enumerate(self.group_caches)
         ]
         hidden = self.model(batch)
         return self.model.logits(hidden.index_select(0, batch.sample_tokens))
 
     def upload(self, shape: MixedShape, columns: StepColumns | None, num_decodes: int) -> None:
-        """A step's columns, padded to the shape, through pinned memory. None: nothing but padding."""
+        """Copy a step's columns, padded to the shape, through pinned memory. None: padding alone."""
         pinned = self._pinned[self._next]
         self._next = (self._next + 1) % RING
         host = pinned.numpy()
@@ -190,12 +197,12 @@ class MixedGraphs:
         size = begins[-1]
         self._buffer[:size].copy_(pinned[:size], non_blocking=True)
 
-    def _capture(self, shape: MixedShape, pool: Any) -> Any:
+    def _capture(self, shape: MixedShape, pool: MemoryPool) -> MemoryPool:
         self.upload(shape, None, 0)
         side = torch.cuda.Stream(self.slots.device)
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
-            logits = self.compute(self.batch(shape))  # compiles kernels and sizes workspaces outside the capture
+            logits = self.compute(self.batch(shape))  # compiles kernels and allocates workspaces outside the capture
             if self._logits is None:
                 rows = max(each.num_rows for each in self.shapes)
                 self._logits = logits.new_empty(rows, logits.shape[1])
@@ -213,7 +220,3 @@ def _begins(shape: MixedShape) -> list[int]:
     for size in shape.sections:
         begins.append(begins[-1] + -(-size // ALIGNED) * ALIGNED)
     return begins
-
-
-def _begins_of_input(batch: Batch) -> int:
-    return _begins(MixedShape(batch.num_decodes, batch.num_tokens - batch.num_decodes))[6]

@@ -1,33 +1,119 @@
-"""Warm-up steps: one of every kind, so that each kernel is compiled and loaded before the first request.
+"""Warm-up: runs one step of every kind, so that each kernel is compiled and loaded before the first request.
 
-Kernels are compiled for classes of shapes (kernels/cuda/tuning.py); one step of each class is enough. What a request
-may ask
-of the sampler is compiled once for any combination and any number of rows. Warm-up steps belong to the scratch slot,
-whose KV nobody reads.
+Kernels are compiled for classes of shapes (kernels/cuda/tuning.py); one step of each class is enough. The sampler's
+kernels are compiled once for any combination of features and any number of rows. Warm-up steps belong to the scratch
+slot, whose KV nobody reads.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from functools import partial
+from typing import Protocol
 
 import torch
 
+from inferengine.core.executor import Progress
 from inferengine.core.step_plan import BlockUpdates, PooledRow, SlotInit, StepPlan
+from inferengine.executor.cuda_graphs.decode import DecodeGraphs
 from inferengine.executor.cuda_graphs.layer_kinds import one_layer_of_each_kind
+from inferengine.executor.cuda_graphs.mixed import MixedGraphs, MixedShape
+from inferengine.executor.memory.kv_cache import KVCache
+from inferengine.executor.sampling.sampler import StepDraws
+from inferengine.executor.settings import ExecutorSettings
+from inferengine.executor.slots import Slots
 from inferengine.kernels.cuda.compilation import compiling_ahead
+from inferengine.kernels.ops import Ops
+from inferengine.layers.decoder_config import DecoderConfig
+from inferengine.models.decoder import DecoderModel
 from inferengine.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
 
+
+class StepRunner(Protocol):
+    """An executor with a loaded model: what warm-up and the measurements before it need."""
+
+    settings: ExecutorSettings
+    device: torch.device
+    ops: Ops
+    config: DecoderConfig
+    model: DecoderModel
+    kv: KVCache
+    slots: Slots
+
+    def execute(self, plan: StepPlan) -> StepDraws:
+        """Run one step."""
+        ...
+
+
+# -- entry points ------------------------------------------------------------------------------------------------------
+
+
+def capture_graphs(
+    runner: StepRunner, shapes: list[MixedShape], compile_draft: Callable[[], None] | None, progress: Progress
+) -> tuple[DecodeGraphs, MixedGraphs] | None:
+    """Compile every kernel that a step can launch, then capture the CUDA graphs. `shapes` are those of the graphs with
+    prompts, `compile_draft` runs the draft model's steps. Returns None where the settings ask for no graphs."""
+    settings = runner.settings
+    decode = DecodeGraphs(runner.model, runner.ops, runner.slots, runner.kv.group_caches, settings.max_num_seqs)
+    mixed = MixedGraphs(runner.model, runner.ops, runner.slots, runner.kv.group_caches, shapes)
+    steps: list[Callable[[], object]] = [decode.run_all_eagerly, mixed.run_all_eagerly]
+    if compile_draft is not None:
+        steps.append(compile_draft)
+    plans = (*_sampler_plans(runner), *_kernel_class_plans(runner))
+    steps += [partial(execute_unmasked, runner, plan) for plan in plans]
+    compile_kernels(steps, runner.model)
+    progress("compiling kernels", 1.0)
+    if not settings.cuda_graphs:
+        return None
+    decode.capture_all(lambda share: progress("capturing decode graphs", share))
+    mixed.capture_all(lambda share: progress("capturing prompt graphs", share), decode.pool)
+    return decode, mixed
+
+
+def run_warm_up_steps(runner: StepRunner, progress: Progress) -> None:
+    """Run prompts, a decode and, on CUDA, every feature of the sampler, as requests will."""
+    on_cuda = runner.device.type == "cuda"
+    sizes = (16, runner.settings.max_num_batched_tokens, 1) if on_cuda else (16, 1)
+    sampler_plans = _sampler_plans(runner) if on_cuda else ()  # a CPU compiles nothing
+    plans = [*sampler_plans, *(prompt_plan(runner, num_tokens) for num_tokens in sizes)]
+    for index, plan in enumerate(plans):  # the last leaves the scratch slot greedy, as it was
+        execute_unmasked(runner, plan).result()
+        progress("warming up", (index + 1) / len(plans))
+
+
+@torch.inference_mode()
+def compile_kernels(steps: list[Callable[[], object]], model: DecoderModel) -> None:
+    """Compile, in parallel, whatever these steps of a model launch; what they compute is thrown away."""
+    try:
+        with compiling_ahead(), one_layer_of_each_kind(model):
+            for step in steps:
+                step()
+    except Exception:  # compiling one by one still works, and its error names the kernel
+        logger.warning("kernels could not be compiled in parallel; they are compiled one by one", exc_info=True)
+
+
+def execute_unmasked(runner: StepRunner, plan: StepPlan) -> StepDraws:
+    """Execute a plan; its masked draws, where it has any, get masks that allow every token."""
+    draws = runner.execute(plan)
+    if plan.masked:
+        words = -(-runner.config.vocab_size // 32)
+        draws.provide_masks(bytearray(b"\xff") * (4 * words * len(plan.masked)))
+    return draws
+
+
+# -- plans -------------------------------------------------------------------------------------------------------------
+
 CHUNKS = (2, 16, 32, 64, 80)  # tokens: the classes of matrix products for few rows, and beyond
 
 
-def scratch_plan(slot: int, num_groups: int, *, decodes: int, chunk: int) -> StepPlan:
-    """A step of `decodes` decode rows and, where chunk > 0, one prompt of that many tokens, all of one slot."""
-    rows = decodes + (chunk > 0)
-    counts = [1] * decodes + [chunk] * (chunk > 0)
+def scratch_plan(slot: int, num_groups: int, *, decodes: int, chunk: int, num_chunks: int = 1) -> StepPlan:
+    """A step of `decodes` decode rows and, where chunk > 0, `num_chunks` prompts of that many tokens, all of one
+    slot."""
+    counts = [1] * decodes + [chunk] * (num_chunks if chunk > 0 else 0)
+    rows = len(counts)
     return StepPlan(
         step=0,
         slots=[slot] * rows,
@@ -41,11 +127,33 @@ def scratch_plan(slot: int, num_groups: int, *, decodes: int, chunk: int) -> Ste
     )
 
 
-def plans(
+def prompt_plan(runner: StepRunner, num_tokens: int, num_rows: int = 1) -> StepPlan:
+    """A step of `num_rows` prompts of the scratch slot, cut to what a slot holds; of decodes where num_tokens is 1."""
+    num_tokens = max(1, min(num_tokens, runner.slots.tokens.shape[1] - 1))
+    slot, groups = runner.slots.num_slots, len(runner.kv.groups)
+    if num_tokens == 1:
+        return scratch_plan(slot, groups, decodes=num_rows, chunk=0)
+    return scratch_plan(slot, groups, decodes=0, chunk=num_tokens, num_chunks=num_rows)
+
+
+def _kernel_class_plans(runner: StepRunner) -> Iterator[StepPlan]:
+    """One step of every class of shapes that is computed without a graph."""
+    from inferengine.kernels.cuda.attention.decode import row_classes  # an engine on a CPU starts without triton
+
+    config, max_rows = runner.config, runner.settings.max_num_seqs
+    return kernel_class_plans(
+        runner.slots.num_slots,
+        len(runner.kv.groups),
+        max_rows=max_rows,
+        max_tokens=min(runner.settings.max_num_batched_tokens, runner.slots.tokens.shape[1] - 1),
+        decode_rows=row_classes(config.num_heads, config.num_kv_heads, config.head_dim, max_rows),
+    )
+
+
+def kernel_class_plans(
     slot: int, num_groups: int, *, max_rows: int, max_tokens: int, decode_rows: Iterable[int]
 ) -> Iterator[StepPlan]:
-    """One step of every class that is computed without a graph. `decode_rows`: numbers of decode rows, one for each
-    kernel that attends for them."""
+    """One step of every class of shapes. `decode_rows`: a number of decode rows for each decode attention kernel."""
     for chunk in (*CHUNKS, max_tokens):
         if chunk <= max_tokens:
             yield scratch_plan(slot, num_groups, decodes=0, chunk=chunk)
@@ -76,11 +184,15 @@ FEATURES = (
 )
 
 
-def feature_plans(slot: int, num_groups: int, *, max_rows: int, vocab_size: int) -> Iterator[StepPlan]:
-    """Steps whose draws use each feature of the sampler: alone, and in as many rows as an engine runs.
+def _sampler_plans(runner: StepRunner) -> Iterator[StepPlan]:
+    """Steps whose draws use each feature of the sampler: alone, and in as many rows as an engine runs."""
+    rows = min(runner.settings.max_num_seqs, runner.settings.max_num_batched_tokens)
+    slot, groups = runner.slots.num_slots, len(runner.kv.groups)
+    return sampler_plans(slot, groups, max_rows=rows, vocab_size=runner.config.vocab_size)
 
-    Masked draws wait for `provide_masks`: see `open_masks`.
-    """
+
+def sampler_plans(slot: int, num_groups: int, *, max_rows: int, vocab_size: int) -> Iterator[StepPlan]:
+    """Steps whose draws use each feature of the sampler, of one row and of `max_rows`. Some have masked draws."""
     for rows in dict.fromkeys((1, max_rows)):
         for params in FEATURES:
             plan = scratch_plan(slot, num_groups, decodes=rows, chunk=0)
@@ -92,19 +204,3 @@ def feature_plans(slot: int, num_groups: int, *, max_rows: int, vocab_size: int)
     yield prompt._replace(pooled=[PooledRow(0, True, True)], samples=[False])
     params = SamplingParams(temperature=0.0, prompt_logprobs=1)
     yield prompt._replace(admitted=[prompt.admitted[0]._replace(params=params)])
-
-
-def open_masks(plan: StepPlan, vocab_size: int) -> bytearray:
-    """Masks for the plan's masked draws that allow every token."""
-    return bytearray(b"\xff") * (4 * -(-vocab_size // 32) * len(plan.masked))
-
-
-@torch.inference_mode()
-def compile_kernels(steps: list[Callable[[], object]], model: Any) -> None:
-    """Compile, in parallel, whatever these steps of a model launch; what they compute is thrown away."""
-    try:
-        with compiling_ahead(), one_layer_of_each_kind(model):
-            for step in steps:
-                step()
-    except Exception:  # one after the other still works, and tells which kernel it is
-        logger.warning("kernels could not be compiled in parallel; they are one by one", exc_info=True)

@@ -63,7 +63,7 @@ def loading_bytes(settings: ExecutorSettings, plan: MemoryPlan) -> int:
     values = read_json(settings.folder / "config.json")
     if settings.quantization == "none" or layout_of(values) is not None:
         return plan.weights
-    return weight_bytes(config, values, settings.dtype or getattr(torch, config.dtype))
+    return weight_bytes(config, values, settings.compute_dtype(config))
 
 
 def least_resident_bytes(settings: ExecutorSettings, plan: MemoryPlan) -> int:
@@ -86,8 +86,7 @@ def _misfit_of_share(settings: ExecutorSettings, plan: MemoryPlan) -> str:
 def _misfit_of_host_cache(settings: ExecutorSettings, plan: MemoryPlan, left_bytes: int) -> str:
     """Whether the KV cache of a CPU holds a sequence in what the weights leave."""
     config, _ = registry.read_model_config(settings.folder)
-    dtype = settings.dtype or getattr(torch, config.dtype)
-    kv_dtype = torch.float8_e4m3fn if settings.cache_dtype == "fp8" else dtype
+    kv_dtype = settings.kv_dtype(config)
     budget = host_budget_bytes(max(0, left_bytes), settings.memory_fraction)
     if settings.draft_folder is not None:
         draft = read_draft_config(settings.draft_folder, config, plan.cache.max_model_len)

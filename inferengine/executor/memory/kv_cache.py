@@ -23,6 +23,7 @@ from inferengine.layers.decoder_config import DecoderConfig
 from inferengine.layers.rotary import RopeConfig, cos_sin_table
 
 CACHE_LINE = 64  # bytes; torch begins its tensors at a multiple of it too
+GroupCache = tuple[torch.Tensor, int | None]  # the cache of a KV group's first layer, and the group's window
 
 
 class KVCache:
@@ -43,6 +44,10 @@ class KVCache:
         self.host_layers = [
             torch.zeros(groups[group].num_host_blocks, *shape, dtype=dtype, pin_memory=device.type == "cuda")
             for group in self.layer_groups
+        ]
+        first_layers = [config.windows.index(window) for window in config.group_windows]
+        self.group_caches: list[GroupCache] = [
+            (self.layers[layer], window) for layer, window in zip(first_layers, config.group_windows, strict=True)
         ]
 
     @property

@@ -82,6 +82,7 @@ def weight_bytes(
     if scheme != "none":
         for module in model.modules():
             if isinstance(module, Linear):
+                assert module.weight is not None  # nothing is packed
                 sizes[id(module.weight)] = module.weight.numel() * bytes_per_weight(scheme, module.in_features)
     return int(sum(sizes.values()))
 
@@ -135,8 +136,7 @@ def make_plan(settings: ExecutorSettings, device_bytes: int) -> MemoryPlan:
     """The plan for a device with `device_bytes`, of which nothing is taken yet."""
     config, _ = registry.read_model_config(settings.folder)
     values = read_json(settings.folder / "config.json")
-    dtype = settings.dtype or getattr(torch, config.dtype)
-    kv_dtype = torch.float8_e4m3fn if settings.cache_dtype == "fp8" else dtype
+    dtype, kv_dtype = settings.compute_dtype(config), settings.kv_dtype(config)
     on_cuda = settings.device.type == "cuda"
     cache = cache_settings(settings, context_length(settings, config))
     weights = weight_bytes(config, values, dtype, settings.quantization)

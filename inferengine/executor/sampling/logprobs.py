@@ -1,15 +1,15 @@
-"""Log-probabilities of drawn tokens, from the model's own logits before any penalty, bias or temperature.
+"""Log-probabilities of drawn tokens and of prompt tokens, from the model's own logits before any penalty, bias or
+temperature.
 
-On the device they are packed columns of int32 (kernels/reference/sampling.py), which travel to the host in one copy.
-
-Log-probabilities of prompt tokens, for requests that ask: the logits of positions that nothing is drawn from.
-
-Computed a few positions at a time, because the logits of a whole prompt may be larger than what is left of the memory.
+On the device they are packed columns of int32 (kernels/reference/sampling.py), copied to the host at once. Those of
+prompt tokens need the logits of positions that nothing is drawn from; they are computed a few positions at a time,
+because the logits of a whole prompt may be larger than the free memory.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -18,43 +18,48 @@ from inferengine.core.step_plan import TokenLogprobs
 from inferengine.executor.slots import Slots
 from inferengine.kernels.batch import StepColumns
 from inferengine.kernels.ops import Ops
+from inferengine.models.decoder import DecoderModel
+
+POSITIONS_AT_ONCE = 64  # of a prompt
 
 
 class DrawnLogprobs:
-    """Those of one step: made before anything changes the logits, `launch`ed behind the draws, read on the host."""
+    """Log-probabilities of one step's draws. Made before anything changes the logits, launched behind the draws, read
+    on the host."""
 
     def __init__(self, ops: Ops, slots: Slots, draw_slots: np.ndarray, logits: torch.Tensor, *, kept: bool) -> None:
-        """logits [N, V] of the draws whose slots are `draw_slots` [N]. `kept`: nothing will change them until the
-        launch; else the rows that are needed are copied."""
+        """`logits` [N, V] are those of the draws whose slots are `draw_slots` [N]. `kept`: they do not change until
+        `launch`; otherwise the rows that are needed are copied."""
         counts = slots.host_logprobs[draw_slots]
-        self.draws = np.flatnonzero(counts >= 0)  # of the step, those that asked
+        self.draws = np.flatnonzero(counts >= 0)  # indices of the draws whose requests want log-probabilities
         self._counts: list[int] = counts[self.draws].tolist()
         self._ops, self._slots, self._most = ops, slots, max(self._counts)
         self._index = None if kept else slots.upload(self.draws)
         self._logits = logits if self._index is None else logits.index_select(0, self._index)
 
     def launch(self, rows: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        """`rows` [N] are the draws' slots on the device, `ids` [N] what was drawn. Returns the columns to be read."""
+        """Compute them on the device. `rows` [N] are the draws' slots, `ids` [N] the drawn tokens. Returns packed
+        columns."""
         if self._index is not None:
             rows, ids = rows[self._index], ids[self._index]
         return self._ops.token_logprobs(self._logits, self._slots.num_logprobs, rows, ids, self._most)
 
     def read(self, packed: torch.Tensor) -> list[TokenLogprobs]:
-        """One for each of `draws`, from the columns' copy on the host."""
+        """Unpack the columns' copy on the host: one item for each of `draws`."""
         columns = packed.numpy()
-        return to_host(columns[self.draws] if self._index is None else columns, self._counts)
+        return _unpack(columns[self.draws] if self._index is None else columns, self._counts)
 
 
-def compute(ops: Ops, logits: torch.Tensor, token_ids: torch.Tensor, num_alternatives: int) -> torch.Tensor:
-    """Packed columns of rows [M, V] that all want as many alternatives; token_ids [M]."""
+def _columns(ops: Ops, logits: torch.Tensor, token_ids: torch.Tensor, num_alternatives: int) -> torch.Tensor:
+    """Packed columns for token_ids [M] and logits [M, V] of rows that all want as many alternatives."""
     most = min(num_alternatives, logits.shape[1])
     counts = torch.full((1,), most, dtype=torch.int32, device=logits.device)
     rows = torch.zeros(len(logits), dtype=torch.int32, device=logits.device)
     return ops.token_logprobs(logits, counts, rows, token_ids, most)
 
 
-def to_host(columns: np.ndarray, counts: list[int]) -> list[TokenLogprobs]:
-    """Packed columns [M, 2 + 2 * most], each row with as many alternatives as it asked for."""
+def _unpack(columns: np.ndarray, counts: list[int]) -> list[TokenLogprobs]:
+    """Unpack columns [M, 2 + 2 * most]; row i gets its first counts[i] alternatives."""
     most = columns.shape[1] // 2 - 1
     values = columns.view(np.float32)
     chosen, ranks = values[:, 0].tolist(), columns[:, 1].tolist()
@@ -65,61 +70,59 @@ def to_host(columns: np.ndarray, counts: list[int]) -> list[TokenLogprobs]:
     return list(map(TokenLogprobs, chosen, ranks, ids, alternatives))
 
 
-POSITIONS_AT_ONCE = 64
-
-
-class _Asked(NamedTuple):
-    """Row `row` computes `count` positions from token `first` of the step, whose next tokens are the prompt's."""
+class _PromptPart(NamedTuple):
+    """`num_positions` positions of row `row`, from token `first` of the step on, whose next tokens are the prompt's."""
 
     row: int
     first: int
-    count: int
+    num_positions: int
     num_alternatives: int
 
 
 class PromptLogprobs:
-    """Of one step; on its way to the host until `result`."""
+    """Log-probabilities of the prompt tokens of one step, copied to the host in the background until `result`."""
 
-    def __init__(self, ops: Ops, model: Any, hidden: torch.Tensor, slots: Slots, columns: StepColumns) -> None:
-        """hidden [T, H] are those of the step's tokens."""
-        self._asked = list(_asked(slots, columns))
-        self._parts: list[list[torch.Tensor]] = []
+    def __init__(self, ops: Ops, model: DecoderModel, hidden: torch.Tensor, slots: Slots, columns: StepColumns) -> None:
+        """`hidden` [T, H] are the states of the step's tokens."""
+        self._parts = list(_prompt_parts(slots, columns))
+        self._copies: list[list[torch.Tensor]] = []
         self._event: torch.cuda.Event | None = None
-        for item in self._asked:
+        for item in self._parts:
             slot, start = int(columns.row_slot[item.row]), int(columns.row_start[item.row])
-            targets = slots.tokens[slot, start + 1 : start + 1 + item.count]
+            targets = slots.tokens[slot, start + 1 : start + 1 + item.num_positions]
             parts = []
-            for begin in range(0, item.count, POSITIONS_AT_ONCE):
-                end = min(begin + POSITIONS_AT_ONCE, item.count)
+            for begin in range(0, item.num_positions, POSITIONS_AT_ONCE):
+                end = min(begin + POSITIONS_AT_ONCE, item.num_positions)
                 logits = model.logits(hidden[item.first + begin : item.first + end])
-                parts.append(_to_host(compute(ops, logits, targets[begin:end], item.num_alternatives)))
-            self._parts.append(parts)
-        if self._asked and hidden.is_cuda:
+                parts.append(_to_host(_columns(ops, logits, targets[begin:end], item.num_alternatives)))
+            self._copies.append(parts)
+        if self._parts and hidden.is_cuda:
             self._event = torch.cuda.Event()
             self._event.record()
 
     def result(self) -> dict[int, list[TokenLogprobs]] | None:
-        """By plan row: of the tokens after each of its positions that lie in the prompt."""
-        if not self._asked:
+        """Wait for the copies. By plan row: one item for the prompt token after each of the row's positions."""
+        if not self._parts:
             return None
         if self._event is not None:
             self._event.synchronize()
         return {
-            item.row: [one for part in parts for one in to_host(part.numpy(), [part.shape[1] // 2 - 1] * len(part))]
-            for item, parts in zip(self._asked, self._parts, strict=True)
+            item.row: [one for part in parts for one in _unpack(part.numpy(), [part.shape[1] // 2 - 1] * len(part))]
+            for item, parts in zip(self._parts, self._copies, strict=True)
         }
 
 
-def are_asked(slots: Slots, columns: StepColumns) -> bool:
-    """Whether any row of the step computes prompt positions of a request that wants to know."""
+def wants_prompt_logprobs(slots: Slots, columns: StepColumns) -> bool:
+    """Whether any row of the step computes prompt positions of a request that wants log-probabilities of its prompt."""
     return slots.has_prompt_logprobs and bool((slots.host_prompt_end[columns.row_slot] > columns.row_start).any())
 
 
-def _asked(slots: Slots, columns: StepColumns) -> Any:
+def _prompt_parts(slots: Slots, columns: StepColumns) -> Iterator[_PromptPart]:
     ends = np.minimum(slots.host_prompt_end[columns.row_slot], columns.row_len)
     for row in np.flatnonzero(ends > columns.row_start).tolist():
         count = int(ends[row] - columns.row_start[row])
-        yield _Asked(row, int(columns.query_start[row]), count, int(slots.host_prompt_logprobs[columns.row_slot[row]]))
+        num_alternatives = int(slots.host_prompt_logprobs[columns.row_slot[row]])
+        yield _PromptPart(row, int(columns.query_start[row]), count, num_alternatives)
 
 
 def _to_host(tensor: torch.Tensor) -> torch.Tensor:

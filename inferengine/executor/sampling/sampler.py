@@ -1,7 +1,5 @@
-"""From logits to drawn tokens, and the way of both to the host without making the device wait.
-
-Bit masks of allowed tokens, as grammars give them, on their way to the logits: one copy and one kernel.
-"""
+"""Draws a step's tokens from its logits, verifies draft tokens, and copies the results to the host without making the
+device wait."""
 
 from __future__ import annotations
 
@@ -12,17 +10,17 @@ import torch
 
 from inferengine.core.sequence import RowFailure
 from inferengine.core.step_plan import StepPlan, StepResult, TokenLogprobs
-from inferengine.executor.pooling import Embeddings, Vectors
+from inferengine.executor.pooling import PooledStates, PooledVectors
 from inferengine.executor.sampling.logprobs import DrawnLogprobs, PromptLogprobs
-from inferengine.executor.slots import BAD_WORDS, LOGPROBS, Slots
+from inferengine.executor.slots import Slots
 from inferengine.kernels.batch import Batch
 from inferengine.kernels.ops import Ops
-from inferengine.kernels.reference.sampling import MASKED, NO_NUMBER, NO_TOKEN
+from inferengine.kernels.reference.sampling import BAD_WORDS, LOGPROBS, MASKED, NO_NUMBER, NO_TOKEN
 
 
-def apply(ops: Ops, logits: torch.Tensor, draws: SequenceOf[int], words: bytes | bytearray) -> None:
-    """Set what a mask forbids to -inf, in place: mask i, of ceil(V / 32) words, belongs to row draws[i] of logits
-    [N, V]; bit t % 32 of its word t // 32 stands for token t."""
+def apply_masks(ops: Ops, logits: torch.Tensor, draws: SequenceOf[int], words: bytes | bytearray) -> None:
+    """Set the logits [N, V] that grammars forbid to -inf, in place, by one copy and one kernel. Mask i, of ceil(V / 32)
+    int32 words, belongs to row draws[i]; bit t % 32 of its word t // 32 stands for token t."""
     num_words = -(-logits.shape[1] // 32)
     packed = torch.empty(len(draws), 1 + num_words, dtype=torch.int32, pin_memory=logits.is_cuda)
     host = packed.numpy()
@@ -31,14 +29,14 @@ def apply(ops: Ops, logits: torch.Tensor, draws: SequenceOf[int], words: bytes |
     ops.apply_masks(logits, packed.to(logits.device, non_blocking=True))
 
 
-_FAILURES = {NO_NUMBER: RowFailure.NOT_A_NUMBER, NO_TOKEN: RowFailure.NO_TOKEN_ALLOWED}  # by the id that says so
+_FAILURES = {NO_NUMBER: RowFailure.NOT_A_NUMBER, NO_TOKEN: RowFailure.NO_TOKEN_ALLOWED}  # by the id drawn instead
 
 
 class StepDraws:
     """The draws of one step. Implements core.executor.StepFuture.
 
-    `provide_masks` completes a step whose plan has masked draws; every other step draws at once. Copies to the host run
-    behind the step: `result` waits for them alone, so a later step may be under way already.
+    A step whose plan has masked draws is drawn by `provide_masks`; every other step at once. Copies to the host run
+    behind the step, and `result` waits for them alone, so a later step may be under way already.
     """
 
     def __init__(
@@ -50,14 +48,14 @@ class StepDraws:
         logits: torch.Tensor | None,
         ids: torch.Tensor | None = None,
         prompt: PromptLogprobs | None = None,
-        embeddings: Embeddings | None = None,
+        embeddings: PooledStates | None = None,
     ) -> None:
-        """`logits` [N, V] are drawn from at once, or when the masks come; `ids` [N] have been drawn already."""
+        """`logits` [N, V]: None where nothing is to be drawn. `ids` [N]: None where they are not drawn yet."""
         self._ops, self._slots, self._plan, self._batch, self._logits = ops, slots, plan, batch, logits
         self._prompt = prompt
         self._embeddings = embeddings
-        self._sent: list[torch.Tensor] = []  # ids, guesses, log-probabilities last: on the host once the event is
-        self._asked: DrawnLogprobs | None = None
+        self._sent: list[torch.Tensor] = []  # ids, draft tokens, log-probabilities last: on the host after the event
+        self._logprobs: DrawnLogprobs | None = None
         self._event: torch.cuda.Event | None = None
         self._error: Exception | None = None
         if ids is not None:
@@ -68,19 +66,22 @@ class StepDraws:
             self._mark_end()
 
     def provide_masks(self, words: bytearray) -> None:
+        """Draw under the masks of the plan's masked draws, in order. An error shows in `result`."""
         try:
             self._draw(words)
         except Exception as error:
             self._error = error
 
     def done(self) -> bool:
+        """Whether `result` would not wait."""
         return self._event is None or self._event.query()
 
     def result(self) -> StepResult:
+        """Wait for the copies to the host and verify the draft tokens. Raises what drawing raised."""
         if self._error is not None:
             raise self._error
         prompt = None if self._prompt is None else self._prompt.result()
-        vectors, failed_vectors = Vectors() if self._embeddings is None else self._embeddings.result()
+        vectors, failed_vectors = PooledVectors() if self._embeddings is None else self._embeddings.result()
         if self._batch.num_samples == 0:
             if self._event is not None:
                 self._event.synchronize()
@@ -92,7 +93,7 @@ class StepDraws:
         token_ids: list[int] = self._sent[0].tolist()
         emitted = self._verify(token_ids)
         failed = self._failed(token_ids, emitted)
-        chosen = None if self._asked is None else self._logprobs(self._asked, emitted)
+        chosen = None if self._logprobs is None else self._emitted_logprobs(self._logprobs, emitted)
         if emitted is not None:
             first = self._first_draws()
             pairs = zip(first, emitted, strict=True)
@@ -115,19 +116,19 @@ class StepDraws:
         needs = slots.needs(rows, batch.columns.sample_positions)
         if needs & LOGPROBS:
             kept = logits.is_cuda and words is None and not needs & BAD_WORDS  # a CPU's sampler works in place
-            self._asked = DrawnLogprobs(self._ops, slots, rows, logits, kept=kept)
+            self._logprobs = DrawnLogprobs(self._ops, slots, rows, logits, kept=kept)
         if words is not None:
-            apply(self._ops, logits, self._plan.masked, words)
+            apply_masks(self._ops, logits, self._plan.masked, words)
             needs |= MASKED
         if needs & BAD_WORDS:
-            slots.bad_words.forbid(logits, slots, batch.sample_slots, batch.sample_positions)
+            slots.bad_words.forbid(logits, slots.tokens, slots.num_prompt, batch.sample_slots, batch.sample_positions)
         sent: list[torch.Tensor] = []
         if self._has_drafts:  # before the draws overwrite them
             sent.append(slots.tokens[batch.sample_slots.long(), batch.sample_positions.long()])
         ids = self._ops.sample(logits, slots, batch.sample_slots, batch.sample_positions, needs)
         sent.insert(0, ids)
-        if self._asked is not None:
-            sent.append(self._asked.launch(batch.sample_slots, ids))
+        if self._logprobs is not None:
+            sent.append(self._logprobs.launch(batch.sample_slots, ids))
         self._send(sent)
 
     def _send(self, tensors: list[torch.Tensor]) -> None:
@@ -138,8 +139,8 @@ class StepDraws:
             self._mark_end()
 
     def _mark_end(self) -> None:
-        """`result` waits for what has been launched so far. Also where nothing is drawn, as in the middle of a prompt:
-        no more steps may be under way than the engine knows of, because buffers of their inputs are used in turn."""
+        """Make `result` wait for what has been launched so far. Also where nothing is drawn, as in the middle of a
+        prompt: the pinned input buffers are used in turn, so a step must not count as done before the device is."""
         if self._slots.device.type == "cuda":
             self._event = torch.cuda.Event()
             self._event.record()
@@ -152,19 +153,21 @@ class StepDraws:
 
     def _first_draws(self) -> np.ndarray:
         """Index of the first draw of each sampling row."""
+        assert self._batch.columns is not None  # checked by `_draw`
         rows = self._batch.columns.sample_rows
         return np.flatnonzero(np.diff(rows, prepend=-1))
 
     def _verify(self, token_ids: list[int]) -> list[int] | None:
-        """Tokens that each sampling row gives: guesses confirmed, and the first draw that differs from its guess."""
+        """Tokens that each sampling row emits: the draft tokens accepted, and the first draw that differs from its
+        own."""
         if not self._has_drafts:
             return None
-        guesses = self._sent[1].tolist()
+        drafts = self._sent[1].tolist()
         first = self._first_draws().tolist()
         emitted = []
         for begin, end in zip(first, [*first[1:], len(token_ids)], strict=True):
             count = 1
-            while begin + count < end and token_ids[begin + count - 1] == guesses[begin + count - 1]:
+            while begin + count < end and token_ids[begin + count - 1] == drafts[begin + count - 1]:
                 count += 1
             emitted.append(count)
         return emitted
@@ -172,6 +175,7 @@ class StepDraws:
     def _failed(self, token_ids: list[int], emitted: list[int] | None) -> dict[int, RowFailure] | None:
         if not token_ids or min(token_ids) >= 0:
             return None
+        assert self._batch.columns is not None  # checked by `_draw`
         rows = self._batch.columns.sample_rows.tolist()
         counted = range(len(rows)) if emitted is None else self._emitted_draws(emitted)
         return {rows[draw]: _FAILURES[token_ids[draw]] for draw in counted if token_ids[draw] < 0} or None
@@ -180,14 +184,15 @@ class StepDraws:
         pairs = zip(self._first_draws().tolist(), emitted, strict=True)
         return [begin + index for begin, count in pairs for index in range(count)]
 
-    def _logprobs(self, asked: DrawnLogprobs, emitted: list[int] | None) -> dict[int, list[TokenLogprobs]]:
-        items = asked.read(self._sent[-1])
-        rows = self._batch.columns.sample_rows[asked.draws].tolist()
+    def _emitted_logprobs(self, logprobs: DrawnLogprobs, emitted: list[int] | None) -> dict[int, list[TokenLogprobs]]:
+        items = logprobs.read(self._sent[-1])
+        assert self._batch.columns is not None  # checked by `_draw`
+        rows = self._batch.columns.sample_rows[logprobs.draws].tolist()
         if emitted is None:  # one draw a row
             return {row: [item] for row, item in zip(rows, items, strict=True)}
         live = set(self._emitted_draws(emitted))
         found: dict[int, list[TokenLogprobs]] = {}
-        for draw, row, item in zip(asked.draws.tolist(), rows, items, strict=True):
+        for draw, row, item in zip(logprobs.draws.tolist(), rows, items, strict=True):
             if draw in live:
                 found.setdefault(row, []).append(item)
         return found

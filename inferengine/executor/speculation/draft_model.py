@@ -1,19 +1,13 @@
-"""DraftModel: a small model of the same vocabulary that guesses ahead for the large one.
+"""DraftModel: a small model of the same vocabulary that drafts tokens for the target model to verify.
 
-It reads and writes the same slots and block tables, with a KV cache of its own beside the large model's: block b of one
-stands for block b of the other. What it has read of each sequence is DraftProgress: it catches up when it is to guess,
-so a step without guesses does not wait for it.
+It reads and writes the same slots and block tables, with a KV cache of its own: block b of its cache holds the same
+tokens as block b of the target's. DraftProgress tracks what it has computed of each sequence. It computes the rest only
+when draft tokens are asked for, so a step without them, or speculation that is switched off, costs nothing.
 
-A guess is drawn with the parameters and the random numbers of the request, at its position: the draw that the large
-model makes there uses the very same noise, so the two agree whenever their distributions do (Gumbel-max coupling, see
-Daliri, Musco and Suresh, "Coupling without Communication and Drafter-Invariant Speculative Decoding", 2025), and what
-is emitted is always the large model's own draw.
-
-DraftProgress: how far a draft model has read each sequence, and which cached blocks it has read.
-
-A draft model need not compute a step in which it does not guess: it catches up when its guesses are next asked for. So
-guessing that is switched off costs nothing. What a finished sequence leaves in the prefix cache was perhaps read by the
-large model only: a flag per block says which the small one has read, too. Host memory alone, numpy over rows.
+A draft token is drawn with the parameters and the random numbers of the request, at its position. The target's draw
+there uses the same noise, so the two agree whenever their distributions do (Gumbel-max coupling, see Daliri, Musco and
+Suresh, "Coupling without Communication and Drafter-Invariant Speculative Decoding", 2025), and what is emitted is
+always the target's own draw.
 """
 
 from __future__ import annotations
@@ -27,13 +21,13 @@ from inferengine.core.executor import KVGroup
 from inferengine.core.step_plan import StepPlan
 from inferengine.errors import ConfigError
 from inferengine.executor import cpu_forward
-from inferengine.executor.batch import columns_of, make_batch, step_on
-from inferengine.executor.cuda_graphs import warm_up as rehearsal
+from inferengine.executor.batch import advance_by_one, columns_of, make_batch
 from inferengine.executor.cuda_graphs.layer_kinds import one_layer_of_each_kind
+from inferengine.executor.cuda_graphs.warm_up import CHUNKS
 from inferengine.executor.memory.kv_cache import KVCache
 from inferengine.executor.slots import Slots
 from inferengine.executor.speculation import cpu_draft
-from inferengine.executor.speculation.cpu_draft import MOST_BEHIND, LoneRows
+from inferengine.executor.speculation.cpu_draft import MOST_BEHIND, CpuDraftRunner
 from inferengine.kernels.batch import Batch, StepColumns
 from inferengine.kernels.cpu.decode_kv_cache import DecodeKvCache
 from inferengine.kernels.ops import Ops
@@ -41,20 +35,45 @@ from inferengine.layers.decoder_config import DecoderConfig
 from inferengine.models import registry, weights
 from inferengine.models.llama import Llama
 
+KEY = "speculation.draft_model"
+
+
+def read_draft_config(folder: Path, target: DecoderConfig, max_model_len: int) -> DecoderConfig:
+    """Read the draft model's configuration. Raises ConfigError where it cannot draft for this target."""
+    config, _ = registry.read_model_config(folder)
+    if config.vocab_size != target.vocab_size:
+        raise ConfigError(KEY, f"has {config.vocab_size} tokens in its vocabulary, the model has {target.vocab_size}")
+    if config.max_position < max_model_len:
+        raise ConfigError(KEY, f"was made for {config.max_position} tokens, model.max_model_len is {max_model_len}")
+    if config.group_windows != (None,) or target.group_windows[0] is not None:
+        raise ConfigError(KEY, "sliding windows without full attention cannot be followed: choose another draft")
+    return config
+
+
+def share_of_target(budget_bytes: int, target: DecoderConfig, draft: DecoderConfig) -> int:
+    """The target's part of the KV budget, when the draft's cache has as many blocks."""
+    item = 2  # cancels out: both caches have the same type
+    own = sum(target.kv_bytes_per_token(group, item) for group in range(len(target.group_windows)))
+    return budget_bytes * own // (own + draft.kv_bytes_per_token(0, item))
+
 
 class DraftProgress:
-    """Follows the plans of the large model. Blocks are those of KV group 0, which holds every position."""
+    """Tracks how many tokens of each sequence the draft model has computed, and which cached blocks it has computed.
+
+    A block that a finished sequence leaves in the prefix cache may have been computed by the target alone, so there is
+    a flag per block. Blocks are those of KV group 0, which holds every position. Host memory only.
+    """
 
     def __init__(self, num_slots: int, num_blocks: int, max_blocks: int, block_size: int) -> None:
         self._block_size = block_size
         self._tables = np.zeros((num_slots + 1, max_blocks), dtype=np.int64)
-        self._is_read = np.zeros(num_blocks + 1, dtype=np.bool_)  # by block: all of its tokens
-        self._num_read = np.zeros(num_slots + 1, dtype=np.int64)  # by slot: its first tokens
+        self._is_read = np.zeros(num_blocks + 1, dtype=np.bool_)  # by block: all of its tokens are computed
+        self._num_read = np.zeros(num_slots + 1, dtype=np.int64)  # by slot: tokens computed, from the first
         self._num_marked = np.zeros(num_slots + 1, dtype=np.int64)  # by slot: leading blocks known to be flagged
-        self._ahead: set[int] = set()  # slots of which guesses were read, until it is known which were right
+        self._ahead: set[int] = set()  # slots with draft tokens computed, until it is known which were accepted
 
     def begin(self, plan: StepPlan) -> None:
-        """A step is about to run: take in what it changes."""
+        """Take in the changes of a step that is about to run."""
         starts = dict(zip(plan.slots, plan.starts, strict=True)) if plan.admitted else {}
         adopted = {item.slot: starts[item.slot] // self._block_size for item in plan.admitted}
         for copies in (plan.swap_in, plan.copies):
@@ -75,17 +94,17 @@ class DraftProgress:
         if self._ahead:
             for slot, start in zip(plan.slots, plan.starts, strict=True):
                 if slot in self._ahead:
-                    self._num_read[slot] = min(self._num_read[slot], start)  # what lies behind were guesses
+                    self._num_read[slot] = min(self._num_read[slot], start)  # draft tokens that were rejected
             self._ahead.difference_update(plan.slots)
 
     def num_read(self, slot: int) -> int:
-        """Tokens of the sequence that need not be read again."""
+        """Tokens of the sequence that need not be computed again."""
         return int(self._num_read[slot])
 
-    def has_read(self, slot: int, num_known: int, num_guessed: int) -> None:
-        """The draft's KV holds these first tokens of the sequence, and guesses after them."""
-        self._num_read[slot] = num_known + num_guessed
-        if num_guessed:
+    def has_read(self, slot: int, num_known: int, num_drafts: int) -> None:
+        """Record that the draft's KV holds the first tokens of the sequence, and draft tokens after them."""
+        self._num_read[slot] = num_known + num_drafts
+        if num_drafts:
             self._ahead.add(slot)
         first, full = int(self._num_marked[slot]), num_known // self._block_size
         if full > first:
@@ -93,30 +112,8 @@ class DraftProgress:
             self._num_marked[slot] = full
 
 
-KEY = "speculation.draft_model"
-
-
-def read_draft_config(folder: Path, target: DecoderConfig, max_model_len: int) -> DecoderConfig:
-    """The draft's configuration. Raises ConfigError where it cannot guess for this model."""
-    config, _ = registry.read_model_config(folder)
-    if config.vocab_size != target.vocab_size:
-        raise ConfigError(KEY, f"has {config.vocab_size} tokens in its vocabulary, the model has {target.vocab_size}")
-    if config.max_position < max_model_len:
-        raise ConfigError(KEY, f"was made for {config.max_position} tokens, model.max_model_len is {max_model_len}")
-    if config.group_windows != (None,) or target.group_windows[0] is not None:
-        raise ConfigError(KEY, "sliding windows without full attention cannot be followed: choose another draft")
-    return config
-
-
-def share_of_target(budget_bytes: int, target: DecoderConfig, draft: DecoderConfig) -> int:
-    """What of the KV budget is left to the target when every block has a twin in the draft's cache."""
-    item = 2  # cancels out: both caches have the same type
-    own = sum(target.kv_bytes_per_token(group, item) for group in range(len(target.group_windows)))
-    return budget_bytes * own // (own + draft.kv_bytes_per_token(0, item))
-
-
 class DraftModel:
-    """Loaded beside the target; lives in the executor's thread."""
+    """Loaded beside the target model. Called by the executor's thread."""
 
     def __init__(
         self,
@@ -130,69 +127,65 @@ class DraftModel:
         dtype: torch.dtype,
         max_model_len: int,
         max_tokens: int,
-        random_weights: bool = False,
     ) -> None:
-        """`max_tokens` bounds a batch, as it does the target's."""
+        """`max_tokens` bounds the tokens of a batch. `group` is the target's KV group 0."""
         self._config, self._ops, self._slots, self._device = config, ops, slots, slots.device
         self._max_tokens = max_tokens
         self._progress = DraftProgress(slots.num_slots, group.num_blocks, slots.max_blocks, block_size)
         _, family = registry.read_model_config(folder)
         with torch.device("meta"):
             model = family.build(ops, config)
-        if random_weights:
-            weights.fill_random(model, dtype=dtype, device=self._device)
-        else:
-            weights.load_weights(model, family.weight_map(config), folder, dtype=dtype, device=self._device)
+        weights.load_weights(model, family.weight_map(config), folder, dtype=dtype, device=self._device)
         weights.finish(model)
-        self._model = model.eval()
+        self._model = model
+        self._model.eval()
         self.kv = KVCache(config, [group], block_size, dtype, self._device)
         self.kv.bind(self._model, max_model_len)
         self._decode_kv_cache = DecodeKvCache(len(self.kv.layers)) if self._device.type == "cpu" else None
-        self._lone: LoneRows | None = None
+        self._cpu_runner: CpuDraftRunner | None = None
         if cpu_draft.suits(config, dtype, self._device) and isinstance(self._model, Llama):
-            self._lone = LoneRows(self._model, config, self.kv, ops, slots)
+            self._cpu_runner = CpuDraftRunner(self._model, config, self.kv, ops, slots)
 
     def begin(self, plan: StepPlan) -> None:
-        """A step is about to run: keep the caches alike."""
+        """Apply the block copies and admissions of a step that is about to run."""
         self.kv.copy_blocks(plan)
         self._progress.begin(plan)
         if self._decode_kv_cache is not None:
             self._decode_kv_cache.drop([item.slot for item in plan.admitted])
-        if self._lone is not None and plan.admitted:
-            self._lone.forget([item.slot for item in plan.admitted])
+        if self._cpu_runner is not None and plan.admitted:
+            self._cpu_runner.drop([item.slot for item in plan.admitted])
 
-    def touch_all(self) -> None:
-        """Read chunks of every class of sizes, of the slot that belongs to nobody: for compiling what guesses will
-        launch."""
+    def run_all_sizes(self) -> None:
+        """Run chunks and decodes of every class of sizes through the scratch slot, to compile their kernels."""
         from inferengine.kernels.cuda.attention.decode import row_classes  # an engine on a CPU starts without triton
 
         slot, longest = self._slots.num_slots, self._slots.tokens.shape[1] - 1
         config = self._config
         decodes = row_classes(config.num_heads, config.num_kv_heads, config.head_dim, slot)
         with one_layer_of_each_kind(self._model):
-            for count in (*rehearsal.CHUNKS, self._max_tokens):
+            for count in (*CHUNKS, self._max_tokens):
                 self._read([slot], [0], [min(count, longest)])
             for rows in decodes:
                 self._read([slot] * rows, [0] * rows, [1] * rows)
 
-    def guess(self, plan: StepPlan) -> None:
-        """Write guesses after the pending token of every row that verifies some. The k-th is drawn from the guesses
-        before it. Before the first, the draft reads what it has not read yet."""
+    def propose(self, plan: StepPlan) -> None:
+        """Write the draft tokens of every row that verifies some, after its pending token. Each is drawn after the one
+        before it; before the first, the draft model computes what it has not computed yet of the sequence."""
         rows = [row for row, count in enumerate(plan.num_drafts) if count]
         slots, ends = [plan.slots[row] for row in rows], [plan.starts[row] + 1 for row in rows]
         starts = self._catch_up(slots, ends)
         counts = [plan.num_drafts[row] for row in rows]
-        if self._lone is not None and self._lone.can_take(slots, max(ends) + max(counts)):
-            self._guess_alone(self._lone, slots, starts, ends, counts)
+        if self._cpu_runner is not None and self._cpu_runner.can_take(slots, max(ends) + max(counts)):
+            self._propose_one_by_one(self._cpu_runner, slots, starts, ends, counts)
         else:
-            self._guess_together(plan, rows, starts)
+            self._propose_in_batch(plan, rows, starts)
         for slot, end, count in zip(slots, ends, counts, strict=True):
             self._progress.has_read(slot, end, count - 1)
 
-    def _guess_alone(
-        self, lone: LoneRows, slots: list[int], starts: list[int], ends: list[int], counts: list[int]
+    def _propose_one_by_one(
+        self, runner: CpuDraftRunner, slots: list[int], starts: list[int], ends: list[int], counts: list[int]
     ) -> None:
-        """One sequence after the other, on the CPU. What is far behind is read together first."""
+        """One sequence after the other, on the CPU. Sequences that are far behind are computed as a batch first."""
         if self._decode_kv_cache is not None and self._decode_kv_cache.copies:
             self._decode_kv_cache.drop(slots)
         if any(end - start > MOST_BEHIND for start, end in zip(starts, ends, strict=True)):
@@ -200,17 +193,17 @@ class DraftModel:
             starts, ends, counts = ends, [end + 1 for end in ends], [count - 1 for count in counts]
         for slot, start, end, count in zip(slots, starts, ends, counts, strict=True):
             if count:
-                lone.guess(slot, start, end, count)
+                runner.propose(slot, start, end, count)
 
-    def _guess_together(self, plan: StepPlan, rows: list[int], starts: list[int]) -> None:
-        """One token of all rows at a time."""
+    def _propose_in_batch(self, plan: StepPlan, rows: list[int], starts: list[int]) -> None:
+        """One draft token of all rows at a time."""
         slots, ends = [plan.slots[row] for row in rows], [plan.starts[row] + 1 for row in rows]
         logits, columns, batch = self._read(slots, starts, ends)
         for index in range(max(plan.num_drafts)):
             if index:
                 still = [row for row in rows if plan.num_drafts[row] > index]
                 if index > 1 and len(still) == len(rows) and self._decode_kv_cache is not None:
-                    logits = self._read_on(self._decode_kv_cache, columns, batch)
+                    logits = self._read_next(self._decode_kv_cache, columns, batch)
                 else:
                     starts = [plan.starts[row] + index for row in still]
                     ends = [start + 1 for start in starts]
@@ -223,8 +216,8 @@ class DraftModel:
         self._ops.sample(logits, self._slots, batch.sample_slots, batch.sample_positions, needs)
 
     def _catch_up(self, slots: list[int], ends: list[int]) -> list[int]:
-        """Where each sequence is to be read from so that one more batch reads all up to `ends`. What that batch would
-        not hold is read here."""
+        """Compute tokens until one more batch holds all the rest up to `ends`. Returns where that batch starts in each
+        sequence."""
         starts = [self._progress.num_read(slot) for slot in slots]
         while sum(ends) - sum(starts) > max(self._max_tokens, len(slots)):
             room, reads = self._max_tokens, []
@@ -238,33 +231,33 @@ class DraftModel:
         return starts
 
     def _read(self, slots: list[int], starts: list[int], ends: list[int]) -> tuple[torch.Tensor, StepColumns, Batch]:
-        """Tokens [starts, ends) of each slot: logits after the last of each."""
+        """Compute tokens [starts, ends) of each slot. Returns the logits after the last of each."""
         hidden, columns, batch = self._forward(slots, starts, ends)
         if batch.num_samples < batch.num_tokens:
             hidden = hidden.index_select(0, batch.sample_tokens)
         return self._model.logits(hidden), columns, batch
 
-    def _read_on(self, decode_kv_cache: DecodeKvCache, columns: StepColumns, batch: Batch) -> torch.Tensor:
-        """The next token of each row, on the CPU: `columns` and `batch`, of one token each, become this step's."""
-        step_on(columns, batch, self._slots)
-        groups = [(self.kv.layers[0], None)]
-        return self._model.logits(cpu_forward.forward(self._model, self._ops, batch, groups, decode_kv_cache, []))
+    def _read_next(self, decode_kv_cache: DecodeKvCache, columns: StepColumns, batch: Batch) -> torch.Tensor:
+        """Compute the next token of each row, on the CPU: `columns` and `batch`, of one token each, are advanced."""
+        advance_by_one(columns, batch, self._slots)
+        hidden = cpu_forward.forward(self._model, self._ops, batch, self.kv.group_caches, decode_kv_cache, [])
+        return self._model.logits(hidden)
 
     def _forward(self, slots: list[int], starts: list[int], ends: list[int]) -> tuple[torch.Tensor, StepColumns, Batch]:
-        if self._lone is not None:
-            self._lone.rewind(slots, starts)
-        step = _reading_step(slots, starts, ends)
+        if self._cpu_runner is not None:
+            self._cpu_runner.rewind(slots, starts)
+        step = _chunks_plan(slots, starts, ends)
         columns = columns_of(step)
         batch = make_batch(step, columns, self._slots, self._device)
         if self._decode_kv_cache is not None:
-            groups = [(self.kv.layers[0], None)]
-            return cpu_forward.forward(self._model, self._ops, batch, groups, self._decode_kv_cache, []), columns, batch
+            hidden = cpu_forward.forward(self._model, self._ops, batch, self.kv.group_caches, self._decode_kv_cache, [])
+            return hidden, columns, batch
         batch.plans = [self._ops.prepare_attention(batch, 0, self.kv.layers[0], None)]
         return self._model(batch), columns, batch
 
 
-def _reading_step(slots: list[int], starts: list[int], ends: list[int]) -> StepPlan:
-    """Rows of one token first, as every plan has them."""
+def _chunks_plan(slots: list[int], starts: list[int], ends: list[int]) -> StepPlan:
+    """A step of tokens [starts, ends) of each slot; rows of one token come first, as in every plan."""
     order = sorted(range(len(slots)), key=lambda row: ends[row] - starts[row])
     counts = [ends[row] - starts[row] for row in order]
     return StepPlan(

@@ -1,4 +1,4 @@
-"""Whether a checkpoint would load: its config.json understood, every tensor in its place, without memory for any."""
+"""Checks whether a checkpoint would load: config.json and the place of every tensor, without allocating any."""
 
 from __future__ import annotations
 
@@ -15,16 +15,18 @@ from inferengine.quantization.checkpoints import layout_of
 
 
 def dry_run(folder: Path, quantization: str = "none") -> int:
-    """Go through the files as loading would. `quantization` is the configuration's. Returns the number of parameters
-    that the model would have. Raises ConfigError, naming what does not fit. Of what a quantized checkpoint stores in
-    place of a weight only the names are looked at: the shapes are checked where it is packed."""
+    """Go through the files as loading would. Returns the number of parameters that the model would have.
+
+    `quantization` is the configuration's. Raises ConfigError naming what does not fit. Of the tensors that a quantized
+    checkpoint stores in place of a weight only the names are checked; their shapes are checked when they are packed.
+    """
     config, family = registry.read_model_config(folder)
     weight_map = family.weight_map(config)
     values = read_json(folder / "config.json")
     with torch.device("meta"):
         model = family.build(REFERENCE, config)
-    num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    if layout_of(values) is not None:  # weights that are made small at load are stored as they are
+    num_parameters: int = sum(parameter.numel() for parameter in model.parameters())
+    if layout_of(values) is not None:  # weights quantized at load are stored as they are
         cpu = torch.device("cpu")
         quantize(model, REFERENCE, values, weight_map.targets, scheme=quantization, device=cpu)
     check_weights(model, weight_map, folder)

@@ -1,18 +1,17 @@
-"""What a loaded model asks of its device, for core/step_roofline.py."""
+"""The roofline of a loaded model: bytes and operations of its steps, and its device's peaks (core/step_roofline.py)."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-from torch import nn
 
 from inferengine.core.step_roofline import AttentionGroup, ModelWork, Roofline
 from inferengine.executor.memory import plan as memory_plan
 from inferengine.executor.settings import ExecutorSettings
 from inferengine.executor.tools.device_peaks import device_peaks
 from inferengine.layers.decoder_config import DecoderConfig
+from inferengine.layers.embedding import Head
 from inferengine.layers.linear import Linear
+from inferengine.models.decoder import DecoderModel
 from inferengine.quantization.checkpoints import layout_of
 from inferengine.quantization.schemes import EIGHT_BIT_PRODUCTS
 
@@ -20,13 +19,13 @@ from inferengine.quantization.schemes import EIGHT_BIT_PRODUCTS
 def roofline_of(
     settings: ExecutorSettings,
     config: DecoderConfig,
-    model: nn.Module,
+    model: DecoderModel,
     values: dict[str, object],
     dtype: torch.dtype,
     kv_dtype: torch.dtype,
 ) -> Roofline | None:
-    """The roofline of a loaded model; None where its device's peaks are unknown. Some 50 ms. `values` are
-    config.json's."""
+    """Compute the roofline of a loaded model, in some 50 ms; None where its device's peaks are unknown. `values` are
+    those of config.json."""
     weight_bytes = memory_plan.weight_bytes(config, values, dtype, settings.quantization)
     found = device_peaks(
         settings.device,
@@ -41,24 +40,24 @@ def roofline_of(
     layout = layout_of(values)
     scheme = settings.quantization if layout is None else layout.scheme
     linears = [module for module in model.modules() if isinstance(module, Linear)]
-    halves = [module for module in linears if is_half(module)] if scheme == "none" else []
+    halves = [module for module in linears if _is_half(module)] if scheme == "none" else []
     work = model_work(
         config,
-        weight_bytes=weight_bytes - sum(map(num_weights, halves)) * (dtype.itemsize - 2),
-        num_layer_weights=sum(map(num_weights, linears)),
+        weight_bytes=weight_bytes - sum(map(_num_weights, halves)) * (dtype.itemsize - 2),
+        num_layer_weights=sum(map(_num_weights, linears)),
         item_bytes=dtype.itemsize,
-        head_item_bytes=2 if is_half(model.head) else dtype.itemsize,
+        head_item_bytes=2 if _is_half(model.head) else dtype.itemsize,
         kv_item_bytes=kv_dtype.itemsize,
         product_speed=faster if scheme in EIGHT_BIT_PRODUCTS else 1.0,
     )
     return Roofline(work, peaks)
 
 
-def num_weights(linear: Linear) -> int:
+def _num_weights(linear: Linear) -> int:
     return linear.in_features * sum(linear.parts)
 
 
-def is_half(module: Any) -> bool:
+def _is_half(module: Linear | Head) -> bool:
     """Whether a CPU keeps the weight of an fp32 layer in half precision: see kernels/reference/ops.py's pack_linear."""
     return isinstance(module.packed, torch.ScriptObject)
 
@@ -73,8 +72,9 @@ def model_work(
     kv_item_bytes: int,
     product_speed: float = 1.0,
 ) -> ModelWork:
-    """`weight_bytes` of all parameters, an input embedding among them, of which a step reads a few rows. A product of
-    quantized layers runs `product_speed` times as fast as the peak says, so its operations count for so much less."""
+    """Compute the least work of a step. `weight_bytes` counts all parameters, with the input embedding, of which a step
+    reads a few rows. Products of quantized layers run at `product_speed` times the peak, so they count for that much
+    less."""
     head_weights = config.vocab_size * config.hidden_size
     tables = head_weights if config.tied_embeddings else 2 * head_weights
     groups = range(len(config.group_windows))

@@ -1,0 +1,98 @@
+"""Loads a checkpoint: the model, quantized where asked, its LoRA adapters and its draft model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from inferengine.core.executor import Progress
+from inferengine.executor.memory.kv_cache import KVCache
+from inferengine.executor.settings import ExecutorSettings
+from inferengine.executor.slots import Slots
+from inferengine.executor.speculation.draft_model import DraftModel, read_draft_config
+from inferengine.kernels.ops import Ops
+from inferengine.layers.decoder_config import DecoderConfig
+from inferengine.lora.bank import AdapterBank
+from inferengine.lora.folder import AdapterFolder
+from inferengine.models import registry, weights
+from inferengine.models.decoder import DecoderModel
+from inferengine.models.hf_config import read_json
+from inferengine.models.weight_map import Target
+from inferengine.quantization.apply import quantize
+
+
+class LoadedModel(NamedTuple):
+    """A model on its device, ready to be given a KV cache."""
+
+    config: DecoderConfig
+    model: DecoderModel
+    dtype: torch.dtype  # of the model's arithmetic
+    quantization: str  # the scheme's or the checkpoint layout's name, or "none"
+    adapters: AdapterFolder | None
+
+
+def load_model(settings: ExecutorSettings, ops: Ops, progress: Progress) -> LoadedModel:
+    """Read the checkpoint (or make random weights), quantize, pack for the device, load the adapters."""
+    config, family = registry.read_model_config(settings.folder)
+    dtype = settings.compute_dtype(config)
+    weight_map = family.weight_map(config)
+    with torch.device("meta"):
+        model = family.build(ops, config)
+    quantization = quantize(
+        model,
+        ops,
+        read_json(settings.folder / "config.json"),
+        weight_map.targets,
+        scheme=settings.quantization,
+        device=settings.device,
+        random_weights=settings.random_weights,
+        deterministic=settings.deterministic,
+    )
+    if settings.random_weights:
+        weights.fill_random(model, dtype=dtype, device=settings.device, seed=settings.seed)
+        progress("making random weights", 1.0)
+    else:
+        weights.load_weights(
+            model,
+            weight_map,
+            settings.folder,
+            dtype=dtype,
+            device=settings.device,
+            progress=lambda share: progress("loading weights", share),
+        )
+    weights.finish(model)
+    progress("packing weights", 1.0)
+    model.eval()
+    adapters = None
+    if settings.adapters_folder is not None:
+        adapters = _load_adapters(settings, settings.adapters_folder, model, weight_map.targets, dtype)
+    return LoadedModel(config, model, dtype, quantization, adapters)
+
+
+def _load_adapters(
+    settings: ExecutorSettings, folder: Path, model: DecoderModel, targets: dict[str, Target], dtype: torch.dtype
+) -> AdapterFolder:
+    """Make room for adapters beside the model, and load those in the folder."""
+    bank = AdapterBank(model, num_slots=settings.max_num_seqs, device=settings.device, dtype=dtype)
+    adapters = AdapterFolder(folder, model, targets, bank, max_rank=settings.max_adapter_rank)
+    adapters.load_all()
+    return adapters
+
+
+def load_draft_model(
+    settings: ExecutorSettings, folder: Path, target: LoadedModel, ops: Ops, slots: Slots, kv: KVCache, max_len: int
+) -> DraftModel:
+    """Load the draft model of `target`, whose slots and KV blocks it shares. Raises ConfigError."""
+    return DraftModel(
+        folder,
+        read_draft_config(folder, target.config, max_len),
+        ops=ops,
+        slots=slots,
+        group=kv.groups[0],
+        block_size=settings.block_size,
+        dtype=target.dtype,
+        max_model_len=max_len,
+        max_tokens=settings.max_num_batched_tokens,
+    )

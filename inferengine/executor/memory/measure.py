@@ -1,0 +1,117 @@
+"""Measures a loaded model by running steps over a small cache: the memory of the largest step, the magnitudes of an FP8
+cache, and how long swapping and prefill take. From this and the free memory follows the size of the KV cache."""
+
+from __future__ import annotations
+
+import time
+from typing import NamedTuple, Protocol
+
+import torch
+
+from inferengine.core.executor import KVGroup
+from inferengine.core.step_plan import BlockUpdates
+from inferengine.executor.cuda_graphs.mixed import MixedShape
+from inferengine.executor.cuda_graphs.warm_up import StepRunner, compile_kernels, prompt_plan
+from inferengine.executor.memory import plan as memory_plan
+from inferengine.executor.memory.budget import free_host_bytes, host_budget_bytes, plan_groups
+from inferengine.executor.memory.kv_cache import SAMPLE_TOKENS, sample_tokens, set_scales
+from inferengine.executor.speculation.draft_model import read_draft_config, share_of_target
+
+SWAP_SAMPLE_TOKENS = 64  # of the prompt that the time per prefill token is measured with
+
+
+class MeasuredRunner(StepRunner, Protocol):
+    """An executor whose cache may be replaced: before it serves."""
+
+    def allocate(self, groups: list[KVGroup], max_model_len: int, kv_dtype: torch.dtype | None = None) -> None:
+        """Allocate a KV cache and the slots. `kv_dtype`: of the cache, where it is not the configured one."""
+        ...
+
+    def release(self) -> None:
+        """Give back the KV cache and the slots."""
+        ...
+
+
+class CacheSize(NamedTuple):
+    """How the KV cache's memory is divided, and the shapes of steps with prompts that are captured as CUDA graphs."""
+
+    groups: list[KVGroup]
+    prompt_shapes: list[MixedShape]
+
+
+def size_cache(runner: MeasuredRunner, max_model_len: int) -> CacheSize:
+    """Decide the number of blocks of each KV group; on the way, measure the scales of an FP8 cache and set them.
+
+    Raises DoesNotFit where not even one sequence has room.
+    """
+    settings, config = runner.settings, runner.config
+    kv_dtype = settings.kv_dtype(config)
+    if kv_dtype != settings.compute_dtype(config):
+        _set_kv_scales(runner, max_model_len)
+    shapes: list[MixedShape] = []
+    if runner.device.type == "cpu":
+        budget = host_budget_bytes(free_host_bytes(), settings.memory_fraction)
+    else:
+        step = _step_bytes(runner, max_model_len)
+        free, total = torch.cuda.mem_get_info(runner.device)
+        plan = memory_plan.make_plan(settings, total)
+        shapes = plan.prompt_shapes
+        budget = memory_plan.held_budget(plan, settings.memory_fraction, total=total, free=free, step=step)
+    if settings.draft_folder is not None:
+        draft = read_draft_config(settings.draft_folder, config, max_model_len)
+        budget = share_of_target(budget, config, draft)
+    cache = memory_plan.cache_settings(settings, max_model_len)
+    return CacheSize(plan_groups(config, cache, kv_dtype, budget), shapes)
+
+
+def swap_times(runner: StepRunner) -> tuple[float, float]:
+    """Measure the seconds to move one block of all layers between host and device, and to compute a prompt token."""
+    layers = list(zip(runner.kv.layers, runner.kv.host_layers, strict=True))
+    begin = time.perf_counter()
+    for layer, host in layers:
+        host[:1].copy_(layer[-1:])
+        layer[-1:].copy_(host[:1])
+    block_s = (time.perf_counter() - begin) / 2
+    count = min(SWAP_SAMPLE_TOKENS, runner.settings.max_num_batched_tokens, runner.slots.tokens.shape[1] - 1)
+    plan = prompt_plan(runner, count)
+    runner.execute(plan).result()
+    begin = time.perf_counter()
+    runner.execute(plan).result()
+    return block_s, (time.perf_counter() - begin) / count
+
+
+def _set_kv_scales(runner: MeasuredRunner, max_model_len: int) -> None:
+    """Run a prompt through the model with a cache of the model's own number format, and set the scales of the FP8 cache
+    from the magnitudes that it leaves there."""
+    settings, config = runner.settings, runner.config
+    count = max(1, min(SAMPLE_TOKENS, settings.max_num_batched_tokens, max_model_len - 1))
+    blocks = list(range(-(-count // settings.block_size)))
+    groups = [KVGroup(len(blocks), window) for window in config.group_windows]
+    runner.allocate(groups, max_model_len, settings.compute_dtype(config))
+    plan, slot = prompt_plan(runner, count), runner.slots.num_slots
+    tokens = sample_tokens(config.vocab_size, count)
+    plan = plan._replace(
+        admitted=[plan.admitted[0]._replace(token_ids=tokens)],
+        block_updates=[BlockUpdates([slot] * len(blocks), blocks, blocks) for _ in groups],
+    )
+    runner.execute(plan).result()
+    set_scales(runner.model, runner.kv.magnitudes())
+    runner.release()
+
+
+def _step_bytes(runner: MeasuredRunner, max_model_len: int) -> int:
+    """Measure the bytes that the largest step needs beside weights and cache, slots included, on CUDA: by running it
+    over a cache that is only the scratch block."""
+    torch.cuda.synchronize(runner.device)
+    before = torch.cuda.memory_allocated(runner.device)
+    torch.cuda.reset_peak_memory_stats(runner.device)
+    runner.allocate([KVGroup(0, window) for window in runner.config.group_windows], max_model_len)
+    settings = runner.settings
+    rows = min(settings.max_num_seqs, settings.max_num_batched_tokens)
+    largest = prompt_plan(runner, settings.max_num_batched_tokens // rows, rows)
+    compile_kernels([lambda: runner.execute(largest)], runner.model)
+    runner.execute(largest).result()
+    peak = torch.cuda.max_memory_allocated(runner.device) - before
+    runner.release()
+    torch.cuda.empty_cache()
+    return peak
