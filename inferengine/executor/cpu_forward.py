@@ -26,8 +26,8 @@ def forward(
     decode_kv_cache: DecodeKvCache,
     admitted: list[int],
 ) -> torch.Tensor:
-    """Compute the final hidden states [T, E]. `decode_kv_cache` copies the keys and values of rows that decode step after
-    step. `admitted`: slots with contents that no step of `model` computed."""
+    """Compute the final hidden states [T, E]. `decode_kv_cache` copies the keys and values of rows that decode step
+    after step. `admitted`: slots with contents that no step of `model` computed."""
     assert batch.columns is not None  # `make_batch` made it
     decode_kv_cache.begin(batch.columns, admitted)
     batch.decode_kv_cache = decode_kv_cache
