@@ -269,8 +269,8 @@ def show(row: dict[str, Any]) -> None:
         )
 
 
-def main() -> None:
-    flags, rest = parse_flags(sys.argv[1:])
+def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
+    """The options of this program; those of the configuration have been taken out of `words`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_model_arguments(parser)
     parser.add_argument("--cost", help="a cost model by name or file; default: measured here")
@@ -283,7 +283,13 @@ def main() -> None:
     parser.add_argument("--token-limit", type=int, default=0, help="of the calibration, see benchmarks/calibrate.py")
     parser.add_argument("--steps", type=Path, help="write the measured steps of calibration and loads here")
     parser.add_argument("--json", type=Path)
-    arguments = parser.parse_args(rest)
+    return parser.parse_args(words)
+
+
+def main() -> None:
+    """Measure, simulate the same loads, and compare."""
+    flags, rest = parse_flags(sys.argv[1:])
+    arguments = parse_arguments(rest)
     with open_executor(arguments, flags) as (executor, capacity, about):
         on_cpu = "CPU" in about["device"]
         num_slices = arguments.slices or (4 if on_cpu else 1)

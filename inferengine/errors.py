@@ -87,10 +87,12 @@ class InferEngineError(Exception):
 
     @property
     def kind(self) -> ErrorKind:
+        """What is known about its code."""
         return KINDS[self.code]
 
     @property
     def http_status(self) -> int:
+        """The HTTP status of its code."""
         return KINDS[self.code].http_status
 
     def __str__(self) -> str:
@@ -125,8 +127,10 @@ class DoesNotFit(ConfigError):
 
 
 class ExitCode:
-    """Exit codes of every command. systemd restarts on all but those that another try would end with again: USAGE,
-    MODEL, MEMORY (see systemd/)."""
+    """Exit codes of every command.
+
+    systemd restarts a service after all of them but USAGE, MODEL and MEMORY, which a restart would not change.
+    """
 
     OK = 0
     CRASH = 1
@@ -137,4 +141,4 @@ class ExitCode:
     FROZEN = 6  # the loop, or the I/O thread, stopped turning
     STALLED = 7  # a step took far longer than such steps take
     ABORTED = 130  # a second signal cut the drain short
-    UNREAD = 141  # whoever read the output has gone, as `head` does
+    UNREAD = 141  # the reader of the output closed it, as `head` does

@@ -202,6 +202,53 @@ def missing_docstrings(sources: Iterable[Source]) -> list[str]:
     ]
 
 
+def missing_public_docstrings(sources: Iterable[Source]) -> list[str]:
+    """Public classes, functions and methods of public classes without a docstring."""
+    return [
+        f"{source.module}:{node.lineno} {node.name}"
+        for source in sources
+        for node in _public_definitions(source.tree)
+        if not ast.get_docstring(node)
+    ]
+
+
+def repeated_file_names(sources: Iterable[Source], allowed: Mapping[str, set[str]]) -> list[str]:
+    """Modules of one part of the tree that share a file name. `allowed`: names by part that may be shared."""
+    places: dict[tuple[str, str], list[str]] = {}
+    for source in sources:
+        if not source.is_package:
+            places.setdefault((_part(source.module), source.module.rpartition(".")[2]), []).append(source.module)
+    return [
+        f"{name}: {', '.join(modules)}"
+        for (part, name), modules in places.items()
+        if len(modules) > 1 and name not in allowed.get(part, ())
+    ]
+
+
+def repeated_class_names(sources: Iterable[Source], allowed: Mapping[str, set[str]]) -> list[str]:
+    """Public classes of one part of the tree that share a name. `allowed`: names by part that may be shared."""
+    places: dict[tuple[str, str], list[str]] = {}
+    for source in sources:
+        for node in source.tree.body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places.setdefault((_part(source.module), node.name), []).append(source.module)
+    return [
+        f"{name}: {', '.join(modules)}"
+        for (part, name), modules in places.items()
+        if len(modules) > 1 and name not in allowed.get(part, ())
+    ]
+
+
+def crowded_folders(sources: Iterable[Source], limit: int) -> list[str]:
+    """Packages below the top level with more than `limit` modules and packages."""
+    entries: dict[str, set[str]] = {}
+    for source in sources:
+        package, _, name = source.module.rpartition(".")
+        if "." in package and not name.startswith("__"):
+            entries.setdefault(package, set()).add(name)
+    return [f"{package} has {len(names)} entries" for package, names in entries.items() if len(names) > limit]
+
+
 def tests_that_cannot_fail(sources: Iterable[Source]) -> list[str]:
     """Test functions without an assert, `pytest.raises`, or a call to a helper that checks: one named for it, or one of
     the same file or imported from another of `sources` that can fail itself."""
@@ -217,6 +264,16 @@ def tests_that_cannot_fail(sources: Iterable[Source]) -> list[str]:
             if node.name.startswith("test_") and not _can_fail(node, known)
         ]
     return toothless
+
+
+def _public_definitions(
+    tree: ast.Module | ast.ClassDef,
+) -> Iterator[ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef]:
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and not node.name.startswith("_"):
+            yield node
+            if isinstance(node, ast.ClassDef):
+                yield from _public_definitions(node)
 
 
 def _functions(source: Source) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:

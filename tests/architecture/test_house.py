@@ -14,6 +14,17 @@ from tests.architecture.layers import HEAVY
 ROOT = Path(__file__).resolve().parents[2]
 PRODUCT = rules.read_tree(ROOT, "inferengine", "frontends")
 TESTS = rules.read_tree(ROOT, "tests")
+MOST_ENTRIES = 16  # of one folder
+SHARED_FILE_NAMES = {
+    "frontends.http": {"format", "request", "routes"},  # one of each for every API
+    "inferengine.kernels": {"ops", "philox"},  # one operation, once for every device
+}
+SHARED_CLASS_NAMES = {
+    "frontends.common": {"Engine", "Turn"},
+    "inferengine.kernels": {"Shape"},
+    "inferengine.models": {"DecoderLayer"},  # one for every architecture
+    "inferengine.quantization": {"Packed"},
+}
 
 
 def test_the_tree_was_read() -> None:
@@ -38,6 +49,18 @@ def test_the_tree_was_read() -> None:
 )
 def test_product_keeps_the_rule(rule) -> None:  # type: ignore[no-untyped-def]
     assert rule(PRODUCT) == []
+
+
+def test_a_file_name_means_one_thing_in_each_part() -> None:
+    assert rules.repeated_file_names(PRODUCT, SHARED_FILE_NAMES) == []
+
+
+def test_a_class_name_means_one_thing_in_each_part() -> None:
+    assert rules.repeated_class_names(PRODUCT, SHARED_CLASS_NAMES) == []
+
+
+def test_no_folder_is_crowded() -> None:
+    assert rules.crowded_folders(PRODUCT, MOST_ENTRIES) == []
 
 
 def test_every_test_can_fail() -> None:

@@ -88,6 +88,18 @@ CASES: list[tuple[Rule, str, str, str]] = [  # rule, module, guilty text, innoce
         "from inferengine.wire import codec\nfrom inferengine.core.request import Request\ndef f(r: Request): ...",
     ),
     (rules.missing_docstrings, "inferengine.wire.codec", "x = 1", '"""What it is."""\nx = 1'),
+    (
+        rules.missing_public_docstrings,
+        "inferengine.wire.codec",
+        "class A:\n    '''It.'''\n    def b(self): ...",
+        "class A:\n    '''It.'''\n    def _b(self): ...",
+    ),
+    (
+        rules.missing_public_docstrings,
+        "inferengine.wire.codec",
+        "def a(): ...",
+        "def a():\n    '''Do it.'''\n    def b(): ...",
+    ),
     (rules.tests_that_cannot_fail, "tests.core.test_x", "def test_a():\n    run()", "def test_a():\n    assert run()"),
     (
         rules.tests_that_cannot_fail,
@@ -122,3 +134,23 @@ def test_a_cycle_is_found_through_a_lazy_import() -> None:
 def test_engine_link_may_make_requests() -> None:
     text = "from inferengine.wire import codec\nfrom inferengine.core.request import Request\nr = Request(1)"
     assert rules.requests_made_elsewhere([rules.parse("inferengine.engine.io.intake", text)]) == []
+
+
+def test_names_may_repeat_in_other_parts_and_where_they_are_allowed() -> None:
+    text = "class Answer: ..."
+    wire, text_part, text_too = (
+        rules.parse(module, text)
+        for module in ("inferengine.wire.format", "inferengine.text.a.format", "inferengine.text.b.format")
+    )
+    assert rules.repeated_file_names([wire, text_part], {}) == []
+    assert rules.repeated_class_names([wire, text_part], {}) == []
+    assert len(rules.repeated_file_names([text_part, text_too], {})) == 1
+    assert len(rules.repeated_class_names([text_part, text_too], {})) == 1
+    assert rules.repeated_file_names([text_part, text_too], {"inferengine.text": {"format"}}) == []
+    assert rules.repeated_class_names([text_part, text_too], {"inferengine.text": {"Answer"}}) == []
+
+
+def test_a_folder_is_crowded_above_the_limit() -> None:
+    files = [rules.parse(f"inferengine.wire.{name}", "") for name in ("a", "b", "c", "__main__")]
+    assert rules.crowded_folders(files, 2) == ["inferengine.wire has 3 entries"]
+    assert rules.crowded_folders(files, 3) == []
