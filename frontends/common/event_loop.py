@@ -25,6 +25,7 @@ import socket
 import time
 from collections import deque
 from collections.abc import Callable
+from types import FrameType
 from typing import Protocol
 
 import uvicorn
@@ -132,6 +133,7 @@ class Server(uvicorn.Server):
         super().__init__(config)
         self._limits = limits or ConnectionLimits()
         self._refusals = refusals or RefusalMetrics("inferengine_http")
+        self.num_signals = 0  # SIGTERM and SIGINT since `serve` began
         self._next_tick_s = math.inf
         self._is_sweep_due = self._is_sweep_postponed = False
 
@@ -140,6 +142,11 @@ class Server(uvicorn.Server):
         self.connections = ConnectionTracker(self._limits, self._refusals, time.monotonic)
         acceptors = [Acceptor(self, listener, self.connections) for listener in sockets or ()]
         self.servers = acceptors  # type: ignore[assignment]  # closed as theirs
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Begin to shut down, as uvicorn does, and count the signal."""
+        self.num_signals += 1
+        super().handle_exit(sig, frame)
 
     async def on_tick(self, counter: int) -> bool:
         """uvicorn's, ten times a second.

@@ -28,7 +28,6 @@ from frontends.http.openai.chat import chat_completions
 from frontends.http.openai.completions import completions
 from frontends.http.openai.embeddings import embeddings
 from frontends.http.openai.responses import routes as responses
-from frontends.http.openai.responses.store import KEEP_S, MAX_BYTES, MAX_RESPONSES, ResponseShelf
 from frontends.http.openapi import openapi
 from frontends.http.respond import JsonBytes
 from frontends.http.routes import admin
@@ -88,16 +87,12 @@ def make_quotas(config: Config, keys: KeyRing) -> Quotas:
     return Quotas(keys.keys, max_in_flight=http.max_in_flight, num_workers=http.workers)
 
 
-def make_shelf(folder: Path) -> ResponseShelf:
-    return ResponseShelf(folder, max_bytes=MAX_BYTES, max_records=MAX_RESPONSES, keep_s=KEEP_S)
-
-
 def make_service(
     config: Config,
     metrics: HttpMetrics | None = None,
     keys: KeyRing | None = None,
     quotas: Quotas | None = None,
-    shelf: ResponseShelf | None = None,
+    responses_path: Path | None = None,
     tracing: Tracing | None = None,
 ) -> HttpState:
     """One worker's state. What the workers of a process share is made before their fork, and given here."""
@@ -112,7 +107,7 @@ def make_service(
     engines.on_resumed = metrics.resumed.observe
     tracing = tracing or make_tracing(config.trace, "inferengine-http")
     keys = keys or read_keys(config.auth.keys_file)
-    return HttpState(config, engines, metrics, keys, quotas or make_quotas(config, keys), shelf, tracing)
+    return HttpState(config, engines, metrics, keys, quotas or make_quotas(config, keys), responses_path, tracing)
 
 
 def make_app(service: HttpState, listeners: Sequence[socket.socket] = ()) -> ASGIApp:

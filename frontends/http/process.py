@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import uvicorn
 from sse_starlette.sse import AppStatus
@@ -24,9 +25,9 @@ from frontends.common.connection_limits import ConnectionLimits, raise_file_limi
 from frontends.common.event_loop import Server
 from frontends.common.hosts import read_names
 from frontends.common.quotas import Quotas
-from frontends.http.app import make_app, make_metrics, make_quotas, make_service, make_shelf
+from frontends.http.app import make_app, make_metrics, make_quotas, make_service
 from frontends.http.metrics import HttpMetrics
-from frontends.http.openai.responses.store import ResponseShelf, make_folder, remove_folder
+from frontends.http.openai.responses.store import make_database, remove_database
 from frontends.http.state import HttpState
 from inferengine.config import Config, HttpConfig
 from inferengine.errors import ExitCode
@@ -53,7 +54,7 @@ class Shared:
     metrics: HttpMetrics
     keys: KeyRing
     quotas: Quotas
-    shelf: ResponseShelf | None = None
+    responses_path: Path | None = None
 
     def choose_worker(self, worker: int) -> None:
         """After the fork: count as this one."""
@@ -71,11 +72,11 @@ def run_worker(config: Config, shared: Shared, on_turn: Callable[[bool], None], 
         if reload is not None:
             reload.run_if_due(shared.keys.reload_if_any)
 
-    AppStatus.enable_automatic_graceful_drain = False  # it would cut the streams at once
+    AppStatus.disable_automatic_graceful_drain()  # it would cut the streams at once; `HttpState.abandon_all` ends them
     # uvicorn raises its signals again when it is done, for whoever handled them before; nobody else is to hear them.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: None)
-    service = make_service(config, shared.metrics, shared.keys, shared.quotas, shared.shelf)
+    service = make_service(config, shared.metrics, shared.keys, shared.quotas, shared.responses_path)
     tls = tls_files("http", config.http.tls_certificate, config.http.tls_key)
     server = Server(
         uvicorn.Config(
@@ -131,7 +132,7 @@ async def _serve(
         if server.should_exit and drain_until is None:
             drain_until = now + drain_timeout_s
             service.drain()
-        if drain_until is not None and (now >= drain_until or len(server._captured_signals) > 1):
+        if drain_until is not None and (now >= drain_until or server.num_signals > 1):
             service.abandon_all()
         await asyncio.wait([serving], timeout=TURN_S if server.started else 0.01)
     await serving
@@ -159,8 +160,8 @@ def run_http(config: Config, reload: Reload | None = None) -> int:
     signs = SignsOfLife(f"serving {address}")
     if config.http.workers == 1:
         return run_worker(config, shared, signs.turn, reload)
-    folder = make_folder()
-    shared = replace(shared, shelf=make_shelf(folder))
+    responses_path = make_database()
+    shared = replace(shared, responses_path=responses_path)
 
     def serve(worker: int) -> int:
         shared.choose_worker(worker)
@@ -177,4 +178,4 @@ def run_http(config: Config, reload: Reload | None = None) -> int:
             reload=reload,
         ).run()
     finally:
-        remove_folder(folder)
+        remove_database(responses_path)

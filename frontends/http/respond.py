@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
 from sse_starlette import EventSourceResponse, ServerSentEvent
 from starlette.requests import Request
@@ -51,14 +51,23 @@ def is_large(outputs: Sequence[Output]) -> bool:
 def encode(format: Format, outputs: Sequence[Output], usage: Usage) -> bytes:
     """The document as JSON, choice by choice: the encoder lets nobody else run while it is at one."""
     document = format.document(outputs, usage)
+    if "choices" not in document:
+        return dumps(document)
     head, tail = dumps({**document, "choices": []}).split(b'"choices":[]', 1)
     return b"".join((head, b'"choices":[', b",".join(map(dumps, document["choices"])), b"]", tail))
 
 
 async def answer(
-    service: HttpState, request: Request, generation: Generation, format: Format, *, stream: bool
+    service: HttpState,
+    request: Request,
+    generation: Generation,
+    format: Format,
+    *,
+    stream: bool,
+    before_end: Callable[[], Awaitable[None]] | None = None,
 ) -> Response:
-    """Wait until the engine has taken the request, so that a refusal still has its HTTP status; then answer."""
+    """Wait until the engine has taken the request, so that a refusal still has its HTTP status; then answer.
+    `before_end` is awaited between the making of the document, or of the last events, and their leaving."""
     with contextlib.ExitStack() as stack:
         stack.callback(describe, request.scope, generation)
         call = stack.enter_context(service.call(generation, request.receive))
@@ -66,14 +75,18 @@ async def answer(
         if stream:
             state: StreamState | None = request.scope.get("stream")
             reader = None if state is None else StreamReader(state, len(generation.choices))
-            return EventStream(service, generation, format, call, stack.pop_all(), reader)
+            return EventStream(service, generation, format, call, stack.pop_all(), reader, before_end)
         outputs = await generation.collect()
         await generation.settle()
         usage = generation.usage()
-        if not is_large(outputs):
-            return JsonBytes(format.document(outputs, usage))
-        # beside the event loop: others are answered while log-probabilities are written down
-        return JsonBytes(await asyncio.to_thread(encode, format, outputs, usage))
+        document: object
+        if is_large(outputs):  # in a thread: others are answered while log-probabilities are written down
+            document = await asyncio.to_thread(encode, format, outputs, usage)
+        else:
+            document = format.document(outputs, usage)
+        if before_end is not None:
+            await before_end()
+        return JsonBytes(document)
 
 
 class EventStream(Response):
@@ -87,6 +100,7 @@ class EventStream(Response):
         call: RunningCall,
         resources: contextlib.ExitStack,
         reader: StreamReader | None = None,
+        before_end: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         """`reader` puts ids on the events of a stream that can be read on."""
         self._service = service
@@ -95,6 +109,7 @@ class EventStream(Response):
         self._call = call
         self._resources = resources
         self._reader = reader
+        self._before_end = before_end
         self._complete = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -131,6 +146,8 @@ class EventStream(Response):
         except Exception:
             logger.exception("a stream failed")
             last = format.failure(unexpected())
+        if self._before_end is not None:
+            await self._before_end()
         self._complete = not self._call.client_gone
         yield last
 

@@ -7,6 +7,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Protocol
 
 from starlette.requests import Request
@@ -20,7 +21,7 @@ from frontends.common.model import ModelContext, ServedModel
 from frontends.common.quotas import Quotas
 from frontends.common.resumable.registry import Registry
 from frontends.http.metrics import HttpMetrics
-from frontends.http.openai.responses.store import ResponseShelf, ResponseStore
+from frontends.http.openai.responses.store import ResponseStore
 from frontends.http.spans import TracedSubmitter
 from frontends.http.submit import submitter
 from inferengine.client import EnginePool
@@ -43,10 +44,10 @@ class HttpState:
         metrics: HttpMetrics,
         keys: KeyRing,
         quotas: Quotas,
-        shelf: ResponseShelf | None = None,
+        responses_path: Path | None = None,
         tracing: Tracing | None = None,
     ) -> None:
-        """`shelf`: where the workers of one front end keep responses for each other; None where there is one."""
+        """`responses_path`: the database in which the workers of one front end keep responses; None with one worker."""
         self.config = config
         self.engines = engines
         self.metrics = metrics
@@ -55,7 +56,7 @@ class HttpState:
         self.tracing = tracing
         self.model = ModelContext(engines)
         self.registry = Registry(engines, config.wire.resume_ttl_s, cancel_unread=False)
-        self.responses = ResponseStore(shelf)
+        self.responses = ResponseStore(responses_path)
         self.coalescer = Coalescer()
         self.admission = AdmissionThrottle()
         self.off_loop = OffLoop()

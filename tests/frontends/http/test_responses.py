@@ -11,8 +11,6 @@ import jsonschema
 import openai
 import pytest
 
-from frontends.http.openai.responses.store import ResponseStore, Stored
-from inferengine.errors import InferEngineError
 from tests.frontends.http.builders import TOKENIZER, House, house, says, wait_until
 from tests.frontends.http.embedded import Embedded
 from tests.frontends.http.test_tools import CITY, THOUGHT, TWO_CALLS, writes
@@ -234,30 +232,3 @@ def test_what_is_wrong_is_named(served: House, change: dict[str, Any], param: st
     error = response.json()["error"]
     assert (response.status_code, error["param"], error["code"]) == (400, param, code)
     assert served.engine.submits == []
-
-
-def document(number: int, size: int = 0) -> dict[str, Any]:
-    return {"id": f"r{number}", "text": "x" * size}
-
-
-def test_the_store_is_bounded_in_bytes_and_time() -> None:
-    now = [0.0]
-    store = ResponseStore(max_bytes=1000, clock=lambda: now[0])
-    for number in range(20):
-        store.put(Stored("", [], document(number, 200)))
-    assert store.get("r19", "")
-    with pytest.raises(InferEngineError, match="no such response"):
-        store.get("r10", "")
-    now[0] = 4000.0
-    store.put(Stored("", [], document(20)))
-    with pytest.raises(InferEngineError):
-        store.get("r19", "")
-
-
-def test_a_tenant_sees_its_own_responses_only() -> None:
-    store = ResponseStore()
-    store.put(Stored("ada", [], document(1)))
-    assert store.get("r1", "ada")
-    for act in (store.get, store.delete):
-        with pytest.raises(InferEngineError, match="no such response"):
-            act("r1", "bob")

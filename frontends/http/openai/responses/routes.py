@@ -21,7 +21,7 @@ from frontends.http.openai.chat import ChatRequest, read_chat
 from frontends.http.openai.request_fields import read_json
 from frontends.http.openai.responses.format import ResponsesFormat, as_messages
 from frontends.http.openai.responses.request import NAMES, read_input, to_chat
-from frontends.http.openai.responses.store import Stored
+from frontends.http.openai.responses.store import StoredResponse
 from frontends.http.respond import JsonBytes, answer
 from frontends.http.state import HttpState
 from inferengine.errors import InferEngineError, InvalidRequest
@@ -63,7 +63,7 @@ async def create(request: Request) -> Response:
     messages = read_input(body)
     if (previous := fields.string(body, "previous_response_id")) is not None:
         try:
-            before = service.responses.get(previous, tenant)
+            before = await service.responses.get(previous, tenant)
         except InferEngineError as error:
             error.field = "previous_response_id"
             raise
@@ -73,17 +73,16 @@ async def create(request: Request) -> Response:
     chat = await read_chat(service, to_chat(body, messages), request.scope["request_id"])
     envelope = _envelope(body, chat)
 
-    begun = Stored(tenant, messages, envelope)
-
     def keep(document: dict[str, Any]) -> None:
-        if store and not (background and service.responses.was_deleted(begun)):
-            service.responses.put(Stored(tenant, messages, document))
+        if store:
+            service.responses.put(StoredResponse(tenant, messages, document))
 
     generation = chat.generation(service, request)
     format = ResponsesFormat(chat, envelope, keep)
     if background:
-        return await _in_background(service, generation, format, begun)
-    return await answer(service, request, generation, format, stream=chat.answer.streaming.stream)
+        return await _in_background(service, generation, format, StoredResponse(tenant, messages, envelope))
+    stream = chat.answer.streaming.stream
+    return await answer(service, request, generation, format, stream=stream, before_end=service.responses.saved)
 
 
 async def get(request: Request) -> Response:
@@ -91,13 +90,13 @@ async def get(request: Request) -> Response:
     service: HttpState = request.app.state.service
     if request.query_params.get("stream") == "true":
         raise InvalidRequest("stream", "a stored response is not streamed", code="unsupported")
-    return JsonBytes(service.responses.get(request.path_params["id"], _tenant(request)).document)
+    return JsonBytes((await service.responses.get(request.path_params["id"], _tenant(request))).document)
 
 
 async def cancel(request: Request) -> Response:
     """End a response that is made in the background; one that has ended stays as it is."""
     service: HttpState = request.app.state.service
-    stored = service.responses.get(request.path_params["id"], _tenant(request))
+    stored = await service.responses.get(request.path_params["id"], _tenant(request))
     if not stored.document.get("background"):
         raise InvalidRequest("id", "only responses made in the background can be cancelled")
     if stored.task is not None:
@@ -105,21 +104,20 @@ async def cancel(request: Request) -> Response:
         await asyncio.wait([stored.task])
     elif stored.unfinished:
         await _cancel_elsewhere(service, stored)
-    return JsonBytes(service.responses.get(request.path_params["id"], _tenant(request)).document)
+    return JsonBytes((await service.responses.get(request.path_params["id"], _tenant(request))).document)
 
 
 async def delete(request: Request) -> Response:
     """Forget a stored response."""
     service: HttpState = request.app.state.service
-    stored = service.responses.get(request.path_params["id"], _tenant(request))
-    service.responses.delete(request.path_params["id"], _tenant(request))
+    stored = await service.responses.delete(request.path_params["id"], _tenant(request))
     if stored.unfinished and stored.task is None:  # after that: its worker keeps what is not deleted
         service.engines.cancel_request(stored.request_id)
     return JsonBytes({"id": request.path_params["id"], "object": "response", "deleted": True})
 
 
 async def _in_background(
-    service: HttpState, generation: Generation, format: ResponsesFormat, stored: Stored
+    service: HttpState, generation: Generation, format: ResponsesFormat, stored: StoredResponse
 ) -> Response:
     """Answer at once; the response is made when the engine gets to it, whether anybody asks for it or not."""
     try:
@@ -132,10 +130,12 @@ async def _in_background(
     stored.cancel = generation.cancel
     stored.task = asyncio.create_task(_make(service, generation, format, stored))
     service.responses.put(stored)
-    return JsonBytes(stored.document)
+    queued = stored.document
+    await service.responses.saved()
+    return JsonBytes(queued)
 
 
-async def _make(service: HttpState, generation: Generation, format: ResponsesFormat, stored: Stored) -> None:
+async def _make(service: HttpState, generation: Generation, format: ResponsesFormat, stored: StoredResponse) -> None:
     stored.document = {**stored.document, "status": "in_progress"}
     service.responses.put(stored)
     try:
@@ -151,13 +151,13 @@ async def _make(service: HttpState, generation: Generation, format: ResponsesFor
         format.failure(unexpected())
 
 
-async def _cancel_elsewhere(service: HttpState, stored: Stored) -> None:
+async def _cancel_elsewhere(service: HttpState, stored: StoredResponse) -> None:
     """Another worker makes it: end it in the engine, and wait until that worker has heard of it."""
     service.engines.cancel_request(stored.request_id)
     until_s = time.monotonic() + CANCEL_S
     while stored.unfinished and time.monotonic() < until_s:
         await asyncio.sleep(0.02)
-        stored = service.responses.get(stored.document["id"], stored.tenant)
+        stored = await service.responses.get(stored.document["id"], stored.tenant)
 
 
 async def _nobody_leaves() -> Message:

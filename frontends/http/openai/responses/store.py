@@ -1,124 +1,288 @@
-"""Responses that may be asked for again: in this worker's memory, and where there are several workers on their shelf.
-Bounded in number, size and time.
+"""Responses that may be asked for again, in an SQLite database that all workers of a front end share.
 
-Stored responses that all workers of one front end see: a file each, in a folder made before the first worker.
+With several workers it is one file in a folder made before the first of them: in memory where the machine lets us
+(/dev/shm), for its owner alone, removed with the process; what a killed one left is removed by the next. With one
+worker the database has no file. It is bounded in number, bytes and age, the oldest forgotten first.
 
-In memory where the machine lets us (/dev/shm), for its owner alone, and removed with the process; what a killed one
-left is removed by the next. A file is replaced as a whole, so a reader has the old one or the new one.
+Each worker has one connection, in a thread of its own. Its statements run in the order of the calls, so a worker reads
+what it has written, and the event loop never waits for another worker's lock.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import hashlib
 import json
 import logging
 import os
 import shutil
+import sqlite3
 import tempfile
 import time
-from collections import OrderedDict
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from inferengine.errors import InferEngineError
 
 logger = logging.getLogger(__name__)
 
-PREFIX = "inferengine-responses-"
+MAX_RESPONSES = 10_000
+MAX_BYTES = 64 * 1024 * 1024
+KEEP_S = 3600.0
+UNFINISHED = ("queued", "in_progress")
+FOLDER_PREFIX = "inferengine-responses-"
+FILE_NAME = "responses.sqlite3"
 MEMORY = Path("/dev/shm")
-PRUNE_EVERY_S = 5.0
-DELETED = ".deleted"  # an empty file of this suffix: the record must not be written again
+LOCK_WAIT_S = 30.0
+PAGE_BYTES = 4096
+MIN_PAGES = 64
+
+# A record that is NULL was deleted. It stays until it is too old, so that whoever makes the response writes nothing.
+SCHEMA = """
+BEGIN;
+CREATE TABLE responses (
+    number INTEGER PRIMARY KEY,
+    tenant TEXT NOT NULL,
+    id TEXT NOT NULL,
+    record TEXT,
+    num_bytes INTEGER NOT NULL,
+    written_s REAL NOT NULL,
+    UNIQUE (tenant, id)
+);
+CREATE INDEX by_age ON responses (written_s, number);
+CREATE TABLE totals (num_records INTEGER NOT NULL, num_bytes INTEGER NOT NULL);
+INSERT INTO totals VALUES (0, 0);
+CREATE TRIGGER added AFTER INSERT ON responses BEGIN
+    UPDATE totals SET num_records = num_records + 1, num_bytes = num_bytes + new.num_bytes;
+END;
+CREATE TRIGGER replaced AFTER UPDATE OF num_bytes ON responses BEGIN
+    UPDATE totals SET num_bytes = num_bytes + new.num_bytes - old.num_bytes;
+END;
+CREATE TRIGGER removed AFTER DELETE ON responses BEGIN
+    UPDATE totals SET num_records = num_records - 1, num_bytes = num_bytes - old.num_bytes;
+END;
+COMMIT;
+"""
+WRITE = """
+INSERT INTO responses (tenant, id, record, num_bytes, written_s) VALUES (?, ?, ?, ?, ?)
+ON CONFLICT (tenant, id) DO UPDATE
+SET record = excluded.record, num_bytes = excluded.num_bytes, written_s = excluded.written_s
+WHERE record IS NOT NULL
+"""
+READ = "SELECT record FROM responses WHERE tenant = ? AND id = ?"
+REMOVE = "DELETE FROM responses WHERE tenant = ? AND id = ?"
+REMOVE_OLD = "DELETE FROM responses WHERE written_s <= ?"
+REMOVE_OLDEST = "DELETE FROM responses WHERE number = (SELECT number FROM responses ORDER BY written_s, number LIMIT 1)"
+TOTALS = "SELECT num_records, num_bytes FROM totals"
+
+Result = TypeVar("Result")
 
 
-class ResponseShelf:
-    """Records by tenant and id, bounded in bytes, number and age over all workers."""
+@dataclass
+class StoredResponse:
+    """One response. `messages`: the conversation that led to it. While it is made in the background: `task` in the
+    worker that makes it, and `request_id`, the engine's, by which any worker can end it."""
+
+    tenant: str
+    messages: list[dict[str, Any]]
+    document: dict[str, Any]
+    request_id: bytes = b""
+    task: asyncio.Task[None] | None = None
+    cancel: Callable[[], None] = field(default=lambda: None)
+
+    @property
+    def name(self) -> tuple[str, str]:
+        """Tenant and id: the key in the store."""
+        return self.tenant, self.document["id"]
+
+    @property
+    def unfinished(self) -> bool:
+        """It waits for the engine, or is being made."""
+        return self.document.get("status") in UNFINISHED
+
+
+class ResponseStore:
+    """By tenant and id, the oldest forgotten first. One that this worker is still making is kept."""
 
     def __init__(
-        self, folder: Path, *, max_bytes: int, max_records: int, keep_s: float, clock: Callable[[], float] = time.time
+        self,
+        path: Path | None = None,
+        *,
+        max_bytes: int = MAX_BYTES,
+        max_records: int = MAX_RESPONSES,
+        keep_s: float = KEEP_S,
+        clock: Callable[[], float] = time.time,
     ) -> None:
-        """`max_bytes`: at most half of what is free there now. `clock`: Unix time, as files carry it."""
-        self._folder = folder
-        self._max_bytes = min(max_bytes, shutil.disk_usage(folder).free // 2)
+        """`path`: of `make_database`; None where there is one worker. `max_bytes`: at most half of what is free there
+        now. `clock`: Unix time, the same for all workers."""
+        self._path = path
+        self._max_bytes = max_bytes if path is None else min(max_bytes, shutil.disk_usage(path.parent).free // 2)
         self._max_records = max_records
         self._keep_s = keep_s
         self._clock = clock
-        self._next_prune_s = 0.0
-        self._unpruned_bytes = 0
+        self._making: dict[tuple[str, str], StoredResponse] = {}
+        self._thread = ThreadPoolExecutor(1, "responses")
+        self._connection: sqlite3.Connection | None = None  # of the thread, made there
+        self._is_closed = False
 
-    def put(self, tenant: str, response_id: str, record: dict[str, Any]) -> None:
-        """In place of what is there under that id; what was deleted does not come back. Where there is no room it is
-        not kept, and whoever asked for the response still gets it."""
-        content = json.dumps(record).encode()
-        path = self._path(tenant, response_id)
-        fresh = path.with_suffix(f".{os.getpid()}")
+    def put(self, stored: StoredResponse) -> None:
+        """Keep a response, in place of what is kept under its id; one that was deleted does not come back. Returns at
+        once. Where there is no room it is not kept, and whoever asked for it still gets it. Without effect after
+        `close`."""
+        if self._is_closed:
+            return
+        if stored.task is None or stored.task.done():
+            self._making.pop(stored.name, None)
+        else:
+            self._making[stored.name] = stored
+        self._thread.submit(self._write, stored.name, _to_record(stored))
+
+    async def saved(self) -> None:
+        """Return when every worker sees what this one has put."""
+        await self._run(lambda: None)
+
+    async def get(self, response_id: str, tenant: str) -> StoredResponse:
+        """Raises not_found, for another tenant's too. What another worker makes comes without its task."""
+        name = (tenant, response_id)
+        making = self._making.get(name)
+        row = await self._run(self._read, name)
+        if row is not None and row[0] is None:  # deleted, by whichever worker
+            self._making.pop(name, None)
+        elif making is not None:
+            return making
+        elif row is not None:
+            return _from_record(tenant, json.loads(row[0]))
+        raise InferEngineError("not_found", "There is no such response: they are kept for an hour.")
+
+    async def delete(self, response_id: str, tenant: str) -> StoredResponse:
+        """Forget it for good and end it, if it is being made here. Returns what it was. Raises not_found."""
+        stored = await self.get(response_id, tenant)
+        await self._run(self._mark_deleted, stored.name)  # first: a response that ends is written by whoever makes it
+        self._making.pop(stored.name, None)
+        stored.cancel()
+        return stored
+
+    def close(self) -> None:
+        """End what is being made in the background, and close the database. Any number of times."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        for stored in list(self._making.values()):
+            stored.cancel()
+            if stored.task is not None:
+                stored.task.cancel()
+        self._thread.submit(self._disconnect)
+        self._thread.shutdown(wait=False)
+
+    async def _run(self, work: Callable[..., Result], *arguments: Any) -> Result:
+        """The result of `work` in the store's thread, after all that was asked of it before."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work, *arguments)
+
+    # -- in the thread -----------------------------------------------------------------------------------------------
+
+    def _database(self) -> sqlite3.Connection:
+        if self._connection is None:
+            self._connection = _connect(":memory:" if self._path is None else str(self._path))
+            if self._path is None:
+                self._connection.executescript(SCHEMA)
+            # twice the bound, for what lies between two removals: pages that are free are used again
+            self._connection.execute(f"PRAGMA max_page_count = {MIN_PAGES + 2 * self._max_bytes // PAGE_BYTES}")
+        return self._connection
+
+    def _disconnect(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+
+    def _read(self, name: tuple[str, str]) -> tuple[str | None] | None:
+        """The row of a response; None where there is none."""
+        row: tuple[str | None] | None = self._database().execute(READ, name).fetchone()
+        return row
+
+    def _write(self, name: tuple[str, str], record: dict[str, Any]) -> None:
         try:
-            fresh.write_bytes(content)
-            fresh.replace(path)
-            if path.with_suffix(DELETED).exists():  # looked for afterwards: another worker may have deleted it just now
-                path.unlink(missing_ok=True)
-        except OSError as error:
-            logger.error("a response cannot be kept", extra={"fields": {"error": error.strerror}})
-            fresh.unlink(missing_ok=True)
-            path.unlink(missing_ok=True)
-        self._unpruned_bytes += len(content)
-        if self._clock() >= self._next_prune_s or self._unpruned_bytes > self._max_bytes // 8:
-            self._prune()
+            database = self._database()
+            content = json.dumps(record)
+            try:
+                self._change(WRITE, (*name, content, len(content), self._clock()))
+            except sqlite3.Error:
+                database.execute(REMOVE, name)  # what is there is not what the response is now
+                raise
+        except sqlite3.Error as error:
+            logger.error("a response cannot be kept", extra={"fields": {"error": str(error)}})
+        except Exception:
+            logger.exception("a response cannot be kept")
 
-    def get(self, tenant: str, response_id: str) -> dict[str, Any] | None:
+    def _mark_deleted(self, name: tuple[str, str]) -> None:
+        self._change("UPDATE responses SET record = NULL, num_bytes = 0 WHERE tenant = ? AND id = ?", name)
+
+    def _change(self, statement: str, values: tuple[Any, ...]) -> None:
+        """Run it, and remove what exceeds the bounds then, as one transaction."""
+        database = self._database()
+        database.execute("BEGIN IMMEDIATE")
         try:
-            content = self._path(tenant, response_id).read_bytes()
-        except FileNotFoundError:
-            return None
-        record: dict[str, Any] = json.loads(content)
-        return record
-
-    def delete(self, tenant: str, response_id: str) -> None:
-        """For good: ids are not used again."""
-        path = self._path(tenant, response_id)
-        with contextlib.suppress(OSError):  # a full disk
-            path.with_suffix(DELETED).touch()
-        path.unlink(missing_ok=True)
-
-    def _path(self, tenant: str, response_id: str) -> Path:
-        """Named by a digest: no word of a request becomes part of a path."""
-        return self._folder / hashlib.sha256(f"{tenant}\0{response_id}".encode()).hexdigest()
-
-    def _prune(self) -> None:
-        """The oldest go first."""
-        now = self._clock()
-        self._next_prune_s, self._unpruned_bytes = now + PRUNE_EVERY_S, 0
-        found = []
-        with os.scandir(self._folder) as entries:
-            for entry in entries:
-                with contextlib.suppress(FileNotFoundError):  # another worker was first
-                    status = entry.stat()
-                    found.append((status.st_mtime, status.st_size, Path(entry.path)))
-        found.sort(reverse=True)
-        num_bytes = 0
-        for place, (written_s, size, path) in enumerate(found):
-            num_bytes += size
-            if num_bytes > self._max_bytes or place >= self._max_records or now - written_s > self._keep_s:
-                path.unlink(missing_ok=True)
+            database.execute(statement, values)
+            database.execute(REMOVE_OLD, (self._clock() - self._keep_s,))
+            while True:
+                num_records, num_bytes = database.execute(TOTALS).fetchone()
+                if num_records <= self._max_records and num_bytes <= self._max_bytes:
+                    break
+                database.execute(REMOVE_OLDEST)
+            database.execute("COMMIT")
+        except BaseException:
+            if database.in_transaction:  # a full disk has rolled it back already
+                database.execute("ROLLBACK")
+            raise
 
 
-def make_folder(parent: Path | None = None) -> Path:
-    """A folder of this process for `ResponseShelf`. Removes those of processes that are gone."""
+def _connect(path: str) -> sqlite3.Connection:
+    """Nothing has to survive the machine: no write waits for a disk."""
+    database = sqlite3.connect(path, timeout=LOCK_WAIT_S, isolation_level=None)
+    database.execute("PRAGMA synchronous = OFF")
+    return database
+
+
+def _to_record(stored: StoredResponse) -> dict[str, Any]:
+    return {
+        "messages": stored.messages,
+        "document": stored.document,
+        "request_id": stored.request_id.hex(),
+        "process": os.getpid(),
+    }
+
+
+def _from_record(tenant: str, record: dict[str, Any]) -> StoredResponse:
+    """One whose worker died while it was made has failed with it."""
+    request_id = bytes.fromhex(record["request_id"])
+    stored = StoredResponse(tenant, record["messages"], record["document"], request_id=request_id)
+    if stored.unfinished and not is_alive(record["process"]):
+        error = {"code": "server_error", "message": "The server stopped while it made this response."}
+        stored.document = {**stored.document, "status": "failed", "error": error}
+    return stored
+
+
+def make_database(parent: Path | None = None) -> Path:
+    """An empty database for the stores of this process's workers, in a folder of mode 0700. Removes those of processes
+    that are gone."""
     if parent is None:
         parent = MEMORY if os.access(MEMORY, os.W_OK) else Path(tempfile.gettempdir())
-    mine = f"{PREFIX}{os.getuid()}-"
-    for path in parent.glob(f"{mine}*"):
-        process = path.name.removeprefix(mine).partition("-")[0]
+    own_prefix = f"{FOLDER_PREFIX}{os.getuid()}-"
+    for folder in parent.glob(f"{own_prefix}*"):
+        process = folder.name.removeprefix(own_prefix).partition("-")[0]
         if process.isdigit() and not is_alive(int(process)):
-            remove_folder(path)
-    return Path(tempfile.mkdtemp(prefix=f"{mine}{os.getpid()}-", dir=parent))  # mode 0700
+            shutil.rmtree(folder, ignore_errors=True)
+    path = Path(tempfile.mkdtemp(prefix=f"{own_prefix}{os.getpid()}-", dir=parent)) / FILE_NAME
+    database = _connect(str(path))
+    database.execute("PRAGMA journal_mode = WAL")
+    database.executescript(SCHEMA)
+    database.close()
+    return path
 
 
-def remove_folder(folder: Path) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
+def remove_database(path: Path) -> None:
+    """With its folder."""
+    shutil.rmtree(path.parent, ignore_errors=True)
 
 
 def is_alive(process: int) -> bool:
@@ -130,122 +294,3 @@ def is_alive(process: int) -> bool:
     except PermissionError:  # somebody else's by now
         return False
     return True
-
-
-MAX_RESPONSES = 10_000
-MAX_BYTES = 64 * 1024 * 1024
-KEEP_S = 3600.0
-UNFINISHED = ("queued", "in_progress")
-
-
-@dataclass
-class Stored:
-    """One response. `messages`: the conversation that led to it. While it is made in the background: `task` in the
-    worker that makes it, and `request_id`, the engine's, by which any worker can end it."""
-
-    tenant: str
-    messages: list[dict[str, Any]]
-    document: dict[str, Any]
-    created_s: float = 0.0
-    num_bytes: int = 0
-    request_id: bytes = b""
-    task: asyncio.Task[None] | None = None
-    cancel: Callable[[], None] = field(default=lambda: None)
-
-    @property
-    def unfinished(self) -> bool:
-        return self.document.get("status") in UNFINISHED
-
-
-class ResponseStore:
-    """By tenant and id, the oldest forgotten first. One that is still being made is kept."""
-
-    def __init__(
-        self,
-        shelf: ResponseShelf | None = None,
-        *,
-        max_bytes: int = MAX_BYTES,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        """`shelf`: what the workers share; None where there is one worker."""
-        self._shelf = shelf
-        self._stored: OrderedDict[tuple[str, str], Stored] = OrderedDict()
-        self._max_bytes = max_bytes
-        self._clock = clock
-        self._num_bytes = 0
-
-    def put(self, stored: Stored) -> None:
-        """Keep a response, in place of what was kept under its id."""
-        name = (stored.tenant, stored.document["id"])
-        self._forget(name)
-        stored.created_s = self._clock()
-        stored.num_bytes = len(json.dumps([stored.messages, stored.document]))
-        self._stored[name] = stored
-        self._num_bytes += stored.num_bytes
-        if self._shelf is not None:
-            self._shelf.put(*name, _record(stored))
-        for old_name, old in list(self._stored.items()):
-            fresh = stored.created_s - old.created_s < KEEP_S
-            if fresh and self._num_bytes <= self._max_bytes and len(self._stored) <= MAX_RESPONSES:
-                break
-            if old.task is None or old.task.done():
-                self._forget(old_name)
-
-    def get(self, response_id: str, tenant: str) -> Stored:
-        """Raises not_found, for another tenant's too. What another worker keeps comes without its task."""
-        name = (tenant, response_id)
-        if self._shelf is None:
-            stored = self._stored.get(name)
-        elif (record := self._shelf.get(*name)) is None:  # deleted, by whichever worker
-            self._forget(name)
-            stored = None
-        else:
-            stored = self._stored.get(name) or _from_record(tenant, record)
-        if stored is None:
-            raise InferEngineError("not_found", "There is no such response: they are kept for an hour.")
-        return stored
-
-    def delete(self, response_id: str, tenant: str) -> None:
-        stored = self.get(response_id, tenant)
-        self._forget((tenant, response_id))
-        if self._shelf is not None:  # first: whoever makes it keeps what it has when the cancel ends it, unless deleted
-            self._shelf.delete(tenant, response_id)
-        stored.cancel()
-
-    def was_deleted(self, stored: Stored) -> bool:
-        """While it was being made."""
-        try:
-            self.get(stored.document["id"], stored.tenant)
-        except InferEngineError:
-            return True
-        return False
-
-    def close(self) -> None:
-        """End what is being made in the background."""
-        for stored in self._stored.values():
-            stored.cancel()
-            if stored.task is not None:
-                stored.task.cancel()
-
-    def _forget(self, name: tuple[str, str]) -> None:
-        old = self._stored.pop(name, None)
-        if old is not None:
-            self._num_bytes -= old.num_bytes
-
-
-def _record(stored: Stored) -> dict[str, Any]:
-    return {
-        "messages": stored.messages,
-        "document": stored.document,
-        "request_id": stored.request_id.hex(),
-        "process": os.getpid(),
-    }
-
-
-def _from_record(tenant: str, record: dict[str, Any]) -> Stored:
-    """One whose worker died while it was made has failed with it."""
-    stored = Stored(tenant, record["messages"], record["document"], request_id=bytes.fromhex(record["request_id"]))
-    if stored.unfinished and not is_alive(record["process"]):
-        error = {"code": "server_error", "message": "The server stopped while it made this response."}
-        stored.document = {**stored.document, "status": "failed", "error": error}
-    return stored
