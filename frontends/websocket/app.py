@@ -26,10 +26,10 @@ from frontends.common.quotas import Quotas
 from frontends.common.resumable.registry import Registry
 from frontends.websocket.codec import JSON_SUBPROTOCOL, MSGPACK_SUBPROTOCOL, choose_codec
 from frontends.websocket.connection import Connection
-from frontends.websocket.engine_state import EngineView
+from frontends.websocket.engine_state import EngineState
 from frontends.websocket.handshake import may_connect, presented_key, read_origins, without_keys
 from frontends.websocket.metrics import SocketMetrics
-from frontends.websocket.request import Caller, Desk
+from frontends.websocket.request import Caller, Services
 from frontends.websocket.static_files import Pages
 from inferengine.client import EnginePool
 from inferengine.config import Config, engine_addresses
@@ -92,8 +92,8 @@ class WebsocketFrontEnd:
         models = ModelContext(self._engine)
         registry = Registry(self._engine, config.wire.resume_ttl_s)
         self._tracing = tracing or make_tracing(config.trace, "inferengine-ws")
-        self._desk = Desk(self._engine, models, registry, config, self._tracing)
-        self.view = EngineView(self._engine, config, models)
+        self._services = Services(self._engine, models, registry, config, self._tracing)
+        self.view = EngineState(self._engine, config, models)
         self._connections: set[Connection] = set()
 
     def app(self, listeners: Sequence[socket.socket] = ()) -> ASGIApp:
@@ -127,7 +127,7 @@ class WebsocketFrontEnd:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            self._desk.registry.close()
+            self._services.registry.close()
             await self._engine.close()
             if self._tracing is not None:
                 await asyncio.to_thread(self._tracing.close)
@@ -137,9 +137,9 @@ class WebsocketFrontEnd:
         self._metrics.cells.beat(time.monotonic())
 
     @property
-    def num_answers(self) -> int:
+    def num_requests(self) -> int:
         """Requests that some socket is reading."""
-        return sum(connection.num_answers for connection in self._connections)
+        return sum(connection.num_requests for connection in self._connections)
 
     async def drain(self, timeout_s: float) -> None:
         """Refuse new requests and let the open ones end, at most for `timeout_s`."""
@@ -149,7 +149,7 @@ class WebsocketFrontEnd:
         self._tell_state()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
-                while self.num_answers:
+                while self.num_requests:
                     await asyncio.sleep(_IDLE_LOOK_S)
 
     # -- routes ------------------------------------------------------------------------------------------------------
@@ -180,7 +180,7 @@ class WebsocketFrontEnd:
         receive, send = websocket._receive, websocket._send  # without Starlette's checks on each message
         address = None if websocket.client is None else websocket.client.host
         caller = Caller(key, self._quotas, SOCKET_PATH, address, headers.get("traceparent", ""))
-        connection = Connection(receive, send, codec, self._desk, self.view, self._config, caller)
+        connection = Connection(receive, send, codec, self._services, self.view, self._config, caller)
         connection.draining = self.view.draining
         self._connections.add(connection)
         opened_s = self._metrics.opened()
@@ -224,10 +224,10 @@ class WebsocketFrontEnd:
 
     async def _fetch_model(self) -> None:
         """Have the tokenizer at hand before the first request asks for it."""
-        while self._desk.models.served is None:
+        while self._services.models.served is None:
             try:
                 await self._engine.wait_ready(_READY_WAIT_S)
-                await self._desk.models.get()
+                await self._services.models.get()
             except InferEngineError as error:
                 logger.debug("the model is not at hand yet: %s", error)
                 await asyncio.sleep(_RETRY_S)

@@ -1,6 +1,6 @@
-"""One choice on its way to a socket: from the log's news to a frame, without a task's turn for each token.
+"""Writes one choice to a socket: new output becomes a frame in the callback, without a task switch for each token.
 
-A task comes in only where something has to be waited for: room in the socket or the client's window, and the end.
+A task runs only where something has to be waited for: room in the socket or in the client's window, and the end.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from typing import Any, NamedTuple
 from frontends.common.generation import Choice, Piece
 from frontends.common.resumable.request_log import ChoiceLog
 from frontends.websocket.generate_params import MessageText, Told
-from frontends.websocket.send_channel import Channel
+from frontends.websocket.send_channel import SendChannel
 from inferengine.client import Finish, TokenLogprobs
 from inferengine.sampling_params import SamplingParams
 from inferengine.text import TextStream, Tokenizer
 
 
-class Wanted(NamedTuple):
-    """What a client asked to be told of each choice of a request."""
+class ChoiceOptions(NamedTuple):
+    """How the choices of a request are written."""
 
-    name: str  # of the request on this socket
+    name: str  # the request's id on this socket
     request_id: str
     params: SamplingParams
     context_ids: Sequence[int]
@@ -29,8 +29,8 @@ class Wanted(NamedTuple):
     return_token_ids: bool
 
 
-class LastPiece(NamedTuple):
-    """The end of a choice, which the done frame tells. `finish` is None where a stop string came first."""
+class ChoiceEnd(NamedTuple):
+    """The end of a choice, for its done frame. `finish` is None where a stop string ended it here."""
 
     piece: Piece
     extra: dict[str, Any]
@@ -38,39 +38,39 @@ class LastPiece(NamedTuple):
 
 
 class ChoiceWriter:
-    """Writes one choice's delta frames. `run` returns what the done frame has to tell."""
+    """Writes a choice's delta frames. `run` returns the content of its done frame."""
 
     def __init__(
-        self, wanted: Wanted, index: int, cursor: int, log: ChoiceLog, channel: Channel, tokenizer: Tokenizer
+        self, options: ChoiceOptions, index: int, cursor: int, log: ChoiceLog, channel: SendChannel, tokenizer: Tokenizer
     ) -> None:
-        """`cursor`: tokens that the client has already; their text is made and dropped."""
-        params, told = wanted.params, wanted.told
+        """`cursor`: tokens that the client has already; their text is not sent."""
+        params, told = options.params, options.told
         text = TextStream(
             tokenizer,
             stop=params.stop,
             include_stop=params.include_stop_str_in_output,
             skip_special_tokens=params.skip_special_tokens and not told.reading.keeps_special_tokens,
             min_tokens=params.min_tokens,
-            context_ids=wanted.context_ids,
+            context_ids=options.context_ids,
         )
         self.index = index
-        self._wanted = wanted
+        self._options = options
         self._log = log
         self._view = log.view(cursor)
         self._choice = Choice(index, (), self._view, text)
         self._channel = channel
-        self._head = channel.delta_head(wanted.name, index)
-        self._message = None if told.reading.is_plain else MessageText(told, wanted.request_id, index)
+        self._head = channel.delta_head(options.name, index)
+        self._message = None if told.reading.is_plain else MessageText(told, options.request_id, index)
         self._repeats = cursor > 0  # the first piece ends at the cursor: the client has its text
-        self._has_extras = wanted.return_token_ids or params.logprobs is not None or self._message is not None
+        self._has_extras = options.return_token_ids or params.logprobs is not None or self._message is not None
         self._is_plain = not self._has_extras and self._choice.is_plain
-        self._last: LastPiece | None = None
+        self._last: ChoiceEnd | None = None
         self._failure: BaseException | None = None
-        self._left = False
+        self._done = False
         self._waiter: asyncio.Future[None] | None = None
 
-    async def run(self) -> LastPiece:
-        """Until the last piece. Raises the error that ended the choice, and SocketGone."""
+    async def run(self) -> ChoiceEnd:
+        """Write until the end of the choice. Raises the error that ended it, and SocketGone."""
         loop = asyncio.get_running_loop()
         try:
             while self._last is None:
@@ -83,23 +83,23 @@ class ChoiceWriter:
                 if self._failure is not None:
                     raise self._failure
                 if self._last is None:  # there was no room
-                    await self._channel.room()
+                    await self._channel.wait_for_room()
                     self._log.catch_up()
                     if self._view.has_news:
                         self._write()
         finally:
-            self._left = True
+            self._done = True
         return self._last
 
     def _on_news(self) -> None:
-        """In the turn of the engine's news."""
-        if self._left:
+        """Write new output, in the callback of the message that brought it."""
+        if self._done:
             return
-        if self._channel.is_braked:
+        if self._channel.is_full:
             self._wake()
             return
         try:
-            while self._last is None and self._view.has_news:  # twice, where the first piece ends at the cursor
+            while self._last is None and self._view.has_news:  # twice where the first piece ends at the cursor
                 self._write()
         except Exception as error:
             self._failure = error
@@ -109,7 +109,7 @@ class ChoiceWriter:
             self._wake()
 
     def _write(self) -> None:
-        """All that is new, as one frame. Only when there is news and room."""
+        """Write all new output as one frame. Only when there is output and room."""
         if self._is_plain and not self._repeats and (token_id := self._view.take_one()) is not None:
             text = self._choice.read_plain(token_id)
             if text:
@@ -127,16 +127,16 @@ class ChoiceWriter:
                 return
         extra = self._extra(piece, beside) if self._has_extras else {}
         if piece.is_last:
-            self._last = LastPiece(piece, extra, self._choice.finish)
+            self._last = ChoiceEnd(piece, extra, self._choice.finish)
         elif extra:
-            self._channel.delta_with(self._wanted.name, self.index, piece.num_tokens, piece.text, extra)
+            self._channel.delta_with(self._options.name, self.index, piece.num_tokens, piece.text, extra)
         elif piece.text:
             self._channel.delta(self._head, piece.num_tokens, piece.text)
 
     def _extra(self, piece: Piece, beside: dict[str, Any]) -> dict[str, Any]:
-        """What a frame has beside the text."""
+        """Return the frame's fields beside the text."""
         extra = dict(beside)
-        if self._wanted.return_token_ids:
+        if self._options.return_token_ids:
             extra["token_ids"] = list(piece.token_ids)
         if piece.logprobs is not None:
             extra["logprobs"] = [_logprob(row) for row in piece.logprobs]

@@ -1,10 +1,10 @@
-"""Frames to websocket messages and back: JSON in text messages, msgpack in binary ones, chosen by subprotocol.
+"""Frames to websocket messages and back, and a uvicorn protocol that sends many messages in one write.
 
-uvicorn's websocket protocol with one more thing that an application may send: many frames in one write.
+The subprotocol chooses the codec: JSON in text messages, msgpack in binary ones.
 
-A token is a frame of some 80 bytes; a system call and uvicorn's way through ASGI for each cost more than everything
-else about it. Only data frames are made here, unmasked and whole (RFC 6455, 5.2); handshake, pings, limits and closing
-stay uvicorn's.
+A token is a frame of some 80 bytes; a system call and uvicorn's way through ASGI for each would cost more than
+everything else about it. So websocket data frames are made here, unmasked and whole (RFC 6455, 5.2). Handshake, pings,
+limits and closing stay uvicorn's.
 """
 
 from __future__ import annotations
@@ -27,48 +27,6 @@ from inferengine.errors import InferEngineError
 
 FRAMES = "inferengine.frames"  # the ASGI event's type; `body` holds whole frames
 TEXT, BINARY = 0x81, 0x82  # the first byte of a whole message in one frame
-
-
-def frame_head(opcode: int, num_bytes: int) -> bytes:
-    """What precedes a payload of so many bytes."""
-    if num_bytes < 126:
-        return bytes((opcode, num_bytes))
-    return (
-        struct.pack(">BBH", opcode, 126, num_bytes)
-        if num_bytes < 65_536
-        else struct.pack(">BBQ", opcode, 127, num_bytes)
-    )
-
-
-class FramesProtocol(WebSocketsSansIOProtocol):
-    """For uvicorn's `ws` setting, behind `frontends.common.event_loop`."""
-
-    def connection_made(self, transport: BaseTransport) -> None:
-        """A connection that spoke HTTP before: it goes on being counted, as one that is answered."""
-        super().connection_made(transport)
-        before = transport.get_protocol()
-        assert isinstance(before, HttpProtocol)
-        self._connections, self._connection = before.tracker, before.connection
-        if self._connection.is_probe:
-            self.app: Any = ProbesOnly(self.app)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._connections.lost(self._connection)
-        super().connection_lost(exc)
-
-    async def send(self, message: Any) -> None:
-        """As uvicorn's; returns at once unless the transport's buffer is full."""
-        if message["type"] != FRAMES:
-            await super().send(message)
-            if message["type"] == "websocket.http.response.body" and not message.get("more_body"):
-                self.handshake_complete = self.close_sent = True  # refused, and no failure to be logged
-            return
-        await self.writable.wait()
-        if self.disconnected or self.close_sent or self.transport.is_closing():
-            raise ClientDisconnected
-        self.transport.write(message["body"])
-
-
 JSON_SUBPROTOCOL = "inferengine.v1.json"
 MSGPACK_SUBPROTOCOL = "inferengine.v1.msgpack"
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
@@ -77,30 +35,35 @@ _NO_TEXT = b"".join((msgpack.packb(0), _TEXT_KEY, msgpack.packb("")))
 
 
 class Codec(Protocol):
+    """Encodes and decodes the frames of one subprotocol."""
+
     subprotocol: str
     opcode: int  # of its websocket frames
 
     def decode(self, message: Mapping[str, Any]) -> Any:
-        """The document in an ASGI websocket.receive event. Raises InferEngineError protocol_error."""
+        """Decode an ASGI websocket.receive event. Raises InferEngineError protocol_error and request_too_large."""
 
     def may_hold_half_pairs(self, message: Mapping[str, Any]) -> bool:
-        """Whether strings of the document may have half of a surrogate pair, which no text has."""
+        """Whether strings of the document may contain half of a surrogate pair, which is not valid text."""
 
     def encode(self, frame: Mapping[str, Any]) -> bytes:
-        """Any frame as a message's payload."""
+        """Encode any frame as a message's payload."""
 
     def delta_head(self, name: str, choice: int) -> bytes:
-        """What all delta frames of a choice begin with."""
+        """Return the constant beginning of a choice's delta frames."""
 
     def encode_delta(self, head: bytes, cursor: int, text: str) -> bytes:
-        """The frame that carries nearly all traffic, without a dictionary on the way."""
+        """Encode a delta frame, nearly all of the traffic, without making a dictionary."""
 
 
 class JsonCodec:
+    """JSON in text messages."""
+
     subprotocol = JSON_SUBPROTOCOL
     opcode = TEXT
 
     def decode(self, message: Mapping[str, Any]) -> Any:
+        """Decode a websocket.receive event. Raises InferEngineError."""
         text = message.get("text")
         if text is None:
             raise _broken("this socket speaks JSON in text messages; binary ones need the msgpack subprotocol")
@@ -119,23 +82,30 @@ class JsonCodec:
         return document
 
     def may_hold_half_pairs(self, message: Mapping[str, Any]) -> bool:
+        """Whether an escaped surrogate is in the text."""
         return _SURROGATE.search(message.get("text") or "") is not None
 
     def encode(self, frame: Mapping[str, Any]) -> bytes:
+        """Encode any frame."""
         return json.dumps(frame, separators=(",", ":")).encode()
 
     def delta_head(self, name: str, choice: int) -> bytes:
+        """Return the constant beginning of a choice's delta frames."""
         return f'{{"type":"delta","id":{encode_basestring_ascii(name)},"choice":{choice},"cursor":'.encode()
 
     def encode_delta(self, head: bytes, cursor: int, text: str) -> bytes:
+        """Encode a delta frame."""
         return b'%b%d,"text":%b}' % (head, cursor, encode_basestring_ascii(text).encode())
 
 
 class MsgpackCodec:
+    """msgpack in binary messages."""
+
     subprotocol = MSGPACK_SUBPROTOCOL
     opcode = BINARY
 
     def decode(self, message: Mapping[str, Any]) -> Any:
+        """Decode a websocket.receive event. Raises InferEngineError."""
         body = message.get("bytes")
         if body is None:
             raise _broken("this socket speaks msgpack in binary messages")
@@ -150,22 +120,25 @@ class MsgpackCodec:
             raise _broken(f"not valid msgpack: {type(error).__name__}") from None
 
     def may_hold_half_pairs(self, message: Mapping[str, Any]) -> bool:
+        """Return False: msgpack strings are valid UTF-8."""
         return False
 
     def encode(self, frame: Mapping[str, Any]) -> bytes:
+        """Encode any frame."""
         return bytes(msgpack.packb(frame))
 
     def delta_head(self, name: str, choice: int) -> bytes:
+        """Return the constant beginning of a choice's delta frames."""
         whole: bytes = msgpack.packb({"type": "delta", "id": name, "choice": choice, "cursor": 0, "text": ""})
         return whole.removesuffix(_NO_TEXT)
 
     def encode_delta(self, head: bytes, cursor: int, text: str) -> bytes:
+        """Encode a delta frame."""
         return b"".join((head, msgpack.packb(cursor), _TEXT_KEY, msgpack.packb(text)))
 
 
 def choose_codec(offered: list[str]) -> Codec | None:
-    """The first subprotocol of the client's list that is spoken here; JSON for a client that offers none; None when
-    it offers only others."""
+    """Return the codec of the first known subprotocol offered; JSON where none is offered, None where none is known."""
     for name in offered:
         if name == JSON_SUBPROTOCOL:
             return JsonCodec()
@@ -174,8 +147,49 @@ def choose_codec(offered: list[str]) -> Codec | None:
     return None if offered else JsonCodec()
 
 
+def frame_head(opcode: int, num_bytes: int) -> bytes:
+    """Return the header of an unmasked websocket frame with a payload of `num_bytes`."""
+    if num_bytes < 126:
+        return bytes((opcode, num_bytes))
+    return (
+        struct.pack(">BBH", opcode, 126, num_bytes)
+        if num_bytes < 65_536
+        else struct.pack(">BBQ", opcode, 127, num_bytes)
+    )
+
+
+class FramesProtocol(WebSocketsSansIOProtocol):
+    """uvicorn's websocket protocol with an ASGI event FRAMES that writes whole frames. For uvicorn's `ws` setting."""
+
+    def connection_made(self, transport: BaseTransport) -> None:
+        """Take over a connection from HTTP. It stays counted, as one that is answered."""
+        super().connection_made(transport)
+        before = transport.get_protocol()
+        assert isinstance(before, HttpProtocol)
+        self._connections, self._connection = before.tracker, before.connection
+        if self._connection.is_probe:
+            self.app: Any = ProbesOnly(self.app)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Remove the connection from the counted ones."""
+        self._connections.lost(self._connection)
+        super().connection_lost(exc)
+
+    async def send(self, message: Any) -> None:
+        """Send an ASGI event. FRAMES returns at once unless the transport's buffer is full."""
+        if message["type"] != FRAMES:
+            await super().send(message)
+            if message["type"] == "websocket.http.response.body" and not message.get("more_body"):
+                self.handshake_complete = self.close_sent = True  # refused: uvicorn is not to log a failure
+            return
+        await self.writable.wait()
+        if self.disconnected or self.close_sent or self.transport.is_closing():
+            raise ClientDisconnected
+        self.transport.write(message["body"])
+
+
 class _NoJson(ValueError):
-    """Something that Python reads as JSON and nobody else does."""
+    """A number that Python reads and JSON does not have: NaN, Infinity."""
 
 
 def _broken(message: str) -> InferEngineError:

@@ -1,4 +1,4 @@
-"""One socket: reads its frames, runs its answers side by side, and leaves nothing behind when it closes."""
+"""One socket: reads its frames, runs its requests concurrently, and ends everything it started when it closes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from frontends.common.errors import report, scrubbed, unexpected
 from frontends.common.json import LARGE, refuse_half_pairs
 from frontends.websocket.codec import FRAMES, Codec
-from frontends.websocket.engine_state import EngineView
+from frontends.websocket.engine_state import EngineState
 from frontends.websocket.frames import (
     PROTOCOL,
     Ack,
@@ -25,8 +25,8 @@ from frontends.websocket.frames import (
     id_of,
     read_frame,
 )
-from frontends.websocket.request import Answer, Caller, Desk
-from frontends.websocket.send_channel import Channel, SocketGone
+from frontends.websocket.request import Caller, Services, SocketRequest
+from frontends.websocket.send_channel import SendChannel, SocketGone
 from inferengine.config import Config
 from inferengine.errors import InferEngineError
 
@@ -40,36 +40,39 @@ PROTOCOL_REMEDY = "Send frames as docs/websocket.md says."
 
 
 class Connection:
-    """`run()` returns when the socket has closed and everything it started has ended."""
+    """One accepted socket. `run()` returns when it has closed and everything it started has ended."""
 
     def __init__(
-        self, receive: Receive, send: Send, codec: Codec, desk: Desk, view: EngineView, config: Config, caller: Caller
+        self, receive: Receive, send: Send, codec: Codec, services: Services, engine_state: EngineState, caller: Caller
     ) -> None:
+        """`receive` and `send`: the ASGI channels of the socket."""
+        config = services.config
         self._caller = caller
         self._receive, self._asgi_send, self._codec = receive, send, codec
-        self._desk, self._view, self._config = desk, view, config
-        self._channel = Channel(
+        self._services, self._engine_state = services, engine_state
+        self._max_requests = config.ws.max_requests
+        self._channel = SendChannel(
             self._write,
             codec,
-            most_window=config.ws.send_queue_messages,
+            max_window=config.ws.send_queue_messages,
             stall_limit_s=config.wire.stall_limit_s,
         )
-        self._answers: dict[str, Answer] = {}
+        self._requests: dict[str, SocketRequest] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._stats: asyncio.Task[None] | None = None
-        self._told: dict[str, Any] = {}
-        self.draining = False
+        self._sent_state: dict[str, Any] = {}  # as in the last hello or state frame
 
     @property
-    def num_answers(self) -> int:
-        return len(self._answers)
+    def num_requests(self) -> int:
+        """Open requests of this socket."""
+        return len(self._requests)
 
     async def run(self) -> None:
         """Serve the socket, which has been accepted."""
         self._spawn(self._channel.pump())
         try:
-            self._told = self._view.facts()
-            await self._channel.plain({"type": "hello", "protocol": PROTOCOL, **self._told})
+            self._sent_state = self._engine_state.describe()
+            await self._channel.send({"type": "hello", "protocol": PROTOCOL, **self._sent_state})
             while (message := await self._receive())["type"] == "websocket.receive":
                 await self._on_message(message)
         except SocketGone:
@@ -77,15 +80,15 @@ class Connection:
         finally:
             await self._end_tasks()
 
-    def tell(self, facts: dict[str, Any]) -> None:
-        """What is true of the engine now: sent when this socket was told something else."""
-        if facts != self._told:
-            self._told = facts
-            self._spawn(self._send_state(facts))
+    def update_state(self, state: dict[str, Any]) -> None:
+        """Send a state frame if `state` differs from the last one sent."""
+        if state != self._sent_state:
+            self._sent_state = state
+            self._spawn(self._send_state(state))
 
-    async def _send_state(self, facts: dict[str, Any]) -> None:
+    async def _send_state(self, state: dict[str, Any]) -> None:
         try:
-            await self._channel.plain({"type": "state", **facts})
+            await self._channel.send({"type": "state", **state})
         except SocketGone:
             return
 
@@ -95,69 +98,70 @@ class Connection:
         document: Any = None
         size = len(message.get("text") or message.get("bytes") or b"")
         try:
-            document = await self._desk.off_loop.run(size, self._codec.decode, message)
+            document = await self._services.off_loop.run(size, self._codec.decode, message)
             if isinstance(document, dict) and self._codec.may_hold_half_pairs(message):
-                await self._desk.off_loop.run(size, refuse_half_pairs, document)
+                await self._services.off_loop.run(size, refuse_half_pairs, document)
             await self._on_frame(read_frame(document))
         except InferEngineError as error:
             name = id_of(document)
-            await self._error(None if name in self._answers else name, error)
+            await self._error(None if name in self._requests else name, error)
         if size >= LARGE:
-            self._desk.off_loop.give_back_soon()
+            self._services.off_loop.give_back_soon()
 
     async def _on_frame(self, frame: Frame) -> None:
         match frame:
             case Generate() | Resume():
                 self._start(frame)
             case Cancel():
-                if (answer := self._answers.get(frame.id)) is not None:
-                    answer.cancel()
+                if (request := self._requests.get(frame.id)) is not None:
+                    request.cancel()
             case Ack():
                 self._channel.acknowledge(frame.frames)
             case Ping():
-                await self._channel.plain({"type": "pong", "nonce": frame.nonce})
+                await self._channel.send({"type": "pong", "nonce": frame.nonce})
             case Stats():
                 self._subscribe(frame)
             case Hello():
                 window = self._channel.open_window(frame.window)
-                await self._channel.plain({"type": "window", "window": window})
+                await self._channel.send({"type": "window", "window": window})
 
     def _start(self, frame: Generate | Resume) -> None:
-        if frame.id in self._answers:
+        if frame.id in self._requests:
             raise InferEngineError("conflict", "a request with this id is open on this socket", field="id")
-        if len(self._answers) >= self._config.ws.max_requests:
+        if len(self._requests) >= self._max_requests:
             raise InferEngineError(
                 "rate_limited",
-                f"this socket has {len(self._answers)} open requests, the most it may",
+                f"this socket has {len(self._requests)} open requests, the most it may",
                 retry_after_s=1.0,
             )
-        if self.draining and isinstance(frame, Generate):
+        if self._engine_state.draining and isinstance(frame, Generate):
             raise InferEngineError("draining", "This server is about to stop.", retry_after_s=1.0)
-        counted = contextlib.ExitStack()
-        counted.enter_context(self._caller.quotas.request(self._caller.key))
-        answer = self._answers[frame.id] = Answer(frame, self._channel, self._desk, self._caller, counted.close)
-        task = self._spawn(self._run_answer(answer))
-        task.add_done_callback(lambda _: counted.close())  # even if it never ran
+        quota = contextlib.ExitStack()
+        quota.enter_context(self._caller.quotas.request(self._caller.key))
+        request = SocketRequest(frame, self._channel, self._services, self._caller, quota.close)
+        self._requests[frame.id] = request
+        task = self._spawn(self._run_request(request))
+        task.add_done_callback(lambda _: quota.close())  # even if it never ran
 
-    async def _run_answer(self, answer: Answer) -> None:
+    async def _run_request(self, request: SocketRequest) -> None:
         failure: InferEngineError | None = None
         try:
-            await answer.run()
+            await request.run()
         except InferEngineError as error:
-            report(error, answer.request_id)
+            report(error, request.request_id)
             failure = error
         except SocketGone:
             pass
         except Exception:
-            logger.exception("an answer failed")
+            logger.exception("a request failed")
             failure = unexpected()
         finally:
-            del self._answers[answer.frame.id]
+            del self._requests[request.frame.id]
         if failure is None:
             return
-        answer.before_last_frame()
+        request.before_last_frame()
         try:
-            await self._error(answer.frame.id, failure)
+            await self._error(request.frame.id, failure)
             if failure.code == "client_stalled":
                 await self._channel.flushed()
                 await self._send({"type": "websocket.close", "code": CLOSE_STALLED, "reason": failure.message})
@@ -174,7 +178,7 @@ class Connection:
     async def _send_stats(self, interval_s: float) -> None:
         try:
             while True:
-                await self._channel.plain(self._view.stats())
+                await self._channel.send(self._engine_state.stats())
                 await asyncio.sleep(interval_s)
         except SocketGone:
             return
@@ -182,16 +186,16 @@ class Connection:
     # -- sending -----------------------------------------------------------------------------------------------------
 
     async def _error(self, name: str | None, error: InferEngineError) -> None:
-        await self._channel.plain({"type": "error", "id": name, "error": error_frame(error)})
+        await self._channel.send({"type": "error", "id": name, "error": error_frame(error)})
 
     async def _write(self, frames: bytes) -> None:
         await self._send({"type": FRAMES, "body": frames})
 
     async def _send(self, message: MutableMapping[str, Any]) -> None:
-        """Waits while the transport is full. The server raises OSError after a loss and RuntimeError after a close."""
+        """Send an ASGI message, waiting while the transport is full. Raises SocketGone."""
         try:
             await self._asgi_send(message)
-        except (OSError, RuntimeError):
+        except (OSError, RuntimeError):  # uvicorn's: after a loss, and after a close
             raise SocketGone from None
 
     # -- tasks -------------------------------------------------------------------------------------------------------
@@ -210,7 +214,7 @@ class Connection:
 
 
 def error_frame(error: InferEngineError) -> dict[str, Any]:
-    """The `error` of an error frame: what is wrong, with which field, and what somebody can do about it."""
+    """Return the `error` of an error frame: what is wrong, with which field, and the remedy."""
     return {
         "code": error.code,
         "message": scrubbed(error.message),

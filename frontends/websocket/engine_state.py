@@ -1,6 +1,6 @@
-"""What sockets are told about the engine: its state, model and limits, and its live figures, made once for all.
+"""The engine's state, model, limits and live statistics, as hello, state and stats frames report them.
 
-STATUS is public and may be lost; every figure here is None where the engine did not tell it.
+STATUS messages may be lost: every figure here is None where the engine did not report it.
 """
 
 from __future__ import annotations
@@ -8,10 +8,10 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from frontends.common.model import ModelContext
-from inferengine.client import Welcome
+from inferengine.client import EnginePool
 from inferengine.config import Config
 
 WATCH_INTERVAL_S = 0.25
@@ -19,23 +19,10 @@ RATE_WINDOW_S = 2.0
 UNAVAILABLE = "UNAVAILABLE"
 
 
-class Engine(Protocol):
-    """What the view needs of an AsyncClient or EnginePool."""
+class EngineState:
+    """Reports what the engine has sent already: nothing here waits."""
 
-    @property
-    def connected(self) -> bool: ...
-
-    @property
-    def welcome(self) -> Welcome: ...
-
-    @property
-    def status(self) -> dict[str, Any] | None: ...
-
-
-class EngineView:
-    """Knows the engine's state without asking it: nothing here waits."""
-
-    def __init__(self, engine: Engine, config: Config, models: ModelContext) -> None:
+    def __init__(self, engine: EnginePool, config: Config, models: ModelContext) -> None:
         self._engine = engine
         self._models = models
         self._limits = {
@@ -45,23 +32,24 @@ class EngineView:
             "resume_window_s": config.wire.resume_ttl_s,
         }
         self._samples: deque[tuple[float, float, float]] = deque()  # time, output tokens, prompt tokens
-        self.draining = False  # this front end, whatever the engine does
+        self.draining = False  # this front end drains
 
     @property
-    def engine_state(self) -> str:
+    def state(self) -> str:
+        """The engine's state, UNAVAILABLE without a connection, or DRAINING while this front end drains."""
         if not self._engine.connected:
             return UNAVAILABLE
         return "DRAINING" if self.draining else self._engine.welcome.state
 
     def stats(self) -> dict[str, Any]:
-        """The live figures."""
+        """Return a stats frame."""
         status = self._engine.status if self._engine.connected else None
         status = status or {}
         rates = self._rates()
         prompts, cached = number(status, "prompt_tokens"), number(status, "cached_tokens")
         return {
             "type": "stats",
-            "state": self.engine_state,
+            "state": self.state,
             "running": number(status, "running_requests"),
             "waiting": number(status, "waiting_requests"),
             "tokens_per_s": rates[0],
@@ -73,20 +61,20 @@ class EngineView:
             "uptime_s": number(status, "uptime_s"),
         }
 
-    async def watch(self, look: Callable[[], None]) -> None:
-        """For ever: note the engine's counters and call `look`, which tells sockets whose knowledge is old."""
+    async def watch(self, on_sample: Callable[[], None]) -> None:
+        """Sample the engine's counters forever, and call `on_sample` each time."""
         while True:
             await asyncio.sleep(WATCH_INTERVAL_S)
             self.sample()
-            look()
+            on_sample()
 
     def sample(self) -> None:
-        """Note the counters of now; rates are differences over the last RATE_WINDOW_S."""
+        """Record the current counters. Rates are differences over the last RATE_WINDOW_S."""
         status = self._engine.status if self._engine.connected else None
         tokens = number(status or {}, "output_tokens")
         prompts = number(status or {}, "prompt_tokens")
         samples = self._samples
-        if tokens is None or (samples and tokens < samples[-1][1]):  # away, or restarted
+        if tokens is None or (samples and tokens < samples[-1][1]):  # not connected, or restarted
             samples.clear()
         if tokens is None:
             return
@@ -104,15 +92,15 @@ class EngineView:
             return None, None
         return (last[1] - first[1]) / seconds, (last[2] - first[2]) / seconds
 
-    def facts(self) -> dict[str, Any]:
-        """What hello and state frames tell."""
+    def describe(self) -> dict[str, Any]:
+        """Return the content of hello and state frames."""
         connected = self._engine.connected
         welcome = self._engine.welcome if connected else None
         model = welcome.model if welcome is not None else None
         served = self._models.served
         return {
             "engine": {
-                "state": self.engine_state,
+                "state": self.state,
                 "progress": list(welcome.progress) if welcome is not None and welcome.state == "STARTING" else None,
                 "epoch": None if welcome is None else welcome.epoch.hex(),
                 "name": None if welcome is None else welcome.engine,
@@ -132,6 +120,6 @@ class EngineView:
 
 
 def number(status: Mapping[str, Any], name: str) -> float | None:
-    """A figure of STATUS, None where it is absent or no number."""
+    """Return a figure of STATUS, None where it is absent or no number."""
     value = status.get(name)
     return value if isinstance(value, int | float) and not isinstance(value, bool) else None

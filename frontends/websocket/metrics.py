@@ -1,4 +1,4 @@
-"""The websocket front end's own figures, under vLLM's names."""
+"""Prometheus metrics of the websocket front end, under vLLM's names."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _NUM_BUCKETS = len(BUCKETS_S) + 1
 
 
 class SocketMetrics(Collector):
-    """Counts the sockets of all workers; this object writes those of one, on its event loop alone."""
+    """Counts sockets. Each worker writes its own cells on its event loop; `collect` sums over all workers."""
 
     def __init__(self, num_workers: int = 1) -> None:
         self.refusals = RefusalMetrics("inferengine_websocket", num_workers)
@@ -28,35 +28,36 @@ class SocketMetrics(Collector):
         self.resumed = ResumeCells(self.cells, _FIRST_BUCKET + _NUM_BUCKETS)
 
     def choose_worker(self, worker: int) -> None:
-        """After the fork: count as this worker from now on. A restarted one goes on where its predecessor stopped,
-        except for the sockets that died with it."""
+        """Count as this worker from now on, after the fork. A restarted worker continues the counters of the one before,
+        except for open sockets, which died with it."""
         self.cells.choose_worker(worker)
         self.refusals.choose_worker(worker)
         self.cells.own[_OPEN] = 0.0
 
     @property
     def num_open(self) -> int:
-        """Sockets that are open now, of all workers."""
+        """Open sockets of all workers."""
         return int(self.cells.total(_OPEN))
 
     def refused(self) -> None:
-        """A socket was not accepted."""
+        """Count a socket that was not accepted."""
         self.cells.own[_REFUSED] += 1
 
     def opened(self) -> float:
-        """A socket was accepted; the returned time is for `closed`."""
+        """Count an accepted socket. Pass the returned time to `closed`."""
         self.cells.own[_OPEN] += 1
         self.cells.own[_OPENED] += 1
         return time.monotonic()
 
     def closed(self, opened_s: float) -> None:
+        """Count the end of a socket, with its duration since `opened_s`."""
         own, seconds = self.cells.own, time.monotonic() - opened_s
         own[_OPEN] -= 1
         own[_FIRST_BUCKET + bisect.bisect_left(BUCKETS_S, seconds)] += 1
         own[_SECONDS] += seconds
 
     def collect(self) -> Iterable[Metric]:
-        """For prometheus-client: the sum over the workers."""
+        """Yield the sums over all workers, for prometheus-client."""
         total = [self.cells.total(place) for place in range(self.cells.num_cells)]
         yield GaugeMetricFamily("vllm:websocket_connections_active", "Sockets that are open.", value=total[_OPEN])
         yield CounterMetricFamily("vllm:websocket_connections", "Sockets opened.", value=total[_OPENED])

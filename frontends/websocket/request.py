@@ -1,7 +1,7 @@
-"""One request on one socket: from its frame to its last frame. Exactly one end for each choice, or one error for all.
+"""One request on one socket, from its frame to its last frame: one done frame for each choice, or one error for all.
 
 generate -> tokens -> SUBMIT -> accepted -> delta ... -> done      (a task for each choice)
-resume   ------------> ATTACH -> accepted -> delta ... -> done     (the text up to the cursor is made and dropped)
+resume   ------------> ATTACH -> accepted -> delta ... -> done     (the text up to the cursor is not sent)
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from frontends.common.quotas import Quotas
 from frontends.common.resumable.metadata import unpack_metadata
 from frontends.common.resumable.registry import Registry
 from frontends.common.resumable.request_log import ChoiceLog, RequestLog
-from frontends.websocket.choice_writer import ChoiceWriter, Wanted
+from frontends.websocket.choice_writer import ChoiceWriter, ChoiceOptions
 from frontends.websocket.frames import Generate, Resume
 from frontends.websocket.generate_params import Told, make_note, read_asked, told_by
-from frontends.websocket.send_channel import Channel
-from frontends.websocket.spans import AnswerSpan
+from frontends.websocket.send_channel import SendChannel
+from frontends.websocket.spans import RequestSpan
 from inferengine.client import EnginePool, Finish
 from inferengine.config import Config
 from inferengine.errors import InferEngineError
@@ -33,13 +33,13 @@ from inferengine.observability.tracing import Tracing
 from inferengine.sampling_params import SamplingParams, from_map
 from inferengine.wire.messages import Accept
 
-RESUME_WAIT_S = 5.0  # clients come back to a restarted front end sooner than it has found its engine
-USAGE_WAIT_S = 1.0  # after a stop string: how long the engine may take to say what it had counted
+RESUME_WAIT_S = 5.0  # clients reconnect to a restarted front end before that has connected to its engine
+USAGE_WAIT_S = 1.0  # for the engine's usage after a stop string that was found here
 
 
 @dataclass(frozen=True)
-class Desk:
-    """What every answer of this process uses."""
+class Services:
+    """What every request of this process uses."""
 
     engine: EnginePool
     models: ModelContext
@@ -49,15 +49,15 @@ class Desk:
     admission: AdmissionThrottle = field(default_factory=AdmissionThrottle)
     off_loop: OffLoop = field(default_factory=OffLoop)
 
-    async def find_engine(self) -> None:
-        """Wait a little for the engine where it is not connected: it has what is to be resumed, and it alone."""
+    async def wait_for_engine(self) -> None:
+        """Wait up to RESUME_WAIT_S for a connection: only the engine has what is to be resumed."""
         if not self.engine.connected:
-            with contextlib.suppress(InferEngineError):  # said in better words by whoever needs it next
+            with contextlib.suppress(InferEngineError):  # the next use of the engine raises it again
                 await self.engine.connect(RESUME_WAIT_S)
 
 
 class Caller(NamedTuple):
-    """Who opened a socket, where, and what counts how much they do. `traceparent`: of the span that opened it."""
+    """Who opened a socket, on which path, with which quotas. `traceparent`: of the span that opened it."""
 
     key: ApiKey
     quotas: Quotas
@@ -67,7 +67,7 @@ class Caller(NamedTuple):
 
 
 class _Prepared(NamedTuple):
-    """`told` is None for a request that is resumed: the engine has kept it."""
+    """A request that was sent. `told` is None for a resumed one: the engine has kept it."""
 
     log: RequestLog
     params: SamplingParams
@@ -76,45 +76,46 @@ class _Prepared(NamedTuple):
     told: Told | None = None
 
 
-class Answer:
-    """Run `run()` as a task; `cancel()` stops the generation, not the task: the end is still told."""
+class SocketRequest:
+    """Serves one generate or resume frame. `cancel()` stops the generation, not `run()`: done frames are still sent."""
 
     def __init__(
         self,
         frame: Generate | Resume,
-        channel: Channel,
-        desk: Desk,
+        channel: SendChannel,
+        services: Services,
         caller: Caller,
         before_last_frame: Callable[[], None],
     ) -> None:
-        """`before_last_frame`, any number of times: whoever has read the last frame finds what this one held free."""
+        """`before_last_frame` is called before the last frame, maybe repeatedly. It frees quotas, so that a client that has
+        read the last frame can start its next request."""
         self.frame = frame
         self.before_last_frame = before_last_frame
         self._caller, self._key = caller, caller.key
-        self._num_open = 0  # choices whose done frame has not gone out
-        self._span: AnswerSpan | None = None
+        self._num_open = 0  # choices without a done frame yet
+        self._span: RequestSpan | None = None
         self._channel = channel
-        self._desk = desk
+        self._services = services
         self._log: RequestLog | None = None
         self._cancelled = False
-        self._is_ours = isinstance(frame, Generate)  # of a resumed one the engine has to tell whose it is
+        self._is_ours = isinstance(frame, Generate)  # for a resumed one this is known after ACCEPT
 
     @property
     def request_id(self) -> str:
-        """Its name in logs: the engine's, once there is one."""
+        """Its id in logs: the engine's, when there is one."""
         return self.frame.id if self._log is None else self._log.id.hex()
 
     def cancel(self) -> None:
-        """Stop generating; the done frames say `cancelled`. Any number of times."""
+        """Stop generating; the done frames say `cancelled`. Idempotent."""
         self._cancelled = True
         if self._log is not None and self._is_ours:
             self._log.cancel()
 
     async def run(self) -> None:
-        """Raises InferEngineError for what ends the whole request; then nothing runs on."""
-        caller, tracing = self._caller, self._desk.tracing
+        """Serve the request to its last done frame. Raises InferEngineError when it fails as a whole; nothing runs on then."""
+        caller, tracing = self._caller, self._services.tracing
         if tracing is not None:
-            self._span = AnswerSpan(tracing, self.frame, caller.path, caller.address, caller.traceparent)
+            self._span = RequestSpan(tracing, self.frame, caller.path, caller.address, caller.traceparent)
         failure: BaseException | None = None
         try:
             await self._run()
@@ -127,9 +128,9 @@ class Answer:
 
     async def _run(self) -> None:
         if isinstance(self.frame, Resume):
-            await self._desk.find_engine()
-        await self._desk.admission.wait()
-        model = await self._desk.models.get()
+            await self._services.wait_for_engine()
+        await self._services.admission.wait()
+        model = await self._services.models.get()
         prepared = await self._prepare(model)
         if prepared is None:
             return
@@ -149,20 +150,20 @@ class Answer:
             self._claim(self._log)
             if self._span is not None:
                 self._span.accepted(self._log.id.hex(), accept)
-            await self._channel.plain(self._accepted(accept))
+            await self._channel.send(self._accepted(accept))
             await self._choices(prepared, accept, model)
         except InferEngineError as error:
-            if error.field == "grammar":  # also of one that cannot be followed to its end
+            if error.field == "grammar":  # at the start or in the middle of the output
                 error.field = prepared.grammar_field or error.field
-            if self._is_ours and error.code != "client_stalled":  # whoever is merely slow may come back for the rest
+            if self._is_ours and error.code != "client_stalled":  # a slow client may resume it
                 self._log.cancel()
             raise
         finally:
-            self._desk.registry.leave(self._log, forget=refused)
+            self._services.registry.leave(self._log, forget=refused)
 
     def _claim(self, log: RequestLog) -> None:
-        """Raises not_found for another tenant's request, which goes on as if nobody had asked."""
-        self._is_ours = unpack_metadata(log.note).tenant == self._key.tenant
+        """Check that a resumed request belongs to this tenant. Raises not_found otherwise; the request is not disturbed."""
+        self._is_ours = read_note(log.note).tenant == self._key.tenant
         if not self._is_ours:
             raise InferEngineError("not_found", "There is no such request.", field="request_id")
         if isinstance(self.frame, Resume):
@@ -173,29 +174,29 @@ class Answer:
     # -- before the engine -------------------------------------------------------------------------------------------
 
     async def _prepare(self, model: ServedModel) -> _Prepared | None:
-        """The request's log. None when it was cancelled before the engine heard of it; that is told then."""
-        frame, desk = self.frame, self._desk
+        """Submit or attach. Returns None when the client cancelled before that; the done frames have been sent then."""
+        frame, services = self.frame, self._services
         if isinstance(frame, Resume):
             params = from_map(frame.params)
-            log = desk.registry.resume(
+            log = services.registry.resume(
                 frame.request_id, len(frame.cursors), detached=True, context_ids=frame.context_ids
             )
             return _Prepared(log, params, frame.cursors)
         if self._span is not None:
-            self._span.asks(frame.model or model.name)
+            self._span.set_model(frame.model or model.name)
         adapter = model.adapter_of(frame.model)
         if adapter is None:
             raise InferEngineError("model_not_found", f"this engine serves {model.name}", field="model")
         if not self._key.may_use(frame.model or model.name):
             raise InferEngineError("forbidden", "This key may not use that model.", field="model")
-        asked = await read_asked(frame, model, desk.config)
+        asked = await read_asked(frame, model, services.config)
         if self._cancelled:
             self.before_last_frame()
             for choice in range(asked.params.n):
-                self._channel.done(_unheard(frame.id, choice, len(asked.prompt_ids)))
+                self._channel.done(_cancelled_done(frame.id, choice, len(asked.prompt_ids)))
             return None
         key = self._key
-        log = desk.registry.submit(
+        log = services.registry.submit(
             asked.prompt_ids,
             asked.params,
             request_id=frame.request_id,
@@ -226,17 +227,17 @@ class Answer:
             "context_ids": list(self._log.context_ids),
         }
 
-    # -- what comes out ----------------------------------------------------------------------------------------------
+    # -- output -------------------------------------------------------------------------------------------------------
 
     async def _choices(self, prepared: _Prepared, accept: Accept, model: ServedModel) -> None:
-        frame, asked_log = self.frame, prepared.log
-        told = prepared.told or told_by(asked_log.note)
-        request_id, context_ids = asked_log.id.hex(), asked_log.context_ids
-        wanted = Wanted(frame.id, request_id, prepared.params, context_ids, told, frame.return_token_ids)
+        frame, request_log = self.frame, prepared.log
+        told = prepared.told or told_by(request_log.note)
+        request_id, context_ids = request_log.id.hex(), request_log.context_ids
+        options = ChoiceOptions(frame.id, request_id, prepared.params, context_ids, told, frame.return_token_ids)
         choices = []
-        for index, log in enumerate(asked_log.choices):
+        for index, log in enumerate(request_log.choices):
             cursor = prepared.cursors[index] if index < len(prepared.cursors) else 0
-            writer = ChoiceWriter(wanted, index, cursor, log, self._channel, model.tokenizer)
+            writer = ChoiceWriter(options, index, cursor, log, self._channel, model.tokenizer)
             choices.append(self._choice(writer, log, accept))
         self._num_open = len(choices)
         if len(choices) == 1:
@@ -245,19 +246,19 @@ class Answer:
         tasks = [asyncio.create_task(choice) for choice in choices]
         try:
             await asyncio.gather(*tasks)
-        finally:  # one that failed takes the others with it
+        finally:  # when one fails, the others end
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _choice(self, writer: ChoiceWriter, log: ChoiceLog, accept: Accept) -> None:
-        """From the first delta frame to the done frame."""
+        """Send a choice's frames, from the first delta to done."""
         piece, extra, finish = await writer.run()
         if finish is None:
             finish = await _finish_after_stop(log)
         if self._span is not None:
             self._span.choice_ended(writer.index, piece, finish)
-        await self._channel.room()
+        await self._channel.wait_for_room()
         self._num_open -= 1
         if not self._num_open:
             self.before_last_frame()
@@ -265,7 +266,7 @@ class Answer:
 
 
 async def _finish_after_stop(log: ChoiceLog) -> Finish | None:
-    """The engine's own account of a choice that a stop string ended here."""
+    """Return the engine's usage of a choice that a stop string ended here; None if it is late."""
     try:
         return await asyncio.wait_for(log.ended(), USAGE_WAIT_S)
     except TimeoutError:
@@ -275,7 +276,7 @@ async def _finish_after_stop(log: ChoiceLog) -> Finish | None:
 def _done(
     name: str, index: int, piece: Piece, accept: Accept, finish: Finish | None, extra: dict[str, Any]
 ) -> dict[str, Any]:
-    """The last text of a choice travels with its end: a client that has the one has the other."""
+    """Return a done frame. It carries the choice's last text."""
     return {
         "type": "done",
         "id": name,
@@ -301,7 +302,7 @@ def _done(
     }
 
 
-def _unheard(name: str, index: int, prompt_tokens: int) -> dict[str, Any]:
-    """The end of a choice that was cancelled before the engine had it."""
+def _cancelled_done(name: str, index: int, prompt_tokens: int) -> dict[str, Any]:
+    """Return the done frame of a choice that was cancelled before it was submitted."""
     piece = Piece("", [], None, 0, "abort")
     return _done(name, index, piece, Accept(b"", 0, prompt_tokens), None, {})

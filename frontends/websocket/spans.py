@@ -1,5 +1,7 @@
-"""The span of one request on a socket, from its frame to its last frame, and what of it travels on to the engine. It is
-as the HTTP front end's: OpenTelemetry's gen_ai conventions, figures and names, never what was said."""
+"""The tracing span of one request on a socket, from its frame to its last frame.
+
+As in the HTTP front end it follows OpenTelemetry's gen_ai conventions: figures and names, never texts.
+"""
 
 from __future__ import annotations
 
@@ -16,19 +18,19 @@ from inferengine.wire.messages import Accept
 CLIENT_GONE = "client_gone"
 
 
-class _End(NamedTuple):
+class _ChoiceEnd(NamedTuple):
     reason: str | None
     completion_tokens: int
     cached_tokens: int
 
 
-class AnswerSpan:
-    """Of one generate or resume frame. `end` is called once, whatever becomes of it."""
+class RequestSpan:
+    """The span of a generate or resume frame. Call `end` exactly once."""
 
     def __init__(
         self, tracing: Tracing, frame: Generate | Resume, path: str, client: str | None, traceparent: str
     ) -> None:
-        """Under the span that the frame names, else under `traceparent`, the one that opened the socket."""
+        """Begin a child of the span that the frame names, else of `traceparent`, which opened the socket."""
         kind = "generate" if isinstance(frame, Generate) else "resume"
         self._span: Span = tracing.begin(
             f"{kind} {path}",
@@ -42,28 +44,29 @@ class AnswerSpan:
             },
         )
         self._label = frame.label if isinstance(frame, Generate) else ""
-        self._ends: dict[int, _End] = {}
+        self._ends: dict[int, _ChoiceEnd] = {}
 
     @property
     def traceparent(self) -> str:
-        """For the engine."""
+        """The W3C header for the engine, whose span is a child of this one."""
         return self._span.traceparent
 
-    def asks(self, model: str) -> None:
+    def set_model(self, model: str) -> None:
+        """Set the model that the client named."""
         self._span.set("gen_ai.request.model", model)
 
     def accepted(self, request_id: str, accept: Accept) -> None:
-        """`request_id` goes by the client's name for it where there is one, as in the engine's span."""
+        """Record ACCEPT. The client's label replaces `request_id` where there is one, as in the engine's span."""
         self._span.set("inferengine.request_id", self._label or request_id)
         self._span.set("gen_ai.usage.input_tokens", accept.prompt_tokens)
 
     def choice_ended(self, index: int, piece: Piece, finish: Finish | None) -> None:
-        """`finish` is None where the engine did not tell."""
+        """Record the end of a choice. `finish` is None where the engine's usage is unknown."""
         cached = 0 if finish is None else finish.cached_tokens
-        self._ends[index] = _End(piece.finish_reason, piece.num_tokens, cached)
+        self._ends[index] = _ChoiceEnd(piece.finish_reason, piece.num_tokens, cached)
 
     def end(self, error: BaseException | None) -> None:
-        """`error`: what ended the request before its choices did."""
+        """End the span. `error`: what ended the request before its choices did."""
         ends = [self._ends[index] for index in sorted(self._ends)]
         if ends:
             self._span.set("gen_ai.usage.cache_read.input_tokens", ends[0].cached_tokens)
@@ -71,7 +74,7 @@ class AnswerSpan:
             self._span.set("gen_ai.response.finish_reasons", [end.reason for end in ends if end.reason])
         if isinstance(error, InferEngineError):
             self._span.set("error.type", error.code)
-            if error.http_status >= 500:  # as over HTTP: what the client got wrong is no failure of this server
+            if error.http_status >= 500:  # as over HTTP: a client's error is no failure of this server
                 self._span.fail("")
         elif isinstance(error, Exception) and not isinstance(error, SocketGone):
             self._span.set("error.type", "engine_error")
@@ -83,5 +86,5 @@ class AnswerSpan:
 
 def _operation(frame: Generate | Resume) -> str | None:
     if isinstance(frame, Resume):
-        return None  # the engine has kept what it was
+        return None  # the operation is known to the engine alone
     return "text_completion" if frame.messages is None else "chat"

@@ -44,8 +44,8 @@ class _File(NamedTuple):
     etag: str
 
 
-class Pages:
-    """Answer GET / and GET /<path>. Browsers revalidate each time and get a 304 for a current copy."""
+class StaticFiles:
+    """Serves GET / and GET /<path>. Browsers revalidate each time and get a 304 for a current copy."""
 
     def __init__(self, folder: Path = FOLDER) -> None:
         paths = [path for path in sorted(folder.rglob("*")) if path.suffix in _TYPES]

@@ -1,12 +1,12 @@
 // @ts-check
-/** What an answer may hold beside text: thoughts, tool calls with their results, and JSON. Text enters as text only. */
+/** Parts of an answer beside its text: reasoning, tool calls with results, and JSON. Text enters as text nodes. */
 
 import { codeElement, icon, make } from "./elements.js";
 
 const ONE_LINE = 72;
 const JSON_TOKEN = /("(?:\\.|[^"\\])*")(\s*:)?|-?\d+(?:\.\d+)?(?:[eE][+-]?\d+)?|\b(?:true|false|null)\b/g;
 
-/** A block of JSON, its keys and values told apart by colour. */
+/** Create a block of JSON with coloured keys and values. */
 export function jsonElement(text, label = "JSON") {
   const block = codeElement("", label);
   const code = block.querySelector("code");
@@ -22,10 +22,10 @@ export function jsonElement(text, label = "JSON") {
   return block;
 }
 
-/** JSON with line breaks, or the text itself where it is not whole. What has at most `most` characters stays a line. */
+/** Format JSON with line breaks, or on one line of at most `most` characters. Text that is not valid JSON is returned. */
 export function pretty(text, most = 0) {
   try {
-    const lines = JSON.stringify(JSON.parse(text), null, 1); // a string has no line break of its own in it
+    const lines = JSON.stringify(JSON.parse(text), null, 1); // strings contain no line breaks: they are escaped
     const line = lines.replace(/([{[])\n */g, "$1").replace(/\n *([}\]])/g, "$1").replace(/\n */g, " ");
     return line.length <= most ? line : JSON.stringify(JSON.parse(text), null, 2);
   } catch {
@@ -33,6 +33,7 @@ export function pretty(text, most = 0) {
   }
 }
 
+/** Whether `text` is a valid JSON object or list. */
 export function isJson(text) {
   if (!/^\s*[{[]/.test(text)) return false;
   try {
@@ -42,7 +43,7 @@ export function isJson(text) {
   }
 }
 
-/** Draw what the model thought; open while there is nothing else to read, and as the reader left it afterwards. */
+/** Draw the reasoning. It is open while `thinking`, and afterwards stays as the reader leaves it. */
 export function drawReasoning(element, text, thinking) {
   element.hidden = !text;
   if (!text) return;
@@ -61,37 +62,37 @@ export function drawReasoning(element, text, thinking) {
 }
 
 /**
- * Draw tool calls, each with its result. `results` maps ids of calls to texts. `give`, where results are still to
- * come, takes a list of `{callId, content}`.
+ * Draw tool calls, each with its result. `results` maps ids of calls to texts. `onResults`, where results are
+ * missing, is called with a list of `{callId, content}`.
  */
-export function drawCalls(element, calls, results, give) {
+export function drawCalls(element, calls, results, onResults) {
   element.hidden = !calls.length;
   if (!calls.length) return;
-  const form = make(give ? "form" : "div", "calls");
+  const form = make(onResults ? "form" : "div", "calls");
   const inputs = [];
   for (const call of calls) {
     const card = make("section", "call");
     card.setAttribute("aria-label", `Call to ${call.name}`);
     const head = make("div", "call-head");
-    head.append(icon("tool"), make("strong", "", call.name), make("span", "", stateOf(call, results, give)));
+    head.append(icon("tool"), make("strong", "", call.name), make("span", "", stateOf(call, results, onResults)));
     card.append(head, jsonElement(pretty(call.arguments, ONE_LINE), "arguments"));
     if (results.has(call.id)) card.append(resultOf(results.get(call.id)));
-    else if (give) card.append(resultInput(call, inputs));
+    else if (onResults) card.append(resultInput(call, inputs));
     form.append(card);
   }
-  if (give) {
+  if (onResults) {
     form.append(make("button", "primary", calls.length > 1 ? "Send the results" : "Send the result"));
     form.addEventListener("submit", (event) => {
       event.preventDefault();
-      give(inputs.map(({ callId, input }) => ({ callId, content: input.value })));
+      onResults(inputs.map(({ callId, input }) => ({ callId, content: input.value })));
     });
   }
   element.replaceChildren(form);
 }
 
-function stateOf(call, results, give) {
+function stateOf(call, results, onResults) {
   if (results.has(call.id)) return "called";
-  if (give) return "waiting for a result";
+  if (onResults) return "waiting for a result";
   return isJson(call.arguments) ? "" : "incomplete";
 }
 

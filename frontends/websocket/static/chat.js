@@ -5,11 +5,11 @@ import { InferEngineError, InferEngineSocket, addToolCalls } from "./client.js";
 import { ConversationList } from "./conversation_list.js";
 import { copyText } from "./copy_text.js";
 import { make } from "./elements.js";
-import { EngineLine } from "./engine_line.js";
-import { formOptions, readTools, turnsOf } from "./form.js";
-import { MessageList } from "./messages.js";
-import { Panel } from "./panel.js";
-import { SettingsDrawer } from "./settings.js";
+import { EngineStatus } from "./engine_status.js";
+import { answerOptions, readTools, apiMessages } from "./answer_format.js";
+import { MessageList } from "./message_list.js";
+import { StatsPanel } from "./stats_panel.js";
+import { SettingsDrawer } from "./settings_drawer.js";
 import { Store, paramsOf } from "./store.js";
 
 const EXAMPLES = [
@@ -23,15 +23,15 @@ const WIDE = matchMedia("(min-width: 1181px)");
 
 const $ = (id) => document.getElementById(id);
 const store = new Store();
-const panel = new Panel(document);
+const panel = new StatsPanel(document);
 const drawer = new SettingsDrawer(document, store);
 const engine = new InferEngineSocket(new URL("v1/ws", location.href.replace(/^http/, "ws")).href, {
   apiKey: store.settings.key,
 });
-const line = new EngineLine(document, engine, panel);
-const messages = new MessageList($("log"), { copy, edit, retry, giveResults });
-const list = new ConversationList($("conversations"), { open, remove });
-/** Answers being written: conversation id → generation. A conversation in the background goes on. */
+const engineStatus = new EngineStatus(document, engine, panel);
+const messages = new MessageList($("log"), { copy, edit, retry, sendResults });
+const conversationList = new ConversationList($("conversations"), { open, remove });
+/** Answers being written: conversation id → generation. They continue when another conversation is opened. */
 const running = new Map();
 let current = store.find(location.hash.slice(1));
 let following = true; // the view stays at the end until the reader scrolls up
@@ -61,7 +61,7 @@ function draw() {
 }
 
 function drawConversations() {
-  list.show(store.conversations, current, (conversation) => running.has(conversation.id));
+  conversationList.show(store.conversations, current, (conversation) => running.has(conversation.id));
 }
 
 function remove(conversation) {
@@ -72,7 +72,7 @@ function remove(conversation) {
   else drawConversations();
 }
 
-// -- asking and answering -------------------------------------------------------------------------------------------
+// -- requests and answers -------------------------------------------------------------------------------------------
 
 function send(text) {
   const conversation = current ?? store.create(text);
@@ -89,7 +89,7 @@ function edit(index, text) {
   stop();
   current.messages.length = index;
   send(text);
-  $("composer-input").focus(); // the button that was pressed is gone
+  $("composer-input").focus(); // the pressed button was removed
 }
 
 function retry(index) {
@@ -99,8 +99,8 @@ function retry(index) {
   $("composer-input").focus();
 }
 
-/** The person did what the model asked for: results of its calls, as the conversation's next messages. */
-function giveResults(results) {
+/** Append the results of tool calls as the conversation's next messages, and ask the model to continue. */
+function sendResults(results) {
   for (const { callId, content } of results) current.messages.push({ role: "tool", callId, content });
   following = true;
   answer(current);
@@ -112,11 +112,11 @@ function answer(conversation) {
   const params = paramsOf(settings);
   const message = { role: "assistant", content: "" };
   const system = settings.system.trim();
-  const turns = [...(system ? [{ role: "system", content: system }] : []), ...turnsOf(conversation.messages)];
-  const continues = engine.hello?.model?.chat === false; // a model without a chat template only goes on with a text
+  const turns = [...(system ? [{ role: "system", content: system }] : []), ...apiMessages(conversation.messages)];
+  const continues = engine.hello?.model?.chat === false; // a model without a chat template continues a text
   let options;
   try {
-    options = formOptions(settings, conversation.messages.at(-1)?.role === "tool");
+    options = answerOptions(settings, conversation.messages.at(-1)?.role === "tool");
   } catch (error) {
     options = null;
     message.failure = { message: sentence(error.message), remedy: "Correct it under Parameters, Answer format." };
@@ -138,7 +138,7 @@ function answer(conversation) {
   follow(conversation, message, generation, performance.now());
 }
 
-/** Read a generation into its message until it ends. `started` is null for one that is resumed. */
+/** Read a generation into its message until it ends. `started` is null for a resumed one. */
 async function follow(conversation, message, generation, started) {
   running.set(conversation.id, generation);
   if (conversation === current) draw();
@@ -166,12 +166,12 @@ async function follow(conversation, message, generation, started) {
   store.saveNow();
   if (conversation === current) {
     draw();
-    const waits = message.finishReason === "tool_calls";
-    $("live").textContent = message.failure ? "The answer failed." : waits ? "The model called tools." : "Answer complete.";
+    const callsTools = message.finishReason === "tool_calls";
+    $("live").textContent = message.failure ? "The answer failed." : callsTools ? "The model called tools." : "Answer complete.";
   } else drawConversations();
 }
 
-/** What this page saw, where it saw it; of a resumed answer, what the engine measured. */
+/** The figures of an answer: as this page measured them, or of a resumed answer as the engine did. */
 function figuresOf({ usage, timings }, started, first) {
   const seconds = timings ? (timings.total_ms - timings.first_token_ms) / 1000 : 0;
   return {
@@ -196,7 +196,7 @@ function stop() {
   running.get(current?.id)?.cancel();
 }
 
-/** Answers that were being written when the page was left go on where they were. */
+/** Resume the answers that were being written when the page was left. */
 function resumePending() {
   for (const conversation of store.conversations) {
     const message = conversation.messages.at(-1);
@@ -223,7 +223,7 @@ function grow() {
   drawComposer();
 }
 
-/** What the next answer is held to, under the message box: each opens its field. */
+/** Show the answer format and the tools under the message box. Each button opens its field. */
 function drawModes() {
   const { json, schema, tools } = store.settings;
   const modes = [];
@@ -248,7 +248,7 @@ $("composer").addEventListener("submit", (event) => {
   event.preventDefault();
   const input = $("composer-input");
   if (running.has(current?.id)) {
-    if (event.submitter) stop(); // the button; Enter alone must not stop an answer
+    if (event.submitter) stop(); // the button was pressed; Enter must not stop an answer
     return;
   }
   const text = input.value.trim();
@@ -350,7 +350,7 @@ $("toggle-theme").addEventListener("click", () => {
   try {
     localStorage.setItem("inferengine.theme", theme);
   } catch {
-    // it holds for this page
+    // storage is off: the choice holds for this page
   }
 });
 drawer.onChange = drawModes;
@@ -370,7 +370,7 @@ for (const [kind, text] of EXAMPLES) {
 // -- engine ---------------------------------------------------------------------------------------------------------
 
 function showEngine() {
-  line.show();
+  engineStatus.show();
   drawer.showDefaults(engine.hello?.model?.defaults);
 }
 
@@ -380,11 +380,11 @@ engine.addEventListener("hello", () => {
 });
 engine.addEventListener("state", showEngine);
 engine.addEventListener("stats", (event) => panel.show(event.detail));
-engine.addEventListener("status", () => line.show());
-engine.addEventListener("problem", ({ detail }) => line.tell(`${sentence(detail.message)} ${detail.remedy}`.trim()));
+engine.addEventListener("status", () => engineStatus.show());
+engine.addEventListener("problem", ({ detail }) => engineStatus.showProblem(`${sentence(detail.message)} ${detail.remedy}`.trim()));
 
 draw();
 drawModes();
-line.show();
+engineStatus.show();
 grow();
 if (!matchMedia("(pointer: coarse)").matches) $("composer-input").focus();

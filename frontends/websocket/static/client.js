@@ -1,8 +1,8 @@
 // @ts-check
 /**
  * Browser client of the InferEngine websocket: many generations over one socket, in one module without a build step.
- * It reconnects by itself, resumes what was running without a lost or doubled character, and acknowledges what it
- * handled so that a slow page never piles up frames. Types: client.d.ts. Protocol: docs/websocket.md.
+ * It reconnects automatically, resumes running generations without losing or repeating a character, and acknowledges
+ * handled frames so that they do not pile up in a slow page. Types: client.d.ts. Protocol: docs/websocket.md.
  *
  *   const engine = new InferEngineSocket("ws://127.0.0.1:8001/v1/ws");
  *   const answer = engine.generate({ messages: [{ role: "user", content: "Who are you?" }] });
@@ -15,9 +15,9 @@ const KEY_SUBPROTOCOL = "inferengine.key."; // a browser cannot send headers wit
 const WINDOW = 64;
 const FIRST_RETRY_MS = 250;
 const LONGEST_RETRY_MS = 5000;
-const SILENCE_MS = 20_000; // after so long without a frame the connection is asked for a sign of life
+const SILENCE_MS = 20_000; // without a frame for so long a ping is sent
 const PONG_WAIT_MS = 8_000;
-/** Options of `generate` whose key in the frame is another one. */
+/** Options of `generate` that have another key in the frame. */
 const FRAME_KEYS = {
   promptIds: "prompt_ids",
   cacheSalt: "cache_salt",
@@ -33,7 +33,7 @@ const FRAME_KEYS = {
   addGenerationPrompt: "add_generation_prompt",
   continueFinalMessage: "continue_final_message",
 };
-const TOO_LARGE = 1009; // RFC 6455: the message was larger than the server takes
+const TOO_LARGE = 1009; // RFC 6455: the message is larger than the server accepts
 const TOO_LARGE_ERROR = {
   code: "request_too_large",
   message: "The message is larger than the server takes.",
@@ -41,7 +41,7 @@ const TOO_LARGE_ERROR = {
 };
 const LOST_ERROR = { code: "cancelled", message: "The connection was lost.", remedy: "Ask again." };
 
-/** An error of the service: `code` is stable, `field` names what to change. */
+/** An error of the service. `code` is stable, `field` names what to change. */
 export class InferEngineError extends Error {
   constructor({ code, message, field = null, retryable = false, retry_after_s = null, remedy = "" }) {
     super(message);
@@ -54,13 +54,13 @@ export class InferEngineError extends Error {
   }
 }
 
-/** 128 random bits as 32 hexadecimal digits: names a request for ever, and makes sending it again harmless. */
+/** 128 random bits as 32 hexadecimal digits. A request with this id runs once, however often it is sent. */
 export function newRequestId() {
   const bytes = crypto.getRandomValues(new Uint8Array(16));
   return Array.from(bytes, (byte) => byte.toString(16).padStart(2, "0")).join("");
 }
 
-/** Put streamed `tool_calls` entries into a list of whole calls so far: `{id, name, arguments}`, arguments as JSON text. */
+/** Merge streamed `tool_calls` entries into a list of calls `{id, name, arguments}`, arguments as JSON text. */
 export function addToolCalls(calls, entries) {
   for (const { index, id, function: { name, arguments: text } } of entries) {
     if (name !== undefined) calls[index] = { id, name, arguments: text };
@@ -68,13 +68,13 @@ export function addToolCalls(calls, entries) {
   }
 }
 
-/** One request: iterate it for its deltas, await `result` for the whole, call `cancel()` to stop it. */
+/** One request: iterate it for its deltas, await `result` for the complete answer, call `cancel()` to stop it. */
 export class Generation {
   constructor(socket, id, frame, cursors) {
     this.id = id;
     this.requestId = frame.request_id;
-    this.accepted = null; // the accepted frame, once it came
-    this.contextIds = frame.context_ids; // what resuming needs beside the cursors
+    this.accepted = null; // the accepted frame, when it has arrived
+    this.contextIds = frame.context_ids; // needed to resume, beside the cursors
     this.cursors = cursors;
     this.frame = frame;
     this._socket = socket;
@@ -88,13 +88,13 @@ export class Generation {
       this._resolve = resolve;
       this._reject = reject;
     });
-    this.result.catch(() => {}); // whoever iterates sees the error there
+    this.result.catch(() => {}); // an iterating reader gets the error there
   }
 
-  /** Stop; the result then says finish_reason "cancelled" and keeps the text so far. */
+  /** Stop. The result then has finishReason "cancelled" and the text so far. */
   cancel() {
     if (this._over) return;
-    this._cancelled = true; // for a connection that is away: told again when it is back
+    this._cancelled = true; // without a connection: sent again after the reconnect
     this._socket._send({ type: "cancel", id: this.id });
   }
 
@@ -111,7 +111,7 @@ export class Generation {
     return (this._choices[index] ??= { text: "", reasoning: "", toolCalls: [], finishReason: null, usage: null, timings: null });
   }
 
-  /** A choice that has ended is told its end again after a resume; that is passed over. */
+  /** Handle new text. After a resume the end of an ended choice arrives again; it is ignored. */
   _delta(frame) {
     const choice = this._choice(frame.choice);
     if (choice.finishReason) return;
@@ -127,7 +127,7 @@ export class Generation {
   }
 
   _done(frame) {
-    this._delta(frame); // the last text travels with the end
+    this._delta(frame); // it carries the last text
     const choice = this._choice(frame.choice);
     choice.finishReason = frame.finish_reason;
     choice.stop = frame.stop;
@@ -176,33 +176,33 @@ export class InferEngineSocket extends EventTarget {
     this._numHandled = 0;
     this._numAcknowledged = 0;
     this._timer = null;
-    this._life = null;
+    this._silenceTimer = null;
     this._closed = false;
     globalThis.addEventListener?.("online", () => this.retryNow());
     this._connect();
   }
 
-  /** Start a request. `detached` (the default here) lets it run on while the connection is away. */
+  /** Start a request. `detached` (the default here): it runs on while the connection is broken. */
   generate({ requestId = newRequestId(), detached = true, params = {}, ...rest }) {
     const frame = { type: "generate", request_id: requestId, detached, params };
     for (const [name, value] of Object.entries(rest)) if (value !== undefined) frame[FRAME_KEYS[name] ?? name] = value;
     return this._start(frame, new Array(params.n ?? 1).fill(0));
   }
 
-  /** Go on with a request of before, from this page or another, at `cursors`. */
+  /** Read an earlier request of this page or another on from `cursors`. */
   resume({ requestId, cursors = [0], contextIds = [], params = {}, returnTokenIds = false }) {
     const frame = { type: "resume", request_id: requestId, context_ids: contextIds, detached: true, params,
       return_token_ids: returnTokenIds };
     return this._start(frame, [...cursors]);
   }
 
-  /** Ask for the engine's figures every so often; 0 ends it. They arrive as `stats` events. */
+  /** Request the engine's figures at this interval, as `stats` events. 0 ends it. */
   subscribeStats(intervalSeconds = 1) {
     this._statsInterval = intervalSeconds || null;
     this._send(this._statsFrame());
   }
 
-  /** Show this key from now on, "" for none. The connection is made anew. */
+  /** Use this API key from now on, "" for none. Reconnects. */
   useKey(apiKey) {
     if (apiKey === this._apiKey) return;
     this._apiKey = apiKey;
@@ -210,11 +210,11 @@ export class InferEngineSocket extends EventTarget {
     else this.retryNow();
   }
 
-  /** Leave for good. Detached requests run on. */
+  /** Close the connection for good. Detached requests run on. */
   close() {
     this._closed = true;
     clearTimeout(this._timer);
-    clearTimeout(this._life);
+    clearTimeout(this._silenceTimer);
     this._socket?.close(1000);
   }
 
@@ -226,7 +226,7 @@ export class InferEngineSocket extends EventTarget {
     return generation;
   }
 
-  /** What was not accepted yet is sent again as it was (its id makes that harmless); the rest is resumed. */
+  /** Send a request that was not accepted yet again as it was (its id makes that safe), or resume it. */
   _sendGeneration(generation) {
     const { id, frame, cursors } = generation;
     if (!generation.accepted && frame.type === "generate") {
@@ -258,15 +258,15 @@ export class InferEngineSocket extends EventTarget {
       this._sendGeneration(generation);
       if (generation._cancelled) this._send({ type: "cancel", id: generation.id });
     }
-    this._expectLife();
+    this._watchSilence();
   }
 
   _lost(code) {
-    clearTimeout(this._life);
+    clearTimeout(this._silenceTimer);
     this._socket = null;
     this._setStatus("closed");
     for (const [id, generation] of this._generations) {
-      const tooLarge = code === TOO_LARGE && !generation.accepted; // sending it again would end the same way
+      const tooLarge = code === TOO_LARGE && !generation.accepted; // sending it again would fail the same way
       if (!tooLarge && (generation.frame.detached || !generation.accepted)) continue;
       this._generations.delete(id);
       generation._fail(new InferEngineError(tooLarge ? TOO_LARGE_ERROR : LOST_ERROR));
@@ -276,19 +276,19 @@ export class InferEngineSocket extends EventTarget {
     this._timer = setTimeout(() => this._connect(), longest * (0.5 + Math.random() / 2));
   }
 
-  /** Do not wait for the next attempt. */
+  /** Reconnect now, without waiting for the next attempt. */
   retryNow() {
     if (this._socket || this._closed) return;
     clearTimeout(this._timer);
     this._connect();
   }
 
-  /** A connection can die without a word: silence is answered with a ping, and a silent ping with a new connection. */
-  _expectLife() {
-    clearTimeout(this._life);
-    this._life = setTimeout(() => {
+  /** Detect a dead connection: after SILENCE_MS without a frame send a ping, without an answer reconnect. */
+  _watchSilence() {
+    clearTimeout(this._silenceTimer);
+    this._silenceTimer = setTimeout(() => {
       this._send({ type: "ping", nonce: "life" });
-      this._life = setTimeout(() => {
+      this._silenceTimer = setTimeout(() => {
         const socket = this._socket;
         this._lost();
         socket?.close();
@@ -297,7 +297,7 @@ export class InferEngineSocket extends EventTarget {
   }
 
   _received(data) {
-    this._expectLife();
+    this._watchSilence();
     const frame = JSON.parse(data);
     const generation = frame.id == null ? null : this._generations.get(frame.id);
     switch (frame.type) {
@@ -316,7 +316,7 @@ export class InferEngineSocket extends EventTarget {
         if (generation) Object.assign(generation, { accepted: frame, contextIds: frame.context_ids });
         break;
       case "window":
-        this._window = frame.window || this._window; // the server may grant less than was asked for
+        this._window = frame.window || this._window; // the server may grant less than requested
         break;
       case "delta":
         generation?._delta(frame);

@@ -1,8 +1,9 @@
 // @ts-check
-/** The list of conversations. What opening and deleting do is decided in chat.js. */
+/** The list of conversations in the sidebar. */
 
 import { icon, make } from "./elements.js";
 
+/** Draws the conversations and calls the actions of their buttons. */
 export class ConversationList {
   /** `actions`: open(conversation), remove(conversation). */
   constructor(element, actions) {
@@ -10,7 +11,7 @@ export class ConversationList {
     this._actions = actions;
   }
 
-  /** `isBusy(conversation)`: an answer of it is being written. */
+  /** Draw the list. `isBusy(conversation)`: an answer of it is being written. */
   show(conversations, current, isBusy) {
     this._element.replaceChildren(...conversations.map((item) => this._build(item, item === current, isBusy(item))));
   }

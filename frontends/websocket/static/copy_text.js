@@ -1,7 +1,7 @@
 // @ts-check
 /** Copying to the clipboard, also where `navigator.clipboard` is missing: on http:// pages of other machines. */
 
-/** Copy `text`. Resolves to whether it worked. */
+/** Copy `text`. Resolves to true on success. */
 export async function copyText(text) {
   try {
     await navigator.clipboard.writeText(text);

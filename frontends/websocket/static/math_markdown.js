@@ -87,7 +87,7 @@ function placeholder({ text, display, open }) {
 }
 
 /**
- * Replace the source inside of a placeholder by the formula. KaTeX builds nodes and sets their styles by script, which
+ * Replace the source in a placeholder by the formula. KaTeX builds nodes and sets their styles by script, which
  * the content security policy allows. Text that is not valid TeX stays as it is, as code.
  */
 export function drawMath(element) {

@@ -1,10 +1,10 @@
 // @ts-check
-/** Turning HTML that came out of Markdown into DOM nodes without anything that runs, loads or leads elsewhere. */
+/** HTML made from Markdown to DOM nodes without scripts, loaded resources or links to other schemes. */
 
 import "./vendor/purify.min.js";
 
 const { DOMPurify } = globalThis;
-/** HTML elements that a model may write itself. All others are shown as text. */
+/** HTML elements that a model may use. All others are shown as text. */
 export const PASSED_TAGS = new Set(
   ("abbr b blockquote br cite code dd del details div dl dt em h1 h2 h3 h4 h5 h6 hr i ins kbd li mark ol p pre q s samp " +
     "small span strong sub summary sup table tbody td th thead tr u ul var").split(" "),
@@ -33,7 +33,7 @@ DOMPurify.addHook("afterSanitizeAttributes", (node) => {
   }
 });
 
-/** Keep the classes of highlight.js and no other: a model must not dress its text as a part of the page. */
+/** Keep the classes of highlight.js and no other: a model must not style its text as a part of the page. */
 function keepCodeColours(node) {
   const kept = [...node.classList].filter((name) => /^hljs(-[\w-]+)?$|^\w+_$/.test(name));
   if (kept.length) node.className = kept.join(" ");
@@ -45,11 +45,12 @@ export function sanitizeHtml(html) {
   return DOMPurify.sanitize(html, CONFIG);
 }
 
+/** Escape text for HTML content and attributes. */
 export function escapeHtml(text) {
   return text.replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;").replace(/"/g, "&quot;").replace(/'/g, "&#39;");
 }
 
-/** The absolute address of a link, or null where it must not become one: scripts, data, and paths of this page. */
+/** The absolute URL of a link, or null where it must not be one: scripts, data, and paths of this page. */
 export function safeUrl(target) {
   try {
     const url = new URL(target);

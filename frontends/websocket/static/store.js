@@ -1,12 +1,12 @@
 // @ts-check
-/** Conversations and settings, kept in this browser. Knows nothing of the page. */
+/** Conversations and settings, stored in this browser. Touches no element. */
 
 const CONVERSATIONS = "inferengine.conversations";
 const SETTINGS = "inferengine.settings";
 const MOST_CONVERSATIONS = 200;
 const TITLE_CHARACTERS = 60;
 
-/** `schema` and `tools` as they were typed; see form.js. A number that is null is the model's own. */
+/** `schema` and `tools` as they were typed; see answer_format.js. A number that is null takes the model's default. */
 export const DEFAULT_SETTINGS = { system: "", temperature: null, top_p: null, top_k: null, max_tokens: null, seed: null,
   json: false, schema: "", tools: "", tool_choice: "auto", key: "" };
 
@@ -16,6 +16,7 @@ export const DEFAULT_SETTINGS = { system: "", temperature: null, top_p: null, to
  * @typedef {{ id: string, title: string, updated: number, messages: StoredMessage[] }} Conversation
  */
 
+/** Reads both at the start, and writes changes back. */
 export class Store {
   constructor(storage = safeStorage()) {
     this._storage = storage;
@@ -26,10 +27,12 @@ export class Store {
     globalThis.addEventListener?.("pagehide", () => this.saveNow());
   }
 
+  /** The conversation of this id, or null. */
   find(id) {
     return this.conversations.find((conversation) => conversation.id === id) ?? null;
   }
 
+  /** Add a conversation, titled after its first message. */
   create(firstText) {
     const conversation = { id: crypto.randomUUID?.() ?? String(Math.random()).slice(2), title: titleOf(firstText), updated: Date.now(), messages: [] };
     this.conversations.unshift(conversation);
@@ -37,32 +40,36 @@ export class Store {
     return conversation;
   }
 
+  /** Delete a conversation. */
   remove(id) {
     this.conversations = this.conversations.filter((conversation) => conversation.id !== id);
     this.saveNow();
   }
 
+  /** Move a conversation to the top of the list. */
   touch(conversation) {
     conversation.updated = Date.now();
     this.conversations = [conversation, ...this.conversations.filter((item) => item !== conversation)];
     this.save();
   }
 
+  /** Store the settings. */
   saveSettings(settings) {
     this.settings = settings;
     this._write(SETTINGS, settings);
   }
 
-  /** Soon: an answer that streams changes many times a second. */
+  /** Save within 400 ms: a streaming answer changes many times a second. */
   save() {
     this._timer ??= setTimeout(() => this.saveNow(), 400);
   }
 
+  /** Save at once. Drops the older half of the conversations while the storage is full. */
   saveNow() {
     clearTimeout(this._timer);
     this._timer = null;
     let kept = this.conversations;
-    while (!this._write(CONVERSATIONS, kept) && kept.length > 1) kept = kept.slice(0, Math.ceil(kept.length / 2)); // full
+    while (!this._write(CONVERSATIONS, kept) && kept.length > 1) kept = kept.slice(0, Math.ceil(kept.length / 2));
   }
 
   _read(key, otherwise) {
@@ -83,19 +90,20 @@ export class Store {
   }
 }
 
-/** What the engine is asked for: the settings that are set. */
+/** The sampling parameters of a request: the settings that are set. */
 export function paramsOf(settings) {
   const params = {};
   for (const name of ["temperature", "top_p", "top_k", "max_tokens", "seed"]) if (settings[name] !== null) params[name] = settings[name];
   return params;
 }
 
+/** The title of a conversation that begins with this message. */
 export function titleOf(text) {
   const line = text.trim().split("\n")[0];
   return line.length > TITLE_CHARACTERS ? `${line.slice(0, TITLE_CHARACTERS - 1).trimEnd()}…` : line;
 }
 
-/** localStorage where it may be used, else a memory that lasts as long as the page. */
+/** localStorage where it is allowed, else a Map that lasts as long as the page. */
 function safeStorage() {
   try {
     localStorage.getItem("");

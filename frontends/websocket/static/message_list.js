@@ -1,5 +1,5 @@
 // @ts-check
-/** One conversation on the page: builds and updates its messages. What the buttons do is decided in chat.js. */
+/** The messages of the open conversation: builds and updates their elements. */
 
 import { drawCalls, drawReasoning, isJson, jsonElement, pretty } from "./answer_parts.js";
 import { icon, make } from "./elements.js";
@@ -7,8 +7,9 @@ import { renderMarkdown } from "./render_markdown.js";
 
 const MAX_DRAWING_SHARE = 0.3; // of the time, while an answer streams
 
+/** Draws messages and calls the actions of their buttons. */
 export class MessageList {
-  /** `actions`: copy(text, button), edit(index, text), retry(index), giveResults(results). */
+  /** `actions`: copy(text, button), edit(index, text), retry(index), sendResults(results). */
   constructor(log, actions) {
     this._log = log;
     this._actions = actions;
@@ -18,8 +19,7 @@ export class MessageList {
     this._dirty = new Set();
   }
 
-  /** Draw all of `messages`; `busy` says that the last one is still being written. Results of tools are drawn with
-   * their calls. */
+  /** Draw all `messages`. `busy`: the last one is still being written. Tool results are drawn with their calls. */
   show(messages, busy) {
     this._dirty.clear();
     this._results = new Map(messages.filter(({ role }) => role === "tool").map(({ callId, content }) => [callId, content]));
@@ -76,8 +76,8 @@ export class MessageList {
       body.replaceChildren(jsonElement(busy ? content : pretty(content)));
     } else renderMarkdown(body, content, { streaming: busy });
     body.hidden = !content && (toolCalls.length > 0 || !busy);
-    const waits = !busy && index === this._last && message.finishReason === "tool_calls";
-    drawCalls(calls, toolCalls, this._results, waits ? this._actions.giveResults : null);
+    const awaitsResults = !busy && index === this._last && message.finishReason === "tool_calls";
+    drawCalls(calls, toolCalls, this._results, awaitsResults ? this._actions.sendResults : null);
   }
 
   _userFoot(message, index, element) {
@@ -166,10 +166,12 @@ function figuresLine(message) {
   return parts.join("  ·  ");
 }
 
+/** Format milliseconds: `420 ms`, `1.5 s`. */
 export function formatMs(ms) {
   return ms < 1000 ? `${Math.round(ms)} ms` : `${(ms / 1000).toFixed(1)} s`;
 }
 
+/** Format a rate with at most three digits. */
 export function formatRate(rate) {
   return rate >= 100 ? Math.round(rate).toLocaleString("en") : rate.toFixed(rate >= 10 ? 0 : 1);
 }

@@ -1,21 +1,22 @@
 // @ts-check
-/** The live figures of the engine, with a minute of history as a sparkline. */
+/** The engine's live statistics, with a minute of history as sparklines. */
 
-import { formatMs, formatRate } from "./messages.js";
+import { formatMs, formatRate } from "./message_list.js";
 
 const HISTORY = 60;
 const WIDTH = 120;
 const HEIGHT = 36;
 const STATES = { READY: "ready", STARTING: "starting", DRAINING: "finishing running requests", STOPPING: "stopping", UNAVAILABLE: "not reachable" };
 
-export class Panel {
+/** Shows the statistics of the engine and of the last answer. */
+export class StatsPanel {
   constructor(document) {
     this._find = (id) => document.getElementById(id);
     this._rates = [];
     this._kv = [];
   }
 
-  /** A stats frame. */
+  /** Show a stats frame. */
   show(stats) {
     this._push(this._rates, stats.tokens_per_s);
     this._push(this._kv, stats.kv_usage);
@@ -30,11 +31,12 @@ export class Panel {
     this.showState(stats.state);
   }
 
+  /** Show the engine's state. */
   showState(state) {
     this._find("panel-state").textContent = stateText(state);
   }
 
-  /** The figures of the latest answer. */
+  /** Show the figures of the latest answer. */
   showAnswer(figures) {
     this._text("a-ttft", figures?.firstTokenMs, formatMs);
     this._text("a-rate", figures?.tokensPerS, formatRate);
@@ -52,6 +54,7 @@ export class Panel {
   }
 }
 
+/** The words for a state of the engine. */
 export function stateText(state) {
   return STATES[state] ?? "";
 }

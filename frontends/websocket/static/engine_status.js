@@ -1,16 +1,17 @@
 // @ts-check
-/** The line at the top: the model, the state of its engine, and problems with the connection. */
+/** The bar at the top: the model, the state of its engine, and problems with the connection. */
 
-import { stateText } from "./panel.js";
+import { stateText } from "./stats_panel.js";
 
 const BLINK_MS = 700; // a connection that returns sooner is not reported
 const PROBLEM_MS = 8000;
 const LOST = "The connection was lost. Reconnecting automatically.";
-const NEVER_THERE = "This page cannot connect. If the server asks for an API key, enter it under Parameters.";
-const AWAY = "The engine is not running. Start it with “inferengine up”. This page then connects automatically.";
+const UNREACHABLE = "This page cannot connect. If the server asks for an API key, enter it under Parameters.";
+const NOT_RUNNING = "The engine is not running. Start it with “inferengine up”. This page then connects automatically.";
 const STOPPING = "The engine is shutting down. Running answers are finished; new requests are refused.";
 
-export class EngineLine {
+/** Shows the state of the engine and of the connection to it. */
+export class EngineStatus {
   constructor(document, engine, panel) {
     this._find = (id) => document.getElementById(id);
     this._engine = engine;
@@ -18,7 +19,7 @@ export class EngineLine {
     this._timer = null;
   }
 
-  /** Draw what the socket knows now. */
+  /** Draw the current state of the socket. */
   show() {
     const { hello, status } = this._engine;
     const open = status === "open";
@@ -36,26 +37,26 @@ export class EngineLine {
         : `Your messages are answered by ${model.name}, which runs on this server.`;
     }
     this._panel.showState(open ? state : "UNAVAILABLE");
-    this._showTrouble(open, state);
+    this._showConnection(open, state);
   }
 
-  /** Show a problem that belongs to no answer for a few seconds. */
-  tell(text) {
+  /** Show a problem for a few seconds that belongs to no answer. */
+  showProblem(text) {
     clearTimeout(this._timer);
     this._notice(text);
     this._timer = setTimeout(() => this._notice(""), PROBLEM_MS);
   }
 
-  _showTrouble(open, state) {
+  _showConnection(open, state) {
     clearTimeout(this._timer);
     if (!open) {
-      const text = this._engine.hello ? LOST : NEVER_THERE;
+      const text = this._engine.hello ? LOST : UNREACHABLE;
       this._timer = setTimeout(() => this._notice(text, () => this._engine.retryNow()), BLINK_MS);
-    } else if (state === "UNAVAILABLE") this._timer = setTimeout(() => this._notice(AWAY), BLINK_MS);
+    } else if (state === "UNAVAILABLE") this._timer = setTimeout(() => this._notice(NOT_RUNNING), BLINK_MS);
     else this._notice(state === "DRAINING" ? STOPPING : "");
   }
 
-  /** One line: what is wrong, what to do, and a button where there is something to press. */
+  /** Show one line of text, with a button where there is an `action`. Empty text hides it. */
   _notice(text, action = null) {
     this._find("notice-text").textContent = text;
     this._find("notice-action").hidden = !action;

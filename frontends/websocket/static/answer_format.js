@@ -1,8 +1,8 @@
 // @ts-check
-/** What the settings say about the form of an answer: JSON, a schema for it, and tools. Knows nothing of the page. */
+/** The answer format in the settings: JSON, its schema, and tools. Reads texts of the settings, touches no element. */
 
 const NAME = /^[\w.-]{1,128}$/;
-const FORCED = ["auto", "required", "none"];
+const TOOL_CHOICES = ["auto", "required", "none"];
 
 export const EXAMPLE_TOOLS = [
   {
@@ -20,7 +20,7 @@ export const EXAMPLE_TOOLS = [
   },
 ];
 
-/** The tools in a text: a list of functions, bare or in OpenAI's wrapping. Throws an Error that says what is wrong. */
+/** Parse a JSON list of functions, bare or in OpenAI's wrapping. Throws an Error that says what is wrong. */
 export function readTools(text) {
   if (!text.trim()) return [];
   const list = [parse(text)].flat();
@@ -29,16 +29,17 @@ export function readTools(text) {
     if (!NAME.test(declared?.name ?? "")) throw new Error("Each tool needs a name of up to 128 letters, digits, “_”, “-” and “.”.");
     return { type: "function", function: declared };
   });
-  const names = namesOf(tools);
+  const names = toolNames(tools);
   if (new Set(names).size < names.length) throw new Error("Two tools have the same name.");
   return tools;
 }
 
-export function namesOf(tools) {
+/** The names of parsed tools. */
+export function toolNames(tools) {
   return tools.map((tool) => tool.function.name);
 }
 
-/** The schema in a text, null where there is none. Throws an Error that says what is wrong. */
+/** Parse a JSON schema; null for an empty text. Throws an Error that says what is wrong. */
 export function readSchema(text) {
   if (!text.trim()) return null;
   const schema = parse(text);
@@ -47,10 +48,10 @@ export function readSchema(text) {
 }
 
 /**
- * The options of `generate` that these settings ask for. Throws an Error where a text of theirs is not valid.
- * `resultsCome`: the model is to read results now; made to call again, it would never answer.
+ * The options of `generate` for these settings. Throws an Error where a text in them is not valid. `hasResults`: tool
+ * results were just added. No call is forced then, or the model would never answer.
  */
-export function formOptions(settings, resultsCome) {
+export function answerOptions(settings, hasResults) {
   const options = {};
   if (settings.json) {
     const schema = readSchema(settings.schema);
@@ -60,16 +61,16 @@ export function formOptions(settings, resultsCome) {
   }
   const tools = readTools(settings.tools);
   if (tools.length) {
-    const named = namesOf(tools).includes(settings.tool_choice);
+    const named = toolNames(tools).includes(settings.tool_choice);
     options.tools = tools;
-    if (named && !resultsCome) options.toolChoice = { type: "function", function: { name: settings.tool_choice } };
-    else if (FORCED.includes(settings.tool_choice) && !resultsCome) options.toolChoice = settings.tool_choice;
+    if (named && !hasResults) options.toolChoice = { type: "function", function: { name: settings.tool_choice } };
+    else if (TOOL_CHOICES.includes(settings.tool_choice) && !hasResults) options.toolChoice = settings.tool_choice;
   }
   return options;
 }
 
-/** Messages of the page as the API reads them. Calls that were cut, or never got a result, are left out. */
-export function turnsOf(messages) {
+/** The page's messages in the form of the API. Calls without a result are left out. */
+export function apiMessages(messages) {
   const answered = new Set(messages.filter((message) => message.role === "tool").map((message) => message.callId));
   const turns = [];
   for (const { role, content, toolCalls = [], callId } of messages) {

@@ -1,12 +1,13 @@
 // @ts-check
-/** The drawer with the sampling parameters and the form of the answer. */
+/** The drawer with the sampling parameters, the answer format and the API key. */
 
-import { EXAMPLE_TOOLS, namesOf, readSchema, readTools } from "./form.js";
+import { EXAMPLE_TOOLS, toolNames, readSchema, readTools } from "./answer_format.js";
 import { DEFAULT_SETTINGS } from "./store.js";
 
 const NUMBERS = ["temperature", "top_p", "top_k", "max_tokens", "seed"];
-const OFF = { temperature: 1, top_p: 1 }; // where sliders stand that neither the person nor the model has set
+const OFF = { temperature: 1, top_p: 1 }; // positions of sliders without a value and without a default of the model
 
+/** Edits the settings in the store. A number that was not set shows the model's default. */
 export class SettingsDrawer {
   constructor(document, store) {
     this._dialog = document.getElementById("settings");
@@ -29,23 +30,25 @@ export class SettingsDrawer {
     this._fill(store.settings);
   }
 
-  /** The model's own parameters, shown where nothing else was chosen. */
+  /** Show the model's default parameters where none was set. */
   showDefaults(defaults) {
     this._defaults = defaults ?? {};
-    for (const input of this._form.querySelectorAll("input[data-own]")) this._standAtDefault(input);
+    for (const input of this._form.querySelectorAll("input[data-own]")) this._showDefault(input);
     this._form.elements.namedItem("top_k").placeholder = this._defaults.top_k || "off";
-    this._tellNumbers();
+    this._showNumbers();
   }
 
+  /** Whether the drawer is open. */
   get isOpen() {
     return this._dialog.open;
   }
 
+  /** Open the drawer. */
   open() {
     this._dialog.showModal();
   }
 
-  /** Open with one of the fields at hand. */
+  /** Open with the focus in one of the fields. */
   openAt(name) {
     this.open();
     this._form.elements.namedItem(name).focus();
@@ -55,10 +58,10 @@ export class SettingsDrawer {
     for (const [name, value] of Object.entries(settings)) {
       const input = this._form.elements.namedItem(name);
       if (input?.type === "checkbox") input.checked = value;
-      else if (input?.type === "range" && value === null) this._standAtDefault(input);
+      else if (input?.type === "range" && value === null) this._showDefault(input);
       else if (input) input.value = value ?? "";
     }
-    this._offerTools(settings.tool_choice);
+    this._updateToolChoices(settings.tool_choice);
     this._changed();
   }
 
@@ -69,50 +72,50 @@ export class SettingsDrawer {
     document.getElementById("schema-field").hidden = !json.checked;
     this._check(schema, readSchema);
     this._check(tools, readTools);
-    this._offerTools(this._form.elements.namedItem("tool_choice").value);
+    this._updateToolChoices(this._form.elements.namedItem("tool_choice").value);
     settings.tool_choice = this._form.elements.namedItem("tool_choice").value;
     for (const name of NUMBERS) {
       const input = this._form.elements.namedItem(name);
       const open = input.value === "" || "own" in input.dataset;
       if (input.validity.valid) settings[name] = open ? null : input.valueAsNumber;
     }
-    this._tellNumbers();
+    this._showNumbers();
     this._store.saveSettings(settings);
     this.onChange?.();
   }
 
-  _standAtDefault(input) {
+  _showDefault(input) {
     input.dataset.own = "";
     input.value = this._defaults[input.name] ?? OFF[input.name];
   }
 
-  _tellNumbers() {
+  _showNumbers() {
     for (const output of this._form.querySelectorAll("output")) {
       const input = this._form.elements.namedItem(output.htmlFor[0]);
       output.textContent = `${"own" in input.dataset ? "model default, " : ""}${Number(input.value).toFixed(2)}`;
     }
   }
 
-  /** Say beside a field what is wrong with its text. The dialog still closes: asking says it again. */
+  /** Show beside a field what is wrong with its text. The dialog still closes: sending reports it again. */
   _check(input, read) {
-    const told = document.getElementById(`${input.id}-error`);
+    const errorText = document.getElementById(`${input.id}-error`);
     try {
       read(input.value);
-      told.textContent = "";
+      errorText.textContent = "";
     } catch (error) {
-      told.textContent = error.message;
+      errorText.textContent = error.message;
     }
-    input.setAttribute("aria-invalid", String(told.textContent !== ""));
+    input.setAttribute("aria-invalid", String(errorText.textContent !== ""));
   }
 
-  /** The choices that the tools at hand leave: each of them can be demanded by name. */
-  _offerTools(chosen) {
+  /** Offer each of the current tools as a choice by name. */
+  _updateToolChoices(chosen) {
     const select = this._form.elements.namedItem("tool_choice");
     let names = [];
     try {
-      names = namesOf(readTools(this._form.elements.namedItem("tools").value));
+      names = toolNames(readTools(this._form.elements.namedItem("tools").value));
     } catch {
-      // told beside the field
+      // shown beside the field
     }
     const fixed = [...select.options].filter((option) => !option.dataset.tool);
     const offered = names.map((name) => {
