@@ -41,7 +41,13 @@ class ChoiceWriter:
     """Writes a choice's delta frames. `run` returns the content of its done frame."""
 
     def __init__(
-        self, options: ChoiceOptions, index: int, cursor: int, log: ChoiceLog, channel: SendChannel, tokenizer: Tokenizer
+        self,
+        options: ChoiceOptions,
+        index: int,
+        cursor: int,
+        log: ChoiceLog,
+        channel: SendChannel,
+        tokenizer: Tokenizer,
     ) -> None:
         """`cursor`: tokens that the client has already; their text is not sent."""
         params, told = options.params, options.told

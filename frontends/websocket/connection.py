@@ -27,7 +27,6 @@ from frontends.websocket.frames import (
 )
 from frontends.websocket.request import Caller, Services, SocketRequest
 from frontends.websocket.send_channel import SendChannel, SocketGone
-from inferengine.config import Config
 from inferengine.errors import InferEngineError
 
 logger = logging.getLogger(__name__)

@@ -1,13 +1,13 @@
-"""The API key of a socket: in a header for programs, as a subprotocol for browsers, which can send no header.
+"""The handshake of a socket: who may open it, with which API key and subprotocol.
 
-A page offers `inferengine.v1.json` and `inferengine.key.<KEY>`; the answer names the first only. Keys have none but the
-characters of a token (RFC 6455), and a subprotocol stands in no log and no address bar, unlike a query.
+Programs send the key in a header. Browsers cannot, and send it as a subprotocol: a page offers `inferengine.v1.json`
+and `inferengine.key.<KEY>`, and the answer names the first only. Keys consist of the characters of a token (RFC 6455).
+A subprotocol appears in no log and no address bar, unlike a query.
 
-Which web pages may open the socket. Browsers let any page of any site try, and name it in `Origin`.
-
-A page may when this server served it (same host and port) under a name that cannot be rebound to this machine by
-somebody else's DNS: an IP address, localhost, or one that ws.allowed_hosts lists. Every other origin must be listed.
-Programs send no Origin and may.
+Browsers let any page of any site open a socket, and name the page's site in `Origin`. A page is accepted when this
+server served it (same host and port) under a name that nobody else's DNS can point to this machine: an IP address,
+localhost, or a name that ws.allowed_hosts lists. Every other origin must be listed in ws.origins. Programs send no
+Origin, and are accepted.
 """
 
 from __future__ import annotations
@@ -16,13 +16,84 @@ import ipaddress
 from collections.abc import Mapping, Sequence
 from urllib.parse import urlsplit
 
-from frontends.common.hosts import is_named
+from starlette.responses import PlainTextResponse, Response
+from starlette.types import Receive, Scope, Send
+from starlette.websockets import WebSocket
 
+from frontends.common.auth import KeyRing
+from frontends.common.hosts import is_named, read_names
+from frontends.common.quotas import Quotas
+from frontends.websocket.codec import JSON_SUBPROTOCOL, MSGPACK_SUBPROTOCOL, Codec, choose_codec
+from frontends.websocket.connection import Connection
+from frontends.websocket.engine_state import EngineState
+from frontends.websocket.metrics import SocketMetrics
+from frontends.websocket.request import Caller, Services
+from inferengine.errors import InferEngineError
+
+SOCKET_PATH = "/v1/ws"
 KEY_SUBPROTOCOL = "inferengine.key."
+ANY = "*"
+
+
+class SocketEndpoint:
+    """The ASGI endpoint of the socket: checks the handshake, then runs a Connection until it closes."""
+
+    def __init__(
+        self, services: Services, engine_state: EngineState, keys: KeyRing, quotas: Quotas, metrics: SocketMetrics
+    ) -> None:
+        config = services.config
+        self.connections: set[Connection] = set()
+        self._services = services
+        self._engine_state = engine_state
+        self._keys, self._quotas, self._metrics = keys, quotas, metrics
+        self._max_sockets = config.ws.max_sockets
+        self._origins = read_origins(config.ws.origins)
+        self._host_names = read_names("ws", config.ws.allowed_hosts)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one socket."""
+        websocket = WebSocket(scope, receive, send)
+        checked = self._check(websocket)
+        if isinstance(checked, Response):
+            await websocket.send_denial_response(checked)
+            return
+        codec, caller = checked
+        await websocket.accept(subprotocol=codec.subprotocol if scope["subprotocols"] else None)
+        # The server's own channels: Starlette's would check every message.
+        connection = Connection(receive, send, codec, self._services, self._engine_state, caller)
+        self.connections.add(connection)
+        opened_s = self._metrics.opened()
+        try:
+            await connection.run()
+        finally:
+            self.connections.discard(connection)
+            self._metrics.closed(opened_s)
+
+    def _check(self, websocket: WebSocket) -> Response | tuple[Codec, Caller]:
+        """Return the refusal, or how the accepted socket is served."""
+        headers, subprotocols = websocket.headers, websocket.scope["subprotocols"]
+        if not may_connect(headers.get("origin"), headers.get("host"), self._origins, self._host_names):
+            text = "This page's origin may not open the socket. The operator can list it in ws.origins."
+            return PlainTextResponse(text, 403)
+        try:
+            key = self._keys.identify(presented_key(headers, subprotocols))
+        except InferEngineError as error:
+            self._metrics.refused()
+            return PlainTextResponse(error.message, error.http_status)
+        if self._metrics.num_open >= self._max_sockets:
+            self._metrics.refused()
+            text = f"{self._metrics.num_open} sockets are open, the most that may be."
+            return PlainTextResponse(text, 503, {"Retry-After": "1"})
+        codec = choose_codec(without_key_subprotocols(subprotocols))
+        if codec is None:
+            text = f"Speak one of the subprotocols {JSON_SUBPROTOCOL} and {MSGPACK_SUBPROTOCOL}, or name none for JSON."
+            return PlainTextResponse(text, 400)
+        address = None if websocket.client is None else websocket.client.host
+        return codec, Caller(key, self._quotas, SOCKET_PATH, address, headers.get("traceparent", ""))
 
 
 def presented_key(headers: Mapping[str, str], subprotocols: Sequence[str]) -> str | None:
-    """What the client shows, if anything."""
+    """Return the API key that the client sends, if any."""
     scheme, _, key = headers.get("authorization", "").partition(" ")
     if scheme.lower() == "bearer" and key.strip():
         return key.strip()
@@ -31,21 +102,19 @@ def presented_key(headers: Mapping[str, str], subprotocols: Sequence[str]) -> st
     return next((name.removeprefix(KEY_SUBPROTOCOL) for name in subprotocols if name.startswith(KEY_SUBPROTOCOL)), None)
 
 
-def without_keys(subprotocols: Sequence[str]) -> list[str]:
-    """The subprotocols that are ones."""
+def without_key_subprotocols(subprotocols: Sequence[str]) -> list[str]:
+    """Return the subprotocols that name a protocol."""
     return [name for name in subprotocols if not name.startswith(KEY_SUBPROTOCOL)]
 
 
-ANY = "*"
-
-
 def read_origins(text: str) -> tuple[str, ...]:
-    """The comma-separated list of the configuration."""
+    """Return the origins of a comma-separated list."""
     return tuple(item.strip().rstrip("/").lower() for item in text.split(",") if item.strip())
 
 
 def may_connect(origin: str | None, host: str | None, listed: Sequence[str], names: Sequence[str] = ()) -> bool:
-    """`origin` and `host` are the request's headers, None where absent. `names`: further names of this server."""
+    """Return whether a page may open the socket. `origin` and `host`: the request's headers, None where absent.
+    `listed`: the origins of ws.origins. `names`: further names of this server."""
     if origin is None or ANY in listed or origin.lower() in listed:
         return True
     try:

@@ -28,8 +28,8 @@ class SocketMetrics(Collector):
         self.resumed = ResumeCells(self.cells, _FIRST_BUCKET + _NUM_BUCKETS)
 
     def choose_worker(self, worker: int) -> None:
-        """Count as this worker from now on, after the fork. A restarted worker continues the counters of the one before,
-        except for open sockets, which died with it."""
+        """Count as this worker from now on, after the fork. A restarted worker continues the counters of the one before
+        it; open sockets start at 0, because they died with that worker."""
         self.cells.choose_worker(worker)
         self.refusals.choose_worker(worker)
         self.cells.own[_OPEN] = 0.0

@@ -1,8 +1,8 @@
-"""The process of the websocket front end: uvicorn around the application, systemd's protocol, and an orderly end. One
+"""The process of the websocket front end: uvicorn around the application, systemd's protocol, and shutdown. A single
 worker runs in it; several are its children on one socket.
 
 The first SIGTERM or SIGINT drains, a second one stops at once. Sockets that are still open at the end are closed with
-1012 (service restart); clients come back to the next process and resume what was detached.
+1012 (service restart); clients reconnect to the next process and resume detached requests.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ logger = logging.getLogger(__name__)
 PING_INTERVAL_S = 20.0  # a peer that answers no ping for PING_TIMEOUT_S is gone
 PING_TIMEOUT_S = 20.0
 BACKLOG = 1024
-GC_THRESHOLD = 20_000  # a stream makes short-lived objects for each token: the default looks at them 30 times as often
+GC_THRESHOLD = 20_000  # tokens make short-lived objects: the default would collect 30 times as often
 STOP_TIMEOUT_S = 3
 KEEP_ALIVE_S = 24 * 3600  # of uvicorn: `ConnectionTracker` closes the idle ones sooner, and counts them
-_LOOK_S = 0.02
+_START_POLL_S = 0.02
 
 
 def run_websocket(config: Config, reload: Reload | None = None) -> int:
-    """Serve until a signal. Returns an exit code of ExitCode."""
+    """Serve until SIGTERM or SIGINT. Returns an exit code of ExitCode."""
     configure(config.log)
     raise_file_limit()
     return_large_blocks()
@@ -90,9 +90,8 @@ def run_worker(
     parent: int = 0,
     reload: Reload | None = None,
 ) -> int:
-    """Serve until SIGTERM or SIGINT, or until `parent` is gone, who would restart this one. `on_turn(stopping)` is
-    called from the event loop, first when it accepts; what SIGHUP asks for is done there. Returns an exit code of
-    ExitCode."""
+    """Serve until SIGTERM or SIGINT, or until the process `parent` ends. `on_turn(stopping)` is called from the event
+    loop, first when it accepts connections. Reloads on SIGHUP. Returns an exit code of ExitCode."""
 
     def turn(stopping: bool) -> None:
         on_turn(stopping)
@@ -107,6 +106,7 @@ def run_worker(
 
 
 def connection_limits(config: Config) -> ConnectionLimits:
+    """Return the limits of this front end's connections."""
     ws = config.ws
     return ConnectionLimits(
         header_s=ws.header_timeout_s,
@@ -120,7 +120,8 @@ def connection_limits(config: Config) -> ConnectionLimits:
 def server_config(
     config: Config, front_end: WebsocketFrontEnd, listeners: Sequence[socket.socket] = ()
 ) -> uvicorn.Config:
-    """What uvicorn is told. Messages are not compressed: deltas are too short to gain, and it costs memory a socket."""
+    """Return uvicorn's configuration. Messages are not compressed: deltas are too short to gain, and each socket would
+    need memory for it."""
     tls = tls_files("ws", config.ws.tls_certificate, config.ws.tls_key)
     return uvicorn.Config(
         front_end.app(listeners),
@@ -151,23 +152,23 @@ async def _serve(
 ) -> int:
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     while not server.started and not serving.done():
-        await asyncio.sleep(_LOOK_S)
+        await asyncio.sleep(_START_POLL_S)
     if not server.started:
         await serving
         return ExitCode.CRASH
-    end = _End()
+    signals = _StopSignals()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):  # after uvicorn has set its own handlers, which drain nothing
-        loop.add_signal_handler(number, end.on_signal)
+        loop.add_signal_handler(number, signals.on_signal)
     gc.collect()
     gc.freeze()  # what was loaded stays: no need to look through it again
     gc.set_threshold(GC_THRESHOLD)
-    alive = asyncio.create_task(_turn(front_end, end, on_turn, parent))
-    stopping = asyncio.create_task(end.wait())
+    alive = asyncio.create_task(_watch_process(front_end, signals, on_turn, parent))
+    stopping = asyncio.create_task(signals.wait())
     await asyncio.wait([serving, stopping], return_when=asyncio.FIRST_COMPLETED)
     on_turn(True)
     draining = asyncio.create_task(front_end.drain(config.engine.drain_timeout_s))
-    aborted = asyncio.create_task(end.wait(2))
+    aborted = asyncio.create_task(signals.wait(2))
     await asyncio.wait([serving, draining, aborted], return_when=asyncio.FIRST_COMPLETED)
     server.should_exit = True
     with contextlib.suppress(asyncio.CancelledError):
@@ -175,11 +176,11 @@ async def _serve(
     for task in (alive, stopping, draining, aborted):
         task.cancel()
     await asyncio.gather(alive, stopping, draining, aborted, return_exceptions=True)
-    return ExitCode.ABORTED if end.num_signals > 1 else ExitCode.OK
+    return ExitCode.ABORTED if signals.num_signals > 1 else ExitCode.OK
 
 
-class _End:
-    """Counts the signals to stop."""
+class _StopSignals:
+    """Counts SIGTERM and SIGINT."""
 
     def __init__(self) -> None:
         self.num_signals = 0
@@ -195,11 +196,13 @@ class _End:
             await self._changed.wait()
 
 
-async def _turn(front_end: WebsocketFrontEnd, end: _End, on_turn: Callable[[bool], None], parent: int) -> None:
-    """For ever: show that the event loop turns, and end with the parent."""
+async def _watch_process(
+    front_end: WebsocketFrontEnd, signals: _StopSignals, on_turn: Callable[[bool], None], parent: int
+) -> None:
+    """Report forever that the event loop runs, and stop when the parent process ends."""
     while True:
         front_end.beat()
-        on_turn(end.num_signals > 0)
-        if parent and os.getppid() != parent and not end.num_signals:
-            end.on_signal()
+        on_turn(signals.num_signals > 0)
+        if parent and os.getppid() != parent and not signals.num_signals:
+            signals.on_signal()
         await asyncio.sleep(TURN_S)

@@ -21,7 +21,7 @@ from frontends.common.quotas import Quotas
 from frontends.common.resumable.metadata import unpack_metadata
 from frontends.common.resumable.registry import Registry
 from frontends.common.resumable.request_log import ChoiceLog, RequestLog
-from frontends.websocket.choice_writer import ChoiceWriter, ChoiceOptions
+from frontends.websocket.choice_writer import ChoiceOptions, ChoiceWriter
 from frontends.websocket.frames import Generate, Resume
 from frontends.websocket.generate_params import Told, make_note, read_asked, told_by
 from frontends.websocket.send_channel import SendChannel
@@ -87,8 +87,8 @@ class SocketRequest:
         caller: Caller,
         before_last_frame: Callable[[], None],
     ) -> None:
-        """`before_last_frame` is called before the last frame, maybe repeatedly. It frees quotas, so that a client that has
-        read the last frame can start its next request."""
+        """`before_last_frame` is called before the last frame, maybe repeatedly. It frees quotas, so that a client can
+        start its next request when it has read the last frame."""
         self.frame = frame
         self.before_last_frame = before_last_frame
         self._caller, self._key = caller, caller.key
@@ -112,7 +112,7 @@ class SocketRequest:
             self._log.cancel()
 
     async def run(self) -> None:
-        """Serve the request to its last done frame. Raises InferEngineError when it fails as a whole; nothing runs on then."""
+        """Serve the request to its last done frame. Raises InferEngineError when it fails as a whole, and stops it."""
         caller, tracing = self._caller, self._services.tracing
         if tracing is not None:
             self._span = RequestSpan(tracing, self.frame, caller.path, caller.address, caller.traceparent)
@@ -162,8 +162,8 @@ class SocketRequest:
             self._services.registry.leave(self._log, forget=refused)
 
     def _claim(self, log: RequestLog) -> None:
-        """Check that a resumed request belongs to this tenant. Raises not_found otherwise; the request is not disturbed."""
-        self._is_ours = read_note(log.note).tenant == self._key.tenant
+        """Check that a resumed request belongs to this tenant. Raises not_found otherwise, without disturbing it."""
+        self._is_ours = unpack_metadata(log.note).tenant == self._key.tenant
         if not self._is_ours:
             raise InferEngineError("not_found", "There is no such request.", field="request_id")
         if isinstance(self.frame, Resume):

@@ -74,7 +74,7 @@ class SendChannel:
         return self._window
 
     def acknowledge(self, num_frames: int) -> None:
-        """Record that the client has handled `num_frames` output frames in all. Raises InvalidRequest for more than sent."""
+        """Record that the client has handled `num_frames` output frames in all. Raises InvalidRequest for too many."""
         if num_frames > self._num_output:
             raise InvalidRequest("frames", f"only {self._num_output} delta and done frames were sent")
         self._num_acknowledged = max(self._num_acknowledged, num_frames)

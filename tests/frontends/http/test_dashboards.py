@@ -134,7 +134,7 @@ def test_the_engine_serves_its_own_figures_without_a_front_end(engine: EngineSer
 
 def test_the_websocket_front_end_serves_them_too(engine: EngineService, text: str) -> None:
     with serving(address_of(engine)) as server:
-        wait_until(lambda: server.front_end.view.engine_state == "READY")
+        wait_until(lambda: server.front_end.engine_state.state == "READY")
         with open_socket(server):
             found = httpx.get(f"{server.url}/metrics").text
             assert series(found) >= PUBLISHED | OWN | OF_SOCKETS

@@ -127,7 +127,7 @@ def serving(engine: ScriptedEngine | str, port: int = 0, **sections: Any) -> Ite
     server.start()
     try:
         if isinstance(engine, ScriptedEngine):
-            wait_until(lambda: server.front_end.view.engine_state == "READY")
+            wait_until(lambda: server.front_end.engine_state.state == "READY")
             wait_until(lambda: _knows_model(server.front_end))  # no news of that comes between a test's frames
         yield server
     finally:
@@ -135,7 +135,7 @@ def serving(engine: ScriptedEngine | str, port: int = 0, **sections: Any) -> Ite
 
 
 def _knows_model(front_end: WebsocketFrontEnd) -> bool:
-    model = front_end.view.facts()["model"]
+    model = front_end.engine_state.describe()["model"]
     return model is not None and model["chat"] is not None
 
 

@@ -23,7 +23,7 @@ def engine():
 @pytest.fixture
 def server(engine):
     with serving(address_of(engine)) as server:
-        wait_until(lambda: server.front_end.view.engine_state == "READY")
+        wait_until(lambda: server.front_end.engine_state.state == "READY")
         yield server
 
 
@@ -86,12 +86,12 @@ def test_a_stream_cut_many_times_is_the_stream_never_cut(engine, server, seed):
 def test_a_front_end_that_dies_loses_no_generation(engine):
     reading, uncut = Reading(), {"max_tokens": 120, "seed": 3}
     with serving(address_of(engine)) as server:
-        wait_until(lambda: server.front_end.view.engine_state == "READY")
+        wait_until(lambda: server.front_end.engine_state.state == "READY")
         with open_socket(server) as client:
             client.generate("r1", "the quick", params=uncut, detached=True)
             take(client, reading, 12)
     with serving(address_of(engine)) as server:
-        wait_until(lambda: server.front_end.view.engine_state == "READY")
+        wait_until(lambda: server.front_end.engine_state.state == "READY")
         with open_socket(server) as client:
             client.send(
                 type="resume", id="r1", request_id=reading.accepted["request_id"], cursors=[reading.cursors[0]],
@@ -160,7 +160,7 @@ def test_an_answer_in_a_format():
         run_service(card=replace(make_card(), eos_token_ids=(1,))) as engine,
         serving(address_of(engine)) as server,
     ):
-        wait_until(lambda: server.front_end.view.engine_state == "READY")
+        wait_until(lambda: server.front_end.engine_state.state == "READY")
         with open_socket(server) as client:
             client.generate("a", response_format=wanted, params={"max_tokens": 400})
             reading = client.read("a")["a"]

@@ -30,7 +30,7 @@ def server(engine, tmp_path_factory):
     )
     sections = {"auth": {"keys_file": str(file)}, "ws": {"max_sockets": 4}}
     with serving(address_of(engine), **sections) as server:
-        wait_until(lambda: server.front_end.view.engine_state == "READY")
+        wait_until(lambda: server.front_end.engine_state.state == "READY")
         yield server
 
 
@@ -103,4 +103,4 @@ def test_another_tenant_s_request_is_not_there(engine, server):
 def test_sockets_are_limited(server):
     with by_header(server, ALICE), by_header(server, ALICE), by_header(server, ALICE), by_header(server, ALICE):
         assert refused(server, additional_headers={"Authorization": f"Bearer {ALICE}"}) == 503
-    wait_until(lambda: not server.front_end._connections)
+    wait_until(lambda: not server.front_end._socket.connections)

@@ -200,7 +200,7 @@ def test_a_named_tool_is_called_with_arguments_of_its_schema():
         run_service(card=replace(make_card(), eos_token_ids=(1,))) as engine,
         serving(address_of(engine)) as server,
     ):
-        wait_until(lambda: server.front_end.view.engine_state == "READY")
+        wait_until(lambda: server.front_end.engine_state.state == "READY")
         with open_socket(server) as client:
             named = {"type": "function", "function": {"name": "weather"}}
             reading = ask_and_read(client, tools=TOOLS, tool_choice=named, params={"max_tokens": 400})

@@ -204,7 +204,7 @@ def test_a_restarted_engine_is_told_as_such(tmp_path):
         error = client.until("error")["error"]
         assert (error["code"], error["retryable"]) == ("engine_restarted", True)
         engine.release()
-        wait_until(lambda: server.front_end.view.engine_state == "READY")
+        wait_until(lambda: server.front_end.engine_state.state == "READY")
         client.generate("r2")
         assert client.read("r2")["r2"].done[0]["finish_reason"] == "stop"
 

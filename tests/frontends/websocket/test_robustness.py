@@ -29,7 +29,7 @@ def engine():
 @pytest.fixture(scope="module")
 def server(engine):
     with serving(address_of(engine), ws={"max_sockets": 400}) as server:
-        wait_until(lambda: server.front_end.view.engine_state == "READY")
+        wait_until(lambda: server.front_end.engine_state.state == "READY")
         yield server
 
 
@@ -59,7 +59,7 @@ def one_life(server, draw):
 
 
 def is_left_by_all(server):
-    return not server.front_end._connections and not server.front_end._desk.registry._logs
+    return not server.front_end._socket.connections and not server.front_end._services.registry._logs
 
 
 def test_comings_and_goings_leave_no_block_file_task_or_log(tmp_path):
@@ -68,7 +68,7 @@ def test_comings_and_goings_leave_no_block_file_task_or_log(tmp_path):
         run_service(step_s=0.002) as engine,
         serving(address_of(engine), wire={"resume_ttl_s": 0.2}) as server,
     ):
-        wait_until(lambda: server.front_end.view.engine_state == "READY")
+        wait_until(lambda: server.front_end.engine_state.state == "READY")
         for _ in range(20):
             one_life(server, draw)
         wait_until(lambda: is_left_by_all(server))
@@ -90,14 +90,14 @@ def test_idle_sockets_hold_nobody_up(server):
             connection = socket.create_connection(("127.0.0.1", server.port))
             connection.sendall(HANDSHAKE.encode())
             idle.append(connection)
-        wait_until(lambda: len(server.front_end._connections) == 300)
+        wait_until(lambda: len(server.front_end._socket.connections) == 300)
         with open_socket(server) as client:
             client.generate(params={"max_tokens": 20})
             assert client.read("r1")["r1"].done[0]["usage"]["completion_tokens"] == 20
     finally:
         for connection in idle:
             connection.close()
-    wait_until(lambda: not server.front_end._connections)
+    wait_until(lambda: not server.front_end._socket.connections)
 
 
 def test_a_crowd_that_asks_at_once_is_served_whole(engine, server):

@@ -72,7 +72,7 @@ def test_a_reader_that_never_acknowledges_is_closed_and_its_requests_end(tmp_pat
         client.generate()
         assert client.until("error")["error"]["code"] == "client_stalled"
         engine.wait_for(lambda: engine.cancelled == [engine.submits[0].id])
-        wait_until(lambda: server.front_end.num_answers == 0)
+        wait_until(lambda: server.front_end.num_requests == 0)
 
 
 def test_a_socket_that_reads_nothing_holds_no_memory_and_disturbs_nobody(tmp_path):

@@ -42,7 +42,7 @@ def house() -> Iterator[tuple[Server, Take]]:
         run_service(step_s=0.002, tracing=Tracing(provider)) as engine,
         serving(address_of(engine), tracing=Tracing(provider)) as server,
     ):
-        wait_until(lambda: server.front_end.view.engine_state == "READY")
+        wait_until(lambda: server.front_end.engine_state.state == "READY")
         yield server, take
 
 

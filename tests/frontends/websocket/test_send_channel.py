@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from frontends.websocket.codec import JsonCodec
-from frontends.websocket.send_channel import Channel
+from frontends.websocket.send_channel import SendChannel
 from inferengine.errors import InvalidRequest
 
 
@@ -14,14 +14,14 @@ async def nowhere(data: bytes) -> None:
 
 
 def test_a_late_acknowledgement_takes_nothing_back() -> None:
-    channel = Channel(nowhere, JsonCodec(), most_window=8, stall_limit_s=1.0)
+    channel = SendChannel(nowhere, JsonCodec(), max_window=8, stall_limit_s=1.0)
     assert channel.open_window(2) == 2
     head = channel.delta_head("r1", 0)
     for cursor in (1, 2):
         channel.delta(head, cursor, "a")
-    assert channel.is_braked
+    assert channel.is_full
     channel.acknowledge(2)
     channel.acknowledge(0)
-    assert not channel.is_braked
+    assert not channel.is_full
     with pytest.raises(InvalidRequest):
         channel.acknowledge(3)
