@@ -44,7 +44,7 @@ def live(scheduler: Scheduler, num_requests: int) -> None:
         while added < num_requests and len(scheduler.waiting) < 64:
             added += 1
             add(scheduler, -added, max_tokens=2, prompt_length=32)
-        scheduled = scheduler.schedule(0.0)
+        scheduled = scheduler.schedule(0.0).step
         assert scheduled is not None
         scheduler.commit(scheduled, StepResult([5] * len(scheduled.sampled)), 0.0)
 
@@ -62,7 +62,7 @@ def measure(running: int, *, steps: int, lifetime: int | None, aged: int = 0) ->
     finished = 0
     for step in range(steps + 20):
         begin = time.thread_time()
-        scheduled = scheduler.schedule(0.0)
+        scheduled = scheduler.schedule(0.0).step
         assert scheduled is not None
         middle = time.thread_time()
         result = StepResult([5 + step % 1000] * len(scheduled.sampled))

@@ -63,7 +63,7 @@ class TokenRules:
         self.fields = restricting_fields(params)
         self.num_before = max((len(before) for before, _ in self._words), default=0)  # tokens that `left` looks back
 
-    def left(self, mask: int, num_output: int, before: SequenceOf[int]) -> int:
+    def allowed(self, mask: int, num_output: int, before: SequenceOf[int]) -> int:
         """Of the tokens in `mask`, those that may come now. `before`: the last tokens of the output, num_before if
         there are as many."""
         mask &= self._allowed & ~self._never

@@ -54,7 +54,6 @@ class Sequence:
         "num_cached",
         "num_computed",
         "num_drafted",
-        "num_fresh",
         "num_inflight",
         "num_preemptions",
         "num_prompt",
@@ -87,7 +86,7 @@ class Sequence:
         self.capacity = 0  # tokens that the allocated blocks hold
         self.block_hashes: list[bytes] = []  # chained hash of each full, computed block
         self.next_hash_at = 0  # number of computed tokens at which the next block is full; set by the KV manager
-        self.next_check_at = 0  # number of tokens below which a committed token needs no second look
+        self.next_check_at = 0  # number of tokens from which on a committed token has to be checked; 0: always
         self.status = SequenceStatus.WAITING
         self.grammar: Grammar | None = None  # compiled, at the end of `tokens`
         self.rules = token_rules(request.params, self.stop_ids) if request.grammar is not None else None
@@ -99,7 +98,6 @@ class Sequence:
         self.num_drafted = 0  # guesses verified
         self.num_accepted = 0  # of them right
         self.num_cached = 0  # prompt tokens found in the prefix cache when first admitted
-        self.num_fresh = 0  # tokens appended by the commit under way
         self.num_preemptions = 0
         self.num_unexplained_failures = (
             0  # failed steps that it had a row in and that no single request was to blame for
@@ -126,10 +124,6 @@ class Sequence:
     @property
     def num_output(self) -> int:
         return len(self.tokens) - self.num_prompt
-
-    @property
-    def output_ids(self) -> list[int]:
-        return self.tokens[self.num_prompt :]
 
     def __repr__(self) -> str:
         return (

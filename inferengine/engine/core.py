@@ -102,8 +102,9 @@ class EngineCore:
         expired = self._expire(now) if self._deadlines else []
         if self._in_flight and self.scheduler.wants_results(self._in_flight[-1][0]):
             return self._collect(expired)
-        scheduled = self.scheduler.schedule(now)
-        expired += self.scheduler.take_rejected()
+        planned = self.scheduler.schedule(now)
+        scheduled = planned.step
+        expired += planned.rejected
         failed: list[Finished] = []
         if scheduled is not None:
             if not self._in_flight and (self._was_idle or self.executor.max_in_flight == 1):

@@ -107,7 +107,7 @@ def test_what_a_step_loses_by_waiting_is_part_of_what_guesses_cost() -> None:
     while core.has_work:
         device.now += HOST_S
         core.step()
-    cost = core.scheduler._planner.drafts.cost.estimate(1)
+    cost = core.scheduler.speculator.controller.cost.estimate(1)
     assert cost is not None
     assert cost.plain_s == pytest.approx(STEP_S)
     assert cost.fixed_s + cost.slope_s == pytest.approx(2 * HOST_S, rel=0.5)  # the calls that collect and that launch

@@ -57,7 +57,7 @@ MUTATIONS: dict[str, tuple[Any, str, Callable[[Wrap], Wrap]]] = {
     "an evicted prefix is still found": (
         PrefixCache,
         "evict",
-        lambda evict: lambda self, block: next((d for d, b in self._blocks.items() if b == block), b""),
+        lambda evict: lambda self, block: next((d for d, b in self._block_by_hash.items() if b == block), b""),
     ),
     "a prefix is offered before it is computed": (
         KVCacheManager,

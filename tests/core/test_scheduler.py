@@ -15,7 +15,7 @@ OVERLAP = pytest.mark.parametrize("max_in_flight", [1, 2])
 def test_a_short_prompt_and_its_first_token_take_one_step() -> None:
     scheduler = make_scheduler()
     scheduler.add(make_request(prompt=6))
-    scheduled = scheduler.schedule(0.0)
+    scheduled = scheduler.schedule(0.0).step
     assert scheduled is not None
     assert (scheduled.plan.starts, scheduled.plan.counts, scheduled.plan.samples) == ([0], [6], [True])
 
@@ -25,7 +25,7 @@ def test_a_long_prompt_is_cut_to_the_budget_and_samples_only_at_its_end() -> Non
     scheduler.add(make_request(prompt=25))
     chunks = []
     for _ in range(3):
-        scheduled = scheduler.schedule(0.0)
+        scheduled = scheduler.schedule(0.0).step
         assert scheduled is not None
         chunks.append((scheduled.plan.starts[0], scheduled.plan.counts[0], scheduled.plan.samples[0]))
     assert chunks == [(0, 10, False), (10, 10, False), (20, 5, True)]
@@ -36,7 +36,7 @@ def test_decodes_come_before_chunks_and_share_one_step() -> None:
     run.step()
     run.submit(make_request(2, prompt=30))
     run.step()
-    scheduled = run.scheduler.schedule(0.0)
+    scheduled = run.scheduler.schedule(0.0).step
     assert scheduled is not None
     assert [sequence.uid for sequence in scheduled.rows] == [1, 2]
     assert scheduled.plan.num_decodes == 1
@@ -47,7 +47,7 @@ def test_a_step_never_exceeds_its_budget_of_tokens_and_sequences() -> None:
     scheduler = make_scheduler(make_capacity(max_num_seqs=3), budget=9)
     for uid in range(1, 8):
         scheduler.add(make_request(uid, prompt=4))
-    scheduled = scheduler.schedule(0.0)
+    scheduled = scheduler.schedule(0.0).step
     assert scheduled is not None
     assert scheduled.plan.counts == [4, 4, 1]
     assert len(scheduler.running) == 3
@@ -57,7 +57,7 @@ def test_without_chunking_a_prompt_waits_for_a_step_that_takes_it_whole() -> Non
     scheduler = make_scheduler(budget=10, chunked_prefill=False)
     scheduler.add(make_request(1, prompt=6))
     scheduler.add(make_request(2, prompt=6))
-    first = scheduler.schedule(0.0)
+    first = scheduler.schedule(0.0).step
     assert first is not None
     assert first.plan.counts == [6]
 
@@ -66,7 +66,7 @@ def test_prefill_chunk_caps_each_prompt_so_that_two_share_a_step() -> None:
     scheduler = make_scheduler(budget=20, prefill_chunk=8)
     scheduler.add(make_request(1, prompt=30))
     scheduler.add(make_request(2, prompt=30))
-    scheduled = scheduler.schedule(0.0)
+    scheduled = scheduler.schedule(0.0).step
     assert scheduled is not None
     assert scheduled.plan.counts == [8, 8]
 

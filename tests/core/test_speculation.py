@@ -183,7 +183,7 @@ def test_what_a_draft_model_reads_to_catch_up_is_not_taken_for_the_cost_of_guess
     run.core.executor = executor = ReadingDraft(run.capacity)
     executor.timed = run
     run.submit(make_request(1, prompt=50, max_tokens=300))
-    control = run.scheduler._planner.drafts
+    control = run.scheduler.speculator.controller
     control.begin(1)
     control._load(1).resume_at = 150  # guessing pauses for half of the output: there is much to read then
     run.to_end()

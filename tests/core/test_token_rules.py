@@ -26,18 +26,18 @@ def test_without_such_fields_there_are_no_rules() -> None:
 
 
 def test_each_field_takes_its_tokens_away() -> None:
-    assert rules(allowed_token_ids=(3, 5)).left(ALL, 0, ()) == bits([3, 5])
-    assert rules(bad_words_ids=((3,), (5,))).left(bits([3, 5, 7]), 0, ()) == bits([7])
-    assert rules(min_tokens=2).left(bits([1, 2]), 1, (9,)) == bits([2])
-    assert rules(min_tokens=2).left(bits([1, 2]), 2, (9, 9)) == bits([1, 2])
+    assert rules(allowed_token_ids=(3, 5)).allowed(ALL, 0, ()) == bits([3, 5])
+    assert rules(bad_words_ids=((3,), (5,))).allowed(bits([3, 5, 7]), 0, ()) == bits([7])
+    assert rules(min_tokens=2).allowed(bits([1, 2]), 1, (9,)) == bits([2])
+    assert rules(min_tokens=2).allowed(bits([1, 2]), 2, (9, 9)) == bits([1, 2])
 
 
 def test_a_word_of_several_tokens_forbids_its_last_where_the_others_came() -> None:
     made = rules(bad_words_ids=((4, 5, 6), (2, 6, 8)))
     assert made.num_before == 2
-    assert made.left(bits([6]), 2, (4, 5)) == 0
-    assert made.left(bits([6]), 2, (5, 5)) == bits([6])
-    assert made.left(bits([6]), 1, (5,)) == bits([6])
+    assert made.allowed(bits([6]), 2, (4, 5)) == 0
+    assert made.allowed(bits([6]), 2, (5, 5)) == bits([6])
+    assert made.allowed(bits([6]), 1, (5,)) == bits([6])
 
 
 def test_the_message_names_the_fields() -> None:

@@ -115,12 +115,12 @@ class Company:
 
 def guess_at_random(llm: LLM, seed: int) -> None:
     """Guesses in most steps, of any number for each request, whatever they cost and however often they were wrong."""
-    draw, control = random.Random(seed), llm.core.scheduler._planner.drafts
+    draw, control = random.Random(seed), llm.core.scheduler.speculator.controller
 
     def choose(offers: Mapping[Sequence, int], num_rows: int, *, on_device: bool) -> dict[Sequence, int]:
         return {sequence: draw.randint(0, most) for sequence, most in offers.items()}
 
-    control.awake = lambda num_rows: num_rows > 0  # type: ignore[method-assign]
+    control.is_active = lambda num_rows: num_rows > 0  # type: ignore[method-assign]
     control.begin = lambda num_rows, num_steps=1: num_rows > 0 and draw.random() < 0.7  # type: ignore[method-assign]
     control.is_due = lambda sequence, num_tokens: True  # type: ignore[method-assign]
     control.length = lambda sequence: control.max_drafts  # type: ignore[method-assign]

@@ -76,18 +76,8 @@ class KVCacheManager:
 
     # -- questions ---------------------------------------------------------------------------------------------------
 
-    @property
-    def num_tokens_total(self) -> int:
-        """Tokens that the smallest full group can hold: the longest sequence that could ever run."""
-        full = [group.num_blocks for group in self.groups if group.window is None]
-        return min(full or [group.num_blocks for group in self.groups]) * self.block_size
-
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
-
-    def could_ever_hold(self, num_tokens: int) -> bool:
-        """Whether a sequence of this length fits an empty pool."""
-        return all(self.blocks_needed(group, num_tokens) <= group.num_blocks for group in self.groups)
 
     def blocks_needed(self, group: KVGroup, num_tokens: int) -> int:
         """The most blocks that a sequence of this length holds at one time in this group."""

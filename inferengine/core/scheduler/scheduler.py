@@ -1,4 +1,4 @@
-"""Scheduler: the core behind one door. It plans steps, takes their results, and says what came of them.
+"""Scheduler: plans steps, takes their results, and says what came of them. The only interface of the core's state.
 
 Overlap: `schedule` may be called again before `commit` of the step before. `num_computed` and `num_inflight` advance
 when a step is planned, tokens are appended when it is committed. A sequence that turns out to have stopped may have one
@@ -9,16 +9,15 @@ order: the next writer comes after the last reader.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence as SequenceOf
 from typing import NamedTuple
 
 from inferengine.core.constraints import Grammar, TokenRules, token_rules
 from inferengine.core.executor import Capacity
-from inferengine.core.kv_cache.manager import KVCacheManager
 from inferengine.core.request import Request
-from inferengine.core.scheduler.fault_isolation import FaultIsolationQueue
-from inferengine.core.scheduler.planner import Planner
-from inferengine.core.scheduler.scheduler_state import SchedulerOptions, SchedulerState, WaitingForks
-from inferengine.core.scheduler.scheduler_stats import SchedulerSnapshot, SchedulerStats
+from inferengine.core.scheduler.planner import PlannedStep, Planner
+from inferengine.core.scheduler.scheduler_state import SchedulerOptions, SchedulerState
+from inferengine.core.scheduler.scheduler_stats import SchedulerSnapshot
 from inferengine.core.scheduler.step_builder import ScheduledStep
 from inferengine.core.sequence import (
     GRAMMAR_COMPLETE,
@@ -31,6 +30,7 @@ from inferengine.core.sequence import (
     stop_reason,
 )
 from inferengine.core.speculation.proposers import Proposer
+from inferengine.core.speculation.speculator import Speculator
 from inferengine.core.step_plan import StepResult, TokenLogprobs
 from inferengine.errors import InferEngineError, InvalidRequest
 
@@ -38,8 +38,8 @@ __all__ = ["ScheduledStep", "Scheduler", "SchedulerOptions", "StepOutput"]
 
 
 class StepOutput(NamedTuple):
-    """News of one step in columns: token_ids[i] came for uids[i]. A uid appears once for each of its tokens, in their
-    order. Equal `layout` means the very same `uids`."""
+    """The new tokens of one step in columns: token_ids[i] came for uids[i]. A uid appears once for each of its tokens,
+    in their order. Equal `layout` means the very same `uids`."""
 
     step: int
     uids: list[int]
@@ -57,46 +57,38 @@ class Scheduler:
     def __init__(self, capacity: Capacity, options: SchedulerOptions, proposer: Proposer | None = None) -> None:
         self.capacity = capacity
         self.options = options
-        self._roster = SchedulerState(capacity, options)
+        self.state = state = SchedulerState(capacity, options)
+        self.kv = state.kv
+        self.sequences = state.sequences
+        self.running = state.running
+        self.waiting = state.waiting
+        self.forks = state.forks
+        self.stats = state.stats
+        self.speculator = Speculator(
+            proposer if options.max_drafts and not options.max_num_decodes else None,
+            state.kv,
+            state.running,
+            max_drafts=options.max_drafts,
+            max_running=options.max_running_to_draft,
+            max_num_batched_tokens=options.max_num_batched_tokens,
+        )
+        self._planner = Planner(state, capacity, options, self.speculator)
         self._prompt_logprobs: dict[int, list[TokenLogprobs]] = {}  # by uid, until the prompt is computed
-        self._starved: dict[int, int] = {}  # by uid: after so many guesses of this step no token is left
-        self._planner = Planner(self._roster, capacity, options, proposer)
-        self._max_running_to_force = options.max_running_to_force
-        self.kv: KVCacheManager = self._roster.kv
-
-    @property
-    def waiting(self) -> FaultIsolationQueue:
-        return self._roster.waiting
-
-    @property
-    def forks(self) -> WaitingForks:
-        return self._roster.forks
-
-    @property
-    def running(self) -> list[Sequence]:
-        return self._roster.running
-
-    @property
-    def sequences(self) -> dict[int, Sequence]:
-        return self._roster.sequences
-
-    @property
-    def stats(self) -> SchedulerStats:
-        return self._roster.stats
+        self._starved: dict[int, int] = {}  # by uid: after so many draft tokens of this step no token is allowed
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
     def add(self, request: Request) -> Sequence:
-        """Queue an accepted request. It fits the empty pool: admission has seen to that."""
-        return self._roster.add(request)
+        """Queue an accepted request. It fits the empty pool: admission has checked that."""
+        return self.state.add(request)
 
     def grammar_ready(self, uid: int, grammar: Grammar) -> None:
-        """The grammar that a request waits for is compiled."""
-        self._roster.grammar_ready(uid, grammar)
+        """Queue a request whose grammar is compiled."""
+        self.state.grammar_ready(uid, grammar)
 
     def end_if_complete(self, uid: int, now: float) -> Finished | None:
-        """End a request that came with output of before if that output is all of it: its end alone was lost."""
-        sequence = self._roster.sequences.get(uid)
+        """End a resumed request if the output that it came with is complete. None: it continues."""
+        sequence = self.sequences.get(uid)
         if sequence is None or not sequence.num_output:
             return None
         ended = stop_reason(sequence, sequence.tokens[-1])
@@ -106,33 +98,33 @@ class Scheduler:
 
     def cancel(self, uid: int, reason: str, detail: FinishDetail, now: float) -> Finished | None:
         """End a request in whatever state it is; its blocks are free on return. None: there is no such request."""
-        sequence = self._roster.sequences.get(uid)
+        sequence = self.sequences.get(uid)
         return None if sequence is None else self._finish(sequence, reason, detail, now)
 
     @property
     def has_unfinished(self) -> bool:
-        return bool(self._roster.sequences)
+        """Whether any request has not ended."""
+        return bool(self.sequences)
 
     # -- a step ------------------------------------------------------------------------------------------------------
 
-    def schedule(self, now: float) -> ScheduledStep | None:
-        """Plan the next step, or None when nothing can be computed now (idle, or all wait for tokens under way)."""
-        if self._roster.waiting.is_isolating:
-            for sequence in self._roster.waiting.next_trial():
-                self._roster.wait_again(sequence)
+    def schedule(self, now: float) -> PlannedStep:
+        """Plan the next step."""
+        if self.waiting.is_isolating:
+            for sequence in self.waiting.next_trial():
+                self.state.wait_again(sequence)
         return self._planner.plan(now)
 
     def wants_results(self, last: ScheduledStep) -> bool:
         """Whether the steps under way should be committed before the next one is planned."""
-        return self._roster.waiting.is_isolating or self._planner.wants_results(last)
+        return self.waiting.is_isolating or self._planner.wants_results(last)
 
-    def take_rejected(self) -> list[Finished]:
-        """Requests that `schedule` ended under pressure since the last call."""
-        rejected, self._planner.rejected = self._planner.rejected, []
-        return rejected
+    def observe(self, scheduled: ScheduledStep, duration_s: float) -> None:
+        """Learn from the time that the device took for a step that is not committed yet."""
+        self._planner.observe(scheduled, duration_s)
 
     def fill_masks(self, scheduled: ScheduledStep, now: float) -> tuple[bytearray, list[Finished]]:
-        """The masks that the draws in `plan.masked` wait for, and the requests whose grammar failed meanwhile."""
+        """Return the masks of the draws in `plan.masked`, in order, and the requests that their grammar ended."""
         words = -(-self.capacity.vocab_size // 32)
         masks = bytearray(b"\xff") * (4 * words * len(scheduled.plan.masked))
         rows = memoryview(masks)
@@ -143,15 +135,15 @@ class Scheduler:
             grammar = sequence.grammar
             if grammar is None or not scheduled.plan.samples[plan_row]:
                 continue
-            drafts = scheduled.drafts.get(plan_row, [])
-            own = range(row, row + 1 + len(drafts))
-            row = own.stop
+            drafts = scheduled.draft_tokens.get(plan_row, [])
+            draws = range(row, row + 1 + len(drafts))
+            row = draws.stop
             if sequence.status is SequenceStatus.FINISHED:
                 continue
             try:
-                for index, mask_row in enumerate(own):
+                for index, mask_row in enumerate(draws):
                     if index and grammar.is_terminated():
-                        continue  # after the last guess nothing can follow: this draw will be dropped
+                        continue  # the draft ends the output: this draw will be dropped
                     mask = rows[mask_row * 4 * words : (mask_row + 1) * 4 * words]
                     grammar.fill_bitmask(mask)
                     if sequence.rules is not None and not self._leaves_some(sequence, mask, drafts[:index]):
@@ -163,54 +155,56 @@ class Scheduler:
                 grammar.rollback(len(drafts))
             except InferEngineError as error:
                 failed.append(self._finish(sequence, *refusal(error), now))
-            except Exception as error:  # a grammar library may fail in any way; it concerns this request alone
+            except Exception as error:  # whatever a grammar library raises concerns this request alone
                 message = f"Following the grammar failed: {type(error).__name__}."
                 failed.append(self._finish(sequence, "error", ("engine_error", message), now))
         self._starved = starved
         return masks, failed
 
     def commit(self, scheduled: ScheduledStep, result: StepResult, now: float) -> StepOutput:
-        """Append the tokens of a finished step, end what stopped, and offer full blocks of outputs for reuse: those of
-        prompts have been since the step was planned."""
-        plan, kv = scheduled.plan, self.kv
-        if result.prompt_logprobs:
-            self._keep_prompt_logprobs(scheduled, result.prompt_logprobs)
-        finished: list[Finished] = []
-        for row, failure in (result.failed_rows or {}).items():
-            sequence = scheduled.rows[row]
-            if sequence.status is not SequenceStatus.FINISHED:
-                kv.forget(sequence, plan.starts[row])
-                finished.append(self._finish(sequence, "error", self._cause(sequence, failure), now))
-        if plan.pooled:
-            finished += self._finish_pooled(scheduled, result, now)
-        if plan.masked or scheduled.drafts:
-            return self._commit_many(scheduled, result, finished, now)
-        uids, token_ids, layout = scheduled.uids, result.token_ids, scheduled.layout
-        dropped: set[int] | None = None
-        over = SequenceStatus.FINISHED
-        for sequence, token_id in zip(scheduled.sampled, token_ids, strict=True):
-            if sequence.status is over:
-                dropped = dropped or set()
-                dropped.add(sequence.uid)
-                continue
-            tokens = sequence.tokens
-            tokens.append(token_id)
-            sequence.num_inflight -= 1
-            if len(tokens) >= sequence.next_check_at or token_id in sequence.stop_ids:
-                stopped = self._look_at(sequence, token_id, now)
-                if stopped is not None:
-                    finished.append(self._finish(sequence, *stopped, now))
-        if dropped:
-            keep = [index for index, uid in enumerate(uids) if uid not in dropped]
-            uids, token_ids = [uids[i] for i in keep], [token_ids[i] for i in keep]
-            layout = self._planner.new_layout()
-        if (tenants := self.waiting.tenants) is not None:
-            tenants.charge_each(scheduled.sampled, scheduled.layout)
-        return self._output(scheduled, result, uids, token_ids, layout, finished)
+        """Append the tokens of a finished step, end what stopped, and offer full blocks of outputs for reuse.
 
-    def observe(self, scheduled: ScheduledStep, duration_s: float) -> None:
-        """How long the device took for a step that is not committed yet."""
-        self._planner.observe(scheduled, duration_s)
+        A row gives one token. It gives several with accepted draft tokens or where its grammar forces some, and none
+        if its sequence has ended since the step was planned. Full blocks of prompts are offered when a step is planned.
+        """
+        finished = self._finish_rows(scheduled, result, now)
+        drawn, several = result.token_ids, dict[int, list[int]]()
+        if scheduled.draft_tokens:
+            drawn, several = self._split_emitted(scheduled, result)
+        changed: dict[int, list[int]] = {}  # by uid: the tokens of rows that did not give exactly one
+        for sequence, token_id in zip(scheduled.sampled, drawn, strict=True):
+            tokens = sequence.tokens
+            if len(tokens) < sequence.next_check_at and token_id not in sequence.stop_ids:
+                tokens.append(token_id)
+                sequence.num_inflight -= 1
+                continue
+            if sequence.status is SequenceStatus.FINISHED:
+                changed[sequence.uid] = []
+                continue
+            sequence.num_inflight -= 1
+            before = len(tokens)
+            ended = self._append(sequence, several.get(sequence.uid, (token_id,)), now)
+            if len(tokens) != before + 1:
+                changed[sequence.uid] = tokens[before:]
+            if ended is not None:
+                finished.append(self._finish(sequence, *ended, now))
+        if (tenants := self.state.tenants) is not None:
+            tenants.charge_each(scheduled.sampled, scheduled.layout)
+        if not changed:
+            return self._output(scheduled, result, scheduled.uids, drawn, scheduled.layout, finished)
+        uids: list[int] = []
+        token_ids: list[int] = []
+        for sequence, token_id in zip(scheduled.sampled, drawn, strict=True):
+            new = changed.get(sequence.uid)
+            if new is None:
+                uids.append(sequence.uid)
+                token_ids.append(token_id)
+                continue
+            uids += [sequence.uid] * len(new)
+            token_ids += new
+            if tenants is not None and len(new) > 1:
+                tenants.charge(sequence, len(new) - 1)
+        return self._output(scheduled, result, uids, token_ids, self.state.new_layout(), finished)
 
     def fail(
         self,
@@ -220,21 +214,23 @@ class Scheduler:
         now: float,
         code: str = "engine_error",
     ) -> list[Finished]:
-        """A step did not give a result: end the requests of `rows`. The others have lost the step's work, so they start
-        over from their known tokens. With `rows` None no culprit is known: then it is looked for, and everything that
-        runs starts over (core/scheduler/fault_isolation.py).
+        """End the requests of `rows` of a step without a result; the others start over from their known tokens.
+
+        With `rows` None it is not known which request is at fault. Then everything that runs starts over, and fault
+        isolation looks for it (core/scheduler/fault_isolation.py).
 
         A step writes into blocks of its own rows alone. Those of its blocks that are in the prefix cache are in
-        `offered`: a decode's block is offered only when its step is committed. Whoever has adopted one since has a row
-        in a later step, which fails with this one."""
+        `offered`: a decode's block is offered only when its step is committed. A sequence that has adopted one since
+        has a row in a later step, which fails with this one.
+        """
         self.kv.withdraw(scheduled.offered)
         if rows is None:
-            blamed = self._accuse(scheduled)
+            at_fault = self._isolate(scheduled)
         else:
-            blamed = [sequence for row, sequence in enumerate(scheduled.rows) if row in rows]
+            at_fault = [sequence for row, sequence in enumerate(scheduled.rows) if row in rows]
         finished = [
             self._finish(sequence, "error", (code, message), now)
-            for sequence in dict.fromkeys(blamed)
+            for sequence in dict.fromkeys(at_fault)
             if sequence.status is not SequenceStatus.FINISHED
         ]
         for row, sequence in enumerate(scheduled.rows):
@@ -243,34 +239,35 @@ class Scheduler:
             if scheduled.plan.samples[row]:
                 sequence.num_inflight -= 1
             if sequence.status is SequenceStatus.RUNNING:
-                self._roster.wait_again(sequence)
+                self.state.wait_again(sequence)
             else:
-                self._roster.forget_host_copy(sequence)  # it lacks this step's KV
+                self.state.drop_host_copy(sequence)  # it lacks this step's KV
         for sequence in scheduled.swapped_out:
-            self._roster.forget_host_copy(sequence)  # it may never have been made
+            self.state.drop_host_copy(sequence)  # it may never have been made
         if rows is None:
-            for sequence in self._roster.running[::-1]:  # they had no row in it, and are to have none in a try
-                self._roster.wait_again(sequence)
-        self._planner.write_again(scheduled)
+            for sequence in self.running[::-1]:  # they had no row in the step, and must have none in a trial
+                self.state.wait_again(sequence)
+        self._resend_tokens(scheduled)
         return finished
 
     # -- questions ---------------------------------------------------------------------------------------------------
 
     def snapshot(self) -> SchedulerSnapshot:
-        roster, kv, drafts = self._roster, self.kv, self._planner.drafts
+        """Return the gauges of this moment."""
+        state, kv, drafts = self.state, self.kv, self.speculator.controller
         held = sum(pool.num_held for pool in kv.pools)
         cached = sum(pool.num_evictable for pool in kv.pools)
         return SchedulerSnapshot(
-            num_running=len(roster.running),
-            num_waiting=roster.num_waiting,
-            num_waiting_tokens=roster.waiting.num_tokens,
-            num_slots_held=roster.num_slots - len(roster.free_slots),
+            num_running=len(state.running),
+            num_waiting=state.num_waiting,
+            num_waiting_tokens=state.waiting.num_tokens,
+            num_slots_held=state.num_slots - len(state.free_slots),
             num_blocks=sum(pool.num_blocks for pool in kv.pools),
             num_blocks_held=held,
             num_blocks_cached=cached,
             num_blocks_free=sum(pool.num_free for pool in kv.pools) - cached,
             kv_usage=kv.usage,
-            num_tokens_held=sum(sequence.num_computed for sequence in roster.running) * len(kv.pools),
+            num_tokens_held=sum(sequence.num_computed for sequence in state.running) * len(kv.pools),
             block_size=self.capacity.block_size,
             num_evictions=kv.num_evictions,
             num_blocks_swapped_out=kv.swap.num_blocks_out,
@@ -284,121 +281,157 @@ class Scheduler:
         )
 
     def check(self) -> None:
-        """Invariants, for tests and for an idle engine. Raises RuntimeError."""
-        self._roster.check()
+        """Check the invariants, in tests and in an idle engine. Raises RuntimeError."""
+        self.state.check()
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
-    def _accuse(self, scheduled: ScheduledStep) -> list[Sequence]:
-        """Of a failed step without a culprit: who is to be ended for it."""
-        plan, suspects = scheduled.plan, []
-        ends: list[int] = []
-        for row, sequence in enumerate(scheduled.rows):
-            if sequence.status is SequenceStatus.RUNNING:  # who has given way meanwhile comes by itself
-                suspects.append(sequence)
-                ends.append(plan.starts[row] + (1 if row in scheduled.drafts else plan.counts[row]))
-        return self._roster.waiting.isolate(suspects, ends) if suspects else []
+    def _finish(self, sequence: Sequence, reason: str, detail: FinishDetail, now: float) -> Finished:
+        if self.speculator.proposer is not None:
+            self.speculator.proposer.forget(sequence)
+        return self.state.finish(sequence, reason, detail, now)
 
-    def _commit_many(
-        self, scheduled: ScheduledStep, result: StepResult, finished: list[Finished], now: float
-    ) -> StepOutput:
-        """As `commit`, for steps with guesses or grammars: a row may give several tokens."""
-        uids: list[int] = []
-        token_ids: list[int] = []
-        begin = 0
-        tenants = self.waiting.tenants
-        draws = (row for row, samples in enumerate(scheduled.plan.samples) if samples)
-        for index, row in enumerate(draws):
+    def _finish_rows(self, scheduled: ScheduledStep, result: StepResult, now: float) -> list[Finished]:
+        """End the requests that failed on the device or whose embedding is there; keep prompts' log-probabilities."""
+        if result.prompt_logprobs:
+            self._keep_prompt_logprobs(scheduled, result.prompt_logprobs)
+        finished: list[Finished] = []
+        for row, failure in (result.failed_rows or {}).items():
             sequence = scheduled.rows[row]
-            count = result.num_emitted[index] if result.num_emitted is not None else 1
-            new = result.token_ids[begin : begin + count]
-            begin += count
-            if sequence.status is SequenceStatus.FINISHED:
-                continue
-            sequence.num_inflight -= 1
-            if row in scheduled.drafts:
-                self._planner.drafts.observe(sequence, len(scheduled.drafts[row]), count - 1)
-                if sequence.status is SequenceStatus.RUNNING or sequence.host_tables is not None:
-                    sequence.num_computed = (
-                        scheduled.plan.starts[row] + count
-                    )  # the rest was computed for wrong guesses
-            try:
-                ended = self._append(sequence, new, now)
-                if ended is None and sequence.grammar is not None:
-                    ended = self._follow_grammar(sequence, now)
-            except InferEngineError as error:  # of a grammar, which a token has led to one of its limits
-                ended = refusal(error)
-            num_fresh, sequence.num_fresh = sequence.num_fresh, 0
-            if num_fresh:
-                uids += [sequence.uid] * num_fresh
-                token_ids += sequence.tokens[-num_fresh:]
-            if tenants is not None:
-                tenants.charge(sequence, num_fresh)
-            if ended is not None:
-                finished.append(self._finish(sequence, *ended, now))
-        return self._output(scheduled, result, uids, token_ids, self._planner.new_layout(), finished)
+            if sequence.status is not SequenceStatus.FINISHED:
+                self.kv.forget(sequence, scheduled.plan.starts[row])
+                finished.append(self._finish(sequence, "error", self._cause(sequence, failure), now))
+        if scheduled.plan.pooled:
+            finished += self._finish_pooled(scheduled, result, now)
+        return finished
 
-    def _append(self, sequence: Sequence, token_ids: list[int], now: float) -> tuple[str, FinishDetail] | None:
-        """Add tokens one by one until one ends the sequence. Returns how it ended."""
+    def _split_emitted(self, scheduled: ScheduledStep, result: StepResult) -> tuple[list[int], dict[int, list[int]]]:
+        """Settle the draft tokens of a step.
+
+        Returns the first token of each sampled row, and by uid all tokens of the rows that verified draft tokens.
+        """
+        plan = scheduled.plan
+        first: list[int] = []
+        several: dict[int, list[int]] = {}
+        begin = 0
+        draws = (row for row, samples in enumerate(plan.samples) if samples)
+        for index, row in enumerate(draws):
+            count = result.num_emitted[index] if result.num_emitted is not None else 1
+            first.append(result.token_ids[begin])
+            if row in scheduled.draft_tokens and scheduled.rows[row].status is not SequenceStatus.FINISHED:
+                sequence = scheduled.rows[row]
+                self.speculator.controller.observe(sequence, len(scheduled.draft_tokens[row]), count - 1)
+                if sequence.status is SequenceStatus.RUNNING or sequence.host_tables is not None:
+                    sequence.num_computed = plan.starts[row] + count  # the rest was computed for wrong draft tokens
+                several[sequence.uid] = result.token_ids[begin : begin + count]
+                sequence.next_check_at = 0
+            begin += count
+        return first, several
+
+    def _append(self, sequence: Sequence, token_ids: SequenceOf[int], now: float) -> tuple[str, FinishDetail] | None:
+        """Append the tokens of a row, and those that its grammar forces after them. Returns how the sequence ended."""
+        try:
+            ended = self._append_tokens(sequence, token_ids, now)
+            if ended is None and sequence.grammar is not None:
+                ended = self._append_forced(sequence, now)
+            return ended
+        except InferEngineError as error:  # the tokens have led the grammar to one of its limits
+            return refusal(error)
+
+    def _append_tokens(
+        self, sequence: Sequence, token_ids: SequenceOf[int], now: float
+    ) -> tuple[str, FinishDetail] | None:
+        """Append tokens one by one until one ends the sequence. Returns how it ended."""
+        grammar = sequence.grammar
         for token_id in token_ids:
-            grammar = sequence.grammar
             if grammar is not None and not grammar.accept(token_id):
                 return "error", ("engine_error", "A token came that the grammar does not allow.")
             sequence.tokens.append(token_id)
-            sequence.num_fresh += 1
-            if len(sequence.tokens) >= sequence.next_check_at or token_id in sequence.stop_ids:
-                stopped = self._look_at(sequence, token_id, now)
-                if stopped is not None:
-                    return stopped
+            ended = self._check_token(sequence, token_id, now)
+            if ended is not None:
+                return ended
             if grammar is not None and grammar.is_terminated():
                 return "stop", GRAMMAR_COMPLETE
         return None
 
+    def _append_forced(self, sequence: Sequence, now: float) -> tuple[str, FinishDetail] | None:
+        """Append the tokens that the grammar forces, without a step of the model."""
+        grammar = sequence.grammar
+        if grammar is None or sequence.request.params.logprobs is not None:
+            return None  # every token of a request with log-probabilities goes through the model
+        if sequence.rules is not None:
+            return None  # another field may forbid what the grammar forces
+        if 0 < self.options.max_running_to_force < len(self.running):
+            return None  # the mask allows the draw one token: the same result, without rows of several tokens
+        forced = grammar.forced()
+        if not forced:
+            return None
+        before = len(sequence.tokens)
+        ended = self._append_tokens(sequence, forced, now)
+        if sequence.status is SequenceStatus.RUNNING:
+            known = enumerate(sequence.tokens[before:], start=before)
+            self.state.unsent_tokens.extend((sequence, position, token) for position, token in known)
+        self.stats.num_forced_tokens += len(sequence.tokens) - before
+        return ended
+
+    def _check_token(self, sequence: Sequence, token_id: int, now: float) -> tuple[str, FinishDetail] | None:
+        """Act on a token that was appended and is the first, fills a block, or may end the sequence."""
+        length = len(sequence.tokens)
+        if sequence.first_token_s is None:
+            sequence.first_token_s = now
+            self.state.release_forks(sequence)
+        if length > sequence.next_hash_at and sequence.status is SequenceStatus.RUNNING:
+            self.kv.cache_full_blocks(sequence, min(length - 1, sequence.num_computed))
+        if sequence.grammar is None:
+            sequence.next_check_at = min(sequence.max_total - 1, sequence.next_hash_at)
+        return stop_reason(sequence, token_id)
+
+    def _isolate(self, scheduled: ScheduledStep) -> list[Sequence]:
+        """Start or continue fault isolation after a failed step. Returns the sequences to end for it."""
+        plan = scheduled.plan
+        suspects: list[Sequence] = []
+        ends: list[int] = []
+        for row, sequence in enumerate(scheduled.rows):
+            if sequence.status is SequenceStatus.RUNNING:  # a preempted one is computed again anyway
+                suspects.append(sequence)
+                ends.append(plan.starts[row] + (1 if row in scheduled.draft_tokens else plan.counts[row]))
+        return self.waiting.isolate(suspects, ends) if suspects else []
+
+    def _resend_tokens(self, failed: ScheduledStep) -> None:
+        """Send again the forced tokens of a failed step, for sequences without a row in it: those with a row start over
+        from their known tokens."""
+        writes = failed.plan.token_writes
+        if writes is not None:
+            by_slot = {sequence.slot: sequence for sequence in self.running if sequence not in failed.rows}
+            for slot, position, token in zip(*writes, strict=True):
+                if slot in by_slot:
+                    self.state.unsent_tokens.append((by_slot[slot], position, token))
+
     def _leaves_some(self, sequence: Sequence, mask: memoryview, drafts: list[int]) -> bool:
-        """Whether the request's other fields leave any of the tokens in a grammar's mask, after these guesses."""
+        """Whether the request's other fields allow any of the tokens in a grammar's mask, after these draft tokens."""
         rules = sequence.rules
         if rules is None:
             return True
         output = [*sequence.tokens[max(sequence.num_prompt, len(sequence.tokens) - rules.num_before) :], *drafts]
-        return bool(rules.left(int.from_bytes(mask, "little"), sequence.num_output + len(drafts), output))
+        return bool(rules.allowed(int.from_bytes(mask, "little"), sequence.num_output + len(drafts), output))
 
     def _no_token(self, sequence: Sequence, num_drafts: int) -> InvalidRequest:
-        """Why the fields of a request leave no token after so many guesses."""
+        """The error of a request whose fields allow no token after so many draft tokens."""
         rules = sequence.rules or TokenRules(sequence.request.params, sequence.stop_ids)
         has_grammar = sequence.grammar is not None
         message = rules.no_token_message(sequence.num_output + num_drafts, has_grammar=has_grammar)
         return InvalidRequest("grammar" if has_grammar else rules.fields[0], message)
 
     def _cause(self, sequence: Sequence, failure: RowFailure) -> FinishDetail:
-        """Why the device gave no token for a request: the request itself, where its fields leave none."""
+        """Why the device gave no token for a request: the request's own fields if they allow none, else the failure."""
         if sequence.uid in self._starved:
             return refusal(self._no_token(sequence, self._starved[sequence.uid]))[1]
         if sequence.grammar is None and (rules := token_rules(sequence.request.params, sequence.stop_ids)) is not None:
             tokens = sequence.tokens
             before = tokens[max(sequence.num_prompt, len(tokens) - rules.num_before) :]
-            if not rules.left((1 << self.capacity.vocab_size) - 1, sequence.num_output, before):
+            if not rules.allowed((1 << self.capacity.vocab_size) - 1, sequence.num_output, before):
                 return refusal(self._no_token(sequence, 0))[1]
         return failure.value
-
-    def _follow_grammar(self, sequence: Sequence, now: float) -> tuple[str, FinishDetail] | None:
-        """Append what the grammar forces, without asking the model."""
-        grammar = sequence.grammar
-        if grammar is None or sequence.request.params.logprobs is not None:
-            return None  # every token of a request with log-probabilities goes through the model
-        if sequence.rules is not None:
-            return None  # what the grammar forces may be what another field forbids
-        if 0 < self._max_running_to_force < len(self._roster.running):
-            return None  # the mask leaves the draw one token: the same, without rows of several tokens
-        forced = grammar.forced()
-        if not forced:
-            return None
-        before = len(sequence.tokens)
-        ended = self._append(sequence, forced, now)
-        if sequence.status is SequenceStatus.RUNNING:
-            known = enumerate(sequence.tokens[before:], start=before)
-            self._planner.forced.extend((sequence, position, token) for position, token in known)
-        self.stats.num_forced_tokens += len(sequence.tokens) - before
-        return ended
 
     def _output(
         self,
@@ -409,6 +442,7 @@ class Scheduler:
         layout: int,
         finished: list[Finished],
     ) -> StepOutput:
+        """Collect what belongs to the tokens of a step."""
         self.stats.num_output_tokens += len(uids)
         logprobs = None
         if result.logprobs:
@@ -424,8 +458,10 @@ class Scheduler:
         return StepOutput(scheduled.plan.step, uids, token_ids, finished, layout, logprobs, prompts, embeddings)
 
     def _finish_pooled(self, scheduled: ScheduledStep, result: StepResult, now: float) -> list[Finished]:
-        """End the embedding requests whose vector is there. One that had to give way meanwhile has its vector all the
-        same: its step was computed while it still held its blocks."""
+        """End the embedding requests whose vector is there.
+
+        A request that was preempted meanwhile has its vector, too: its step ran while it still held its blocks.
+        """
         finished: list[Finished] = []
         vectors = result.embeddings or {}
         for row, _, ends in scheduled.plan.pooled:
@@ -441,7 +477,7 @@ class Scheduler:
         return finished
 
     def _keep_prompt_logprobs(self, scheduled: ScheduledStep, new: dict[int, list[TokenLogprobs]]) -> None:
-        """Put chunks together. A preempted prompt starts over, and what is known already comes again."""
+        """Join the chunks of a prompt. A preempted prompt starts over: what is known already is skipped."""
         for row, items in new.items():
             sequence, start = scheduled.rows[row], scheduled.plan.starts[row]
             if (
@@ -453,23 +489,8 @@ class Scheduler:
                 known += items[len(known) - start :]
 
     def _take_prompt_logprobs(self, uids: list[int]) -> dict[int, list[TokenLogprobs]] | None:
+        """The prompts' log-probabilities of sequences that have a token now; those of ended ones are dropped."""
         ready = {uid: self._prompt_logprobs.pop(uid) for uid in uids if uid in self._prompt_logprobs}
-        for uid in [uid for uid in self._prompt_logprobs if uid not in self._roster.sequences]:
+        for uid in [uid for uid in self._prompt_logprobs if uid not in self.sequences]:
             del self._prompt_logprobs[uid]
         return ready or None
-
-    def _look_at(self, sequence: Sequence, token_id: int, now: float) -> tuple[str, FinishDetail] | None:
-        """A committed token that is the first, may end the sequence, or fills a block."""
-        length = len(sequence.tokens)
-        if sequence.first_token_s is None:
-            sequence.first_token_s = now
-            self._roster.release_forks(sequence)
-        if length > sequence.next_hash_at and sequence.status is SequenceStatus.RUNNING:
-            self.kv.cache_full_blocks(sequence, min(length - 1, sequence.num_computed))
-        sequence.next_check_at = min(sequence.max_total, sequence.next_hash_at + 1)
-        return stop_reason(sequence, token_id)
-
-    def _finish(self, sequence: Sequence, reason: str, detail: FinishDetail, now: float) -> Finished:
-        if self._planner.proposer is not None:
-            self._planner.proposer.forget(sequence)
-        return self._roster.finish(sequence, reason, detail, now)

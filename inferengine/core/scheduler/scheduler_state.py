@@ -1,7 +1,4 @@
-"""SchedulerState: who runs, who waits, and what each sequence holds. Its moves keep slots and blocks whole.
-
-Forks: the further choices of an `n > 1` request wait until the first one has computed the prompt that they share.
-"""
+"""SchedulerState: which sequences run, which wait, and what each holds. Its moves keep slots and blocks whole."""
 
 from __future__ import annotations
 
@@ -10,7 +7,7 @@ from dataclasses import dataclass
 
 from inferengine.core.constraints import Grammar
 from inferengine.core.executor import Capacity
-from inferengine.core.kv_cache.manager import KVCacheManager
+from inferengine.core.kv_cache.manager import KVCacheManager, PrefixHit
 from inferengine.core.request import Request
 from inferengine.core.scheduler.fault_isolation import FaultIsolationQueue
 from inferengine.core.scheduler.queues import POLICIES
@@ -20,49 +17,52 @@ from inferengine.core.sequence import FinishDetail, Finished, Sequence, Sequence
 
 @dataclass(frozen=True, slots=True)
 class SchedulerOptions:
-    """Limits of one step, the order of waiting, and what gives way under pressure. 0 means: no limit of its own."""
+    """The limits of one step, the order of waiting, and what is preempted when blocks run out. 0 means: no limit."""
 
     max_num_batched_tokens: int
     max_num_seqs: int
     policy: str = "fair"
     chunked_prefill: bool = True
     prefill_chunk: int = 0  # most prompt tokens of one sequence in a step
-    max_num_decodes: int = 0  # most decode rows in a step; guessing ahead is off where it is set
+    max_num_decodes: int = 0  # most decode rows in a step; speculation is off where it is set
     itl_target_s: float = 0.0  # keep steps that carry decodes under this time by cutting prompt chunks
     prefix_caching: bool = True
     eviction: str = "lru"
-    pressure: str = "preempt"
+    pressure: str = "preempt"  # one of PREEMPTION_POLICIES
     watermark: float = 0.01
     kv_events: bool = False
-    contiguous: bool = False  # every sequence reserves blocks for the longest length: what paging is measured against
-    max_drafts: int = 0  # most guesses ahead of one sequence in a step
-    max_running_to_force: int = 0  # with more sequences running a forced token waits for its step as a drawn one does
-    max_running_to_draft: int = 32  # with more sequences running, the device has enough to do without guesses
+    contiguous: bool = False  # every sequence reserves blocks for the longest length: the baseline for paging
+    max_drafts: int = 0  # most draft tokens of one sequence in a step
+    max_running_to_force: int = 0  # with more sequences running, a forced token is drawn in a step like any other
+    max_running_to_draft: int = 32  # with more sequences running, the device is busy enough without speculation
 
 
 class WaitingForks:
-    """Holds sequences that are not yet in the waiting queue, by the uid of the sequence they wait for."""
+    """The further choices of `n > 1` requests, until the first choice has computed the prompt that they share."""
 
     def __init__(self) -> None:
         self._by_parent: dict[int, list[Sequence]] = {}
         self._num_held = 0
 
     def hold(self, parent_uid: int, sequence: Sequence) -> None:
+        """Keep a sequence until `release` of its parent."""
         sequence.leader = parent_uid
         self._by_parent.setdefault(parent_uid, []).append(sequence)
         self._num_held += 1
 
     def holds(self, sequence: Sequence) -> bool:
+        """Whether the sequence is in here."""
         parent = sequence.leader
         return parent is not None and sequence in self._by_parent.get(parent, ())
 
     def release(self, parent_uid: int) -> list[Sequence]:
-        """The sequences that waited for this one, in order."""
+        """Take out the sequences that waited for this one, in order."""
         released = self._by_parent.pop(parent_uid, [])
         self._num_held -= len(released)
         return released
 
     def remove(self, sequence: Sequence) -> None:
+        """Take out one sequence. Raises RuntimeError if it has no parent."""
         parent = sequence.leader
         if parent is None:
             raise RuntimeError(f"{sequence} is no fork")
@@ -80,8 +80,8 @@ class WaitingForks:
 
 
 class SchedulerState:
-    """Every unfinished sequence is in exactly one place: running, in the waiting queue, waiting for its first choice's
-    prompt (forks), or waiting for its grammar (compiling)."""
+    """Every unfinished sequence is in exactly one place: `running`, the waiting queue, `forks` (waiting for its first
+    choice's prompt), or `compiling` (waiting for its grammar)."""
 
     def __init__(self, capacity: Capacity, options: SchedulerOptions) -> None:
         self.kv = KVCacheManager(
@@ -92,24 +92,27 @@ class SchedulerState:
             eviction=options.eviction,
             record_events=options.kv_events,
         )
-        self.num_groups = len(capacity.groups)
         self.num_slots = min(capacity.max_num_seqs, options.max_num_seqs)
         self.free_slots = list(range(self.num_slots - 1, -1, -1))
-        self.sequences: dict[int, Sequence] = {}
-        self.running: list[Sequence] = []
+        self.watermark_blocks = int(options.watermark * min(group.num_blocks for group in capacity.groups))
+        self.sequences: dict[int, Sequence] = {}  # all of them, by uid
+        self.running: list[Sequence] = []  # in order of admission
         self.waiting = FaultIsolationQueue(POLICIES[options.policy]())
         self.tenants = self.waiting.tenants
         self.forks = WaitingForks()
         self.compiling: dict[int, Sequence] = {}
-        self.swapped_out: list[Sequence] = []  # since the last plan
+        self.unsent_tokens: list[tuple[Sequence, int, int]] = []  # (sequence, position, token) unknown to the device
         self.num_grammars = 0  # unfinished sequences with a grammar
         self.stats = SchedulerStats()
+        self._num_groups = len(capacity.groups)
+        self._swapped_out: list[Sequence] = []
+        self._layout = 0
 
     # -- in ----------------------------------------------------------------------------------------------------------
 
     def add(self, request: Request) -> Sequence:
         """Queue an accepted request."""
-        sequence = Sequence(request, num_groups=self.num_groups)
+        sequence = Sequence(request, num_groups=self._num_groups)
         self.sequences[request.uid] = sequence
         self.stats.num_submitted += 1
         if request.grammar is None:
@@ -121,7 +124,7 @@ class SchedulerState:
         return sequence
 
     def grammar_ready(self, uid: int, grammar: Grammar) -> None:
-        """The grammar of a sequence is compiled; nothing happens if the sequence has ended meanwhile."""
+        """Queue a sequence whose grammar is compiled. Does nothing if the sequence has ended meanwhile."""
         sequence = self.compiling.pop(uid, None)
         if sequence is not None:
             sequence.grammar = grammar
@@ -129,7 +132,7 @@ class SchedulerState:
             self._queue(sequence)
 
     def start(self, sequence: Sequence) -> None:
-        """Take the sequence that the waiting queue's `peek` returned into the running ones; it gets a slot."""
+        """Give a slot to the sequence that the waiting queue's `peek` returned. The caller adds it to `running`."""
         self.waiting.pop()
         if self.tenants is not None:
             self.tenants.started(sequence)
@@ -137,17 +140,20 @@ class SchedulerState:
 
     @property
     def num_waiting(self) -> int:
+        """Sequences that wait for anything: a slot, a shared prompt, a grammar."""
         return len(self.waiting) + len(self.forks) + len(self.compiling)
 
     # -- out ---------------------------------------------------------------------------------------------------------
 
     def wait_again(self, sequence: Sequence, *, swap: bool = False) -> None:
-        """Give everything back and wait. The tokens stay; the KV goes to the host or is computed again, as far as it is
-        not found in the prefix cache."""
+        """Move a running sequence back to the waiting queue; its slot and blocks are free on return.
+
+        The tokens stay. With `swap` the KV goes to the host; else what the prefix cache has lost is computed again.
+        """
         self.running.remove(sequence)
         if swap:
             self.kv.swap_out(sequence)
-            self.swapped_out.append(sequence)
+            self._swapped_out.append(sequence)
         else:
             self.kv.release(sequence)
             sequence.num_computed = 0
@@ -163,6 +169,7 @@ class SchedulerState:
         """End a sequence wherever it is. Everything it holds is free on return."""
         status, was_held = sequence.status, self.forks.holds(sequence)
         sequence.status = SequenceStatus.FINISHED
+        sequence.next_check_at = 0
         if status is SequenceStatus.RUNNING:
             self.running.remove(sequence)
             self.kv.release(sequence)
@@ -184,8 +191,11 @@ class SchedulerState:
         return terminal_row(sequence, reason, detail, now)
 
     def release_forks(self, parent: Sequence) -> None:
-        """The prompt is computed: the other choices may go. Where its choice ended before, the next one computes the
-        prompt for the others: n choices never cost more than one prompt."""
+        """Queue the other choices of a prompt that is computed.
+
+        If its choice ended before that, the next choice computes the prompt for the others: n choices never cost more
+        than one prompt.
+        """
         released = self.forks.release(parent.uid)
         if released and parent.first_token_s is None:
             leader = released.pop(0)
@@ -196,16 +206,61 @@ class SchedulerState:
         for sequence in released:
             self.waiting.push(sequence)
 
-    def forget_host_copy(self, sequence: Sequence) -> None:
-        """The KV on the host cannot be trusted: compute it again."""
+    def drop_host_copy(self, sequence: Sequence) -> None:
+        """Drop the KV on the host of a sequence, whose step failed: it will be computed again."""
         if sequence.host_tables is not None:
             self.kv.swap.drop(sequence)
             sequence.num_computed = 0
 
-    # -- proof -------------------------------------------------------------------------------------------------------
+    # -- room --------------------------------------------------------------------------------------------------------
+
+    def has_room(self, hit: PrefixHit, num_tokens: int) -> bool:
+        """Whether the blocks for `num_tokens` tokens of a waiting sequence are free, beside those of its prefix hit.
+
+        All of its known tokens must fit, not only the first chunk: a prompt that stops half way would be preempted
+        again. While others run, the watermark is kept free so that they can grow.
+        """
+        kv = self.kv
+        reserve = self.watermark_blocks if self.running else 0
+        for group, pool, blocks in zip(kv.groups, kv.pools, hit.block_ids, strict=True):
+            held = [block for block in blocks if block is not None]
+            revived = sum(1 for block in held if pool.reference_count(block) == 0)
+            if kv.blocks_needed(group, num_tokens) - len(held) + revived + reserve > pool.num_free:
+                self.stats.num_failed_allocations += 1
+                return False
+        return True
+
+    def has_room_for_swapped(self, sequence: Sequence, num_tokens: int) -> bool:
+        """As `has_room`, for a sequence whose KV is on the host."""
+        reserve = self.watermark_blocks if self.running else 0
+        needed = self.kv.blocks_for(num_tokens)
+        for pool, table in zip(self.kv.pools, sequence.host_tables or [], strict=True):
+            if needed - table.count(-1) + reserve > pool.num_free:
+                self.stats.num_failed_allocations += 1
+                return False
+        return True
+
+    # -- for the next plan -------------------------------------------------------------------------------------------
+
+    def new_layout(self) -> int:
+        """Return a number that no list of sampled sequences has had before."""
+        self._layout += 1
+        return self._layout
+
+    def take_swapped_out(self) -> list[Sequence]:
+        """Return the sequences swapped out since the last call."""
+        swapped_out, self._swapped_out = self._swapped_out, []
+        return swapped_out
+
+    def take_unsent_tokens(self) -> list[tuple[Sequence, int, int]]:
+        """Return the tokens that the device does not know, once."""
+        unsent, self.unsent_tokens = self.unsent_tokens, []
+        return unsent
+
+    # -- checks ------------------------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Invariants. Raises RuntimeError."""
+        """Check the invariants. Raises RuntimeError."""
         self.kv.check()
         slots = {sequence.slot for sequence in self.running}
         if len(slots) != len(self.running) or len(slots) + len(self.free_slots) != self.num_slots:

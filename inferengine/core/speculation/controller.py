@@ -67,7 +67,7 @@ class SpeculationController:
             return False
         load = self._load(num_rows)
         load.steps += num_steps
-        if not self.awake(num_rows):
+        if not self.is_active(num_rows):
             load.guessed = 0
             return False
         if load.guessed < REFRESH:
@@ -77,7 +77,7 @@ class SpeculationController:
             load.resume_at = load.steps + REFRESH_STEPS
         return False
 
-    def awake(self, num_rows: int) -> bool:
+    def is_active(self, num_rows: int) -> bool:
         """Whether guessing pays, or may be tried again, with so many rows."""
         if num_rows == 0 or num_rows > self.max_running:
             return False
@@ -95,7 +95,7 @@ class SpeculationController:
         were no guesses."""
         return len(sequence.tokens) - sequence.last_draft_at > CATCH_UP
 
-    def begin_guesses(self, sequence: Sequence) -> None:
+    def begin_drafts(self, sequence: Sequence) -> None:
         """Guesses for it are part of the step that is planned."""
         sequence.is_draft_model_behind = self.is_behind(sequence)
         sequence.last_draft_at = len(sequence.tokens)

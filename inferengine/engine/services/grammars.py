@@ -124,5 +124,5 @@ def _check_first_token(grammar: Grammar, params: SamplingParams, stop_ids: Colle
         return
     mask = bytearray(4 * -(-vocab_size // 32))
     grammar.fill_bitmask(memoryview(mask))
-    if not rules.left(int.from_bytes(mask, "little"), 0, ()):
+    if not rules.allowed(int.from_bytes(mask, "little"), 0, ()):
         raise InvalidRequest("grammar", rules.no_token_message(0, has_grammar=True))

@@ -136,7 +136,7 @@ class FairShare:
             return next(item for item in reversed(candidates) if item.request.tenant == heaviest)
         return candidates[-1]
 
-    def may_give_way(self, sequence: Sequence, claimant: Sequence, num_slots: int) -> bool:
+    def is_preemptible(self, sequence: Sequence, claimant: Sequence, num_slots: int) -> bool:
         tenant, claiming = sequence.request.tenant, claimant.request.tenant
         num_running = self._num_running[tenant]
         if not self._num_running[claiming]:

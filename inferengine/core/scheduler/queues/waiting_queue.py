@@ -63,7 +63,7 @@ class TenantShares(Protocol):
         nothing running, while others run."""
         ...
 
-    def may_give_way(self, sequence: Sequence, claimant: Sequence, num_slots: int) -> bool:
+    def is_preemptible(self, sequence: Sequence, claimant: Sequence, num_slots: int) -> bool:
         """Whether the tenant of this running sequence keeps its own without it."""
         ...
 
