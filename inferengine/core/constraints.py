@@ -1,14 +1,12 @@
-"""Grammar: the protocol through which the core uses what a request's output must match.
+"""What constrains the next token of an output: a grammar, and the fields of its request that forbid tokens.
 
-Compiling and matching are somebody else's work (`inferengine.structured_output`); the core tells a grammar which
-tokens came
-and asks it for the mask of those that may come next.
+Grammar is the protocol through which the core uses a compiled grammar (`inferengine.structured_output` implements it):
+the core reports which tokens came and asks for the mask of those that may come next.
 
-Which tokens a request's own fields leave to draw from, as the sampler applies them: to hold against its grammar.
-
-A grammar, `allowed_token_ids`, `bad_words` and `min_tokens` each make sense alone and can still leave no token
-together. The device has no words for that: it is a row without a finite logit. Sets of tokens are bits of an int, so
-that an intersection costs microseconds for any vocabulary.
+TokenRules are the tokens that a request's other fields allow, as the sampler applies them. A grammar,
+`allowed_token_ids`, `bad_words` and `min_tokens` each make sense alone and can still leave no token together. The
+device only sees a row without a finite logit, so the rules are compared with the grammar's mask here, and the error
+names the fields. Sets of tokens are bits of an int: an intersection costs microseconds for any vocabulary.
 """
 
 from __future__ import annotations
@@ -21,15 +19,15 @@ from inferengine.sampling_params import SamplingParams
 
 
 class Grammar(Protocol):
-    """A compiled grammar at one point of one output. Only one thread touches it at a time. Every method but `validate`
-    raises InvalidRequest where the grammar cannot be followed any further: its output ends."""
+    """A compiled grammar at one point of one output. Used by one thread at a time. Every method but `validate` raises
+    InvalidRequest where the grammar cannot be followed any further: its output ends."""
 
     def accept(self, token_id: int) -> bool:
         """Advance by a token. False: the token is not allowed here; the state is unchanged."""
         ...
 
     def validate(self, token_ids: list[int]) -> int:
-        """How many of these tokens, from the first on, would be accepted. Changes nothing."""
+        """Return how many of these tokens, from the first on, would be accepted. Changes nothing."""
         ...
 
     def rollback(self, num_tokens: int) -> None:
@@ -41,16 +39,16 @@ class Grammar(Protocol):
         ...
 
     def is_terminated(self) -> bool:
-        """Nothing can follow."""
+        """Whether no token can follow."""
         ...
 
     def forced(self) -> list[int]:
-        """Tokens that must follow whatever the model says; empty where it has a choice. Changes nothing."""
+        """Return the tokens that must follow whatever the model says; empty where it has a choice. Changes nothing."""
         ...
 
 
 class TokenRules:
-    """The rules of one request. `stop_ids` must not come before `min_tokens` have."""
+    """The rules of one request. `stop_ids` must not come before `min_tokens` tokens have."""
 
     __slots__ = ("_allowed", "_min_tokens", "_never", "_stops", "_words", "fields", "num_before")
 
@@ -61,11 +59,11 @@ class TokenRules:
         self._min_tokens = params.min_tokens
         self._stops = bits(stop_ids) if params.min_tokens else 0
         self.fields = restricting_fields(params)
-        self.num_before = max((len(before) for before, _ in self._words), default=0)  # tokens that `left` looks back
+        self.num_before = max((len(before) for before, _ in self._words), default=0)  # tokens that `allowed` looks at
 
     def allowed(self, mask: int, num_output: int, before: SequenceOf[int]) -> int:
-        """Of the tokens in `mask`, those that may come now. `before`: the last tokens of the output, num_before if
-        there are as many."""
+        """Return the tokens of `mask` that may come now. `before`: the last `num_before` tokens of the output, or all
+        of them if there are fewer."""
         mask &= self._allowed & ~self._never
         if num_output < self._min_tokens:
             mask &= ~self._stops
@@ -76,7 +74,7 @@ class TokenRules:
         return mask
 
     def no_token_message(self, num_output: int, *, has_grammar: bool) -> str:
-        """What to tell whoever made a request whose fields leave no token."""
+        """Return the error message of a request whose fields allow no token."""
         names = [*(["the grammar"] if has_grammar else []), *self.fields]
         listed = " and ".join([*([", ".join(names[:-1])] if names[:-1] else []), names[-1]])
         where = f"after {num_output} tokens of output" if num_output else "to begin with"
@@ -85,7 +83,7 @@ class TokenRules:
 
 
 def restricting_fields(params: SamplingParams) -> list[str]:
-    """The fields of a request that forbid tokens."""
+    """Return the names of a request's fields that forbid tokens."""
     values = {
         "allowed_token_ids": params.allowed_token_ids,
         "bad_words": params.bad_words_ids,
@@ -95,12 +93,12 @@ def restricting_fields(params: SamplingParams) -> list[str]:
 
 
 def token_rules(params: SamplingParams, stop_ids: Collection[int]) -> TokenRules | None:
-    """None where no field forbids a token."""
+    """Make the rules of a request; None where no field forbids a token."""
     return TokenRules(params, stop_ids) if restricting_fields(params) else None
 
 
 def bits(ids: Collection[int]) -> int:
-    """A set of token ids as bits."""
+    """Return a set of token ids as bits."""
     if not ids:
         return 0
     found = bytearray(max(ids) // 8 + 1)

@@ -11,9 +11,9 @@ from inferengine.core.sequence import Sequence
 from inferengine.core.speculation.controller import (
     FIRST_PAUSE,
     LAST_PAUSE,
-    PROBE_LENGTH,
+    MIN_GAIN,
     RETRY_AFTER,
-    WORTH,
+    TRIAL_LENGTH,
     SpeculationController,
 )
 from inferengine.core.step_plan import StepPlan
@@ -129,7 +129,7 @@ def chosen(control: SpeculationController, *rates: float) -> list[int]:
 @pytest.mark.parametrize(("fixed_s", "slope_s"), [(0.0, 0.001), (0.0, 0.1), (0.1, 0.2)])
 def test_the_length_is_the_one_of_most_tokens_for_its_time(rate: float, fixed_s: float, slope_s: float) -> None:
     def value(length: int) -> float:
-        return sum(rate**place for place in range(length + 1)) / (1 + fixed_s + slope_s * length) ** WORTH
+        return sum(rate**place for place in range(length + 1)) / (1 + fixed_s + slope_s * length) ** MIN_GAIN
 
     assert chosen(make_control(1.0, fixed_s, slope_s), rate) == [max(range(1, 9), key=value)]
 
@@ -139,7 +139,7 @@ def test_the_guesses_of_a_step_are_those_of_most_tokens_for_their_time_whosever_
 
     def value(lengths: tuple[int, ...]) -> float:
         tokens = sum(rate**place for rate, length in zip(rates, lengths, strict=True) for place in range(length + 1))
-        return tokens / (1 + fixed_s + slope_s * sum(lengths)) ** WORTH
+        return tokens / (1 + fixed_s + slope_s * sum(lengths)) ** MIN_GAIN
 
     best = max(itertools.product(range(9), repeat=3), key=value)
     lengths = chosen(make_control(1.0, fixed_s, slope_s, num_rows=3), *rates)
@@ -185,7 +185,7 @@ def test_what_a_draft_model_reads_to_catch_up_is_not_taken_for_the_cost_of_guess
     run.submit(make_request(1, prompt=50, max_tokens=300))
     control = run.scheduler.speculator.controller
     control.begin(1)
-    control._load(1).resume_at = 150  # guessing pauses for half of the output: there is much to read then
+    control._history(1).resume_at = 150  # speculation pauses for half of the output: there is much to read then
     run.to_end()
     assert control.num_accepted > 80
 
@@ -235,7 +235,7 @@ def test_batches_of_other_sizes_are_judged_by_themselves() -> None:
     assert control.cost.estimate(32) is None
     control.cost.observe(32, 0, 4.0)
     control.cost.observe(32, 64, 40.0)
-    assert chosen(control, *[0.9] * 32) == [PROBE_LENGTH] * 32
+    assert chosen(control, *[0.9] * 32) == [TRIAL_LENGTH] * 32
     assert chosen(control, 0.9) == [8]
 
 

@@ -1,4 +1,11 @@
-"""Proposers of draft tokens, by `speculation.method`: prompt lookup on the host, or a draft model on the device."""
+"""Proposers of draft tokens, by `speculation.method`: prompt lookup on the host, or a draft model on the device.
+
+Prompt lookup (Saxena, "Prompt Lookup Decoding", 2023) proposes that what followed the last few tokens before will
+follow them again. It needs no second model, and is accepted most of the time where an output copies from its prompt:
+summaries, edits of code, extraction. Of the places where the last two tokens stood before, it copies from the one where
+most tokens before them match, too. The index grows with the sequence by one dictionary entry per token, and a proposal
+compares a bounded number of places, whatever the length.
+"""
 
 from __future__ import annotations
 
@@ -8,25 +15,27 @@ from typing import Protocol
 from inferengine.core.executor import Capacity
 from inferengine.core.sequence import Sequence
 
-MOST_PLACES = 16  # latest places that are compared
-MOST_MATCHING = 16  # tokens at which a match is long enough
-UNPROVEN_MATCH = 4  # tokens that must agree while a sequence's guesses have not been right more often than wrong
-PROVEN = 0.5  # rate of acceptance above which the last two tokens are enough
+MAX_PLACES = 16  # latest places that are compared
+MAX_MATCH = 16  # tokens at which a match is long enough
+UNPROVEN_MATCH = 4  # tokens that must match until most of a sequence's draft tokens have been accepted
+PROVEN_RATE = 0.5  # acceptance rate above which a match of two tokens is enough
 SHIFT = 32  # bits of a token id in the key of a pair
 
 
 class Proposer(Protocol):
-    """Guesses what comes next. `on_device` ones know only how many: the executor makes the guesses itself."""
+    """Proposes draft tokens. With `on_device` it only says how many: the executor computes the tokens itself."""
 
     @property
-    def on_device(self) -> bool: ...
+    def on_device(self) -> bool:
+        """Whether the executor's draft model makes the tokens."""
+        ...
 
     def propose(self, sequence: Sequence, max_tokens: int) -> list[int]:
-        """At most `max_tokens` guesses; empty where there is nothing to go by. On the device: as many zeros."""
+        """Return at most `max_tokens` draft tokens; empty where it finds none. On the device: as many zeros."""
         ...
 
     def forget(self, sequence: Sequence) -> None:
-        """The sequence has ended."""
+        """Drop what is kept for a sequence that has ended."""
         ...
 
 
@@ -38,10 +47,10 @@ class _Index:
     def __init__(self) -> None:
         self.last: dict[int, int] = {}
         self.before: list[int] = [0, 0]
-        self.num_indexed = 2  # places below this have been taken in
+        self.num_indexed = 2  # places below this are in the index
 
     def extend(self, tokens: list[int]) -> None:
-        """Take in the places up to the last token: what follows the last is not known."""
+        """Add the places up to the last token: what follows the last is not known."""
         last, before = self.last, self.before
         for place in range(self.num_indexed, len(tokens)):
             pair = tokens[place - 2] << SHIFT | tokens[place - 1]
@@ -49,16 +58,16 @@ class _Index:
             last[pair] = place
         self.num_indexed = max(self.num_indexed, len(tokens))
 
-    def best(self, tokens: list[int], least: int) -> int:
-        """The place where the text goes on that agrees with the end of `tokens` the furthest back, the latest of equal
-        ones; 0: none of at least so many tokens."""
+    def best(self, tokens: list[int], min_match: int) -> int:
+        """Return the place after the longest match with the end of `tokens`, the latest of equal ones; 0: no match of
+        at least `min_match` tokens."""
         end = len(tokens)
         place = self.last.get(tokens[-2] << SHIFT | tokens[-1], 0)
-        best, best_length = 0, least - 1
-        for _ in range(MOST_PLACES):
-            if place == 0 or best_length == MOST_MATCHING:
+        best, best_length = 0, min_match - 1
+        for _ in range(MAX_PLACES):
+            if place == 0 or best_length == MAX_MATCH:
                 break
-            most = min(place, MOST_MATCHING)
+            most = min(place, MAX_MATCH)
             length = 2
             while length < most and tokens[place - length - 1] == tokens[end - length - 1]:
                 length += 1
@@ -69,14 +78,15 @@ class _Index:
 
 
 class NgramProposer:
-    """Implements `core.speculation.Proposer` on the host."""
+    """Prompt lookup on the host. Implements Proposer."""
 
     on_device = False
 
     def __init__(self) -> None:
-        self._indices: dict[int, _Index] = {}
+        self._indices: dict[int, _Index] = {}  # by uid
 
     def propose(self, sequence: Sequence, max_tokens: int) -> list[int]:
+        """Return the tokens after the longest match, up to a stop token."""
         tokens = sequence.tokens
         if len(tokens) < 2:
             return []
@@ -84,36 +94,34 @@ class NgramProposer:
         if index is None:
             index = self._indices[sequence.uid] = _Index()
         index.extend(tokens)
-        is_proven = sequence.acceptance_rate is not None and sequence.acceptance_rate > PROVEN
+        is_proven = sequence.acceptance_rate is not None and sequence.acceptance_rate > PROVEN_RATE
         begin = index.best(tokens, 2 if is_proven else UNPROVEN_MATCH)
         if begin == 0:
             return []
-        guesses = tokens[begin : begin + max_tokens]
-        while len(guesses) < max_tokens:  # the copy has reached the end: a text that repeats itself goes round
-            guesses += guesses[: max_tokens - len(guesses)]
-        return self._until_stop(sequence, guesses)
+        drafts = tokens[begin : begin + max_tokens]
+        while len(drafts) < max_tokens:  # the copy has reached the end: repeat it, for texts that repeat themselves
+            drafts += drafts[: max_tokens - len(drafts)]
+        for index_of_stop, token in enumerate(drafts):
+            if token in sequence.stop_ids:
+                return drafts[: index_of_stop + 1]  # a draft token after a stop can never be used
+        return drafts
 
     def forget(self, sequence: Sequence) -> None:
+        """Drop the index of a sequence that has ended."""
         self._indices.pop(sequence.uid, None)
-
-    def _until_stop(self, sequence: Sequence, guesses: list[int]) -> list[int]:
-        """A guess after a stop could never be used."""
-        for index, token in enumerate(guesses):
-            if token in sequence.stop_ids:
-                return guesses[: index + 1]
-        return guesses
 
 
 class DraftModelProposer:
-    """The guesses are made on the device, by the executor's draft model: here only their number is known."""
+    """The executor's draft model makes the tokens on the device. Implements Proposer."""
 
     on_device = True
 
     def propose(self, sequence: Sequence, max_tokens: int) -> list[int]:
+        """Return `max_tokens` zeros, which stand for the tokens."""
         return [0] * max_tokens
 
     def forget(self, sequence: Sequence) -> None:
-        """It remembers nothing."""
+        """Do nothing: nothing is kept."""
 
 
 PROPOSERS: dict[str, Callable[[], Proposer | None]] = {

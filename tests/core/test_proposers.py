@@ -7,7 +7,7 @@ import random
 import pytest
 
 from inferengine.core.sequence import Sequence
-from inferengine.core.speculation.proposers import MOST_MATCHING, NgramProposer
+from inferengine.core.speculation.proposers import MAX_MATCH, NgramProposer
 from tests.core.builders import Run, expected_output, make_capacity, make_request
 
 
@@ -61,7 +61,7 @@ def brute_force(tokens: list[int], most: int) -> list[int]:
 
     def agreeing(place: int) -> int:
         length = 0
-        while length < min(place, MOST_MATCHING) and tokens[place - length - 1] == tokens[len(tokens) - length - 1]:
+        while length < min(place, MAX_MATCH) and tokens[place - length - 1] == tokens[len(tokens) - length - 1]:
             length += 1
         return length
 

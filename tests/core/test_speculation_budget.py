@@ -8,7 +8,7 @@ import pytest
 
 from inferengine.core.scheduler.scheduler import SchedulerOptions
 from inferengine.core.sequence import Sequence
-from inferengine.core.speculation.cost import FIRST, MOST, SHARE, SpeculationBudget
+from inferengine.core.speculation.cost import FIRST_BUDGET, MAX_BUDGET, REFILL, SpeculationBudget
 from inferengine.core.step_plan import StepPlan, StepResult
 from inferengine.engine.core import EngineCore
 from tests.core.builders import make_capacity, make_request
@@ -85,8 +85,8 @@ def test_wrong_guesses_take_their_share_of_the_time_and_no_more(
 ) -> None:
     [plain] = ends(None, max_in_flight=max_in_flight)
     times = ends(Guesser(on_device=on_device), guess_s=guess_s, max_in_flight=max_in_flight, rounds=12)
-    assert times[5] < (1.01 + SHARE) * 6 * plain + 2 * MOST * STEP_S
-    assert times[11] - times[5] < (1.01 + SHARE) * 6 * plain
+    assert times[5] < (1.01 + REFILL) * 6 * plain + 2 * MAX_BUDGET * STEP_S
+    assert times[11] - times[5] < (1.01 + REFILL) * 6 * plain
 
 
 @pytest.mark.parametrize("max_in_flight", [1, 2])
@@ -114,27 +114,27 @@ def test_what_a_step_loses_by_waiting_is_part_of_what_guesses_cost() -> None:
 
 
 def test_what_was_paid_is_won_back_by_guesses_that_are_right() -> None:
-    credit = SpeculationBudget()
-    credit.observe_step(1, 0.5 * MOST + FIRST, is_reading=True)
-    credit.observe_accepted(1)
-    assert credit.left < 0
+    budget = SpeculationBudget()
+    budget.observe_step(1, 0.5 * MAX_BUDGET + FIRST_BUDGET, is_reading=True)
+    budget.observe_accepted(1)
+    assert budget.left < 0
     for _ in range(5):
-        credit.observe_step(2, 1.1)
-        credit.observe_accepted(4)
-    assert -MOST < credit.left < 0
-    assert credit.allows
+        budget.observe_step(2, 1.1)
+        budget.observe_accepted(4)
+    assert -MAX_BUDGET < budget.left < 0
+    assert budget.allows
     for _ in range(20):
-        credit.observe_step(2, 1.1)
-    assert not credit.allows
+        budget.observe_step(2, 1.1)
+    assert not budget.allows
 
 
 def test_a_debt_is_paid_by_the_share_of_plain_steps() -> None:
-    credit = SpeculationBudget()
-    credit.observe_step(4, 1 + FIRST + 1)
-    credit.rest()
-    assert not credit.allows
+    budget = SpeculationBudget()
+    budget.observe_step(4, 1 + FIRST_BUDGET + 1)
+    budget.observe_plain()
+    assert not budget.allows
     steps = 0
-    while not credit.allows:
-        credit.rest()
+    while not budget.allows:
+        budget.observe_plain()
         steps += 1
-    assert steps <= 1 / SHARE
+    assert steps <= 1 / REFILL
