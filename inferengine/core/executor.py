@@ -1,4 +1,4 @@
-"""The only door to the device. Torch, the simulator and any remote runtime stand behind these five methods."""
+"""Executor: the protocol between the core and a device. Torch, the simulator and remote runtimes implement it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class KVGroup(NamedTuple):
 
 
 class Capacity(NamedTuple):
-    """What the device can hold, measured after loading. The scheduler plans within it and never beyond."""
+    """What the device can hold, measured after loading. The scheduler never plans beyond it."""
 
     block_size: int
     groups: list[KVGroup]
@@ -28,26 +28,28 @@ class Capacity(NamedTuple):
     swap_block_s: float = 0.0  # measured time to move one block of all layers between host and device; 0: unknown
     prefill_token_s: float = 0.0  # measured time to compute one prompt token; 0: unknown
     embedding_size: int = 0  # values of an embedding; 0: this executor makes none
-    max_forced_rows: int = 0  # with more rows a token that a grammar forces costs what a row's does; 0: never
-    has_draft_model: bool = False  # whether it can make guesses itself (StepPlan.device_drafts)
+    max_forced_rows: int = 0  # with more rows, a forced token costs as much in a step of its own; 0: never
+    has_draft_model: bool = False  # whether it can make draft tokens itself (StepPlan.device_drafts)
 
 
 class DeviceLost(RuntimeError):
-    """Raised by an executor that can compute nothing any more: the engine ends its requests and exits."""
+    """Raised by an executor whose device is lost: the engine ends its requests and exits."""
 
 
 def is_fatal(error: BaseException) -> bool:
-    """Whether the device answers nothing any more after it: there is nobody to try again with."""
+    """Whether the device is lost after this error, so that no step can be tried again."""
     return isinstance(error, DeviceLost) or type(error).__name__ == "AcceleratorError"  # torch's, for CUDA errors
 
 
 class StepFuture(Protocol):
     """The result of a step under way."""
 
-    def done(self) -> bool: ...
+    def done(self) -> bool:
+        """Whether `result` returns at once."""
+        ...
 
     def provide_masks(self, words: bytearray) -> None:
-        """The bit masks of allowed tokens for the draws in `plan.masked`, in order, ceil(V / 32) int32 words each.
+        """Set the bit masks of allowed tokens for the draws in `plan.masked`, in order, ceil(V / 32) int32 words each.
 
         They are computed while the forward pass runs; the draws wait for them. Called once where `plan.masked` is not
         empty. Must not raise: an error shows in `result`.
@@ -66,29 +68,45 @@ class AdapterStore(Protocol):
     """LoRA adapters of an executor that has any: its attribute `adapters`. `read` may be called from any thread, the
     others by the thread that executes, between steps."""
 
-    def names(self) -> dict[str, int]: ...
+    def names(self) -> dict[str, int]:
+        """Return the number of each loaded adapter, by name."""
+        ...
 
-    def read(self, name: str) -> Any: ...
+    def read(self, name: str) -> Any:
+        """Read an adapter's files, for `add`."""
+        ...
 
-    def add(self, adapter: Any) -> int: ...
+    def add(self, adapter: Any) -> int:
+        """Load an adapter onto the device. Returns its number."""
+        ...
 
-    def remove(self, number: int) -> None: ...
+    def remove(self, number: int) -> None:
+        """Remove an adapter from the device."""
+        ...
 
 
 class StepRecorder(Protocol):
     """Records what steps do, once: made by the method `recorder()` of an executor that can be profiled. All but `trace`
     belong to the thread that executes, between steps; each may raise."""
 
-    def start(self) -> None: ...
+    def start(self) -> None:
+        """Begin the recording."""
+        ...
 
-    def begin_step(self) -> None: ...
+    def begin_step(self) -> None:
+        """Mark the beginning of a step."""
+        ...
 
-    def end_step(self) -> None: ...
+    def end_step(self) -> None:
+        """Mark the end of a step."""
+        ...
 
-    def stop(self) -> None: ...
+    def stop(self) -> None:
+        """End the recording."""
+        ...
 
     def trace(self) -> bytes:
-        """What was recorded, as a Chrome trace compressed by gzip. In any thread."""
+        """Return the recording as a Chrome trace, compressed by gzip. In any thread."""
         ...
 
 
@@ -104,16 +122,22 @@ class Executor(Protocol):
 
     max_in_flight: int
 
-    def load(self, progress: Progress) -> Capacity: ...
+    def load(self, progress: Progress) -> Capacity:
+        """Load the model and measure what the device can hold."""
+        ...
 
-    def execute(self, plan: StepPlan) -> StepFuture: ...
+    def execute(self, plan: StepPlan) -> StepFuture:
+        """Launch a step."""
+        ...
 
     def warm_up(self, progress: Progress) -> None:
-        """Capture graphs, compile kernels, touch memory: whatever the first step must not pay for."""
+        """Capture graphs, compile kernels, touch memory: whatever the first step must not wait for."""
         ...
 
     def flush(self) -> None:
         """Forget everything kept between requests beyond the cache blocks themselves (grammar states, drafts)."""
         ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Free the device."""
+        ...

@@ -1,10 +1,10 @@
-"""Sequence: one request on its way. `tokens` is the log of its output; everything else is bookkeeping about it.
+"""Sequence: the mutable state of one request. `tokens` is the log of its prompt and output.
 
 There are no phases. A sequence has tokens, and some of them are computed (their KV is in the cache, or will be when the
 steps under way have run). Prefill, chunked prefill, decode and recomputation after preemption are all "compute the next
 k of those not computed yet".
 
-When a sequence ends by itself. Stop *strings* are not here: text lives at the edge.
+Also here: when a sequence ends by itself, and its terminal event. Stop *strings* are matched by the front ends.
 """
 
 from __future__ import annotations
@@ -16,11 +16,13 @@ from inferengine.core.constraints import Grammar, token_rules
 from inferengine.core.request import Request
 from inferengine.errors import InferEngineError
 
-# In tokens: one whose logits are asked for, and with them a row of the vocabulary, may take as long as two others.
+# Budget that a prompt token takes whose log-probabilities are wanted: its logits may take as long as another token.
 PROMPT_LOGPROBS_COST = 2
 
 
 class SequenceStatus(Enum):
+    """Where a sequence is on its way."""
+
     WAITING = "waiting"
     WAITING_GRAMMAR = "waiting for its grammar"
     RUNNING = "running"
@@ -90,18 +92,16 @@ class Sequence:
         self.status = SequenceStatus.WAITING
         self.grammar: Grammar | None = None  # compiled, at the end of `tokens`
         self.rules = token_rules(request.params, self.stop_ids) if request.grammar is not None else None
-        self.acceptance_rate: float | None = None  # share of guesses that proved right
-        self.drafts_resume_at = 0  # number of tokens at which guessing is tried again
-        self.last_draft_at = 0  # number of tokens when it last had guesses
-        self.is_draft_model_behind = False  # a draft model had much to read before its latest guesses
-        self.draft_pause = 0  # tokens that it last waited because there was nothing to guess from
-        self.num_drafted = 0  # guesses verified
-        self.num_accepted = 0  # of them right
+        self.acceptance_rate: float | None = None  # share of draft tokens that were accepted
+        self.drafts_resume_at = 0  # number of tokens from which on it may have draft tokens again
+        self.last_draft_at = 0  # number of tokens when it last had draft tokens
+        self.is_draft_model_behind = False  # the draft model had much to read before its latest draft tokens
+        self.draft_pause = 0  # tokens of its last pause after the proposer found nothing
+        self.num_drafted = 0  # draft tokens verified
+        self.num_accepted = 0  # of them accepted
         self.num_cached = 0  # prompt tokens found in the prefix cache when first admitted
         self.num_preemptions = 0
-        self.num_unexplained_failures = (
-            0  # failed steps that it had a row in and that no single request was to blame for
-        )
+        self.num_unexplained_failures = 0  # failed steps with a row of it for which no single request was at fault
         self.first_scheduled_s: float | None = None
         self.first_token_s: float | None = None
 
@@ -117,12 +117,13 @@ class Sequence:
 
     @property
     def token_cost(self) -> int:
-        """What a token of its next chunk takes from a step's budget."""
+        """Budget that a token of its next chunk takes."""
         wanted = self.request.params.prompt_logprobs is not None
         return PROMPT_LOGPROBS_COST if wanted and self.num_computed < self.num_prompt else 1
 
     @property
     def num_output(self) -> int:
+        """Tokens of the output that the host knows."""
         return len(self.tokens) - self.num_prompt
 
     def __repr__(self) -> str:
@@ -139,7 +140,7 @@ GRAMMAR_COMPLETE = ""  # detail of a stop where the grammar is complete: the las
 
 
 class RowFailure(Enum):
-    """Why a row of a step gave nothing though the step went through. The values are what its request ends with."""
+    """Why one row of a step failed. The value is the detail of its request's terminal event."""
 
     NOT_A_NUMBER = ("engine_error", "The model's output for this request was not a number.")
     NO_TOKEN_ALLOWED = (
@@ -163,12 +164,12 @@ class Finished(NamedTuple):
     total_s: float
     tenant: str
     num_preemptions: int
-    num_accepted: int = 0  # tokens of the output that were guessed before
-    num_rejected: int = 0  # guesses that were wrong
+    num_accepted: int = 0  # tokens of the output that were draft tokens
+    num_rejected: int = 0  # draft tokens that were rejected
 
 
 def stop_reason(sequence: Sequence, token_id: int) -> tuple[str, FinishDetail] | None:
-    """Whether the token just appended ends the sequence. EOS reports no detail, another stop id reports itself."""
+    """Return how the token just appended ends the sequence, or None. EOS has no detail, another stop id is its own."""
     length = len(sequence.tokens)
     if token_id in sequence.stop_ids and length >= sequence.min_total:
         return "stop", None if token_id in sequence.request.eos_token_ids else token_id
@@ -178,13 +179,13 @@ def stop_reason(sequence: Sequence, token_id: int) -> tuple[str, FinishDetail] |
 
 
 def refusal(error: InferEngineError) -> tuple[str, FinishDetail]:
-    """How a request ends that cannot go on."""
+    """Return the reason and detail of a request that ends with this error."""
     detail = (error.code, error.message) if error.field is None else (error.code, error.message, error.field)
     return "error", detail
 
 
 def terminal_row(sequence: Sequence, reason: str, detail: FinishDetail, now: float) -> Finished:
-    """The terminal event with the sequence's figures."""
+    """Return the terminal event of a sequence, with its counts and times."""
     arrival = sequence.request.arrival_s
     started, first = sequence.first_scheduled_s, sequence.first_token_s
     return Finished(
@@ -199,6 +200,6 @@ def terminal_row(sequence: Sequence, reason: str, detail: FinishDetail, now: flo
         total_s=now - arrival,
         tenant=sequence.request.tenant,
         num_preemptions=sequence.num_preemptions,
-        num_accepted=min(sequence.num_accepted, sequence.num_output),  # what came after a stop is no output
+        num_accepted=min(sequence.num_accepted, sequence.num_output),  # accepted tokens after a stop are no output
         num_rejected=sequence.num_drafted - sequence.num_accepted,
     )

@@ -1,4 +1,4 @@
-"""What crosses the line between the scheduler and the device: plain ints in flat columns.
+"""StepPlan and StepResult: what scheduler and device exchange, as plain ints in flat columns.
 
 The device keeps state per *slot* (tokens, block table, sampling parameters), so a plan carries only what changed: new
 slots, new blocks, and which rows to compute. A decode row costs three ints. Nothing here holds a tensor; the same plan
@@ -68,10 +68,10 @@ class StepPlan(NamedTuple):
     chunk reaches the last known token, so that the next one is drawn. The input of a decode row is the token that the
     device itself wrote at starts[r]; the host may not know it yet.
 
-    A row with num_drafts[r] = k > 0 verifies guesses: of its count = 1 + k tokens the last k are guesses, and a token
-    is drawn at each of its positions. Guesses come with `token_writes`; where `device_drafts`, the executor makes them.
+    A row with num_drafts[r] = k > 0 verifies draft tokens: the last k of its count = 1 + k tokens, and a token is drawn
+    at each of its positions. Draft tokens come with `token_writes`; where `device_drafts`, the executor makes them.
     `masked` lists draws (indices into all draws of the plan, in order) that wait for `StepFuture.provide_masks`.
-    Rows in `pooled` draw nothing: what is wanted of them is a vector.
+    Rows in `pooled` draw nothing: they give a vector.
 
     Order of execution: `swap_out` (device -> host blocks), `swap_in` (host -> device), `copies` (device -> device: a
     source may just have been swapped in), then slot and block-table writes, then the computation. Each is empty or has
@@ -114,8 +114,8 @@ class TokenLogprobs(NamedTuple):
 class StepResult(NamedTuple):
     """What the device drew: one token per sampling row, in row order.
 
-    Where the plan has guesses, `num_emitted[i]` says how many tokens sampling row i gives: the guesses that its own
-    draws confirmed and the first draw that did not, so at least one; `token_ids` is their concatenation.
+    Where the plan has draft tokens, `num_emitted[i]` says how many tokens sampling row i gives: the draft tokens that
+    its own draws confirmed and the first draw that did not, so at least one; `token_ids` is their concatenation.
     `logprobs` has one entry per emitted token of a row that asked. `failed_rows` maps a row of the plan to what is
     wrong with this row alone; its token is meaningless.
     """

@@ -4,12 +4,12 @@
 
 Bytes are the weights once, the head's only where something is drawn, and the keys and values that the step's tokens
 look back to, once for each row. Operations are two for each weight and token, and four for each pair of query and key,
-head and dimension. What a step need not do does not count: launches, norms, sampling, the time a host takes. The time
+head and dimension. Launches, norms, sampling and the time of the host do not count. The time
 taken is from when the device could begin (the launch, or the result before) until the result is there.
 
 The peaks are the device's data sheet's, or measured: see executor/tools/device_peaks.py. A prefix that several rows
 share is
-counted for each of them, and a small model that guesses ahead is not counted.
+counted for each of them, and a draft model is not counted.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class DevicePeaks(NamedTuple):
 class Roofline:
     """Adds up the least time and the time taken of every step, by phase. Written by the loop's thread alone.
 
-    decode: rows of one token, and of guesses to verify. prefill: parts of prompts. mixed: both in one step.
+    decode: rows of one token, and of draft tokens to verify. prefill: parts of prompts. mixed: both in one step.
     """
 
     def __init__(self, work: ModelWork, peaks: DevicePeaks) -> None:
@@ -62,11 +62,11 @@ class Roofline:
         self._phases = {phase: _Phase() for phase in PHASES}
 
     def observe(self, plan: StepPlan, seconds: float) -> None:
-        """A step is done and took so long."""
+        """Add a finished step and the seconds it took."""
         self._phases[phase_of(plan)].add(self.least_s(plan), seconds)
 
     def least_s(self, plan: StepPlan) -> float:
-        """Seconds that no execution of this step can stay below. O(rows)."""
+        """Return the seconds that no execution of this step can stay below. O(rows)."""
         work, starts, counts, decodes = self.work, plan.starts, plan.counts, plan.num_decodes
         num_rows = len(starts)
         draws = decodes + sum(plan.num_drafts) if decodes == num_rows else plan.num_sampled
@@ -93,7 +93,7 @@ class Roofline:
         return max(size * self._byte_s, operations * self._operation_s)
 
     def to_map(self) -> dict[str, Any]:
-        """For /stats. By phase, of those that had steps: how many, and the two times since the start."""
+        """Return the figures for /stats: by phase that had steps, how many, and the two times since the start."""
         seen = [(name, phase) for name, phase in self._phases.items() if phase.steps]
         return {
             "steps": {name: phase.steps for name, phase in seen},
@@ -105,7 +105,7 @@ class Roofline:
         }
 
     def shares(self) -> dict[str, float]:
-        """By phase, of those that had steps: the share over its latest MEMORY_S of computing."""
+        """Return the share over the latest MEMORY_S of computing, by phase that had steps."""
         return {name: round(phase.share, 4) for name, phase in self._phases.items() if phase.steps}
 
 
@@ -129,7 +129,7 @@ class _Phase:
 
 
 def phase_of(plan: StepPlan) -> str:
-    """One of PHASES."""
+    """Return the phase of a step, one of PHASES."""
     decodes, num_rows = plan.num_decodes, len(plan.starts)
     if decodes == num_rows:
         return "decode"
@@ -140,7 +140,7 @@ def phase_of(plan: StepPlan) -> str:
 
 
 def decode_keys(starts: list[int], decodes: int, window: int | None) -> int:
-    """Keys that the first `decodes` rows look back to, each its own among them: min(start + 1, window), summed."""
+    """Return the keys that the first `decodes` rows attend to: the sum of min(start + 1, window)."""
     first = starts if decodes == len(starts) else starts[:decodes]
     if window is None:
         return sum(first) + decodes

@@ -1,4 +1,4 @@
-"""StepTimes: how long a step may be expected to take, learnt from finished steps. What a stall is measured by.
+"""StepTimes: how long a step should take, learnt from finished steps. StallRule: when it counts as stalled.
 
 A step has a size (`work`: the least seconds that the device needs, where a roofline tells, else a count of tokens) and
 features: what costs time beside the model's own products. A finished step bounds another one that has none but its
@@ -22,18 +22,18 @@ from inferengine.core.step_plan import StepPlan
 from inferengine.sampling_params import SamplingParams
 
 SMOOTHING = 0.3  # weight of a new step
-MOST_SURPRISE = 3.0  # a step that took longer than so many times the expected is the machine's doing
-MOST_REFERENCES = 128
-MOST_REQUESTS = 4096  # whose features are kept
-PRIOR_SHARE = 0.2  # of the roofline that a step reaches of which nothing is known yet
+OUTLIER = 3.0  # clip steps at so many times the expected time: what is longer has other causes
+MAX_REFERENCES = 128
+MAX_REQUESTS = 4096  # requests whose features are kept
+PRIOR_SHARE = 0.2  # of the roofline: assumed for a step while nothing was measured
 KEYS_PER_TOKEN = 256.0  # keys read, and pairs of query and key, that cost about as much as computing a token
 PAIRS_PER_TOKEN = 8192.0
 
 
 class StepSize(NamedTuple):
-    """What of a step decides its time."""
+    """What decides the time of a step."""
 
-    work: float  # in whatever unit, above 0
+    work: float  # above 0, in the unit of StepTimes
     features: frozenset[str]
 
 
@@ -57,7 +57,7 @@ class _Reference:
 
 
 class StepTimes:
-    """What is known of the times of finished steps. Work is counted in `least_s` of a plan, where that is given."""
+    """Learns the times of finished steps. Work is `least_s` of a plan where that is given, else tokens."""
 
     def __init__(self, least_s: Callable[[StepPlan], float] | None = None) -> None:
         self._least_s = least_s
@@ -65,29 +65,29 @@ class StepTimes:
         self._references: dict[tuple[frozenset[str], int], _Reference] = {}  # the one seen longest ago first
 
     def size(self, step: ScheduledStep) -> StepSize:
-        """The size of a step. O(rows); reads only what does not change any more."""
+        """Return the size of a step. O(rows); reads only what does not change any more."""
         work = token_work(step.plan) if self._least_s is None else self._least_s(step.plan)
         return StepSize(max(work, 1e-9), features_of(step, self._requests))
 
     def observe(self, size: StepSize, seconds: float) -> None:
-        """A step is done and took so long."""
+        """Learn from a finished step."""
         key = (size.features, frexp(size.work)[1])
         known = self._references.pop(key, None)
         if known is not None:
-            seconds = min(seconds, MOST_SURPRISE * known.bound(size.work))
+            seconds = min(seconds, OUTLIER * known.bound(size.work))
             known.seconds += SMOOTHING * (seconds - known.seconds)
             known.work += SMOOTHING * (size.work - known.work)
         else:
             expected = self.predict(size)
             if expected.known and expected.seconds:
-                seconds = min(seconds, MOST_SURPRISE * expected.seconds)
+                seconds = min(seconds, OUTLIER * expected.seconds)
             known = _Reference(size, seconds)
         self._references[key] = known
-        if len(self._references) > MOST_REFERENCES:
+        if len(self._references) > MAX_REFERENCES:
             del self._references[next(iter(self._references))]
 
     def predict(self, size: StepSize) -> Prediction:
-        """How long a step of this size should take at most."""
+        """Return how long a step of this size should take at most."""
         references = list(self._references.values())
         alike = [known for known in references if known.features >= size.features]
         if alike or references:
@@ -100,16 +100,16 @@ class StallRule(NamedTuple):
 
     factor: float
     min_s: float
-    new_kind_s: float  # at least so long for a step of a new kind
+    new_kind_s: float  # minimum for a step of a new kind
 
     def limit_s(self, prediction: Prediction) -> float:
-        """Seconds after which a step of this prediction is a stall."""
+        """Return the seconds after which a step of this prediction is a stall."""
         least_s = self.min_s if prediction.known else max(self.min_s, self.new_kind_s)
         return max(least_s, self.factor * (prediction.seconds or 0.0))
 
 
 def token_work(plan: StepPlan) -> float:
-    """Tokens computed, with what draws and attention cost in tokens, roughly. O(rows)."""
+    """Return the tokens computed, with the rough cost of draws and attention in tokens. O(rows)."""
     keys = pairs = 0.0
     for start, count in zip(plan.starts, plan.counts, strict=True):
         keys += start + count
@@ -118,21 +118,21 @@ def token_work(plan: StepPlan) -> float:
 
 
 def features_of(step: ScheduledStep, known: dict[int, _RequestFeatures] | None = None) -> frozenset[str]:
-    """What a step does beside running the model over its tokens and taking the likeliest. `known` keeps what was found
-    of requests, by uid, for the next step."""
+    """Return what a step does beside running the model over its tokens and taking the likeliest. `known` caches the
+    features of requests, by uid."""
     plan, found = step.plan, set[str]()
     if plan.masked:
         found.add("masks")
     if plan.pooled:
         found.add("embeddings")
     if any(plan.num_drafts):
-        found.add("guesses")
+        found.add("draft tokens")
     if plan.device_drafts:
         found.add("draft model")
     if any(copies.sources for updates in (plan.swap_out, plan.swap_in) for copies in updates):
         found.add("swap")
     known = {} if known is None else known
-    if len(known) > MOST_REQUESTS:
+    if len(known) > MAX_REQUESTS:
         known.clear()
     draws: set[frozenset[str]] = set()
     for start, sequence, samples in zip(plan.starts, step.rows, plan.samples, strict=True):

@@ -34,7 +34,7 @@ def scheduler_options(config: Config, capacity: Capacity) -> SchedulerOptions:
         itl_target_s=scheduler.itl_target_ms / 1e3,
         prefix_caching=cache.prefix_caching and not contiguous,
         eviction=cache.eviction,
-        pressure=scheduler.preemption,
+        preemption=scheduler.preemption,
         watermark=cache.watermark,
         kv_events=cache.events,
         contiguous=contiguous,

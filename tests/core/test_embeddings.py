@@ -68,10 +68,10 @@ def test_what_it_computed_is_of_use_to_others() -> None:
 
 
 @pytest.mark.parametrize("pooling", POOLINGS)
-@pytest.mark.parametrize("pressure", ["preempt", "swap"])
-def test_one_that_had_to_give_way_starts_over(pooling: str, pressure: str) -> None:
+@pytest.mark.parametrize("preemption", ["preempt", "swap"])
+def test_one_that_had_to_give_way_starts_over(pooling: str, preemption: str) -> None:
     capacity = make_capacity(20, max_num_seqs=4, host_blocks=40)
-    run = Run(capacity, budget=4, pressure=pressure, prefix_caching=False)
+    run = Run(capacity, budget=4, preemption=preemption, prefix_caching=False)
     growing = [make_request(uid, 4, 40) for uid in (1, 2)]
     run.submit(*growing)
     for _ in range(12):

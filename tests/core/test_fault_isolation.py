@@ -131,7 +131,7 @@ def test_culprits_are_found_under_any_options(seed: int) -> None:
         budget=draw.choice([8, 64]),
         max_in_flight=draw.choice([1, 2]),
         policy=draw.choice(sorted(POLICIES)),
-        pressure=draw.choice(["preempt", "swap"]),
+        preemption=draw.choice(["preempt", "swap"]),
         max_num_decodes=draw.choice([0, 0, 2]),
         prefix_caching=draw.random() < 0.7,
         proposer=proposer,

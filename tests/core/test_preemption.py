@@ -20,7 +20,9 @@ def demanding(count: int = 8) -> list:  # type: ignore[type-arg]
 def test_swapped_sequences_go_on_where_they_were(max_in_flight: int, window: int | None) -> None:
     capacity = make_capacity(24, host_blocks=64, window=window, window_blocks=24)
     run = (
-        Run(capacity, max_in_flight=max_in_flight, pressure="swap", prefix_caching=False).submit(*demanding()).to_end()
+        Run(capacity, max_in_flight=max_in_flight, preemption="swap", prefix_caching=False)
+        .submit(*demanding())
+        .to_end()
     )
     assert run.outputs == {request.uid: expected_output(request) for request in demanding()}
     assert run.scheduler.stats.num_preemptions > 0
@@ -30,7 +32,7 @@ def test_swapped_sequences_go_on_where_they_were(max_in_flight: int, window: int
 
 
 def test_a_full_host_pool_falls_back_to_computing_again() -> None:
-    run = Run(make_capacity(24, host_blocks=4), pressure="swap", prefix_caching=False).submit(*demanding()).to_end()
+    run = Run(make_capacity(24, host_blocks=4), preemption="swap", prefix_caching=False).submit(*demanding()).to_end()
     assert run.outputs == {request.uid: expected_output(request) for request in demanding()}
     assert run.executor.num_computed_tokens > sum(10 + 40 - 1 for _ in range(8))
 
@@ -39,14 +41,14 @@ def test_a_full_host_pool_falls_back_to_computing_again() -> None:
 def test_the_cheaper_way_is_taken(swap_block_s: float, swapped: bool) -> None:
     base = make_capacity(24, host_blocks=64)
     capacity: Capacity = base._replace(swap_block_s=swap_block_s, prefill_token_s=1e-3)
-    run = Run(capacity, pressure="swap").submit(*demanding()).to_end()
+    run = Run(capacity, preemption="swap").submit(*demanding()).to_end()
     assert (run.scheduler.snapshot().num_blocks_swapped_out > 0) is swapped
     assert run.outputs == {request.uid: expected_output(request) for request in demanding()}
 
 
 @OVERLAP
 def test_rejecting_ends_the_latest_with_overloaded_and_the_rest_finish_right(max_in_flight: int) -> None:
-    run = Run(make_capacity(24), max_in_flight=max_in_flight, pressure="reject").submit(*demanding()).to_end()
+    run = Run(make_capacity(24), max_in_flight=max_in_flight, preemption="reject").submit(*demanding()).to_end()
     ended = {uid: detail[0] for uid, (reason, detail) in run.finished.items() if reason == "error"}  # type: ignore[index]
     assert set(ended.values()) == {"overloaded"}
     assert 1 not in ended
@@ -58,7 +60,7 @@ def test_rejecting_ends_the_latest_with_overloaded_and_the_rest_finish_right(max
 
 @OVERLAP
 def test_cancelling_a_swapped_sequence_frees_its_host_blocks(max_in_flight: int) -> None:
-    run = Run(make_capacity(24, host_blocks=64), max_in_flight=max_in_flight, pressure="swap").submit(*demanding())
+    run = Run(make_capacity(24, host_blocks=64), max_in_flight=max_in_flight, preemption="swap").submit(*demanding())
     while not any(sequence.host_tables for sequence in run.scheduler.sequences.values()):
         run.step()
     for uid in range(1, 9):
@@ -68,7 +70,7 @@ def test_cancelling_a_swapped_sequence_frees_its_host_blocks(max_in_flight: int)
 
 
 def test_a_step_that_fails_costs_a_swapped_sequence_nothing_but_time() -> None:
-    run = Run(make_capacity(24, host_blocks=64), max_in_flight=2, pressure="swap").submit(*demanding())
+    run = Run(make_capacity(24, host_blocks=64), max_in_flight=2, preemption="swap").submit(*demanding())
     while not any(sequence.host_tables for sequence in run.scheduler.sequences.values()):
         run.step()
     run.executor.fail_with = StepFailed("one bad row", rows=[0])

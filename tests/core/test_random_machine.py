@@ -47,7 +47,7 @@ def make_run(draw_int, choice) -> Run:  # type: ignore[no-untyped-def]
         budget=choice([4, 9, 64]),
         max_in_flight=choice([1, 2]),
         policy=choice(sorted(POLICIES)),
-        pressure=choice([*sorted(PREEMPTION_POLICIES), "swap"]),
+        preemption=choice([*sorted(PREEMPTION_POLICIES), "swap"]),
         eviction=choice(sorted(EVICTION)),
         prefix_caching=choice([True, True, False]),
         prefill_chunk=choice([0, 3]),

@@ -11,7 +11,7 @@ from inferengine.core.scheduler.step_builder import ScheduledStep
 from inferengine.core.sequence import Sequence
 from inferengine.core.step_plan import BlockCopies, StepPlan
 from inferengine.core.step_time import (
-    MOST_REFERENCES,
+    MAX_REFERENCES,
     StallRule,
     StepSize,
     StepTimes,
@@ -97,10 +97,10 @@ class TestPrediction:
 
     def test_what_is_kept_is_bounded(self) -> None:
         times = StepTimes()
-        for number in range(3 * MOST_REFERENCES):
+        for number in range(3 * MAX_REFERENCES):
             times.observe(StepSize(1.0, frozenset({str(number)})), 0.1)
-        assert len(times._references) == MOST_REFERENCES
-        assert times.predict(StepSize(1.0, frozenset({str(3 * MOST_REFERENCES - 1)}))).known
+        assert len(times._references) == MAX_REFERENCES
+        assert times.predict(StepSize(1.0, frozenset({str(3 * MAX_REFERENCES - 1)}))).known
 
 
 class TestRule:
@@ -193,7 +193,7 @@ class TestFeatures:
             device_drafts=True,
             swap_in=[BlockCopies([1], [2])],
         )
-        assert features_of(step) == {"adapter", "masks", "guesses", "draft model", "swap"}
+        assert features_of(step) == {"adapter", "masks", "draft tokens", "draft model", "swap"}
 
     def test_a_chunk_that_draws_nothing_has_no_features_of_a_draw(self) -> None:
         assert features_of(make_step([(0, 40)], params=SamplingParams(top_p=0.5), samples=[False])) == set()

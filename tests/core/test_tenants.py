@@ -53,9 +53,13 @@ def test_with_one_tenant_fair_share_plans_the_very_steps_of_first_come(seed: int
     for policy in ("fcfs", "fair"):
         draw = random.Random(seed)
         capacity = make_capacity(draw.choice([24, 60]), max_num_seqs=draw.choice([2, 5]))
-        pressure = draw.choice(["preempt", "preempt", "reject"])
+        preemption = draw.choice(["preempt", "preempt", "reject"])
         run = Run(
-            capacity, budget=draw.choice([8, 32]), max_in_flight=draw.choice([1, 2]), policy=policy, pressure=pressure
+            capacity,
+            budget=draw.choice([8, 32]),
+            max_in_flight=draw.choice([1, 2]),
+            policy=policy,
+            preemption=preemption,
         )
         plans = plans_of(run)
         uid = 0
@@ -160,7 +164,7 @@ def test_more_tenants_than_slots_throw_nobody_out() -> None:
 
 
 def test_rejecting_under_pressure_ends_nobody_for_the_sake_of_a_slot() -> None:
-    run = Run(make_capacity(2000, max_num_seqs=4), policy="fair", pressure="reject")
+    run = Run(make_capacity(2000, max_num_seqs=4), policy="fair", preemption="reject")
     run.submit(*make_flood(20)).step()
     run.submit(make_quiet()).to_end()
     assert {reason for reason, _ in run.finished.values()} == {"length"}
@@ -194,7 +198,7 @@ def test_a_tenant_that_comes_to_an_empty_engine_starts_where_the_last_one_left()
 
 @pytest.mark.parametrize("seed", range(8))
 def test_tenants_at_random_get_every_token_and_nobody_waits_long(seed: int) -> None:
-    """Floods, pressure, forks and cancels by several tenants: outputs are right, books balance, and a tenant of which
+    """Floods, preemption, forks and cancels by several tenants: outputs are right, books balance, and a tenant of which
     nothing runs, with a small request, never waits for more than a few steps."""
     draw = random.Random(seed)
     run = Run(make_capacity(200, max_num_seqs=8), budget=48, max_in_flight=draw.choice([1, 2]), policy="fair")

@@ -29,7 +29,7 @@ class Engine:
         num_blocks: int = 64,
         block_size: int = 8,
         overlap: bool = False,
-        pressure: str = "preempt",
+        preemption: str = "preempt",
         device: str = "cpu",
         model: dict[str, Any] | None = None,
         cache: dict[str, Any] | None = None,
@@ -45,14 +45,14 @@ class Engine:
                 "overlap": "on" if overlap else "off",
             },
             cache={"num_blocks": num_blocks, "block_size": block_size, "swap_gib": 0.01, **(cache or {})},
-            scheduler={"preemption": pressure},
+            scheduler={"preemption": preemption},
         )
         self.executor = build_executor(config)
         self.capacity = self.executor.load(lambda phase, share: None)
         self.core = EngineCore(
             self.executor,
             self.capacity,
-            SchedulerOptions(budget, max_num_seqs, pressure=pressure, **options),
+            SchedulerOptions(budget, max_num_seqs, preemption=preemption, **options),
             clock=lambda: 0.0,
             on_failure=_raise,
             proposer=proposer,

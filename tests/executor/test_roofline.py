@@ -17,7 +17,7 @@ from inferengine.executor.memory import plan as memory_plan
 from inferengine.executor.tools import device_peaks
 from inferengine.executor.tools.roofline import model_work
 from inferengine.models import registry
-from tests.core.test_roofline import make_plan
+from tests.core.test_step_roofline import make_plan
 
 LLAMA_WEIGHTS = 8_030_261_248
 H200 = DevicePeaks(4.8e12, 989e12, "test")

@@ -55,6 +55,6 @@ def test_blocks_are_swapped_and_prefixes_found_as_ever(tmp_path: Path) -> None:
     folder = save(make_model("llama"), tmp_path)
     prompts = [[index + 3] * 12 for index in range(4)]
     roomy = Engine(folder, cache={"dtype": "fp8"}, budget=64).generate(prompts, 20)
-    tight = Engine(folder, cache={"dtype": "fp8"}, budget=64, num_blocks=9, pressure="swap")
+    tight = Engine(folder, cache={"dtype": "fp8"}, budget=64, num_blocks=9, preemption="swap")
     assert tight.generate(prompts, 20) == roomy
     assert tight.core.scheduler.stats.num_preemptions > 0

@@ -1,10 +1,8 @@
-"""BlockPool: who holds which KV block. Reference counts and a free list in eviction order, everything O(1).
+"""BlockPool: reference counts of KV blocks and a free list in eviction order. Every operation is O(1).
 
 A free block may still hold a cached prefix; taking it for something else evicts that prefix. Empty blocks are taken
 first, so that a prefix is evicted only when nothing else is left. Which prefix: with LRU the one released longest ago,
-with FIFO the one cached longest ago, however often it was used since.
-
-Which cached prefix goes first when blocks run out. A policy is a class and one line in EVICTION.
+with FIFO the one cached longest ago, however often it was used since. A policy is a class and one line in EVICTION.
 """
 
 from __future__ import annotations
@@ -19,11 +17,11 @@ class EvictionOrder(Protocol):
     """The free blocks with cached content, in the order in which they lose it."""
 
     def add(self, block_id: int) -> None:
-        """A block with content became free."""
+        """Add a block with content that became free."""
         ...
 
     def discard(self, block_id: int) -> None:
-        """A block that is in here is in use again."""
+        """Take out a block that is in use again."""
         ...
 
     def pop(self) -> int:
@@ -31,11 +29,11 @@ class EvictionOrder(Protocol):
         ...
 
     def cached(self, block_id: int) -> None:
-        """The block, which is in use, got content."""
+        """Note that a block in use got content."""
         ...
 
     def clear(self) -> list[int]:
-        """Take out all."""
+        """Take out all blocks."""
         ...
 
     def __len__(self) -> int: ...
@@ -44,24 +42,28 @@ class EvictionOrder(Protocol):
 
 
 class LeastRecentlyUsed:
-    """Released longest ago goes first."""
+    """Evicts the block released longest ago."""
 
     def __init__(self) -> None:
         self._order: OrderedDict[int, None] = OrderedDict()
 
     def add(self, block_id: int) -> None:
+        """Add a free block with content."""
         self._order[block_id] = None
 
     def discard(self, block_id: int) -> None:
+        """Take out a block that is in use again."""
         del self._order[block_id]
 
     def pop(self) -> int:
+        """Take out the block to evict next."""
         return self._order.popitem(last=False)[0]
 
     def cached(self, block_id: int) -> None:
-        """Only use counts."""
+        """Do nothing: only the release counts."""
 
     def clear(self) -> list[int]:
+        """Take out all blocks."""
         blocks = list(self._order)
         self._order.clear()
         return blocks
@@ -74,7 +76,7 @@ class LeastRecentlyUsed:
 
 
 class FirstInFirstOut:
-    """Cached longest ago goes first. A heap over the moment of caching; entries of blocks in use are skipped."""
+    """Evicts the block cached longest ago. A heap over the moment of caching; entries of blocks in use are skipped."""
 
     def __init__(self) -> None:
         self._stamp = 0
@@ -83,16 +85,19 @@ class FirstInFirstOut:
         self._heap: list[tuple[int, int]] = []
 
     def add(self, block_id: int) -> None:
+        """Add a free block with content."""
         self._members.add(block_id)
         heapq.heappush(self._heap, (self._stamps[block_id], block_id))
 
     def discard(self, block_id: int) -> None:
+        """Take out a block that is in use again."""
         self._members.discard(block_id)
         if len(self._heap) > 64 + 4 * len(self._members):  # a prefix used again and again leaves an entry each time
             self._heap = [(self._stamps[member], member) for member in self._members]
             heapq.heapify(self._heap)
 
     def pop(self) -> int:
+        """Take out the block to evict next."""
         while True:
             stamp, block_id = heapq.heappop(self._heap)
             if block_id in self._members and self._stamps[block_id] == stamp:
@@ -100,10 +105,12 @@ class FirstInFirstOut:
                 return block_id
 
     def cached(self, block_id: int) -> None:
+        """Note when the block got content."""
         self._stamp += 1
         self._stamps[block_id] = self._stamp
 
     def clear(self) -> list[int]:
+        """Take out all blocks."""
         blocks = list(self._members)
         self._members.clear()
         self._heap.clear()
@@ -136,6 +143,7 @@ class BlockPool:
 
     @property
     def num_held(self) -> int:
+        """Blocks with at least one holder."""
         return self.num_blocks - len(self._empty) - len(self._evictable)
 
     @property
@@ -144,6 +152,7 @@ class BlockPool:
         return len(self._evictable)
 
     def reference_count(self, block_id: int) -> int:
+        """Return the number of holders of a block."""
         return self._reference_counts[block_id]
 
     def take(self, count: int) -> tuple[list[int], list[int]]:
@@ -167,16 +176,15 @@ class BlockPool:
         return blocks, evicted
 
     def share(self, block_ids: Iterable[int]) -> None:
-        """One more holder for each block; a free one leaves the eviction order with its content intact. A block that is
-        free holds content: an empty one cannot be shared."""
+        """Add a holder to each block. A free one must hold content: it leaves the eviction order, content intact."""
         for block_id in block_ids:
             if self._reference_counts[block_id] == 0:
                 self._evictable.discard(block_id)
             self._reference_counts[block_id] += 1
 
     def release(self, block_ids: Iterable[int]) -> None:
-        """One holder less for each block. Blocks released first are evicted first: pass a sequence's tail before its
-        head, so that the shared beginning of prompts survives longest."""
+        """Remove a holder from each block. Blocks released first are evicted first: pass a sequence's tail before its
+        head, so that the shared beginning of prompts is kept longest."""
         counts = self._reference_counts
         for block_id in block_ids:
             counts[block_id] -= 1
@@ -187,24 +195,24 @@ class BlockPool:
                     self._empty.append(block_id)
 
     def mark_cached(self, block_id: int) -> None:
-        """The block's content is in the prefix cache. The caller holds the block."""
+        """Note that the block's content is in the prefix cache. The caller holds the block."""
         self._is_cached[block_id] = True
         self._evictable.cached(block_id)
 
     def unmark_cached(self, block_id: int) -> None:
-        """The block's content is in the prefix cache no more."""
+        """Note that the block's content is no longer in the prefix cache."""
         self._is_cached[block_id] = False
         if self._reference_counts[block_id] == 0:
             self._evictable.discard(block_id)
             self._empty.append(block_id)
 
     def forget_cached(self) -> None:
-        """No block is cached any more."""
+        """Note that no block's content is in the prefix cache."""
         self._is_cached = [False] * self.num_blocks
         self._empty.extend(self._evictable.clear())
 
     def check(self) -> None:
-        """Every block is held, empty or evictable, and exactly one of these. Raises RuntimeError otherwise."""
+        """Check that every block is exactly one of held, empty and evictable. Raises RuntimeError."""
         if min(self._reference_counts, default=0) < 0:
             raise RuntimeError("a block was released more often than it was taken")
         held = self.num_blocks - self._reference_counts.count(0)

@@ -77,10 +77,11 @@ class KVCacheManager:
     # -- questions ---------------------------------------------------------------------------------------------------
 
     def blocks_for(self, num_tokens: int) -> int:
+        """Return the number of blocks that hold so many tokens."""
         return -(-num_tokens // self.block_size)
 
     def blocks_needed(self, group: KVGroup, num_tokens: int) -> int:
-        """The most blocks that a sequence of this length holds at one time in this group."""
+        """Return the most blocks that a sequence of this length holds at one time in this group."""
         needed = self.blocks_for(num_tokens)
         return needed if group.window is None else min(needed, self.blocks_for(group.window + self.max_chunk) + 1)
 
@@ -90,9 +91,11 @@ class KVCacheManager:
         return max(pool.num_held / pool.num_blocks if pool.num_blocks else 0.0 for pool in self.pools)
 
     def lookup(self, sequence: Sequence) -> PrefixHit:
-        """The longest cached prefix that all groups can serve. The last token is never part of it: something has to be
-        computed for there to be a next token, or the last token's embedding."""
-        request = sequence.request  # what is asked about the whole prompt needs all of it computed
+        """Return the longest cached prefix that all groups can serve. Changes nothing.
+
+        The last token is never part of it: its computation gives the next token, or the embedding.
+        """
+        request = sequence.request
         wants_all = request.params.prompt_logprobs is not None or request.pooling == "mean"
         if not self.prefix_caching or wants_all:
             return PrefixHit(0, [[] for _ in self.groups], [])
@@ -186,8 +189,10 @@ class KVCacheManager:
         return True
 
     def cache_full_blocks(self, sequence: Sequence, num_computed: int) -> list[OfferedBlock]:
-        """Hash the blocks that are full with `num_computed` tokens done or under way, and offer them for reuse. Returns
-        those whose content nobody had."""
+        """Hash the blocks that are full with `num_computed` tokens done or under way, and offer them for reuse.
+
+        Returns the blocks whose content was not in the cache.
+        """
         size = self.block_size
         hashes = sequence.block_hashes
         full = min(num_computed, len(sequence.tokens)) // size
@@ -204,7 +209,7 @@ class KVCacheManager:
         return offered
 
     def forget(self, sequence: Sequence, from_token: int) -> None:
-        """Offer the sequence's blocks from that token on to nobody any more: what is in them is worth nothing."""
+        """Take the sequence's blocks from that token on out of the prefix cache: their content is wrong."""
         hashes = sequence.block_hashes
         self.withdraw(
             [
@@ -216,7 +221,7 @@ class KVCacheManager:
         )
 
     def withdraw(self, offered: list[OfferedBlock]) -> None:
-        """Offer these blocks to nobody any more, as far as they still are what they were offered as."""
+        """Take these blocks out of the prefix cache, as far as they still are in it under the same hash."""
         gone: list[bytes] = []
         for group_index, block_id, digest in offered:
             if self.caches[group_index].get(digest) == block_id:
@@ -237,8 +242,8 @@ class KVCacheManager:
         sequence.capacity = 0
 
     def fork(self, parent: Sequence, child: Sequence) -> PrefixHit | None:
-        """The full blocks of a running sequence's prompt, for a child with the same prompt. None where a window group
-        has already given back what the child would need."""
+        """Return the full blocks of a running sequence's prompt, for a child with the same prompt. None where a window
+        group has already released blocks that the child would need."""
         full = (child.num_prompt - 1) // self.block_size
         for group_index, group in enumerate(self.groups):
             if parent.num_blocks_released[group_index] > self._first_needed(group, full):
@@ -278,18 +283,18 @@ class KVCacheManager:
         sequence.capacity = len(sequence.block_tables[0]) * self.block_size
 
     def take_copies(self) -> list[BlockCopies]:
-        """Block copies asked for since the last call, for the next plan."""
+        """Return the block copies requested since the last call, for the next plan."""
         return self._copies.take()
 
     def take_events(self) -> list[KVEvent]:
-        """What became reusable or was lost since the last call."""
+        """Return the events of the prefix cache since the last call."""
         if not self.events:
             return []
         events, self.events = self.events, []
         return events
 
     def take_updates(self) -> list[BlockUpdates]:
-        """Block-table entries written since the last call, for the next plan."""
+        """Return the block-table entries written since the last call, for the next plan."""
         updates, self._updates = self._updates, self._empty_updates()
         return updates
 
@@ -304,7 +309,8 @@ class KVCacheManager:
         return count
 
     def check(self) -> None:
-        """Available + evictable + held = total in every pool, and only cached blocks are evictable."""
+        """Check that empty + evictable + held = total in every pool, and that evictable blocks are cached ones. Raises
+        RuntimeError."""
         self.swap.check()
         for pool, cache in zip(self.pools, self.caches, strict=True):
             pool.check()
@@ -363,7 +369,7 @@ class KVCacheManager:
         salt = (request.cache_salt, request.adapter)
         root = self._roots.get(salt)
         if root is None:
-            if len(self._roots) >= 4096:  # salts come from outside: the memo must not grow without end
+            if len(self._roots) >= 4096:  # clients choose the salts: the memo must stay bounded
                 self._roots.clear()
             root = self._roots[salt] = root_hash(*salt)
         return root

@@ -4,7 +4,7 @@ A full block is known by SHA-256 over (the hash of the block before it, its toke
 tenants with different salts never share a block and cannot probe for each other's prompts. The map holds one block per
 hash; a second block with the same content stays private to its sequence.
 
-What a cache-aware router wants to know: which prefixes this engine holds. Shaped as vLLM publishes them.
+KVEvent: changes of the cache for cache-aware routers, in the fields that vLLM publishes.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from typing import NamedTuple
 
 
 def root_hash(salt: bytes, adapter: int = 0) -> bytes:
-    """Where the chain of a salt begins. KV that an adapter made is no other's: no salt can lead there."""
+    """Return the first hash of a chain. An adapter has a chain of its own, which no salt can lead to."""
     if adapter:
         return hashlib.sha256(b"inferengine prefix cache of adapter %d\0" % adapter + salt).digest()
     return hashlib.sha256(b"inferengine prefix cache\0" + salt).digest()
 
 
 def block_hash(parent: bytes, token_ids: SequenceOf[int]) -> bytes:
-    """Hash of a full block: its tokens and, through `parent`, everything before them."""
+    """Return the hash of a full block: of its tokens and, through `parent`, of everything before them."""
     return hashlib.sha256(parent + array("I", token_ids).tobytes()).digest()
 
 
@@ -41,10 +41,11 @@ class PrefixCache:
         return digest in self._block_by_hash
 
     def block_ids(self) -> list[int]:
-        """Every block with cached content."""
+        """Return every block with cached content."""
         return list(self._block_by_hash.values())
 
     def get(self, digest: bytes) -> int | None:
+        """Return the block with this content, or None."""
         return self._block_by_hash.get(digest)
 
     def insert(self, digest: bytes, block_id: int) -> bool:
@@ -85,13 +86,13 @@ class BlockStored(NamedTuple):
 
 
 class BlockRemoved(NamedTuple):
-    """These blocks are gone."""
+    """These blocks can no longer be reused."""
 
     block_hashes: list[bytes]
 
 
 class AllBlocksCleared(NamedTuple):
-    """Every block is gone."""
+    """No block can be reused any more."""
 
 
 KVEvent = BlockStored | BlockRemoved | AllBlocksCleared

@@ -1,6 +1,6 @@
 """SwapSpace: host memory where the KV of a preempted sequence waits, block by block.
 
-Moving is the device's work; this is only who holds which host block and which copies the next plan must ask for.
+The device does the copying; SwapSpace knows which host blocks are held and which copies the next plan has to request.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ class CopyList:
         self._copies: list[BlockCopies] = []
 
     def add(self, group_index: int, sources: list[int], targets: list[int]) -> None:
+        """Request copies in one group."""
         if not self._copies:
             self._copies = [BlockCopies([], []) for _ in range(self._num_groups)]
         self._copies[group_index].sources.extend(sources)
         self._copies[group_index].targets.extend(targets)
 
     def take(self) -> list[BlockCopies]:
-        """What was collected; empty where nothing was."""
+        """Return the copies since the last call; empty if there are none."""
         copies, self._copies = self._copies, []
         return copies
 
@@ -47,7 +48,7 @@ class SwapSpace:
         return all(len(table) - released <= pool.num_free for table, released, pool in held)
 
     def store(self, sequence: Sequence) -> None:
-        """Ask for copies of the sequence's blocks into host blocks, which it holds from now on."""
+        """Request copies of the sequence's blocks into host blocks, which it holds from now on."""
         tables: list[list[int]] = []
         for group_index, table in enumerate(sequence.block_tables):
             released = sequence.num_blocks_released[group_index]
@@ -58,7 +59,7 @@ class SwapSpace:
         sequence.host_tables = tables
 
     def load(self, sequence: Sequence) -> None:
-        """Ask for copies back into the device blocks that the sequence has been given; its host blocks are free."""
+        """Request copies back into the device blocks of the sequence; its host blocks are free."""
         for group_index, table in enumerate(sequence.host_tables or []):
             released = sequence.num_blocks_released[group_index]
             self.back.add(group_index, table[released:], sequence.block_tables[group_index][released:])
@@ -73,5 +74,6 @@ class SwapSpace:
         sequence.host_tables = None
 
     def check(self) -> None:
+        """Check the pools. Raises RuntimeError."""
         for pool in self.pools:
             pool.check()

@@ -1,6 +1,6 @@
-"""Admission: whether a request may join the queue, decided at once, before anything is spent on it.
+"""Admission: whether a request may join the queue, decided at once, before any work for it.
 
-Pure: the caller (the link) passes what waits now. A queue without an end only turns overload into timeouts.
+Pure: the caller (the intake) passes what waits now. An unlimited queue would only turn overload into timeouts.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class AdmissionLimits:
 
 
 def check_prompt(num_prompt: int, limits: AdmissionLimits) -> None:
-    """A prompt that no output follows: it may take the whole context. Raises InvalidRequest."""
+    """Check a prompt without output, which may take the whole context. Raises InvalidRequest."""
     if num_prompt == 0:
         raise InvalidRequest("prompt", "must hold at least one token")
     if num_prompt > limits.max_model_len:
@@ -41,8 +41,10 @@ def check_prompt(num_prompt: int, limits: AdmissionLimits) -> None:
 
 
 def resolve_max_tokens(num_prompt: int, max_tokens: int | None, limits: AdmissionLimits, *, min_tokens: int = 0) -> int:
-    """The output length to run with. An open one is cut to what context and pool allow; an explicit one is honoured or
-    refused, and so is a `min_tokens` that this leaves no room for. Raises InvalidRequest."""
+    """Return the output length to run with. None is resolved to what context and pool allow.
+
+    An explicit one is never cut. Raises InvalidRequest if it does not fit, or if `min_tokens` does not.
+    """
     if num_prompt == 0:
         raise InvalidRequest("prompt", "must hold at least one token")
     room = limits.max_model_len - num_prompt
@@ -86,13 +88,13 @@ def admit(
     tenant_requests: int = 0,
     time_left_s: float | None = None,
 ) -> None:
-    """Raise `overloaded`, `rate_limited` or `deadline_exceeded` with a hint when to come back, or return.
+    """Raise `overloaded`, `rate_limited` or `deadline_exceeded`, each with a time to retry after, or return.
 
     `tokens_per_s` is the measured rate at which prompts are taken in (0: not known yet), `ahead` the requests and
     prompt tokens that are admitted before this one (None: all that wait), `tenant_requests` how many requests of the
-    same tenant have not ended. An empty queue takes any request of a tenant below its limit. A queue that others have
-    filled takes those of a tenant with less than its share of it, up to twice its limits. A deadline that the queue
-    alone would use up is refused now: waiting for it would only delay those that can still make theirs.
+    same tenant have not ended. An empty queue takes any request of a tenant below its limit. A full queue still takes
+    requests of a tenant with less than its share of it, up to twice its limits. A deadline that the wait in the queue
+    would exceed is refused now: the request would only delay others.
     """
     requests_ahead, tokens_ahead = (queued_requests, queued_tokens) if ahead is None else ahead
     cap = limits.max_tenant_requests

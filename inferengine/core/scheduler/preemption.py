@@ -54,7 +54,7 @@ class Preemptor:
         self.rejected: list[Finished] = []
         self._state = state
         self._capacity = capacity
-        self._policy = options.pressure
+        self._policy = options.preemption
         self._contiguous = options.contiguous
 
     def begin_step(self) -> None:

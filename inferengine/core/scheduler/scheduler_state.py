@@ -28,7 +28,7 @@ class SchedulerOptions:
     itl_target_s: float = 0.0  # keep steps that carry decodes under this time by cutting prompt chunks
     prefix_caching: bool = True
     eviction: str = "lru"
-    pressure: str = "preempt"  # one of PREEMPTION_POLICIES
+    preemption: str = "preempt"  # one of PREEMPTION_POLICIES
     watermark: float = 0.01
     kv_events: bool = False
     contiguous: bool = False  # every sequence reserves blocks for the longest length: the baseline for paging

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class SchedulerStats:
-    """Totals since the start."""
+    """Totals since the start of the engine."""
 
     num_steps: int = 0
     num_scheduled_tokens: int = 0
@@ -47,19 +47,19 @@ class SchedulerSnapshot:
     num_blocks_swapped_in: int
     num_prefix_lookup_tokens: int
     num_prefix_hit_tokens: int
-    num_drafted: int = 0  # guesses verified
+    num_drafted: int = 0  # draft tokens verified
     num_drafts_accepted: int = 0
-    num_verified: int = 0  # rows that verified guesses
+    num_verified: int = 0  # rows that verified draft tokens
     drafts_accepted_by_position: tuple[int, ...] = ()
 
     @property
     def acceptance_rate(self) -> float:
-        """Share of the verified guesses that were right."""
+        """Share of the verified draft tokens that were accepted."""
         return self.num_drafts_accepted / self.num_drafted if self.num_drafted else 0.0
 
     @property
     def mean_accepted_length(self) -> float:
-        """Tokens that a verification gave: the right guesses and the one drawn after them. 1 without guesses."""
+        """Tokens per verified row: the accepted draft tokens and the one drawn after them. 1 without speculation."""
         return 1.0 + self.num_drafts_accepted / self.num_verified if self.num_verified else 1.0
 
     @property

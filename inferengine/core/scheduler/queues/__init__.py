@@ -1,4 +1,4 @@
-"""In which order waiting sequences are admitted. A policy is a file and one line in POLICIES."""
+"""The order in which waiting sequences are admitted: one policy is a class and a line in POLICIES."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """Fair share between tenants (Virtual Token Counter: Sheng et al., Fairness in Serving Large Language Models, 2024).
 
-Each tenant has a counter of the service it got: its prompt tokens when a request is admitted first, its output tokens
+Each tenant has a counter of its service: its prompt tokens when a request is admitted first, its output tokens
 as they are generated, an output token weighing more than a prompt token because it costs more. A waiting tenant of
 which nothing runs is admitted before those of which something does; among equals the smallest counter is next. A tenant
-that comes back after a pause starts no lower than the least served one that is active, so idling saves up nothing. Two
+that comes back after a pause starts no lower than the least served active one: idling earns nothing. Two
 tenants that always have work get service within a constant of each other.
 
 With one tenant this is first come, first served, in the same order and at the same cost.
@@ -21,9 +21,9 @@ from inferengine.core.sequence import Sequence
 
 PROMPT_WEIGHT = 1.0
 OUTPUT_WEIGHT = 2.0
-CLAIMED_SHARE = 0.25  # of its share of the slots that a tenant need not wait for; with all, two would take turns
+CLAIMED_SHARE = 0.25  # part of its share of slots that a tenant takes from others; with all of it two would alternate
 MAX_IDLE_TENANTS = 10_000  # counters kept of tenants with nothing waiting
-FEW_STALE = 32  # entries of a heap that are out of date and left alone
+FEW_STALE = 32  # outdated heap entries that are kept in any case
 
 
 class FairShare:
@@ -44,19 +44,23 @@ class FairShare:
 
     @property
     def tenants(self) -> FairShare:
+        """This queue shares the engine between tenants."""
         return self
 
-    # -- the waiting -------------------------------------------------------------------------------------------------
+    # -- waiting -----------------------------------------------------------------------------------------------------
 
     def push(self, sequence: Sequence) -> None:
+        """Add a new sequence."""
         self._count(sequence, 1)
         self._queue_of(sequence.request.tenant).push(sequence)
 
     def push_back(self, sequence: Sequence) -> None:
+        """Add a preempted sequence, before all that were never admitted."""
         self._count(sequence, 1)
         self._queue_of(sequence.request.tenant).push_back(sequence)
 
     def peek(self, now: float, num_running: int) -> Sequence | None:
+        """Return the sequence to admit next, or None."""
         if len(self._queues) == 1:
             (self._head,) = self._queues.values()
             return self._head.peek(now, num_running)
@@ -73,6 +77,7 @@ class FairShare:
         return None
 
     def pop(self) -> Sequence:
+        """Take out the sequence that `peek` returned."""
         if self._head is None:
             raise RuntimeError("pop without peek")
         sequence, self._head = self._head.pop(), None
@@ -86,26 +91,31 @@ class FairShare:
         return sequence
 
     def remove(self, sequence: Sequence) -> None:
+        """Take out a finished sequence."""
         self._count(sequence, -1)
         tenant = sequence.request.tenant
         queue = self._queues[tenant]
         queue.remove(sequence)
-        if not len(queue):  # what is left of it is marks
+        if not len(queue):  # only removed entries are left
             del self._queues[tenant]
             self._sweep()
             self._left(tenant)
 
-    # -- the running -------------------------------------------------------------------------------------------------
+    # -- running -----------------------------------------------------------------------------------------------------
 
     def started(self, sequence: Sequence) -> None:
+        """Count a sequence as running."""
         tenant = sequence.request.tenant
-        if tenant not in self._counters:  # it did not wait here but as a suspect: its account was forgotten meanwhile
+        if (
+            tenant not in self._counters
+        ):  # it waited for fault isolation, not here, and its counter was dropped meanwhile
             self._lift(tenant)
         self._num_running[tenant] += 1
         if self._num_running[tenant] == 1 and tenant in self._queues:
             self._enter(tenant)
 
     def stopped(self, sequence: Sequence) -> None:
+        """Count a sequence as not running."""
         tenant = sequence.request.tenant
         self._num_running[tenant] -= 1
         if not self._num_running[tenant]:
@@ -116,6 +126,7 @@ class FairShare:
                 self._left(tenant)
 
     def claimant(self, now: float, num_slots: int) -> Sequence | None:
+        """Return the next sequence if its tenant has much less than its share; None if it has to wait."""
         if not self._queues or not self._num_running or self.share() == 1.0:
             return None
         sequence = self.peek(now, len(self._num_running))
@@ -125,11 +136,12 @@ class FairShare:
         return sequence if num_running == 0 or num_running < CLAIMED_SHARE * self.share() * num_slots else None
 
     def share(self) -> float:
+        """Return one over the number of active tenants."""
         return 1 / max(1, len(self._num_running.keys() | self._queues.keys()))
 
     def victim(self, candidates: SequenceOf[Sequence]) -> Sequence:
-        """The one admitted last of the tenant with the most running: who came last would else be thrown out again by
-        those that have been filling the engine."""
+        """Return the sequence admitted last of the tenant with the most running: a tenant that floods the engine must
+        not preempt the others."""
         if len(self._num_running) > 1:
             count = Counter(sequence.request.tenant for sequence in candidates)
             heaviest = max(count, key=lambda tenant: (self._num_running[tenant], self._counters[tenant]))
@@ -137,24 +149,27 @@ class FairShare:
         return candidates[-1]
 
     def is_preemptible(self, sequence: Sequence, claimant: Sequence, num_slots: int) -> bool:
+        """Whether the tenant of this running sequence keeps its share without it."""
         tenant, claiming = sequence.request.tenant, claimant.request.tenant
         num_running = self._num_running[tenant]
         if not self._num_running[claiming]:
             return num_running > 1
-        # Who was served less is admitted first: it would have its slot back in the same step.
+        # The less served tenant is admitted first: the victim must not get its slot back in the same step.
         is_after = (self._counters[claiming], claiming) < (self._counters[tenant], tenant)
         return is_after and num_running > self.share() * num_slots
 
-    # -- accounts ----------------------------------------------------------------------------------------------------
+    # -- counters ----------------------------------------------------------------------------------------------------
 
     def charge(self, sequence: Sequence, num_tokens: int) -> None:
+        """Charge a sequence's tenant for generated tokens."""
         tenant = sequence.request.tenant
         self._counters[tenant] = self._counters.get(tenant, 0.0) + OUTPUT_WEIGHT * num_tokens
 
     def charge_each(self, sequences: SequenceOf[Sequence], layout: int) -> None:
+        """Charge one token for each sequence. Equal `layout` means the very same sequences."""
         if layout != self._layout:
             self._layout = layout
-            if len(self._counters) == 1:  # nobody counts for one tenant
+            if len(self._counters) == 1:  # no need to count for one tenant
                 self._counts = Counter(dict.fromkeys(self._counters, len(sequences)))
             else:
                 self._counts = Counter(sequence.request.tenant for sequence in sequences)
@@ -162,10 +177,11 @@ class FairShare:
             self._counters[tenant] = self._counters.get(tenant, 0.0) + OUTPUT_WEIGHT * count
 
     def service(self, tenant: str) -> float:
-        """Weighted tokens that the tenant got, counted from where it last joined."""
+        """Return the tenant's counter: weighted tokens, counted from where it last joined."""
         return self._counters.get(tenant, 0.0)
 
     def ahead_of(self, tenant: str) -> tuple[int, int]:
+        """Return about how many requests and prompt tokens come before a new request of this tenant."""
         queue = self._queues.get(tenant)
         if queue is None:
             return 0, 0
@@ -195,13 +211,12 @@ class FairShare:
         return queue
 
     def _enter(self, tenant: str) -> None:
-        """A tenant has something waiting now, or has something running now, or no more."""
+        """Put a waiting tenant into the heap that fits whether it has anything running."""
         heapq.heappush(self._busy if tenant in self._num_running else self._idle, (self._counters[tenant], tenant))
         self._sweep()
 
     def _sweep(self) -> None:
-        """Drop what is out of date where it is the most: while nobody is admitted, tenants that come and go would pile
-        up."""
+        """Drop outdated heap entries where they are the most: else they would pile up while nothing is admitted."""
         if len(self._idle) + len(self._busy) > FEW_STALE + 2 * len(self._queues):
             waiting = [(self._counters[tenant], tenant) for tenant in self._queues]
             self._idle = [entry for entry in waiting if entry[1] not in self._num_running]
@@ -210,18 +225,18 @@ class FairShare:
             heapq.heapify(self._busy)
 
     def _lift(self, tenant: str) -> None:
-        """A tenant that joins starts no lower than the least served one that is active."""
+        """Raise the counter of a tenant that joins to that of the least served active one."""
         active = self._num_running.keys() | self._queues.keys()
         floor = min((self._counters[name] for name in active), default=self._floor)
         self._counters[tenant] = max(self._counters.get(tenant, 0.0), floor)
         if len(self._counters) > MAX_IDLE_TENANTS + len(active):
-            # tenants come from outside: forget the idle ones that got least; joining again lifts them anyway
+            # clients choose the names: drop the idle tenants with the least service; joining again lifts them anyway
             idle = [name for name in self._counters if name not in active and name != tenant]
             for name in heapq.nsmallest(MAX_IDLE_TENANTS // 2, idle, key=self._counters.__getitem__):
                 del self._counters[name]
 
     def _left(self, tenant: str) -> None:
-        """Nothing of this tenant waits or runs now. Its account is what others start from who come to an empty engine:
-        what it had while nobody else wanted anything is not held against it."""
+        """Note that nothing of this tenant waits or runs. Tenants that come to an empty engine start from its counter:
+        service that it got alone does not count against it."""
         if tenant not in self._num_running:
             self._floor = max(self._floor, self._counters[tenant])

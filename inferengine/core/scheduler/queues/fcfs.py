@@ -1,10 +1,4 @@
-"""First come, first served.
-
-Static batching: a batch is formed, runs to its last token, and only then the next one is formed.
-
-Nobody should serve like this. It is the first rung of the ladder of benchmarks: what continuous batching is measured
-against.
-"""
+"""First come, first served; and static batching, the baseline that continuous batching is measured against."""
 
 from __future__ import annotations
 
@@ -13,17 +7,19 @@ from collections.abc import Iterator
 
 from inferengine.core.sequence import Sequence, SequenceStatus
 
-FEW_REMOVED = 32  # marks that are left alone
+FEW_REMOVED = 32  # removed entries that are kept in any case
 
 
 def is_mostly_removed(num_removed: int, length: int) -> bool:
-    """Whether to drop the marks now, not when they come to the head: while nobody is admitted, requests that come and
-    are cancelled would pile up. Each sweep is paid for by the removals before it."""
+    """Whether to drop removed entries now instead of at the head of the queue.
+
+    Else cancelled requests would pile up while nothing is admitted. The cost is O(1) per removal, amortised.
+    """
     return num_removed > FEW_REMOVED and 2 * num_removed > length
 
 
 class FirstComeFirstServed:
-    """Order of arrival. Removal marks; the mark is dropped when it comes to the head, or when marks are the most."""
+    """Order of arrival. A removed sequence stays in the queue until it is its head, or most entries are removed."""
 
     tenants = None
 
@@ -33,25 +29,30 @@ class FirstComeFirstServed:
         self.num_tokens = 0
 
     def push(self, sequence: Sequence) -> None:
+        """Add a new sequence."""
         self._queue.append(sequence)
         self.num_tokens += sequence.num_prompt
 
     def push_back(self, sequence: Sequence) -> None:
+        """Add a preempted sequence, before all that were never admitted."""
         self._queue.appendleft(sequence)
         self.num_tokens += sequence.num_prompt
 
     def peek(self, now: float, num_running: int) -> Sequence | None:
+        """Return the sequence to admit next, or None."""
         while self._queue and self._queue[0].status is SequenceStatus.FINISHED:
             self._queue.popleft()
             self._num_removed -= 1
         return self._queue[0] if self._queue else None
 
     def pop(self) -> Sequence:
+        """Take out the sequence that `peek` returned."""
         sequence = self._queue.popleft()
         self.num_tokens -= sequence.num_prompt
         return sequence
 
     def remove(self, sequence: Sequence) -> None:
+        """Take out a finished sequence."""
         self._num_removed += 1
         self.num_tokens -= sequence.num_prompt
         if is_mostly_removed(self._num_removed, len(self._queue)):
@@ -66,13 +67,14 @@ class FirstComeFirstServed:
 
 
 class StaticBatch(FirstComeFirstServed):
-    """First come, first served, but admits only in the step that finds nothing running."""
+    """Static batching: a batch runs to its last token before the next one is formed."""
 
     def __init__(self) -> None:
         super().__init__()
         self._formed_at = float("-inf")
 
     def peek(self, now: float, num_running: int) -> Sequence | None:
+        """Return the sequence to admit next, or None."""
         if num_running == 0:
             self._formed_at = now
         head = super().peek(now, num_running)

@@ -1,4 +1,4 @@
-"""What the scheduler needs of a waiting queue: the policy is an object, the scheduler does not know which."""
+"""WaitingQueue and TenantShares: the protocols through which the scheduler uses a queueing policy."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ class WaitingQueue(Protocol):
 
     @property
     def tenants(self) -> TenantShares | None:
-        """Who shares the engine between tenants; None: nobody asks whose a request is."""
+        """The shares of tenants; None where the policy does not know tenants."""
         ...
 
     def push(self, sequence: Sequence) -> None:
-        """A new sequence."""
+        """Add a new sequence."""
         ...
 
     def push_back(self, sequence: Sequence) -> None:
-        """A preempted sequence: it has been admitted once, so it goes before all that have not."""
+        """Add a preempted sequence: it goes before all that were never admitted."""
         ...
 
     def peek(self, now: float, num_running: int) -> Sequence | None:
-        """The sequence to admit next, or None."""
+        """Return the sequence to admit next, or None."""
         ...
 
     def pop(self) -> Sequence:
-        """Take out what `peek` returned."""
+        """Take out the sequence that `peek` returned."""
         ...
 
     def remove(self, sequence: Sequence) -> None:
-        """Forget a sequence whose status has been set to FINISHED."""
+        """Take out a sequence whose status has been set to FINISHED."""
         ...
 
     def __len__(self) -> int: ...
@@ -48,42 +48,42 @@ class WaitingQueue(Protocol):
 
 
 class TenantShares(Protocol):
-    """What a queue that knows tenants is told and asked beyond the order of waiting."""
+    """What a queue that knows tenants does beyond the order of waiting."""
 
     def started(self, sequence: Sequence) -> None:
-        """The sequence that `pop` returned runs."""
+        """Count the sequence that `pop` returned as running."""
         ...
 
     def stopped(self, sequence: Sequence) -> None:
-        """A sequence runs no more; if it waits again, it has been pushed back."""
+        """Count a sequence as not running; if it waits again, it has been pushed back before."""
         ...
 
     def claimant(self, now: float, num_slots: int) -> Sequence | None:
-        """The waiting sequence, which `peek` returns, of a tenant that has much less than its share of the slots, or
-        nothing running, while others run."""
+        """Return the sequence that `peek` returns if its tenant has nothing running, or much less than its share of the
+        slots, while others run; else None."""
         ...
 
     def is_preemptible(self, sequence: Sequence, claimant: Sequence, num_slots: int) -> bool:
-        """Whether the tenant of this running sequence keeps its own without it."""
+        """Whether the tenant of this running sequence keeps its share without it."""
         ...
 
     def share(self) -> float:
-        """Part of the engine that is a tenant's own: one over the number of active ones."""
+        """Return a tenant's share of the engine: one over the number of active tenants."""
         ...
 
     def victim(self, candidates: SequenceOf[Sequence]) -> Sequence:
-        """Which of these running ones, in order of admission, gives way when room runs out."""
+        """Return which of these running sequences, in order of admission, is preempted next."""
         ...
 
     def charge(self, sequence: Sequence, num_tokens: int) -> None:
-        """Tokens were generated for a sequence."""
+        """Charge a sequence's tenant for generated tokens."""
         ...
 
     def charge_each(self, sequences: SequenceOf[Sequence], layout: int) -> None:
-        """A token was generated for each. Equal `layout` means the very same sequences."""
+        """Charge one token for each sequence. Equal `layout` means the very same sequences."""
         ...
 
     def ahead_of(self, tenant: str) -> tuple[int, int]:
-        """Requests and prompt tokens that are admitted before a new request of this tenant, about. May be asked from
-        any thread."""
+        """Return about how many requests and prompt tokens are admitted before a new request of this tenant. In any
+        thread."""
         ...
