@@ -1,7 +1,4 @@
-"""LLM: the engine as a library, for offline work. The same core, runtime and text as the service, without sockets.
-
-What LLM gives: generations with their choices, and embeddings; and how they grow while steps are computed.
-"""
+"""LLM: the engine as a library, for offline work: the same core, executor and text as the service, without sockets."""
 
 from __future__ import annotations
 
@@ -33,6 +30,9 @@ from inferengine.structured_output.compiler import GrammarCompiler
 from inferengine.structured_output.spec import GrammarSpec, read_grammar, validate_grammar
 from inferengine.text import ChatTemplate, TextStream, Tokenizer, check_messages
 from inferengine.vectors import to_floats
+
+__all__ = ["LLM", "Choice", "Embedding", "Generation"]
+Prompt = str | Sequence[int]
 
 
 @dataclass
@@ -80,6 +80,7 @@ class GrowingChoice:
         self._result, self._choice, self._stream = result, choice, stream
 
     def take_prompt(self, logprobs: list[TokenLogprobs] | None) -> None:
+        """Keep the log-probabilities of the prompt's tokens."""
         if logprobs is not None:
             self._result.prompt_logprobs = logprobs
 
@@ -116,18 +117,15 @@ class ProgressBar:
         self._begin = time.monotonic()
 
     def advance(self, num_tokens: int, *, done: bool) -> None:
+        """Count new tokens, and an output that is complete."""
         self._tokens += num_tokens
         if done:
             self._bar.set_postfix_str(f"{self._tokens / (time.monotonic() - self._begin):.0f} tokens/s", refresh=False)
             self._bar.update(1)
 
     def close(self) -> None:
+        """Remove the bar."""
         self._bar.close()
-
-
-__all__ = ["LLM", "Choice", "Embedding", "Generation"]
-
-Prompt = str | Sequence[int]
 
 
 class LLM:

@@ -1,7 +1,8 @@
-"""EngineCore: one step at a time, and nothing else. No sockets, no clock of its own, no threads but a helper for masks.
+"""EngineCore: the scheduler and the executor, one step at a time. No sockets, no clock of its own.
 
 With an executor that takes two steps at a time, step n+1 is planned and launched while step n runs; `step` then returns
-the news of step n. Every request that was submitted ends with exactly one `Finished`, whatever the executor does.
+the output of step n. Every request that was submitted ends with exactly one `Finished`, whatever the executor does. The
+only thread is a helper that computes grammar masks.
 """
 
 from __future__ import annotations
@@ -43,13 +44,15 @@ class EngineCore:
         clock: Callable[[], float],
         on_failure: Callable[[BaseException], None] | None = None,
         proposer: Proposer | None = None,
+        roofline: Roofline | None = None,
     ) -> None:
+        """`on_failure` is called for each step that failed. `roofline`: None where the device is not described."""
         self.executor = executor
         self.scheduler = Scheduler(capacity, options, proposer)
         self.num_failed_steps = 0
         self.last_error: str | None = None
-        self.roofline: Roofline | None = None  # where the executor knows what its device could do
-        # For a thread that watches: the oldest step that is not done, the one being launched, and the latest finished
+        self.roofline = roofline
+        # For the step watchdog: the oldest step that is not done, the one being launched, and the latest finished
         # ones with their seconds, by whether they were of decodes alone.
         self.under_way: ScheduledStep | None = None
         self.launching: ScheduledStep | None = None
@@ -89,15 +92,16 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
+        """Whether a request has not ended or a step is under way."""
         return self.scheduler.has_unfinished or bool(self._in_flight)
 
     @property
     def num_in_flight(self) -> int:
-        """Steps launched whose news has not been returned."""
+        """Steps launched whose output has not been returned."""
         return len(self._in_flight)
 
     def step(self) -> StepOutput | None:
-        """Launch the next step and return the news of the oldest one under way; None when there is no news yet."""
+        """Launch the next step and return the output of the oldest one under way; None when there is none yet."""
         now = self._clock()
         expired = self._expire(now) if self._deadlines else []
         if self._in_flight and self.scheduler.wants_results(self._in_flight[-1][0]):
@@ -127,10 +131,10 @@ class EngineCore:
                     expired += ended
                 self.launching = None
                 if len(self._in_flight) < self.executor.max_in_flight:
-                    return self._news(None, expired)
+                    return self._with_finished(None, expired)
         if failed or not self._in_flight:
             self._was_idle = True
-            return self._news(None, expired + failed)
+            return self._with_finished(None, expired + failed)
         return self._collect(expired)
 
     def _collect(self, expired: list[Finished]) -> StepOutput | None:
@@ -139,7 +143,7 @@ class EngineCore:
         try:
             result = future.result()
         except Exception as error:
-            return self._news(None, expired + self._fail(scheduled, error))
+            return self._with_finished(None, expired + self._fail(scheduled, error))
         now = self._clock()
         self.under_way = self._in_flight[0][0] if self._in_flight else None
         self.finished[scheduled.plan.num_decodes == len(scheduled.rows)] = scheduled, now - self._busy_since
@@ -147,7 +151,7 @@ class EngineCore:
         if self.roofline is not None:
             self.roofline.observe(scheduled.plan, now - self._busy_since)
         self._busy_since = now
-        return self._news(self.scheduler.commit(scheduled, result, now), expired)
+        return self._with_finished(self.scheduler.commit(scheduled, result, now), expired)
 
     def flush(self) -> int:
         """Drop the prefix cache. Returns the number of blocks forgotten."""
@@ -212,7 +216,7 @@ class EngineCore:
         except Exception as error:
             self.last_error = f"{type(error).__name__}: {error}"
 
-    def _news(self, output: StepOutput | None, extra: list[Finished]) -> StepOutput | None:
+    def _with_finished(self, output: StepOutput | None, extra: list[Finished]) -> StepOutput | None:
         if not extra:
             return output
         if output is None:

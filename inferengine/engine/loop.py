@@ -1,4 +1,4 @@
-"""The engine's loop: takes commands, steps the core, posts the news. Its thread alone touches the core.
+"""EngineLoop: takes commands, steps the core, posts the output. Its thread alone touches the core.
 
 It blocks in the executor while there is work and in its inbox while there is none; it never polls.
 """
@@ -30,9 +30,11 @@ RATE_MEMORY = 0.8
 
 
 class StepObserver(Protocol):
-    """Told of each turn of the core, before and after. Must not raise."""
+    """Hears of each turn of the core, before and after. Its methods must not raise."""
 
-    def begins(self) -> None: ...
+    def begins(self) -> None:
+        """A turn of the core begins."""
+        ...
 
     def ended(self, computed: bool) -> None:
         """`computed`: whether the turn gave the device something to do."""
@@ -40,30 +42,42 @@ class StepObserver(Protocol):
 
 
 class SubmitCommand(NamedTuple):
+    """Queue these requests."""
+
     requests: list[Request]
     grammars: Sequence[Grammar]  # one for each request, or none
 
 
 class CancelCommand(NamedTuple):
+    """End these requests."""
+
     uids: list[int]
     reason: str
     detail: FinishDetail
 
 
 class CancelAllCommand(NamedTuple):
+    """End every request."""
+
     reason: str
     detail: FinishDetail
 
 
 class FlushCommand(NamedTuple):
+    """Drop the prefix cache."""
+
     reply: Callable[[int], None]
 
 
 class CallCommand(NamedTuple):
+    """Call a function between two steps."""
+
     function: Callable[[], None]
 
 
 class StopCommand(NamedTuple):
+    """Leave the loop."""
+
     pass
 
 
@@ -71,8 +85,8 @@ Command = SubmitCommand | CancelCommand | CancelAllCommand | FlushCommand | Call
 
 
 class LoopOutput(NamedTuple):
-    """What the loop posts: a step's output, when it was known, what changed in the prefix cache, and how many tokens
-    the step launched meanwhile computes (0: none was)."""
+    """What the loop posts: a step's output, when it was known, the changes of the prefix cache, and how many tokens the
+    step launched meanwhile computes (0: none was launched)."""
 
     output: StepOutput
     time_s: float
@@ -81,7 +95,7 @@ class LoopOutput(NamedTuple):
 
 
 class EngineLoop:
-    """Everything between the intake and the core. The methods above `run` may be called from any thread."""
+    """Passes commands of the intake to the core. The methods above `run` may be called from any thread."""
 
     def __init__(
         self,
@@ -109,7 +123,7 @@ class EngineLoop:
         self.prefill_tokens_per_s = 0.0
         self.snapshot: SchedulerSnapshot = core.scheduler.snapshot()
         self._snapshot_s = 0.0
-        self.watcher: StepObserver | None = None  # set and called in the loop's thread
+        self.observer: StepObserver | None = None
 
     def submit(self, requests: list[Request], grammars: Sequence[Grammar] = ()) -> None:
         """Hand over the choices of one accepted submission, with a grammar for each where they have one."""
@@ -122,6 +136,7 @@ class EngineLoop:
         self._inbox.put(CancelCommand(uids, reason, detail))
 
     def cancel_all(self, reason: str, detail: FinishDetail) -> None:
+        """End every request; the terminal rows are posted."""
         self._inbox.put(CancelAllCommand(reason, detail))
 
     def flush(self, reply: Callable[[int], None]) -> None:
@@ -158,18 +173,22 @@ class EngineLoop:
 
     @property
     def stats(self) -> SchedulerStats:
+        """The scheduler's counters."""
         return self._core.scheduler.stats
 
     @property
     def roofline(self) -> Roofline | None:
+        """The roofline of the executor's device, where it has one."""
         return self._core.roofline
 
     @property
     def num_failed_steps(self) -> int:
+        """Steps that raised."""
         return self._core.num_failed_steps
 
     @property
     def last_error(self) -> str | None:
+        """Type and message of the latest error of a step."""
         return self._core.last_error
 
     @property
@@ -187,7 +206,7 @@ class EngineLoop:
             lifecycle.turned_s = self._clock()
             self._on_turn()
             for command in self._commands(0.0):
-                self._obey(command)
+                self._run_command(command)
             if self._stopping:
                 return
             if core.has_work != self._busy:
@@ -200,6 +219,10 @@ class EngineLoop:
             if self._fatal is not None:
                 raise DeviceLost("the device is gone") from self._fatal
 
+    def observe_steps(self, observer: StepObserver | None) -> None:
+        """Have `observer` told of each step from now on; None: nobody. In the loop's thread."""
+        self.observer = observer
+
     def observe_failure(self, error: BaseException) -> None:
         """A step failed: what EngineCore calls. Errors after which the device answers nothing any more are fatal."""
         logger.error("a step failed: %s: %s", type(error).__name__, error, exc_info=error)
@@ -209,8 +232,8 @@ class EngineLoop:
 
     def _step(self) -> None:
         core, stats = self._core, self._core.scheduler.stats
-        if self.watcher is not None:
-            self.watcher.begins()
+        if self.observer is not None:
+            self.observer.begins()
         tokens, rows, begin = stats.num_scheduled_tokens, stats.num_scheduled_rows, self._clock()
         output = core.step()
         now = self._clock()
@@ -220,9 +243,9 @@ class EngineLoop:
             self._measure(num_tokens, stats.num_scheduled_rows - rows, now - begin)
         elif not core.num_in_flight and core.has_work:
             for command in self._commands(STUCK_WAIT_S):
-                self._obey(command)
-        if self.watcher is not None:
-            self.watcher.ended(num_tokens > 0)
+                self._run_command(command)
+        if self.observer is not None:
+            self.observer.ended(num_tokens > 0)
         if now - self._snapshot_s > SNAPSHOT_S:
             self._take_snapshot(now)
 
@@ -235,7 +258,7 @@ class EngineLoop:
     def _wait(self) -> None:
         self._take_snapshot(self._clock())
         for command in self._commands(IDLE_TURN_S):
-            self._obey(command)
+            self._run_command(command)
 
     def _commands(self, timeout_s: float) -> Iterator[Command]:
         """All that is there; waits for the first at most `timeout_s`."""
@@ -247,7 +270,7 @@ class EngineLoop:
         except Empty:
             return
 
-    def _obey(self, command: Command) -> None:
+    def _run_command(self, command: Command) -> None:
         core = self._core
         match command:
             case SubmitCommand(requests, grammars):
@@ -276,7 +299,7 @@ class EngineLoop:
 
     def _publish(self, output: StepOutput, now: float, num_scheduled_tokens: int = 0) -> None:
         if output.finished and not self._core.scheduler.has_unfinished:
-            self._take_snapshot(now)  # who has seen the last end and asks, hears of an idle engine
+            self._take_snapshot(now)  # a client that saw the last end and asks for statistics finds an idle engine
         self._post(LoopOutput(output, now, self._core.scheduler.kv.take_events(), num_scheduled_tokens))
 
     def _take_snapshot(self, now: float) -> None:

@@ -1,6 +1,6 @@
-"""What clients may know of the model before it is loaded: its name, its tokenizer files, its end-of-text ids.
+"""ModelCard: what clients may know of the model before it is loaded: its name, tokenizer files and end-of-text ids.
 
-Reads small files only, in milliseconds, so that a wrong path is told before anything heavy is imported.
+Reads small files only, in milliseconds, so that a wrong path is reported before anything heavy is imported.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from inferengine.text.tokenizer import read_json
 
 @dataclass(frozen=True)
 class ModelCard:
-    """`files` are those that travel to clients, by name."""
+    """The model as clients see it. `files` are sent to clients, by name."""
 
     name: str
     folder: Path
@@ -28,7 +28,7 @@ class ModelCard:
 
 
 def read_model_card(config: Config) -> ModelCard:
-    """Raises ConfigError naming `model.path` when the folder holds no checkpoint."""
+    """Read the card. Raises ConfigError naming `model.path` when the folder holds no checkpoint."""
     folder = model_folder(config)
     if not (folder / "config.json").is_file():
         raise ConfigError("model.path", f"{folder.name} holds no config.json: name a checkpoint folder")

@@ -1,7 +1,4 @@
-"""From the configuration and the measured capacity to what the scheduler and admission are told.
-
-Seeds of the choices of one request.
-"""
+"""Scheduler options, admission limits and seeds of choices, from the configuration and the measured capacity."""
 
 from __future__ import annotations
 
@@ -15,8 +12,11 @@ from inferengine.errors import ConfigError
 MAX_RUNNING = {True: 2, False: 16}  # by whether the engine itself chose to guess
 
 
+_MASK = 2**64 - 1
+
+
 def scheduler_options(config: Config, capacity: Capacity) -> SchedulerOptions:
-    """Every key of [scheduler] and [cache] that decides about a step. Raises ConfigError where two keys contradict."""
+    """Options from [scheduler], [cache] and [speculation]. Raises ConfigError where two keys contradict."""
     scheduler, cache = config.scheduler, config.cache
     if scheduler.preemption == "swap" and not cache.swap_gib:
         raise ConfigError("cache.swap_gib", "must be above 0 where scheduler.preemption is swap")
@@ -52,7 +52,7 @@ def max_running_to_draft(config: Config) -> int:
 
 
 def admission_limits(config: Config, capacity: Capacity) -> AdmissionLimits:
-    """What the intake refuses at once."""
+    """Limits that the intake checks before it accepts a request."""
     full = [group.num_blocks for group in capacity.groups if group.window is None]
     blocks = min(full or [group.num_blocks for group in capacity.groups])
     return AdmissionLimits(
@@ -62,9 +62,6 @@ def admission_limits(config: Config, capacity: Capacity) -> AdmissionLimits:
         max_queued_tokens=config.scheduler.max_queued_tokens,
         max_tenant_requests=config.scheduler.max_tenant_requests,
     )
-
-
-_MASK = 2**64 - 1
 
 
 def choice_seed(seed: int, choice: int) -> int:

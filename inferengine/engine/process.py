@@ -1,4 +1,4 @@
-"""From a configuration to a running engine process, and from its end to an exit code."""
+"""Run an engine process: from a configuration to serving, and from its end to an exit code."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from inferengine.process.sd_notify import Notifier, Watchdog
 logger = logging.getLogger(__name__)
 
 GARBAGE_OBJECTS = 50_000  # made before cycles are looked for; Python's 700 come and go in a step, freed without
-LEAVE_S = 8.0  # within which an engine that failed says its last words and leaves, whatever still hangs in it
+LEAVE_S = 8.0  # within which an engine that failed sends its last messages and exits, whatever still hangs
 MEMORY_ERRORS = ("OutOfMemoryError", "MemoryError")
 
 
@@ -89,7 +89,7 @@ def build_executor(config: Config) -> Executor:
             raise
         logger.warning("%s", error)
     if settings.draft_folder is not None:
-        logger.info("guessing ahead: draft model %s", settings.draft_folder.name)
+        logger.info("speculative decoding: draft model %s", settings.draft_folder.name)
     executor: Executor = factory.build_executor(config)
     return executor
 
@@ -107,12 +107,13 @@ def serve(service: EngineService, reload: Reload | None = None) -> NoReturn:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, on_signal)
-    service.on_end = lambda: events.put(None)
     # By a thread of C: it needs no interpreter, whose lock a call into the device may keep. It does not wait for a
     # reader of standard error.
     errors = output.not_blocking(sys.stderr.fileno())
-    service.on_failure = lambda: faulthandler.dump_traceback_later(LEAVE_S, exit=True, file=errors)
-    service.start()
+    service.start(
+        on_end=lambda: events.put(None),
+        on_failure=lambda: faulthandler.dump_traceback_later(LEAVE_S, exit=True, file=errors),
+    )
     num_signals = 0
     while (event := events.get()) is not None:
         if event == signal.SIGHUP:
@@ -130,8 +131,8 @@ def serve(service: EngineService, reload: Reload | None = None) -> NoReturn:
 
 
 def _leave(code: int) -> NoReturn:
-    """All is closed by now. The interpreter's own end would wait for a thread that is stuck in the device or in
-    loading, and have Triton's bindings list a hundred lines of what they leaked."""
+    """Exit without the interpreter's own shutdown: it waits for threads that are stuck in the device or in loading, and
+    Triton's bindings print a hundred lines of leaks. Everything is closed by now."""
     logging.shutdown()
     output.finish()
     os._exit(code)

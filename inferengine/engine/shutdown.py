@@ -1,4 +1,4 @@
-"""When an engine ends, and with which exit code: drained, timed out, aborted, failed or frozen.
+"""Shutdown: when the engine ends, and with which exit code: drained, timed out, aborted, failed or frozen.
 
 Any thread may ask for the end; the supervisor's thread waits for it in `wait`.
 """
@@ -19,11 +19,11 @@ from inferengine.wire.messages import DRAINING, READY, STOPPING
 
 logger = logging.getLogger(__name__)
 
-CHECK_S = 0.02  # how often a draining engine is asked whether it is done
+CHECK_S = 0.02  # between two checks whether a draining engine is done
 
 
 class Shutdown:
-    """`exit_code` is what the process is to leave with, as far as is known."""
+    """Decides that the engine ends. `exit_code` is the process's exit code, as far as is known."""
 
     def __init__(self, config: EngineConfig, lifecycle: Lifecycle) -> None:
         self.exit_code: int = ExitCode.OK
@@ -32,8 +32,8 @@ class Shutdown:
         self._drain_by_s: float | None = None
         self._aborting = threading.Event()
         self._failed = threading.Event()
-        self._news = threading.Event()  # something for the supervisor
-        self.on_failure: Callable[[], None] = lambda: None  # called once, when the engine cannot go on
+        self._changed = threading.Event()  # something for the supervisor
+        self._on_failure: Callable[[], None] = lambda: None
 
     @property
     def begun(self) -> bool:
@@ -51,7 +51,7 @@ class Shutdown:
             self._drain_by_s = self._lifecycle.clock() + self._config.drain_timeout_s
         if self._lifecycle.state != STOPPING:
             self._lifecycle.enter(DRAINING if self._lifecycle.state in (READY, DRAINING) else STOPPING)
-        self._news.set()
+        self._changed.set()
 
     def abort(self) -> None:
         """Do not wait for what runs."""
@@ -60,15 +60,23 @@ class Shutdown:
         self.drain()
 
     def fail(self, exit_code: int, error: BaseException | None = None) -> None:
-        """The engine cannot go on."""
+        """End the engine: it cannot go on. Only the first failure counts."""
         if error is not None and not self._failed.is_set():
             self._lifecycle.last_error = f"{type(error).__name__}: {error}"
         if self._failed.is_set():
-            return  # what follows from the first failure says nothing new
+            return
         self.exit_code = exit_code
         self._failed.set()
-        self._news.set()
-        self.on_failure()
+        self._changed.set()
+        self._on_failure()
+
+    def crash(self, error: BaseException) -> None:
+        """End the engine: a thread that it needs has failed."""
+        self.fail(ExitCode.CRASH, error)
+
+    def notify_failure(self, function: Callable[[], None]) -> None:
+        """Have `function` called once, when the engine cannot go on, in the thread that found out."""
+        self._on_failure = function
 
     def wait(self, is_drained: Callable[[], bool]) -> None:
         """Return when the engine is to end now."""
@@ -79,16 +87,16 @@ class Shutdown:
                 return
             drain_by_s = self._drain_by_s
             if drain_by_s is None:
-                self._news.wait(look_s)
-                self._news.clear()
+                self._changed.wait(look_s)
+                self._changed.clear()
                 continue
             if self._lifecycle.state == STOPPING or self._lifecycle.clock() >= drain_by_s or is_drained():
                 return
             time.sleep(CHECK_S)
 
     def _is_frozen(self, loop: UnchangedTimer, io: UnchangedTimer) -> bool:
-        """Whether a thread without which nobody is served has not turned for too long; the end has begun then. A step
-        that the device computes is judged by its own watch (engine/step_watchdog.py) as long as there is one."""
+        """Whether the loop or the I/O thread has not turned for too long; the end has begun then. A step that the
+        device computes is judged by the step watchdog, as long as there is one."""
         lifecycle, frozen_after_s = self._lifecycle, self._config.frozen_after_s
         now = lifecycle.clock()
         loop_s = loop.look((lifecycle.turned_s, lifecycle.step_seen_s), now) if lifecycle.turned_s is not None else 0.0
@@ -103,7 +111,7 @@ class Shutdown:
 
 
 def all_tracebacks() -> str:
-    """Of all threads, whoever holds the interpreter. Not written straight to standard error: that may never return."""
+    """The stacks of all threads, whichever holds the interpreter. As text: writing to standard error may block."""
     with os.fdopen(os.memfd_create("tracebacks"), "w+b") as file:
         faulthandler.dump_traceback(file, all_threads=True)
         file.seek(0)

@@ -1,18 +1,16 @@
-"""StepWatch: a thread that notices a step which takes far longer than such steps take, and says what ran.
+"""StepWatchdog: a thread that notices a step which takes far longer than such steps take, and logs what ran.
 
-A kernel that never ends, a deadlock between threads, a lost interrupt: the loop waits for the device and would for
-ever. While there is work this thread looks four times a second at the oldest step under way; while there is none it
-sleeps. It counts only time in which it was itself running (lifecycle.Patience): a stopped process, a suspended machine
-and a starved core make no stall. Time in which the loop's thread compiles a kernel, or the process reads its memory
-back from a disk, does not count either, up to EXCUSED_S for each step.
+A kernel that never ends, a deadlock between threads, a lost interrupt: the loop would wait for the device for ever.
+While there is work this thread looks four times a second at the oldest step under way; while there is none it sleeps.
+It counts only time in which it was itself running (state.UnchangedTimer), so a stopped process, a suspended machine or
+a starved core is no stall. Time in which the loop's thread compiles a kernel, or the process reads its memory back from
+a disk, does not count either, up to EXCUSED_S for each step.
 
-What a step may take: core/step_time.py. A step below `min_s` is never looked at closely, so all that the loop pays for
-being watched is a few attributes a step.
+How long a step may take: core/step_time.py. A step below `min_s` is never looked at closely, so being watched costs the
+loop a few attributes a step.
 
-What is left of a stall when its process is gone: how many there were, and what the last one was.
-
-A file beside the engine's socket, so it lives as long as the machine runs. Without it nobody would ever see a stall in
-a figure: the process that saw it ends within a second.
+StallRecord keeps the number of stalls and the last one in a file beside the engine's socket: the process that saw a
+stall ends within a second, so its successor reports it.
 """
 
 from __future__ import annotations
@@ -51,6 +49,10 @@ MOST_NAMED = 64  # requests of a stalled step that the log names
 STACK_FRAMES = 6
 
 
+MAX_BYTES = 4096
+MAX_SUMMARY = 500
+
+
 class Stall(NamedTuple):
     """A step that did not end. `uids` are of the requests that had a row in it."""
 
@@ -79,16 +81,18 @@ class StepWatchdog:
         on_alive: Callable[[float], None],
         on_stall: Callable[[Stall], None],
         excuse: Callable[[], str] | None = None,
+        is_profiled: Callable[[], bool] = lambda: False,
     ) -> None:
         """`on_alive` is called with the time at each look that finds a step within its time, `on_stall` once, both in
         the watching thread. `excuse` says why time goes by without the step's fault, or nothing; default: looks at
-        the thread that made this watch, the loop's."""
+        the thread that made this watchdog, the loop's. `is_profiled`: whether steps are being profiled, which slows
+        them."""
         self._core = core
         self._rule = rule
         self._clock = clock
         self._on_alive = on_alive
         self._on_stall = on_stall
-        self.is_recorded: Callable[[], bool] = lambda: False  # whether steps are being profiled, which slows them
+        self._is_profiled = is_profiled
         self._loop_ident = threading.get_ident()
         self._excuse = excuse or _Excuses(self._loop_ident)
         roofline = core.roofline
@@ -109,6 +113,7 @@ class StepWatchdog:
             self._busy.clear()
 
     def close(self) -> None:
+        """End the watching thread."""
         self._closed.set()
         self._busy.set()
 
@@ -129,7 +134,7 @@ class StepWatchdog:
         is_same = step is not None and step is self._step
         waited_s = self._patience.look(0 if step is None else id(step), now)
         if not is_same:
-            if self._excused_s or self.is_recorded():
+            if self._excused_s or self._is_profiled():
                 self._core.finished.clear()  # the compiler's time, or the profiler's, and not the step's
             self._step, self._limit, self._looked_s, self._excused_s = step, None, 0.0, 0.0
             self._learn()
@@ -150,7 +155,7 @@ class StepWatchdog:
     def _is_stalled(self, step: ScheduledStep, waited_s: float) -> bool:
         if self._limit is None:
             size = self.times.size(step)
-            if self.is_recorded():
+            if self._is_profiled():
                 size = size._replace(features=size.features | {"profile"})
             prediction = self.times.predict(size)
             self._limit = prediction, self._rule.limit_s(prediction)
@@ -241,11 +246,9 @@ def _where(frame: FrameType) -> list[str]:
     return [f"{'/'.join(item.filename.split('/')[-3:])}:{item.lineno} {item.name}" for item in reversed(found)]
 
 
-MAX_BYTES = 4096
-MAX_SUMMARY = 500
-
-
 class StallHistory(NamedTuple):
+    """The number of stalls so far, and the latest one's error."""
+
     number: int = 0
     last: str = ""
 
@@ -268,6 +271,7 @@ class StallRecord:
         self._path = path
 
     def read(self) -> StallHistory:
+        """The history in the file; an empty one where it cannot be read."""
         if self._path is None:
             return StallHistory()
         try:
@@ -281,6 +285,7 @@ class StallRecord:
             return StallHistory()
 
     def write(self, stalls: StallHistory) -> None:
+        """Replace the file."""
         if self._path is None:
             return
         beside = self._path.with_suffix(".new")

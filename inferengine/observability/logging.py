@@ -32,7 +32,10 @@ def set_level(level: str) -> None:
 
 
 class JsonFormatter(logging.Formatter):
+    """One JSON object a line."""
+
     def format(self, record: logging.LogRecord) -> str:
+        """Give the record as one line of JSON."""
         line: dict[str, Any] = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),
@@ -46,7 +49,10 @@ class JsonFormatter(logging.Formatter):
 
 
 class TextFormatter(logging.Formatter):
+    """Lines for people."""
+
     def format(self, record: logging.LogRecord) -> str:
+        """Give the record as a line of text, with its fields and its traceback."""
         time = datetime.fromtimestamp(record.created).isoformat(sep=" ", timespec="milliseconds")
         fields = " ".join(f"{name}={value}" for name, value in _fields(record).items())
         line = f"{time} {record.levelname.lower():7} {record.getMessage()}{' ' if fields else ''}{fields}"

@@ -1,7 +1,7 @@
-"""An engine's figures under the names that dashboards and autoscalers know: vLLM's, and this engine's own.
+"""Prometheus metrics of engines, under the names that dashboards and autoscalers know: vLLM's, and this engine's own.
 
-The engine counts; here its ADMIN `stats` only change their form. Histograms arrive with counts per bucket and leave
-cumulative, as Prometheus wants them. Names are vLLM 0.33's, with two that it has dropped and old dashboards ask for.
+They are made from the result of ADMIN `stats`. Histograms arrive with counts per bucket and leave cumulative, as
+Prometheus wants them. Names are vLLM 0.33's, with two that it has dropped and old dashboards ask for.
 """
 
 from __future__ import annotations
@@ -148,6 +148,7 @@ class EngineMetrics(Collector):
         self._engines = [(_labels(stats), stats) for stats in engines]
 
     def collect(self) -> Iterable[Metric]:
+        """Give all metric families."""
         for name, path, text in GAUGES:
             gauge = GaugeMetricFamily(name, text, labels=LABELS)
             for labels, stats in self._engines:

@@ -44,6 +44,7 @@ class Tracing:
         return Span(self, span)
 
     def carrier(self, span: Any) -> dict[str, str]:
+        """Headers that carry a span's context to another service."""
         carrier: dict[str, str] = {}
         self._propagator.inject(carrier, self._trace.set_span_in_context(span))
         return carrier
@@ -76,6 +77,7 @@ class Span:
         return f"{self._span.get_span_context().trace_id:032x}"
 
     def rename(self, name: str) -> None:
+        """Change the name."""
         self._span.update_name(name)
 
     def set(self, name: str, value: Any) -> None:
@@ -84,12 +86,15 @@ class Span:
             self._span.set_attribute(name, value)
 
     def event(self, name: str, at_ns: int) -> None:
+        """Add an event at a time."""
         self._span.add_event(name, timestamp=at_ns)
 
     def fail(self, message: str) -> None:
+        """Mark the span as failed."""
         self._span.set_status(self._tracing.failed(message))
 
     def end(self, at_ns: int | None = None) -> None:
+        """End the span."""
         self._span.end(end_time=at_ns)
 
 
@@ -114,4 +119,5 @@ def make_tracing(config: TraceConfig, service: str) -> Tracing | None:
 
 
 def unix_ns(seconds_ago: float = 0.0) -> int:
+    """The time of now, in nanoseconds since 1970."""
     return time.time_ns() - int(seconds_ago * 1e9)

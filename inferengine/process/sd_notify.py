@@ -1,7 +1,4 @@
-"""systemd's notification protocol (sd_notify(3)), and the watchdog that only a turning loop feeds.
-
-systemd's notification protocol (sd_notify(3)) in one function. Knows nothing of asyncio.
-"""
+"""systemd's notification protocol (sd_notify(3)), and the watchdog that only a turning loop feeds."""
 
 from __future__ import annotations
 
@@ -23,10 +20,11 @@ class Notifier:
 
     @classmethod
     def from_environment(cls) -> Notifier:
+        """A notifier for $NOTIFY_SOCKET."""
         return cls(notify_socket())
 
     def send(self, *lines: str) -> None:
-        """Send one datagram. A supervisor that is gone or busy is none of our concern."""
+        """Send one datagram. A supervisor that is gone or busy is ignored."""
         if self._socket is None or self._path is None:
             return
         try:
@@ -41,6 +39,7 @@ class Notifier:
             self.send(f"STATUS={text}")
 
     def close(self) -> None:
+        """Close the socket."""
         if self._socket is not None:
             self._socket.close()
             self._socket = None
@@ -57,9 +56,11 @@ class Watchdog:
 
     @classmethod
     def from_environment(cls, notifier: Notifier, clock: Callable[[], float]) -> Watchdog:
+        """A watchdog with the interval of $WATCHDOG_USEC."""
         return cls(notifier, watchdog_interval_s(), clock)
 
     def feed(self) -> None:
+        """Tell systemd that the loop turned, at most a few times an interval."""
         if self._interval_s is None:
             return
         now = self._clock()

@@ -42,10 +42,21 @@ FINAL_CODES = {  # another try would end the same way
 class View(Protocol):
     """Where the supervisor tells what happens."""
 
-    def line(self, name: str, text: str) -> None: ...
-    def status(self, name: str, text: str) -> None: ...
-    def notice(self, text: str) -> None: ...
-    def retry(self) -> bool: ...  # write what waits; whether something still does
+    def line(self, name: str, text: str) -> None:
+        """Show a line of output of a child."""
+        ...
+
+    def status(self, name: str, text: str) -> None:
+        """Show the status of a child."""
+        ...
+
+    def notice(self, text: str) -> None:
+        """Show a message of the supervisor."""
+        ...
+
+    def retry(self) -> bool:
+        """Write what could not be written before."""
+        ...
 
 
 class Verdict(NamedTuple):

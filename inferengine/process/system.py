@@ -1,9 +1,9 @@
-"""Memory that the C library keeps after it was freed. Large requests are rare; what they needed is given back.
+"""The C library's memory and the process's pauses.
 
-Time in which this process itself did not run: SIGSTOP, a frozen container, a suspended machine.
+glibc keeps memory that was freed; what rare large requests needed is given back to the system.
 
-Whoever times others by a clock must not count it against them: they may have spoken all the while. It shows as a timer
-that comes late.
+A process does not run while it is stopped (SIGSTOP), its container is frozen or the machine is suspended. Timeouts of
+others must not count that time. It shows as a timer that comes late.
 """
 
 from __future__ import annotations
@@ -14,6 +14,9 @@ from typing import Any
 
 _MMAP_THRESHOLD = -3  # mallopt's M_MMAP_THRESHOLD
 LARGE_BLOCK = 512 * 1024
+
+
+PAUSE_S = 1.0  # no timer of a process that runs comes so late
 
 
 def return_large_blocks() -> None:
@@ -34,9 +37,6 @@ def give_back() -> None:
 @cache
 def _library() -> Any:
     return ctypes.CDLL(None)
-
-
-PAUSE_S = 1.0  # no timer of a process that runs comes so late
 
 
 def missed_s(now: float, due_s: float) -> float:

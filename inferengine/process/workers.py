@@ -1,10 +1,8 @@
-"""Several processes that accept from the same sockets: their parent starts, replaces and stops them.
+"""Worker processes that accept from the same sockets: their parent starts, replaces and stops them.
 
-Knows nothing of what they serve. The parent serves nothing itself, and tells systemd and `inferengine up` of all.
-
-Numbers that the workers of one front end share: each writes its own, and reads everybody's.
-
-One anonymous mapping made before the fork, so that any worker can answer for all of them without a lock.
+The parent knows nothing of what they serve and serves nothing itself; it reports to systemd and to `inferengine up` for
+all of them. WorkerCells are the numbers that the workers share: one anonymous mapping made before the fork, in which
+each worker writes its own cells, so that any of them can answer for all without a lock.
 """
 
 from __future__ import annotations
@@ -23,7 +21,17 @@ from inferengine.process import stdio as output
 from inferengine.process.reload import Reload
 from inferengine.process.sd_notify import notify
 
+logger = logging.getLogger(__name__)
+
+
 _DOUBLE = 8
+
+
+SUPERVISED = {signal.SIGTERM, signal.SIGINT, signal.SIGCHLD, signal.SIGHUP}
+TURN_S = 0.25
+RESTART_AFTER_S = 0.5
+FAST_FAILURE_S = 5.0
+MAX_FAST_FAILURES = 5
 
 
 class WorkerCells:
@@ -61,15 +69,6 @@ class WorkerCells:
     def last_beat(self, worker: int) -> float:
         """When that worker's loop last turned; 0.0 before it ever did."""
         return self._all[(worker + 1) * self._size - 1]
-
-
-logger = logging.getLogger(__name__)
-
-SUPERVISED = {signal.SIGTERM, signal.SIGINT, signal.SIGCHLD, signal.SIGHUP}
-TURN_S = 0.25
-RESTART_AFTER_S = 0.5
-FAST_FAILURE_S = 5.0
-MAX_FAST_FAILURES = 5
 
 
 class SignsOfLife:

@@ -1,6 +1,6 @@
 """Builder: from a GrammarSpec to llguidance's matcher, in the engine and in the process that tries grammars out.
 
-A GrammarSpec in llguidance's own form. Takes time in proportion to the source: compiling finds what it means.
+`translate` gives the spec in llguidance's own form, in time proportional to the source; compiling finds what it means.
 """
 
 from __future__ import annotations
@@ -25,6 +25,20 @@ from inferengine.structured_output.spec import GrammarSpec
 WHITESPACE = r"[ \n\t]{0,12}"
 MAX_RULES = 2000  # of a grammar: with 10,000 that name each other in turn llguidance is busy for minutes
 _RULE = re.compile(r"(?m)^[ \t]*[?!]?[A-Za-z_]\w*[^:\n\"/]{0,80}:", re.ASCII)
+
+
+# llguidance follows references by recursion: a schema of 1,000 that name each other in turn overruns the 8 MiB that a
+# thread usually has, which ends the process. Measured: up to 20 KiB a reference, so 64 MiB for 256 KiB of schema. Only
+# what is touched takes memory.
+STACK_BYTES = 256 * 1024 * 1024
+MAX_SOURCE_BYTES = 1024 * 1024  # as far as that stack reaches, whatever limits.max_grammar_bytes says
+# Four for each optional property that may come next: 1,500 of them. The largest of 2,000 takes 60 ms for a mask.
+MAX_ITEMS_IN_ROW = 6000
+STEP_LEXER_FUEL = 100_000  # 7 to 12 ms for one mask; what people write needs a tenth
+MAX_LEXER_STATES = 100_000  # of all outputs of a compiled grammar together, 250 to 2,000 bytes each
+NUM_WALKS = 4
+WALK_TOKENS = 8
+T = TypeVar("T")
 
 
 def translate(spec: GrammarSpec) -> str:
@@ -81,21 +95,6 @@ TRANSLATIONS: dict[str, Callable[[GrammarSpec], str]] = {
 }
 
 
-# llguidance follows references by recursion: a schema of 1,000 that name each other in turn overruns the 8 MiB that a
-# thread usually has, which ends the process. Measured: up to 20 KiB a reference, so 64 MiB for 256 KiB of schema. Only
-# what is touched takes memory.
-STACK_BYTES = 256 * 1024 * 1024
-MAX_SOURCE_BYTES = 1024 * 1024  # as far as that stack reaches, whatever limits.max_grammar_bytes says
-# Four for each optional property that may come next: 1,500 of them. The largest of 2,000 takes 60 ms for a mask.
-MAX_ITEMS_IN_ROW = 6000
-STEP_LEXER_FUEL = 100_000  # 7 to 12 ms for one mask; what people write needs a tenth
-MAX_LEXER_STATES = 100_000  # of all outputs of a compiled grammar together, 250 to 2,000 bytes each
-NUM_WALKS = 4
-WALK_TOKENS = 8
-
-T = TypeVar("T")
-
-
 class Vocabulary(NamedTuple):
     """What grammars are compiled for."""
 
@@ -105,6 +104,7 @@ class Vocabulary(NamedTuple):
 
     @property
     def mask_bytes(self) -> int:
+        """Size of a token mask: one bit a token, whole 32-bit words."""
         return 4 * -(-self.size // 32)
 
 

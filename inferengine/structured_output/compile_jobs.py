@@ -1,8 +1,8 @@
-"""Which grammar is compiled next, and for how long: new ones first, for a moment; what needs more waits its turn.
+"""Jobs: which grammar is compiled next, and for how long. New ones go first, for a short time.
 
-A grammar that takes 5 ms must not wait for one that takes seconds, and who sends many of those must not keep others
-waiting. So each is tried for a short time, alone in a lane that is soon free again; what is not done by then starts
-over in another lane with more time. Within a lane tenants take turns. Pure: knows no processes and no clock.
+A grammar that takes 5 ms must not wait for one that takes seconds, and a client that sends many slow ones must not
+delay the others. So each is tried for a short time in a lane for first tries; what is not done by then starts over in a
+slower lane with more time. Within a lane tenants take turns. Pure: no processes and no clock.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ class Jobs:
         self._waiting: list[OrderedDict[str, deque[Job]]] = [OrderedDict() for _ in self.slices]
 
     def add(self, job: Job) -> None:
+        """Queue a job at its level."""
         self._waiting[job.level].setdefault(job.tenant, deque()).append(job)
 
     def next(self) -> Job | None:
@@ -61,6 +62,7 @@ class Jobs:
         return job
 
     def done(self, id: int) -> None:
+        """A running job has ended: its lane is free."""
         self.running.pop(id, None)
 
     def drop(self, id: int) -> None:

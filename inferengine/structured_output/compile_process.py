@@ -1,4 +1,4 @@
-"""CompileProcess: the engine's side of the process that tries grammars out. See compile_server."""
+"""CompileProcess: the engine's side of the process that tries grammars out (compile_server.py)."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class CompileProcess:
         self._lock = threading.Lock()
         self._trials: dict[int, Trial] = {}
         self._next_id = 0
-        self._outbox: SimpleQueue[dict[str, Any] | None] = SimpleQueue()
+        self._requests: SimpleQueue[dict[str, Any] | None] = SimpleQueue()
         self._process: subprocess.Popen[bytes] | None = None
         self._writer: threading.Thread | None = None
         self._closed = False
@@ -73,11 +73,12 @@ class CompileProcess:
 
     @property
     def is_starting(self) -> bool:
-        """It does not take grammars yet, though not for long: what waits meanwhile does not wait for others."""
+        """Whether the process is being started: grammars wait for that, and not for other grammars."""
         return not self._ready.is_set() and time.monotonic() < self._started_s + MAX_START_S
 
     @property
     def pid(self) -> int | None:
+        """The process id, None while there is no process."""
         return None if self._process is None else self._process.pid
 
     def start(self) -> None:
@@ -92,17 +93,17 @@ class CompileProcess:
             id = self._next_id
             self._trials[id] = Trial(tenant, spec, done)
             self._start()
-            self._outbox.put(self._request(id))
+            self._requests.put(self._request(id))
         return id
 
     def drop(self, id: int) -> None:
-        """Nobody waits for it any more: whatever runs for it is killed."""
+        """Forget a trial and kill what runs for it."""
         with self._lock:
             if self._trials.pop(id, None) is not None:
-                self._outbox.put({"drop": id})
+                self._requests.put({"drop": id})
 
     def is_slow(self, id: int) -> bool:
-        """It has taken more time than most grammars do: it does not merely wait its turn."""
+        """Whether the grammar itself takes long, and does not merely wait its turn."""
         trial = self._trials.get(id)
         return trial is not None and trial.is_slow
 
@@ -111,22 +112,24 @@ class CompileProcess:
         with self._lock:
             self._closed = True
             self._trials.clear()
-            self._outbox.put(None)
+            self._requests.put(None)
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
     def _start(self) -> None:
         if self._writer is None and not self._closed:
             self._started_s = time.monotonic()
-            self._writer = threading.Thread(target=self._run, args=(self._outbox,), name="grammar-process", daemon=True)
+            self._writer = threading.Thread(
+                target=self._run, args=(self._requests,), name="grammar-process", daemon=True
+            )
             self._writer.start()
 
     def _request(self, id: int) -> dict[str, Any]:
         trial = self._trials[id]
         return {"id": id, "tenant": trial.tenant, "spec": list(trial.spec)}
 
-    def _run(self, outbox: SimpleQueue[dict[str, Any] | None]) -> None:
-        """Start the process and write to it until it is closed or gone. `outbox`: what is for this process; the next
+    def _run(self, requests: SimpleQueue[dict[str, Any] | None]) -> None:
+        """Start the process and write to it until it is closed or gone. `requests`: what is for this process; the next
         one has its own."""
         vocabulary, limits = self._vocabulary, self._limits
         try:
@@ -139,7 +142,7 @@ class CompileProcess:
         except OSError as error:
             self._on_death(f"cannot be started: {error.strerror}")
             return
-        threading.Thread(target=self._read, args=(process,), name="grammar-verdicts", daemon=True).start()
+        threading.Thread(target=self._read, args=(process,), name="grammar-results", daemon=True).start()
         message: dict[str, Any] | None = {
             "tokenizer": vocabulary.tokenizer_json,
             "vocab_size": vocabulary.size,
@@ -153,7 +156,7 @@ class CompileProcess:
             while message is not None:
                 process.stdin.write(to_frame(message))
                 process.stdin.flush()
-                message = outbox.get()
+                message = requests.get()
         except OSError:
             pass  # it is gone: the reader sees that, too
         finally:
@@ -187,17 +190,17 @@ class CompileProcess:
             trial.done(Verdict(message.get("refused"), message.get("cpu_s", 0.0), message.get("num_bytes", 0)))
 
     def _on_death(self, why: str) -> None:
-        """Try again with a new process what has not been lost twice."""
+        """Try again, with a new process, the trials that have not been lost twice."""
         logger.error("the process that compiles grammars %s", why)
         with self._lock:
             self._ready.clear()
             self._process = None
-            self._outbox.put(None)  # whoever writes still
-            self._outbox, self._writer = SimpleQueue(), None
+            self._requests.put(None)  # whoever writes still
+            self._requests, self._writer = SimpleQueue(), None
             lost = [self._trials.pop(id) for id, trial in list(self._trials.items()) if trial.was_lost]
             for id, trial in self._trials.items():
                 trial.was_lost = True
-                self._outbox.put(self._request(id))
+                self._requests.put(self._request(id))
             if self._trials:
                 self._start()
         for trial in lost:

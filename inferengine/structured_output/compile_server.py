@@ -44,6 +44,7 @@ class Frames:
         self._bytes = bytearray()
 
     def feed(self, data: bytes) -> Iterator[dict[str, Any]]:
+        """Take bytes in and give the messages that are complete."""
         self._bytes += data
         while len(self._bytes) >= LENGTH.size:
             (length,) = LENGTH.unpack_from(self._bytes)
@@ -55,6 +56,7 @@ class Frames:
 
 
 def to_frame(message: dict[str, Any]) -> bytes:
+    """Encode a message: its length (u32, little-endian), then JSON."""
     body = json.dumps(message).encode()
     return LENGTH.pack(len(body)) + body
 
@@ -159,7 +161,7 @@ class CompileServer:
             self._out_of_time(id)
         else:
             self._jobs.done(id)
-            self._answer({"id": id, **(json.loads(answer) if answer else {"refused": self._obituary(status)})})
+            self._answer({"id": id, **(json.loads(answer) if answer else {"refused": self._cause_of_death(status)})})
 
     def _out_of_time(self, id: int) -> None:
         waiting = self._jobs.out_of_time(id)
@@ -169,8 +171,8 @@ class CompileServer:
         limit_s = self._jobs.slices[-1]
         self._answer({"id": id, "refused": f"could not be compiled in {limit_s:g} s: simplify it"})
 
-    def _obituary(self, status: int) -> str:
-        """What a child died of that left no answer."""
+    def _cause_of_death(self, status: int) -> str:
+        """Why a child that left no answer has ended."""
         ended_by = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
         if ended_by in (signal.SIGSEGV, signal.SIGBUS):
             return TOO_DEEP

@@ -1,13 +1,11 @@
 """GrammarCompiler: from a GrammarSpec to matchers, off the engine's loop, with bounded effort and a bounded cache.
 
-A grammar that is not known is tried out in another process first, which can be killed (see compile_server). Only what
-compiled there within its limits is compiled here, in threads with a large stack; what is cached is copied by a thread
-that does nothing else, so it waits for no compilation.
+An unknown grammar is tried out in another process first, which can be killed (compile_server.py). Only what compiled
+there within its limits is compiled here, in threads with a large stack; cached grammars are copied by a thread that
+does nothing else, so copies wait for no compilation.
 
-Compiled grammars and what is known of others, bounded in bytes.
-
-Copies of a compiled grammar share the states of its lexer, which are made as they are needed: what is kept grows while
-outputs are made under it. llguidance does not say by how much, so it is told from the processor time spent.
+Copies of a compiled grammar share the states of its lexer, which are made as they are needed, so an entry of the cache
+grows while outputs are made under it. llguidance does not report by how much; it is estimated from processor time.
 """
 
 from __future__ import annotations
@@ -39,6 +37,11 @@ RETIRE_S = 1.0  # so much use may have made most of its states: the next request
 MAX_VERDICTS = 4096
 
 
+_LIBC = ctypes.CDLL(None)
+MAX_WAITING = 1024  # grammars that are not known, being compiled or waiting for it
+Done = Callable[[list[TokenMatcher] | InferEngineError], None]
+
+
 class Entry(NamedTuple):
     """A grammar at its beginning, and what its outputs have spent."""
 
@@ -48,6 +51,7 @@ class Entry(NamedTuple):
 
     @property
     def size(self) -> int:
+        """Estimated bytes with the states of its lexer."""
         return self.num_bytes + min(MAX_GROWTH_BYTES, int(self.usage.seconds * GROWTH_BYTES_PER_S))
 
 
@@ -64,6 +68,7 @@ class GrammarCache:
 
     @property
     def size(self) -> int:
+        """Estimated bytes of all entries."""
         return sum(entry.size for entry in self._entries.values())
 
     def entry(self, key: bytes) -> Entry | None:
@@ -93,6 +98,7 @@ class GrammarCache:
         return is_full
 
     def remember(self, key: bytes, verdict: Verdict) -> None:
+        """Keep what trying a grammar out gave."""
         self._verdicts[key] = verdict
         while len(self._verdicts) > MAX_VERDICTS:
             self._verdicts.popitem(last=False)
@@ -105,12 +111,6 @@ def cache_key(spec: GrammarSpec) -> bytes:
         data = part.encode()
         digest.update(len(data).to_bytes(8, "little") + data)
     return digest.digest()
-
-
-_LIBC = ctypes.CDLL(None)
-MAX_WAITING = 1024  # grammars that are not known, being compiled or waiting for it
-
-Done = Callable[[list[TokenMatcher] | InferEngineError], None]
 
 
 class Ticket:

@@ -1,8 +1,16 @@
-"""Grammars in the EBNF of llama.cpp (GBNF) and xgrammar, `root ::= "a" | [0-9]+`, in llguidance's Lark.
+"""Translate the EBNF of llama.cpp (GBNF) and xgrammar, `root ::= "a" | [0-9]+`, into llguidance's Lark.
 
-A rule without recursion becomes a terminal (matched as one expression), the others become rules. Lines mean nothing:
-a rule ends where the next one begins, so that rules may be written over several lines. Source of the notation:
-llama.cpp's grammars/README. Everything here takes time in proportion to the grammar.
+A rule without recursion becomes a terminal (matched as one expression), the others become rules. A rule ends where the
+next one begins, so rules may be written over several lines. Source of the notation: llama.cpp's grammars/README.
+Everything here takes time in proportion to the grammar.
+
+Why not `llguidance.gbnf_to_lark` (1.9.1), measured on the grammars of tests/structured_output/test_ebnf.py:
+- it refuses 3 of the 9 valid ones: an alternative on a line of its own, `\\-` in a set, a name that begins with a
+  digit;
+- it refuses two rules whose names differ only in case and underscores (`fooBar`, `foo_bar`);
+- it accepts a rule that is defined twice (the last one wins) and `"a"{99999}`;
+- it reports missing rules without their line, and an unfinished escape as IndexError;
+- a chain of 1,000 rules takes 0.32 s and one of 2,000 takes 1.0 s: the square of their number.
 """
 
 from __future__ import annotations

@@ -1,13 +1,11 @@
 """TokenMatcher: llguidance behind the core's grammar protocol, within a budget of processor time.
 
 A grammar may be cheap to compile and costly to follow: a constant of 200,000 characters takes 60 ms for every token.
-The limits of llguidance bound one step of its lexer and parser, not what comes together; and a step of the engine waits
-for the masks of all its rows. So what the outputs of one request cost is counted and ended when it is too much.
+llguidance's limits bound one step of its lexer and parser, not their sum, and a step of the engine waits for the masks
+of all its rows. So the processor time of the outputs of one request is counted, and the request ends beyond its budget.
 
-Why a grammar cannot be used, in words for whoever wrote it.
-
-llguidance's messages about limits speak of its own parts; these say what to change. Its messages about the source
-itself ("line 3: unknown name") say where to look and are kept, shortened.
+`reason` translates llguidance's messages: those about limits speak of its own parts and are replaced by what to change;
+those about the source ("line 3: unknown name") are kept, shortened.
 """
 
 from __future__ import annotations
@@ -53,6 +51,9 @@ _BY_WORDS = (
 _NOISE = "<non-verbose/>"
 
 
+BURST_S = 0.1  # for what is slow once: the first mask of a schema of 1,000 properties takes 30 ms
+
+
 def reason(message: str) -> str:
     """What llguidance says of a grammar, as a sentence without its subject."""
     for words, meaning in _BY_WORDS:
@@ -65,9 +66,6 @@ def first_lines(message: str) -> str:
     """The start of a message of several lines, in one."""
     lines = [line.strip() for line in message.replace(_NOISE, "").splitlines() if line.strip()]
     return " ".join(lines[:3])[:300] if lines else "no reason given"
-
-
-BURST_S = 0.1  # for what is slow once: the first mask of a schema of 1,000 properties takes 30 ms
 
 
 class Usage:
@@ -123,6 +121,7 @@ class TokenMatcher:
         )
 
     def accept(self, token_id: int) -> bool:
+        """Take one token. False: the grammar does not allow it. Raises InvalidRequest at a limit."""
         if self._consume([token_id]) == 1:
             return True
         self._check()
@@ -131,9 +130,11 @@ class TokenMatcher:
         return False
 
     def validate(self, token_ids: list[int]) -> int:
+        """How many of these tokens the grammar allows in a row."""
         return int(self._matcher.validate_tokens(token_ids)) if token_ids else 0
 
     def rollback(self, num_tokens: int) -> None:
+        """Take back the last tokens."""
         if num_tokens and not self._matcher.rollback(num_tokens):
             self._check()
 
@@ -146,12 +147,14 @@ class TokenMatcher:
         self._budget.spend(time.thread_time() - begin, earned=True)
 
     def is_terminated(self) -> bool:
+        """Whether the output is complete."""
         if not self._is_stopped():
             return False
         self._check()
         return True
 
     def forced(self) -> list[int]:
+        """The tokens that must come next, where there is only one way."""
         begin = time.thread_time()
         tokens = list(self._forced())
         if self._is_error():

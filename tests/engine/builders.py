@@ -96,7 +96,7 @@ def check_idle(service: EngineService) -> None:
     """Everything has been given back."""
     core = service.core
     assert core is not None
-    wait_until(lambda: not core.has_work and not service.publisher.num_open)
+    wait_until(lambda: not core.has_work and not service.io.publisher.num_open)
     core.scheduler.check()
     assert core.scheduler.snapshot().num_blocks_held == 0
 

@@ -78,7 +78,7 @@ class TestAsyncClient:
                 await asyncio.to_thread(check_idle, engine)
 
         asyncio.run(scenario())
-        assert engine.counters.finished.total() == 1
+        assert engine.io.counters.finished.total() == 1
 
     def test_who_leaves_reads_no_more_and_others_read_on(self) -> None:
         async def scenario(address: str) -> tuple[str, int, str]:
@@ -117,7 +117,7 @@ class TestAsyncClient:
                 asyncio.run(scenario(relay, service))
             finally:
                 relay.close()
-            assert service.counters.finished["abort"] == 1
+            assert service.io.counters.finished["abort"] == 1
 
     def test_a_slow_reader_gets_everything_merged(self, engine: EngineService) -> None:
         async def scenario() -> int:
@@ -231,8 +231,8 @@ class TestAsyncClient:
                 task = asyncio.create_task(read(submission.streams[0]))
                 await asyncio.sleep(0.2)
                 relay.cut(refuse=True)
-                await asyncio.to_thread(wait_until, lambda: not service.connections.by_routing_id)
-                running = service.publisher.num_open
+                await asyncio.to_thread(wait_until, lambda: not service.io.connections.by_routing_id)
+                running = service.io.publisher.num_open
                 relay.heal()
                 tokens, finishes = await task
                 return tokens, finishes, running

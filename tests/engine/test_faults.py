@@ -287,8 +287,8 @@ def start_service(address: str, step_s: float = 0.0) -> EngineService:
 
 def crash(service: EngineService) -> None:
     """Gone without a word to anybody, as after SIGKILL."""
-    service.connections.by_routing_id.clear()
-    service.publisher.submissions.clear()
+    service.io.connections.by_routing_id.clear()
+    service.io.publisher.submissions.clear()
     service.abort()
     service.wait(10.0)
 

@@ -74,11 +74,11 @@ def test_a_large_vocabulary_is_ready_for_grammars_before_the_first_request(monke
     card = make_card()
     monkeypatch.setattr(grammar_service, "LARGE_VOCABULARY", 1)
     with run_service(card=type(card)(card.name, card.folder, card.files, card.fingerprint, (1,))) as service:
-        compiler = service._grammars._compiler
+        compiler = service.io._grammars._compiler
         assert compiler is not None
         assert "_tokenizer" in vars(compiler._builder)
     with run_service(card=card) as service:  # without an end-of-text token there are no grammars, and all else is well
-        assert service._grammars._compiler is None
+        assert service.io._grammars._compiler is None
 
 
 def test_cancelling_while_it_is_compiled_is_answered_once(shutdown: EngineService, connect: Connect) -> None:

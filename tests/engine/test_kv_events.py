@@ -111,8 +111,7 @@ def test_without_the_switch_nothing_is_recorded(engine: EngineService, connect: 
 def test_blocks_of_an_adapter_carry_its_number_and_name() -> None:
     """Routers that work out hashes themselves take the name into them."""
     sent: list[Any] = []
-    publisher = KVEventPublisher("engine", "model", sent.append)
-    publisher.adapters = lambda: {"cats": 1, "dogs": 2}
+    publisher = KVEventPublisher("engine", "model", sent.append, {"cats": 1, "dogs": 2})
     publisher.publish(
         [BlockStored([bytes(24) + b"\1" * 8], b"\2" * 32, [5, 6], 2, adapter=2), BlockRemoved([b"\3" * 32])]
     )
@@ -124,5 +123,7 @@ def test_blocks_of_an_adapter_carry_its_number_and_name() -> None:
 
 def test_an_adapter_that_has_gone_meanwhile_is_still_told_apart_from_the_base_model() -> None:
     sent: list[Any] = []
-    KVEventPublisher("engine", "model", sent.append).publish([BlockStored([b"\1" * 32], None, [5, 6], 2, adapter=2)])
+    KVEventPublisher("engine", "model", sent.append, {}).publish(
+        [BlockStored([b"\1" * 32], None, [5, 6], 2, adapter=2)]
+    )
     assert msgpack.unpackb(sent[0][2])[1][0]["lora_name"] == "adapter 2"

@@ -76,7 +76,7 @@ def assert_served(engine: EngineService, *addresses: str) -> None:
 
 
 def test_running_requests_go_on_when_there_are_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lost_connections, "MOST_LOST", PAIRS)
+    monkeypatch.setattr(lost_connections, "MAX_LOST", PAIRS)
     with run_service(step_s=0.01) as engine:
         client = Client(address_of(engine))
         try:
@@ -84,7 +84,7 @@ def test_running_requests_go_on_when_there_are_too_many(monkeypatch: pytest.Monk
             stream = client.submit([1, 2, 3], SamplingParams(max_tokens=500, ignore_eos=True)).streams[0]
             leave_forgotten(address_of(engine))
             assert sum(len(delta.token_ids) for delta in stream) == 500
-            assert engine.lost_connections.num_renewals == 1
+            assert engine.io.lost_connections.num_renewals == 1
         finally:
             client.close()
 
@@ -97,11 +97,34 @@ def test_a_few_wait_for_the_end_of_what_runs() -> None:
             stream = client.submit([1, 2, 3], SamplingParams(max_tokens=200, ignore_eos=True)).streams[0]
             leave_forgotten(address_of(engine), 2)
             time.sleep(3 * QUIET_S)
-            assert engine.lost_connections.num_renewals == 0
+            assert engine.io.lost_connections.num_renewals == 0
             assert sum(len(delta.token_ids) for delta in stream) == 200
-            wait_until(lambda: engine.lost_connections.num_renewals == 1)
+            wait_until(lambda: engine.io.lost_connections.num_renewals == 1)
         finally:
             client.close()
+
+
+def test_a_client_that_leaves_few_again_and_again_ends_others_connections_once_a_minute(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(lost_connections, "MAX_LOST", PAIRS)
+    with run_service() as engine:
+        leave_forgotten(address_of(engine), 2)
+        wait_until(lambda: engine.io.lost_connections.num_renewals == 1)
+        leave_forgotten(address_of(engine), 2)
+        time.sleep(3 * QUIET_S)
+        assert engine.io.lost_connections.num_renewals == 1
+        monkeypatch.setattr(lost_connections, "MIN_INTERVAL_S", 0.5)
+        wait_until(lambda: engine.io.lost_connections.num_renewals == 2)
+
+
+def test_many_are_closed_at_once_however_short_ago_the_last_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lost_connections, "MAX_LOST", PAIRS)
+    with run_service() as engine:
+        leave_forgotten(address_of(engine), 2)
+        wait_until(lambda: engine.io.lost_connections.num_renewals == 1)
+        leave_forgotten(address_of(engine))
+        wait_until(lambda: engine.io.lost_connections.num_renewals == 2)
 
 
 def test_clients_that_come_and_go_end_nobodys_connection() -> None:
@@ -109,7 +132,7 @@ def test_clients_that_come_and_go_end_nobodys_connection() -> None:
         for _ in range(5):
             RawClient(address_of(engine)).close()
         time.sleep(3 * QUIET_S)
-        assert engine.lost_connections.num_renewals == 0
+        assert engine.io.lost_connections.num_renewals == 0
 
 
 def test_keys_are_asked_for_where_they_were(tmp_path: os.PathLike[str]) -> None:
@@ -121,7 +144,7 @@ def test_keys_are_asked_for_where_they_were(tmp_path: os.PathLike[str]) -> None:
     address = f"tcp://127.0.0.1:{free_port()}"
     with run_service(wire={"tcp": address, "curve_secret_file": secret, "curve_clients_file": clients}) as engine:
         leave_forgotten(address_of(engine))
-        wait_until(lambda: engine.lost_connections.num_renewals == 1)
+        wait_until(lambda: engine.io.lost_connections.num_renewals == 1)
         assert_served(engine)
         client = Client(address, curve=ClientKeys(friend, server.public))
         try:

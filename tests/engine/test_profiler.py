@@ -5,9 +5,8 @@ from __future__ import annotations
 import gzip
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -15,7 +14,7 @@ import pytest
 from inferengine.cli.main import main
 from inferengine.cli.trace_summary import read_trace
 from inferengine.client import Client
-from inferengine.engine.loop import EngineLoop
+from inferengine.engine.loop import EngineLoop, StepObserver
 from inferengine.engine.service import EngineService
 from inferengine.engine.services.profiler import MAX_STEPS, MAX_TRACE_BYTES, Profiler
 from inferengine.errors import ExitCode, InferEngineError
@@ -118,24 +117,37 @@ def test_so_many_steps_are_recorded_in_the_loops_thread(device: Recorded, client
     assert len(recorder.calls) == 12
 
 
+class ObservedLoop:
+    """A loop's part that a profile uses; its thread is the caller's."""
+
+    def __init__(self) -> None:
+        self.observer: StepObserver | None = None
+
+    def observe_steps(self, observer: StepObserver | None) -> None:
+        self.observer = observer
+
+    def call(self, function: Callable[[], None]) -> None:
+        function()
+
+
 def test_with_fewer_steps_in_the_time_there_are_those() -> None:
     now, answers = [100.0], []
-    loop = SimpleNamespace(watcher=None, call=lambda function: function())
+    loop = ObservedLoop()
     profiling = Profiler(lambda: now[0], lambda function: function())
     profiling.begin(FakeRecorder, cast(EngineLoop, loop))
     profiling.profile({"steps": 50, "wait_s": 5}, answers.append)
     for computed in (True, True, False, True):
-        loop.watcher.begins()
-        loop.watcher.ended(computed)
+        loop.observer.begins()
+        loop.observer.ended(computed)
     now[0] = 104.9
     profiling.tick(now[0])
-    assert loop.watcher is not None
+    assert loop.observer is not None
     now[0] = 105.0
     profiling.tick(now[0])
     profiling.tick(now[0])
     wait_until(lambda: bool(answers))
     assert answers == [{"steps": 3, "seconds": 5.0, "trace": b"a trace"}]
-    assert loop.watcher is None
+    assert loop.observer is None
 
 
 def test_an_idle_engine_has_nothing_to_record(device: Recorded, client: Client) -> None:

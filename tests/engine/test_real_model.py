@@ -144,5 +144,4 @@ def test_steps_that_a_profile_records_give_the_same_tokens(
 
 
 def is_recording(engine: EngineService) -> bool:
-    assert engine.intake.engine is not None
-    return engine.intake.engine.loop.watcher is not None
+    return engine.loaded.loop.observer is not None

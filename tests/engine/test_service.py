@@ -245,7 +245,7 @@ class TestEnding:
     def test_a_frozen_io_thread_is_seen_and_ends_the_engine(self, caplog: pytest.LogCaptureFixture) -> None:
         with run_service(engine={"frozen_after_s": 2.0}) as engine:
             released = threading.Event()
-            engine._wire.call(lambda: stuck_io(released))
+            engine.io._thread.call(lambda: stuck_io(released))
             assert engine.wait(20.0) == ExitCode.FROZEN
             released.set()
         assert "stuck_io" in caplog.text
@@ -265,7 +265,7 @@ class TestAdmin:
         client.submit(1, max_tokens=7, prompt=[1] * 40)
         client.collect({1})
         check_idle(engine)
-        wait_until(lambda: engine.intake.engine is not None and engine.intake.engine.loop.snapshot.num_blocks_held == 0)
+        wait_until(lambda: engine.loaded.loop.snapshot.num_blocks_held == 0)
         client.send(Admin("stats", 1))
         stats = client.expect(AdminReply).result
         assert stats["model"] == "simulated"

@@ -278,7 +278,7 @@ def test_an_engine_ends_though_its_io_thread_hangs_as_well(tmp_path: Path) -> No
         client = RawClient(config.wire.socket)
         client.submit(1, prompt=POISONED)
         client.expect(Accept)
-        service._wire.call(lambda: _wait(released))
+        service.io._thread.call(lambda: _wait(released))
         assert service.wait(15.0) == ExitCode.STALLED
         client.close()
         listener.settimeout(10.0)

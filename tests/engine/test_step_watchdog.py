@@ -37,6 +37,7 @@ class Bench:
         self.stalls: list[Stall] = []
         self.alive: list[float] = []
         self.excuse = ""
+        self.is_profiled = False
         self.watch = StepWatchdog(
             self.core,  # type: ignore[arg-type]
             rule,
@@ -44,6 +45,7 @@ class Bench:
             on_alive=self.alive.append,
             on_stall=self.stalls.append,
             excuse=lambda: self.excuse,
+            is_profiled=lambda: self.is_profiled,
         )
 
     def finish(self, step: ScheduledStep, seconds: float) -> None:
@@ -135,7 +137,7 @@ def test_a_step_with_compilation_teaches_nothing(bench: Bench) -> None:
 
 def test_a_step_that_is_profiled_has_as_long_as_one_of_a_new_kind_and_teaches_nothing(bench: Bench) -> None:
     bench.finish(make_step([(5, 1)]), 0.01)
-    bench.watch.is_recorded = lambda: True
+    bench.is_profiled = True
     bench.finish(make_step([(0, 500)]), 8.0)
     bench.core.under_way = make_step([(9, 1)])
     assert 10.0 < bench.seconds_to_alarm(60.0) <= 10.0 + 3 * TICK_S

@@ -73,8 +73,8 @@ class TestCredit:
             raw = connect(engine, window=2)
             for stream in (1, 2):  # having recovered, it may stall once more
                 raw.submit(stream, max_tokens=900)
-                wait_until(lambda: engine.publisher.num_open == 1)
-                wait_until(lambda: engine.publisher.num_open == 0)
+                wait_until(lambda: engine.io.publisher.num_open == 1)
+                wait_until(lambda: engine.io.publisher.num_open == 0)
                 check_idle(engine)
                 collected = raw.collect({stream})
                 assert collected.done[stream][0].detail[0] == "client_stalled"
@@ -89,7 +89,7 @@ class TestCredit:
             raw.send(Attach(ID, 2))
             raw.submit(3, max_tokens=900)
             assert len(reader.collect({5}).tokens[5]) == 100
-            wait_until(lambda: engine.publisher.num_open == 0)
+            wait_until(lambda: engine.io.publisher.num_open == 0)
             done = raw.collect({1, 2, 3}).done
             assert [done[stream][0].reason for stream in (1, 2)] == ["length", "length"]
             assert done[3][0].detail[0] == "client_stalled"
@@ -218,7 +218,7 @@ class TestAttach:
             raw = connect(engine)
             raw.submit(1, id=ID)
             raw.collect({1})
-            wait_until(lambda: not engine.publisher.submissions)
+            wait_until(lambda: not engine.io.publisher.submissions)
             raw.send(Attach(ID, 2))
             assert raw.expect(Reject).code == "not_found"
 
@@ -240,7 +240,7 @@ class TestLeases:
             raw.expect(Step)
             raw.close()
             check_idle(engine)
-            assert engine.connections.by_routing_id == {}
+            assert engine.io.connections.by_routing_id == {}
 
     def test_a_silent_raw_is_dropped_after_the_stall_limit(self, connect: Connect) -> None:
         with run_service(step_s=0.01, wire={"heartbeat_s": 0.1, "stall_limit_s": 0.6}) as engine:
@@ -248,7 +248,7 @@ class TestLeases:
             raw.submit(1, max_tokens=1000)
             raw.expect(Step)
             check_idle(engine)
-            assert engine.connections.by_routing_id == {}
+            assert engine.io.connections.by_routing_id == {}
 
     def test_a_silent_raw_whose_connection_stands_keeps_its_requests_beyond_its_lease(self, connect: Connect) -> None:
         """It may be paused. Silence is asked about: one that is gone cannot be written to."""
@@ -264,9 +264,9 @@ class TestLeases:
         with run_service(step_s=30.0, wire={"heartbeat_s": 0.1}) as engine:
             raw = connect(engine)
             raw.submit(1, max_tokens=10)
-            wait_until(lambda: engine.publisher.num_open == 1)
+            wait_until(lambda: engine.io.publisher.num_open == 1)
             raw.close()
-            wait_until(lambda: not engine.connections.by_routing_id)
+            wait_until(lambda: not engine.io.connections.by_routing_id)
 
     def test_a_ping_keeps_the_lease(self, connect: Connect) -> None:
         with run_service(step_s=0.01, wire={"heartbeat_s": 0.2}) as engine:
@@ -280,7 +280,7 @@ class TestLeases:
     def test_a_dropped_raw_is_told_to_greet_again(self, connect: Connect) -> None:
         with run_service(wire={"heartbeat_s": 0.1, "stall_limit_s": 0.5}) as engine:
             raw = connect(engine)
-            wait_until(lambda: not engine.connections.by_routing_id)
+            wait_until(lambda: not engine.io.connections.by_routing_id)
             raw.send(Ping(1))
             assert raw.expect(Reject).field == "hello"
 
@@ -295,8 +295,8 @@ def test_four_thousand_finished_requests_leave_nothing_behind(connect: Connect) 
                 raw.submit(stream, max_tokens=1)
             assert len(raw.collect(streams).done) == 1000
         check_idle(engine)
-        wait_until(lambda: not engine.publisher.submissions)
-        assert not engine.connections.by_routing_id[next(iter(engine.connections.by_routing_id))].streams
+        wait_until(lambda: not engine.io.publisher.submissions)
+        assert not engine.io.connections.by_routing_id[next(iter(engine.io.connections.by_routing_id))].streams
 
 
 def test_the_first_of_a_hundred_answers_long_before_the_last() -> None:

@@ -192,7 +192,7 @@ def tokenizing_for_ever(engine: EngineService) -> Iterator[None]:
         over.wait(30.0)
         return [1]
 
-    engine._texts._encode = encode  # type: ignore[method-assign]
+    engine.io._texts._encode = encode  # type: ignore[method-assign]
     try:
         yield
     finally:
@@ -216,7 +216,7 @@ def test_who_attaches_to_a_text_that_is_being_tokenized_needs_a_free_stream_too(
         reader.submit(5, max_tokens=900)
         reader.expect(Accept)
         waiting = owner.submit(1, text="fox")
-        wait_until(lambda: engine.intake.has_unanswered)
+        wait_until(lambda: engine.io.intake.has_unanswered)
         reader.send(Attach(waiting.id, 5))
         reject = reader.expect(Reject)
         assert (reject.code, reject.field, reject.stream) == ("conflict", "stream", 5)

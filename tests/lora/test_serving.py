@@ -92,7 +92,7 @@ def test_adapters_come_and_go_while_requests_run(served: Served, peer: RawClient
     peer.expect(Accept)
     assert admin(peer, "load_adapter", name="b").result == {"adapters": ["a", "b"]}
     assert admin(peer, "load_adapter", name="b").code == "conflict"
-    wait_until(lambda: served.engine.connections.model.adapters == ("a", "b"))
+    wait_until(lambda: served.engine.io.connections.model.adapters == ("a", "b"))
     submit(peer, 2, "b")
     assert peer.expect(Accept).stream == 2
     unloaded = admin(peer, "unload_adapter", name="b")

@@ -1,9 +1,8 @@
-"""BatchRouting: which logs a step's tokens go to and who reads them, prepared once for all steps that draw for the same
-sequences.
+"""BatchRouting: which logs a step's tokens go to and who reads them, prepared once for all steps of the same sequences.
 
-While nobody comes or goes a step costs nothing per sequence: its tokens stay together in one column, and the logs take
-them out of the columns when somebody asks, or after `MOST_COLUMNS` steps. Who comes and goes changes the routing in
-place. Only the I/O thread comes here.
+While no sequence begins or ends, a step costs nothing per sequence: its tokens stay together in one column, and the
+logs take them out of the columns when somebody reads them, or after `MAX_COLUMNS` steps. Sequences that begin and end
+change the routing in place. Used by the I/O thread only.
 """
 
 from __future__ import annotations
@@ -19,11 +18,9 @@ from inferengine.engine.io.connection import Connection
 from inferengine.engine.io.output_log import OutputLog, Subscription
 from inferengine.wire import codec
 
-MOST_COLUMNS = 64  # steps that logs may be behind their routing
+MAX_COLUMNS = 64  # steps that logs may be behind their routing
 FEW_COLUMNS = 4  # with fewer it is quicker to give each token to its log than to cut the columns into rows
-MOST_GONE = (
-    8  # of the sequences one in so many may have ended for a change in place: for more, a new routing is quicker
-)
+MAX_GONE_SHARE = 8  # one in so many sequences may have ended for a change in place: beyond, a new routing is quicker
 
 
 class RoutingGroup:
@@ -123,6 +120,7 @@ class BatchRouting:
 
     @property
     def num_logs(self) -> int:
+        """How many logs get tokens from one step."""
         return len(self.logs) if self._counts is None else len(self._counts)
 
     def tokens_of(self, log: OutputLog) -> int:
@@ -136,7 +134,7 @@ class BatchRouting:
     def push(self, token_ids: list[int]) -> None:
         """The tokens of a step."""
         assert len(token_ids) == len(self.logs), "a step has one token for each row of its layout"
-        if len(self._columns) >= MOST_COLUMNS:
+        if len(self._columns) >= MAX_COLUMNS:
             self.settle()
         self._token_ids = token_ids
         self._tokens = array("I", token_ids)
@@ -167,7 +165,7 @@ class BatchRouting:
         """Become the routing of another step, for sequences of which the first are those that have not ended, in the
         order in which they were. Returns the others, new here, or None if it is not so: then this routing is done."""
         self.settle()
-        if self.stale or self._counts is not None or len(self.gone) * MOST_GONE > len(self._uids):
+        if self.stale or self._counts is not None or len(self.gone) * MAX_GONE_SHARE > len(self._uids):
             return None
         for uid in self.gone:
             self._remove(self._uids.index(uid))

@@ -1,4 +1,4 @@
-"""Connection: what the engine keeps of one connected client, and how a message reaches it or waits.
+"""Connection: the state that the engine keeps of one connected client, and how messages are sent to it or queued.
 
 Knows nothing of requests: only windows, unacknowledged STEPs, and answers that did not fit into a full pipe.
 """
@@ -39,6 +39,7 @@ class Connection:
         "backlog",
         "backlog_bytes",
         "dirty",
+        "dropped",
         "gone_since_s",
         "heard_s",
         "name",
@@ -66,6 +67,7 @@ class Connection:
         self.streams: dict[int, Any] = {}  # the publisher's subscriptions, by stream number
         self.dirty: dict[int, Any] = {}  # those of them with news that have not been sent
         self.stalled = False
+        self.dropped = False  # the engine has forgotten this connection
         self.heard_s = now
         self.probed_s = now  # when it was last asked whether its connection stands
         self.gone_since_s: float | None = None

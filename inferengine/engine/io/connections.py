@@ -7,7 +7,7 @@ are no message are answered with REJECT and affect no other connection.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from inferengine.config import Config
@@ -61,13 +61,19 @@ class Connections:
         config: Config,
         lifecycle: Lifecycle,
         card: ModelCard,
+        intake: Intake,
         publisher: Publisher,
         counters: Counters,
+        adapters: Mapping[str, int],
+        admin_ops: Mapping[str, AdminOp],
         send: Send,
     ) -> None:
+        """`adapters`: LoRA adapters by name, kept up to date by its owner. `admin_ops`: operations of ADMIN by name."""
         self.by_routing_id: dict[bytes, Connection] = {}
-        self.model: ModelInfo | None = None  # set when the model is loaded
-        self.admin_ops: dict[str, AdminOp] = {}
+        self._model: ModelInfo | None = None  # announced once it is loaded
+        self._adapters = adapters
+        self._admin_ops = admin_ops
+        self._intake = intake
         self._config = config
         self._lifecycle = lifecycle
         self._card = card
@@ -85,20 +91,29 @@ class Connections:
             "max_queued_tokens": config.scheduler.max_queued_tokens,
         }
         self._handlers: dict[type, Callable[[Connection, Any, float], None]] = {
-            Cancel: lambda connection, message, now: self.intake.cancel(connection, message, now),
-            Submit: lambda connection, message, now: self.intake.submit(connection, message, now),
-            Attach: lambda connection, message, now: self.intake.attach(connection, message, now),
+            Cancel: intake.cancel,
+            Submit: intake.submit,
+            Attach: intake.attach,
             Credit: self._on_credit,
             Model: self._on_model,
             Ping: self._on_ping,
             Admin: self._on_admin,
             Bye: self._on_bye,
         }
-        self.intake: Intake  # set right after construction: the two know each other
 
-    def alive(self, connection: Connection) -> bool:
-        """Whether this very connection is still known."""
-        return self.by_routing_id.get(connection.routing_id) is connection
+    @property
+    def model(self) -> ModelInfo | None:
+        """The loaded model with its adapters of now; None before it is announced."""
+        return None if self._model is None else self._model.replace(adapters=tuple(sorted(self._adapters)))
+
+    @property
+    def has_backlog(self) -> bool:
+        """Whether an answer waits because a pipe is full."""
+        return any(connection.backlog for connection in self.by_routing_id.values())
+
+    def announce(self, model: ModelInfo) -> None:
+        """The model is loaded: tell it in every WELCOME from now on."""
+        self._model = model
 
     # -- coming in ---------------------------------------------------------------------------------------------------
 
@@ -144,6 +159,7 @@ class Connections:
                 routing_id, self._send, window=window, now=now, role=message.role, name=message.name
             )
             self.by_routing_id[routing_id] = connection
+            self._counters.num_connections = len(self.by_routing_id)
         connection.answer(codec.encode(self._welcome(connection).replace(resumed=resumed)), now)
         if resumed:
             connection.send_again(now)
@@ -169,16 +185,16 @@ class Connections:
 
     def _on_admin(self, connection: Connection, message: Admin, now: float) -> None:
         def reply(result: Any) -> None:
-            if self.alive(connection):
+            if not connection.dropped:
                 answer = AdminReply(message.op, message.nonce, True, result)
                 if isinstance(result, InferEngineError):  # it failed later than it was asked
                     answer = AdminReply(message.op, message.nonce, False, None, result.code, result.message)
                 connection.answer(codec.encode(answer), self._lifecycle.clock())
 
         try:
-            operation = self.admin_ops.get(message.op)
+            operation = self._admin_ops.get(message.op)
             if operation is None:
-                raise InvalidRequest("op", f"must be one of {', '.join(self.admin_ops)}")
+                raise InvalidRequest("op", f"must be one of {', '.join(self._admin_ops)}")
             operation(message.arguments, reply)
         except InferEngineError as error:
             answer = AdminReply(message.op, message.nonce, False, None, error.code, error.message)
@@ -189,7 +205,7 @@ class Connections:
 
     # -- going out ---------------------------------------------------------------------------------------------------
 
-    def tell_state(self, now: float, *, at_once: bool = False) -> None:
+    def broadcast_state(self, now: float, *, at_once: bool = False) -> None:
         """WELCOME again to every connection when the state has changed, and now and then while loading."""
         news = (self._lifecycle.state, self._lifecycle.progress, self.model)
         if news == self._told:
@@ -227,9 +243,9 @@ class Connections:
                 connection.stalled = True
                 logger.warning("connection %s gives no credit: its requests are cancelled", _shown(connection))
                 message = f"No credit for {wire.stall_limit_s:g} s."
-                self.intake.abandon(self._read_by(connection), ("client_stalled", message))
-        self.intake.abandon_unread()
-        self.intake.tick(now)
+                self._intake.abandon(self._read_by(connection), ("client_stalled", message))
+        self._intake.abandon_unread()
+        self._intake.tick(now)
         self._publisher.expire(now)
 
     def _probe(self, connection: Connection, now: float) -> None:
@@ -243,7 +259,7 @@ class Connections:
         logger.warning("the engine did not run for %.1f s: leases go on from there", paused_s)
         for connection in self.by_routing_id.values():
             connection.forgive(paused_s, now)
-        self.intake.forgive(paused_s)
+        self._intake.forgive(paused_s)
 
     @property
     def all_sent(self) -> bool:
@@ -268,10 +284,11 @@ class Connections:
             logger.info("connection %s dropped: %s", _shown(connection), why)
         if farewell:
             connection.answer(codec.encode(Goodbye(f"This peer was dropped: {why}.")), now)
-        self._counters.num_connections_dropped += 1
+        connection.dropped = True
         self.by_routing_id.pop(connection.routing_id, None)
-        self.intake.lose_readers(self._publisher.drop(connection))
-        self.intake.abandon_unread()
+        self._counters.num_connections = len(self.by_routing_id)
+        self._intake.lose_readers(self._publisher.drop(connection))
+        self._intake.abandon_unread()
 
     def _welcome(self, connection: Connection) -> Welcome:
         lifecycle, wire = self._lifecycle, self._config.wire

@@ -1,4 +1,4 @@
-"""The engine's addresses: checked, and bound only where it is safe."""
+"""The engine's sockets: addresses are checked, and bound only where it is safe."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from inferengine.wire.curve import answer, read_clients, read_pair
 logger = logging.getLogger(__name__)
 
 LONGEST_UNIX_PATH = 107  # bytes, sockaddr_un
-MOST_STRANGERS = 64  # refused keys that are logged, and remembered for that
+MAX_REFUSED_KEYS = 64  # refused keys that are logged, and remembered for that
 BIND_AGAIN_S = 2.0
 _PROBE_TIMEOUT_S = 0.5
 
@@ -48,7 +48,7 @@ class Endpoint:
         self.pub = sockets.engine_publisher(self.context)
         self.replay = sockets.replay_router(self.context) if config.cache.events else None
         self.zap: zmq.Socket[bytes] | None = None
-        self._strangers: set[bytes] = set()
+        self._refused_keys: set[bytes] = set()
         try:
             if own is not None:
                 self.zap = sockets.zap_handler(self.context)
@@ -79,24 +79,29 @@ class Endpoint:
                 _bind_again(self.router, address)
 
     def answer_zap(self) -> None:
-        """Say of one client that wants to connect whether its key is on the list."""
+        """Accept or refuse one connecting client by its CURVE key."""
         if self.zap is not None:
             frames = self.zap.recv_multipart()
-            self._note_stranger(frames)
+            self._log_refused_key(frames)
             self.zap.send_multipart(answer(frames, self.clients))
 
-    def _note_stranger(self, frames: list[bytes]) -> None:
-        """Log a key that is not on the list, once: its owner sees no more than that nobody answers, and tries again
-        every second."""
+    def _log_refused_key(self, frames: list[bytes]) -> None:
+        """Log a key that is not on the list, once: its owner sees only that nobody answers, and tries again every
+        second."""
         key = frames[6] if len(frames) == 7 and frames[5] == b"CURVE" else b""
-        if len(key) != 32 or key in self.clients or key in self._strangers or len(self._strangers) >= MOST_STRANGERS:
+        if (
+            len(key) != 32
+            or key in self.clients
+            or key in self._refused_keys
+            or len(self._refused_keys) >= MAX_REFUSED_KEYS
+        ):
             return
-        self._strangers.add(key)
+        self._refused_keys.add(key)
         where = {"address": frames[3].decode(errors="replace")[:64], "key": z85.encode(key).decode()}
         logger.warning("a client's CURVE key is not in wire.curve_clients_file", extra={"fields": where})
 
     def close(self, linger_ms: int) -> None:
-        """What has not been sent after `linger_ms` is lost."""
+        """Close all sockets. What has not been sent after `linger_ms` is lost."""
         self.router.disable_monitor()  # before its other end is closed: libzmq would wait for that for ever
         self.context.destroy(linger=linger_ms)
         for address in self.addresses:

@@ -1,30 +1,27 @@
-"""Intake: where a wire message becomes a core Request, and the only place where it does.
+"""Intake: turn SUBMIT messages into core Requests. No other module does.
 
-Everything is validated again: a direct producer skips the front ends. A SUBMIT is answered at once, by ACCEPT or by a
-REJECT that names the field and the remedy, whatever the loop is doing. Only the I/O thread comes here.
-
-What can be said of a SUBMIT before its text is tokenized or its grammar compiled.
-
-Front ends check as well, for a better place to point at; a direct producer skips them.
+Everything is validated here, whether or not a front end has checked it before: direct producers skip the front ends. A
+SUBMIT is answered at once by ACCEPT, or by a REJECT that names the field and the remedy, whatever the loop is doing;
+one with text or a grammar is answered when both are ready (pending.py). Used by the I/O thread only.
 """
 
 from __future__ import annotations
 
 import random
 from array import array
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 
 from inferengine.config import Config, LimitsConfig
 from inferengine.core.constraints import Grammar
 from inferengine.core.request import Request
-from inferengine.core.scheduler.admission import AdmissionLimits, admit, check_prompt, resolve_max_tokens
+from inferengine.core.scheduler.admission import admit, check_prompt, resolve_max_tokens
 from inferengine.engine.io.connection import Connection
 from inferengine.engine.io.output_log import OutputLog, Submission
 from inferengine.engine.io.pending import TEXT_TIMEOUT_S, PendingSubmission, PendingSubmissions
 from inferengine.engine.io.publisher import Publisher
 from inferengine.engine.io.resume import GrammarReplay, PriorOutputs, check_outputs, read_resume
-from inferengine.engine.loop import EngineLoop
+from inferengine.engine.loaded import EngineRef, LoadedEngine
 from inferengine.engine.metrics.counters import Counters
 from inferengine.engine.model_info import ModelCard
 from inferengine.engine.options import choice_seed
@@ -37,6 +34,11 @@ from inferengine.sampling_params import MAX_PROMPT_LOGPROBS, POOLINGS, SamplingP
 from inferengine.structured_output.spec import GrammarSpec, grammar_from_list, validate_grammar
 from inferengine.wire import codec
 from inferengine.wire.messages import DRAINING, READY, Accept, Attach, Cancel, Reject, Submit
+
+MAX_READERS = 64  # of one request: each step is sent to all of them
+CANCELLED = ("cancelled", "The request was cancelled.")
+RESUMED_SHARE = 2  # of the queue's limits that requests may take which an engine had accepted before
+ENDING_RETRY_S = 0.1  # for who comes back for a request that is being cancelled because he was lost
 
 
 def check_submit(
@@ -77,46 +79,28 @@ def _check_embedding(message: Submit, params: SamplingParams, has_embeddings: bo
         raise InvalidRequest("params", "an embedding draws no tokens: leave them out")
 
 
-MAX_READERS = 64  # of one request: each step is sent to all of them
-CANCELLED = ("cancelled", "The request was cancelled.")
-RESUMED_SHARE = 2  # of the queue's limits that requests may take which an engine had accepted before
-ENDING_RETRY_S = 0.1  # for who comes back for a request that is being cancelled because he was lost
-
-
-@dataclass(frozen=True)
-class LoadedEngine:
-    """What exists once the model is loaded."""
-
-    loop: EngineLoop
-    limits: AdmissionLimits
-    vocab_size: int
-    embedding_size: int = 0
-    speculation_method: str = "none"  # `speculation.method`, decided
-
-
 class Intake:
-    """Requests of all connections. `alive(connection)`: whether it has not been dropped meanwhile."""
+    """The requests of all connections: SUBMIT, ATTACH and CANCEL."""
 
     def __init__(
         self,
         config: Config,
         lifecycle: Lifecycle,
         card: ModelCard,
+        engine: EngineRef,
         publisher: Publisher,
         counters: Counters,
         texts: TextService,
         grammars: GrammarService,
         replay: GrammarReplay,
-        alive: Callable[[Connection], bool],
         adapters: AdapterService,
     ) -> None:
-        self.engine: LoadedEngine | None = None  # set when the model is loaded
+        self._engine = engine
         self._config = config
         self._lifecycle = lifecycle
         self._publisher = publisher
         self._counters = counters
         self._texts = texts
-        self._alive = alive
         self._adapters = adapters
         self._eos = frozenset(card.eos_token_ids)
         self._seeds = random.Random(config.engine.seed or None)
@@ -234,7 +218,7 @@ class Intake:
     def abandon_unread(self) -> None:
         """Submissions that wait for text or grammar and whose readers are all gone."""
         for item in self._pending:
-            if not item.submission.detached and not any(self._alive(reader) for reader, _ in item.readers):
+            if not item.submission.detached and all(reader.dropped for reader, _ in item.readers):
                 self._pending.forget(item)
                 self._publisher.forget(item.submission)
 
@@ -254,7 +238,7 @@ class Intake:
     # -- from message to request -------------------------------------------------------------------------------------
 
     def _require_ready(self) -> LoadedEngine:
-        state, engine = self._lifecycle.state, self.engine
+        state, engine = self._lifecycle.state, self._engine.engine
         if state != READY or engine is None:
             code, retry_after_s = ("draining", 5.0) if state == DRAINING else ("engine_unavailable", 2.0)
             raise InferEngineError(code, f"The engine is {state}.", retry_after_s=retry_after_s)
@@ -315,7 +299,7 @@ class Intake:
             self._refuse(item, refusal)
             return
         for place, (connection, wanted) in enumerate(item.readers):
-            if self._alive(connection):
+            if not connection.dropped:
                 self._greet_reader(connection, wanted, submission, now, attached=place > 0)
 
     def _accept(
@@ -472,7 +456,7 @@ class Intake:
     def _refuse(self, item: PendingSubmission, error: InferEngineError) -> None:
         self._publisher.forget(item.submission)
         for connection, wanted in item.readers:
-            if self._alive(connection):
+            if not connection.dropped:
                 self._reject(connection, wanted, error, self._lifecycle.clock())
 
     def _reject(self, connection: Connection, message: Submit | Attach, error: InferEngineError, now: float) -> None:
@@ -501,8 +485,8 @@ class Intake:
         self.abandon(self._publisher.leave(connection, streams), CANCELLED)
 
     def _end(self, uids: list[int], reason: str, detail: tuple[str, str]) -> None:
-        if uids and self.engine is not None:
-            self.engine.loop.cancel(uids, reason, detail)
+        if uids and self._engine.engine is not None:
+            self._engine.engine.loop.cancel(uids, reason, detail)
 
 
 def _cursors(message: Submit | Attach) -> Sequence[int | None]:

@@ -1,11 +1,13 @@
-"""Connections that libzmq has lost track of are found here, and let go.
+"""LostConnections: find connections that libzmq has lost track of, and close their descriptors.
 
-Where a connection takes another's routing id over and the other goes on sending, libzmq 4.3.5 stops reading the other
-and never looks at it again: its descriptor stays open after the client has closed its end, until the listener ends that
-accepted it. So this listens for what libzmq accepts and closes, asks the kernel which connections are closed at the
-other end, and when libzmq has not noticed that for a while, binds the address again. All connections to it end then and
-come back within a moment; nothing that runs is lost, as clients resume. That is done while no request runs, or when
-there are many such descriptors.
+Where a connection takes over another's routing id and the other goes on sending, libzmq 4.3.5 stops reading the other
+and never looks at it again: its descriptor stays open after the client has closed its end, until the listener closes
+that accepted it. So this follows what libzmq accepts and closes, asks the kernel which connections are closed at the
+other end, and binds the address again when libzmq has not noticed for a while. That ends all connections to the
+address; clients connect again within a moment and resume, so nothing that runs is lost.
+
+It is done while no request runs, at most once a minute, so that a client that makes such descriptors on purpose does
+not make all others connect again all the time; and at once where there are many such descriptors.
 """
 
 from __future__ import annotations
@@ -23,12 +25,13 @@ logger = logging.getLogger(__name__)
 
 CHECK_S = 1.0
 UNNOTICED_S = 5.0  # that libzmq takes to notice the end of a connection whose messages wait to be read
-MOST_LOST = 64  # descriptors, before connections of clients with running requests are ended for them
+MAX_LOST = 64  # descriptors: from here on the address is bound again at once, whatever runs
+MIN_INTERVAL_S = 60.0  # from one binding to the next, below that
 _CLOSED = select.POLLHUP | select.POLLRDHUP | select.POLLERR
 
 
 class LostConnections:
-    """Those of the ROUTER. Only the I/O thread comes here."""
+    """The lost connections of the ROUTER. Used by the I/O thread only."""
 
     def __init__(self, endpoint: Endpoint) -> None:
         self.num_renewals = 0
@@ -36,20 +39,25 @@ class LostConnections:
         self._open: dict[int, str] = {}  # descriptors, and the address that each came in at
         self._closed_s: dict[int, float] = {}  # those that the client has closed, and since when
         self._due_s = 0.0
+        self._renewed_s: float | None = None  # when the address was last bound again
 
     def tick(self, now: float, *, busy: bool) -> None:
-        """`busy`: requests run."""
+        """Look for lost connections once a second. `busy`: requests run."""
         if now < self._due_s:
             return
         self._due_s = now + CHECK_S
-        self._follow()
+        self._follow_monitor()
         self._ask_kernel(now)
         lost = [descriptor for descriptor, since_s in self._closed_s.items() if now - since_s >= UNNOTICED_S]
-        if lost and (not busy or len(lost) >= MOST_LOST):
+        if len(lost) >= MAX_LOST or (lost and not busy and self._may_renew(now)):
+            self._renewed_s = now
             self._renew({_scheme(self._open[descriptor]) for descriptor in lost}, len(lost))
 
-    def _follow(self) -> None:
-        """What libzmq accepted and closed since."""
+    def _may_renew(self, now: float) -> bool:
+        return self._renewed_s is None or now - self._renewed_s >= MIN_INTERVAL_S
+
+    def _follow_monitor(self) -> None:
+        """Take in what libzmq accepted and closed since."""
         monitor = self._endpoint.monitor
         while sockets.readable(monitor):
             event = parse_monitor_message(monitor.recv_multipart(zmq.NOBLOCK))

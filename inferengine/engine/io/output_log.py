@@ -1,9 +1,8 @@
-"""A request's output is a log; a stream is a cursor on it. The state behind the publisher, without any of its sending.
+"""The output logs of requests and the cursors of their readers, without any sending (publisher.py).
 
-Kept: what has ended and waits for somebody who attaches, for a while and no more than so many bytes.
-
-When it is too much, the tenant goes first that keeps the most, its oldest before its newer ones: one that asks for much
-(log-probabilities of long prompts) costs the others nothing that they might come back for.
+A request's output is a log; a stream is a cursor on it. Ended submissions are retained for clients that attach later,
+for `resume_ttl_s` and up to a number of bytes. Beyond that, the tenant that retains the most loses its oldest first, so
+that one that asks for large outputs (log-probabilities of long prompts) costs the others nothing.
 """
 
 from __future__ import annotations
@@ -77,10 +76,12 @@ class Submission:
 
     @property
     def accepted(self) -> bool:
+        """Whether it was accepted."""
         return bool(self.logs)
 
     @property
     def ended(self) -> bool:
+        """Whether all of its choices have ended."""
         return self.accepted and all(log.ended is not None for log in self.logs)
 
     @property
@@ -99,6 +100,7 @@ class Submission:
 
     @property
     def num_subscriptions(self) -> int:
+        """How many cursors stand on its logs."""
         return sum(len(log.subscriptions) for log in self.logs)
 
 
@@ -283,6 +285,7 @@ class RetainedSubmissions:
         self._due: deque[tuple[float, str]] = deque()  # one for each item; those of items dropped before are stale
 
     def add(self, submission: Submission, due_s: float) -> None:
+        """Keep an ended submission until `due_s`."""
         tenant = submission.tenant
         item = _Item(due_s, submission, submission.num_bytes)
         self._by_tenant.setdefault(tenant, deque()).append(item)

@@ -1,7 +1,7 @@
-"""Submissions that cannot run yet: their prompt is being tokenized, their grammar compiled, or both.
+"""PendingSubmissions: submissions whose prompt is being tokenized or whose grammar is being compiled.
 
-They are answered when all is done, when something cannot be done, or when it takes too long. Only the I/O thread comes
-here; the work itself is done in other threads.
+Each is answered when both are done, when one of them fails, or when it takes too long. Used by the I/O thread only; the
+work itself is done in other threads.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ class PendingSubmission:
 
     @property
     def complete(self) -> bool:
+        """Whether the prompt is tokenized and the grammar, if any, compiled."""
         return self.prompt is not None and (self.spec is None or bool(self.grammars))
 
     def is_read_as(self, connection: Connection, streams: range) -> bool:
@@ -59,7 +60,7 @@ class PendingSubmission:
 
 
 class PendingSubmissions:
-    """All of them, by id. Each is taken out before `ready` or `refuse` is called with it, once."""
+    """All pending submissions by id. Each is removed before `ready` or `refuse` is called with it, once."""
 
     def __init__(
         self,
@@ -114,7 +115,7 @@ class PendingSubmissions:
             raise
 
     def forget(self, item: PendingSubmission) -> None:
-        """Whatever is done for it meanwhile is for nobody: compiling its grammar ends."""
+        """Remove it, and stop compiling its grammar."""
         self._items.pop(item.submission.id, None)
         if item.ticket is not None:
             self._grammars.cancel(item.ticket)
@@ -146,7 +147,7 @@ class PendingSubmissions:
         return InferEngineError("overloaded", message, field="grammar", retry_after_s=self._grammar_timeout_s)
 
     def forgive(self, paused_s: float) -> None:
-        """This process did not run for so long, and so nothing was compiled or tokenized."""
+        """Extend all time limits: this process did not run for so long, so nothing was compiled or tokenized."""
         for item in self:
             item.give_up_s += paused_s
             item.text_by_s += paused_s
@@ -171,7 +172,7 @@ class PendingSubmissions:
         self._go_on(item, result if isinstance(result, InferEngineError) else None)
 
     def _is_waiting(self, item: PendingSubmission) -> bool:
-        """It was neither cancelled nor refused meanwhile. From any thread."""
+        """Whether it was neither cancelled nor refused meanwhile. From any thread."""
         return self._items.get(item.submission.id) is item
 
     def _go_on(self, item: PendingSubmission, error: InferEngineError | None) -> None:

@@ -25,8 +25,15 @@ from inferengine.engine.metrics.counters import Counters
 from inferengine.wire import codec
 from inferengine.wire.messages import Done
 
+logger = logging.getLogger("inferengine.requests")
+
+
 ENOUGH_BYTES = 4 * 1024 * 1024  # in one message, of what is more than tokens: the others come in the next
 BYTES_PER_ROW, BYTES_PER_ALTERNATIVE = 16, 13  # of log-probabilities at one position
+
+
+MAX_KEPT_BYTES = 64 * 1024 * 1024  # of finished logs
+ENDED_ELSEWHERE = ("engine_restarted", "This choice ended at an engine before this one.")
 
 
 class StepMessage:
@@ -45,6 +52,7 @@ class StepMessage:
 
     @property
     def full(self) -> bool:
+        """Whether the message is large enough to be sent."""
         return self._num_bytes >= ENOUGH_BYTES
 
     def add(self, subscription: Subscription) -> None:
@@ -80,6 +88,7 @@ class StepMessage:
                 self._num_bytes += len(log.embedding)
 
     def frames(self, seq: int, step: int) -> codec.Frames:
+        """The message, as STEP number `seq` of its connection."""
         extras: dict[str, Any] = {
             name: rows
             for name, rows in (
@@ -97,12 +106,6 @@ class StepMessage:
 def _size(rows: list[TokenLogprobs]) -> int:
     """Bytes of log-probabilities in a message, about."""
     return len(rows) * (BYTES_PER_ROW + BYTES_PER_ALTERNATIVE * len(rows[-1].top_ids))
-
-
-logger = logging.getLogger("inferengine.requests")
-
-MAX_KEPT_BYTES = 64 * 1024 * 1024  # of finished logs
-ENDED_ELSEWHERE = ("engine_restarted", "This choice ended at an engine before this one.")
 
 
 class Publisher:

@@ -1,8 +1,7 @@
-"""Output that an engine before this one gave: read out of a SUBMIT, checked, and made the state to go on from.
+"""Output that an earlier engine gave: read it from a SUBMIT, check it, and replay the grammar over it.
 
-A request that goes on is in the state of one that was preempted: its tokens are known and none of them is computed.
-What is drawn next depends on (seed, position) and on the tokens, so the whole output is what one engine would have
-given.
+A resumed request is in the state of one that was preempted: its tokens are known and none of them is computed. What is
+drawn next depends on (seed, position) and on the tokens, so the whole output is what one engine would have given.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from inferengine.sampling_params import SamplingParams
 from inferengine.wire import codec
 from inferengine.wire.messages import Submit
 
-TOKENS_PER_LOOK = 256  # that a grammar is taken over before it is asked whether somebody still waits
+TOKENS_PER_LOOK = 256  # replayed between two checks whether the request is still wanted
 MAX_STALLS = 2  # a request that was in flight at so many stalled steps is not run again
 
 PriorOutputs: TypeAlias = "Sequence[array[int] | None]"  # per choice; None: it has ended, and is not run again
@@ -27,7 +26,7 @@ ReplayDone = Callable[[list[Grammar] | InferEngineError], None]
 
 
 def read_resume(message: Submit, params: SamplingParams, *, vocab_size: int, max_model_len: int) -> PriorOutputs | None:
-    """The output so far of each choice; None for a request that begins. Raises InferEngineError."""
+    """Read the output so far of each choice; None for a request that begins. Raises InferEngineError."""
     if message.stalls >= MAX_STALLS:
         text = f"The request was in flight at {message.stalls} stalled steps: it is not run again."
         raise InferEngineError("engine_stalled", text, field="stalls")
@@ -75,7 +74,7 @@ def check_outputs(
 
 
 class GrammarReplay:
-    """Takes grammars over the output so far, in a thread of its own. `deliver` takes a call to the I/O thread."""
+    """Replays the output so far through grammars, in a thread of its own. `deliver` takes a call to the I/O thread."""
 
     def __init__(self, deliver: Callable[[Callable[[], None]], None]) -> None:
         self._deliver = deliver
@@ -84,12 +83,13 @@ class GrammarReplay:
     def advance(
         self, grammars: list[Grammar], outputs: PriorOutputs, done: ReplayDone, is_wanted: Callable[[], bool]
     ) -> None:
-        """`done` gets the grammars of the choices that go on, each at the end of its output, or why there are none.
-        What is not wanted any more (asked in this thread) is given up: it must not hold up those behind it."""
+        """Replay; `done` gets the grammars of the choices that go on, each at the end of its output, or the error.
+
+        `is_wanted` is asked in this thread; a replay that is not wanted any more is given up."""
         self._pool.submit(self._work, grammars, outputs, done, is_wanted)
 
     def close(self) -> None:
-        """What waits is not done any more."""
+        """Drop the replays that wait."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _work(
@@ -108,7 +108,7 @@ class GrammarReplay:
 def advance(
     grammars: list[Grammar], outputs: PriorOutputs, is_wanted: Callable[[], bool] = lambda: True
 ) -> list[Grammar]:
-    """See GrammarReplay. One grammar for each choice that goes on. Raises InvalidRequest."""
+    """Advance one grammar for each choice that goes on to the end of its output. Raises InvalidRequest."""
     live = [(choice, output) for choice, output in enumerate(outputs) if output is not None]
     for grammar, (choice, output) in zip(grammars, live, strict=True):
         for place, token_id in enumerate(output):

@@ -1,8 +1,8 @@
-"""The I/O thread: owns the sockets, and with them the connections, the intake and the publisher.
+"""IOThread: the thread that owns the sockets, and with them the connections, the intake and the publisher.
 
-It sleeps until a message, news of the loop, or a timer is there. News go before messages, and both come in bounded
-turns: a flood of messages delays nobody's tokens, and a flood of steps delays nobody's question. Answers work while a
-step runs.
+It sleeps until a message, a call from another thread (the output of a step, for one) or a timer is there. Calls go
+before messages, and both are bounded in each turn: a flood of messages delays no tokens, and a flood of steps delays no
+answers.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from inferengine.wire.codec import Frames
 logger = logging.getLogger(__name__)
 
 MESSAGES_PER_TURN = 128
-MESSAGES_BESIDE_NEWS = 16  # of them when news are waiting: an operator's word must not wait for every other message
+MESSAGES_BESIDE_CALLS = 16  # of them while calls wait: tokens must not wait for every message
 RETRY_S = 0.02  # while a full pipe keeps an answer waiting
 LINGER_MS = 1000
 ANSWER_S = 1.0
@@ -38,12 +38,20 @@ NOW = int(zmq.NOBLOCK)
 NOW_AND_MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
 
 T = TypeVar("T")
+ReplayBatches = Callable[[int], list[tuple[int, bytes]]]
 
 
 class IOThread:
     """Runs calls given to `call` and the handlers given to `start`, all in one thread."""
 
-    def __init__(self, endpoint: Endpoint, lifecycle: Lifecycle) -> None:
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        lifecycle: Lifecycle,
+        *,
+        on_crash: Callable[[BaseException], None] = lambda error: None,
+    ) -> None:
+        """`on_crash` is called in the thread with the error that ends it."""
         self._endpoint = endpoint
         self._lifecycle = lifecycle
         self._calls: deque[Callable[[], None]] = deque()
@@ -54,12 +62,18 @@ class IOThread:
         self._lock = threading.Lock()  # guards the descriptor, which other threads write to
         self._receive: Callable[[list[bytes], float], None] = lambda frames, now: None
         self._tick: Callable[[float], float] = lambda now: now + TICK_S
-        self.replay_batches: Callable[[int], list[tuple[int, bytes]]] = lambda start: []
-        self.on_crash: Callable[[BaseException], None] = lambda error: None
+        self._replay_batches: ReplayBatches = lambda start: []
+        self._on_crash = on_crash
 
-    def start(self, receive: Callable[[list[bytes], float], None], tick: Callable[[float], float]) -> None:
-        """`tick` does what is due and returns when it wants to be called next."""
-        self._receive, self._tick = receive, tick
+    def start(
+        self,
+        receive: Callable[[list[bytes], float], None],
+        tick: Callable[[float], float],
+        replay_batches: ReplayBatches = lambda start: [],
+    ) -> None:
+        """Start the thread. `receive` gets each message and the time; `tick` does what is due and returns when it is to
+        be called next; `replay_batches` gives the numbered batches of KV events from a number on."""
+        self._receive, self._tick, self._replay_batches = receive, tick, replay_batches
         self._thread = threading.Thread(target=self._run, name="inferengine-wire", daemon=True)
         self._thread.start()
 
@@ -74,7 +88,7 @@ class IOThread:
                 os.eventfd_write(self._wake_fd, 1)
 
     def ask(self, question: Callable[[], T]) -> T | None:
-        """An answer from this thread, which owns what is asked about; None when it takes too long."""
+        """Have `question` answered in this thread, which owns what it reads; None when that takes too long."""
         answer: list[T] = []
         asked = threading.Event()
 
@@ -86,17 +100,19 @@ class IOThread:
         return answer[0] if asked.wait(ANSWER_S) else None
 
     def catch_up(self, most: int) -> None:
-        """Wait while this thread is more than `most` calls behind, so that who posts faster than it can work lets it
-        have the interpreter. For a second at most: a thread that has failed stops nobody."""
+        """Wait while this thread is more than `most` calls behind, so that a faster poster gives it the interpreter.
+        For a second at most: a failed I/O thread must not stop the loop."""
         if len(self._calls) > most:
             done = threading.Event()
             self.call(done.set)
             done.wait(CATCH_UP_S)
 
     def send(self, routing_id: bytes, frames: Frames) -> SendResult:
-        """Only in the I/O thread. Frame by frame: `send_multipart` would look at each of them twice. A ROUTER refuses a
-        message at its first frame or not at all. Large frames are not copied: the files of a model are asked for again
-        and again by a connection that reads nothing, and thousands of answers may wait in its pipe."""
+        """Send a message to one client. Only in the I/O thread.
+
+        Frame by frame: `send_multipart` looks at each of them twice. A ROUTER refuses a message at its first frame or
+        not at all. Large frames are not copied: a client that reads nothing may ask for the model's files again and
+        again, and thousands of answers may wait in its pipe."""
         send = self._endpoint.router.send
         try:
             send(routing_id, NOW_AND_MORE)
@@ -112,7 +128,7 @@ class IOThread:
         return SendResult.OK
 
     def publish(self, frames: Frames) -> None:
-        """To whoever listens on PUB. Only in the I/O thread."""
+        """Send to all subscribers of the PUB socket. Only in the I/O thread."""
         self._endpoint.pub.send_multipart(frames, zmq.NOBLOCK)
 
     def stop(self, timeout_s: float = 5.0) -> None:
@@ -129,7 +145,7 @@ class IOThread:
         frames = replay.recv_multipart(zmq.NOBLOCK)
         if len(frames) != 3 or len(frames[2]) != 8:
             return
-        batches = self.replay_batches(int.from_bytes(frames[2], "big", signed=True))
+        batches = self._replay_batches(int.from_bytes(frames[2], "big", signed=True))
         try:
             for number, payload in [*batches, (-1, b"")]:
                 answer = [frames[0], b"", number.to_bytes(8, "big", signed=True), payload]
@@ -150,7 +166,7 @@ class IOThread:
             self._turn_until_stopped()
         except BaseException as error:
             logger.critical("the I/O thread failed", exc_info=error)
-            self.on_crash(error)
+            self._on_crash(error)
         finally:
             self._endpoint.close(LINGER_MS)
             self._close_wake_fd()
@@ -186,7 +202,7 @@ class IOThread:
                     waiting = False
                     break
                 self._receive(router.recv_multipart(zmq.NOBLOCK), clock())
-                if self._calls and number + 1 >= MESSAGES_BESIDE_NEWS:
+                if self._calls and number + 1 >= MESSAGES_BESIDE_CALLS:
                     break
             self._lifecycle.io_turned_s = now = clock()
             if now >= due_s:

@@ -1,6 +1,6 @@
-"""What the engine counts for /stats and /metrics: counters, histograms and percentiles of what clients felt.
+"""Counters, histograms and percentiles for /stats and /metrics.
 
-Written by the I/O thread alone, once per step and per finished request, never per token. Front ends turn it into
+Written by the I/O thread alone, once per step and per finished request, never per token. Front ends turn them into
 Prometheus text; the buckets are vLLM's, with finer ones below 10 ms, so that existing dashboards stay valid.
 """
 
@@ -84,7 +84,7 @@ class Counters:
         self.rejected: Counter[str] = Counter()  # by error code
         self.num_accepted = 0
         self.num_protocol_errors = 0
-        self.num_connections_dropped = 0
+        self.num_connections = 0  # clients connected now
 
     def accepted(self, num_choices: int, max_tokens: int) -> None:
         """A SUBMIT was accepted."""

@@ -22,9 +22,15 @@ class KVEventPublisher:
     """Numbers batches and keeps the latest for replay. Only the I/O thread comes here."""
 
     def __init__(
-        self, engine: str, model: str, publish: Callable[[Frames], None], clock: Callable[[], float] = time.time
+        self,
+        engine: str,
+        model: str,
+        publish: Callable[[Frames], None],
+        adapters: Mapping[str, int],
+        clock: Callable[[], float] = time.time,
     ) -> None:
-        self.adapters: Callable[[], Mapping[str, int]] = dict  # numbers of LoRA adapters by name; set by the service
+        """`adapters`: the numbers of the LoRA adapters by name, kept up to date by its owner."""
+        self._adapters = adapters
         self.topic = f"kv@{engine}@{model}".encode()
         self._publish = publish
         self._clock = clock
@@ -67,7 +73,7 @@ class KVEventPublisher:
     def _adapter_name(self, adapter: int) -> str | None:
         if not adapter:
             return None
-        return next((name for name, number in self.adapters().items() if number == adapter), f"adapter {adapter}")
+        return next((name for name, number in self._adapters.items() if number == adapter), f"adapter {adapter}")
 
 
 def _published(digest: bytes) -> int:

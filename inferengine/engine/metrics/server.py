@@ -1,4 +1,4 @@
-"""Prometheus text from the engine itself, for a scraper that should not depend on any front end.
+"""MetricsServer: Prometheus text from the engine itself, for a scraper that should not depend on any front end.
 
 One thread of its own, on loopback, and two paths: /metrics and /health. It asks the I/O thread for the figures, never
 the loop.
@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 HOST = "127.0.0.1"
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-CLIENT_TIMEOUT_S = 5.0  # one scraper at a time: none may hold the door open
+CLIENT_TIMEOUT_S = 5.0  # one scraper is served at a time
 
 
 class MetricsServer:
@@ -65,9 +65,11 @@ class MetricsServer:
         self._thread = threading.Thread(target=self._server.serve_forever, name="inferengine-metrics", daemon=True)
 
     def start(self) -> None:
+        """Begin to serve."""
         self._thread.start()
 
     def close(self) -> None:
+        """Stop serving and free the port."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join(CLIENT_TIMEOUT_S)

@@ -1,7 +1,7 @@
-"""What the engine says about itself: STATUS for everybody, statistics and configuration for operators.
+"""StatsReporter: STATUS for every subscriber; statistics and configuration for operators.
 
-What NVML says of the devices: utilisation and memory. Needs nvidia-ml-py (the `gpu-telemetry` extra) and a driver;
-without them nothing is said. Asked when somebody reads the figures, never by the loop.
+GPU utilisation and memory come from NVML, where nvidia-ml-py (the `gpu-telemetry` extra) and a driver are installed.
+They are read when somebody asks for statistics, never by the loop.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import logging
 from typing import Any
 
 from inferengine.config import Config
-from inferengine.engine.io.intake import LoadedEngine
 from inferengine.engine.io.publisher import Publisher
+from inferengine.engine.loaded import EngineRef
 from inferengine.engine.metrics.counters import Counters
 from inferengine.engine.model_info import ModelCard
 from inferengine.engine.state import Lifecycle
@@ -21,6 +21,9 @@ from inferengine.wire.messages import READY, STATES
 logger = logging.getLogger(__name__)
 
 _LIBRARY = "pynvml"
+
+
+SECRET_WORDS = ("secret", "password", "api_key")
 
 
 def load_nvml() -> Any:
@@ -35,7 +38,7 @@ def load_nvml() -> Any:
 
 
 class Gpus:
-    """All devices that this process may see."""
+    """The GPUs that this process may see."""
 
     def __init__(self, nvml: Any = load_nvml) -> None:
         """`nvml`: the library, how to load it, or None for no figures."""
@@ -61,25 +64,29 @@ class Gpus:
         return figures
 
 
-SECRET_WORDS = ("secret", "password", "api_key")
-
-
 class StatsReporter:
     """Reads the loop's latest snapshot and counters; never waits for the loop."""
 
     def __init__(
-        self, config: Config, lifecycle: Lifecycle, card: ModelCard, publisher: Publisher, counters: Counters
+        self,
+        config: Config,
+        lifecycle: Lifecycle,
+        card: ModelCard,
+        engine: EngineRef,
+        publisher: Publisher,
+        counters: Counters,
     ) -> None:
         self._config = config
         self._lifecycle = lifecycle
         self._card = card
+        self._engine = engine
         self._publisher = publisher
         self._counters = counters
         self._gpus = Gpus() if config.engine.device != "cpu" else Gpus(None)
 
-    def status(self, engine: LoadedEngine | None, num_connections: int) -> dict[str, Any]:
+    def status(self) -> dict[str, Any]:
         """Small and often: what choosing an engine and a live panel need."""
-        lifecycle, publisher = self._lifecycle, self._publisher
+        lifecycle, publisher, engine = self._lifecycle, self._publisher, self._engine.engine
         values: dict[str, Any] = {
             "engine": lifecycle.engine,
             "epoch": lifecycle.epoch,
@@ -88,7 +95,7 @@ class StatsReporter:
             "model": self._card.name,
             "loop_age_ms": round(lifecycle.loop_age_s() * 1e3, 1),
             "uptime_s": round(lifecycle.clock() - lifecycle.started_s, 3),
-            "peers": num_connections,
+            "peers": self._counters.num_connections,
             "active_requests": publisher.num_open,
             "stalled_steps": lifecycle.num_stalled_steps,
         }
@@ -114,10 +121,10 @@ class StatsReporter:
             "roofline_share": loop.roofline.shares() if loop.roofline is not None else {},
         }
 
-    def stats(self, engine: LoadedEngine | None, num_connections: int) -> dict[str, Any]:
+    def stats(self) -> dict[str, Any]:
         """Everything: counters and gauges of STATUS, the cache, histograms, percentiles, configuration."""
-        counters = self._counters
-        values = self.status(engine, num_connections) | {
+        counters, engine = self._counters, self._engine.engine
+        values = self.status() | {
             "running": self._lifecycle.state == READY,
             "last_error": self._lifecycle.last_error,
             "accepted_requests": counters.num_accepted,

@@ -1,7 +1,7 @@
-"""LoRA adapters of a running engine, by name: which there are, and how they come and go while it serves.
+"""AdapterService: the LoRA adapters of a running engine, by name; loaded and unloaded while it serves.
 
-Names live in the I/O thread, weights in the loop's. A name that is unloaded is gone at once for new requests; what runs
-with it runs on, and its weights go when the last of that has ended.
+Names belong to the I/O thread, weights to the loop's. An unloaded name is gone at once for new requests; requests that
+run with it run on, and its weights are removed when the last of them has ended.
 """
 
 from __future__ import annotations
@@ -22,11 +22,9 @@ Reply = Callable[[Any], None]
 class AdapterService:
     """All methods belong to the I/O thread; `call` brings a function there from any other."""
 
-    def __init__(
-        self, publisher: Publisher, call: Callable[[Callable[[], None]], None], on_change: Callable[[], None]
-    ) -> None:
-        self.names: dict[str, int] = {}
-        self._publisher, self._call, self._on_change = publisher, call, on_change
+    def __init__(self, publisher: Publisher, call: Callable[[Callable[[], None]], None]) -> None:
+        self.names: dict[str, int] = {}  # changed in place: others read it
+        self._publisher, self._call = publisher, call
         self._store: AdapterStore | None = None
         self._loop: EngineLoop | None = None
         self._coming: set[str] = set()
@@ -36,7 +34,7 @@ class AdapterService:
         """The model is loaded, with what adapters there are."""
         self._store, self._loop = store, loop
         if store is not None:
-            self.names = store.names()
+            self.names.update(store.names())
 
     def resolve(self, name: str) -> int:
         """An adapter's number; 0 for no name. Raises InferEngineError."""
@@ -55,6 +53,7 @@ class AdapterService:
     # -- what operators ask for --------------------------------------------------------------------------------------
 
     def list(self, arguments: dict[str, Any], reply: Reply) -> None:
+        """Answer with the names of all adapters."""
         reply({"adapters": sorted(self.names)})
 
     def load(self, arguments: dict[str, Any], reply: Reply) -> None:
@@ -72,7 +71,6 @@ class AdapterService:
         del self.names[self._name(arguments)]
         self._leaving.add(number)
         running = sum(log.submission.adapter == number for log in self._publisher.open_logs())
-        self._on_change()
         reply({"running_requests": running})
 
     # -- inside ------------------------------------------------------------------------------------------------------
@@ -121,5 +119,4 @@ class AdapterService:
             reply(error)
             return
         self.names[name] = number
-        self._on_change()
         reply({"adapters": sorted(self.names)})

@@ -1,5 +1,7 @@
-"""Grammars for requests: compiled off the loop and off the I/O thread, before the request is accepted, so that a
-grammar that makes no sense is a REJECT and not a failure later on."""
+"""GrammarService: compile the grammars of requests, off the loop and off the I/O thread.
+
+A grammar is compiled before its request is accepted, so that one that makes no sense is answered by a REJECT.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Profiling: the ADMIN operation `profile`. A few steps of the running engine are recorded and handed out as a trace.
+"""Profiler: the ADMIN operation `profile`. A few steps of the running engine are recorded and returned as a trace.
 
 One recording at a time. It begins and ends between two steps, in the loop's thread; a thread of its own makes the
-trace; all else is in the I/O thread. Whatever fails, the asker gets an error and the engine goes on.
+trace; everything else is done in the I/O thread. When the profiler fails, the client gets an error and the engine goes
+on.
 """
 
 from __future__ import annotations
@@ -127,13 +128,13 @@ class _Recording:
             self._finish(error)
             return
         self._began_s = self._clock()
-        self._loop.watcher = self
+        self._loop.observe_steps(self)
 
     def stop(self) -> None:
         """With what there is. Nothing where it has ended already."""
         if self._over:
             return
-        self._loop.watcher = None
+        self._loop.observe_steps(None)
         self.seconds = self._clock() - self._began_s
         try:
             self.recorder.stop()
@@ -159,7 +160,7 @@ class _Recording:
             self.stop()
 
     def _give_up(self, error: Exception) -> None:
-        self._loop.watcher = None
+        self._loop.observe_steps(None)
         with contextlib.suppress(Exception):  # the first error is the one to tell
             self.recorder.stop()
         self._finish(error)

@@ -56,7 +56,7 @@ def killed_in_the_middle(engine: EngineService, first: Process, second: Process)
 
     async def read() -> None:
         reading = asyncio.create_task(read_all(first.port, readers))
-        while sum(len(log.tokens) for log in engine.publisher.open_logs()) < NUM_STREAMS * 30:
+        while sum(len(log.tokens) for log in engine.io.publisher.open_logs()) < NUM_STREAMS * 30:
             await asyncio.sleep(0.02)
             assert not reading.done()
         first.popen.kill()

@@ -153,7 +153,7 @@ def test_killed_front_end_leaves_the_engine_serving() -> None:
 
 
 def _running(engine: EngineService) -> int:
-    return engine.publisher.num_open
+    return engine.io.publisher.num_open
 
 
 def test_workers_share_the_socket_and_the_figures(address: str) -> None:

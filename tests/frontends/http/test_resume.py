@@ -100,14 +100,14 @@ def test_only_what_is_detached_has_ids(fronts: TwoFronts) -> None:
 
 def test_an_id_of_the_clients_own_never_runs_twice(fronts: TwoFronts) -> None:
     chosen = "ab" * 16
-    before = fronts.engine.counters.num_accepted
+    before = fronts.engine.io.counters.num_accepted
     answers = [
         httpx.post(url + "/v1/completions", json={"prompt": "x", "max_tokens": 9}, headers={"x-stream-id": chosen})
         for url in fronts.urls * 2
     ]
     assert len({answer.json()["choices"][0]["text"] for answer in answers}) == 1
     assert {answer.headers["x-stream-id"] for answer in answers} == {chosen}
-    assert fronts.engine.counters.num_accepted == before + 1
+    assert fronts.engine.io.counters.num_accepted == before + 1
     document = httpx.get(f"{fronts.urls[1]}/v1/streams/{chosen}").json()
     assert document["choices"] == answers[0].json()["choices"]
     assert document["id"] == answers[0].json()["id"]
@@ -122,9 +122,9 @@ def test_a_request_goes_on_without_a_listener_until_it_is_cancelled(fronts: TwoF
             await reader.read(http, 3)
 
     asyncio.run(a_little())
-    seen = fronts.engine.publisher.num_open
+    seen = fronts.engine.io.publisher.num_open
     assert seen == 1
-    wait_until(lambda: len(fronts.engine.publisher.open_logs()[0].tokens) > 100)
+    wait_until(lambda: len(fronts.engine.io.publisher.open_logs()[0].tokens) > 100)
     assert httpx.delete(f"{fronts.urls[1]}/v1/streams/{reader.stream_id}").status_code == 204
     check_idle(fronts.engine)
 

@@ -109,9 +109,9 @@ def test_a_reader_that_takes_nothing_costs_bounded_memory_and_delays_nobody(serv
         frozen.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         frozen.connect(("127.0.0.1", served.front.port))
         frozen.sendall(head + payload)
-        wait_until(lambda: served.engine.publisher.num_open == 16, 20.0)
+        wait_until(lambda: served.engine.io.publisher.num_open == 16, 20.0)
         assert served.complete(max_tokens=20, ignore_eos=True)["usage"]["completion_tokens"] == 20
-        wait_until(lambda: served.engine.publisher.num_open == 0, 30.0)  # the engine is not held up either
+        wait_until(lambda: served.engine.io.publisher.num_open == 0, 30.0)  # the engine is not held up either
         assert served.front.service.num_calls == 1
         connections = served.front._server.server_state.connections
         waiting = [one.transport.get_write_buffer_size() for one in connections]
@@ -138,7 +138,7 @@ def test_a_restarted_engine_is_served_from_by_the_same_front_end() -> None:
         readers = [threading.Thread(target=read, args=(front.url,)) for _ in range(5)]
         for reader in readers:
             reader.start()
-        wait_until(lambda: engine.publisher.num_open == 5)
+        wait_until(lambda: engine.io.publisher.num_open == 5)
         engine.abort()
         assert engine.wait(20) is not None
         for reader in readers:

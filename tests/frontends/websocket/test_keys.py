@@ -48,7 +48,7 @@ def test_a_key_in_a_header_opens_the_socket(engine, server):
     with by_header(server, ALICE) as client:
         client.generate("a", params={"max_tokens": 3})
         assert client.read("a")["a"].done[0]["finish_reason"] == "length"
-    assert "team-a" in {submission.tenant for submission in engine.publisher.submissions.values()}
+    assert "team-a" in {submission.tenant for submission in engine.io.publisher.submissions.values()}
 
 
 def test_a_browser_s_key_is_a_subprotocol_that_is_never_repeated(server):

@@ -1,4 +1,4 @@
-"""What an operator may ask of a running engine: the operations of ADMIN messages. Only the I/O thread comes here."""
+"""The operations of ADMIN messages: what an operator may ask of a running engine. Used by the I/O thread only."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 from inferengine.engine.io.connections import AdminOp, Reply
-from inferengine.engine.io.intake import Intake, LoadedEngine
 from inferengine.engine.io.publisher import Publisher
+from inferengine.engine.loaded import EngineRef
+from inferengine.engine.metrics.stats import StatsReporter
 from inferengine.engine.services.adapters import AdapterService
 from inferengine.engine.services.profiler import Profiler
 from inferengine.engine.shutdown import Shutdown
@@ -17,29 +18,28 @@ from inferengine.wire.messages import DRAINING, READY
 
 
 class AdminOperations:
-    """`table` has them by name. `stats` and `config` give what is to be told; `call` brings a function here."""
+    """`table` has the operations by name."""
 
     def __init__(
         self,
         lifecycle: Lifecycle,
         shutdown: Shutdown,
-        intake: Intake,
+        engine: EngineRef,
         publisher: Publisher,
         adapters: AdapterService,
-        profiling: Profiler,
-        *,
-        stats: Callable[[], dict[str, Any]],
-        config: Callable[[], dict[str, Any]],
+        profiler: Profiler,
+        stats: StatsReporter,
         call: Callable[[Callable[[], None]], None],
     ) -> None:
+        """`call` takes a function to the I/O thread."""
         self._lifecycle = lifecycle
         self._shutdown = shutdown
-        self._intake = intake
+        self._engine = engine
         self._publisher = publisher
         self._call = call
         self.table: dict[str, AdminOp] = {
-            "stats": lambda arguments, reply: reply(stats()),
-            "config": lambda arguments, reply: reply(config()),
+            "stats": lambda arguments, reply: reply(stats.stats()),
+            "config": lambda arguments, reply: reply(stats.config()),
             "flush": self._flush,
             "cancel_all": self._cancel_all,
             "drain": self._drain,
@@ -47,16 +47,16 @@ class AdminOperations:
             "adapters": adapters.list,
             "load_adapter": adapters.load,
             "unload_adapter": adapters.unload,
-            "profile": profiling.profile,
+            "profile": profiler.profile,
         }
 
     def _flush(self, arguments: dict[str, Any], reply: Reply) -> None:
-        loop = self._loaded().loop
+        loop = self._engine.require().loop
         loop.flush(lambda blocks: self._call(lambda: reply({"blocks": blocks})))
 
     def _cancel_all(self, arguments: dict[str, Any], reply: Reply) -> None:
         count = self._publisher.num_open
-        self._loaded().loop.cancel_all("abort", ("cancelled", "An operator cancelled all requests."))
+        self._engine.require().loop.cancel_all("abort", ("cancelled", "An operator cancelled all requests."))
         reply({"requests": count})
 
     def _drain(self, arguments: dict[str, Any], reply: Reply) -> None:
@@ -72,8 +72,3 @@ class AdminOperations:
             raise InferEngineError("draining", "The engine is about to exit, or has not begun.")
         self._lifecycle.enter(READY)
         reply({"state": READY})
-
-    def _loaded(self) -> LoadedEngine:
-        if self._intake.engine is None:
-            raise InferEngineError("engine_unavailable", "The engine is still loading.")
-        return self._intake.engine
