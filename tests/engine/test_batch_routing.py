@@ -70,7 +70,7 @@ def tokens_for(routing: BatchRouting, connection: Connection) -> list[int]:
     return list(codec.from_u32(routing.token_column(routing.groups[connection])))
 
 
-@pytest.mark.parametrize("num_steps", [1, routings.FEW_COLUMNS, routings.MOST_COLUMNS, routings.MOST_COLUMNS + 3])
+@pytest.mark.parametrize("num_steps", [1, routings.FEW_COLUMNS, routings.MAX_COLUMNS, routings.MAX_COLUMNS + 3])
 def test_a_log_has_its_tokens_when_asked(num_steps: int) -> None:
     logs = make_logs([make_connection(Post())], range(5))
     routing = enter(BatchRouting(1, logs, 0.0))
