@@ -15,7 +15,7 @@ const send = (kind, body) => engine.send([Buffer.from([0x49, 0x45, 1, kind]), en
 await send(HELLO, { protocol: [1, 0], role: "producer" });
 const params = { max_tokens: 60, temperature: 0.0 };
 await send(SUBMIT, { id: randomBytes(16), stream: 1, text, reply: "text", params });
-const alive = setInterval(() => send(PING, [0]).catch(() => {}), 2000); // a sign of life while nothing comes
+const alive = setInterval(() => send(PING, [0]).catch(() => {}), 2000); // keeps the lease while nothing arrives
 for await (const [header, body] of engine) {
   const message = decode(body);
   if (header[3] === REJECT || header[3] === GOODBYE) {

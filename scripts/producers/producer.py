@@ -20,7 +20,7 @@ send(HELLO, {"protocol": [1, 0], "role": "producer"})
 params = {"max_tokens": 60, "temperature": 0.0}
 send(SUBMIT, {"id": secrets.token_bytes(16), "stream": 1, "text": text, "reply": "text", "params": params})
 while True:
-    if not engine.poll(2000):  # a sign of life while nothing comes
+    if not engine.poll(2000):  # keeps the lease while nothing arrives
         send(PING, [0])
         continue
     (_, _, _, kind), body, *_ = engine.recv_multipart()

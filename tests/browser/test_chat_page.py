@@ -14,7 +14,7 @@ from tests.frontends.websocket.builders import serving
 pytestmark = pytest.mark.browser
 
 
-def test_a_question_is_answered_and_told_with_its_figures(open_page):
+def test_an_answer_is_shown_with_its_figures(open_page):
     page = open_page()
     ask(page, "hello there")
     assert answers(page) == ["Turn 1: you said “hello there”."]
@@ -33,7 +33,7 @@ def test_the_answer_appears_while_it_is_written(open_page, engine):
 
 
 @pytest.mark.parametrize("way", ["button", "escape"])
-def test_stop_keeps_what_was_written_and_frees_the_engine(open_page, engine, way):
+def test_stop_keeps_the_text_so_far_and_frees_the_engine(open_page, engine, way):
     page = open_page()
     stream_some(page, engine)
     if way == "button":
@@ -47,7 +47,7 @@ def test_stop_keeps_what_was_written_and_frees_the_engine(open_page, engine, way
     assert page.get_attribute("#send", "aria-label") == "Send"
 
 
-def test_several_turns_carry_the_conversation(open_page):
+def test_several_turns_send_the_conversation(open_page):
     page = open_page()
     for turn in ("one", "two", "three"):
         ask(page, turn)
@@ -55,7 +55,7 @@ def test_several_turns_carry_the_conversation(open_page):
     assert answers(page)[-1] == "Turn 3: you said “three”."
 
 
-def test_parameters_travel_and_are_kept(open_page, engine):
+def test_parameters_are_sent_and_stored(open_page, engine):
     page = open_page()
     page.click("#open-settings")
     page.fill("#p-system", "Be brief.")
@@ -76,7 +76,7 @@ def test_parameters_travel_and_are_kept(open_page, engine):
     assert page.input_value("#p-max_tokens") == ""
 
 
-def test_untouched_parameters_are_the_models_own_and_are_shown(open_page, engine):
+def test_unset_parameters_show_the_models_defaults(open_page, engine):
     page = open_page()
     page.click("#open-settings")
     assert page.locator(".field output").all_inner_texts() == ["model default, 0.60", "model default, 1.00"]
@@ -121,7 +121,7 @@ def test_markdown_is_drawn_and_markup_stays_text(open_page):
     assert page.evaluate("window.hacked") is None
 
 
-def test_streamed_markdown_ends_as_if_drawn_at_once(open_page):
+def test_streamed_markdown_equals_markdown_drawn_at_once(open_page):
     page = open_page()
     ask(page, "markdown")
     answers(page)
@@ -159,7 +159,7 @@ def test_copying_works_without_the_clipboard_api(open_page):
     assert page.locator("body > textarea").count() == 0
 
 
-def test_try_again_asks_the_same_and_replaces_the_answer(open_page, engine):
+def test_try_again_sends_the_same_and_replaces_the_answer(open_page, engine):
     page = open_page()
     ask(page, "hello")
     answers(page)
@@ -181,7 +181,7 @@ def test_an_edited_question_replaces_what_followed(open_page):
     assert answers(page) == ["Turn 1: you said “changed”."]
 
 
-def test_the_keyboard_alone_is_enough(open_page, engine):
+def test_the_page_works_with_the_keyboard_alone(open_page, engine):
     page = open_page()
     assert page.evaluate("document.activeElement.id") == "composer-input"
     page.keyboard.type("line one")
@@ -205,7 +205,7 @@ def test_the_keyboard_alone_is_enough(open_page, engine):
     assert page.locator(".message.user").count() == 2
 
 
-def test_a_screen_reader_is_told_the_end_of_an_answer(open_page):
+def test_the_end_of_an_answer_is_announced_to_screen_readers(open_page):
     page = open_page()
     ask(page, "hello")
     answers(page)
@@ -258,7 +258,7 @@ def test_the_panel_shows_the_live_figures(open_page, engine):
     assert page.inner_text("#a-tokens") != "–"
 
 
-def test_conversations_are_kept_in_this_browser(open_page):
+def test_conversations_are_stored_in_this_browser(open_page):
     page = open_page()
     ask(page, "about foxes")
     answers(page)
@@ -275,7 +275,7 @@ def test_conversations_are_kept_in_this_browser(open_page):
     assert page.locator(".conversation .open").all_inner_texts() == ["about foxes"]
 
 
-def test_a_conversation_in_the_background_goes_on(open_page, engine):
+def test_an_answer_continues_while_another_conversation_is_open(open_page, engine):
     page = open_page()
     stream_some(page, engine)
     page.click("#new-chat")
@@ -286,7 +286,7 @@ def test_a_conversation_in_the_background_goes_on(open_page, engine):
     assert answers(page) == [LONG.strip()]
 
 
-def test_a_lost_connection_is_resumed_without_a_lost_or_doubled_word(open_page, engine, server):
+def test_a_lost_connection_is_resumed_without_losing_or_repeating_a_word(open_page, engine, server):
     page = open_page()
     stream_some(page, engine)
     server.cut()
@@ -296,7 +296,7 @@ def test_a_lost_connection_is_resumed_without_a_lost_or_doubled_word(open_page, 
     assert len(engine.submits) == 1
 
 
-def test_a_reloaded_page_goes_on_with_its_answer(open_page, engine):
+def test_a_reloaded_page_resumes_its_answer(open_page, engine):
     page = open_page()
     stream_some(page, engine)
     page.reload()
@@ -317,7 +317,7 @@ def test_a_restarted_front_end_loses_nothing(open_page, engine, server, tmp_path
         page.wait_for_selector("#notice", state="hidden")
 
 
-def test_a_refusal_tells_the_remedy_and_offers_to_try_again(open_page, engine):
+def test_a_refusal_shows_the_remedy_and_offers_to_try_again(open_page, engine):
     page = open_page()
     engine.refuse = Reject(b"", 0, "overloaded", "The queue is full.", None, True, 2000)
     ask(page, "hello")
@@ -329,7 +329,7 @@ def test_a_refusal_tells_the_remedy_and_offers_to_try_again(open_page, engine):
     assert answers(page) == ["Turn 1: you said “hello”."]
 
 
-def test_an_engine_that_is_away_is_told_with_the_way_to_start_it(open_page, engine):
+def test_a_missing_engine_is_reported_with_the_command_to_start_it(open_page, engine):
     page = open_page()
     engine.__exit__()
     page.wait_for_selector("#notice:has-text('inferengine up')")
@@ -337,7 +337,7 @@ def test_an_engine_that_is_away_is_told_with_the_way_to_start_it(open_page, engi
     page.wait_for_selector(".failure:has-text('engine')")
 
 
-def test_a_phone_shows_everything_without_scrolling_sideways(open_page):
+def test_a_phone_does_not_scroll_sideways(open_page):
     page = open_page(width=320, height=720)
     ask(page, "markdown")
     answers(page)

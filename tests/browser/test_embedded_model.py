@@ -33,7 +33,7 @@ def page(chromium, service):
     page.close()
 
 
-def test_a_person_gets_whole_sentences_over_several_turns(page):
+def test_answers_are_whole_sentences_over_several_turns(page):
     for question in ("Who are you?", "What is 2 + 3?"):
         page.fill("#composer-input", question)
         page.keyboard.press("Enter")
@@ -45,7 +45,7 @@ def test_a_person_gets_whole_sentences_over_several_turns(page):
     assert page.inner_text("#model-name") == "inferengine-embedded"
 
 
-def test_a_front_end_killed_in_mid_answer_is_resumed_word_for_word(page, service):
+def test_an_answer_is_resumed_word_for_word_after_its_front_end_was_killed(page, service):
     page.click("#open-settings")
     page.fill("#p-seed", "11")
     page.fill("#p-max_tokens", "70")
@@ -77,7 +77,7 @@ def test_json_mode_answers_in_json_and_nothing_else(page):
     assert isinstance(json.loads(shown), dict)
 
 
-def test_a_demanded_tool_is_called_for_real_and_its_result_is_answered(page):
+def test_a_forced_tool_is_called_and_its_result_is_answered(page):
     """However small the model: a grammar leaves it no other way."""
     page.click("#open-settings")
     page.click("#example-tools")

@@ -10,7 +10,7 @@ from tests.frontends.websocket.builders import serving
 pytestmark = pytest.mark.browser
 
 
-def test_a_page_says_that_a_key_may_be_missing_and_works_with_one(chromium, engine, tmp_path):
+def test_the_page_asks_for_a_missing_key_and_works_with_one(chromium, engine, tmp_path):
     key = new_key()
     (tmp_path / "keys.toml").write_text(entry("anna", key))
     with serving(engine, auth={"keys_file": str(tmp_path / "keys.toml")}) as server:

@@ -162,12 +162,12 @@ HARMLESS = """async (texts) => {
 
 
 @pytest.mark.parametrize("vector", VECTORS, ids=range(len(VECTORS)))
-def test_a_known_attack_comes_to_nothing(shared_page, vector):
+def test_a_known_attack_has_no_effect(shared_page, vector):
     assert shared_page.evaluate(HARMLESS, [vector]) == []
     assert shared_page.evaluate("window.hacked") is None
 
 
-def test_what_was_drawn_means_the_same_when_it_is_parsed_again(shared_page):
+def test_drawn_markup_parses_to_the_same_nodes(shared_page):
     """Mutation XSS: markup that only becomes an attack when a browser writes it out and reads it back."""
     found = shared_page.evaluate(
         """async (texts) => {
@@ -200,7 +200,7 @@ def test_only_dompurify_may_turn_text_into_markup(chromium, server):
     assert refused == "TypeError"
 
 
-def test_whatever_a_model_writes_only_harmless_elements_come_of_it(open_page):
+def test_model_output_yields_only_harmless_elements(open_page):
     """3,000 seeded mixtures of markdown, markup and addresses."""
     draw = random.Random(7)
     texts = ["".join(draw.choice(PIECES) for _ in range(draw.randint(1, 12))) for _ in range(3000)]

@@ -149,7 +149,7 @@ FORMULAS = """async (text) => {
         ("```\n$x$\n```", [], 0),
     ],
 )
-def test_formulas_are_told_from_prices(page, text, sources, displayed):
+def test_formulas_are_distinguished_from_prices(page, text, sources, displayed):
     assert page.evaluate(FORMULAS, text) == [sources, displayed]
 
 
@@ -191,7 +191,7 @@ def test_a_formula_is_drawn_with_its_own_fonts_and_layout(page):
         ("| a | b |\n|---|---|\n| 1 |", None),
     ],
 )
-def test_what_is_not_closed_yet_is_drawn_as_if_it_were(page, partial, html):
+def test_open_markup_is_drawn_as_if_closed(page, partial, html):
     drawn = draw(page, partial, streaming=True)
     if html is None:
         assert "<td>1</td>" in drawn
@@ -253,7 +253,7 @@ LINES = [
 ]
 
 
-def test_each_step_of_a_stream_is_drawn_as_if_it_were_new(page):
+def test_each_step_of_a_stream_equals_a_fresh_drawing(page):
     """Reading only the last blocks again changes nothing: 150 seeded documents, and a usual one letter by letter."""
     pick = random.Random(11)
     texts = ["\n".join(pick.choice(LINES) for _ in range(pick.randint(2, 25))) for _ in range(150)]
@@ -315,7 +315,7 @@ def test_hostile_repetition_is_drawn_in_time(page, piece):
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_coloured_code_can_be_read(open_page, scheme):
+def test_coloured_code_has_enough_contrast(open_page, scheme):
     page = open_page(color_scheme=scheme, reduced_motion="reduce")
     ask(page, "code")
     finish(page)

@@ -42,7 +42,7 @@ def arguments(page):
     return [json.loads(text) for text in codes.all_inner_texts()]
 
 
-def test_calls_are_shown_get_their_results_and_the_model_goes_on(open_page, engine):
+def test_calls_are_shown_get_their_results_and_the_model_answers(open_page, engine):
     page = open_page()
     set_form(page, tools=[TOOL])
     assert page.inner_text("#modes") == "1 tool"
@@ -63,7 +63,7 @@ def test_calls_are_shown_get_their_results_and_the_model_goes_on(open_page, engi
     assert '<user><tool_response>\n{"sky": "clear"}\n</tool_response>' in prompt
 
 
-def test_calls_and_results_are_kept_in_this_browser(open_page):
+def test_calls_and_results_are_stored_in_this_browser(open_page):
     page = open_page()
     set_form(page, tools=[TOOL])
     ask(page, "call it")
@@ -81,7 +81,7 @@ def test_calls_and_results_are_kept_in_this_browser(open_page):
     assert page.locator(".call pre:has-text('sun')").count() == 2
 
 
-def test_a_question_instead_of_results_leaves_the_calls_behind(open_page, engine):
+def test_a_question_instead_of_results_drops_the_calls(open_page, engine):
     page = open_page()
     set_form(page, tools=[TOOL])
     ask(page, "call it")
@@ -93,7 +93,7 @@ def test_a_question_instead_of_results_leaves_the_calls_behind(open_page, engine
     assert page.locator(".call-result").count() == 0
 
 
-def test_a_demanded_call_is_a_grammar_and_not_demanded_again_of_its_results(open_page, engine):
+def test_a_forced_call_is_a_grammar_and_not_forced_again_after_its_results(open_page, engine):
     page = open_page()
     set_form(page, tools=[{"type": "function", "function": TOOL}], choice="get_weather")
     ask(page, "call it")
@@ -106,7 +106,7 @@ def test_a_demanded_call_is_a_grammar_and_not_demanded_again_of_its_results(open
     assert engine.submits[1].grammar is None
 
 
-def test_tools_that_are_not_valid_are_told_and_nothing_is_asked(open_page, engine):
+def test_invalid_tools_are_reported_and_nothing_is_sent(open_page, engine):
     page = open_page()
     page.click("#open-settings")
     for tools in ("[{", '[{"description": "no name"}]', json.dumps([TOOL, TOOL])):
@@ -128,7 +128,7 @@ def test_tools_that_are_not_valid_are_told_and_nothing_is_asked(open_page, engin
     page.wait_for_selector(".call")
 
 
-def test_json_of_a_schema_is_demanded_and_drawn(open_page, engine):
+def test_json_of_a_schema_is_requested_and_drawn(open_page, engine):
     page = open_page()
     schema = '{"type": "object", "properties": {"name": {"type": "string"}}}'
     set_form(page, schema=schema)
@@ -143,7 +143,7 @@ def test_json_of_a_schema_is_demanded_and_drawn(open_page, engine):
     assert page.locator(".body .j-key").all_inner_texts() == ['"name"', '"text"', '"age"', '"ok"']
 
 
-def test_thoughts_are_apart_from_the_answer_and_can_be_opened(open_page):
+def test_reasoning_is_separate_from_the_answer_and_can_be_opened(open_page):
     page = open_page()
     ask(page, "think")
     assert answers(page) == ["Then I answer."]
@@ -153,7 +153,7 @@ def test_thoughts_are_apart_from_the_answer_and_can_be_opened(open_page):
     assert thought.inner_text() == f"First I consider {EVIL}."
 
 
-def test_markup_in_calls_results_json_and_thoughts_stays_text(open_page):
+def test_markup_in_calls_results_json_and_reasoning_stays_text(open_page):
     page = open_page()
     set_form(page, tools=[TOOL])
     for question in ("think", "call it"):
@@ -171,7 +171,7 @@ def test_markup_in_calls_results_json_and_thoughts_stays_text(open_page):
     assert page.evaluate("window.hacked") is None
 
 
-def test_a_call_goes_on_over_a_lost_connection(open_page, engine, server):
+def test_a_call_resumes_after_a_lost_connection(open_page, engine, server):
     page = open_page()
     set_form(page, tools=[TOOL])
     engine.hold()
@@ -188,7 +188,7 @@ def test_a_call_goes_on_over_a_lost_connection(open_page, engine, server):
 
 
 @pytest.mark.parametrize(("width", "scheme"), [(320, "light"), (390, "dark")])
-def test_calls_and_json_fit_a_phone_and_can_be_read(open_page, width, scheme):
+def test_calls_and_json_fit_a_phone_with_enough_contrast(open_page, width, scheme):
     page = open_page(width=width, height=720, color_scheme=scheme)
     set_form(page, tools=[TOOL])
     ask(page, "call it")

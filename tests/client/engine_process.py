@@ -1,6 +1,6 @@
 """An engine as a process of its own, with a simulated device: `python -m tests.client.engine_process SOCKET STEP_S`.
 
-It can be killed, which is what the tests of the pool need it for.
+Tests of the pool kill and restart it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 
 
 class EngineProcess:
-    """One engine at `address`, which can die and come back."""
+    """One engine at `address` that can be killed and restarted."""
 
     def __init__(
         self, address: str, *, step_s: float, max_queued_requests: int = 1024, drain_timeout_s: int = 30
@@ -36,7 +36,7 @@ class EngineProcess:
         self.process = subprocess.Popen(command, cwd=ROOT)
 
     def kill(self) -> None:
-        """Without a word: no GOODBYE, no terminal rows."""
+        """Kill it: no GOODBYE, no terminal rows."""
         self.process.kill()
         self.process.wait(10)
 
@@ -57,7 +57,7 @@ class EngineProcess:
 
 @contextmanager
 def engine_processes(folder: Path, count: int, *, step_s: float, **limits: int) -> Iterator[list[EngineProcess]]:
-    """Started; whoever needs them READY waits through a client."""
+    """Started engines; wait through a client until they are READY."""
     with ExitStack() as stack:
         engines = [EngineProcess(f"ipc://{folder}/{index}.sock", step_s=step_s, **limits) for index in range(count)]
         for engine in engines:

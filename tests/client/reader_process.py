@@ -1,4 +1,4 @@
-"""A front end's end of the wire as a process of its own, which a test can pause.
+"""A client as a process of its own, which a test can pause.
 
 `python -m tests.client.reader_process ADDRESS NUM_STREAMS MAX_TOKENS` reads so many streams through an EnginePool. It
 prints a line when all have begun, and at the end a JSON object: for each stream its tokens and how it ended.

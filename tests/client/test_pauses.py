@@ -1,4 +1,4 @@
-"""SIGSTOP and SIGCONT of the engine, of its client, and of both: a pause costs time, nothing else.
+"""SIGSTOP and SIGCONT of the engine, of its client, and of both: a pause costs time and nothing else.
 
 The engines here have a lease of 2.4 s (`heartbeat_s` 0.8), and each pause is longer.
 """
@@ -59,7 +59,7 @@ def read(engine: EngineProcess, pause: tuple[str, ...] = ()) -> list[dict[str, o
 
 
 @pytest.mark.parametrize("pause", [("engine",), ("reader",), ("engine", "reader"), ("reader", "engine")], ids="+".join)
-def test_streams_go_on_after_a_pause_longer_than_the_lease(engine: EngineProcess, pause: tuple[str, ...]) -> None:
+def test_streams_continue_after_a_pause_longer_than_the_lease(engine: EngineProcess, pause: tuple[str, ...]) -> None:
     undisturbed = read(engine)
     assert [len(stream["tokens"]) for stream in undisturbed] == [MAX_TOKENS] * STREAMS  # type: ignore[arg-type]
     assert read(engine, pause) == undisturbed

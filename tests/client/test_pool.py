@@ -1,4 +1,4 @@
-"""EnginePool with three real engine processes: whatever happens to one, every stream ends once or goes on elsewhere."""
+"""EnginePool with real engine processes: when one fails, every stream ends once or resumes at another engine."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ def submit(pool: EnginePool, max_tokens: int, seed: int = 0, **options: Any) -> 
 
 
 def output_of(max_tokens: int, seed: int) -> list[int]:
-    """What the simulated device gives for the request of `submit`."""
+    """The output of the simulated device for the request of `submit`."""
     return [(seed + (8 + place) * 7919) % VOCAB_SIZE for place in range(max_tokens)]
 
 
 async def read_ids(stream: Stream) -> tuple[list[int], list[Finish]]:
-    """Everything until the stream says that it is over: tokens, terminal events."""
+    """Read a stream to its end: tokens, terminal events."""
     tokens, finishes = [], []
     async for delta in stream:
         tokens += delta.token_ids
@@ -75,7 +75,7 @@ def client_of(pool: EnginePool, submission: Submission) -> AsyncClient:
     return next(client for client in pool.clients if submission.streams[0]._client is client)
 
 
-def test_streams_of_a_killed_engine_go_on_at_the_others() -> None:
+def test_streams_of_a_killed_engine_resume_at_the_others() -> None:
     """More requests per engine than slots, so that some have begun and some wait when it dies."""
     max_tokens = 60
 
@@ -97,7 +97,7 @@ def test_streams_of_a_killed_engine_go_on_at_the_others() -> None:
     run_with_engines(body)
 
 
-def test_a_stream_goes_on_at_the_same_engine_when_it_is_alone() -> None:
+def test_a_stream_resumes_at_its_own_engine_when_there_is_no_other() -> None:
     async def body(pool: EnginePool, engines: list[EngineProcess]) -> None:
         submissions = [submit(pool, 200, seed) for seed in range(10)]
         readers = [asyncio.create_task(read_ids(item.streams[0])) for item in submissions]
@@ -113,7 +113,7 @@ def test_a_stream_goes_on_at_the_same_engine_when_it_is_alone() -> None:
     run_with_engines(body, count=1)
 
 
-def test_a_drain_that_takes_too_long_moves_what_still_runs() -> None:
+def test_requests_still_running_at_the_drain_limit_move() -> None:
     async def body(pool: EnginePool, engines: list[EngineProcess]) -> None:
         submissions = [submit(pool, 400, seed) for seed in range(4)]
         readers = [asyncio.create_task(read_ids(item.streams[0])) for item in submissions]
@@ -128,7 +128,7 @@ def test_a_drain_that_takes_too_long_moves_what_still_runs() -> None:
     run_with_engines(body, count=2, step_s=0.02, drain_timeout_s=1)
 
 
-def test_a_killed_engine_costs_who_opts_out_what_had_begun() -> None:
+def test_a_killed_engine_ends_begun_requests_without_resubmit() -> None:
     """More requests per engine than slots, so that some have begun and some wait when it dies."""
     max_tokens = 60
 
@@ -179,7 +179,7 @@ def test_a_killed_engine_gets_no_new_work_until_it_is_back() -> None:
 
 
 def test_a_refused_request_is_tried_elsewhere_and_refused_only_when_all_refuse() -> None:
-    """Each engine runs four and lets two wait: of 30 at once most must be refused, and none that would have fitted."""
+    """Each engine runs four and lets two wait: of 30 at once most must be refused, and none that fits."""
 
     async def body(pool: EnginePool, engines: list[EngineProcess]) -> None:
         submissions = [submit(pool, 100, seed) for seed in range(30)]
@@ -196,7 +196,7 @@ def test_a_refused_request_is_tried_elsewhere_and_refused_only_when_all_refuse()
     run_with_engines(body, step_s=0.05, max_queued_requests=2)
 
 
-def test_a_draining_engine_finishes_what_it_has_and_its_refusals_go_elsewhere() -> None:
+def test_a_draining_engine_finishes_its_requests_and_refused_ones_move() -> None:
     async def body(pool: EnginePool, engines: list[EngineProcess]) -> None:
         before = [submit(pool, 50, seed) for seed in range(9)]
         await asyncio.gather(*(item.accepted() for item in before))
@@ -210,8 +210,8 @@ def test_a_draining_engine_finishes_what_it_has_and_its_refusals_go_elsewhere() 
     run_with_engines(body)
 
 
-def test_an_engine_whose_status_stays_away_is_not_chosen() -> None:
-    """Stopped in the middle of everything: its connection stays open, and it says nothing."""
+def test_an_engine_without_status_is_not_chosen() -> None:
+    """A stopped process: its connection stays open, and it sends nothing."""
 
     async def body(pool: EnginePool, engines: list[EngineProcess]) -> None:
         await until(lambda: all(client.status is not None for client in pool.clients))
@@ -223,7 +223,7 @@ def test_an_engine_whose_status_stays_away_is_not_chosen() -> None:
     run_with_engines(body)
 
 
-def test_a_single_engine_that_restarts_ends_the_streams_of_who_opts_out_once() -> None:
+def test_a_restarted_single_engine_ends_streams_without_resubmit_once() -> None:
     async def body(pool: EnginePool, engines: list[EngineProcess]) -> None:
         submission = submit(pool, 500, resubmit=False)
         reader = asyncio.create_task(read(submission.streams[0]))
@@ -253,14 +253,14 @@ def test_a_cancelled_request_is_not_moved() -> None:
     run_with_engines(body)
 
 
-def test_equal_prompts_meet_at_one_engine() -> None:
+def test_equal_prompts_go_to_one_engine() -> None:
     async def body(pool: EnginePool, engines: list[EngineProcess]) -> None:
         homes = []
         for _ in range(6):
             submission = pool.submit([7] * 64, SamplingParams(max_tokens=1, ignore_eos=True))
             homes.append(client_of(pool, submission))
             await read(submission.streams[0])
-            await asyncio.sleep(0.15)  # a STATUS later the load is gone
+            await asyncio.sleep(0.15)  # after the next STATUS the load is gone
         assert len(set(homes)) == 1
 
     run_with_engines(body, policy="prefix_affinity")

@@ -66,7 +66,7 @@ def server(tmp_path_factory):
     ],
     ids=lambda value: json.dumps(value)[:50] if not isinstance(value, str) else value,
 )  # fmt: skip
-def test_a_bad_frame_names_its_field_and_the_socket_goes_on(server, frame, code, field):
+def test_a_bad_frame_names_its_field_and_the_socket_stays_open(server, frame, code, field):
     with open_socket(server) as client:
         client.send_raw(json.dumps(frame))
         answer = client.until("error")
@@ -80,7 +80,7 @@ def test_a_bad_frame_names_its_field_and_the_socket_goes_on(server, frame, code,
     "message",
     ["", "{", "nonsense", "[" * 100_000, '{"type":"ping","nonce":NaN}', "1" * 5000, b"\x00\x01"],
 )
-def test_what_is_no_json_is_refused(server, message):
+def test_invalid_json_is_refused(server, message):
     with open_socket(server) as client:
         client.send_raw(message)
         assert client.until("error")["error"]["code"] == "protocol_error"
@@ -92,7 +92,7 @@ def test_what_is_no_json_is_refused(server, message):
     "message",
     [b"", b"\xc1", b"\x81", msgpack.packb({1: 2}), msgpack.packb(msgpack.ExtType(4, b"x")), b"\x91" * 5000, "text"],
 )
-def test_what_is_no_msgpack_is_refused(server, message):
+def test_invalid_msgpack_is_refused(server, message):
     with open_socket(server, binary=True) as client:
         client.send_raw(message)
         assert client.until("error")["error"]["code"] == "protocol_error"
@@ -116,7 +116,7 @@ def test_half_a_surrogate_pair_is_refused_with_its_place_and_its_request(server,
 
 
 @pytest.mark.parametrize("binary", [False, True], ids=["json", "msgpack"])
-def test_a_frame_of_very_many_lists_is_refused_and_the_socket_goes_on(server, binary):
+def test_a_frame_of_very_many_lists_is_refused_and_the_socket_stays_open(server, binary):
     pack = msgpack.packb if binary else json.dumps
     with open_socket(server, binary=binary) as client:
         client.send_raw(pack({**GENERATE, "messages": [[]] * 300_000}))
@@ -130,7 +130,7 @@ def test_a_frame_of_very_many_lists_is_refused_and_the_socket_goes_on(server, bi
 
 
 @pytest.mark.parametrize("binary", [False, True], ids=["json", "msgpack"])
-def test_a_large_frame_is_read_before_what_comes_after_it(server, binary):
+def test_a_large_frame_is_handled_before_later_frames(server, binary):
     pack = msgpack.packb if binary else json.dumps
     with open_socket(server, binary=binary) as client:
         client.send_raw(pack({"type": "generate", "id": "large", "prompt_ids": [*[5] * 300_000, -1]}))
@@ -140,7 +140,7 @@ def test_a_large_frame_is_read_before_what_comes_after_it(server, binary):
         assert client.next()["type"] == "pong"
 
 
-def test_the_remedy_of_a_broken_frame_is_this_protocol_s_description(server):
+def test_the_remedy_of_a_broken_frame_is_the_documentation(server):
     with open_socket(server) as client:
         client.send_raw('{"type": "nope", "n": ' + "9" * 5000 + "}")
         error = client.until("error")["error"]
@@ -148,7 +148,7 @@ def test_the_remedy_of_a_broken_frame_is_this_protocol_s_description(server):
         assert error["message"] == "not valid JSON: a number has thousands of digits"
 
 
-def test_what_does_not_fit_is_refused_under_the_name_that_it_came_by(tmp_path):
+def test_a_prompt_that_does_not_fit_is_refused_under_its_field(tmp_path):
     with make_engine(tmp_path) as engine, serving(engine) as server, open_socket(server) as client:
         asked = {
             "prompt": ({"prompt": "hello"}, "prompt"),
@@ -162,13 +162,13 @@ def test_what_does_not_fit_is_refused_under_the_name_that_it_came_by(tmp_path):
             assert client.until("error")["error"]["field"] == field
 
 
-def test_a_misspelt_parameter_is_told_its_right_name(server):
+def test_a_misspelt_parameter_gets_a_suggestion(server):
     with open_socket(server) as client:
         client.generate(params={"temprature": 1})
         assert "temperature" in client.until("error")["error"]["message"]
 
 
-def test_an_id_in_use_is_refused_and_its_request_goes_on(tmp_path):
+def test_an_id_in_use_is_refused_and_its_request_continues(tmp_path):
     with make_engine(tmp_path) as engine, serving(engine) as server, open_socket(server) as client:
         engine.hold()
         client.generate()
@@ -180,7 +180,7 @@ def test_an_id_in_use_is_refused_and_its_request_goes_on(tmp_path):
         assert client.until("done")["finish_reason"] == "stop"
 
 
-def test_more_requests_than_a_socket_may_have_are_refused_with_a_time(tmp_path):
+def test_too_many_requests_on_a_socket_are_refused_with_retry_after(tmp_path):
     with (
         make_engine(tmp_path) as engine,
         serving(engine, ws={"max_requests": 2}) as server,

@@ -46,11 +46,11 @@ def test_frames_have_their_golden_bytes(frame, text, packed):
 
 
 @pytest.mark.parametrize("codec", [JsonCodec(), MsgpackCodec()], ids=["json", "msgpack"])
-def test_the_short_way_for_deltas_gives_the_same_bytes(codec):
+def test_encode_delta_gives_the_bytes_of_encode(codec):
     assert codec.encode_delta(codec.delta_head("r1", 0), 7, DELTA["text"]) == codec.encode(DELTA)
 
 
-def test_the_clients_order_of_subprotocols_decides():
+def test_the_first_known_subprotocol_is_chosen():
     assert isinstance(choose_codec(["inferengine.v1.msgpack", "inferengine.v1.json"]), MsgpackCodec)
     assert isinstance(choose_codec(["graphql-ws", "inferengine.v1.json"]), JsonCodec)
     assert isinstance(choose_codec([]), JsonCodec)

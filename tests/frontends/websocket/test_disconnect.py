@@ -50,7 +50,7 @@ def test_a_cancel_ends_the_answer_as_cancelled(tmp_path, phase):
         assert client.next()["type"] == "pong"  # nothing more of the request
 
 
-def test_a_cancel_right_behind_its_request_is_not_too_early(tmp_path):
+def test_a_cancel_right_after_its_request_works(tmp_path):
     with (
         make_engine(tmp_path, lambda prompt, choice: LONG) as engine,
         serving(engine) as server,
@@ -63,14 +63,14 @@ def test_a_cancel_right_behind_its_request_is_not_too_early(tmp_path):
         assert engine.num_running == 0
 
 
-def test_cancelling_what_is_not_there_disturbs_nothing(tmp_path):
+def test_cancelling_an_unknown_id_is_ignored(tmp_path):
     with make_engine(tmp_path) as engine, serving(engine) as server, open_socket(server) as client:
         client.send(type="cancel", id="nothing")
         client.generate()
         assert client.read("r1")["r1"].text == {0: ANSWER}
 
 
-def test_cancelling_one_leaves_the_others_alone(tmp_path):
+def test_cancelling_one_request_does_not_affect_the_others(tmp_path):
     with make_engine(tmp_path) as engine, serving(engine) as server, open_socket(server) as client:
         engine.hold()
         for name in ("kept", "dropped"):
@@ -93,7 +93,7 @@ def test_a_detached_request_runs_on_without_its_socket(tmp_path):
         assert engine.cancelled == []
 
 
-def test_an_engine_that_goes_away_ends_requests_that_opt_out_with_a_retryable_error(tmp_path):
+def test_a_lost_engine_ends_requests_without_resubmit_with_a_retryable_error(tmp_path):
     with (
         make_engine(tmp_path, lease_s=1.0) as engine,
         serving(engine) as server,

@@ -27,7 +27,7 @@ def server(engine):
         yield server
 
 
-def test_sixty_four_requests_on_one_socket_give_everything_back(engine, server):
+def test_sixty_four_requests_on_one_socket_free_everything(engine, server):
     with open_socket(server) as client:
         names = [f"r{number}" for number in range(64)]
         for name in names:
@@ -40,7 +40,7 @@ def test_sixty_four_requests_on_one_socket_give_everything_back(engine, server):
 
 @pytest.mark.parametrize("phase", ["just sent", "accepted", "decode"])
 @pytest.mark.parametrize("way", ["cancel", "drop"])
-def test_leaving_in_any_phase_frees_every_block(engine, server, phase, way):
+def test_disconnecting_in_any_phase_frees_every_block(engine, server, phase, way):
     with open_socket(server) as client:
         for number in range(24):  # more than run at once: some are queued
             client.generate(f"r{number}", "the quick brown fox " * 10, params={"max_tokens": 800})
@@ -57,7 +57,7 @@ def test_leaving_in_any_phase_frees_every_block(engine, server, phase, way):
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_a_stream_cut_many_times_is_the_stream_never_cut(engine, server, seed):
+def test_a_stream_resumed_many_times_equals_an_uninterrupted_one(engine, server, seed):
     generator = random.Random(seed)
     request = {"request_id": generator.randbytes(16).hex(), "detached": True, "return_token_ids": True}
     params = {"max_tokens": 150, "seed": seed, "stop": ["never in this text"]}
@@ -103,7 +103,7 @@ def test_a_front_end_that_dies_loses_no_generation(engine):
     check_idle(engine)
 
 
-def test_a_slow_reader_holds_up_nobody_else(engine, server):
+def test_a_slow_reader_delays_no_other(engine, server):
     with open_socket(server) as slow, open_socket(server) as quick:
         slow.send(type="hello", window=1)
         slow.until("window")
@@ -116,7 +116,7 @@ def test_a_slow_reader_holds_up_nobody_else(engine, server):
         assert done["cursor"] >= 99  # one frame with all that came meanwhile
 
 
-def test_the_panels_figures_come_from_the_engine(engine, server):
+def test_stats_frames_have_the_engines_figures(engine, server):
     with open_socket(server) as client:
         client.send(type="stats", interval_s=0.25)
         client.generate(params={"max_tokens": 900})
@@ -130,7 +130,7 @@ def test_the_panels_figures_come_from_the_engine(engine, server):
         assert stats["uptime_s"] > 0
 
 
-def test_what_the_engine_refuses_is_told_with_its_field(engine, server):
+def test_a_refusal_of_the_engine_names_its_field(engine, server):
     with open_socket(server) as client:
         client.send(type="generate", id="long", prompt_ids=[5] * 5000)
         error = client.until("error")["error"]
@@ -152,7 +152,7 @@ def take(client, reading, num_frames):
             return
 
 
-def test_an_answer_in_a_format():
+def test_an_answer_matches_its_format():
     """OpenAI's response_format; the simulated device draws any token that the mask allows."""
     schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
     wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
@@ -172,7 +172,7 @@ def test_an_answer_in_a_format():
                 assert client.until("error", id="b")["error"]["field"].startswith("response_format")
 
 
-def test_a_format_that_cannot_be_is_refused_under_its_name(server):
+def test_an_impossible_format_is_refused_under_its_name(server):
     """This model has no token to end with."""
     with open_socket(server) as client:
         client.generate("a", response_format={"type": "json_object"})

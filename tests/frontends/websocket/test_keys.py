@@ -51,7 +51,7 @@ def test_a_key_in_a_header_opens_the_socket(engine, server):
     assert "team-a" in {submission.tenant for submission in engine.io.publisher.submissions.values()}
 
 
-def test_a_browser_s_key_is_a_subprotocol_that_is_never_repeated(server):
+def test_a_browser_s_key_is_a_subprotocol_that_is_not_returned(server):
     protocols = [JSON_SUBPROTOCOL, f"inferengine.key.{ALICE}"]
     with connect(f"ws://127.0.0.1:{server.port}{SOCKET_PATH}", subprotocols=protocols) as connection:
         assert connection.subprotocol == JSON_SUBPROTOCOL
@@ -59,16 +59,16 @@ def test_a_browser_s_key_is_a_subprotocol_that_is_never_repeated(server):
 
 
 @pytest.mark.parametrize("headers", [{}, {"Authorization": f"Bearer {new_key()}"}, {"Authorization": ALICE}])
-def test_without_a_known_key_it_stays_closed(server, headers):
+def test_without_a_known_key_the_handshake_is_refused(server, headers):
     assert refused(server, additional_headers=headers) == 401
 
 
-def test_health_and_the_page_need_none(server):
+def test_health_and_the_page_need_no_key(server):
     for path in ("/health", "/ready", "/"):
         assert httpx.get(server.url + path).status_code == 200
 
 
-def test_a_key_s_requests_in_flight_are_limited_over_its_sockets(engine, server):
+def test_a_key_s_open_requests_are_limited_over_its_sockets(engine, server):
     with by_header(server, ALICE) as first, by_header(server, ALICE) as second:
         for client, name in ((first, "a"), (second, "b")):
             client.generate(name, params={"max_tokens": 500, "ignore_eos": True})
@@ -82,13 +82,13 @@ def test_a_key_s_requests_in_flight_are_limited_over_its_sockets(engine, server)
     check_idle(engine)
 
 
-def test_a_model_that_is_not_the_key_s(server):
+def test_a_model_that_the_key_may_not_use_is_refused(server):
     with by_header(server, BOB) as client:
         client.generate("a")
         assert client.until("error")["error"]["code"] == "forbidden"
 
 
-def test_another_tenant_s_request_is_not_there(engine, server):
+def test_another_tenant_s_request_is_not_found(engine, server):
     with by_header(server, ALICE) as alice, by_header(server, BOB) as bob:
         alice.generate("a", detached=True, params={"max_tokens": 100, "ignore_eos": True})
         request_id = alice.until("accepted")["request_id"]

@@ -51,7 +51,7 @@ def prompt_of(engine):
 
 
 @pytest.mark.parametrize("binary", [False, True], ids=["json", "msgpack"])
-def test_calls_are_told_apart_from_the_text(tmp_path, binary):
+def test_tool_calls_are_separated_from_the_text(tmp_path, binary):
     with (
         answering(tmp_path, TWO_CALLS) as engine,
         serving(engine) as server,
@@ -65,7 +65,7 @@ def test_calls_are_told_apart_from_the_text(tmp_path, binary):
     assert reading.num_call_frames > 4  # while they are written
 
 
-def test_without_tools_nothing_is_read_into_the_text(tmp_path):
+def test_without_tools_the_text_is_not_parsed(tmp_path):
     with answering(tmp_path, TWO_CALLS) as engine, serving(engine) as server, open_socket(server) as client:
         for fields in ({}, {"tools": TOOLS, "tool_choice": "none"}, {"tools": []}):
             reading = ask_and_read(client, **fields)
@@ -112,7 +112,7 @@ def test_a_conversation_with_calls_and_results_reaches_the_model(tmp_path):
         ({"structured_outputs": {"regex": "a+"}}, "regex"),
     ],
 )
-def test_what_is_forced_is_a_grammar_for_the_engine(tmp_path, fields, kind):
+def test_a_forced_format_is_a_grammar_for_the_engine(tmp_path, fields, kind):
     with answering(tmp_path, "yes") as engine, serving(engine) as server, open_socket(server) as client:
         ask_and_read(client, **fields)
         grammar = engine.submits[0].grammar
@@ -136,7 +136,7 @@ def test_what_is_forced_is_a_grammar_for_the_engine(tmp_path, fields, kind):
         ({"messages": None, "prompt": "hello", "tools": TOOLS}, "tools"),
     ],
 )
-def test_what_cannot_be_honoured_is_named_and_nothing_else_is_disturbed(tmp_path, fields, field):
+def test_an_unsupported_field_is_named_and_other_requests_continue(tmp_path, fields, field):
     with answering(tmp_path, "yes") as engine, serving(engine) as server, open_socket(server) as client:
         error = refusal(client, **fields)
         assert (error["field"], error["retryable"]) == (field, False)
@@ -144,7 +144,7 @@ def test_what_cannot_be_honoured_is_named_and_nothing_else_is_disturbed(tmp_path
         assert len(engine.submits) == 1
 
 
-def test_reasoning_is_told_apart(tmp_path):
+def test_reasoning_is_separated_from_the_text(tmp_path):
     with (
         answering(tmp_path, THOUGHT + TWO_CALLS) as engine,
         serving(engine, http={"reasoning_parser": "think"}) as server,
@@ -158,7 +158,7 @@ def test_reasoning_is_told_apart(tmp_path):
         assert hidden.done[0]["usage"]["completion_tokens"] == reading.done[0]["usage"]["completion_tokens"]
 
 
-def test_token_ids_and_the_text_they_make_go_side_by_side(tmp_path):
+def test_token_ids_are_sent_beside_their_text(tmp_path):
     with answering(tmp_path, TWO_CALLS) as engine, serving(engine) as server, open_socket(server) as client:
         reading = ask_and_read(client, tools=TOOLS, return_token_ids=True)
         assert engine.tokenizer.decode(reading.token_ids, True) == TWO_CALLS
@@ -166,7 +166,7 @@ def test_token_ids_and_the_text_they_make_go_side_by_side(tmp_path):
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_a_call_cut_anywhere_goes_on_through_another_front_end(tmp_path, seed):
+def test_a_tool_call_cut_anywhere_resumes_at_another_front_end(tmp_path, seed):
     """The new front end knows of the request what the engine has kept."""
     draw = random.Random(seed)
     settings = {"http": {"reasoning_parser": "think"}}

@@ -50,7 +50,7 @@ def free_port_flags():
     return ("--ws.port", "0")
 
 
-def test_sigterm_lets_open_answers_finish_and_refuses_new_ones(tmp_path):
+def test_sigterm_finishes_open_requests_and_refuses_new_ones(tmp_path):
     with make_engine(tmp_path) as engine, process(tmp_path, *free_port_flags()) as server:
         with open_socket(server) as client:
             engine.hold()
@@ -113,14 +113,14 @@ def test_a_socket_handed_over_is_used(tmp_path):
             assert client.hello["type"] == "hello"
 
 
-def test_the_watchdog_is_fed(tmp_path):
+def test_the_watchdog_is_notified(tmp_path):
     environment = {"WATCHDOG_USEC": "400000"}
     with process(tmp_path, *free_port_flags(), environment=environment) as server:
         signs = [server.notify.recv(4096) for _ in range(3)]
         assert signs == [b"WATCHDOG=1"] * 3
 
 
-def test_a_taken_port_is_one_sentence_with_the_remedy(tmp_path):
+def test_a_taken_port_is_reported_with_the_remedy(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         ended = subprocess.run(
             [sys.executable, "-m", "inferengine.cli", "ws", "--ws.port", str(taken.getsockname()[1])],

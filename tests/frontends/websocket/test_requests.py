@@ -11,7 +11,7 @@ from tests.frontends.websocket.builders import ANSWER, make_engine, open_socket,
 
 
 @pytest.mark.parametrize("binary", [False, True], ids=["json", "msgpack"])
-def test_an_answer_arrives_whole_in_both_codecs(tmp_path, binary):
+def test_an_answer_is_complete_in_both_codecs(tmp_path, binary):
     with make_engine(tmp_path) as engine, serving(engine) as server, open_socket(server, binary=binary) as client:
         client.generate("mine", "hello")
         reading = client.read("mine")["mine"]
@@ -23,7 +23,7 @@ def test_an_answer_arrives_whole_in_both_codecs(tmp_path, binary):
     assert done["timings"]["total_ms"] == 30.0
 
 
-def test_hello_tells_model_limits_and_state(tmp_path):
+def test_hello_has_model_limits_and_state(tmp_path):
     with make_engine(tmp_path) as engine, serving(engine) as server, open_socket(server) as client:
         assert client.hello["type"] == "hello"
         assert client.hello["protocol"] == 1
@@ -33,7 +33,7 @@ def test_hello_tells_model_limits_and_state(tmp_path):
         assert client.hello["limits"]["max_requests"] == 64
 
 
-def test_many_requests_run_interleaved_and_none_disturbs_another(tmp_path):
+def test_many_requests_run_interleaved(tmp_path):
     with (
         make_engine(tmp_path, lambda prompt, choice: f"answer to {prompt} " * 5) as engine,
         serving(engine) as server,
@@ -71,7 +71,7 @@ def test_each_of_many_interleaved_answers_is_exact(tmp_path):
     }
 
 
-def test_choices_of_one_request_are_told_apart(tmp_path):
+def test_choices_of_one_request_are_separate(tmp_path):
     with (
         make_engine(tmp_path, lambda prompt, choice: f"answer number {choice}") as engine,
         serving(engine) as server,
@@ -99,7 +99,7 @@ def test_token_ids_can_be_given_and_returned(tmp_path):
         assert reading.accepted["prompt_tokens"] == 3
 
 
-def test_a_stop_string_ends_the_answer_and_never_shows(tmp_path):
+def test_a_stop_string_ends_the_answer_and_is_never_sent(tmp_path):
     with make_engine(tmp_path) as engine, serving(engine) as server, open_socket(server) as client:
         client.generate(params={"stop": ["jumps over"]})
         reading = client.read("r1")["r1"]
@@ -118,7 +118,7 @@ def test_a_stop_string_frees_the_engine(tmp_path):
         engine.wait_for(lambda: engine.cancelled == [engine.submits[0].id])
 
 
-def test_max_tokens_is_told_as_length(tmp_path):
+def test_max_tokens_ends_with_length(tmp_path):
     with make_engine(tmp_path) as engine, serving(engine) as server, open_socket(server) as client:
         client.generate(params={"max_tokens": 3})
         done = client.read("r1")["r1"].done[0]
@@ -169,7 +169,7 @@ def test_a_ping_is_answered_with_its_nonce(tmp_path):
         assert client.next() == {"type": "pong", "nonce": "are you there"}
 
 
-def test_a_change_of_the_engine_is_told_to_every_socket(tmp_path):
+def test_a_change_of_the_engine_is_sent_to_every_socket(tmp_path):
     with (
         make_engine(tmp_path) as engine,
         serving(engine) as server,

@@ -41,7 +41,7 @@ def resume(client, reading, **rest):
 
 @pytest.mark.parametrize("kind", ["byte_level", "sentencepiece"])
 @pytest.mark.parametrize("seed", range(4))
-def test_a_dropped_connection_loses_and_doubles_nothing(tmp_path, kind, seed):
+def test_a_dropped_connection_loses_and_repeats_nothing(tmp_path, kind, seed):
     generator = random.Random(seed)
     with (
         make_engine(tmp_path, lambda prompt, choice: TEXT, files=model_files(kind)) as engine,
@@ -62,7 +62,7 @@ def test_a_dropped_connection_loses_and_doubles_nothing(tmp_path, kind, seed):
     assert len(engine.submits) == 2
 
 
-def test_frames_lost_in_flight_are_made_again(tmp_path):
+def test_frames_lost_in_flight_are_sent_again(tmp_path):
     """The server had sent more than the client handled."""
     with make_engine(tmp_path, lambda prompt, choice: TEXT) as engine, serving(engine) as server:
         reading = Reading()
@@ -80,7 +80,7 @@ def test_frames_lost_in_flight_are_made_again(tmp_path):
     assert reading.text[0] == TEXT
 
 
-def test_another_front_end_goes_on_where_the_first_one_died(tmp_path):
+def test_another_front_end_resumes_after_the_first_one_died(tmp_path):
     with make_engine(tmp_path, lambda prompt, choice: TEXT) as engine:
         reading = Reading()
         engine.hold()
@@ -107,7 +107,7 @@ def test_choices_are_resumed_each_from_its_own_cursor(tmp_path):
     assert reading.text == {choice: TEXT[choice * 40 :] for choice in range(3)}
 
 
-def test_a_client_that_is_back_before_its_front_end_has_found_the_engine_waits(tmp_path):
+def test_a_resume_waits_for_a_restarted_front_end_to_connect(tmp_path):
     with make_engine(tmp_path, lambda prompt, choice: TEXT) as engine:
         reading = Reading()
         with serving(engine) as server, open_socket(server) as client:
@@ -127,7 +127,7 @@ def test_a_client_that_is_back_before_its_front_end_has_found_the_engine_waits(t
     assert reading.text[0] == TEXT
 
 
-def test_a_stop_string_across_the_cut_still_ends_the_answer(tmp_path):
+def test_a_stop_string_across_the_cursor_still_ends_the_answer(tmp_path):
     with make_engine(tmp_path, lambda prompt, choice: TEXT) as engine, serving(engine) as server:
         reading = Reading()
         engine.hold()
@@ -169,7 +169,7 @@ def test_two_sockets_may_read_one_request(tmp_path):
     assert first.text == second.text == {0: TEXT}
 
 
-def test_nobody_coming_back_within_the_window_cancels(tmp_path):
+def test_a_request_not_resumed_within_the_window_is_cancelled(tmp_path):
     with make_engine(tmp_path) as engine, serving(engine, wire={"resume_ttl_s": 0.3}) as server:
         engine.hold()
         with open_socket(server) as client:
@@ -178,14 +178,14 @@ def test_nobody_coming_back_within_the_window_cancels(tmp_path):
         engine.wait_for(lambda: engine.cancelled == [engine.submits[0].id])
 
 
-def test_an_unknown_request_is_refused_by_name(tmp_path):
+def test_an_unknown_request_is_refused_with_its_field(tmp_path):
     with make_engine(tmp_path) as engine, serving(engine) as server, open_socket(server) as client:
         client.send(type="resume", id="r1", request_id="ab" * 16, cursors=[3])
         frame = client.until("error")
         assert (frame["id"], frame["error"]["code"]) == ("r1", "not_found")
 
 
-def test_a_cursor_beyond_the_end_is_refused_by_name(tmp_path):
+def test_a_cursor_beyond_the_end_is_refused_with_its_field(tmp_path):
     with make_engine(tmp_path) as engine, serving(engine) as server, open_socket(server) as client:
         client.generate("r1", detached=True)
         accepted = client.read("r1")["r1"].accepted
@@ -194,7 +194,7 @@ def test_a_cursor_beyond_the_end_is_refused_by_name(tmp_path):
         assert (error["code"], error["field"]) == ("invalid_request", "cursors")
 
 
-def test_a_restarted_engine_is_told_as_such(tmp_path):
+def test_a_restarted_engine_ends_with_engine_restarted(tmp_path):
     with make_engine(tmp_path) as engine, serving(engine) as server, open_socket(server) as client:
         engine.hold()
         client.generate("r1", detached=True)
@@ -209,7 +209,7 @@ def test_a_restarted_engine_is_told_as_such(tmp_path):
         assert client.read("r2")["r2"].done[0]["finish_reason"] == "stop"
 
 
-def test_a_request_that_had_not_begun_survives_a_restarted_engine(tmp_path):
+def test_a_request_without_output_survives_a_restarted_engine(tmp_path):
     with (
         make_engine(tmp_path, lambda prompt, choice: TEXT) as engine,
         serving(engine) as server,

@@ -62,7 +62,7 @@ def is_left_by_all(server):
     return not server.front_end._socket.connections and not server.front_end._services.registry._logs
 
 
-def test_comings_and_goings_leave_no_block_file_task_or_log(tmp_path):
+def test_many_clients_leave_no_block_file_task_or_log(tmp_path):
     draw = random.Random(1)
     with (
         run_service(step_s=0.002) as engine,
@@ -83,7 +83,7 @@ def test_comings_and_goings_leave_no_block_file_task_or_log(tmp_path):
         wait_until(lambda: len(os.listdir("/proc/self/fd")) <= files and server.num_tasks() <= num_tasks)
 
 
-def test_idle_sockets_hold_nobody_up(server):
+def test_idle_sockets_delay_no_other(server):
     idle = []
     try:
         for _ in range(300):
@@ -100,7 +100,7 @@ def test_idle_sockets_hold_nobody_up(server):
     wait_until(lambda: not server.front_end._socket.connections)
 
 
-def test_a_crowd_that_asks_at_once_is_served_whole(engine, server):
+def test_many_requests_at_once_are_all_served(engine, server):
     crowd = []
     try:
         for _ in range(120):

@@ -13,7 +13,7 @@ async def nowhere(data: bytes) -> None:
     """Takes everything."""
 
 
-def test_a_late_acknowledgement_takes_nothing_back() -> None:
+def test_a_late_acknowledgement_is_ignored() -> None:
     channel = SendChannel(nowhere, JsonCodec(), max_window=8, stall_limit_s=1.0)
     assert channel.open_window(2) == 2
     head = channel.delta_head("r1", 0)

@@ -51,7 +51,7 @@ def test_the_window_holds_over_all_requests_of_a_socket(tmp_path):
         assert client.until("delta", "done", "pong")["type"] == "pong"
 
 
-def test_a_window_larger_than_allowed_is_cut_and_told(tmp_path):
+def test_a_window_larger_than_allowed_is_reduced(tmp_path):
     with (
         make_engine(tmp_path) as engine,
         serving(engine, ws={"send_queue_messages": 8}) as server,
@@ -75,7 +75,7 @@ def test_a_reader_that_never_acknowledges_is_closed_and_its_requests_end(tmp_pat
         wait_until(lambda: server.front_end.num_requests == 0)
 
 
-def test_a_socket_that_reads_nothing_holds_no_memory_and_disturbs_nobody(tmp_path):
+def test_a_socket_that_reads_nothing_holds_no_memory_and_delays_no_other(tmp_path):
     """It does not even acknowledge: the transport's own buffer is the brake."""
     with (
         make_engine(tmp_path, lambda prompt, choice: LONG) as engine,

@@ -39,13 +39,13 @@ def test_the_page_is_at_the_root_and_runs_only_its_own_scripts(http):
 
 
 @pytest.mark.parametrize("path", SERVED, ids=lambda path: path.name)
-def test_every_file_is_served_as_it_is_on_disk(http, path):
+def test_every_file_is_served_unchanged(http, path):
     answer = http.get(f"/{path.relative_to(FOLDER).as_posix()}")
     assert answer.content == path.read_bytes()
     assert answer.headers.get("content-encoding") == (None if path.suffix == ".woff2" else "gzip")
 
 
-def test_a_browser_that_has_the_file_gets_no_second_copy(http):
+def test_a_current_copy_gets_304(http):
     first = http.get("/chat.js")
     again = http.get("/chat.js", headers={"if-none-match": first.headers["etag"]})
     assert (again.status_code, again.content) == (304, b"")
@@ -58,7 +58,7 @@ def test_nothing_else_is_served(http, path):
     assert http.get(path).status_code == 404
 
 
-def test_nothing_of_the_page_comes_from_elsewhere():
+def test_the_page_loads_nothing_from_other_servers():
     for path in OWN:
         text = path.read_text().replace("http://www.w3.org/2000/svg", "")
         for line in text.splitlines():
@@ -67,13 +67,13 @@ def test_nothing_of_the_page_comes_from_elsewhere():
             )
 
 
-def test_no_model_text_can_become_markup():
+def test_scripts_do_not_assign_html():
     scripts = "".join(path.read_text() for path in OWN if path.suffix == ".js")
     for way in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(", "new Function", "DOMParser"):
         assert way not in scripts
 
 
-def test_health_and_readiness_tell_the_engines_state(http):
+def test_health_and_readiness_report_the_engines_state(http):
     assert http.get("/health").json()["status"] == "ok"
     assert http.get("/ready").json() == {"ready": True, "engine": "READY"}
 
@@ -84,7 +84,7 @@ def test_not_ready_without_an_engine(tmp_path):
         assert httpx.get(f"{server.url}/health").status_code == 200
 
 
-def test_a_strange_pages_socket_is_refused_with_the_remedy(server):
+def test_a_socket_of_another_site_is_refused_with_the_remedy(server):
     url = f"ws://127.0.0.1:{server.port}/v1/ws"
     with pytest.raises(InvalidStatus) as refused, connect(url, origin="https://evil.example"):
         pass

@@ -56,7 +56,7 @@ def ids_of(span: ReadableSpan) -> tuple[str, str]:
     return f"{span.context.trace_id:032x}", f"{span.parent.span_id:016x}" if span.parent else ""
 
 
-def test_the_trace_of_a_frame_goes_on_into_the_engine(house: tuple[Server, Take]) -> None:
+def test_the_trace_of_a_frame_continues_in_the_engine(house: tuple[Server, Take]) -> None:
     server, take = house
     with open_socket(server) as client:
         client.generate("r1", "the fox", params={"max_tokens": 6, "n": 2}, label="seen-1", traceparent=PARENT)
@@ -77,7 +77,7 @@ def test_the_trace_of_a_frame_goes_on_into_the_engine(house: tuple[Server, Take]
     assert "the fox" not in request.to_json()  # never what was said
 
 
-def test_a_frame_without_a_parent_is_under_the_handshake_s(house: tuple[Server, Take]) -> None:
+def test_a_frame_without_a_parent_is_a_child_of_the_handshake_s(house: tuple[Server, Take]) -> None:
     server, take = house
     with open_socket(server, additional_headers={"traceparent": PARENT}) as client:
         client.generate("r1", params={"max_tokens": 2})
@@ -104,7 +104,7 @@ def test_without_any_parent_a_trace_begins_here(house: tuple[Server, Take]) -> N
     assert told_by(request)["gen_ai.operation.name"] == "chat"
 
 
-def test_what_is_refused_says_why_and_is_no_failure_of_the_server(house: tuple[Server, Take]) -> None:
+def test_a_refused_request_has_its_error_type_and_is_no_server_failure(house: tuple[Server, Take]) -> None:
     server, take = house
     with open_socket(server) as client:
         client.generate("r1", params={"temperature": 9.0})
@@ -114,7 +114,7 @@ def test_what_is_refused_says_why_and_is_no_failure_of_the_server(house: tuple[S
     assert request.status.is_ok or request.status.is_unset
 
 
-def test_a_client_that_goes_away_ends_its_span_and_its_resume_has_its_own(house: tuple[Server, Take]) -> None:
+def test_a_disconnect_ends_the_span_and_a_resume_has_its_own(house: tuple[Server, Take]) -> None:
     server, take = house
     request_id = "ab" * 16
     with open_socket(server) as client:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.frontends.websocket.builders import make_engine, open_socket, serving
 
 
-def test_guesses_are_told_of_each_choice_where_there_were_any(tmp_path):
+def test_usage_has_draft_tokens_of_each_choice_where_there_were_any(tmp_path):
     plain, guessed = usage(tmp_path / "plain"), usage(tmp_path / "guessed", guesses=(4, 1))
     assert set(plain) == {"prompt_tokens", "cached_tokens", "completion_tokens"}
     assert guessed == {**plain, "accepted_prediction_tokens": 4, "rejected_prediction_tokens": 1}

@@ -105,7 +105,7 @@ def figures(service, path="/health"):
     return httpx.get(f"http://127.0.0.1:{service.port}{path}", headers={"Authorization": f"Bearer {BOB}"})
 
 
-def test_a_stream_is_read_on_at_another_worker_beyond_the_window_of_the_first(service):
+def test_a_stream_resumes_at_another_worker_after_the_window_of_the_first(service):
     """The worker that was left forgets the request meanwhile, and must not end it."""
     num_tokens = int(2.5 * RESUME_WINDOW_S / 0.01)
     with on_each_worker(service) as (first, second):
@@ -120,7 +120,7 @@ def test_a_stream_is_read_on_at_another_worker_beyond_the_window_of_the_first(se
         assert reading.text == whole.text
 
 
-def test_a_worker_that_dies_takes_its_sockets_alone_and_is_replaced(service):
+def test_a_worker_that_dies_ends_only_its_own_sockets_and_is_replaced(service):
     with on_each_worker(service) as (first, second):
         before, doomed = set(workers_of(service)), worker_of(service, first)
         lost, kept = generate(first, 150, detached=True), generate(second, 150)
@@ -157,7 +157,7 @@ def test_a_key_s_limit_holds_over_all_workers(service):
         assert second.until("done", "error", id="fourth")["type"] == "done"
 
 
-def test_any_worker_tells_of_all_sockets(service):
+def test_any_worker_reports_all_sockets(service):
     wait_until(lambda: figures(service).json()["sockets"] == 0)
     with on_each_worker(service):
         wait_until(lambda: figures(service).json()["sockets"] == 2)  # those that came to the wrong worker are closed
