@@ -1,4 +1,4 @@
-"""Text at the edge: tokenizer, chat template, detokenizer, stop strings. Knows nothing of torch or transformers."""
+"""Tokenizer, chat template, detokenizer, stop strings, parsers of outputs. Imports neither torch nor transformers."""
 
 from inferengine.text.chat_template import ChatTemplate, check_messages
 from inferengine.text.detokenizer import TextDelta, TextStream

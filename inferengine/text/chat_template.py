@@ -3,9 +3,8 @@
 The environment (trim_blocks, lstrip_blocks, loop controls, tojson without HTML escapes, `raise_exception`,
 `strftime_now`, the `generation` tag) follows transformers' apply_chat_template, because templates are written for it.
 
-Tools for models whose chat template does not speak of them: described in the system message, in Hermes' words.
-
-From the prompt format that Nous Research published with Hermes 2 Pro.
+For models whose chat template does not support tools, `with_tools` describes them in the system message, in the prompt
+format that Nous Research published with Hermes 2 Pro.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from inferengine.text.tokenizer import read_json, special_token_strings
 MAX_OUTPUT_CHARACTERS = 8_000_000
 TIME_LIMIT_S = 10.0
 MAX_ITEMS = 16_384  # messages of a conversation, and parts of a message
-# Names with a meaning of their own: a request's chat_template_kwargs may not replace them.
+# Names that a request's chat_template_kwargs may not replace.
 RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now"})
 _CONTINUE_MARK = "\ue000CONTINUE\ue001"  # private use characters: no template and no message contains them by chance
 
@@ -63,8 +62,8 @@ class ChatTemplate:
 
     @classmethod
     def from_files(cls, files: Mapping[str, bytes]) -> ChatTemplate | None:
-        """The template of a checkpoint: `chat_template.jinja`, else `chat_template` of tokenizer_config.json (a text,
-        or a list of named ones of which `default` is taken). None when the model has none."""
+        """Read the template of a checkpoint: `chat_template.jinja`, else `chat_template` of tokenizer_config.json (a
+        text, or a list of named ones of which `default` is taken). None when the model has none."""
         special_tokens = special_token_strings(files)
         if (content := files.get("chat_template.jinja")) is not None:
             return cls(content.decode(errors="replace"), special_tokens)
@@ -83,8 +82,10 @@ class ChatTemplate:
         continue_final_message: bool = False,
         **kwargs: Any,
     ) -> str:
-        """The prompt text of a conversation. `kwargs` that the template does not read are left out; a reserved one is
-        an InvalidRequest, and so is whatever the template itself refuses by `raise_exception`."""
+        """Render the prompt text of a conversation. `kwargs` that the template does not read are left out.
+
+        Raises InvalidRequest for a reserved name, and where the template calls `raise_exception`.
+        """
         for name in kwargs:
             if name in RESERVED:
                 raise InvalidRequest("chat_template_kwargs", f"{name} cannot be set this way")
@@ -128,8 +129,8 @@ class ChatTemplate:
 
 
 def check_messages(messages: Any, path: str = "messages") -> list[dict[str, Any]]:
-    """Messages of a request as templates read them: a role and a content string each. Typed text parts are joined by
-    newlines; parts of another type, and anything of the wrong shape, are an InvalidRequest that names its place."""
+    """Turn the messages of a request into what templates read: a role and a content string each. Typed text parts are
+    joined by newlines. Raises InvalidRequest naming the place of a part of another type or of the wrong shape."""
     if not isinstance(messages, list) or not messages:
         raise InvalidRequest(path, "must be a list of at least one message")
     _check_length(path, messages)
@@ -162,7 +163,7 @@ def _message(message: Any, path: str) -> dict[str, Any]:
 
 
 def _tool_calls(calls: Any, path: str) -> list[dict[str, Any]]:
-    """Calls of an earlier turn. Templates read their arguments as objects, the API carries them as JSON text."""
+    """Tool calls of an earlier message. Templates read their arguments as objects; the API has them as JSON text."""
     if not isinstance(calls, list):
         raise InvalidRequest(path, "must be a list of calls")
     read = []
@@ -223,7 +224,7 @@ class _Generation(jinja2.ext.Extension):
 
 
 class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """The sandbox, with a clock that every turn of a loop and every call of a macro looks at."""
+    """The sandbox, with a time limit that is checked in every iteration of a loop and every call of a macro."""
 
     intercepted_binops = frozenset({"*", "**"})
 
@@ -235,11 +236,12 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         self._clock = threading.local()
 
     def start_clock(self, time_limit_s: float) -> None:
-        """For the calling thread: rendering stops when `time_limit_s` is over."""
+        """Start the time limit of a rendering by the calling thread."""
         self._clock.deadline = time.monotonic() + time_limit_s
 
-    def turn(self) -> str:
-        """Called by the compiled template wherever it could go on for ever."""
+    def check_clock(self) -> str:
+        """Raise InvalidRequest when the time is over. Called by the compiled template wherever it could run for
+        ever."""
         if time.monotonic() > self._clock.deadline:
             raise _refused("takes too long")
         return ""
@@ -247,12 +249,12 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
     def _parse(self, source: str, name: str | None, filename: str | None) -> jinja2.nodes.Template:
         tree = super()._parse(source, name, filename)
         for node in tree.find_all((jinja2.nodes.For, jinja2.nodes.Macro, jinja2.nodes.CallBlock)):
-            call = jinja2.nodes.Call(jinja2.nodes.EnvironmentAttribute("turn"), [], [], None, None)
+            call = jinja2.nodes.Call(jinja2.nodes.EnvironmentAttribute("check_clock"), [], [], None, None)
             node.body.insert(0, jinja2.nodes.ExprStmt(call).set_lineno(node.lineno))  # type: ignore[attr-defined]
         return tree
 
     def call_binop(self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any) -> Any:
-        """Products cannot grow beyond what an output may hold, whatever the operands are."""
+        """Refuse products and powers that are larger than an output may be."""
         if operator == "**" and not (abs(left) <= 1000 and abs(right) <= 100):
             raise _refused("computes a power that is too large")
         for sized, times in ((left, right), (right, left)):
@@ -263,7 +265,7 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
 
 def with_tools(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The conversation with the tools in its system message, and calls and results as plain text."""
+    """Return the conversation with the tools in its system message, and with calls and results as plain text."""
     plain = [_plain(message) for message in messages]
     if not tools:
         return plain

@@ -1,16 +1,14 @@
-"""Token ids to text while they arrive: what was given out never changes, and its sum equals the decode of the whole.
+"""TextStream: the text of one output from its tokens as they arrive, with stop strings.
 
-Byte-level vocabularies (GPT-2, Llama 3, Qwen) go through a table of bytes and an incremental UTF-8 decoder. All others
-(SentencePiece with byte fallback, WordPiece, ...) have rules that look at neighbours, so a window of ids is decoded.
+Front ends and the engine's own text path both use it, so they give the same text for the same tokens. It has two parts:
 
-Stop strings in a stream: found wherever the tokens cut them, and never shown, not even their first half.
+Detokenizers return text that never changes afterwards; joined it equals the decode of all ids. Byte-level vocabularies
+(GPT-2, Llama 3, Qwen) are decoded by a table of bytes and an incremental UTF-8 decoder. In all others (SentencePiece
+with byte fallback, WordPiece, ...) the text of a token depends on its neighbours, so a window of ids is decoded.
 
-One automaton (Aho and Corasick, 1975) for all strings of a request: a state is the longest end of the text so far that
-begins some stop string, so its depth is exactly the number of characters to hold back.
-
-From the tokens of one output to the text that a client sees: detokenizer and stop strings behind one call.
-
-Front ends and the engine's own text path use nothing else, so both give the same text for the same tokens.
+StopStrings finds stop strings wherever tokens cut them, and never shows a part of one. One automaton (Aho and Corasick,
+1975) holds all strings of a request: a state is the longest end of the text so far that begins a stop string, so its
+depth is the number of characters to hold back.
 """
 
 from __future__ import annotations
@@ -22,37 +20,37 @@ from typing import NamedTuple, Protocol
 from inferengine.text.tokenizer import Tokenizer
 
 REPLACEMENT = "\ufffd"
-# A character has at most 4 bytes, so at most 4 tokens. Longer runs of held tokens are bytes that are no text at all;
-# the limit only keeps the window, and so the cost of a token, bounded.
+# A character has at most 4 bytes, so at most 4 tokens. Longer runs of held tokens are bytes that are not text; the
+# limit bounds the window, and so the cost of a token.
 MAX_HELD_TOKENS = 64
 _UTF8 = codecs.getincrementaldecoder("utf-8")
 
 
 class Detokenizer(Protocol):
-    """State of one output."""
+    """Decodes the tokens of one output."""
 
     def push(self, token_id: int) -> str:
-        """The characters that `token_id` settles; empty in the middle of a character."""
+        """Take a token. Returns the characters that it completes; empty in the middle of a character."""
         ...
 
     def flush(self) -> str:
-        """What is still held, at the end of the output: bytes that never became a character are U+FFFD."""
+        """End the output. Returns what is still held; bytes that are no character become U+FFFD."""
         ...
 
 
 def make_detokenizer(
     tokenizer: Tokenizer, *, skip_special_tokens: bool = True, context_ids: Sequence[int] = ()
 ) -> Detokenizer:
-    """`context_ids` are the last tokens before the output: some decoders strip a space at the start of a text, and an
-    output that continues a prompt does not start one. Their own text is not given out."""
+    """Make the detokenizer for a vocabulary. `context_ids` are the last tokens before the output: some decoders strip a
+    space at the start of a text, which an output that continues a prompt is not. Their own text is not returned."""
     if tokenizer.is_byte_level:
         return ByteDetokenizer(tokenizer, skip_special_tokens)
     return WindowDetokenizer(tokenizer, skip_special_tokens, context_ids)
 
 
 class ByteDetokenizer:
-    """For vocabularies whose tokens are byte strings. Most are whole characters: outside of a character their text is
-    the same for every output, and looked up."""
+    """For vocabularies whose tokens are byte strings. Most tokens are whole characters: between characters their text
+    is the same in every output, and is looked up."""
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
         self._tokenizer = tokenizer
@@ -63,6 +61,7 @@ class ByteDetokenizer:
         self._whole = tokenizer.whole_texts
 
     def push(self, token_id: int) -> str:
+        """Take a token. Returns the characters that it completes."""
         if not self._within and (text := self._whole.get(token_id)) is not None:
             return text
         is_special = self._tokenizer.is_special(token_id)
@@ -75,12 +74,14 @@ class ByteDetokenizer:
         return text
 
     def flush(self) -> str:
+        """End the output. Returns U+FFFD for a character that is incomplete."""
         return self._decode(b"", True)
 
 
 class WindowDetokenizer:
-    """For every other vocabulary. Two windows of ids are kept, as vLLM's first detokenizer did: `ids[:known]` is text
-    already given out and serves only as context, the rest is new and ends in what may still become a character."""
+    """For every other vocabulary. Two windows of ids are kept, as in vLLM's first detokenizer: the text of
+    `ids[:known]` was returned already and serves as context; the rest is new, and its end may still become a
+    character."""
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool, context_ids: Sequence[int] = ()) -> None:
         self._decode = tokenizer.decode
@@ -90,6 +91,7 @@ class WindowDetokenizer:
         self._known_text = self._text() if context_ids else ""
 
     def push(self, token_id: int) -> str:
+        """Take a token. Returns the characters that it completes."""
         self._ids.append(token_id)
         text = self._text()
         settled = len(text) > len(self._known_text) and not text.endswith(REPLACEMENT)
@@ -98,6 +100,7 @@ class WindowDetokenizer:
         return self._give_out(text)
 
     def flush(self) -> str:
+        """End the output. Returns what is still held."""
         return self._give_out(self._text()) if len(self._ids) > self._known else ""
 
     def _give_out(self, text: str) -> str:
@@ -115,15 +118,15 @@ class WindowDetokenizer:
 
 
 class StopMatch(NamedTuple):
-    """`text` may be given out now; `stop` is the string that ended the output, or None."""
+    """`text` may be shown now; `stop` is the string that ended the output, or None."""
 
     text: str
     stop: str | None
 
 
 class StopStrings:
-    """Matcher of one output. The match that completes first wins, of several that end together the longest, so the
-    result does not depend on how the text was cut."""
+    """Finds the stop strings of one output. The match that completes first wins; of several that end together, the
+    longest. So the result does not depend on how the text was cut."""
 
     def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
         self._include = include
@@ -137,7 +140,7 @@ class StopStrings:
         self._held = ""
 
     def push(self, text: str) -> StopMatch:
-        """Take more text; after a match nothing more may be pushed."""
+        """Take more text. After a match nothing more may be pushed."""
         state = self._state
         for position, character in enumerate(text):
             while state and character not in self._next[state]:
@@ -154,7 +157,7 @@ class StopStrings:
         return StopMatch(seen[:cut], None)
 
     def flush(self) -> str:
-        """What is held back, once it is known that the output ended otherwise."""
+        """End the output without a match. Returns the text held back."""
         held, self._held, self._state = self._held, "", 0
         return held
 
@@ -170,7 +173,7 @@ class StopStrings:
         self._match[state] = stop
 
     def _links(self) -> list[int]:
-        """For each state the longest proper end of it that is a state too, breadth first."""
+        """For each state, its longest proper suffix that is a state too, breadth first."""
         fail = [0] * len(self._next)
         queue = list(self._next[0].values())
         for state in queue:
@@ -187,7 +190,7 @@ class StopStrings:
 
 class TextDelta(NamedTuple):
     """`text` is new; `stop` is the stop string that ended the output here, or None; `num_tokens` counts the tokens of
-    the whole output so far, up to and with the one that completed the stop string."""
+    the output so far, up to and including the one that completed the stop string."""
 
     text: str
     stop: str | None
@@ -195,8 +198,8 @@ class TextDelta(NamedTuple):
 
 
 class TextStream:
-    """State of one output. `context_ids` are the last prompt tokens, for decoders that strip a leading space;
-    before `min_tokens` tokens stop strings are not looked for."""
+    """Decodes one output. `context_ids` are the last prompt tokens, for decoders that strip a leading space. Stop
+    strings in the first `min_tokens` tokens do not count."""
 
     def __init__(
         self,
@@ -218,18 +221,18 @@ class TextStream:
 
     @property
     def is_plain(self) -> bool:
-        """There are no stop strings."""
+        """Whether there are no stop strings."""
         return self._stops is None
 
     def push_plain(self, token_id: int) -> str:
-        """`push` of one token that does not end the output, where there are no stop strings."""
+        """Do what `push` does for one token that does not end the output, where there are no stop strings."""
         self.num_tokens += 1
         return self._push_token(token_id)
 
     def push(self, token_ids: Sequence[int], final: bool = False, stop_token: bool = False) -> TextDelta:
-        """Take the next tokens; `final` says that these are the last, so nothing stays held back. `stop_token`: the
-        last of them ended the output by its id, and has no text unless stops are to be included. Tokens after a stop
-        string are ignored and not counted."""
+        """Take the next tokens. `final`: these are the last, so nothing stays held back. `stop_token`: the last of them
+        ended the output by its id, and has no text unless stops are included. Tokens after a stop string are ignored
+        and not counted."""
         hidden = 1 if stop_token and token_ids and not self._include_stop else 0
         shown = token_ids[:-1] if hidden else token_ids
         if self._stops is None:
@@ -240,16 +243,16 @@ class TextStream:
         for token_id in shown:
             if self.stopped is None:
                 self.num_tokens += 1
-                self._look(self._push_token(token_id), parts)
+                self._match(self._push_token(token_id), parts)
         if self.stopped is None:
             self.num_tokens += hidden
             if final:
-                self._look(self._flush(), parts)
+                self._match(self._flush(), parts)
                 parts.append(self._stops.flush())
         return TextDelta("".join(parts), self.stopped, self.num_tokens)
 
-    def _look(self, text: str, parts: list[str]) -> None:
-        """Append what of `text` may be shown, and note the stop string that it completes."""
+    def _match(self, text: str, parts: list[str]) -> None:
+        """Append the part of `text` that may be shown, and note the stop string that it completes."""
         if self._stops is None or self.num_tokens < self._min_tokens:
             parts.append(text)
             return

@@ -1,26 +1,24 @@
-"""One assistant's output as reasoning, content and tool calls, while it is being written.
-
-Reasoning apart from the answer, for models that write `<think> ... </think>` before they answer.
-"""
+"""Splits an assistant's output into reasoning, content and tool calls, while it is being generated."""
 
 from __future__ import annotations
 
 from inferengine.text.tool_parsers import ToolParser
 from inferengine.text.tool_parsers.base import CallDelta, Content, Part, Reasoning, split_at_mark
 
-OPEN, CLOSE = "<think>", "</think>"
+OPEN, CLOSE = "<think>", "</think>"  # around the reasoning that some models write before they answer
 
 
 class ReasoningReader:
-    """Splits one output. `inside`: the prompt has opened the tag already. A tag further on in the answer is text, and
-    white space next to the tags belongs to neither side."""
+    """Splits reasoning from the answer in one output. `inside`: the prompt has opened the tag already. A tag inside the
+    answer is text. White space next to the tags is dropped."""
 
     def __init__(self, *, inside: bool) -> None:
         self._state = "reasoning" if inside else "start"
         self._held = ""
-        self._begun = False  # of the side that is being written, something but space has been shown
+        self._begun = False  # whether more than white space has been shown of the current side
 
     def push(self, text: str, final: bool = False) -> list[Part]:
+        """Take more text; `final`: nothing follows. Returns the parts that it completes."""
         parts: list[Part] = []
         text = self._held + text
         self._held = ""
@@ -56,7 +54,7 @@ class ReasoningReader:
 
 
 class Message:
-    """Parts put together."""
+    """A whole output, joined from its parts."""
 
     def __init__(self) -> None:
         self.content = ""
@@ -64,6 +62,7 @@ class Message:
         self.calls: list[tuple[str, str]] = []  # name and arguments as JSON text
 
     def add(self, parts: list[Part]) -> None:
+        """Append parts."""
         for part in parts:
             if isinstance(part, Content):
                 self.content += part.text
@@ -77,7 +76,7 @@ class Message:
 
 
 class MessageReader:
-    """Reads one output. Either reader may be absent; then that kind of part is content."""
+    """Parses one output. Without a reasoning reader or a tool parser that kind of part is content."""
 
     def __init__(self, reasoning: ReasoningReader | None, tools: ToolParser | None) -> None:
         self._reasoning = reasoning
@@ -85,7 +84,7 @@ class MessageReader:
         self.num_calls = 0
 
     def push(self, text: str, final: bool = False) -> list[Part]:
-        """What the text adds; `final`: nothing follows."""
+        """Take more text; `final`: nothing follows. Returns the parts that it completes."""
         split: list[Part] = [Content(text)] if self._reasoning is None else self._reasoning.push(text, final)
         if self._tools is None:
             return [part for part in split if not isinstance(part, Content) or part.text]
@@ -100,7 +99,7 @@ class MessageReader:
         return parts
 
     def read(self, text: str) -> Message:
-        """A whole output at once."""
+        """Parse a whole output at once."""
         message = Message()
         message.add(self.push(text, final=True))
         return message

@@ -1,7 +1,7 @@
-"""What is known of a text's tokens without tokenizing it: the least number there can be, and places to cut it at.
+"""Bounds on a text's tokens without tokenizing it: the least possible number, and places where it can be cut.
 
-Both are read off the tokenizer's own description, and only from parts that are understood here exactly. Of anything
-else nothing is claimed: a text that would be served is never refused, and pieces make the tokens of the whole.
+Both follow from the tokenizer's own description, and only from parts whose meaning is known exactly. For anything else
+nothing is claimed: a text that would be served is never refused, and the pieces give exactly the tokens of the whole.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from typing import Any
 
 PIECE_CHARACTERS = 64 * 1024  # 60 ms of tokenizing, and 10 MB
 
-# The expressions by which byte-level vocabularies divide a text (GPT-2's stands in the library). In all of them a
-# letter belongs to a run of letters, perhaps with an apostrophe's ending, which ends before every character of _CUT;
-# and what comes next does not look back.
+# The expressions that byte-level vocabularies split a text by (GPT-2's is in the library). In all of them a letter
+# belongs to a run of letters, perhaps with an apostrophe's ending, which ends before every character of _CUT, and the
+# next match does not depend on what is before it.
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _TAIL = r"\s+(?!\S)|\s+"
 _KNOWN_SPLITS = frozenset(
@@ -33,22 +33,22 @@ _KNOWN_SPLITS = frozenset(
         r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
     }
 )
-# A letter of scripts that are old enough for every version of Unicode, then what ends a run of letters in all of them.
+# A letter of scripts that are in every version of Unicode, then a character that ends a run of letters in all of them.
 _CUT = re.compile(r"[A-Za-zа-яА-Я぀-ゖァ-ヺ一-龥가-힣](?=[ \n.,;:!?。，、！？；：])")
-# Normalizers, by how many times as many bytes a text may have as what they make of it: ASCII, and anything. Canonical
-# composition makes at least one byte of four (U+1FBE, U+0308, U+0301: seven to two).
+# Normalizers, with the factor by which they may shrink a text in bytes: an ASCII text, and any text. Canonical
+# composition shrinks at most four bytes to one (U+1FBE, U+0308, U+0301: seven to two).
 _SHRINKS = {"NFC": (1, 4), "NFD": (1, 4), "Prepend": (1, 1)}
 
 
-class Extent:
-    """Of one tokenizer: its `tokenizer.json`, read."""
+class TokenBounds:
+    """The bounds of one tokenizer, from its `tokenizer.json`."""
 
     def __init__(self, document: dict[str, Any], vocabulary: dict[str, int]) -> None:
         """`vocabulary`: token to id, added tokens included."""
         added = [token for token in document.get("added_tokens") or () if isinstance(token, dict)]
         self._strips = any(token.get("lstrip") or token.get("rstrip") for token in added)
         self._shrinks = _shrinks(document.get("normalizer"))
-        self._longest = 0  # bytes of text that one token may stand for; 0: nothing is known
+        self._longest = 0  # bytes of text that one token may stand for; 0: unknown
         if self._shrinks and _keeps_all(document.get("pre_tokenizer")):
             self._longest = _longest_token(document, vocabulary, added)
         self._can_cut = (
@@ -60,18 +60,18 @@ class Extent:
         )
 
     def least_tokens(self, text: str) -> int:
-        """No tokenization of `text` has fewer."""
+        """Return a number of tokens that no tokenization of `text` can be below; 0 where nothing is known."""
         if not self._longest:
             return 0
-        if self._strips:  # such a token takes any amount of white space with it
+        if self._strips:  # such a token includes any amount of white space around it
             text = "".join(text.split())
         ascii_factor, factor = self._shrinks or (1, 1)
         num_bytes = len(text) if text.isascii() else len(text.encode("utf-8", "replace"))
         return -(-num_bytes // (self._longest * (ascii_factor if text.isascii() else factor)))
 
     def pieces(self, text: str) -> Iterator[str]:
-        """Parts whose tokens, one after the other, are those of the whole; the whole where nothing is known. A part is
-        longer than PIECE_CHARACTERS only where there is no place to cut it."""
+        """Cut a text into pieces whose tokens, joined, are those of the whole. A piece is longer than PIECE_CHARACTERS
+        only where there is no known place to cut it."""
         start = 0
         while self._can_cut and len(text) - start > PIECE_CHARACTERS:
             end = self._cut_before(text, start, start + PIECE_CHARACTERS)
@@ -85,7 +85,7 @@ class Extent:
         yield text[start:]
 
     def last_pieces(self, text: str) -> Iterator[str]:
-        """The same from the end: each part precedes the one before it."""
+        """Cut a text as `pieces` does, but from its end: the last piece comes first."""
         end = len(text)
         while self._can_cut and end > PIECE_CHARACTERS:
             start = self._cut_before(text, 0, end - PIECE_CHARACTERS)
@@ -97,7 +97,7 @@ class Extent:
 
     @staticmethod
     def _cut_before(text: str, start: int, end: int) -> int:
-        """The last place to cut in text[start:end], looked for in ever larger steps; 0 where there is none."""
+        """The last place to cut in text[start:end], searched in growing windows; 0 where there is none."""
         window = 256
         while True:
             first = max(start, end - window)
@@ -110,7 +110,7 @@ class Extent:
 
 
 def _shrinks(normalizer: Any) -> tuple[int, int] | None:
-    """How many bytes of text may be one byte after normalizing: of an ASCII text, and of any. None: not known."""
+    """How many bytes of text may become one byte by normalizing: of an ASCII text, and of any. None: unknown."""
     if normalizer is None:
         return (1, 1)
     kind = normalizer.get("type")
@@ -130,7 +130,7 @@ def _shrinks(normalizer: Any) -> tuple[int, int] | None:
 
 
 def _keeps_all(pre_tokenizer: Any) -> bool:
-    """It divides the text and drops none of it."""
+    """Whether it splits the text and drops none of it."""
     if pre_tokenizer is None:
         return True
     kind = pre_tokenizer.get("type")
@@ -142,7 +142,7 @@ def _keeps_all(pre_tokenizer: Any) -> bool:
 
 
 def _longest_token(document: dict[str, Any], vocabulary: dict[str, int], added: list[dict[str, Any]]) -> int:
-    """Bytes of normalized text that one token stands for at most; 0 where characters may be dropped, or many of them
+    """The most bytes of normalized text that one token stands for; 0 where characters may be dropped, or many of them
     become one unknown token."""
     model = document.get("model") or {}
     if model.get("type") not in ("BPE", "Unigram"):
@@ -184,7 +184,8 @@ def _splits_at_cuts(pre_tokenizer: Any) -> bool:
 
 
 def byte_alphabet() -> dict[str, int]:
-    """GPT-2's printable stand-in for each byte (Radford et al. 2019, encoder.py)."""
+    """Return the byte of each printable character that stands for one in GPT-2's vocabulary (Radford et al. 2019,
+    encoder.py)."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     table = {chr(byte): byte for byte in printable}
     hidden = [byte for byte in range(256) if byte not in set(printable)]

@@ -1,4 +1,5 @@
-"""Text to token ids and back, from the files of a checkpoint that travel over the wire. Needs `tokenizers` alone."""
+"""Tokenizer: text to token ids and back, from the files of a checkpoint that are sent over the wire. Needs only the
+`tokenizers` package."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from typing import Any
 from tokenizers import Tokenizer as FastTokenizer
 
 from inferengine.errors import InferEngineError
-from inferengine.text.token_bounds import BYTE_CHARACTERS, PIECE_CHARACTERS, Extent
+from inferengine.text.token_bounds import BYTE_CHARACTERS, PIECE_CHARACTERS, TokenBounds
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -23,7 +24,7 @@ SHORT_TEXT_CHARACTERS = 1000  # tokenized in a millisecond or two
 
 
 def fingerprint(files: Mapping[str, bytes]) -> str:
-    """SHA-256 over names and contents in the order of the names, hex: two engines with the same files agree on it."""
+    """Hash names and contents in the order of the names (SHA-256, hex): equal for engines with the same files."""
     digest = hashlib.sha256()
     for name in sorted(files):
         for part in (name.encode(), files[name]):
@@ -33,7 +34,7 @@ def fingerprint(files: Mapping[str, bytes]) -> str:
 
 
 def read_json(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
-    """The named file as a map; empty when it is absent. Raises InferEngineError when it holds anything else."""
+    """Read the named file as a map; empty when it is absent. Raises InferEngineError when it holds anything else."""
     content = files.get(name)
     if content is None:
         return {}
@@ -47,7 +48,7 @@ def read_json(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
 
 
 def special_token_strings(files: Mapping[str, bytes]) -> dict[str, str]:
-    """`bos_token`, `eos_token`, ... as strings, which is how chat templates read them."""
+    """Read `bos_token`, `eos_token`, ... as strings, as chat templates use them."""
     named: dict[str, str] = {}
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
         for key, value in read_json(files, name).items():
@@ -58,7 +59,7 @@ def special_token_strings(files: Mapping[str, bytes]) -> dict[str, str]:
 
 
 class Tokenizer:
-    """A vocabulary and its rules. Safe to share between threads: nothing but caches changes after construction."""
+    """A vocabulary and its rules. Thread-safe: only caches change after construction."""
 
     def __init__(self, fast: FastTokenizer, special_tokens: Mapping[str, str], files_fingerprint: str) -> None:
         fast.no_truncation()  # some tokenizer.json carry the training run's settings
@@ -72,14 +73,14 @@ class Tokenizer:
         )
         document = json.loads(fast.to_str())
         self.is_byte_level = _decoder_types(document.get("decoder")) == {"ByteLevel"}
-        self._extent = Extent(document, fast.get_vocab(with_added_tokens=True))
+        self._bounds = TokenBounds(document, fast.get_vocab(with_added_tokens=True))
         self._frame = self._find_frame()
         self._bytes: dict[int, bytes] = {}
-        self.whole_texts: dict[int, str] = {}  # of tokens that are whole characters, as detokenizers come to know them
+        self.whole_texts: dict[int, str] = {}  # of tokens that are whole characters, filled in by detokenizers
 
     @classmethod
     def from_files(cls, files: Mapping[str, bytes]) -> Tokenizer:
-        """`files` maps file names to contents; `tokenizer.json` must be among them."""
+        """Make a tokenizer of `files`, by name; `tokenizer.json` must be among them. Raises InferEngineError."""
         content = files.get("tokenizer.json")
         if content is None:
             raise InferEngineError("engine_error", "the model has no tokenizer.json")
@@ -90,47 +91,48 @@ class Tokenizer:
         return cls(fast, special_token_strings(files), fingerprint(files))
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`. Those of a long one are made without the GIL, so that it can go to a thread."""
+        """Tokenize `text`. A long text is tokenized without the GIL, so that a thread can do it."""
         if len(text) <= SHORT_TEXT_CHARACTERS:
             ids: list[int] = self._fast.encode(text, add_special_tokens=add_special_tokens).ids
             return ids
         return [token_id for part in self.parts(text, add_special_tokens) for token_id in part]
 
     def least_tokens(self, text: str) -> int:
-        """No fewer tokens than this has `text`, without tokenizing it; 0 where nothing can be said."""
-        return self._extent.least_tokens(text)
+        """Return a lower bound of the number of tokens of `text`, without tokenizing it; 0 where none is known."""
+        return self._bounds.least_tokens(text)
 
     def parts(self, text: str, add_special_tokens: bool = True) -> Iterator[list[int]]:
-        """The same ids, part after part: each is made when it is asked for, in the memory that a piece of the text
-        takes, so that whoever has enough can stop. A text that cannot be cut exactly is one part."""
+        """Tokenize `text` piece by piece, on demand: the caller may stop early, and memory is that of a piece. A text
+        that cannot be cut exactly is one part."""
         if self._frame is None or len(text) <= PIECE_CHARACTERS:
             yield self._encode(text, add_special_tokens)
             return
         prefix, suffix = self._frame if add_special_tokens else ([], [])
         yield prefix
-        for piece in self._extent.pieces(text):
+        for piece in self._bounds.pieces(text):
             yield self._encode(piece, False)
         yield suffix
 
     def last_parts(self, text: str, add_special_tokens: bool = True) -> Iterator[list[int]]:
-        """The same from the end: each part precedes the one before it."""
+        """Tokenize `text` as `parts` does, but from its end: the last part comes first."""
         if self._frame is None or len(text) <= PIECE_CHARACTERS:
             yield self._encode(text, add_special_tokens)
             return
         prefix, suffix = self._frame if add_special_tokens else ([], [])
         yield suffix
-        for piece in self._extent.last_pieces(text):
+        for piece in self._bounds.last_pieces(text):
             yield self._encode(piece, False)
         yield prefix
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        # `encode` keeps the GIL, seconds for a megabyte; this one finds the same ids and no offsets
+        # `encode` holds the GIL, seconds for a megabyte; this call gives the same ids without offsets
         (found,) = self._fast.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         ids: list[int] = found.ids
         return ids
 
     def _find_frame(self) -> tuple[list[int], list[int]] | None:
-        """The special tokens before and after every text. None where they cannot be told from its own."""
+        """The special tokens before and after every text. None where they cannot be distinguished from the text's
+        own."""
         probe = "a b"
         plain = self._fast.encode(probe, add_special_tokens=False).ids
         whole = self._fast.encode(probe, add_special_tokens=True).ids
@@ -140,7 +142,7 @@ class Tokenizer:
         return whole[: places[0]], whole[places[0] + len(plain) :]
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Text of `token_ids`. Ids beyond the vocabulary (padding rows of the model's head) have no text."""
+        """Return the text of `token_ids`. Ids beyond the vocabulary (padding rows of the model's head) have none."""
         if len(token_ids) <= SHORT_TEXT_CHARACTERS:
             text: str = self._fast.decode(token_ids, skip_special_tokens=skip_special_tokens)
         else:  # for the interpreter's lock, as above
@@ -148,14 +150,16 @@ class Tokenizer:
         return text
 
     def is_special(self, token_id: int) -> bool:
+        """Whether it is a special token, which is left out of texts by default."""
         return token_id in self._special_ids
 
     def token_to_id(self, token: str) -> int | None:
+        """Return the id of a token by its text; None where there is none."""
         found: int | None = self._fast.token_to_id(token)
         return found
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes that a token stands for inside a text; empty for an id without a token."""
+        """Return the bytes that a token stands for inside a text; empty for an id without a token."""
         found = self._bytes.get(token_id)
         if found is None:
             found = self._bytes[token_id] = self._token_bytes(token_id)
@@ -168,7 +172,7 @@ class Tokenizer:
         if self.is_byte_level:
             try:
                 return bytes(map(BYTE_CHARACTERS.__getitem__, token))
-            except KeyError:  # the decoder, too, takes such a token literally
+            except KeyError:  # the decoder takes such a token literally too
                 return token.encode()
         if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
             return bytes.fromhex(token[3:5])

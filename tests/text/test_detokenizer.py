@@ -1,11 +1,13 @@
+"""Text from tokens as they arrive: detokenizers, stop strings, and both together in a TextStream."""
+
 from __future__ import annotations
 
 import random
 
 import pytest
 
-from inferengine.text import Tokenizer
-from inferengine.text.detokenizer import MAX_HELD_TOKENS, WindowDetokenizer, make_detokenizer
+from inferengine.text import TextStream, Tokenizer
+from inferengine.text.detokenizer import MAX_HELD_TOKENS, StopStrings, WindowDetokenizer, make_detokenizer
 from tests.text.vocabularies import load, sentencepiece
 
 TEXTS = [
@@ -84,3 +86,148 @@ def test_bytes_that_never_become_text_cannot_grow_the_window() -> None:
     assert broken is not None
     shown = "".join(stream.push(broken) for _ in range(10 * MAX_HELD_TOKENS))
     assert len(shown) >= 9 * MAX_HELD_TOKENS
+
+
+# -- stop strings ---
+
+
+def feed(matcher: StopStrings, pieces: list[str]) -> tuple[str, str | None, list[str]]:
+    """Text shown, stop found, and what was shown after each piece."""
+    steps: list[str] = []
+    for piece in pieces:
+        text, stop = matcher.push(piece)
+        steps.append(text)
+        if stop is not None:
+            return "".join(steps), stop, steps
+    return "".join(steps) + matcher.flush(), None, steps
+
+
+def test_text_before_the_stop_is_shown_and_nothing_of_the_stop() -> None:
+    assert feed(StopStrings(["END"]), ["hello E", "N", "D more"])[:2] == ("hello ", "END")
+
+
+def test_the_stop_is_shown_when_asked_for_and_nothing_behind_it() -> None:
+    assert feed(StopStrings(["END"], include=True), ["hello E", "N", "D more"])[:2] == ("hello END", "END")
+
+
+def test_the_first_half_of_a_stop_waits_and_is_released_when_it_was_none() -> None:
+    _, stop, steps = feed(StopStrings(["END"]), ["x E", "N", "E", "!"])
+    assert stop is None
+    assert steps == ["x ", "", "EN", "E!"]
+
+
+def test_what_is_held_at_the_end_is_released() -> None:
+    assert feed(StopStrings(["\n\nHuman"]), ["bye\n\nHum"])[:2] == ("bye\n\nHum", None)
+
+
+def test_a_false_start_does_not_hide_the_true_one() -> None:
+    assert feed(StopStrings(["aab"]), list("aaaab"))[:2] == ("aa", "aab")
+
+
+def test_the_stop_that_completes_first_wins_and_of_equals_the_longest() -> None:
+    assert feed(StopStrings(["abc", "b"]), ["abc"])[:2] == ("a", "b")
+    assert feed(StopStrings(["b", "ab"]), ["xab"])[:2] == ("x", "ab")
+
+
+def test_sixteen_stops_of_all_lengths() -> None:
+    stops = ["".join("xyz"[(i + j) % 3] for j in range(i + 2)) + "!" for i in range(16)]
+    for stop in stops:
+        assert feed(StopStrings(stops), ["say ", stop[:1], stop[1:], "more"])[:2] == ("say ", stop)
+
+
+@pytest.mark.parametrize("include", [False, True])
+def test_random_texts_cut_anywhere_equal_a_plain_search(include: bool) -> None:
+    generator = random.Random(3)
+    for _ in range(500):
+        stops = [
+            "".join(generator.choices("ab", k=generator.randrange(1, 5))) for _ in range(generator.randrange(1, 5))
+        ]
+        text = "".join(generator.choices("abc", k=20))
+        pieces: list[str] = []
+        rest = text
+        while rest:
+            cut = generator.randrange(1, 5)
+            pieces.append(rest[:cut])
+            rest = rest[cut:]
+        ends = [(text.find(stop) + len(stop), -len(stop), stop) for stop in stops if stop in text]
+        shown, found, _ = feed(StopStrings(stops, include=include), pieces)
+        if not ends:
+            assert (shown, found) == (text, None)
+            continue
+        end, _, stop = min(ends)
+        assert found == stop
+        assert shown == text[: end if include else end - len(stop)]
+
+
+# -- TextStream ---
+
+
+def test_tokens_in_any_grouping_give_the_same_text(byte_exact_tokenizer: Tokenizer) -> None:
+    generator = random.Random(4)
+    text = "the fox 🎉 says 你好"
+    ids = byte_exact_tokenizer.encode(text)
+    for _ in range(20):
+        stream, shown, rest = TextStream(byte_exact_tokenizer), "", ids
+        while rest:
+            cut = generator.randrange(0, 5)
+            shown += stream.push(rest[:cut]).text
+            rest = rest[cut:]
+        last = stream.push([], final=True)
+        assert shown + last.text == text
+        assert last.num_tokens == len(ids)
+
+
+def test_a_stop_string_never_leaks_and_later_tokens_do_not_count(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("the quick STOP brown fox")
+    upto = next(n for n in range(len(ids) + 1) if "STOP" in tokenizer.decode(ids[:n]))
+    one_by_one = TextStream(tokenizer, stop=["STOP"])
+    deltas = []
+    for token_id in ids:
+        deltas.append(one_by_one.push([token_id]))
+        if deltas[-1].stop:
+            break
+    assert "".join(delta.text for delta in deltas) == "the quick "
+    assert deltas[-1] == (deltas[-1].text, "STOP", upto)
+    assert TextStream(tokenizer, stop=["STOP"]).push(ids) == ("the quick ", "STOP", upto)
+
+
+def test_after_the_stop_nothing_is_shown(tokenizer: Tokenizer) -> None:
+    stream = TextStream(tokenizer, stop=["STOP"])
+    count = stream.push(tokenizer.encode("a STOP")).num_tokens
+    assert stream.push(tokenizer.encode("more"), final=True) == ("", "STOP", count)
+
+
+def test_a_stop_string_may_be_included(tokenizer: Tokenizer) -> None:
+    stream = TextStream(tokenizer, stop=["quick"], include_stop=True)
+    assert stream.push(tokenizer.encode("the quick brown")).text == "the quick"
+
+
+def test_held_text_comes_with_the_last_push(tokenizer: Tokenizer) -> None:
+    stream = TextStream(tokenizer, stop=["fox!"])
+    assert stream.push(tokenizer.encode("the fox")).text == "the "
+    assert stream.push([], final=True).text == "fox"
+
+
+def test_a_stop_string_spelled_by_unfinished_bytes_is_found_at_the_end(tokenizer: Tokenizer) -> None:
+    stream = TextStream(tokenizer, stop=["\ufffd"])
+    delta = stream.push(tokenizer.encode("a🎉")[:-1], final=True)
+    assert (delta.text, delta.stop) == ("a", "\ufffd")
+
+
+def test_the_token_that_stopped_by_its_id_counts_and_has_no_text(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("the fox")
+    delta = TextStream(tokenizer).push(ids, final=True, stop_token=True)
+    assert delta.num_tokens == len(ids)
+    assert delta.text == tokenizer.decode(ids[:-1])
+    assert TextStream(tokenizer, include_stop=True).push(ids, final=True, stop_token=True).text == "the fox"
+
+
+def test_stop_strings_are_not_looked_for_before_min_tokens(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("x x x x")
+    assert TextStream(tokenizer, stop=["x"], min_tokens=len(ids)).push(ids).text == "x x x "
+
+
+def test_special_tokens_are_shown_only_when_asked_for(tokenizer: Tokenizer) -> None:
+    ids = [*tokenizer.encode("fox"), tokenizer.token_to_id("</s>")]
+    assert TextStream(tokenizer).push(ids).text == "fox"
+    assert TextStream(tokenizer, skip_special_tokens=False).push(ids).text == "fox</s>"

@@ -1,4 +1,4 @@
-"""How many KV blocks fit: from the configuration, or from what memory is free once the weights are in place."""
+"""The number of KV blocks: as configured, or what fits into the memory that is free once the weights are loaded."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ GIB = 1 << 30
 DEFAULT_CPU_SHARE = 0.25  # of free memory
 DEFAULT_CPU_LIMIT_BYTES = GIB  # a model on a CPU is bound by arithmetic long before it needs more
 DEFAULT_CUDA_SHARE = 0.92  # of all memory, weights and activations included
-TYPICAL_TOKENS = 4096  # how long a sequence is taken to be when groups share the memory
+TYPICAL_TOKENS = 4096  # assumed length of a sequence, for dividing the memory among KV groups
 
 
 class CacheSettings(NamedTuple):
-    """The part of the configuration that decides the cache's size. 0 means: decide here."""
+    """The part of the configuration that decides the cache's size. 0: decided by `plan_groups`."""
 
     block_size: int
     num_blocks: int
@@ -30,16 +30,16 @@ class CacheSettings(NamedTuple):
     max_num_seqs: int
     max_model_len: int
     max_chunk: int  # most tokens of one sequence in a step
-    asked_model_len: int = 0  # a length that somebody asked for: if one sequence of it fits, it gets its place
+    asked_model_len: int = 0  # the configured length: room for one such sequence is kept, where it fits
 
 
 def block_bytes(config: DecoderConfig, group: int, block_size: int, dtype: torch.dtype) -> int:
-    """Bytes of one block over all layers of a group."""
+    """Return the bytes of one block over all layers of a group."""
     return block_size * config.kv_bytes_per_token(group, dtype.itemsize)
 
 
 def plan_groups(config: DecoderConfig, settings: CacheSettings, dtype: torch.dtype, budget_bytes: int) -> list[KVGroup]:
-    """Blocks per KV group within `budget_bytes`, no more than all slots could ever use.
+    """Divide `budget_bytes` into blocks per KV group, no more than all slots could ever use.
 
     Raises DoesNotFit when not even one sequence of one step fits.
     """
@@ -60,7 +60,7 @@ def plan_groups(config: DecoderConfig, settings: CacheSettings, dtype: torch.dty
         one = [held_blocks(window, settings.asked_model_len, size) for window in windows]
         one_bytes = sum(count * cost for count, cost in zip(one, costs, strict=True))
         if one_bytes <= rest and any(int(units * each) < least for each, least in zip(share, one, strict=True)):
-            units = (rest - one_bytes) / whole  # that one first, and of the rest what typical ones need
+            units = (rest - one_bytes) / whole  # room for that one first, the rest for typical ones
         else:
             one = [0] * len(windows)
         counts = [
@@ -81,7 +81,7 @@ def plan_groups(config: DecoderConfig, settings: CacheSettings, dtype: torch.dty
 
 
 def sequences_at_once(groups: list[KVGroup], num_tokens: int, settings: CacheSettings) -> int:
-    """How many sequences of this length the groups hold beside each other, prompts being read one chunk at a time."""
+    """Return how many sequences of this length the groups hold at once, while prompts are computed in chunks."""
     once = _blocks_once([group.window for group in groups], settings)
     return min(
         max(0, group.num_blocks - extra) // held_blocks(group.window, num_tokens, settings.block_size)
@@ -90,37 +90,38 @@ def sequences_at_once(groups: list[KVGroup], num_tokens: int, settings: CacheSet
 
 
 def held_blocks(window: int | None, num_tokens: int, block_size: int) -> int:
-    """Blocks that a sequence of this length holds between steps: what lies left of a window has been given back."""
+    """Return the blocks that a sequence of this length holds between steps; those left of a window are freed."""
     needed = -(-num_tokens // block_size)
     return needed if window is None else min(needed, -(-window // block_size) + 1)
 
 
 def _blocks_once(windows: Sequence[int | None], settings: CacheSettings) -> list[int]:
-    """Blocks beside those, for all sequences together: the step's prompt chunks, until their windows have moved on."""
+    """Further blocks for all sequences together: those of a step's prompt chunks, until their windows have moved on."""
     return [0 if window is None else -(-settings.max_chunk // settings.block_size) for window in windows]
 
 
 def device_budget_bytes(total: int, memory_fraction: float, taken: int) -> int:
-    """What is left for the KV cache of a CUDA device's share, where everything else takes `taken`."""
+    """Return what a CUDA device's share leaves for the KV cache, where everything else takes `taken` bytes."""
     return int(total * (memory_fraction or DEFAULT_CUDA_SHARE)) - taken
 
 
 def host_budget_bytes(free: int, memory_fraction: float) -> int:
-    """The part of a host's free memory that the KV cache may have."""
+    """Return the part of a host's free memory that the KV cache may have."""
     if memory_fraction:
         return int(free * memory_fraction)
     return min(int(free * DEFAULT_CPU_SHARE), DEFAULT_CPU_LIMIT_BYTES)
 
 
 def _blocks_of(window: int | None, num_tokens: int, settings: CacheSettings) -> int:
-    """Blocks that a sequence of this length holds at most: the scheduler's own rule."""
+    """The most blocks that a sequence of this length holds, by the scheduler's own rule."""
     needed = -(-num_tokens // settings.block_size)
     return needed if window is None else min(needed, -(-(window + settings.max_chunk) // settings.block_size) + 1)
 
 
 def free_host_bytes(root: Path = Path("/")) -> int:
-    """What can be had without swapping, of this machine and of the control groups (version 2) that this process is in:
-    page cache that the kernel would give back counts as free. `root`: where /proc and /sys are, for tests."""
+    """Return the bytes that can be allocated without swapping, on this machine and in the control groups (version 2) of
+    this process. Page cache that the kernel can reclaim counts as free. `root`: the folder of /proc and /sys, for
+    tests."""
     try:
         lines = (root / "proc/meminfo").read_text(encoding="ascii").splitlines()
     except OSError:
@@ -130,7 +131,7 @@ def free_host_bytes(root: Path = Path("/")) -> int:
 
 
 def _control_groups(root: Path) -> list[Path]:
-    """The folders of this process's control group and of those above it, as far as they are seen from here."""
+    """The folders of this process's control group and of those above it that are visible here."""
     top = root / "sys/fs/cgroup"
     try:
         entries = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
@@ -142,7 +143,8 @@ def _control_groups(root: Path) -> list[Path]:
 
 
 def _left_in_group(folder: Path) -> int | None:
-    """None: it has no limit. Files that are mapped or were read count as used there, and can be given back."""
+    """The bytes left in a control group; None: it has no limit. Page cache counts as used there, but can be
+    reclaimed."""
     try:
         limit = (folder / "memory.max").read_text(encoding="ascii").strip()
         if limit == "max":

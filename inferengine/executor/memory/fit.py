@@ -1,11 +1,11 @@
-"""Whether a model fits into the memory that is free, said before anything of it is read.
+"""Checks whether a model fits into the free memory, before any of it is read.
 
-What loading needs is memory of its own: every weight in the number format that the engine computes in, before it is
-packed or rounded. The checkpoint's files do not count: they are mapped, and the kernel takes those pages back. A device
-needs the same of its own memory; a host that loads for a device needs next to nothing.
+Loading needs memory for every weight in the number format that the engine computes in, before it is packed or rounded.
+The checkpoint's files do not count: they are mapped, and the kernel can reclaim those pages. A device needs the same of
+its own memory; a host that loads for a device needs almost nothing.
 
-Only what cannot work is refused: the smallest figure that is known is held against what is free. Packing may halve fp32
-weights on a CPU, for one. Swap is not counted: `engine.check_memory = false` is for who wants to use it.
+Only what cannot work is refused: the smallest known figure is compared with the free memory. Packing may halve fp32
+weights on a CPU, for example. Swap is not counted; `engine.check_memory = false` allows its use.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ REMEDY = (
 
 
 def require_fit(settings: ExecutorSettings, plan: MemoryPlan, free_bytes: int | None = None) -> None:
-    """Raises DoesNotFit where the model cannot be loaded and served with what is free now (`free_bytes`: measured)."""
+    """Raise DoesNotFit where the model cannot be loaded and served in the free memory. `free_bytes` None: measure
+    it."""
     if free_bytes is None:
         free_bytes = free_device_bytes(settings.device)
     if reason := misfit(settings, plan, free_bytes):
@@ -42,12 +43,12 @@ def require_fit(settings: ExecutorSettings, plan: MemoryPlan, free_bytes: int | 
 
 
 def free_device_bytes(device: torch.device) -> int:
-    """What can be allocated now: others' memory is not ours."""
+    """Measure the bytes that can be allocated now."""
     return int(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else free_host_bytes()
 
 
 def misfit(settings: ExecutorSettings, plan: MemoryPlan, free_bytes: int) -> str:
-    """Why it cannot be loaded and served; empty: nothing is known that speaks against it."""
+    """Return why the model cannot be loaded and served; empty: no reason is known."""
     loading = loading_bytes(settings, plan)
     if loading > free_bytes:
         return f"its weights take {loading / GIB:.1f} GiB while they are loaded, and {free_bytes / GIB:.1f} are free"
@@ -57,8 +58,8 @@ def misfit(settings: ExecutorSettings, plan: MemoryPlan, free_bytes: int) -> str
 
 
 def loading_bytes(settings: ExecutorSettings, plan: MemoryPlan) -> int:
-    """What the weights take when most of them is there at once. Those that the engine itself makes low precision are
-    all there before the first is rounded."""
+    """Return the most bytes that the weights take while they are loaded. Weights that the engine itself quantizes are
+    all loaded before the first is rounded."""
     config, _ = registry.read_model_config(settings.folder)
     values = read_json(settings.folder / "config.json")
     if settings.quantization == "none" or layout_of(values) is not None:
@@ -67,7 +68,7 @@ def loading_bytes(settings: ExecutorSettings, plan: MemoryPlan) -> int:
 
 
 def least_resident_bytes(settings: ExecutorSettings, plan: MemoryPlan) -> int:
-    """The least that the weights take once they are packed: a CPU may keep fp32 weights in half."""
+    """Return the least bytes that the weights take once they are packed: a CPU may keep fp32 weights in 16 bits."""
     values = read_json(settings.folder / "config.json")
     float32 = settings.dtype in (None, torch.float32) and settings.quantization == "none" and layout_of(values) is None
     weights = plan.weights + plan.draft_weights
@@ -84,7 +85,7 @@ def _misfit_of_share(settings: ExecutorSettings, plan: MemoryPlan) -> str:
 
 
 def _misfit_of_host_cache(settings: ExecutorSettings, plan: MemoryPlan, left_bytes: int) -> str:
-    """Whether the KV cache of a CPU holds a sequence in what the weights leave."""
+    """Why the KV cache of a CPU does not fit into what the weights leave; empty: it fits."""
     config, _ = registry.read_model_config(settings.folder)
     kv_dtype = settings.kv_dtype(config)
     budget = host_budget_bytes(max(0, left_bytes), settings.memory_fraction)

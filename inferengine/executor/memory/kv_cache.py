@@ -1,10 +1,9 @@
-"""The KV tensors of a model, their host twins for swapping, and the block copies that a plan asks for.
+"""KVCache: the KV tensors of a model, their host tensors for swapping, and a plan's block copies.
 
-Scales of an FP8 cache: what each layer's keys and values are divided by before they are stored as e4m3.
-
-Measured once, by running a prompt of random tokens through the model with a cache of its own number format. e4m3 is as
-fine relative to a value over 15 octaves, so the scale need only put all magnitudes well inside them: the largest one
-seen comes to rest HEADROOM below the largest code.
+The keys and values of an FP8 cache are divided by a scale per layer before they are stored as e4m3. Scales are measured
+once, by running a prompt of random tokens through the model with a cache of its own number format. The relative
+precision of e4m3 is the same over 15 octaves, so the scale only has to put all magnitudes well inside them: the largest
+one seen is stored as the largest code divided by HEADROOM.
 """
 
 from __future__ import annotations
@@ -22,7 +21,10 @@ from inferengine.layers.attention import Attention
 from inferengine.layers.decoder_config import DecoderConfig
 from inferengine.layers.rotary import RopeConfig, cos_sin_table
 
-CACHE_LINE = 64  # bytes; torch begins its tensors at a multiple of it too
+CACHE_LINE = 64  # bytes; torch aligns its tensors to it too
+HEADROOM = 8.0  # of an FP8 cache
+LARGEST_CODE = 448.0  # of e4m3
+SAMPLE_TOKENS = 256  # of the prompt that FP8 scales are measured with
 GroupCache = tuple[torch.Tensor, int | None]  # the cache of a KV group's first layer, and the group's window
 
 
@@ -52,10 +54,11 @@ class KVCache:
 
     @property
     def num_bytes(self) -> int:
+        """Bytes of the device tensors."""
         return sum(layer.numel() * layer.element_size() for layer in self.layers)
 
     def magnitudes(self) -> list[tuple[float, float]]:
-        """The largest key and the largest value of each layer."""
+        """Return the largest absolute key and value of each layer."""
         return [(float(layer[:, 0].abs().max()), float(layer[:, 1].abs().max())) for layer in self.layers]
 
     def bind(self, model: nn.Module, num_positions: int) -> None:
@@ -70,7 +73,7 @@ class KVCache:
                 attention.cos_sin = tables[attention.rope]
 
     def copy_blocks(self, plan: StepPlan) -> None:
-        """Out to the host, back from the host, within the device: in this order."""
+        """Copy the plan's blocks: out to the host, back from the host, within the device, in this order."""
         if plan.swap_out:
             self._copy(plan.swap_out, self.layers, self.host_layers)
         if plan.swap_in:
@@ -90,8 +93,8 @@ class KVCache:
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A tensor of zeros. On a CPU its pages come from the system when they are first written to: filling a cache of
-    gigabytes by hand would be most of an engine's start."""
+    """Make a tensor of zeros. On a CPU its pages are allocated when they are first written: filling a cache of
+    gigabytes would be most of an engine's start."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     num_bytes = math.prod(shape) * dtype.itemsize
@@ -101,7 +104,7 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> t
 
 
 def _runs(copy: BlockCopies) -> list[tuple[int, int, int]]:
-    """Copies joined where both source and target blocks are neighbours: (source, target, number of blocks)."""
+    """Copies of neighbouring blocks joined: (source, target, number of blocks)."""
     sources, targets = np.array(copy.sources), np.array(copy.targets)
     breaks = np.flatnonzero((np.diff(sources) != 1) | (np.diff(targets) != 1)) + 1
     begins = np.concatenate(([0], breaks))
@@ -109,24 +112,20 @@ def _runs(copy: BlockCopies) -> list[tuple[int, int, int]]:
     return [(int(sources[begin]), int(targets[begin]), int(count)) for begin, count in zip(begins, counts, strict=True)]
 
 
-HEADROOM = 8.0
-LARGEST = 448.0
-SAMPLE_TOKENS = 256
-
-
 def set_scales(model: nn.Module, magnitudes: list[tuple[float, float]]) -> None:
-    """Give every attention layer its scales. `magnitudes` are the largest key and value seen, layer by layer."""
+    """Set the scales of every attention layer from `magnitudes`, the largest key and value seen of each layer."""
     layers = [module for module in model.modules() if isinstance(module, Attention)]
     for layer, (key, value) in zip(layers, magnitudes, strict=True):
         layer.kv_scales = (_scale(key), _scale(value))
 
 
 def sample_tokens(vocab_size: int, count: int) -> list[int]:
-    """The same random tokens each time."""
-    return torch.randint(vocab_size, (count,), generator=torch.Generator().manual_seed(0)).tolist()
+    """Draw random tokens, the same each time."""
+    tokens: list[int] = torch.randint(vocab_size, (count,), generator=torch.Generator().manual_seed(0)).tolist()
+    return tokens
 
 
 def _scale(magnitude: float) -> float:
     """A power of two, so that scaling rounds nothing."""
-    exact = max(magnitude, 1e-6) * HEADROOM / LARGEST
+    exact = max(magnitude, 1e-6) * HEADROOM / LARGEST_CODE
     return float(2.0 ** torch.tensor(exact).log2().ceil().item())

@@ -1,4 +1,5 @@
-"""MemoryPlan: where a device's memory goes for a model, from its config.json alone. Printed at start and held to."""
+"""MemoryPlan: how a device's memory is divided for a model, from its config.json alone. The engine prints it and keeps
+to it."""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ GIB = 1 << 30
 CUDA_CONTEXT_BYTES = 600 * (1 << 20)  # driver, kernels and libraries of one process, measured on Hopper
 CONTEXTS = (1024, 4096, 8192, 32768, 131072)
 GRAPH_BYTES = 4 * (1 << 20)  # nodes of one captured step; its buffers are shared by all
-SOME_LESS = 0.98  # of the cache that was planned: allocators round, and keep what was loaded on the way
+SOME_LESS = 0.98  # share of the planned cache above which no warning is due: allocators round and keep buffers
 
 
 class MemoryPlan(NamedTuple):
@@ -59,12 +60,12 @@ class MemoryPlan(NamedTuple):
     prompt_shapes: list[MixedShape]  # of the steps with prompts to capture; none for a CPU
 
     def sequences(self, num_tokens: int) -> int:
-        """How many sequences of this length the KV cache holds at once."""
+        """Return how many sequences of this length the KV cache holds at once."""
         return sequences_at_once(self.groups, num_tokens, self.cache) if self.groups else 0
 
     @property
     def num_kv_tokens(self) -> int:
-        """Tokens that one sequence, or many sharing, could keep in full-attention layers, where there are any."""
+        """Tokens that fit into full-attention layers; without such layers, into the smallest group."""
         full = [group.num_blocks for group in self.groups if group.window is None]
         return min(full or [group.num_blocks for group in self.groups] or [0]) * self.cache.block_size
 
@@ -72,8 +73,8 @@ class MemoryPlan(NamedTuple):
 def weight_bytes(
     config: DecoderConfig, model_type_values: dict[str, object], dtype: torch.dtype, quantization: str = "none"
 ) -> int:
-    """Bytes of all parameters, counted on a model that is built without memory; shared ones once. `quantization` is the
-    configuration's; a checkpoint that is quantized already says so itself."""
+    """Count the bytes of all parameters on a model built without memory; shared ones count once. `quantization` is the
+    configured scheme; that of a quantized checkpoint is in `model_type_values`, its config.json."""
     with torch.device("meta"):
         model = registry.family(model_type_values).build(REFERENCE, config)
     sizes = {id(parameter): float(parameter.numel() * dtype.itemsize) for parameter in model.parameters()}
@@ -88,13 +89,13 @@ def weight_bytes(
 
 
 def activation_bytes(config: DecoderConfig, num_tokens: int, num_seqs: int, dtype: torch.dtype) -> int:
-    """An upper bound of what the largest step allocates: its widest layer a few times over, and the logits."""
+    """Return an upper bound of what the largest step allocates: its widest layer a few times over, and the logits."""
     widest = max(2 * config.intermediate_size, (config.num_heads + 2 * config.num_kv_heads) * config.head_dim)
     return num_tokens * (widest + 4 * config.hidden_size) * 2 * dtype.itemsize + num_seqs * config.vocab_size * 12
 
 
 def slot_bytes(config: DecoderConfig, cache: CacheSettings) -> int:
-    """What the state of running requests takes."""
+    """Return the bytes of the state of running requests."""
     slots = Slots(
         num_slots=cache.max_num_seqs,
         max_model_len=cache.max_model_len,
@@ -107,8 +108,8 @@ def slot_bytes(config: DecoderConfig, cache: CacheSettings) -> int:
 
 
 def graph_bytes(config: DecoderConfig, settings: ExecutorSettings, dtype: torch.dtype, shapes: list[MixedShape]) -> int:
-    """What the steps captured at start take: their nodes, and the buffers of the largest, which all of them share.
-    `shapes`: of the steps with prompts."""
+    """Estimate the bytes of the CUDA graphs: their nodes, and the buffers of the largest step, which all of them share.
+    `shapes` are those of the steps with prompts."""
     num_graphs = len(graphs_to_capture(settings.max_num_seqs)) + len(shapes)
     num_tokens = max([settings.max_num_seqs, *(shape.num_tokens for shape in shapes)])
     num_rows = max([settings.max_num_seqs, *(shape.num_rows for shape in shapes)])
@@ -116,8 +117,7 @@ def graph_bytes(config: DecoderConfig, settings: ExecutorSettings, dtype: torch.
 
 
 def _token_s(config: DecoderConfig, values: dict[str, object], settings: ExecutorSettings, dtype: torch.dtype) -> float:
-    """Device seconds for each token of a step, as the engine reckons them at start; 0 for a device that is not here:
-    then every shape counts."""
+    """Estimated device seconds per token of a step; 0 without a CUDA device here, which keeps every shape."""
     if not torch.cuda.is_available():
         return 0.0
     whole = weight_bytes(config, {**values, "quantization_config": None, "compression_config": None}, dtype)
@@ -133,7 +133,7 @@ def _token_s(config: DecoderConfig, values: dict[str, object], settings: Executo
 
 
 def make_plan(settings: ExecutorSettings, device_bytes: int) -> MemoryPlan:
-    """The plan for a device with `device_bytes`, of which nothing is taken yet."""
+    """Plan a device with `device_bytes`, of which nothing is taken yet. Raises ConfigError."""
     config, _ = registry.read_model_config(settings.folder)
     values = read_json(settings.folder / "config.json")
     dtype, kv_dtype = settings.compute_dtype(config), settings.kv_dtype(config)
@@ -175,9 +175,9 @@ def make_plan(settings: ExecutorSettings, device_bytes: int) -> MemoryPlan:
 
 
 def held_budget(plan: MemoryPlan, memory_fraction: float, *, total: int, free: int, step: int) -> int:
-    """What the KV cache of a CUDA device gets once the weights are in place: what is planned, or what is left where
-    more is taken than planned. `step`: bytes that the largest step was seen to need, slots among them. A draft model
-    and the captured graphs come later: what is planned for them stays free."""
+    """Return the bytes for the KV cache of a CUDA device once the weights are loaded: as planned, or what is left where
+    more is taken than planned. `step`: measured bytes of the largest step, slots included. The planned memory of a
+    draft model and of the CUDA graphs, which come later, stays free."""
     taken = total - free + step + plan.graphs + plan.draft_weights
     left = device_budget_bytes(total, memory_fraction, taken)
     if left < SOME_LESS * plan.kv_budget:
@@ -190,7 +190,7 @@ def held_budget(plan: MemoryPlan, memory_fraction: float, *, total: int, free: i
 
 
 def context_length(settings: ExecutorSettings, config: DecoderConfig) -> int:
-    """Most tokens of a sequence. Raises ConfigError where more are asked for than the model was made for."""
+    """Return the most tokens of a sequence. Raises ConfigError where the configured length exceeds the model's."""
     wanted = settings.max_model_len
     if wanted > config.max_position:
         raise ConfigError(
@@ -200,7 +200,7 @@ def context_length(settings: ExecutorSettings, config: DecoderConfig) -> int:
 
 
 def cache_settings(settings: ExecutorSettings, max_model_len: int) -> CacheSettings:
-    """What decides the size of the cache, out of all that the configuration decides."""
+    """Return the part of the settings that decides the size of the cache."""
     return CacheSettings(
         block_size=settings.block_size,
         num_blocks=settings.num_blocks,
@@ -214,18 +214,18 @@ def cache_settings(settings: ExecutorSettings, max_model_len: int) -> CacheSetti
 
 
 def device_memory(device: torch.device) -> int:
-    """Bytes of a CUDA device, or what is free on this host."""
+    """Return the bytes of a CUDA device, or the free bytes of this host."""
     return int(torch.cuda.mem_get_info(device)[1]) if device.type == "cuda" else free_host_bytes()
 
 
 def plan_contexts(plan: MemoryPlan) -> list[int]:
-    """Context lengths that a plan is shown for."""
+    """Return the context lengths that a plan is shown for."""
     longest = plan.cache.max_model_len
     return [length for length in CONTEXTS if length < longest] + [longest]
 
 
 def plan_lines(plan: MemoryPlan) -> list[str]:
-    """The plan as a table for people."""
+    """Format the plan as lines of a table."""
     rows = [
         ("weights", plan.weights),
         ("draft model's weights", plan.draft_weights),

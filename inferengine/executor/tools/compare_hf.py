@@ -1,11 +1,8 @@
-"""Layer by layer, how far this engine's model is from transformers' own: where two implementations part.
+"""Compares this engine's model with transformers' own, layer by layer.
 
-Both read the same checkpoint and the same prompt. What is compared is the residual stream that enters the first layer
-and leaves each one, and the logits. An error that begins in one layer names the layer to look at; with
-`model.quantization` set, it is what quantization costs.
-
-Probe: a prompt through a loaded executor's model, for measuring it: logits of every position, and what each layer
-makes of it. Uses the blocks of the cache as if nobody else did; for tools, never beside requests.
+Both read the same checkpoint and the same prompt. Compared are the residual stream before the first layer and after
+each layer, and the logits. The first layer with an error is the one to look at; with `model.quantization` set, the
+errors show what quantization costs.
 """
 
 from __future__ import annotations
@@ -29,16 +26,15 @@ from inferengine.sampling_params import SamplingParams
 
 
 class Probe:
-    """One prompt at a time, in chunks of the executor's token budget."""
+    """Runs prompts through a loaded executor's model for the logits of every position, in chunks of its token budget.
+    It writes to the first blocks of the cache: never use it beside requests."""
 
     def __init__(self, executor: TorchExecutor) -> None:
         self._executor = executor
-        config = executor.config
-        self._groups = [(executor.kv.layers[config.windows.index(window)], window) for window in config.group_windows]
 
     @torch.inference_mode()
     def logits(self, token_ids: Sequence[int]) -> torch.Tensor:
-        """[T, V] in fp32. Raises ConfigError when the cache is too small for the prompt."""
+        """Compute the logits [T, V] in fp32. Raises ConfigError when the cache is too small for the prompt."""
         executor = self._executor
         blocks = -(-len(token_ids) // executor.capacity.block_size)
         if blocks > min(group.num_blocks for group in executor.capacity.groups):
@@ -56,7 +52,7 @@ class Probe:
         if first:
             blocks = list(range(-(-len(token_ids) // executor.capacity.block_size)))
             slots.admit([SlotInit(slot, token_ids, len(token_ids), SamplingParams(temperature=0.0), 0, ())])
-            slots.apply_blocks([BlockUpdates([slot] * len(blocks), blocks, blocks) for _ in self._groups])
+            slots.apply_blocks([BlockUpdates([slot] * len(blocks), blocks, blocks) for _ in executor.kv.groups])
         plan = StepPlan(
             step=0,
             slots=[slot],
@@ -70,12 +66,13 @@ class Probe:
         )
         batch = make_batch(plan, columns_of(plan), slots, executor.device)
         batch.plans = [
-            executor.ops.prepare_attention(batch, group, kv, window) for group, (kv, window) in enumerate(self._groups)
+            executor.ops.prepare_attention(batch, group, kv, window)
+            for group, (kv, window) in enumerate(executor.kv.group_caches)
         ]
         return batch
 
     def close(self) -> None:
-        """Hand the scratch slot's block table back to the scratch block."""
+        """Point the scratch slot's block table to the scratch block again."""
         for table, group in zip(self._executor.slots.block_tables, self._executor.capacity.groups, strict=True):
             table[self._executor.slots.num_slots] = group.num_blocks
 
@@ -86,7 +83,7 @@ TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 8e-2}
 
 
 class Difference(NamedTuple):
-    """Of one place: the largest absolute error, and the error's norm over the norm of what transformers has."""
+    """The error at one place: the largest absolute one, and its norm over the norm of transformers' values."""
 
     place: str
     max_abs: float
@@ -94,18 +91,20 @@ class Difference(NamedTuple):
 
 
 class Comparison(NamedTuple):
+    """The errors of all places, and how far the most likely tokens agree."""
+
     rows: list[Difference]
     tolerance: float
     same_tokens: float  # share of positions whose most likely token is the same
 
     @property
     def parted(self) -> str | None:
-        """The first place whose relative error is above the tolerance, None where there is none."""
+        """The first place whose relative error is above the tolerance; None where there is none."""
         return next((row.place for row in self.rows if not row.relative <= self.tolerance), None)
 
 
 def compare(config: Config, num_tokens: int = DEFAULT_TOKENS) -> Comparison:
-    """Run both over the same random tokens. Raises ConfigError when transformers is not installed."""
+    """Run both models over the same random tokens. Raises ConfigError when transformers is not installed."""
     executor = build_executor(config)
     capacity = executor.load(lambda phase, share: None)
     token_ids = sample_tokens(capacity.vocab_size, min(num_tokens, capacity.max_model_len - 1))
@@ -118,7 +117,7 @@ def compare(config: Config, num_tokens: int = DEFAULT_TOKENS) -> Comparison:
 
 
 def table(comparison: Comparison) -> list[str]:
-    """The comparison for people."""
+    """Format the comparison as lines of a table."""
     lines = [f"{'place':<14}{'max abs error':>15}{'relative error':>16}"]
     for row in comparison.rows:
         mark = "" if row.relative <= comparison.tolerance else "  above the tolerance"
@@ -158,7 +157,7 @@ def _of_transformers(
     model = transformers.AutoModelForCausalLM.from_pretrained(
         folder, dtype=dtype, local_files_only=True, use_safetensors=True, attn_implementation="eager"
     )
-    model = model.to(device).eval()
+    model = model.to(device).eval()  # type: ignore[arg-type]  # transformers' wrapper of `to` lost its signature
     inner = model.get_decoder() if hasattr(model, "get_decoder") else model.base_model
     layers = inner.layers if hasattr(inner, "layers") else inner.h
     found: dict[str, torch.Tensor] = {}
@@ -173,7 +172,7 @@ def _of_transformers(
 
 
 def _watch(layers: nn.ModuleList, keep: Any) -> list[Any]:
-    """Call keep(place, tensor) with what enters the first layer and leaves each one."""
+    """Call keep(place, tensor) with the input of the first layer and the output of each one."""
 
     def entering(module: nn.Module, inputs: tuple[Any, ...]) -> None:
         keep("embedding", inputs[0])

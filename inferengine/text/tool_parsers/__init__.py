@@ -1,4 +1,4 @@
-"""The forms in which models write tool calls. A new one is a file here and a line in FORMATS."""
+"""The formats in which models write tool calls. A new one is a file here and a line in FORMATS."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ __all__ = ["FORMATS", "ToolFormat", "ToolParser", "detect"]
 
 
 class ToolParser(Protocol):
-    """Reads one output. Whatever the cuts between pushes, the parts put together are the same."""
+    """Parses one output. The joined parts do not depend on how the text is cut into pushes."""
 
     def push(self, text: str, final: bool = False) -> list[Part]:
-        """What the text adds; `final`: nothing follows, so nothing stays held back."""
+        """Take more text. Returns the parts that it completes; `final`: nothing follows, so nothing stays held back."""
         ...
 
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """How one family of models writes calls. `call` is the text around the arguments of a call with {name} and
-    {arguments} to fill in; several calls have `between` between them, and all together `before` and `after`."""
+    """How one family of models writes calls. `call` is the text of one, with {name} and {arguments} to fill in. Several
+    calls have `between` between them; `before` and `after` enclose them all."""
 
     name: str
     make_parser: Callable[[], ToolParser]
@@ -31,8 +31,8 @@ class ToolFormat:
     between: str
     before: str = ""
     after: str = ""
-    marks: tuple[str, ...] = ()  # parts of the text that some vocabularies have as special tokens
-    signs: tuple[str, ...] = ()  # what the chat template of such a model contains
+    marks: tuple[str, ...] = ()  # parts of the text that are special tokens in some vocabularies
+    signs: tuple[str, ...] = ()  # texts in the chat template of such a model
     id_characters: int = 24  # of the ids of calls; some templates insist on a length
 
 
@@ -77,12 +77,12 @@ FORMATS = {
         ),
     )
 }
-_ASKED_IN_THIS_ORDER = ("mistral_args", "mistral", "hermes", "llama3_json")
+_DETECTION_ORDER = ("mistral_args", "mistral", "hermes", "llama3_json")
 
 
 def detect(template: str) -> ToolFormat | None:
-    """The format that a chat template speaks of."""
-    for name in _ASKED_IN_THIS_ORDER:
+    """Return the tool format of a chat template; None where it has none."""
+    for name in _DETECTION_ORDER:
         if any(sign in template for sign in FORMATS[name].signs):
             return FORMATS[name]
     return None

@@ -1,7 +1,4 @@
-"""Text that may turn out to be a mark: held back while it may, so that no half of a mark is ever shown.
-
-What an assistant's output is made of, once its text has been read.
-"""
+"""The parts of an assistant's output, and the search for marks that may be cut between two pieces of text."""
 
 from __future__ import annotations
 
@@ -10,7 +7,8 @@ from typing import NamedTuple
 
 
 def split_at_mark(text: str, marks: Sequence[str]) -> tuple[str, str | None, str]:
-    """(text before, mark, rest). Without a whole mark: what may be shown, None, and the end that may begin one."""
+    """Find the first mark. Returns (text before, mark, rest); without a whole mark: the text that may be shown, None,
+    and the end of the text that may begin a mark."""
     found = [(place, -len(mark), mark) for mark in marks if (place := text.find(mark)) >= 0]
     if found:
         place, _, mark = min(found)
@@ -29,14 +27,14 @@ class Content(NamedTuple):
 
 
 class Reasoning(NamedTuple):
-    """Text that the model wrote for itself."""
+    """Text that the model wrote before its answer, while it was thinking."""
 
     text: str
 
 
 class CallDelta(NamedTuple):
-    """More of the tool call number `call` (from 0). `name` comes with its first delta; `arguments` are JSON text that
-    the deltas of a call put together."""
+    """A piece of the tool call number `call` (from 0). The first delta of a call has its `name`; `arguments` is a piece
+    of their JSON text."""
 
     call: int
     name: str | None

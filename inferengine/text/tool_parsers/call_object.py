@@ -1,7 +1,7 @@
-"""One call as a JSON object, `{"name": "f", "arguments": {...}}`, read while it is being written.
+"""Parses one call as a JSON object, `{"name": "f", "arguments": {...}}`, while it is being generated.
 
-The arguments leave as they come, character for character, so that a client sees them grow. Nothing leaves before it is
-known that this is a call: until then the caller may still show the text as it stands.
+The arguments are passed on character by character, so that a client can stream them. Nothing is passed on before the
+name is known: until then the caller may still show the text as content.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ _SPACE = " \t\r\n"
 
 
 class JsonValue:
-    """Finds the end of one JSON value. Counts brackets outside of strings; what is inside is the client's to read."""
+    """Finds the end of one JSON value by counting brackets outside of strings. The value itself is not checked."""
 
     def __init__(self) -> None:
         self.raw: list[str] = []
@@ -22,10 +22,12 @@ class JsonValue:
 
     @property
     def text(self) -> str:
+        """The characters so far."""
         return "".join(self.raw)
 
     def push(self, character: str) -> str:
-        """`more`: it goes on; `end`: this character is its last; `past`: the value ended before this character."""
+        """Take a character. Returns `more`: the value goes on; `end`: this is its last; `past`: it ended before this
+        one."""
         if self._in_string:
             self.raw.append(character)
             if self._escaped:
@@ -52,14 +54,14 @@ class JsonValue:
 
 
 class CallObject:
-    """`push` characters until `complete` or `broken`; `take` gives what may leave."""
+    """Parses one call: `push` characters until `complete` or `broken`; `take` what may be passed on."""
 
     def __init__(self, *, needs_arguments: bool = False) -> None:
         self.name: str | None = None
         self.complete = False
         self.broken = False
-        self.raw: list[str] = []  # all characters so far, to be shown as text if this turns out to be no call
-        self.begun = False  # something has left: there is no way back
+        self.raw: list[str] = []  # all characters so far, shown as text if this is no call
+        self.begun = False  # something was passed on: the text cannot be content any more
         self._needs_arguments = needs_arguments
         self._key = ""
         self._state = "open"
@@ -68,6 +70,7 @@ class CallObject:
         self._sent = 0
 
     def push(self, character: str) -> None:
+        """Take a character."""
         self.raw.append(character)
         if self._state == "value":
             self._push_value(character)
@@ -98,7 +101,8 @@ class CallObject:
             self._key, self._state = _string(self._value.text) or "", "colon"
 
     def take(self) -> tuple[str | None, str]:
-        """(name, arguments) not given out before: the name once, and arguments as far as they are there."""
+        """Return the (name, arguments) not returned before: the name once, and the arguments as far as they are
+        known."""
         if self.name is None or self.broken:
             return None, ""
         arguments = self._arguments
@@ -144,7 +148,7 @@ def _string(text: str) -> str | None:
 
 
 def _as_object(arguments: JsonValue | None) -> str:
-    """Arguments that are no object as the object they stand for: some models put them into a string."""
+    """Turn arguments that are no object into one: some models write the object as a string."""
     if arguments is None or arguments.text == "null":
         return "{}"
     return _string(arguments.text) or arguments.text

@@ -1,5 +1,5 @@
-"""A grammar under which a model calls tools and says nothing else: the calls in its own format, with arguments that
-match the tools' schemas. In llguidance's dialect of Lark."""
+"""Makes a grammar that only allows tool calls: in the model's own format, with arguments that match the tools' schemas.
+In llguidance's dialect of Lark."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 from inferengine.text.tool_parsers import ToolFormat
 
-MAX_CALLS = 8  # in one answer: a model that knows no end would call for ever
-# As models were trained to write JSON. A pattern without a bound would let one write spaces for ever.
+MAX_CALLS = 8  # in one answer: a model that does not stop would call for ever
+# The style of JSON that models were trained on. Without it a model could write white space for ever.
 _STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
@@ -30,9 +30,9 @@ def calls_grammar(
     special_id: Callable[[str], int | None],
     answer: dict[str, Any] | None = None,
 ) -> str:
-    """One call of one of `functions`, or several where `parallel`; or instead of calls a JSON text that matches the
-    schema `answer`. `special_id` gives the token id of a text that the vocabulary has as a special token, None for any
-    other: such a token is not its characters."""
+    """Make a grammar for one call of one of `functions`, or several where `parallel`; with `answer`, a JSON text that
+    matches this schema is allowed instead. `special_id` returns the token id of a text that is a special token, whose
+    characters the grammar cannot match, and None for any other text."""
 
     def text(characters: str) -> str:
         marks = "|".join(map(re.escape, sorted(format.marks, key=len, reverse=True)))

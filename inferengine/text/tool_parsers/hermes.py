@@ -19,10 +19,11 @@ class HermesParser:
         self._held = ""
         self._call: CallObject | None = None
         self._num_calls = 0
-        self._space = ""  # shown unless a call follows
+        self._space = ""  # white space held back: shown unless a call follows
         self._after_call = False
 
     def push(self, text: str, final: bool = False) -> list[Part]:
+        """Take more text; `final`: nothing follows. Returns the parts that it completes."""
         parts: list[Part] = []
         self._held += text
         while self._held:
@@ -70,7 +71,7 @@ class HermesParser:
             parts.append(CallDelta(self._num_calls, name, arguments))
 
     def _close(self, parts: list[Part]) -> None:
-        """A call that never got as far as its name was no call: its text is shown as it came."""
+        """End a call. Without a name it was no call: its text is shown as content."""
         call, self._call = self._call, None
         if call is None:
             return

@@ -11,15 +11,17 @@ _BETWEEN = " \t\r\n;,"
 
 
 class Llama3JsonParser:
-    """Decides on the first character that is no space. An object without a name and arguments is an answer in JSON."""
+    """Decides by the first character that is no white space. An object without a name and arguments is an answer in
+    JSON."""
 
     def __init__(self) -> None:
         self._state = "start"
-        self._pending = ""  # not decided about yet
+        self._pending = ""  # text that may be a call or content
         self._call = CallObject(needs_arguments=True)
         self._num_calls = 0
 
     def push(self, text: str, final: bool = False) -> list[Part]:
+        """Take more text; `final`: nothing follows. Returns the parts that it completes."""
         parts: list[Part] = []
         for place, character in enumerate(text):
             if self._state == "text":

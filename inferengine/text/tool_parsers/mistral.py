@@ -22,6 +22,7 @@ class MistralParser:
         self._num_calls = 0
 
     def push(self, text: str, final: bool = False) -> list[Part]:
+        """Take more text; `final`: nothing follows. Returns the parts that it completes."""
         parts: list[Part] = []
         if self._state == "text":
             before, mark, self._held = split_at_mark(self._held + text, (MARK,))

@@ -11,7 +11,7 @@ import torch
 from inferengine.cli import check
 from inferengine.config import Config
 from inferengine.errors import ExitCode
-from inferengine.executor.tools import compare_hf as compare
+from inferengine.executor.tools import compare_hf
 from inferengine.executor.tools.compare_hf import Probe
 from inferengine.layers.attention import Attention
 from tests.executor.engine import Engine
@@ -27,7 +27,7 @@ def config_of(folder: Path, **model: str) -> Config:
 @pytest.mark.parametrize("family", ["llama", "mistral-window", "qwen2", "qwen3", "gemma3", "gpt2"])
 def test_every_family_agrees_layer_by_layer(family: str, tmp_path: Path) -> None:
     model = make_model(family)
-    found = compare.compare(config_of(save(model, tmp_path)))
+    found = compare_hf.compare(config_of(save(model, tmp_path)))
     layers = model.config.num_hidden_layers
     assert [row.place for row in found.rows] == ["embedding", *(f"layer {index}" for index in range(layers)), "logits"]
     assert found.parted is None
@@ -47,13 +47,13 @@ def test_the_layer_where_they_part_is_named(tmp_path: Path, monkeypatch: pytest.
             self.scale *= 1.1
 
     monkeypatch.setattr(Attention, "finish", finish_wrongly)
-    found = compare.compare(config_of(folder))
+    found = compare_hf.compare(config_of(folder))
     assert found.parted == "layer 1"
-    assert "the two part at layer 1" in compare.table(found)[-1]
+    assert "the two part at layer 1" in compare_hf.table(found)[-1]
 
 
 def test_quantization_shows_as_growing_error(tmp_path: Path) -> None:
-    found = compare.compare(config_of(save(make_model("llama"), tmp_path), quantization="int4"))
+    found = compare_hf.compare(config_of(save(make_model("llama"), tmp_path), quantization="int4"))
     assert found.parted == "layer 0"
     assert 1e-3 < found.rows[1].relative < 0.5
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from inferengine.llm import LLM
-from tests.executor.company import Company, differs, guess_at_random, make_orders
 from tests.executor.engine import Engine
+from tests.executor.overlapping import RequestDriver, differs, draft_at_random, make_jobs
 from tests.models.checkpoints import make_model, save
 
 CULPRIT = {"temperature": 1.25}  # what only the culprit's slot has
@@ -24,7 +24,7 @@ def of_culprit(engine: Engine, slots: torch.Tensor) -> bool:
 
 
 def break_sampler(engine: Engine) -> None:
-    """As the filter did that looked for NaN in an order."""
+    """As the filter did that looked for NaN in an job."""
     sample = engine.executor.ops.sample
 
     def broken(logits: torch.Tensor, slots: Any, rows: torch.Tensor, *others: Any) -> torch.Tensor:
@@ -83,19 +83,19 @@ def hiccups(ops: Any, *, every: int) -> Iterator[None]:
             object.__setattr__(ops, name, function)
 
 
-def test_steps_that_fail_anywhere_change_no_token_beside_guesses_and_grammars() -> None:
+def test_steps_that_fail_anywhere_change_no_token_with_speculation_and_grammars() -> None:
     """Steps throw after any part of their work: in the draft model, in the model, in the sampler."""
     sizes: dict[str, Any] = {"engine": {"device": "cpu", "threads": 1}, "cache": {"num_blocks": 256}}
     with LLM(**sizes, speculation={"method": "none"}) as plain:
-        orders = make_orders(plain, 12, seed=3)
-        expected = [Company(plain).alone(order) for order in orders]
+        jobs = make_jobs(plain, 12, seed=3)
+        expected = [RequestDriver(plain).alone(job) for job in jobs]
     with LLM(**sizes, speculation={"method": "draft"}) as llm:
-        guess_at_random(llm, seed=5)
-        company = Company(llm)
+        draft_at_random(llm, seed=5)
+        driver = RequestDriver(llm)
         with hiccups(llm._executor.ops, every=61):
-            uids = [company.submit(order) for order in orders]
+            uids = [driver.submit(job) for job in jobs]
             while llm.core.has_work:
-                company.step()
+                driver.step()
         assert llm.core.num_failed_steps > 3
-        wrong = [which for which, uid in enumerate(uids) if differs(company.answers[uid], expected[which])]
+        wrong = [which for which, uid in enumerate(uids) if differs(driver.answers[uid], expected[which])]
         assert wrong == []

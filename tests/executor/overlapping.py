@@ -1,4 +1,4 @@
-"""Requests in each other's company: a seeded random overlap of every kind, against the same requests alone."""
+"""Requests that overlap at random, in every kind of combination, against the same requests alone."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ QUESTIONS = [
 REGEXES = ["[a-z ]{5,40}", "(yes|no), because [a-z ]+\\.", '\\{"name": "[a-z]+", "count": [0-9]{1,3}\\}']
 
 
-class Order(NamedTuple):
-    """What one request asks for."""
+class Job(NamedTuple):
+    """The prompt and the parameters of one request."""
 
     prompt: tuple[int, ...]
     params: SamplingParams
@@ -32,18 +32,18 @@ class Order(NamedTuple):
     regex: str | None
 
 
-class Answer(NamedTuple):
+class JobResult(NamedTuple):
     tokens: list[int]
     logprobs: list[TokenLogprobs]
 
 
-def make_orders(llm: LLM, count: int, seed: int) -> list[Order]:
+def make_jobs(llm: LLM, count: int, seed: int) -> list[Job]:
     """Half of them greedy and free; the others sampled, under a grammar, or with penalties."""
     draw = random.Random(seed)
-    return [_order(llm, draw) for _ in range(count)]
+    return [_job(llm, draw) for _ in range(count)]
 
 
-def _order(llm: LLM, draw: random.Random) -> Order:
+def _job(llm: LLM, draw: random.Random) -> Job:
     text = draw.choice(QUESTIONS)
     if draw.random() < 0.6:
         messages: Any = [{"role": "user", "content": text}]
@@ -63,28 +63,28 @@ def _order(llm: LLM, draw: random.Random) -> Order:
     if draw.random() < 0.5:
         values["logprobs"] = draw.choice([0, 2])
     params = SamplingParams(**values, ignore_eos=draw.random() < 0.5)
-    return Order(tuple(prompt), params, draw.choice([3, 12, 24, 40, 64]), regex)
+    return Job(tuple(prompt), params, draw.choice([3, 12, 24, 40, 64]), regex)
 
 
-class Company:
-    """Drives the steps of one LLM."""
+class RequestDriver:
+    """Submits requests to one LLM and runs its steps."""
 
     def __init__(self, llm: LLM) -> None:
         self.llm = llm
-        self.answers: dict[int, Answer] = {}
+        self.answers: dict[int, JobResult] = {}
         self._uid = 10**6  # above those of the LLM's own calls
 
-    def submit(self, order: Order, fork_of: int | None = None) -> int:
+    def submit(self, job: Job, fork_of: int | None = None) -> int:
         self._uid += 1
-        spec = None if order.regex is None else GrammarSpec("regex", order.regex)
-        self.answers[self._uid] = Answer([], [])
+        spec = None if job.regex is None else GrammarSpec("regex", job.regex)
+        self.answers[self._uid] = JobResult([], [])
         request = Request(
             self._uid,
-            list(order.prompt),
-            order.params,
-            max_tokens=order.max_tokens,
+            list(job.prompt),
+            job.params,
+            max_tokens=job.max_tokens,
             eos_token_ids=self.llm._eos,
-            seed=order.params.seed or 0,
+            seed=job.params.seed or 0,
             grammar=spec,
             fork_of=fork_of,
         )
@@ -106,15 +106,15 @@ class Company:
         assert not [row for row in news.finished if row.reason == "error"]
         return [row.uid for row in news.finished]
 
-    def alone(self, order: Order) -> Answer:
-        uid = self.submit(order)
+    def alone(self, job: Job) -> JobResult:
+        uid = self.submit(job)
         while self.llm.core.has_work:
             self.step()
         return self.answers.pop(uid)
 
 
-def guess_at_random(llm: LLM, seed: int) -> None:
-    """Guesses in most steps, of any number for each request, whatever they cost and however often they were wrong."""
+def draft_at_random(llm: LLM, seed: int) -> None:
+    """Make the planner draft in most steps, any number of tokens for each request, whatever the acceptance."""
     draw, control = random.Random(seed), llm.core.scheduler.speculator.controller
 
     def choose(offers: Mapping[Sequence, int], num_rows: int, *, on_device: bool) -> dict[Sequence, int]:
@@ -127,8 +127,8 @@ def guess_at_random(llm: LLM, seed: int) -> None:
     control.choose = choose  # type: ignore[method-assign]
 
 
-def differs(found: Answer, expected: Answer, *, whole: bool = True) -> bool:
-    """`whole`: else what was found may be cut short."""
+def differs(found: JobResult, expected: JobResult, *, whole: bool = True) -> bool:
+    """Whether a result differs from the expected one. Not `whole`: it may be cut short."""
     count = len(found.tokens)
     if found.tokens != expected.tokens[:count] or (whole and count != len(expected.tokens)):
         return True
@@ -138,23 +138,24 @@ def differs(found: Answer, expected: Answer, *, whole: bool = True) -> bool:
     )
 
 
-def num_wrong(llm: LLM, orders: list[Order], expected: list[Answer], *, num_requests: int, most: int, seed: int) -> int:
-    """Submits orders at random until so many have run, at most `most` at a time: how many differ from those alone."""
-    draw, company = random.Random(seed), Company(llm)
+def num_wrong(llm: LLM, jobs: list[Job], expected: list[JobResult], *, num_requests: int, most: int, seed: int) -> int:
+    """Submit jobs at random until `num_requests` have run, at most `most` at a time. Returns how many results
+    differ."""
+    draw, driver = random.Random(seed), RequestDriver(llm)
     live: dict[int, int] = {}
     submitted = wrong = 0
     while submitted < num_requests or live:
         while submitted < num_requests and len(live) < most and draw.random() < 0.4:
-            which = draw.randrange(len(orders))
-            uid = company.submit(orders[which])
+            which = draw.randrange(len(jobs))
+            uid = driver.submit(jobs[which])
             live[uid] = which
             submitted += 1
             if draw.random() < 0.1:  # a second choice, which takes over the first one's prompt
-                live[company.submit(orders[which], fork_of=uid)] = which
+                live[driver.submit(jobs[which], fork_of=uid)] = which
         if live and draw.random() < 0.002:
             gone = draw.choice(sorted(live))
             llm.core.cancel(gone)
-            wrong += differs(company.answers.pop(gone), expected[live.pop(gone)], whole=False)
-        for uid in company.step():
-            wrong += differs(company.answers.pop(uid), expected[live.pop(uid)])
+            wrong += differs(driver.answers.pop(gone), expected[live.pop(gone)], whole=False)
+        for uid in driver.step():
+            wrong += differs(driver.answers.pop(uid), expected[live.pop(uid)])
     return wrong
