@@ -24,7 +24,7 @@ from inferengine.process.supervisor import (
 )
 from tests.cli.services import RecordingView, notes, service, steady
 
-WAIT_S = 20.0
+WAIT_S = 60.0  # generous: tests may share two cores with much else
 
 
 class Outcome:
@@ -42,7 +42,7 @@ def supervise(
     folder: Path,
     *,
     steps: Sequence[tuple[Callable[[RecordingView], bool], Callable[[], None]]] = (),
-    drain_timeout_s: float = 5.0,
+    drain_timeout_s: float = 30.0,
 ) -> Outcome:
     """Run a supervisor in this thread while another waits for each condition of `steps` and then does its action."""
     view = RecordingView()
@@ -85,7 +85,7 @@ def test_sigterm_tells_all_at_once_and_the_engine_may_outlast_the_streams_of_the
     patient = """
 def stop(*_):
     note("{name} told")
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 40
     while time.monotonic() < deadline and sum(line.endswith("told\\n") for line in open(LOG)) < 3:
         time.sleep(0.01)
     note("{name} stopped")
@@ -102,7 +102,7 @@ while True:
         [http, ws],
         tmp_path,
         steps=[(noted(tmp_path, "engine started", "http started", "ws started"), send(signal.SIGTERM))],
-        drain_timeout_s=15.0,
+        drain_timeout_s=50.0,
     )
     assert outcome.code == ExitCode.OK
     lines = [note for note in notes(tmp_path) if not note.endswith("started")]
@@ -272,12 +272,12 @@ while True:
     time.sleep(0.05)
 """
     outcome = supervise(
-        service("engine", body, tmp_path, watchdog_s=0.5),
+        service("engine", body, tmp_path, watchdog_s=2.0),
         [],
         tmp_path,
         steps=[(noted(tmp_path, "second life"), send(signal.SIGTERM))],
     )
-    assert any("gave no sign of life for 0.5 s" in notice for notice in outcome.view.notices)
+    assert any("gave no sign of life for 2.0 s" in notice for notice in outcome.view.notices)
     assert outcome.code == ExitCode.OK
 
 

@@ -15,8 +15,8 @@ from typing import Any
 
 import httpx
 
-START_TIMEOUT_S = 60.0
-WAIT_S = 60.0  # generous: tests may share two cores with much else
+START_TIMEOUT_S = 120.0
+WAIT_S = 120.0  # generous: tests may share two cores with much else
 
 
 class Service:

@@ -72,7 +72,7 @@ def run_service(
             yield service
         finally:
             service.abort()
-            assert service.wait(20.0) is not None, "the engine did not end"
+            assert service.wait(60.0) is not None, "the engine did not end"
 
 
 def make_config(folder: str, **sections: Any) -> Config:
@@ -85,7 +85,7 @@ def address_of(service: EngineService) -> str:
     return service.config.wire.socket
 
 
-def wait_until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+def wait_until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
     end = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < end, "timed out waiting"

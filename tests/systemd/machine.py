@@ -60,7 +60,7 @@ class Machine:
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
             )
-        self.wait_for(self._booted, 20.0)
+        self.wait_for(self._booted, 60.0)
         self.run("sh", "-c", PREPARE.format(environment=sys.prefix, checkout=ROOT))
         return self
 
@@ -69,7 +69,7 @@ class Machine:
             os.kill(self._pid, signal.SIGKILL)  # PID 1 of its namespace: everything in it goes
         self._unshare.kill()
         self._unshare.wait()
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 30
         while self._cgroup.exists() and time.monotonic() < deadline:
             for path in sorted(self._cgroup.rglob("*"), reverse=True):
                 if path.is_dir():
@@ -117,7 +117,7 @@ class Machine:
         )
         return ran.stdout
 
-    def wait_for(self, condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
+    def wait_for(self, condition: Callable[[], bool], timeout_s: float = 120.0) -> None:
         deadline = time.monotonic() + timeout_s
         while not condition():
             assert time.monotonic() < deadline, f"{self._log.read_text()}\n{self.journal() if self._pid else ''}"

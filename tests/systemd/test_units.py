@@ -19,7 +19,7 @@ UNITS = sorted(path for path in (ROOT / "systemd").iterdir() if path.suffix in (
 SERVICES = [path for path in UNITS if path.suffix == ".service"]
 WORST_EXPOSURE = {"inferengine-engine.service": 1.6, "inferengine-http.service": 1.4, "inferengine-ws.service": 1.4}
 EXEC_FAILED = 203  # systemd's own: the program cannot be run
-TOML = '[engine]\ndevice = "cpu"\ndrain_timeout_s = 20\n'
+TOML = '[engine]\ndevice = "cpu"\ndrain_timeout_s = 40\n'
 needs_analyze = pytest.mark.skipif(
     not shutil.which("systemd-analyze"), reason="no systemd-analyze: apt install systemd"
 )
@@ -102,15 +102,15 @@ def answers(machine: Machine) -> bool:
     """Whether a completion comes back; waits through restarts."""
     body = json.dumps({"prompt": "Once upon a time", "max_tokens": 16})
     ask = ("curl", "-sS", "-H", "Content-Type: application/json", "-d", body, "http://127.0.0.1:8000/v1/completions")
-    machine.wait_for(lambda: '"completion_tokens":16' in machine.run(*ask, check=False), 90)
+    machine.wait_for(lambda: '"completion_tokens":16' in machine.run(*ask, check=False), 180)
     return True
 
 
 @pytest.mark.systemd
-@pytest.mark.timeout(480)
+@pytest.mark.timeout(900)
 def test_the_units_start_serve_restart_and_drain_under_a_real_systemd(machine: Machine) -> None:
     machine.run("systemctl", "start", "inferengine-http.socket", "inferengine-ws.socket", "inferengine.target")
-    machine.wait_for(lambda: machine.show("inferengine-engine.service", "ActiveState") == "active", 90)
+    machine.wait_for(lambda: machine.show("inferengine-engine.service", "ActiveState") == "active", 180)
     for name in ("http", "ws"):
         machine.wait_for(lambda name=name: machine.show(f"inferengine-{name}.service", "ActiveState") == "active")
 
@@ -135,7 +135,7 @@ def test_the_units_start_serve_restart_and_drain_under_a_real_systemd(machine: M
         machine.wait_for(lambda unit=unit: "reading the configuration again" in machine.journal(unit))
         assert (machine.show(unit, "MainPID"), machine.show(unit, "ActiveState")) == (pid, "active")
         machine.run("kill", "-TERM", pid)
-        machine.wait_for(lambda unit=unit, n=restarts + 1: machine.show(unit, "NRestarts") == str(n), 60)
+        machine.wait_for(lambda unit=unit, n=restarts + 1: machine.show(unit, "NRestarts") == str(n), 120)
     assert answers(machine)
 
     began = time.monotonic()
@@ -144,7 +144,7 @@ def test_the_units_start_serve_restart_and_drain_under_a_real_systemd(machine: M
         machine.wait_for(lambda name=name: machine.show(f"inferengine-{name}.service", "ActiveState") == "inactive")
         assert machine.show(f"inferengine-{name}.service", "Result") == "success"
         assert machine.show(f"inferengine-{name}.service", "ExecMainStatus") == "0"
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < 40  # nothing runs: nothing waited for the drain's deadline
 
     machine.run("sh", "-c", "rm /opt/inferengine/.venv; mkdir -p /opt/inferengine/.venv/bin /root/uv; "
                 "cp /bin/true /root/uv/python; ln -s /root/uv/python /opt/inferengine/.venv/bin/python; "
