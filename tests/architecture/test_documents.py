@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from inferengine.errors import KINDS, ExitCode
 from inferengine.sampling_params import NAMES
 
 ROOT = Path(__file__).resolve().parents[2]
-DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
 
 
 def test_the_configuration_reference_is_up_to_date() -> None:
@@ -74,6 +75,37 @@ def test_error_codes_named_in_operations_exist() -> None:
     named = set(re.findall(r"[45]\d\d `([a-z_]+)`", text))
     assert named
     assert named <= set(KINDS)
+
+
+def test_every_module_and_function_on_the_path_of_a_request_exists() -> None:
+    """A name is written `module`, `module:function` or `module:Class.method`."""
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    path = text[text.index("## The path of a request") : text.index("## Glossary")]
+    names = re.findall(r"`((?:inferengine|frontends)[.a-z_]+)(?::([A-Za-z_.]+))?`", path)
+    assert len(names) > 15
+    for module, attribute in names:
+        found = importlib.import_module(module)
+        for name in attribute.split(".") if attribute else []:
+            assert hasattr(found, name), f"CONTRIBUTING.md names {module}:{attribute}"
+            found = getattr(found, name)
+
+
+def test_every_folder_of_the_map_exists_and_every_folder_is_on_it() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    table = text[text.index("## Map") : text.index("## The path of a request")]
+    first_cells = " ".join(line.split("|")[1] for line in table.splitlines() if line.startswith("| `"))
+    named = {name.rstrip("/").removeprefix("inferengine/") for name in re.findall(r"`([a-z_/]+/)`", first_cells)}
+    there = {path.name for path in (ROOT / "inferengine").iterdir() if (path / "__init__.py").exists()}
+    assert there - named == set()
+    assert [name for name in named if not (ROOT / name).is_dir() and not (ROOT / "inferengine" / name).is_dir()] == []
+
+
+def test_every_file_that_a_how_to_names_exists() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    how_to = text[text.index("## How to") :]
+    files = set(re.findall(r"`([a-z_]+/[a-z_/0-9]+\.(?:py|md))`", how_to))
+    assert len(files) > 15
+    assert [name for name in files if not (ROOT / name).exists() and not (ROOT / "inferengine" / name).exists()] == []
 
 
 @pytest.mark.parametrize("package", ["inferengine", "frontends"])
