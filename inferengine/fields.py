@@ -223,6 +223,36 @@ def range_words(node: Node, limits: Any = None) -> str:
     return f"at most {high} entries"
 
 
+def refusals(node: Node, limits: Any = None) -> list[str]:
+    """Every message that a value of this field may be refused with."""
+    words = [] if isinstance(node.type, inspect.AnyType) else [type_words(node)]
+    if node.items is not None and "whole" not in node.extra and not isinstance(node.items.type, inspect.TupleType):
+        words.append(type_words(node.items))
+    bound, of_items = _bound_of(node), False
+    while bound is not None:
+        for message in _range_refusals(bound, limits):
+            words.append(each(message) if of_items else message)
+        bound, of_items = bound.items, True
+    return list(dict.fromkeys([*words, *node.extra.get("also", ())]))
+
+
+def each(message: str) -> str:
+    """What is said of a list some of whose entries are refused with `message`."""
+    return f"{message} each" if message.startswith("at most") else f"each {message}"
+
+
+def _range_refusals(bound: _Bound, limits: Any) -> list[str]:
+    low, high, _ = _bounds(bound.node, limits)
+    if low is None and high is None:
+        return []
+    more = []
+    if bound.is_number and high is not None and high >= MAX_I64:
+        more = ["must fit in 64 bits"]
+    elif not bound.is_number and low == 1:
+        more = ["must not be empty"]
+    return [*([] if high is None and more else [range_words(bound.node, limits)]), *more]
+
+
 def shown(bound: Any) -> str:
     """A bound as people write it."""
     return f"{bound:g}" if isinstance(bound, float) else str(bound)
@@ -231,7 +261,7 @@ def shown(bound: Any) -> str:
 def _field_error(kind: type, text: str, steps: list[Any]) -> FieldError:
     path, node = "", _root(kind)
     for step in steps:
-        if "whole" in node.extra:
+        if "whole" in node.extra and "got `" in text:
             break
         if isinstance(step, int):
             path += f"[{step}]"

@@ -16,7 +16,7 @@ from msgspec import Meta
 
 from inferengine.config import LimitsConfig
 from inferengine.errors import InvalidRequest
-from inferengine.fields import FieldError, about, check, read
+from inferengine.fields import FieldError, about, check, each, read
 
 GREEDY_TEMPERATURE = 1e-5  # at or below this the argmax is taken
 MAX_SEED = 2**63 - 1
@@ -122,7 +122,12 @@ class SamplingParams(msgspec.Struct, frozen=True):
     ] = ()
     ignore_eos: Annotated[bool, about("go on past the model's own end")] = False
     logit_bias: Annotated[
-        LogitBias, about("added to the logits of these token ids, before the temperature", also=[_OUTSIDE])
+        LogitBias,
+        about(
+            "added to the logits of these token ids, before the temperature",
+            expected="must be an object",
+            also=[_OUTSIDE, "keys must be token ids, and 'the' is none"],
+        ),
     ] = ()
     allowed_token_ids: Annotated[TokenIds, about("only these token ids may come", also=[_OUTSIDE])] = ()
     bad_words_ids: Annotated[
@@ -218,8 +223,7 @@ def _refusal(error: FieldError, path: str) -> InvalidRequest:
     name, _, place = error.field.partition("[")
     if error.is_type or not place:
         return InvalidRequest(_under(path, error.field), error.message)
-    each = f"{error.message} each" if error.message.startswith("at most") else f"each {error.message}"
-    return InvalidRequest(_under(path, name), each)
+    return InvalidRequest(_under(path, name), each(error.message))
 
 
 def _under(path: str, name: str) -> str:

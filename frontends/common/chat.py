@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from frontends.common import json as fields
+from frontends.common.bodies import MAX_TOOLS, Conversation, SpecialTokens
 from frontends.common.model import ServedModel
 from frontends.common.output_parsing import OutputParser
 from inferengine.config import Config, LimitsConfig
@@ -25,7 +26,6 @@ from inferengine.text.output_parser import CLOSE, OPEN
 from inferengine.text.tool_parsers import FORMATS, ToolFormat, detect
 from inferengine.text.tool_parsers.grammar import Function, calls_grammar
 
-MAX_TOOLS = 128  # OpenAI's limit
 NOTHING: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 _NAME = re.compile(r"[\w.-]{1,128}", re.ASCII)
 
@@ -48,7 +48,7 @@ def read_tools(body: dict[str, Any], limits: LimitsConfig) -> Tools | None:
     """None where nothing is offered, or none is to be called. Raises InvalidRequest naming the place."""
     definitions = body.get("tools")
     choice = _read_choice(body.get("tool_choice"))
-    parallel = fields.flag(body, "parallel_tool_calls", True)
+    parallel = fields.read_fields(Conversation, body).parallel_tool_calls
     if definitions is None or definitions == []:
         if choice not in (None, "auto", "none"):
             raise InvalidRequest("tool_choice", "needs tools to choose from")
@@ -155,7 +155,7 @@ async def read_chat_prompt(
     if grammar is not None:
         text = f"{text.rstrip()}\n\n{CLOSE}\n\n" if inside else text
         thinks = inside = False
-    special = fields.flag(body, "add_special_tokens")  # the template writes them itself
+    special = bool(fields.read_fields(SpecialTokens, body).add_special_tokens)  # the template writes them itself
     prompt_ids = await served.encode(
         text, config.limits, name="messages", add_special_tokens=special, last=last, most=most
     )
@@ -168,13 +168,14 @@ async def read_chat_prompt(
 
 async def _render(body: dict[str, Any], served: ServedModel, tools: Tools | None) -> str:
     messages = check_messages(body.get("messages"))
-    continue_final = fields.flag(body, "continue_final_message")
-    kwargs = fields.mapping(body, "chat_template_kwargs")
+    conversation = fields.read_fields(Conversation, body)
+    continue_final, kwargs = conversation.continue_final_message, conversation.chat_template_kwargs
+    add_prompt = conversation.add_generation_prompt
     for name in kwargs:
         if name in RESERVED:
             raise InvalidRequest("chat_template_kwargs", f"{name} cannot be set this way")
-    if (effort := fields.string(body, "reasoning_effort")) is not None:
-        kwargs = {**kwargs, "reasoning_effort": effort}
+    if conversation.reasoning_effort is not None:
+        kwargs = {**kwargs, "reasoning_effort": conversation.reasoning_effort}
     definitions = [] if tools is None else tools.definitions
     if served.template is not None and not served.template.reads_tools and _speaks_of_tools(messages, tools):
         messages, definitions = with_tools(messages, definitions), []
@@ -182,7 +183,7 @@ async def _render(body: dict[str, Any], served: ServedModel, tools: Tools | None
         messages,
         tools=definitions,
         documents=_read_documents(body),
-        add_generation_prompt=fields.flag(body, "add_generation_prompt", not continue_final),
+        add_generation_prompt=(not continue_final) if add_prompt is None else add_prompt,
         continue_final_message=continue_final,
         **kwargs,
     )

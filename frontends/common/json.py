@@ -17,19 +17,23 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from json.encoder import encode_basestring
 from typing import Any, TypeVar
 
+import msgspec
+
+from inferengine.config import LimitsConfig
 from inferengine.errors import InferEngineError, InvalidRequest
+from inferengine.fields import FieldError, check, field_docs, read
 from inferengine.process.system import give_back
-from inferengine.sampling_params import is_finite
 
 LARGE = 256 * 1024  # bytes or characters: below, 0.2 to 3 ms, and a thread costs as much
 GIVE_BACK_AFTER_S = 0.5
 MOST_CONTAINERS = 100_000  # lists and objects: 8 MB of empty ones would take a second
 
 Result = TypeVar("Result")
+Fields = TypeVar("Fields", bound=msgspec.Struct)
 
 
 class TooManyContainers(ValueError):
@@ -107,7 +111,6 @@ def _decimal(digits: str) -> float:
     return float(digits)
 
 
-MAX_INTEGER = 2**63 - 1
 MAX_PATH_CHARACTERS = 100
 
 
@@ -140,6 +143,18 @@ def refuse_half_pairs(document: dict[str, Any]) -> None:
         raise InvalidRequest(place, "has half of a surrogate pair, which is no character: send both halves or none")
 
 
+def read_fields(kind: type[Fields], body: Mapping[str, Any], limits: LimitsConfig | None = None) -> Fields:
+    """Read the fields of a Struct from a body, within its ranges and those that `limits` decide. Null says nothing, and
+    other keys are ignored. Raises InvalidRequest naming the field."""
+    try:
+        given = {name: value for name in field_docs(kind) if (value := body.get(name)) is not None}
+        found = read(kind, given)
+        check(found, limits)
+    except FieldError as error:
+        raise InvalidRequest(error.field, error.message) from None
+    return found
+
+
 def string(body: dict[str, Any], name: str, default: str | None = None) -> str | None:
     value = body.get(name)
     if value is None:
@@ -156,32 +171,6 @@ def flag(body: dict[str, Any], name: str, default: bool = False) -> bool:
     if not isinstance(value, bool):
         raise InvalidRequest(name, "must be true or false")
     return value
-
-
-def integer(
-    body: dict[str, Any], name: str, default: int | None = None, *, least: int | None = None, most: int | None = None
-) -> int | None:
-    value = body.get(name)
-    if value is None:
-        return default
-    if isinstance(value, float) and value.is_integer():
-        value = int(value)
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise InvalidRequest(name, "must be a whole number")
-    if least is not None and value < least:
-        raise InvalidRequest(name, f"must be at least {least}")
-    if value > (MAX_INTEGER if most is None else most):
-        raise InvalidRequest(name, f"must be at most {MAX_INTEGER if most is None else most}")
-    return value
-
-
-def number(body: dict[str, Any], name: str, default: float | None = None) -> float | None:
-    value = body.get(name)
-    if value is None:
-        return default
-    if isinstance(value, bool) or not isinstance(value, int | float) or not is_finite(value):
-        raise InvalidRequest(name, "must be a finite number")
-    return float(value)
 
 
 def mapping(body: dict[str, Any], name: str) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from inferengine.config import LimitsConfig
 from inferengine.errors import InvalidRequest
 
 GRAMMAR_KINDS = ("json_schema", "json_object", "regex", "choice", "lark", "structural_tag")
+STRUCTURED_KINDS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
 MAX_NESTING = 64
 GUIDED_FIELDS = {
     "guided_json": "json",

@@ -9,6 +9,7 @@ import json
 from typing import Any
 
 from frontends.common import json as fields
+from frontends.common.bodies import AnthropicAnswer, AnthropicMessages
 from frontends.http.openai.request_fields import SAMPLING
 from inferengine.errors import InvalidRequest
 
@@ -32,17 +33,15 @@ def to_chat(body: dict[str, Any], *, counting: bool = False) -> dict[str, Any]:
             raise InvalidRequest(name, "is not supported by this engine: leave it out", code="unsupported")
     chat: dict[str, Any] = {name: body[name] for name in PASSED_ON if body.get(name) is not None}
     chat |= {"model": body.get("model"), "messages": [*_system(body.get("system")), *_messages(body.get("messages"))]}
+    asked = fields.read_fields(AnthropicMessages, {"messages": None, **body})
     if not counting:
-        chat["max_tokens"] = fields.integer(body, "max_tokens", least=1)
-        if chat["max_tokens"] is None:
-            raise InvalidRequest("max_tokens", "is required")
-        chat["stream"] = fields.flag(body, "stream")
-        chat["stop"] = body.get("stop_sequences")
+        own = fields.read_fields(AnthropicAnswer, body)
+        chat |= {"max_tokens": own.max_tokens, "stream": own.stream, "stop": own.stop_sequences}
     if chat["messages"][-1]["role"] == "assistant" and not chat["messages"][-1].get("tool_calls"):
         chat |= {"continue_final_message": True, "add_generation_prompt": False}
-    _add_tools(chat, body)
-    _add_thinking(chat, body)
-    form = fields.mapping(body, "output_config").get("format") or body.get("output_format")
+    _add_tools(chat, asked)
+    _add_thinking(chat, asked)
+    form = asked.output_config.get("format") or body.get("output_format")
     if form is not None:
         if not isinstance(form, dict) or form.get("type") != "json_schema":
             raise InvalidRequest("output_config.format", "must be an object of type json_schema")
@@ -128,13 +127,13 @@ def _texts(blocks: Any, path: str) -> list[str]:
     return texts
 
 
-def _add_tools(chat: dict[str, Any], body: dict[str, Any]) -> None:
-    tools = body.get("tools")
+def _add_tools(chat: dict[str, Any], asked: AnthropicMessages) -> None:
+    tools = asked.tools
     if tools is not None:
         if not isinstance(tools, list):
             raise InvalidRequest("tools", "must be a list")
         chat["tools"] = [_tool(tool, f"tools[{place}]") for place, tool in enumerate(tools)]
-    choice = fields.mapping(body, "tool_choice")
+    choice = asked.tool_choice
     if not choice:
         return
     kind = choice.get("type")
@@ -156,9 +155,9 @@ def _tool(tool: Any, path: str) -> dict[str, Any]:
     return {"type": "function", "function": function}
 
 
-def _add_thinking(chat: dict[str, Any], body: dict[str, Any]) -> None:
+def _add_thinking(chat: dict[str, Any], asked: AnthropicMessages) -> None:
     """Templates of thinking models know `enable_thinking`; others do not read it."""
-    kind = fields.mapping(body, "thinking").get("type")
+    kind = asked.thinking.get("type")
     if kind is not None:
         if not isinstance(kind, str):
             raise InvalidRequest("thinking.type", "must be enabled, adaptive or disabled")

@@ -10,6 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from frontends.common import json as fields
+from frontends.common.bodies import Chat
 from frontends.common.chat import ChatPrompt, read_chat_prompt
 from frontends.common.errors import rename_field
 from frontends.common.generation import Generation, Options
@@ -20,7 +21,6 @@ from frontends.http.openai.format_tools import MessageFormat
 from frontends.http.openai.request_fields import read_json
 from frontends.http.respond import answer
 from frontends.http.state import HttpState
-from inferengine.config import LimitsConfig
 from inferengine.errors import InferEngineError, InvalidRequest
 from inferengine.sampling_params import SamplingParams
 
@@ -45,7 +45,7 @@ async def chat_completions(request: Request) -> Response:
     service: HttpState = request.app.state.service
     body = await read_json(request, service.config.http.max_body_bytes)
     chat = await read_chat(service, body, request.scope["request_id"])
-    reasoning = fields.flag(body, "include_reasoning", True)
+    reasoning = fields.read_fields(Chat, body, service.config.limits).include_reasoning
     format: Format
     if chat.prompt.parser.is_plain:
         format = ChatFormat(chat.answer, chat.params.n)
@@ -69,10 +69,9 @@ async def read_chat(service: HttpState, body: dict[str, Any], request_id: str) -
     if fields.flag(body, "echo"):
         raise InvalidRequest("echo", "is not supported for chat", code="unsupported")
     streaming, extras = dialect.read_streaming(body), dialect.read_extras(body)
-    logprobs = _read_logprobs(body, config.limits)
-    max_tokens = fields.integer(body, "max_completion_tokens", least=1)
-    if max_tokens is None:
-        max_tokens = fields.integer(body, "max_tokens", least=1)
+    chat = fields.read_fields(Chat, body, config.limits)
+    logprobs = _num_alternatives(chat)
+    max_tokens = chat.max_tokens if chat.max_completion_tokens is None else chat.max_completion_tokens
     params = dialect.read_params(body, served, config, max_tokens=max_tokens, logprobs=logprobs)
     label = dialect.read_label(body, request_id)
     options = dialect.read_options(body, config, label=label, continues_prompt=False)
@@ -99,9 +98,7 @@ async def read_chat(service: HttpState, body: dict[str, Any], request_id: str) -
     return ChatRequest(served, prompt, params, options, reply)
 
 
-def _read_logprobs(body: dict[str, Any], limits: LimitsConfig) -> int | None:
-    wanted = fields.flag(body, "logprobs")
-    top = fields.integer(body, "top_logprobs", least=0, most=limits.max_logprobs)
-    if top and not wanted:
+def _num_alternatives(chat: Chat) -> int | None:
+    if chat.top_logprobs and not chat.logprobs:
         raise InvalidRequest("top_logprobs", "needs logprobs to be true")
-    return (top or 0) if wanted else None
+    return (chat.top_logprobs or 0) if chat.logprobs else None

@@ -10,6 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from frontends.common import json as fields
+from frontends.common.bodies import Completion, SpecialTokens
 from frontends.common.generation import Generation
 from frontends.common.model import ServedModel
 from frontends.http.openai import request_fields as dialect
@@ -30,12 +31,11 @@ async def completions(request: Request) -> Response:
     dialect.check_model(body, served)
     dialect.refuse_unsupported(body)
     streaming, extras = dialect.read_streaming(body), dialect.read_extras(body)
-    echo = fields.flag(body, "echo")
-    logprobs = fields.integer(body, "logprobs", least=0, most=config.limits.max_logprobs)
+    completion = fields.read_fields(Completion, body, config.limits)
+    echo, logprobs, max_tokens = completion.echo, completion.logprobs, completion.max_tokens
     prompt_logprobs = dialect.read_prompt_logprobs(body, streaming, config.limits)
     if echo and logprobs is not None:  # then the lists begin with the prompt's tokens
         dialect.refuse_beside_prompt_logprobs(body, streaming, "echo")
-    max_tokens = fields.integer(body, "max_tokens", dialect.COMPLETION_MAX_TOKENS, least=1)
     params = dialect.read_params(body, served, config, max_tokens=max_tokens, logprobs=logprobs)
     if prompt_logprobs is not None or (echo and logprobs is not None):
         params = params.replace(prompt_logprobs=max(prompt_logprobs or 0, logprobs or 0 if echo else 0))
@@ -79,7 +79,7 @@ async def read_prompts(
     """`field` in its four shapes: a text, a list of texts, a list of token ids, a list of such lists; at most `most`
     (None: limits.max_prompts), of each the last `keep` tokens (None: all)."""
     prompt = body.get(field)
-    add_special_tokens = fields.flag(body, "add_special_tokens", True)
+    add_special_tokens = fields.read_fields(SpecialTokens, body).add_special_tokens is not False
     if prompt is None:
         raise InvalidRequest(field, "is required")
     if isinstance(prompt, str):

@@ -11,6 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from frontends.common import json as fields
+from frontends.common.bodies import EmbeddingsInput
 from frontends.common.embeddings import Embeddings
 from frontends.common.json import dumps
 from frontends.common.model import ServedModel
@@ -21,10 +22,8 @@ from frontends.http.spans import describe_embeddings
 from frontends.http.state import HttpState
 from inferengine.client import Embedding
 from inferengine.errors import InferEngineError, InvalidRequest
-from inferengine.sampling_params import POOLINGS
 from inferengine.vectors import shorten
 
-ENCODINGS = ("float", "base64")
 PART_BYTES = 64 * 1024
 # Fields of vLLM's that change the values: what is listed is what is done anyway.
 REFUSED: dict[str, tuple[Any, ...]] = {
@@ -48,10 +47,9 @@ async def embeddings(request: Request) -> Response:
     dialect.refuse_unsupported(body, REFUSED)
     if not served.info.embedding_size:
         raise InferEngineError("unsupported", "This engine gives no embeddings.")
-    encoding = _one_of(body, "encoding_format", ENCODINGS) or "float"
-    pooling = _one_of(body, "pooling", POOLINGS) or ""
-    dimensions = _dimensions(body, served)
-    fields.string(body, "user")
+    asked = fields.read_fields(EmbeddingsInput, {"input": body.get("input", ""), **body})
+    encoding, pooling = asked.encoding_format, asked.pooling or ""
+    dimensions = _dimensions(asked.dimensions, served)
     label = dialect.read_label(body, request.scope["request_id"])
     options = dialect.read_options(body, config, label=label, continues_prompt=True)
     keep = dialect.read_truncation(body, served, 0)
@@ -67,19 +65,11 @@ async def embeddings(request: Request) -> Response:
     return StreamingResponse(document, media_type="application/json")
 
 
-def _one_of(body: dict[str, Any], name: str, choices: tuple[str, ...]) -> str | None:
-    value = fields.string(body, name)
-    if value is not None and value not in choices:
-        raise InvalidRequest(name, f"must be one of {', '.join(choices)}")
-    return value
-
-
-def _dimensions(body: dict[str, Any], served: ServedModel) -> int:
+def _dimensions(wanted: int | None, served: ServedModel) -> int:
     size = served.info.embedding_size
-    try:
-        return fields.integer(body, "dimensions", size, least=1, most=size) or size
-    except InvalidRequest as error:
-        raise InvalidRequest("dimensions", f"{error.message}: this model's embeddings have {size} values") from None
+    if wanted is not None and wanted > size:
+        raise InvalidRequest("dimensions", f"must be at most {size}: this model's embeddings have {size} values")
+    return wanted or size
 
 
 async def _document(

@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
+from frontends.common.bodies import Extras, Streaming
 from frontends.common.errors import error_object
 from frontends.common.generation import Choice, Generation, Output, Piece, Usage, guess_counts
 from frontends.common.json import DONE, dumps, event, quote
-from frontends.http.openai.request_fields import Extras, Streaming
 from inferengine.client import TokenLogprobs
 from inferengine.errors import InferEngineError
 from inferengine.text import Tokenizer
@@ -175,7 +175,7 @@ class Chunks:
 
 def _is_plain(answer: AnswerMetadata) -> bool:
     """Whether chunks carry text and nothing else until the last one."""
-    return answer.logprobs is None and not answer.extras.token_ids and not answer.streaming.continuous_usage
+    return answer.logprobs is None and not answer.extras.return_token_ids and not answer.streaming.continuous_usage
 
 
 class CompletionFormat:
@@ -222,7 +222,7 @@ class CompletionFormat:
             if output.choice.index % self._per_prompt == 0:
                 ids, rows = output.choice.prompt_ids, output.choice.prompt_logprobs or []
                 if shown is not None and self._echo is not None:
-                    as_ids = answer.extras.tokens_as_ids
+                    as_ids = answer.extras.return_tokens_as_token_ids
                     before = of_prompt(answer.tokenizer, ids, rows, answer.logprobs or 0, as_ids)
                 if answer.prompt_logprobs is not None:
                     prompt_rows = as_prompt(answer.tokenizer, ids, rows, answer.prompt_logprobs)
@@ -237,7 +237,7 @@ class CompletionFormat:
             }
             if answer.prompt_logprobs is not None:
                 entry["prompt_logprobs"] = prompt_rows
-            if answer.extras.token_ids:
+            if answer.extras.return_token_ids:
                 entry["prompt_token_ids"] = list(output.choice.prompt_ids)
                 entry["token_ids"] = output.token_ids
             choices.append(entry)
@@ -263,7 +263,7 @@ class CompletionFormat:
         }
         if piece.finish_reason is not None:
             entry["stop_reason"] = piece.stop_reason
-        if self._answer.extras.token_ids:
+        if self._answer.extras.return_token_ids:
             if not begun:
                 entry["prompt_token_ids"] = list(choice.prompt_ids)
             entry["token_ids"] = list(piece.token_ids)
@@ -276,7 +276,7 @@ class CompletionFormat:
         answer = self._answer
         if answer.logprobs is None:
             return None
-        return as_completion(answer.tokenizer, token_ids, rows or (), offset, answer.extras.tokens_as_ids)
+        return as_completion(answer.tokenizer, token_ids, rows or (), offset, answer.extras.return_tokens_as_token_ids)
 
 
 class ChatFormat:
@@ -289,7 +289,7 @@ class ChatFormat:
         self._heads = [self._chunks.head + b'{"index":%d,"delta":{"content":' % index for index in range(num_choices)]
         self._tail = b'},"logprobs":null,"finish_reason":null}' + self._chunks.tail
         self._begun: set[int] = set()
-        self._prompt_shown = not answer.extras.token_ids
+        self._prompt_shown = not answer.extras.return_token_ids
 
     def events(self, generation: Generation, choice: Choice, pieces: Sequence[Piece]) -> bytes:
         parts = []
@@ -338,7 +338,7 @@ class ChatFormat:
         }
         if piece.finish_reason is not None:
             entry["stop_reason"] = piece.stop_reason
-        if self._answer.extras.token_ids:
+        if self._answer.extras.return_token_ids:
             entry["token_ids"] = list(piece.token_ids)
         return self._chunks.chunk(generation, entry, {}, choice.num_tokens - piece.num_tokens)
 
@@ -347,7 +347,7 @@ def chat_logprobs(answer: AnswerMetadata, token_ids: Sequence[int], rows: Any) -
     """As a choice of a chat tells them; None where nobody asked."""
     if answer.logprobs is None:
         return None
-    return as_chat(answer.tokenizer, token_ids, rows or (), answer.logprobs, answer.extras.tokens_as_ids)
+    return as_chat(answer.tokenizer, token_ids, rows or (), answer.logprobs, answer.extras.return_tokens_as_token_ids)
 
 
 def chat_document(
@@ -367,7 +367,7 @@ def chat_document(
             "finish_reason": reason,
             "stop_reason": output.stop_reason,
         }
-        if answer.extras.token_ids:
+        if answer.extras.return_token_ids:
             entry["token_ids"] = output.token_ids
         choices.append(entry)
     document = {
@@ -378,7 +378,7 @@ def chat_document(
         "choices": choices,
         "usage": usage_object(usage),
     }
-    if answer.extras.token_ids:
+    if answer.extras.return_token_ids:
         document["prompt_token_ids"] = list(outputs[0].choice.prompt_ids)
     if answer.prompt_logprobs is not None:
         choice = outputs[0].choice

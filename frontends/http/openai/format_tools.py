@@ -35,12 +35,12 @@ class MessageFormat:
         reader = self._readers[choice.index]
         if reader is None:
             reader = self._readers[choice.index] = self._parser.make_reader()
-            more = {"prompt_token_ids": list(choice.prompt_ids)} if self._answer.extras.token_ids else {}
+            more = {"prompt_token_ids": list(choice.prompt_ids)} if self._answer.extras.return_token_ids else {}
             first = {"role": "assistant", "content": ""}
             chunks.append(self._chunk(generation, choice, first, None, more, behind=choice.num_tokens))
         for piece in pieces:
             deltas = [delta for part in reader.push(piece.text, piece.is_last) if (delta := self._delta(choice, part))]
-            carries = piece.token_ids and (self._answer.logprobs is not None or self._answer.extras.token_ids)
+            carries = piece.token_ids and (self._answer.logprobs is not None or self._answer.extras.return_token_ids)
             if not deltas and (carries or piece.finish_reason is not None):
                 deltas.append({})
             for place, delta in enumerate(deltas):
@@ -106,6 +106,6 @@ class MessageFormat:
             entry["finish_reason"] = finish_reason(piece.finish_reason, num_calls)
             if piece.finish_reason is not None:
                 entry["stop_reason"] = piece.stop_reason
-            if self._answer.extras.token_ids:
+            if self._answer.extras.return_token_ids:
                 entry["token_ids"] = list(piece.token_ids)
         return self._chunks.chunk(generation, entry, more, behind)

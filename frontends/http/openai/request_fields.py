@@ -10,16 +10,27 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
 
 from frontends.common import json as fields
+from frontends.common.bodies import (
+    Extras,
+    PromptLogprobs,
+    Recovery,
+    Scheduling,
+    Streaming,
+    StreamOptions,
+    Structure,
+    Truncation,
+)
 from frontends.common.generation import Options
 from frontends.common.json import OffLoop, parse_object
 from frontends.common.model import ServedModel
 from inferengine.config import Config, LimitsConfig
 from inferengine.errors import InferEngineError, InvalidRequest
+from inferengine.fields import field_docs
 from inferengine.sampling_params import (
     MAX_BAD_WORD_TOKENS,
     MAX_BAD_WORDS,
@@ -28,12 +39,11 @@ from inferengine.sampling_params import (
     from_map,
     validate,
 )
-from inferengine.structured_output.spec import GUIDED_FIELDS, GrammarSpec, read_grammar, validate_grammar
+from inferengine.structured_output.spec import GrammarSpec, read_grammar, validate_grammar
 from inferengine.text import Tokenizer
 from inferengine.wire.codec import MAX_NAME_CHARACTERS, MAX_SALT_BYTES
 
 MAX_BAD_WORD_CHARACTERS = 256
-COMPLETION_MAX_TOKENS = 16  # OpenAI's default for /v1/completions
 
 # What these fields ask for does not exist here. Values listed ask for nothing, and null never does.
 REFUSED: dict[str, tuple[Any, ...]] = {
@@ -73,22 +83,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
 }
 _OWN = {"max_tokens", "logprobs", "prompt_logprobs"}  # of SamplingParams, those that each route reads its own way
 SAMPLING = tuple("bad_words" if name == "bad_words_ids" else name for name in NAMES if name not in _OWN)
-STRUCTURE = ("response_format", "structured_outputs", *GUIDED_FIELDS)
-
-
-class Streaming(NamedTuple):
-    """How the answer travels."""
-
-    stream: bool
-    include_usage: bool = False
-    continuous_usage: bool = False
-
-
-class Extras(NamedTuple):
-    """What each choice carries beside its text."""
-
-    token_ids: bool = False
-    tokens_as_ids: bool = False
+STRUCTURE = tuple(field_docs(Structure))
 
 
 def refuse_unsupported(body: dict[str, Any], refused: Mapping[str, tuple[Any, ...]] = REFUSED) -> None:
@@ -111,19 +106,16 @@ def check_model(body: dict[str, Any], served: ServedModel) -> None:
 
 
 def read_streaming(body: dict[str, Any]) -> Streaming:
-    stream = fields.flag(body, "stream")
-    options = fields.mapping(body, "stream_options")
-    if options and not stream:
+    """Read how the answer travels. Raises InvalidRequest naming the field."""
+    streaming = fields.read_fields(Streaming, body)
+    if streaming.stream_options not in (None, StreamOptions()) and not streaming.stream:
         raise InvalidRequest("stream_options", "is only allowed when stream is true")
-    return Streaming(
-        stream,
-        _option(options, "include_usage"),
-        _option(options, "continuous_usage_stats"),
-    )
+    return streaming
 
 
 def read_extras(body: dict[str, Any]) -> Extras:
-    return Extras(fields.flag(body, "return_token_ids"), fields.flag(body, "return_tokens_as_token_ids"))
+    """Read what each choice carries beside its text."""
+    return fields.read_fields(Extras, body)
 
 
 def read_params(
@@ -141,7 +133,7 @@ def read_params(
 
 def read_prompt_logprobs(body: dict[str, Any], streaming: Streaming, limits: LimitsConfig) -> int | None:
     """Alternatives for each token of the prompt. They come with the whole answer."""
-    wanted = fields.integer(body, "prompt_logprobs", least=0, most=limits.max_logprobs)
+    wanted = fields.read_fields(PromptLogprobs, body, limits).prompt_logprobs
     if wanted is not None:
         refuse_beside_prompt_logprobs(body, streaming, "prompt_logprobs")
     return wanted
@@ -193,11 +185,12 @@ def read_bad_words(value: Any, tokenizer: Tokenizer) -> list[list[int]]:
 
 def read_options(body: dict[str, Any], config: Config, *, label: str, continues_prompt: bool) -> Options:
     grammar, grammar_field = read_structure(body, config)
-    salt = fields.string(body, "cache_salt")
+    scheduling = fields.read_fields(Scheduling, body)
+    salt = scheduling.cache_salt
     if salt is not None and not 1 <= len(salt.encode()) <= MAX_SALT_BYTES:
         raise InvalidRequest("cache_salt", f"must have 1 to {MAX_SALT_BYTES} bytes")
     return Options(
-        priority=fields.integer(body, "priority", 0, least=-(2**31), most=2**31 - 1) or 0,
+        priority=scheduling.priority,
         salt=(salt or "").encode(),
         deadline_s=config.http.request_timeout_s,
         label=label,
@@ -205,7 +198,7 @@ def read_options(body: dict[str, Any], config: Config, *, label: str, continues_
         grammar=grammar,
         grammar_field=grammar_field,
         prompt_field="prompt" if continues_prompt else "messages",
-        resubmit=fields.flag(body, "resubmit", True),
+        resubmit=fields.read_fields(Recovery, body).resubmit,
     )
 
 
@@ -222,7 +215,7 @@ def read_structure(body: dict[str, Any], config: Config) -> tuple[GrammarSpec | 
 
 def read_label(body: dict[str, Any], request_id: str) -> str:
     """The request's name in ids and logs: its own, or the one of the HTTP exchange."""
-    label = fields.string(body, "request_id") or request_id
+    label = fields.read_fields(Scheduling, body).request_id or request_id
     if len(label) > MAX_NAME_CHARACTERS // 2 or not label.isprintable():
         raise InvalidRequest("request_id", f"must have at most {MAX_NAME_CHARACTERS // 2} printable characters")
     return label
@@ -231,7 +224,7 @@ def read_label(body: dict[str, Any], request_id: str) -> str:
 def read_truncation(body: dict[str, Any], served: ServedModel, max_tokens: int | None) -> int | None:
     """How many tokens from its end a prompt keeps: `truncate_prompt_tokens`; -1 keeps what leaves room for the output.
     None: all."""
-    keep = fields.integer(body, "truncate_prompt_tokens", least=-1)
+    keep = fields.read_fields(Truncation, body).truncate_prompt_tokens
     if keep == 0:
         raise InvalidRequest("truncate_prompt_tokens", "must be -1 or at least 1")
     if keep == -1:
@@ -241,13 +234,6 @@ def read_truncation(body: dict[str, Any], served: ServedModel, max_tokens: int |
 
 def truncate(prompt_ids: list[int], keep: int | None) -> list[int]:
     return prompt_ids if keep is None else prompt_ids[-keep:]
-
-
-def _option(options: dict[str, Any], name: str) -> bool:
-    try:
-        return fields.flag(options, name)
-    except InvalidRequest as error:
-        raise InvalidRequest(f"stream_options.{name}", error.message) from None
 
 
 async def read_json(request: Request, most_bytes: int) -> dict[str, Any]:

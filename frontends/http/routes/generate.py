@@ -13,6 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from frontends.common import json as fields
+from frontends.common.bodies import Generate, GenerateText, Infer, Prompt
 from frontends.common.errors import as_unprocessable, error_object, rename_field
 from frontends.common.generation import Choice, Generation, Output, Piece, Usage
 from frontends.common.json import event
@@ -22,8 +23,7 @@ from frontends.http.openai.request_fields import read_json
 from frontends.http.respond import JsonBytes, answer
 from frontends.http.state import HttpState
 from inferengine.errors import InferEngineError, InvalidRequest
-
-DEFAULT_NEW_TOKENS = 64
+from inferengine.fields import FieldError, read
 
 
 async def generate(request: Request) -> Response:
@@ -35,10 +35,8 @@ async def generate(request: Request) -> Response:
     body = await read_json(request, service.config.http.max_body_bytes)
     served = await service.served()
     try:
-        prompt = fields.string(body, "prompt")
-        if not prompt:
-            raise InvalidRequest("prompt", "is required and must not be empty")
-        max_tokens = fields.integer(body, "max_new_tokens", DEFAULT_NEW_TOKENS, least=1)
+        prompt = fields.read_fields(Prompt, body).prompt
+        max_tokens = fields.read_fields(Generate, body).max_new_tokens
         wanted = {"temperature": 0.0, "ignore_eos": True, **{k: v for k, v in body.items() if v is not None}}
         if wanted.get("n", 1) != 1:
             raise InvalidRequest("n", "must be 1 on this route")
@@ -73,7 +71,6 @@ async def generate(request: Request) -> Response:
 INFER_FIELDS = frozenset(
     {"model", "prompt", "max_tokens", "stream", "priority", "cache_salt", "detached", "resubmit", *dialect.SAMPLING}
 )
-INFER_MAX_TOKENS = 128
 
 
 async def generate_text(request: Request) -> Response:
@@ -81,18 +78,13 @@ async def generate_text(request: Request) -> Response:
     service: HttpState = request.app.state.service
     body = await read_json(request, service.config.http.max_body_bytes)
     served = await service.served()
-    for name in ("prompt", "max_tokens"):
-        if body.get(name) is None:
-            raise InferEngineError("unprocessable", "is required", field=name)
     try:
-        prompt = fields.string(body, "prompt")
-        max_tokens = fields.integer(body, "max_tokens")
-    except InvalidRequest as error:
-        raise as_unprocessable(error) from None
-    if not prompt:
-        raise InvalidRequest("prompt", "must not be empty")
-    if max_tokens is None or max_tokens <= 0:
-        raise InvalidRequest("max_tokens", "must be above 0")
+        given = {name: value for name, value in body.items() if value is not None}
+        prompt, max_tokens = read(Prompt, given).prompt, read(GenerateText, given).max_tokens
+    except FieldError as error:  # a wrong type is a 422 in this dialect, a wrong value a 400
+        if error.is_type:
+            raise InferEngineError("unprocessable", error.message, field=error.field) from None
+        raise InvalidRequest(error.field, error.message) from None
     params = dialect.read_params({**body, "n": None}, served, service.config, max_tokens=max_tokens, logprobs=None)
     label = dialect.read_label(body, request.scope["request_id"])
     options = dialect.read_options(body, service.config, label=label, continues_prompt=True)
@@ -125,11 +117,9 @@ async def infer(request: Request) -> Response:
             raise InvalidRequest("model", f"must be {served.name}")
         if body.get("n") not in (None, 1):
             raise InvalidRequest("n", "must be 1 on this route")
-        prompt = fields.string(body, "prompt")
-        if not prompt:
-            raise InvalidRequest("prompt", "is required and must not be empty")
-        stream = fields.flag(body, "stream", True)
-        max_tokens = fields.integer(body, "max_tokens", INFER_MAX_TOKENS, least=1)
+        prompt = fields.read_fields(Prompt, body).prompt
+        asked = fields.read_fields(Infer, body)
+        stream, max_tokens = asked.stream, asked.max_tokens
         params = dialect.read_params(body, served, service.config, max_tokens=max_tokens, logprobs=None)
         options = dialect.read_options(body, service.config, label=request.scope["request_id"], continues_prompt=True)
         prompt_ids = await served.encode(prompt, service.config.limits, name="prompt")

@@ -9,6 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from frontends.common import json as fields
+from frontends.common.bodies import Detokenize, SpecialTokens, Tokenize
 from frontends.common.chat import read_chat_prompt
 from frontends.common.json import dumps
 from frontends.http.openai import request_fields as dialect
@@ -28,21 +29,21 @@ async def tokenize(request: Request) -> Response:
     body = await read_json(request, service.config.http.max_body_bytes)
     served = await service.model.get()
     dialect.check_model(body, served)
+    asked = fields.read_fields(Tokenize, body)
     if body.get("messages") is not None:
         if body.get("prompt") is not None:
             raise InvalidRequest("prompt", "cannot be combined with messages")
         token_ids: Sequence[int] = (await read_chat_prompt(body, served, service.config, most=MAX_TOKENS)).prompt_ids
     else:
-        prompt = fields.string(body, "prompt")
+        prompt = asked.prompt
         if prompt is None:
             raise InvalidRequest("prompt", "or messages is required")
-        special = fields.flag(body, "add_special_tokens", True)
+        special = fields.read_fields(SpecialTokens, body).add_special_tokens is not False
         token_ids = await served.tokenize(
             prompt, service.config.limits, name="prompt", add_special_tokens=special, most=MAX_TOKENS
         )
     head = {"count": len(token_ids), "max_model_len": served.info.max_model_len}
-    with_texts = fields.flag(body, "return_token_strs")
-    document = _document(head, token_ids, served.tokenizer if with_texts else None)
+    document = _document(head, token_ids, served.tokenizer if asked.return_token_strs else None)
     if len(token_ids) <= PART_TOKENS:
         return Response(b"".join(document), media_type="application/json")
     return StreamingResponse(_in_turns(document), media_type="application/json")
@@ -59,7 +60,7 @@ async def detokenize(request: Request) -> Response:
         raise InvalidRequest("tokens", f"at most {MAX_TOKENS}")
     if token_ids and (highest := max(token_ids)) >= served.info.vocab_size:
         raise InvalidRequest("tokens", f"token id {highest} is outside the vocabulary of {served.info.vocab_size}")
-    skips = fields.flag(body, "skip_special_tokens")
+    skips = fields.read_fields(Detokenize, {"tokens": [], **body}).skip_special_tokens
     return JsonBytes({"prompt": await asyncio.to_thread(served.tokenizer.decode, token_ids, skips)})
 
 

@@ -34,25 +34,45 @@ export interface ToolCallDelta {
 
 /** As in docs/parameters.md. What is left out has the engine's default. */
 export interface SamplingParams {
+  /** most tokens of the output, within the model's length; whole number in [1, 2^63 - 1] */
   max_tokens?: number;
+  /** before so many tokens nothing ends the output; at most max_tokens; whole number in [0, 2^63 - 1] */
   min_tokens?: number;
+  /** logits are divided by it; at or below 1e-5 the likeliest token is taken; number in [0, 2] */
   temperature?: number;
+  /** draw from the smallest set whose probability reaches it (nucleus); number in (0, 1] */
   top_p?: number;
+  /** draw from so many likeliest tokens; 0 or -1: off; whole number in [-1, 2147483647] */
   top_k?: number;
+  /** leave out tokens less likely than this share of the likeliest; number in [0, 1] */
   min_p?: number;
+  /** logits of tokens in prompt or output are divided by it if positive, else multiplied (Keskar et al. 2019); 1 changes nothing; number in [0.01, 100] */
   repetition_penalty?: number;
+  /** subtracted once from the logits of tokens that the output has (OpenAI); number in [-2, 2] */
   presence_penalty?: number;
+  /** subtracted from a token's logit for each time the output has it (OpenAI); number in [-2, 2] */
   frequency_penalty?: number;
+  /** equal seeds give equal draws, whatever else runs in the batch; whole number in [-(2^63 - 1), 2^63 - 1] */
   seed?: number;
+  /** choices; above 1 needs a temperature above 0; whole number in [1, 16] */
   n?: number;
+  /** texts that end the output; not even the beginning of one is shown; text of at most 256 or list of text of at most 256, at most 16 */
   stop?: string | string[];
+  /** show the text or token that ended the output; true, false */
   include_stop_str_in_output?: boolean;
+  /** leave special tokens out of the text; true, false */
   skip_special_tokens?: boolean;
+  /** token ids that end the output, besides the model's own; list of whole number in [0, ...), at most 1024 */
   stop_token_ids?: number[];
+  /** go on past the model's own end; true, false */
   ignore_eos?: boolean;
+  /** added to the logits of these token ids, before the temperature; object of number in [-100, 100] */
   logit_bias?: Record<string, number>;
+  /** only these token ids may come; list of whole number in [0, ...), at most 524288 */
   allowed_token_ids?: number[];
+  /** token sequences that must not come in the output; list of list of whole number in [0, ...), at most 32, at most 256 */
   bad_words_ids?: number[][];
+  /** alternatives per token, from the model's own logits; 0: the token's own alone; whole number in [0, 20] */
   logprobs?: number;
 }
 

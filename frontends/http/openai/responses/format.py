@@ -81,7 +81,7 @@ class ResponsesFormat:
                 piece.token_ids,
                 piece.logprobs or (),
                 answer.logprobs or 0,
-                answer.extras.tokens_as_ids,
+                answer.extras.return_tokens_as_token_ids,
             )
             self._rows += shown["content"]
         for part in self._reader.push(piece.text, piece.is_last):

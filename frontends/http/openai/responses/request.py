@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from frontends.common import json as fields
+from frontends.common.bodies import Response
 from frontends.http.openai.request_fields import SAMPLING
 from inferengine.errors import InvalidRequest
 
@@ -21,7 +22,6 @@ NAMES = {
     "reasoning_effort": "reasoning.effort",
     "messages": "input",
 }
-MAX_TOP_LOGPROBS = 20  # OpenAI's
 REFUSED: dict[str, tuple[Any, ...]] = {
     "conversation": (),
     "prompt": (),
@@ -49,24 +49,18 @@ def to_chat(body: dict[str, Any], messages: list[dict[str, Any]]) -> dict[str, A
     for name, idle in REFUSED.items():
         if body.get(name) is not None and body[name] not in idle:
             raise InvalidRequest(name, "is not supported by this engine: leave it out", code="unsupported")
-    instructions = fields.string(body, "instructions")
-    system = [{"role": "system", "content": instructions}] if instructions else []
+    asked = fields.read_fields(Response, body)
+    system = [{"role": "system", "content": asked.instructions}] if asked.instructions else []
     chat: dict[str, Any] = {name: body[name] for name in PASSED_ON if body.get(name) is not None}
-    chat |= {"messages": [*system, *messages], "max_tokens": fields.integer(body, "max_output_tokens", least=1)}
-    if (form := fields.mapping(body, "text").get("format")) is not None:
+    chat |= {"messages": [*system, *messages], "max_tokens": asked.max_output_tokens}
+    if (form := asked.text.get("format")) is not None:
         chat["response_format"] = _form(form)
-    if (effort := fields.mapping(body, "reasoning").get("effort")) is not None:
+    if (effort := asked.reasoning.get("effort")) is not None:
         chat["reasoning_effort"] = effort
-    include = [] if body.get("include") is None else body["include"]
-    top_logprobs = fields.integer(body, "top_logprobs", 0, least=0, most=MAX_TOP_LOGPROBS)
-    if not isinstance(include, list) or not all(isinstance(name, str) for name in include):
-        raise InvalidRequest("include", "must be a list of names")
-    if "message.output_text.logprobs" in include:
-        chat |= {"logprobs": True, "top_logprobs": top_logprobs}
-    if (truncation := fields.string(body, "truncation")) == "auto":
+    if "message.output_text.logprobs" in asked.include:
+        chat |= {"logprobs": True, "top_logprobs": asked.top_logprobs}
+    if asked.truncation == "auto":
         chat["truncate_prompt_tokens"] = -1
-    elif truncation not in (None, "disabled"):
-        raise InvalidRequest("truncation", "must be auto or disabled")
     _add_tools(chat, body)
     return chat
 

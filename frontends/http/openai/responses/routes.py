@@ -15,6 +15,7 @@ from starlette.responses import Response
 from starlette.types import Message
 
 from frontends.common import json as fields
+from frontends.common.bodies import Response as ResponseFields
 from frontends.common.errors import rename_field, report, unexpected
 from frontends.common.generation import Generation
 from frontends.http.openai.chat import ChatRequest, read_chat
@@ -55,13 +56,14 @@ async def create(request: Request) -> Response:
     service: HttpState = request.app.state.service
     body = await read_json(request, service.config.http.max_body_bytes)
     tenant = _tenant(request)
-    background, store = fields.flag(body, "background"), fields.flag(body, "store", True)
-    if background and fields.flag(body, "stream"):
+    asked = fields.read_fields(ResponseFields, {"input": "", **body}, service.config.limits)
+    background, store = asked.background, asked.store
+    if background and asked.stream:
         raise InvalidRequest("background", "cannot be streamed: ask for the response later", code="unsupported")
     if background and not store:
         raise InvalidRequest("store", "must be true for a response in the background")
     messages = read_input(body)
-    if (previous := fields.string(body, "previous_response_id")) is not None:
+    if (previous := asked.previous_response_id) is not None:
         try:
             before = await service.responses.get(previous, tenant)
         except InferEngineError as error:
@@ -71,7 +73,7 @@ async def create(request: Request) -> Response:
             raise InvalidRequest("previous_response_id", "is not finished yet")
         messages = [*before.messages, *as_messages(before.document["output"]), *messages]
     chat = await read_chat(service, to_chat(body, messages), request.scope["request_id"])
-    envelope = _envelope(body, chat)
+    envelope = _envelope(body, asked, chat)
 
     def keep(document: dict[str, Any]) -> None:
         if store:
@@ -165,29 +167,26 @@ async def _nobody_leaves() -> Message:
     return await asyncio.get_running_loop().create_future()  # type: ignore[no-any-return]
 
 
-def _envelope(body: dict[str, Any], chat: ChatRequest) -> dict[str, Any]:
+def _envelope(body: dict[str, Any], asked: ResponseFields, chat: ChatRequest) -> dict[str, Any]:
     """What a response repeats of its request."""
-    metadata = fields.mapping(body, "metadata")
-    if len(metadata) > MAX_METADATA or not all(isinstance(value, str) for value in metadata.values()):
-        raise InvalidRequest("metadata", f"must have at most {MAX_METADATA} texts")
     label = chat.options.label
     return {
         "id": f"resp_{label if len(label) == 32 else secrets.token_hex(16)}",
         "object": "response",
         "created_at": int(time.time()),
         "status": "in_progress",
-        "background": fields.flag(body, "background"),
+        "background": asked.background,
         "error": None,
         "incomplete_details": None,
         "instructions": body.get("instructions"),
         "max_output_tokens": body.get("max_output_tokens"),
-        "metadata": metadata,
+        "metadata": asked.metadata,
         "model": chat.served.name,
         "output": [],
-        "parallel_tool_calls": fields.flag(body, "parallel_tool_calls", True),
+        "parallel_tool_calls": asked.parallel_tool_calls,
         "previous_response_id": body.get("previous_response_id"),
         "reasoning": body.get("reasoning"),
-        "store": fields.flag(body, "store", True),
+        "store": asked.store,
         "temperature": chat.params.temperature,
         "text": body.get("text") or {"format": {"type": "text"}},
         "tool_choice": body.get("tool_choice") or "auto",

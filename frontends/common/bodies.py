@@ -1,0 +1,455 @@
+"""The fields of the request bodies over HTTP, each stated once: type, range, default and meaning.
+
+A Struct holds the fields that are read together; a route's body has the fields of several. Reading a Struct checks it,
+and /openapi.json and docs/parameters.md are made of it. SamplingParams has the fields of sampling.
+
+Fields of type Any are checked where they are used, because their shape is a dialect's own; `schema` describes them.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from inferengine.fields import about
+from inferengine.sampling_params import MAX_BAD_WORDS, POOLINGS, Alternatives, Positive
+from inferengine.structured_output.spec import STRUCTURED_KINDS
+from inferengine.wire.messages import MAX_NAME_CHARACTERS, MAX_SALT_BYTES
+
+MAX_TOOLS = 128  # OpenAI's limit
+MAX_METADATA = 16
+COMPLETION_MAX_TOKENS = 16  # OpenAI's default for /v1/completions
+DEFAULT_NEW_TOKENS = 64  # of /v1/generate
+INFER_MAX_TOKENS = 128  # of /infer/v1/completions
+
+Schema = dict[str, Any]
+STRING: Schema = {"type": "string"}
+OBJECT: Schema = {"type": "object"}
+BOOLEAN: Schema = {"type": "boolean"}
+TOKEN_ID: Schema = {"type": "integer", "minimum": 0}
+TEXT: Schema = {"type": "string", "minLength": 1}
+STRUCTURE_ONLY = "cannot be combined with guided_regex"
+
+
+def array(items: Schema, *, least: int = 0, most: Any = None) -> Schema:
+    """The schema of a list. `most` may be {"limit": name}."""
+    return {"type": "array", "items": items, "minItems": least, **({} if most is None else {"maxItems": most})}
+
+
+def texts_or_ids(limit: str) -> Schema:
+    """A text, a list of texts, a list of token ids, or a list of such lists."""
+    ids = array(TOKEN_ID, least=1)
+    most = {"limit": limit}
+    return {"anyOf": [TEXT, array(TEXT, least=1, most=most), ids, array(ids, least=1, most=most)]}
+
+
+TEXT_PARTS = array({"type": "object", "properties": {"type": {"enum": ["text"]}, "text": STRING}, "required": ["text"]})
+MESSAGES = array(
+    {
+        "type": "object",
+        "properties": {"role": STRING, "content": {"anyOf": [STRING, TEXT_PARTS]}},
+        "required": ["role", "content"],
+    },
+    least=1,
+)
+FUNCTION: Schema = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "pattern": r"^[\w.-]{1,128}$"}, "parameters": OBJECT},
+    "required": ["name"],
+}
+TOOL: Schema = {
+    "type": "object",
+    "properties": {"type": {"enum": ["function"]}, "function": FUNCTION},
+    "required": ["function"],
+}
+TOOL_CHOICE: Schema = {"anyOf": [{"enum": ["none", "auto", "required"]}, OBJECT]}
+_CUT_TO = "must be -1 or at least 1"
+_IN_32_BITS = Meta(ge=-(2**31), le=2**31 - 1)
+
+
+class Model(msgspec.Struct, frozen=True):
+    """Which model is asked."""
+
+    model: Annotated[str, about("the name that /v1/models lists; empty or absent: that one")] = ""
+
+
+class Texts(msgspec.Struct, frozen=True):
+    """What /v1/completions continues."""
+
+    prompt: Annotated[
+        Any,
+        about(
+            "text, list of texts, token ids, list of lists of token ids",
+            schema=texts_or_ids("max_prompts"),
+            also=[
+                "must hold whole numbers only",
+                "must not be empty",
+                "must be a text or a list of token ids, or a list of either, not empty",
+                "at most 256 in one call",
+            ],
+        ),
+    ]
+
+
+class Completion(msgspec.Struct, frozen=True):
+    """Of /v1/completions alone."""
+
+    max_tokens: Annotated[Positive, about("most tokens of the output, within the model's length")] = (
+        COMPLETION_MAX_TOKENS
+    )
+    echo: Annotated[
+        bool, about("the prompt's text before each output; with logprobs its tokens too (not streamed)")
+    ] = False
+    logprobs: Annotated[
+        Alternatives | None, about("alternatives per token, from the model's own logits; 0: the token's own alone")
+    ] = None
+
+
+class Conversation(msgspec.Struct, frozen=True):
+    """A conversation and what its template is given, on every route that takes one."""
+
+    messages: Annotated[
+        Any,
+        about(
+            "the conversation, through the model's chat template",
+            schema=MESSAGES,
+            also=["must be an object with role and content"],
+        ),
+    ] = None
+    tools: Annotated[
+        Any,
+        about(
+            "functions that may be called",
+            schema=array(TOOL, most=MAX_TOOLS),
+            also=[
+                'must be {"type": "function", "function": {…}}',
+                "must have 1 to 128 letters, digits, _, - and .",
+            ],
+        ),
+    ] = None
+    tool_choice: Annotated[
+        Any,
+        about(
+            "whether, or which, to call",
+            schema=TOOL_CHOICE,
+            also=[
+                'must be none, auto, required or {"type": "function", "function": {"name"}}',
+                "needs tools to choose from",
+            ],
+        ),
+    ] = None
+    parallel_tool_calls: Annotated[bool, about("more than one call in an answer")] = True
+    add_generation_prompt: Annotated[bool | None, about("end the prompt where the assistant begins")] = None
+    continue_final_message: Annotated[bool, about("end the prompt inside the last message")] = False
+    chat_template_kwargs: Annotated[dict[str, Any], about("variables for the chat template")] = {}
+    documents: Annotated[
+        Any, about("given to the chat template", schema=array(OBJECT), also=["must be a list of objects"])
+    ] = None
+    reasoning_effort: Annotated[str | None, about("given to the chat template")] = None
+
+
+class Chat(msgspec.Struct, frozen=True):
+    """Of /v1/chat/completions alone."""
+
+    max_tokens: Annotated[Positive | None, about("most tokens of the output, within the model's length")] = None
+    max_completion_tokens: Annotated[Positive | None, about("the newer name of max_tokens; goes before it")] = None
+    logprobs: Annotated[bool, about("log-probabilities of the output's tokens, from the model's own logits")] = False
+    top_logprobs: Annotated[
+        Alternatives | None, about("alternatives per token; needs logprobs", also=["needs logprobs to be true"])
+    ] = None
+    include_reasoning: Annotated[bool, about("show what the model thought")] = True
+
+
+class BadWords(msgspec.Struct, frozen=True):
+    """SamplingParams.bad_words_ids as words."""
+
+    bad_words: Annotated[
+        Any,
+        about(
+            "words that must not come, at the start or after a space: the last token of each is forbidden wherever "
+            "the others just came",
+            schema=array(TEXT, most=MAX_BAD_WORDS // 2),
+            also=["must be a list of words, none of them empty", f"at most {MAX_BAD_WORDS // 2} words"],
+        ),
+    ] = None
+
+
+class StreamOptions(msgspec.Struct, frozen=True):
+    """Of a stream, where the usage is told."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class Streaming(msgspec.Struct, frozen=True):
+    """How the answer travels."""
+
+    stream: Annotated[bool, about("answer as Server-Sent Events")] = False
+    stream_options: Annotated[
+        StreamOptions | None,
+        about(
+            "only with stream: a last chunk with the usage, or the usage in every chunk",
+            also=["is only allowed when stream is true"],
+        ),
+    ] = None
+
+    @property
+    def include_usage(self) -> bool:
+        """Whether a last chunk has the usage."""
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def continuous_usage(self) -> bool:
+        """Whether every chunk has the usage."""
+        return bool(self.stream_options and self.stream_options.continuous_usage_stats)
+
+
+class Truncation(msgspec.Struct, frozen=True):
+    """What a prompt that is too long keeps."""
+
+    truncate_prompt_tokens: Annotated[
+        Annotated[int, Meta(ge=-1, le=2**63 - 1)] | None,
+        about("keep the prompt's last tokens; -1: as many as leave room; not 0", also=[_CUT_TO]),
+    ] = None
+
+
+class PromptLogprobs(msgspec.Struct, frozen=True):
+    """What is told of the prompt's tokens."""
+
+    prompt_logprobs: Annotated[
+        Alternatives | None,
+        about(
+            "alternatives per token of the prompt; not with stream or detached",
+            also=["cannot be streamed or detached: leave stream and detached out"],
+        ),
+    ] = None
+
+
+class Scheduling(msgspec.Struct, frozen=True):
+    """How the request is run, and what it is called."""
+
+    priority: Annotated[Annotated[int, _IN_32_BITS], about("lower is sooner, where the engine goes by priority")] = 0
+    cache_salt: Annotated[
+        str | None,
+        about(
+            "requests share cached prefixes only with those of the same salt",
+            schema={"minLength": 1, "maxLength": MAX_SALT_BYTES},
+            also=[f"must have 1 to {MAX_SALT_BYTES} bytes"],
+        ),
+    ] = None
+    request_id: Annotated[
+        str | None,
+        about(
+            "part of the answer's id and logs",
+            schema={"maxLength": MAX_NAME_CHARACTERS // 2},
+            also=[f"must have at most {MAX_NAME_CHARACTERS // 2} printable characters"],
+        ),
+    ] = None
+
+
+class Recovery(msgspec.Struct, frozen=True):
+    """What happens when a connection is lost."""
+
+    detached: Annotated[bool, about("go on when the connection is lost; the stream can be read on")] = False
+    resubmit: Annotated[
+        bool, about("go on when the engine is lost (the default); false: end with engine_restarted")
+    ] = True
+
+
+class Extras(msgspec.Struct, frozen=True):
+    """What each choice carries beside its text."""
+
+    return_token_ids: Annotated[bool, about("token ids of prompt and output beside the text")] = False
+    return_tokens_as_token_ids: Annotated[bool, about("in logprobs, tokens as token_id:N")] = False
+
+
+class SpecialTokens(msgspec.Struct, frozen=True):
+    """What the tokenizer adds. None: its own for a text, nothing for a conversation."""
+
+    add_special_tokens: Annotated[bool | None, about("let the tokenizer add its own, such as BOS")] = None
+
+
+class Structure(msgspec.Struct, frozen=True):
+    """What the whole output must match: one of them at most. Read by structured_output.spec."""
+
+    response_format: Annotated[
+        Any,
+        about(
+            "OpenAI's name for what the output must match",
+            schema={
+                "type": "object",
+                "properties": {
+                    "type": {"enum": ["text", "json_object", "json_schema", "structural_tag"]},
+                    "json_schema": {"type": "object", "properties": {"schema": OBJECT}},
+                },
+            },
+            also=["must be an object with a type"],
+        ),
+    ] = None
+    structured_outputs: Annotated[
+        Any,
+        about(
+            f"vLLM's: exactly one of {', '.join(STRUCTURED_KINDS)}; grammar is Lark or EBNF",
+            schema={
+                "type": "object",
+                "properties": {
+                    "json": {"anyOf": [OBJECT, STRING]},
+                    "json_object": BOOLEAN,
+                    "regex": STRING,
+                    "choice": array(STRING, least=1),
+                    "grammar": STRING,
+                    "structural_tag": OBJECT,
+                },
+            },
+            also=[f"must be an object with one of {', '.join(STRUCTURED_KINDS)}"],
+        ),
+    ] = None
+    guided_json: Annotated[
+        Any,
+        about(
+            "vLLM's older name: a JSON schema",
+            schema={"anyOf": [OBJECT, STRING]},
+            also=["must be a JSON schema that allows something: an object, or true"],
+        ),
+    ] = None
+    guided_regex: Annotated[
+        Any,
+        about(
+            "vLLM's older name: a regular expression",
+            schema=STRING,
+            also=["must be a string that is not empty", STRUCTURE_ONLY],
+        ),
+    ] = None
+    guided_choice: Annotated[
+        Any,
+        about(
+            "vLLM's older name: one of these texts",
+            schema=array(STRING, least=1),
+            also=["must be a list of strings, none of them empty"],
+        ),
+    ] = None
+    guided_grammar: Annotated[
+        Any,
+        about(
+            "vLLM's older name: a grammar in Lark or EBNF",
+            schema=STRING,
+            also=["must be a string that is not empty"],
+        ),
+    ] = None
+
+
+class EmbeddingsInput(msgspec.Struct, frozen=True):
+    """Of /v1/embeddings alone."""
+
+    input: Annotated[
+        Any,
+        about(
+            "text, list of texts, token ids, list of lists of token ids", schema=texts_or_ids("max_embedding_inputs")
+        ),
+    ]
+    encoding_format: Annotated[Literal["float", "base64"], about("numbers, or little-endian f32 in base64")] = "float"
+    dimensions: Annotated[
+        Positive | None, about("keep so many values, of length 1 again; at most what the model has")
+    ] = None
+    pooling: Annotated[
+        Literal[POOLINGS] | None, about("of the final hidden states the last token's, or the mean")  # type: ignore[valid-type]
+    ] = None
+    user: Annotated[str | None, about("accepted and ignored")] = None
+
+
+class Response(msgspec.Struct, frozen=True):
+    """Of /v1/responses alone."""
+
+    input: Annotated[Any, about("a text, or items", schema={"anyOf": [TEXT, array(OBJECT, least=1)]})]
+    instructions: Annotated[str | None, about("the system message")] = None
+    previous_response_id: Annotated[str | None, about("continue that conversation")] = None
+    max_output_tokens: Annotated[Positive | None, about("most tokens of the output")] = None
+    text: Annotated[
+        dict[str, Any],
+        about(
+            "format: what the output must match",
+            schema={"type": "object", "properties": {"format": OBJECT}},
+        ),
+    ] = {}
+    tools: Annotated[Any, about("functions that may be called", schema=array(OBJECT))] = None
+    tool_choice: Annotated[Any, about("whether, or which", schema=TOOL_CHOICE)] = None
+    parallel_tool_calls: Annotated[bool, about("more than one call in an answer")] = True
+    reasoning: Annotated[dict[str, Any], about("effort: given to the chat template")] = {}
+    truncation: Annotated[
+        Literal["auto", "disabled"], about("auto: drop the beginning of a conversation that is too long")
+    ] = "disabled"
+    metadata: Annotated[Annotated[dict[str, str], Meta(max_length=MAX_METADATA)], about("returned as it is")] = {}
+    store: Annotated[bool, about("keep the response for GET")] = True
+    background: Annotated[bool, about("answer at once, make the response later")] = False
+    stream: Annotated[bool, about("answer as events")] = False
+    include: Annotated[tuple[str, ...], about("message.output_text.logprobs")] = ()
+    top_logprobs: Annotated[Alternatives, about("alternatives per token")] = 0
+
+
+class AnthropicMessages(msgspec.Struct, frozen=True):
+    """Of /v1/messages and its count_tokens."""
+
+    messages: Annotated[Any, about("strings or blocks of text, tool_use, tool_result, thinking", schema=MESSAGES)]
+    model: Annotated[str, about("the name that /v1/models lists")] = ""
+    system: Annotated[Any, about("the system message", schema={"anyOf": [STRING, TEXT_PARTS]})] = None
+    tools: Annotated[Any, about("the client's own tools", schema=array(OBJECT))] = None
+    tool_choice: Annotated[dict[str, Any], about("type: auto, any, tool or none")] = {}
+    thinking: Annotated[dict[str, Any], about("type: enabled or disabled, for templates that know it")] = {}
+    output_config: Annotated[
+        dict[str, Any],
+        about("format: a JSON schema", schema={"type": "object", "properties": {"format": OBJECT}}),
+    ] = {}
+
+
+class AnthropicAnswer(msgspec.Struct, frozen=True):
+    """Of /v1/messages alone."""
+
+    max_tokens: Annotated[Positive, about("most tokens of the output")]
+    stop_sequences: Annotated[
+        Any,
+        about("texts that end the output", schema=array(TEXT, most={"limit": "max_stop_strings"})),
+    ] = None
+    stream: Annotated[bool, about("answer as events")] = False
+
+
+class Prompt(msgspec.Struct, frozen=True):
+    """One text to continue, on the routes that take no more."""
+
+    prompt: Annotated[str, about("the text to continue", min_length=1)]
+
+
+class Generate(msgspec.Struct, frozen=True):
+    """Of /v1/generate alone."""
+
+    max_new_tokens: Annotated[
+        Positive, about(f"exactly so many tokens, whatever the model says (default {DEFAULT_NEW_TOKENS})")
+    ] = DEFAULT_NEW_TOKENS
+
+
+class GenerateText(msgspec.Struct, frozen=True):
+    """Of /generate alone."""
+
+    max_tokens: Annotated[Positive, about("most tokens of the output")]
+
+
+class Infer(msgspec.Struct, frozen=True):
+    """Of /infer/v1/completions alone."""
+
+    max_tokens: Annotated[Positive, about("most tokens of the output, within the model's length")] = INFER_MAX_TOKENS
+    stream: Annotated[bool, about("events (the default)")] = True
+
+
+class Tokenize(msgspec.Struct, frozen=True):
+    """Of /tokenize alone."""
+
+    prompt: Annotated[str | None, about("the text; or messages")] = None
+    return_token_strs: Annotated[bool, about("the tokens as texts too")] = False
+
+
+class Detokenize(msgspec.Struct, frozen=True):
+    """Of /detokenize."""
+
+    tokens: Annotated[Any, about("the token ids", schema=array(TOKEN_ID))]
+    skip_special_tokens: Annotated[bool, about("leave special tokens out")] = False
