@@ -10,14 +10,16 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
+
+import msgspec
 
 from frontends.common import json as fields
-from frontends.common.bodies import MAX_TOOLS, Conversation, SpecialTokens
 from frontends.common.model import ServedModel
 from frontends.common.output_parsing import OutputParser
 from inferengine.config import Config, LimitsConfig
 from inferengine.errors import InvalidRequest
+from inferengine.fields import about
 from inferengine.structured_output.spec import GrammarSpec, validate_grammar
 from inferengine.text import check_messages
 from inferengine.text.chat_template import RESERVED as TEMPLATE_NAMES
@@ -26,8 +28,93 @@ from inferengine.text.output_parser import CLOSE, OPEN
 from inferengine.text.tool_parsers import FORMATS, ToolFormat, detect
 from inferengine.text.tool_parsers.grammar import Function, calls_grammar
 
+MAX_TOOLS = 128  # OpenAI's limit
 NOTHING: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 _NAME = re.compile(r"[\w.-]{1,128}", re.ASCII)
+
+
+Schema = dict[str, Any]
+STRING: Schema = {"type": "string"}
+OBJECT: Schema = {"type": "object"}
+BOOLEAN: Schema = {"type": "boolean"}
+TOKEN_ID: Schema = {"type": "integer", "minimum": 0}
+TEXT: Schema = {"type": "string", "minLength": 1}
+
+
+def array(items: Schema, *, least: int = 0, most: Any = None) -> Schema:
+    """The schema of a list. `most` may be {"limit": name}."""
+    return {"type": "array", "items": items, "minItems": least, **({} if most is None else {"maxItems": most})}
+
+
+TEXT_PARTS = array({"type": "object", "properties": {"type": {"enum": ["text"]}, "text": STRING}, "required": ["text"]})
+MESSAGES = array(
+    {
+        "type": "object",
+        "properties": {"role": STRING, "content": {"anyOf": [STRING, TEXT_PARTS]}},
+        "required": ["role", "content"],
+    },
+    least=1,
+)
+FUNCTION: Schema = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "pattern": r"^[\w.-]{1,128}$"}, "parameters": OBJECT},
+    "required": ["name"],
+}
+TOOL: Schema = {
+    "type": "object",
+    "properties": {"type": {"enum": ["function"]}, "function": FUNCTION},
+    "required": ["function"],
+}
+TOOL_CHOICE: Schema = {"anyOf": [{"enum": ["none", "auto", "required"]}, OBJECT]}
+
+
+class Conversation(msgspec.Struct, frozen=True):
+    """A conversation and what its template is given, on every route that takes one."""
+
+    messages: Annotated[
+        Any,
+        about(
+            "the conversation, through the model's chat template",
+            schema=MESSAGES,
+            also=["must be an object with role and content"],
+        ),
+    ] = None
+    tools: Annotated[
+        Any,
+        about(
+            "functions that may be called",
+            schema=array(TOOL, most=MAX_TOOLS),
+            also=[
+                'must be {"type": "function", "function": {…}}',
+                "must have 1 to 128 letters, digits, _, - and .",
+            ],
+        ),
+    ] = None
+    tool_choice: Annotated[
+        Any,
+        about(
+            "whether, or which, to call",
+            schema=TOOL_CHOICE,
+            also=[
+                'must be none, auto, required or {"type": "function", "function": {"name"}}',
+                "needs tools to choose from",
+            ],
+        ),
+    ] = None
+    parallel_tool_calls: Annotated[bool, about("more than one call in an answer")] = True
+    add_generation_prompt: Annotated[bool | None, about("end the prompt where the assistant begins")] = None
+    continue_final_message: Annotated[bool, about("end the prompt inside the last message")] = False
+    chat_template_kwargs: Annotated[dict[str, Any], about("variables for the chat template")] = {}
+    documents: Annotated[
+        Any, about("given to the chat template", schema=array(OBJECT), also=["must be a list of objects"])
+    ] = None
+    reasoning_effort: Annotated[str | None, about("given to the chat template")] = None
+
+
+class SpecialTokens(msgspec.Struct, frozen=True):
+    """What the tokenizer adds. None: its own for a text, nothing for a conversation."""
+
+    add_special_tokens: Annotated[bool | None, about("let the tokenizer add its own, such as BOS")] = None
 
 
 class Tools(NamedTuple):

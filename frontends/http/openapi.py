@@ -1,6 +1,6 @@
 """GET /openapi.json: the routes, their bodies, answers and errors.
 
-Made of the route table and of the Structs that read the bodies (frontends.common.bodies and SamplingParams), with the
+Made of the route table and of the Structs that read the bodies (frontends.http.bodies and SamplingParams), with the
 limits of the running configuration.
 """
 
@@ -14,13 +14,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from frontends.common.bodies import (
+from frontends.common.chat import Conversation, SpecialTokens
+from frontends.http.bodies import (
     AnthropicAnswer,
     AnthropicMessages,
     BadWords,
     Chat,
     Completion,
-    Conversation,
     Detokenize,
     EmbeddingsInput,
     Extras,
@@ -32,14 +32,13 @@ from frontends.common.bodies import (
     PromptLogprobs,
     Recovery,
     Scheduling,
-    SpecialTokens,
     Streaming,
     Structure,
     Texts,
     Tokenize,
     Truncation,
 )
-from frontends.common.bodies import Response as ResponseFields
+from frontends.http.bodies import Response as ResponseFields
 from frontends.http.respond import JsonBytes
 from frontends.http.state import HttpState
 from inferengine import __version__

@@ -9,7 +9,7 @@ import json
 from typing import Any
 
 from frontends.common import json as fields
-from frontends.common.bodies import AnthropicAnswer, AnthropicMessages
+from frontends.http.bodies import AnthropicAnswer, AnthropicMessages
 from frontends.http.openai.request_fields import SAMPLING
 from inferengine.errors import InvalidRequest
 

@@ -10,11 +10,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from frontends.common import json as fields
-from frontends.common.bodies import Chat
 from frontends.common.chat import ChatPrompt, read_chat_prompt
 from frontends.common.errors import rename_field
 from frontends.common.generation import Generation, Options
 from frontends.common.model import ServedModel
+from frontends.http.bodies import Chat
 from frontends.http.openai import request_fields as dialect
 from frontends.http.openai.format import AnswerMetadata, ChatFormat, Format
 from frontends.http.openai.format_tools import MessageFormat

@@ -10,9 +10,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from frontends.common import json as fields
-from frontends.common.bodies import Completion, SpecialTokens
+from frontends.common.chat import SpecialTokens
 from frontends.common.generation import Generation
 from frontends.common.model import ServedModel
+from frontends.http.bodies import Completion
 from frontends.http.openai import request_fields as dialect
 from frontends.http.openai.format import AnswerMetadata, CompletionFormat
 from frontends.http.openai.request_fields import read_json

@@ -11,10 +11,10 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from frontends.common import json as fields
-from frontends.common.bodies import EmbeddingsInput
 from frontends.common.embeddings import Embeddings
 from frontends.common.json import dumps
 from frontends.common.model import ServedModel
+from frontends.http.bodies import EmbeddingsInput
 from frontends.http.openai import request_fields as dialect
 from frontends.http.openai.completions import prompt_names, read_prompts
 from frontends.http.openai.request_fields import read_json

@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
-from frontends.common.bodies import Extras, Streaming
 from frontends.common.errors import error_object
 from frontends.common.generation import Choice, Generation, Output, Piece, Usage, guess_counts
 from frontends.common.json import DONE, dumps, event, quote
+from frontends.http.bodies import Extras, Streaming
 from inferengine.client import TokenLogprobs
 from inferengine.errors import InferEngineError
 from inferengine.text import Tokenizer

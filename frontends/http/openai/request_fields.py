@@ -15,7 +15,10 @@ from typing import Any
 from starlette.requests import ClientDisconnect, Request
 
 from frontends.common import json as fields
-from frontends.common.bodies import (
+from frontends.common.generation import Options
+from frontends.common.json import OffLoop, parse_object
+from frontends.common.model import ServedModel
+from frontends.http.bodies import (
     Extras,
     PromptLogprobs,
     Recovery,
@@ -25,9 +28,6 @@ from frontends.common.bodies import (
     Structure,
     Truncation,
 )
-from frontends.common.generation import Options
-from frontends.common.json import OffLoop, parse_object
-from frontends.common.model import ServedModel
 from inferengine.config import Config, LimitsConfig
 from inferengine.errors import InferEngineError, InvalidRequest
 from inferengine.fields import field_docs

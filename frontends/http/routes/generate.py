@@ -13,10 +13,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from frontends.common import json as fields
-from frontends.common.bodies import Generate, GenerateText, Infer, Prompt
 from frontends.common.errors import as_unprocessable, error_object, rename_field
 from frontends.common.generation import Choice, Generation, Output, Piece, Usage
 from frontends.common.json import event
+from frontends.http.bodies import Generate, GenerateText, Infer, Prompt
 from frontends.http.openai import request_fields as dialect
 from frontends.http.openai.format import usage_object
 from frontends.http.openai.request_fields import read_json

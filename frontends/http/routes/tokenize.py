@@ -9,9 +9,9 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from frontends.common import json as fields
-from frontends.common.bodies import Detokenize, SpecialTokens, Tokenize
-from frontends.common.chat import read_chat_prompt
+from frontends.common.chat import SpecialTokens, read_chat_prompt
 from frontends.common.json import dumps
+from frontends.http.bodies import Detokenize, Tokenize
 from frontends.http.openai import request_fields as dialect
 from frontends.http.openai.request_fields import read_json
 from frontends.http.respond import JsonBytes

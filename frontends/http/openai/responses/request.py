@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from frontends.common import json as fields
-from frontends.common.bodies import Response
+from frontends.http.bodies import Response
 from frontends.http.openai.request_fields import SAMPLING
 from inferengine.errors import InvalidRequest
 

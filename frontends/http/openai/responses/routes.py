@@ -15,9 +15,9 @@ from starlette.responses import Response
 from starlette.types import Message
 
 from frontends.common import json as fields
-from frontends.common.bodies import Response as ResponseFields
 from frontends.common.errors import rename_field, report, unexpected
 from frontends.common.generation import Generation
+from frontends.http.bodies import Response as ResponseFields
 from frontends.http.openai.chat import ChatRequest, read_chat
 from frontends.http.openai.request_fields import read_json
 from frontends.http.openai.responses.format import ResponsesFormat, as_messages

@@ -1,7 +1,8 @@
 """The fields of the request bodies over HTTP, each stated once: type, range, default and meaning.
 
-A Struct holds the fields that are read together; a route's body has the fields of several. Reading a Struct checks it,
-and /openapi.json and docs/parameters.md are made of it. SamplingParams has the fields of sampling.
+A Struct holds the fields that are read together; a route's body has the fields of several. Reading a Struct checks
+it, and /openapi.json and docs/parameters.md are made of it. SamplingParams has the fields of sampling, `Conversation`
+those of a conversation.
 
 Fields of type Any are checked where they are used, because their shape is a dialect's own; `schema` describes them.
 """
@@ -13,29 +14,29 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from frontends.common.chat import (
+    BOOLEAN,
+    MESSAGES,
+    OBJECT,
+    STRING,
+    TEXT,
+    TEXT_PARTS,
+    TOKEN_ID,
+    TOOL_CHOICE,
+    Schema,
+    array,
+)
 from inferengine.fields import about
 from inferengine.sampling_params import MAX_BAD_WORDS, POOLINGS, Alternatives, Positive
 from inferengine.structured_output.spec import STRUCTURED_KINDS
 from inferengine.wire.messages import MAX_NAME_CHARACTERS, MAX_SALT_BYTES
 
-MAX_TOOLS = 128  # OpenAI's limit
 MAX_METADATA = 16
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default for /v1/completions
 DEFAULT_NEW_TOKENS = 64  # of /v1/generate
 INFER_MAX_TOKENS = 128  # of /infer/v1/completions
 
-Schema = dict[str, Any]
-STRING: Schema = {"type": "string"}
-OBJECT: Schema = {"type": "object"}
-BOOLEAN: Schema = {"type": "boolean"}
-TOKEN_ID: Schema = {"type": "integer", "minimum": 0}
-TEXT: Schema = {"type": "string", "minLength": 1}
 STRUCTURE_ONLY = "cannot be combined with guided_regex"
-
-
-def array(items: Schema, *, least: int = 0, most: Any = None) -> Schema:
-    """The schema of a list. `most` may be {"limit": name}."""
-    return {"type": "array", "items": items, "minItems": least, **({} if most is None else {"maxItems": most})}
 
 
 def texts_or_ids(limit: str) -> Schema:
@@ -45,26 +46,6 @@ def texts_or_ids(limit: str) -> Schema:
     return {"anyOf": [TEXT, array(TEXT, least=1, most=most), ids, array(ids, least=1, most=most)]}
 
 
-TEXT_PARTS = array({"type": "object", "properties": {"type": {"enum": ["text"]}, "text": STRING}, "required": ["text"]})
-MESSAGES = array(
-    {
-        "type": "object",
-        "properties": {"role": STRING, "content": {"anyOf": [STRING, TEXT_PARTS]}},
-        "required": ["role", "content"],
-    },
-    least=1,
-)
-FUNCTION: Schema = {
-    "type": "object",
-    "properties": {"name": {"type": "string", "pattern": r"^[\w.-]{1,128}$"}, "parameters": OBJECT},
-    "required": ["name"],
-}
-TOOL: Schema = {
-    "type": "object",
-    "properties": {"type": {"enum": ["function"]}, "function": FUNCTION},
-    "required": ["function"],
-}
-TOOL_CHOICE: Schema = {"anyOf": [{"enum": ["none", "auto", "required"]}, OBJECT]}
 _CUT_TO = "must be -1 or at least 1"
 _IN_32_BITS = Meta(ge=-(2**31), le=2**31 - 1)
 
@@ -105,49 +86,6 @@ class Completion(msgspec.Struct, frozen=True):
     logprobs: Annotated[
         Alternatives | None, about("alternatives per token, from the model's own logits; 0: the token's own alone")
     ] = None
-
-
-class Conversation(msgspec.Struct, frozen=True):
-    """A conversation and what its template is given, on every route that takes one."""
-
-    messages: Annotated[
-        Any,
-        about(
-            "the conversation, through the model's chat template",
-            schema=MESSAGES,
-            also=["must be an object with role and content"],
-        ),
-    ] = None
-    tools: Annotated[
-        Any,
-        about(
-            "functions that may be called",
-            schema=array(TOOL, most=MAX_TOOLS),
-            also=[
-                'must be {"type": "function", "function": {…}}',
-                "must have 1 to 128 letters, digits, _, - and .",
-            ],
-        ),
-    ] = None
-    tool_choice: Annotated[
-        Any,
-        about(
-            "whether, or which, to call",
-            schema=TOOL_CHOICE,
-            also=[
-                'must be none, auto, required or {"type": "function", "function": {"name"}}',
-                "needs tools to choose from",
-            ],
-        ),
-    ] = None
-    parallel_tool_calls: Annotated[bool, about("more than one call in an answer")] = True
-    add_generation_prompt: Annotated[bool | None, about("end the prompt where the assistant begins")] = None
-    continue_final_message: Annotated[bool, about("end the prompt inside the last message")] = False
-    chat_template_kwargs: Annotated[dict[str, Any], about("variables for the chat template")] = {}
-    documents: Annotated[
-        Any, about("given to the chat template", schema=array(OBJECT), also=["must be a list of objects"])
-    ] = None
-    reasoning_effort: Annotated[str | None, about("given to the chat template")] = None
 
 
 class Chat(msgspec.Struct, frozen=True):
@@ -263,12 +201,6 @@ class Extras(msgspec.Struct, frozen=True):
 
     return_token_ids: Annotated[bool, about("token ids of prompt and output beside the text")] = False
     return_tokens_as_token_ids: Annotated[bool, about("in logprobs, tokens as token_id:N")] = False
-
-
-class SpecialTokens(msgspec.Struct, frozen=True):
-    """What the tokenizer adds. None: its own for a text, nothing for a conversation."""
-
-    add_special_tokens: Annotated[bool | None, about("let the tokenizer add its own, such as BOS")] = None
 
 
 class Structure(msgspec.Struct, frozen=True):
