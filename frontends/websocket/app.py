@@ -26,7 +26,7 @@ from frontends.common.resumable.registry import Registry
 from frontends.websocket.engine_state import EngineState
 from frontends.websocket.handshake import SOCKET_PATH, SocketEndpoint, presented_key, read_origins
 from frontends.websocket.metrics import SocketMetrics
-from frontends.websocket.request import Services
+from frontends.websocket.socket_request import Services
 from frontends.websocket.static_files import StaticFiles
 from inferengine.client import EnginePool
 from inferengine.config import Config, engine_addresses
@@ -41,7 +41,7 @@ _FIRST_CONNECT_S = 0.5  # for a connection to the engine before the first socket
 _READY_WAIT_S, _RETRY_S = 3600.0, 0.5
 
 
-class Shared(NamedTuple):
+class SharedState(NamedTuple):
     """State that all workers of this front end share, made before the first worker."""
 
     keys: KeyRing
@@ -54,10 +54,10 @@ class Shared(NamedTuple):
         self.metrics.choose_worker(worker)
 
 
-def make_shared(config: Config) -> Shared:
+def make_shared(config: Config) -> SharedState:
     """Read the API keys and make the shared counters."""
     keys = read_keys(config.auth.keys_file)
-    return Shared(keys, Quotas(keys.keys, num_workers=config.ws.workers), SocketMetrics(config.ws.workers))
+    return SharedState(keys, Quotas(keys.keys, num_workers=config.ws.workers), SocketMetrics(config.ws.workers))
 
 
 class WebsocketFrontEnd:
@@ -68,7 +68,7 @@ class WebsocketFrontEnd:
         config: Config,
         addresses: Sequence[str] = (),
         *,
-        shared: Shared | None = None,
+        shared: SharedState | None = None,
         tracing: Tracing | None = None,
     ) -> None:
         """`addresses`: of the engines, empty for those of the configuration. `shared`: None for a single worker.

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from frontends.common.generation import Choice, Piece
 from frontends.common.resumable.request_log import ChoiceLog
-from frontends.websocket.generate_params import MessageText, Told
+from frontends.websocket.generate_params import MessageText, OutputOptions
 from frontends.websocket.send_channel import SendChannel
 from inferengine.client import Finish, TokenLogprobs
 from inferengine.sampling_params import SamplingParams
@@ -25,7 +25,7 @@ class ChoiceOptions(NamedTuple):
     request_id: str
     params: SamplingParams
     context_ids: Sequence[int]
-    told: Told
+    output: OutputOptions
     return_token_ids: bool
 
 
@@ -50,12 +50,12 @@ class ChoiceWriter:
         tokenizer: Tokenizer,
     ) -> None:
         """`cursor`: tokens that the client has already; their text is not sent."""
-        params, told = options.params, options.told
+        params, output = options.params, options.output
         text = TextStream(
             tokenizer,
             stop=params.stop,
             include_stop=params.include_stop_str_in_output,
-            skip_special_tokens=params.skip_special_tokens and not told.reading.keeps_special_tokens,
+            skip_special_tokens=params.skip_special_tokens and not output.parser.keeps_special_tokens,
             min_tokens=params.min_tokens,
             context_ids=options.context_ids,
         )
@@ -66,7 +66,7 @@ class ChoiceWriter:
         self._choice = Choice(index, (), self._view, text)
         self._channel = channel
         self._head = channel.delta_head(options.name, index)
-        self._message = None if told.reading.is_plain else MessageText(told, options.request_id, index)
+        self._message = None if output.parser.is_plain else MessageText(output, options.request_id, index)
         self._repeats = cursor > 0  # the first piece ends at the cursor: the client has its text
         self._has_extras = options.return_token_ids or params.logprobs is not None or self._message is not None
         self._is_plain = not self._has_extras and self._choice.is_plain
@@ -124,14 +124,14 @@ class ChoiceWriter:
         (piece,) = self._choice.read(self._view.take(), per_token=False)
         if piece.error is not None:
             raise piece.error
-        beside: dict[str, Any] = {}
+        fields: dict[str, Any] = {}
         if self._message is not None:
-            piece, beside = self._message.read(piece)
+            piece, fields = self._message.read(piece)
         if self._repeats:
-            self._repeats, piece, beside = False, piece._replace(text="", token_ids=[], logprobs=None), {}
+            self._repeats, piece, fields = False, piece._replace(text="", token_ids=[], logprobs=None), {}
             if not piece.is_last:
                 return
-        extra = self._extra(piece, beside) if self._has_extras else {}
+        extra = self._extra(piece, fields) if self._has_extras else {}
         if piece.is_last:
             self._last = ChoiceEnd(piece, extra, self._choice.finish)
         elif extra:
@@ -139,9 +139,9 @@ class ChoiceWriter:
         elif piece.text:
             self._channel.delta(self._head, piece.num_tokens, piece.text)
 
-    def _extra(self, piece: Piece, beside: dict[str, Any]) -> dict[str, Any]:
+    def _extra(self, piece: Piece, fields: dict[str, Any]) -> dict[str, Any]:
         """Return the frame's fields beside the text."""
-        extra = dict(beside)
+        extra = dict(fields)
         if self._options.return_token_ids:
             extra["token_ids"] = list(piece.token_ids)
         if piece.logprobs is not None:

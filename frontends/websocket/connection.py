@@ -25,8 +25,8 @@ from frontends.websocket.frames import (
     id_of,
     read_frame,
 )
-from frontends.websocket.request import Caller, Services, SocketRequest
 from frontends.websocket.send_channel import SendChannel, SocketGone
+from frontends.websocket.socket_request import Caller, Services, SocketRequest
 from inferengine.errors import InferEngineError
 
 logger = logging.getLogger(__name__)

@@ -1,8 +1,7 @@
-"""What a generate frame asks of the engine: its prompt, its parameters, and how the output is to be read.
+"""The prompt, parameters and output options of a generate frame, and the fields of its output frames.
 
-A conversation goes through the code that serves /v1/chat/completions, so that both say the same to the model.
-
-One choice's text taken apart for the frames: what is for the user, what was thought, and which tools are called.
+Conversations are read by the code of /v1/chat/completions, so both front ends give the model the same prompt. The text
+of each choice is split into the answer, the reasoning and the tool calls.
 """
 
 from __future__ import annotations
@@ -28,27 +27,27 @@ NOTE_PATH = "websocket"  # no HTTP route has this path
 MAX_KEPT_BYTES = 4096
 
 
-class Told(NamedTuple):
-    """How an answer is told. Kept with the request, because a client that comes back says nothing of it."""
+class OutputOptions(NamedTuple):
+    """How the text of an answer is split. Kept in the request's metadata, because a resume frame does not have it."""
 
-    reading: OutputParser = OutputParser()
+    parser: OutputParser = OutputParser()
     include_reasoning: bool = True
 
 
-class Asked(NamedTuple):
-    """`context_ids`: the end of the prompt where the output goes on with its text. `grammar_field`: the frame's name
-    for the grammar, under which one that does not compile is refused."""
+class GenerateParams(NamedTuple):
+    """What a generate frame submits. `context_ids`: the end of a prompt that the output continues. `grammar_field`: the
+    frame's field of the grammar, for errors."""
 
     prompt_ids: list[int]
-    params: SamplingParams
+    sampling: SamplingParams
     grammar: GrammarSpec | None
     grammar_field: str
     context_ids: list[int]
-    told: Told
+    output: OutputOptions
 
 
-async def read_asked(frame: Generate, model: ServedModel, config: Config) -> Asked:
-    """Raises InvalidRequest naming the field."""
+async def read_generate_params(frame: Generate, model: ServedModel, config: Config) -> GenerateParams:
+    """Read a generate frame. Raises InvalidRequest naming the field."""
     params = from_map({**model.defaults, **frame.params})
     validate(params, vocab_size=model.info.vocab_size, limits=config.limits)
     grammar = read_grammar(frame.structure)
@@ -57,14 +56,14 @@ async def read_asked(frame: Generate, model: ServedModel, config: Config) -> Ask
         validate_grammar(grammar, config.limits, path=grammar_field)
     if frame.messages is None:
         prompt_ids = await _prompt_ids(frame, model, config)
-        return Asked(prompt_ids, params, grammar, grammar_field, prompt_ids[-CONTEXT_TOKENS:], Told())
+        return GenerateParams(prompt_ids, params, grammar, grammar_field, prompt_ids[-CONTEXT_TOKENS:], OutputOptions())
     prompt = await read_chat_prompt({"messages": frame.messages, **frame.conversation}, model, config, grammar)
     if prompt.parser.keeps_special_tokens:
         params = params.replace(skip_special_tokens=False)
     if prompt.grammar is not grammar:
         grammar_field = "tools"
-    told = Told(prompt.parser, flag(frame.conversation, "include_reasoning", True))
-    return Asked(prompt.prompt_ids, params, prompt.grammar, grammar_field, [], told)
+    output = OutputOptions(prompt.parser, flag(frame.conversation, "include_reasoning", True))
+    return GenerateParams(prompt.prompt_ids, params, prompt.grammar, grammar_field, [], output)
 
 
 async def _prompt_ids(frame: Generate, model: ServedModel, config: Config) -> list[int]:
@@ -78,37 +77,38 @@ async def _prompt_ids(frame: Generate, model: ServedModel, config: Config) -> li
     return token_ids
 
 
-def make_note(key: ApiKey, told: Told) -> bytes:
-    """What the engine keeps with the request; nothing where nothing needs to be known."""
-    if told.reading.is_plain:
+def make_metadata(key: ApiKey, output: OutputOptions) -> bytes:
+    """Return the metadata that the engine keeps with the request; empty where none is needed."""
+    if output.parser.is_plain:
         return pack_metadata(RequestMetadata(key.tenant)) if key.tenant else b""
-    kept = {"reading": parser_to_map(told.reading), "include_reasoning": told.include_reasoning}
+    kept = {"reading": parser_to_map(output.parser), "include_reasoning": output.include_reasoning}
     return pack_metadata(RequestMetadata(key.tenant, NOTE_PATH, body=json.dumps(kept).encode()))
 
 
-def told_by(note: bytes) -> Told:
-    """The inverse. A request that came over HTTP, or from a producer, is told as its text stands."""
+def output_options_of(note: bytes) -> OutputOptions:
+    """Return the options in a request's metadata. The text of requests from HTTP and producers is not split."""
     read = unpack_metadata(note)
     if read.path != NOTE_PATH:
-        return Told()
+        return OutputOptions()
     try:
         kept = parse_object(read.request_body(MAX_KEPT_BYTES))
     except InvalidRequest:
-        return Told()
-    return Told(parser_from_map(kept.get("reading")), kept.get("include_reasoning") is not False)
+        return OutputOptions()
+    return OutputOptions(parser_from_map(kept.get("reading")), kept.get("include_reasoning") is not False)
 
 
 class MessageText:
-    """`answer_id` names the calls: the request's own id, so that a resumed answer gives them the same ids."""
+    """Splits one choice's text. `answer_id`: the request's id; ids of tool calls are made from it, so that a resumed
+    answer has the same ids."""
 
-    def __init__(self, told: Told, answer_id: str, choice: int) -> None:
-        self._told = told
+    def __init__(self, output: OutputOptions, answer_id: str, choice: int) -> None:
+        self._output = output
         self._answer_id = answer_id
         self._choice = choice
-        self._reader = told.reading.make_reader()
+        self._reader = output.parser.make_reader()
 
     def read(self, piece: Piece) -> tuple[Piece, dict[str, Any]]:
-        """The piece with the user's text alone, and what a frame carries beside it: `reasoning_content` and
+        """Return the piece with the answer's text alone, and the frame's other fields: `reasoning_content` and
         `tool_calls`, as in OpenAI's streamed deltas."""
         text = reasoning = ""
         calls = []
@@ -116,11 +116,11 @@ class MessageText:
             if isinstance(part, Content):
                 text += part.text
             elif isinstance(part, CallDelta):
-                calls.append(self._told.reading.call_entry(self._answer_id, self._choice, part))
-            elif self._told.include_reasoning:
+                calls.append(self._output.parser.call_entry(self._answer_id, self._choice, part))
+            elif self._output.include_reasoning:
                 reasoning += part.text
-        beside: dict[str, Any] = {"reasoning_content": reasoning} if reasoning else {}
+        extra: dict[str, Any] = {"reasoning_content": reasoning} if reasoning else {}
         if calls:
-            beside["tool_calls"] = calls
+            extra["tool_calls"] = calls
         reason = finish_reason(piece.finish_reason, self._reader.num_calls)
-        return piece._replace(text=text, finish_reason=reason), beside
+        return piece._replace(text=text, finish_reason=reason), extra

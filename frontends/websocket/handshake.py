@@ -27,7 +27,7 @@ from frontends.websocket.codec import JSON_SUBPROTOCOL, MSGPACK_SUBPROTOCOL, Cod
 from frontends.websocket.connection import Connection
 from frontends.websocket.engine_state import EngineState
 from frontends.websocket.metrics import SocketMetrics
-from frontends.websocket.request import Caller, Services
+from frontends.websocket.socket_request import Caller, Services
 from inferengine.errors import InferEngineError
 
 SOCKET_PATH = "/v1/ws"

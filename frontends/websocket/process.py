@@ -23,7 +23,7 @@ from frontends.common.auth import check_protection, tls_files
 from frontends.common.connection_limits import ConnectionLimits, raise_file_limit
 from frontends.common.event_loop import Server
 from frontends.common.hosts import read_names
-from frontends.websocket.app import Shared, WebsocketFrontEnd, make_shared
+from frontends.websocket.app import SharedState, WebsocketFrontEnd, make_shared
 from frontends.websocket.codec import FramesProtocol
 from inferengine.config import Config
 from inferengine.errors import ExitCode
@@ -83,7 +83,7 @@ def run_websocket(config: Config, reload: Reload | None = None) -> int:
 
 def run_worker(
     config: Config,
-    shared: Shared,
+    shared: SharedState,
     listener: socket.socket,
     on_turn: Callable[[bool], None],
     *,

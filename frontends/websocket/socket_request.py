@@ -23,7 +23,7 @@ from frontends.common.resumable.registry import Registry
 from frontends.common.resumable.request_log import ChoiceLog, RequestLog
 from frontends.websocket.choice_writer import ChoiceOptions, ChoiceWriter
 from frontends.websocket.frames import Generate, Resume
-from frontends.websocket.generate_params import Told, make_note, read_asked, told_by
+from frontends.websocket.generate_params import OutputOptions, make_metadata, output_options_of, read_generate_params
 from frontends.websocket.send_channel import SendChannel
 from frontends.websocket.spans import RequestSpan
 from inferengine.client import EnginePool, Finish
@@ -67,13 +67,13 @@ class Caller(NamedTuple):
 
 
 class _Prepared(NamedTuple):
-    """A request that was sent. `told` is None for a resumed one: the engine has kept it."""
+    """A request that was sent. `output` is None for a resumed one: it is in the metadata that the engine keeps."""
 
     log: RequestLog
     params: SamplingParams
     cursors: Sequence[int]
     grammar_field: str = ""
-    told: Told | None = None
+    output: OutputOptions | None = None
 
 
 class SocketRequest:
@@ -177,11 +177,11 @@ class SocketRequest:
         """Submit or attach. Returns None when the client cancelled before that; the done frames have been sent then."""
         frame, services = self.frame, self._services
         if isinstance(frame, Resume):
-            params = from_map(frame.params)
+            sampling = from_map(frame.params)
             log = services.registry.resume(
                 frame.request_id, len(frame.cursors), detached=True, context_ids=frame.context_ids
             )
-            return _Prepared(log, params, frame.cursors)
+            return _Prepared(log, sampling, frame.cursors)
         if self._span is not None:
             self._span.set_model(frame.model or model.name)
         adapter = model.adapter_of(frame.model)
@@ -189,31 +189,31 @@ class SocketRequest:
             raise InferEngineError("model_not_found", f"this engine serves {model.name}", field="model")
         if not self._key.may_use(frame.model or model.name):
             raise InferEngineError("forbidden", "This key may not use that model.", field="model")
-        asked = await read_asked(frame, model, services.config)
+        params = await read_generate_params(frame, model, services.config)
         if self._cancelled:
             self.before_last_frame()
-            for choice in range(asked.params.n):
-                self._channel.done(_cancelled_done(frame.id, choice, len(asked.prompt_ids)))
+            for choice in range(params.sampling.n):
+                self._channel.done(_cancelled_done(frame.id, choice, len(params.prompt_ids)))
             return None
         key = self._key
         log = services.registry.submit(
-            asked.prompt_ids,
-            asked.params,
+            params.prompt_ids,
+            params.sampling,
             request_id=frame.request_id,
             detached=frame.detached,
-            context_ids=asked.context_ids,
+            context_ids=params.context_ids,
             priority=frame.priority if key is ANYBODY else key.urgency(frame.priority),
             tenant=key.tenant,
             salt=key.salt(frame.cache_salt.encode()),
-            note=make_note(key, asked.told),
+            note=make_metadata(key, params.output),
             deadline_s=frame.deadline_s,
             label=frame.label,
             traceparent="" if self._span is None else self._span.traceparent,
-            grammar=asked.grammar,
+            grammar=params.grammar,
             adapter=adapter,
             resubmit=frame.resubmit,
         )
-        return _Prepared(log, asked.params, (), asked.grammar_field, asked.told)
+        return _Prepared(log, params.sampling, (), params.grammar_field, params.output)
 
     def _accepted(self, accept: Accept) -> dict[str, Any]:
         assert self._log is not None
@@ -231,9 +231,9 @@ class SocketRequest:
 
     async def _choices(self, prepared: _Prepared, accept: Accept, model: ServedModel) -> None:
         frame, request_log = self.frame, prepared.log
-        told = prepared.told or told_by(request_log.note)
+        output = prepared.output or output_options_of(request_log.note)
         request_id, context_ids = request_log.id.hex(), request_log.context_ids
-        options = ChoiceOptions(frame.id, request_id, prepared.params, context_ids, told, frame.return_token_ids)
+        options = ChoiceOptions(frame.id, request_id, prepared.params, context_ids, output, frame.return_token_ids)
         choices = []
         for index, log in enumerate(request_log.choices):
             cursor = prepared.cursors[index] if index < len(prepared.cursors) else 0
