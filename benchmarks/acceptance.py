@@ -1,10 +1,10 @@
-"""How often guesses would be right by the two lossless rules, from the exact distributions of target and draft.
+"""Acceptance of draft tokens under the two lossless rules, from the exact distributions of target and draft model.
 
 python -m benchmarks.acceptance [--json FILE]
 
 Along sampled answers of the embedded model, at every position: 1 - d for rejection sampling (d: the total variation
 distance of both models' distributions), and for the Gumbel coupling, which the engine uses, the sum over tokens i of
-1 / sum over j of max(p_j / p_i, q_j / q_i). `tokens_per_step` is what three guesses give, in the same order.
+1 / sum over j of max(p_j / p_i, q_j / q_i). `tokens_per_step` is what three draft tokens give, in the same order.
 Needs transformers.
 """
 
@@ -25,7 +25,7 @@ from inferengine.engine.model_info import read_model_card
 from inferengine.text import ChatTemplate, Tokenizer
 
 ASSETS = Path(__file__).resolve().parents[1] / "inferengine" / "assets"
-ANSWERS, OUTPUT_TOKENS, GUESSES = 8, 96, 3
+ANSWERS, OUTPUT_TOKENS, DRAFT_TOKENS = 8, 96, 3
 LIKELIEST = 200  # tokens whose agreement is summed: the others' is below what is told
 
 
@@ -63,7 +63,7 @@ def _prompts(questions: list[str]) -> list[list[int]]:
 
 @torch.inference_mode()
 def _rates(target: Any, draft: Any, prompt: list[int], temperature: float) -> tuple[np.ndarray, np.ndarray]:
-    """(rejection sampling, coupling): the chance that a guess is right, at each position of one sampled answer."""
+    """(rejection sampling, coupling): the probability of acceptance at each position of one sampled answer."""
     ids = target.generate(
         torch.tensor([prompt]), do_sample=True, temperature=temperature, top_k=0, top_p=1.0,
         max_new_tokens=OUTPUT_TOKENS,
@@ -93,9 +93,11 @@ def _summary(rates: list[tuple[np.ndarray, np.ndarray]]) -> dict[str, Any]:
 
 
 def _tokens(answers: list[np.ndarray]) -> float:
-    """Expected tokens of a step with GUESSES guesses, wherever it begins."""
+    """Expected tokens of a step with DRAFT_TOKENS draft tokens, over all positions."""
     steps = [
-        1 + np.cumprod(one[begin : begin + GUESSES]).sum() for one in answers for begin in range(len(one) - GUESSES)
+        1 + np.cumprod(one[begin : begin + DRAFT_TOKENS]).sum()
+        for one in answers
+        for begin in range(len(one) - DRAFT_TOKENS)
     ]
     return float(np.mean(steps))
 

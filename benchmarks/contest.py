@@ -1,7 +1,7 @@
-"""The same requests to two engines in turn, in one process: what a feature brings or costs.
+"""The same requests to two engines in turn, in one process: what a feature gains or costs.
 
 Each round runs every contestant once, the order reversed from round to round; the figure is the median of the rounds'
-own ratios, so that what else the machine does meets all of them alike. An even number of rounds is a fair one.
+own ratios, so that other load on the machine affects all of them alike. Use an even number of rounds.
 """
 
 from __future__ import annotations

@@ -67,14 +67,14 @@ class Bench:
         """A fresh one, to hold what comes against; None where the device's peaks are unknown."""
         return Roofline(self.known.work, self.known.peaks) if self.known is not None else None
 
-    def core(self, *, guessing: bool = False) -> EngineCore:
-        """A fresh scheduler without prefix cache, so that no run lives off the one before. `guessing`: as far as
+    def core(self, *, speculates: bool = False) -> EngineCore:
+        """A fresh scheduler without prefix cache, so that no run lives off the one before. `speculates`: as far as
         speculation.method says, else every step is one token a row."""
         options = SchedulerOptions(
             self.capacity.max_num_batched_tokens, self.capacity.max_num_seqs, prefix_caching=False
         )
         proposer = None
-        if guessing:
+        if speculates:
             asked = scheduler_options(self.config, self.capacity)
             options = replace(options, max_drafts=asked.max_drafts, max_running_to_draft=asked.max_running_to_draft)
             proposer = build_proposer(self.config.speculation.method, self.capacity)
@@ -150,7 +150,7 @@ class Bench:
         }  # fmt: skip
 
     def generate(self, core: EngineCore, prompts: list[list[int]], num_tokens: int) -> float:
-        """Seconds for these prompts, greedy, all submitted at once. What `core` has learnt of guesses it keeps."""
+        """Seconds for these prompts, greedy, all submitted at once. `core` keeps its measured acceptance."""
         for prompt in prompts:
             self.submit(core, prompt, num_tokens)
         begin = self.clock.now()
@@ -175,7 +175,7 @@ def against_transformers(
     bench: Bench, folder: Path, batches: list[int], prompt: int, num_tokens: int, rounds: int, stories: bool
 ) -> list[Row]:
     """The same prompts through transformers' generate, alternating with ours after a round that is not counted. Prompts
-    are random tokens, other ones each round, or `stories`: guesses are right as often as the text lets them."""
+    are random tokens, other ones each round, or `stories`, where draft tokens are accepted as in real text."""
     from transformers import AutoModelForCausalLM
 
     dtype, device = bench.executor.dtype, bench.executor.device
@@ -184,7 +184,7 @@ def against_transformers(
     rows = []
     for batch in batches:
         known = story_prompts(folder) if stories else []
-        core = bench.core(guessing=True)
+        core = bench.core(speculates=True)
         ours, theirs = [], []
         for turn in range(rounds + 1):
             if stories:

@@ -1,4 +1,4 @@
-"""The tables and plots of docs/performance.md, made from the committed results, so that they say what was measured.
+"""The tables and plots of docs/performance.md, made from the committed results.
 
     python -m benchmarks.published            writes both: after a new results/compare-h200.json, for one
     python -m benchmarks.published --check    exit code 1 and the names of what differs from the results

@@ -1,4 +1,4 @@
-"""What sampling costs: the same steps drawn greedily and with features on, by turns, in one process.
+"""What sampling costs: the same steps drawn greedily and with features on, in turn, in one process.
 
 python benchmarks/sampling.py --shape llama-3.1-8b --device cuda [--batch 256] [--features all ...] [--json FILE]
 

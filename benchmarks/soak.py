@@ -1,4 +1,4 @@
-"""Comings and goings for a long time: what leaks, what stalls, how long an outage lasts.
+"""Clients that connect and disconnect for a long time: what leaks, what stalls, how long an outage lasts.
 
 The real engine with a simulated device, `inferengine http` and `inferengine ws`, each a process of its own:
 

@@ -1,10 +1,11 @@
-"""What guessing ahead brings: the same requests with and without it, in turn, in one process.
+"""What speculative decoding gains: the same requests with and without it, in turn, in one process.
 
 python benchmarks/speculation.py [--device cpu|cuda] [--methods ngram draft] [--batches 1 8 32] [--json FILE]
 
 Workloads: `copy` (a story asked for again with the first answer in the conversation: the output repeats the prompt),
-`chat` (questions, greedy), `sampled` (stories at temperature 1), `random` (random tokens as prompts: nothing to go by).
-A row's `ratio` is tokens per second over those without guesses; `same` is the share of requests with equal tokens.
+`chat` (questions, greedy), `sampled` (stories at temperature 1), `random` (random tokens
+as prompts, which nothing predicts).
+A row's `ratio` is tokens per second over those without speculation; `same` is the share of requests with equal tokens.
 The embedded model with its draft, or `--model` and `--draft-model`. With `--clock cpu --engine.threads 1` what other
 processes do on the machine is not counted.
 """

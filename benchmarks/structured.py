@@ -1,4 +1,4 @@
-"""What a grammar costs: the same number of tokens with and without one, by turns, in one process.
+"""What a grammar costs: the same number of tokens with and without one, in turn, in one process.
 
 python benchmarks/structured.py [--device cpu|cuda] [--batch 32] [--output-tokens 96] [--json FILE]
 

@@ -1,8 +1,8 @@
-"""What output costs the engine: CPU time of the I/O thread per step, with one peer and real sockets.
+"""What output costs the engine: CPU time of the I/O thread per step, with one client and real sockets.
 
-A STEP's way is measured whole: news posted by another thread, eventfd, logs, columns, msgpack, the ROUTER's send, and
-the CREDIT that comes back. Steady: the same sequences at every step. Turnover: at each step one ends and one begins.
-Steps come back to back (gap 0, caches warm) or some milliseconds apart as from a device, each with cold caches.
+The whole path of a STEP is measured: output posted by another thread, eventfd, logs, columns, msgpack, the ROUTER's
+send, and the CREDIT that comes back. Steady: the same sequences at every step. Turnover: at each step one ends and one
+begins. Steps come back to back (gap 0, caches warm) or some milliseconds apart as from a device, each with cold caches.
 
 python benchmarks/wire.py [--sequences 1 64 256 1024] [--peers 1] [--gap-ms 0 1] [--steps 2000] [--json FILE]
 """
