@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -47,7 +48,9 @@ class Streaming:
 
 def test_sigkill_of_the_http_front_end_leaves_the_engine_serving(mended_service: Service) -> None:
     engine = mended_service.child("engine")
-    with Client(mended_service.engine, status_address=mended_service.engine + ".status") as client:
+    address = mended_service.engine
+    with contextlib.closing(Client(address, status_address=f"{address}.status")) as client:
+        client.connect(WAIT_S)
         client.wait_ready(WAIT_S)
         submission = client.submit(text="Once upon a time", reply="text")
         mended_service.kill("http")

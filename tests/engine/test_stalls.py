@@ -27,10 +27,10 @@ from inferengine.process.child import ChildSpec
 from inferengine.process.sd_notify import Notifier
 from inferengine.process.supervisor import Supervisor
 from inferengine.wire.messages import Accept, Admin, AdminReply, Goodbye, Hello, Reject, Step, Welcome
-from tests.cli.services import RecordingView
 from tests.engine.builders import RawClient, address_of, make_card, make_config, run_service, wait_until
 from tests.engine.conftest import Connect
 from tests.engine.stalling_engine import POISON, StallingExecutor
+from tests.process.services import RecordingView
 
 POISONED = [1, POISON, 2]
 QUICK = {"stall_min_s": 0.4}

@@ -22,7 +22,7 @@ from inferengine.process.supervisor import (
     Supervisor,
     describe_exit,
 )
-from tests.cli.services import RecordingView, notes, service, steady
+from tests.process.services import RecordingView, notes, service, steady
 
 WAIT_S = 60.0  # generous: tests may share two cores with much else
 

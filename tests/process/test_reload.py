@@ -14,8 +14,8 @@ from inferengine.config import Config, load
 from inferengine.errors import ConfigError, ExitCode
 from inferengine.process.reload import Reload
 from inferengine.process.supervisor import Supervisor
-from tests.cli.services import RecordingView, notes, service, steady
 from tests.engine.builders import wait_until
+from tests.process.services import RecordingView, notes, service, steady
 
 RELOADING = """
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))

@@ -1,0 +1,30 @@
+"""`inferengine check`: which Python the systemd units can run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from inferengine.cli.check import out_of_reach
+
+
+class TestInterpreterOfTheUnits:
+    @pytest.mark.parametrize("place", ["/root/.pyenv/versions/3.12.1/bin/python3", "/home/me/.local/bin/python3"])
+    def test_one_below_root_or_home_is_said_with_the_remedy(self, place: str) -> None:
+        assert "203/EXEC" in (complaint := out_of_reach(Path(place)))
+        assert "PYTHON=/usr/bin/python3 scripts/install" in complaint
+
+    def test_a_link_is_followed(self, tmp_path: Path) -> None:
+        tmp_path.joinpath("python").symlink_to("/root/.local/share/uv/python")
+        assert "/root" in out_of_reach(tmp_path / "python")
+
+    def test_a_folder_on_the_way_that_others_may_not_enter_is_named(self, tmp_path: Path) -> None:
+        (tmp_path / "closed").mkdir(mode=0o700)
+        python = tmp_path / "closed" / "python"
+        python.write_text("")
+        python.chmod(0o755)
+        assert f"{tmp_path / 'closed'} may not be entered" in out_of_reach(python)
+
+    def test_the_systems_own_is_within_reach(self) -> None:
+        assert out_of_reach(Path("/usr/bin/env")) == ""
