@@ -50,6 +50,7 @@ class Tracing:
         return carrier
 
     def failed(self, message: str) -> Any:
+        """The status of a span that failed."""
         return self._trace.Status(self._trace.StatusCode.ERROR, message)
 
     def close(self) -> None:

@@ -24,7 +24,7 @@ FINISH_S = 1.0
 
 
 class Output(io.TextIOBase):
-    """A text stream over a descriptor. Lines go out whole where they go out at all."""
+    """A text stream over a descriptor that never blocks. A line is written completely or not at all."""
 
     def __init__(self, descriptor: int) -> None:
         self.num_lost = 0  # lines, in all
@@ -44,15 +44,19 @@ class Output(io.TextIOBase):
 
     @property
     def encoding(self) -> str:  # type: ignore[override]
+        """UTF-8, whatever the locale."""
         return "utf-8"
 
     def fileno(self) -> int:
+        """The descriptor that the process inherited."""
         return self._inherited
 
     def isatty(self) -> bool:
+        """Whether that descriptor is a terminal."""
         return os.isatty(self._inherited)
 
     def writable(self) -> bool:
+        """Always: what cannot be written is counted as lost."""
         return True
 
     @property
@@ -61,6 +65,7 @@ class Output(io.TextIOBase):
         return bool(self._waiting)
 
     def write(self, text: str) -> int:
+        """Take text. It is sent when it ends a line. Never blocks and never raises for a reader that is gone."""
         with self._lock:
             self._line.append(text)
             if "\n" in text:
@@ -68,6 +73,7 @@ class Output(io.TextIOBase):
         return len(text)
 
     def flush(self) -> None:
+        """Send what was written, as far as the descriptor takes it; the rest waits."""
         with self._lock:
             data = "".join(self._line).encode("utf-8", "backslashreplace")
             self._line.clear()
@@ -76,7 +82,7 @@ class Output(io.TextIOBase):
             self._send()
 
     def finish(self, timeout_s: float = FINISH_S) -> None:
-        """Before the process ends: wait a moment for a reader that is behind."""
+        """Wait up to `timeout_s` for a slow reader, before the process ends."""
         deadline = time.monotonic() + timeout_s
         self.flush()
         while self._waiting and (left_s := deadline - time.monotonic()) > 0:
@@ -102,7 +108,7 @@ class Output(io.TextIOBase):
                     return
 
     def _send_some(self) -> None:
-        """A part of the first that waits; before that, where something was lost, the word about it."""
+        """Write a part of the first waiting line, or the notice about lost lines before it."""
         if not self._begun and (notice := b"\n" * self._torn + self._notice()):
             self._torn = os.write(self._descriptor, notice) < len(notice)
             if not self._torn:
@@ -118,7 +124,7 @@ class Output(io.TextIOBase):
             self._waiting.popleft()
 
     def _drop_all(self, reason: str) -> None:
-        """They would fail as well; what comes later is tried anew."""
+        """Drop all waiting lines, which would fail as well. Later ones are tried again."""
         self._lose(sum(data.count(b"\n") for data in self._waiting), reason)
         self._waiting.clear()
         self._waiting_bytes = 0

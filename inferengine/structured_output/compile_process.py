@@ -34,6 +34,7 @@ class Verdict(NamedTuple):
     num_bytes: int = 0
 
     def check(self) -> None:
+        """Raise InvalidRequest where the grammar was refused."""
         if self.refused is not None:
             raise InvalidRequest("grammar", self.refused)
 
