@@ -73,6 +73,18 @@ class ApiKey:
         """A request's priority: at most as urgent as its key."""
         return min(self.priority + max(0, wanted), 2**31 - 1)
 
+    def restrict(self, arguments: dict[str, Any], adapter: str = "") -> dict[str, Any]:
+        """The arguments of a submission within what this key allows. `adapter`: the LoRA adapter that it asks for."""
+        if adapter:
+            arguments = arguments | {"adapter": adapter}
+        if self is ANYBODY:
+            return arguments
+        return arguments | {
+            "tenant": self.tenant,
+            "salt": self.salt(arguments.get("salt", b"")),
+            "priority": self.urgency(arguments.get("priority", 0)),
+        }
+
 
 ANYBODY = ApiKey()
 

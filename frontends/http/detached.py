@@ -14,12 +14,12 @@ import secrets
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
+from frontends.common.auth import ApiKey
 from frontends.common.generation import Choice, Generation, Piece
-from frontends.common.resumable.metadata import unpack_metadata
-from frontends.common.resumable.registry import Registry
-from frontends.common.resumable.request_log import LogView, RequestLog
+from frontends.common.resumable import LogView, Registry, RequestLog, RequestMetadata, pack_metadata, unpack_metadata
 from inferengine.client import Delta, Finish
 from inferengine.errors import InferEngineError, InvalidRequest
+from inferengine.sampling_params import SamplingParams
 from inferengine.wire.messages import ID_BYTES, Accept
 
 _POSITION = re.compile(r"([0-9a-f]{32}):(\d{1,9}e?(?:,\d{1,9}e?)*)")
@@ -209,3 +209,37 @@ def _mark(num_tokens: int, ended: bool) -> bytes:
 
 def _ended(error: InferEngineError) -> Delta:
     return Delta([], "", None, Finish("error", [error.code, error.message], 0, 0, 0, 0.0, 0.0, 0.0))
+
+
+class LogSubmitter:
+    """By way of a log that other connections may read too. With `note` None it only reads what runs already."""
+
+    def __init__(
+        self, registry: Registry, state: StreamState, key: ApiKey, note: RequestMetadata | None, adapter: str
+    ) -> None:
+        self._registry = registry
+        self._state = state
+        self._key = key
+        self._note = note
+        self._adapter = adapter
+        self._num_prompts = self._num_choices = 0
+
+    def submit(self, prompt_ids: Sequence[int], params: SamplingParams, **arguments: Any) -> LoggedSubmission:
+        """The next prompt of the request."""
+        request_id, n = self._state.request_id(self._num_prompts), params.n
+        if self._note is None:
+            log = self._registry.resume(request_id, n, detached=True, context_ids=())
+        else:
+            log = self._registry.submit(
+                prompt_ids,
+                params,
+                request_id=request_id,
+                detached=True,
+                context_ids=(),
+                note=pack_metadata(self._note),
+                **self._key.restrict(arguments, self._adapter),
+            )
+        submission = LoggedSubmission(self._registry, log, self._state, self._num_choices, n, self._key.tenant)
+        self._num_prompts += 1
+        self._num_choices += n
+        return submission

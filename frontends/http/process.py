@@ -22,9 +22,9 @@ from sse_starlette.sse import AppStatus
 
 from frontends.common.auth import KeyRing, check_protection, read_keys, tls_files
 from frontends.common.connection_limits import ConnectionLimits, raise_file_limit
-from frontends.common.event_loop import Server
 from frontends.common.hosts import read_names
 from frontends.common.quotas import Quotas
+from frontends.common.server import Server
 from frontends.http.app import make_app, make_metrics, make_quotas, make_service
 from frontends.http.metrics import HttpMetrics
 from frontends.http.openai.responses.store import make_database, remove_database
@@ -72,7 +72,7 @@ def run_worker(config: Config, shared: Shared, on_turn: Callable[[bool], None], 
         if reload is not None:
             reload.run_if_due(shared.keys.reload_if_any)
 
-    AppStatus.disable_automatic_graceful_drain()  # it would cut the streams at once; `HttpState.abandon_all` ends them
+    AppStatus.disable_automatic_graceful_drain()  # type: ignore[no-untyped-call]  # it would cut the streams at once
     # uvicorn raises its signals again when it is done, for whoever handled them before; nobody else is to hear them.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: None)

@@ -1,22 +1,35 @@
-"""A generation as an HTTP answer: one document, or Server-Sent Events; cancelled when the client goes away."""
+"""A generation as an HTTP answer: one document, or Server-Sent Events; cancelled when the client goes away.
+
+sse-starlette gives a stream its headers, keep-alive comments, the watch for the client's leaving, and its end. The
+events between go straight to the server: yielded by a task to sse-starlette one costs 14 us of CPU, written by `Relay`
+5.5 us, reading the token included (measured with a server that takes everything at once). At the design figure, 30,000
+events a second from one core, an event may cost 33 us in all.
+
+`Relay` writes a single choice without a task: a reader that is a task costs a future, a wake-up and the walk through
+every coroutine between the server and the stream, per token. Streams that have news are noted while a message of the
+engine is read, and written one after the other when it is done. A task comes in only when a socket is full, and at the
+end.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+import types
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator, Sequence
+from typing import Any, Protocol
 
 from sse_starlette import EventSourceResponse, ServerSentEvent
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from frontends.common.errors import report, unexpected
-from frontends.common.generation import Generation, Output, Usage
-from frontends.common.json import dumps
+from frontends.common.event_loop import Coalescer
+from frontends.common.generation import Choice, Generation, Output, Piece, Usage
+from frontends.common.json import dumps, quote
 from frontends.http.detached import StreamReader, StreamState
-from frontends.http.event_writer import Relay
 from frontends.http.openai.format import Format
 from frontends.http.spans import describe
 from frontends.http.state import HttpState, RunningCall
@@ -125,8 +138,7 @@ class EventStream(Response):
                 scope["status"] = 499
 
     async def _relay(self, send: Send, request_id: str) -> AsyncIterator[bytes]:
-        """Gives the response nothing and sends by itself: a chunk through sse-starlette costs 20 us more than this.
-        The library does the rest: headers, keep-alive comments, the client's leaving, the end."""
+        """Give sse-starlette the last event only; those before it are sent from here (see this module's docstring)."""
         generation, format = self._generation, self._format
         try:
             source = generation.choices[0].source
@@ -168,3 +180,125 @@ class EventStream(Response):
 
 def _keep_alive() -> ServerSentEvent:
     return ServerSentEvent(comment="keep-alive", sep="\n")
+
+
+class EventFormat(Protocol):
+    """What a relay needs of a Format."""
+
+    def plain(self, choice: Choice) -> tuple[bytes, bytes] | None:
+        """What stands before and after a token's text in its event, once nothing but the text differs; else None."""
+
+    def events(self, generation: Generation, choice: Choice, pieces: list[Piece]) -> bytes: ...
+
+
+class Relay:
+    """Writes one choice's events into its response. `run` returns the error that ended it, or None."""
+
+    def __init__(
+        self,
+        generation: Generation,
+        choice: Choice,
+        stream: Stream,
+        format: EventFormat,
+        send: Send,
+        coalescer: Coalescer,
+    ) -> None:
+        self._generation = generation
+        self._choice = choice
+        self._stream = stream
+        self._format = format
+        self._send = send
+        self._coalescer = coalescer
+        self._around: tuple[bytes, bytes] | None = None
+        self._last: Piece | None = None
+        self._failure: BaseException | None = None
+        self._blocked: Coroutine[Any, Any, None] | None = None
+        self._left = False
+        self._waiter: asyncio.Future[None] | None = None
+
+    async def run(self) -> InferEngineError | None:
+        """Until the choice's last piece has been written."""
+        loop = asyncio.get_running_loop()
+        try:
+            self._listen()
+            while self._last is None and self._failure is None:
+                self._waiter = loop.create_future()
+                await self._waiter
+                if self._blocked is not None:
+                    blocked, self._blocked = self._blocked, None
+                    await blocked
+                    if self._last is None:
+                        self._listen()
+        finally:
+            self._left = True
+        if self._failure is not None:
+            raise self._failure
+        return None if self._last is None else self._last.error
+
+    def take_news(self) -> None:
+        """All that has come since the last time."""
+        if self._left:
+            return
+        try:
+            body = self._read()
+            if body and not self._write({"type": "http.response.body", "body": body, "more_body": True}):
+                self._wake()  # the socket is full: what comes meanwhile waits in the stream
+            elif self._last is None:
+                self._listen()
+            else:
+                self._wake()
+        except Exception as error:
+            self._failure = error
+            self._wake()
+
+    def _read(self) -> bytes:
+        choice, delta, around = self._choice, self._stream.take(), self._around
+        if around is not None and delta.finish is None and len(delta.token_ids) == 1:
+            text = choice.read_plain(delta.token_ids[0])
+            return around[0] + quote(text) + around[1] if text else b""
+        pieces = choice.read(delta, per_token=True)
+        if pieces[-1].is_last:
+            self._last = pieces[-1]
+        body = self._format.events(self._generation, choice, pieces)
+        if around is None and choice.is_plain:
+            self._around = self._format.plain(choice)
+        return body
+
+    def _write(self, message: Message) -> bool:
+        """Hand it to the server. False: it has to wait, and a task must see it through."""
+        sending = self._send(message).__await__()
+        try:
+            waits_for = next(sending)
+        except StopIteration:
+            return True
+        self._blocked = _go_on(sending, waits_for)
+        return False
+
+    def _listen(self) -> None:
+        self._stream.on_output(self._has_news)
+
+    def _has_news(self) -> None:
+        self._coalescer.add(self)
+
+    def _wake(self) -> None:
+        waiter = self._waiter
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
+
+
+@types.coroutine
+def _go_on(sending: Generator[Any, Any, None], waits_for: Any) -> Generator[Any, Any, None]:
+    """The rest of a coroutine that was begun outside of a task and now waits for something."""
+    while True:
+        try:
+            answer = yield waits_for
+        except BaseException as error:
+            try:
+                waits_for = sending.throw(error)
+            except StopIteration:
+                return
+        else:
+            try:
+                waits_for = sending.send(answer)
+            except StopIteration:
+                return

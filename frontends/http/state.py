@@ -6,31 +6,34 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from starlette.requests import Request
 from starlette.types import Receive
 
-from frontends.common.auth import KeyRing
+from frontends.common import json as fields
+from frontends.common.auth import ANYBODY, ApiKey, KeyRing
 from frontends.common.event_loop import AdmissionThrottle, Coalescer
 from frontends.common.generation import Submitter
 from frontends.common.json import OffLoop
 from frontends.common.model import ModelContext, ServedModel
 from frontends.common.quotas import Quotas
-from frontends.common.resumable.registry import Registry
+from frontends.common.resumable import Registry, RequestMetadata
+from frontends.http.detached import LogSubmitter, StreamState, new_stream
 from frontends.http.metrics import HttpMetrics
 from frontends.http.openai.responses.store import ResponseStore
 from frontends.http.spans import TracedSubmitter
-from frontends.http.submit import submitter
-from inferengine.client import EnginePool
+from inferengine.client import EnginePool, Submission
 from inferengine.config import Config
 from inferengine.errors import InferEngineError
 from inferengine.observability.tracing import Span, Tracing
+from inferengine.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
 
+STREAM_HEADER = "x-stream-id"
 GRACE_S = 2.0  # the engine ends a request at its deadline; this much later the front end does it alone
 
 
@@ -102,14 +105,36 @@ class HttpState:
 
     def engines_for(self, request: Request, served: ServedModel, *, detachable: bool = True) -> Submitter:
         """Where this request's generation goes: within its key's limits, and to be read on later if it is detached.
-        Its body has been read. Raises `forbidden` for a model that the key may not use."""
-        chosen: Submitter = submitter(
-            request, self.engines, self.registry, served.name, served.info.adapters, detachable=detachable
-        )
+        Its body has been read. `detachable` false: the route has no stream to read on. Raises `forbidden` for a model
+        that the key may not use."""
+        chosen: Submitter = self._submitter(request, served, detachable)
         span: Span | None = request.scope.get("span")
         if span is not None:
             return TracedSubmitter(chosen, span, served.name, request.scope["path"])
         return chosen
+
+    def _submitter(self, request: Request, served: ServedModel, detachable: bool) -> Any:
+        """Detached are requests that say so (`detached: true`) and those that bring an id of their own for their
+        stream. A model's name may be that of a LoRA adapter."""
+        scope = request.scope
+        key: ApiKey = scope.get("api_key", ANYBODY)
+        document: dict[str, Any] = scope.get("document", {})
+        model = str(document.get("model") or served.name)
+        if not key.may_use(model):
+            raise InferEngineError("forbidden", "This key may not use that model.", field="model")
+        adapter = served.adapter_of(model) or ""
+        if not detachable:
+            return KeyedSubmitter(self.engines, key, adapter)
+        state: StreamState | None = scope.get("stream")  # a stream that is read on
+        if state is not None:
+            return LogSubmitter(self.registry, state, key, None, adapter)
+        chosen_id = request.headers.get(STREAM_HEADER)
+        if chosen_id is None and not fields.flag(document, "detached"):
+            return KeyedSubmitter(self.engines, key, adapter)
+        state = scope["stream"] = new_stream(chosen_id, request.headers.get("last-event-id"))
+        body: bytes = scope.get("body", b"")
+        metadata = RequestMetadata(key.tenant, scope["path"], scope["request_id"], int(time.time()), body)
+        return LogSubmitter(self.registry, state, key, metadata, adapter)
 
     @contextlib.contextmanager
     def call(self, generation: Submitted, receive: Receive) -> Iterator[RunningCall]:
@@ -170,3 +195,17 @@ class RunningCall:
 
     def _too_late(self) -> None:
         self.end(InferEngineError("deadline_exceeded", "The request took longer than http.request_timeout_s."))
+
+
+class KeyedSubmitter:
+    """Straight to the engines, with what the key decides."""
+
+    def __init__(self, engines: Submitter, key: ApiKey, adapter: str) -> None:
+        self._engines = engines
+        self._key = key
+        self._adapter = adapter
+
+    def submit(
+        self, prompt_ids: Sequence[int] | None = None, params: SamplingParams | None = None, **arguments: Any
+    ) -> Submission:
+        return self._engines.submit(prompt_ids, params, **self._key.restrict(arguments, self._adapter))

@@ -22,7 +22,7 @@ from frontends.common.errors import error_object
 from frontends.common.hosts import AllowedHosts, HostMiddleware, public_ports, read_names
 from frontends.common.model import ModelContext
 from frontends.common.quotas import Quotas
-from frontends.common.resumable.registry import Registry
+from frontends.common.resumable import Registry
 from frontends.websocket.engine_state import EngineState
 from frontends.websocket.handshake import SOCKET_PATH, SocketEndpoint, presented_key, read_origins
 from frontends.websocket.metrics import SocketMetrics

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from frontends.common.generation import Choice, Piece
-from frontends.common.resumable.request_log import ChoiceLog
+from frontends.common.resumable import ChoiceLog
 from frontends.websocket.generate_params import MessageText, OutputOptions
 from frontends.websocket.send_channel import SendChannel
 from inferengine.client import Finish, TokenLogprobs

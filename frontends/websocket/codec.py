@@ -22,7 +22,7 @@ from uvicorn.protocols.utils import ClientDisconnected
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 
 from frontends.common import json as json_text
-from frontends.common.http_protocol import HttpProtocol, ProbesOnly
+from frontends.common.server import HttpProtocol, ProbesOnly
 from inferengine.errors import InferEngineError
 
 FRAMES = "inferengine.frames"  # the ASGI event's type; `body` holds whole frames

@@ -10,12 +10,11 @@ import json
 from typing import Any, NamedTuple
 
 from frontends.common.auth import ApiKey
-from frontends.common.chat import read_chat_prompt
+from frontends.common.chat import OutputParser, finish_reason, parser_from_map, parser_to_map, read_chat_prompt
 from frontends.common.generation import CONTEXT_TOKENS, Piece
 from frontends.common.json import flag, parse_object
 from frontends.common.model import ServedModel
-from frontends.common.output_parsing import OutputParser, finish_reason, parser_from_map, parser_to_map
-from frontends.common.resumable.metadata import RequestMetadata, pack_metadata, unpack_metadata
+from frontends.common.resumable import RequestMetadata, pack_metadata, unpack_metadata
 from frontends.websocket.frames import Generate
 from inferengine.config import Config
 from inferengine.errors import InvalidRequest

@@ -21,8 +21,8 @@ import uvicorn
 
 from frontends.common.auth import check_protection, tls_files
 from frontends.common.connection_limits import ConnectionLimits, raise_file_limit
-from frontends.common.event_loop import Server
 from frontends.common.hosts import read_names
+from frontends.common.server import Server
 from frontends.websocket.app import SharedState, WebsocketFrontEnd, make_shared
 from frontends.websocket.codec import FramesProtocol
 from inferengine.config import Config

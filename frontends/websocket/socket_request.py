@@ -18,9 +18,7 @@ from frontends.common.generation import Piece, guess_counts
 from frontends.common.json import OffLoop
 from frontends.common.model import ModelContext, ServedModel
 from frontends.common.quotas import Quotas
-from frontends.common.resumable.metadata import unpack_metadata
-from frontends.common.resumable.registry import Registry
-from frontends.common.resumable.request_log import ChoiceLog, RequestLog
+from frontends.common.resumable import ChoiceLog, Registry, RequestLog, unpack_metadata
 from frontends.websocket.choice_writer import ChoiceOptions, ChoiceWriter
 from frontends.websocket.frames import Generate, Resume
 from frontends.websocket.generate_params import OutputOptions, make_metadata, output_options_of, read_generate_params

@@ -16,8 +16,7 @@ from frontends.common.generation import Generation, Options
 from frontends.common.model import ServedModel
 from frontends.http.bodies import Chat
 from frontends.http.openai import request_fields as dialect
-from frontends.http.openai.format import AnswerMetadata, ChatFormat, Format
-from frontends.http.openai.format_tools import MessageFormat
+from frontends.http.openai.format import AnswerMetadata, ChatFormat, Format, MessageFormat
 from frontends.http.openai.request_fields import read_json
 from frontends.http.respond import answer
 from frontends.http.state import HttpState

@@ -11,7 +11,7 @@ from starlette.types import Message
 
 from frontends.common.auth import ANYBODY, ApiKey
 from frontends.common.json import parse_object
-from frontends.common.resumable.metadata import RequestMetadata, unpack_metadata
+from frontends.common.resumable import RequestMetadata, unpack_metadata
 from frontends.http.detached import StreamState, read_position, read_stream_id
 from frontends.http.state import HttpState
 from inferengine.errors import InferEngineError

@@ -24,7 +24,7 @@ from frontends.common.connection_limits import (
     raise_file_limit,
     room_for_connections,
 )
-from frontends.common.event_loop import Server
+from frontends.common.server import Server
 
 LIMITS = ConnectionLimits(header_s=10, body_progress_s=15, idle_s=75, most=8)
 
@@ -370,7 +370,7 @@ def test_after_a_pause_of_the_process_connections_are_read_before_they_are_judge
     connection = house.come(phase=HEAD)
     server = Server(uvicorn.Config(lambda scope: None))
     server.connections = house.connections
-    monkeypatch.setattr("frontends.common.event_loop.time.monotonic", lambda: house.now)
+    monkeypatch.setattr("frontends.common.server.time.monotonic", lambda: house.now)
     asyncio.run(server.on_tick(0))
     house.now += 20.0
     asyncio.run(server.on_tick(10))

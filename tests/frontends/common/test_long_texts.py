@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 import inferengine
-from frontends.common import tokenization as long_texts
-from frontends.common.tokenization import LongTexts, TooManyTokens
+from frontends.common import model as served_model
+from frontends.common.model import LongTexts, TooManyTokens
 from inferengine.errors import InferEngineError
 from inferengine.text import Tokenizer
 from inferengine.text.token_bounds import PIECE_CHARACTERS
@@ -82,7 +82,7 @@ def test_long_texts_take_turns_and_short_ones_do_not_wait_for_them(tokenizer: Wa
 
 
 def test_only_so_much_waits_at_once(tokenizer: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(long_texts, "MOST_WAITING_CHARACTERS", len(TEXT) + 1)
+    monkeypatch.setattr(served_model, "MOST_WAITING_CHARACTERS", len(TEXT) + 1)
 
     async def run() -> list[object]:
         texts = LongTexts()

@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import uvicorn
 
-from frontends.common.event_loop import Server
+from frontends.common.server import Server
 from frontends.http.app import make_app, make_service
 from frontends.http.process import connection_limits
 from inferengine.config import Config

@@ -16,7 +16,7 @@ from typing import Any
 import msgpack
 from websockets.sync.client import ClientConnection, connect
 
-from frontends.common.event_loop import Server as AcceptingServer
+from frontends.common.server import Server as AcceptingServer
 from frontends.websocket.app import SOCKET_PATH, WebsocketFrontEnd
 from frontends.websocket.codec import JSON_SUBPROTOCOL, MSGPACK_SUBPROTOCOL
 from frontends.websocket.process import server_config

@@ -153,7 +153,7 @@ class ResponseStore:
         elif making is not None:
             return making
         elif row is not None:
-            return _from_record(tenant, json.loads(row[0]))
+            return _from_record(tenant, json.loads(row[0] or "null"))
         raise InferEngineError("not_found", "There is no such response: they are kept for an hour.")
 
     async def delete(self, response_id: str, tenant: str) -> StoredResponse:

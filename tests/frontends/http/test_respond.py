@@ -11,7 +11,7 @@ from starlette.types import Message
 
 from frontends.common.event_loop import Coalescer
 from frontends.common.generation import Choice, Piece
-from frontends.http.event_writer import Relay
+from frontends.http.respond import Relay
 from inferengine.client import Stream
 from inferengine.client.output import Finish, OutputCollector
 from inferengine.text import TextStream

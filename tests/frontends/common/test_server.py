@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 import uvicorn
 
-from frontends.common import event_loop as acceptor
-from frontends.common.event_loop import ACCEPTS_PER_ROUND, Server
+from frontends.common.server import ACCEPTS_PER_ROUND, Server
 
 HELLO = b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
 
@@ -75,7 +74,7 @@ def test_a_process_without_room_for_another_file_accepts_again_when_there_is(mon
             answer = await ask(listener.getsockname()[1])
         return answer, listener.num_refused
 
-    monkeypatch.setattr(acceptor, "NO_ROOM_WAIT_S", 0.01)
+    monkeypatch.setattr("frontends.common.server.NO_ROOM_WAIT_S", 0.01)
     answer, num_refused = asyncio.run(run())
     assert answer.startswith(b"HTTP/1.1 204")
     assert num_refused == 1

@@ -1,20 +1,34 @@
-"""The output of a request as a log that any number of sockets read, each from its own place.
+"""Requests that any number of connections read, each from its own place, and that can be read on after a reconnect.
 
-What a socket has sent may be lost with the connection, so tokens are kept here until nobody can ask for them again.
-A reader that comes back reads the log from the start and drops the text it had: tokens alone make the text, so what
-follows is exactly what was missed.
+What a connection has sent may be lost with it, so the tokens of a request are kept in a log until nobody can ask for
+them again. A reader that comes back reads the log from the start and drops the text it had: tokens alone make the text,
+so what follows is exactly what was missed.
+
+`Registry` knows the logs of this process and how long one stays that nobody reads. A request that is not detached ends
+with its last reader, those of other processes included: the engine knows them. A detached one goes on for the resume
+window, in which its client may come back. Then the front end decides: a page closed for good must not keep the engine
+busy, while a job sent over HTTP runs to its end and is kept for the resume window from there.
+
+`RequestMetadata` is what a front end has the engine keep with a request, so that any other front end can read it on:
+whose request it is and, for HTTP, the request itself. Replayed, it makes the same events from the same tokens. The
+engine never looks inside. Any client of the wire could have written it, so reading it trusts nothing.
 """
 
 from __future__ import annotations
 
 import asyncio
+import zlib
 from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
+
+import msgpack
 
 from frontends.common.event_loop import Coalescer
 from inferengine.client import Delta, Finish, TokenLogprobs
 from inferengine.errors import InferEngineError
+from inferengine.sampling_params import SamplingParams
+from inferengine.wire.codec import MAX_NOTE_BYTES
 from inferengine.wire.messages import Accept
 
 
@@ -221,3 +235,143 @@ class RequestLog:
 def _wake(waiter: asyncio.Future[None]) -> None:
     if not waiter.done():
         waiter.set_result(None)
+
+
+class ResumableEngine(Protocol):
+    """What the registry needs of an AsyncClient or EnginePool."""
+
+    def submit(
+        self, prompt_ids: Sequence[int] | None = None, params: SamplingParams | None = None, **arguments: Any
+    ) -> EngineRequest: ...
+
+    def attach(self, request_id: bytes, cursors: Sequence[int] = (), n: int = 1) -> EngineRequest: ...
+
+
+class Registry:
+    """Request logs by id. Whoever opens one reads it, and must leave it."""
+
+    def __init__(self, engine: ResumableEngine, resume_window_s: float, *, cancel_unread: bool = True) -> None:
+        """`cancel_unread`: what nobody reads for the resume window is cancelled, not only forgotten once it ended."""
+        self.resume_window_s = resume_window_s
+        self._cancel_unread = cancel_unread
+        self._engine = engine
+        self._coalescer = Coalescer()
+        self._logs: dict[bytes, RequestLog] = {}
+        self._timers: dict[bytes, asyncio.TimerHandle] = {}
+
+    def submit(
+        self,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        request_id: bytes | None,
+        detached: bool,
+        context_ids: Sequence[int],
+        **arguments: Any,
+    ) -> RequestLog:
+        """Start a request; an id that is known already is read from its start instead."""
+        log = self._logs.get(request_id) if request_id is not None else None
+        if log is None:
+            request = self._engine.submit(prompt_ids, params, request_id=request_id, detached=detached, **arguments)
+            note = arguments.get("note", b"")
+            log = RequestLog(request, self._coalescer, detached=detached, context_ids=context_ids, note=note)
+        return self._read(log)
+
+    def resume(self, request_id: bytes, n: int, *, detached: bool, context_ids: Sequence[int]) -> RequestLog:
+        """Read a request that this process, another one or another client started. `detached` holds where it was not
+        known here: whoever may read it can change it afterwards."""
+        log = self._logs.get(request_id)
+        if log is None:
+            log = RequestLog(
+                self._engine.attach(request_id, (), n), self._coalescer, detached=detached, context_ids=context_ids
+            )
+        return self._read(log)
+
+    def leave(self, log: RequestLog, *, forget: bool = False) -> None:
+        """One reader fewer. `forget`: the engine refused it, so nobody can read it."""
+        log.num_readers -= 1
+        if log.num_readers:
+            return
+        if forget or not log.detached:
+            self._end(log)
+        else:
+            self._end_later(log)
+
+    def close(self) -> None:
+        for timer in self._timers.values():
+            timer.cancel()
+        self._timers.clear()
+
+    def _read(self, log: RequestLog) -> RequestLog:
+        self._logs[log.id] = log
+        log.num_readers += 1
+        if (timer := self._timers.pop(log.id, None)) is not None:
+            timer.cancel()
+        return log
+
+    def _end_later(self, log: RequestLog) -> None:
+        self._timers[log.id] = asyncio.get_running_loop().call_later(self.resume_window_s, self._end_unread, log)
+
+    def _end_unread(self, log: RequestLog) -> None:
+        if self._cancel_unread or log.finished:
+            self._end(log)
+        else:
+            self._end_later(log)
+
+    def _end(self, log: RequestLog) -> None:
+        self._timers.pop(log.id, None)
+        self._logs.pop(log.id, None)
+        try:
+            log.leave()  # without effect on what has finished
+        except InferEngineError:  # the client was closed meanwhile
+            return
+
+
+VERSION = 1
+COMPRESS_ABOVE_BYTES = 1024
+
+
+class RequestMetadata(NamedTuple):
+    """`path`, `label` and `body` of the HTTP request; empty where there was none. `created`: Unix time in seconds.
+    `zipped`: `body` is compressed, as it travels."""
+
+    tenant: str = ""
+    path: str = ""
+    label: str = ""
+    created: int = 0
+    body: bytes = b""
+    zipped: bool = False
+
+    def request_body(self, most_bytes: int) -> bytes:
+        """The HTTP request's body; empty where it has more than `most_bytes` or is broken."""
+        if not self.zipped:
+            return self.body if len(self.body) <= most_bytes else b""
+        unpacker = zlib.decompressobj()
+        try:
+            body = unpacker.decompress(self.body, most_bytes)
+        except zlib.error:
+            return b""
+        return body if unpacker.eof else b""
+
+
+def pack_metadata(note: RequestMetadata) -> bytes:
+    """As bytes for the engine. A body too large to be kept is left out: the request can then be read on only by
+    sending it again."""
+    body, zipped = note.body, len(note.body) > COMPRESS_ABOVE_BYTES
+    if zipped:
+        body = zlib.compress(body, 1)
+    whole = msgpack.packb([VERSION, note.tenant, note.path, note.label, note.created, zipped, body])
+    if len(whole) > MAX_NOTE_BYTES:
+        whole = msgpack.packb([VERSION, note.tenant, "", note.label, note.created, False, b""])
+    return bytes(whole)
+
+
+def unpack_metadata(data: bytes) -> RequestMetadata:
+    """The inverse. What no front end of this version wrote is an empty note."""
+    try:
+        version, tenant, path, label, created, zipped, body = msgpack.unpackb(data, strict_map_key=True)
+        if version != VERSION or not all(isinstance(text, str) for text in (tenant, path, label)):
+            return RequestMetadata()
+        return RequestMetadata(tenant, path, label, int(created), bytes(body), bool(zipped))
+    except (ValueError, TypeError, msgpack.UnpackException):
+        return RequestMetadata()

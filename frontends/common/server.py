@@ -1,0 +1,221 @@
+"""uvicorn's server, with an acceptor of its own and a protocol that tells what each connection does.
+
+libuv accepts one connection in a round of the event loop. On a busy loop this is too few: behind 500 clients that came
+at once, with streams being written in every round, the next one waited five seconds. `Acceptor` accepts many in a
+round. Every connection is counted from the moment it is accepted and closed when its time is over:
+`ConnectionTracker`. Its state comes from the callbacks of uvicorn's HTTP parser, an assignment each.
+
+`Acceptor` stands in uvicorn's list of servers, and `HttpProtocol` overrides its parser's callbacks and reads `cycle`.
+Neither is public API: pyproject.toml bounds uvicorn's version, and tests/frontends/common/test_uvicorn_internals.py
+says what is relied on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import logging
+import math
+import socket
+import time
+from types import FrameType
+from typing import Any
+
+import uvicorn
+from starlette.types import ASGIApp, Receive, Scope, Send
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from frontends.common.connection_limits import (
+    BODY,
+    HEAD,
+    IDLE,
+    ConnectionLimits,
+    ConnectionTracker,
+    RefusalMetrics,
+    TrackedConnection,
+)
+from frontends.common.hosts import refuse
+from inferengine.errors import InferEngineError
+from inferengine.process.system import missed_s
+
+logger = logging.getLogger(__name__)
+
+ACCEPTS_PER_ROUND = 16  # more would leave nothing to the other workers of the same socket
+NO_ROOM = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
+NO_ROOM_WAIT_S = 1.0
+TICK_S = 0.1  # uvicorn's
+TICKS_PER_SWEEP = 10
+
+
+class Server(uvicorn.Server):
+    """For listening sockets only. Everything but accepting and ending connections is uvicorn's."""
+
+    def __init__(
+        self, config: uvicorn.Config, limits: ConnectionLimits | None = None, refusals: RefusalMetrics | None = None
+    ) -> None:
+        config.http = HttpProtocol
+        super().__init__(config)
+        self._limits = limits or ConnectionLimits()
+        self._refusals = refusals or RefusalMetrics("inferengine_http")
+        self.num_signals = 0  # SIGTERM and SIGINT since `serve` began
+        self._next_tick_s = math.inf
+        self._is_sweep_due = self._is_sweep_postponed = False
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup([])
+        self.connections = ConnectionTracker(self._limits, self._refusals, time.monotonic)
+        acceptors = [Acceptor(self, listener, self.connections) for listener in sockets or ()]
+        self.servers = acceptors  # type: ignore[assignment]  # closed as theirs
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Begin to shut down, as uvicorn does, and count the signal."""
+        self.num_signals += 1
+        super().handle_exit(sig, frame)
+
+    async def on_tick(self, counter: int) -> bool:
+        """uvicorn's, ten times a second.
+
+        After a time in which this process did not run (SIGSTOP), what clients sent meanwhile has not been read when
+        the first timers come: connections are judged at the next tick."""
+        now = time.monotonic()
+        paused_s = missed_s(now, self._next_tick_s)
+        self._next_tick_s = now + TICK_S
+        self._is_sweep_due = self._is_sweep_due or counter % TICKS_PER_SWEEP == 0
+        if self._is_sweep_due and paused_s and not self._is_sweep_postponed:
+            self._is_sweep_postponed = True
+        elif self._is_sweep_due:
+            self._is_sweep_due = self._is_sweep_postponed = False
+            self.connections.sweep()
+        return await super().on_tick(counter)
+
+
+class Acceptor:
+    """Accepts from one socket until it is closed. What uvicorn needs of an asyncio.Server."""
+
+    def __init__(self, server: uvicorn.Server, listener: socket.socket, connections: ConnectionTracker) -> None:
+        self._server = server
+        self._listener = listener
+        self._connections = connections
+        self._loop = asyncio.get_running_loop()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._is_closed = False
+        listener.setblocking(False)
+        listener.listen(server.config.backlog)
+        self._listen()
+
+    def close(self) -> None:
+        self._is_closed = True
+        self._loop.remove_reader(self._listener)
+
+    async def wait_closed(self) -> None:
+        """Nothing of it goes on by itself."""
+
+    def _listen(self) -> None:
+        if not self._is_closed:
+            self._loop.add_reader(self._listener, self._accept)
+
+    def _accept(self) -> None:
+        for _ in range(ACCEPTS_PER_ROUND):
+            try:
+                accepted, address = self._listener.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return
+            except OSError as error:
+                if error.errno not in NO_ROOM:
+                    raise
+                logger.error("no connection can be accepted: %s", error.strerror)
+                has_room = self._connections.make_room(ACCEPTS_PER_ROUND)
+                self._loop.remove_reader(self._listener)
+                self._loop.call_later(0.0 if has_room else NO_ROOM_WAIT_S, self._listen)
+                return
+            accepted.setblocking(False)
+            connection = self._connections.admit(address)
+            task = self._loop.create_task(self._serve(accepted, connection))
+            connection.close = task.cancel
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _serve(self, accepted: socket.socket, connection: TrackedConnection) -> None:
+        """Hand it to its protocol, after the handshake of TLS where there is one."""
+        config = self._server.config
+        timeout = self._connections.limits.header_s if config.ssl else None
+        try:
+            with contextlib.suppress(OSError):  # it has gone already, or speaks no TLS
+                await self._loop.connect_accepted_socket(
+                    lambda: self._protocol(connection), accepted, ssl=config.ssl, ssl_handshake_timeout=timeout
+                )
+        finally:
+            if connection.transport is None:  # there was no connection, so none is lost later
+                accepted.close()
+                self._connections.lost(connection)
+
+    def _protocol(self, connection: TrackedConnection) -> asyncio.Protocol:
+        server = self._server
+        protocol = HttpProtocol(config=server.config, server_state=server.server_state, app_state=server.lifespan.state)
+        protocol.connection, protocol.tracker = connection, self._connections
+        return protocol
+
+
+PROBE_PATHS = frozenset({"/health", "/ready", "/ping", "/load", "/metrics"})  # what whoever watches asks
+
+
+class HttpProtocol(HttpToolsProtocol):
+    """For uvicorn's `http` setting, behind `frontends.common.event_loop`."""
+
+    connection: TrackedConnection
+    tracker: ConnectionTracker
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if self.connection.is_probe:
+            self.app: Any = ProbesOnly(self.app)
+        self.connection.answer = self._answer
+        self.tracker.made(self.connection, transport)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.tracker.lost(self.connection)
+        super().connection_lost(exc)
+
+    def on_message_begin(self) -> None:
+        self.connection.phase = HEAD
+        super().on_message_begin()
+
+    def on_headers_complete(self) -> None:
+        connection = self.connection
+        connection.phase = BODY
+        connection.num_waiting += 1
+        connection.num_requests += 1
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self.connection.num_bytes += len(body)
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self.connection.phase = IDLE
+        super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        self.connection.num_waiting -= 1
+        super().on_response_complete()
+
+    def _answer(self, answer: bytes) -> None:
+        """Say why it ends, where that is not in the middle of another answer."""
+        cycle = self.cycle
+        if cycle is None or not cycle.response_started or (cycle.response_complete and self.connection.phase == HEAD):
+            self.transport.write(answer)
+
+
+class ProbesOnly:
+    """What is left of an application for connections that there is no room for."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["path"] in PROBE_PATHS:
+            await self._app(scope, receive, send)
+            return
+        error = InferEngineError("overloaded", "This server has as many connections as it may.", retry_after_s=1.0)
+        await refuse(scope, send, error, [(b"retry-after", b"1"), (b"connection", b"close")])
