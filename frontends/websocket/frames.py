@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from frontends.common.json import all_between
 from inferengine.errors import InferEngineError, InvalidRequest
-from inferengine.sampling_params import NAMES, from_map
+from inferengine.sampling_params import NAMES
 
 PROTOCOL = 1
 MAX_ID_CHARACTERS = 128
@@ -42,7 +42,7 @@ class Hello(NamedTuple):
 
 
 class Generate(NamedTuple):
-    """Exactly one of `prompt`, `messages` and `prompt_ids` is not None. `params` as given, their types checked: what is
+    """Exactly one of `prompt`, `messages` and `prompt_ids` is not None. `params` as given, their names checked: what is
     left out has the model's default. `request_id`: 16 bytes, None: choose one. `conversation` and `structure` hold what
     was given of CONVERSATION and STRUCTURE, unchecked."""
 
@@ -213,7 +213,7 @@ class _Fields:
         for name in value:
             if name not in NAMES:
                 raise InvalidRequest(f"params.{_short(name)}", f"no such parameter{_suggestion(name, NAMES)}")
-        if from_map(value).prompt_logprobs is not None:
+        if value.get("prompt_logprobs") is not None:
             raise InvalidRequest("params.prompt_logprobs", "has no frame here: ask over HTTP", code="unsupported")
         return {name: item for name, item in value.items() if item is not None}
 
