@@ -65,7 +65,7 @@ OPTIONS = {
         Option("--slo-ttft-ms MS", "goodput: first token within", 1000.0),
         Option("--slo-itl-ms MS", "goodput: mean time per further token within", 100.0),
         Option("--json FILE", "the report as JSON"),
-        Option("--plots FOLDER", "latency, timeline and cache as SVG"),
+        Option("--plots FOLDER", "latency, timeline and cache as SVG; needs inferengine[plots]"),
     ),
 }
 
@@ -81,6 +81,8 @@ def run(arguments: Arguments) -> int:
     if values["cost"] == "list":
         print("\n".join(f"{name}: {load_profile(name).name}" for name in profile_names()))
         return ExitCode.OK
+    if values["plots"]:
+        plots.require_matplotlib()
     failures = [_failure(text) for text in values["fail"]]
     report_file = output_file("--json", values["json"]) if values["json"] else None
     options = engine_options(config, load_profile(values["cost"]))
