@@ -1,6 +1,6 @@
-"""GpuTrace: what NVML says of the devices while something is measured: clocks, power, utilisation, memory, brakes.
+"""GpuTrace: clocks, power, utilisation and memory of the GPUs during a measurement, from NVML.
 
-A figure of a card means little without them: at its power limit an H200 runs a fifth below its highest clock. Needs
+A measurement means little without them: at its power limit an H200 runs a fifth below its highest clock. Needs
 nvidia-ml-py (`pip install inferengine[gpu-telemetry]`) and a driver; without them the trace says "not available".
 """
 
@@ -33,8 +33,8 @@ Summary = dict[str, Any]
 
 
 class GpuTrace:
-    """Samples all devices in a thread of its own, between `with` and its end. `summary` may be asked any number of
-    times; `lap` gives that of the time since the last lap, for benchmarks of several phases."""
+    """Samples all devices in a thread of its own, between `with` and its end. `lap` returns the summary of the time
+    since the last lap, for benchmarks of several phases."""
 
     def __init__(self, nvml: Any = load_nvml, *, interval_s: float = INTERVAL_S) -> None:
         """`nvml`: the library, how to load it, or None."""
@@ -64,7 +64,7 @@ class GpuTrace:
             self._thread.join()
 
     def sample(self) -> None:
-        """One look at every device."""
+        """Add one sample of every device."""
         for index, handle in enumerate(self._handles):
             figures = {name: value for name, read in self._figures() if (value := _answer(read, handle)) is not None}
             reasons = _answer(self._read_reasons, handle)
@@ -77,7 +77,7 @@ class GpuTrace:
             self._num_samples += 1
 
     def summary(self) -> Summary:
-        """By device: minimum, median and maximum of each figure, and what share of the samples each brake was on in."""
+        """Return minimum, median and maximum of each value by device, and the share of samples of each clock limit."""
         if not self._handles:
             return {"available": False, "why": "not available: nvidia-ml-py or the NVIDIA driver is missing"}
         with self._lock:
@@ -96,9 +96,9 @@ class GpuTrace:
         return {"available": True, "samples": number, "seconds": round(seconds, 2), "devices": devices}
 
     def lap(self) -> Summary:
-        """The summary since the last lap, and a new beginning."""
+        """Return the summary since the last lap, and start a new lap."""
         if self._handles and not self._num_samples:
-            self.sample()  # shorter than the interval: better one look than none
+            self.sample()  # shorter than the interval: take at least one sample
         found = self.summary()
         with self._lock:
             self._samples = [{} for _ in self._handles]
@@ -135,7 +135,7 @@ class GpuTrace:
 
 
 def line(summary: Summary) -> str:
-    """A summary for people, a device a line."""
+    """Return a summary as text, a line for each device."""
     if not summary["available"]:
         return f"GPU: {summary['why']}"
     lines = []
@@ -158,7 +158,7 @@ def _spread(values: list[float]) -> dict[str, float]:
 
 
 def _answer(read: Callable[[Any], Any], handle: Any) -> Any:
-    """What NVML says, or None: some devices do not tell everything."""
+    """The value of one NVML query, or None where the device does not support it."""
     try:
         return read(handle)
     except Exception:  # the library's own error types exist only where it does

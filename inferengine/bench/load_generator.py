@@ -1,12 +1,9 @@
-"""Sends the requests: closed loop (so many at a time) or open loop (so many a second).
+"""Sends the requests of a load: closed loop (so many at a time) or open loop (so many a second).
 
-Arrivals of the open loop are Poisson; a burstiness below 1 makes them clump (gamma-distributed gaps, as vLLM's
-benchmark has them).
-
-A light HTTP client for load: one request at a time over a kept connection, and the arrival time of each event.
-
-Parsing an event as JSON costs more than receiving it, so only what is needed is looked at: on the machine that also
-runs the server a heavy client would measure itself.
+Arrivals of the open loop are Poisson; a burstiness below 1 makes them clump (gamma-distributed gaps, as in vLLM's
+benchmark). The HTTP client is small: one request at a time over a kept connection, and the arrival time of each event.
+Parsing an event as JSON costs more than receiving it, so it looks only at what is needed: on the machine that also
+runs the server, a slow client would measure itself.
 """
 
 from __future__ import annotations
@@ -31,7 +28,7 @@ from inferengine.errors import InferEngineError
 
 @dataclass
 class Reply:
-    """What one request gave. Times on the monotonic clock; `event_s` of the events that carry output."""
+    """The result of one request. Times on the monotonic clock; `event_s` of the events that carry output."""
 
     started_s: float
     status: int = 0
@@ -43,11 +40,12 @@ class Reply:
 
     @property
     def is_good(self) -> bool:
+        """Whether the stream ended with a finish reason and no error."""
         return self.status == 200 and not self.error and bool(self.finish_reason)
 
 
-class Connection(asyncio.Protocol):
-    """HTTP/1.1 to one host. `post` may be called again once it has returned."""
+class LoadConnection(asyncio.Protocol):
+    """HTTP/1.1 connection to one host. `post` may be called again once it has returned."""
 
     def __init__(self) -> None:
         self._transport: Any = None
@@ -61,7 +59,8 @@ class Connection(asyncio.Protocol):
         self._closes = False
 
     @classmethod
-    async def open(cls, url: str) -> Connection:
+    async def open(cls, url: str) -> LoadConnection:
+        """Connect to the host of a URL."""
         parts = urlsplit(url)
         secure = parts.scheme == "https"
         port = parts.port or (443 if secure else 80)
@@ -70,6 +69,7 @@ class Connection(asyncio.Protocol):
         return connection
 
     async def post(self, host: str, path: str, body: bytes, headers: str = "") -> Reply:
+        """Send a request and wait for the end of its reply."""
         self._done = asyncio.get_running_loop().create_future()
         self._reply = Reply(time.monotonic())
         self._buffer = self._text = b""
@@ -84,6 +84,7 @@ class Connection(asyncio.Protocol):
         return self._reply
 
     def close(self) -> None:
+        """Close the connection at once."""
         self._transport.abort()
 
     @property
@@ -92,9 +93,11 @@ class Connection(asyncio.Protocol):
         return not (self._closes or self._transport.is_closing())
 
     def connection_made(self, transport: Any) -> None:
+        """Keep the transport."""
         self._transport = transport
 
     def connection_lost(self, error: Exception | None) -> None:
+        """End the reply under way."""
         if self._remaining is None and error is None:  # the body was to end here
             self._finish()
         if self._done is not None and not self._done.done():
@@ -102,6 +105,7 @@ class Connection(asyncio.Protocol):
             self._done.set_result(None)
 
     def data_received(self, data: bytes) -> None:
+        """Read head, chunks and events of a reply."""
         now = time.monotonic()
         self._buffer += data
         if self._in_head:
@@ -194,18 +198,19 @@ class Outcome(NamedTuple):
     gpu: Summary
 
 
-class Load:
-    """Connections that are used again, as many as are needed at a time. `ended` is called after each reply."""
+class LoadClient:
+    """A pool of connections, as many as are needed at a time. `ended` is called after each reply."""
 
     def __init__(self, options: LoadOptions, ended: Callable[[], None]) -> None:
         self._url = options.url
         self._host = urlsplit(options.url).netloc
         self._path = f"{options.base_path}/v1/{'chat/completions' if options.chat else 'completions'}"
         self._headers = f"Authorization: Bearer {options.api_key}\r\n" if options.api_key else ""
-        self._idle: list[Connection] = []
+        self._idle: list[LoadConnection] = []
         self._ended = ended
 
     async def send(self, body: bytes) -> Reply:
+        """Send one request; an error of the connection is part of the reply."""
         reply = await self._send(body)
         self._ended()
         return reply
@@ -213,7 +218,7 @@ class Load:
     async def _send(self, body: bytes) -> Reply:
         started = time.monotonic()
         try:
-            connection = self._take_idle() or await Connection.open(self._url)
+            connection = self._take_idle() or await LoadConnection.open(self._url)
             reply = await connection.post(self._host, self._path, body, self._headers)
         except OSError as error:
             return Reply(started, ended_s=time.monotonic(), error=str(error))
@@ -224,8 +229,8 @@ class Load:
         reply.started_s = started  # the connection's own time belongs to the first token's
         return reply
 
-    def _take_idle(self) -> Connection | None:
-        """The one used last, unless the server has closed it meanwhile."""
+    def _take_idle(self) -> LoadConnection | None:
+        """Return the idle connection used last, unless the server has closed it."""
         while self._idle:
             connection = self._idle.pop()
             if connection.is_open:
@@ -233,6 +238,7 @@ class Load:
         return None
 
     def close(self) -> None:
+        """Close the idle connections."""
         for connection in self._idle:
             connection.close()
 
@@ -242,10 +248,10 @@ async def run(
 ) -> Outcome:
     """Warm up, then send everything. A request that fails is a reply with an error; `ended` counts replies."""
     if options.warm_up:
-        warming = Load(options, lambda: None)
+        warming = LoadClient(options, lambda: None)
         await closed_loop(warming, bodies[: options.warm_up], options.warm_up)
         warming.close()
-    load = Load(options, ended)
+    load = LoadClient(options, ended)
     gpus.lap()
     started = time.monotonic()
     if options.rate:
@@ -257,8 +263,8 @@ async def run(
     return outcome
 
 
-async def closed_loop(load: Load, bodies: list[bytes], concurrency: int) -> list[Reply]:
-    """`concurrency` requests in flight until none is left."""
+async def closed_loop(load: LoadClient, bodies: list[bytes], concurrency: int) -> list[Reply]:
+    """Keep `concurrency` requests in flight until none is left."""
     waiting = iter(bodies)
 
     async def one() -> list[Reply]:
@@ -267,8 +273,8 @@ async def closed_loop(load: Load, bodies: list[bytes], concurrency: int) -> list
     return [reply for replies in await asyncio.gather(*(one() for _ in range(concurrency))) for reply in replies]
 
 
-async def open_loop(load: Load, bodies: list[bytes], rate: float, burstiness: float, seed: int) -> list[Reply]:
-    """`rate` requests per second, whether or not earlier ones have ended."""
+async def open_loop(load: LoadClient, bodies: list[bytes], rate: float, burstiness: float, seed: int) -> list[Reply]:
+    """Send `rate` requests per second, whether or not earlier ones have ended."""
 
     async def arrivals() -> AsyncIterator[bytes]:
         generator, due = random.Random(seed), time.monotonic()
@@ -281,7 +287,7 @@ async def open_loop(load: Load, bodies: list[bytes], rate: float, burstiness: fl
 
 
 def served_model(options: LoadOptions) -> str:
-    """The model to ask for: the one that was named, else the first of /v1/models, which is asked in both cases.
+    """Return the model to request: the named one, else the first of /v1/models, which is read in both cases.
 
     Raises engine_unavailable, unauthorized or model_not_found, with the address and the remedy.
     """

@@ -1,4 +1,4 @@
-"""What a load is made of: its options, and the request bodies, all made before the clock starts."""
+"""The options of a load, and its request bodies, which are all made before the clock starts."""
 
 from __future__ import annotations
 
@@ -69,12 +69,12 @@ class LoadOptions:
 
     @property
     def base_path(self) -> str:
-        """What stands between the host and `/v1` in every path: the address may end in `/v1`, as OpenAI's does."""
+        """The path between the host and `/v1`: the address may end in `/v1`, as OpenAI's does."""
         return urlsplit(self.url).path.rstrip("/").removesuffix("/v1")
 
 
 def length_sampler(option: str, text: str, generator: random.Random) -> Callable[[], int]:
-    """`128`, `64:512` (uniform), `lognormal:MEDIAN:SIGMA`. Raises ConfigError."""
+    """Parse a length: `128`, `64:512` (uniform) or `lognormal:MEDIAN:SIGMA`. Raises ConfigError."""
     parts = text.split(":")
     try:
         if parts[0] == "lognormal" and len(parts) == 3:
@@ -91,7 +91,7 @@ def length_sampler(option: str, text: str, generator: random.Random) -> Callable
 
 
 def request_bodies(options: LoadOptions, model: str) -> list[bytes]:
-    """One JSON body for each request; the same for the same seed."""
+    """Return one JSON body for each request; the same for the same seed."""
     generator = random.Random(options.seed)
     inputs = length_sampler("--input", options.input, generator)
     outputs = length_sampler("--output", options.output, generator)

@@ -1,4 +1,4 @@
-"""What the replies say: latencies of the good ones, throughput, goodput and errors.
+"""The report of a load: latencies of the good replies, throughput, goodput and errors.
 
 TTFT is the time to the first event with output, ITL the gap between two events of a stream, TPOT a request's mean per
 output token after the first, E2E the whole request. Goodput counts the requests per second that met every limit.
@@ -19,7 +19,7 @@ ROWS = {"ttft_ms": "first token", "itl_ms": "between events", "tpot_ms": "per ou
 
 
 def summary(values: list[float]) -> dict[str, float]:
-    """Mean and percentiles in milliseconds of seconds; empty without values."""
+    """Return mean and percentiles in milliseconds of values in seconds; empty without values."""
     if not values:
         return {}
     ordered = sorted(values)
@@ -30,7 +30,7 @@ def summary(values: list[float]) -> dict[str, float]:
 
 
 def per_output_token(reply: Reply) -> float | None:
-    """Seconds per output token after the first; None for fewer than two."""
+    """Return the seconds per output token after the first; None for fewer than two."""
     tokens = reply.usage.get("completion_tokens", len(reply.event_s))
     return (reply.ended_s - reply.event_s[0]) / (tokens - 1) if reply.event_s and tokens > 1 else None
 
@@ -46,7 +46,7 @@ def meets(reply: Reply, limits: Mapping[str, float]) -> bool:
 
 
 def report(replies: list[Reply], seconds: float, limits: Mapping[str, float]) -> dict[str, Any]:
-    """All figures, ready for JSON. `goodput_per_s` only with limits."""
+    """Return all figures, ready for JSON. `goodput_per_s` only with limits."""
     good = [reply for reply in replies if reply.is_good]
     gaps = [after - before for reply in good for before, after in zip(reply.event_s, reply.event_s[1:], strict=False)]
     output = sum(reply.usage.get("completion_tokens", len(reply.event_s)) for reply in good)
@@ -70,7 +70,7 @@ def report(replies: list[Reply], seconds: float, limits: Mapping[str, float]) ->
 
 
 def table(found: Mapping[str, Any]) -> str:
-    """A report for people."""
+    """Return a report as text."""
     lines = [
         f"requests    {found['completed']:,} completed, {found['failed']:,} failed in {found['seconds']:,.2f} s",
         f"throughput  {found['requests_per_s']:,.2f} requests/s, {found['output_tokens_per_s']:,.1f} output tokens/s, "

@@ -10,8 +10,8 @@ Steps are of three kinds, each with coefficients of its own (`KindCost`):
         + attention pairs of prompt chunks * pair + [rows differ from the step before] change
 
 `curve` and `kv_token` join measured points by straight lines: the one bends where reading the weights ends to be what
-takes the time, and wherever kernels change their ways; the other falls with the number of rows, of which a few do not
-keep a device's memory busy. Decodes read the whole context; a prompt chunk attends each of its tokens to all
+takes the time, and wherever other kernels take over; the other falls with the number of rows, because a few rows do not
+saturate a device's memory. Decodes read the whole context; a prompt chunk attends each of its tokens to all
 before it. Where steps are captured as CUDA graphs (`CapturedSteps`), `tokens` are those of the graph that the step is
 padded to.
 
@@ -19,7 +19,7 @@ With two steps in flight the host works while the device does (`HostCost`): its 
 Without, it is part of every step's time and HostCost is nothing.
 
 The coefficients come from measured steps (fitting.py, benchmarks/calibrate.py), or from a model's shapes and a device's
-ceilings (analytic.py).
+ceilings (`analytic`) where nothing has been measured yet.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ COSTS_FOLDER = Path(__file__).parent / "costs"
 
 
 class StepShape(NamedTuple):
-    """What the time of a step depends on. What begins with `seconds` is there for measured ones."""
+    """What the time of a step depends on. The fields from `seconds` on are of measured steps."""
 
     num_tokens: int
     num_rows: int
@@ -55,11 +55,12 @@ class StepShape(NamedTuple):
 
     @property
     def has_chunks(self) -> bool:
+        """Whether the step has prompt chunks."""
         return self.num_rows > self.num_decodes
 
 
 def shape_of(plan: StepPlan, last_slots: Sequence[int] | None = None) -> StepShape:
-    """The shape of a planned step. O(rows), most of it in one `sum`. `last_slots`: of the step before, if any."""
+    """Return the shape of a planned step. O(rows), most of it in one `sum`. `last_slots`: those of the step before."""
     decodes, starts, counts = plan.num_decodes, plan.starts, plan.counts
     num_rows = len(starts)
     changed = last_slots is not None and plan.slots != last_slots
@@ -82,7 +83,7 @@ class CapturedSteps:
     prompt_rows: int = 0
 
     def padded(self, shape: StepShape) -> int | None:
-        """Tokens of the smallest graph with room for this step. None: it is launched kernel by kernel."""
+        """Return the tokens of the smallest graph with room for this step. None: it is launched kernel by kernel."""
         if not shape.has_chunks:
             place = bisect_left(self.decodes, shape.num_rows)
             return self.decodes[place] if place < len(self.decodes) else None
@@ -111,6 +112,7 @@ class KindCost:
     change_s: float = 0.0
 
     def seconds(self, tokens: int, shape: StepShape) -> float:
+        """Return the seconds of a step that is computed as `tokens` tokens."""
         seconds = self.at(tokens) + shape.num_rows * self.row_s + shape.num_pairs * self.pair_s
         if self.kv_token_s:
             decodes = min(max(shape.num_decodes, self.kv_token_s[0][0]), self.kv_token_s[-1][0])
@@ -118,7 +120,7 @@ class KindCost:
         return seconds + self.change_s if shape.is_changed else seconds
 
     def at(self, tokens: float) -> float:
-        """The curve."""
+        """Return the curve at so many tokens."""
         return _height(self.curve, tokens)
 
 
@@ -158,7 +160,7 @@ class CostModel:
     graphs: CapturedSteps | None = None
 
     def seconds(self, shape: StepShape) -> float:
-        """Time of one step on the device."""
+        """Return the seconds of one step on the device."""
         kind, tokens = self.kind_of(shape)
         if kind == "decodes":
             return self.decodes.seconds(tokens, shape)
@@ -166,18 +168,18 @@ class CostModel:
         return (costs or self.prompts).seconds(tokens, shape)
 
     def kind_of(self, shape: StepShape) -> tuple[str, int]:
-        """The field with its coefficients, and the tokens that it is computed as."""
+        """Return the field with the coefficients of a step, and the tokens that it is computed as."""
         return kind_of(shape, self.graphs)
 
     def host_time(self, shape: StepShape) -> HostTime:
-        """Time of one step on the host."""
+        """Return the seconds of one step on the host."""
         host = self.host
         plan_s = host.step_s + shape.num_rows * host.row_s
         return HostTime(plan_s, host.launch_s if host.launch_s and self.kind_of(shape)[0] == "launched" else 0.0)
 
     @property
     def prompt_token_s(self) -> float:
-        """Of one more prompt token in a large step."""
+        """Seconds of one more prompt token in a large step."""
         curve = (self.launched or self.prompts).curve
         if len(curve) == 1:
             return 0.0
@@ -186,7 +188,7 @@ class CostModel:
 
 
 def kind_of(shape: StepShape, graphs: CapturedSteps | None) -> tuple[str, int]:
-    """The kind of a step, one of CostModel's fields, and its tokens with the graph's padding."""
+    """Return the kind of a step, one of CostModel's fields, and its tokens with the graph's padding."""
     kind = "prompts" if shape.has_chunks else "decodes"
     if graphs is None:
         return kind, shape.num_tokens
@@ -204,7 +206,7 @@ def linear_cost(
     pair_s: float = 0.0,
     change_s: float = 0.0,
 ) -> CostModel:
-    """step + max(knee, tokens) * token + the rest, the same for all kinds of steps."""
+    """Return the cost model step + max(knee, tokens) * token + the rest, the same for all kinds of steps."""
     curve = ((knee, step_s + knee * token_s), (knee + 1.0, step_s + (knee + 1.0) * token_s))
     kind = KindCost(curve, row_s, ((1.0, kv_token_s),), pair_s, change_s)
     return CostModel(kind, kind)
@@ -225,7 +227,7 @@ class DeviceProfile:
     source: Mapping[str, Any] = field(default_factory=dict)  # machine, model, date, error of the fit
 
     def capacity(self, **changes: int) -> Capacity:
-        """The device as the scheduler sees it. `changes`: any of this profile's sizes; 0 leaves it."""
+        """Return the capacity that the scheduler plans with. `changes`: any of this profile's sizes; 0 keeps it."""
         sizes = {name: changes.get(name) or getattr(self, name) for name in _SIZES}
         return Capacity(
             block_size=sizes["block_size"],
@@ -238,7 +240,7 @@ class DeviceProfile:
         )
 
     def save(self, path: Path) -> None:
-        """As JSON, lists of numbers on one line."""
+        """Write the profile as JSON, lists of numbers on one line."""
         text = json.dumps(asdict(self), indent=1)
         path.write_text(_NUMBERS.sub(lambda found: " ".join(found[0].split()), text) + "\n")
 
@@ -248,7 +250,7 @@ _SIZES = ("block_size", "num_blocks", "max_num_seqs", "max_num_batched_tokens", 
 
 
 def load_profile(name: str) -> DeviceProfile:
-    """A profile by the name of one that comes with the package, or by the path of a JSON file. Raises ConfigError."""
+    """Load a profile by the name of one in the package, or by the path of a JSON file. Raises ConfigError."""
     path = Path(name) if name.endswith(".json") else COSTS_FOLDER / f"{name}.json"
     try:
         document = json.loads(path.read_text())
@@ -297,12 +299,12 @@ def _graphs(document: Mapping[str, Any] | None) -> CapturedSteps | None:
 
 
 def profile_names() -> list[str]:
-    """The cost models that come with the package."""
+    """Return the names of the cost models in the package."""
     return sorted(path.stem for path in COSTS_FOLDER.glob("*.json"))
 
 
 class ModelShape(NamedTuple):
-    """What of a decoder's configuration decides its cost."""
+    """The parts of a decoder's configuration that decide its cost."""
 
     num_layers: int
     hidden_size: int
@@ -322,7 +324,7 @@ class ModelShape(NamedTuple):
 
 
 class DeviceCeilings(NamedTuple):
-    """What a device reaches, not what its data sheet says."""
+    """What a device reaches in practice, not on its data sheet."""
 
     memory_bytes_per_s: float
     flops_per_s: float
@@ -331,7 +333,7 @@ class DeviceCeilings(NamedTuple):
 
 
 def shape_from_config(config: Mapping[str, Any]) -> ModelShape:
-    """From a Hugging Face config.json of a Llama-like decoder. Raises ConfigError naming the missing key."""
+    """Read the shape from the config.json of a Llama-like decoder. Raises ConfigError naming a missing key."""
     try:
         heads = config["num_attention_heads"]
         return ModelShape(
@@ -351,8 +353,11 @@ def shape_from_config(config: Mapping[str, Any]) -> ModelShape:
 def analytic(
     shape: ModelShape, device: DeviceCeilings, *, weight_bytes: float = 2.0, kv_bytes: float = 2.0
 ) -> CostModel:
-    """A cost model from first principles, the roofline (Williams, Waterman and Patterson, 2009): reading the weights
-    or multiplying with them, whichever takes longer; reading KV; attention's arithmetic."""
+    """Return a cost model from first principles, the roofline (Williams, Waterman and Patterson, 2009).
+
+    A step takes the time to read the weights or to multiply with them, whichever is longer, to read the KV, and to
+    compute the attention.
+    """
     weights_s = shape.num_matmul_weights * weight_bytes / device.memory_bytes_per_s
     token_s = 2.0 * shape.num_matmul_weights / device.flops_per_s
     kv_token_bytes = 2.0 * shape.num_layers * shape.num_kv_heads * shape.head_dim * kv_bytes

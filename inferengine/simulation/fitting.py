@@ -1,4 +1,4 @@
-"""From measured steps to a CostModel: non-negative least squares for each kind of steps.
+"""Fits a CostModel to measured steps: non-negative least squares for each kind of steps.
 
 Every coefficient is a time, so none may be negative. Each CUDA graph has a point of the curve over tokens to itself.
 Without graphs the curve may not fall: it is made of the rises between its points, each of them a coefficient.
@@ -55,7 +55,7 @@ class Fit(NamedTuple):
 
 
 def fit(shapes: Sequence[StepShape], graphs: CapturedSteps | None = None) -> Fit:
-    """`graphs`: what steps are padded to on this device. Raises ValueError where there are too few measured steps."""
+    """Fit a cost model. `graphs`: what steps are padded to on this device. Raises ValueError for too few steps."""
     if not all(shape.seconds > 0 for shape in shapes):
         raise ValueError("every measured step needs a time above 0")
     kinds: dict[str, list[tuple[int, StepShape]]] = {"decodes": [], "prompts": [], "launched": []}
@@ -80,9 +80,11 @@ def fit(shapes: Sequence[StepShape], graphs: CapturedSteps | None = None) -> Fit
 
 
 def fit_kind(steps: Sequence[tuple[int, StepShape]], captured: bool, *, on_card: bool) -> KindCost:
-    """`steps`: with the tokens that each is computed as. `captured`: those are the sizes of graphs. On a card nothing
-    is put on the change of rows: a step costs the same whose rows it has, and since prompts always change them, the
-    two could not be told apart."""
+    """Fit the coefficients of one kind of steps, each given with the tokens that it is computed as.
+
+    `captured`: those tokens are the sizes of graphs. `on_card`: the change of rows gets no coefficient. It costs
+    nothing there, and since prompts always change the rows, the two could not be told apart.
+    """
     device = [item for item in steps if item[1].is_device_time]
     steps = device if len(device) >= _LEAST else steps
     tokens = np.array([count for count, _ in steps], dtype=np.float64)
@@ -108,7 +110,7 @@ def fit_kind(steps: Sequence[tuple[int, StepShape]], captured: bool, *, on_card:
 
 
 def fit_host(shapes: Sequence[StepShape], graphs: CapturedSteps | None) -> HostCost:
-    """What the host does beside the device. Nothing where it was not measured: it is part of the steps' times then."""
+    """Fit the time of the host beside the device. 0 where it was not measured: then it is part of the steps' times."""
     measured = [shape for shape in shapes if shape.host_s > 0]
     if len(measured) < _LEAST:
         return HostCost()
@@ -157,7 +159,7 @@ def _rises(tokens: Matrix, knots: Sequence[float]) -> list[Matrix]:
 
 
 def robust_least_squares(features: Matrix, times: Matrix, scatters: float = _SCATTERS) -> Matrix:
-    """The x >= 0 for which `features @ x` is nearest to `times`, by Huber's measure of errors relative to the
+    """Return the x >= 0 for which `features @ x` is nearest to `times`, by Huber's measure of errors relative to the
     prediction. `scatters`: median errors beyond which a step counts less."""
     weights, scale = np.ones(len(times)), times
     solution = np.zeros(features.shape[1])
@@ -172,7 +174,7 @@ def robust_least_squares(features: Matrix, times: Matrix, scatters: float = _SCA
 
 
 def nonnegative_least_squares(matrix: Matrix, target: Matrix) -> Matrix:
-    """The x >= 0 that minimises |matrix @ x - target|: the active-set method of Lawson and Hanson (1974)."""
+    """Return the x >= 0 that minimises |matrix @ x - target|: the active-set method of Lawson and Hanson (1974)."""
     scale = np.linalg.norm(matrix, axis=0)
     scale[scale == 0.0] = 1.0
     scaled = matrix / scale  # columns of one length: times per step and per attention pair differ by 10^9

@@ -42,7 +42,7 @@ class Failure(NamedTuple):
 
 
 class _Host:
-    """An engine, what runs on it, and how it fares."""
+    """An engine with the requests on it."""
 
     __slots__ = ("alive", "arrivals", "begun", "engine", "incarnation", "index", "intervals", "stranded")
 
@@ -58,7 +58,7 @@ class _Host:
 
 
 class Fleet:
-    """Runs one workload to its end; what each request came to goes to the recorder at once."""
+    """Runs one workload to its end; the recorder gets each request's result when it ends."""
 
     def __init__(
         self,
@@ -95,7 +95,7 @@ class Fleet:
             self._plan(failure.time_s, _FAILURE, failure)
 
     def run(self) -> dict[str, Any]:
-        """Everything from the first arrival to the last terminal event; returns the report."""
+        """Run from the first arrival to the last terminal event. Returns the report."""
         handlers: dict[int, Callable[[Any], None]] = {
             _STEP: self._on_step,
             _ARRIVAL: self._on_arrival,
@@ -113,7 +113,7 @@ class Fleet:
                 self._on_arrival(arrival)
                 arrival = next(arrivals, None)
                 if arrival is not None and arrival.arrival_s == self.now:
-                    continue  # what comes at the same time is in the queue before anything begins
+                    continue  # all requests of one moment are queued before a step begins
             else:
                 self.now, _, kind, payload = heapq.heappop(events)
                 handlers[kind](payload)
@@ -133,7 +133,7 @@ class Fleet:
         self._dispatch(arrival, ())
 
     def _on_step(self, payload: tuple[_Host, int, StepOutput | None]) -> None:
-        """A step's news are out; the next one begins."""
+        """Record a step that is over and begin the next one."""
         host, incarnation, output = payload
         if incarnation != host.incarnation:
             return  # the engine died while it ran
@@ -191,7 +191,7 @@ class Fleet:
         if self.balancer is not None:
             self.balancer.loads.report(host.index, 0, 0)
         self._tell_available()
-        stranded, host.stranded = host.stranded, []  # back before anyone noticed: another epoch, sent again
+        stranded, host.stranded = host.stranded, []  # back before the clients noticed: sent again, to the new epoch
         for arrival in stranded:
             self.recorder.num_moved += 1
             self._dispatch(arrival, ())
@@ -234,7 +234,7 @@ class Fleet:
         self._follow_up(arrival)
 
     def _begin_steps(self) -> None:
-        """Wake the engines that had nothing to do and have been sent something."""
+        """Start the idle engines that got a request."""
         idle, self._idle_hosts = self._idle_hosts, []
         for host in idle:
             if host.alive and not host.engine.stepping:
@@ -248,7 +248,7 @@ class Fleet:
         engine.stepping = True
         self._num_stepping += 1
         self._num_steps += 1
-        # Nothing can be computed though something waits (a deadline, a policy that holds back): look again soon.
+        # Nothing can be computed though requests wait (a policy that holds back): try again soon.
         ready_s = engine.clock.now if output is not None else self.now + 0.01
         self._plan(ready_s, _STEP, (host, host.incarnation, output))
         if self._num_steps % _GAUGE_STEPS == 0:

@@ -1,4 +1,4 @@
-"""Report: what a run came to. Records as it goes, in columns; percentiles are exact, never from buckets."""
+"""The report of a simulated run. It is recorded in columns; percentiles are exact, never from buckets."""
 
 from __future__ import annotations
 
@@ -22,14 +22,15 @@ class Objective(NamedTuple):
 
 
 def percentile(ordered: Sequence[float], quantile: float) -> float:
-    """Nearest rank: the smallest value that at least this share of all is not above. NaN where there is none."""
+    """Return the percentile by nearest rank: the smallest value that at least this share of all does not exceed. NaN
+    without values."""
     if not ordered:
         return math.nan
     return ordered[max(0, math.ceil(quantile * len(ordered) - 1e-9) - 1)]
 
 
 def weighted_percentiles(values: Sequence[float], weights: Sequence[int], quantiles: Sequence[float]) -> list[float]:
-    """As `percentile` for `weights[i]` times `values[i]`."""
+    """Return the percentiles where `values[i]` occurs `weights[i]` times."""
     total = sum(weights)
     if not total:
         return [math.nan] * len(quantiles)
@@ -55,7 +56,7 @@ class TokenIntervals:
         self._paused: dict[int, float] = {}  # streams without a token in the last step -> time of their last one
 
     def add(self, output: StepOutput, now: float) -> None:
-        """One step's output at the time of its news."""
+        """Add one step's output, at the time when it is ready."""
         interval = now - self._now
         if output.layout == self._layout:
             if output.uids:
@@ -103,6 +104,7 @@ class Timeline:
         self._limit = limit
 
     def add(self, sample: Sample) -> None:
+        """Add a sample, thinning all of them when there are `limit`."""
         self.samples.append(sample)
         if len(self.samples) >= self._limit:
             self.samples = self.samples[::2]
@@ -112,7 +114,7 @@ class Timeline:
 
 @dataclass
 class RunRecorder:
-    """Columns of a run under way."""
+    """The columns of a run under way."""
 
     objective: Objective = field(default_factory=Objective)
     first_token_s: array[float] = field(default_factory=lambda: array("d"))
@@ -133,11 +135,11 @@ class RunRecorder:
     kv_usage: array[float] = field(default_factory=lambda: array("d"))
 
     def intervals(self) -> TokenIntervals:
-        """For one engine's outputs."""
+        """Return a recorder of the token intervals of one engine."""
         return TokenIntervals(self.interval_values, self.interval_weights)
 
     def finished(self, row: Finished) -> None:
-        """A terminal event."""
+        """Record a terminal event."""
         self.reasons[row.reason] = self.reasons.get(row.reason, 0) + 1
         self.num_prompt_tokens += row.num_prompt
         self.num_output_tokens += row.num_output
@@ -153,20 +155,22 @@ class RunRecorder:
             self.num_good += 1
 
     def refused(self, code: str) -> None:
-        """A request that no engine took, or that died with its engine after it had begun."""
+        """Record a request that no engine accepted, or that was lost with its engine after it had begun."""
         self.refusals[code] = self.refusals.get(code, 0) + 1
 
     @property
     def num_terminal(self) -> int:
+        """Requests that have ended or were refused."""
         return sum(self.reasons.values()) + sum(self.refusals.values())
 
     def gauge(self, kv_usage: float, fragmentation: float) -> None:
+        """Add a sample of one engine's cache."""
         self.kv_usage.append(kv_usage)
         self.fragmentation.append(fragmentation)
 
 
 def distribution(values: Sequence[float]) -> dict[str, float]:
-    """Mean and exact percentiles, in milliseconds."""
+    """Return mean and exact percentiles, in milliseconds."""
     ordered = sorted(values)
     mean = math.fsum(ordered) / len(ordered) if ordered else math.nan
     row = {"mean": mean, **{f"p{q * 100:g}": percentile(ordered, q) for q in QUANTILES}}
@@ -175,7 +179,7 @@ def distribution(values: Sequence[float]) -> dict[str, float]:
 
 
 def interval_distribution(values: Sequence[float], weights: Sequence[int]) -> dict[str, float]:
-    """As `distribution`, for weighted values."""
+    """Return the same as `distribution` for weighted values."""
     total = sum(weights)
     mean = math.fsum(v * w for v, w in zip(values, weights, strict=True)) / total if total else math.nan
     found = weighted_percentiles(values, weights, (*QUANTILES, 1.0))
@@ -184,7 +188,7 @@ def interval_distribution(values: Sequence[float], weights: Sequence[int]) -> di
 
 
 def summarize(recorder: RunRecorder, duration_s: float, engines: Mapping[str, float]) -> dict[str, Any]:
-    """The report as JSON. `engines`: totals over the fleet, as `fleet.Fleet.totals` gives them."""
+    """Return the report for JSON. `engines`: totals over the fleet."""
     duration = duration_s or math.nan
     finished = recorder.reasons.get("stop", 0) + recorder.reasons.get("length", 0)
     return {
@@ -240,7 +244,7 @@ def summarize(recorder: RunRecorder, duration_s: float, engines: Mapping[str, fl
 
 
 def table(report: Mapping[str, Any]) -> str:
-    """The report for people."""
+    """Return the report as text."""
     requests, throughput, engine, goodput = (report[key] for key in ("requests", "throughput", "engine", "goodput"))
     refused = sum(requests["refused"].values())
     lines = [

@@ -1,8 +1,7 @@
-"""SimulatedExecutor: the device's side of the contract without a device.
+"""SimulatedExecutor: the Executor protocol without a device, in real time.
 
-Tokens are a cheap function of (seed, position), embeddings of the prompt's length, and a step takes a given time. It
-drives the real scheduler, loop, wire and front ends at any speed, which shows what they cost by themselves
-(benchmarks/).
+Tokens are a cheap function of (seed, position), embeddings of the prompt's length, and a step takes a given time. With
+it the real scheduler, loop, wire and front ends run at any speed, so that their own cost can be measured (benchmarks/).
 """
 
 from __future__ import annotations
@@ -61,13 +60,16 @@ class SimulatedExecutor:
         self._busy_until = 0.0
 
     def load(self, progress: Progress) -> Capacity:
+        """Return the given capacity: there is nothing to load."""
         progress("simulated", 1.0)
         return self._capacity
 
     def warm_up(self, progress: Progress) -> None:
+        """Report that the executor is warm."""
         progress("warm", 1.0)
 
     def execute(self, plan: StepPlan) -> _Done:
+        """Compute the tokens, and plan when the step is done."""
         for item in plan.admitted:
             self._seeds[item.slot] = item.seed & 0x7FFFFFFF
         vocab, seeds = self._capacity.vocab_size, self._seeds
@@ -82,10 +84,10 @@ class SimulatedExecutor:
         return _Done(result, self._busy_until, time.monotonic, plan.masked)
 
     def flush(self) -> None:
-        """Nothing is kept between requests."""
+        """Do nothing: nothing is kept between requests."""
 
     def close(self) -> None:
-        """Nothing to give back."""
+        """Do nothing: there is no device."""
 
     def _embeddings(self, plan: StepPlan) -> dict[int, bytes] | None:
         size = self._capacity.embedding_size
@@ -94,7 +96,7 @@ class SimulatedExecutor:
 
 
 def simulated_embedding(num_prompt: int, mean: bool, size: int) -> bytes:
-    """What a prompt of this length gets: f32 values of length 1 together."""
+    """Return the embedding of a prompt of this length: f32 values, of length 1 (L2)."""
     values = [math.sin(num_prompt * (place + 1) + mean) for place in range(size)]
     norm = math.hypot(*values)
     return to_bytes(value / norm for value in values)
@@ -107,7 +109,7 @@ def _length(plan: StepPlan, item: PooledRow) -> int:
 def make_capacity(
     *, num_blocks: int = 4096, block_size: int = 16, max_num_seqs: int = 256, max_model_len: int = 8192
 ) -> Capacity:
-    """A device of one full-attention group, for simulations and benchmarks."""
+    """Return the capacity of a device with one full-attention group, for simulations and benchmarks."""
     return Capacity(
         block_size=block_size,
         groups=[KVGroup(num_blocks)],

@@ -1,7 +1,7 @@
 """VirtualEngine: the engine's own EngineCore and admission, on a clock that jumps to the end of each step.
 
-Nothing of the scheduler is imitated. The executor's future moves the clock instead of waiting for a device, so order,
-batching, chunks, blocks, preemption, overlap and deadlines are the service's own.
+The scheduler is the service's own, not a model of it. The executor's future moves the clock instead of waiting for a
+device, so order, batching, chunks, blocks, preemption, overlap and deadlines are exactly those of the service.
 """
 
 from __future__ import annotations
@@ -23,9 +23,13 @@ _RATE_MEMORY = 0.8  # as in engine.loop
 class StepCost(Protocol):
     """How long a step of a shape takes on the device, and on the host beside it: a CostModel, or recorded steps."""
 
-    def seconds(self, shape: StepShape) -> float: ...
+    def seconds(self, shape: StepShape) -> float:
+        """Return the seconds of a step on the device."""
+        ...
 
-    def host_time(self, shape: StepShape) -> HostTime: ...
+    def host_time(self, shape: StepShape) -> HostTime:
+        """Return the seconds of a step on the host."""
+        ...
 
 
 class VirtualClock:
@@ -37,6 +41,7 @@ class VirtualClock:
         self.now = now
 
     def read(self) -> float:
+        """Return the time in seconds."""
         return self.now
 
 
@@ -52,7 +57,7 @@ class _VirtualStep:
         return self._clock.now >= self._ready_s
 
     def provide_masks(self, words: bytearray) -> None:
-        """Virtual tokens obey no grammar: the workload says how many there are."""
+        """Ignore the masks: the workload says how many tokens there are, and a virtual token follows no grammar."""
 
     def result(self) -> StepResult:
         if self._clock.now < self._ready_s:
@@ -61,7 +66,7 @@ class _VirtualStep:
 
 
 class VirtualExecutor:
-    """Implements `core.executor.Executor`. A request's tokens are all its seed: cheap, and known to the workload."""
+    """Implements `core.executor.Executor`. Every token of a request is its seed: cheap, and known to the workload."""
 
     def __init__(
         self,
@@ -82,12 +87,14 @@ class VirtualExecutor:
         self._seeds = [0] * capacity.max_num_seqs
 
     def load(self, progress: Progress) -> Capacity:
+        """Return the given capacity: there is nothing to load."""
         return self._capacity
 
     def warm_up(self, progress: Progress) -> None:
-        """Nothing to warm."""
+        """Do nothing."""
 
     def execute(self, plan: StepPlan) -> _VirtualStep:
+        """Advance the clock by the host's time, and plan when the device is done."""
         seeds = self._seeds
         for item in plan.admitted:
             seeds[item.slot] = item.seed
@@ -114,10 +121,10 @@ class VirtualExecutor:
         return _VirtualStep(StepResult(tokens, embeddings=embeddings), ready_s, self._clock)
 
     def flush(self) -> None:
-        """Nothing is kept between requests."""
+        """Do nothing: nothing is kept between requests."""
 
     def close(self) -> None:
-        """Nothing to give back."""
+        """Do nothing: there is no device."""
 
 
 class EngineOptions(NamedTuple):
@@ -149,9 +156,11 @@ class VirtualEngine:
         self._prompt_rate = 0.0
 
     def queued(self, tenant: str | None = None) -> tuple[int, int]:
-        """Requests and prompt tokens that wait: in the queue, and of those that the core has not seen yet the share for
-        which no slot is free. With a tenant: those that are admitted before its next request (as
-        `engine.loop.EngineLoop.queued`)."""
+        """Return the requests and prompt tokens that wait, as `engine.loop.EngineLoop.queued` does.
+
+        They are those in the queue, and of those that the core has not seen yet the share for which no slot is free.
+        With a tenant: those that are admitted before its next request.
+        """
         waiting, unseen = self.scheduler.waiting, len(self._inbox)
         num_requests, num_tokens = len(waiting), waiting.num_tokens
         if tenant is not None and waiting.tenants is not None:
@@ -164,14 +173,16 @@ class VirtualEngine:
 
     @property
     def num_requests(self) -> int:
+        """Requests that have not ended."""
         return len(self.scheduler.sequences) + len(self._inbox)
 
     @property
     def has_work(self) -> bool:
+        """Whether any request or step has not ended."""
         return self.core.has_work or bool(self._inbox)
 
     def submit(self, request: Request, now: float) -> None:
-        """Accept a request or raise the InferEngineError that the service would answer with."""
+        """Accept a request. Raises the InferEngineError that the service would answer with."""
         limits = self.options.limits
         resolve_max_tokens(request.num_prompt, request.max_tokens, limits)
         queued_requests, queued_tokens = self.queued()

@@ -46,11 +46,15 @@ class Arrival(NamedTuple):
 
 
 class Workload(Protocol):
-    """Arrivals in order of time, and the next turn of a conversation when one has been answered."""
+    """Requests in order of time, and the next turns of conversations."""
 
-    def arrivals(self) -> Iterator[Arrival]: ...
+    def arrivals(self) -> Iterator[Arrival]:
+        """Yield the requests in order of time."""
+        ...
 
-    def follow_up(self, arrival: Arrival, now: float) -> Arrival | None: ...
+    def follow_up(self, arrival: Arrival, now: float) -> Arrival | None:
+        """Return the next turn of a conversation that was answered at `now`, or None."""
+        ...
 
 
 Length = Callable[[random.Random], int]
@@ -58,7 +62,7 @@ Number = TypeVar("Number", int, float)
 
 
 def parse_length(name: str, text: str) -> Length:
-    """A distribution of lengths: `128`, `uniform:64-256`, `exponential:200`, `lognormal:200:0.8` (median, sigma).
+    """Parse a distribution of lengths: `128`, `uniform:64-256`, `exponential:200`, `lognormal:200:0.8` (median, sigma).
     Raises ConfigError naming the option."""
     kind, _, rest = text.partition(":")
     try:
@@ -86,7 +90,7 @@ def parse_length(name: str, text: str) -> Length:
 
 @dataclass(frozen=True)
 class WorkloadOptions:
-    """What a synthetic workload is made of. Rates per second."""
+    """The parameters of a synthetic workload. Rates per second."""
 
     num_requests: int
     arrivals: str = "poisson"
@@ -122,6 +126,7 @@ class SyntheticWorkload:
         self._next_uid = 1
 
     def arrivals(self) -> Iterator[Arrival]:
+        """Yield the first turns in order of time."""
         options = self.options
         first_turns = -(-options.num_requests // options.turns)
         for time_s in arrival_times(options, first_turns, self._random):
@@ -129,7 +134,7 @@ class SyntheticWorkload:
             yield self._make(time_s, prefix + self._cut(self._prompt_length(self._random)), turn=1)
 
     def follow_up(self, arrival: Arrival, now: float) -> Arrival | None:
-        """The next turn: everything so far, the answer, and a new question, after a pause for thought."""
+        """Return the next turn: everything so far, the answer, and a new question, after a pause."""
         options = self.options
         if arrival.turn >= options.turns:
             return None
@@ -173,7 +178,7 @@ class SyntheticWorkload:
 
 
 def arrival_times(options: WorkloadOptions, count: int, generator: random.Random) -> Iterator[float]:
-    """`count` times in order. Raises ConfigError for a process that does not exist or a rate that is none."""
+    """Yield `count` times in order. Raises ConfigError for an unknown process or a rate that is not above 0."""
     if options.arrivals not in ARRIVALS:
         raise ConfigError("--arrivals", f"must be one of {', '.join(ARRIVALS)}; got '{options.arrivals}'")
     if options.arrivals != "at_once" and options.rate <= 0:
@@ -220,7 +225,7 @@ class TraceWorkload:
         self.num_cut = 0
 
     def arrivals(self) -> Iterator[Arrival]:
-        """Raises ConfigError naming the line that is no request, or goes back in time."""
+        """Yield the recorded requests. Raises ConfigError naming a line that is no request, or goes back in time."""
         uid, last = 0, 0.0
         with self._path.open(encoding="utf-8") as lines:
             for number, line in enumerate(lines, 1):
@@ -236,7 +241,7 @@ class TraceWorkload:
                 yield arrival
 
     def follow_up(self, arrival: Arrival, now: float) -> Arrival | None:
-        """A recorded trace knows its own times."""
+        """Return None: a recorded trace contains every request."""
         return None
 
     def _read(self, line: str, number: int, uid: int) -> Arrival:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 
-from inferengine.bench.load_generator import Load, Reply
+from inferengine.bench.load_generator import LoadClient, Reply
 from inferengine.bench.load_options import LoadOptions, request_bodies
 from tests.bench.servers import FakeServer, serving
 
@@ -13,7 +13,7 @@ from tests.bench.servers import FakeServer, serving
 async def two_in_turn(server: FakeServer) -> list[Reply]:
     """The second once the server has closed the first one's connection, where it does."""
     options = LoadOptions(url=server.url, requests=2)
-    load = Load(options, lambda: None)
+    load = LoadClient(options, lambda: None)
     first, second = request_bodies(options, "fake")
     replies = [await load.send(first)]
     deadline = time.monotonic() + 10
