@@ -146,7 +146,7 @@ def make_scheduler(capacity: Capacity | None = None, *, budget: int = 64, **opti
 
 
 class HalfRightProposer:
-    """Knows every request's output and lies now and then: what a good guesser looks like from the core."""
+    """Knows every request's output and lies now and then: what a good proposer looks like from the core."""
 
     def __init__(self, *, on_device: bool = False, wrong_every: int = 4) -> None:
         self.on_device = on_device

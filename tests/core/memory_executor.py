@@ -103,14 +103,14 @@ class MemoryExecutor:
             self.num_computed_tokens += count
             drafts = plan.num_drafts[row] if plan.num_drafts else 0
             if plan.device_drafts:
-                self._guess(slot, start, drafts)
+                self._draft(slot, start, drafts)
             for position in range(start, start + count):
                 self._write(slot, position)
             if plan.samples[row]:
-                guesses = [self.tokens[slot][start + 1 + index] for index in range(drafts)]
+                proposed = [self.tokens[slot][start + 1 + index] for index in range(drafts)]
                 begin = start + count - drafts
                 drawn = [self._draw(slot, begin + index, masks.get(draw + index)) for index in range(1 + drafts)]
-                right = next((i for i, guess in enumerate(guesses) if guess != drawn[i]), drafts)
+                right = next((i for i, draft in enumerate(proposed) if draft != drawn[i]), drafts)
                 for index, token in enumerate(drawn):  # a device writes all of its draws
                     self.tokens[slot][begin + index] = token
                 emitted += drawn[: right + 1]
@@ -153,7 +153,7 @@ class MemoryExecutor:
                 vectors[row] = array("q", self.gathered[slot] if mean else states[-1:]).tobytes()
         return vectors
 
-    def _guess(self, slot: int, start: int, count: int) -> None:
+    def _draft(self, slot: int, start: int, count: int) -> None:
         """A draft model that is right two times out of three."""
         for position in range(start + 1, start + 1 + count):
             before = [self.tokens[slot][p] for p in range(position)]

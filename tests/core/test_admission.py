@@ -1,4 +1,4 @@
-"""Admission: refused at once and by name, or taken."""
+"""Admission: a request is refused at once with the field's name, or accepted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a request's own fields leave of the tokens that its grammar allows."""
+"""The tokens that a request's own fields allow of those that its grammar allows."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_without_such_fields_there_are_no_rules() -> None:
     assert token_rules(SamplingParams(temperature=0.5, logit_bias=((3, -100.0),)), (1,)) is None
 
 
-def test_each_field_takes_its_tokens_away() -> None:
+def test_each_field_forbids_its_tokens() -> None:
     assert rules(allowed_token_ids=(3, 5)).allowed(ALL, 0, ()) == bits([3, 5])
     assert rules(bad_words_ids=((3,), (5,))).allowed(bits([3, 5, 7]), 0, ()) == bits([7])
     assert rules(min_tokens=2).allowed(bits([1, 2]), 1, (9,)) == bits([2])
@@ -65,7 +65,7 @@ def test_a_request_without_a_token_left_ends_alone_and_says_why(max_in_flight: i
     run.scheduler.check()
 
 
-def test_a_row_that_the_device_fails_is_the_requests_fault_where_its_fields_leave_nothing() -> None:
+def test_a_failed_row_is_an_invalid_request_where_its_fields_allow_no_token() -> None:
     request = make_request(1, max_tokens=5)
     params = request.params.replace(allowed_token_ids=(3,), bad_words_ids=((3,),))
     run = Run()

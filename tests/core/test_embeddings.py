@@ -59,7 +59,7 @@ def test_a_last_token_takes_a_cached_prefix_and_a_mean_takes_none() -> None:
     assert (run.rows[2].num_cached, run.rows[3].num_cached) == (16, 0)  # type: ignore[attr-defined]
 
 
-def test_what_it_computed_is_of_use_to_others() -> None:
+def test_its_blocks_are_reused_by_other_requests() -> None:
     prompt = list(range(17))
     embedded, generated = make_request(1, prompt, pooling="mean"), make_request(2, prompt, 3)
     run = Run().submit(embedded).to_end().submit(generated).to_end()
@@ -69,7 +69,7 @@ def test_what_it_computed_is_of_use_to_others() -> None:
 
 @pytest.mark.parametrize("pooling", POOLINGS)
 @pytest.mark.parametrize("preemption", ["preempt", "swap"])
-def test_one_that_had_to_give_way_starts_over(pooling: str, preemption: str) -> None:
+def test_a_preempted_one_starts_over(pooling: str, preemption: str) -> None:
     capacity = make_capacity(20, max_num_seqs=4, host_blocks=40)
     run = Run(capacity, budget=4, preemption=preemption, prefix_caching=False)
     growing = [make_request(uid, 4, 40) for uid in (1, 2)]
@@ -95,13 +95,13 @@ def test_cancelled_or_late_it_gives_its_blocks_back_and_no_vector() -> None:
     assert run.scheduler.snapshot().num_blocks_held == 0
 
 
-def test_a_failed_step_is_computed_again_for_the_innocent() -> None:
-    guilty, innocent = make_request(1, 6, pooling="last"), make_request(2, 6, pooling="mean")
-    run = Run().submit(guilty, innocent)
+def test_a_failed_step_is_computed_again_for_requests_not_at_fault() -> None:
+    at_fault, other = make_request(1, 6, pooling="last"), make_request(2, 6, pooling="mean")
+    run = Run().submit(at_fault, other)
     run.executor.fail_with = StepFailed("a row failed", rows=[0])
     run.to_end()
     assert run.finished[1][0] == "error"
-    check(run, innocent)
+    check(run, other)
 
 
 def test_a_device_that_gives_no_vector_fails_the_request() -> None:

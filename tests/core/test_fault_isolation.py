@@ -1,4 +1,4 @@
-"""A step that throws costs the one request that made it throw; the others give what they give alone."""
+"""A failing step ends the one request at fault; the others give the same output as alone."""
 
 from __future__ import annotations
 
@@ -32,35 +32,35 @@ def inject(run: Run, fault: Fault) -> Run:
     return run
 
 
-def rows_of(culprits: set[int], *, beyond: int) -> Fault:
+def rows_of(at_fault: set[int], *, beyond: int) -> Fault:
     """Steps that compute one of these past so many tokens."""
     return lambda uids, plan: any(
-        uid in culprits and start + count > beyond
+        uid in at_fault and start + count > beyond
         for uid, start, count in zip(uids, plan.starts, plan.counts, strict=True)
     )
 
 
-def check_others(run: Run, requests: list, culprits: set[int]) -> None:  # type: ignore[type-arg]
-    assert {uid for uid, end in run.finished.items() if end == FAILED} == culprits
+def check_others(run: Run, requests: list, at_fault: set[int]) -> None:  # type: ignore[type-arg]
+    assert {uid for uid, end in run.finished.items() if end == FAILED} == at_fault
     for request in requests:
-        if request.uid not in culprits:
+        if request.uid not in at_fault:
             assert run.outputs[request.uid] == expected_output(request)
 
 
 @OVERLAP
 @pytest.mark.parametrize("num_requests", [1, 2, 3, 8])
 @pytest.mark.parametrize("when", ["at once", "after some tokens"])
-def test_the_culprit_ends_and_nobody_else(max_in_flight: int, num_requests: int, when: str) -> None:
+def test_only_the_request_at_fault_ends(max_in_flight: int, num_requests: int, when: str) -> None:
     requests = [make_request(uid, prompt=9, max_tokens=14) for uid in range(1, num_requests + 1)]
-    run, culprit = Run(max_in_flight=max_in_flight, budget=32), (num_requests + 1) // 2
+    run, at_fault = Run(max_in_flight=max_in_flight, budget=32), (num_requests + 1) // 2
     length = 0 if when == "at once" else 14
-    inject(run, rows_of({culprit}, beyond=length))
+    inject(run, rows_of({at_fault}, beyond=length))
     run.submit(*requests).to_end()
-    check_others(run, requests, {culprit})
+    check_others(run, requests, {at_fault})
     assert run.core.num_failed_steps <= 2 + num_requests.bit_length()
 
 
-def test_several_culprits_end_each_by_itself() -> None:
+def test_several_requests_at_fault_end_one_by_one() -> None:
     requests = [make_request(uid, prompt=7, max_tokens=12) for uid in range(1, 17)]
     run = Run(make_capacity(200, max_num_seqs=16), budget=64)
     inject(run, lambda uids, plan: not {2, 3, 11}.isdisjoint(uids)).submit(*requests).to_end()
@@ -68,7 +68,7 @@ def test_several_culprits_end_each_by_itself() -> None:
 
 
 @OVERLAP
-def test_a_hiccup_costs_nobody_anything(max_in_flight: int) -> None:
+def test_a_single_failure_ends_no_request(max_in_flight: int) -> None:
     requests = [make_request(uid, prompt=9, max_tokens=14) for uid in (1, 2, 3)]
     run = Run(max_in_flight=max_in_flight).submit(*requests)
     for _ in range(4):
@@ -79,7 +79,7 @@ def test_a_hiccup_costs_nobody_anything(max_in_flight: int) -> None:
 
 
 @OVERLAP
-def test_what_nobody_is_to_blame_for_ends_all_after_few_steps(max_in_flight: int) -> None:
+def test_steps_that_always_fail_end_all_requests_after_few_steps(max_in_flight: int) -> None:
     requests = [make_request(uid, prompt=9, max_tokens=14) for uid in range(1, 33)]
     run = Run(make_capacity(400, max_num_seqs=32), max_in_flight=max_in_flight, budget=512)
     inject(run, lambda uids, plan: True).submit(*requests).to_end()
@@ -87,7 +87,7 @@ def test_what_nobody_is_to_blame_for_ends_all_after_few_steps(max_in_flight: int
     assert run.core.num_failed_steps <= 16
 
 
-def test_two_that_fail_only_together_both_go_on_apart() -> None:
+def test_two_that_fail_only_together_both_finish_in_separate_trials() -> None:
     requests = [make_request(uid, prompt=9, max_tokens=40) for uid in (1, 2, 3, 4)]
     run = Run(budget=32)
     inject(run, lambda uids, plan: {2, 3} <= set(uids)).submit(*requests).to_end()
@@ -95,7 +95,7 @@ def test_two_that_fail_only_together_both_go_on_apart() -> None:
     assert run.core.num_failed_steps < 30
 
 
-def test_requests_that_come_meanwhile_wait_and_are_no_suspects() -> None:
+def test_requests_that_arrive_during_isolation_wait() -> None:
     requests = [make_request(uid, prompt=9, max_tokens=14) for uid in range(1, 9)]
     run = Run(budget=64)
     inject(run, lambda uids, plan: 2 in uids).submit(*requests[:4])
@@ -122,8 +122,8 @@ def test_a_suspect_can_be_cancelled_in_any_state(max_in_flight: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_culprits_are_found_under_any_options(seed: int) -> None:
-    """Small caches, swap, chunks, guesses, forks, grammars, every policy, steps under way; others that come."""
+def test_requests_at_fault_are_found_under_any_options(seed: int) -> None:
+    """Small caches, swap, chunks, drafts, forks, grammars, every policy, steps under way; others that come."""
     draw = random.Random(seed)
     proposer = draw.choice([None, HalfRightProposer(), HalfRightProposer(on_device=True)])
     run = Run(
@@ -137,9 +137,9 @@ def test_culprits_are_found_under_any_options(seed: int) -> None:
         proposer=proposer,
         max_drafts=3 if proposer else 0,
     )
-    culprits = set(draw.sample(range(1, 25), 3))
+    at_fault = set(draw.sample(range(1, 25), 3))
     longest = draw.choice([0, 12])
-    inject(run, rows_of(culprits, beyond=longest))
+    inject(run, rows_of(at_fault, beyond=longest))
     requests = []
     for uid in range(1, 25):
         fork = uid > 1 and draw.random() < 0.2
@@ -158,13 +158,13 @@ def test_culprits_are_found_under_any_options(seed: int) -> None:
         for _ in range(draw.choice([0, 0, 3])):
             run.step()
     run.to_end()
-    assert {uid for uid, end in run.finished.items() if end == FAILED} <= culprits
+    assert {uid for uid, end in run.finished.items() if end == FAILED} <= at_fault
     for request in requests:
-        if request.uid not in culprits:
+        if request.uid not in at_fault:
             assert run.outputs[request.uid] == expected_output(request)
 
 
-def test_others_wait_for_a_try_of_bounded_length_however_often_nobody_was_to_blame() -> None:
+def test_a_trial_has_a_bounded_length_after_any_number_of_unexplained_failures() -> None:
     unlucky, other = make_request(1, prompt=9, max_tokens=900), make_request(2, prompt=9, max_tokens=4)
     run = Run(make_capacity(400)).submit(unlucky)
     for _ in range(4):
@@ -178,7 +178,7 @@ def test_others_wait_for_a_try_of_bounded_length_however_often_nobody_was_to_bla
     check_others(run, [other], set())
 
 
-def test_one_incident_counts_once_though_the_requests_of_a_try_end_in_it() -> None:
+def test_one_unexplained_failure_counts_once_though_requests_end_during_the_trial() -> None:
     queue = FaultIsolationQueue(POLICIES["fcfs"]())
     suspects = first, second, third, fourth = [Sequence(make_request(uid)) for uid in (1, 2, 3, 4)]
     for group in (suspects, suspects, [first, second]):
@@ -196,7 +196,7 @@ def test_one_incident_counts_once_though_the_requests_of_a_try_end_in_it() -> No
     assert [each.num_unexplained_failures for each in (first, third, fourth)] == [1, 1, 1]
 
 
-def test_what_waits_is_counted_by_another_thread_while_tries_are_admitted() -> None:
+def test_another_thread_can_count_the_waiting_while_a_trial_is_admitted() -> None:
     queue = FaultIsolationQueue(POLICIES["fcfs"]())
     suspects = [Sequence(make_request(uid)) for uid in (1, 2, 3)]
     queue.isolate(suspects, [5, 5, 5])

@@ -44,7 +44,7 @@ def test_choices_hold_the_prompt_blocks_once() -> None:
 
 
 @OVERLAP
-def test_the_first_choice_may_go_at_any_time(max_in_flight: int) -> None:
+def test_the_first_choice_may_end_at_any_time(max_in_flight: int) -> None:
     for steps in range(8):
         requests = choices(3, prompt=15)
         run = Run(make_capacity(64), max_in_flight=max_in_flight, budget=5).submit(*requests)
@@ -66,7 +66,7 @@ def test_choices_that_wait_for_the_prompt_can_be_cancelled() -> None:
 
 
 @OVERLAP
-def test_choices_survive_pressure(max_in_flight: int) -> None:
+def test_choices_survive_preemption(max_in_flight: int) -> None:
     requests = choices(6, prompt=18, max_tokens=30)
     run = Run(make_capacity(20), max_in_flight=max_in_flight).submit(*requests).to_end()
     assert run.scheduler.stats.num_preemptions > 0
@@ -74,7 +74,7 @@ def test_choices_survive_pressure(max_in_flight: int) -> None:
 
 
 @OVERLAP
-def test_when_the_first_choice_goes_another_one_computes_the_prompt_for_all(max_in_flight: int) -> None:
+def test_when_the_first_choice_ends_another_one_computes_the_prompt_for_all(max_in_flight: int) -> None:
     """Cancelled before its prompt was computed: the others still cost one prompt, with nothing to find in the cache."""
     requests = choices(5, prompt=40, max_tokens=6)
     run = Run(make_capacity(64), max_in_flight=max_in_flight, budget=8, prefix_caching=False).submit(*requests)

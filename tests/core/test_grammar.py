@@ -68,7 +68,7 @@ def test_forced_tokens_end_at_the_limit() -> None:
         assert Run().submit(request).to_end().outputs[1] == expected_output(request)
 
 
-def test_a_request_runs_only_when_its_grammar_is_compiled_and_holds_nobody_up() -> None:
+def test_a_request_that_waits_for_its_grammar_delays_no_other() -> None:
     run = Run()
     run.compile_at_once = False
     waiting, free = make_request(1, grammar=True), make_request(2)

@@ -1,4 +1,4 @@
-"""Blocks and prefixes: reuse is exact, isolation holds, every block comes back."""
+"""Blocks and prefixes: reuse is exact, salts isolate, every block is freed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""KV events: whoever follows them knows exactly which prefixes this engine can reuse."""
+"""KV events: a follower knows exactly which prefixes this engine can reuse."""
 
 from __future__ import annotations
 
@@ -55,6 +55,6 @@ def test_a_follower_knows_what_the_engine_holds_through_any_history() -> None:
     assert follower.blocks == set()
 
 
-def test_nothing_is_recorded_where_nobody_asked() -> None:
+def test_nothing_is_recorded_by_default() -> None:
     run = Run().submit(make_request()).to_end()
     assert run.scheduler.kv.take_events() == []

@@ -1,4 +1,4 @@
-"""The proof is worth what it catches: each mutation breaks one promise of the core, and the random walk must notice."""
+"""Mutation tests: each mutation breaks one invariant of the core, and the random walk must notice."""
 
 from __future__ import annotations
 

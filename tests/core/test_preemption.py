@@ -1,4 +1,4 @@
-"""When the blocks run out: who gives way, how, and that no output changes by it."""
+"""Preemption: which sequence makes room and how, and that no output changes by it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def demanding(count: int = 8) -> list:  # type: ignore[type-arg]
 
 @OVERLAP
 @pytest.mark.parametrize("window", [None, 9])
-def test_swapped_sequences_go_on_where_they_were(max_in_flight: int, window: int | None) -> None:
+def test_swapped_sequences_continue_where_they_were(max_in_flight: int, window: int | None) -> None:
     capacity = make_capacity(24, host_blocks=64, window=window, window_blocks=24)
     run = (
         Run(capacity, max_in_flight=max_in_flight, preemption="swap", prefix_caching=False)
@@ -102,7 +102,7 @@ def test_contiguous_reserves_the_longest_length_for_each() -> None:
     assert run.outputs == {request.uid: expected_output(request) for request in requests}
 
 
-def test_figures_under_pressure_are_live_and_honest() -> None:
+def test_gauges_are_right_while_blocks_run_out() -> None:
     run = Run(make_capacity(24)).submit(*demanding())
     for _ in range(12):
         run.step()

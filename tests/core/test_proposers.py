@@ -1,4 +1,4 @@
-"""Prompt lookup: what followed before is what is guessed."""
+"""Prompt lookup: the draft tokens are what followed the longest match."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from tests.core.builders import Run, expected_output, make_capacity, make_reques
 
 
 def sequence_of(tokens: list[int], *, rate: float | None = 0.9, **params: object) -> Sequence:
-    """Its guesses so far were right at this rate; None: there were none."""
+    """Its draft tokens so far were accepted at this rate; None: there were none."""
     sequence = Sequence(make_request(1, tokens, max_tokens=50, **params))
     sequence.acceptance_rate = rate
     return sequence
 
 
-def test_the_continuation_of_the_longest_match_is_guessed() -> None:
+def test_the_continuation_of_the_longest_match_is_proposed() -> None:
     sequence = sequence_of([1, 2, 3, 4, 50, 51, 52, 9, 3, 4, 60, 61, 8, 1, 2, 3, 4])
     assert NgramProposer().propose(sequence, 3) == [50, 51, 52]
 
@@ -29,19 +29,19 @@ def test_of_two_equal_matches_the_later_one_counts() -> None:
 
 
 @pytest.mark.parametrize("rate", [None, 0.2])
-def test_guesses_that_have_not_proved_right_need_a_longer_match(rate: float | None) -> None:
+def test_a_low_acceptance_rate_needs_a_longer_match(rate: float | None) -> None:
     short, long = [1, 2, 3, 50, 9, 1, 2, 3], [1, 2, 3, 4, 50, 9, 1, 2, 3, 4]
     assert NgramProposer().propose(sequence_of(short), 1) == [50]
     assert NgramProposer().propose(sequence_of(short, rate=rate), 1) == []
     assert NgramProposer().propose(sequence_of(long, rate=rate), 1) == [50]
 
 
-def test_nothing_is_guessed_where_nothing_repeats() -> None:
+def test_nothing_is_proposed_where_nothing_repeats() -> None:
     assert NgramProposer().propose(sequence_of(list(range(50))), 4) == []
     assert NgramProposer().propose(sequence_of([1]), 4) == []
 
 
-def test_no_guess_goes_beyond_a_stop() -> None:
+def test_no_draft_token_comes_after_a_stop() -> None:
     sequence = sequence_of([1, 2, 30, 31, 32, 1, 2], stop_token_ids=(31,))
     assert NgramProposer().propose(sequence, 4) == [30, 31]
 
@@ -72,7 +72,7 @@ def brute_force(tokens: list[int], most: int) -> list[int]:
     return (tokens[begin:] * most)[:most]
 
 
-def test_a_text_that_repeats_itself_goes_round() -> None:
+def test_a_copy_that_reaches_the_end_repeats_itself() -> None:
     assert NgramProposer().propose(sequence_of([9, 5, 6, 7, 5, 6, 7, 5, 6]), 8) == [7, 5, 6, 7, 5, 6, 7, 5]
 
 

@@ -140,7 +140,7 @@ def test_cancel_is_idempotent_and_of_the_unknown_is_nothing() -> None:
 
 
 @OVERLAP
-def test_a_failing_step_ends_its_culprit_alone(max_in_flight: int) -> None:
+def test_a_failing_step_ends_the_request_at_fault_alone(max_in_flight: int) -> None:
     requests = [make_request(uid, prompt=6, max_tokens=12) for uid in (1, 2, 3)]
     run = Run(max_in_flight=max_in_flight).submit(*requests)
     run.executor.fail_on_step, run.executor.fail_with = 4, StepFailed("bad row", rows=[1])

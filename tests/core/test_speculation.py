@@ -1,4 +1,4 @@
-"""Guessing ahead changes how fast tokens come, never which."""
+"""Speculation changes how fast tokens come, never which."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def requests(count: int = 6, max_tokens: int = 40) -> list:  # type: ignore[type
 @WHERE
 @pytest.mark.parametrize("window", [None, 9])
 @pytest.mark.parametrize("num_blocks", [200, 26])
-def test_outputs_equal_those_without_guesses(
+def test_outputs_equal_those_without_speculation(
     max_in_flight: int, on_device: bool, window: int | None, num_blocks: int
 ) -> None:
     run = Run(
@@ -51,7 +51,7 @@ def test_outputs_equal_those_without_guesses(
     assert (run.scheduler.stats.num_preemptions > 0) is (num_blocks == 26)
 
 
-def test_right_guesses_save_steps() -> None:
+def test_accepted_draft_tokens_save_steps() -> None:
     def steps(**options: object) -> int:
         run = Run(make_capacity(200), **options).submit(make_request(1, max_tokens=120)).to_end()  # type: ignore[arg-type]
         return run.scheduler.stats.num_steps
@@ -59,15 +59,15 @@ def test_right_guesses_save_steps() -> None:
     assert steps(proposer=HalfRightProposer(wrong_every=1000), max_drafts=5) < 0.3 * steps()
 
 
-def test_a_guess_that_is_always_right_is_always_accepted() -> None:
+def test_a_draft_token_that_is_always_right_is_always_accepted() -> None:
     run = Run(make_capacity(200), proposer=HalfRightProposer(wrong_every=10**9), max_drafts=4)
     run.submit(make_request(1, prompt=4, max_tokens=60)).to_end()
     snapshot = run.scheduler.snapshot()
-    # position 0 of every output counts as wrong with this proposer, and no guess is made for it
+    # position 0 of every output counts as wrong with this proposer, and there is no draft token for it
     assert snapshot.num_drafts_accepted == snapshot.num_drafted > 40
 
 
-def test_nobody_guesses_when_the_device_has_enough_to_do() -> None:
+def test_there_is_no_speculation_beyond_max_running() -> None:
     run = Run(make_capacity(200), proposer=HalfRightProposer(), max_drafts=4, max_running_to_draft=2)
     run.submit(*requests(5, max_tokens=10)).step()
     while len(run.scheduler.running) > 2:
@@ -77,7 +77,7 @@ def test_nobody_guesses_when_the_device_has_enough_to_do() -> None:
 
 
 @OVERLAP
-def test_a_sequence_whose_guesses_fail_stops_guessing_and_tries_again_now_and_then(max_in_flight: int) -> None:
+def test_a_sequence_whose_draft_tokens_are_rejected_has_only_trials(max_in_flight: int) -> None:
     proposer = HalfRightProposer(wrong_every=1)
     run = Run(make_capacity(200), max_in_flight=max_in_flight, proposer=proposer, max_drafts=4)
     run.submit(make_request(1, max_tokens=200)).to_end()
@@ -87,7 +87,7 @@ def test_a_sequence_whose_guesses_fail_stops_guessing_and_tries_again_now_and_th
     assert run.outputs[1] == expected_output(make_request(1, max_tokens=200))
 
 
-def test_a_request_ends_with_the_count_of_its_guesses() -> None:
+def test_a_request_ends_with_the_count_of_its_draft_tokens() -> None:
     run = Run(make_capacity(200), proposer=HalfRightProposer(), max_drafts=4)
     run.submit(make_request(1, max_tokens=60), make_request(2, prompt=9, max_tokens=60)).to_end()
     rows, snapshot = [run.rows[1], run.rows[2]], run.scheduler.snapshot()
@@ -96,7 +96,7 @@ def test_a_request_ends_with_the_count_of_its_guesses() -> None:
     assert sum(row.num_accepted + row.num_rejected for row in rows) == snapshot.num_drafted  # type: ignore[attr-defined]
 
 
-# -- how many guesses ------------------------------------------------------------------------------------------------
+# -- how many draft tokens -------------------------------------------------------------------------------------------
 
 
 def make_control(
@@ -105,8 +105,8 @@ def make_control(
     """One that has seen steps of this cost."""
     control = SpeculationController(max_drafts=8, max_running=64)
     control.cost.observe(num_rows, 0, plain_s)
-    for num_guesses in (1, 4, 8, 2, 6) * 4:
-        control.cost.observe(num_rows, num_guesses, plain_s + fixed_s + slope_s * num_guesses)
+    for num_draft_tokens in (1, 4, 8, 2, 6) * 4:
+        control.cost.observe(num_rows, num_draft_tokens, plain_s + fixed_s + slope_s * num_draft_tokens)
     return control
 
 
@@ -118,7 +118,7 @@ def make_sequences(*rates: float) -> list[Sequence]:
 
 
 def chosen(control: SpeculationController, *rates: float) -> list[int]:
-    """How many guesses of 8 on offer each sequence gets, all in one step."""
+    """How many of 8 offered draft tokens each sequence gets, all in one step."""
     sequences = make_sequences(*rates)
     control.begin(len(sequences))
     lengths = control.choose(dict.fromkeys(sequences, 8), len(sequences), on_device=False)
@@ -127,14 +127,14 @@ def chosen(control: SpeculationController, *rates: float) -> list[int]:
 
 @pytest.mark.parametrize("rate", [0.95, 0.8, 0.6])
 @pytest.mark.parametrize(("fixed_s", "slope_s"), [(0.0, 0.001), (0.0, 0.1), (0.1, 0.2)])
-def test_the_length_is_the_one_of_most_tokens_for_its_time(rate: float, fixed_s: float, slope_s: float) -> None:
+def test_the_length_is_that_with_the_most_tokens_per_second(rate: float, fixed_s: float, slope_s: float) -> None:
     def value(length: int) -> float:
         return sum(rate**place for place in range(length + 1)) / (1 + fixed_s + slope_s * length) ** MIN_GAIN
 
     assert chosen(make_control(1.0, fixed_s, slope_s), rate) == [max(range(1, 9), key=value)]
 
 
-def test_the_guesses_of_a_step_are_those_of_most_tokens_for_their_time_whosever_they_are() -> None:
+def test_the_draft_tokens_of_a_step_are_those_with_the_most_tokens_per_second_over_all_sequences() -> None:
     rates, fixed_s, slope_s = (0.95, 0.8, 0.2), 0.1, 0.1
 
     def value(lengths: tuple[int, ...]) -> float:
@@ -148,7 +148,7 @@ def test_the_guesses_of_a_step_are_those_of_most_tokens_for_their_time_whosever_
 
 
 @pytest.mark.parametrize("costs", [{"slope_s": 1.5}, {"fixed_s": 5.0}])
-def test_where_guessing_does_not_pay_only_a_trial_is_left_and_those_become_rare(costs: dict[str, float]) -> None:
+def test_where_speculation_does_not_pay_there_are_only_trials_which_become_rare(costs: dict[str, float]) -> None:
     control = make_control(**costs)
     trials = [step for step in range(600) if control.begin(1) and control.choose(offer(), 1, on_device=False)]
     assert trials[:4] == [0, FIRST_PAUSE, 3 * FIRST_PAUSE, 7 * FIRST_PAUSE]
@@ -164,7 +164,7 @@ def test_a_trial_of_a_draft_model_that_has_much_to_read_first_is_two_steps() -> 
 
 
 class ReadingDraft(MemoryExecutor):
-    """Takes a second for a step, and with guesses as long as its draft model takes to read what it has not read."""
+    """Takes a second for a step, and longer if its draft model has tokens to read."""
 
     timed: Run
     num_read = 0
@@ -178,7 +178,7 @@ class ReadingDraft(MemoryExecutor):
         return super().execute(plan)
 
 
-def test_what_a_draft_model_reads_to_catch_up_is_not_taken_for_the_cost_of_guesses() -> None:
+def test_reading_to_catch_up_is_no_cost_of_draft_tokens() -> None:
     run = Run(make_capacity(400), proposer=HalfRightProposer(on_device=True, wrong_every=10**9), max_drafts=4)
     run.core.executor = executor = ReadingDraft(run.capacity)
     executor.timed = run
@@ -194,30 +194,30 @@ def offer() -> dict[Sequence, int]:
     return dict.fromkeys(make_sequences(0.9), 8)
 
 
-def test_a_trial_that_shows_better_times_wakes_guessing_up() -> None:
+def test_a_trial_with_better_times_starts_speculation_again() -> None:
     control = make_control(slope_s=1.5)
     asked = 0
     for _ in range(600):
         if control.begin(1):
-            guesses = sum(control.choose(offer(), 1, on_device=False).values())
-            asked += guesses
-            control.cost.observe(1, guesses, 1.0 + 0.01 * guesses)
+            drafts = sum(control.choose(offer(), 1, on_device=False).values())
+            asked += drafts
+            control.cost.observe(1, drafts, 1.0 + 0.01 * drafts)
         else:
             control.cost.observe(1, 0, 1.0)
     assert asked > 8 * 300
 
 
-def test_nothing_is_guessed_before_a_plain_step_was_measured_and_one_is_measured_again_now_and_then() -> None:
+def test_a_plain_step_is_measured_before_any_draft_tokens_and_again_now_and_then() -> None:
     control = SpeculationController(max_drafts=4, max_running=8)
     assert not control.begin(1)
     control.cost.observe(1, 0, 1.0)
-    guessing = []
+    speculating = []
     for _ in range(200):
-        guessing.append(control.begin(1))
-        if guessing[-1]:
-            guesses = sum(control.choose(offer(), 1, on_device=False).values())
-            control.cost.observe(1, guesses, 1.0)
-    assert 2 <= guessing.count(False) <= 4
+        speculating.append(control.begin(1))
+        if speculating[-1]:
+            drafts = sum(control.choose(offer(), 1, on_device=False).values())
+            control.cost.observe(1, drafts, 1.0)
+    assert 2 <= speculating.count(False) <= 4
 
 
 def test_one_slow_step_changes_little() -> None:
@@ -239,7 +239,7 @@ def test_batches_of_other_sizes_are_judged_by_themselves() -> None:
     assert chosen(control, 0.9) == [8]
 
 
-def test_guesses_leave_every_other_sequence_its_token() -> None:
+def test_draft_tokens_leave_every_other_sequence_its_token() -> None:
     run = Run(make_capacity(200), budget=9, proposer=HalfRightProposer(wrong_every=10**9), max_drafts=8)
     run.submit(*(make_request(uid, prompt=3, max_tokens=60) for uid in range(1, 9)))
     while not all(run.outputs.values()):
@@ -251,7 +251,7 @@ def test_guesses_leave_every_other_sequence_its_token() -> None:
     assert run.scheduler.snapshot().num_drafts_accepted > 0
 
 
-def test_a_stop_inside_accepted_guesses_ends_the_sequence_there() -> None:
+def test_a_stop_inside_accepted_draft_tokens_ends_the_sequence_there() -> None:
     output = expected_output(make_request(max_tokens=30))
     request = make_request(max_tokens=30, stop_token_ids=(output[13],))
     run = Run(proposer=HalfRightProposer(wrong_every=10**9), max_drafts=8).submit(request).to_end()

@@ -1,4 +1,4 @@
-"""What guessing costs while it brings nothing: a bounded share of the time, lost overlap included."""
+"""The cost of speculation that gains nothing: a bounded share of the time, lost overlap included."""
 
 from __future__ import annotations
 
@@ -18,15 +18,17 @@ HOST_S, STEP_S = 1.0, 4.0
 
 
 class Timed:
-    """A device with a queue, and a clock. A step takes STEP_S, each guess `guess_s` more. Every call of the engine
-    takes HOST_S, which is hidden where a step is under way."""
+    """A device with a queue, and a clock. A step takes STEP_S, each draft token `draft_s` more.
 
-    def __init__(self, max_in_flight: int, guess_s: float, *, is_right: bool) -> None:
-        self.max_in_flight, self.guess_s, self.is_right = max_in_flight, guess_s, is_right
+    Every call of the engine takes HOST_S, which is hidden where a step is under way.
+    """
+
+    def __init__(self, max_in_flight: int, draft_s: float, *, is_right: bool) -> None:
+        self.max_in_flight, self.draft_s, self.is_right = max_in_flight, draft_s, is_right
         self.now = self.free_at = 0.0
 
     def execute(self, plan: StepPlan) -> _Step:
-        self.free_at = max(self.free_at, self.now) + STEP_S + self.guess_s * sum(plan.num_drafts)
+        self.free_at = max(self.free_at, self.now) + STEP_S + self.draft_s * sum(plan.num_drafts)
         return _Step(self, plan, self.free_at)
 
 
@@ -47,7 +49,7 @@ class _Step(NamedTuple):
         return StepResult([TOKEN] * sum(draws), num_emitted=draws if self.plan.num_drafts else None)
 
 
-class Guesser:
+class FixedProposer:
     def __init__(self, *, on_device: bool = False, length: int = 8) -> None:
         self.on_device, self.length = on_device, length
 
@@ -59,12 +61,17 @@ class Guesser:
 
 
 def ends(
-    guesser: Guesser | None, *, guess_s: float = 0.0, max_in_flight: int = 2, is_right: bool = False, rounds: int = 1
+    proposer: FixedProposer | None,
+    *,
+    draft_s: float = 0.0,
+    max_in_flight: int = 2,
+    is_right: bool = False,
+    rounds: int = 1,
 ) -> list[float]:
     """When each round of two requests at once, of 250 tokens each, is over."""
-    device, capacity = Timed(max_in_flight, guess_s, is_right=is_right), make_capacity(400)
-    options = SchedulerOptions(64, capacity.max_num_seqs, max_drafts=4 if guesser else 0)
-    core = EngineCore(device, capacity, options, clock=lambda: device.now, proposer=guesser)  # type: ignore[arg-type]
+    device, capacity = Timed(max_in_flight, draft_s, is_right=is_right), make_capacity(400)
+    options = SchedulerOptions(64, capacity.max_num_seqs, max_drafts=4 if proposer else 0)
+    core = EngineCore(device, capacity, options, clock=lambda: device.now, proposer=proposer)  # type: ignore[arg-type]
     times = []
     for index in range(rounds):
         for row in range(2):
@@ -73,36 +80,36 @@ def ends(
             device.now += HOST_S
             core.step()
         times.append(device.now)
-    assert core.scheduler.snapshot().num_drafted > 0 or guesser is None or guesser.length == 0
+    assert core.scheduler.snapshot().num_drafted > 0 or proposer is None or proposer.length == 0
     return times
 
 
 @pytest.mark.parametrize("on_device", [False, True])
 @pytest.mark.parametrize("max_in_flight", [1, 2])
-@pytest.mark.parametrize("guess_s", [1.0, 20.0])
-def test_wrong_guesses_take_their_share_of_the_time_and_no_more(
-    on_device: bool, max_in_flight: int, guess_s: float
+@pytest.mark.parametrize("draft_s", [1.0, 20.0])
+def test_rejected_draft_tokens_take_no_more_than_the_budget(
+    on_device: bool, max_in_flight: int, draft_s: float
 ) -> None:
     [plain] = ends(None, max_in_flight=max_in_flight)
-    times = ends(Guesser(on_device=on_device), guess_s=guess_s, max_in_flight=max_in_flight, rounds=12)
+    times = ends(FixedProposer(on_device=on_device), draft_s=draft_s, max_in_flight=max_in_flight, rounds=12)
     assert times[5] < (1.01 + REFILL) * 6 * plain + 2 * MAX_BUDGET * STEP_S
     assert times[11] - times[5] < (1.01 + REFILL) * 6 * plain
 
 
 @pytest.mark.parametrize("max_in_flight", [1, 2])
-def test_right_guesses_are_made_all_the_same(max_in_flight: int) -> None:
-    [guessing] = ends(Guesser(), guess_s=0.1, max_in_flight=max_in_flight, is_right=True)
-    assert guessing < 0.5 * ends(None, max_in_flight=max_in_flight)[0]
+def test_accepted_draft_tokens_are_still_proposed(max_in_flight: int) -> None:
+    [speculating] = ends(FixedProposer(), draft_s=0.1, max_in_flight=max_in_flight, is_right=True)
+    assert speculating < 0.5 * ends(None, max_in_flight=max_in_flight)[0]
 
 
-def test_a_step_waits_for_no_tokens_while_nobody_would_guess() -> None:
-    assert ends(Guesser(length=0)) == ends(None)
+def test_a_step_does_not_wait_for_tokens_while_there_is_nothing_to_propose() -> None:
+    assert ends(FixedProposer(length=0)) == ends(None)
 
 
-def test_what_a_step_loses_by_waiting_is_part_of_what_guesses_cost() -> None:
+def test_time_lost_by_waiting_is_spent_from_the_budget() -> None:
     device, capacity = Timed(2, 0.0, is_right=False), make_capacity(400)
     options = SchedulerOptions(64, capacity.max_num_seqs, max_drafts=4)
-    core = EngineCore(device, capacity, options, clock=lambda: device.now, proposer=Guesser())  # type: ignore[arg-type]
+    core = EngineCore(device, capacity, options, clock=lambda: device.now, proposer=FixedProposer())  # type: ignore[arg-type]
     core.submit(make_request(1, prompt=5, max_tokens=40))
     while core.has_work:
         device.now += HOST_S
@@ -113,7 +120,7 @@ def test_what_a_step_loses_by_waiting_is_part_of_what_guesses_cost() -> None:
     assert cost.fixed_s + cost.slope_s == pytest.approx(2 * HOST_S, rel=0.5)  # the calls that collect and that launch
 
 
-def test_what_was_paid_is_won_back_by_guesses_that_are_right() -> None:
+def test_accepted_draft_tokens_give_back_to_the_budget() -> None:
     budget = SpeculationBudget()
     budget.observe_step(1, 0.5 * MAX_BUDGET + FIRST_BUDGET, is_reading=True)
     budget.observe_accepted(1)
@@ -128,7 +135,7 @@ def test_what_was_paid_is_won_back_by_guesses_that_are_right() -> None:
     assert not budget.allows
 
 
-def test_a_debt_is_paid_by_the_share_of_plain_steps() -> None:
+def test_plain_steps_refill_a_debt() -> None:
     budget = SpeculationBudget()
     budget.observe_step(4, 1 + FIRST_BUDGET + 1)
     budget.observe_plain()

@@ -96,7 +96,7 @@ def test_pairs_and_keys_are_those_inside_the_window(window: int | None) -> None:
         (make_plan([], [(5, 4), (0, 8)], drafts=[3, 0]), "mixed"),
     ],
 )
-def test_guesses_to_verify_are_decodes(plan: StepPlan, phase: str) -> None:
+def test_rows_with_draft_tokens_are_decodes(plan: StepPlan, phase: str) -> None:
     assert phase_of(plan) == phase
 
 

@@ -1,4 +1,4 @@
-"""Tenants share the engine: one that floods it holds nobody else up, and one alone notices nothing."""
+"""Tenants share the engine: one that floods it does not delay the others, and one alone sees no difference."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_with_one_tenant_fair_share_plans_the_very_steps_of_first_come(seed: int
 
 
 @pytest.mark.parametrize("max_in_flight", [1, 2])
-def test_a_tenant_of_which_nothing_runs_has_its_first_token_in_the_next_steps_however_many_wait(
+def test_a_tenant_with_nothing_running_gets_its_first_token_in_the_next_steps(
     max_in_flight: int,
 ) -> None:
     run = Run(make_capacity(2000, max_num_seqs=16), max_in_flight=max_in_flight, policy="fair", budget=256)
@@ -94,7 +94,7 @@ def test_a_tenant_of_which_nothing_runs_has_its_first_token_in_the_next_steps_ho
     assert run.outputs[QUIET] == expected_output(make_quiet())
 
 
-def test_one_step_of_the_flood_is_all_that_a_slot_costs() -> None:
+def test_a_claimed_slot_costs_the_other_tenant_one_step() -> None:
     """One gives way, and what it has computed it finds again: nothing but the block in which it stopped is lost."""
     alone = Run(make_capacity(2000, max_num_seqs=16), policy="fair", budget=256).submit(*make_flood(60)).to_end()
     run = Run(make_capacity(2000, max_num_seqs=16), policy="fair", budget=256).submit(*make_flood(60))
@@ -107,7 +107,7 @@ def test_one_step_of_the_flood_is_all_that_a_slot_costs() -> None:
 
 
 @pytest.mark.parametrize("num_loud", [1, 3])
-def test_blocks_that_a_flood_holds_are_given_up_as_far_as_they_are_the_others_share(num_loud: int) -> None:
+def test_a_claim_frees_blocks_up_to_the_tenants_share(num_loud: int) -> None:
     run = Run(make_capacity(60, max_num_seqs=32, block_size=4), policy="fair", budget=256)
     for index in range(num_loud):
         run.submit(*(make_request(100 * index + n, 12, 200, tenant=f"loud {index}") for n in range(1, 30)))
@@ -116,7 +116,7 @@ def test_blocks_that_a_flood_holds_are_given_up_as_far_as_they_are_the_others_sh
     assert steps_to_first_token(run, make_quiet(prompt=30)) <= 3
 
 
-def test_a_prompt_longer_than_a_tenants_share_of_the_cache_throws_nobody_out() -> None:
+def test_a_prompt_longer_than_a_tenants_share_of_the_cache_preempts_no_request() -> None:
     run = Run(make_capacity(60, max_num_seqs=32, block_size=4), policy="fair", budget=256)
     run.submit(*(make_request(uid, 12, 30, tenant="loud") for uid in range(1, 9)))
     for _ in range(5):
@@ -127,7 +127,7 @@ def test_a_prompt_longer_than_a_tenants_share_of_the_cache_throws_nobody_out() -
     assert run.outputs[QUIET] == expected_output(make_quiet(prompt=200, max_tokens=2))
 
 
-def test_who_came_last_is_not_the_first_to_make_room_for_those_that_fill_the_cache() -> None:
+def test_a_tenant_that_came_last_is_not_preempted_for_one_that_fills_the_cache() -> None:
     """The flood's sequences grow until the blocks run out: they give way to each other."""
     run = Run(make_capacity(40, max_num_seqs=16, block_size=4), policy="fair", budget=256)
     run.submit(*make_flood(8, prompt=4, max_tokens=100))
@@ -156,21 +156,21 @@ def test_prompts_of_two_tenants_share_the_budget_of_every_step() -> None:
     assert abs(computed[0] - computed[1]) <= 32
 
 
-def test_more_tenants_than_slots_throw_nobody_out() -> None:
+def test_more_tenants_than_slots_preempt_no_request() -> None:
     """Each has one slot at most, so nobody has more than its share."""
     run = Run(make_capacity(500, max_num_seqs=4), policy="fair")
     run.submit(*(make_request(uid, 6, 20, tenant=f"tenant {uid}") for uid in range(1, 30))).to_end()
     assert run.scheduler.stats.num_preemptions == 0
 
 
-def test_rejecting_under_pressure_ends_nobody_for_the_sake_of_a_slot() -> None:
+def test_the_reject_policy_ends_no_request_for_a_slot() -> None:
     run = Run(make_capacity(2000, max_num_seqs=4), policy="fair", preemption="reject")
     run.submit(*make_flood(20)).step()
     run.submit(make_quiet()).to_end()
     assert {reason for reason, _ in run.finished.values()} == {"length"}
 
 
-def test_service_that_nobody_else_wanted_is_not_held_against_a_tenant() -> None:
+def test_service_to_the_only_tenant_does_not_count_against_it_later() -> None:
     """One tenant has long used the engine alone; another comes. Both have several requests: each gets its turns."""
     queue = FairShare()
     old = Sequence(make_request(1, tenant="old"), num_groups=1)
@@ -197,7 +197,7 @@ def test_a_tenant_that_comes_to_an_empty_engine_starts_where_the_last_one_left()
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_tenants_at_random_get_every_token_and_nobody_waits_long(seed: int) -> None:
+def test_tenants_at_random_get_every_token_and_none_waits_long(seed: int) -> None:
     """Floods, preemption, forks and cancels by several tenants: outputs are right, books balance, and a tenant of which
     nothing runs, with a small request, never waits for more than a few steps."""
     draw = random.Random(seed)
@@ -232,7 +232,7 @@ def test_a_tenant_with_a_stream_running_need_not_wait_with_its_next_requests_eit
         assert steps_to_first_token(run, make_quiet(uid)) <= 2
 
 
-def test_two_floods_do_not_throw_each_other_out_again_and_again() -> None:
+def test_two_floods_do_not_preempt_each_other_again_and_again() -> None:
     """Each has half of the slots when the second has come; then each waits for ends."""
     run = Run(make_capacity(4000, max_num_seqs=16), policy="fair", budget=256)
     run.submit(*make_flood(100))
@@ -243,7 +243,7 @@ def test_two_floods_do_not_throw_each_other_out_again_and_again() -> None:
     assert run.executor.num_computed_tokens <= 1.01 * 200 * (6 + 39)
 
 
-def test_a_claim_throws_nobody_out_who_would_be_admitted_again_at_once() -> None:
+def test_a_claim_preempts_no_sequence_that_would_be_admitted_again_at_once() -> None:
     """A tenant that got much while others wanted little has little running now. The others were served less, so a slot
     that they gave up would be theirs again in the same step."""
     run = Run(make_capacity(4000, max_num_seqs=16), policy="fair", budget=256)
@@ -263,8 +263,8 @@ def test_a_claim_throws_nobody_out_who_would_be_admitted_again_at_once() -> None
     assert run.outputs[late.uid] == expected_output(late)
 
 
-def test_the_account_of_a_suspect_may_be_forgotten_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Suspects wait for their try outside the queue of their tenant, which looks idle."""
+def test_the_counter_of_a_tenant_may_be_dropped_during_fault_isolation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Suspects wait for their trial outside the queue of their tenant, which looks idle."""
     monkeypatch.setattr(fair_share, "MAX_IDLE_TENANTS", 2)
     requests = [make_request(uid, 6, 12, tenant=f"tenant {uid}") for uid in range(1, 7)]
     others = [make_request(uid, 6, 4, tenant=f"tenant {uid}") for uid in range(20, 23)]
@@ -288,7 +288,7 @@ def test_the_account_of_a_suspect_may_be_forgotten_meanwhile(monkeypatch: pytest
     assert all(run.finished[other.uid][0] == "length" for other in others)
 
 
-def test_a_claim_that_cannot_be_met_throws_nobody_out() -> None:
+def test_a_claim_that_cannot_be_met_preempts_no_request() -> None:
     """The prompt is within its tenant's share, but what one request holds, which stays, leaves no room for it."""
     run = Run(make_capacity(100, max_num_seqs=16), policy="fair", budget=512)
     run.submit(make_request(1, 280, 60, tenant="big")).step()

@@ -1,4 +1,4 @@
-"""Who guesses ahead when the configuration leaves it open."""
+"""The speculation method that `auto` resolves to."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ def make_capacity(*, has_draft_model: bool) -> Capacity:
 
 
 @pytest.mark.parametrize("path", ["", str(EMBEDDED)])
-def test_the_embedded_model_has_its_draft_guess_on_a_cpu_and_nobody_on_a_card(path: str) -> None:
+def test_the_embedded_model_uses_its_draft_model_on_a_cpu_and_none_on_a_gpu(path: str) -> None:
     config = make_config(model={"path": path})
     assert draft_folder(config, on_cpu=True) == EMBEDDED_DRAFT
     assert draft_folder(config, on_cpu=False) is None
 
 
-def test_a_model_that_brings_no_draft_is_left_alone(tmp_path: Path) -> None:
+def test_a_model_without_a_draft_model_runs_without_speculation(tmp_path: Path) -> None:
     shutil.copytree(EMBEDDED_DRAFT, tmp_path / "model")
     assert draft_folder(make_config(model={"path": str(tmp_path / "model")}), on_cpu=True) is None
 
 
-def test_random_weights_are_not_guessed_for() -> None:
+def test_random_weights_run_without_speculation() -> None:
     assert draft_folder(make_config(model={"load_format": "dummy"}), on_cpu=True) is None
 
 
@@ -56,7 +56,7 @@ def test_other_methods_load_no_draft(method: str) -> None:
 
 
 @pytest.mark.parametrize("has_draft_model", [True, False])
-def test_guesses_are_asked_for_where_the_executor_can_make_them(has_draft_model: bool) -> None:
+def test_auto_is_draft_where_the_executor_has_a_draft_model(has_draft_model: bool) -> None:
     config, capacity = make_config(), make_capacity(has_draft_model=has_draft_model)
     assert speculation_method(config.speculation.method, capacity) == ("draft" if has_draft_model else "none")
     assert (build_proposer(config.speculation.method, capacity) is not None) == has_draft_model
@@ -64,6 +64,6 @@ def test_guesses_are_asked_for_where_the_executor_can_make_them(has_draft_model:
 
 
 @pytest.mark.parametrize(("speculation", "expected"), [({}, 2), ({"method": "draft"}, 16), ({"max_running": 7}, 7)])
-def test_whom_nobody_asked_to_guess_does_so_for_few_sequences(speculation: dict[str, object], expected: int) -> None:
+def test_speculation_by_default_is_for_few_running_sequences(speculation: dict[str, object], expected: int) -> None:
     options = scheduler_options(make_config(speculation=speculation), make_capacity(has_draft_model=True))
     assert options.max_running_to_draft == expected

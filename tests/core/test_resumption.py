@@ -1,4 +1,4 @@
-"""Requests that come with output of before: cut anywhere, the whole is what an undisturbed request gives."""
+"""Resumed requests: cut anywhere, the whole output is that of an undisturbed request."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_the_output_is_that_of_an_undisturbed_request(num_tokens: int, grammar: 
 
 
 @OVERLAP
-def test_choices_go_on_each_from_its_own_place(max_in_flight: int) -> None:
+def test_each_choice_continues_from_its_own_length(max_in_flight: int) -> None:
     whole = [make_request(uid, list(range(18)), 20, seed=uid, fork_of=None if uid == 1 else 1) for uid in range(1, 5)]
     run = next_trial(
         Run(make_capacity(64), max_in_flight=max_in_flight, budget=7),
@@ -62,7 +62,7 @@ def test_choices_go_on_each_from_its_own_place(max_in_flight: int) -> None:
 
 
 @pytest.mark.parametrize("on_device", [False, True])
-def test_guesses_change_nothing(on_device: bool) -> None:
+def test_speculation_changes_nothing(on_device: bool) -> None:
     requests = [make_request(uid, 6, 25, seed=uid) for uid in range(1, 4)]
     proposer = HalfRightProposer(on_device=on_device)
     run = next_trial(Run(proposer=proposer, max_drafts=3), *(cut(request, 8) for request in requests))

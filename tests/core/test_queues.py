@@ -1,4 +1,4 @@
-"""Waiting queues: each policy's order, and that under each nobody starves."""
+"""Waiting queues: each policy's order, and that no request starves under any."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_deadlines_run_earliest_first_and_a_request_without_one_comes_last() -> 
     assert order_of_ends("deadline", *requests) == [3, 2, 1]
 
 
-def test_a_static_batch_admits_nobody_until_its_last_member_ended() -> None:
+def test_a_static_batch_admits_no_request_until_its_last_one_ended() -> None:
     run = Run(make_capacity(max_num_seqs=4), policy="static")
     run.submit(make_request(1, max_tokens=2), make_request(2, max_tokens=9)).step()
     run.submit(make_request(3))
@@ -94,7 +94,7 @@ def test_fair_share_forgets_idle_tenants_whose_names_come_from_outside() -> None
 
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
-def test_nobody_starves_while_better_requests_keep_coming(policy: str) -> None:
+def test_no_request_starves_while_better_ones_keep_coming(policy: str) -> None:
     """One request with the worst key of its policy against an endless stream of the best."""
     run = Run(make_capacity(max_num_seqs=2), policy=policy)
     victim = make_request(1, prompt=20, max_tokens=20, priority=3, tenant="victim", deadline_s=10_000.0)
@@ -132,7 +132,7 @@ def test_the_counts_of_a_queue_are_exact_under_any_history(policy: str) -> None:
 
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
-def test_requests_that_are_cancelled_while_nobody_is_admitted_are_not_kept(policy: str) -> None:
+def test_cancelled_requests_are_dropped_while_none_is_admitted(policy: str) -> None:
     """One slot, one that holds it, one that waits for it, and somebody who sends and cancels: the queue's limits count
     the living, so the dead must not fill the memory."""
     run = Run(make_capacity(max_num_seqs=1), policy=policy)
