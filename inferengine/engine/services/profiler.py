@@ -14,7 +14,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from inferengine.core.executor import StepRecorder
+from inferengine.core.executor import ProfileRecorder
 from inferengine.engine.loop import EngineLoop
 from inferengine.errors import InferEngineError, InvalidRequest
 
@@ -25,7 +25,7 @@ WAIT_S, MAX_WAIT_S = 10.0, 20.0  # below what clients wait for an answer
 MAX_TRACE_BYTES = 16 << 20  # compressed
 
 Reply = Callable[[Any], None]
-MakeRecorder = Callable[[], StepRecorder]
+MakeRecorder = Callable[[], ProfileRecorder]
 
 
 class Profiler:
@@ -114,7 +114,7 @@ class _Recording:
         self.give_up_s = 0.0
         self.num_steps = 0
         self.seconds = 0.0
-        self.recorder: StepRecorder
+        self.recorder: ProfileRecorder
         self._loop, self._make, self._wanted = loop, make, steps
         self._clock, self._on_end = clock, on_end
         self._began_s = 0.0

@@ -18,7 +18,7 @@ STEP = "step "  # name of a step's range, before its number
 
 
 class StepRecorder:
-    """Implements core.executor.StepRecorder. One recording; the next needs another object."""
+    """Implements core.executor.ProfileRecorder. One recording; the next needs another object."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
