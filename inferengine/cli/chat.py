@@ -46,7 +46,7 @@ class Conversation:
     def change(self, assignments: str, *, vocab_size: int, limits: LimitsConfig) -> None:
         """Take over `name=value` words; `name=` returns to the default. Raises InvalidRequest and changes nothing."""
         values = dict(self.values)
-        known = SamplingParams.__dataclass_fields__
+        known = SamplingParams.__struct_fields__
         for word in assignments.split():
             name, equals, text = word.partition("=")
             if not equals or name not in known:
