@@ -34,6 +34,7 @@ class Engine:
         model: dict[str, Any] | None = None,
         cache: dict[str, Any] | None = None,
         proposer: Proposer | None = None,
+        swap_is_cheap: bool = False,
         **options: Any,
     ) -> None:
         config = Config().with_values(
@@ -49,6 +50,8 @@ class Engine:
         )
         self.executor = build_executor(config)
         self.capacity = self.executor.load(lambda phase, share: None)
+        if swap_is_cheap:  # so that a preempted sequence is swapped, whatever this machine's times are
+            self.capacity = self.capacity._replace(swap_block_s=1e-9, prefill_token_s=1.0)
         self.core = EngineCore(
             self.executor,
             self.capacity,

@@ -81,8 +81,7 @@ def test_a_prefix_hit_changes_nothing_and_a_mean_takes_none(checkpoint) -> None:
 @pytest.mark.parametrize("preemption", ["preempt", "swap"])
 def test_preempted_half_way(llama, preemption: str) -> None:
     folder, model = llama
-    engine = Engine(folder, budget=9, num_blocks=20, preemption=preemption, max_num_seqs=4)
-    engine.core.scheduler.capacity = engine.capacity._replace(swap_block_s=1e-9, prefill_token_s=1.0)
+    engine = Engine(folder, budget=9, num_blocks=20, preemption=preemption, max_num_seqs=4, swap_is_cheap=True)
     old = engine.submit(prompts_of((6,), seed=7)[0], 90)
     growing = engine.submit(prompts_of((6,), seed=8)[0], 60)
     for _ in range(30):

@@ -17,6 +17,7 @@ from inferengine.errors import ConfigError
 from inferengine.executor.tools.dry_run import dry_run
 from inferengine.layers.decoder_config import DecoderConfig
 from inferengine.models import registry
+from inferengine.models.hf_config import ConfigReader
 from inferengine.models.weights import INDEX
 from tests.executor.engine import Engine
 from tests.models.checkpoints import FAMILIES, GEMMA3, LLAMA3, YARN, greedy_reference, make_model, save
@@ -347,3 +348,9 @@ def test_a_tied_weight_is_held_once():
     with torch.device("meta"):
         model = module.build(REFERENCE, model_config(values, module))
     assert sum(parameter.shape == (100, 16) for parameter in model.parameters()) == 1
+
+
+def test_an_integer_may_be_written_with_a_decimal_point() -> None:
+    assert ConfigReader({"size": 3.0}).integer("size") == 3
+    with pytest.raises(ConfigError, match="size must be a whole number"):
+        ConfigReader({"size": 3.5}).integer("size")

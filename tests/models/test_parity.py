@@ -137,8 +137,7 @@ def test_swapped_out_and_back(tmp_path):
     model = make_model("qwen2-mixed-window")
     folder = save(model, tmp_path)
     prompts = prompts_of()
-    engine = Engine(folder, num_blocks=24, preemption="swap", prefix_caching=False)
-    engine.core.scheduler.capacity = engine.capacity._replace(swap_block_s=1e-9, prefill_token_s=1.0)
+    engine = Engine(folder, num_blocks=24, preemption="swap", prefix_caching=False, swap_is_cheap=True)
     check_greedy(model, prompts, engine.generate(prompts, NUM_TOKENS))
     assert engine.core.scheduler.snapshot().num_blocks_swapped_in > 0
 
