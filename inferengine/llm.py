@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 from inferengine.config import Config
 from inferengine.config import load as load_config
@@ -31,8 +31,21 @@ from inferengine.structured_output.spec import GrammarSpec, read_grammar, valida
 from inferengine.text import ChatTemplate, TextStream, Tokenizer, check_messages
 from inferengine.vectors import to_floats
 
-__all__ = ["LLM", "Choice", "Embedding", "Generation"]
-Prompt = str | Sequence[int]
+__all__ = ["LLM", "ChatMessages", "Choice", "Embedding", "Generation", "Prompt", "StructuredOutput"]
+Prompt = str | Sequence[int]  # a text, or token ids
+ChatMessages = Sequence[Mapping[str, Any]]  # of one conversation: {"role": ..., "content": ...}
+
+
+class StructuredOutput(TypedDict, total=False):
+    """What the output must match: one of these fields, as over HTTP (docs/http.md)."""
+
+    response_format: Mapping[str, Any]
+    structured_outputs: Mapping[str, Any]
+    guided_json: str | Mapping[str, Any]
+    guided_regex: str
+    guided_choice: Sequence[str]
+    guided_grammar: str
+    guided_whitespace_pattern: str
 
 
 @dataclass
@@ -59,7 +72,7 @@ class Generation:
 
     @property
     def text(self) -> str:
-        """Of the first choice."""
+        """The text of the first choice."""
         return self.choices[0].text
 
 
@@ -73,8 +86,8 @@ class Embedding:
     num_cached_tokens: int = 0
 
 
-class GrowingChoice:
-    """A choice that grows."""
+class _ChoiceBuilder:
+    """Builds a choice from the tokens of steps."""
 
     def __init__(self, result: Generation, choice: Choice, stream: TextStream) -> None:
         self._result, self._choice, self._stream = result, choice, stream
@@ -106,8 +119,8 @@ class GrowingChoice:
         return delta.stop is not None
 
 
-class ProgressBar:
-    """Progress on a terminal."""
+class _ProgressBar:
+    """A progress bar on a terminal."""
 
     def __init__(self, total: int) -> None:
         from tqdm import tqdm
@@ -177,7 +190,7 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         progress: bool = True,
-        **structured: Any,
+        **structured: Unpack[StructuredOutput],
     ) -> list[Generation]:
         """Complete each prompt (text or token ids); the results come in the order of the prompts.
 
@@ -192,14 +205,17 @@ class LLM:
 
     def chat(
         self,
-        conversations: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
+        conversations: ChatMessages | Sequence[ChatMessages],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         progress: bool = True,
         template: Mapping[str, Any] | None = None,
-        **structured: Any,
+        **structured: Unpack[StructuredOutput],
     ) -> list[Generation]:
-        """Answer one conversation or several: lists of {"role", "content"}. `template` goes to the chat template."""
+        """Answer one conversation or several: lists of {"role", "content"}.
+
+        `template` holds variables for the chat template. Otherwise as `generate`.
+        """
         if self.chat_template is None:
             raise InvalidRequest("messages", "the model has no chat template: use generate", code="unsupported")
         if isinstance(conversations, str | Mapping) or not isinstance(conversations, Sequence):
@@ -239,7 +255,7 @@ class LLM:
             )
         vectors: dict[int, bytes] = {}
         cached: dict[int, int] = {}
-        bar = ProgressBar(len(ids)) if progress and sys.stderr.isatty() else None
+        bar = _ProgressBar(len(ids)) if progress and sys.stderr.isatty() else None
         try:
             while waiting:
                 output = self.core.step()
@@ -314,18 +330,18 @@ class LLM:
         return ids
 
     def _run(self, jobs: list[_Job], spec: GrammarSpec | None, progress: bool) -> list[Generation]:
-        outputs: dict[int, GrowingChoice] = {}
+        outputs: dict[int, _ChoiceBuilder] = {}
         results: list[Generation] = []
         for job in jobs:
             choices = [Choice(logprobs=None if job.params.logprobs is None else []) for _ in range(job.params.n)]
             results.append(Generation(job.prompt, job.prompt_ids, choices))
             self._submit(job, spec, results[-1], outputs)
-        bar = ProgressBar(len(outputs)) if progress and sys.stderr.isatty() else None
+        bar = _ProgressBar(len(outputs)) if progress and sys.stderr.isatty() else None
         try:
             while self.core.has_work:
                 output = self.core.step()
                 if output is not None:
-                    self._take(output, outputs, bar)
+                    self._take_output(output, outputs, bar)
         finally:
             for uid in list(outputs):
                 self.core.cancel(uid)
@@ -334,7 +350,7 @@ class LLM:
         return results
 
     def _submit(
-        self, job: _Job, spec: GrammarSpec | None, result: Generation, outputs: dict[int, GrowingChoice]
+        self, job: _Job, spec: GrammarSpec | None, result: Generation, outputs: dict[int, _ChoiceBuilder]
     ) -> None:
         first = None
         grammars = [] if spec is None else self._grammars.compile_many(spec, len(result.choices))
@@ -367,19 +383,19 @@ class LLM:
                 min_tokens=job.params.min_tokens,
                 context_ids=job.prompt_ids[-4:],
             )
-            outputs[uid] = GrowingChoice(result, choice, stream)
+            outputs[uid] = _ChoiceBuilder(result, choice, stream)
 
-    def _take(self, news: StepOutput, outputs: dict[int, GrowingChoice], bar: ProgressBar | None) -> None:
-        ended = {row.uid: row for row in news.finished}
+    def _take_output(self, step: StepOutput, outputs: dict[int, _ChoiceBuilder], bar: _ProgressBar | None) -> None:
+        ended = {row.uid: row for row in step.finished}
         fresh: dict[int, list[int]] = {}
-        for uid, token in zip(news.uids, news.token_ids, strict=True):
+        for uid, token in zip(step.uids, step.token_ids, strict=True):
             fresh.setdefault(uid, []).append(token)
         for uid in fresh.keys() | ended.keys():
             output, row = outputs.get(uid), ended.get(uid)
             if output is None:
                 continue
-            output.take_prompt((news.prompt_logprobs or {}).get(uid))
-            stopped = output.push(fresh.get(uid, []), (news.logprobs or {}).get(uid), row)
+            output.take_prompt((step.prompt_logprobs or {}).get(uid))
+            stopped = output.push(fresh.get(uid, []), (step.logprobs or {}).get(uid), row)
             if stopped and row is None:
                 self.core.cancel(uid)
             if stopped or row is not None:

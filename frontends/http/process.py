@@ -32,7 +32,7 @@ from frontends.http.state import HttpState
 from inferengine.config import Config, HttpConfig
 from inferengine.errors import ExitCode
 from inferengine.observability.logging import configure
-from inferengine.process import stdio as output
+from inferengine.process import stdio
 from inferengine.process.listen import AddressTaken, describe, open_listeners
 from inferengine.process.reload import Reload
 from inferengine.process.system import return_large_blocks
@@ -68,7 +68,7 @@ def run_worker(config: Config, shared: Shared, on_turn: Callable[[bool], None], 
 
     def turn(stopping: bool) -> None:
         on_turn(stopping)
-        output.retry()
+        stdio.retry()
         if reload is not None:
             reload.run_if_due(shared.keys.reload_if_any)
 

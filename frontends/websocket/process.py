@@ -28,7 +28,7 @@ from frontends.websocket.codec import FramesProtocol
 from inferengine.config import Config
 from inferengine.errors import ExitCode
 from inferengine.observability.logging import configure
-from inferengine.process import stdio as output
+from inferengine.process import stdio
 from inferengine.process.listen import AddressTaken, open_listeners
 from inferengine.process.reload import Reload
 from inferengine.process.system import return_large_blocks
@@ -95,7 +95,7 @@ def run_worker(
 
     def turn(stopping: bool) -> None:
         on_turn(stopping)
-        output.retry()
+        stdio.retry()
         if reload is not None:
             reload.run_if_due(shared.keys.reload_if_any)
 

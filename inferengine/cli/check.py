@@ -17,7 +17,7 @@ from inferengine.cli.command import Arguments, Option, command
 from inferengine.config import Config, engine_address, status_address, unsafe_folder
 from inferengine.config.model_path import draft_folder, model_folder
 from inferengine.errors import ConfigError, ExitCode, InferEngineError
-from inferengine.process import listen as listening
+from inferengine.process import listen
 
 OK, NOTE, PROBLEM = "ok", "note", "problem"
 ENGINE_TIMEOUT_S = 1.0
@@ -213,8 +213,8 @@ def ports(config: Config) -> Iterator[Finding]:
         if name == "http" and config.http.uds:
             continue
         try:
-            listening.listen_tcp(host, port, name).close()
-        except listening.AddressTaken as error:
+            listen.listen_tcp(host, port, name).close()
+        except listen.AddressTaken as error:
             if _is_ours(host, port):
                 yield Finding(OK, name, f"an InferEngine front end serves {host}:{port}")
             else:

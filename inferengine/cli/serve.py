@@ -9,7 +9,7 @@ from __future__ import annotations
 from inferengine.cli.command import Arguments, command
 from inferengine.config import share_cores_with_others, to_toml
 from inferengine.errors import ExitCode
-from inferengine.process import stdio as output
+from inferengine.process import stdio
 from inferengine.process.reload import Reload
 
 
@@ -70,5 +70,5 @@ def config(arguments: Arguments) -> int:
 def _prepare(arguments: Arguments) -> Reload:
     """What the three have in common before they import what they run."""
     reload = Reload(arguments.config, arguments.read)
-    output.protect(json_lines=arguments.config.log.format == "json")
+    stdio.protect(json_lines=arguments.config.log.format == "json")
     return reload

@@ -6,7 +6,7 @@ import json
 import re
 from typing import TextIO
 
-from inferengine.process import stdio as output
+from inferengine.process import stdio
 
 COLOURS = {"engine": "36", "http": "32", "ws": "35", "up": "1"}
 BAR_CELLS = 24
@@ -55,7 +55,7 @@ class Terminal:
 
     def retry(self) -> bool:
         """Write what could not be written before. Returns whether something still waits."""
-        return output.retry()
+        return stdio.retry()
 
     def end_progress(self) -> None:
         """Take the moving line away: what it told is over."""

@@ -13,8 +13,7 @@ from inferengine.cli.command import Arguments, command
 from inferengine.cli.terminal import Terminal
 from inferengine.config import Config, child_environment, engine_address
 from inferengine.errors import ExitCode
-from inferengine.process import listen as listening
-from inferengine.process import stdio as output
+from inferengine.process import listen, stdio
 from inferengine.process.child import ChildSpec
 from inferengine.process.supervisor import Supervisor
 
@@ -35,12 +34,12 @@ def run(arguments: Arguments) -> int:
       inferengine up --engine.max_num_seqs 128 --config service.toml
     """
     config = arguments.config
-    output.protect(json_lines=config.log.format == "json")
+    stdio.protect(json_lines=config.log.format == "json")
     with contextlib.ExitStack() as stack:
         try:
             http = stack.enter_context(_http_listener(config))
-            ws = stack.enter_context(listening.listen_tcp(config.ws.host, config.ws.port, "ws"))
-        except listening.AddressTaken as error:
+            ws = stack.enter_context(listen.listen_tcp(config.ws.host, config.ws.port, "ws"))
+        except listen.AddressTaken as error:
             print(f"inferengine up: {error}", file=sys.stderr)
             return ExitCode.ADDRESS
         config = config.with_values(
@@ -69,13 +68,13 @@ def banner(config: Config, http: socket.socket, ws: socket.socket, seconds: floa
     if config.http.uds:
         address, target = f"unix:{config.http.uds}", f"--unix-socket {config.http.uds} http://localhost"
     else:
-        address = target = listening.url(http, scheme="https" if config.http.tls_certificate else "http")
+        address = target = listen.url(http, scheme="https" if config.http.tls_certificate else "http")
     return "\n".join(
         [
             "",
             f"Ready after {seconds:.1f} s. Ctrl-C stops.",
             f"  HTTP       {address}",
-            f"  chat page  {listening.url(ws, path='/', scheme='https' if config.ws.tls_certificate else 'http')}",
+            f"  chat page  {listen.url(ws, path='/', scheme='https' if config.ws.tls_certificate else 'http')}",
             f"  ZeroMQ     {engine_address(config)}",
             "Try:",
             f"  curl {target}/v1/completions -H 'Content-Type: application/json' \\",
@@ -96,8 +95,8 @@ def _has_terminal() -> bool:
 
 def _http_listener(config: Config) -> socket.socket:
     if config.http.uds:
-        return listening.listen_unix(config.http.uds)
-    return listening.listen_tcp(config.http.host, config.http.port, "http")
+        return listen.listen_unix(config.http.uds)
+    return listen.listen_tcp(config.http.host, config.http.port, "http")
 
 
 def _spec(name: str, config: Config, listener: socket.socket | None, *, watchdog_s: float = 0.0) -> ChildSpec:

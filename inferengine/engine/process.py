@@ -15,12 +15,12 @@ from typing import NoReturn
 
 from inferengine.config import Config, keep_compiled_kernels
 from inferengine.core.executor import Executor
-from inferengine.engine.io.endpoint import AddressTaken
 from inferengine.engine.model_info import read_model_card
 from inferengine.engine.service import EngineService
 from inferengine.errors import ConfigError, DoesNotFit, ExitCode, InferEngineError
 from inferengine.observability import logging as logs
-from inferengine.process import stdio as output
+from inferengine.process import stdio
+from inferengine.process.listen import AddressTaken
 from inferengine.process.reload import Reload
 from inferengine.process.sd_notify import Notifier, Watchdog
 
@@ -109,7 +109,7 @@ def serve(service: EngineService, reload: Reload | None = None) -> NoReturn:
         signal.signal(number, on_signal)
     # By a thread of C: it needs no interpreter, whose lock a call into the device may keep. It does not wait for a
     # reader of standard error.
-    errors = output.not_blocking(sys.stderr.fileno())
+    errors = stdio.not_blocking(sys.stderr.fileno())
     service.start(
         on_end=lambda: events.put(None),
         on_failure=lambda: faulthandler.dump_traceback_later(LEAVE_S, exit=True, file=errors),
@@ -134,7 +134,7 @@ def _leave(code: int) -> NoReturn:
     """Exit without the interpreter's own shutdown: it waits for threads that are stuck in the device or in loading, and
     Triton's bindings print a hundred lines of leaks. Everything is closed by now."""
     logging.shutdown()
-    output.finish()
+    stdio.finish()
     os._exit(code)
 
 

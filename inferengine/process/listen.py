@@ -23,7 +23,7 @@ UNACKNOWLEDGED_MS = 60_000
 
 
 class AddressTaken(Exception):
-    """A socket cannot be bound. The message is a whole sentence with the remedy."""
+    """A socket cannot be bound. The message says which, why, and what to do."""
 
 
 def open_listeners(key: str, host: str, port: int, uds: str = "") -> list[socket.socket]:

@@ -23,7 +23,7 @@ CHUNK_BYTES = select.PIPE_BUF  # a pipe that can be written to takes so many wit
 FINISH_S = 1.0
 
 
-class Output(io.TextIOBase):
+class NonBlockingStream(io.TextIOBase):
     """A text stream over a descriptor that never blocks. A line is written completely or not at all."""
 
     def __init__(self, descriptor: int) -> None:
@@ -169,18 +169,18 @@ def finish() -> None:
         output.finish()
 
 
-def _protected(descriptor: int) -> Output:
+def _protected(descriptor: int) -> NonBlockingStream:
     try:
         os.fstat(descriptor)
     except OSError:  # it was closed by whoever started this process
         descriptor = os.open(os.devnull, os.O_WRONLY)
-    output = Output(descriptor)
+    output = NonBlockingStream(descriptor)
     atexit.register(output.finish)
     return output
 
 
-def _outputs() -> list[Output]:
-    return [stream for stream in (sys.stdout, sys.stderr) if isinstance(stream, Output)]
+def _outputs() -> list[NonBlockingStream]:
+    return [stream for stream in (sys.stdout, sys.stderr) if isinstance(stream, NonBlockingStream)]
 
 
 def not_blocking(descriptor: int) -> int:

@@ -59,7 +59,7 @@ class View(Protocol):
         ...
 
 
-class Verdict(NamedTuple):
+class RestartDecision(NamedTuple):
     """What follows an exit: another try after `delay_s`, or, where that is None, the end with `code`."""
 
     delay_s: float | None
@@ -77,21 +77,23 @@ class RestartPolicy:
         self.fast_failures = 0
         self.stalls = 0
 
-    def after_exit(self, code: int, lifetime_s: float) -> Verdict:
+    def after_exit(self, code: int, lifetime_s: float) -> RestartDecision:
         """`code` is the exit code, 128 + number for a signal."""
         if code == ExitCode.MEMORY and self.has_served:
-            return Verdict(LONGEST_DELAY_S, code, "")
+            return RestartDecision(LONGEST_DELAY_S, code, "")
         if code in FINAL_CODES:
-            return Verdict(None, code, FINAL_CODES[code])
+            return RestartDecision(None, code, FINAL_CODES[code])
         self.fast_failures = self.fast_failures + 1 if lifetime_s < FAST_FAILURE_S else 0
         if self.fast_failures >= MAX_FAST_FAILURES:
-            return Verdict(None, code, f"it failed {self.fast_failures} times in a row within {FAST_FAILURE_S:g} s")
+            return RestartDecision(
+                None, code, f"it failed {self.fast_failures} times in a row within {FAST_FAILURE_S:g} s"
+            )
         if lifetime_s >= STALLS_FORGOTTEN_S:
             self.stalls = 0
         if code in STALLS:
             self.stalls += 1
-            return Verdict(_delay_s(self.stalls - 1) if self.stalls > 1 else 0.0, code, "")
-        return Verdict(_delay_s(self.fast_failures), code, "")
+            return RestartDecision(_delay_s(self.stalls - 1) if self.stalls > 1 else 0.0, code, "")
+        return RestartDecision(_delay_s(self.fast_failures), code, "")
 
 
 def _delay_s(number: int) -> float:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 
 from inferengine.config import watchdog_interval_s
 from inferengine.errors import ExitCode
-from inferengine.process import stdio as output
+from inferengine.process import stdio
 from inferengine.process.reload import Reload
 from inferengine.process.sd_notify import notify
 
@@ -133,7 +133,7 @@ class Workers:
                 del self._due[worker]
                 self._start(worker)
             received = signal.sigtimedwait(SUPERVISED, TURN_S)
-            output.retry()
+            stdio.retry()
             if received is not None and received.si_signo == signal.SIGHUP:
                 self._hang_up()
             elif received is not None and received.si_signo != signal.SIGCHLD:

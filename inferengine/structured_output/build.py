@@ -18,7 +18,14 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, StructTag, regex_
 
 from inferengine.errors import InvalidRequest
 from inferengine.structured_output.ebnf import is_ebnf, to_lark
-from inferengine.structured_output.matcher import MATCHES_NOTHING, Budget, TokenMatcher, Usage, first_lines, reason
+from inferengine.structured_output.matcher import (
+    MATCHES_NOTHING,
+    Budget,
+    GrammarUsage,
+    TokenMatcher,
+    first_lines,
+    reason,
+)
 from inferengine.structured_output.spec import GrammarSpec
 
 # Between JSON tokens: a little of any space. Without a bound a model may print spaces until its length is used up.
@@ -148,7 +155,7 @@ class Builder:
         refusal: InvalidRequest | None = None
         for walk in range(NUM_WALKS):
             try:
-                self._walk(TokenMatcher(matcher.deep_copy(), Budget(token_s, Usage())), random.Random(walk))
+                self._walk(TokenMatcher(matcher.deep_copy(), Budget(token_s, GrammarUsage())), random.Random(walk))
                 return
             except InvalidRequest as error:
                 refusal = error

@@ -26,7 +26,7 @@ READ_BYTES = 65_536
 MAX_START_S = 30.0  # a quarter second on an idle machine, a second more for a large vocabulary
 
 
-class Verdict(NamedTuple):
+class TrialResult(NamedTuple):
     """What compiling a grammar took; why it is refused, where it is."""
 
     refused: str | None
@@ -39,7 +39,7 @@ class Verdict(NamedTuple):
             raise InvalidRequest("grammar", self.refused)
 
 
-Done = Callable[[Verdict | InferEngineError], None]
+Done = Callable[[TrialResult | InferEngineError], None]
 
 
 class Trial:
@@ -175,20 +175,20 @@ class CompileProcess:
                     if (trial := self._trials.get(message["id"])) is not None:
                         trial.is_slow = True
                 else:
-                    self._on_verdict(message.pop("id"), message)
+                    self._on_result(message.pop("id"), message)
         process.stdout.close()
         status = process.wait()
         if not self._closed:
             self._on_death(f"ended with status {status}")
 
-    def _on_verdict(self, id: int, message: dict[str, Any]) -> None:
+    def _on_result(self, id: int, message: dict[str, Any]) -> None:
         with self._lock:
             trial = self._trials.pop(id, None)
         if trial is not None and "killed" in message:  # nothing is known against the grammar
             text = "The machine had no memory left to compile the grammar."
             trial.done(InferEngineError("overloaded", text, field="grammar", retry_after_s=2.0))
         elif trial is not None:
-            trial.done(Verdict(message.get("refused"), message.get("cpu_s", 0.0), message.get("num_bytes", 0)))
+            trial.done(TrialResult(message.get("refused"), message.get("cpu_s", 0.0), message.get("num_bytes", 0)))
 
     def _on_death(self, why: str) -> None:
         """Try again, with a new process, the trials that have not been lost twice."""

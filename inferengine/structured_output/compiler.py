@@ -25,8 +25,8 @@ from inferengine.config import LimitsConfig
 from inferengine.errors import InferEngineError, InvalidRequest
 from inferengine.structured_output.build import MAX_SOURCE_BYTES, STACK_BYTES, Builder, Vocabulary
 from inferengine.structured_output.compile_jobs import QUICK_S
-from inferengine.structured_output.compile_process import CompileProcess, Verdict
-from inferengine.structured_output.matcher import Budget, TokenMatcher, Usage
+from inferengine.structured_output.compile_process import CompileProcess, TrialResult
+from inferengine.structured_output.matcher import Budget, GrammarUsage, TokenMatcher
 from inferengine.structured_output.spec import GrammarSpec
 
 CACHE_BYTES = 128 * 1024 * 1024
@@ -34,7 +34,7 @@ BYTES_PER_GRAMMAR = 64 * 1024  # measured resident cost of a small grammar
 GROWTH_BYTES_PER_S = 256 * 1024 * 1024  # measured of one that makes new states all the time
 MAX_GROWTH_BYTES = 32 * 1024 * 1024  # of MAX_LEXER_STATES small states
 RETIRE_S = 1.0  # so much use may have made most of its states: the next request begins with fresh ones
-MAX_VERDICTS = 4096
+MAX_RESULTS = 4096
 
 
 _LIBC = ctypes.CDLL(None)
@@ -42,11 +42,11 @@ MAX_WAITING = 1024  # grammars that are not known, being compiled or waiting for
 Done = Callable[[list[TokenMatcher] | InferEngineError], None]
 
 
-class Entry(NamedTuple):
+class CachedGrammar(NamedTuple):
     """A grammar at its beginning, and what its outputs have spent."""
 
     matcher: LLMatcher
-    usage: Usage
+    usage: GrammarUsage
     num_bytes: int
 
     @property
@@ -60,8 +60,8 @@ class GrammarCache:
 
     def __init__(self, num_bytes: int = CACHE_BYTES) -> None:
         self.max_bytes = num_bytes
-        self._entries: OrderedDict[bytes, Entry] = OrderedDict()
-        self._verdicts: OrderedDict[bytes, Verdict] = OrderedDict()
+        self._entries: OrderedDict[bytes, CachedGrammar] = OrderedDict()
+        self._results: OrderedDict[bytes, TrialResult] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -71,7 +71,7 @@ class GrammarCache:
         """Estimated bytes of all entries."""
         return sum(entry.size for entry in self._entries.values())
 
-    def entry(self, key: bytes) -> Entry | None:
+    def entry(self, key: bytes) -> CachedGrammar | None:
         """The compiled grammar, unless it is used up."""
         entry = self._entries.get(key)
         if entry is None:
@@ -82,14 +82,14 @@ class GrammarCache:
         self._entries.move_to_end(key)
         return entry
 
-    def verdict(self, key: bytes) -> Verdict | None:
+    def trial_result(self, key: bytes) -> TrialResult | None:
         """What compiling it took, or why it is refused; None: nobody has tried."""
-        verdict = self._verdicts.get(key)
-        if verdict is not None:
-            self._verdicts.move_to_end(key)
-        return verdict
+        trial_result = self._results.get(key)
+        if trial_result is not None:
+            self._results.move_to_end(key)
+        return trial_result
 
-    def keep(self, key: bytes, entry: Entry) -> bool:
+    def keep(self, key: bytes, entry: CachedGrammar) -> bool:
         """Whether others had to go for it."""
         self._entries[key] = entry
         is_full = self.size > self.max_bytes
@@ -97,11 +97,11 @@ class GrammarCache:
             self._entries.popitem(last=False)
         return is_full
 
-    def remember(self, key: bytes, verdict: Verdict) -> None:
+    def remember(self, key: bytes, trial_result: TrialResult) -> None:
         """Keep what trying a grammar out gave."""
-        self._verdicts[key] = verdict
-        while len(self._verdicts) > MAX_VERDICTS:
-            self._verdicts.popitem(last=False)
+        self._results[key] = trial_result
+        while len(self._results) > MAX_RESULTS:
+            self._results.popitem(last=False)
 
 
 def cache_key(spec: GrammarSpec) -> bytes:
@@ -122,7 +122,7 @@ class Ticket:
         self.done = done
 
 
-class _Unknown:
+class _UnknownGrammar:
     """A grammar that is being tried out, and who waits for it."""
 
     def __init__(self, spec: GrammarSpec) -> None:
@@ -148,11 +148,10 @@ class GrammarCompiler:
         self.process = CompileProcess(self._builder.vocabulary, self._limits)
         self.cache = GrammarCache(cache_bytes)
         self._lock = threading.Lock()  # of all that follows, and of the cache
-        self._unknown: dict[bytes, _Unknown] = {}
+        self._unknown: dict[bytes, _UnknownGrammar] = {}
         self._copying = ThreadPoolExecutor(1, thread_name_prefix="grammar-copy")
         self._building = ThreadPoolExecutor(1, thread_name_prefix="grammar-build")
         self._building_slowly = ThreadPoolExecutor(1, thread_name_prefix="grammar-build-slow")
-        self.num_hits = 0
         self.num_compiled = 0
 
     def submit(self, spec: GrammarSpec, done: Done, *, count: int = 1, tenant: str = "") -> Ticket:
@@ -160,12 +159,11 @@ class GrammarCompiler:
         error, in a thread of this."""
         ticket = Ticket(cache_key(spec), count, done)
         with self._lock:
-            entry, verdict = self.cache.entry(ticket.key), self.cache.verdict(ticket.key)
+            entry, trial_result = self.cache.entry(ticket.key), self.cache.trial_result(ticket.key)
             if entry is not None:
-                self.num_hits += 1
                 self._copying.submit(self._hand_out, entry, [ticket])
-            elif verdict is not None:
-                self._go_on(spec, verdict, [ticket])
+            elif trial_result is not None:
+                self._go_on(spec, trial_result, [ticket])
             elif len(spec.source.encode()) > MAX_SOURCE_BYTES:
                 error = InvalidRequest("grammar", f"has more than {MAX_SOURCE_BYTES} bytes")
                 self._copying.submit(_answer, [ticket], error)
@@ -225,38 +223,38 @@ class GrammarCompiler:
             message = "Too many grammars wait to be compiled."
             self._copying.submit(_answer, [ticket], InferEngineError("overloaded", message, retry_after_s=2.0))
             return
-        unknown = self._unknown[ticket.key] = _Unknown(spec)
+        unknown = self._unknown[ticket.key] = _UnknownGrammar(spec)
         unknown.tickets.append(ticket)
-        unknown.trial = self.process.submit(tenant, spec, partial(self._on_verdict, ticket.key, unknown))
+        unknown.trial = self.process.submit(tenant, spec, partial(self._on_result, ticket.key, unknown))
 
-    def _on_verdict(self, key: bytes, unknown: _Unknown, verdict: Verdict | InferEngineError) -> None:
+    def _on_result(self, key: bytes, unknown: _UnknownGrammar, trial_result: TrialResult | InferEngineError) -> None:
         with self._lock:
             if self._unknown.get(key) is unknown:
                 del self._unknown[key]
             tickets, unknown.tickets = unknown.tickets, []
-            if isinstance(verdict, InferEngineError):
-                self._copying.submit(_answer, tickets, verdict)
+            if isinstance(trial_result, InferEngineError):
+                self._copying.submit(_answer, tickets, trial_result)
             else:
-                self.cache.remember(key, verdict)
-                self._go_on(unknown.spec, verdict, tickets)
+                self.cache.remember(key, trial_result)
+                self._go_on(unknown.spec, trial_result, tickets)
 
-    def _go_on(self, spec: GrammarSpec, verdict: Verdict, tickets: list[Ticket]) -> None:
+    def _go_on(self, spec: GrammarSpec, trial_result: TrialResult, tickets: list[Ticket]) -> None:
         """Compile here what is known to compile, quick ones not behind slow ones."""
-        if verdict.refused is not None:
-            self._copying.submit(_answer, tickets, InvalidRequest("grammar", verdict.refused))
+        if trial_result.refused is not None:
+            self._copying.submit(_answer, tickets, InvalidRequest("grammar", trial_result.refused))
             return
-        threads = self._building if verdict.cpu_s <= QUICK_S else self._building_slowly
+        threads = self._building if trial_result.cpu_s <= QUICK_S else self._building_slowly
         # The size of a stack is the process's to set: a thread that somebody else starts in the same moment gets as
         # much, which costs it nothing.
         before = threading.stack_size(STACK_BYTES)
         try:
-            threads.submit(self._build, spec, verdict, tickets)
+            threads.submit(self._build, spec, trial_result, tickets)
         finally:
             threading.stack_size(before)
 
-    def _build(self, spec: GrammarSpec, verdict: Verdict, tickets: list[Ticket]) -> None:
+    def _build(self, spec: GrammarSpec, trial_result: TrialResult, tickets: list[Ticket]) -> None:
         try:
-            entry = self._entry(spec, verdict)
+            entry = self._entry(spec, trial_result)
         except InferEngineError as error:
             _answer(tickets, error)
         except BaseException as error:  # a panic in the compiler is none of Exception
@@ -265,23 +263,25 @@ class GrammarCompiler:
         else:
             self._hand_out(entry, tickets)
 
-    def _entry(self, spec: GrammarSpec, verdict: Verdict) -> Entry:
+    def _entry(self, spec: GrammarSpec, trial_result: TrialResult) -> CachedGrammar:
         key = cache_key(spec)
         with self._lock:
             if (known := self.cache.entry(key)) is not None:
                 return known  # somebody asked for the same at the same time
         matcher = self._builder.build(spec)
         mask = bytearray(self._builder.vocabulary.mask_bytes)
-        TokenMatcher(matcher, Budget(1.0, Usage())).fill_bitmask(memoryview(mask))  # the first is the slowest
-        entry = Entry(matcher, Usage(), 2 * len(spec.source) + max(BYTES_PER_GRAMMAR, verdict.num_bytes))
+        TokenMatcher(matcher, Budget(1.0, GrammarUsage())).fill_bitmask(memoryview(mask))  # the first is the slowest
+        entry = CachedGrammar(
+            matcher, GrammarUsage(), 2 * len(spec.source) + max(BYTES_PER_GRAMMAR, trial_result.num_bytes)
+        )
         with self._lock:
             self.num_compiled += 1
             others_went = self.cache.keep(key, entry)
-        if others_went or verdict.cpu_s > QUICK_S:
+        if others_went or trial_result.cpu_s > QUICK_S:
             _LIBC.malloc_trim(0)  # what is free in between would stay with this process; the interpreter is free
         return entry
 
-    def _hand_out(self, entry: Entry, tickets: list[Ticket]) -> None:
+    def _hand_out(self, entry: CachedGrammar, tickets: list[Ticket]) -> None:
         for ticket in tickets:
             budget = Budget(self._limits.grammar_token_ms / 1e3, entry.usage)
             with self._lock:

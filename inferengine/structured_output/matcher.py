@@ -68,7 +68,7 @@ def first_lines(message: str) -> str:
     return " ".join(lines[:3])[:300] if lines else "no reason given"
 
 
-class Usage:
+class GrammarUsage:
     """What all matchers of one compiled grammar have taken. They share a lexer: when one of them has hit a limit of it,
     it takes no token of any of them, and does not say why."""
 
@@ -87,7 +87,7 @@ class Budget:
 
     __slots__ = ("_left_s", "_token_s", "usage")
 
-    def __init__(self, token_s: float, usage: Usage) -> None:
+    def __init__(self, token_s: float, usage: GrammarUsage) -> None:
         self._token_s = token_s
         self._left_s = BURST_S
         self.usage = usage

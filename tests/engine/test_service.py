@@ -14,10 +14,11 @@ import pytest
 from inferengine.config import Config
 from inferengine.core.executor import Capacity, Executor, Progress
 from inferengine.core.step_plan import StepPlan
-from inferengine.engine.io.endpoint import AddressTaken, Endpoint
+from inferengine.engine.io.endpoint import Endpoint
 from inferengine.engine.process import exit_code_of
 from inferengine.engine.service import EngineService
 from inferengine.errors import ConfigError, ExitCode
+from inferengine.process.listen import AddressTaken
 from inferengine.process.sd_notify import Notifier, Watchdog
 from inferengine.simulation.simulated_executor import SimulatedExecutor
 from inferengine.wire.messages import (

@@ -22,7 +22,7 @@ from inferengine.engine.service import EngineService
 from inferengine.engine.state import UnchangedTimer
 from inferengine.engine.step_watchdog import StallHistory, StallRecord
 from inferengine.errors import KINDS, ExitCode
-from inferengine.process import listen as listening
+from inferengine.process import listen
 from inferengine.process.child import ChildSpec
 from inferengine.process.sd_notify import Notifier
 from inferengine.process.supervisor import Supervisor
@@ -154,7 +154,7 @@ class TestService:
     def test_from_a_stall_to_an_answer_in_seconds(self, tmp_path: Path) -> None:
         with tempfile.TemporaryDirectory(prefix="ie-") as folder:
             config = make_config(folder, engine={"stall_min_s": 1.0, "frozen_after_s": 20.0})
-            listener = listening.listen_tcp("127.0.0.1", 0, "http")
+            listener = listen.listen_tcp("127.0.0.1", 0, "http")
             config = config.with_values(http={"port": listener.getsockname()[1]})
             environment = child_environment(config)
             engine_command = [sys.executable, "-m", "tests.engine.stalling_engine", str(tmp_path / "stalled")]

@@ -18,7 +18,7 @@ from tests.engine.builders import RawClient, make_config, wait_until
 
 
 class Running:
-    """A WireThread that keeps what it receives."""
+    """An IOThread that keeps what it receives."""
 
     def __init__(self, folder: Path) -> None:
         config = make_config(str(folder))

@@ -15,8 +15,8 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
-from inferengine.process import stdio as output
-from inferengine.process.stdio import MOST_WAITING_BYTES, Output
+from inferengine.process import stdio
+from inferengine.process.stdio import MOST_WAITING_BYTES, NonBlockingStream
 from tests.engine.builders import wait_until
 
 ROOT = Path(__file__).parents[2]
@@ -41,14 +41,14 @@ def pipe() -> Iterator[tuple[int, int]]:
 
 
 def test_lines_go_out_as_they_are_written(pipe: tuple[int, int]) -> None:
-    stream = Output(pipe[1])
+    stream = NonBlockingStream(pipe[1])
     print("one", file=stream)
     print("two", "three", file=stream)
     assert read_all(pipe[0]) == b"one\ntwo three\n"
 
 
 def test_a_pipe_that_nobody_reads_holds_nobody_up_and_is_written_on_when_somebody_does(pipe: tuple[int, int]) -> None:
-    stream = Output(pipe[1])
+    stream = NonBlockingStream(pipe[1])
     lines = [f"line {number} {'x' * 100}\n" for number in range(1500)]  # more than the pipe, less than what waits
     writing = threading.Thread(target=lambda: [stream.write(line) for line in lines], daemon=True)
     writing.start()
@@ -64,7 +64,7 @@ def test_a_pipe_that_nobody_reads_holds_nobody_up_and_is_written_on_when_somebod
 
 
 def test_what_waits_is_bounded_and_the_rest_is_counted(pipe: tuple[int, int]) -> None:
-    stream = Output(pipe[1])
+    stream = NonBlockingStream(pipe[1])
     line, count = "x" * 1023 + "\n", 2 * MOST_WAITING_BYTES // 1024
     for _ in range(count):
         stream.write(line)
@@ -78,7 +78,7 @@ def test_what_waits_is_bounded_and_the_rest_is_counted(pipe: tuple[int, int]) ->
 
 
 def test_a_reader_that_is_gone_raises_nothing(pipe: tuple[int, int]) -> None:
-    stream = Output(pipe[1])
+    stream = NonBlockingStream(pipe[1])
     os.close(pipe[0])
     print("to nobody", file=stream)
     assert (stream.waits, stream.num_lost) == (False, 1)
@@ -98,7 +98,7 @@ def test_after_a_full_disk_it_goes_on_and_says_what_is_lost(tmp_path: Path, monk
         return written
 
     with path.open("wb") as file:
-        stream = Output(file.fileno())
+        stream = NonBlockingStream(file.fileno())
         stream.json_lines = False
         monkeypatch.setattr(os, "write", full)
         for name in ("first", "second", "third"):
@@ -111,7 +111,7 @@ def test_after_a_full_disk_it_goes_on_and_says_what_is_lost(tmp_path: Path, monk
 
 def test_streams_that_somebody_replaced_are_left_alone() -> None:
     before = sys.stdout, sys.stderr  # pytest's
-    output.protect()
+    stdio.protect()
     assert (sys.stdout, sys.stderr) == before
 
 

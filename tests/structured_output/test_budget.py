@@ -10,7 +10,7 @@ import pytest
 from inferengine.errors import InferEngineError, InvalidRequest
 from inferengine.structured_output.build import _some_token
 from inferengine.structured_output.compiler import RETIRE_S
-from inferengine.structured_output.matcher import BURST_S, Budget, TokenMatcher, Usage
+from inferengine.structured_output.matcher import BURST_S, Budget, GrammarUsage, TokenMatcher
 from inferengine.structured_output.spec import GrammarSpec, read_grammar
 from tests.structured_output.builders import Vocabulary
 from tests.structured_output.hostile import hostile
@@ -24,7 +24,7 @@ def vocabulary() -> Vocabulary:
 
 
 def test_each_mask_earns_its_time_and_what_is_saved_is_bounded() -> None:
-    budget = Budget(0.003, Usage())
+    budget = Budget(0.003, GrammarUsage())
     for _ in range(1000):
         budget.spend(0.001, earned=True)
     budget.spend(BURST_S, earned=False)

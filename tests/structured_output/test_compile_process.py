@@ -151,7 +151,7 @@ def test_a_trial_that_the_system_kills_says_nothing_about_its_grammar(vocabulary
     assert isinstance(results[0], InferEngineError)
     assert (results[0].code, results[0].field) == ("overloaded", "grammar")
     assert results[0].retry_after_s
-    assert compiler.cache.verdict(ticket.key) is None
+    assert compiler.cache.trial_result(ticket.key) is None
 
 
 def test_what_is_tried_again_goes_to_the_new_process(monkeypatch: pytest.MonkeyPatch) -> None:

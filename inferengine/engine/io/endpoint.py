@@ -17,6 +17,7 @@ from zmq.utils import z85
 
 from inferengine.config import Config, engine_address, unsafe_folder
 from inferengine.errors import ConfigError
+from inferengine.process.listen import AddressTaken
 from inferengine.wire import sockets
 from inferengine.wire.curve import answer, read_clients, read_pair
 
@@ -26,10 +27,6 @@ LONGEST_UNIX_PATH = 107  # bytes, sockaddr_un
 MAX_REFUSED_KEYS = 64  # refused keys that are logged, and remembered for that
 BIND_AGAIN_S = 2.0
 _PROBE_TIMEOUT_S = 0.5
-
-
-class AddressTaken(Exception):
-    """A socket cannot be bound. The message says which, why, and what to do."""
 
 
 class Endpoint:

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
 
-from inferengine.engine.io.endpoint import AddressTaken
 from inferengine.observability.prometheus import render
+from inferengine.process.listen import AddressTaken
 
 logger = logging.getLogger(__name__)
 
