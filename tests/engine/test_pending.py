@@ -33,7 +33,7 @@ def test_time_in_which_the_engine_did_not_run_counts_for_no_text() -> None:
     submission = Submission(message.id, SamplingParams())
     item = PendingSubmission(submission, message, None, [], None, None, [], 5.0, TEXT_TIMEOUT_S)
     pending.begin(item, vocab_size=100, eos_token_ids=[], max_model_len=100)
-    pending.forgive(40.0)
+    pending.extend_deadlines(40.0)
     pending.tick(41.0)
     assert refused == []
     pending.tick(40.0 + TEXT_TIMEOUT_S + 1.0)

@@ -132,7 +132,7 @@ class BatchRouting:
         return key == self.key and not self.stale
 
     def push(self, token_ids: list[int]) -> None:
-        """The tokens of a step."""
+        """Collect the tokens of a step."""
         assert len(token_ids) == len(self.logs), "a step has one token for each row of its layout"
         if len(self._columns) >= MAX_COLUMNS:
             self.settle()
@@ -141,11 +141,11 @@ class BatchRouting:
         self._columns.append(self._tokens)
 
     def token_column(self, group: RoutingGroup) -> bytes:
-        """What the last step gave to one connection, u32[]."""
+        """The tokens of the last step for one connection, u32[]."""
         return group.token_column(self._token_ids, self._tokens)
 
     def settle(self) -> None:
-        """Give the logs all that is theirs."""
+        """Move the collected tokens into the logs."""
         columns = self._columns
         if not columns:
             return

@@ -108,7 +108,7 @@ class Connection:
         return True
 
     def resume(self, last_seq: int, now: float) -> bool:
-        """The client is back and has handled STEPs up to `last_seq`. False: that cannot be continued from."""
+        """Continue after a reconnect: the client has handled STEPs up to `last_seq`. False: that is not possible."""
         if not self.window.acknowledged <= last_seq <= self.window.seq:
             return False
         self.acknowledge(last_seq)
@@ -117,22 +117,22 @@ class Connection:
         return True
 
     def send_again(self, now: float) -> None:
-        """What is unacknowledged goes out once more, in order, before anything new."""
+        """Send unacknowledged STEPs again, in order, before anything new."""
         for _, frames in self.unacknowledged:
             self.answer(frames, now)
 
     def flush_backlog(self, now: float) -> None:
-        """Try again what did not fit."""
+        """Try to send again what did not fit."""
         while self.backlog and self._put(self.backlog[0], now) is SendResult.OK:
             self.backlog_bytes -= sum(map(len, self.backlog.popleft()))
 
     def back(self, now: float) -> None:
-        """The connection was heard of."""
+        """A message came from the client."""
         self.heard_s = now
         self.gone_since_s = None
 
-    def forgive(self, seconds: float, now: float) -> None:
-        """The engine itself did not run for so long: that is nobody's silence."""
+    def extend_deadlines(self, seconds: float, now: float) -> None:
+        """Extend the lease and the stall limit: the engine itself did not run for so long."""
         self.heard_s = min(now, self.heard_s + seconds)
         if self.gone_since_s is not None:
             self.gone_since_s = min(now, self.gone_since_s + seconds)

@@ -54,7 +54,7 @@ AdminOp = Callable[[dict[str, Any], Reply], None]  # arguments, and what takes t
 
 
 class Connections:
-    """All connections. Only the I/O thread comes here."""
+    """All connections. Used by the I/O thread only."""
 
     def __init__(
         self,
@@ -81,8 +81,8 @@ class Connections:
         self._counters = counters
         self._send = send
         self._lease_s = LEASE_INTERVALS * config.wire.heartbeat_s
-        self._told: tuple[Any, ...] = ()
-        self._told_s = -1e9
+        self._broadcast: tuple[Any, ...] = ()
+        self._broadcast_s = -1e9
         self._ticked_s = lifecycle.clock()
         self._limits = {
             **config.resolved()["limits"],
@@ -126,7 +126,7 @@ class Connections:
             message = codec.decode(frames[1:])
         except codec.WireError as error:
             self._counters.num_protocol_errors += 1
-            self._tell(routing_id, connection, error.reject(), now)
+            self._reply(routing_id, connection, error.reject(), now)
             return
         if isinstance(message, Hello):
             self._on_hello(routing_id, connection, message, now)
@@ -134,12 +134,12 @@ class Connections:
         handler = self._handlers.get(type(message))
         if handler is None:
             self._counters.num_protocol_errors += 1
-            self._tell(
+            self._reply(
                 routing_id, connection, _protocol_error(message, "that message is the engine's, not a client's"), now
             )
         elif connection is None:
             if not isinstance(message, Bye):
-                self._tell(routing_id, None, _protocol_error(message, "say HELLO first", field="hello"), now)
+                self._reply(routing_id, None, _protocol_error(message, "say HELLO first", field="hello"), now)
         else:
             handler(connection, message, now)
             if connection.overflowed:
@@ -167,7 +167,7 @@ class Connections:
 
     def _on_credit(self, connection: Connection, message: Credit, now: float) -> None:
         if not connection.acknowledge(message.seq):
-            self._tell(
+            self._reply(
                 connection.routing_id, connection, _protocol_error(message, f"STEP {message.seq} was never sent"), now
             )
         self._publisher.flush(connection, now)
@@ -187,7 +187,7 @@ class Connections:
         def reply(result: Any) -> None:
             if not connection.dropped:
                 answer = AdminReply(message.op, message.nonce, True, result)
-                if isinstance(result, InferEngineError):  # it failed later than it was asked
+                if isinstance(result, InferEngineError):  # it failed after it had begun
                     answer = AdminReply(message.op, message.nonce, False, None, result.code, result.message)
                 connection.answer(codec.encode(answer), self._lifecycle.clock())
 
@@ -208,24 +208,24 @@ class Connections:
     def broadcast_state(self, now: float, *, at_once: bool = False) -> None:
         """WELCOME again to every connection when the state has changed, and now and then while loading."""
         news = (self._lifecycle.state, self._lifecycle.progress, self.model)
-        if news == self._told:
+        if news == self._broadcast:
             return
-        if news[0] == (self._told or ("",))[0] and not at_once and now - self._told_s < WELCOME_INTERVAL_S:
+        if news[0] == (self._broadcast or ("",))[0] and not at_once and now - self._broadcast_s < WELCOME_INTERVAL_S:
             return
-        self._told, self._told_s = news, now
+        self._broadcast, self._broadcast_s = news, now
         for connection in self.by_routing_id.values():
             connection.answer(codec.encode(self._welcome(connection)), now)
 
     def goodbye(self, reason: str, now: float) -> None:
-        """The last word to every connection."""
+        """Send GOODBYE to every connection."""
         for connection in self.by_routing_id.values():
             connection.answer(codec.encode(Goodbye(reason)), now)
 
     def tick(self, now: float) -> None:
-        """Leases, stalled readers, pipes that were full."""
+        """Check leases and stalled readers, and try full pipes again."""
         wire = self._config.wire
         if paused_s := missed_s(now, self._ticked_s + TICK_S):
-            self._forgive(paused_s, now)
+            self._extend_deadlines(paused_s, now)
         self._ticked_s = now
         for connection in list(self.by_routing_id.values()):
             self._publisher.flush(connection, now)
@@ -241,7 +241,7 @@ class Connections:
                 self._drop(connection, now, "its connection is gone")
             elif full_since_s is not None and now - full_since_s > wire.stall_limit_s and not connection.stalled:
                 connection.stalled = True
-                logger.warning("connection %s gives no credit: its requests are cancelled", _shown(connection))
+                logger.warning("connection %s gives no credit: its requests are cancelled", _display_name(connection))
                 message = f"No credit for {wire.stall_limit_s:g} s."
                 self._intake.abandon(self._read_by(connection), ("client_stalled", message))
         self._intake.abandon_unread()
@@ -254,12 +254,12 @@ class Connections:
             connection.probed_s = now
             connection.answer(codec.encode(self._welcome(connection)), now)
 
-    def _forgive(self, paused_s: float, now: float) -> None:
-        """This process was paused. Nobody is to lose anything for what we did not hear meanwhile."""
+    def _extend_deadlines(self, paused_s: float, now: float) -> None:
+        """This process was paused: extend leases and time limits by that time."""
         logger.warning("the engine did not run for %.1f s: leases go on from there", paused_s)
         for connection in self.by_routing_id.values():
-            connection.forgive(paused_s, now)
-        self._intake.forgive(paused_s)
+            connection.extend_deadlines(paused_s, now)
+        self._intake.extend_deadlines(paused_s)
 
     @property
     def all_sent(self) -> bool:
@@ -270,7 +270,7 @@ class Connections:
         )
 
     def _read_by(self, connection: Connection) -> list[Submission]:
-        """What this connection alone reads and would miss."""
+        """Submissions that only this connection reads."""
         submissions = {s.log.submission.id: s.log.submission for s in connection.streams.values()}
         return [
             submission
@@ -281,13 +281,13 @@ class Connections:
 
     def _drop(self, connection: Connection, now: float, why: str, *, farewell: bool = False) -> None:
         if why and connection.streams:
-            logger.info("connection %s dropped: %s", _shown(connection), why)
+            logger.info("connection %s dropped: %s", _display_name(connection), why)
         if farewell:
             connection.answer(codec.encode(Goodbye(f"This peer was dropped: {why}.")), now)
         connection.dropped = True
         self.by_routing_id.pop(connection.routing_id, None)
         self._counters.num_connections = len(self.by_routing_id)
-        self._intake.lose_readers(self._publisher.drop(connection))
+        self._intake.cancel_orphans(self._publisher.drop(connection))
         self._intake.abandon_unread()
 
     def _welcome(self, connection: Connection) -> Welcome:
@@ -305,11 +305,11 @@ class Connections:
             features=FEATURES,
         )
 
-    def _tell(self, routing_id: bytes, connection: Connection | None, message: Message, now: float) -> None:
+    def _reply(self, routing_id: bytes, connection: Connection | None, message: Message, now: float) -> None:
         if connection is not None:
             connection.answer(codec.encode(message), now)
         else:
-            self._send(routing_id, codec.encode(message))  # a stranger: if the pipe is full, so be it
+            self._send(routing_id, codec.encode(message))  # an unknown client: lost if the pipe is full
 
 
 def _protocol_error(message: Message, text: str, field: str | None = None) -> Reject:
@@ -317,5 +317,5 @@ def _protocol_error(message: Message, text: str, field: str | None = None) -> Re
     return Reject(id, stream, "protocol_error", text, field)
 
 
-def _shown(connection: Connection) -> str:
+def _display_name(connection: Connection) -> str:
     return repr(connection.name or connection.routing_id.decode("utf-8", "replace"))

@@ -38,7 +38,7 @@ from inferengine.wire.messages import DRAINING, READY, Accept, Attach, Cancel, R
 MAX_READERS = 64  # of one request: each step is sent to all of them
 CANCELLED = ("cancelled", "The request was cancelled.")
 RESUMED_SHARE = 2  # of the queue's limits that requests may take which an engine had accepted before
-ENDING_RETRY_S = 0.1  # for who comes back for a request that is being cancelled because he was lost
+ENDING_RETRY_S = 0.1  # before a client may resume a request that is being cancelled because its connection was lost
 
 
 def check_submit(
@@ -122,7 +122,7 @@ class Intake:
     # -- messages ----------------------------------------------------------------------------------------------------
 
     def submit(self, connection: Connection, message: Submit, now: float) -> None:
-        """Answered by ACCEPT or REJECT; with an id that is known already, by attaching to it."""
+        """Answer by ACCEPT or REJECT; an id that is known already is attached to."""
         known = self._publisher.submissions.get(message.id)
         if known is not None and known.abandoned and (message.resume is not None or known.was_cut):
             if not known.ended:
@@ -131,7 +131,7 @@ class Intake:
                     connection, message, InferEngineError("overloaded", text, retry_after_s=ENDING_RETRY_S), now
                 )
                 return
-            self._publisher.forget(known)  # its reader is back, with what he has of it: with nothing, it begins again
+            self._publisher.forget(known)  # its reader is back with its output so far, perhaps none: it begins anew
         elif known is not None:
             self._attach(connection, message, known, now)
             return
@@ -165,7 +165,7 @@ class Intake:
             prompt = None if message.prompt is None else codec.from_u32(message.prompt, "prompt")
             if prompt is not None and message.grammar is None:
                 self._accept(engine, submission, message, prompt, deadline_s, now, outputs=outputs)
-                self._greet_reader(connection, message, submission, now, attached=False)
+                self._add_reader(connection, message, submission, now, attached=False)
             else:
                 self._prepare(engine, connection, submission, message, prompt, outputs, deadline_s, now)
         except InferEngineError as error:
@@ -205,35 +205,35 @@ class Intake:
                 self._pending.give_up(item, InferEngineError(*CANCELLED))
         self._end([log.uid for log in logs if log.ended is None], "abort", CANCELLED)
 
-    def lose_readers(self, submissions: Sequence[Submission]) -> None:
-        """Their readers' connection is gone, and nobody else reads them."""
+    def cancel_orphans(self, submissions: Sequence[Submission]) -> None:
+        """Cancel submissions whose only readers lost their connection."""
         for submission in submissions:
             submission.abandoned = True
         self.abandon(submissions, CANCELLED)
 
     def abandon(self, submissions: Sequence[Submission], detail: tuple[str, str]) -> None:
-        """Nobody reads these any more, or nobody may."""
+        """Abort these submissions; `detail` is their terminal detail."""
         self._end([log.uid for each in submissions for log in each.logs if log.ended is None], "abort", detail)
 
     def abandon_unread(self) -> None:
-        """Submissions that wait for text or grammar and whose readers are all gone."""
+        """Forget pending submissions whose readers are all gone."""
         for item in self._pending:
             if not item.submission.detached and all(reader.dropped for reader, _ in item.readers):
                 self._pending.forget(item)
                 self._publisher.forget(item.submission)
 
     def refuse_waiting(self, error: InferEngineError) -> None:
-        """Answer everything that waits for text or grammar."""
+        """Refuse everything that waits for text or grammar."""
         for item in self._pending:
             self._pending.give_up(item, error)
 
     def tick(self, now: float) -> None:
-        """Refuse what has waited too long."""
+        """Refuse pending submissions that have waited too long."""
         self._pending.tick(now)
 
-    def forgive(self, paused_s: float) -> None:
-        """The engine itself did not run for so long: nobody compiled or tokenized meanwhile."""
-        self._pending.forgive(paused_s)
+    def extend_deadlines(self, paused_s: float) -> None:
+        """Extend the time limits of pending submissions: the engine itself did not run for so long."""
+        self._pending.extend_deadlines(paused_s)
 
     # -- from message to request -------------------------------------------------------------------------------------
 
@@ -288,7 +288,7 @@ class Intake:
         )
 
     def _on_prepared(self, item: PendingSubmission, prompt: array[int]) -> None:
-        """Tokenized and compiled: answer, and let it run."""
+        """Answer a submission that is tokenized and compiled, and submit it to the loop."""
         submission, now = item.submission, self._lifecycle.clock()
         try:
             engine = self._require_ready()
@@ -300,7 +300,7 @@ class Intake:
             return
         for place, (connection, wanted) in enumerate(item.readers):
             if not connection.dropped:
-                self._greet_reader(connection, wanted, submission, now, attached=place > 0)
+                self._add_reader(connection, wanted, submission, now, attached=place > 0)
 
     def _accept(
         self,
@@ -430,11 +430,11 @@ class Intake:
             self._reject(connection, message, error, now)
             return
         if waiting is None:
-            self._greet_reader(connection, message, submission, now, attached=True)
+            self._add_reader(connection, message, submission, now, attached=True)
         else:
             waiting.readers.append((connection, message))
 
-    def _greet_reader(
+    def _add_reader(
         self, connection: Connection, message: Submit | Attach, submission: Submission, now: float, *, attached: bool
     ) -> None:
         self._send_accept(connection, message, submission, now, attached=attached)

@@ -64,7 +64,7 @@ class Submission:
         self.tenant = tenant
         self.detached = detached
         self.label = label
-        self.note = note  # its client's, unread
+        self.note = note  # opaque bytes of the client
         self.pooling = pooling  # of an embedding; None: it generates
         self.traceparent = traceparent
         self.abandoned = False  # ended because its readers were lost: whoever comes back with its output goes on
@@ -86,7 +86,7 @@ class Submission:
 
     @property
     def was_cut(self) -> bool:
-        """It has ended before its output was complete."""
+        """Whether it has ended before its output was complete."""
         return self.ended and any(log.ended is not None and log.ended.reason == "abort" for log in self.logs)
 
     @property
@@ -95,7 +95,7 @@ class Submission:
         return SUBMISSION_BYTES + len(self.note) + sum(log.num_bytes for log in self.logs)
 
     def forget_draws(self) -> None:
-        """It has ended: what says how its tokens are drawn, lists as long as the vocabulary among it, is of no use."""
+        """Drop the sampling parameters of an ended submission: lists in them may be as long as the vocabulary."""
         self.params = self.params.replace(allowed_token_ids=(), logit_bias=(), bad_words_ids=(), stop_token_ids=())
 
     @property
@@ -294,7 +294,7 @@ class RetainedSubmissions:
         self._due.append((due_s, tenant))
 
     def expire(self, now: float) -> list[Submission]:
-        """What is kept no longer: it is due, or too much."""
+        """Remove and return what is due, or too much."""
         gone: list[Submission] = []
         while self._due and self._due[0][0] <= now:
             due_s, tenant = self._due.popleft()

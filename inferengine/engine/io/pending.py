@@ -146,7 +146,7 @@ class PendingSubmissions:
         message = f"The grammars of others took {self._grammar_timeout_s:g} s: this one was not compiled yet."
         return InferEngineError("overloaded", message, field="grammar", retry_after_s=self._grammar_timeout_s)
 
-    def forgive(self, paused_s: float) -> None:
+    def extend_deadlines(self, paused_s: float) -> None:
         """Extend all time limits: this process did not run for so long, so nothing was compiled or tokenized."""
         for item in self:
             item.give_up_s += paused_s

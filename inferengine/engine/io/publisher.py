@@ -37,7 +37,7 @@ ENDED_ELSEWHERE = ("engine_restarted", "This choice ended at an engine before th
 
 
 class StepMessage:
-    """Collects streams until it is full."""
+    """Collects the unsent output of streams for one STEP message."""
 
     def __init__(self) -> None:
         self.subscriptions: list[Subscription] = []
@@ -56,7 +56,7 @@ class StepMessage:
         return self._num_bytes >= ENOUGH_BYTES
 
     def add(self, subscription: Subscription) -> None:
-        """All that this stream has not been sent, as far as its log-probabilities have room."""
+        """Add all that this stream has not been sent, as far as its log-probabilities have room."""
         log, stream = subscription.log, subscription.stream
         begin, end = subscription.cursor, len(log.tokens)
         if log.logprobs and end > begin:
@@ -142,18 +142,18 @@ class Publisher:
     # -- submissions and subscriptions -------------------------------------------------------------------------------
 
     def register(self, submission: Submission) -> None:
-        """From now on its id is taken."""
+        """Take the submission's id."""
         self.submissions[submission.id] = submission
 
     def forget(self, submission: Submission) -> None:
-        """It was rejected: its id is free again."""
+        """Free the id of a rejected submission."""
         self.submissions.pop(submission.id, None)
 
     def open(
         self, submission: Submission, uids: Iterable[int], now: float, outputs: PriorOutputs | None = None
     ) -> None:
-        """It was accepted: one log for each choice. `outputs`: what they begin with; None for a choice that has ended
-        before, elsewhere."""
+        """Open one log for each choice of an accepted submission. `outputs`: what they begin with; None for a choice
+        that has ended at an earlier engine."""
         submission.logs = [
             OutputLog(uid, submission, choice, now, None if outputs is None else outputs[choice])
             for choice, uid in enumerate(uids)
@@ -226,7 +226,7 @@ class Publisher:
     # -- a step ------------------------------------------------------------------------------------------------------
 
     def publish(self, output: StepOutput, now: float) -> None:
-        """Append the news to the logs and send to every connection what it may have."""
+        """Append the output of a step to the logs and send to every connection what its credit allows."""
         finished = {row.uid: row for row in output.finished} if output.finished else {}
         self._step = output.step or self._step
         routing = None
@@ -257,13 +257,13 @@ class Publisher:
             self.flush(connection, now)
 
     def flush(self, connection: Connection, now: float) -> None:
-        """Send what waits for this connection, if it may have it."""
+        """Send what waits for this connection, as far as its credit allows."""
         if connection.backlog:
             connection.flush_backlog(now)
-        while connection.dirty and connection.can_step and self._send_news(connection, now):
+        while connection.dirty and connection.can_step and self._send_dirty(connection, now):
             continue
 
-    def _send_news(self, connection: Connection, now: float) -> bool:
+    def _send_dirty(self, connection: Connection, now: float) -> bool:
         """One STEP, with all that waits unless that is too much. False: it could not be sent."""
         step = StepMessage()
         for subscription in connection.dirty.values():
@@ -316,7 +316,7 @@ class Publisher:
             self._mark(subscription, touched, routing.tokens_of(subscription.log))
 
     def _mark(self, subscription: Subscription, touched: set[Connection], num_new: int) -> None:
-        """There is news that was not sent; a plain subscription had everything but the last `num_new` tokens."""
+        """Mark unsent output; a plain subscription had everything but the last `num_new` tokens."""
         connection = subscription.connection
         if subscription.stream not in connection.dirty:
             if subscription.plain:
@@ -434,7 +434,7 @@ class Publisher:
 
 
 def _log_end(log: OutputLog, ended: Done) -> None:
-    """Without a word of what was said. `request_id` is the front end's, which stands in its log too."""
+    """Log the end of a choice, without its text. `request_id` is the front end's, which logs it too."""
     submission = log.submission
     fields = {
         "request_id": submission.label or submission.id.hex(),
