@@ -70,7 +70,7 @@ class CublasKernels(cuda_kernels.CudaKernels):
     def linear_add_norm(self, x: Any, weight: Any, bias: Any, residual: Any, gain: Any, eps: float) -> tuple[Any, None]:
         return self.linear_add(x, weight, bias, residual), None
 
-    def _tuning(self, x: torch.Tensor, weight: torch.Tensor, *, gated: bool) -> None:
+    def _choose(self, x: torch.Tensor, weight: torch.Tensor, product: Any) -> None:
         return None
 
 

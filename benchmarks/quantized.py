@@ -20,9 +20,9 @@ import torch.nn.functional as functional
 
 from inferengine.kernels.cuda.gemm import w8 as quantized
 from inferengine.kernels.cuda.gemm.gemv_hopper.launch import stream_product, stream_shape
-from inferengine.kernels.cuda.gemm.w4_small_m import FragmentTuning, fragment_product
-from inferengine.kernels.cuda.gemm.w4_tiles import NibbleTuning, nibble_tile_product
-from inferengine.kernels.cuda.gemm.w8 import BlockTuning, VectorTuning
+from inferengine.kernels.cuda.gemm.w4_small_m import W4SmallMConfig, small_m_product
+from inferengine.kernels.cuda.gemm.w4_tiles import W4TileConfig, nibble_tile_product
+from inferengine.kernels.cuda.gemm.w8 import W8GemvConfig, W8TileConfig
 from inferengine.kernels.cuda.norm import rms_norm
 from inferengine.kernels.cuda.split_k import Scratch
 from inferengine.quantization import cuda
@@ -53,20 +53,20 @@ def microseconds(call: Callable[[int], Any], ring: int, repeats: int = 3) -> flo
     return best
 
 
-def candidates(rows: int, nibbles: bool) -> list[VectorTuning | BlockTuning | FragmentTuning | NibbleTuning]:
+def candidates(rows: int, nibbles: bool) -> list[W8GemvConfig | W8TileConfig | W4SmallMConfig | W4TileConfig]:
     if nibbles and rows > 16:
         every_nibble_tile = itertools.product((64, 128), (1, 2, 4, 8), (4, 8), (2, 3, 4))
         block_m = 32 if rows <= 32 else 64 if rows <= 64 else 128
-        return [NibbleTuning(block_m, *values) for values in every_nibble_tile if values[0] > 64 or values[2] == 4]
+        return [W4TileConfig(block_m, *values) for values in every_nibble_tile if values[0] > 64 or values[2] == 4]
     if nibbles:
         every_fragment = itertools.product((1, 2), (2, 4, 8, 16), (1, 2, 4))
-        return [FragmentTuning(*values) for values in every_fragment if values[1] * values[2] <= 32]
+        return [W4SmallMConfig(*values) for values in every_fragment if values[1] * values[2] <= 32]
     if rows == 1:
         every = itertools.product((2, 4, 8, 16), (512, 1024, 2048, 4096), (2, 4, 8))
-        return [VectorTuning(n, k, warps) for n, k, warps in every if warps * 128 <= n * k <= 4096 * warps]
+        return [W8GemvConfig(n, k, warps) for n, k, warps in every if warps * 128 <= n * k <= 4096 * warps]
     block_m = 16 if rows <= 16 else 32 if rows <= 32 else 64
     every_tile = itertools.product((32, 64, 128), (64, 128, 256), (1, 2, 4, 8), (4, 8), (2, 4))
-    return [BlockTuning(block_m, n, k, c, w, s) for n, k, c, w, s in every_tile if w == 4 or n * k >= 64 * 128]
+    return [W8TileConfig(block_m, n, k, c, w, s) for n, k, c, w, s in every_tile if w == 4 or n * k >= 64 * 128]
 
 
 def sweep(shape: str, scheme: str, rows: int, bandwidth: float, budget: int) -> dict[str, Any]:
@@ -89,16 +89,16 @@ def sweep(shape: str, scheme: str, rows: int, bandwidth: float, budget: int) -> 
     step = max(1, len(every) // budget)
     for tuned in every[::step]:
         surroundings: dict[str, Any] = {"gated": 0} if gated else {"residual": residual} if width <= columns else {}
-        if isinstance(tuned, FragmentTuning):
+        if isinstance(tuned, W4SmallMConfig):
 
             def call(index: int, tuned: Any = tuned, surroundings: dict[str, Any] = surroundings) -> None:
                 normed = x if "residual" in surroundings else rms_norm(x, gain, 1e-5)
-                fragment_product(normed, packed[index], tuned, **({} if rows > 1 and gated else surroundings))
-        elif isinstance(tuned, NibbleTuning):
+                small_m_product(normed, packed[index], tuned, **({} if rows > 1 and gated else surroundings))
+        elif isinstance(tuned, W4TileConfig):
 
             def call(index: int, tuned: Any = tuned, surroundings: dict[str, Any] = surroundings) -> None:
                 nibble_tile_product(x, packed[index], tuned, scratch)
-        elif isinstance(tuned, VectorTuning):
+        elif isinstance(tuned, W8GemvConfig):
 
             def call(index: int, tuned: Any = tuned, surroundings: dict[str, Any] = surroundings) -> None:
                 normed = x if "residual" in surroundings else rms_norm(x, gain, 1e-5)

@@ -75,4 +75,4 @@ class Linear(nn.Module):
 
     def _readable(self, x: Any) -> Any:
         """Turn an input of codes, from a layer in low precision, into numbers where this layer reads no codes."""
-        return x if self.ops.reads_codes or isinstance(x, torch.Tensor) else x.numbers()
+        return x if self.ops.reads_codes or isinstance(x, torch.Tensor) else x.dequantize()

@@ -1,10 +1,10 @@
-"""Products with quantized weights on CUDA: which kernel takes how many rows. All of it may be captured in a graph.
+"""Products with quantized weights on CUDA. All of it may be captured in a CUDA graph.
 
-One row is streamed on Hopper, with norm, gate and residual inside; elsewhere vector kernels take it. More: FP8 with a
-scale for each output goes through the FP8 tensor cores, its inputs rounded, W8A8 from 65 rows through the int8 ones
-(rounded.py); all else takes tiles on the tensor cores, codes made into numbers in registers, INT4 from 17 rows on. From
-257 rows (INT4: 129), where arithmetic is what costs, those are made into numbers once for each product and left to
-cuBLAS.
+kernels/cuda/dispatch.py says which kernel takes how many rows. In short: `gemv_hopper` streams one row on Hopper, with
+norm, gate and residual fused; elsewhere vector kernels take it. FP8 with a scale for each output then uses the FP8
+tensor cores, its inputs quantized, and W8A8 the int8 ones from 65 rows (`cuda_w8a8.py`). All other weights are
+converted in registers by kernels on the tensor cores, and for many rows, where arithmetic costs most, dequantized once
+for each product and multiplied by cuBLAS.
 """
 
 from __future__ import annotations
@@ -17,20 +17,18 @@ from torch.nn import functional
 
 from inferengine.errors import ConfigError
 from inferengine.kernels.cuda import activation
-from inferengine.kernels.cuda.gemm import w4_layout as quantized_int4
-from inferengine.kernels.cuda.gemm import w8 as quantized
+from inferengine.kernels.cuda.dispatch import Choice, Kernel, Operands, Product, candidates
 from inferengine.kernels.cuda.gemm.gemv_hopper.kernel import Shape
 from inferengine.kernels.cuda.gemm.gemv_hopper.launch import stream_product, stream_shape
 from inferengine.kernels.cuda.gemm.quantize_activations import numbers_of_blocks
-from inferengine.kernels.cuda.gemm.w4_layout import NibbleWeight, pack_nibbles
-from inferengine.kernels.cuda.gemm.w4_small_m import fragment_product, fragment_product_float32
+from inferengine.kernels.cuda.gemm.w4_layout import NibbleWeight, pack_nibbles, to_numbers
+from inferengine.kernels.cuda.gemm.w4_small_m import small_m_product, small_m_product_float32
 from inferengine.kernels.cuda.gemm.w4_tiles import MOST_PARTS, nibble_tile_product
-from inferengine.kernels.cuda.gemm.w8 import BLOCK_COLUMNS, ByteWeight
+from inferengine.kernels.cuda.gemm.w8 import BLOCK_COLUMNS, ByteWeight, tile_product, vector_product
 from inferengine.kernels.cuda.split_k import Scratch
 from inferengine.kernels.ops import Ops
-from inferengine.quantization import cuda_w8a8 as rounded
-from inferengine.quantization import tuning
-from inferengine.quantization.cuda_w8a8 import Rounded
+from inferengine.quantization import cuda_w8a8
+from inferengine.quantization.cuda_w8a8 import QuantizedInputs
 from inferengine.quantization.stored import Make, codes_from
 from inferengine.quantization.weight import INT4, QuantizedWeight
 
@@ -81,152 +79,157 @@ class CudaProducts:
     def pack_linear(self, source: Any) -> Packed:
         return pack(codes_from(source, self.make))
 
-    def linear(self, x: torch.Tensor | Rounded, packed: Packed, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """x [T, in] -> [T, out]."""
+    def linear(
+        self, x: torch.Tensor | QuantizedInputs, packed: Packed, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return x [T, in] times the weight, [T, out]."""
         x = self._read(x, packed)
-        if isinstance(x, Rounded):
-            return rounded.product(x, packed.weight, self.scratch, bias)
-        if self._one(x, packed):
-            return self._vector(x, packed, bias=bias)
-        if self._few(x, packed):
-            return self._tile(x, packed, bias=bias)
-        return _plus(self._many(x, packed), bias)
+        if isinstance(x, QuantizedInputs):
+            return cuda_w8a8.product(x, packed.weight, self.scratch, bias)
+        return self._multiply(x, packed, bias=bias)
 
     def norm_linear(
         self, x: torch.Tensor, gain: torch.Tensor, eps: float, packed: Packed, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """linear(rms_norm(x))"""
+        """Return linear(rms_norm(x)); one kernel for a single row on Hopper."""
         streamed = self._streamed(x, packed)
         if streamed is not None:
             return stream_product(x, packed.weight, streamed, bias=bias, gain=gain, eps=eps)
         return self.linear(self._normed(x, gain, eps, packed), packed, bias)
 
     def linear_add(
-        self, x: torch.Tensor | Rounded, packed: Packed, bias: torch.Tensor | None, residual: torch.Tensor
+        self, x: torch.Tensor | QuantizedInputs, packed: Packed, bias: torch.Tensor | None, residual: torch.Tensor
     ) -> torch.Tensor:
-        """residual += linear(x), in place."""
+        """Add linear(x) to the residual, in place."""
         x = self._read(x, packed)
-        if isinstance(x, Rounded):
-            return rounded.product(x, packed.weight, self.scratch, bias, residual)
-        if self._one(x, packed):
-            return self._vector(x, packed, bias=bias, residual=residual)
-        if self._few(x, packed):
-            return self._tile(x, packed, bias=bias, residual=residual)
-        return residual.add_(_plus(self._many(x, packed), bias))
+        if isinstance(x, QuantizedInputs):
+            return cuda_w8a8.product(x, packed.weight, self.scratch, bias, residual)
+        return self._multiply(x, packed, bias=bias, residual=residual)
 
     def linear_add_norm(
         self,
-        x: torch.Tensor | Rounded,
+        x: torch.Tensor | QuantizedInputs,
         packed: Packed,
         bias: torch.Tensor | None,
         residual: torch.Tensor,
         gain: torch.Tensor,
         eps: float,
-    ) -> tuple[torch.Tensor, Rounded | None]:
-        """`linear_add`, and rms_norm of the sum, rounded, where a kernel that adds up the product's parts has it."""
+    ) -> tuple[torch.Tensor, QuantizedInputs | None]:
+        """Do `linear_add`, and return with it rms_norm of the sum, quantized, where the kernel that adds up the
+        product's partial sums computes it; else None."""
         x = self._read(x, packed)
-        if isinstance(x, Rounded) and bias is None:
-            normed = rounded.product_and_norm(x, packed.weight, self.scratch, residual, gain, eps)
+        if isinstance(x, QuantizedInputs) and bias is None:
+            normed = cuda_w8a8.product_and_norm(x, packed.weight, self.scratch, residual, gain, eps)
             if normed is not None:
                 return residual, normed
         return self.linear_add(x, packed, bias, residual), None
 
     def norm_gated_linear(
         self,
-        x: torch.Tensor | Rounded,
+        x: torch.Tensor | QuantizedInputs,
         gain: torch.Tensor | None,
         eps: float,
         packed: Packed,
         bias: torch.Tensor | None = None,
         activation: str = "silu",
-    ) -> torch.Tensor | Rounded:
-        """act(gate) * up of rms_norm(x), of x itself without a gain; the gate's rows first. Rounded where x is."""
-        streamed = self._streamed(x, packed, gated=True)
-        if streamed is not None:
-            return stream_product(
-                x, packed.weight, streamed, bias=bias, gain=gain, eps=eps, gated=ACTIVATIONS[activation]
-            )
-        whole = packed.num_outputs % 32 == 0 or not isinstance(packed.weight, NibbleWeight)
-        if whole and not isinstance(x, Rounded) and self._one(x, packed):
-            normed = x if gain is None else self.base.rms_norm(x, gain, eps)
-            return self._vector(normed, packed, bias=bias, gated=ACTIVATIONS[activation])
+    ) -> torch.Tensor | QuantizedInputs:
+        """Return act(gate) * up of rms_norm(x), of x itself without a gain; the weight's first rows are the gate's. The
+        result is quantized where x is."""
+        act = ACTIVATIONS[activation]
+        if not isinstance(x, QuantizedInputs):
+            streamed = self._streamed(x, packed, gated=True)
+            if streamed is not None:
+                return stream_product(x, packed.weight, streamed, bias=bias, gain=gain, eps=eps, gated=act)
+            if self._gates(x, packed):
+                normed = x if gain is None else self.base.rms_norm(x, gain, eps)
+                return self._multiply(normed, packed, bias=bias, gated=act)
         x = self._read(x, packed) if gain is None else self._normed(x, gain, eps, packed)
-        if isinstance(x, Rounded):
-            return rounded.gated(x, packed.weight, self.scratch, ACTIVATIONS[activation], bias)
+        if isinstance(x, QuantizedInputs):
+            return cuda_w8a8.gated_product(x, packed.weight, self.scratch, act, bias)
         both = self.linear(x, packed, bias)
         return self.base.silu_and_mul(both) if activation == "silu" else self.base.gelu_tanh_and_mul(both)
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
-    def _read(self, x: torch.Tensor | Rounded, packed: Packed) -> torch.Tensor | Rounded:
-        """The input of a product as its kernel reads it: codes where many rows are rounded, numbers elsewhere."""
-        if isinstance(x, Rounded):
-            return x if x.codes.dtype == packed.inputs else x.numbers()
-        return rounded.rounded(x, packed.inputs) if self._rounds(x, packed) else x
+    def _read(self, x: torch.Tensor | QuantizedInputs, packed: Packed) -> torch.Tensor | QuantizedInputs:
+        """Return the input of a product as its kernel reads it, quantized or not."""
+        if isinstance(x, QuantizedInputs):
+            return x if x.codes.dtype == packed.inputs else x.dequantize()
+        return cuda_w8a8.quantize_inputs(x, packed.inputs) if self._quantizes(x, packed) else x
 
-    def _normed(self, x: torch.Tensor, gain: torch.Tensor, eps: float, packed: Packed) -> torch.Tensor | Rounded:
-        if self._rounds(x, packed):
-            return rounded.rounded(x, packed.inputs, gain, eps)
+    def _normed(
+        self, x: torch.Tensor, gain: torch.Tensor, eps: float, packed: Packed
+    ) -> torch.Tensor | QuantizedInputs:
+        if self._quantizes(x, packed):
+            return cuda_w8a8.quantize_inputs(x, packed.inputs, gain, eps)
         return self.base.rms_norm(x, gain, eps)
 
-    def _rounds(self, x: torch.Tensor, packed: Packed) -> bool:
-        return _rounds_inputs(x, packed) and not self._one(x, packed) and not self._few(x, packed)
+    def _candidates(self, x: torch.Tensor, packed: Packed, product: Product) -> tuple[Choice, ...]:
+        return candidates(operands_of(x.dtype, packed, self.deterministic), product, x.shape[0], *_shape(packed.weight))
 
-    def _one(self, x: torch.Tensor, packed: Packed) -> bool:
-        """Whether x is one row that goes its own way. INT4's kernel takes 16 bits."""
-        takes = x.dtype in MATRIX_TYPES or not isinstance(packed.weight, NibbleWeight)
-        return x.shape[0] == 1 and takes and not self.deterministic
+    def _quantizes(self, x: torch.Tensor, packed: Packed) -> bool:
+        """Whether a product quantizes its input."""
+        choices = self._candidates(x, packed, Product.LINEAR)
+        return bool(choices) and choices[0].kernel is Kernel.QUANTIZE_INPUTS
 
-    def _few(self, x: torch.Tensor, packed: Packed) -> bool:
-        if self.deterministic:
-            return True
-        if isinstance(packed.weight, NibbleWeight):
-            return x.shape[0] <= (
-                tuning.MOST_NIBBLE_ROWS if _takes_tiles(x, packed.weight) else tuning.MOST_FRAGMENT_ROWS
-            )
-        rounds = _rounds_inputs(x, packed)
-        return x.shape[0] <= (tuning.MOST_EXACT_ROWS[packed.inputs] if rounds else tuning.MOST_TILE_ROWS)
+    def _gates(self, x: torch.Tensor, packed: Packed) -> bool:
+        """Whether a kernel takes product and gate together. INT4's takes whole tiles of gate and of up."""
+        whole = packed.num_outputs % 32 == 0 or not isinstance(packed.weight, NibbleWeight)
+        return whole and bool(self._candidates(x, packed, Product.GATED))
 
-    def _streamed(
-        self, x: torch.Tensor | Rounded, packed: Packed, *, gated: bool = False, adds: bool = False
-    ) -> Shape | None:
-        """How one row is streamed; None where other kernels take it."""
-        if self.deterministic or isinstance(x, Rounded):
+    def _streamed(self, x: torch.Tensor, packed: Packed, *, gated: bool = False, adds: bool = False) -> Shape | None:
+        """Return how `gemv_hopper` multiplies x; None where it does not."""
+        choices = self._candidates(x, packed, Product.GATED if gated else Product.LINEAR)
+        if not choices or choices[0].kernel is not Kernel.GEMV_HOPPER:
             return None
         return stream_shape(x, packed.weight, gated=gated, adds=adds)
 
-    def _vector(self, x: torch.Tensor, packed: Packed, **surroundings: Any) -> torch.Tensor:
+    def _multiply(self, x: torch.Tensor, packed: Packed, **surroundings: Any) -> torch.Tensor:
+        """Multiply numbers, not codes, by the first kernel that takes them. `surroundings`: bias, and residual or
+        gated."""
         weight, gated = packed.weight, surroundings.get("gated") is not None
-        streamed = self._streamed(x, packed, gated=gated, adds=surroundings.get("residual") is not None)
-        if streamed is not None:
-            return stream_product(x, weight, streamed, **surroundings)
+        for kernel, config in self._candidates(x, packed, Product.GATED if gated else Product.LINEAR):
+            match kernel:
+                case Kernel.GEMV_HOPPER:
+                    adds = surroundings.get("residual") is not None
+                    shape = stream_shape(x, weight, gated=gated, adds=adds)
+                    if shape is not None:
+                        return stream_product(x, weight, shape, **surroundings)
+                case Kernel.W8_GEMV:
+                    return vector_product(x, weight, config, **surroundings)
+                case Kernel.W8_TILE:
+                    return tile_product(x, weight, config, self.scratch, **surroundings)
+                case Kernel.W4_TILE:
+                    return nibble_tile_product(x, weight, config, self.scratch, **surroundings)
+                case Kernel.W4_SMALL_M if x.dtype in MATRIX_TYPES:
+                    return small_m_product(x, weight, config, **surroundings)
+                case Kernel.W4_SMALL_M:
+                    return _around(small_m_product_float32(x, weight, config), **surroundings)
         if isinstance(weight, NibbleWeight):
-            tuned = tuning.fragments(1, weight.rows, weight.columns, gated)
-            return fragment_product(x, weight, tuned, **surroundings)
-        tuned = tuning.byte_vector(*weight.codes.shape, gated, blocks=weight.block_rows > 0)
-        return quantized.vector_product(x, weight, tuned, **surroundings)
+            numbers = to_numbers(weight, x.dtype)
+        else:
+            numbers = numbers_of_blocks(weight.codes, weight.scales, weight.block_rows, x.dtype)
+        return _around(functional.linear(x, numbers), **surroundings)
 
-    def _tile(self, x: torch.Tensor, packed: Packed, **surroundings: Any) -> torch.Tensor:
-        weight = packed.weight
-        rows = None if self.deterministic else x.shape[0]
-        if isinstance(weight, NibbleWeight):
-            tiled = None
-            if rows is not None and _takes_tiles(x, weight):
-                tiled = tuning.nibble_tile(rows, weight.rows, weight.columns)
-            if tiled is not None:
-                return nibble_tile_product(x, weight, tiled, self.scratch, **surroundings)
-            tuned = tuning.fragments(rows, weight.rows, weight.columns, gated=False)
-            if x.dtype in MATRIX_TYPES:
-                return fragment_product(x, weight, tuned, **surroundings)
-            return _around(fragment_product_float32(x, weight, tuned), **surroundings)
-        tuned = tuning.byte_tile(rows, *weight.codes.shape, x.element_size())
-        return quantized.tile_product(x, weight, tuned, self.scratch, **surroundings)
 
-    def _many(self, x: torch.Tensor, packed: Packed) -> torch.Tensor:
-        weight = packed.weight
-        if isinstance(weight, NibbleWeight):
-            return functional.linear(x, quantized_int4.to_numbers(weight, x.dtype))
-        return functional.linear(x, numbers_of_blocks(weight.codes, weight.scales, weight.block_rows, x.dtype))
+def operands_of(dtype: torch.dtype, packed: Packed, deterministic: bool) -> Operands:
+    """Return what `dispatch.candidates` is asked for where inputs of `dtype` meet a packed weight."""
+    is_fp32 = dtype not in MATRIX_TYPES
+    if isinstance(packed.weight, NibbleWeight):
+        if deterministic:
+            return Operands.W4_EXACT
+        if is_fp32:
+            return Operands.W4_FP32
+        return Operands.W4 if packed.weight.parts <= MOST_PARTS else Operands.W4_SMALL_GROUPS
+    if deterministic:
+        return Operands.W8_FP32_EXACT if is_fp32 else Operands.W8_EXACT
+    if is_fp32:
+        return Operands.W8_FP32
+    return {None: Operands.W8, torch.int8: Operands.W8A8, torch.float8_e4m3fn: Operands.FP8}[packed.inputs]
+
+
+def _shape(weight: ByteWeight | NibbleWeight) -> tuple[int, int]:
+    return (weight.rows, weight.columns) if isinstance(weight, NibbleWeight) else tuple(weight.codes.shape)
 
 
 def table(base: Ops, make: Make, device: torch.device, *, deterministic: bool = False) -> Ops:
@@ -245,17 +248,6 @@ def table(base: Ops, make: Make, device: torch.device, *, deterministic: bool = 
 
 
 def _around(y: torch.Tensor, bias: torch.Tensor | None = None, residual: torch.Tensor | None = None) -> torch.Tensor:
-    y = _plus(y, bias)
+    if bias is not None:
+        y.add_(bias)
     return y if residual is None else residual.add_(y)
-
-
-def _takes_tiles(x: torch.Tensor, weight: NibbleWeight) -> bool:
-    return x.dtype in MATRIX_TYPES and weight.parts <= MOST_PARTS
-
-
-def _rounds_inputs(x: torch.Tensor, packed: Packed) -> bool:
-    return packed.inputs is not None and x.dtype in MATRIX_TYPES
-
-
-def _plus(y: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    return y if bias is None else y.add_(bias)

@@ -6,8 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 
+from inferengine.kernels.cuda import dispatch
+from inferengine.kernels.cuda.dispatch import Operands, Product, Rule
 from inferengine.kernels.cuda.split_k import Scratch
 
 
@@ -118,3 +121,10 @@ def with_dtypes(cases: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
 
 def make_scratch(device: torch.device) -> Scratch:
     return Scratch(device, num_floats=1 << 17, num_counters=256)
+
+
+def prefer_rule(monkeypatch: pytest.MonkeyPatch, operands: Operands, product: Product, rule: Rule) -> None:
+    """Put a rule before the table's own for these operands."""
+    rules = (rule, *dispatch.PRODUCTS[operands].get(product, ()))
+    monkeypatch.setitem(dispatch.PRODUCTS[operands], product, rules)
+    monkeypatch.setattr(dispatch, "_candidates", dispatch._candidates.__wrapped__)  # without the cache

@@ -5,13 +5,12 @@ import torch
 
 from inferengine.kernels.cuda import norm
 from inferengine.kernels.cuda import rope_kv_write as rope_cache
-from inferengine.kernels.cuda import table as cuda
 from inferengine.kernels.cuda.attention import decode as attention_decode
+from inferengine.kernels.cuda.dispatch import Kernel, Operands, Product, TmaTileConfig, rule
 from inferengine.kernels.cuda.gemm import dense_small_m as linear
 from inferengine.kernels.cuda.gemm import dense_tma as linear_wide
 from inferengine.kernels.cuda.table import CudaKernels
-from inferengine.kernels.cuda.tuning import WideTuning
-from tests.kernels.builders import make_paged_case
+from tests.kernels.builders import make_paged_case, prefer_rule
 
 HIDDEN, HEADS, KV_HEADS, DIM, INNER, LAYERS = 512, 8, 2, 64, 1024, 6
 
@@ -22,8 +21,11 @@ def test_a_chain_in_a_graph_with_early_launches_gives_the_bits_that_it_gives_wit
     """`parts`: products as large weights have them, out and down in so many parts that the norm adds up."""
     dtype = torch.bfloat16
     if parts is not None:
-        monkeypatch.setattr(cuda, "wide_tuning", lambda *shape: WideTuning(64, 64, 64, 1, 4, 3))
-        monkeypatch.setattr(cuda, "parts_tuning", lambda *shape: WideTuning(64, 64, 64, parts, 4, 3))
+        tile = rule(Kernel.TMA_TILE, TmaTileConfig(64, 64, 64, 1, 4, 3))
+        prefer_rule(monkeypatch, Operands.DENSE, Product.LINEAR, tile)
+        prefer_rule(monkeypatch, Operands.DENSE, Product.GATED, tile)
+        parts_rule = rule(Kernel.TMA_PARTS, TmaTileConfig(64, 64, 64, parts, 4, 3))
+        prefer_rule(monkeypatch, Operands.DENSE, Product.PARTS, parts_rule)
     case = make_paged_case([70 + row for row in range(rows)], [1] * rows, KV_HEADS, DIM, 64, dtype, device)
     last = case.row_len.long() - 1
     batch = SimpleNamespace(

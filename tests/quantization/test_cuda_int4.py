@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from inferengine.kernels.cuda.gemm.w4_layout import column_order, pack_nibbles, to_numbers
-from inferengine.kernels.cuda.gemm.w4_small_m import FragmentTuning, fragment_product
+from inferengine.kernels.cuda.gemm.w4_small_m import W4SmallMConfig, small_m_product
 from inferengine.kernels.ops import REFERENCE
-from inferengine.quantization import cuda, tuning
+from inferengine.quantization import cuda
 from inferengine.quantization.schemes import int4_groups
 from inferengine.quantization.weight import QuantizedWeight, dequantize
 
@@ -49,29 +49,29 @@ def test_groups_of_any_supported_size(
 ) -> None:
     weight = int4_groups(torch.randn(16, 260, device=device), group)  # the last slice is filled up
     packed = cuda.pack(weight)
-    x = torch.randn(tuning.MOST_FRAGMENT_ROWS + 1, 260, device=device)
+    x = torch.randn(97, 260, device=device)
     close(products().linear(x[:1], packed), exact(weight, x[:1]))
-    close(products().linear(x, packed), exact(weight, x))  # as numbers
+    close(products().linear(x, packed), exact(weight, x))  # dequantized
 
 
 @pytest.mark.parametrize(
     ("tuned", "dtype", "rows"),
     [
-        (FragmentTuning(1, 1, 1), torch.bfloat16, 3),  # one warp: a pass for each slice
-        (FragmentTuning(2, 1, 2), torch.float16, 1),  # two tiles of weight rows, and a last pass with nothing to load
-        (FragmentTuning(1, 4, 2), torch.float16, 3),  # warps with nothing to do
-        (FragmentTuning(1, 2, 2, row_blocks=1), torch.bfloat16, 9),  # a program for every eight rows of x
-        (FragmentTuning(1, 4, 1), torch.bfloat16, 9),  # one for two blocks of eight
+        (W4SmallMConfig(1, 1, 1), torch.bfloat16, 3),  # one warp: a pass for each slice
+        (W4SmallMConfig(2, 1, 2), torch.float16, 1),  # two tiles of weight rows, and a last pass with nothing to load
+        (W4SmallMConfig(1, 4, 2), torch.float16, 3),  # warps with nothing to do
+        (W4SmallMConfig(1, 2, 2, row_blocks=1), torch.bfloat16, 9),  # a program for every eight rows of x
+        (W4SmallMConfig(1, 4, 1), torch.bfloat16, 9),  # one for two blocks of eight
     ],
 )
-def test_any_tiling(tuned: FragmentTuning, dtype: torch.dtype, rows: int, device: torch.device) -> None:
+def test_any_tiling(tuned: W4SmallMConfig, dtype: torch.dtype, rows: int, device: torch.device) -> None:
     width = 12 if tuned.tiles == 1 else 28
     weight = int4_groups(torch.randn(width, 261, device=device))  # odd: rows and columns are filled up
     packed = pack_nibbles(weight.codes, weight.scales, weight.zeros, 128)
     x = torch.randn(rows, 261, device=device).to(dtype)
     residual = torch.randn(rows, width, device=device)  # float32, to see more than 16 bits of the sum
     expected = residual.double() + exact(weight, x)
-    assert fragment_product(x, packed, tuned, residual=residual) is residual
+    assert small_m_product(x, packed, tuned, residual=residual) is residual
     close(residual, expected)
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from inferengine.kernels.cuda.gemm.w4_layout import column_order
-from inferengine.kernels.cuda.gemm.w4_tiles import NibbleTuning, in_word_order, nibble_tile_product
+from inferengine.kernels.cuda.gemm.w4_tiles import W4TileConfig, in_word_order, nibble_tile_product
 from inferengine.kernels.ops import REFERENCE
 from inferengine.quantization import cuda
 from inferengine.quantization.schemes import int4_groups
@@ -26,19 +26,19 @@ def test_columns_of_x_come_in_the_order_of_the_words(device: torch.device) -> No
 def test_groups_of_any_size_from_a_words_columns_on(group: int, device: torch.device) -> None:
     weight = int4_groups(torch.randn(40, 260, device=device), group)  # rows and columns are filled up
     x = torch.randn(5, 260, device=device).half()
-    out = nibble_tile_product(x, cuda.pack(weight).weight, NibbleTuning(16, 32, 1, 4, 2), make_scratch(device))
+    out = nibble_tile_product(x, cuda.pack(weight).weight, W4TileConfig(16, 32, 1, 4, 2), make_scratch(device))
     assert relative_error(out, x.double() @ dequantize(weight, torch.float64).t()) < ROUNDED
 
 
 @pytest.mark.parametrize(
     ("tuned", "rows"),
     [
-        (NibbleTuning(16, 32, 1, 4, 2), 33),  # tiles of x, the last one of one row
-        (NibbleTuning(32, 64, 2, 4, 2), 20),  # two programs sum, more weight rows than there are
-        (NibbleTuning(16, 32, 8, 4, 3), 16),  # more chunks than slices
+        (W4TileConfig(16, 32, 1, 4, 2), 33),  # tiles of x, the last one of one row
+        (W4TileConfig(32, 64, 2, 4, 2), 20),  # two programs sum, more weight rows than there are
+        (W4TileConfig(16, 32, 8, 4, 3), 16),  # more chunks than slices
     ],
 )
-def test_any_tiling_adds_bias_and_residual(tuned: NibbleTuning, rows: int, device: torch.device) -> None:
+def test_any_tiling_adds_bias_and_residual(tuned: W4TileConfig, rows: int, device: torch.device) -> None:
     weight = int4_groups(torch.randn(48, 384, device=device))
     x, bias = torch.randn(rows, 384, device=device).half(), torch.randn(48, device=device).half()
     residual = torch.randn(rows, 48, device=device).half()

@@ -15,7 +15,7 @@ from inferengine.kernels.cuda.gemm.quantize_activations import (
     quantize_rows,
 )
 from inferengine.kernels.cuda.gemm.w8a8_stream_hopper import (
-    StreamTuning,
+    StreamConfig,
     fits,
     stream_gated,
     stream_parts,
@@ -47,12 +47,12 @@ def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 TUNINGS = [
-    (2, StreamTuning(8, 64, 128, 1, 4, 4)),
-    (16, StreamTuning(16, 64, 256, 1, 4, 4)),
-    (30, StreamTuning(32, 128, 128, 1, 4, 3)),
-    (64, StreamTuning(64, 128, 256, 1, 8, 2)),
-    (97, StreamTuning(128, 64, 128, 1, 4, 3)),
-    (128, StreamTuning(128, 128, 128, 1, 8, 3)),
+    (2, StreamConfig(8, 64, 128, 1, 4, 4)),
+    (16, StreamConfig(16, 64, 256, 1, 4, 4)),
+    (30, StreamConfig(32, 128, 128, 1, 4, 3)),
+    (64, StreamConfig(64, 128, 256, 1, 8, 2)),
+    (97, StreamConfig(128, 64, 128, 1, 4, 3)),
+    (128, StreamConfig(128, 128, 128, 1, 8, 3)),
 ]
 
 
@@ -114,7 +114,7 @@ def test_what_is_gated_leaves_as_numbers_or_as_codes_that_the_next_product_reads
 def test_a_rows_sum_does_not_depend_on_its_neighbours(device):
     codes, scales, _ = make_codes(13, COLUMNS, device)
     weight, weight_scales, _ = make_codes(WIDTH, COLUMNS, device)
-    tuned = StreamTuning(16, 64, 128, 1, 4, 6)
+    tuned = StreamConfig(16, 64, 128, 1, 4, 6)
     whole = stream_product(codes, scales, weight, weight_scales.view(-1), tuned, torch.bfloat16)
     few = stream_product(codes[:3], scales[:3], weight, weight_scales.view(-1), tuned, torch.bfloat16)
     assert torch.equal(few, whole[:3])
@@ -145,13 +145,13 @@ class Card:
     def get_current_stream(self, device): return 0
 
 driver.set_active(Card())
-from inferengine.kernels.cuda.gemm.w8a8_stream_hopper import StreamTuning, descriptors, stream_kernel
+from inferengine.kernels.cuda.gemm.w8a8_stream_hopper import StreamConfig, descriptors, stream_kernel
 
 codes = torch.zeros(16, 1024, dtype=torch.float8_e4m3fn)
 weight = torch.zeros(512, 1024, dtype=torch.float8_e4m3fn)
 floats = torch.zeros(4096)
 for gated, blocks in ((True, False), (False, True)):
-    tuned = StreamTuning(16, 128, 128, 1, 4, 3)
+    tuned = StreamConfig(16, 128, 128, 1, 4, 3)
     kernel = stream_kernel.warmup(
         *descriptors(codes, weight, tuned), floats, floats, floats, floats, codes if gated else floats, floats, 16,
         N=256 if gated else 512, CHUNK=1024, BLOCK_K=128, STAGES=3, PARTS=not gated, BLOCKS=blocks, ADD=False,

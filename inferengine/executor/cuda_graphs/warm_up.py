@@ -1,6 +1,6 @@
 """Warm-up: runs one step of every kind, so that each kernel is compiled and loaded before the first request.
 
-Kernels are compiled for classes of shapes (kernels/cuda/tuning.py); one step of each class is enough. The sampler's
+Kernels are compiled for classes of shapes (kernels/cuda/dispatch.py); one step of each class is enough. The sampler's
 kernels are compiled once for any combination of features and any number of rows. Warm-up steps belong to the scratch
 slot, whose KV nobody reads.
 """

@@ -1,8 +1,7 @@
-"""The ops table of CUDA devices: which kernel takes which shape. Everything here may be captured in a CUDA graph.
+"""The ops table of CUDA devices. Everything here may be captured in a CUDA graph.
 
-Fast mode picks by the shape whatever was measured fastest, cuBLAS included. Deterministic mode picks by the model's
-shapes alone, never by the number of rows: one attention kernel for prompts and decodes, one matrix product whose inner
-dimension is always summed in the same order.
+`dispatch.py` says which kernel takes which shape. Deterministic mode uses one attention kernel for prompts and decodes,
+and one matrix product that always sums the inner dimension in the same order.
 """
 
 from __future__ import annotations
@@ -17,21 +16,13 @@ from inferengine.kernels.cuda import activation, norm
 from inferengine.kernels.cuda import rope_kv_write as rope_cache
 from inferengine.kernels.cuda.attention.decode import decode_attention, decode_attention_qkv
 from inferengine.kernels.cuda.attention.prefill import prefill_attention
+from inferengine.kernels.cuda.dispatch import Choice, Kernel, Operands, Product, candidates
 from inferengine.kernels.cuda.gemm.dense_small_m import gemv, tiled
-from inferengine.kernels.cuda.gemm.dense_tma import can_be_wide, wide, wide_parts
+from inferengine.kernels.cuda.gemm.dense_tma import tma_fits, tma_parts, tma_tiled
 from inferengine.kernels.cuda.sampling import logits as sampling_masks
 from inferengine.kernels.cuda.sampling import logprobs
 from inferengine.kernels.cuda.sampling import sample as sampling
 from inferengine.kernels.cuda.split_k import Scratch
-from inferengine.kernels.cuda.tuning import (
-    GemvTuning,
-    TileTuning,
-    WideTuning,
-    deterministic_tuning,
-    linear_tuning,
-    parts_tuning,
-    wide_tuning,
-)
 
 ACTIVATIONS = {"silu": activation.SILU, "gelu_tanh": activation.GELU_TANH}
 
@@ -46,13 +37,11 @@ class CudaKernels:
     # -- matrix products ---------------------------------------------------------------------------------------------
 
     def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """x [T, in] @ weight[out, in].T + bias."""
-        tuned = self._tuning(x, weight, gated=False)
-        if tuned is None:
+        """Return x [T, in] @ weight[out, in].T + bias."""
+        choice = self._choose(x, weight, Product.LINEAR)
+        if choice is None:
             return functional.linear(x, weight, bias)
-        if isinstance(tuned, GemvTuning):
-            return gemv(x, weight, tuned, bias=bias)
-        return self._tile(x, weight, tuned, bias=bias)
+        return self._launch(choice, x, weight, bias=bias)
 
     def norm_linear(
         self,
@@ -62,21 +51,19 @@ class CudaKernels:
         weight: torch.Tensor,
         bias: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """linear(rms_norm(x)); one kernel for a single row."""
-        tuned = self._tuning(x, weight, gated=False)
-        if isinstance(tuned, GemvTuning):
-            return gemv(x, weight, tuned, bias=bias, gain=gain, eps=eps)
+        """Return linear(rms_norm(x)); one kernel for a single row."""
+        choice = self._choose(x, weight, Product.LINEAR)
+        if choice is not None and choice.kernel is Kernel.GEMV:
+            return gemv(x, weight, choice.config, bias=bias, gain=gain, eps=eps)
         return self.linear(norm.rms_norm(x, gain, eps), weight, bias)
 
     def linear_add(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor
     ) -> torch.Tensor:
-        """residual += linear(x), in place, summed before it is rounded."""
-        tuned = self._tuning(x, weight, gated=False)
-        if isinstance(tuned, GemvTuning):
-            return gemv(x, weight, tuned, bias=bias, residual=residual)
-        if tuned is not None:
-            return self._tile(x, weight, tuned, bias=bias, residual=residual)
+        """Add linear(x) to the residual, in place, summed before it is rounded."""
+        choice = self._choose(x, weight, Product.LINEAR)
+        if choice is not None:
+            return self._launch(choice, x, weight, bias=bias, residual=residual)
         if bias is not None:
             return residual.add_(functional.linear(x, weight, bias))
         return torch.addmm(residual, x, weight.t(), out=residual)
@@ -90,13 +77,13 @@ class CudaKernels:
         gain: torch.Tensor,
         eps: float,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """`linear_add`, and rms_norm of the sum where a kernel that adds up the product's parts does it on the way."""
-        num_rows, (width, columns) = x.shape[0], weight.shape
-        tuned = parts_tuning(num_rows, width, columns)
-        exact = self.deterministic or x.dtype == torch.float32 or bias is not None
-        if tuned is None or exact or not can_be_wide(x, weight, tuned, gated=False):
+        """Do `linear_add`, and return with it rms_norm of the sum where the kernel that adds up the product's partial
+        sums computes it; else None."""
+        choice = self._choose(x, weight, Product.PARTS) if bias is None else None
+        if choice is None:
             return self.linear_add(x, weight, bias, residual), None
-        normed, residual = norm.add_parts_rms_norm(wide_parts(x, weight, tuned, self.scratch), residual, gain, eps)
+        parts = tma_parts(x, weight, choice.config, self.scratch)
+        normed, residual = norm.add_parts_rms_norm(parts, residual, gain, eps)
         return residual, normed
 
     def norm_gated_linear(
@@ -108,38 +95,37 @@ class CudaKernels:
         bias: torch.Tensor | None = None,
         activation: str = "silu",
     ) -> torch.Tensor:
-        """act(gate) * up of rms_norm(x), of x itself without a gain; weight [2I, E], the gate's rows first."""
+        """Return act(gate) * up of rms_norm(x), of x itself without a gain; weight [2I, E], the gate's rows first."""
         act = ACTIVATIONS[activation]
-        tuned = self._tuning(x, weight, gated=True)
-        if isinstance(tuned, GemvTuning):
-            return gemv(x, weight, tuned, bias=bias, gain=gain, eps=eps, gated=act)
+        choice = self._choose(x, weight, Product.GATED)
+        if choice is not None and choice.kernel is Kernel.GEMV:
+            return gemv(x, weight, choice.config, bias=bias, gain=gain, eps=eps, gated=act)
         normed = x if gain is None else norm.rms_norm(x, gain, eps)
-        if tuned is not None:
-            return self._tile(normed, weight, tuned, bias=bias, gated=act)
+        if choice is not None:
+            return self._launch(choice, normed, weight, bias=bias, gated=act)
         return self._activate(act, self.linear(normed, weight, bias))
 
     def _activate(self, act: int, x: torch.Tensor) -> torch.Tensor:
         return activation.silu_and_mul(x) if act == activation.SILU else activation.gelu_tanh_and_mul(x)
 
-    def _tile(
-        self, x: torch.Tensor, weight: torch.Tensor, tuned: TileTuning | WideTuning, **surroundings: Any
-    ) -> torch.Tensor:
-        product = wide if isinstance(tuned, WideTuning) else tiled
-        return product(x, weight, tuned, self.scratch, **surroundings)
-
-    def _tuning(
-        self, x: torch.Tensor, weight: torch.Tensor, *, gated: bool
-    ) -> GemvTuning | TileTuning | WideTuning | None:
-        width, columns = weight.shape
+    def _choose(self, x: torch.Tensor, weight: torch.Tensor, product: Product) -> Choice | None:
+        """Return the best kernel that takes these tensors; None: cuBLAS."""
+        is_fp32 = x.dtype == torch.float32
         if self.deterministic:
-            tuned = deterministic_tuning(x.shape[0], width, columns, gated)
-            return tuned if x.element_size() == 2 else tuned._replace(num_stages=2)  # fp32 tiles take twice the room
-        if x.dtype == torch.float32:
-            return None
-        large = wide_tuning(x.shape[0], width, columns, gated)
-        if large is not None and can_be_wide(x, weight, large, gated=gated):
-            return large
-        return linear_tuning(x.shape[0], width, columns, gated)
+            operands = Operands.DENSE_FP32_EXACT if is_fp32 else Operands.DENSE_EXACT
+        else:
+            operands = Operands.DENSE_FP32 if is_fp32 else Operands.DENSE
+        for choice in candidates(operands, product, x.shape[0], *weight.shape):
+            by_tma = choice.kernel in (Kernel.TMA_TILE, Kernel.TMA_PARTS)
+            if not by_tma or tma_fits(x, weight, choice.config, gated=product is Product.GATED):
+                return choice
+        return None
+
+    def _launch(self, choice: Choice, x: torch.Tensor, weight: torch.Tensor, **surroundings: Any) -> torch.Tensor:
+        if choice.kernel is Kernel.GEMV:
+            return gemv(x, weight, choice.config, **surroundings)
+        product = tma_tiled if choice.kernel is Kernel.TMA_TILE else tiled
+        return product(x, weight, choice.config, self.scratch, **surroundings)
 
     # -- attention ---------------------------------------------------------------------------------------------------
 

@@ -22,9 +22,9 @@ import triton
 import triton.language as tl
 
 from inferengine.kernels.cuda.activation import tanh
+from inferengine.kernels.cuda.dispatch import DecodeConfig, decode_config
 from inferengine.kernels.cuda.pdl import allow_next, launch_options, supports_pdl, wait_for_previous
 from inferengine.kernels.cuda.split_k import NUM_FLOATS, Scratch
-from inferengine.kernels.cuda.tuning import DecodeTuning, decode_tuning
 
 
 @triton.jit
@@ -190,7 +190,7 @@ def decode_attention(
     out: torch.Tensor | None = None,
     kv_scales: tuple[float, float] = (1.0, 1.0),
     num_splits: int | None = None,
-    tuning: DecodeTuning | None = None,
+    tuning: DecodeConfig | None = None,
 ) -> torch.Tensor:
     """q [B, H, D] -> [B, H*D]. Row b attends to positions [0, row_len[b]) of slot row_slot[b] (the last `window`).
 
@@ -225,7 +225,7 @@ def decode_attention_qkv(
     out: torch.Tensor | None = None,
     kv_scales: tuple[float, float] = (1.0, 1.0),
     num_splits: int | None = None,
-    tuning: DecodeTuning | None = None,
+    tuning: DecodeConfig | None = None,
 ) -> torch.Tensor:
     """`qkv_rope_write` and `decode_attention` in one kernel: qkv [B, (H+2K)*D] -> [B, H*D].
 
@@ -242,9 +242,9 @@ def decode_attention_qkv(
 
 def row_classes(num_heads: int, num_kv_heads: int, head_dim: int, max_rows: int) -> list[int]:
     """For each kernel that steps of 1 to `max_rows` decode rows launch, the fewest rows that launch it."""
-    first: dict[tuple[DecodeTuning, int], int] = {}
+    first: dict[tuple[DecodeConfig, int], int] = {}
     for rows in range(1, max_rows + 1):
-        tuned = decode_tuning(rows, num_kv_heads, head_dim)
+        tuned = decode_config(rows, num_kv_heads, head_dim)
         splits = _fitting_splits(tuned.num_splits, rows * num_heads * (head_dim + 1), NUM_FLOATS)
         first.setdefault((tuned, splits), rows)
     return list(first.values())
@@ -276,13 +276,13 @@ def _launch(
     out: torch.Tensor,
     kv_scales: tuple[float, float],
     num_splits: int | None,
-    tuning: DecodeTuning | None,
+    tuning: DecodeConfig | None,
 ) -> None:
     num_rows, num_kv_heads, block_size, head_dim = q.shape[0], kv.shape[2], kv.shape[3], kv.shape[4]
     if num_rows == 0:
         return
     group = num_heads // num_kv_heads
-    tuned = tuning or decode_tuning(num_rows, num_kv_heads, head_dim)
+    tuned = tuning or decode_config(num_rows, num_kv_heads, head_dim)
     wanted = min(num_splits or tuned.num_splits, MAX_SPLITS)
     splits = _fitting_splits(wanted, num_rows * num_heads * (head_dim + 1), scratch.partial.numel())
     if num_rows * num_kv_heads > scratch.arrived.numel():

@@ -22,11 +22,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from inferengine.kernels.cuda.activation import tanh
 from inferengine.kernels.cuda.attention import prefill_hopper as hopper
 from inferengine.kernels.cuda.attention.row_tiles import find_row
+from inferengine.kernels.cuda.dispatch import PREFILL_HOPPER_TOKENS, PrefillConfig, prefill_config
 from inferengine.kernels.cuda.pdl import allow_next, launch_options, supports_pdl, wait_for_previous
 from inferengine.kernels.cuda.split_k import Scratch
-from inferengine.kernels.cuda.tuning import PrefillTuning, prefill_tuning
-
-PROMPT_TOKENS = 256  # tokens of a row, on average, from which Hopper's kernel is taken: its tiles are for prompts
 
 
 def prefill_attention(
@@ -44,7 +42,7 @@ def prefill_attention(
     num_tokens: int,
     out: torch.Tensor,
     kv_scales: tuple[float, float] = (1.0, 1.0),
-    tuning: PrefillTuning | None = None,
+    tuning: PrefillConfig | None = None,
     deterministic: bool = False,
     scratch: Scratch | None = None,
 ) -> torch.Tensor:
@@ -60,7 +58,7 @@ def prefill_attention(
     num_rows = row_slot.shape[0] - first_row
     if num_rows <= 0 or num_tokens <= 0:
         return out
-    prompts = not deterministic and num_tokens >= PROMPT_TOKENS * num_rows
+    prompts = not deterministic and num_tokens >= PREFILL_HOPPER_TOKENS * num_rows
     if tuning is None and prompts and hopper.fits(q, kv):
         return hopper.prefill_attention(
             q, kv, row_slot, row_start, query_start, block_table, scale, window, softcap, first_row=first_row,
@@ -68,7 +66,7 @@ def prefill_attention(
         )  # fmt: skip
     num_kv_heads, block_size = kv.shape[2], kv.shape[3]
     group = num_heads // num_kv_heads
-    tuned = tuning or prefill_tuning(head_dim, block_size)
+    tuned = tuning or prefill_config(head_dim, block_size)
     tile_tokens = tuned.block_rows // group
     assert tile_tokens > 0
     num_tiles = num_tokens // tile_tokens + num_rows

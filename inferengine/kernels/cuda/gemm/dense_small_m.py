@@ -21,15 +21,15 @@ import triton
 import triton.language as tl
 
 from inferengine.kernels.cuda.activation import gate
+from inferengine.kernels.cuda.dispatch import GemvConfig, TileConfig
 from inferengine.kernels.cuda.pdl import allow_next, launch_options, supports_pdl, wait_for_previous
 from inferengine.kernels.cuda.split_k import Scratch, leave_part, sum_of_parts
-from inferengine.kernels.cuda.tuning import GemvTuning, TileTuning
 
 
 def gemv(
     x: torch.Tensor,
     weight: torch.Tensor,
-    tuned: GemvTuning,
+    tuned: GemvConfig,
     *,
     bias: torch.Tensor | None = None,
     gain: torch.Tensor | None = None,
@@ -76,7 +76,7 @@ def gemv(
 def tiled(
     x: torch.Tensor,
     weight: torch.Tensor,
-    tuned: TileTuning,
+    tuned: TileConfig,
     scratch: Scratch,
     *,
     bias: torch.Tensor | None = None,

@@ -14,22 +14,22 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from inferengine.kernels.cuda.activation import gate
+from inferengine.kernels.cuda.dispatch import TmaTileConfig
 from inferengine.kernels.cuda.pdl import allow_next, launch_options, supports_pdl, wait_for_previous
 from inferengine.kernels.cuda.split_k import Scratch, leave_part, sum_of_parts
-from inferengine.kernels.cuda.tuning import WideTuning
 
 
-def can_be_wide(x: torch.Tensor, weight: torch.Tensor, tuned: WideTuning, *, gated: bool) -> bool:
+def tma_fits(x: torch.Tensor, weight: torch.Tensor, tuned: TmaTileConfig, *, gated: bool) -> bool:
     """Tensor maps want rows that begin at multiples of 16 bytes; tiles of the weight must be whole."""
     width = weight.shape[0] // 2 if gated else weight.shape[0]
     aligned = weight.is_contiguous() and x.stride(1) == 1 and x.data_ptr() % 16 == weight.data_ptr() % 16 == 0
     return aligned and x.stride(0) * x.element_size() % 16 == 0 and x.shape[1] % 8 == 0 and width % tuned.block_n == 0
 
 
-def wide(
+def tma_tiled(
     x: torch.Tensor,
     weight: torch.Tensor,
-    tuned: WideTuning,
+    tuned: TmaTileConfig,
     scratch: Scratch,
     *,
     bias: torch.Tensor | None = None,
@@ -37,7 +37,7 @@ def wide(
     gated: int | None = None,
 ) -> torch.Tensor:
     """x [M, K], weight [N, K] -> [M, N], or [M, N / 2] when gated by an activation of activation.py. `residual` [M, N]
-    is added in place and returned. The operands satisfy `can_be_wide`."""
+    is added in place and returned. The operands satisfy `tma_fits`."""
     width = weight.shape[0] if gated is None else weight.shape[0] // 2
     out = x.new_empty(x.shape[0], width) if residual is None else residual
     tiles = triton.cdiv(x.shape[0], tuned.block_m) * (width // tuned.block_n)
@@ -49,7 +49,7 @@ def wide(
     return out
 
 
-def wide_parts(x: torch.Tensor, weight: torch.Tensor, tuned: WideTuning, scratch: Scratch) -> torch.Tensor:
+def tma_parts(x: torch.Tensor, weight: torch.Tensor, tuned: TmaTileConfig, scratch: Scratch) -> torch.Tensor:
     """x [M, K], weight [N, K] -> [splits, M, N] fp32, whose sum is the product. It lies in the scratch memory: the next
     kernel must be the one that reads it."""
     shape = (tuned.splits, x.shape[0], weight.shape[0])
@@ -61,7 +61,7 @@ def wide_parts(x: torch.Tensor, weight: torch.Tensor, tuned: WideTuning, scratch
 def _launch(
     x: torch.Tensor,
     weight: torch.Tensor,
-    tuned: WideTuning,
+    tuned: TmaTileConfig,
     scratch: Scratch,
     splits: int,
     out: torch.Tensor,

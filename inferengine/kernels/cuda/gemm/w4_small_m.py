@@ -13,13 +13,12 @@ depend on the others.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 
 from inferengine.kernels.cuda.activation import gate
+from inferengine.kernels.cuda.dispatch import W4SmallMConfig
 from inferengine.kernels.cuda.gemm.w4_layout import NibbleWeight
 from inferengine.kernels.cuda.mma import (
     code_numbers,
@@ -34,20 +33,10 @@ from inferengine.kernels.cuda.pdl import allow_next, launch_options, supports_pd
 INSTRUCTION_ROWS = 8  # rows of x
 
 
-class FragmentTuning(NamedTuple):
-    """Tiles of 16 weight rows of a program (two where the product is gated), its warps, slices that each warp has on
-    their way, and the most blocks of eight rows of x that a program takes."""
-
-    tiles: int
-    num_warps: int
-    ahead: int
-    row_blocks: int = 4
-
-
-def fragment_product(
+def small_m_product(
     x: torch.Tensor,
     weight: NibbleWeight,
-    tuned: FragmentTuning,
+    tuned: W4SmallMConfig,
     *,
     bias: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
@@ -97,14 +86,14 @@ def fragment_product(
     return out
 
 
-def fragment_product_float32(x: torch.Tensor, weight: NibbleWeight, tuned: FragmentTuning) -> torch.Tensor:
+def small_m_product_float32(x: torch.Tensor, weight: NibbleWeight, tuned: W4SmallMConfig) -> torch.Tensor:
     """x [M, K] -> [M, N] in float32, whose 24 bits are the sum of three numbers in bf16."""
     first = x.bfloat16()
     left = x - first.float()
     second = left.bfloat16()
     pieces = torch.cat([first, second, (left - second.float()).bfloat16()])
     out = x.new_zeros(pieces.shape[0], weight.rows)
-    fragment_product(pieces, weight, tuned, residual=out)
+    small_m_product(pieces, weight, tuned, residual=out)
     return out.view(3, x.shape[0], weight.rows).sum(0)
 
 

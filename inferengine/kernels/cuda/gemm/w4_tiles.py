@@ -8,28 +8,17 @@ once, before. As in linear.py the inner dimension may be cut in chunks that meet
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 
+from inferengine.kernels.cuda.dispatch import W4TileConfig
 from inferengine.kernels.cuda.gemm.w4_layout import SLICE, NibbleWeight
 from inferengine.kernels.cuda.mma import half_to_float
 from inferengine.kernels.cuda.pdl import allow_next, launch_options, supports_pdl, wait_for_previous
 from inferengine.kernels.cuda.split_k import Scratch, leave_part, sum_of_parts
 
 MOST_PARTS = 4  # groups of 32 columns; smaller ones cut through a word
-
-
-class NibbleTuning(NamedTuple):
-    """Tiles of rows of x and of weight rows; `chunks` are parts of the inner dimension that different programs sum."""
-
-    block_m: int
-    block_n: int
-    chunks: int
-    num_warps: int
-    num_stages: int
 
 
 def in_word_order(x: torch.Tensor, slices: int) -> torch.Tensor:
@@ -44,7 +33,7 @@ def in_word_order(x: torch.Tensor, slices: int) -> torch.Tensor:
 def nibble_tile_product(
     x: torch.Tensor,
     weight: NibbleWeight,
-    tuned: NibbleTuning,
+    tuned: W4TileConfig,
     scratch: Scratch,
     *,
     bias: torch.Tensor | None = None,

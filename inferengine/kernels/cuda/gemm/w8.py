@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 
 from inferengine.kernels.cuda.activation import gate
+from inferengine.kernels.cuda.dispatch import W8GemvConfig, W8TileConfig
 from inferengine.kernels.cuda.pdl import allow_next, launch_options, supports_pdl, wait_for_previous
 from inferengine.kernels.cuda.split_k import Scratch, leave_part, sum_of_parts
 
@@ -35,29 +36,10 @@ class ByteWeight(NamedTuple):
     block_rows: int = 0  # 0: scales are by row
 
 
-class VectorTuning(NamedTuple):
-    """One row: weight rows and columns of a tile."""
-
-    block_n: int
-    block_k: int
-    num_warps: int
-
-
-class BlockTuning(NamedTuple):
-    """A few rows: tile sizes; `chunks` are parts of the inner dimension that different programs sum."""
-
-    block_m: int
-    block_n: int
-    block_k: int
-    chunks: int
-    num_warps: int
-    num_stages: int
-
-
 def vector_product(
     x: torch.Tensor,
     weight: ByteWeight,
-    tuned: VectorTuning,
+    tuned: W8GemvConfig,
     *,
     bias: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
@@ -95,7 +77,7 @@ def vector_product(
 def tile_product(
     x: torch.Tensor,
     weight: ByteWeight,
-    tuned: BlockTuning,
+    tuned: W8TileConfig,
     scratch: Scratch,
     *,
     bias: torch.Tensor | None = None,

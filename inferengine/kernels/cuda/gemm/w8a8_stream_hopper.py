@@ -28,6 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from inferengine.kernels.cuda.activation import gate
+from inferengine.kernels.cuda.dispatch import StreamConfig
 from inferengine.kernels.cuda.gemm.hopper import is_hopper, load_piece
 from inferengine.kernels.cuda.pdl import allow_next, launch_options, supports_pdl, wait_for_previous
 from inferengine.kernels.cuda.split_k import Scratch
@@ -37,18 +38,6 @@ LARGEST = gl.constexpr(448.0)
 LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
 
 
-class StreamTuning(NamedTuple):
-    """Rows of x, weight rows (as many of gate as of up) and columns of a step, parts of the inner dimension, warps, and
-    steps in the ring. `block_k`: 128 or more."""
-
-    block_m: int
-    block_n: int
-    block_k: int
-    splits: int
-    num_warps: int
-    num_stages: int
-
-
 class BlockCodes(NamedTuple):
     """Codes [M, K] e4m3, and fp32 scales [ceil(K / 128), M]: one for each 128 columns of a row."""
 
@@ -56,7 +45,7 @@ class BlockCodes(NamedTuple):
     scales: torch.Tensor
 
 
-def fits(rows: int, weight: torch.Tensor, tuned: StreamTuning, *, gated: bool = False) -> bool:
+def fits(rows: int, weight: torch.Tensor, tuned: StreamConfig, *, gated: bool = False) -> bool:
     """What the kernel takes. `weight`: codes [N, K]."""
     width, columns = weight.shape
     whole = width % (tuned.block_n * (2 if gated else 1)) == 0 and columns % (tuned.block_k * tuned.splits) == 0
@@ -69,7 +58,7 @@ def stream_product(
     scales: torch.Tensor,
     weight: torch.Tensor,
     weight_scales: torch.Tensor,
-    tuned: StreamTuning,
+    tuned: StreamConfig,
     dtype: torch.dtype,
     *,
     bias: torch.Tensor | None = None,
@@ -87,7 +76,7 @@ def stream_parts(
     scales: torch.Tensor,
     weight: torch.Tensor,
     weight_scales: torch.Tensor,
-    tuned: StreamTuning,
+    tuned: StreamConfig,
     scratch: Scratch,
 ) -> torch.Tensor:
     """`stream_product` left in parts [splits, M, N] fp32 whose sum is the product. They lie in the scratch memory: the
@@ -103,7 +92,7 @@ def stream_gated(
     scales: torch.Tensor,
     weight: torch.Tensor,
     weight_scales: torch.Tensor,
-    tuned: StreamTuning,
+    tuned: StreamConfig,
     activation: int,
     dtype: torch.dtype | None = None,
     *,
@@ -127,7 +116,7 @@ def _launch(
     scales: torch.Tensor,
     weight: torch.Tensor,
     weight_scales: torch.Tensor,
-    tuned: StreamTuning,
+    tuned: StreamConfig,
     out: torch.Tensor,
     out_scales: torch.Tensor | None = None,
     *,
@@ -165,7 +154,7 @@ def _launch(
 
 
 def descriptors(
-    codes: torch.Tensor, weight: torch.Tensor, tuned: StreamTuning
+    codes: torch.Tensor, weight: torch.Tensor, tuned: StreamConfig
 ) -> tuple[TensorDescriptor, TensorDescriptor]:
     return (
         TensorDescriptor(codes, codes.shape, codes.stride(), [tuned.block_m, COLUMNS.value], LAYOUT),

@@ -3,10 +3,10 @@ import torch
 
 from inferengine.kernels.cuda import table as cuda
 from inferengine.kernels.cuda.activation import GELU_TANH, SILU
-from inferengine.kernels.cuda.gemm.dense_tma import can_be_wide, wide, wide_parts
+from inferengine.kernels.cuda.dispatch import Kernel, Operands, Product, TmaTileConfig, candidates, rule
+from inferengine.kernels.cuda.gemm.dense_tma import tma_fits, tma_parts, tma_tiled
 from inferengine.kernels.cuda.norm import add_parts_rms_norm
-from inferengine.kernels.cuda.tuning import WideTuning, parts_tuning, wide_tuning
-from tests.kernels.builders import dtypes, make_scratch, reference_norm, relative_error, tolerance
+from tests.kernels.builders import dtypes, make_scratch, prefer_rule, reference_norm, relative_error, tolerance
 
 DTYPE = dtypes()[-1]
 
@@ -21,11 +21,11 @@ def make_operands(rows: int, columns: int, width: int, device: torch.device):
 def test_product_with_bias_and_residual(rows, columns, splits, weight_left, device):
     x, weight = make_operands(rows, columns, 128, device)
     bias, residual = torch.randn(128, device=device).to(DTYPE), torch.randn(rows, 128, device=device).to(DTYPE)
-    tuned, scratch = WideTuning(64, 64, 64, splits, 4, 3, weight_left), make_scratch(device)
+    tuned, scratch = TmaTileConfig(64, 64, 64, splits, 4, 3, weight_left), make_scratch(device)
     expected = x.double() @ weight.double().T
-    assert relative_error(wide(x, weight, tuned, scratch), expected) < tolerance(DTYPE)
+    assert relative_error(tma_tiled(x, weight, tuned, scratch), expected) < tolerance(DTYPE)
     stored = residual.clone()
-    actual = wide(x, weight, tuned, scratch, bias=bias, residual=stored)
+    actual = tma_tiled(x, weight, tuned, scratch, bias=bias, residual=stored)
     assert actual.data_ptr() == stored.data_ptr()
     assert relative_error(stored, expected + bias.double() + residual.double()) < tolerance(DTYPE)
     assert not scratch.arrived.any(), "a launch must leave the arrival counters at zero"
@@ -38,8 +38,8 @@ def test_gated_product(activation, weight_left, device):
     bias = torch.randn(256, device=device).to(DTYPE)
     left, right = (x.double() @ weight.double().T + bias.double()).chunk(2, -1)
     act = torch.nn.functional.silu(left) if activation == SILU else torch.nn.functional.gelu(left, approximate="tanh")
-    tuned = WideTuning(64, 64, 64, 1, 4, 3, weight_left)
-    actual = wide(x, weight, tuned, make_scratch(device), bias=bias, gated=activation)
+    tuned = TmaTileConfig(64, 64, 64, 1, 4, 3, weight_left)
+    actual = tma_tiled(x, weight, tuned, make_scratch(device), bias=bias, gated=activation)
     assert relative_error(actual, act * right) < tolerance(DTYPE)
 
 
@@ -47,7 +47,7 @@ def test_chunks_without_room_to_meet_are_summed_by_one_program(device):
     x, weight = make_operands(200, 256, 128, device)
     scratch = make_scratch(device)
     scratch.partial = scratch.partial[:1024]
-    actual = wide(x, weight, WideTuning(64, 64, 64, 2, 4, 3), scratch)
+    actual = tma_tiled(x, weight, TmaTileConfig(64, 64, 64, 2, 4, 3), scratch)
     assert relative_error(actual, x.double() @ weight.double().T) < tolerance(DTYPE)
 
 
@@ -56,7 +56,7 @@ def test_parts_of_a_product_are_added_to_the_residual_and_normed(splits, device)
     x, weight = make_operands(70, 320, 128, device)
     residual, gain = torch.randn(70, 128, device=device).to(DTYPE), torch.randn(128, device=device).to(DTYPE)
     expected = residual.double() + x.double() @ weight.double().T
-    parts = wide_parts(x, weight, WideTuning(64, 64, 64, splits, 4, 3), make_scratch(device))
+    parts = tma_parts(x, weight, TmaTileConfig(64, 64, 64, splits, 4, 3), make_scratch(device))
     assert parts.shape == (splits, 70, 128)
     normed, summed = add_parts_rms_norm(parts, residual, gain, 1e-5)
     assert summed is residual
@@ -65,7 +65,8 @@ def test_parts_of_a_product_are_added_to_the_residual_and_normed(splits, device)
 
 
 def test_an_exact_sum_leaves_the_norm_to_the_next_product(device, monkeypatch):
-    monkeypatch.setattr(cuda, "parts_tuning", lambda *shape: WideTuning(64, 64, 64, 2, 4, 3))
+    parts = rule(Kernel.TMA_PARTS, TmaTileConfig(64, 64, 64, 2, 4, 3))
+    prefer_rule(monkeypatch, Operands.DENSE, Product.PARTS, parts)
     x, weight = make_operands(20, 128, 128, device)
     gain = torch.randn(128, device=device).to(DTYPE)
     for kernels, operands in (
@@ -82,12 +83,12 @@ def test_an_exact_sum_leaves_the_norm_to_the_next_product(device, monkeypatch):
 
 
 def test_what_the_tensor_memory_accelerator_cannot_read(device):
-    tuned = WideTuning(64, 64, 64, 1, 4, 3)
+    tuned = TmaTileConfig(64, 64, 64, 1, 4, 3)
     x, weight = make_operands(64, 128, 128, device)
-    assert can_be_wide(x, weight, tuned, gated=True)
-    assert not can_be_wide(x, weight[:96], tuned, gated=False), "a tile that is not whole"
-    assert not can_be_wide(x[:, 4:], weight[:, 4:], tuned, gated=False), "rows that begin between 16 bytes"
-    assert can_be_wide(torch.cat([x, x], 1)[:, :128], weight, tuned, gated=False), "rows may lie apart"
+    assert tma_fits(x, weight, tuned, gated=True)
+    assert not tma_fits(x, weight[:96], tuned, gated=False), "a tile that is not whole"
+    assert not tma_fits(x[:, 4:], weight[:, 4:], tuned, gated=False), "rows that begin between 16 bytes"
+    assert tma_fits(torch.cat([x, x], 1)[:, :128], weight, tuned, gated=False), "rows may lie apart"
 
 
 @pytest.mark.parametrize("gated", [False, True])
@@ -96,11 +97,15 @@ def test_what_the_tensor_memory_accelerator_cannot_read(device):
 )
 def test_tiles_of_the_table_fit_a_multiprocessor(width, columns, gated):
     for rows in range(1, 513):
-        tuned = wide_tuning(rows, width, columns, gated)
-        parts = None if gated else parts_tuning(rows, width, columns)
-        if parts is not None:
-            assert parts.splits * rows * width <= 8 << 20, "room in the scratch memory"
-            tuned = parts
+        products = (Product.GATED,) if gated else (Product.LINEAR, Product.PARTS)
+        choices = [
+            choice for product in products for choice in candidates(Operands.DENSE, product, rows, width, columns)
+        ]
+        tuned = next((choice.config for choice in choices if isinstance(choice.config, TmaTileConfig)), None)
+        for choice in choices:
+            if choice.kernel is Kernel.TMA_PARTS:
+                tuned = choice.config
+                assert tuned.splits * rows * width <= 8 << 20, "room in the scratch memory"
         if tuned is None:
             continue
         outputs = tuned.block_n * (2 if gated else 1)

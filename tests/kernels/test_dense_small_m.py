@@ -2,8 +2,8 @@ import pytest
 import torch
 
 from inferengine.kernels.cuda.activation import GELU_TANH, SILU
+from inferengine.kernels.cuda.dispatch import GemvConfig, Operands, Product, TileConfig, candidates
 from inferengine.kernels.cuda.gemm.dense_small_m import gemv, tiled
-from inferengine.kernels.cuda.tuning import GemvTuning, TileTuning, deterministic_tuning
 from tests.kernels.builders import dtypes, make_scratch, reference_norm, relative_error, tolerance
 
 
@@ -19,7 +19,7 @@ def test_gemv_norms_its_input_and_adds_bias_and_residual(columns, width, dtype, 
     x, weight = make_operands(1, columns, width, dtype, device)
     gain, bias = torch.randn(columns, device=device).to(dtype), torch.randn(width, device=device).to(dtype)
     residual = torch.randn(1, width, device=device).to(dtype)
-    tuned = GemvTuning(4, 128, 4, 0)
+    tuned = GemvConfig(4, 128, 4, 0)
     plain = x.double() @ weight.double().T
     assert relative_error(gemv(x, weight, tuned), plain) < tolerance(dtype)
     normed = reference_norm(x, gain, 1e-5) @ weight.double().T + bias.double() + residual.double()
@@ -36,10 +36,10 @@ def test_gated_products(rows, activation, dtype, device):
     x, weight = make_operands(rows, 192, 2 * 48, dtype, device)
     left, right = (x.double() @ weight.double().T).chunk(2, -1)
     act = torch.nn.functional.silu(left) if activation == SILU else torch.nn.functional.gelu(left, approximate="tanh")
-    tiled_out = tiled(x, weight, TileTuning(16, 16, 64, 1, 4, 2, 0), make_scratch(device), gated=activation)
+    tiled_out = tiled(x, weight, TileConfig(16, 16, 64, 1, 4, 2, 0), make_scratch(device), gated=activation)
     assert relative_error(tiled_out, act * right) < tolerance(dtype)
     if rows == 1:
-        assert relative_error(gemv(x, weight, GemvTuning(4, 128, 4, 0), gated=activation), act * right) < tolerance(
+        assert relative_error(gemv(x, weight, GemvConfig(4, 128, 4, 0), gated=activation), act * right) < tolerance(
             dtype
         )
 
@@ -50,7 +50,7 @@ def test_gated_products(rows, activation, dtype, device):
 def test_tiled_product(rows, columns, width, chunks, dtype, device):
     x, weight = make_operands(rows, columns, width, dtype, device)
     bias, residual = torch.randn(width, device=device).to(dtype), torch.randn(rows, width, device=device).to(dtype)
-    tuned, scratch = TileTuning(16, 32, 32, chunks, 4, 2, 0), make_scratch(device)
+    tuned, scratch = TileConfig(16, 32, 32, chunks, 4, 2, 0), make_scratch(device)
     expected = x.double() @ weight.double().T
     assert relative_error(tiled(x, weight, tuned, scratch), expected) < tolerance(dtype)
     stored = residual.clone()
@@ -66,8 +66,9 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(gated, device):
     scratch = make_scratch(device)
 
     def run(rows: int) -> torch.Tensor:
-        tuned = deterministic_tuning(rows, 256, 512, gated is not None)
-        return tiled(x[:rows], weight, tuned, scratch, gated=gated)
+        product = Product.LINEAR if gated is None else Product.GATED
+        (choice,) = candidates(Operands.DENSE_EXACT, product, rows, 256, 512)
+        return tiled(x[:rows], weight, choice.config, scratch, gated=gated)
 
     whole = run(300)
     for rows in (1, 16, 33, 65, 200):
@@ -81,6 +82,6 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(gated, device):
 def test_a_preloaded_first_tile_is_the_same_product(rows, device):
     x, weight = make_operands(rows, 256, 64, dtypes()[-1], device)
     for chunks in (1, 2):
-        tuned = TileTuning(16, 32, 64, chunks, 4, 2, 0, preload=True)
+        tuned = TileConfig(16, 32, 64, chunks, 4, 2, 0, preload=True)
         expected = x.double() @ weight.double().T
         assert relative_error(tiled(x, weight, tuned, make_scratch(device)), expected) < tolerance(x.dtype)

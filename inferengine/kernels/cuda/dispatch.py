@@ -1,0 +1,605 @@
+"""Which kernel takes which shape, and in which configuration: the one table that all launch sites on CUDA consult.
+
+A product is x [rows, columns] @ weight [width, columns]^T. `PRODUCTS` lists, for each pair of operands and each kind of
+product, rules in order of preference. A rule holds for ranges of rows, width, columns and weight size. `candidates`
+returns the first rule of each kernel that holds, best kernel first; a launch site takes the first one whose kernel
+accepts its tensors (Hopper only, alignment, whole tiles). Where none is left, the launch site uses the library: cuBLAS,
+for quantized weights after they are dequantized.
+
+The figures were measured on an H200 with benchmarks/kernels.py and benchmarks/quantized.py, most of them with the
+shapes of an 8B model. Nothing is tuned at start-up: equal shapes take equal launches. A shape that was not measured
+takes the values of its class, which may be slow but never wrong.
+
+Deterministic mode has operands of its own. Their configurations sum the inner dimension in an order that depends on the
+weight's shape only, never on the number of rows.
+
+Every `width` counts all rows of the weight: of a gated product gate and up together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from enum import StrEnum
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+# -- configurations, by kernel -----------------------------------------------------------------------------------------
+
+
+class GemvConfig(NamedTuple):
+    """gemm/dense_small_m.py, one row: weight rows and columns per tile, columns of each row prefetched into L2."""
+
+    block_n: int
+    block_k: int
+    num_warps: int
+    prefetch: int
+
+
+class TileConfig(NamedTuple):
+    """gemm/dense_small_m.py, few rows on the tensor cores. `chunks`: parts of the inner dimension that are summed
+    apart; `preload`: read the weight's first tile before the input is there, which pays where there are few tiles."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    chunks: int
+    num_warps: int
+    num_stages: int
+    prefetch: int
+    preload: bool = False
+
+
+class TmaTileConfig(NamedTuple):
+    """gemm/dense_tma.py: tiles of rows, of outputs (twice as many weight rows when gated) and of the inner dimension,
+    which `splits` programs share. `weight_left`: the weight is the tensor cores' left operand."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    splits: int
+    num_warps: int
+    num_stages: int
+    weight_left: bool = False
+
+
+class W8GemvConfig(NamedTuple):
+    """gemm/w8.py, one row: weight rows and columns of a tile. A thread reads eight columns at a time."""
+
+    block_n: int
+    block_k: int
+    num_warps: int
+
+
+class W8TileConfig(NamedTuple):
+    """gemm/w8.py, some rows: tile sizes; `chunks` are parts of the inner dimension that different programs sum."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    chunks: int
+    num_warps: int
+    num_stages: int
+
+
+class W4SmallMConfig(NamedTuple):
+    """gemm/w4_small_m.py: tiles of 16 weight rows of a program (two where the product is gated), its warps, slices that
+    each warp has in flight, and the most blocks of eight rows of x that a program takes."""
+
+    tiles: int
+    num_warps: int
+    ahead: int
+    row_blocks: int = 4
+
+
+class W4TileConfig(NamedTuple):
+    """gemm/w4_tiles.py: tiles of rows of x and of weight rows; `chunks` are parts of the inner dimension that different
+    programs sum."""
+
+    block_m: int
+    block_n: int
+    chunks: int
+    num_warps: int
+    num_stages: int
+
+
+class StreamConfig(NamedTuple):
+    """gemm/w8a8_stream_hopper.py: rows of x, weight rows (as many of gate as of up) and columns of a step, parts of the
+    inner dimension, warps, and steps in the ring. `block_k` is at least 128. Shared memory that the ring leaves free is
+    where the next product's ring begins to fill."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    splits: int
+    num_warps: int
+    num_stages: int
+
+
+class DecodeConfig(NamedTuple):
+    """attention/decode.py: tokens per tile, and the most programs per (row, KV head), of which one more takes part for
+    each `min_tiles` of the context."""
+
+    block_tokens: int
+    num_splits: int
+    num_warps: int
+    num_stages: int
+    min_tiles: int = 1
+
+
+class PrefillConfig(NamedTuple):
+    """attention/prefill.py: rows (tokens x heads of a group) and keys per tile. `tma`: load tiles with the tensor
+    memory accelerator where the cache's blocks allow it."""
+
+    block_rows: int
+    block_tokens: int
+    num_warps: int
+    num_stages: int
+    tma: bool = False
+
+
+# -- what is looked up -------------------------------------------------------------------------------------------------
+
+
+class Operands(StrEnum):
+    """Number formats of a product: the weight's, then the input's where it is not 16 bits wide."""
+
+    DENSE = "16 bits"
+    DENSE_FP32 = "fp32"
+    DENSE_EXACT = "16 bits, deterministic"
+    DENSE_FP32_EXACT = "fp32, deterministic"
+    W8 = "8-bit codes"
+    W8_FP32 = "8-bit codes, fp32 inputs"
+    W8_EXACT = "8-bit codes, deterministic"
+    W8_FP32_EXACT = "8-bit codes, fp32 inputs, deterministic"
+    FP8 = "FP8 with a scale for each output, whose inputs may be quantized to FP8"
+    W8A8 = "int8 with a scale for each output, whose inputs may be quantized to int8"
+    FP8_CODES = "FP8, inputs quantized to FP8 with a scale for each row"
+    FP8_BLOCK_CODES = "FP8, inputs quantized to FP8 with a scale for each 128 columns of a row"
+    INT8_CODES = "int8, inputs quantized to int8"
+    W4 = "4-bit codes in groups of 32 columns or more"
+    W4_SMALL_GROUPS = "4-bit codes in groups of 16 columns"
+    W4_FP32 = "4-bit codes, fp32 inputs"
+    W4_EXACT = "4-bit codes, deterministic"
+
+
+class Product(StrEnum):
+    """What surrounds a product."""
+
+    LINEAR = "bias or residual"
+    GATED = "act(gate) * up"
+    PARTS = "partial sums, which the norm that follows adds to the residual"
+
+
+class Kernel(StrEnum):
+    """A kernel, or a step that makes other operands of these."""
+
+    GEMV = "dense_small_m.gemv"
+    TILE = "dense_small_m.tiled"
+    TMA_TILE = "dense_tma.tma_tiled"
+    TMA_PARTS = "dense_tma.tma_parts"
+    GEMV_HOPPER = "gemv_hopper"  # its configuration follows from the shared memory of a multiprocessor: find_shape
+    W8_GEMV = "w8.vector_product"
+    W8_TILE = "w8.tile_product"
+    W4_SMALL_M = "w4_small_m"
+    W4_TILE = "w4_tiles"
+    STREAM = "w8a8_stream_hopper"
+    QUANTIZE_INPUTS = "quantize the inputs, then look up codes times codes"
+
+
+class Choice(NamedTuple):
+    """A kernel and its configuration: the NamedTuple above that names the kernel's file; None where it needs none."""
+
+    kernel: Kernel
+    config: Any
+
+
+class Range(NamedTuple):
+    """Whole numbers from `first` to `last`."""
+
+    first: int
+    last: int
+
+
+class Rule(NamedTuple):
+    """One line of the table: the choice, and for which shapes it holds."""
+
+    kernel: Kernel
+    config: Any
+    rows: Range
+    width: Range
+    columns: Range
+    size: Range  # width * columns
+    width_of: int  # the width is a multiple of this
+    columns_of: int
+    wide: bool | None  # whether the width is greater than the columns; None: either
+    tiles: Range  # tiles of 128 x 128 that the result has
+    splits: Callable[[int, int], int] | None  # (width, columns) -> `splits` or `chunks` of the configuration
+
+    def holds(self, rows: int, width: int, columns: int) -> bool:
+        """Return whether the rule covers a shape."""
+        return (
+            self.rows.first <= rows <= self.rows.last
+            and self.width.first <= width <= self.width.last
+            and self.columns.first <= columns <= self.columns.last
+            and self.size.first <= width * columns <= self.size.last
+            and width % self.width_of == 0
+            and columns % self.columns_of == 0
+            and self.wide in (None, width > columns)
+            and self.tiles.first <= -(-rows // 128) * -(-width // 128) <= self.tiles.last
+        )
+
+    def choice(self, width: int, columns: int) -> Choice:
+        """Return the choice for a shape that the rule covers."""
+        if self.splits is None:
+            return Choice(self.kernel, self.config)
+        name = "splits" if "splits" in self.config._fields else "chunks"
+        return Choice(self.kernel, self.config._replace(**{name: self.splits(width, columns)}))
+
+
+MANY = 1 << 62
+ANY = Range(0, MANY)
+ONE = Range(1, 1)
+
+
+def to(last: int) -> Range:
+    """Return the range of everything up to `last`."""
+    return Range(0, last)
+
+
+def above(last: int) -> Range:
+    """Return the range of everything greater than `last`."""
+    return Range(last + 1, MANY)
+
+
+def rule(
+    kernel: Kernel,
+    config: Any = None,
+    rows: Range = ANY,
+    *,
+    width: Range = ANY,
+    columns: Range = ANY,
+    size: Range = ANY,
+    width_of: int = 1,
+    columns_of: int = 1,
+    wide: bool | None = None,
+    tiles: Range = ANY,
+    splits: Callable[[int, int], int] | None = None,
+) -> Rule:
+    """Return a rule; what is not given does not limit it."""
+    return Rule(kernel, config, rows, width, columns, size, width_of, columns_of, wide, tiles, splits)
+
+
+# -- splits that follow from the shape ---------------------------------------------------------------------------------
+
+MULTIPROCESSORS = 132
+
+
+def fill(fewest: int, most: int) -> Callable[[int, int], int]:
+    """Return splits that give each multiprocessor one tile of 64 outputs."""
+    return lambda width, columns: max(fewest, min(most, round(MULTIPROCESSORS * 64 / width)))
+
+
+def by_columns(size: int) -> Callable[[int, int], int]:
+    """Return one split for each `size` columns."""
+    return lambda width, columns: max(1, -(-columns // size))
+
+
+def double_until_two_programs_each(width: int, columns: int) -> int:
+    """Return 1, 2, 4 or 8: splits of 512 columns or more that give each multiprocessor two tiles of 64 outputs."""
+    splits = 1
+    while splits < 8 and width // 64 * splits < 2 * MULTIPROCESSORS and columns // (splits * 2) >= 512:
+        splits *= 2
+    return splits
+
+
+# -- 16-bit weights ----------------------------------------------------------------------------------------------------
+
+LARGE = Range(12 << 20, MANY)  # weights whose reading takes so long that deep pipelines pay
+SMALL = to((12 << 20) - 1)  # weights that are read in a few microseconds: one tile for each program, preloaded
+BLOCKS_32 = ((Range(2, 16), 16), (Range(17, 32), 32))  # rows, and the tile's rows that hold them
+BLOCKS_64 = (*BLOCKS_32, (Range(33, 64), 64))
+
+
+def _dense_linear() -> Iterator[Rule]:
+    yield rule(Kernel.GEMV, GemvConfig(4, 2048, 8, 0), ONE, columns=Range(3584, MANY), width=to(4096))
+    yield rule(Kernel.GEMV, GemvConfig(4, 2048, 8, 0), ONE, columns=Range(8192, MANY))
+    yield rule(Kernel.GEMV, GemvConfig(2, 1024, 4, 0), ONE, columns=Range(3584, MANY))
+    yield rule(Kernel.GEMV, GemvConfig(8, 1024, 4, 1024), ONE, columns=above(2560))
+    yield rule(Kernel.GEMV, GemvConfig(4, 1024, 4, 1024), ONE, columns=above(1536))
+    yield rule(Kernel.GEMV, GemvConfig(8, 1024, 4, 0), ONE, width=to(16384))
+    yield rule(Kernel.GEMV, GemvConfig(4, 1024, 4, 0), ONE)
+    # Deep pipelines on one tile a multiprocessor win, and sums that need no second program.
+    tma: dict[str, Any] = {"size": LARGE, "columns_of": 128}
+    few, some = Range(17, 32), Range(33, 64)
+    yield rule(
+        Kernel.TMA_TILE, TmaTileConfig(32, 64, 128, 1, 4, 5, True), few, width=to(16384), splits=fill(1, 4), **tma
+    )
+    yield rule(Kernel.TMA_TILE, TmaTileConfig(64, 128, 64, 1, 8, 4, True), some, width=above(16384), **tma)
+    yield rule(Kernel.TMA_TILE, TmaTileConfig(64, 64, 64, 1, 4, 8), some, width=Range(4097, 16384), **tma)
+    tile: dict[str, Any] = {"width_of": 64, "columns_of": 128}
+    for rows, block in BLOCKS_32:
+        small = TileConfig(block, 16, 1024, 1, 4, 1, 0, True)
+        yield rule(Kernel.TILE, small, rows, size=SMALL, splits=by_columns(1024), **tile)
+        yield rule(Kernel.TILE, TileConfig(block, 64, 128, 4, 4, 4, 0), rows, size=LARGE, width=to(4096), **tile)
+        yield rule(Kernel.TILE, TileConfig(block, 64, 64, 4, 4, 6, 0), rows, size=LARGE, width=to(16384), **tile)
+        yield rule(Kernel.TILE, TileConfig(block, 64, 128, 1, 4, 4, 0), rows, size=LARGE, **tile)
+    yield rule(Kernel.TILE, TileConfig(64, 64, 128, 2, 4, 4, 0), some, size=LARGE, width=to(4096), **tile)
+
+
+def _dense_gated() -> Iterator[Rule]:
+    yield rule(Kernel.GEMV, GemvConfig(4, 2048, 8, 0), ONE, columns=Range(3584, MANY), width=to(4096))
+    yield rule(Kernel.GEMV, GemvConfig(4, 2048, 8, 0), ONE, columns=Range(8192, MANY))
+    yield rule(Kernel.GEMV, GemvConfig(2, 1024, 4, 0), ONE, columns=Range(3584, MANY))
+    yield rule(Kernel.GEMV, GemvConfig(4, 512, 2, 0), ONE)
+    tma: dict[str, Any] = {"size": LARGE, "columns_of": 128}
+    yield rule(Kernel.TMA_TILE, TmaTileConfig(32, 64, 128, 1, 4, 2, True), Range(17, 32), **tma)
+    yield rule(Kernel.TMA_TILE, TmaTileConfig(64, 64, 64, 1, 4, 4), Range(33, 64), **tma)
+    yield rule(Kernel.TMA_TILE, TmaTileConfig(128, 128, 64, 1, 8, 4, True), Range(65, 128), **tma)
+    tile: dict[str, Any] = {"width_of": 64, "columns_of": 128}
+    for rows, block in BLOCKS_32:
+        narrow = TileConfig(block, 16, 1024, 1, 4, 1, 0, True)
+        yield rule(Kernel.TILE, narrow, rows, size=SMALL, columns=to(1024), **tile)
+        yield rule(Kernel.TILE, TileConfig(block, 16, 512, 1, 4, 1, 0, True), rows, size=SMALL, **tile)
+    for rows, block in BLOCKS_64:
+        yield rule(Kernel.TILE, TileConfig(block, 64, 128, 1, 4, 4, 0), rows, size=LARGE, **tile)
+
+
+def _dense_parts() -> Iterator[Rule]:
+    limits: dict[str, Any] = {"width": to(8192), "size": LARGE, "columns_of": 256, "splits": fill(2, 4)}
+    yield rule(Kernel.TMA_PARTS, TmaTileConfig(32, 64, 128, 1, 4, 5, True), Range(17, 32), **limits)
+    yield rule(Kernel.TMA_PARTS, TmaTileConfig(64, 64, 64, 1, 4, 8), Range(33, 64), **limits)
+    yield rule(Kernel.TMA_PARTS, TmaTileConfig(128, 64, 64, 1, 4, 8), Range(65, 128), **limits)
+
+
+def _dense_exact(*, gated: bool, num_stages: int | None = None) -> Iterator[Rule]:
+    """Steps of 64 columns, in chunks that the weight's shape decides: a row's sum is the same whatever else the
+    configuration says. `num_stages`: for fp32, whose tiles take twice the room."""
+    blocks = ((to(16), 16), (Range(17, 32), 32), (Range(33, 64), 64))
+    shapes: list[tuple[int, dict[str, Any]]] = [(1, {})]
+    if not gated:
+        shapes.insert(0, (2, {"columns": Range(2048, MANY), "width": to(8192)}))
+    for chunks, limits in shapes:
+        for rows, block in blocks:
+            stages = num_stages or (5 if gated else 6)
+            yield rule(Kernel.TILE, TileConfig(block, 64, 64, chunks, 4, stages, 0), rows, **limits)
+        many = TileConfig(128, 64, 64, chunks, 8, num_stages or 4, 0)
+        if gated:
+            yield rule(Kernel.TILE, many, above(64), **limits)
+        else:
+            yield rule(Kernel.TILE, many, above(64), tiles=to(2 * MULTIPROCESSORS - 1), **limits)
+            yield rule(Kernel.TILE, many._replace(block_n=128), above(64), **limits)
+
+
+# -- 8-bit weights -----------------------------------------------------------------------------------------------------
+
+
+def _w8_gemv(*, gated: bool) -> Iterator[Rule]:
+    yield rule(Kernel.W8_GEMV, W8GemvConfig(8, 512, 2), ONE, columns=to(1023))
+    if gated:
+        yield rule(Kernel.W8_GEMV, W8GemvConfig(2, 512, 2), ONE)
+    yield rule(Kernel.W8_GEMV, W8GemvConfig(8, 512, 2), ONE, wide=True)
+    yield rule(Kernel.W8_GEMV, W8GemvConfig(8, 1024, 4), ONE)
+
+
+def _w8_tile(last_row: int, *, num_stages: int = 4) -> Iterator[Rule]:
+    for rows, block in (*BLOCKS_32, (Range(33, last_row), 64)):
+        config = W8TileConfig(block, 64, 128, 1, 4, num_stages)
+        yield rule(Kernel.W8_TILE, config, rows, splits=double_until_two_programs_each)
+
+
+STREAM_BLOCKS = ((Range(2, 8), 8), (Range(9, 16), 16), (Range(17, 32), 32), (Range(33, 64), 64), (Range(65, 128), 128))
+
+
+def _fp8_stream() -> Iterator[Rule]:
+    for (rows, block), stages in zip(STREAM_BLOCKS, (7, 7, 5, 4, 4), strict=True):
+        yield rule(Kernel.STREAM, StreamConfig(block, 64, 256, 1, 4, stages), rows, size=LARGE, width=above(4096))
+
+
+def _fp8_tile() -> Iterator[Rule]:
+    for rows, block in ((to(16), 16), (Range(17, 32), 32), (Range(33, 64), 64)):
+        wide = W8TileConfig(block, 64, 128, 1, 4, 3 if block == 16 else 5)
+        yield rule(Kernel.W8_TILE, wide, rows, width=above(16384))
+        deep = W8TileConfig(block, 64, 256, 4 if block < 64 else 2, 4, 4)
+        yield rule(Kernel.W8_TILE, deep, rows, columns=ANY if block < 64 else above(8192))
+    yield rule(Kernel.W8_TILE, W8TileConfig(64, 64, 256, 1, 4, 4), Range(33, 64))
+    yield rule(Kernel.W8_TILE, W8TileConfig(64, 64, 256, 1, 4, 4), Range(65, 128), width=to(4096))
+    yield rule(Kernel.W8_TILE, W8TileConfig(64, 64, 128, 1, 4, 4), Range(65, 128), width=to(6144))
+
+
+def _fp8_parts() -> Iterator[Rule]:
+    for (rows, block), stages in zip(STREAM_BLOCKS[:4], (5, 5, 4, 3), strict=True):
+        config = StreamConfig(block, 64, 256, 2, 4, stages)
+        yield rule(Kernel.STREAM, config._replace(splits=4), rows, size=LARGE, width=to(8192), columns=above(8192))
+        yield rule(Kernel.STREAM, config, rows, size=LARGE, width=to(8192))
+
+
+def _fp8_narrow_blocks() -> Iterator[Rule]:
+    """Inputs with a scale for each 128 columns, which only the streamed kernel reads."""
+    for (rows, block), stages in zip(STREAM_BLOCKS[:4], (5, 5, 4, 3), strict=True):
+        yield rule(Kernel.STREAM, StreamConfig(block, 64, 256, 1, 4, stages), rows, size=LARGE, width=to(4096))
+
+
+def _fp8_gated() -> Iterator[Rule]:
+    """With `block_n` 128 the kernel can quantize its results by blocks of 128 columns, from which few rows gain."""
+    configs = (
+        StreamConfig(8, 128, 256, 1, 8, 3),
+        StreamConfig(16, 128, 128, 1, 4, 5),
+        StreamConfig(32, 64, 128, 1, 4, 5),
+        StreamConfig(64, 64, 256, 1, 4, 2),
+        StreamConfig(128, 64, 128, 1, 4, 3),
+    )
+    for (rows, _), config in zip(STREAM_BLOCKS, configs, strict=True):
+        yield rule(Kernel.STREAM, config, rows, size=LARGE, width=above(16384))
+
+
+# -- 4-bit weights -----------------------------------------------------------------------------------------------------
+
+
+def _w4_small_m(last_row: int) -> Iterator[Rule]:
+    few, some, more = Range(2, 8), Range(9, 16), Range(17, last_row)
+    yield rule(Kernel.W4_SMALL_M, W4SmallMConfig(1, 4, 4), ONE, wide=True)
+    yield rule(Kernel.W4_SMALL_M, W4SmallMConfig(1, 8, 2), ONE)
+    yield rule(Kernel.W4_SMALL_M, W4SmallMConfig(2, 4, 2), few, width=above(16384))
+    yield rule(Kernel.W4_SMALL_M, W4SmallMConfig(1, 8, 4), few)
+    yield rule(Kernel.W4_SMALL_M, W4SmallMConfig(2, 4, 1, 2), some, width=above(16384))
+    yield rule(Kernel.W4_SMALL_M, W4SmallMConfig(1, 4, 2, 2), some, wide=True)
+    yield rule(Kernel.W4_SMALL_M, W4SmallMConfig(1, 8, 1, 2), some)
+    yield rule(Kernel.W4_SMALL_M, W4SmallMConfig(2, 4, 1, 2), more, wide=True)
+    yield rule(Kernel.W4_SMALL_M, W4SmallMConfig(2, 4, 1, 4), more)
+
+
+def _w4_tile() -> Iterator[Rule]:
+    few, some, more = Range(17, 32), Range(33, 64), Range(65, 128)
+    yield rule(Kernel.W4_TILE, W4TileConfig(32, 64, 2, 4, 3), few, width=above(16384))
+    yield rule(Kernel.W4_TILE, W4TileConfig(32, 64, 8, 4, 3), few, columns=above(8192))
+    yield rule(Kernel.W4_TILE, W4TileConfig(32, 64, 4, 4, 3), few)
+    yield rule(Kernel.W4_TILE, W4TileConfig(64, 128, 1, 8, 3), some, width=above(16384))
+    yield rule(Kernel.W4_TILE, W4TileConfig(64, 64, 4, 4, 3), some)
+    yield rule(Kernel.W4_TILE, W4TileConfig(128, 64, 1, 4, 3), more, width=above(16384))
+    yield rule(Kernel.W4_TILE, W4TileConfig(128, 64, 1, 4, 4), more, wide=True)
+    yield rule(Kernel.W4_TILE, W4TileConfig(128, 64, 4, 4, 3), more)
+
+
+# -- the table ---------------------------------------------------------------------------------------------------------
+
+_GEMV_HOPPER = rule(Kernel.GEMV_HOPPER, None, ONE)
+_W4_GATED = rule(Kernel.W4_SMALL_M, W4SmallMConfig(2, 2, 1), ONE)
+_W8_ONE_GATED = (_GEMV_HOPPER, *_w8_gemv(gated=True))
+
+PRODUCTS: dict[Operands, dict[Product, tuple[Rule, ...]]] = {
+    Operands.DENSE: {
+        Product.LINEAR: tuple(_dense_linear()),
+        Product.GATED: tuple(_dense_gated()),
+        Product.PARTS: tuple(_dense_parts()),
+    },
+    Operands.DENSE_FP32: {},
+    Operands.DENSE_EXACT: {
+        Product.LINEAR: tuple(_dense_exact(gated=False)),
+        Product.GATED: tuple(_dense_exact(gated=True)),
+    },
+    Operands.DENSE_FP32_EXACT: {
+        Product.LINEAR: tuple(_dense_exact(gated=False, num_stages=2)),
+        Product.GATED: tuple(_dense_exact(gated=True, num_stages=2)),
+    },
+    Operands.W8: {
+        Product.LINEAR: (_GEMV_HOPPER, *_w8_gemv(gated=False), *_w8_tile(256)),
+        Product.GATED: _W8_ONE_GATED,
+    },
+    Operands.W8_FP32: {
+        Product.LINEAR: (*_w8_gemv(gated=False), *_w8_tile(256, num_stages=2)),
+        Product.GATED: tuple(_w8_gemv(gated=True)),
+    },
+    Operands.W8_EXACT: {Product.LINEAR: (rule(Kernel.W8_TILE, W8TileConfig(64, 64, 128, 1, 4, 3)),)},
+    Operands.W8_FP32_EXACT: {Product.LINEAR: (rule(Kernel.W8_TILE, W8TileConfig(64, 64, 128, 1, 4, 2)),)},
+    Operands.FP8: {
+        Product.LINEAR: (_GEMV_HOPPER, *_w8_gemv(gated=False), rule(Kernel.QUANTIZE_INPUTS, None, above(1))),
+        Product.GATED: _W8_ONE_GATED,
+    },
+    Operands.W8A8: {
+        Product.LINEAR: (
+            _GEMV_HOPPER,
+            *_w8_gemv(gated=False),
+            *_w8_tile(64),
+            rule(Kernel.QUANTIZE_INPUTS, None, above(64)),
+        ),
+        Product.GATED: _W8_ONE_GATED,
+    },
+    Operands.FP8_CODES: {
+        Product.LINEAR: (*_fp8_stream(), *_fp8_tile()),
+        Product.GATED: tuple(_fp8_gated()),
+        Product.PARTS: tuple(_fp8_parts()),
+    },
+    Operands.FP8_BLOCK_CODES: {
+        Product.LINEAR: (*_fp8_stream(), *_fp8_narrow_blocks()),
+        Product.PARTS: tuple(_fp8_parts()),
+    },
+    Operands.INT8_CODES: {},
+    Operands.W4: {
+        Product.LINEAR: (_GEMV_HOPPER, *_w4_small_m(16), *_w4_tile()),
+        Product.GATED: (_GEMV_HOPPER, _W4_GATED),
+    },
+    Operands.W4_SMALL_GROUPS: {
+        Product.LINEAR: tuple(_w4_small_m(96)),
+        Product.GATED: (_W4_GATED,),
+    },
+    Operands.W4_FP32: {Product.LINEAR: tuple(_w4_small_m(96))},
+    Operands.W4_EXACT: {Product.LINEAR: (rule(Kernel.W4_SMALL_M, W4SmallMConfig(1, 4, 2)),)},
+}
+
+# More rows than this are one class, but where the number of tiles counts.
+_MOST_ROWS = max(
+    row
+    for products in PRODUCTS.values()
+    for rules in products.values()
+    for each in rules
+    for row in each.rows
+    if row < MANY
+)
+_BY_TILES = frozenset((Operands.DENSE_EXACT, Operands.DENSE_FP32_EXACT))
+
+
+def candidates(operands: Operands, product: Product, rows: int, width: int, columns: int) -> tuple[Choice, ...]:
+    """Return the kernels for x [rows, columns] @ weight [width, columns]^T, best first; empty: the library is best."""
+    if rows > _MOST_ROWS and operands not in _BY_TILES:
+        rows = _MOST_ROWS + 1
+    return _candidates(operands, product, rows, width, columns)
+
+
+@lru_cache(maxsize=16384)
+def _candidates(operands: Operands, product: Product, rows: int, width: int, columns: int) -> tuple[Choice, ...]:
+    found: dict[Kernel, Choice] = {}
+    for each in PRODUCTS[operands].get(product, ()):
+        if each.kernel not in found and each.holds(rows, width, columns):
+            found[each.kernel] = each.choice(width, columns)
+    return tuple(found.values())
+
+
+# -- attention ---------------------------------------------------------------------------------------------------------
+
+# (head dimensions, rows x KV heads, configuration). Few rows are split to fill the device, in programs that hold one
+# tile and are light enough to start beside the product before them; many rows are split where the context is long
+# (`min_tiles`). Measured over equal and unequal contexts: the other rows must not wait for one long row.
+DECODE_ATTENTION: tuple[tuple[Range, Range, DecodeConfig], ...] = (
+    (to(128), to(8), DecodeConfig(64, 32, 4, 1)),
+    (to(128), to(16), DecodeConfig(64, 16, 4, 1)),
+    (to(128), to(64), DecodeConfig(64, 8, 4, 2)),
+    (to(128), to(128), DecodeConfig(64, 8, 4, 2, 2)),
+    (to(128), to(264), DecodeConfig(64, 8, 2, 2, 8)),
+    (to(128), to(528), DecodeConfig(64, 8, 2, 2, 16)),
+    (to(128), to(1056), DecodeConfig(64, 8, 4, 2, 16)),
+    (to(128), to(1408), DecodeConfig(64, 4, 4, 2, 16)),
+    (to(128), ANY, DecodeConfig(64, 2, 4, 2, 16)),
+    (ANY, to(64), DecodeConfig(32, 8, 4, 2)),
+    (ANY, ANY, DecodeConfig(32, 2, 4, 2, 16)),
+)
+
+# (head dimensions, tokens of a block of the cache, configuration)
+PREFILL_ATTENTION: tuple[tuple[Range, Range, PrefillConfig], ...] = (
+    (above(128), ANY, PrefillConfig(64, 32, 4, 2)),
+    (ANY, Range(64, MANY), PrefillConfig(64, 64, 4, 2, tma=True)),
+    (ANY, Range(32, 32), PrefillConfig(64, 32, 4, 4, tma=True)),
+    (ANY, ANY, PrefillConfig(64, 64, 4, 2)),
+)
+
+PREFILL_HOPPER_TOKENS = 256  # average tokens of a row from which on Hopper's prefill kernel is faster
+
+
+@lru_cache(maxsize=4096)
+def decode_config(num_rows: int, num_kv_heads: int, head_dim: int) -> DecodeConfig:
+    """Return the configuration of decode attention."""
+    programs = num_rows * num_kv_heads
+    return next(
+        config
+        for dims, counts, config in DECODE_ATTENTION
+        if dims.first <= head_dim <= dims.last and counts.first <= programs <= counts.last
+    )
+
+
+@lru_cache(maxsize=64)
+def prefill_config(head_dim: int, block_size: int) -> PrefillConfig:
+    """Return the configuration of prefill attention on a cache with blocks of `block_size` tokens."""
+    return next(
+        config
+        for dims, sizes, config in PREFILL_ATTENTION
+        if dims.first <= head_dim <= dims.last and sizes.first <= block_size <= sizes.last
+    )
