@@ -11,23 +11,8 @@ from typing import Any
 
 import torch
 
-from inferengine.kernels.cpu import attention as cpu_attention
-from inferengine.kernels.cpu import attention_plan as cpu_attention_plan
-from inferengine.kernels.reference import (
-    ops as reference,
-)
-from inferengine.kernels.reference import (
-    ops as reference_fused,
-)
-from inferengine.kernels.reference import (
-    ops as reference_masks,
-)
-from inferengine.kernels.reference import (
-    sampling as reference_logprobs,
-)
-from inferengine.kernels.reference import (
-    sampling as reference_sampling,
-)
+from inferengine.kernels.cpu import attention, attention_plan
+from inferengine.kernels.reference import ops, sampling
 
 
 @dataclass(frozen=True)
@@ -56,27 +41,28 @@ class Ops:
 
 REFERENCE = Ops(
     name="torch",
-    rms_norm=reference.rms_norm,
-    add_rms_norm=reference.add_rms_norm,
-    layer_norm=reference.layer_norm,
-    silu_and_mul=reference.silu_and_mul,
-    gelu_tanh_and_mul=reference.gelu_tanh_and_mul,
-    linear=reference.linear,
-    pack_linear=reference.pack_linear,
-    norm_linear=reference_fused.norm_linear,
-    linear_add=reference_fused.linear_add,
+    rms_norm=ops.rms_norm,
+    add_rms_norm=ops.add_rms_norm,
+    layer_norm=ops.layer_norm,
+    silu_and_mul=ops.silu_and_mul,
+    gelu_tanh_and_mul=ops.gelu_tanh_and_mul,
+    linear=ops.linear,
+    pack_linear=ops.pack_linear,
+    norm_linear=ops.norm_linear,
+    linear_add=ops.linear_add,
     linear_add_norm=None,
-    norm_gated_linear=reference_fused.norm_gated_linear,
-    prepare_attention=cpu_attention_plan.prepare_attention,
-    attention_qkv=cpu_attention.attention_qkv,
-    apply_masks=reference_masks.apply_masks,
-    sample=reference_sampling.sample,
-    token_logprobs=reference_logprobs.token_logprobs,
+    norm_gated_linear=ops.norm_gated_linear,
+    prepare_attention=attention_plan.prepare_attention,
+    attention_qkv=attention.attention_qkv,
+    apply_masks=ops.apply_masks,
+    sample=sampling.sample,
+    token_logprobs=sampling.token_logprobs,
 )
 
 
 def resolve(device: torch.device, *, deterministic: bool = False) -> Ops:
-    """The table for a device. `deterministic`: tilings that depend on the model's shapes only, never on the batch."""
+    """Return the table for a device. `deterministic`: tilings that depend on the model's shapes only, never on the
+    batch."""
     if device.type == "cuda":
         from inferengine.kernels.cuda import table as cuda  # here: Triton is not installed everywhere
 

@@ -28,7 +28,8 @@ INPUT_ZERO = 64
 class Packed(Protocol):
     """A weight in the layout of one kernel."""
 
-    def multiply(self, x: torch.Tensor) -> torch.Tensor: ...
+    def multiply(self, x: torch.Tensor) -> torch.Tensor:
+        """Return x [T, K] times the weight, [T, N]."""
 
 
 class Numbers:
@@ -38,6 +39,7 @@ class Numbers:
         self.weight = weight
 
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
+        """Return x [T, K] times the dequantized weight."""
         return functional.linear(x, dequantize(self.weight, torch.float32).to(x.dtype))
 
 
@@ -53,6 +55,7 @@ class Int8Weight:
         self.most_rows = FEW if weight.shape[1] % STRIDE == 0 else 0
 
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
+        """Return x [T, K] times the weight: few rows by the bf16 x int8 kernel."""
         if x.shape[0] > self.most_rows:
             return functional.linear(x, self.codes.to(x.dtype)).mul_(self.scales.to(x.dtype))
         y = self._product(x)
@@ -80,6 +83,7 @@ class Int8Both:
             self.packed = torch.ops.quantized.linear_prepack(codes, None)
 
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
+        """Return x [T, K], quantized by row, times the weight."""
         wide = x.float()
         magnitude = torch.linalg.vector_norm(wide, torch.inf, -1, keepdim=True).clamp_(min=1e-12)
         levels = wide / magnitude

@@ -77,6 +77,7 @@ class CudaProducts:
         self.scratch = Scratch(device)
 
     def pack_linear(self, source: Any) -> Packed:
+        """Return a Linear's weight in the kernels' layout."""
         return pack(codes_from(source, self.make))
 
     def linear(

@@ -18,7 +18,7 @@ class Card:
     def get_current_stream(self, device): return 0
 
 driver.set_active(Card())
-from inferengine.kernels.cuda.table.attention import decode as attention_decode
+from inferengine.kernels.cuda.attention import decode as attention_decode
 from inferengine.kernels.cuda.split_k import Scratch
 
 kernel = attention_decode._decode_kernel

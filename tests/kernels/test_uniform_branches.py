@@ -21,7 +21,7 @@ class Card:
     def get_current_stream(self, device): return 0
 
 driver.set_active(Card())
-from inferengine.kernels.cuda.table.sampling import sample as sampling
+from inferengine.kernels.cuda.sampling import sample as sampling
 from inferengine.kernels.reference.sampling import FILTER, RANDOM
 
 class Compiled:

@@ -23,10 +23,10 @@ def compile_nothing(self, key, *arguments, **options):
     variants.setdefault(self.fn.__name__, set()).add(key)
 JITFunction._do_compile = compile_nothing
 
-from inferengine.kernels.cuda.table.sampling import logprobs, sampling, sampling_masks
-from inferengine.kernels.reference.ops import sampling as reference_sampling as needs_of
+from inferengine.kernels.cuda.sampling import logits as masks, logprobs, sample as sampling
+from inferengine.kernels.reference import sampling as needs_of
 
-for module in (logprobs, sampling, sampling_masks):
+for module in (logprobs, sampling, masks):
     module.supports_pdl = lambda device: True
 
 VOCAB, SLOTS = 128256, 513
@@ -51,7 +51,7 @@ def draw(rows, needs, widths):
     state = slots(widths)
     logits = LOGITS[:rows]
     sampling.sample(logits, state, column(rows), column(rows), needs)
-    sampling_masks.apply_masks(logits, torch.zeros(rows, 1 + VOCAB // 32, dtype=torch.int32))
+    masks.apply_masks(logits, torch.zeros(rows, 1 + VOCAB // 32, dtype=torch.int32))
     most = rng.choice((0, 1, 2, 5, 20))
     logprobs.token_logprobs(logits, state.num_logprobs, column(rows), column(rows), most)
     of_prompts = torch.zeros(1, dtype=torch.int32)

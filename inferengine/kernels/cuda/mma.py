@@ -102,6 +102,7 @@ def _products(a, b, WARPS: tl.constexpr):
 
 @triton.jit
 def low_half(pairs, HALF: tl.constexpr):
+    """Return the lower 16-bit number of each word as fp32."""
     if HALF:
         return half_to_float(pairs)
     else:
@@ -110,6 +111,7 @@ def low_half(pairs, HALF: tl.constexpr):
 
 @triton.jit
 def high_half(pairs, HALF: tl.constexpr):
+    """Return the upper 16-bit number of each word as fp32."""
     if HALF:
         return half_to_float(pairs >> 16)
     else:
@@ -118,6 +120,7 @@ def high_half(pairs, HALF: tl.constexpr):
 
 @triton.jit
 def half_to_float(bits):
+    """Return the fp16 number in the lower 16 bits as fp32."""
     return bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
 
 
@@ -134,6 +137,7 @@ def load_two(at, mask):
 
 @triton.jit
 def load_four(at, mask):
+    """Load four neighbours from each address. `mask` None: all exist."""
     neighbours = at[:, None] + tl.arange(0, 4)[None, :]
     if mask is None:
         four = tl.load(neighbours, eviction_policy="evict_first")

@@ -10,7 +10,7 @@ from inferengine.kernels.cuda.pdl import allow_next, launch_options, supports_pd
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor | None = None) -> torch.Tensor:
-    """x [T, E] -> weight * x / sqrt(mean(x^2) + eps), same dtype (Zhang and Sennrich, 2019)."""
+    """Return, for x [T, E], weight * x / sqrt(mean(x^2) + eps), same dtype (Zhang and Sennrich, 2019)."""
     out = torch.empty_like(x) if out is None else out
     _launch(x, None, weight, eps, out)
     return out
@@ -21,7 +21,7 @@ def add_rms_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """residual += x in place, then the norm of the sum. Returns (normed, residual), both [T, E].
 
-    The norm is taken of the sum as stored, so that what is normed is what the next layer adds to.
+    The norm is taken of the sum as it is stored: the next layer adds to the same numbers.
     """
     out = torch.empty_like(x) if out is None else out
     _launch(x, residual, weight, eps, out)

@@ -1,6 +1,5 @@
-"""Where programs that each hold a part of a tile's sum meet: the last to arrive adds the parts up, in their order.
-
-Memory that split reductions meet in.
+"""Split-K reduction: programs that each hold a part of a tile's sum store it in scratch memory, and the last one to
+arrive adds the parts up in their order.
 """
 
 from __future__ import annotations
@@ -9,11 +8,13 @@ import torch
 import triton
 import triton.language as tl
 
+NUM_FLOATS = 8 << 20  # of a Scratch
+
 
 @triton.jit
-def leave_part(part, parts_at, arrived_at, split, SIZE: tl.constexpr, SPLITS: tl.constexpr):
-    """Put part number `split` of SPLITS where the tile's parts lie, SIZE floats apart. True for the program that is the
-    last to arrive: it leaves the counter at zero."""
+def store_part(part, parts_at, arrived_at, split, SIZE: tl.constexpr, SPLITS: tl.constexpr):
+    """Store part number `split` of SPLITS among the tile's parts, SIZE floats apart. True for the program that is the
+    last to arrive: it resets the counter to zero."""
     tl.store(parts_at + split * SIZE, part)
     tl.debug_barrier()
     before = tl.atomic_add(arrived_at, 1, sem="acq_rel", scope="gpu")
@@ -25,15 +26,12 @@ def leave_part(part, parts_at, arrived_at, split, SIZE: tl.constexpr, SPLITS: tl
 
 
 @triton.jit
-def sum_of_parts(parts_at, SIZE: tl.constexpr, SPLITS: tl.constexpr):
-    """All parts of a tile, added in order whoever came last."""
+def sum_parts(parts_at, SIZE: tl.constexpr, SPLITS: tl.constexpr):
+    """Return the sum of all parts of a tile, added in order whichever program came last."""
     total = tl.load(parts_at, cache_modifier=".cg")
     for split in tl.static_range(1, SPLITS):
         total += tl.load(parts_at + split * SIZE, cache_modifier=".cg")
     return total
-
-
-NUM_FLOATS = 8 << 20
 
 
 class Scratch:
@@ -46,6 +44,6 @@ class Scratch:
         self.arrived = torch.zeros(num_counters, dtype=torch.int32, device=device)
 
     def splits(self, wanted: int, tiles: int, tile_floats: int) -> int:
-        """Programs that may share each tile: as many as wanted, one where their parts would not find room."""
+        """Return how many programs may share each tile: as many as wanted, one where their parts have no room."""
         room = wanted * tiles * tile_floats <= self.partial.numel() and tiles <= self.arrived.numel()
         return wanted if room else 1

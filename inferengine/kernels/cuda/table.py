@@ -13,15 +13,15 @@ import torch
 from torch.nn import functional
 
 from inferengine.kernels.cuda import activation, norm
-from inferengine.kernels.cuda import rope_kv_write as rope_cache
 from inferengine.kernels.cuda.attention.decode import decode_attention, decode_attention_qkv
 from inferengine.kernels.cuda.attention.prefill import prefill_attention
 from inferengine.kernels.cuda.dispatch import Choice, Kernel, Operands, Product, candidates
 from inferengine.kernels.cuda.gemm.dense_small_m import gemv, tiled
 from inferengine.kernels.cuda.gemm.dense_tma import tma_fits, tma_parts, tma_tiled
-from inferengine.kernels.cuda.sampling import logits as sampling_masks
-from inferengine.kernels.cuda.sampling import logprobs
-from inferengine.kernels.cuda.sampling import sample as sampling
+from inferengine.kernels.cuda.rope_kv_write import qkv_rope_write
+from inferengine.kernels.cuda.sampling.logits import apply_masks
+from inferengine.kernels.cuda.sampling.logprobs import token_logprobs
+from inferengine.kernels.cuda.sampling.sample import sample
 from inferengine.kernels.cuda.split_k import Scratch
 
 ACTIVATIONS = {"silu": activation.SILU, "gelu_tanh": activation.GELU_TANH}
@@ -130,7 +130,7 @@ class CudaKernels:
     # -- attention ---------------------------------------------------------------------------------------------------
 
     def prepare_attention(self, batch: Any, group: int, kv: torch.Tensor, window: int | None) -> None:
-        """Nothing to prepare: the kernels read the step's columns on the device."""
+        """Prepare nothing: the kernels read the step's columns on the device."""
 
     def attention(
         self,
@@ -143,7 +143,7 @@ class CudaKernels:
         softcap: float | None = None,
         kv_scales: tuple[float, float] = (1.0, 1.0),
     ) -> torch.Tensor:
-        """q [T, H, D] over the paged keys of each token's row -> [T, H * D]."""
+        """Attend with q [T, H, D] over the paged keys of each token's row -> [T, H * D]."""
         num_tokens, num_heads, head_dim = q.shape
         table = batch.block_tables[group]
         out = q.new_empty(num_tokens, num_heads * head_dim)
@@ -178,14 +178,15 @@ class CudaKernels:
         softcap: float | None = None,
         kv_scales: tuple[float, float] = (1.0, 1.0),
     ) -> torch.Tensor:
-        """Packed qkv -> [T, H * D] with K and V in the cache; one kernel when every row is a decode."""
+        """Attend with packed qkv -> [T, H * D], and write K and V to the cache; one kernel when every row is a
+        decode."""
         rows = batch.num_tokens
         if rows == batch.num_decodes and not self.deterministic:
             return decode_attention_qkv(
                 qkv, q_norm, k_norm, eps, cos_sin, kv, batch.row_slot, batch.row_len, batch.block_tables[group],
                 num_heads, scale, window, softcap, self.scratch, kv_scales=kv_scales,
             )  # fmt: skip
-        q = rope_cache.qkv_rope_write(
+        q = qkv_rope_write(
             qkv,
             q_norm,
             k_norm,
@@ -202,16 +203,17 @@ class CudaKernels:
 
 
 def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
+    """Return LayerNorm of x [T, E], by torch."""
     return functional.layer_norm(x, (x.shape[-1],), weight, bias, eps)
 
 
 def pack_linear(weight: torch.Tensor) -> torch.Tensor:
-    """The kernels read the plain layout."""
+    """Return the weight as it is: the kernels read the plain layout."""
     return weight
 
 
 def table(device: torch.device, *, deterministic: bool = False) -> dict[str, Any]:
-    """The fields of an Ops table for `device`."""
+    """Return the fields of an Ops table for a device."""
     kernels = CudaKernels(device, deterministic=deterministic)
     return {
         "name": "triton",
@@ -228,7 +230,7 @@ def table(device: torch.device, *, deterministic: bool = False) -> dict[str, Any
         "norm_gated_linear": kernels.norm_gated_linear,
         "prepare_attention": kernels.prepare_attention,
         "attention_qkv": kernels.attention_qkv,
-        "apply_masks": sampling_masks.apply_masks,
-        "sample": partial(sampling.sample, deterministic=deterministic),
-        "token_logprobs": logprobs.token_logprobs,
+        "apply_masks": apply_masks,
+        "sample": partial(sample, deterministic=deterministic),
+        "token_logprobs": token_logprobs,
     }

@@ -53,6 +53,7 @@ def add_rms_norm(
 
 
 def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
+    """Return LayerNorm of x [T, E]."""
     return functional.layer_norm(x, (x.shape[-1],), weight, bias, eps)
 
 
@@ -63,6 +64,7 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
 
 
 def gelu_tanh_and_mul(x: torch.Tensor) -> torch.Tensor:
+    """Return gelu_tanh(x[:, :I]) * x[:, I:] of x [T, 2I]."""
     gate, up = x.view(*x.shape[:-1], 2, -1).unbind(-2)
     return functional.gelu(gate, approximate="tanh").mul_(up)
 

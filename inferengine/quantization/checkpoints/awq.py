@@ -14,6 +14,7 @@ from inferengine.quantization.weight import INT4, Block, QuantizedWeight
 
 
 def read(values: dict[str, Any]) -> Layout:
+    """Read an AWQ quantization_config. Raises ConfigError for what is not supported."""
     config = Reader(values)
     config.skip("quant_method", "do_fuse", "fuse_max_seq_len", "modules_to_fuse", "exllama_config", "backend")
     config.expect("bits", 4)

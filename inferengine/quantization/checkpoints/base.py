@@ -45,11 +45,13 @@ class Reader:
         self._seen: set[str] = set()
 
     def value(self, name: str, default: Any = None) -> Any:
+        """Return a value; the default where it is absent or null."""
         self._seen.add(name)
         found = self.values.get(name)
         return default if found is None else found
 
     def integer(self, name: str) -> int:
+        """Return a whole number. Raises ConfigError for anything else."""
         value = self.value(name)
         if not isinstance(value, int) or isinstance(value, bool):
             raise refused(f"{self.where}.{name} must be a whole number; got {value!r}")
@@ -62,6 +64,7 @@ class Reader:
             raise refused(f"{self.where}.{name} = {value!r} is not supported; {' or '.join(map(repr, allowed))} is")
 
     def section(self, name: str) -> Reader | None:
+        """Return an object as a Reader; None where it is absent. Raises ConfigError for anything else."""
         value = self.value(name)
         if value is None:
             return None
@@ -70,6 +73,7 @@ class Reader:
         return Reader(value, f"{self.where}.{name}")
 
     def names(self, name: str) -> list[str]:
+        """Return a list of strings, empty where it is absent. Raises ConfigError for anything else."""
         value = self.value(name, [])
         if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
             raise refused(f"{self.where}.{name} must be a list of names")
@@ -80,6 +84,7 @@ class Reader:
         self._seen.update(names)
 
     def finish(self) -> None:
+        """Raise ConfigError for the first key with a value that nothing has read."""
         for name, value in self.values.items():
             if name not in self._seen and value not in (None, False, {}, []):
                 raise refused(f"{self.where}.{name} = {str(value)[:60]} is not supported by this engine")

@@ -21,6 +21,7 @@ CALIBRATION = ("observer", "observer_kwargs", "actorder_kwargs", "block_structur
 
 
 def read(values: dict[str, Any]) -> Layout:
+    """Read a compressed-tensors quantization_config. Raises ConfigError for what is not supported."""
     config = Reader(values)
     config.skip("quant_method", "version", "global_compression_ratio", "quantization_status")
     is_packed = config.value("format") == "pack-quantized"

@@ -13,6 +13,7 @@ from inferengine.quantization.weight import FP8, Block, QuantizedWeight
 
 
 def read(values: dict[str, Any]) -> Layout:
+    """Read an FP8 quantization_config. Raises ConfigError for what is not supported."""
     config = Reader(values)
     config.skip("quant_method", "dequantize")
     config.expect("fmt", "e4m3")

@@ -28,6 +28,7 @@ TRAINING = (
 
 
 def read(values: dict[str, Any]) -> Layout:
+    """Read a GPTQ quantization_config. Raises ConfigError for what is not supported."""
     config = Reader(values)
     config.skip("quant_method", *TRAINING)
     config.expect("bits", 4)

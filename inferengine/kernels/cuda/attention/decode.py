@@ -6,11 +6,9 @@ one kernel with a grid that depends on the padded batch alone: row lengths are r
 graphs need. `decode_attention_qkv` also splits the packed qkv, norms, rotates and writes the new token's K and V, which
 spares a decode layer one kernel; the new token enters the softmax from registers.
 
-What a program of decode attention does: read a tile, turn its queries, attend, add up the splits' parts.
-
-With few rows a program lives for one tile, and its time is the sum of the waits of one warp. Therefore tensors that
-meet have one shape, heads by elements, even where the rows are equal: of other shapes the compiler would carry each
-through shared memory to meet the next.
+A program loads a tile of keys and values, rotates its queries, attends, and combines the splits' partial results. With
+few rows it has one tile, and its time is the sum of the waits of one warp. Tensors that are combined therefore have one
+shape, heads by elements, even where all rows are equal: the compiler would convert other shapes through shared memory.
 """
 
 from __future__ import annotations
@@ -25,6 +23,8 @@ from inferengine.kernels.cuda.activation import tanh
 from inferengine.kernels.cuda.dispatch import DecodeConfig, decode_config
 from inferengine.kernels.cuda.pdl import allow_next, launch_options, supports_pdl, wait_for_previous
 from inferengine.kernels.cuda.split_k import NUM_FLOATS, Scratch
+
+MAX_SPLITS = 64
 
 
 @triton.jit
@@ -57,9 +57,9 @@ def load_tile(
 
 
 @triton.jit
-def both_asked_for(k, v):
-    """The same tensors, of which neither is used before both are on their way: else the compiler moves keys to shared
-    memory, behind a barrier, before it asks for values. No instruction, and for devices only."""
+def both_loads_issued(k, v):
+    """Return the same tensors, neither of which is used before both loads are issued: else the compiler moves keys to
+    shared memory, behind a barrier, before it loads values. Emits no instruction; for devices only."""
     PACK: tl.constexpr = 32 // k.dtype.primitive_bitwidth
     return tl.inline_asm_elementwise(
         "// $0 $1", "=r,=r,0,1", [k, v], dtype=(k.dtype, v.dtype), is_pure=False, pack=PACK
@@ -68,8 +68,8 @@ def both_asked_for(k, v):
 
 @triton.jit
 def rotation_factors(norm_ptr, cos_sin_row, g, d, mask, HEAD_DIM: tl.constexpr, NORM: tl.constexpr, ROPE: tl.constexpr):
-    """What elements d of heads g are multiplied by, and what their partners: the norm's gain, the angle's cosine and
-    sine. Nothing of it comes from the kernel before."""
+    """Return the factors of elements d of heads g and those of their rotation partners: the norm's gain times cosine or
+    sine of the angle. None of it is written by the kernel before."""
     HALF: tl.constexpr = HEAD_DIM // 2
     direct = tl.where(mask, 1.0, 0.0)
     crossed = tl.zeros_like(direct)
@@ -173,9 +173,6 @@ def combined_splits(
     return result / tl.maximum(norm, 1.0e-30)[:, None]
 
 
-MAX_SPLITS = 64
-
-
 def decode_attention(
     q: torch.Tensor,
     kv: torch.Tensor,
@@ -192,7 +189,8 @@ def decode_attention(
     num_splits: int | None = None,
     tuning: DecodeConfig | None = None,
 ) -> torch.Tensor:
-    """q [B, H, D] -> [B, H*D]. Row b attends to positions [0, row_len[b]) of slot row_slot[b] (the last `window`).
+    """Attend with q [B, H, D] -> [B, H*D]. Row b attends to positions [0, row_len[b]) of slot row_slot[b] (the last
+    `window`).
 
     `kv` [num_blocks, 2, K, block_size, D], `block_table` [S, max_blocks] int32. A row of length 0 (padding of a graph)
     gives zeros. `num_splits` fixed by the caller makes a row's result independent of B (deterministic mode).
@@ -241,7 +239,7 @@ def decode_attention_qkv(
 
 
 def row_classes(num_heads: int, num_kv_heads: int, head_dim: int, max_rows: int) -> list[int]:
-    """For each kernel that steps of 1 to `max_rows` decode rows launch, the fewest rows that launch it."""
+    """Return, for each kernel that steps of 1 to `max_rows` decode rows launch, the fewest rows that launch it."""
     first: dict[tuple[DecodeConfig, int], int] = {}
     for rows in range(1, max_rows + 1):
         tuned = decode_config(rows, num_kv_heads, head_dim)
@@ -415,7 +413,7 @@ def _decode_kernel(
             BLOCK_SIZE, BLOCK_T,
         )  # fmt: skip
         if PDL:
-            k, v = both_asked_for(k, v)
+            k, v = both_loads_issued(k, v)
         position = (length - 1).to(tl.int64)
         block = tl.load(table_row + position // BLOCK_SIZE).to(tl.int64)
         new_at = head_ptr + block * kv_block_stride + (position % BLOCK_SIZE) * HEAD_DIM + g * 0 + d

@@ -1,13 +1,14 @@
-"""Variable-length paged attention for rows of any number of queries: prompts, chunks of prompts, drafts to verify.
+"""Variable-length paged attention for rows of any number of queries: prompts, chunks of prompts, draft tokens to
+verify.
 
-Hopper has a kernel of its own for long prompts (attention_prefill_hopper); this one takes all the rest, and everything
-in deterministic mode: rows of one token are faster here, and one kernel must compute them all.
+Hopper has a kernel of its own for long prompts (prefill_hopper.py). This one takes all other rows, on which it is
+faster, and all rows in deterministic mode, where one kernel must compute them all.
 
 A program takes a tile of queries of one row with all heads of one KV head packed beside each other (BLOCK_ROWS =
 tokens x group), so that short chunks fill the tile as well as long ones, and walks the row's keys in the paged cache
 in tiles that start at multiples of BLOCK_TOKENS. The grid is bounded by host integers; a program finds its row by
 bisection over `query_start`. A query's result depends on nothing but its own row: not on chunking, not on neighbours
-(tiles above its diagonal add exact zeros), which is what deterministic mode stands on.
+(tiles above its diagonal add exact zeros). Deterministic mode relies on that.
 
 Source: FlashAttention-2 (Dao, 2023); the search over rows follows vLLM's unified Triton attention.
 """
@@ -46,7 +47,8 @@ def prefill_attention(
     deterministic: bool = False,
     scratch: Scratch | None = None,
 ) -> torch.Tensor:
-    """q [T, H, D] -> out [T, H*D] for the tokens of rows [first_row, R); other rows of `out` are not touched.
+    """Attend with q [T, H, D] -> out [T, H*D] for the tokens of rows [first_row, R); other rows of `out` are not
+    touched.
 
     Row r's queries are tokens [query_start[r], query_start[r + 1]) at positions row_start[r] on; it attends causally
     to everything in the cache up to itself. `num_tokens`, the tokens of those rows, is a host integer: an upper bound
@@ -109,7 +111,8 @@ def prefill_attention(
 
 
 def can_use_tma(kv: torch.Tensor, block_tokens: int) -> bool:
-    """Tiles by the tensor memory accelerator: a tile lies within one block and the head dimension is a power of two."""
+    """Return whether the tensor memory accelerator can load tiles: each lies within one block, and the head dimension
+    is a power of two."""
     block_size, head_dim = kv.shape[3], kv.shape[4]
     fits = block_size % block_tokens == 0 and head_dim & (head_dim - 1) == 0 and head_dim * kv.element_size() >= 32
     capable = kv.device.type != "cuda" or torch.cuda.get_device_capability(kv.device)[0] >= 9

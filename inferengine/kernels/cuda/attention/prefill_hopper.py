@@ -1,17 +1,13 @@
-"""Prefill attention for Hopper by the kernel of attention_prefill_compute. The contract is attention_prefill's.
-
-The loading warp of prefill attention for Hopper, and what it shares with the computing groups.
-
-It takes tiles from a counter that all programs share, the longest of a row first, tells the computing groups, and runs
-ahead of them with the tensor memory accelerator: queries a tile ahead, keys and values as far as there is room.
-
-Prefill attention for Hopper: one warp loads, two groups of four warps compute. The contract is attention_prefill's.
+"""Prefill attention for Hopper: one warp loads, two groups of four warps compute. The contract is prefill.py's.
 
 A program stays on its multiprocessor and takes one tile after the other: queries of one row with all heads of one KV
-head packed beside each other, 128 rows (tokens x group), 64 to each computing group. The loading warp runs ahead with
-the tensor memory accelerator (TMA), over tiles too. The groups share the keys and values in shared memory, and take
-turns to multiply: one computes its softmax while the other has the tensor cores. Within a group the scores of the next
-block are multiplied before the values of the last one, so that its softmax runs beside a product as well.
+head packed beside each other, 128 rows (tokens x group), 64 to each computing group.
+
+The loading warp takes tiles from a counter that all programs share, the longest of a row first, passes them to the
+computing groups, and runs ahead of them with the tensor memory accelerator (TMA): queries one tile ahead, keys and
+values as far as shared memory has room. The groups share the keys and values and take turns to multiply: one computes
+its softmax while the other uses the tensor cores. Within a group the scores of the next block are multiplied before the
+values of the last one, so that its softmax overlaps a product as well.
 
 Blocks of keys are walked from the diagonal down, so that only the first ones are masked. A query's result depends on
 nothing but its own row: masked and unmasked blocks do the same arithmetic, and blocks without a visible key add zeros.
@@ -43,6 +39,8 @@ from inferengine.kernels.cuda.split_k import Scratch
 GROUP_ROWS = gl.constexpr(64)  # rows of a computing group: what an instruction of the tensor cores takes
 LINES = gl.constexpr(64)  # keys or values of one copy; they lie within one block of the cache
 COLUMNS = gl.constexpr(64)  # columns of one copy: 128 bytes, the width of the swizzle
+TOKEN_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
+LINE_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 
 
 @dataclass(frozen=True)
@@ -65,18 +63,22 @@ class Shape:
 
     @property
     def score_layout(self) -> gl.NVMMADistributedLayout:
+        """Registers of a computing group's scores."""
         return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, self.block_tokens, 16])
 
     @property
     def sum_layout(self) -> gl.NVMMADistributedLayout:
+        """Registers of a computing group's weighted sums."""
         return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, self.head_dim, 16])
 
     @property
     def weight_layout(self) -> gl.DotOperandLayout:
+        """Registers of the softmax weights as the left operand of a product."""
         return gl.DotOperandLayout(0, self.sum_layout, 2)
 
     @property
     def store_layout(self) -> gl.BlockedLayout:
+        """Registers of results that are stored to global memory."""
         return gl.BlockedLayout([1, 8], [256 // self.head_dim, self.head_dim // 8], [4, 1], [1, 0])
 
 
@@ -114,6 +116,7 @@ def _hand_out(place, tiles, places, place_ready, place_free):
 
 @gluon.jit
 def take_place(tiles, places, place_ready, place_free):
+    """Return the next tile that the loading warp handed out."""
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     slot = tiles & 1
     mbarrier.wait(place_ready.index(slot), (tiles >> 1) & 1)
@@ -351,6 +354,7 @@ def attention_kernel(
     SHAPE: gl.constexpr,
     PDL: gl.constexpr,
 ):
+    """Give the loading warp and the two computing groups of a program their work."""
     allow_next(PDL)
     wait_for_previous(PDL)
     CHUNKS: gl.constexpr = SHAPE.head_dim // COLUMNS
@@ -391,10 +395,6 @@ def attention_kernel(
         [4, 1],
         [240, 24],
     )
-
-
-TOKEN_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
-LINE_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 
 
 def fits(q: torch.Tensor, kv: torch.Tensor) -> bool:

@@ -3,9 +3,8 @@
 Two kernels. `_gemv_kernel` takes one row: it multiplies on the vector units, several weight rows per program, and can
 norm its input on the way (the root mean square is a factor of the whole row, so it is applied at the end).
 `_tile_kernel` takes any number of rows on the tensor cores with the weight as the left operand, so that 16 rows of x
-fill a tile; the
-inner dimension may be cut in chunks that different programs sum (split-K), the last of which to arrive adds them up in
-order. Both can add a residual, or gate: silu(x G^T) * (x U^T) with gate and up rows read side by side.
+fill a tile; the inner dimension may be cut in chunks that different programs sum (split-K), the last of which to arrive
+adds them up in order. Both can add a residual, or gate: silu(x G^T) * (x U^T) with gate and up rows read side by side.
 
 Both begin to read their weight before they wait for the kernel that writes x: the first tile into registers or shared
 memory, the next ones into L2. Launched with programmatic dependence this keeps the memory busy across launches.
@@ -23,7 +22,7 @@ import triton.language as tl
 from inferengine.kernels.cuda.activation import gate
 from inferengine.kernels.cuda.dispatch import GemvConfig, TileConfig
 from inferengine.kernels.cuda.pdl import allow_next, launch_options, supports_pdl, wait_for_previous
-from inferengine.kernels.cuda.split_k import Scratch, leave_part, sum_of_parts
+from inferengine.kernels.cuda.split_k import Scratch, store_part, sum_parts
 
 
 def gemv(
@@ -38,7 +37,7 @@ def gemv(
     gated: int | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """x [1, K], weight [N, K] -> [1, N] (or [1, N / 2] when `gated` by an activation of activation.py).
+    """Multiply x [1, K] by weight [N, K] -> [1, N] (or [1, N / 2] when `gated` by an activation of activation.py).
 
     `gain` [K]: x is RMS-normed first. `residual` [1, N]: added in place and returned.
     """
@@ -84,7 +83,8 @@ def tiled(
     gated: int | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """x [M, K], weight [N, K] -> [M, N], or [M, N / 2] when gated. `residual` [M, N] is added in place and returned."""
+    """Multiply x [M, K] by weight [N, K] -> [M, N], or [M, N / 2] when gated. `residual` [M, N] is added in place and
+    returned."""
     num_rows, columns = x.shape
     width = weight.shape[0] if gated is None else weight.shape[0] // 2
     if out is None:
@@ -361,9 +361,9 @@ def _tile_kernel(
         tile: tl.constexpr = BLOCK_M * BLOCK_N
         inner = tl.arange(0, BLOCK_N)[:, None] + tl.arange(0, BLOCK_M)[None, :] * BLOCK_N
         partial = partial_ptr + (n_tile * SPLITS).to(tl.int64) * tile + inner
-        if not leave_part(acc, partial, arrived_ptr + n_tile, split, tile, SPLITS):
+        if not store_part(acc, partial, arrived_ptr + n_tile, split, tile, SPLITS):
             return
-        acc = sum_of_parts(partial, tile, SPLITS)
+        acc = sum_parts(partial, tile, SPLITS)
 
     if BIAS:
         acc += tl.load(bias_ptr + n, mask=n_mask, other=0.0).to(tl.float32)[:, None]

@@ -16,11 +16,12 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from inferengine.kernels.cuda.activation import gate
 from inferengine.kernels.cuda.dispatch import TmaTileConfig
 from inferengine.kernels.cuda.pdl import allow_next, launch_options, supports_pdl, wait_for_previous
-from inferengine.kernels.cuda.split_k import Scratch, leave_part, sum_of_parts
+from inferengine.kernels.cuda.split_k import Scratch, store_part, sum_parts
 
 
 def tma_fits(x: torch.Tensor, weight: torch.Tensor, tuned: TmaTileConfig, *, gated: bool) -> bool:
-    """Tensor maps want rows that begin at multiples of 16 bytes; tiles of the weight must be whole."""
+    """Return whether the kernel takes these tensors: tensor maps want rows that begin at multiples of 16 bytes; tiles
+    of the weight must be whole."""
     width = weight.shape[0] // 2 if gated else weight.shape[0]
     aligned = weight.is_contiguous() and x.stride(1) == 1 and x.data_ptr() % 16 == weight.data_ptr() % 16 == 0
     return aligned and x.stride(0) * x.element_size() % 16 == 0 and x.shape[1] % 8 == 0 and width % tuned.block_n == 0
@@ -36,8 +37,8 @@ def tma_tiled(
     residual: torch.Tensor | None = None,
     gated: int | None = None,
 ) -> torch.Tensor:
-    """x [M, K], weight [N, K] -> [M, N], or [M, N / 2] when gated by an activation of activation.py. `residual` [M, N]
-    is added in place and returned. The operands satisfy `tma_fits`."""
+    """Multiply x [M, K] by weight [N, K] -> [M, N], or [M, N / 2] when gated by an activation of activation.py.
+    `residual` [M, N] is added in place and returned. The operands satisfy `tma_fits`."""
     width = weight.shape[0] if gated is None else weight.shape[0] // 2
     out = x.new_empty(x.shape[0], width) if residual is None else residual
     tiles = triton.cdiv(x.shape[0], tuned.block_m) * (width // tuned.block_n)
@@ -50,8 +51,8 @@ def tma_tiled(
 
 
 def tma_parts(x: torch.Tensor, weight: torch.Tensor, tuned: TmaTileConfig, scratch: Scratch) -> torch.Tensor:
-    """x [M, K], weight [N, K] -> [splits, M, N] fp32, whose sum is the product. It lies in the scratch memory: the next
-    kernel must be the one that reads it."""
+    """Multiply x [M, K] by weight [N, K] -> [splits, M, N] fp32, whose sum is the product. It lies in the scratch
+    memory: the next kernel must be the one that reads it."""
     shape = (tuned.splits, x.shape[0], weight.shape[0])
     parts = scratch.partial[: tuned.splits * x.shape[0] * weight.shape[0]].view(shape)
     _launch(x, weight, tuned, scratch, tuned.splits, parts, parts=True)
@@ -176,9 +177,9 @@ def _wide_kernel(
     if SPLITS > 1:
         SIZE: tl.constexpr = BLOCK_M * BLOCK_N
         partial = partial_ptr + (tile * SPLITS).to(tl.int64) * SIZE + inner
-        if not leave_part(acc, partial, arrived_ptr + tile, split, SIZE, SPLITS):
+        if not store_part(acc, partial, arrived_ptr + tile, split, SIZE, SPLITS):
             return
-        acc = sum_of_parts(partial, SIZE, SPLITS)
+        acc = sum_parts(partial, SIZE, SPLITS)
     if BIAS:
         acc += tl.load(bias_ptr + n).to(tl.float32)
     if GATED:

@@ -27,9 +27,11 @@ def view(memory, shape: gl.constexpr, layout: gl.constexpr):
 
 @lru_cache(maxsize=16)
 def is_hopper(device: torch.device) -> bool:
+    """Return whether the device is a CUDA device of compute capability 9.x."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
 
 
 @lru_cache(maxsize=16)
 def num_multiprocessors(device: torch.device) -> int:
+    """Return the number of multiprocessors of a CUDA device."""
     return torch.cuda.get_device_properties(device).multi_processor_count

@@ -1,7 +1,7 @@
 """4-bit weights in groups as the CUDA kernels hold them: ((codes - zeros) * scales), eight codes to an int32 word.
 
-The words lie in the order in which the tensor cores' instructions want them in the registers of their threads:
-quantized_fragments.py multiplies with them. Beside them lies one int32 for each group of a row, its scale and zero.
+The words lie in the order in which mma instructions want them in the registers of their threads (w4_small_m.py,
+w4_tiles.py). Beside them lies one int32 for each group of a row, its scale and zero.
 """
 
 from __future__ import annotations
@@ -28,20 +28,22 @@ class NibbleWeight(NamedTuple):
 
     @property
     def parts(self) -> int:
+        """Groups of a slice of 128 columns that have a scale each."""
         return self.points.shape[1] // self.words.shape[1]
 
 
 def column_order() -> torch.Tensor:
-    """[16, 8]: the column of the slice that nibble i of word j holds. The low and the high half of a word make pairs of
-    neighbouring columns. Word 4 t + s belongs to thread t of four, who together meet 16 columns in an instruction."""
+    """Return [16, 8]: the column of the slice that nibble i of word j holds. The low and the high half of a word make
+    pairs of neighbouring columns. Word 4 t + s belongs to thread t of four, who together multiply 16 columns in an
+    instruction."""
     word, nibble = torch.arange(WORDS)[:, None], torch.arange(8)[None, :]
     thread, step, pair, odd = word // 4, word % 4, nibble % 4, nibble // 4
     return step * 32 + pair // 2 * 16 + thread * 4 + pair % 2 * 2 + odd
 
 
 def pack_nibbles(codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor, group: int) -> NibbleWeight:
-    """codes [N, K] uint8 below 16, scales and zeros [N, ceil(K / group)]. `group`: 16, 32, 64, a multiple of 128, or at
-    least K."""
+    """Pack codes [N, K] uint8 below 16, scales and zeros [N, ceil(K / group)]. `group`: 16, 32, 64, a multiple of 128,
+    or at least K."""
     rows, columns = codes.shape
     padded = torch.nn.functional.pad(codes, (0, -columns % SLICE, 0, -rows % TILE))
     tiles, slices = padded.shape[0] // TILE, padded.shape[1] // SLICE
@@ -60,7 +62,7 @@ def pack_nibbles(codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor,
 
 
 def to_numbers(weight: NibbleWeight, dtype: torch.dtype) -> torch.Tensor:
-    """The weight as numbers [N, K], for products with so many rows that making them is the lesser part."""
+    """Dequantize the weight to [N, K], for products of so many rows that this costs little beside them."""
     tiles, slices = weight.words.shape[:2]
     out = torch.empty(weight.rows, weight.columns, dtype=dtype, device=weight.words.device)
     _numbers_kernel[(tiles, slices)](

@@ -42,8 +42,8 @@ def small_m_product(
     residual: torch.Tensor | None = None,
     gated: int | None = None,
 ) -> torch.Tensor:
-    """x [M, K] of 16-bit numbers -> [M, N], or [M, N / 2] when gated by an activation of activation.py; N / 2 is then a
-    multiple of 16. `residual` [M, N]: added in place and returned."""
+    """Multiply x [M, K] of 16-bit numbers -> [M, N], or [M, N / 2] when gated by an activation of activation.py; N / 2
+    is then a multiple of 16. `residual` [M, N]: added in place and returned."""
     num_rows, columns = x.shape
     width = weight.rows if gated is None else weight.rows // 2
     out = x.new_empty(num_rows, width) if residual is None else residual
@@ -56,7 +56,7 @@ def small_m_product(
     tiles = 2 if gated is not None else tuned.tiles if every_tile % tuned.tiles == 0 else 1
     ahead = min(tuned.ahead, triton.cdiv(slices, tuned.num_warps))
     programs = every_tile // 2 if gated is not None else every_tile // tiles
-    _fragment_kernel[(programs, triton.cdiv(num_rows, blocks * INSTRUCTION_ROWS))](
+    _small_m_kernel[(programs, triton.cdiv(num_rows, blocks * INSTRUCTION_ROWS))](
         x.view(torch.int32),
         weight.words,
         weight.points,
@@ -87,7 +87,7 @@ def small_m_product(
 
 
 def small_m_product_float32(x: torch.Tensor, weight: NibbleWeight, tuned: W4SmallMConfig) -> torch.Tensor:
-    """x [M, K] -> [M, N] in float32, whose 24 bits are the sum of three numbers in bf16."""
+    """Multiply x [M, K] -> [M, N] in float32, whose 24 bits are the sum of three numbers in bf16."""
     first = x.bfloat16()
     left = x - first.float()
     second = left.bfloat16()
@@ -128,7 +128,7 @@ def _load_tiles(words_at, points_at, warp, turn, shape):
 
 @triton.jit
 def _load_inputs(x_at, pair, mask, PAIRS: tl.constexpr, EVEN: tl.constexpr):
-    """The pairs of x that meet a slice: two for each of eight instructions."""
+    """The pairs of x that are multiplied with a slice: two for each of eight instructions."""
     held = ()
     for step in tl.static_range(8):
         there = mask
@@ -279,7 +279,7 @@ def _over_warps(first, second, WARPS: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def _fragment_kernel(
+def _small_m_kernel(
     x_ptr,
     words_ptr,
     points_ptr,

@@ -1,9 +1,10 @@
-"""Products of some rows with 4-bit weights, x [M, K] @ weight [N, K]^T, by tiles: quantized_int4.py's layout.
+"""Products of some rows with 4-bit weights, x [M, K] @ weight [N, K]^T, by tiles, in w4_layout.py's layout.
 
 From about a dozen rows on reading x costs more than reading the weight, so x has to be shared: a program multiplies 64
 or more weight rows with up to 128 rows of x. It takes a slice of 128 columns at a time, makes its codes into 16-bit
 numbers and multiplies. The inner columns come in the order in which a word holds its codes, so x is put into that order
-once, before. As in linear.py the inner dimension may be cut in chunks that meet in scratch memory.
+once, before. As in dense_small_m.py the inner dimension may be cut in chunks whose sums are
+reduced in scratch memory.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from inferengine.kernels.cuda.dispatch import W4TileConfig
 from inferengine.kernels.cuda.gemm.w4_layout import SLICE, NibbleWeight
 from inferengine.kernels.cuda.mma import half_to_float
 from inferengine.kernels.cuda.pdl import allow_next, launch_options, supports_pdl, wait_for_previous
-from inferengine.kernels.cuda.split_k import Scratch, leave_part, sum_of_parts
+from inferengine.kernels.cuda.split_k import Scratch, store_part, sum_parts
 
 MOST_PARTS = 4  # groups of 32 columns; smaller ones cut through a word
 
 
 def in_word_order(x: torch.Tensor, slices: int) -> torch.Tensor:
-    """[M, K] -> [M, slices * 128]: the columns in the order of `column_order`, zeros where x has none."""
+    """Reorder x [M, K] -> [M, slices * 128]: the columns in the order of `column_order`, zeros where x has none."""
     rows = x.shape[0]
     if x.shape[1] != slices * SLICE:
         x = torch.nn.functional.pad(x, (0, slices * SLICE - x.shape[1]))
@@ -39,7 +40,7 @@ def nibble_tile_product(
     bias: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """x [M, K] of 16-bit numbers -> [M, N]. `residual` [M, N]: added in place and returned."""
+    """Multiply x [M, K] of 16-bit numbers -> [M, N]. `residual` [M, N]: added in place and returned."""
     num_rows, width = x.shape[0], weight.rows
     out = x.new_empty(num_rows, width) if residual is None else residual
     if num_rows == 0:
@@ -143,9 +144,9 @@ def _nibble_kernel(
         SIZE: tl.constexpr = BLOCK_M * BLOCK_N
         inner = tl.arange(0, BLOCK_N)[:, None] + tl.arange(0, BLOCK_M)[None, :] * BLOCK_N
         partial = partial_ptr + (tile_id * SPLITS).to(tl.int64) * SIZE + inner
-        if not leave_part(acc, partial, arrived_ptr + tile_id, split, SIZE, SPLITS):
+        if not store_part(acc, partial, arrived_ptr + tile_id, split, SIZE, SPLITS):
             return
-        acc = sum_of_parts(partial, SIZE, SPLITS)
+        acc = sum_parts(partial, SIZE, SPLITS)
     mask = row_mask[None, :] & (n < N)[:, None]
     if BIAS:
         acc += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)[:, None]

@@ -1,9 +1,9 @@
 """Matrix products with 8-bit weights: x [M, K] @ (codes [N, K] * scales)^T, made into numbers in registers.
 
-Codes are e4m3 or int8. Scales are of whole rows (applied to the sum), or of blocks of 128 columns. As in linear.py, one
-kernel takes a single row on the vector units and can gate or add a residual; the other takes a few rows, numbers or
-codes themselves, on the tensor cores and may cut the inner dimension in chunks that meet in scratch memory. Both begin
-to read their weight before they wait for the kernel that writes x. Many rows are another matter: see
+Codes are e4m3 or int8. Scales are of whole rows (applied to the sum), or of blocks of 128 columns. As in
+dense_small_m.py, one kernel takes a single row on the vector units and can gate or add a residual; the other takes a
+few rows, numbers or codes themselves, on the tensor cores and may cut the inner dimension in chunks that are reduced in
+scratch memory. Both begin to read their weight before they wait for the kernel that writes x. For many rows see
 quantization/cuda.py.
 
 The vector kernel is bound by its arithmetic before it is by memory, so its input comes normed: norming it again in
@@ -22,7 +22,7 @@ import triton.language as tl
 from inferengine.kernels.cuda.activation import gate
 from inferengine.kernels.cuda.dispatch import W8GemvConfig, W8TileConfig
 from inferengine.kernels.cuda.pdl import allow_next, launch_options, supports_pdl, wait_for_previous
-from inferengine.kernels.cuda.split_k import Scratch, leave_part, sum_of_parts
+from inferengine.kernels.cuda.split_k import Scratch, store_part, sum_parts
 
 ROW, BLOCKS = 0, 1  # what shares a scale: a whole row; 128 columns of `block_rows` rows
 BLOCK_COLUMNS = 128
@@ -45,8 +45,8 @@ def vector_product(
     residual: torch.Tensor | None = None,
     gated: int | None = None,
 ) -> torch.Tensor:
-    """x [1, K] -> [1, N], or [1, N / 2] when gated by an activation of activation.py. `residual` [1, N]: added in place
-    and returned."""
+    """Multiply x [1, K] -> [1, N], or [1, N / 2] when gated by an activation of activation.py. `residual` [1, N]: added
+    in place and returned."""
     rows, columns = weight.codes.shape
     width = rows if gated is None else rows // 2
     out = residual if residual is not None else x.new_empty(1, width)
@@ -85,8 +85,8 @@ def tile_product(
     input_scales: torch.Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """x [M, K] -> [M, N] of `dtype`, x's where there is none. `residual` [M, N] is added in place and returned. With
-    `input_scales` [M, 1] fp32 x holds codes of the weight's own number format."""
+    """Multiply x [M, K] -> [M, N] of `dtype`, x's where there is none. `residual` [M, N] is added in place and
+    returned. With `input_scales` [M, 1] fp32 x holds codes of the weight's own number format."""
     num_rows, columns = x.shape
     width = weight.codes.shape[0]
     out = residual if residual is not None else x.new_empty(num_rows, width, dtype=dtype or x.dtype)
@@ -290,9 +290,9 @@ def _tile_kernel(
         TILE: tl.constexpr = BLOCK_M * BLOCK_N
         inner = tl.arange(0, BLOCK_N)[:, None] + tl.arange(0, BLOCK_M)[None, :] * BLOCK_N
         partial = partial_ptr + (tile_id * SPLITS).to(tl.int64) * TILE + inner
-        if not leave_part(acc, partial, arrived_ptr + tile_id, split, TILE, SPLITS):
+        if not store_part(acc, partial, arrived_ptr + tile_id, split, TILE, SPLITS):
             return
-        acc = sum_of_parts(partial, TILE, SPLITS)
+        acc = sum_parts(partial, TILE, SPLITS)
     if SCALES == 0:
         acc = acc * tl.load(scale_ptr + row)[:, None]
     if CODES:

@@ -1,4 +1,4 @@
-"""Products of FP8 codes for Hopper whose weight is on its way before the input is there: 2 to 128 rows.
+"""Products of FP8 codes for Hopper that load their weight before the input is there: 2 to 128 rows.
 
 Where rows are few a product costs reading its weight, and a product that waits for its input first leaves the memory
 idle between kernels. Here each program fills a ring in shared memory with its weight by the tensor memory accelerator,
@@ -46,7 +46,7 @@ class BlockCodes(NamedTuple):
 
 
 def fits(rows: int, weight: torch.Tensor, tuned: StreamConfig, *, gated: bool = False) -> bool:
-    """What the kernel takes. `weight`: codes [N, K]."""
+    """Return whether the kernel takes these tensors. `weight`: codes [N, K]."""
     width, columns = weight.shape
     whole = width % (tuned.block_n * (2 if gated else 1)) == 0 and columns % (tuned.block_k * tuned.splits) == 0
     on_hopper = is_hopper(weight.device)
@@ -64,8 +64,8 @@ def stream_product(
     bias: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Codes [M, K] with `scales` [M, 1], or [K / 128, M] of BlockCodes, times codes [N, K] with `weight_scales` [N] ->
-    [M, N] of `dtype`. `residual` [M, N] is added in place and returned. `tuned` has one part."""
+    """Multiply codes [M, K] with `scales` [M, 1], or [K / 128, M] of BlockCodes, times codes [N, K] with
+    `weight_scales` [N] -> [M, N] of `dtype`. `residual` [M, N] is added in place and returned. `tuned` has one part."""
     out = codes.new_empty(codes.shape[0], weight.shape[0], dtype=dtype) if residual is None else residual
     _launch(codes, scales, weight, weight_scales, tuned, out, bias=bias, residual=residual)
     return out
@@ -79,8 +79,8 @@ def stream_parts(
     tuned: StreamConfig,
     scratch: Scratch,
 ) -> torch.Tensor:
-    """`stream_product` left in parts [splits, M, N] fp32 whose sum is the product. They lie in the scratch memory: the
-    next kernel must be the one that reads them."""
+    """Multiply as `stream_product`, into parts [splits, M, N] fp32 whose sum is the product. They lie in the scratch
+    memory: the next kernel must be the one that reads them."""
     shape = (tuned.splits, codes.shape[0], weight.shape[0])
     parts = scratch.partial[: shape[0] * shape[1] * shape[2]].view(shape)
     _launch(codes, scales, weight, weight_scales, tuned, parts, parts=True)
@@ -98,8 +98,8 @@ def stream_gated(
     *,
     bias: torch.Tensor | None = None,
 ) -> BlockCodes | torch.Tensor:
-    """act(gate) * up of the product, the gate's rows first: [M, N / 2] of `dtype`; BlockCodes where there is none,
-    for which `tuned.block_n` is 128."""
+    """Return act(gate) * up of the product, the gate's rows first: [M, N / 2] of `dtype`; BlockCodes where there is
+    none, for which `tuned.block_n` is 128."""
     rows, width = codes.shape[0], weight.shape[0] // 2
     if dtype is not None:
         out = codes.new_empty(rows, width, dtype=dtype)
@@ -156,6 +156,7 @@ def _launch(
 def descriptors(
     codes: torch.Tensor, weight: torch.Tensor, tuned: StreamConfig
 ) -> tuple[TensorDescriptor, TensorDescriptor]:
+    """Return the tensor maps of x and of the weight."""
     return (
         TensorDescriptor(codes, codes.shape, codes.stride(), [tuned.block_m, COLUMNS.value], LAYOUT),
         TensorDescriptor(weight, weight.shape, weight.stride(), [tuned.block_n, COLUMNS.value], LAYOUT),
@@ -206,6 +207,7 @@ def stream_kernel(
     CODES: gl.constexpr,
     PDL: gl.constexpr,
 ):
+    """Multiply a tile of x by a tile of the weight whose loads began before x was there."""
     BLOCK_M: gl.constexpr = x.block_shape[0]
     BLOCK_N: gl.constexpr = weight.block_shape[0]
     WARPS: gl.constexpr = gl.num_warps()

@@ -1,9 +1,10 @@
-"""What changes logits before a draw: penalties, biases, allowed ids, stop ids hidden until the minimum is out.
+"""Changes to logits before a draw: penalties, biases, allowed ids, stop ids hidden until the minimum, and grammar
+masks.
 
-A step that uses none of these does not come here. Counts of tokens are made anew each step from the slot's own tokens,
-so no state is kept that preemption or a rewound draft could leave wrong.
-
-Bit masks of allowed tokens, applied where the logits lie: one launch, which writes -inf and reads no logit.
+`process` copies logits to fp32 scores and applies what the rows' sampling parameters ask for; a step without such rows
+skips it. Tokens are counted anew each step from the slot's own tokens, so that preemption or a rejected draft leaves no
+stale state. `apply_masks` applies bit masks of allowed tokens in place: one launch, which writes -inf and reads no
+logit. The definitions are in kernels/reference.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ import triton.language as tl
 from inferengine.kernels.cuda.pdl import allow_next, launch_options, supports_pdl, wait_for_previous
 from inferengine.kernels.reference.sampling import ALLOWED, BIAS, MIN_TOKENS, PENALTY
 
-BLOCK = 1024  # tokens per program
+BLOCK = 1024  # tokens per program of `process`
+MASK_BLOCK = 2048  # tokens per program of `apply_masks`
 SEEN = tl.constexpr(1 << 30)
 # Compiled once for any use of the features and any width of the slots' lists, which grow with what clients ask for.
 VARIABLE = {
@@ -31,7 +33,7 @@ VARIABLE = {
 def process(
     logits: torch.Tensor, slots: Any, rows: torch.Tensor, positions: torch.Tensor, needs: int, options: dict[str, Any]
 ) -> torch.Tensor:
-    """Scores [N, V] float32 after penalties, bias and masks."""
+    """Return scores [N, V] float32 after penalties, bias and masks."""
     num_rows, vocab_size = logits.shape
     scores = torch.empty(num_rows, vocab_size, dtype=torch.float32, device=logits.device)
     counts = scores.view(torch.int32)
@@ -107,7 +109,7 @@ def _edit_kernel(
     scores_ptr, rows_ptr, positions_ptr, bias_ids_ptr, bias_values_ptr, stop_ids_ptr, num_prompt_ptr, min_tokens_ptr,
     num_biases, num_stops, VOCAB: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Sparse changes: biases are added, stop ids are hidden until the minimum is out."""
+    """Sparse changes: biases are added, stop ids are hidden until min_tokens is reached."""
     allow_next(PDL)
     wait_for_previous(PDL)
     n = tl.program_id(0).to(tl.int64)
@@ -125,9 +127,6 @@ def _edit_kernel(
         ids = tl.load(stop_ids_ptr + slot * num_stops + i, mask=i < num_stops, other=-1)
         ids = tl.where(early, ids, -1)
         tl.store(row + ids, tl.full([BLOCK], float("-inf"), tl.float32), mask=ids >= 0)
-
-
-MASK_BLOCK = 2048  # tokens per program
 
 
 def apply_masks(logits: torch.Tensor, masks: torch.Tensor) -> None:

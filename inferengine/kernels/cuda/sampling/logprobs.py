@@ -3,7 +3,7 @@
 A program holds one tile of a row in registers: its peak, its sum of exponentials, how many of its tokens are likelier
 than the drawn one, and its likeliest tokens, found as so many maxima of unique keys (score, then the lower id). The
 second launch merges a row's tiles. Tiles depend on the vocabulary alone, so neighbours in the batch change no bit.
-Rows that did not ask cost an empty program. The definition is kernels/reference/sampling.py.
+Rows that want none cost an empty program. The definition is kernels/reference/sampling.py.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ COLUMNS = ["counts_ptr", "rows_ptr", "ids_ptr"]  # lie anywhere in larger tensor
 def token_logprobs(
     logits: torch.Tensor, counts: torch.Tensor, rows: torch.Tensor, ids: torch.Tensor, most: int
 ) -> torch.Tensor:
-    """logits [N, V] of the slots `rows` [N] and the drawn `ids` [N] -> [N, 2 + 2 * most] int32.
+    """Return log-probabilities of logits [N, V] of the slots `rows` [N] and the drawn `ids` [N] -> [N, 2 + 2 * most]
+    int32.
 
     In columns: the drawn token's log-probability, its rank (1 + the number of likelier tokens), the ids of the
     `counts[slot]` likeliest tokens and their log-probabilities, equal ones by lower id. Log-probabilities are float32
@@ -51,13 +52,14 @@ def token_logprobs(
 
 @triton.jit
 def ordered(score):
-    """Float32 as int32 of the same order; 0.0 and -0.0 are equal."""
+    """Return float32 as int32 of the same order; 0.0 and -0.0 are equal."""
     bits = (score + 0.0).to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
 def unordered(bits):
+    """Undo `ordered`."""
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 

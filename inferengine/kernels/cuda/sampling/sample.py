@@ -10,9 +10,7 @@ one pass (`_draw_kernel`: every part's best of score + Gumbel noise) and a reduc
 A distribution so flat that more than CANDIDATES tokens remain is narrowed over the whole vocabulary: slower, as exact.
 
 Tokens further than REACH below the best are left out: at fp32 noise they cannot win. The definition of every step is
-kernels/reference/sampling.py.
-
-Draws without filters: the best of score + Gumbel noise over a part of a row, with noise only where it can matter.
+kernels/reference/sampling.py; the argmax of score + Gumbel noise is a draw from the softmax (Gumbel 1954).
 """
 
 from __future__ import annotations
@@ -35,10 +33,26 @@ from inferengine.kernels.cuda.sampling.logits import process
 from inferengine.kernels.cuda.sampling.philox import gumbel_of, noise_at, noise_tile, philox
 from inferengine.kernels.reference.sampling import FILTER, PROCESSED, RANDOM
 
+CANDIDATES = 4096  # tokens of a row that `_finish_kernel` has room for
+BLOCK = 1024  # tokens per tile of a pass
+TARGET_PROGRAMS = 1056  # programs of a pass over all rows: eight a multiprocessor of the largest devices
+MOST_PARTS = 64  # a power of two
+TARGET_ROWS = 64  # rows that deterministic mode cuts the vocabulary for
+LEVELS = tl.constexpr(16)
+REACH = tl.constexpr(32.0)
+# Compiled once for any number of rows, parts and any place of the columns in their buffer: a new combination must not
+# be compiled while requests wait.
+VARIABLE = {
+    "do_not_specialize": ["num_rows", "part_tiles", "num_parts"],
+    "do_not_specialize_on_alignment": ["rows_ptr", "positions_ptr"],
+}
+
 
 @triton.jit
-def race(row, begin, end, VOCAB: tl.constexpr, temperature, seed, position, BLOCK: tl.constexpr, FAST: tl.constexpr):
-    """(best score + noise, its id) of tokens [begin, end) of a row.
+def gumbel_argmax(
+    row, begin, end, VOCAB: tl.constexpr, temperature, seed, position, BLOCK: tl.constexpr, FAST: tl.constexpr
+):
+    """Return (best score + noise, its id) of tokens [begin, end) of a row.
 
     Noise is -log(-log(1 - w)), at most -log(w), so only a token with w < exp(score - best) can win. That is an
     exponential and a comparison a token, the two logarithms are taken for tiles in which some token passes: the first,
@@ -83,23 +97,9 @@ def may_win(score, word, slope, offset):
 
 @triton.jit
 def noisy(score, word, temperature, FAST: tl.constexpr):
+    """Return score / temperature + noise; NaN counts as infinite, so that it is found."""
     score = tl.div_rn(score, tl.zeros_like(score) + temperature)
     return tl.where(score == score, score, float("inf")) + gumbel_of(word, FAST)
-
-
-CANDIDATES = 4096  # tokens that a row's last step keeps at hand
-BLOCK = 1024  # tokens per tile of a pass
-TARGET_PROGRAMS = 1056  # programs of a pass over all rows: eight a multiprocessor of the largest devices
-MOST_PARTS = 64  # a power of two
-TARGET_ROWS = 64  # rows that deterministic mode cuts the vocabulary for
-LEVELS = tl.constexpr(16)
-REACH = tl.constexpr(32.0)
-# Compiled once for any number of rows, parts and any place of the columns in their buffer: a new combination must not
-# meet the compiler while somebody waits.
-VARIABLE = {
-    "do_not_specialize": ["num_rows", "part_tiles", "num_parts"],
-    "do_not_specialize_on_alignment": ["rows_ptr", "positions_ptr"],
-}
 
 
 def sample(
@@ -111,11 +111,11 @@ def sample(
     *,
     deterministic: bool = False,
 ) -> torch.Tensor:
-    """logits [N, V] of the slots `rows` [N] -> drawn ids [N] int32, also written to slots.tokens[row, position].
+    """Draw from logits [N, V] of the slots `rows` [N] -> ids [N] int32, also written to slots.tokens[row, position].
 
-    `positions` [N] are those of the tokens drawn; `needs` are the feature bits that some row uses. A row without a
-    finite winner, or with a NaN, gives -1, or -2 where every score is -inf (and 0 in slots.tokens).
-    `deterministic`: the vocabulary is cut the same way for any number of rows, so that a row's sums have the same bits.
+    `positions` [N] are the indices of the tokens drawn; `needs` are the feature bits that some row uses. A row without
+    a finite winner, or with a NaN, gives -1, or -2 where every score is -inf (and 0 in slots.tokens). `deterministic`:
+    the vocabulary is cut the same way for any number of rows, so that a row's sums have the same bits.
     """
     num_rows, vocab_size = logits.shape
     ids = torch.empty(num_rows, dtype=torch.int32, device=logits.device)
@@ -169,6 +169,7 @@ def _parts(num_rows: int, vocab_size: int) -> tuple[int, int]:
 
 @triton.jit
 def has_filter(temperature, top_k, top_p, min_p):
+    """Return whether a row is drawn with top-k, top-p or min-p."""
     return (temperature > 0) & ((top_k > 0) | (top_p < 1.0) | (min_p > 0.0))
 
 
@@ -201,7 +202,7 @@ def _draw_kernel(
     plane = num_rows * num_parts
     if IS_RANDOM:
         if (temperature > 0) & (not filtered):
-            top, top_id = race(row, begin, end, VOCAB, temperature, seed, position, BLOCK, FAST)
+            top, top_id = gumbel_argmax(row, begin, end, VOCAB, temperature, seed, position, BLOCK, FAST)
             tl.store(best_ptr + at, top)
             tl.store((best_ptr + plane + at).to(tl.pointer_type(tl.int32)), top_id)
             return

@@ -1,13 +1,10 @@
-"""The kernel of row_stream.py, where it is said how it works: it copies, multiplies and adds up.
+"""The device code of the one-row product: layouts, the input's way to shared memory, the ring, products and sums.
 
-What the kernel of row_stream.py is compiled for: sizes of a product and how its threads share the work.
-
-The row of numbers of row_stream.py on its way to shared memory: scaled by group, cut up, and put in the order in
-which threads multiply.
-
-A group is of 64 columns, of 128 for INT4. A power of two brings its largest number below 2^9 (fp16, which then holds
-every number of bf16 that counts beside it) or 2^14 (integers, cut into a high and a low byte: one part in 2^14 of the
-largest number, where bf16 itself has one in 2^9).
+`launch.py` says how the kernel works. `Shape` is what it is compiled for: the sizes of a product and how its threads
+share the work. The row of x is scaled by group, cut up, and put into shared memory in the order in which the threads
+multiply. A group is of 64 columns, of 128 for INT4. A power of two brings its largest number below 2^9 (fp16, which
+then holds every number of bf16 that matters beside it) or 2^14 (integers, cut into a high and a low byte: one part in
+2^14 of the largest number, where bf16 itself has one in 2^9).
 """
 
 from __future__ import annotations
@@ -23,7 +20,7 @@ from inferengine.kernels.cuda.gemm.hopper import copy, view
 from inferengine.kernels.cuda.mma import half_to_float, multiply
 from inferengine.kernels.cuda.pdl import allow_next, wait_for_previous
 
-E4M3, INT8, NIBBLES = 1, 2, 3  # FP8 codes; INT8 codes; INT4 codes as quantized_int4.py has them
+E4M3, INT8, NIBBLES = 1, 2, 3  # FP8 codes; INT8 codes; INT4 codes as w4_layout.py stores them
 ELEMENTS = {E4M3: 4, INT8: 4, NIBBLES: 8}  # of a word
 GROUP_WORDS = 16  # of a weight row: four for each of four threads
 
@@ -47,26 +44,32 @@ class Shape:
 
     @property
     def e4m3(self) -> bool:
+        """Whether the codes are FP8."""
         return self.kind == E4M3
 
     @property
     def int8(self) -> bool:
+        """Whether the codes are INT8."""
         return self.kind == INT8
 
     @property
     def nibbles(self) -> bool:
+        """Whether the codes are INT4."""
         return self.kind == NIBBLES
 
     @property
     def row_words(self) -> int:
+        """Words of a weight row."""
         return self.columns // ELEMENTS[self.kind]
 
     @property
     def group_columns(self) -> int:
+        """Columns of a group of 16 words."""
         return GROUP_WORDS * ELEMENTS[self.kind]
 
     @property
     def unit_columns(self) -> int:
+        """Columns of a unit."""
         return self.group_columns * self.ranges
 
     @property
@@ -91,10 +94,12 @@ class Shape:
 
     @property
     def outputs(self) -> int:
+        """Outputs of a tile."""
         return self.half_rows if self.gated else 2 * self.half_rows
 
     @property
     def tiles(self) -> int:
+        """Tiles of the weight."""
         return self.width // self.outputs
 
     @property
@@ -109,6 +114,7 @@ class Shape:
 
     @property
     def stage_bytes(self) -> int:
+        """Bytes of a stage of the ring."""
         points = 64 * self.point_sets if self.kind == NIBBLES else 0
         return self.num_warps * self.units * (1024 + points)
 
@@ -128,14 +134,17 @@ class Shape:
 
     @property
     def word_layout(self) -> gl.BlockedLayout:
+        """Threads of one word of the weight each."""
         return gl.BlockedLayout([1, 1, 1, 1], [1, 4, 2, 4], [self.num_warps, 1, 1, 1], [3, 2, 1, 0])
 
     @property
     def pair_layout(self) -> gl.BlockedLayout:
+        """Threads of pairs of words."""
         return gl.BlockedLayout([1, 1, 1, 1, 2], [1, 4, 2, 4, 1], [self.num_warps, 1, 1, 1, 1], [4, 3, 2, 1, 0])
 
     @property
     def four_layout(self) -> gl.BlockedLayout:
+        """Threads of four words each."""
         return gl.BlockedLayout([1, 1, 1, 1, 4], [1, 4, 2, 4, 1], [self.num_warps, 1, 1, 1, 1], [4, 3, 2, 1, 0])
 
     @property
@@ -146,6 +155,7 @@ class Shape:
 
     @property
     def line_layout(self) -> gl.BlockedLayout:
+        """Threads of a line of 16 bytes each."""
         return gl.BlockedLayout([1], [32], [self.num_warps], [0])
 
     @property
@@ -257,7 +267,8 @@ def _as_bytes(x, SHAPE: gl.constexpr):
 
 @gluon.jit
 def _as_nibble_bytes(x, SHAPE: gl.constexpr):
-    """Likewise, in the order of quantized_int4.py: the words that meet the even and the odd nibbles of a word."""
+    """Likewise, in the order of w4_layout.py: the words that are multiplied with the even and the odd nibbles of a
+    word."""
     up, down = _scales(gl.max(gl.max(gl.max(gl.max(gl.abs(x), axis=4), axis=3), axis=2), axis=1), WHOLE_BITS)
     whole = _whole(x * up[:, None, None, None, None])
     total = gl.sum(gl.sum(gl.sum(gl.sum(whole, axis=4), axis=3), axis=2), axis=1)
@@ -421,6 +432,7 @@ def stream_kernel(
     ACTIVATION: gl.constexpr,
     PDL: gl.constexpr,
 ):
+    """Multiply one row of x by the tiles of the weight that belong to this program."""
     WARPS: gl.constexpr = SHAPE.num_warps
     WORD: gl.constexpr = SHAPE.word_layout
     UNITS: gl.constexpr = SHAPE.units

@@ -1,12 +1,12 @@
 """One row times a quantized weight on Hopper, the weight streaming without a pause: x [1, K] @ weight [N, K]^T.
 
-Decoding one sequence is reading weights, so what counts is that memory is never idle. One program stays on each
+Decoding one sequence is bound by reading weights, so memory must never be idle. One program stays on each
 multiprocessor and takes tiles of 16 or four weight rows, one after the other, through a ring in shared memory that
 asynchronous copies keep full. The ring does not end where an input begins: it is filled before the program waits for
 the kernel that writes x, while that one still computes. Two kernels have room on a multiprocessor at once, so the
 weight of a product is on its way during the attention, or the product, before it.
 
-Behind a full ring only arithmetic counts, so there is little of it. The tensor cores multiply 16 groups of codes by
+With the ring full, time is arithmetic, so there is little of it. The tensor cores multiply 16 groups of codes by
 eight columns of x. The order of the inner columns is free, so rows are read in 16-byte pieces as they lie, and the
 groups may be of 16 rows or, with four ranges of x as columns, of four rows: what is read together then lies together.
 FP8 codes become fp16 numbers by one instruction for a pair. Integer codes stay what they are: x becomes integers of
@@ -17,8 +17,7 @@ warps are taken once, at the end, for all tiles.
 A kernel of which two programs share a multiprocessor while another has none would take twice as long. Where programs
 go is decided by the shared memory that they take: the sizes below leave one place for each.
 
-Written in Gluon, Triton's lower level. Other cards, shapes and numbers of rows take quantized.py and
-quantized_fragments.py.
+Written in Gluon, Triton's lower level. Other cards, shapes and numbers of rows take w8.py and w4_small_m.py.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ WAYS = ((8, 2, 4), (8, 1, 4), (8, 2, 1), (8, 1, 1), (4, 2, 1), (4, 1, 1))
 def stream_shape(
     x: torch.Tensor, weight: ByteWeight | NibbleWeight, *, gated: bool = False, adds: bool = False
 ) -> Shape | None:
-    """How to multiply x [1, K] by the weight, adding to a residual or not; None: not by this kernel."""
+    """Return how to multiply x [1, K] by the weight, adding to a residual or not; None where the kernel cannot."""
     if x.shape[0] != 1 or x.dtype != torch.bfloat16 or not is_hopper(x.device):
         return None
     multiprocessors = num_multiprocessors(x.device)
@@ -71,8 +70,8 @@ def stream_product(
     residual: torch.Tensor | None = None,
     gated: int | None = None,
 ) -> torch.Tensor:
-    """x [1, K] -> [1, N], or [1, N / 2] when gated by an activation of activation.py. `gain` [K]: x is RMS-normed
-    first. `residual` [1, N]: added in place and returned."""
+    """Multiply x [1, K] -> [1, N], or [1, N / 2] when gated by an activation of activation.py. `gain` [K]: x is
+    RMS-normed first. `residual` [1, N]: added in place and returned."""
     out = x.new_empty(1, shape.width) if residual is None else residual
     nibbles = isinstance(weight, NibbleWeight)
     stream_kernel[(min(shape.tiles, num_multiprocessors(x.device)),)](
@@ -97,7 +96,7 @@ def stream_product(
 
 @lru_cache(maxsize=1024)
 def find_shape(kind: int, rows: int, columns: int, gated: bool, adds: bool, multiprocessors: int) -> Shape | None:
-    """How to go about a weight [rows, columns]; None where nothing divides evenly or the ring would be too short."""
+    """Return how to share out a weight [rows, columns]; None where nothing divides evenly or the ring is too short."""
     if rows % 32 or columns % 128:
         return None
     room = MOST_ADDING_BYTES if adds else MOST_OTHER_BYTES
