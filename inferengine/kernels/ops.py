@@ -29,7 +29,7 @@ class Ops:
     pack_linear: Callable[[torch.Tensor], Any]
     norm_linear: Callable[..., torch.Tensor]
     linear_add: Callable[..., torch.Tensor]
-    linear_add_norm: Callable[..., tuple[torch.Tensor, torch.Tensor | None]] | None  # None: nothing to gain
+    linear_add_norm: Callable[..., tuple[torch.Tensor, Any]] | None  # None: nothing to gain
     norm_gated_linear: Callable[..., torch.Tensor]
     prepare_attention: Callable[..., Any]
     attention_qkv: Callable[..., torch.Tensor]

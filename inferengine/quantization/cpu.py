@@ -88,7 +88,7 @@ class Int8Both:
         magnitude = torch.linalg.vector_norm(wide, torch.inf, -1, keepdim=True).clamp_(min=1e-12)
         levels = wide / magnitude
         with torch._C.DisableTorchFunctionSubclass():  # see kernels/reference/ops.py: a packed weight is slow to ask
-            y = _product_of_levels(levels, 1.0 / INPUT_LEVELS, INPUT_ZERO, self.packed)
+            y: torch.Tensor = _product_of_levels(levels, 1.0 / INPUT_LEVELS, INPUT_ZERO, self.packed)
         return y.mul_(magnitude).to(x.dtype)
 
 

@@ -39,9 +39,9 @@ MATRIX_TYPES = (torch.bfloat16, torch.float16)
 class Packed(NamedTuple):
     """A weight as the kernels read it; `inputs` is the number format that many rows of inputs are rounded to."""
 
-    weight: ByteWeight | NibbleWeight
+    weight: Any  # ByteWeight or NibbleWeight
     num_outputs: int
-    inputs: torch.dtype | None
+    inputs: Any  # torch.dtype or None
 
 
 def pack(weight: QuantizedWeight) -> Packed:
@@ -133,7 +133,7 @@ class CudaProducts:
         packed: Packed,
         bias: torch.Tensor | None = None,
         activation: str = "silu",
-    ) -> torch.Tensor | QuantizedInputs:
+    ) -> Any:
         """Return act(gate) * up of rms_norm(x), of x itself without a gain; the weight's first rows are the gate's. The
         result is quantized where x is."""
         act = ACTIVATIONS[activation]
@@ -158,9 +158,7 @@ class CudaProducts:
             return x if x.codes.dtype == packed.inputs else x.dequantize()
         return cuda_w8a8.quantize_inputs(x, packed.inputs) if self._quantizes(x, packed) else x
 
-    def _normed(
-        self, x: torch.Tensor, gain: torch.Tensor, eps: float, packed: Packed
-    ) -> torch.Tensor | QuantizedInputs:
+    def _normed(self, x: Any, gain: torch.Tensor, eps: float, packed: Packed) -> torch.Tensor | QuantizedInputs:
         if self._quantizes(x, packed):
             return cuda_w8a8.quantize_inputs(x, packed.inputs, gain, eps)
         return self.base.rms_norm(x, gain, eps)
@@ -230,7 +228,9 @@ def operands_of(dtype: torch.dtype, packed: Packed, deterministic: bool) -> Oper
 
 
 def _shape(weight: ByteWeight | NibbleWeight) -> tuple[int, int]:
-    return (weight.rows, weight.columns) if isinstance(weight, NibbleWeight) else tuple(weight.codes.shape)
+    if isinstance(weight, NibbleWeight):
+        return weight.rows, weight.columns
+    return weight.codes.shape[0], weight.codes.shape[1]
 
 
 def table(base: Ops, make: Make, device: torch.device, *, deterministic: bool = False) -> Ops:

@@ -6,7 +6,7 @@ product's partial sums, and the gated activation. kernels/cuda/dispatch.py says 
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -116,8 +116,10 @@ def gated_product(
     operands = (x.codes, x.scales, weight.codes, weight.scales, choice.config, activation)
     # The product that follows goes back from the gated width to the columns of this one.
     if choice.config.block_n == COLUMNS.value and candidates(x.operands, Product.PARTS, rows, columns, width // 2):
-        return QuantizedInputs(*stream_gated(*operands, bias=bias), x.dtype)
-    return quantize_inputs(stream_gated(*operands, x.dtype, bias=bias), x.codes.dtype)
+        blocks: Any = stream_gated(*operands, bias=bias)
+        return QuantizedInputs(blocks.codes, blocks.scales, x.dtype)
+    numbers: Any = stream_gated(*operands, x.dtype, bias=bias)
+    return quantize_inputs(numbers, x.codes.dtype)
 
 
 def _choose(x: QuantizedInputs, weight: ByteWeight, product: Product) -> Choice | None:

@@ -105,7 +105,7 @@ def _copied_first(
 ) -> torch.Tensor:
     """The rows whose keys lie side by side, then the tiles of prompts."""
     count = plan.kv_copy.num_tokens
-    mixed = plan.kv_copy.attention(q[:count], new[:count], kv, scale, softcap)
+    mixed: torch.Tensor = plan.kv_copy.attention(q[:count], new[:count], kv, scale, softcap)
     if not plan.tiles:
         return mixed
     tiles = [_prompt_tile(q[tile.begin : tile.end], kv, tile, scale, softcap) for tile in plan.tiles]

@@ -176,8 +176,8 @@ def _written(columns: Any, table: np.ndarray, kv: torch.Tensor) -> np.ndarray:
         first = int(table[columns.row_slot[0], block]) * (2 * num_kv_heads * block_size) + offset
         return np.arange(first, first + 2 * num_kv_heads * block_size, block_size)[None]
     blocks = table[columns.row_slot[columns.token_row], positions // block_size].astype(np.int64)
-    first = blocks * (2 * num_kv_heads * block_size) + positions % block_size
-    return first[:, None] + np.arange(2 * num_kv_heads) * block_size
+    firsts: np.ndarray = blocks * (2 * num_kv_heads * block_size) + positions % block_size
+    return firsts[:, None] + np.arange(2 * num_kv_heads) * block_size
 
 
 def block_places(blocks: np.ndarray, num_kv_heads: int) -> np.ndarray:

@@ -222,7 +222,7 @@ class GroupCopy:
         by_slot = np.full(int(max(slots.max(), self._slots.max())) + 2, -1)  # the last one: of no slot
         by_slot[self._slots] = np.arange(len(self._slots))
         by_slot[-1] = -1
-        places = by_slot[slots]
+        places: np.ndarray = by_slot[slots]
         new = np.flatnonzero(places < 0)
         if len(new):
             is_taken = np.zeros(len(self._slots), dtype=np.bool_)

@@ -92,7 +92,8 @@ def linear(x: torch.Tensor, weight: Any, bias: torch.Tensor | None = None) -> to
             out = _half_linear(x, weight)
         return out if bias is None else out.add_(bias)
     if weight.is_mkldnn:
-        return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+        y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+        return y
     return functional.linear(x, weight, bias)
 
 

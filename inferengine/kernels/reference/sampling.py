@@ -183,13 +183,15 @@ def candidates(
 
 def gumbel(seeds: torch.Tensor, positions: torch.Tensor, tokens: int | torch.Tensor) -> torch.Tensor:
     """Noise [N, V] for the whole vocabulary (`tokens` = V), or [N, C] for the given ids."""
-    whole = isinstance(tokens, int)
-    blocks = torch.arange(-(-tokens // 4), device=seeds.device).unsqueeze(0) if whole else tokens // 4
+    if isinstance(tokens, int):
+        blocks = torch.arange(-(-tokens // 4), device=seeds.device).unsqueeze(0)
+    else:
+        blocks = tokens // 4
     if seeds.is_cuda:
         four = torch.stack(philox(seeds, positions, blocks), -1).float()
     else:
         four = torch.from_numpy(cpu_noise.philox(seeds, positions.long(), blocks))
-    if whole:
+    if isinstance(tokens, int):
         words = four.flatten(1)[:, :tokens]
     else:
         words = four.gather(-1, (tokens % 4).long().unsqueeze(-1)).squeeze(-1)

@@ -52,6 +52,8 @@ def read(values: dict[str, Any]) -> Layout:
     weights.skip("group_size", "symmetric", *CALIBRATION)
     weights.finish()
     activations = _activations(inputs)
+    required: tuple[str, ...]
+    optional: tuple[str, ...]
     if kind == "float" and bits == 8 and strategy in ("tensor", "channel"):
         scheme = "fp8" if strategy == "channel" else "fp8_tensor"
         optional = ("input_scale", "input_zero_point", "weight_zero_point")

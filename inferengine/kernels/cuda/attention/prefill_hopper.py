@@ -59,7 +59,7 @@ class Shape:
     @property
     def tokens(self) -> int:
         """Tokens of a computing group's rows."""
-        return GROUP_ROWS.value // self.group
+        return int(GROUP_ROWS.value) // self.group
 
     @property
     def score_layout(self) -> gl.NVMMADistributedLayout:

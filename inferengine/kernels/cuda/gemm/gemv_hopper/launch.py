@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import dataclasses
 from functools import lru_cache
+from typing import Any
 
 import torch
 import triton
@@ -61,7 +62,7 @@ def stream_shape(
 
 def stream_product(
     x: torch.Tensor,
-    weight: ByteWeight | NibbleWeight,
+    weight: Any,  # ByteWeight or NibbleWeight
     shape: Shape,
     *,
     bias: torch.Tensor | None = None,
