@@ -15,6 +15,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from frontends.common.chat import Conversation, SpecialTokens
+from frontends.http.answers import ANSWERS, EVENTS, schemas
 from frontends.http.bodies import (
     AnthropicAnswer,
     AnthropicMessages,
@@ -117,6 +118,13 @@ ERROR = {
 }
 
 
+# Needed where the service has keys; the empty requirement stands for a service without.
+SECURITY = {
+    "bearer": {"type": "http", "scheme": "bearer"},
+    "apiKey": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+}
+
+
 async def openapi(request: Request) -> Response:
     """Every route, its fields and their ranges."""
     service: HttpState = request.app.state.service
@@ -136,8 +144,18 @@ def describe(routes: list[Route], limits: LimitsConfig) -> dict[str, Any]:
         "openapi": "3.1.0",
         "info": {"title": "InferEngine", "version": __version__},
         "paths": paths,
-        "components": {"schemas": {"Error": ERROR}},
+        "components": {"schemas": {"Error": ERROR, **schemas()}, "securitySchemes": SECURITY},
+        "security": [{}, *({name: []} for name in SECURITY)],
     }
+
+
+def _answer(method: str, path: str) -> dict[str, Any]:
+    content = {}
+    if (whole := ANSWERS.get((method, path))) is not None:
+        content["application/json"] = {"schema": {"$ref": f"#/components/schemas/{whole.__name__}"}}
+    if (event := EVENTS.get((method, path))) is not None:
+        content["text/event-stream"] = {"schema": {"$ref": f"#/components/schemas/{event.__name__}"}}
+    return {"description": "The answer.", **({"content": content} if content else {})}
 
 
 def body_schema(fields: list[Field], *, closed: bool = False) -> dict[str, Any]:
@@ -165,7 +183,7 @@ def _operation(route: Route, path: str, method: str, tables: dict[str, list[Fiel
     operation: dict[str, Any] = {
         "operationId": f"{method.lower()}{re.sub('[^a-z0-9]+', '_', path.lower()).rstrip('_')}",
         **({"summary": summary} if summary else {}),
-        "responses": {"200": {"description": "The answer."}, "4XX": failed, "5XX": failed},
+        "responses": {"200": _answer(method, path), "4XX": failed, "5XX": failed},
     }
     names = re.findall(r"{(\w+)}", path)
     if names:

@@ -15,6 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from frontends.http.answers import ANSWERS
 from frontends.http.app import ROUTES
 from frontends.http.openai.request_fields import REFUSED, SAMPLING, STRUCTURE
 from frontends.http.openapi import CLOSED, Field, bodies, body_schema, describe
@@ -144,6 +145,44 @@ def test_every_error_has_the_published_shape(served: House) -> None:
     for response in (served.post("/v1/completions"), served.post("/v1/nothing"), served.http.get("/v1/completions")):
         assert not response.is_success
         jsonschema.validate(response.json(), schema)
+
+
+def answer_validator(document: dict[str, Any], method: str, path: str, kind: str) -> jsonschema.Draft202012Validator:
+    """Of what a route answers with, by the document."""
+    schema = document["paths"][path][method.lower()]["responses"]["200"]["content"][kind]["schema"]
+    return jsonschema.Draft202012Validator({**schema, "components": document["components"]})
+
+
+@pytest.mark.parametrize("path", [path for method, path in ANSWERS if method == "POST"])
+def test_an_answer_is_what_the_document_says(served: House, path: str) -> None:
+    document = served.http.get("/openapi.json").json()
+    response = served.post(path, **GOOD[path])
+    assert response.status_code == 200, response.text
+    answer_validator(document, "POST", path, "application/json").validate(response.json())
+
+
+def test_the_models_are_what_the_document_says(served: House) -> None:
+    document = served.http.get("/openapi.json").json()
+    models = served.http.get("/v1/models").json()
+    assert models["data"]
+    answer_validator(document, "GET", "/v1/models", "application/json").validate(models)
+    answer_validator(document, "GET", "/v1/models/{model}", "application/json").validate(models["data"][0])
+
+
+def test_a_chunk_is_what_the_document_says(served: House) -> None:
+    document = served.http.get("/openapi.json").json()
+    chunk = answer_validator(document, "POST", "/v1/chat/completions", "text/event-stream")
+    text = served.post("/v1/chat/completions", **GOOD["/v1/chat/completions"], stream=True).text
+    events = [line[6:] for line in text.splitlines() if line.startswith("data: {")]
+    assert events
+    for event in events:
+        chunk.validate(json.loads(event))
+
+
+def test_the_document_names_how_keys_are_shown(served: House) -> None:
+    document = served.http.get("/openapi.json").json()
+    assert set(document["components"]["securitySchemes"]) == {"bearer", "apiKey"}
+    assert {} in document["security"]
 
 
 def test_the_table_has_every_field_that_is_read() -> None:
