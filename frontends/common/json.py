@@ -15,6 +15,7 @@ Separators are LF: common clients split on a blank line made of two LFs.
 from __future__ import annotations
 
 import asyncio
+import functools
 import gc
 import json
 from collections.abc import Callable, Mapping
@@ -143,11 +144,21 @@ def refuse_half_pairs(document: dict[str, Any]) -> None:
         raise InvalidRequest(place, "has half of a surrogate pair, which is no character: send both halves or none")
 
 
+@functools.cache
+def _names_of(kind: type[msgspec.Struct]) -> tuple[tuple[str, ...], msgspec.Struct | None]:
+    """The names of a Struct's fields, and the frozen one that a body without any of them makes: most make it."""
+    docs = field_docs(kind).values()
+    return tuple(doc.name for doc in docs), None if any(doc.required for doc in docs) else kind()
+
+
 def read_fields(kind: type[Fields], body: Mapping[str, Any], limits: LimitsConfig | None = None) -> Fields:
     """Read the fields of a Struct from a body, within its ranges and those that `limits` decide. Null says nothing, and
     other keys are ignored. Raises InvalidRequest naming the field."""
+    names, nothing = _names_of(kind)
+    given = {name: value for name in names if (value := body.get(name)) is not None}
+    if not given and nothing is not None:
+        return nothing  # type: ignore[return-value]
     try:
-        given = {name: value for name in field_docs(kind) if (value := body.get(name)) is not None}
         found = read(kind, given)
         check(found, limits)
     except FieldError as error:
