@@ -97,6 +97,11 @@ class GrammarCache:
             self._entries.popitem(last=False)
         return is_full
 
+    def clear(self) -> None:
+        """Forget every grammar, and what is known of others."""
+        self._entries.clear()
+        self._results.clear()
+
     def remember(self, key: bytes, trial_result: TrialResult) -> None:
         """Keep what trying a grammar out gave."""
         self._results[key] = trial_result
@@ -205,6 +210,11 @@ class GrammarCompiler:
         """Have made, in the background, what the first grammar needs beside itself."""
         self.process.start()
         return self._building.submit(self._builder.tokenizer)
+
+    def forget(self) -> None:
+        """Drop all cached grammars. Requests that use one keep it."""
+        with self._lock:
+            self.cache.clear()
 
     def close(self) -> None:
         """What waits is not done any more."""

@@ -11,7 +11,7 @@ import pytest
 from inferengine.engine.service import EngineService
 from inferengine.engine.services import grammars as grammar_service
 from inferengine.simulation.simulated_executor import SimulatedExecutor
-from inferengine.wire.messages import Cancel, Reject
+from inferengine.wire.messages import Admin, AdminReply, Cancel, Reject
 from tests.engine.builders import check_idle, make_card, run_service, small_capacity
 from tests.engine.conftest import Connect
 
@@ -88,6 +88,20 @@ def test_cancelling_while_it_is_compiled_is_answered_once(shutdown: EngineServic
     collected = client.collect({1})
     assert len(collected.rejects.get(1, [])) + len(collected.done.get(1, [])) == 1
     check_idle(shutdown)
+
+
+def test_flush_drops_cached_grammars(shutdown: EngineService, connect: Connect) -> None:
+    client = connect(shutdown)
+    client.submit(1, grammar=("regex", "[ab]+"))
+    client.collect({1})
+    compiler = shutdown.io._grammars._compiler
+    assert compiler is not None
+    assert len(compiler.cache) == 1
+    client.send(Admin("flush", 1))
+    client.expect(AdminReply)
+    assert len(compiler.cache) == 0
+    client.submit(2, grammar=("regex", "[ab]+"))
+    assert client.collect({2}).tokens[2]
 
 
 def test_text_and_grammar_are_prepared_together(shutdown: EngineService, connect: Connect) -> None:

@@ -110,7 +110,15 @@ class EngineIO:
             self._adapters,
         )
         operations = AdminOperations(
-            lifecycle, shutdown, engine, self.publisher, self._adapters, self._profiler, self._stats, call
+            lifecycle,
+            shutdown,
+            engine,
+            self.publisher,
+            self._adapters,
+            self._grammars,
+            self._profiler,
+            self._stats,
+            call,
         )
         self.connections = Connections(
             config,

@@ -10,10 +10,12 @@ from inferengine.engine.io.publisher import Publisher
 from inferengine.engine.loaded import EngineRef
 from inferengine.engine.metrics.stats import StatsReporter
 from inferengine.engine.services.adapters import AdapterService
+from inferengine.engine.services.grammars import GrammarService
 from inferengine.engine.services.profiler import Profiler
 from inferengine.engine.shutdown import Shutdown
 from inferengine.engine.state import Lifecycle
 from inferengine.errors import InferEngineError
+from inferengine.process.system import give_back
 from inferengine.wire.messages import DRAINING, READY
 
 
@@ -27,6 +29,7 @@ class AdminOperations:
         engine: EngineRef,
         publisher: Publisher,
         adapters: AdapterService,
+        grammars: GrammarService,
         profiler: Profiler,
         stats: StatsReporter,
         call: Callable[[Callable[[], None]], None],
@@ -36,6 +39,7 @@ class AdminOperations:
         self._shutdown = shutdown
         self._engine = engine
         self._publisher = publisher
+        self._grammars = grammars
         self._call = call
         self.table: dict[str, AdminOp] = {
             "stats": lambda arguments, reply: reply(stats.stats()),
@@ -51,8 +55,14 @@ class AdminOperations:
         }
 
     def _flush(self, arguments: dict[str, Any], reply: Reply) -> None:
-        loop = self._engine.require().loop
-        loop.flush(lambda blocks: self._call(lambda: reply({"blocks": blocks})))
+        """Drop cached prefixes and grammars, and return free memory to the system."""
+
+        def flushed(blocks: int) -> None:
+            self._grammars.flush()
+            give_back()
+            reply({"blocks": blocks})
+
+        self._engine.require().loop.flush(lambda blocks: self._call(lambda: flushed(blocks)))
 
     def _cancel_all(self, arguments: dict[str, Any], reply: Reply) -> None:
         count = self._publisher.num_open

@@ -49,6 +49,11 @@ class GrammarService:
                 self._compiler = self._make_compiler(vocab_size, eos_token_ids)
                 self._prepared = self._compiler.prepare()
 
+    def flush(self) -> None:
+        """Drop cached grammars."""
+        if self._compiler is not None:
+            self._compiler.forget()
+
     def wait(self) -> None:
         """Until the engine's own part of that is done. The other process may take longer."""
         if self._prepared is not None and (error := self._prepared.exception()) is not None:
