@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -127,4 +128,4 @@ def prefer_rule(monkeypatch: pytest.MonkeyPatch, operands: Operands, product: Pr
     """Put a rule before the table's own for these operands."""
     rules = (rule, *dispatch.PRODUCTS[operands].get(product, ()))
     monkeypatch.setitem(dispatch.PRODUCTS[operands], product, rules)
-    monkeypatch.setattr(dispatch, "_candidates", dispatch._candidates.__wrapped__)  # without the cache
+    monkeypatch.setattr(dispatch, "_candidates", inspect.unwrap(dispatch._candidates))  # without the cache

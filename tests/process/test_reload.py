@@ -29,6 +29,7 @@ while True:
 @pytest.fixture(autouse=True)
 def as_before():  # type: ignore[no-untyped-def]
     level, handler = logging.getLogger().level, signal.getsignal(signal.SIGHUP)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it, and a supervisor honours that
     yield
     logging.getLogger().setLevel(level)
     signal.signal(signal.SIGHUP, handler)

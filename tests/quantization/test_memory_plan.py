@@ -11,7 +11,7 @@ import torch
 
 from inferengine.config import Config
 from inferengine.executor import factory
-from inferengine.executor.memory import budget as memory
+from inferengine.executor.memory import measure
 from inferengine.executor.memory.plan import MemoryPlan, make_plan, weight_bytes
 from inferengine.models import registry
 from inferengine.quantization import cuda
@@ -64,7 +64,7 @@ def test_the_engine_divides_its_memory_as_planned(tmp_path: Path, monkeypatch: p
     (tmp_path / "config.json").write_text(json.dumps(gemma))
     config = Config().with_values(model={"path": str(tmp_path), "load_format": "dummy"}, engine={"device": "cpu"})
     free = 40 << 20
-    monkeypatch.setattr(memory, "free_host_bytes", lambda: free)
+    monkeypatch.setattr(measure, "free_host_bytes", lambda: free)
     executor = factory.build_executor(config)
     capacity = executor.load(lambda phase, share: None)
     executor.close()
