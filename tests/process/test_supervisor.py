@@ -277,7 +277,7 @@ while True:
         tmp_path,
         steps=[(noted(tmp_path, "second life"), send(signal.SIGTERM))],
     )
-    assert any("gave no sign of life for 2.0 s" in notice for notice in outcome.view.notices)
+    assert any("gave no sign of life for 2 s" in notice for notice in outcome.view.notices)
     assert outcome.code == ExitCode.OK
 
 
