@@ -86,6 +86,8 @@ class Resume(NamedTuple):
 
 
 class Cancel(NamedTuple):
+    """A client's request to cancel the request `id`."""
+
     id: str
 
 
@@ -96,10 +98,14 @@ class Ack(NamedTuple):
 
 
 class Ping(NamedTuple):
+    """A client's ping; the server answers with a pong of the same nonce."""
+
     nonce: int | str | None
 
 
 class Stats(NamedTuple):
+    """A client's request for stats frames every `interval_s` seconds, or with `subscribe` false for no more of them."""
+
     subscribe: bool
     interval_s: float
 

@@ -36,6 +36,7 @@ class CreditGiver:
         return None
 
     def due(self, now: float) -> Credit | None:
+        """Return the CREDIT to send if the delay after a handled STEP has passed at `now` (seconds), otherwise None."""
         return self._give() if self.due_s is not None and now >= self.due_s else None
 
     def _give(self) -> Credit:
@@ -55,6 +56,7 @@ class CreditWindow:
 
     @property
     def open(self) -> bool:
+        """Whether another STEP may be sent before the peer gives credit."""
         return self.seq - self.acknowledged < self.size
 
     def take(self, now: float) -> int:

@@ -88,6 +88,8 @@ class Body(msgspec.Struct, frozen=True):
 
 
 class Hello(Body, frozen=True):
+    """The client's first message: its protocol version, role, name, features and window, and what it resumes from."""
+
     protocol: Annotated[tuple[U32, U32], about(expected="must be [major, minor]")] = (PROTOCOL_MAJOR, PROTOCOL_MINOR)
     role: Name = "client"
     name: Name = ""
@@ -132,6 +134,8 @@ class StopFound(NamedTuple):
 
 
 class Cancel(Body, frozen=True):
+    """A client's request to end these requests (or with `leave`, to stop reading them); unknown ones are ignored."""
+
     streams: Annotated[tuple[U32, ...], _FEW] = ()
     ids: Annotated[tuple[RequestId, ...], _FEW] = ()
     leave: bool = False  # this peer reads `streams` no more: they end where no other peer reads them
@@ -140,6 +144,8 @@ class Cancel(Body, frozen=True):
 
 
 class Attach(Body, frozen=True):
+    """A client's request to read request `id` as `stream`, from `cursors`: tokens already held, one per choice."""
+
     id: RequestId
     stream: U32
     cursors: Annotated[tuple[Count, ...], _FEW] = ()
@@ -147,25 +153,33 @@ class Attach(Body, frozen=True):
 
 
 class Credit(NamedTuple):
+    """A client's acknowledgement of every STEP up to `seq`."""
+
     seq: int
 
 
 class Model(Body, frozen=True):
+    """A client's request for the model's tokenizer files; the engine answers with ModelFiles."""
+
     files: Names | None = None  # None: all
 
 
 class Ping(NamedTuple):
+    """A client's sign of life; the engine answers with a Pong of the same nonce."""
+
     nonce: int
 
 
 class Admin(Body, frozen=True):
+    """A client's administrative command: `op` is its name; the engine answers with AdminReply."""
+
     op: Name
     nonce: Count = 0
     arguments: dict[str, Any] = {}
 
 
 class Bye(NamedTuple):
-    pass
+    """A client's farewell: the engine cancels all its requests that are not detached."""
 
 
 class ModelInfo(Body, frozen=True):
@@ -202,6 +216,8 @@ class Welcome(Body, frozen=True):
 
 
 class Accept(Body, frozen=True):
+    """The engine's answer to a Submit or Attach that it takes: the prompt's length and the number of choices."""
+
     id: RequestId
     stream: U32
     prompt_tokens: Count = 0
@@ -212,6 +228,8 @@ class Accept(Body, frozen=True):
 
 
 class Reject(Body, frozen=True):
+    """The engine's refusal of a request or of a broken message: an error code, the field at fault, whether to retry."""
+
     id: RequestId | None
     stream: U32 | None
     code: Name
@@ -253,11 +271,15 @@ class Step(NamedTuple):
 
 
 class ModelFiles(NamedTuple):
+    """The engine's answer to Model: the fingerprint, and the contents of the tokenizer files by name."""
+
     fingerprint: str
     files: dict[str, bytes]
 
 
 class Pong(NamedTuple):
+    """The engine's answer to Ping: its state, its epoch and the milliseconds since its loop last turned."""
+
     nonce: int
     loop_age_ms: float
     state: str
@@ -265,10 +287,14 @@ class Pong(NamedTuple):
 
 
 class Status(NamedTuple):
+    """The engine's state and load, published on PUB every `status_interval_s`."""
+
     values: dict[str, Any]
 
 
 class AdminReply(Body, frozen=True):
+    """The engine's answer to Admin: `result` where `ok`, otherwise `code` and `message`."""
+
     op: Name
     nonce: Count
     ok: bool
@@ -278,6 +304,8 @@ class AdminReply(Body, frozen=True):
 
 
 class Goodbye(Body, frozen=True):
+    """The engine's last message to a peer, with the reason."""
+
     reason: Explanation = ""
 
 
