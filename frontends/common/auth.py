@@ -63,6 +63,7 @@ class ApiKey:
     admin: bool = False
 
     def may_use(self, model: str) -> bool:
+        """Return whether this key may use `model`; a key that lists no models may use all."""
         return not self.models or model in self.models
 
     def salt(self, given: bytes) -> bytes:
@@ -164,6 +165,7 @@ def _stamp(path: str) -> tuple[int, ...]:
 
 
 def digest_of(key: str) -> bytes:
+    """Return the SHA-256 digest of a key, 32 bytes."""
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
 
 

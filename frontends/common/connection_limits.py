@@ -94,6 +94,7 @@ class RefusalMetrics(Collector):
         self._cells.own[-1] = 0.0
 
     def count(self, reason: str) -> None:
+        """Count one refusal or early close. `reason` must be one of REASONS."""
         self._cells.own[REASONS.index(reason)] += 1
 
     def set_open(self, number: int) -> None:
@@ -150,6 +151,7 @@ class TrackedConnection:
 
     @property
     def is_answered(self) -> bool:
+        """Whether a request waits for its answer and no body is being received."""
         return self.num_waiting > 0 and self.phase != BODY
 
     def age(self, now: float) -> float:

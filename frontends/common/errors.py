@@ -39,6 +39,7 @@ def error_object(error: InferEngineError) -> dict[str, Any]:
 
 
 def error_body(error: InferEngineError) -> bytes:
+    """Return the JSON body of an error response, in OpenAI's format."""
     return json.dumps({"error": error_object(error)}, ensure_ascii=False, separators=(",", ":")).encode()
 
 

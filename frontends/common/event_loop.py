@@ -34,6 +34,7 @@ class Coalescer:
         self._is_planned = False
 
     def add(self, reader: Reader) -> None:
+        """Have `reader.take_news` called once, in a later turn of the event loop."""
         self._readers.append(reader)
         self._plan()
 

@@ -31,7 +31,9 @@ class Submitter(Protocol):
 
     def submit(
         self, prompt_ids: Sequence[int] | None = None, params: SamplingParams | None = None, **arguments: Any
-    ) -> Submission: ...
+    ) -> Submission:
+        """Submit one prompt, given as token ids or as one of `arguments`."""
+        ...
 
 
 class TokenSource(Protocol):
@@ -39,7 +41,9 @@ class TokenSource(Protocol):
 
     def __aiter__(self) -> AsyncIterator[Delta]: ...
 
-    def stop(self, num_tokens: int, text: str) -> None: ...
+    def stop(self, num_tokens: int, text: str) -> None:
+        """End the choice at the stop string `text`, after `num_tokens` tokens."""
+        ...
 
 
 class Piece(NamedTuple):
@@ -56,10 +60,13 @@ class Piece(NamedTuple):
 
     @property
     def is_last(self) -> bool:
+        """Whether the choice ends with this piece."""
         return self.finish_reason is not None or self.error is not None
 
 
 class Usage(NamedTuple):
+    """Token counts of a request."""
+
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
@@ -330,6 +337,7 @@ class Output:
         self._parts: list[str] = []
 
     def add(self, pieces: Sequence[Piece]) -> None:
+        """Append pieces of the choice; the last one sets `text`, the finish and stop reasons and `error`."""
         for piece in pieces:
             self._parts.append(piece.text)
             self.token_ids += piece.token_ids

@@ -167,6 +167,7 @@ def read_fields(kind: type[Fields], body: Mapping[str, Any], limits: LimitsConfi
 
 
 def string(body: dict[str, Any], name: str, default: str | None = None) -> str | None:
+    """Return the string under `name`, or `default` if missing or null. Raises InvalidRequest for other types."""
     value = body.get(name)
     if value is None:
         return default
@@ -176,6 +177,7 @@ def string(body: dict[str, Any], name: str, default: str | None = None) -> str |
 
 
 def flag(body: dict[str, Any], name: str, default: bool = False) -> bool:
+    """Return the boolean under `name`, or `default` if missing or null. Raises InvalidRequest for other types."""
     value = body.get(name)
     if value is None:
         return default
@@ -185,6 +187,7 @@ def flag(body: dict[str, Any], name: str, default: bool = False) -> bool:
 
 
 def mapping(body: dict[str, Any], name: str) -> dict[str, Any]:
+    """Return the object under `name`, or {} if missing or null. Raises InvalidRequest for other types."""
     value = body.get(name)
     if value is None:
         return {}
@@ -259,6 +262,7 @@ def quote(text: str) -> bytes:
 
 
 def dumps(value: Any) -> bytes:
+    """Return `value` as compact JSON in UTF-8."""
     return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
 
 

@@ -110,12 +110,18 @@ class ModelSource(Protocol):
     """What the model's context needs of an AsyncClient or EnginePool."""
 
     @property
-    def welcome(self) -> Welcome: ...
+    def welcome(self) -> Welcome:
+        """The engine's latest WELCOME. Raises engine_unavailable before the first."""
+        ...
 
     @property
-    def connected(self) -> bool: ...
+    def connected(self) -> bool:
+        """Whether an engine is connected."""
+        ...
 
-    async def model_files(self, files: Sequence[str] | None = None) -> ModelFiles: ...
+    async def model_files(self, files: Sequence[str] | None = None) -> ModelFiles:
+        """Fetch the model's tokenizer, template and configuration files: all, or the named ones."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -130,6 +136,7 @@ class ServedModel:
 
     @property
     def name(self) -> str:
+        """The name under which the model is served."""
         return self.info.name
 
     def adapter_of(self, name: str | None) -> str | None:

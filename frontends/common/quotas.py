@@ -87,6 +87,7 @@ class Quotas:
             self._cells[self._own_row(key) + _IN_FLIGHT] += 1
 
     def leave(self, key: ApiKey) -> None:
+        """Count one request fewer in flight, for this key and in total. Call once for each `enter`."""
         self._cells[self._worker * self._slab + _IN_FLIGHT] -= 1
         if key.name:
             self._cells[self._own_row(key) + _IN_FLIGHT] -= 1

@@ -35,35 +35,57 @@ from inferengine.wire.messages import Accept
 class TokenStream(Protocol):
     """What a log needs of a client's Stream."""
 
-    def on_output(self, callback: Callable[[], None]) -> None: ...
+    def on_output(self, callback: Callable[[], None]) -> None:
+        """Call `callback` once, when there is something to take; at once if there is."""
+        ...
 
-    def take(self) -> Delta: ...
+    def take(self) -> Delta:
+        """Return all unread output without waiting."""
+        ...
 
     @property
-    def num_tokens(self) -> int: ...
+    def num_tokens(self) -> int:
+        """The number of tokens received so far."""
+        ...
 
     @property
-    def finished(self) -> bool: ...
+    def finished(self) -> bool:
+        """Whether the end has arrived, read or not."""
+        ...
 
-    def cancel(self) -> None: ...
+    def cancel(self) -> None:
+        """Cancel this choice without waiting for the engine."""
+        ...
 
-    def stop(self, num_tokens: int, text: str) -> None: ...
+    def stop(self, num_tokens: int, text: str) -> None:
+        """End the choice at the stop string `text`, after `num_tokens` tokens."""
+        ...
 
 
 class EngineRequest(Protocol):
     """What a log needs of a Submission or a PooledAttachment."""
 
     @property
-    def id(self) -> bytes: ...
+    def id(self) -> bytes:
+        """The request's id, 16 bytes."""
+        ...
 
     @property
-    def streams(self) -> Sequence[TokenStream]: ...
+    def streams(self) -> Sequence[TokenStream]:
+        """One stream for each choice; read it after `accepted`."""
+        ...
 
-    async def accepted(self) -> Accept: ...
+    async def accepted(self) -> Accept:
+        """Wait for the engine's ACCEPT. Raises InferEngineError when the request was refused."""
+        ...
 
-    def cancel(self) -> None: ...
+    def cancel(self) -> None:
+        """Cancel every choice without waiting for the engine."""
+        ...
 
-    def leave(self) -> None: ...
+    def leave(self) -> None:
+        """Stop reading; the request ends unless another client reads it."""
+        ...
 
 
 class ChoiceLog:
@@ -83,6 +105,7 @@ class ChoiceLog:
         return LogView(self, cursor)
 
     def cancel(self) -> None:
+        """Cancel this choice, for all readers, without waiting for the engine."""
         self._stream.cancel()
 
     def stop(self, num_tokens: int, text: str) -> None:
@@ -185,6 +208,7 @@ class LogView:
         return log.token_ids[position]
 
     def stop(self, num_tokens: int, text: str) -> None:
+        """End the choice, for all readers, at the stop string `text`, after `num_tokens` tokens."""
         self._log.stop(num_tokens, text)
 
 
@@ -242,9 +266,13 @@ class ResumableEngine(Protocol):
 
     def submit(
         self, prompt_ids: Sequence[int] | None = None, params: SamplingParams | None = None, **arguments: Any
-    ) -> EngineRequest: ...
+    ) -> EngineRequest:
+        """Submit one prompt, given as token ids or as one of `arguments`."""
+        ...
 
-    def attach(self, request_id: bytes, cursors: Sequence[int] = (), n: int = 1) -> EngineRequest: ...
+    def attach(self, request_id: bytes, cursors: Sequence[int] = (), n: int = 1) -> EngineRequest:
+        """Read a request on from `cursors`, the tokens already held of each of its `n` choices."""
+        ...
 
 
 class Registry:
@@ -298,6 +326,7 @@ class Registry:
             self._end_later(log)
 
     def close(self) -> None:
+        """Cancel the timers that end unread requests. The requests themselves go on."""
         for timer in self._timers.values():
             timer.cancel()
         self._timers.clear()

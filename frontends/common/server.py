@@ -63,6 +63,7 @@ class Server(uvicorn.Server):
         self._is_sweep_due = self._is_sweep_postponed = False
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Start as uvicorn does, but accept connections from `sockets` under the connection limits."""
         await super().startup([])
         self.connections = ConnectionTracker(self._limits, self._refusals, time.monotonic)
         acceptors = [Acceptor(self, listener, self.connections) for listener in sockets or ()]
@@ -105,6 +106,7 @@ class Acceptor:
         self._listen()
 
     def close(self) -> None:
+        """Stop accepting connections. The socket and accepted connections stay open."""
         self._is_closed = True
         self._loop.remove_reader(self._listener)
 
@@ -167,6 +169,7 @@ class HttpProtocol(HttpToolsProtocol):
     tracker: ConnectionTracker
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Start to track the connection; one admitted only for probes gets nothing but those."""
         super().connection_made(transport)
         if self.connection.is_probe:
             self.app: Any = ProbesOnly(self.app)
@@ -174,14 +177,17 @@ class HttpProtocol(HttpToolsProtocol):
         self.tracker.made(self.connection, transport)
 
     def connection_lost(self, exc: Exception | None) -> None:
+        """Stop tracking the connection."""
         self.tracker.lost(self.connection)
         super().connection_lost(exc)
 
     def on_message_begin(self) -> None:
+        """Note that the head of a request is being received."""
         self.connection.phase = HEAD
         super().on_message_begin()
 
     def on_headers_complete(self) -> None:
+        """Count the request, and note that its body is being received."""
         connection = self.connection
         connection.phase = BODY
         connection.num_waiting += 1
@@ -189,14 +195,17 @@ class HttpProtocol(HttpToolsProtocol):
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
+        """Count the bytes received of the body."""
         self.connection.num_bytes += len(body)
         super().on_body(body)
 
     def on_message_complete(self) -> None:
+        """Note that the request has been received in full."""
         self.connection.phase = IDLE
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
+        """Count one request fewer that waits for its answer."""
         self.connection.num_waiting -= 1
         super().on_response_complete()
 
