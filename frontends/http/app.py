@@ -79,10 +79,12 @@ ROUTES = (
 
 
 def make_metrics(num_workers: int = 1) -> HttpMetrics:
+    """Make the HTTP metrics of all workers, with one label value for each route's path."""
     return HttpMetrics(list(dict.fromkeys(route.path for route in ROUTES)), num_workers)
 
 
 def make_quotas(config: Config, keys: KeyRing) -> Quotas:
+    """Make the request quotas that all workers share, from these keys and the limits in `config.http`."""
     http = config.http
     return Quotas(keys.keys, max_in_flight=http.max_in_flight, num_workers=http.workers)
 

@@ -33,6 +33,7 @@ class Position(NamedTuple):
     ended: tuple[bool, ...] = ()
 
     def of(self, choice: int) -> tuple[int, bool]:
+        """Return how many tokens of a choice the client has, and whether it has seen the choice end."""
         return (self.tokens[choice], self.ended[choice]) if choice < len(self.tokens) else (0, False)
 
 
@@ -58,6 +59,7 @@ def new_stream(chosen: str | None, last_event_id: str | None) -> StreamState:
 
 
 def read_stream_id(text: str) -> bytes:
+    """Return the bytes of a stream id given in hexadecimal. Raises InvalidRequest naming `x-stream-id`."""
     if not re.fullmatch(r"[0-9a-f]{32}", text):
         raise InvalidRequest("x-stream-id", "must be 32 hexadecimal digits in lower case, chosen at random")
     return bytes.fromhex(text)
@@ -79,7 +81,8 @@ def read_position(last_event_id: str | None, stream_id: str) -> Position:
 class Events(Protocol):
     """What a reader needs of a Format."""
 
-    def events(self, generation: Generation, choice: Choice, pieces: Sequence[Piece]) -> bytes: ...
+    def events(self, generation: Generation, choice: Choice, pieces: Sequence[Piece]) -> bytes:
+        """Write the events of these pieces."""
 
 
 class StreamReader:
@@ -167,6 +170,7 @@ class LoggedSubmission:
 
     @property
     def id(self) -> bytes:
+        """The engine's id of the request."""
         return self.log.id
 
     async def accepted(self) -> Accept:

@@ -44,9 +44,11 @@ class HttpMetrics(Collector):
         self.cells.own[-1] = 0.0
 
     def request_started(self) -> None:
+        """Count one more active request."""
         self.cells.own[-1] += 1
 
     def request_ended(self, handler: str, status: int, seconds: float) -> None:
+        """Count one active request less, and record its status and how many seconds it took."""
         own, place = self.cells.own, self._place.get(handler, len(self.handlers) - 1)
         own[-1] -= 1
         code = STATUSES.index(status) if status in STATUSES else len(STATUSES)

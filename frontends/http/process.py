@@ -100,6 +100,7 @@ def run_worker(config: Config, shared: Shared, on_turn: Callable[[bool], None], 
 
 
 def connection_limits(http: HttpConfig) -> ConnectionLimits:
+    """Return the server's connection limits (timeouts in seconds, most connections) from the configuration."""
     return ConnectionLimits(
         header_s=http.header_timeout_s,
         body_progress_s=http.body_progress_timeout_s,

@@ -188,7 +188,8 @@ class EventFormat(Protocol):
     def plain(self, choice: Choice) -> tuple[bytes, bytes] | None:
         """What stands before and after a token's text in its event, once nothing but the text differs; else None."""
 
-    def events(self, generation: Generation, choice: Choice, pieces: list[Piece]) -> bytes: ...
+    def events(self, generation: Generation, choice: Choice, pieces: list[Piece]) -> bytes:
+        """Write the events of these pieces."""
 
 
 class Relay:

@@ -41,6 +41,7 @@ def begin_request(tracing: Tracing, scope: Scope) -> Span:
 
 
 def end_request(span: Span, scope: Scope, status: int) -> None:
+    """End a request's span with its route and HTTP status; 500 and above mark it as failed."""
     if (path := getattr(scope.get("route"), "path", None)) is not None:
         span.rename(f"{scope['method']} {path}")
         span.set("http.route", path)
@@ -63,6 +64,7 @@ class TracedSubmitter:
     def submit(
         self, prompt_ids: Sequence[int] | None = None, params: SamplingParams | None = None, **arguments: Any
     ) -> Submission:
+        """Submit to the engine with this span as the parent of the engine's, and note operation and model on it."""
         span = self._span
         span.set("gen_ai.operation.name", self._operation)
         span.set("gen_ai.provider.name", PROVIDER)

@@ -75,6 +75,7 @@ class HttpState:
         self._prefetch = asyncio.create_task(self._fetch_model())
 
     async def close(self) -> None:
+        """Close the stream registry, the response store, the engine connections and tracing."""
         if self._prefetch is not None:
             self._prefetch.cancel()
         self.registry.close()
@@ -94,6 +95,7 @@ class HttpState:
 
     @property
     def num_calls(self) -> int:
+        """Number of calls being answered."""
         return len(self._calls)
 
     async def served(self) -> ServedModel:
@@ -163,9 +165,11 @@ class HttpState:
 class Submitted(Protocol):
     """What a call needs of a generation."""
 
-    def cancel(self) -> None: ...
+    def cancel(self) -> None:
+        """End it in the engine. May be called any number of times."""
 
-    def abandon(self, error: InferEngineError) -> None: ...
+    def abandon(self, error: InferEngineError) -> None:
+        """End it on this side at once; its readers get `error`."""
 
 
 class RunningCall:
@@ -183,6 +187,7 @@ class RunningCall:
         self._generation.abandon(error)
 
     def close(self) -> None:
+        """Stop watching the client and the deadline, and cancel what has not finished."""
         self._timer.cancel()
         self._watch.cancel()
         self._generation.cancel()
@@ -208,4 +213,5 @@ class KeyedSubmitter:
     def submit(
         self, prompt_ids: Sequence[int] | None = None, params: SamplingParams | None = None, **arguments: Any
     ) -> Submission:
+        """Submit to the engines within what the key allows (tenant, cache salt, priority), with the LoRA adapter."""
         return self._engines.submit(prompt_ids, params, **self._key.restrict(arguments, self._adapter))

@@ -44,6 +44,7 @@ class MessagesFormat:
         self._last: Piece | None = None
 
     def events(self, generation: Generation, choice: Choice, pieces: Sequence[Piece]) -> bytes:
+        """Write the events of these pieces; before the first ones, `message_start` and `ping`."""
         parts: list[bytes] = []
         if not self._begun:
             self._begun = True
@@ -59,17 +60,21 @@ class MessagesFormat:
         return b"".join(parts)
 
     def plain(self, choice: Choice) -> None:
+        """Return None: the text has to be parsed first."""
         return None
 
     def end(self, generation: Generation) -> bytes:
+        """Write `message_delta` with the stop reason and usage, then `message_stop`."""
         reason, sequence = _stop(self._last, self._reader.num_calls)
         delta = {"stop_reason": reason, "stop_sequence": sequence}
         return _event("message_delta", delta=delta, usage=_usage(generation.usage())) + _event("message_stop")
 
     def failure(self, error: InferEngineError) -> bytes:
+        """Write the error as an `error` event."""
         return event(error_body(error), "error")
 
     def document(self, outputs: Sequence[Output], usage: Usage) -> dict[str, Any]:
+        """Return the whole message object with its thinking, text and tool_use blocks."""
         (output,) = outputs
         message = self._reader.read(output.text)
         blocks: list[dict[str, Any]] = []

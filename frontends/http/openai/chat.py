@@ -35,6 +35,7 @@ class ChatRequest:
     answer: AnswerMetadata
 
     def generation(self, service: HttpState, request: Request) -> Generation:
+        """Make the generation that answers this request. Raises `forbidden` for a model that the key may not use."""
         engines = service.engines_for(request, self.served)
         return Generation(engines, self.served.tokenizer, [self.prompt.prompt_ids], self.params, self.options)
 

@@ -117,6 +117,8 @@ class AnswerMetadata(NamedTuple):
 
 
 class Format(Protocol):
+    """How a route writes a generation: as a stream of events, or as one document."""
+
     def events(self, generation: Generation, choice: Choice, pieces: Sequence[Piece]) -> bytes:
         """The events of these pieces, one for each that has something to say."""
 
@@ -193,6 +195,7 @@ class CompletionFormat:
         self._offsets: dict[int, int] = {}  # characters given out; a choice without an entry has not begun
 
     def events(self, generation: Generation, choice: Choice, pieces: Sequence[Piece]) -> bytes:
+        """Write the chunks of these pieces, each with `text`; pieces without text may be left out."""
         parts = []
         head, tail = self._heads[choice.index], self._tail
         for piece in pieces:
@@ -204,15 +207,19 @@ class CompletionFormat:
         return b"".join(parts)
 
     def plain(self, choice: Choice) -> tuple[bytes, bytes] | None:
+        """Return the bytes around a text in its chunk; None with echo, or where a chunk carries more than text."""
         return (self._heads[choice.index], self._tail) if self._plain and self._echo is None else None
 
     def end(self, generation: Generation) -> bytes:
+        """Write the usage chunk, if it was asked for, and `[DONE]`."""
         return self._chunks.end(generation)
 
     def failure(self, error: InferEngineError) -> bytes:
+        """Write the error as an event, then `[DONE]`."""
         return event({"error": error_object(error)}) + DONE
 
     def document(self, outputs: Sequence[Output], usage: Usage) -> dict[str, Any]:
+        """Return the whole `text_completion` object."""
         answer = self._answer
         choices = []
         before: dict[str, list[Any]] = {}  # what is told of a prompt is made once, for all of its choices
@@ -293,6 +300,7 @@ class ChatFormat:
         self._prompt_shown = not answer.extras.return_token_ids
 
     def events(self, generation: Generation, choice: Choice, pieces: Sequence[Piece]) -> bytes:
+        """Write the chunks of these pieces; before a choice's first one, a chunk with the role."""
         parts = []
         if choice.index not in self._begun:
             self._begun.add(choice.index)
@@ -307,15 +315,19 @@ class ChatFormat:
         return b"".join(parts)
 
     def plain(self, choice: Choice) -> tuple[bytes, bytes] | None:
+        """Return the bytes around a text in its chunk; None before the first, or where one carries more than text."""
         return (self._heads[choice.index], self._tail) if self._plain and choice.index in self._begun else None
 
     def end(self, generation: Generation) -> bytes:
+        """Write the usage chunk, if it was asked for, and `[DONE]`."""
         return self._chunks.end(generation)
 
     def failure(self, error: InferEngineError) -> bytes:
+        """Write the error as an event, then `[DONE]`."""
         return event({"error": error_object(error)}) + DONE
 
     def document(self, outputs: Sequence[Output], usage: Usage) -> dict[str, Any]:
+        """Return the whole `chat.completion` object."""
         messages = [{"role": "assistant", "content": output.text, "refusal": None} for output in outputs]
         return chat_document(self._answer, outputs, messages, [output.finish_reason for output in outputs], usage)
 
@@ -402,6 +414,7 @@ class MessageFormat:
         self._readers: list[MessageReader | None] = [None] * num_choices
 
     def events(self, generation: Generation, choice: Choice, pieces: Sequence[Piece]) -> bytes:
+        """Write the chunks of these pieces: the role first, then content, reasoning and tool calls as parsed."""
         chunks: list[bytes] = []
         reader = self._readers[choice.index]
         if reader is None:
@@ -421,15 +434,19 @@ class MessageFormat:
         return b"".join(chunks)
 
     def plain(self, choice: Choice) -> None:
+        """Return None: the text has to be parsed first."""
         return None
 
     def end(self, generation: Generation) -> bytes:
+        """Write the usage chunk, if it was asked for, and `[DONE]`."""
         return self._chunks.end(generation)
 
     def failure(self, error: InferEngineError) -> bytes:
+        """Write the error as an event, then `[DONE]`."""
         return event({"error": error_object(error)}) + DONE
 
     def document(self, outputs: Sequence[Output], usage: Usage) -> dict[str, Any]:
+        """Return the whole `chat.completion` object, with reasoning and tool calls taken out of the text."""
         messages, reasons = [], []
         for output in outputs:
             message = self._parser.make_reader().read(output.text)

@@ -155,6 +155,7 @@ def check_prompt_logprobs(
 
 
 def refuse_beside_prompt_logprobs(body: dict[str, Any], streaming: Streaming, field: str) -> None:
+    """Raise InvalidRequest naming `field` if the request is streamed or detached."""
     if streaming.stream or fields.flag(body, "detached"):
         raise InvalidRequest(field, "cannot be streamed or detached: leave stream and detached out", code="unsupported")
 
@@ -184,6 +185,7 @@ def read_bad_words(value: Any, tokenizer: Tokenizer) -> list[list[int]]:
 
 
 def read_options(body: dict[str, Any], config: Config, *, label: str, continues_prompt: bool) -> Options:
+    """Read structure, scheduling and recovery fields into the request's options. Raises InvalidRequest."""
     grammar, grammar_field = read_structure(body, config)
     scheduling = fields.read_fields(Scheduling, body)
     salt = scheduling.cache_salt
@@ -233,6 +235,7 @@ def read_truncation(body: dict[str, Any], served: ServedModel, max_tokens: int |
 
 
 def truncate(prompt_ids: list[int], keep: int | None) -> list[int]:
+    """Return the last `keep` tokens of a prompt; all of them for None."""
     return prompt_ids if keep is None else prompt_ids[-keep:]
 
 

@@ -136,6 +136,7 @@ class InferFormat:
         self._finish_reason: str | None = None
 
     def events(self, generation: Generation, choice: Choice, pieces: Sequence[Piece]) -> bytes:
+        """Write one `token` event for each token; a piece's text goes with its last token."""
         parts = []
         for piece in pieces:
             self._finish_reason = piece.finish_reason
@@ -145,14 +146,18 @@ class InferFormat:
         return b"".join(parts)
 
     def plain(self, choice: Choice) -> None:
+        """Return None: each event carries its token's id beside the text."""
         return None
 
     def end(self, generation: Generation) -> bytes:
+        """Write the `done` event with the finish reason and usage."""
         return event({"finish_reason": self._finish_reason, "usage": usage_object(generation.usage())}, "done")
 
     def failure(self, error: InferEngineError) -> bytes:
+        """Write the error as an `error` event."""
         return event({"error": error_object(error)}, "error")
 
     def document(self, outputs: Sequence[Output], usage: Usage) -> dict[str, Any]:
+        """Return the text, finish reason and usage of the only output."""
         (output,) = outputs
         return {"text": output.text, "finish_reason": output.finish_reason, "usage": usage_object(usage)}

@@ -37,20 +37,24 @@ class ResponsesFormat:
         self._finish_reason: str | None = None
 
     def events(self, generation: Generation, choice: Choice, pieces: Sequence[Piece]) -> bytes:
+        """Write the events of these pieces; before the first, `response.created` and `response.in_progress`."""
         parts = self._begin()
         for piece in pieces:
             self._take(piece, parts)
         return b"".join(parts)
 
     def plain(self, choice: Choice) -> None:
+        """Return None: the text has to be parsed first."""
         return None
 
     def end(self, generation: Generation) -> bytes:
+        """Keep the finished response and write the event that carries it."""
         response = self._finished(generation.usage())
         self._keep(response)
         return self._event(f"response.{response['status']}", response=response)
 
     def failure(self, error: InferEngineError) -> bytes:
+        """Keep the response as failed and write `response.failed`."""
         response = {**self._response, "status": "failed", "output": self._items, "error": failure(error)}
         self._keep(response)
         parts = self._begin()
@@ -58,6 +62,7 @@ class ResponsesFormat:
         return b"".join(parts)
 
     def document(self, outputs: Sequence[Output], usage: Usage) -> dict[str, Any]:
+        """Keep and return the whole response object."""
         (output,) = outputs
         parts: list[bytes] = []
         whole = Piece(
