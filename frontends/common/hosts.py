@@ -107,6 +107,7 @@ class HostMiddleware:
         self._refusals = refusals
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Refuse a host or an origin that is not allowed, where no API keys are required."""
         if scope["type"] != "lifespan" and not self._keys.required:
             try:
                 self._hosts.check(scope)

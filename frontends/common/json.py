@@ -88,6 +88,7 @@ class Containers:
         self._num = 0
 
     def __call__(self, value: Result) -> Result:
+        """Count one list or object. Raises TooManyContainers."""
         self._num += 1
         if self._num > MOST_CONTAINERS:
             raise TooManyContainers

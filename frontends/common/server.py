@@ -223,6 +223,7 @@ class ProbesOnly:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer probes, and refuse everything else with `overloaded`."""
         if scope["path"] in PROBE_PATHS:
             await self._app(scope, receive, send)
             return

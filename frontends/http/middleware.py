@@ -51,6 +51,7 @@ class RequestMiddleware:
         self._after_large_body = after_large_body
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Give the request its id, log and count it, and pass it on."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -138,6 +139,7 @@ class AuthMiddleware:
         self._admin_paths = frozenset(admin_paths)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Check the API key and its quota, then pass the request on."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return

@@ -126,6 +126,7 @@ class EventStream(Response):
         self._complete = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the answer as Server-Sent Events."""
         with self._resources:
             response = EventSourceResponse(
                 self._relay(scope.get("plain_send", send), scope["request_id"]),
