@@ -21,6 +21,7 @@ from msgspec import inspect
 T = TypeVar("T")
 
 MAX_I64 = 2**63 - 1
+MAX_LIST_DEPTH = 2  # of whole numbers in any field: lists of token ids
 _PLACE = re.compile(r"\.([A-Za-z_]\w*)|\[(\d+|\.\.\.)\]")
 _MISSING = re.compile(r"Object missing required field `(.*)`")
 
@@ -400,9 +401,10 @@ def _running(schema: Any, limits: Any) -> Any:
     return [_running(item, limits) for item in schema] if isinstance(schema, list) else schema
 
 
-def _whole(value: Any) -> Any:
+def _whole(value: Any, depth: int = MAX_LIST_DEPTH) -> Any:
+    """Make whole numbers of floats that are some, in lists of lists too, and no deeper: clients may nest for ever."""
     if isinstance(value, float) and value.is_integer():
         return int(value)
-    if isinstance(value, list | tuple):
-        return [_whole(item) for item in value]
+    if depth and isinstance(value, list | tuple):
+        return [_whole(item, depth - 1) for item in value]
     return value
