@@ -46,6 +46,7 @@ logger = logging.getLogger(__name__)
 DELIVERY_S = 2.0  # for the last messages to reach their readers
 IO_STOP_S = 5.0  # for the I/O thread to end
 FAILED_STOP_S = 2.0  # the same, in an engine that failed
+STALL_LOG_S = 2.0  # for a stall to be in the log; writing there may block
 SWITCH_INTERVAL_S = 0.001  # the I/O thread must not wait long for a loop that computes in Python
 
 Build = Callable[[], Executor]
@@ -90,6 +91,7 @@ class EngineService:
             last_error=stalls.last or None,
         )
         self._stall: Stall | None = None
+        self._stall_logged = threading.Event()
         self._step_watchdog: StepWatchdog | None = None
         self._shutdown = Shutdown(config.engine, self.lifecycle)
         self.io = EngineIO(config, self.lifecycle, card, self._engine, self._shutdown, self._tracing)
@@ -247,8 +249,11 @@ class EngineService:
         self.lifecycle.num_stalled_steps += 1
         self._shutdown.fail(ExitCode.STALLED, StepStalled(stall.summary))
         self._stall_record.write(StallHistory(self.lifecycle.num_stalled_steps, str(self.lifecycle.last_error)))
-        logger.critical("a step stalled, the engine ends: %s", stall.summary, extra={"fields": stall.fields})
-        logger.critical("where its threads are:\n%s", all_tracebacks())
+        try:
+            logger.critical("a step stalled, the engine ends: %s", stall.summary, extra={"fields": stall.fields})
+            logger.critical("where its threads are:\n%s", all_tracebacks())
+        finally:
+            self._stall_logged.set()
 
     # -- the I/O thread ----------------------------------------------------------------------------------------------
 
@@ -271,6 +276,8 @@ class EngineService:
             logger.critical("the supervisor failed", exc_info=True)
             self._shutdown.exit_code = ExitCode.CRASH
         finally:
+            if self._stall is not None:
+                self._stall_logged.wait(STALL_LOG_S)
             self._ended.set()
             self._on_end()
 

@@ -89,6 +89,27 @@ class TestOneEngine:
         assert any("hang" in frame for frame in fields["at"])
         assert "in hang" in caplog.text, "the stacks of all threads"
 
+    def test_the_engine_ends_only_after_its_log_tells_of_the_stall(
+        self, executor: StallingExecutor, connect: Connect
+    ) -> None:
+        told: list[str] = []
+
+        class SlowHandler(logging.Handler):
+            def emit(self, record: logging.LogRecord) -> None:
+                time.sleep(0.3)
+                told.append(record.getMessage())
+
+        handler = SlowHandler()
+        service_log = logging.getLogger("inferengine.engine.service")
+        service_log.addHandler(handler)
+        try:
+            with run_service(lambda: executor, engine=QUICK) as engine:
+                connect(engine).submit(1, prompt=POISONED)
+                assert engine.wait(10.0) == ExitCode.STALLED
+                assert any("where its threads are" in line for line in told)
+        finally:
+            service_log.removeHandler(handler)
+
     def test_a_slow_step_within_its_time_is_left_alone(self, connect: Connect) -> None:
         slow = StallingExecutor(step_s=0.05)
         with run_service(lambda: slow, engine=QUICK) as engine:
