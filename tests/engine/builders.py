@@ -116,6 +116,8 @@ class RawClient:
         if greet:
             self.send(Hello(name="raw", **hello))
             self.welcome = self.expect(Welcome)
+            # STEPs that came before were for the connection that this one took over from; they are sent again.
+            self.pending = [message for message in self.pending if not isinstance(message, Step)]
 
     def send(self, message: Message) -> None:
         self.send_frames(codec.encode(message))
