@@ -196,7 +196,9 @@ class ModelContext:
 
     def __init__(self, engine: ModelSource) -> None:
         self._engine = engine
+        self._info: ModelInfo | None = None
         self._served: ServedModel | None = None
+        self._unusable: tuple[str, InferEngineError] | None = None  # the fingerprint of files that cannot be read
         self._lock = asyncio.Lock()
         self._long_texts = LongTexts()
 
@@ -205,9 +207,15 @@ class ModelContext:
         """The model as last fetched, without asking the engine: what is known even while it is away."""
         return self._served
 
+    @property
+    def info(self) -> ModelInfo:
+        """What the engine announces of its model; while no engine is connected, what was announced last. Needs none of
+        the model's files. Raises engine_unavailable while nothing has been announced."""
+        return self._announced() if self._info is None or self._engine.connected else self._info
+
     async def get(self) -> ServedModel:
         """The current model; fetched when the engine announces one that is not at hand. Raises engine_unavailable
-        while there is no engine, or it is still loading."""
+        while there is no engine, or it is still loading, and `unsupported` for a model without a tokenizer."""
         info = self._announced()
         served = self._served
         if served is not None and served.info == info:
@@ -217,9 +225,16 @@ class ModelContext:
             served = self._served
             if served is not None and served.info.fingerprint == info.fingerprint:
                 self._served = replace(served, info=info)
-            else:
-                files = (await self._engine.model_files()).files
-                self._served = replace(await asyncio.to_thread(load_model, info, files), long_texts=self._long_texts)
+                return self._served
+            if self._unusable is not None and self._unusable[0] == info.fingerprint:  # do not fetch the files again
+                raise InferEngineError(self._unusable[1].code, self._unusable[1].message)
+            files = (await self._engine.model_files()).files
+            try:
+                loaded = await asyncio.to_thread(load_model, info, files)
+            except InferEngineError as error:
+                self._unusable = (info.fingerprint, error)
+                raise
+            self._served = replace(loaded, long_texts=self._long_texts)
             return self._served
 
     def _announced(self) -> ModelInfo:
@@ -228,11 +243,17 @@ class ModelContext:
         welcome = self._engine.welcome
         if welcome.model is None:
             raise InferEngineError("engine_unavailable", "The engine is still loading the model.", retry_after_s=2.0)
+        self._info = welcome.model
         return welcome.model
 
 
 def load_model(info: ModelInfo, files: dict[str, bytes]) -> ServedModel:
-    """Read the files of a checkpoint that travelled over the wire."""
+    """Read the files of a checkpoint that travelled over the wire. Raises `unsupported` without a tokenizer.json, and
+    engine_error for files that cannot be read."""
+    if "tokenizer.json" not in files:
+        raise InferEngineError(
+            "unsupported", "This model has no tokenizer.json: it takes and gives token ids only, over the wire."
+        )
     wanted = read_json(files, "generation_config.json")
     defaults = {name: wanted[name] for name in GENERATION_DEFAULTS if isinstance(wanted.get(name), int | float)}
     return ServedModel(info, Tokenizer.from_files(files), ChatTemplate.from_files(files), defaults)

@@ -171,6 +171,7 @@ class ScriptedEngine:
         self.heartbeat_s, self.lease_s = heartbeat_s, lease_s
         self.submits: list[Submit] = []
         self.attached: list[Attach] = []
+        self.num_file_requests = 0
         self.cancelled: list[bytes] = []  # ids of requests, once for each choice
         self.admin: dict[str, Any] = {}  # results of operations by name
         self.refuse: Reject | None = None  # the answer to every SUBMIT, its id filled in
@@ -326,6 +327,7 @@ class ScriptedEngine:
             case Ping():
                 self._send(peer, Pong(message.nonce, self.loop_age_ms, self.state, self.epoch))
             case Model():
+                self.num_file_requests += 1
                 self._send(peer, ModelFiles(self.info.fingerprint, self.files))
             case Admin():
                 known, result = message.op in self.admin, self.admin.get(message.op)

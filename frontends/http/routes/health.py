@@ -20,13 +20,13 @@ from inferengine.wire.messages import PROTOCOL_MAJOR, PROTOCOL_MINOR, READY, STO
 async def models(request: Request) -> Response:
     """What is served: the model and its LoRA adapters."""
     service: HttpState = request.app.state.service
-    return JsonBytes({"object": "list", "data": await _model_cards(service)})
+    return JsonBytes({"object": "list", "data": _model_cards(service)})
 
 
 async def model(request: Request) -> Response:
     """One of them; 404 for any other name."""
     service: HttpState = request.app.state.service
-    card = next((card for card in await _model_cards(service) if card["id"] == request.path_params["model"]), None)
+    card = next((card for card in _model_cards(service) if card["id"] == request.path_params["model"]), None)
     if card is None:
         name = scrubbed(request.path_params["model"][:200])
         raise InferEngineError("model_not_found", f"The model `{name}` does not exist.", field="model")
@@ -49,7 +49,10 @@ async def ready(request: Request) -> Response:
     states = [item.state for item in service.engines.health() if item.connected]
     if READY not in states:
         return _not_ready(f"the engine is {states[0]}" if states else "no engine is connected")
-    await service.model.get()
+    try:
+        await service.model.get()
+    except InferEngineError as error:
+        return _not_ready(error.message)
     return JsonBytes({"status": "ready"})
 
 
@@ -92,21 +95,19 @@ async def metrics(request: Request) -> Response:
     return Response(text, headers={"content-type": CONTENT_TYPE})
 
 
-async def _model_cards(service: HttpState) -> list[dict[str, Any]]:
-    """The model, then its LoRA adapters. Told from memory while the engine is away."""
-    served = service.model.served
-    if served is None or service.engines.connected:
-        served = await service.model.get()
+def _model_cards(service: HttpState) -> list[dict[str, Any]]:
+    """Describe the model, then its LoRA adapters. While the engine is away: as it announced them last."""
+    info = service.model.info
     card = {
-        "id": served.name,
+        "id": info.name,
         "object": "model",
         "created": int(service.started_s),
         "owned_by": "inferengine",
-        "root": served.name,
+        "root": info.name,
         "parent": None,
-        "max_model_len": served.info.max_model_len,
+        "max_model_len": info.max_model_len,
     }
-    return [card, *({**card, "id": name, "parent": served.name} for name in served.info.adapters)]
+    return [card, *({**card, "id": name, "parent": info.name} for name in info.adapters)]
 
 
 def _engine_health(service: HttpState, item: EngineHealth) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from inferengine.text.tokenizer import fingerprint
 from inferengine.wire.messages import DRAINING, STARTING, Reject
 from tests.frontends.http.builders import House, events, house, ids, says, text_of, wait_until
 from tests.frontends.scripted_engine import Script
@@ -145,6 +146,33 @@ def test_another_model_is_noticed() -> None:
         # until the front end has found the engine again, requests are refused
         wait_until(lambda: built.post("/v1/completions", prompt="say").json().get("model") == "other")
         assert built.http.get("/v1/models").json()["data"][0]["id"] == "other"
+
+
+def test_a_model_without_a_tokenizer_is_listed_and_its_files_are_fetched_once() -> None:
+    with house(running=False) as built:
+        built.engine.files = {}
+        built.engine.info = built.engine.info.replace(fingerprint=fingerprint({}))
+        built.engine.start()
+        wait_until(lambda: built.http.get("/health").status_code == 200)
+        models = built.http.get("/v1/models")
+        assert (models.status_code, models.json()["data"][0]["id"]) == (200, "tiny")
+        assert built.http.get("/v1/models/tiny").status_code == 200
+        wait_until(lambda: "tokenizer.json" in built.http.get("/ready").json()["reason"])
+        for _ in range(3):
+            refused = built.post("/v1/completions", prompt="say")
+            error = refused.json()["error"]
+            assert (refused.status_code, error["code"]) == (400, "unsupported")
+            assert "tokenizer.json" in error["message"]
+            assert built.http.get("/ready").status_code == 503
+        time.sleep(0.5)  # the front end goes on asking for the model in the background
+        assert built.engine.num_file_requests == 1
+
+
+def test_models_are_listed_while_the_engine_is_away() -> None:
+    with house() as built:
+        built.engine.kill()
+        wait_until(lambda: built.http.get("/ready").status_code == 503)
+        assert built.http.get("/v1/models").json()["data"][0]["id"] == "tiny"
 
 
 def test_a_frozen_loop_is_unhealthy() -> None:
