@@ -257,7 +257,8 @@ class TraceWorkload:
                 prompt = _with_prefix(item, num_prompt, uid)
             if num_prompt < 1 or num_output < 1 or time_s < 0:
                 raise ValueError("lengths must be at least 1 and times at least 0")
-        except (ValueError, KeyError, TypeError) as error:
+            priority = int(item.get("priority", 0))
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
             what = f"has no {error}" if isinstance(error, KeyError) else str(error)
             raise ConfigError("--trace", f"line {number} is no request: {what}") from None
         if num_prompt + num_output > self._max_tokens:
@@ -271,7 +272,7 @@ class TraceWorkload:
             num_output=num_output,
             seed=uid & _MASK,
             tenant=str(item.get("tenant", "")),
-            priority=int(item.get("priority", 0)),
+            priority=priority,
         )
 
 

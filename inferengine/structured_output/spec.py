@@ -1,8 +1,7 @@
-"""What a client may ask of the *form* of the output, read and checked once; front ends and engine share it.
+"""Reads the fields of a request that ask for structured output into a GrammarSpec, and checks its size.
 
-OpenAI's `response_format`, vLLM's `structured_outputs` and the `guided_*` fields that vLLM removed all end as one
-GrammarSpec. Whether a schema or an expression makes sense is found out by compiling it
-(`inferengine.structured_output`).
+The fields are OpenAI's `response_format`, vLLM's `structured_outputs`, and the `guided_*` fields that vLLM removed.
+Front ends, `LLM` and the engine share this. Whether a schema or an expression makes sense shows when it is compiled.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ from inferengine.errors import InvalidRequest
 GRAMMAR_KINDS = ("json_schema", "json_object", "regex", "choice", "lark", "structural_tag")
 STRUCTURED_KINDS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
 MAX_NESTING = 64
+MAX_WHITESPACE_CHARACTERS = 200
 GUIDED_FIELDS = {
     "guided_json": "json",
     "guided_regex": "regex",
@@ -26,7 +26,7 @@ GUIDED_FIELDS = {
 
 
 class GrammarSpec(NamedTuple):
-    """What the output must match. Not compiled yet."""
+    """A grammar that the output must match, not compiled yet."""
 
     kind: str  # one of GRAMMAR_KINDS
     source: str  # schema, choices and tags as JSON; expressions and grammars as they are
@@ -34,7 +34,7 @@ class GrammarSpec(NamedTuple):
 
 
 def read_grammar(body: Mapping[str, Any]) -> GrammarSpec | None:
-    """The GrammarSpec of a request body, or None where it asks for nothing. Raises InvalidRequest naming the field."""
+    """Return the GrammarSpec of a request body; None where it asks for none. Raises InvalidRequest naming the field."""
     asked = [name for name in ("response_format", "structured_outputs", *GUIDED_FIELDS) if body.get(name) is not None]
     if not asked:
         return None
@@ -50,27 +50,30 @@ def read_grammar(body: Mapping[str, Any]) -> GrammarSpec | None:
 
 
 def validate_grammar(spec: GrammarSpec, limits: LimitsConfig, *, path: str = "grammar") -> None:
-    """Bound what compiling may cost. Raises InvalidRequest."""
+    """Check the kind, the size and the nesting of a grammar, which bound what compiling it costs. Raises
+    InvalidRequest."""
     if spec.kind not in GRAMMAR_KINDS:
         raise InvalidRequest(path, f"kind must be one of {', '.join(GRAMMAR_KINDS)}")
-    size = len(spec.source.encode())
+    size = _utf8_size(path, spec.source)
     if size > limits.max_grammar_bytes:
         raise InvalidRequest(path, f"has {size} bytes; at most {limits.max_grammar_bytes} are compiled")
     if "\0" in spec.source or (spec.whitespace is not None and "\0" in spec.whitespace):
         raise InvalidRequest(path, "must not contain NUL")
-    if spec.whitespace is not None and len(spec.whitespace) > 200:
-        raise InvalidRequest(path, "the whitespace pattern is too long")
+    if spec.whitespace is not None:
+        _utf8_size(path, spec.whitespace)
+        if len(spec.whitespace) > MAX_WHITESPACE_CHARACTERS:
+            raise InvalidRequest(path, "the whitespace pattern is too long")
     if spec.kind in ("json_schema", "choice", "structural_tag") and _nesting(spec.source) > MAX_NESTING:
         raise InvalidRequest(path, f"is nested deeper than {MAX_NESTING} levels")
 
 
 def grammar_to_list(spec: GrammarSpec) -> list[str | None]:
-    """As it travels in SUBMIT."""
+    """Return the fields as a list, for the wire message SUBMIT."""
     return list(spec)
 
 
 def grammar_from_list(value: Any, path: str = "grammar") -> GrammarSpec:
-    """Read what `grammar_to_list` made or a direct producer sent: [kind, source] or [kind, source, whitespace]."""
+    """Read the list of a SUBMIT message: [kind, source] or [kind, source, whitespace]. Raises InvalidRequest."""
     if not isinstance(value, list | tuple) or not 2 <= len(value) <= 3:
         raise InvalidRequest(path, "must be [kind, source] or [kind, source, whitespace]")
     kind, source = value[0], value[1]
@@ -87,7 +90,7 @@ def _read_response_format(value: Any) -> GrammarSpec | None:
     if not isinstance(value, Mapping):
         raise InvalidRequest(path, "must be an object with a type")
     kind = value.get("type")
-    if kind == "text" or not value:  # {}: asks for nothing, as clients send that fill in every field
+    if kind == "text" or not value:  # {}: some clients send every field
         return None
     if kind == "json_object":
         return GrammarSpec("json_object", "{}")
@@ -128,7 +131,7 @@ def _read_json(path: str, value: Any) -> GrammarSpec:
             value = json.loads(value)
         except (ValueError, RecursionError):
             raise InvalidRequest(path, "is not valid JSON") from None
-    if value is True:  # what allows everything
+    if value is True:  # the schema that allows everything
         value = {}
     if not isinstance(value, Mapping):
         raise InvalidRequest(path, "must be a JSON schema that allows something: an object, or true")
@@ -157,7 +160,8 @@ def _read_json_object(path: str, value: Any) -> GrammarSpec:
 
 
 def _read_tags(path: str, value: Any) -> GrammarSpec:
-    """{"structures": [{"begin", "schema", "end"}], "triggers": [...]}: text in which a trigger starts a structure."""
+    """Read {"structures": [{"begin", "schema", "end"}], "triggers": [...]}: text in which a trigger starts a
+    structure."""
     structures, triggers = (
         value.get(key) if isinstance(value, Mapping) else None for key in ("structures", "triggers")
     )
@@ -184,13 +188,25 @@ _READERS: dict[str, Callable[[str, Any], GrammarSpec]] = {
 
 def _dumps(path: str, value: Any) -> str:
     try:
-        return json.dumps(value, ensure_ascii=False)
+        text = json.dumps(value, ensure_ascii=False)
     except (ValueError, RecursionError):
         raise InvalidRequest(path, "is nested too deep, or holds what JSON cannot") from None
+    _utf8_size(path, text)
+    return text
+
+
+def _utf8_size(path: str, text: str) -> int:
+    """The bytes of a text in UTF-8. Raises InvalidRequest where it has none."""
+    try:
+        return len(text.encode())
+    except UnicodeEncodeError:
+        message = "has half of a surrogate pair, which is no character: send both halves or none"
+        raise InvalidRequest(path, message) from None
 
 
 def _nesting(source: str) -> int:
-    """Depth of brackets outside of strings. Counted, not parsed: a hostile depth must not reach a recursive parser."""
+    """The depth of brackets outside of strings. Counted, not parsed: a parser would follow a hostile depth by
+    recursion."""
     depth = deepest = 0
     in_string = escaped = False
     for character in source:

@@ -173,8 +173,14 @@ def _tool_calls(calls: Any, path: str) -> list[dict[str, Any]]:
             raise InvalidRequest(f"{path}[{place}].function", "must have a name and arguments")
         arguments = function.get("arguments")
         if isinstance(arguments, str):
+            text = arguments or "{}"
             try:
-                arguments = json.loads(arguments or "{}")
+                arguments = json.loads(text)
+                if "\\u" in text:
+                    json.dumps(arguments, ensure_ascii=False).encode()  # an escape can spell half of a surrogate pair
+            except UnicodeEncodeError:
+                message = "have half of a surrogate pair, which is no character: send both halves or none"
+                raise InvalidRequest(f"{path}[{place}].function.arguments", message) from None
             except (ValueError, RecursionError):
                 raise InvalidRequest(f"{path}[{place}].function.arguments", "are not valid JSON") from None
         if arguments is None:

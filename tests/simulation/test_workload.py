@@ -129,6 +129,8 @@ def test_a_trace_in_our_form(tmp_path: Path) -> None:
         ({"arrival_s": 1, "prompt_tokens": 0, "output_tokens": 1}, "at least 1"),
         ({"arrival_s": -1, "prompt_tokens": 4, "output_tokens": 1}, "at least 0"),
         ({"arrival_s": 0.1, "prompt_tokens": 4, "output_tokens": 1}, "before the line above"),
+        ({"arrival_s": 1, "prompt_tokens": 1e999, "output_tokens": 1}, "line 2 is no request"),
+        ({"arrival_s": 1, "prompt_tokens": 4, "output_tokens": 1, "priority": "high"}, "line 2 is no request"),
         ({"timestamp": "soon", "input_length": 4, "output_length": 1}, "line 2 is no request"),
     ],
 )

@@ -205,6 +205,16 @@ def test_typed_text_parts_become_one_string() -> None:
     assert check_messages([{"role": "user", "content": parts}]) == [{"role": "user", "content": "a\nb"}]
 
 
+def called_with(arguments: str) -> list[dict[str, Any]]:
+    """An assistant's message that calls a tool with these arguments."""
+    return [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}]
+
+
+def test_arguments_of_calls_become_objects() -> None:
+    (message,) = check_messages(called_with(r'{"smile": "\ud83d\ude00"}'))
+    assert message["tool_calls"][0]["function"]["arguments"] == {"smile": "😀"}
+
+
 @pytest.mark.parametrize(
     ("messages", "field", "code"),
     [
@@ -220,6 +230,9 @@ def test_typed_text_parts_become_one_string() -> None:
             "messages[0].content[0]",
             "unsupported",
         ),
+        (called_with("[" * 100_000), "messages[0].tool_calls[0].function.arguments", "invalid_request"),
+        (called_with("[1]"), "messages[0].tool_calls[0].function.arguments", "invalid_request"),
+        (called_with(r'{"city": "\ud800"}'), "messages[0].tool_calls[0].function.arguments", "invalid_request"),
     ],
 )
 def test_messages_of_a_wrong_shape_name_their_place(messages: Any, field: str, code: str) -> None:

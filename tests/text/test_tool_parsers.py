@@ -65,6 +65,9 @@ GOLDEN: list[tuple[str, str, str, list[tuple[str, str]]]] = [
 ]
 
 
+DEEP = "[" * 100_000 + "]" * 100_000
+
+
 def cuts(text: str) -> list[list[str]]:
     """The text whole, by characters, and cut at random places."""
     draw = random.Random(text)
@@ -87,6 +90,35 @@ def test_what_a_model_wrote(name: str, text: str, content: str, calls: list[tupl
     for pieces in cuts(text):
         message, _ = read(MessageReader(None, FORMATS[name].make_parser()), pieces)
         assert (message.content, message.calls) == (content, calls), pieces
+
+
+def parse(name: str, text: str) -> Message:
+    return MessageReader(None, FORMATS[name].make_parser()).read(text)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("hermes", f'<tool_call>{{"name": "f", "arguments": {DEEP}}}</tool_call>'),
+        ("llama3_json", f'{{"name": "f", "parameters": {DEEP}}}'),
+        ("mistral", f'[TOOL_CALLS] [{{"name": "f", "arguments": {DEEP}}}]'),
+    ],
+)
+def test_arguments_nested_without_end_pass_as_they_are(name: str, text: str) -> None:
+    assert parse(name, text).calls == [("f", DEEP)]
+
+
+@pytest.mark.parametrize("value", [DEEP, r'"\ud800"'])
+def test_a_name_that_is_no_text_makes_no_call(value: str) -> None:
+    text = f'<tool_call>{{"name": {value}, "arguments": {{}}}}</tool_call>'
+    message = parse("hermes", text)
+    assert (message.content, message.calls) == (text, [])
+
+
+def test_arguments_with_half_of_a_surrogate_pair_stay_escaped() -> None:
+    written = r'"{\"x\": \ud800}"'
+    message = parse("hermes", f'<tool_call>{{"name": "f", "arguments": {written}}}</tool_call>')
+    assert message.calls == [("f", written)]
 
 
 @pytest.mark.parametrize("name", FORMATS)

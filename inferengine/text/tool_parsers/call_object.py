@@ -140,11 +140,16 @@ class CallObject:
 
 
 def _string(text: str) -> str | None:
+    """Read a JSON string. None for any other text, for lists nested without end, and for half of a surrogate pair,
+    which an escape can spell and UTF-8 cannot."""
+    if not text.startswith('"'):
+        return None
     try:
         value = json.loads(text)
+        value.encode()
     except ValueError:
         return None
-    return value if isinstance(value, str) else None
+    return str(value)
 
 
 def _as_object(arguments: JsonValue | None) -> str:

@@ -1,0 +1,103 @@
+"""The fields of a request that ask for structured output: what they are read as, and how they are refused."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from inferengine.config import LimitsConfig
+from inferengine.errors import InvalidRequest
+from inferengine.structured_output.spec import (
+    MAX_NESTING,
+    GrammarSpec,
+    grammar_from_list,
+    grammar_to_list,
+    read_grammar,
+    validate_grammar,
+)
+
+SCHEMA = {"type": "object"}
+LONE = "\ud800"  # half of a surrogate pair
+SPELT = r'{"const": "\ud800"}'  # the same, as an escape inside of JSON text
+
+
+@pytest.mark.parametrize(
+    ("body", "spec"),
+    [
+        ({}, None),
+        ({"response_format": {"type": "text"}}, None),
+        ({"response_format": {}}, None),
+        ({"response_format": {"type": "json_object"}}, GrammarSpec("json_object", "{}")),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}},
+            GrammarSpec("json_schema", json.dumps(SCHEMA)),
+        ),
+        ({"structured_outputs": {"json": True}}, GrammarSpec("json_schema", "{}")),
+        ({"structured_outputs": {"regex": "a+"}}, GrammarSpec("regex", "a+")),
+        (
+            {"structured_outputs": {"json": SCHEMA, "disable_any_whitespace": True}},
+            GrammarSpec("json_schema", json.dumps(SCHEMA), ""),
+        ),
+        ({"guided_json": json.dumps(SCHEMA)}, GrammarSpec("json_schema", json.dumps(SCHEMA))),
+        ({"guided_choice": ["yes", "no"]}, GrammarSpec("choice", '["yes", "no"]')),
+        (
+            {"guided_json": SCHEMA, "guided_whitespace_pattern": " ?"},
+            GrammarSpec("json_schema", json.dumps(SCHEMA), " ?"),
+        ),
+    ],
+)
+def test_every_spelling_is_read_as_one_spec(body: dict[str, Any], spec: GrammarSpec | None) -> None:
+    assert read_grammar(body) == spec
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        ({"response_format": {"type": "yaml"}}, "response_format.type"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+        ({"response_format": {"type": "json_object"}, "guided_regex": "a"}, "guided_regex"),
+        ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": ""}}, "structured_outputs.regex"),
+        ({"guided_choice": []}, "guided_choice"),
+        ({"guided_json": "[" * 100_000}, "guided_json"),
+        ({"guided_json": SPELT}, "guided_json"),
+        ({"guided_json": {"const": LONE}}, "guided_json"),
+        (
+            {
+                "structured_outputs": {
+                    "structural_tag": {"structures": [{"begin": f"<{LONE}", "schema": {}}], "triggers": ["<"]}
+                }
+            },
+            "structured_outputs.structural_tag",
+        ),
+    ],
+)
+def test_what_cannot_be_read_names_its_field(body: dict[str, Any], field: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        read_grammar(body)
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        GrammarSpec("yaml", "a"),
+        GrammarSpec("regex", "a" * (LimitsConfig().max_grammar_bytes + 1)),
+        GrammarSpec("regex", "a\0"),
+        GrammarSpec("json_schema", "[" * (MAX_NESTING + 1)),
+        GrammarSpec("json_schema", "{}", " " * 201),
+        GrammarSpec("regex", LONE),
+        GrammarSpec("json_schema", "{}", LONE),
+    ],
+)
+def test_a_grammar_is_bounded_before_it_is_compiled(spec: GrammarSpec) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        validate_grammar(spec, LimitsConfig(), path="guided_regex")
+    assert caught.value.field == "guided_regex"
+
+
+@pytest.mark.parametrize("spec", [GrammarSpec("regex", "a+"), GrammarSpec("json_schema", "{}", " ?")])
+def test_a_spec_travels_as_a_list(spec: GrammarSpec) -> None:
+    assert grammar_from_list(grammar_to_list(spec)) == spec
