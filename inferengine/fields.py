@@ -24,6 +24,7 @@ MAX_I64 = 2**63 - 1
 MAX_LIST_DEPTH = 2  # of whole numbers in any field: lists of token ids
 _PLACE = re.compile(r"\.([A-Za-z_]\w*)|\[(\d+|\.\.\.)\]")
 _MISSING = re.compile(r"Object missing required field `(.*)`")
+_WRONG_KEY = "must have strings as keys"
 
 
 class FieldError(Exception):
@@ -51,8 +52,8 @@ def about(
     `most` names the limit of the configuration that bounds a number from above, or a number of entries or characters;
     such a number's lower bound `ge` is left to `check`, too, so that one message names both.
     `expected` are the words for a wrong type, `also` those of refusals by other rules. `whole`: an entry of a wrong
-    type is refused as the list is. `schema` replaces keys of the
-    JSON schema, and with "type" or "anyOf" the whole of it; {"limit": name} in it stands for that limit's value.
+    type is refused as the list is. `schema` replaces keys of the JSON schema, and with "type" or "anyOf" the whole of
+    it; {"limit": name} in it stands for that limit's value.
     """
     extra: dict[str, Any] = {"most": most, "expected": expected, "also": list(also), "whole": whole or None}
     if most and "ge" in bounds:
@@ -79,6 +80,8 @@ def read(kind: type[T], value: Any) -> T:
                 repaired.add(name)
                 value = {**value, name: _whole(value[name])}
                 continue
+            if place.startswith("key` in"):
+                text = _WRONG_KEY
             raise _field_error(kind, text, steps) from None
 
 
@@ -269,6 +272,8 @@ def _field_error(kind: type, text: str, steps: list[Any]) -> FieldError:
         elif step != "...":
             path += f".{step}" if path else step
         node = _below(node, step)
+    if text == _WRONG_KEY:
+        return FieldError(path, text, is_type=True)
     if missing := _MISSING.fullmatch(text):
         return FieldError(f"{path}.{missing[1]}" if path else missing[1], "is required", is_type=True)
     is_type = "got `" in text or text.startswith("Invalid enum value") or isinstance(node.type, inspect.TupleType)

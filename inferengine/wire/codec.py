@@ -102,7 +102,7 @@ def _read(kind: type[_T], body: Any) -> _T:
     try:
         return read_fields(kind, _map(body))
     except FieldError as error:
-        raise WireError(str(error), field=error.field) from None
+        raise WireError(str(error), field=error.field or None) from None
 
 
 def _integer(value: Any, field: str, low: int = 0, high: int = MAX_I64) -> int:

@@ -1,15 +1,20 @@
-"""Descriptors of connections that another took the routing id from: libzmq forgets them, the engine does not."""
+"""LostConnections: descriptors of connections whose routing id another took over, which libzmq keeps open for ever."""
 
 from __future__ import annotations
 
 import os
+import socket
+import struct
 import time
+from collections.abc import Callable, Collection, Iterator
+from pathlib import Path
 
 import pytest
 import zmq
 
 from inferengine.client import Client
-from inferengine.engine.io import lost_connections as lost_connections
+from inferengine.engine.io import lost_connections
+from inferengine.engine.io.lost_connections import LostConnections
 from inferengine.engine.service import EngineService
 from inferengine.sampling_params import SamplingParams
 from inferengine.wire import codec
@@ -133,6 +138,93 @@ def test_clients_that_come_and_go_end_nobodys_connection() -> None:
             RawClient(address_of(engine)).close()
         time.sleep(3 * QUIET_S)
         assert engine.io.lost_connections.num_renewals == 0
+
+
+class FakeEndpoint:
+    """An Endpoint of which only the events of its ROUTER are there. `accept` takes a connection, as libzmq does."""
+
+    def __init__(self, path: Path) -> None:
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.monitor, self._events = self.context.socket(zmq.PAIR), self.context.socket(zmq.PAIR)
+        self.monitor.bind("inproc://events")
+        self._events.connect("inproc://events")
+        self.num_bound_again = 0
+        self._path = str(path)
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(self._path)
+        self._listener.listen()
+
+    def accept(self) -> tuple[socket.socket, socket.socket]:
+        """The client's end and ours."""
+        client = socket.socket(socket.AF_UNIX)
+        client.connect(self._path)
+        ours, _ = self._listener.accept()
+        event = struct.pack("=HI", int(zmq.EVENT_ACCEPTED), ours.fileno())
+        self._events.send_multipart([event, f"ipc://{self._path}".encode()])
+        return client, ours
+
+    def bind_again(self, schemes: Collection[str]) -> None:
+        self.num_bound_again += 1
+
+    def close(self) -> None:
+        self._listener.close()
+        self.context.destroy(linger=0)
+
+
+@pytest.fixture
+def endpoint(tmp_path: Path) -> Iterator[FakeEndpoint]:
+    endpoint = FakeEndpoint(tmp_path / "engine")
+    yield endpoint
+    endpoint.close()
+
+
+def give_number_to_a_closed_pipe(ours: socket.socket) -> int:
+    """Close a connection without an event, and open under its number a pipe whose other end is closed."""
+    number = ours.detach()
+    reader, writer = os.pipe()
+    os.close(writer)
+    os.dup2(reader, number)
+    os.close(reader)
+    return number
+
+
+def give_number_to_another_socket(ours: socket.socket) -> int:
+    """The same, with a socket of something else."""
+    number = ours.detach()
+    one, other = socket.socketpair()
+    os.dup2(one.fileno(), number)
+    one.close()
+    other.close()
+    return number
+
+
+@pytest.mark.parametrize("reuse", [give_number_to_a_closed_pipe, give_number_to_another_socket])
+@pytest.mark.parametrize("seen_before", [True, False])
+def test_a_number_that_something_else_has_now_is_no_lost_connection(
+    endpoint: FakeEndpoint, reuse: Callable[[socket.socket], int], *, seen_before: bool
+) -> None:
+    lost = LostConnections(endpoint)  # type: ignore[arg-type]
+    client, ours = endpoint.accept()
+    if seen_before:
+        lost.tick(0.0, busy=False)
+    number = reuse(ours)
+    for second in range(1, 9):
+        lost.tick(float(second), busy=False)
+    os.close(number)
+    client.close()
+    assert endpoint.num_bound_again == 0
+
+
+def test_a_connection_that_its_client_has_closed_is_lost_when_libzmq_keeps_it(endpoint: FakeEndpoint) -> None:
+    lost = LostConnections(endpoint)  # type: ignore[arg-type]
+    client, ours = endpoint.accept()
+    lost.tick(0.0, busy=False)
+    client.close()
+    lost.tick(1.0, busy=False)
+    assert endpoint.num_bound_again == 0
+    lost.tick(1.0 + 2 * QUIET_S, busy=False)
+    ours.close()
+    assert endpoint.num_bound_again == 1
 
 
 def test_keys_are_asked_for_where_they_were(tmp_path: os.PathLike[str]) -> None:

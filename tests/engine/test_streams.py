@@ -53,7 +53,7 @@ class TestCredit:
             assert len(rest.steps) == 1, "what waited comes in one STEP"
             check_idle(engine)
 
-    def test_a_raw_without_credit_costs_others_nothing(self, connect: Connect) -> None:
+    def test_a_client_without_credit_costs_others_nothing(self, connect: Connect) -> None:
         with run_service() as engine:
             slow, quick = connect(engine, window=1), connect(engine)
             slow.submit(1, max_tokens=300)
@@ -68,7 +68,7 @@ class TestCredit:
             steps = raw.collect({1, 2}).steps
             assert [step.seq for step in steps] == list(range(1, len(steps) + 1))
 
-    def test_a_stalled_raw_loses_its_requests_with_that_reason(self, connect: Connect) -> None:
+    def test_a_stalled_client_loses_its_requests_with_that_reason(self, connect: Connect) -> None:
         with run_service(step_s=0.01, wire={"stall_limit_s": 0.3}) as engine:
             raw = connect(engine, window=2)
             for stream in (1, 2):  # having recovered, it may stall once more
@@ -80,7 +80,7 @@ class TestCredit:
                 assert collected.done[stream][0].detail[0] == "client_stalled"
                 assert len(collected.done[stream]) == 1
 
-    def test_a_stalled_raw_loses_nothing_that_is_detached_or_read_by_another(self, connect: Connect) -> None:
+    def test_a_stalled_client_loses_nothing_that_is_detached_or_read_by_another(self, connect: Connect) -> None:
         with run_service(step_s=0.01, wire={"stall_limit_s": 0.3}) as engine:
             raw, reader = connect(engine, window=2), connect(engine)
             reader.submit(5, id=ID, max_tokens=100)
@@ -190,7 +190,7 @@ class TestAttach:
             check_all = reader.collect(set(range(2, 65)))
             assert all(len(check_all.tokens[stream]) == 300 for stream in range(2, 65))
 
-    def test_a_detached_request_outlives_its_raw_and_waits(self, connect: Connect) -> None:
+    def test_a_detached_request_outlives_its_client_and_waits(self, connect: Connect) -> None:
         with run_service(step_s=0.005) as engine:
             owner = connect(engine)
             owner.submit(1, id=ID, max_tokens=40, detached=True)
@@ -203,7 +203,7 @@ class TestAttach:
             assert len(collected.tokens[1]) == 40
             assert collected.done[1][0].reason == "length"
 
-    def test_a_request_that_another_raw_reads_goes_on_without_its_owner(self, connect: Connect) -> None:
+    def test_a_request_that_another_client_reads_goes_on_without_its_owner(self, connect: Connect) -> None:
         with run_service(step_s=0.005) as engine:
             owner, reader = connect(engine), connect(engine)
             owner.submit(1, id=ID, max_tokens=60)
@@ -233,7 +233,7 @@ class TestLeases:
             raw.send(Bye())
             check_idle(engine)
 
-    def test_a_killed_raw_is_noticed_by_its_connection(self, connect: Connect) -> None:
+    def test_a_killed_client_is_noticed_by_its_connection(self, connect: Connect) -> None:
         with run_service(step_s=0.01, wire={"heartbeat_s": 0.3}) as engine:
             raw = connect(engine)
             raw.submit(1, max_tokens=1000)
@@ -242,7 +242,7 @@ class TestLeases:
             check_idle(engine)
             assert engine.io.connections.by_routing_id == {}
 
-    def test_a_silent_raw_is_dropped_after_the_stall_limit(self, connect: Connect) -> None:
+    def test_a_silent_client_is_dropped_after_the_stall_limit(self, connect: Connect) -> None:
         with run_service(step_s=0.01, wire={"heartbeat_s": 0.1, "stall_limit_s": 0.6}) as engine:
             raw = connect(engine)
             raw.submit(1, max_tokens=1000)
@@ -250,7 +250,9 @@ class TestLeases:
             check_idle(engine)
             assert engine.io.connections.by_routing_id == {}
 
-    def test_a_silent_raw_whose_connection_stands_keeps_its_requests_beyond_its_lease(self, connect: Connect) -> None:
+    def test_a_silent_client_whose_connection_stands_keeps_its_requests_beyond_its_lease(
+        self, connect: Connect
+    ) -> None:
         """It may be paused. Silence is asked about: one that is gone cannot be written to."""
         with run_service(step_s=0.01, wire={"heartbeat_s": 0.1, "window": 1000}) as engine:
             raw = connect(engine)
@@ -259,7 +261,7 @@ class TestLeases:
             assert [row.reason for row in collected.done[1]] == ["length"]
             assert len(collected.tokens[1]) == 150
 
-    def test_a_silent_raw_that_is_gone_is_dropped_when_its_lease_ends(self, connect: Connect) -> None:
+    def test_a_silent_client_that_is_gone_is_dropped_when_its_lease_ends(self, connect: Connect) -> None:
         """Nothing of its request is there to be sent, so that only the question finds out."""
         with run_service(step_s=30.0, wire={"heartbeat_s": 0.1}) as engine:
             raw = connect(engine)
@@ -277,7 +279,7 @@ class TestLeases:
                 raw.receive(0.1)
             assert raw.collect({1}).done[1][0].reason == "length"
 
-    def test_a_dropped_raw_is_told_to_greet_again(self, connect: Connect) -> None:
+    def test_a_dropped_client_is_told_to_greet_again(self, connect: Connect) -> None:
         with run_service(wire={"heartbeat_s": 0.1, "stall_limit_s": 0.5}) as engine:
             raw = connect(engine)
             wait_until(lambda: not engine.io.connections.by_routing_id)

@@ -176,7 +176,20 @@ class TestWhatIsRefused:
     def test_what_is_wrong_with_a_body_is_told(self, body: bytes, says: str) -> None:
         assert says in error_of([codec.header(Kind.SUBMIT), body]).message
 
-    @pytest.mark.parametrize("raw", [[b"abc"], [b""], [bytes(4), bytes(4)][:0]])
+    @pytest.mark.parametrize(
+        ("body", "field"),
+        [
+            ({"id": ID, "stream": 1, "text": "x", b"label": "y"}, None),
+            ({"id": ID, "stream": 1, "text": "x", "params": {b"seed": 1}}, "params"),
+            ({"id": ID, "stream": 1, "messages": [{b"role": "user"}]}, "messages[0]"),
+        ],
+    )
+    def test_keys_that_are_bytes(self, body: dict[Any, Any], field: str | None) -> None:
+        error = error_of(frames_of(Kind.SUBMIT, body))
+        assert (error.field, error.id) == (field, ID)
+        assert "must have strings as keys" in error.message
+
+    @pytest.mark.parametrize("raw", [[b"abc"], [b""], []])
     def test_a_prompt_that_is_missing_empty_or_cut(self, raw: list[bytes]) -> None:
         assert error_of(frames_of(Kind.SUBMIT, {"id": ID, "stream": 1}, *raw)).field == "prompt"
 

@@ -8,12 +8,18 @@ address; clients connect again within a moment and resume, so nothing that runs 
 
 It is done while no request runs, at most once a minute, so that a client that makes such descriptors on purpose does
 not make all others connect again all the time; and at once where there are many such descriptors.
+
+libzmq closes some connections without an event, those of an address that is unbound for one, and the system gives
+their numbers to other files. So a descriptor counts only while it is the socket that was accepted, at that address.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import select
+import socket
+from typing import NamedTuple
 
 import zmq
 from zmq.utils.monitor import parse_monitor_message
@@ -30,13 +36,18 @@ MIN_INTERVAL_S = 60.0  # from one binding to the next, below that
 _CLOSED = select.POLLHUP | select.POLLRDHUP | select.POLLERR
 
 
+class _Accepted(NamedTuple):
+    address: str  # that the connection came in at
+    identity: tuple[int, int]  # device and inode of its socket
+
+
 class LostConnections:
     """The lost connections of the ROUTER. Used by the I/O thread only."""
 
     def __init__(self, endpoint: Endpoint) -> None:
         self.num_renewals = 0
         self._endpoint = endpoint
-        self._open: dict[int, str] = {}  # descriptors, and the address that each came in at
+        self._open: dict[int, _Accepted] = {}  # connections by descriptor
         self._closed_s: dict[int, float] = {}  # those that the client has closed, and since when
         self._due_s = 0.0
         self._renewed_s: float | None = None  # when the address was last bound again
@@ -51,7 +62,7 @@ class LostConnections:
         lost = [descriptor for descriptor, since_s in self._closed_s.items() if now - since_s >= UNNOTICED_S]
         if len(lost) >= MAX_LOST or (lost and not busy and self._may_renew(now)):
             self._renewed_s = now
-            self._renew({_scheme(self._open[descriptor]) for descriptor in lost}, len(lost))
+            self._renew({_scheme(self._open[descriptor].address) for descriptor in lost}, len(lost))
 
     def _may_renew(self, now: float) -> bool:
         return self._renewed_s is None or now - self._renewed_s >= MIN_INTERVAL_S
@@ -63,21 +74,25 @@ class LostConnections:
             event = parse_monitor_message(monitor.recv_multipart(zmq.NOBLOCK))
             descriptor = event["value"]
             self._closed_s.pop(descriptor, None)
+            self._open.pop(descriptor, None)
             if event["event"] == zmq.EVENT_ACCEPTED:
-                self._open[descriptor] = event["endpoint"].decode(errors="replace")
-            else:
-                self._open.pop(descriptor, None)
+                address = event["endpoint"].decode(errors="replace")
+                if (identity := _identity(descriptor, address)) is not None:
+                    self._open[descriptor] = _Accepted(address, identity)
 
     def _ask_kernel(self, now: float) -> None:
         poll = select.poll()
         for descriptor in self._open:
             poll.register(descriptor, select.POLLRDHUP)
         found = dict(poll.poll(0)) if self._open else {}
-        for descriptor, events in found.items():
-            if events & select.POLLNVAL:
+        for descriptor in found:
+            accepted = self._open[descriptor]
+            if _identity(descriptor, accepted.address) != accepted.identity:
                 del self._open[descriptor]
         self._closed_s = {
-            descriptor: self._closed_s.get(descriptor, now) for descriptor, events in found.items() if events & _CLOSED
+            descriptor: self._closed_s.get(descriptor, now)
+            for descriptor, events in found.items()
+            if events & _CLOSED and descriptor in self._open
         }
 
     def _renew(self, schemes: set[str], num_lost: int) -> None:
@@ -85,10 +100,32 @@ class LostConnections:
         self.num_renewals += 1
         self._endpoint.bind_again(schemes)
         self._open = {
-            descriptor: address for descriptor, address in self._open.items() if _scheme(address) not in schemes
+            descriptor: accepted
+            for descriptor, accepted in self._open.items()
+            if _scheme(accepted.address) not in schemes
         }
         self._closed_s.clear()
 
 
 def _scheme(address: str) -> str:
     return address.partition("://")[0]
+
+
+def _identity(descriptor: int, address: str) -> tuple[int, int] | None:
+    """Device and inode of the socket behind a descriptor; None where that is no connection accepted at `address`."""
+    try:
+        status = os.fstat(descriptor)
+        borrowed = socket.socket(fileno=descriptor)
+    except OSError:  # closed, or no socket
+        return None
+    try:
+        local, family = borrowed.getsockname(), borrowed.family
+    except OSError:
+        return None
+    finally:
+        borrowed.detach()
+    if family == socket.AF_UNIX:
+        is_ours = address == f"ipc://{local}"
+    else:
+        is_ours = isinstance(local, tuple) and address.startswith("tcp://") and address.endswith(f":{local[1]}")
+    return (status.st_dev, status.st_ino) if is_ours else None
