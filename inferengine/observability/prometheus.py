@@ -1,7 +1,7 @@
 """Prometheus metrics of engines, under the names that dashboards and autoscalers know: vLLM's, and this engine's own.
 
-They are made from the result of ADMIN `stats`. Histograms arrive with counts per bucket and leave cumulative, as
-Prometheus wants them. Names are vLLM 0.33's, with two that it has dropped and old dashboards ask for.
+They are made from the result of ADMIN `stats`. Their histograms count each bucket on its own; Prometheus' are
+cumulative. Names are vLLM 0.33's, and two former ones that old dashboards read.
 """
 
 from __future__ import annotations
@@ -30,11 +30,15 @@ GAUGES = (
     ("inferengine_kv_free_pages", "cache.free_pages", "KV blocks that no live sequence holds."),
     ("inferengine_kv_pressure_events", "cache.pressure_events", "Times that an allocation did not fit at first."),
     ("inferengine_kv_internal_fragmentation", "cache.internal_fragmentation", "Share of held slots without a token."),
-    ("vllm:spec_decode_draft_acceptance_rate", "speculation.acceptance_rate", "Share of guesses that were right."),
+    (
+        "vllm:spec_decode_draft_acceptance_rate",
+        "speculation.acceptance_rate",
+        "Share of draft tokens that were accepted.",
+    ),
     (
         "inferengine_spec_decode_mean_accepted_length",
         "speculation.mean_accepted_length",
-        "Tokens that a verification gave, on average: the right guesses and one.",
+        "Tokens that a verification gave, on average: the accepted draft tokens and one.",
     ),
     ("inferengine_peers", "peers", "Clients connected to the engine."),
     ("inferengine_loop_age_seconds", "loop_age_ms", "Time since the engine's loop last turned."),
@@ -48,16 +52,16 @@ COUNTERS = (
     ("vllm:prefix_cache_queries", "prefix_cache_queries", "Tokens looked up in the prefix cache."),
     ("vllm:prefix_cache_hits", "prefix_cache_hits", "Tokens found in the prefix cache."),
     ("vllm:num_preemptions", "preemptions", "Preemptions."),
-    ("vllm:spec_decode_num_drafts", "speculation.verified", "Rows that verified guesses."),
-    ("vllm:spec_decode_num_draft_tokens", "speculation.drafted", "Tokens guessed."),
-    ("vllm:spec_decode_num_accepted_tokens", "speculation.accepted", "Guesses that were right."),
+    ("vllm:spec_decode_num_drafts", "speculation.verified", "Rows that verified draft tokens."),
+    ("vllm:spec_decode_num_draft_tokens", "speculation.drafted", "Draft tokens proposed."),
+    ("vllm:spec_decode_num_accepted_tokens", "speculation.accepted", "Draft tokens that were accepted."),
     ("inferengine_tokens_generated", "output_tokens", "Tokens generated."),
-    ("inferengine_embeddings", "embeddings", "Embeddings given."),
+    ("inferengine_embeddings", "embeddings", "Embeddings computed."),
     ("inferengine_decode_steps", "decode_steps", "Steps of the engine."),
     ("inferengine_failed_steps", "failed_steps", "Steps that raised."),
     ("inferengine_compilations", "compilations", "Kernels compiled while serving: requests waited for a compiler."),
     ("inferengine_stalled_steps", "stalled_steps", "Steps that did not end: the engine was restarted each time."),
-    ("inferengine_kv_evictions", "cache.evictions", "Cached KV blocks given up for new ones."),
+    ("inferengine_kv_evictions", "cache.evictions", "Cached KV blocks evicted for new ones."),
     ("inferengine_kv_swapped_out_pages", "cache.swapped_out_pages", "KV blocks copied to host memory under pressure."),
     ("inferengine_kv_swapped_in_pages", "cache.swapped_in_pages", "KV blocks copied back from host memory."),
 )
@@ -79,7 +83,7 @@ LABELLED = (
         "vllm:spec_decode_num_accepted_tokens_per_pos",
         "speculation.accepted_by_position",
         "position",
-        "Guesses that were right, by their place in the draft.",
+        "Accepted draft tokens, by their place in the draft.",
     ),
 )
 # Gauges with one more label.
@@ -88,7 +92,7 @@ LABELLED_GAUGES = (
         "vllm:num_requests_waiting_by_reason",
         "waiting_by_reason",
         "reason",
-        "Requests that wait, by what for.",
+        "Waiting requests, by what they wait for.",
     ),
     (
         "vllm:engine_sleep_state",
