@@ -313,6 +313,6 @@ def served_model(options: LoadOptions) -> str:
         reason = error.reason if isinstance(error, urllib.error.URLError) else error
         message = f"no server answers at {options.url} ({reason}): start one there, or name its address with --url"
         raise InferEngineError("engine_unavailable", message) from None
-    except (ValueError, LookupError, TypeError):
+    except (ValueError, LookupError, TypeError, RecursionError):
         message = f"{address} lists no model: name an OpenAI-compatible server with --url, or a model with --model"
         raise InferEngineError("model_not_found", message) from None

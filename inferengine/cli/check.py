@@ -281,7 +281,7 @@ def _is_ours(host: str, port: int) -> bool:
         connection.request("GET", "/health")
         health = json.loads(connection.getresponse().read(MAX_HEALTH_BYTES))
         return isinstance(health, dict) and ("engines" in health or "engine" in health)
-    except (OSError, http.client.HTTPException, ValueError):
+    except (OSError, http.client.HTTPException, ValueError, RecursionError):
         return False
     finally:
         connection.close()

@@ -71,10 +71,13 @@ class Option(NamedTuple):
             return text
         try:
             value: int | float = int(text) if kind is int else float(text)
+            is_finite = math.isfinite(value)
         except ValueError:
             wanted = "a whole number" if kind is int else "a number"
             raise ConfigError(self.flag, f"must be {wanted}; got '{text}'") from None
-        if not math.isfinite(value) or (self.minimum == 0 and value < 0):
+        except OverflowError:  # an integer that is too large for a float
+            is_finite = False
+        if not is_finite or (self.minimum == 0 and value < 0):
             raise ConfigError(self.flag, "must be neither negative nor infinite")
         if self.minimum is not None and value < self.minimum:
             raise ConfigError(self.flag, f"must be at least {self.minimum:g}")

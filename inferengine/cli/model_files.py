@@ -9,7 +9,7 @@ import json
 import struct
 from collections import Counter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 WEIGHTS_INDEX = "model.safetensors.index.json"
@@ -73,18 +73,33 @@ def read_header(path: Path) -> dict[str, dict[str, Any]]:
             raise BadModel(f"{path.name} is no whole safetensors file: fetch it again")
         try:
             header = json.loads(file.read(length))
-        except (UnicodeDecodeError, json.JSONDecodeError):
-            raise BadModel(f"{path.name} has a broken table of contents: fetch it again") from None
-    header.pop("__metadata__", None)
+        except (UnicodeDecodeError, json.JSONDecodeError, RecursionError):
+            header = None
+    if isinstance(header, dict):
+        header.pop("__metadata__", None)
+    if not isinstance(header, dict) or not all(map(_is_tensor, header.values())):
+        raise BadModel(f"{path.name} has a broken table of contents: fetch it again")
     end = max((tensor["data_offsets"][1] for tensor in header.values()), default=0)
     if 8 + length + end != size:
         raise BadModel(f"{path.name} has {size} bytes where its tensors need {8 + length + end}: fetch it again")
-    return dict(header)
+    return header
+
+
+def _is_tensor(entry: Any) -> bool:
+    """Whether an entry of a header has a type, a shape and the place of its data."""
+    if not isinstance(entry, dict) or not isinstance(entry.get("dtype"), str):
+        return False
+    shape, offsets = entry.get("shape"), entry.get("data_offsets")
+    return _are_sizes(shape) and _are_sizes(offsets) and len(offsets) == 2
+
+
+def _are_sizes(value: Any) -> TypeGuard[list[int]]:
+    return isinstance(value, list) and all(type(size) is int and size >= 0 for size in value)
 
 
 def _weight_files(folder: Path) -> list[Path]:
     if (folder / WEIGHTS_INDEX).is_file():
-        names = sorted(set(_read_json(folder, WEIGHTS_INDEX).get("weight_map", {}).values()))
+        names = sorted(set(_weight_map(folder).values()))
         missing = [name for name in names if not (folder / name).is_file()]
         if missing:
             raise BadModel(f"{missing[0]} is missing ({len(missing)} of {len(names)} weight files): fetch it again")
@@ -98,9 +113,16 @@ def _weight_files(folder: Path) -> list[Path]:
 def _check_index(folder: Path, tensors: dict[str, dict[str, Any]]) -> None:
     if not (folder / WEIGHTS_INDEX).is_file():
         return
-    listed = set(_read_json(folder, WEIGHTS_INDEX).get("weight_map", {}))
-    if absent := sorted(listed - tensors.keys()):
+    if absent := sorted(_weight_map(folder).keys() - tensors.keys()):
         raise BadModel(f"the tensor {absent[0]!r} stands in {WEIGHTS_INDEX} but in no file: fetch the weights again")
+
+
+def _weight_map(folder: Path) -> dict[str, str]:
+    """The index: tensor → file."""
+    listed = _read_json(folder, WEIGHTS_INDEX).get("weight_map", {})
+    if not isinstance(listed, dict) or not all(isinstance(name, str) for name in listed.values()):
+        raise BadModel(f"{WEIGHTS_INDEX} has no weight_map of tensors and files: fetch it again")
+    return listed
 
 
 def _has_chat_template(folder: Path) -> bool:
@@ -115,7 +137,7 @@ def _read_json(folder: Path, name: str) -> dict[str, Any]:
         document = json.loads((folder / name).read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise BadModel(f"{name} is missing: this is no whole checkpoint folder") from None
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
         raise BadModel(f"{name} is not valid JSON ({error}): fetch it again") from None
     if not isinstance(document, dict):
         raise BadModel(f"{name} is not a JSON object: fetch it again")

@@ -8,6 +8,7 @@ from inferengine.cli.command import Arguments, Option, command
 from inferengine.errors import ConfigError, ExitCode
 
 DEFAULT_MEMORY_GIB = 80.0
+MAX_MEMORY_GIB = 1_000_000
 OPTIONS = {
     "options": (
         Option(
@@ -30,8 +31,8 @@ def run(arguments: Arguments) -> int:
     The exit code is 4 where the model does not fit.
     """
     config, memory_gib = arguments.config, arguments.values["memory"]
-    if memory_gib == 0:
-        raise ConfigError("--memory", "must be above 0")
+    if memory_gib is not None and not 0 < memory_gib <= MAX_MEMORY_GIB:
+        raise ConfigError("--memory", f"must be above 0 and at most {MAX_MEMORY_GIB:,}")
     file = Path(config.model.path)
     if file.name.endswith("config.json") and file.is_file():
         config = config.with_values(model={"path": str(file.resolve().parent)})

@@ -52,11 +52,12 @@ def read_trace(path: Path) -> dict[str, Any]:
     try:
         data = path.read_bytes()
         document = json.loads(gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data)
-        if isinstance(document, dict) and isinstance(document.get("traceEvents"), list):
-            return document
+        events = document.get("traceEvents") if isinstance(document, dict) else None
+        if isinstance(events, list) and all(isinstance(event, dict) for event in events):
+            return dict(document)
     except OSError as error:
         raise ConfigError(path.name, f"cannot be read: {error.strerror or error}") from None
-    except (ValueError, EOFError, zlib.error):
+    except (ValueError, EOFError, zlib.error, RecursionError):
         pass
     raise ConfigError(path.name, "is no Chrome trace: name a file that 'inferengine profile' wrote")
 

@@ -27,7 +27,7 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise ConfigError("--config", f"no such file: {path}") from None
     except OSError as error:
         raise ConfigError("--config", f"{path} cannot be read: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError("--config", f"{path.name} is not valid TOML: {error}") from None
 
 
@@ -104,9 +104,10 @@ def _typed(name: str, kind: str, raw: Any) -> Any:
     wanted = "a whole number" if kind == "int" else "a number"
     try:
         value: int | float = float(raw) if kind != "int" or isinstance(raw, float) else int(raw)
-    except (TypeError, ValueError):
-        raise ConfigError(name, f"must be {wanted}; got {raw!r}") from None
-    if not math.isfinite(value) or (kind == "int" and value != int(value)):
+        usable = math.isfinite(value) and (kind != "int" or value == int(value))
+    except (TypeError, ValueError, OverflowError):  # the last: an integer that is too large for a float
+        usable = False
+    if not usable:
         raise ConfigError(name, f"must be {wanted}; got {raw!r}")
     return int(value) if kind == "int" else value
 

@@ -10,7 +10,7 @@ from inferengine.cli.check import out_of_reach
 
 
 class TestInterpreterOfTheUnits:
-    @pytest.mark.parametrize("place", ["/root/.pyenv/versions/3.12.1/bin/python3", "/home/me/.local/bin/python3"])
+    @pytest.mark.parametrize("place", ["/root/.local/share/uv/python/bin/python3", "/home/me/.local/bin/python3"])
     def test_one_below_root_or_home_is_said_with_the_remedy(self, place: str) -> None:
         assert "203/EXEC" in (complaint := out_of_reach(Path(place)))
         assert "PYTHON=/usr/bin/python3 scripts/install" in complaint

@@ -71,6 +71,8 @@ def test_options_of_the_command_stand_between_those_of_the_configuration() -> No
         (["--steps", "0"], "--steps: must be at least 1"),
         (["--rate", "-1"], "--rate: must be neither negative nor infinite"),
         (["--rate", "nan"], "--rate: must be neither negative nor infinite"),
+        (["--steps", "1" * 400], "--steps: must be neither negative nor infinite"),
+        (["--shift", "1" * 400], "--shift: must be neither negative nor infinite"),
         (["--shape", "square"], "--shape: must be one of round, flat; got 'square'"),
         (["--quiet=yes"], "--quiet: takes no value"),
     ],

@@ -93,6 +93,9 @@ def test_an_unknown_key_in_the_file_is_an_error(tmp_path: Path) -> None:
     [
         (b"[http]\nport = 8000.5\n", r"http\.port: must be a whole number; got 8000\.5 \(in service\.toml\)"),
         (b"[engine]\ndrain_timeout_s = nan\n", r"engine\.drain_timeout_s: must be a number; got nan"),
+        (b"[http]\nport = " + b"1" * 400, r"http\.port: must be a whole number; got 1+ \(in service\.toml\)"),
+        (b"[engine]\ndrain_timeout_s = " + b"1" * 400, r"engine\.drain_timeout_s: must be a number; got 1+"),
+        (b"[http]\nport = " + b"[" * 100_000, r"service\.toml is not valid TOML"),
         (b"[http]\nport = -1\n", r"http\.port: must be at least 0; got -1 \(in service\.toml\)"),
         (b"port = 1\n", "port: keys stand inside a"),
         (b"[http\n", "service.toml is not valid TOML"),

@@ -88,6 +88,40 @@ def test_a_broken_checkpoint_names_the_file(tmp_path: Path, name: str, content: 
     assert complaint in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    "header",
+    [
+        b"[1]",
+        b'{"a": 1}',
+        b'{"a": {"dtype": "F32", "shape": [0], "data_offsets": [0]}}',
+        b'{"a": {"dtype": "F32", "shape": ["0"], "data_offsets": [0, 0]}}',
+        b'{"a": {"shape": [0], "data_offsets": [0, 0]}}',
+        b"[" * 100_000,
+    ],
+    ids=lambda header: header[:60].decode(),
+)
+def test_a_header_that_describes_no_tensors_is_refused(header: bytes, tmp_path: Path) -> None:
+    folder = checkpoint(tmp_path)
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
+    with pytest.raises(BadModel, match=r"model\.safetensors has a broken table of contents"):
+        inspect(folder)
+
+
+@pytest.mark.parametrize("weight_map", ["x", ["a"], {"a": 1}, {"a": None, "b": "x"}])
+def test_an_index_that_names_no_files_is_refused(weight_map: object, tmp_path: Path) -> None:
+    folder = checkpoint(tmp_path)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(BadModel, match=r"model\.safetensors\.index\.json has no weight_map"):
+        inspect(folder)
+
+
+def test_json_that_is_nested_for_ever_is_refused(tmp_path: Path) -> None:
+    folder = checkpoint(tmp_path)
+    (folder / "config.json").write_text("[" * 100_000)
+    with pytest.raises(BadModel, match=r"config\.json is not valid JSON"):
+        inspect(folder)
+
+
 def test_no_name_means_the_embedded_model() -> None:
     assert locating.model_folder(config_for("")) == locating.EMBEDDED
     assert locating.served_name(config_for("")) == "inferengine-embedded"

@@ -54,6 +54,12 @@ def test_every_graph_that_is_captured_counts_those_of_steps_with_prompts_among_t
     assert plan.graphs == memory_plan.graph_bytes(shape, settings, torch.bfloat16, plan.prompt_shapes) > size
 
 
+@pytest.mark.parametrize("memory", ["0", "1e300"])
+def test_memory_that_no_device_has_is_refused(memory: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan-memory", "--memory", memory]) == ExitCode.USAGE
+    assert "--memory: must be above 0 and at most 1,000,000" in capsys.readouterr().err
+
+
 def plan_on_a_card(folder: Path) -> memory_plan.MemoryPlan:
     config = Config().with_values(model={"path": str(folder)})
     return memory_plan.make_plan(factory.executor_settings(config, torch.device("cuda")), 80 << 30)

@@ -76,7 +76,11 @@ def test_a_trace_file_is_read_again(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert json.loads(table.read_text())["rows"][0] == {"name": "gemm", "total_us": 50.0, "calls": 2, "share": 0.625}
 
 
-@pytest.mark.parametrize("content", [b"", b"[]", b'{"other": 1}', b"\x1f\x8bbroken"])
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"[]", b'{"other": 1}', b'{"traceEvents": [1]}', b"\x1f\x8bbroken", b"[" * 100_000],
+    ids=lambda content: content[:20].hex(),
+)
 def test_what_is_no_trace_is_refused_by_name(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "odd").write_bytes(content)
     with pytest.raises(ConfigError, match="odd"):
