@@ -96,7 +96,7 @@ def read_adapter(
 def _config(folder: Path, name: str) -> dict[str, Any]:
     try:
         config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         raise _refused(name, f"{CONFIG} is missing or not valid JSON") from None
     if not isinstance(config, dict):
         raise _refused(name, f"{CONFIG} is not a JSON object")

@@ -52,7 +52,9 @@ def read_json(path: Path) -> dict[str, Any]:
         document = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise refused(f"{path.name} is missing: this is no whole checkpoint folder") from None
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+    except OSError as error:
+        raise refused(f"{path.name} cannot be read ({error.strerror or error})") from None
+    except (ValueError, RecursionError) as error:  # also a number of thousands of digits, and lists nested for ever
         raise refused(f"{path.name} is not valid JSON ({error}): fetch it again") from None
     if not isinstance(document, dict):
         raise refused(f"{path.name} is not a JSON object: fetch it again")

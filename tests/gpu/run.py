@@ -133,15 +133,18 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="JSON file for the results")
     parser.add_argument("--logs", type=Path, default=Path("/tmp/test-gpu"))
     options = parser.parse_args()
+    known = parts(options.calls, options.gauntlet_seconds, options.processes)
+    only, without = (set(filter(None, names.split(","))) for names in (options.only or "", options.without))
+    if unknown := (only | without) - {part.name for part in known}:
+        parser.error(f"no part is named {', '.join(sorted(unknown))}; {', '.join(part.name for part in known)} are")
+    chosen = [part for part in known if part.name not in without and (not only or part.name in only)]
+    if not chosen:
+        parser.error("--without leaves no part to run")
     import torch
 
     if not torch.cuda.is_available():
         print("FAIL: there is no CUDA device")
         return 1
-    chosen = parts(options.calls, options.gauntlet_seconds, options.processes)
-    if options.only:
-        chosen = [part for part in chosen if part.name in options.only.split(",")]
-    chosen = [part for part in chosen if part.name not in options.without.split(",")]
     options.logs.mkdir(parents=True, exist_ok=True)
     cards = torch.cuda.device_count()
     runner = Runner(list(chosen), options.logs, options.total_seconds)

@@ -17,7 +17,7 @@ from inferengine.errors import ConfigError
 from inferengine.executor.tools.dry_run import dry_run
 from inferengine.layers.decoder_config import DecoderConfig
 from inferengine.models import registry
-from inferengine.models.hf_config import ConfigReader
+from inferengine.models.hf_config import ConfigReader, read_json
 from inferengine.models.weights import INDEX
 from tests.executor.engine import Engine
 from tests.models.checkpoints import FAMILIES, GEMMA3, LLAMA3, YARN, greedy_reference, make_model, save
@@ -354,3 +354,18 @@ def test_an_integer_may_be_written_with_a_decimal_point() -> None:
     assert ConfigReader({"size": 3.0}).integer("size") == 3
     with pytest.raises(ConfigError, match="size must be a whole number"):
         ConfigReader({"size": 3.5}).integer("size")
+
+
+@pytest.mark.parametrize(
+    "text", ["{", "[" * 100_000, '{"vocab_size": ' + "1" * 5000 + "}"], ids=["cut", "deep", "long"]
+)
+def test_a_config_that_cannot_be_parsed_is_refused(text: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ConfigError, match=r"config\.json is not valid JSON"):
+        read_json(tmp_path / "config.json")
+
+
+def test_a_config_that_is_a_folder_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").mkdir()
+    with pytest.raises(ConfigError, match=r"config\.json cannot be read"):
+        read_json(tmp_path / "config.json")

@@ -75,6 +75,11 @@ def test_parts_of_one_projection_must_agree(tmp_path: Path) -> None:
         Engine(tmp_path)
 
 
+def int4_groups_of(size: Any) -> dict[str, Any]:
+    weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": size}
+    return {"group_0": {"targets": ["Linear"], "weights": weights}}
+
+
 @pytest.mark.parametrize(
     ("layout", "changes", "message"),
     [
@@ -88,6 +93,11 @@ def test_parts_of_one_projection_must_agree(tmp_path: Path) -> None:
         ("compressed-fp8", {"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme"),
         ("compressed-fp8", {"config_groups": {}}, "config_groups must hold one group"),
         ("gptq", {"quant_method": "bitsandbytes"}, "'bitsandbytes' is not supported"),
+        ("gptq", {"quant_method": ["gptq"]}, "quant_method = ['gptq'] is not supported"),
+        ("gptq", {"group_size": 0}, "group_size must be at least 1, or -1; got 0"),
+        ("awq", {"modules_to_not_convert": ["re:("]}, "'(' is not a valid pattern"),
+        ("compressed-fp8", {"config_groups": {"group_0": 1}}, "config_groups.group_0 must be an object"),
+        ("compressed-int4", {"config_groups": int4_groups_of("32")}, "group_size must be a whole number; got '32'"),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(

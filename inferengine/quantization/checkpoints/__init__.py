@@ -26,7 +26,7 @@ def layout_of(config: dict[str, Any]) -> Layout | None:
     if not isinstance(values, dict):
         raise refused("quantization_config must be an object")
     method = values.get("quant_method")
-    if method not in MODULES:
+    if not isinstance(method, str) or method not in MODULES:
         raise refused(f"quantization_config.quant_method = {method!r} is not supported; {', '.join(MODULES)} are")
     layout: Layout = importlib.import_module(f"inferengine.quantization.checkpoints.{MODULES[method]}").read(values)
     return layout

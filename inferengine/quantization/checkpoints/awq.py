@@ -22,7 +22,7 @@ def read(values: dict[str, Any]) -> Layout:
     config.expect("version", "gemm", "GEMM")
     config.expect("zero_point", True)
     config.skip("q_group_size")
-    group = config.integer("group_size")
+    group = config.group_size()
     plain = listed([*config.names("modules_to_not_convert"), "lm_head"])
     config.finish()
     return Layout("awq", ("qweight", "qzeros", "scales"), (), partial(_assemble, group=group), "int4", plain)

@@ -57,6 +57,13 @@ class Reader:
             raise refused(f"{self.where}.{name} must be a whole number; got {value!r}")
         return value
 
+    def group_size(self) -> int:
+        """Return `group_size`: at least 1, or -1 for one group in each row. Raises ConfigError for anything else."""
+        value = self.integer("group_size")
+        if value < 1 and value != -1:
+            raise refused(f"{self.where}.group_size must be at least 1, or -1; got {value}")
+        return value
+
     def expect(self, name: str, *allowed: Any) -> None:
         """Refuse any value but these; an absent key and null are fine."""
         value = self.value(name)
@@ -92,8 +99,11 @@ class Reader:
 
 def listed(names: list[str]) -> Callable[[str], bool]:
     """Whether a module stands in a list of exceptions: by full name, by a name it ends with or contains between dots,
-    or by a pattern that begins with "re:"."""
-    patterns = [re.compile(name[3:]) for name in names if name.startswith("re:")]
+    or by a pattern that begins with "re:". Raises ConfigError for a pattern that is not valid."""
+    try:
+        patterns = [re.compile(name[3:]) for name in names if name.startswith("re:")]
+    except re.error as error:
+        raise refused(f"quantization_config: {error.pattern!r} is not a valid pattern ({error.msg})") from None
     plain = [name for name in names if not name.startswith("re:")]
 
     def check(module: str) -> bool:

@@ -27,14 +27,15 @@ def read(values: dict[str, Any]) -> Layout:
     is_packed = config.value("format") == "pack-quantized"
     if (sparsity := config.section("sparsity_config")) is not None:
         sparsity.expect("format", "dense")
-    groups = config.value("config_groups")
-    if not isinstance(groups, dict) or len(groups) != 1:
+    groups = config.section("config_groups")
+    if groups is None or len(groups.values) != 1:
         raise refused("quantization_config.config_groups must hold one group; several are not supported")
     ignored = listed([*config.names("ignore"), "lm_head"])
     config.expect("kv_cache_scheme", None)
     config.finish()
-    name, section = next(iter(groups.items()))
-    group = Reader(section, f"quantization_config.config_groups.{name}")
+    group = groups.section(next(iter(groups.values)))
+    if group is None:
+        raise refused(f"{groups.where} must hold an object")
     is_packed = group.value("format", "pack-quantized" if is_packed else "") == "pack-quantized"
     if group.names("targets") != ["Linear"]:
         raise refused(f"{group.where}.targets must be ['Linear']; got {group.value('targets')!r}")
@@ -44,7 +45,8 @@ def read(values: dict[str, Any]) -> Layout:
     if weights is None:
         raise refused(f"{group.where}.weights is missing")
     kind, bits, strategy = weights.value("type", "int"), weights.integer("num_bits"), weights.value("strategy")
-    symmetric, size = weights.value("symmetric", True), weights.value("group_size")
+    symmetric = weights.value("symmetric", True)
+    size = weights.group_size() if strategy == "group" else None
     weights.expect("actorder", False, True, "weight", "static", "group", "dynamic")
     reorders = strategy == "group" and weights.value("actorder") in (True, "group", "dynamic")  # others: not stored so
     weights.expect("dynamic", False)
@@ -70,7 +72,7 @@ def read(values: dict[str, Any]) -> Layout:
         return Layout("compressed-tensors int8", required, optional, assemble, scheme, ignored)
     if kind == "int" and bits == 4 and strategy in ("group", "channel") and activations is None:
         required = ("weight_packed", "weight_scale", *(() if symmetric else ("weight_zero_point",)))
-        assemble = partial(_int4, group=size if strategy == "group" else None)
+        assemble = partial(_int4, group=size)
         if not reorders:
             return Layout("compressed-tensors int4", required, ("weight_shape",), assemble, "int4", ignored)
         order, required = partial(_order, group=size), (*required, "weight_g_idx")
@@ -128,7 +130,7 @@ def _int8(tensors: Tensors, rows: int, columns: int, *, activations: bool) -> Qu
 
 def _int4(tensors: Tensors, rows: int, columns: int, *, group: int | None) -> QuantizedWeight:
     """`weight_packed` [N, K / 8] int32 holds code + 8, lowest nibble first; zero points are packed along the rows."""
-    group = group or columns
+    group = columns if group in (None, -1) else group
     if columns % group or columns % 8:
         raise ValueError(f"{columns} inputs are no whole groups of {group}")
     groups = columns // group
@@ -145,4 +147,4 @@ def _int4(tensors: Tensors, rows: int, columns: int, *, group: int | None) -> Qu
 
 
 def _order(tensors: Tensors, columns: int, *, group: int) -> torch.Tensor | None:
-    return order_of(tensors["weight_g_idx"], columns, group)
+    return order_of(tensors["weight_g_idx"], columns, columns if group == -1 else group)

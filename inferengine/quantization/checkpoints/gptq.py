@@ -42,7 +42,7 @@ def read(values: dict[str, Any]) -> Layout:
     config.skip("sym", "checkpoint_format")
     config.expect("lm_head", False)
     config.expect("dynamic", {})
-    group = config.integer("group_size")
+    group = config.group_size()
     config.finish()
     less_one = config.value("checkpoint_format", config.value("format", "gptq")) == "gptq"
     assemble = partial(_assemble, group=group, less_one=less_one, reorders=reorders)
