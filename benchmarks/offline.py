@@ -33,7 +33,7 @@ from inferengine.config import Config, load, parse_flags
 from inferengine.core.request import Request
 from inferengine.core.scheduler.scheduler import SchedulerOptions
 from inferengine.core.speculation.proposers import build_proposer, speculation_method
-from inferengine.core.step_roofline import Roofline
+from inferengine.core.step_time import Roofline
 from inferengine.engine.core import EngineCore
 from inferengine.engine.model_info import read_model_card
 from inferengine.engine.options import scheduler_options
@@ -228,7 +228,7 @@ def environment(bench: Bench) -> Row:
 
 
 def share(core: EngineCore, phase: str) -> float | None:
-    """Of the roofline, as the engine itself counts it (core/step_roofline.py)."""
+    """Of the roofline, as the engine itself counts it (core/step_time.py)."""
     return core.roofline.shares().get(phase) if core.roofline is not None else None
 
 

@@ -4,7 +4,7 @@ python -m benchmarks.profile --shape llama-3.1-8b --batches 1 64 256 --prompt-to
 
 Decodes at a steady batch under torch's profiler, which sees the kernels inside CUDA graphs; `--trace` keeps the Chrome
 traces. `idle` is the share of the time between the first kernel's start and the last one's end in which no kernel runs.
-`roofline` is the engine's own figure (core/step_roofline.py), of steps of the same batch before the profiler begins,
+`roofline` is the engine's own figure (core/step_time.py), of steps of the same batch before the profiler begins,
 which slows them a little. `step_us` is theirs too. For an engine that serves already: `inferengine profile`.
 """
 

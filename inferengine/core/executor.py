@@ -114,7 +114,7 @@ class Executor(Protocol):
     """Steps are executed in the order of the calls. At most `max_in_flight` may be under way: 1 without overlap.
 
     An executor may have further attributes, which the engine looks for once it is loaded:
-    `adapters` (AdapterStore); `recorder()` (makes a ProfileRecorder); `roofline()` (a core/step_roofline.py Roofline of
+    `adapters` (AdapterStore); `recorder()` (makes a ProfileRecorder); `roofline()` (a core/step_time.py Roofline of
     its model and device, or None); `compilations` (its `count` is the number of kernels compiled since `warm_up`, for
     which requests had to wait); `launched` (how it launched its latest step, for the log of one that never ends);
     `device` (its `type` is `cpu` or `cuda`).

@@ -18,7 +18,7 @@ from inferengine.core.request import Request
 from inferengine.core.scheduler.scheduler import ScheduledStep, Scheduler, SchedulerOptions, StepOutput
 from inferengine.core.sequence import FinishDetail, Finished
 from inferengine.core.speculation.proposers import Proposer
-from inferengine.core.step_roofline import Roofline
+from inferengine.core.step_time import Roofline
 
 FEW_DEADLINES = 1024  # of requests that have ended, kept until they would have passed
 

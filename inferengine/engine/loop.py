@@ -15,9 +15,9 @@ from inferengine.core.executor import DeviceLost, is_fatal
 from inferengine.core.kv_cache.prefix_cache import KVEvent
 from inferengine.core.request import Request
 from inferengine.core.scheduler.scheduler import StepOutput
-from inferengine.core.scheduler.scheduler_stats import SchedulerSnapshot, SchedulerStats
+from inferengine.core.scheduler.scheduler_state import SchedulerSnapshot, SchedulerStats
 from inferengine.core.sequence import FinishDetail, Finished
-from inferengine.core.step_roofline import Roofline
+from inferengine.core.step_time import Roofline
 from inferengine.engine.core import EngineCore
 from inferengine.engine.state import Lifecycle
 

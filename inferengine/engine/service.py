@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 from inferengine.config import Config
 from inferengine.core.executor import AdapterStore, Capacity, Executor
 from inferengine.core.speculation.proposers import build_proposer, speculation_method
-from inferengine.core.step_roofline import Roofline
+from inferengine.core.step_time import Roofline
 from inferengine.engine.core import EngineCore
 from inferengine.engine.io.engine_io import EngineIO, Termination
 from inferengine.engine.loaded import EngineRef, LoadedEngine

@@ -29,8 +29,7 @@ from typing import Any, NamedTuple
 
 from inferengine.config import Config, engine_address, runtime_directory
 from inferengine.core.scheduler.step_builder import ScheduledStep
-from inferengine.core.step_roofline import phase_of
-from inferengine.core.step_time import Prediction, StallRule, StepTimes
+from inferengine.core.step_time import Prediction, StallRule, StepTimes, phase_of
 from inferengine.engine.core import EngineCore
 from inferengine.engine.state import UnchangedTimer
 from inferengine.errors import ConfigError

@@ -13,7 +13,7 @@ import torch
 
 from inferengine.core.executor import Capacity, KVGroup, Progress
 from inferengine.core.step_plan import StepPlan
-from inferengine.core.step_roofline import Roofline
+from inferengine.core.step_time import Roofline
 from inferengine.executor import cpu_forward
 from inferengine.executor.batch import columns_of, make_batch
 from inferengine.executor.cuda_graphs.decode import DecodeGraphs

@@ -9,7 +9,7 @@ import pytest
 
 from inferengine.config import keys
 from inferengine.core.kv_cache.block_pool import EVICTION
-from inferengine.core.scheduler.chunked_prefill import MINIMUM_CHUNK, ChunkedPrefillController
+from inferengine.core.scheduler.planner import MINIMUM_CHUNK, ChunkedPrefillController
 from inferengine.core.scheduler.preemption import PREEMPTION_POLICIES
 from inferengine.core.scheduler.queues import POLICIES
 from inferengine.core.scheduler.queues.fair_share import MAX_IDLE_TENANTS, FairShare

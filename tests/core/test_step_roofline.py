@@ -7,7 +7,7 @@ import random
 import pytest
 
 from inferengine.core.step_plan import StepPlan
-from inferengine.core.step_roofline import AttentionGroup, DevicePeaks, ModelWork, Roofline, decode_keys, phase_of
+from inferengine.core.step_time import AttentionGroup, DevicePeaks, ModelWork, Roofline, decode_keys, phase_of
 
 ONE_BYTE_A_SECOND = DevicePeaks(1.0, 1e30, "test")
 ONE_OPERATION_A_SECOND = DevicePeaks(1e30, 1.0, "test")

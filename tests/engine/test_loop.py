@@ -7,7 +7,7 @@ from array import array
 
 from inferengine.core.request import Request
 from inferengine.core.scheduler.scheduler import SchedulerOptions
-from inferengine.core.scheduler.scheduler_stats import SchedulerSnapshot
+from inferengine.core.scheduler.scheduler_state import SchedulerSnapshot
 from inferengine.engine.core import EngineCore
 from inferengine.engine.loop import EngineLoop, LoopOutput
 from inferengine.engine.state import Lifecycle

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from inferengine.client import Client
-from inferengine.core.step_roofline import AttentionGroup, DevicePeaks, ModelWork, Roofline
+from inferengine.core.step_time import AttentionGroup, DevicePeaks, ModelWork, Roofline
 from inferengine.engine.service import EngineService
 from inferengine.sampling_params import SamplingParams
 from inferengine.simulation.simulated_executor import SimulatedExecutor

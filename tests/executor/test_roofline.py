@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from benchmarks.shapes import LLAMA_3_1_8B
 from inferengine.config import load
-from inferengine.core.step_roofline import AttentionGroup, DevicePeaks, Roofline
+from inferengine.core.step_time import AttentionGroup, DevicePeaks, Roofline
 from inferengine.executor.factory import build_executor
 from inferengine.executor.memory import plan as memory_plan
 from inferengine.executor.tools import device_peaks

@@ -16,8 +16,7 @@ from inferengine.core.constraints import Grammar, TokenRules, token_rules
 from inferengine.core.executor import Capacity
 from inferengine.core.request import Request
 from inferengine.core.scheduler.planner import PlannedStep, Planner
-from inferengine.core.scheduler.scheduler_state import SchedulerOptions, SchedulerState
-from inferengine.core.scheduler.scheduler_stats import SchedulerSnapshot
+from inferengine.core.scheduler.scheduler_state import SchedulerOptions, SchedulerSnapshot, SchedulerState
 from inferengine.core.scheduler.step_builder import ScheduledStep
 from inferengine.core.sequence import (
     GRAMMAR_COMPLETE,

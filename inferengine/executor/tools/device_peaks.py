@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from inferengine.core.step_roofline import DevicePeaks
+from inferengine.core.step_time import DevicePeaks
 
 logger = logging.getLogger(__name__)
 

@@ -1,10 +1,10 @@
-"""The roofline of a loaded model: bytes and operations of its steps, and its device's peaks (core/step_roofline.py)."""
+"""The roofline of a loaded model: bytes and operations of its steps, and its device's peaks (core/step_time.py)."""
 
 from __future__ import annotations
 
 import torch
 
-from inferengine.core.step_roofline import AttentionGroup, ModelWork, Roofline
+from inferengine.core.step_time import AttentionGroup, ModelWork, Roofline
 from inferengine.executor.memory import plan as memory_plan
 from inferengine.executor.settings import ExecutorSettings
 from inferengine.executor.tools.device_peaks import device_peaks
