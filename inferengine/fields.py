@@ -287,7 +287,7 @@ def _range_refusal(node: Node, text: str) -> str:
         return "must fit in 64 bits"
     if "of length >= 1" in text:
         return "must not be empty"
-    if "matching regex" in text:
+    if "matching regex" in text or isinstance(node.type, inspect.UnionType):
         return type_words(node)
     return range_words(node)
 

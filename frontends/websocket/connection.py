@@ -14,14 +14,14 @@ from frontends.websocket.codec import FRAMES, Codec
 from frontends.websocket.engine_state import EngineState
 from frontends.websocket.frames import (
     PROTOCOL,
-    Ack,
-    Cancel,
+    AckFrame,
+    CancelFrame,
     Frame,
-    Generate,
-    Hello,
-    Ping,
-    Resume,
-    Stats,
+    GenerateFrame,
+    HelloFrame,
+    PingFrame,
+    ResumeFrame,
+    StatsFrame,
     id_of,
     read_frame,
 )
@@ -38,7 +38,7 @@ CLOSE_STALLED = 1008
 PROTOCOL_REMEDY = "Send frames as docs/websocket.md says."
 
 
-class Connection:
+class SocketConnection:
     """One accepted socket. `run()` returns when it has closed and everything it started has ended."""
 
     def __init__(
@@ -109,22 +109,22 @@ class Connection:
 
     async def _on_frame(self, frame: Frame) -> None:
         match frame:
-            case Generate() | Resume():
+            case GenerateFrame() | ResumeFrame():
                 self._start(frame)
-            case Cancel():
+            case CancelFrame():
                 if (request := self._requests.get(frame.id)) is not None:
                     request.cancel()
-            case Ack():
+            case AckFrame():
                 self._channel.acknowledge(frame.frames)
-            case Ping():
+            case PingFrame():
                 await self._channel.send({"type": "pong", "nonce": frame.nonce})
-            case Stats():
+            case StatsFrame():
                 self._subscribe(frame)
-            case Hello():
+            case HelloFrame():
                 window = self._channel.open_window(frame.window)
                 await self._channel.send({"type": "window", "window": window})
 
-    def _start(self, frame: Generate | Resume) -> None:
+    def _start(self, frame: GenerateFrame | ResumeFrame) -> None:
         if frame.id in self._requests:
             raise InferEngineError("conflict", "a request with this id is open on this socket", field="id")
         if len(self._requests) >= self._max_requests:
@@ -133,7 +133,7 @@ class Connection:
                 f"this socket has {len(self._requests)} open requests, the most it may",
                 retry_after_s=1.0,
             )
-        if self._engine_state.draining and isinstance(frame, Generate):
+        if self._engine_state.draining and isinstance(frame, GenerateFrame):
             raise InferEngineError("draining", "This server is about to stop.", retry_after_s=1.0)
         quota = contextlib.ExitStack()
         quota.enter_context(self._caller.quotas.request(self._caller.key))
@@ -167,7 +167,7 @@ class Connection:
         except SocketGone:
             return
 
-    def _subscribe(self, frame: Stats) -> None:
+    def _subscribe(self, frame: StatsFrame) -> None:
         if self._stats is not None:
             self._stats.cancel()
             self._stats = None

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 from frontends.common.auth import ApiKey
 from frontends.common.chat import OutputParser, finish_reason, parser_from_map, parser_to_map, read_chat_prompt
 from frontends.common.generation import CONTEXT_TOKENS, Piece
-from frontends.common.json import flag, parse_object
+from frontends.common.json import parse_object
 from frontends.common.model import ServedModel
 from frontends.common.resumable import RequestMetadata, pack_metadata, unpack_metadata
-from frontends.websocket.frames import Generate
+from frontends.websocket.frames import GenerateFrame
 from inferengine.config import Config
 from inferengine.errors import InvalidRequest
 from inferengine.sampling_params import SamplingParams, from_map, validate
@@ -45,12 +45,13 @@ class GenerateParams(NamedTuple):
     output: OutputOptions
 
 
-async def read_generate_params(frame: Generate, model: ServedModel, config: Config) -> GenerateParams:
+async def read_generate_params(frame: GenerateFrame, model: ServedModel, config: Config) -> GenerateParams:
     """Read a generate frame. Raises InvalidRequest naming the field."""
     params = from_map({**model.defaults, **frame.params})
     validate(params, vocab_size=model.info.vocab_size, limits=config.limits)
-    grammar = read_grammar(frame.structure)
-    grammar_field = next(iter(frame.structure), "grammar")
+    structure = frame.structure
+    grammar = read_grammar(structure)
+    grammar_field = next(iter(structure), "grammar")
     if grammar is not None:
         validate_grammar(grammar, config.limits, path=grammar_field)
     if frame.messages is None:
@@ -61,18 +62,18 @@ async def read_generate_params(frame: Generate, model: ServedModel, config: Conf
         params = params.replace(skip_special_tokens=False)
     if prompt.grammar is not grammar:
         grammar_field = "tools"
-    output = OutputOptions(prompt.parser, flag(frame.conversation, "include_reasoning", True))
+    output = OutputOptions(prompt.parser, frame.include_reasoning)
     return GenerateParams(prompt.prompt_ids, params, prompt.grammar, grammar_field, [], output)
 
 
-async def _prompt_ids(frame: Generate, model: ServedModel, config: Config) -> list[int]:
+async def _prompt_ids(frame: GenerateFrame, model: ServedModel, config: Config) -> list[int]:
     if frame.prompt_ids is not None:
-        name, token_ids = "prompt_ids", frame.prompt_ids
-    else:
-        assert frame.prompt is not None
-        name, token_ids = "prompt", await model.encode(frame.prompt, config.limits, name="prompt")
+        prompt_ids: list[int] = frame.prompt_ids
+        return prompt_ids
+    assert frame.prompt is not None
+    token_ids = await model.encode(frame.prompt, config.limits, name="prompt")
     if not token_ids:
-        raise InvalidRequest(name, "must hold at least one token")
+        raise InvalidRequest("prompt", "must hold at least one token")
     return token_ids
 
 

@@ -24,7 +24,7 @@ from frontends.common.auth import KeyRing
 from frontends.common.hosts import is_named, read_names
 from frontends.common.quotas import Quotas
 from frontends.websocket.codec import JSON_SUBPROTOCOL, MSGPACK_SUBPROTOCOL, Codec, choose_codec
-from frontends.websocket.connection import Connection
+from frontends.websocket.connection import SocketConnection
 from frontends.websocket.engine_state import EngineState
 from frontends.websocket.metrics import SocketMetrics
 from frontends.websocket.socket_request import Caller, Services
@@ -36,13 +36,13 @@ ANY = "*"
 
 
 class SocketEndpoint:
-    """The ASGI endpoint of the socket: checks the handshake, then runs a Connection until it closes."""
+    """The ASGI endpoint of the socket: checks the handshake, then runs a SocketConnection until it closes."""
 
     def __init__(
         self, services: Services, engine_state: EngineState, keys: KeyRing, quotas: Quotas, metrics: SocketMetrics
     ) -> None:
         config = services.config
-        self.connections: set[Connection] = set()
+        self.connections: set[SocketConnection] = set()
         self._services = services
         self._engine_state = engine_state
         self._keys, self._quotas, self._metrics = keys, quotas, metrics
@@ -60,7 +60,7 @@ class SocketEndpoint:
         codec, caller = checked
         await websocket.accept(subprotocol=codec.subprotocol if scope["subprotocols"] else None)
         # The server's own channels: Starlette's would check every message.
-        connection = Connection(receive, send, codec, self._services, self._engine_state, caller)
+        connection = SocketConnection(receive, send, codec, self._services, self._engine_state, caller)
         self.connections.add(connection)
         opened_s = self._metrics.opened()
         try:

@@ -20,7 +20,7 @@ from frontends.common.model import ModelContext, ServedModel
 from frontends.common.quotas import Quotas
 from frontends.common.resumable import ChoiceLog, Registry, RequestLog, unpack_metadata
 from frontends.websocket.choice_writer import ChoiceOptions, ChoiceWriter
-from frontends.websocket.frames import Generate, Resume
+from frontends.websocket.frames import GenerateFrame, ResumeFrame
 from frontends.websocket.generate_params import OutputOptions, make_metadata, output_options_of, read_generate_params
 from frontends.websocket.send_channel import SendChannel
 from frontends.websocket.spans import RequestSpan
@@ -79,7 +79,7 @@ class SocketRequest:
 
     def __init__(
         self,
-        frame: Generate | Resume,
+        frame: GenerateFrame | ResumeFrame,
         channel: SendChannel,
         services: Services,
         caller: Caller,
@@ -96,7 +96,7 @@ class SocketRequest:
         self._services = services
         self._log: RequestLog | None = None
         self._cancelled = False
-        self._is_ours = isinstance(frame, Generate)  # for a resumed one this is known after ACCEPT
+        self._is_ours = isinstance(frame, GenerateFrame)  # for a resumed one this is known after ACCEPT
 
     @property
     def request_id(self) -> str:
@@ -125,7 +125,7 @@ class SocketRequest:
                 self._span.end(failure)
 
     async def _run(self) -> None:
-        if isinstance(self.frame, Resume):
+        if isinstance(self.frame, ResumeFrame):
             await self._services.wait_for_engine()
         await self._services.admission.wait()
         model = await self._services.models.get()
@@ -140,7 +140,7 @@ class SocketRequest:
                 accept = await self._log.accepted()
             except InferEngineError as error:
                 refused = True
-                if error.field == "prompt" and isinstance(self.frame, Generate):
+                if error.field == "prompt" and isinstance(self.frame, GenerateFrame):
                     error.field = self.frame.prompt_field
                 elif error.field == "max_tokens":
                     error.field = "params.max_tokens"
@@ -164,7 +164,7 @@ class SocketRequest:
         self._is_ours = unpack_metadata(log.note).tenant == self._key.tenant
         if not self._is_ours:
             raise InferEngineError("not_found", "There is no such request.", field="request_id")
-        if isinstance(self.frame, Resume):
+        if isinstance(self.frame, ResumeFrame):
             log.detached = self.frame.detached
             if self._cancelled:
                 log.cancel()
@@ -174,12 +174,11 @@ class SocketRequest:
     async def _prepare(self, model: ServedModel) -> _Prepared | None:
         """Submit or attach. Returns None when the client cancelled before that; the done frames have been sent then."""
         frame, services = self.frame, self._services
-        if isinstance(frame, Resume):
-            sampling = from_map(frame.params)
-            log = services.registry.resume(
-                frame.request_id, len(frame.cursors), detached=True, context_ids=frame.context_ids
-            )
-            return _Prepared(log, sampling, frame.cursors)
+        if isinstance(frame, ResumeFrame):
+            sampling, cursors = from_map(frame.params), frame.cursors or (0,)
+            request_id = bytes.fromhex(frame.request_id)
+            log = services.registry.resume(request_id, len(cursors), detached=True, context_ids=frame.context_ids)
+            return _Prepared(log, sampling, cursors)
         if self._span is not None:
             self._span.set_model(frame.model or model.name)
         adapter = model.adapter_of(frame.model)
@@ -197,7 +196,7 @@ class SocketRequest:
         log = services.registry.submit(
             params.prompt_ids,
             params.sampling,
-            request_id=frame.request_id,
+            request_id=None if frame.request_id is None else bytes.fromhex(frame.request_id),
             detached=frame.detached,
             context_ids=params.context_ids,
             priority=frame.priority if key is ANYBODY else key.urgency(frame.priority),

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from frontends.common.generation import Piece
-from frontends.websocket.frames import Generate, Resume
+from frontends.websocket.frames import GenerateFrame, ResumeFrame
 from frontends.websocket.send_channel import SocketGone
 from inferengine.client import Finish
 from inferengine.errors import InferEngineError
@@ -28,10 +28,10 @@ class RequestSpan:
     """The span of a generate or resume frame. Call `end` exactly once."""
 
     def __init__(
-        self, tracing: Tracing, frame: Generate | Resume, path: str, client: str | None, traceparent: str
+        self, tracing: Tracing, frame: GenerateFrame | ResumeFrame, path: str, client: str | None, traceparent: str
     ) -> None:
         """Begin a child of the span that the frame names, else of `traceparent`, which opened the socket."""
-        kind = "generate" if isinstance(frame, Generate) else "resume"
+        kind = "generate" if isinstance(frame, GenerateFrame) else "resume"
         self._span: Span = tracing.begin(
             f"{kind} {path}",
             {"traceparent": frame.traceparent or traceparent},
@@ -43,7 +43,7 @@ class RequestSpan:
                 "gen_ai.operation.name": _operation(frame),
             },
         )
-        self._label = frame.label if isinstance(frame, Generate) else ""
+        self._label = frame.label if isinstance(frame, GenerateFrame) else ""
         self._ends: dict[int, _ChoiceEnd] = {}
 
     @property
@@ -84,7 +84,7 @@ class RequestSpan:
         self._span.end()
 
 
-def _operation(frame: Generate | Resume) -> str | None:
-    if isinstance(frame, Resume):
+def _operation(frame: GenerateFrame | ResumeFrame) -> str | None:
+    if isinstance(frame, ResumeFrame):
         return None  # the operation is known to the engine alone
     return "text_completion" if frame.messages is None else "chat"

@@ -1,13 +1,15 @@
-/** Types of client.js, the browser client of the InferEngine websocket. Protocol: docs/websocket.md. */
+/** Types of client.js, the browser client of the InferEngine websocket. Protocol: docs/websocket.md.
+ *
+ * scripts/parameter_reference makes SamplingParams, GenerateOptions and ResumeOptions. */
 
 /** A message of a conversation, as in OpenAI's API. */
 export interface Message {
   role: "system" | "user" | "assistant" | "tool" | string;
-  /** Null only beside `tool_calls`. */
+  /** Null only where there are `tool_calls`. */
   content: string | { type: "text"; text: string }[] | null;
-  /** Of an assistant that called tools. */
+  /** The calls of an assistant message. */
   tool_calls?: { id: string; type: "function"; function: { name: string; arguments: string } }[];
-  /** Of a tool's result: the call that it answers. */
+  /** In a tool's result: the id of its call. */
   tool_call_id?: string;
 }
 
@@ -17,14 +19,15 @@ export interface Tool {
   function: { name: string; description?: string; parameters?: object };
 }
 
-/** A call, whole; `arguments` are JSON text. */
+/** A complete call; `arguments` are JSON text. */
 export interface ToolCall {
   id: string;
   name: string;
   arguments: string;
 }
 
-/** What a delta adds to the call number `index`: its first entry has `id` and the name, each more of the arguments. */
+/** What a delta adds to call number `index`. The first entry of a call has its `id` and name; each entry continues the
+ * arguments. */
 export interface ToolCallDelta {
   index: number;
   id?: string;
@@ -32,7 +35,7 @@ export interface ToolCallDelta {
   function: { name?: string; arguments: string };
 }
 
-/** As in docs/parameters.md. What is left out has the engine's default. */
+/** As in docs/parameters.md. A parameter that is left out has the model's default, else the engine's. */
 export interface SamplingParams {
   /** most tokens of the output, within the model's length; whole number in [1, 2^63 - 1] */
   max_tokens?: number;
@@ -58,13 +61,13 @@ export interface SamplingParams {
   n?: number;
   /** texts that end the output; not even the beginning of one is shown; text of at most 256 or list of text of at most 256, at most 16 */
   stop?: string | string[];
-  /** show the text or token that ended the output; true, false */
+  /** show the text or token that ended the output */
   include_stop_str_in_output?: boolean;
-  /** leave special tokens out of the text; true, false */
+  /** leave special tokens out of the text */
   skip_special_tokens?: boolean;
   /** token ids that end the output, besides the model's own; list of whole number in [0, ...), at most 1024 */
   stop_token_ids?: number[];
-  /** go on past the model's own end; true, false */
+  /** go on past the model's own end */
   ignore_eos?: boolean;
   /** added to the logits of these token ids, before the temperature; object of number in [-100, 100] */
   logit_bias?: Record<string, number>;
@@ -76,60 +79,80 @@ export interface SamplingParams {
   logprobs?: number;
 }
 
+/** Exactly one of `messages`, `prompt` and `promptIds`. What stands before `prompt`, and `includeReasoning`, is for
+ * `messages` only, as in /v1/chat/completions. */
 export interface GenerateOptions {
-  /** Exactly one of these three. */
-  prompt?: string;
+  /** the conversation, through the model's chat template */
   messages?: Message[];
-  promptIds?: number[];
-  params?: SamplingParams;
-  /** 32 hexadecimal digits; sending the same one again attaches instead of running twice. */
-  requestId?: string;
-  model?: string;
-  /** Lower is sooner. */
-  priority?: number;
-  cacheSalt?: string;
-  deadlineSeconds?: number;
-  /** Run on while the connection is away (default: true). */
-  detached?: boolean;
-  returnTokenIds?: boolean;
-  label?: string;
-  /** W3C's, of the span that this request is a part of; for the service's OpenTelemetry spans. */
-  traceparent?: string;
-  /** What the answer must match, as in OpenAI's API. */
-  responseFormat?: { type: "text" | "json_object" } | { type: "json_schema"; json_schema: { name?: string; schema: object } };
-  /** The same in vLLM's words: exactly one of these. */
-  structuredOutputs?: { json?: object | string; json_object?: boolean; regex?: string; choice?: string[]; grammar?: string };
-  /** The following only with `messages`, as in /v1/chat/completions. */
+  /** functions that may be called */
   tools?: Tool[];
+  /** whether, or which, to call */
   toolChoice?: "none" | "auto" | "required" | { type: "function"; function: { name: string } };
-  /** More than one call in an answer (default: true). */
+  /** more than one call in an answer; default: true */
   parallelToolCalls?: boolean;
-  /** Tell what the model thought (default: true). */
-  includeReasoning?: boolean;
-  reasoningEffort?: string;
-  chatTemplateKwargs?: Record<string, unknown>;
-  documents?: object[];
+  /** end the prompt where the assistant begins */
   addGenerationPrompt?: boolean;
+  /** end the prompt inside the last message */
   continueFinalMessage?: boolean;
+  /** variables for the chat template */
+  chatTemplateKwargs?: Record<string, unknown>;
+  /** given to the chat template */
+  documents?: object[];
+  /** given to the chat template */
+  reasoningEffort?: string;
+  /** a text to continue */
+  prompt?: string;
+  /** token ids to continue; list of whole number in [0, ...) */
+  promptIds?: number[];
+  /** sampling parameters; what is left out has the model's default */
+  params?: SamplingParams;
+  /** chosen at random; sending the same one again reads the same request, which runs once; text that matches ^[0-9a-f]{32}$; default: a new one */
+  requestId?: string;
+  /** the model or adapter; absent: the served model */
+  model?: string;
+  /** lower is sooner; whole number in [-2147483648, 2147483647] */
+  priority?: number;
+  /** requests share cached prefixes only with those of the same salt; text of at most 256 */
+  cacheSalt?: string;
+  /** seconds after which the engine ends the request; number in [0.001, 86400] */
+  deadlineSeconds?: number;
+  /** run on while no socket reads the request; default: true */
+  detached?: boolean;
+  /** resume when the engine is lost; false: end with engine_restarted; default: true */
+  resubmit?: boolean;
+  /** token ids beside the text */
+  returnTokenIds?: boolean;
+  /** name of the request in logs and traces; text of at most 256 */
+  label?: string;
+  /** W3C traceparent of the span that this request is a part of; text of at most 256 */
+  traceparent?: string;
+  /** send the model's reasoning; default: true */
+  includeReasoning?: boolean;
+  /** what the answer must match, in OpenAI's form */
+  responseFormat?: { type: "text" | "json_object" } | { type: "json_schema"; json_schema: { name?: string; schema: object } };
+  /** what the answer must match, in vLLM's form: exactly one of these */
+  structuredOutputs?: { json?: object | string; json_object?: boolean; regex?: string; choice?: string[]; grammar?: string };
 }
 
 export interface ResumeOptions {
+  /** that of the accepted frame; text that matches ^[0-9a-f]{32}$ */
   requestId: string;
-  /** Tokens already received, one count per choice. */
+  /** tokens already received, one count for each choice; list of whole number in [0, 4294967295], at most 4096 */
   cursors?: number[];
-  /** `contextIds` of the generation. */
+  /** those of the accepted frame; list of whole number in [0, 4294967295], at most 16 */
   contextIds?: number[];
-  /** The parameters of the request: its stop strings and special tokens shape the text. */
+  /** those of the request: stop strings and special tokens change the text */
   params?: SamplingParams;
+  /** token ids beside the text */
   returnTokenIds?: boolean;
 }
 
 export interface Delta {
   choice: number;
   text: string;
-  /** Tokens of this choice so far: what `resume` wants. */
+  /** Tokens of this choice so far, for `resume`. */
   cursor: number;
-  /** What the model wrote for itself before it answered. */
+  /** New text of the reasoning before the answer. */
   reasoning?: string;
   toolCalls?: ToolCallDelta[];
   tokenIds?: number[];
@@ -140,7 +163,7 @@ export interface Usage {
   prompt_tokens: number;
   cached_tokens: number;
   completion_tokens: number;
-  /** Guesses ahead that were right, and wrong; absent where the engine did not guess. */
+  /** Draft tokens that were accepted, and rejected; absent without speculative decoding. */
   accepted_prediction_tokens?: number;
   rejected_prediction_tokens?: number;
 }
@@ -153,16 +176,16 @@ export interface Timings {
 
 export interface Choice {
   text: string;
-  /** Empty where the model thought nothing, or it was not to be told. */
+  /** Empty where the model did not reason, or `includeReasoning` is false. */
   reasoning: string;
-  /** Their arguments are whole JSON unless finishReason says that the answer was cut. */
+  /** Their arguments are complete JSON unless finishReason is "length" or "cancelled". */
   toolCalls: ToolCall[];
-  /** tool_calls: the answer ended by itself and waits for the results of its calls. */
+  /** "tool_calls": the model called tools and needs their results. */
   finishReason: "stop" | "tool_calls" | "length" | "cancelled";
   /** The stop string or stop token id that ended it, or null. */
   stop?: string | number | null;
   usage: Usage;
-  /** Null when a stop string ended the choice before the engine told its figures. */
+  /** Null where a stop string ended the choice and the engine did not report them in time. */
   timings: Timings | null;
 }
 
@@ -173,7 +196,7 @@ export interface Result {
 
 export interface EngineState {
   state: "STARTING" | "READY" | "DRAINING" | "STOPPING" | "UNAVAILABLE";
-  /** Phase and share, while STARTING. */
+  /** Phase and fraction done, while STARTING. */
   progress: [string, number] | null;
   /** Changes with every start of the engine. */
   epoch: string | null;
@@ -187,7 +210,7 @@ export interface ModelInfo {
   max_model_len: number;
   /** Whether it has a chat template; null until its files were fetched. */
   chat: boolean | null;
-  /** Its own sampling parameters, used where a request says nothing; null until its files were fetched. */
+  /** Its own sampling parameters, used for those that a request leaves out; null until its files were fetched. */
   defaults: Record<string, number> | null;
 }
 
@@ -198,7 +221,7 @@ export interface StateFrame {
   limits: Record<string, number>;
 }
 
-/** Every figure is null where the engine does not tell it. */
+/** A figure is null where the engine does not report it. */
 export interface Stats {
   type: "stats";
   state: EngineState["state"];
@@ -206,7 +229,7 @@ export interface Stats {
   waiting: number | null;
   tokens_per_s: number | null;
   prompt_tokens_per_s: number | null;
-  /** Shares from 0 to 1. */
+  /** Fractions from 0 to 1. */
   kv_usage: number | null;
   prefix_hit_rate: number | null;
   preemptions: number | null;
@@ -225,7 +248,7 @@ export class InferEngineError extends Error {
 export class Generation implements AsyncIterable<Delta> {
   readonly id: string;
   readonly requestId: string;
-  /** Kept up to date: store them to resume from another page. */
+  /** Kept up to date. Store them to resume from another page. */
   readonly cursors: number[];
   readonly contextIds: number[] | undefined;
   readonly accepted: { request_id: string; prompt_tokens: number; n: number; attached: boolean } | null;
@@ -237,7 +260,7 @@ export class Generation implements AsyncIterable<Delta> {
 
 export class InferEngineSocket extends EventTarget {
   constructor(url: string, options?: { window?: number; WebSocket?: typeof WebSocket; apiKey?: string });
-  /** Show this key from now on, "" for none. The connection is made anew. */
+  /** Use this API key from now on, "" for none. Reconnects. */
   useKey(apiKey: string): void;
   readonly url: string;
   readonly hello: StateFrame | null;
@@ -245,12 +268,12 @@ export class InferEngineSocket extends EventTarget {
   generate(options: GenerateOptions): Generation;
   resume(options: ResumeOptions): Generation;
   subscribeStats(intervalSeconds?: number): void;
-  /** Connect now instead of at the next attempt. */
+  /** Reconnect now, without waiting for the next attempt. */
   retryNow(): void;
   close(): void;
 }
 
 export function newRequestId(): string;
 
-/** Put the entries of a delta into the calls so far. */
+/** Merge the entries of a delta into a list of calls. */
 export function addToolCalls(calls: ToolCall[], entries: ToolCallDelta[]): void;

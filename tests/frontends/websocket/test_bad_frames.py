@@ -12,6 +12,7 @@ from inferengine.wire.messages import Reject
 from tests.frontends.websocket.builders import ANSWER, make_engine, open_socket, serving
 
 GENERATE = {"type": "generate", "id": "r1", "prompt": "hello"}
+RESUME = {"type": "resume", "id": "r1", "request_id": "ab" * 16}
 
 
 @pytest.fixture(scope="module")
@@ -56,12 +57,14 @@ def server(tmp_path_factory):
         ({**GENERATE, "deadline_s": -1}, "invalid_request", "deadline_s"),
         ({**GENERATE, "detached": "yes"}, "invalid_request", "detached"),
         ({"type": "resume", "id": "r1"}, "invalid_request", "request_id"),
-        ({"type": "resume", "id": "r1", "request_id": "ab" * 16, "cursors": [-1]}, "invalid_request", "cursors"),
+        ({**RESUME, "cursors": [-1]}, "invalid_request", "cursors[0]"),
+        ({**RESUME, "context_ids": [1] * 17}, "invalid_request", "context_ids"),
         ({"type": "cancel"}, "invalid_request", "id"),
         ({"type": "ack"}, "invalid_request", "frames"),
         ({"type": "ack", "frames": 10**6}, "invalid_request", "frames"),
         ({"type": "hello", "window": -1}, "invalid_request", "window"),
         ({"type": "ping", "nonce": []}, "invalid_request", "nonce"),
+        ({"type": "ping", "nonce": 2**64}, "invalid_request", "nonce"),
         ({"type": "stats", "interval_s": 0}, "invalid_request", "interval_s"),
     ],
     ids=lambda value: json.dumps(value)[:50] if not isinstance(value, str) else value,

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
+
 import httpx
 import pytest
 from websockets.exceptions import InvalidStatus
 from websockets.sync.client import connect
 
 from frontends.common.hosts import read_names
+from frontends.websocket.frames import GenerateFrame
 from frontends.websocket.handshake import may_connect, read_origins
 from frontends.websocket.static_files import FOLDER
 from tests.frontends.websocket.builders import make_engine, open_socket, serving
@@ -159,3 +162,14 @@ def test_a_program_s_handshake_under_a_rebound_name_is_refused(server):
         pass
     assert refused.value.response.status_code == 403
     assert b"ws.allowed_hosts" in refused.value.response.body
+
+
+def test_the_browser_client_sends_each_option_under_its_key():
+    source = (FOLDER / "client.js").read_text(encoding="utf-8")
+    keys = dict(
+        re.findall(r'^  (\w+): "(\w+)",$', source.partition("const FRAME_KEYS = {")[2].partition("};")[0], re.M)
+    )
+    several_words = {name for name in GenerateFrame.__struct_fields__ if "_" in name}
+    assert set(keys.values()) == several_words - {"request_id"}  # an argument of its own
+    for option, key in keys.items():
+        assert option == "deadlineSeconds" or re.sub("[A-Z]", lambda upper: "_" + upper[0].lower(), option) == key
