@@ -30,9 +30,9 @@ from inferengine.core.scheduler.scheduler import StepOutput
 from inferengine.core.sequence import Finished
 from inferengine.engine.io.connection import Connection
 from inferengine.engine.io.endpoint import Endpoint
+from inferengine.engine.io.engine_io import IOThread
 from inferengine.engine.io.output_log import Submission
 from inferengine.engine.io.publisher import Publisher
-from inferengine.engine.io.thread import IOThread
 from inferengine.engine.metrics.counters import Counters
 from inferengine.engine.state import Lifecycle
 from inferengine.sampling_params import SamplingParams

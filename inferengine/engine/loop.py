@@ -1,12 +1,14 @@
 """EngineLoop: takes commands, steps the core, posts the output. Its thread alone touches the core.
 
-It blocks in the executor while there is work and in its inbox while there is none; it never polls.
+It blocks in the executor while there is work and in its inbox while there is none; it never polls. The other parts of
+the engine find the loop through an EngineRef, once the model is loaded.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple, Protocol
 
@@ -14,12 +16,14 @@ from inferengine.core.constraints import Grammar
 from inferengine.core.executor import DeviceLost, is_fatal
 from inferengine.core.kv_cache.prefix_cache import KVEvent
 from inferengine.core.request import Request
+from inferengine.core.scheduler.admission import AdmissionLimits
 from inferengine.core.scheduler.scheduler import StepOutput
 from inferengine.core.scheduler.scheduler_state import SchedulerSnapshot, SchedulerStats
 from inferengine.core.sequence import FinishDetail, Finished
 from inferengine.core.step_time import Roofline
 from inferengine.engine.core import EngineCore
 from inferengine.engine.state import Lifecycle
+from inferengine.errors import InferEngineError
 
 logger = logging.getLogger(__name__)
 
@@ -305,3 +309,36 @@ class EngineLoop:
     def _take_snapshot(self, now: float) -> None:
         self.snapshot = self._core.scheduler.snapshot()
         self._snapshot_s = now
+
+
+@dataclass(frozen=True)
+class LoadedEngine:
+    """The running loop and the limits that requests are checked against."""
+
+    loop: EngineLoop
+    limits: AdmissionLimits
+    vocab_size: int
+    embedding_size: int = 0  # 0: the engine gives no embeddings
+    speculation_method: str = "none"  # `speculation.method`, decided
+
+
+class EngineRef:
+    """The loaded engine, or None before it is loaded. Set once by the loop's thread, read by every thread."""
+
+    def __init__(self) -> None:
+        self.engine: LoadedEngine | None = None
+
+    def set(self, engine: LoadedEngine) -> None:
+        """The model is loaded."""
+        self.engine = engine
+
+    def require(self) -> LoadedEngine:
+        """The loaded engine. Raises InferEngineError `engine_unavailable` before it is loaded."""
+        if self.engine is None:
+            raise InferEngineError("engine_unavailable", "The engine is still loading.")
+        return self.engine
+
+    def stop_choice(self, uid: int) -> None:
+        """End a choice whose stop string was found."""
+        if self.engine is not None:
+            self.engine.loop.cancel([uid], "stop", None)

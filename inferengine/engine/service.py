@@ -25,8 +25,7 @@ from inferengine.core.speculation.proposers import build_proposer, speculation_m
 from inferengine.core.step_time import Roofline
 from inferengine.engine.core import EngineCore
 from inferengine.engine.io.engine_io import EngineIO, Termination
-from inferengine.engine.loaded import EngineRef, LoadedEngine
-from inferengine.engine.loop import EngineLoop
+from inferengine.engine.loop import EngineLoop, EngineRef, LoadedEngine
 from inferengine.engine.model_info import ModelCard
 from inferengine.engine.options import admission_limits, scheduler_options
 from inferengine.engine.services.profiler import MakeRecorder

@@ -9,11 +9,9 @@ import pytest
 
 from inferengine.core.scheduler.scheduler import StepOutput
 from inferengine.core.sequence import Finished
-from inferengine.engine.io import batch_routing as routings
-from inferengine.engine.io.batch_routing import BatchRouting
 from inferengine.engine.io.connection import Connection, SendResult
 from inferengine.engine.io.output_log import OutputLog, Submission, Subscription, TextLog
-from inferengine.engine.io.publisher import Publisher
+from inferengine.engine.io.publisher import FEW_COLUMNS, MAX_COLUMNS, BatchRouting, Publisher
 from inferengine.engine.metrics.counters import Counters
 from inferengine.sampling_params import SamplingParams
 from inferengine.text import TextStream, Tokenizer
@@ -70,7 +68,7 @@ def tokens_for(routing: BatchRouting, connection: Connection) -> list[int]:
     return list(codec.from_u32(routing.token_column(routing.groups[connection])))
 
 
-@pytest.mark.parametrize("num_steps", [1, routings.FEW_COLUMNS, routings.MAX_COLUMNS, routings.MAX_COLUMNS + 3])
+@pytest.mark.parametrize("num_steps", [1, FEW_COLUMNS, MAX_COLUMNS, MAX_COLUMNS + 3])
 def test_a_log_has_its_tokens_when_asked(num_steps: int) -> None:
     logs = make_logs([make_connection(Post())], range(5))
     routing = enter(BatchRouting(1, logs, 0.0))

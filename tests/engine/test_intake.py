@@ -7,11 +7,15 @@ from typing import Any
 
 import pytest
 
+from inferengine.engine.io.intake import TEXT_TIMEOUT_S, PendingSubmission, PendingSubmissions
+from inferengine.engine.io.output_log import Submission
 from inferengine.engine.options import choice_seed
 from inferengine.engine.service import EngineService
+from inferengine.errors import InferEngineError
+from inferengine.sampling_params import SamplingParams
 from inferengine.simulation.simulated_executor import SimulatedExecutor
 from inferengine.wire import codec
-from inferengine.wire.messages import Accept, Attach, Credit, Hello, Kind, Pong, Reject, Step, Welcome
+from inferengine.wire.messages import Accept, Attach, Credit, Hello, Kind, Pong, Reject, Step, Submit, Welcome
 from tests.engine.builders import VOCAB_SIZE, RawClient, check_idle, run_service, small_capacity, wait_until
 from tests.engine.conftest import Connect
 
@@ -338,3 +342,32 @@ def test_clients_do_not_share_stream_numbers(engine: EngineService, connect: Con
         client.submit(1, max_tokens=5 + number)
     for number, client in enumerate(clients):
         assert len(client.collect({1}).tokens[1]) == 5 + number
+
+
+class NeverDone:
+    """A tokenizer that never gives a result."""
+
+    def tokenize(self, *arguments: Any) -> None:
+        pass
+
+
+def test_the_time_limit_of_text_does_not_count_time_in_which_the_engine_did_not_run() -> None:
+    refused: list[InferEngineError] = []
+    unused: Any = NeverDone()
+    pending = PendingSubmissions(
+        unused,
+        unused,
+        unused,
+        grammar_timeout_s=5.0,
+        ready=lambda item, prompt: None,
+        refuse=lambda item, error: refused.append(error),
+    )
+    message = Submit(bytes(16), 1, text="a text")
+    submission = Submission(message.id, SamplingParams())
+    item = PendingSubmission(submission, message, None, [], None, None, [], 5.0, TEXT_TIMEOUT_S)
+    pending.begin(item, vocab_size=100, eos_token_ids=[], max_model_len=100)
+    pending.extend_deadlines(40.0)
+    pending.tick(41.0)
+    assert refused == []
+    pending.tick(40.0 + TEXT_TIMEOUT_S + 1.0)
+    assert [error.code for error in refused] == ["overloaded"]

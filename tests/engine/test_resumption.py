@@ -10,8 +10,8 @@ from dataclasses import replace
 
 import pytest
 
-from inferengine.engine.io.resume import TOKENS_PER_LOOK, advance
 from inferengine.engine.service import EngineService
+from inferengine.engine.services.grammars import TOKENS_PER_LOOK, advance
 from inferengine.errors import InferEngineError
 from inferengine.simulation.simulated_executor import SimulatedExecutor
 from inferengine.text import TextStream, Tokenizer

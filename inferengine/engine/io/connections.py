@@ -48,7 +48,7 @@ logger = logging.getLogger(__name__)
 FEATURES = ("text", "messages", "resume", "attach", "logprobs", EMBEDDINGS, RESUME_OUTPUT)
 LEASE_INTERVALS = 3
 TICK_S = 0.25  # `tick` is called at least so often
-WELCOME_INTERVAL_S = 0.1  # at most so often while loading
+WELCOME_INTERVAL_S = 0.1  # between two that tell the progress of loading
 Reply = Callable[[Any], None]
 AdminOp = Callable[[dict[str, Any], Reply], None]  # arguments, and what takes the result (in the I/O thread)
 
@@ -205,14 +205,14 @@ class Connections:
 
     # -- going out ---------------------------------------------------------------------------------------------------
 
-    def broadcast_state(self, now: float, *, at_once: bool = False) -> None:
-        """WELCOME again to every connection when the state has changed, and now and then while loading."""
-        news = (self._lifecycle.state, self._lifecycle.progress, self.model)
-        if news == self._broadcast:
+    def broadcast_state(self, now: float) -> None:
+        """Send WELCOME again to every connection: at once when the state has changed, else at intervals."""
+        current = (self._lifecycle.state, self._lifecycle.progress, self.model)
+        if current == self._broadcast:
             return
-        if news[0] == (self._broadcast or ("",))[0] and not at_once and now - self._broadcast_s < WELCOME_INTERVAL_S:
+        if current[0] == (self._broadcast or ("",))[0] and now - self._broadcast_s < WELCOME_INTERVAL_S:
             return
-        self._broadcast, self._broadcast_s = news, now
+        self._broadcast, self._broadcast_s = current, now
         for connection in self.by_routing_id.values():
             connection.answer(codec.encode(self._welcome(connection)), now)
 

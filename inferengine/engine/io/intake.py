@@ -1,32 +1,39 @@
 """Intake: turn SUBMIT messages into core Requests. No other module does.
 
 Everything is validated here, whether or not a front end has checked it before: direct producers skip the front ends. A
-SUBMIT is answered at once by ACCEPT, or by a REJECT that names the field and the remedy, whatever the loop is doing;
-one with text or a grammar is answered when both are ready (pending.py). Used by the I/O thread only.
+SUBMIT is answered at once by ACCEPT, or by a REJECT that names the field and the remedy, whatever the loop is doing.
+One with text or a grammar is pending first: it is answered when its prompt is tokenized and its grammar compiled (both
+in other threads), when one of them fails, or when it takes too long.
+
+A request that resumes brings the output that an earlier engine gave. It is then in the state of one that was preempted:
+its tokens are known and none of them is computed. What is drawn next depends on (seed, position) and on the tokens, so
+the whole output is what one engine would have given.
+
+Used by the I/O thread only.
 """
 
 from __future__ import annotations
 
 import random
 from array import array
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING
 
 from inferengine.config import Config, LimitsConfig
 from inferengine.core.constraints import Grammar
 from inferengine.core.request import Request
 from inferengine.core.scheduler.admission import admit, check_prompt, resolve_max_tokens
 from inferengine.engine.io.connection import Connection
-from inferengine.engine.io.output_log import OutputLog, Submission
-from inferengine.engine.io.pending import TEXT_TIMEOUT_S, PendingSubmission, PendingSubmissions
+from inferengine.engine.io.output_log import OutputLog, PriorOutputs, Submission
 from inferengine.engine.io.publisher import Publisher
-from inferengine.engine.io.resume import GrammarReplay, PriorOutputs, check_outputs, read_resume
-from inferengine.engine.loaded import EngineRef, LoadedEngine
+from inferengine.engine.loop import EngineRef, LoadedEngine
 from inferengine.engine.metrics.counters import Counters
 from inferengine.engine.model_info import ModelCard
 from inferengine.engine.options import choice_seed
 from inferengine.engine.services.adapters import AdapterService
-from inferengine.engine.services.grammars import GrammarService
+from inferengine.engine.services.grammars import GrammarReplay, GrammarService
 from inferengine.engine.services.tokenization import CONTEXT_TOKENS, TextService, num_characters
 from inferengine.engine.state import Lifecycle
 from inferengine.errors import InferEngineError, InvalidRequest, bounded
@@ -35,9 +42,15 @@ from inferengine.structured_output.spec import GrammarSpec, grammar_from_list, v
 from inferengine.wire import codec
 from inferengine.wire.messages import DRAINING, READY, Accept, Attach, Cancel, Reject, Submit
 
+if TYPE_CHECKING:
+    from inferengine.structured_output.compiler import Ticket
+
 MAX_READERS = 64  # of one request: each step is sent to all of them
 CANCELLED = ("cancelled", "The request was cancelled.")
 RESUMED_SHARE = 2  # of the queue's limits that requests may take which an engine had accepted before
+MAX_STALLS = 2  # a request that was in flight at so many stalled steps is not run again
+TEXT_TIMEOUT_S = 30.0  # longest that a request waits for its prompt to be tokenized
+RETRY_AFTER_S = 5.0
 ENDING_RETRY_S = 0.1  # before a client may resume a request that is being cancelled because its connection was lost
 
 
@@ -77,6 +90,211 @@ def _check_embedding(message: Submit, params: SamplingParams, has_embeddings: bo
         raise InvalidRequest("grammar", "an embedding has no output that could match it: leave it out")
     if params != SamplingParams():
         raise InvalidRequest("params", "an embedding draws no tokens: leave them out")
+
+
+def read_resume(message: Submit, params: SamplingParams, *, vocab_size: int, max_model_len: int) -> PriorOutputs | None:
+    """Read the output so far of each choice; None for a request that begins. Raises InferEngineError."""
+    if message.stalls >= MAX_STALLS:
+        text = f"The request was in flight at {message.stalls} stalled steps: it is not run again."
+        raise InferEngineError("engine_stalled", text, field="stalls")
+    if message.resume is None:
+        return None
+    if message.reply == "embedding":
+        raise InvalidRequest("resume", "an embedding has no output to go on from: leave it out")
+    if len(message.resume) != params.n:
+        raise InvalidRequest("resume", f"must have one entry for each of the {params.n} choices (params.n)")
+    for choice, part in enumerate(message.resume):  # before anything is done that takes longer for more of them
+        if part is not None and len(part) > 4 * max_model_len:
+            raise InvalidRequest(
+                f"resume[{choice}]", f"has {len(part) // 4} tokens; the model's length allows {max_model_len}"
+            )
+    outputs = [None if part is None else codec.from_u32(part, "resume") for part in message.resume]
+    if all(output is None for output in outputs):
+        raise InvalidRequest("resume", "every choice has ended: there is nothing to go on with")
+    for choice, output in enumerate(outputs):
+        if output and (highest := max(output)) >= vocab_size:
+            raise InvalidRequest(
+                f"resume[{choice}]", f"token id {highest} is outside the vocabulary of {vocab_size}: send what came"
+            )
+    if params.seed is None and not params.is_greedy and any(outputs):
+        raise InvalidRequest("params.seed", "is missing: the output so far was drawn with one (ACCEPT told it)")
+    return outputs
+
+
+def check_outputs(
+    outputs: PriorOutputs, params: SamplingParams, max_tokens: int, eos_token_ids: frozenset[int]
+) -> None:
+    """Raise InvalidRequest for output that the request could not have given: too much of it, or some after its end."""
+    stops = frozenset(params.stop_token_ids)
+    if not params.ignore_eos:
+        stops |= eos_token_ids
+    for choice, output in enumerate(outputs):
+        if output is None:
+            continue
+        if len(output) > max_tokens:
+            raise InvalidRequest(
+                f"resume[{choice}]", f"has {len(output)} tokens; max_tokens and the model's length allow {max_tokens}"
+            )
+        begin = max(params.min_tokens - 1, 0)
+        if stops and any(token in stops for token in output[begin:-1]):
+            raise InvalidRequest(f"resume[{choice}]", "has tokens after a stop token, where the choice had ended")
+
+
+@dataclass(eq=False)
+class PendingSubmission:
+    """A submission that waits, and who wants to read it."""
+
+    submission: Submission
+    message: Submit
+    deadline_s: float | None
+    readers: list[tuple[Connection, Submit | Attach]]
+    prompt: array[int] | None  # None: being tokenized
+    spec: GrammarSpec | None
+    grammars: list[Grammar]  # empty: none asked for, or being compiled
+    give_up_s: float  # when the grammar has taken too long
+    text_by_s: float  # when the text has
+    ticket: Ticket | None = None  # for what the grammar's compiler does
+    outputs: PriorOutputs | None = None  # what an engine before this one gave, by choice
+
+    @property
+    def complete(self) -> bool:
+        """Whether the prompt is tokenized and the grammar, if any, compiled."""
+        return self.prompt is not None and (self.spec is None or bool(self.grammars))
+
+    def is_read_as(self, connection: Connection, streams: range) -> bool:
+        """Whether this connection reads one of its choices as one of these streams."""
+        count = self.submission.params.n
+        return any(
+            reader is connection and wanted.stream < streams.stop and streams.start < wanted.stream + count
+            for reader, wanted in self.readers
+        )
+
+
+class PendingSubmissions:
+    """All pending submissions by id. Each is removed before `ready` or `refuse` is called with it, once."""
+
+    def __init__(
+        self,
+        texts: TextService,
+        grammars: GrammarService,
+        replay: GrammarReplay,
+        *,
+        grammar_timeout_s: float,
+        ready: Callable[[PendingSubmission, array[int]], None],
+        refuse: Callable[[PendingSubmission, InferEngineError], None],
+    ) -> None:
+        """`ready` gets the prompt's tokens too."""
+        self._texts = texts
+        self._grammars = grammars
+        self._replay = replay
+        self._grammar_timeout_s = grammar_timeout_s
+        self._ready = ready
+        self._refuse = refuse
+        self._items: dict[bytes, PendingSubmission] = {}
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __iter__(self) -> Iterator[PendingSubmission]:
+        return iter(list(self._items.values()))
+
+    def get(self, id: bytes) -> PendingSubmission | None:
+        """The submission of this id, if it waits."""
+        return self._items.get(id)
+
+    def begin(self, item: PendingSubmission, *, vocab_size: int, eos_token_ids: list[int], max_model_len: int) -> None:
+        """Have the text tokenized and the grammar compiled. Raises InferEngineError where that cannot begin."""
+        message, submission = item.message, item.submission
+        self._items[submission.id] = item
+        try:
+            if item.spec is not None:
+                outputs, params = item.outputs, submission.params
+                if outputs is not None:
+                    params = params.replace(n=sum(part is not None for part in outputs))
+                item.ticket = self._grammars.compile(
+                    item.spec,
+                    params,
+                    vocab_size,
+                    eos_token_ids,
+                    partial(self._compiled, item),
+                    tenant=submission.tenant,
+                )
+            if item.prompt is None:
+                self._texts.tokenize(message.text, message.messages, max_model_len, partial(self._tokenized, item))
+        except InferEngineError:
+            self.forget(item)
+            raise
+
+    def forget(self, item: PendingSubmission) -> None:
+        """Remove it, and stop compiling its grammar."""
+        self._items.pop(item.submission.id, None)
+        if item.ticket is not None:
+            self._grammars.cancel(item.ticket)
+            item.ticket = None  # it leads back to the item: grammars would wait for the garbage collector
+
+    def give_up(self, item: PendingSubmission, error: InferEngineError) -> None:
+        """Refuse it."""
+        self.forget(item)
+        self._refuse(item, error)
+
+    def tick(self, now: float) -> None:
+        """Refuse what waits too long: for its grammar, for its text, or beyond its own deadline."""
+        for item in self:
+            if item.deadline_s is not None and now >= item.deadline_s:
+                self.give_up(item, InferEngineError("deadline_exceeded", "The request's deadline passed."))
+            elif item.prompt is None and now > item.text_by_s:
+                message = f"The prompt could not be tokenized in {TEXT_TIMEOUT_S:g} s."
+                self.give_up(item, InferEngineError("overloaded", message, retry_after_s=RETRY_AFTER_S))
+            elif item.ticket is not None and not item.grammars:
+                if self._grammars.is_starting:
+                    item.give_up_s = now + self._grammar_timeout_s
+                elif now > item.give_up_s:
+                    self.give_up(item, self._too_late(item.ticket))
+
+    def _too_late(self, ticket: Ticket) -> InferEngineError:
+        if self._grammars.is_slow(ticket):
+            return InvalidRequest("grammar", f"could not be compiled in {self._grammar_timeout_s:g} s: simplify it")
+        message = f"The grammars of others took {self._grammar_timeout_s:g} s: this one was not compiled yet."
+        return InferEngineError("overloaded", message, field="grammar", retry_after_s=self._grammar_timeout_s)
+
+    def extend_deadlines(self, paused_s: float) -> None:
+        """Extend all time limits: this process did not run for so long, so nothing was compiled or tokenized."""
+        for item in self:
+            item.give_up_s += paused_s
+            item.text_by_s += paused_s
+
+    def _tokenized(self, item: PendingSubmission, result: list[int] | InferEngineError) -> None:
+        if isinstance(result, list):
+            item.prompt = array("I", result)
+        self._go_on(item, result if isinstance(result, InferEngineError) else None)
+
+    def _compiled(self, item: PendingSubmission, result: list[Grammar] | InferEngineError) -> None:
+        if not self._is_waiting(item):
+            return
+        if isinstance(result, list) and item.outputs is not None and any(item.outputs):
+            advanced, is_wanted = partial(self._advanced, item), partial(self._is_waiting, item)
+            self._replay.advance(result, item.outputs, advanced, is_wanted)
+        else:
+            self._advanced(item, result)
+
+    def _advanced(self, item: PendingSubmission, result: list[Grammar] | InferEngineError) -> None:
+        if isinstance(result, list):
+            item.grammars = result
+        self._go_on(item, result if isinstance(result, InferEngineError) else None)
+
+    def _is_waiting(self, item: PendingSubmission) -> bool:
+        """Whether it was neither cancelled nor refused meanwhile. From any thread."""
+        return self._items.get(item.submission.id) is item
+
+    def _go_on(self, item: PendingSubmission, error: InferEngineError | None) -> None:
+        """One of the things that a submission waits for is done."""
+        if not self._is_waiting(item):
+            return  # cancelled or refused meanwhile, and answered
+        if error is not None:
+            self.give_up(item, error)
+        elif item.complete and item.prompt is not None:
+            self.forget(item)
+            self._ready(item, item.prompt)
 
 
 class Intake:

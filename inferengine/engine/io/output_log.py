@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 from inferengine.core.sequence import Finished
 from inferengine.core.step_plan import TokenLogprobs
@@ -24,6 +24,7 @@ SUBMISSION_BYTES = 4096  # with its parameters and the records of its choices
 ROW_BYTES, ALTERNATIVE_BYTES = 256, 72  # of log-probabilities at one position, and of each alternative there
 UNKNOWN = TokenLogprobs(0.0, 0, [], [])  # in the place of what an engine before this one told; never sent
 
+PriorOutputs: TypeAlias = "Sequence[array[int] | None]"  # per choice, of an earlier engine; None: it had ended there
 MakeText = Callable[["Submission", bool], TextStream]  # of a submission; whether stop strings are to be looked for
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from inferengine.config import Config
 from inferengine.engine.io.publisher import Publisher
-from inferengine.engine.loaded import EngineRef
+from inferengine.engine.loop import EngineRef
 from inferengine.engine.metrics.counters import Counters
 from inferengine.engine.model_info import ModelCard
 from inferengine.engine.state import Lifecycle

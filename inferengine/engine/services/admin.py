@@ -7,7 +7,7 @@ from typing import Any
 
 from inferengine.engine.io.connections import AdminOp, Reply
 from inferengine.engine.io.publisher import Publisher
-from inferengine.engine.loaded import EngineRef
+from inferengine.engine.loop import EngineRef
 from inferengine.engine.metrics.stats import StatsReporter
 from inferengine.engine.services.adapters import AdapterService
 from inferengine.engine.services.grammars import GrammarService

@@ -1,6 +1,7 @@
 """GrammarService: compile the grammars of requests, off the loop and off the I/O thread.
 
 A grammar is compiled before its request is accepted, so that one that makes no sense is answered by a REJECT.
+GrammarReplay then takes the grammar of a resumed request to the end of its output so far.
 """
 
 from __future__ import annotations
@@ -8,12 +9,13 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from inferengine.config import LimitsConfig
 from inferengine.core.constraints import Grammar, token_rules
+from inferengine.engine.io.output_log import PriorOutputs
 from inferengine.errors import InferEngineError, InvalidRequest
 from inferengine.sampling_params import SamplingParams
 from inferengine.structured_output.spec import GrammarSpec
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LARGE_VOCABULARY = 16_384  # below, the first grammar costs some ten milliseconds more than the others
+TOKENS_PER_LOOK = 256  # replayed between two checks whether the request is still wanted
 
 GrammarsDone = Callable[[list[Grammar] | InferEngineError], None]
 
@@ -122,6 +125,52 @@ class GrammarService:
         return GrammarCompiler(
             self._tokenizer_json.decode(), vocab_size=vocab_size, eos_token_ids=eos_token_ids, limits=self._limits
         )
+
+
+class GrammarReplay:
+    """Replays the output so far through grammars, in a thread of its own. `deliver` takes a call to the I/O thread."""
+
+    def __init__(self, deliver: Callable[[Callable[[], None]], None]) -> None:
+        self._deliver = deliver
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="inferengine-replay")
+
+    def advance(
+        self, grammars: list[Grammar], outputs: PriorOutputs, done: GrammarsDone, is_wanted: Callable[[], bool]
+    ) -> None:
+        """Replay; `done` gets the grammars of the choices that go on, each at the end of its output, or the error.
+
+        `is_wanted` is asked in this thread; a replay that is not wanted any more is given up."""
+        self._pool.submit(self._work, grammars, outputs, done, is_wanted)
+
+    def close(self) -> None:
+        """Drop the replays that wait."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _work(
+        self, grammars: list[Grammar], outputs: PriorOutputs, done: GrammarsDone, is_wanted: Callable[[], bool]
+    ) -> None:
+        outcome: list[Grammar] | InferEngineError
+        try:
+            outcome = advance(grammars, outputs, is_wanted)
+        except InferEngineError as error:
+            outcome = error
+        except Exception as error:  # a grammar library may fail in any way
+            outcome = InferEngineError("engine_error", f"The grammar failed: {error}")
+        self._deliver(partial(done, outcome))
+
+
+def advance(
+    grammars: list[Grammar], outputs: PriorOutputs, is_wanted: Callable[[], bool] = lambda: True
+) -> list[Grammar]:
+    """Advance one grammar for each choice that goes on to the end of its output. Raises InvalidRequest."""
+    live = [(choice, output) for choice, output in enumerate(outputs) if output is not None]
+    for grammar, (choice, output) in zip(grammars, live, strict=True):
+        for place, token_id in enumerate(output):
+            if not place % TOKENS_PER_LOOK and not is_wanted():
+                raise InferEngineError("cancelled", "Nobody waits for it any more.")
+            if grammar.is_terminated() or not grammar.accept(token_id):
+                raise InvalidRequest(f"resume[{choice}]", f"the grammar does not allow its token {place}")
+    return grammars
 
 
 def _check_first_token(grammar: Grammar, params: SamplingParams, stop_ids: Collection[int], vocab_size: int) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from inferengine.engine.io.endpoint import Endpoint
-from inferengine.engine.io.thread import IOThread
+from inferengine.engine.io.engine_io import IOThread
 from inferengine.engine.state import Lifecycle
 from inferengine.wire import codec
 from inferengine.wire.messages import Message, Ping
