@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
+import importlib.util
 import re
 import subprocess
 import sys
@@ -13,11 +15,58 @@ import pytest
 
 from inferengine import config
 from inferengine.cli import main as cli
+from inferengine.cli.command import Command
 from inferengine.errors import KINDS, ExitCode
 from inferengine.sampling_params import NAMES
 
 ROOT = Path(__file__).resolve().parents[2]
-DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
+DOCUMENTS = [
+    *sorted(ROOT.glob("*.md")),
+    *sorted((ROOT / "docs").glob("*.md")),
+    ROOT / "inferengine" / "wire" / "PROTOCOL.md",
+]
+BASES = [ROOT, *(ROOT / "inferengine" / part for part in ("", "engine", "executor")), ROOT / "frontends"]  # of paths
+EXAMPLES = {".../clients.toml", "gauntlet-found/3.json", "inferengine/models/NAME.py"}  # files that the reader makes
+OLD_NAMES = {"engine/link", "engine/outbox"}  # in the changelog
+
+
+def commands_of(document: Path) -> list[str]:
+    """What stands between backticks: each line of a block, and each span."""
+    fence = re.compile(r"^```\w*\n(.*?)^```", re.MULTILINE | re.DOTALL)
+    text = document.read_text(encoding="utf-8")
+    lines = [line for block in fence.findall(text) for line in re.sub(r"\\\n\s*", " ", block).splitlines()]
+    spans = [" ".join(span.split()) for span in re.findall(r"`([^`]+)`", fence.sub("", text))]
+    return [part.strip() for line in [*lines, *spans] for part in re.split(r"\s(?:#|\||&&)\s", line)]
+
+
+def module_file(name: str) -> Path | None:
+    """The file that `python -m NAME` runs; None: there is none."""
+    found = importlib.util.find_spec(name)
+    if found is not None and found.submodule_search_locations is not None:
+        found = importlib.util.find_spec(f"{name}.__main__")
+    return Path(found.origin) if found is not None and found.origin else None
+
+
+def program_text(path: Path, seen: set[Path]) -> str:
+    """The source of a program and of the modules of this repository's tools that it uses."""
+    if path in seen or not path.is_file():
+        return ""
+    seen.add(path)
+    text = path.read_text(encoding="utf-8")
+    used = [
+        ROOT / f"{name.replace('.', '/')}/__main__.py" for name in re.findall(r"-m ((?:tests|benchmarks)[.\w]*)", text)
+    ]
+    used += [ROOT / f"{name.replace('.', '/')}.py" for name in re.findall(r"-m ((?:tests|benchmarks)[.\w]*)", text)]
+    if "python" in text[:40] or path.suffix == ".py":
+        for node in ast.walk(ast.parse(text)):
+            if not isinstance(node, ast.ImportFrom):
+                continue
+            module = node.module or ""
+            if node.level or module.partition(".")[0] in ("benchmarks", "scripts", "tests"):
+                folder = path.parents[node.level - 1] if node.level else ROOT
+                place = folder / module.replace(".", "/")
+                used += [place.with_suffix(".py"), *(place / f"{name.name}.py" for name in node.names)]
+    return text + "".join(program_text(each, seen) for each in used)
 
 
 def test_the_configuration_reference_is_up_to_date() -> None:
@@ -41,6 +90,52 @@ def test_every_flag_and_command_that_is_named_exists(document: Path) -> None:
     assert [flag for flag in flags if flag not in keys] == []
     commands = set(re.findall(r"[`/ ]inferengine ([a-z][a-z-]+)\b(?= |`)", text)) - {"is", "may"}
     assert [command for command in commands if command not in cli.COMMANDS] == []
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_every_module_that_is_run_exists(document: Path) -> None:
+    named = {name for text in commands_of(document) for name in re.findall(r"\bpython3? -m ([.\w]+)", text)}
+    assert [name for name in named if module_file(name) is None] == []
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_every_option_of_a_command_exists(document: Path) -> None:
+    """Of a script or a module it is looked for in its source, and in those of the tools that it imports."""
+    missing = []
+    for text in commands_of(document):
+        run = re.search(
+            r"\bpython3? -m ((?:benchmarks|tests)[.\w]*)|\bscripts/([-.\w]+)|\binferengine ([a-z][a-z-]+)", text
+        )
+        if run is None:
+            continue
+        module, script, name = run.groups()
+        if name is not None and name not in cli.COMMANDS:
+            continue
+        if name is not None:
+            entry = cli.COMMANDS[name]
+            command: Command = getattr(importlib.import_module(f"inferengine.cli.{entry.module}"), entry.function)
+            known = command.help(name) + " --help"
+        else:
+            file = module_file(module) if module is not None else ROOT / "scripts" / script
+            known = program_text(file, set()) if file is not None else ""
+        options = re.findall(r"(?<![-\w])(--[a-z][-a-z0-9]*)(?![-.\w])", text[run.end() :])
+        missing += [(text, option) for option in options if not re.search(rf"{option}(?![-.\w])", known)]
+    assert missing == []
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_every_path_that_is_named_exists(document: Path) -> None:
+    text = document.read_text(encoding="utf-8")
+    files = re.findall(
+        r"(?<![-\w./:])((?:[-\w.]+/)+[-\w.]+\.(?:py|jsonl?|md|toml|ya?ml|m?js|ts|svg|service|socket))\b", text
+    )
+    folders = re.findall(r"`((?:[a-z_]+/)+[a-z_0-9]*)`", text)
+    named = {*files, *folders} - EXAMPLES - (OLD_NAMES if document.name == "CHANGELOG.md" else set())
+    bases = [*BASES, document.parent, ROOT / "tests"]
+    absent = [
+        name for name in named if not any((base / name).exists() or (base / f"{name}.py").exists() for base in bases)
+    ]
+    assert [name for name in absent if not re.search(r"(?:^|/)\d+/|-N\.", name)] == []  # a port; one of several
 
 
 def test_every_sampling_parameter_has_its_line_and_every_test_named_there_exists() -> None:
