@@ -21,7 +21,7 @@ from typing import Any
 
 from benchmarks.offline import Bench, environment
 from benchmarks.shapes import SHAPES
-from inferengine.cli.trace_summary import lines, summarize
+from inferengine.cli.profile import summarize, table
 from inferengine.config import load, parse_flags
 from inferengine.engine.core import EngineCore
 
@@ -59,7 +59,7 @@ def profile_decode(bench: Bench, batch: int, prompt: int, trace: Path | None) ->
         (trace / f"decode_{batch}_{prompt}.json.gz").write_bytes(data)
     summary = summarize(json.loads(gzip.decompress(data)))
     print(f"batch {batch}, {prompt} prompt tokens: {step_us:.1f} us a step, share of the roofline {share}")
-    print("\n".join(lines(summary, 12)), flush=True)
+    print("\n".join(table(summary, 12)), flush=True)
     return {
         "row": "profile",
         "batch": batch,

@@ -1,4 +1,4 @@
-"""`inferengine bench`: a load on any OpenAI-compatible server, and the report of it."""
+"""`inferengine bench`: send a load to any OpenAI-compatible server and report latencies and throughput."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ OPTIONS = {
         Option("--shared-prefix N", "words or tokens that all prompts begin with", LoadOptions.shared_prefix),
         Option("--temperature T", "sampling temperature; 0 is greedy", LoadOptions.temperature),
         Option("--warm-up N", "requests before the clock starts", LoadOptions.warm_up),
-        Option("--seed N", "of everything that is drawn", LoadOptions.seed),
+        Option("--seed N", "seed of lengths, words and arrivals", LoadOptions.seed),
     ),
     "the report": (
         Option(
@@ -96,12 +96,12 @@ def measure(options: LoadOptions, stream: TextIO) -> dict[str, Any]:
     with GpuTrace() as gpus:
         outcome = asyncio.run(load_generator.run(options, bodies, gpus, ended=progress.step))
     progress.clear()
-    told = {name: value for name, value in asdict(options).items() if name not in ("api_key", "model")}
+    load = {name: value for name, value in asdict(options).items() if name not in ("api_key", "model")}
     return {
         "benchmark": "serving",
         "machine": {"cpus": os.cpu_count(), "python": platform.python_version(), "system": platform.platform()},
         "model": model,
-        "load": told,
+        "load": load,
         **report(outcome.replies, outcome.seconds, options.goodput),
         "gpu": outcome.gpu,
     }
@@ -121,9 +121,7 @@ class Progress:
         """Count one more request that has ended."""
         self._ended += 1
         share = 100 * self._ended // self._total
-        if (
-            self._moving and share != self._share
-        ):  # at most a hundred writes, so that drawing does not disturb the measurement
+        if self._moving and share != self._share:  # at most a hundred writes: drawing must not disturb the measurement
             self._share = share
             self._stream.write(f"\r\x1b[2K{with_bar(f'{self._ended} of {self._total} requests {share} %')}")
             self._stream.flush()

@@ -9,8 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, TextIO
 
-from inferengine.cli.command import Arguments, command
-from inferengine.cli.connect import CONNECT_TIMEOUT_S, connect
+from inferengine.cli.command import CONNECT_TIMEOUT_S, Arguments, command, connect
 from inferengine.client import Client, Delta, Finish
 from inferengine.client.output import error_of
 from inferengine.config import LimitsConfig, engine_address, status_address
@@ -19,15 +18,15 @@ from inferengine.sampling_params import SamplingParams, from_map, validate
 from inferengine.wire.curve import client_keys
 
 HELP = """\
-/help                 what can be typed
+/help                 list these commands
 /params               the sampling parameters; /params temperature=0.2 max_tokens=100 changes some
-/system TEXT          how the model should behave; empty takes it back
-/reset                forget the conversation
+/system TEXT          set the system message; empty: none
+/reset                clear the conversation
 /quit                 leave"""
 LOAD_TIMEOUT_S = 600.0
 
 
-class Conversation:
+class ChatState:
     """The messages so far and the parameters of the next answer. Knows nothing of the terminal or the wire."""
 
     def __init__(self) -> None:
@@ -36,7 +35,7 @@ class Conversation:
         self.values: dict[str, Any] = {"temperature": 0.7, "max_tokens": 256}
 
     def messages(self) -> list[dict[str, Any]]:
-        """What goes to the chat template."""
+        """The messages for the chat template."""
         return [*([{"role": "system", "content": self.system}] if self.system else []), *self.turns]
 
     def params(self) -> SamplingParams:
@@ -64,11 +63,11 @@ class Conversation:
         self.values = values
 
 
-class Chat:
-    """Reads turns, streams answers and runs the slash commands."""
+class TerminalChat:
+    """The loop of `inferengine chat`: reads lines, streams answers and runs slash commands."""
 
     def __init__(self, client: Client, limits: LimitsConfig, read: Callable[[], str | None], output: TextIO) -> None:
-        self.conversation = Conversation()
+        self.conversation = ChatState()
         self._client = client
         self._limits = limits
         self._read = read
@@ -86,7 +85,7 @@ class Chat:
             try:
                 self._command(line) if line.startswith("/") else self._turn(line)
             except InferEngineError as error:
-                self._say(f"! {complaint(error)}")
+                self._say(f"! {error_line(error)}")
                 code = ExitCode.CRASH
         return code
 
@@ -96,16 +95,16 @@ class Chat:
             self._say(HELP)
         elif name == "/reset":
             self.conversation.turns.clear()
-            self._say("The conversation starts anew.")
+            self._say("The conversation is empty.")
         elif name == "/system":
             self.conversation.system = rest.strip()
-            self._say("The next answer follows it." if rest.strip() else "There is no system message any more.")
+            self._say("The system message is set." if rest.strip() else "The system message is removed.")
         elif name == "/params":
             model = self._client.welcome.model
             self.conversation.change(rest, vocab_size=model.vocab_size if model else 0, limits=self._limits)
             self._say(" ".join(f"{key}={json.dumps(value)}" for key, value in self.conversation.values.items()))
         else:
-            self._say(f"! There is no {name}. /help tells what can be typed.")
+            self._say(f"! There is no {name}. /help lists the commands.")
 
     def _turn(self, text: str) -> None:
         conversation = self.conversation
@@ -138,8 +137,8 @@ class Chat:
         self._output.flush()
 
 
-def complaint(error: InferEngineError) -> str:
-    """An error as one line: its field where the message speaks of it, and what to do where the message does not say."""
+def error_line(error: InferEngineError) -> str:
+    """An error as one line: the field before a message that begins with a verb, else the message and its remedy."""
     if error.field is not None and error.message[:1].islower():
         return f"{error.field.removeprefix('params.')}: {error.message}"
     return f"{error.message} {error.kind.remedy}"
@@ -161,8 +160,8 @@ def run(arguments: Arguments) -> int:
         if interactive:
             import readline  # noqa: F401  (line editing and history at the prompt)
 
-            print(f"Talking to {model.name if model else 'the engine'}. /help tells what can be typed.")
-        return Chat(client, config.limits, lambda: _read_line(interactive), sys.stdout).run()
+            print(f"Talking to {model.name if model else 'the engine'}. /help lists the commands.")
+        return TerminalChat(client, config.limits, lambda: _read_line(interactive), sys.stdout).run()
 
 
 def summary(finish: Finish | None, asked_at: float, first_at: float | None, ended_at: float) -> str:

@@ -1,4 +1,4 @@
-"""`inferengine check`: what would keep the service from working on this machine, with this configuration."""
+"""`inferengine check`: find what keeps the service from working on this machine, with this configuration."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ REQUIREMENT = re.compile(r"^([A-Za-z0-9._-]+)\s*>=\s*([0-9.]+)\s*(;.*)?$")
 
 
 class Finding(NamedTuple):
-    """One line: what was looked at, what was found, and for a problem what to do about it."""
+    """One line of the report. The text of a problem ends with its remedy."""
 
     grade: str
     subject: str
@@ -203,7 +203,7 @@ def engine_socket(config: Config) -> Iterator[Finding]:
 
 
 def _user_of(folder: Path) -> int:
-    """The user whose engine uses this folder: for root that of the service, who owns the folder."""
+    """The user whose engine uses this folder: this user, or for root the owner of the folder (the service's user)."""
     return os.getuid() or folder.stat().st_uid
 
 
@@ -270,7 +270,7 @@ def engine(config: Config) -> Iterator[Finding]:
     phase, share = welcome.progress
     progress = f", {phase} {share:.0%}" if welcome.state == "STARTING" and phase else ""
     if age_ms > config.engine.frozen_after_s * 1000:
-        yield Finding(PROBLEM, "engine", f"its loop has not turned for {age_ms / 1000:.0f} s: restart it")
+        yield Finding(PROBLEM, "engine", f"its loop has made no progress for {age_ms / 1000:.0f} s: restart it")
     else:
         yield Finding(OK, "engine", f"{welcome.engine} is {welcome.state}{progress}: {name}; loop age {age_ms:.0f} ms")
 

@@ -6,6 +6,8 @@ function that takes `Arguments`; the decorator `command` declares its options an
     @command(options={"": (Option("--steps N", "how many steps", 20, minimum=1),)})
     def run(arguments: Arguments) -> int:
         \"\"\"Record steps of a running engine.\"\"\"
+
+`output_file` and `connect` are for the commands that write a file or talk to a running engine.
 """
 
 from __future__ import annotations
@@ -18,13 +20,18 @@ import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from inferengine import config as configuration
 from inferengine.config import Config
-from inferengine.errors import ConfigError
+from inferengine.errors import ConfigError, InferEngineError
+
+if TYPE_CHECKING:  # most commands have no client: they start without pyzmq
+    from inferengine.client import Client
+    from inferengine.wire.messages import Welcome
 
 HELP_COLUMNS = 110
+CONNECT_TIMEOUT_S = 3.0
 CONFIGURATION_HELP = (
     ("--config FILE", "TOML file with the configuration"),
     ("--section.key VALUE", "any key of the configuration; 'inferengine config' lists them all"),
@@ -292,6 +299,15 @@ def output_file(option: str, name: str) -> Path:
     if not os.access(path if path.exists() else path.parent, os.W_OK):
         raise ConfigError(option, f"{name} cannot be written")
     return path
+
+
+def connect(client: Client) -> Welcome:
+    """Wait for the engine's WELCOME. Raises engine_unavailable, which names the address."""
+    try:
+        return client.connect(CONNECT_TIMEOUT_S)
+    except InferEngineError as error:
+        message = f"No engine answers at {client.address}: 'inferengine check' looks for the reason."
+        raise InferEngineError(error.code, message) from None
 
 
 def suggest(word: str, known: Sequence[str], *, or_else: str) -> str:

@@ -1,4 +1,4 @@
-"""The command line: `inferengine COMMAND ...`. It finds the command and nothing more.
+"""The command line: `inferengine COMMAND ...`. It finds the command and runs it.
 
 COMMANDS is the table of all commands. A command's module is imported only when it is asked for, so that
 `inferengine config` does not wait for torch.
@@ -59,14 +59,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command line and return the process's exit code (see errors.ExitCode)."""
     try:
         code = _run(arguments)
-        sys.stdout.flush()  # here: at the interpreter's end a closed pipe would look like a bug
+        sys.stdout.flush()  # here: a closed pipe found at the interpreter's end is reported as an error
         return code
     except BrokenPipeError:
         unread = [stream for stream in (sys.stdout, sys.stderr) if _is_unread(stream)]
         if not unread:
             raise
         with open(os.devnull, "wb") as nowhere:
-            for stream in unread:  # what is still in their buffers
+            for stream in unread:  # their buffers are flushed at the end, to nowhere
                 os.dup2(nowhere.fileno(), stream.fileno())
         return ExitCode.UNREAD
 
@@ -106,7 +106,3 @@ def _is_unread(stream: TextIO) -> bool:
     poll = select.poll()
     poll.register(stream.fileno(), 0)  # errors are reported whatever is asked for
     return bool(poll.poll(0))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,4 +1,4 @@
-"""Looks at a checkpoint folder without loading it: which files are there, and whether the tensors are whole.
+"""Inspect a checkpoint folder without loading it: which files are there, and whether the tensors are complete.
 
 Reads only JSON and the headers of safetensors files, so it needs no torch and takes milliseconds for any size.
 """

@@ -1,19 +1,25 @@
-"""`inferengine profile`: a Chrome trace of some steps of a running engine, and the table of where the time goes."""
+"""`inferengine profile`: a Chrome trace of some steps of a running engine, and the table of where the time goes.
+
+The table has the kernels where the trace has any, else the host's operations, each without what it calls. The format is
+https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU ("X" events with ts and dur in us).
+"""
 
 from __future__ import annotations
 
 import gzip
 import json
+import statistics
 import sys
+import zlib
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from inferengine.cli import trace_summary
-from inferengine.cli.command import Arguments, Option, command, output_file
-from inferengine.cli.connect import connect
+from inferengine.cli.command import Arguments, Option, command, connect, output_file
 from inferengine.client import Client
 from inferengine.config import engine_address
-from inferengine.errors import ExitCode
+from inferengine.errors import ConfigError, ExitCode
 from inferengine.wire.curve import client_keys
 
 OPTIONS = {
@@ -33,6 +39,12 @@ USAGE = (
     "--read FILE [--top N] [--summary FILE]",
 )
 
+DEVICE_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
+HOST_CATEGORY = "cpu_op"
+STEP_CATEGORY, STEP = "user_annotation", "step "  # executor/tools/trace.py
+NAME_CHARACTERS = 80
+Event = Mapping[str, Any]
+
 
 @command(OPTIONS, usage=USAGE)
 def run(arguments: Arguments) -> int:
@@ -47,9 +59,9 @@ def run(arguments: Arguments) -> int:
     """
     values = arguments.values
     report = output_file("--summary", values["summary"]) if values["summary"] else None
-    trace = trace_summary.read_trace(Path(values["read"])) if values["read"] else _record(arguments)
-    summary = trace_summary.summarize(trace)
-    print("\n".join(trace_summary.lines(summary, values["top"])))
+    trace = read_trace(Path(values["read"])) if values["read"] else _record(arguments)
+    summary = summarize(trace)
+    print("\n".join(table(summary, values["top"])))
     if report is not None:
         report.write_text(json.dumps(summary.to_map(), indent=1) + "\n")
     return ExitCode.OK
@@ -72,3 +84,129 @@ def _record(arguments: Arguments) -> dict[str, Any]:
     print(f"wrote {out}: {result['steps']} steps in {result['seconds']:.2f} s", file=sys.stderr)
     trace: dict[str, Any] = json.loads(plain)
     return trace
+
+
+class TraceRow(NamedTuple):
+    """One kernel or operation. `share` is of the time in all of them."""
+
+    name: str
+    total_us: float
+    calls: int
+    share: float
+
+
+class TraceSummary(NamedTuple):
+    """`on_device`: the rows are kernels, and `idle_share` is that of the time from the first to the last of them in
+    which none ran; None for operations of the host. `steps_us` are the recorded steps, as the host saw them."""
+
+    on_device: bool
+    rows: list[TraceRow]
+    steps_us: list[float]
+    idle_share: float | None
+
+    def to_map(self) -> dict[str, Any]:
+        """The summary as a JSON object."""
+        return {**self._asdict(), "rows": [row._asdict() for row in self.rows]}
+
+
+def read_trace(path: Path) -> dict[str, Any]:
+    """A trace file, compressed or not. Raises ConfigError."""
+    try:
+        data = path.read_bytes()
+        document = json.loads(gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data)
+        events = document.get("traceEvents") if isinstance(document, dict) else None
+        if isinstance(events, list) and all(isinstance(event, dict) for event in events):
+            return dict(document)
+    except OSError as error:
+        raise ConfigError(path.name, f"cannot be read: {error.strerror or error}") from None
+    except (ValueError, EOFError, zlib.error, RecursionError):
+        pass
+    raise ConfigError(path.name, "is no Chrome trace: name a file that 'inferengine profile' wrote")
+
+
+def summarize(trace: Mapping[str, Any]) -> TraceSummary:
+    """The table of a trace, what takes longest first."""
+    events = [event for event in trace["traceEvents"] if event.get("ph") == "X" and "dur" in event]
+    steps = [
+        float(event["dur"])
+        for event in events
+        if event.get("cat") == STEP_CATEGORY and str(event.get("name")).startswith(STEP)
+    ]
+    kernels = [event for event in events if event.get("cat") in DEVICE_CATEGORIES]
+    if not kernels:
+        return TraceSummary(
+            False, _rows(own_times(event for event in events if event.get("cat") == HOST_CATEGORY)), steps, None
+        )
+    spans = sorted((float(event["ts"]), float(event["ts"]) + float(event["dur"])) for event in kernels)
+    length = max(end for _, end in spans) - spans[0][0]
+    idle = 1 - covered(spans) / length if length else 0.0
+    return TraceSummary(True, _rows((str(event["name"]), float(event["dur"])) for event in kernels), steps, idle)
+
+
+def covered(spans: Sequence[tuple[float, float]]) -> float:
+    """Length of the union of intervals in order of their beginnings: kernels of dependent launches overlap."""
+    length, reach = 0.0, float("-inf")
+    for begin, end in spans:
+        length += max(0.0, end - max(begin, reach))
+        reach = max(reach, end)
+    return length
+
+
+def own_times(events: Iterable[Event]) -> list[tuple[str, float]]:
+    """Name and duration of each event without the events inside it, thread by thread."""
+    threads: dict[Any, list[Event]] = defaultdict(list)
+    for event in events:
+        threads[event.get("pid"), event.get("tid")].append(event)
+    result: list[tuple[str, float]] = []
+    for thread in threads.values():
+        thread.sort(key=lambda event: (float(event["ts"]), -float(event["dur"])))
+        around: list[tuple[float, int]] = []  # end and place in `result` of the events that are open
+        for event in thread:
+            begin, duration = float(event["ts"]), float(event["dur"])
+            while around and around[-1][0] <= begin:
+                around.pop()
+            if around:
+                name, own = result[around[-1][1]]
+                result[around[-1][1]] = name, max(0.0, own - duration)
+            around.append((begin + duration, len(result)))
+            result.append((str(event["name"]), duration))
+    return result
+
+
+def table(summary: TraceSummary, top: int) -> list[str]:
+    """The table as lines of text: the steps, the totals, then the `top` rows and the rest in one."""
+    steps = summary.steps_us
+    count = max(1, len(steps))
+    heads = []
+    if steps:
+        median, longest = statistics.median(steps) / 1e3, max(steps) / 1e3
+        heads.append(f"{len(steps)} steps: median {median:.2f} ms, longest {longest:.2f} ms, as the host saw them")
+    total_ms = sum(row.total_us for row in summary.rows) / 1e3
+    what = "kernels on the device" if summary.on_device else "operations on the host, each without what it calls"
+    heads.append(f"{total_ms:.2f} ms in {what}; {total_ms / count:.3f} ms a step")
+    if summary.idle_share is not None:
+        heads.append(f"the device is idle {summary.idle_share:.1%} of the time between its first and last kernel")
+    heads.append(f"{'total ms':>10}{'share':>8}{'calls':>8}{'a step':>9}{'mean us':>10}  name")
+    shown = [
+        f"{row.total_us / 1e3:>10.2f}{row.share:>8.1%}{row.calls:>8}{row.calls / count:>9.1f}"
+        f"{row.total_us / row.calls:>10.2f}  {row.name[:NAME_CHARACTERS]}"
+        for row in summary.rows[:top]
+    ]
+    rest = summary.rows[top:]
+    if rest:
+        rest_us, calls = sum(row.total_us for row in rest), sum(row.calls for row in rest)
+        share = sum(row.share for row in rest)
+        shown.append(
+            f"{rest_us / 1e3:>10.2f}{share:>8.1%}{calls:>8}{calls / count:>9.1f}{rest_us / calls:>10.2f}"
+            f"  ({len(rest)} more)"
+        )
+    return heads + shown
+
+
+def _rows(named: Iterable[tuple[str, float]]) -> list[TraceRow]:
+    times: dict[str, list[float]] = defaultdict(list)
+    for name, duration in named:
+        times[name].append(duration)
+    total = sum(map(sum, times.values())) or 1.0
+    rows = [TraceRow(name, sum(each), len(each), sum(each) / total) for name, each in times.items()]
+    return sorted(rows, key=lambda row: -row.total_us)

@@ -1,7 +1,7 @@
 """The service's processes, each alone: the engine, the HTTP and the websocket front end; and their configuration.
 
-Each process reads its configuration, makes its standard output one that cannot block it, and imports what it runs only
-then: the libraries come last, so that a mistake in the configuration is told at once.
+Each process reads its configuration first and protects itself from a standard output that blocks. It imports its
+libraries last, so that a mistake in the configuration is reported at once.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def config(arguments: Arguments) -> int:
 
 
 def _prepare(arguments: Arguments) -> Reload:
-    """What the three have in common before they import what they run."""
+    """Do what the three processes have in common before they import their libraries."""
     reload = Reload(arguments.config, arguments.read)
     stdio.protect(json_lines=arguments.config.log.format == "json")
     return reload

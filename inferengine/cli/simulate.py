@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -209,6 +210,6 @@ def _failure(text: str) -> Failure:
         failure = Failure(float(parts[0]), int(parts[1]), float(parts[2]) if len(parts) == 3 else None)
     except ValueError:
         raise ConfigError("--fail", f"'{text}' is not TIME:ENGINE or TIME:ENGINE:BACK, in seconds") from None
-    if failure.engine < 0 or failure.time_s < 0:
-        raise ConfigError("--fail", "neither time nor engine may be negative")
+    if failure.engine < 0 or not all(0 <= time_s < math.inf for time_s in failure[::2] if time_s is not None):
+        raise ConfigError("--fail", "neither times nor the engine may be negative or infinite")
     return failure

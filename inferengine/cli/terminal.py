@@ -1,4 +1,4 @@
-"""What `inferengine up` shows: its children's lines with prefixes, and one line of start-up progress below them."""
+"""The output of `inferengine up`: its children's lines with prefixes, and one line of start-up progress below them."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ class Terminal:
         self._json_lines = json_lines
         self._name_width = name_width
         self._progress = ""
-        self._last_told: dict[str, tuple[str, int]] = {}
+        self._last_quarter: dict[str, tuple[str, int]] = {}
         self._last_line: dict[str, str] = {}
 
     def line(self, name: str, text: str) -> None:
-        """A line that a child wrote."""
+        """Write a line of a child."""
         self._last_line[name] = text
         self._write(text if self._json_lines else self._prefix(name) + text)
 
     def notice(self, text: str) -> None:
-        """A line of the supervisor's own."""
+        """Write a message of the supervisor."""
         self._write(json.dumps({"source": "up", "message": text}) if self._json_lines else self._prefix("up") + text)
 
     def status(self, name: str, text: str) -> None:
-        """A child's new sd_notify status, such as `loading weights 40 %`."""
+        """Show a child's new sd_notify status, such as `loading weights 40 %`."""
         if self._moving:
             self._erase()
             self._progress = self._prefix(name) + with_bar(text)
@@ -46,25 +46,25 @@ class Terminal:
             self._stream.flush()
             return
         if self._last_line.get(name, "").endswith(text):
-            return  # just written by the child itself
+            return  # the child has just written it to its log
         phase, share = split_share(text)
-        told = (phase, (share or 0) // 25)
-        if self._last_told.get(name) != told:
-            self._last_told[name] = told
+        quarter = (phase, (share or 0) // 25)
+        if self._last_quarter.get(name) != quarter:
+            self._last_quarter[name] = quarter
             self._write(json.dumps({"source": name, "status": text}) if self._json_lines else self._prefix(name) + text)
 
     def retry(self) -> bool:
-        """Write what could not be written before. Returns whether something still waits."""
+        """Write the lines that could not be written before. Returns whether some still wait."""
         return stdio.retry()
 
     def end_progress(self) -> None:
-        """Take the moving line away: what it told is over."""
+        """Erase the progress line."""
         self._erase()
         self._progress = ""
         self._stream.flush()
 
     def block(self, text: str) -> None:
-        """Several lines without a prefix, for people to read and copy."""
+        """Write several lines without a prefix, to be read and copied."""
         self.end_progress()
         self._stream.write(text + "\n")
         self._stream.flush()

@@ -64,7 +64,7 @@ def run(arguments: Arguments) -> int:
 
 
 def banner(config: Config, http: socket.socket, ws: socket.socket, seconds: float) -> str:
-    """What a person needs once everything runs: addresses, and a line to paste."""
+    """The text shown once everything runs: the addresses, and a command to try."""
     if config.http.uds:
         address, target = f"unix:{config.http.uds}", f"--unix-socket {config.http.uds} http://localhost"
     else:
@@ -85,7 +85,7 @@ def banner(config: Config, http: socket.socket, ws: socket.socket, seconds: floa
 
 
 def _has_terminal() -> bool:
-    """Whether the service has a terminal: when that is closed, nobody is left to stop the service."""
+    """Whether the service has a terminal. When that is closed, the service must end by itself."""
     try:
         os.close(os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY))
     except OSError:

@@ -1,4 +1,4 @@
-"""The configuration of every process: its keys, where their values come from, and facts of the environment."""
+"""The configuration of every process: its keys, the sources of their values, and the process's environment."""
 
 from inferengine.config.environment import (
     cache_directory,
@@ -11,7 +11,6 @@ from inferengine.config.environment import (
     unsafe_folder,
     watchdog_interval_s,
 )
-from inferengine.config.load import ENVIRONMENT_PREFIX
 from inferengine.config.schema import (
     AuthConfig,
     CacheConfig,
@@ -35,6 +34,7 @@ from inferengine.config.schema import (
     status_address,
     to_toml,
 )
+from inferengine.config.values import ENVIRONMENT_PREFIX
 
 __all__ = [
     "ENVIRONMENT_PREFIX",

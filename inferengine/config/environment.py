@@ -1,6 +1,6 @@
-"""What a process finds around itself: its environment variables, and the folders and sockets they name.
+"""The process's environment variables, and the folders and sockets that they name.
 
-Nothing else reads the environment: the configuration takes its variables from here.
+No other module reads the environment.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ def variables() -> Mapping[str, str]:
 
 
 def runtime_directory() -> Path:
-    """Where sockets live, mode 0750: systemd's RUNTIME_DIRECTORY, XDG_RUNTIME_DIR, else a private folder in /tmp.
+    """The folder of sockets, mode 0750: systemd's RUNTIME_DIRECTORY, XDG_RUNTIME_DIR, else a private folder in /tmp.
 
-    Raises ConfigError where there can be none."""
+    Raises ConfigError where it cannot be made or is not safe.
+    """
     if systemd := os.environ.get("RUNTIME_DIRECTORY"):
         return Path(systemd.split(":")[0]).resolve()  # with DynamicUser= it is a link
     base = os.environ.get("XDG_RUNTIME_DIR")
@@ -42,8 +43,11 @@ def runtime_directory() -> Path:
 
 
 def unsafe_folder(folder: Path, user: int | None = None) -> str:
-    """Why no socket may be in this folder, and what to do; empty: it is safe. Whoever else may write to it could put a
-    socket of theirs in the place of ours, and read what clients send. `user`: whose sockets; None: this user's."""
+    """Return why no socket may be in this folder, with the remedy; empty: it is safe.
+
+    Another user who may write to it could replace the socket and read what clients send. `user`: whose sockets they
+    are; None: this user's.
+    """
     try:
         found = os.lstat(folder)
     except OSError as error:
@@ -62,7 +66,7 @@ def unsafe_folder(folder: Path, user: int | None = None) -> str:
 
 
 def cache_directory() -> Path:
-    """The folder for what may be kept between runs: systemd's CACHE_DIRECTORY, XDG_CACHE_HOME, else ~/.cache."""
+    """The folder for data that is kept between runs: systemd's CACHE_DIRECTORY, XDG_CACHE_HOME, else ~/.cache."""
     if systemd := os.environ.get("CACHE_DIRECTORY"):
         return Path(systemd.split(":")[0])
     base = os.environ.get("XDG_CACHE_HOME")
@@ -70,11 +74,12 @@ def cache_directory() -> Path:
 
 
 def keep_compiled_kernels() -> str | None:
-    """Have Triton keep what it compiles where the next start finds it; call before anything is compiled. Returns
-    a complaint where there is no such place: each start then compiles for half a minute.
+    """Set the folder in which Triton keeps compiled kernels for the next start. Call before anything is compiled.
 
-    What the environment says (TRITON_CACHE_DIR, TRITON_HOME) holds. Else it is systemd's CACHE_DIRECTORY, Triton's own
-    ~/.triton/cache, or the folder of `cache_directory()`, whichever comes first and can be written."""
+    TRITON_CACHE_DIR and TRITON_HOME are respected. Else it is the first that can be written of systemd's
+    CACHE_DIRECTORY, Triton's own ~/.triton/cache and the folder of `cache_directory()`. Returns a complaint where none
+    can be written: each start then compiles for half a minute.
+    """
     if (named := os.environ.get("TRITON_CACHE_DIR")) or (home := os.environ.get("TRITON_HOME")):
         folders = [Path(named) if named else Path(home or "") / ".triton" / "cache"]
     else:
@@ -103,12 +108,12 @@ def hub_cache_directory() -> Path:
 
 
 def notify_socket() -> str | None:
-    """systemd's notification socket, where there is one."""
+    """systemd's notification socket, or None."""
     return os.environ.get("NOTIFY_SOCKET")
 
 
 def watchdog_interval_s() -> float | None:
-    """How often systemd wants a sign of life (half of WatchdogSec), or None."""
+    """The interval at which systemd's watchdog is to be notified, half of WatchdogSec; None without a watchdog."""
     microseconds = os.environ.get("WATCHDOG_USEC")
     if not microseconds or os.environ.get("WATCHDOG_PID", str(os.getpid())) != str(os.getpid()):
         return None
@@ -116,7 +121,7 @@ def watchdog_interval_s() -> float | None:
 
 
 def listen_fds() -> list[int]:
-    """File descriptors that systemd opened for us (socket activation), from 3 on."""
+    """File descriptors that systemd passed to this process (socket activation), from 3 on."""
     if os.environ.get("LISTEN_PID") != str(os.getpid()):
         return []
     return list(range(3, 3 + int(os.environ.get("LISTEN_FDS", "0"))))

@@ -1,4 +1,4 @@
-"""Where a model's files are: a folder, a hub id in the local cache, or the embedded model. Nothing is ever downloaded.
+"""Find a model's files: a folder, a hub id in the local cache, or the embedded model. Nothing is ever downloaded.
 
 The hub's cache is laid out by Hugging Face: `models--ORG--NAME/refs/REVISION` names a commit, whose files stand under
 `models--ORG--NAME/snapshots/COMMIT`.
@@ -26,7 +26,7 @@ def model_folder(config: Config) -> Path:
 
 
 def draft_folder(config: Config, *, on_cpu: bool) -> Path | None:
-    """The folder of the small model that guesses ahead; None where none is to. `on_cpu`: where the model runs."""
+    """The folder of the draft model; None without one. `on_cpu`: whether the model runs on a CPU."""
     speculation = config.speculation
     if speculation.method not in ("auto", "draft"):
         return None

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from inferengine.config.environment import runtime_directory, variables
-from inferengine.config.load import (
+from inferengine.config.values import (
     ENVIRONMENT_PREFIX,
     convert,
     current_name,
@@ -28,7 +28,7 @@ from inferengine.config.load import (
 )
 from inferengine.errors import ConfigError
 
-# Keys that were renamed, with their names of today. The old names are read, with a warning, for one release.
+# Renamed keys: old name → present name. The old names are read for one release, with a warning.
 RENAMED = {"wire.choice": "wire.load_balancing", "scheduler.pressure": "scheduler.preemption"}
 
 
@@ -481,7 +481,7 @@ def to_toml(config: Config) -> str:
 
 
 def _apply(config: Config, values: Mapping[str, Any], source: str, place: str = "") -> Config:
-    """`place` ends the message about a value that cannot be used: where to look for it."""
+    """The configuration with these values. `place` is added to error messages: where the value comes from."""
     table = keys()
     changed: dict[str, dict[str, Any]] = {}
     for given, raw in values.items():

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from inferengine.cli.chat import Chat
+from inferengine.cli.chat import TerminalChat
 from inferengine.client import Client
 from inferengine.config import LimitsConfig
 from inferengine.errors import ExitCode
@@ -24,10 +24,10 @@ def client() -> Iterator[Client]:
         yield client
 
 
-def talk(client: Client, *lines: str) -> tuple[int, list[str], Chat]:
+def talk(client: Client, *lines: str) -> tuple[int, list[str], TerminalChat]:
     """The exit code, what was printed, and the chat afterwards."""
     typed, output = iter(lines), io.StringIO()
-    chat = Chat(client, LimitsConfig(), lambda: next(typed, None), output)
+    chat = TerminalChat(client, LimitsConfig(), lambda: next(typed, None), output)
     return chat.run(), output.getvalue().splitlines(), chat
 
 
@@ -53,7 +53,7 @@ def test_a_system_message_leads_until_it_is_taken_back(client: Client) -> None:
         ("/params max_tokens=many", "! max_tokens: must be a whole number"),
         ("/params n=2", "! n: a conversation has one answer"),
         ("/params temprature=1", "! temprature: no such parameter; there are max_tokens, "),
-        ("/nope", "! There is no /nope. /help tells what can be typed."),
+        ("/nope", "! There is no /nope. /help lists the commands."),
         ("word " * 2000, "! This model's maximum context length is "),
     ],
 )

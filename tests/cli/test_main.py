@@ -150,7 +150,7 @@ def test_ctrl_c_ends_a_command_without_a_traceback(monkeypatch: pytest.MonkeyPat
 def test_chat_without_an_engine_says_where_it_looked_and_what_to_do(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("inferengine.cli.connect.CONNECT_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("inferengine.cli.command.CONNECT_TIMEOUT_S", 0.05)
     address = f"ipc://{tmp_path}/nobody.sock"
     assert cli.main(["chat", "--wire.socket", address]) == ExitCode.CRASH
     complaint = capsys.readouterr().err

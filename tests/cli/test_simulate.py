@@ -49,6 +49,8 @@ def test_a_recorded_trace_is_played(tmp_path: Path, capsys: pytest.CaptureFixtur
         (["--choice", "best"], "--choice"),
         (["--fail", "3"], "--fail"),
         (["--fail", "3:9"], "--fail"),
+        (["--fail", "nan:0"], "--fail"),
+        (["--fail", "1:0:inf"], "--fail"),
         (["--cost", "nothing"], "--cost"),
         (["--trace", "nowhere.jsonl"], "--trace"),
         (["--prompt-tokens", "many"], "--prompt-tokens"),

@@ -12,7 +12,7 @@ from typing import Any, cast
 import pytest
 
 from inferengine.cli.main import main
-from inferengine.cli.trace_summary import read_trace
+from inferengine.cli.profile import read_trace
 from inferengine.client import Client
 from inferengine.engine.loop import EngineLoop, StepObserver
 from inferengine.engine.service import EngineService
@@ -253,7 +253,7 @@ def test_the_command_writes_the_trace_and_prints_the_table(
 def test_the_command_says_when_no_engine_answers(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("inferengine.cli.connect.CONNECT_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("inferengine.cli.command.CONNECT_TIMEOUT_S", 0.1)
     words = ["profile", "--out", str(tmp_path / "trace.json"), "--wire.socket", f"ipc://{tmp_path}/none.sock"]
     assert main(words) == ExitCode.CRASH
     assert "No engine answers" in capsys.readouterr().err

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from inferengine.cli.trace_summary import summarize
+from inferengine.cli.profile import summarize
 from inferengine.client import Client
 from inferengine.engine.model_info import read_model_card
 from inferengine.engine.process import build_executor

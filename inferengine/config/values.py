@@ -1,4 +1,4 @@
-"""From the text of files, variables and flags to checked values. Knows keys as dataclass fields, and none by name."""
+"""Read values from files, environment variables and flags, and check them against the fields of the configuration."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def flatten(document: Mapping[str, Any]) -> dict[str, Any]:
 def from_environment(
     variables: Mapping[str, str], known: Mapping[str, Any], renamed: Mapping[str, str]
 ) -> dict[str, str]:
-    """The variables that name one of the known keys, or one by its old name. Raises ConfigError for others of ours."""
+    """The variables that set a known key, old names included. Raises ConfigError for other INFERENGINE_ variables."""
     names = {variable_name(name): name for name in known}
     old_names = {variable_name(name): variable_name(new) for name, new in renamed.items()}
     found: dict[str, str] = {}
@@ -67,7 +67,7 @@ def variable_name(key: str) -> str:
 
 
 def current_name(name: str, renamed: Mapping[str, str], shown: str) -> str:
-    """The name of today of a key. Logs a warning where the name is an old one; `shown` is how names are written."""
+    """The present name of a key. Logs a warning where `name` is an old one. `shown` formats names in the warning."""
     if name not in renamed:
         return name
     logger.warning(
@@ -113,6 +113,6 @@ def _typed(name: str, kind: str, raw: Any) -> Any:
 
 
 def suggestion(name: str, known: Mapping[str, Any]) -> str:
-    """Which known name may have been meant: the end of an error message."""
+    """The end of an error message: the known name that is nearest, or nothing."""
     close = difflib.get_close_matches(name, list(known), n=1)
     return f"; did you mean {close[0]}?" if close else ""

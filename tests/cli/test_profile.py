@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from inferengine.cli.main import main
-from inferengine.cli.trace_summary import Row, covered, lines, own_times, read_trace, summarize
+from inferengine.cli.profile import TraceRow, covered, own_times, read_trace, summarize, table
 from inferengine.errors import ConfigError, ExitCode
 
 
@@ -31,9 +31,9 @@ def test_kernels_are_what_counts_where_there_are_any() -> None:
     summary = summarize({"traceEvents": [*STEPS, *KERNELS, event("aten::mm", 0, 100)]})
     assert summary.on_device
     assert summary.rows == [
-        Row("gemm", 50.0, 2, 50 / 80),
-        Row("Memcpy HtoD", 20.0, 1, 20 / 80),
-        Row("attention", 10.0, 1, 10 / 80),
+        TraceRow("gemm", 50.0, 2, 50 / 80),
+        TraceRow("Memcpy HtoD", 20.0, 1, 20 / 80),
+        TraceRow("attention", 10.0, 1, 10 / 80),
     ]
     assert summary.steps_us == [50.0, 70.0]
 
@@ -56,11 +56,11 @@ def test_an_operation_of_the_host_counts_without_what_it_calls() -> None:
 def test_an_empty_trace_has_an_empty_table() -> None:
     summary = summarize({"traceEvents": [{"ph": "M", "name": "process_name"}]})
     assert (summary.rows, summary.steps_us) == ([], [])
-    assert len(lines(summary, 5)) == 2
+    assert len(table(summary, 5)) == 2
 
 
 def test_the_table_names_the_rest_in_one_line() -> None:
-    shown = lines(summarize({"traceEvents": [*STEPS, *KERNELS]}), 1)
+    shown = table(summarize({"traceEvents": [*STEPS, *KERNELS]}), 1)
     assert shown[0].startswith("2 steps: median 0.06 ms, longest 0.07 ms")
     assert shown[-2].split() == ["0.05", "62.5%", "2", "1.0", "25.00", "gemm"]
     assert shown[-1].endswith("(2 more)")
