@@ -33,8 +33,8 @@ from inferengine.engine.io.endpoint import Endpoint
 from inferengine.engine.io.engine_io import IOThread
 from inferengine.engine.io.output_log import Submission
 from inferengine.engine.io.publisher import Publisher
+from inferengine.engine.lifecycle import Lifecycle
 from inferengine.engine.metrics.counters import Counters
-from inferengine.engine.state import Lifecycle
 from inferengine.sampling_params import SamplingParams
 from inferengine.wire import codec, sockets
 from inferengine.wire.messages import Credit, Hello, Step

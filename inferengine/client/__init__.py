@@ -1,4 +1,4 @@
-"""Clients of the engine's wire, for front ends and producers. They need pyzmq and msgpack alone."""
+"""Clients of the engine's wire, for front ends and producers. They need pyzmq, msgpack and msgspec alone."""
 
 from inferengine.client.async_client import AsyncClient, Stream, Submission
 from inferengine.client.client import Client

@@ -16,9 +16,8 @@ from typing import Any, TypeVar, Unpack
 import zmq
 
 from inferengine.client.output import Delta, Embedding, OpenRequest, OutputCollector, PendingReply, embedding_from
-from inferengine.client.requests import RESUME_WAIT_S
+from inferengine.client.requests import RESUME_WAIT_S, Prompt, SubmitOptions, embedding_submits, require_embeddings
 from inferengine.client.session import Phase, Session
-from inferengine.client.submit_options import Prompt, SubmitOptions, embedding_submits, require_embeddings
 from inferengine.client.transport import Transport
 from inferengine.errors import InferEngineError
 from inferengine.sampling_params import SamplingParams

@@ -28,8 +28,7 @@ from enum import Enum
 from typing import Any, Unpack
 
 from inferengine.client.output import OpenRequest, OutputCollector, PendingReply, error_from
-from inferengine.client.requests import RESUME_WAIT_S, OpenRequests
-from inferengine.client.submit_options import SubmitOptions, make_submit
+from inferengine.client.requests import RESUME_WAIT_S, OpenRequests, SubmitOptions, make_submit
 from inferengine.errors import InferEngineError
 from inferengine.process.system import missed_s
 from inferengine.sampling_params import SamplingParams

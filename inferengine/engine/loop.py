@@ -22,7 +22,7 @@ from inferengine.core.scheduler.scheduler_state import SchedulerSnapshot, Schedu
 from inferengine.core.sequence import FinishDetail, Finished
 from inferengine.core.step_time import Roofline
 from inferengine.engine.core import EngineCore
-from inferengine.engine.state import Lifecycle
+from inferengine.engine.lifecycle import Lifecycle
 from inferengine.errors import InferEngineError
 
 logger = logging.getLogger(__name__)

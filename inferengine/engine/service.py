@@ -25,12 +25,11 @@ from inferengine.core.speculation.proposers import build_proposer, speculation_m
 from inferengine.core.step_time import Roofline
 from inferengine.engine.core import EngineCore
 from inferengine.engine.io.engine_io import EngineIO, Termination
+from inferengine.engine.lifecycle import CHECK_S, Lifecycle, Shutdown, all_tracebacks
 from inferengine.engine.loop import EngineLoop, EngineRef, LoadedEngine
 from inferengine.engine.model_info import ModelCard
 from inferengine.engine.options import admission_limits, scheduler_options
 from inferengine.engine.services.profiler import MakeRecorder
-from inferengine.engine.shutdown import CHECK_S, Shutdown, all_tracebacks
-from inferengine.engine.state import Lifecycle
 from inferengine.engine.step_watchdog import Stall, StallHistory, StallRecord, StepWatchdog, record_path, stall_rule
 from inferengine.errors import ExitCode, InferEngineError
 from inferengine.observability.tracing import Tracing, make_tracing

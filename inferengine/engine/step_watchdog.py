@@ -2,9 +2,9 @@
 
 A kernel that never ends, a deadlock between threads, a lost interrupt: the loop would wait for the device for ever.
 While there is work this thread looks four times a second at the oldest step under way; while there is none it sleeps.
-It counts only time in which it was itself running (state.UnchangedTimer), so a stopped process, a suspended machine or
-a starved core is no stall. Time in which the loop's thread compiles a kernel, or the process reads its memory back from
-a disk, does not count either, up to EXCUSED_S for each step.
+It counts only time in which it was itself running (lifecycle.UnchangedTimer), so a stopped process, a suspended machine
+or a starved core is no stall. Time in which the loop's thread compiles a kernel, or the process reads its memory back
+from a disk, does not count either, up to EXCUSED_S for each step.
 
 How long a step may take: core/step_time.py. A step below `min_s` is never looked at closely, so being watched costs the
 loop a few attributes a step.
@@ -31,7 +31,7 @@ from inferengine.config import Config, engine_address, runtime_directory
 from inferengine.core.scheduler.step_builder import ScheduledStep
 from inferengine.core.step_time import Prediction, StallRule, StepTimes, phase_of
 from inferengine.engine.core import EngineCore
-from inferengine.engine.state import UnchangedTimer
+from inferengine.engine.lifecycle import UnchangedTimer
 from inferengine.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -124,7 +124,7 @@ class StepWatchdog:
                 if self.look(self._clock()):
                     return
                 self._closed.wait(TICK_S)
-        except Exception:  # the engine serves without: a step counts as a turn of the loop then (engine/shutdown.py)
+        except Exception:  # the engine serves without: a step counts as a turn of the loop then (engine/lifecycle.py)
             logger.exception("steps are not watched any more")
 
     def look(self, now: float) -> bool:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 MAX_LINE_BYTES = 64 * 1024
-LEAVE_S = 0.5  # for a child that has given up, and said all it had to say: a call into a device may keep it
+LEAVE_S = 0.5  # for a child that has given up to exit by itself: a call into a device may keep it
 FIRST_INHERITED_DESCRIPTOR = 3
 PR_SET_PDEATHSIG = 1
 
@@ -33,16 +33,16 @@ class ChildSpec(NamedTuple):
 
 
 class Notification(NamedTuple):
-    """One datagram of sd_notify; `status` is None where it said nothing about it."""
+    """One datagram of sd_notify; `status` is None where it has none."""
 
     ready: bool
     alive: bool
     status: str | None
-    gives_up: bool = False  # WATCHDOG=trigger: it has found out itself that it does not work any more
+    gives_up: bool = False  # WATCHDOG=trigger: the child itself has found that it does not work any more
 
 
 class Child:
-    """One run of a ChildSpec, from start to exit. Knows nothing about restarts: that is the supervisor's."""
+    """One run of a ChildSpec, from start to exit. Knows nothing about restarts, which the supervisor decides."""
 
     def __init__(self, spec: ChildSpec, folder: Path, now: float) -> None:
         self.spec = spec
@@ -130,8 +130,8 @@ class Child:
             return None
         return self.last_sign_at + self.spec.watchdog_s
 
-    def forgive(self, paused_s: float, now: float) -> None:
-        """The supervisor itself did not run for so long."""
+    def extend_watchdog(self, paused_s: float, now: float) -> None:
+        """Extend the watchdog's time: the supervisor itself did not run for so long."""
         if self.last_sign_at is not None:
             self.last_sign_at = min(now, self.last_sign_at + paused_s)
 

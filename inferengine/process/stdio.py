@@ -1,8 +1,8 @@
 """Standard output and error of a service: writing to them never fails and never waits.
 
-A log is worth less than the service. What cannot be written now waits in bounded memory (a pipe or terminal that nobody
-reads) or is dropped and counted (a full disk, a reader that is gone). Writing is tried again with each line and each
-`retry`; the first line that goes out afterwards is preceded by how many were lost.
+A log must not stop the service. A line that cannot be written now waits in bounded memory (a pipe or terminal that
+nobody reads) or is dropped and counted (a full disk, a reader that is gone). Writing is tried again with each line and
+each `retry`; the first line that goes out afterwards is preceded by how many were lost.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ class NonBlockingStream(io.TextIOBase):
 
 
 def protect(*, json_lines: bool = False) -> None:
-    """From now on standard output and error are Outputs. Streams that somebody has replaced already are left alone."""
+    """Make standard output and error NonBlockingStreams. Streams that were replaced already are left as they are."""
     if sys.stdout is sys.__stdout__:
         sys.stdout = _protected(1)
     if sys.stderr is sys.__stderr__:
@@ -156,7 +156,7 @@ def protect(*, json_lines: bool = False) -> None:
 
 
 def retry() -> bool:
-    """Write what waits, as far as it can be. Whoever has a timer calls this. Returns whether something still waits."""
+    """Write waiting lines, as far as possible. Call it from a timer. Returns whether something still waits."""
     for output in _outputs():
         if output.waits:
             output.flush()
@@ -164,7 +164,7 @@ def retry() -> bool:
 
 
 def finish() -> None:
-    """The last call of a process."""
+    """Give slow readers a moment to take what waits. The last call of a process."""
     for output in _outputs():
         output.finish()
 

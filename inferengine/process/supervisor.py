@@ -1,10 +1,10 @@
-"""Keeps a few child processes running: starts, restarts with backoff, drains, aborts. What `inferengine up` runs on.
+"""Supervisor: starts a few child processes, restarts them with backoff, drains and aborts them, for `inferengine up`.
 
-To stop, all children are told at once, as the systemd units do it: front ends accept nobody any more and let their
-streams end, the engine refuses new requests of others and finishes what runs, and one deadline holds for all.
+To stop, all children get SIGTERM at once, as with the systemd units: front ends accept no more connections and let
+their streams end, the engine refuses new requests and finishes those that run, and one deadline holds for all.
 
 One thread, one selector: it wakes for output, notifications, signals and timers and sleeps otherwise. It imports
-neither torch nor zmq, so it starts in a blink and cannot be what fails.
+neither torch nor zmq, so it starts at once and their failures cannot end it.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ FAST_FAILURE_S = 10.0  # a run shorter than this counts towards giving up
 MAX_FAST_FAILURES = 5
 FIRST_DELAY_S = 0.5
 LONGEST_DELAY_S = 10.0
-DRAIN_GRACE_S = 10.0  # on top of engine.drain_timeout_s, before SIGKILL: time for the last words
+DRAIN_GRACE_S = 10.0  # on top of engine.drain_timeout_s, before SIGKILL: time for the last messages
 ABORT_S = 3.0
 RETRY_S = 0.2  # while output waits for its reader
-STALLS_FORGOTTEN_S = 120.0  # a run this long forgives the stalls before it
+STALLS_FORGOTTEN_S = 120.0  # after a run this long, stalls are counted from zero
 STALLS = (ExitCode.STALLED, ExitCode.FROZEN)
 FINAL_CODES = {  # another try would end the same way
     ExitCode.USAGE: "the configuration or the command line is wrong",
@@ -40,7 +40,7 @@ FINAL_CODES = {  # another try would end the same way
 
 
 class View(Protocol):
-    """Where the supervisor tells what happens."""
+    """Shows what happens. The terminal, for one."""
 
     def line(self, name: str, text: str) -> None:
         """Show a line of output of a child."""
@@ -60,7 +60,7 @@ class View(Protocol):
 
 
 class RestartDecision(NamedTuple):
-    """What follows an exit: another try after `delay_s`, or, where that is None, the end with `code`."""
+    """What to do after an exit: start again after `delay_s` seconds, or, where that is None, end with `code`."""
 
     delay_s: float | None
     code: int
@@ -68,9 +68,11 @@ class RestartDecision(NamedTuple):
 
 
 class RestartPolicy:
-    """Decides for one child whether to try again: soon after a long run, ever later after short ones. After a stall, of
-    which its clients wait for the end, at once; only stalls that repeat wait. A model that did fit once is tried until
-    it fits again: another program has the memory for a time."""
+    """Decides for one child whether to start it again, and when.
+
+    Soon after a long run, later and later after short ones. At once after a stall, because clients wait for the engine;
+    with a delay only where stalls repeat. A model that once fitted into memory is tried until it fits again: another
+    program may have the memory for a time."""
 
     def __init__(self) -> None:
         self.has_served = False  # it has been ready
@@ -97,7 +99,7 @@ class RestartPolicy:
 
 
 def _delay_s(number: int) -> float:
-    """Before the restart after so many failures in a row."""
+    """Seconds before the restart after so many failures in a row."""
     delay_s: float = FIRST_DELAY_S * 2 ** max(0, number - 1)
     return min(LONGEST_DELAY_S, delay_s)
 
@@ -123,8 +125,8 @@ class Supervisor:
         when_ready: Callable[[float], None],
         hangup_stops: bool = False,
     ) -> None:
-        """`hangup_stops`: SIGHUP is the end of the terminal that this was started in. Else it is passed on to the
-        children, who read again what they can."""
+        """`when_ready` gets the seconds until every child was ready. `hangup_stops`: stop at SIGHUP, which says that
+        the terminal was closed; else it is passed on to the children, which reload what they can."""
         self._engine = engine
         self._specs = {spec.name: spec for spec in (engine, *front_ends)}
         self._folder = folder
@@ -180,8 +182,8 @@ class Supervisor:
         self._reap()
         now = time.monotonic()
         if wait_s is not None and (paused_s := missed_s(now, due_s)):
-            for child in self._children.values():  # `docker pause` stops all at once: they are to have their time
-                child.forgive(paused_s, now)
+            for child in self._children.values():  # `docker pause` stops all at once: this is no silence of theirs
+                child.extend_watchdog(paused_s, now)
         for name in [name for name, at in self._restarts.items() if at <= now]:
             del self._restarts[name]
             self._start(name)
@@ -272,23 +274,23 @@ class Supervisor:
 
     def _on_exit(self, name: str, code: int, lifetime_s: float) -> None:
         if self._stopping:
-            told = code == 128 + signal.SIGTERM  # it had not begun, and so had nothing to finish: systemd's view too
-            if name == self._engine.name and self._exit_code == ExitCode.OK and not told:
+            terminated = code == 128 + signal.SIGTERM  # before it handled the signal: a clean end, for systemd too
+            if name == self._engine.name and self._exit_code == ExitCode.OK and not terminated:
                 self._exit_code = code
             return
         if name == self._engine.name and code == ExitCode.OK:
             self._view.notice("the engine was drained by an operator: stopping the front ends")
             self._stop()
             return
-        verdict = self._policies[name].after_exit(code, lifetime_s)
-        if verdict.delay_s is None:
-            self._view.notice(f"{name} ended with {describe_exit(code)} and is not started again: {verdict.reason}")
-            self._exit_code = verdict.code or ExitCode.CRASH
+        decision = self._policies[name].after_exit(code, lifetime_s)
+        if decision.delay_s is None:
+            self._view.notice(f"{name} ended with {describe_exit(code)} and is not started again: {decision.reason}")
+            self._exit_code = decision.code or ExitCode.CRASH
             self._stop()
             return
-        when = f"in {verdict.delay_s:g} s" if verdict.delay_s else "now"
+        when = f"in {decision.delay_s:g} s" if decision.delay_s else "now"
         self._view.notice(f"{name} ended with {describe_exit(code)}; starting it again {when}")
-        self._restarts[name] = time.monotonic() + verdict.delay_s
+        self._restarts[name] = time.monotonic() + decision.delay_s
 
     def _stop(self) -> None:
         self._stopping = True
@@ -299,13 +301,13 @@ class Supervisor:
             )
         for spec in self._specs.values():
             if spec.listener is not None:
-                spec.listener.close()  # nobody is to wait at a door that will not open
+                spec.listener.close()  # connections are refused from now on, instead of waiting in the backlog
         for child in self._children.values():
             child.kill(signal.SIGTERM)
         self._kill_at = time.monotonic() + self._drain_timeout_s + DRAIN_GRACE_S
 
     def _hang_up(self) -> None:
-        """Kernel and shell may both send it: it never counts as a second signal to stop."""
+        """Handle SIGHUP. Kernel and shell may both send it, so it never counts as a second signal to stop."""
         if not self._hangup_stops:
             self._view.notice("SIGHUP: each process reads again what it can")
             for child in self._children.values():

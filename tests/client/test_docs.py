@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from inferengine.client.submit_options import SubmitOptions
+from inferengine.client.requests import SubmitOptions
 from inferengine.engine.service import EngineService
 from tests.engine.builders import address_of, check_idle
 from tests.engine.test_tokenization import run_script

@@ -11,7 +11,7 @@ import pytest
 
 from inferengine.engine.io.endpoint import Endpoint
 from inferengine.engine.io.engine_io import IOThread
-from inferengine.engine.state import Lifecycle
+from inferengine.engine.lifecycle import Lifecycle
 from inferengine.wire import codec
 from inferengine.wire.messages import Message, Ping
 from tests.engine.builders import RawClient, make_config, wait_until

@@ -9,8 +9,8 @@ from inferengine.core.request import Request
 from inferengine.core.scheduler.scheduler import SchedulerOptions
 from inferengine.core.scheduler.scheduler_state import SchedulerSnapshot
 from inferengine.engine.core import EngineCore
+from inferengine.engine.lifecycle import Lifecycle
 from inferengine.engine.loop import EngineLoop, LoopOutput
-from inferengine.engine.state import Lifecycle
 from inferengine.sampling_params import SamplingParams
 from inferengine.simulation.simulated_executor import SimulatedExecutor
 from tests.engine.builders import small_capacity

@@ -18,8 +18,8 @@ import httpx
 import pytest
 
 from inferengine.config import child_environment
+from inferengine.engine.lifecycle import UnchangedTimer
 from inferengine.engine.service import EngineService
-from inferengine.engine.state import UnchangedTimer
 from inferengine.engine.step_watchdog import StallHistory, StallRecord
 from inferengine.errors import KINDS, ExitCode
 from inferengine.process import listen

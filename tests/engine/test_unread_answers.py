@@ -11,7 +11,7 @@ import zmq
 from inferengine.engine.io.connection import MAX_BACKLOG_BYTES, Connection, SendResult
 from inferengine.engine.io.endpoint import Endpoint
 from inferengine.engine.io.engine_io import IOThread
-from inferengine.engine.state import Lifecycle
+from inferengine.engine.lifecycle import Lifecycle
 from inferengine.wire import codec
 from inferengine.wire.messages import Ping
 from tests.engine.builders import make_config, wait_until

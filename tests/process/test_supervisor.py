@@ -303,13 +303,13 @@ while True:
     assert outcome.code == ExitCode.OK
 
 
-def test_a_supervisor_that_was_stopped_itself_blames_nobody_for_the_silence(tmp_path: Path) -> None:
+def test_time_in_which_the_supervisor_was_stopped_does_not_count_for_the_watchdog(tmp_path: Path) -> None:
     """As after a suspended machine: the signs of life of that time are lost."""
     child = Child(service("engine", "time.sleep(600)", tmp_path, watchdog_s=10.0), tmp_path, 0.0)
     try:
         child.ready, child.last_sign_at = True, 100.0
         assert child.watchdog_expires_at() == 110.0
-        child.forgive(50.0, now=200.0)
+        child.extend_watchdog(50.0, now=200.0)
         assert child.watchdog_expires_at() == 160.0
     finally:
         child.kill(signal.SIGKILL)

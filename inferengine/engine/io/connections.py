@@ -15,9 +15,9 @@ from inferengine.engine.io.connection import Connection, Send
 from inferengine.engine.io.intake import Intake
 from inferengine.engine.io.output_log import Submission
 from inferengine.engine.io.publisher import Publisher
+from inferengine.engine.lifecycle import Lifecycle
 from inferengine.engine.metrics.counters import Counters
 from inferengine.engine.model_info import ModelCard
-from inferengine.engine.state import Lifecycle
 from inferengine.errors import InferEngineError, InvalidRequest
 from inferengine.process.system import missed_s
 from inferengine.wire import codec

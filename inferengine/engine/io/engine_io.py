@@ -36,6 +36,7 @@ from inferengine.engine.io.endpoint import Endpoint
 from inferengine.engine.io.intake import Intake
 from inferengine.engine.io.lost_connections import LostConnections
 from inferengine.engine.io.publisher import Publisher
+from inferengine.engine.lifecycle import Lifecycle, Shutdown
 from inferengine.engine.loop import EngineLoop, EngineRef, LoopOutput
 from inferengine.engine.metrics.counters import Counters
 from inferengine.engine.metrics.kv_events import KVEventPublisher
@@ -47,8 +48,6 @@ from inferengine.engine.services.admin import AdminOperations
 from inferengine.engine.services.grammars import GrammarReplay, GrammarService
 from inferengine.engine.services.profiler import MakeRecorder, Profiler
 from inferengine.engine.services.tokenization import TextService
-from inferengine.engine.shutdown import Shutdown
-from inferengine.engine.state import Lifecycle
 from inferengine.errors import InferEngineError
 from inferengine.observability.tracing import Tracing
 from inferengine.process import stdio

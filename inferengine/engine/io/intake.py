@@ -28,6 +28,7 @@ from inferengine.core.scheduler.admission import admit, check_prompt, resolve_ma
 from inferengine.engine.io.connection import Connection
 from inferengine.engine.io.output_log import OutputLog, PriorOutputs, Submission
 from inferengine.engine.io.publisher import Publisher
+from inferengine.engine.lifecycle import Lifecycle
 from inferengine.engine.loop import EngineRef, LoadedEngine
 from inferengine.engine.metrics.counters import Counters
 from inferengine.engine.model_info import ModelCard
@@ -35,7 +36,6 @@ from inferengine.engine.options import choice_seed
 from inferengine.engine.services.adapters import AdapterService
 from inferengine.engine.services.grammars import GrammarReplay, GrammarService
 from inferengine.engine.services.tokenization import CONTEXT_TOKENS, TextService, num_characters
-from inferengine.engine.state import Lifecycle
 from inferengine.errors import InferEngineError, InvalidRequest, bounded
 from inferengine.sampling_params import MAX_PROMPT_LOGPROBS, POOLINGS, SamplingParams, from_map, of_choice, validate
 from inferengine.structured_output.spec import GrammarSpec, grammar_from_list, validate_grammar

@@ -12,10 +12,10 @@ from typing import Any
 
 from inferengine.config import Config
 from inferengine.engine.io.publisher import Publisher
+from inferengine.engine.lifecycle import Lifecycle
 from inferengine.engine.loop import EngineRef
 from inferengine.engine.metrics.counters import Counters
 from inferengine.engine.model_info import ModelCard
-from inferengine.engine.state import Lifecycle
 from inferengine.wire.messages import READY, STATES
 
 logger = logging.getLogger(__name__)
