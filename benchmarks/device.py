@@ -24,7 +24,7 @@ from inferengine.core.executor import Capacity, Executor, Progress, StepFuture
 from inferengine.core.scheduler.scheduler import SchedulerOptions, StepOutput
 from inferengine.core.step_plan import StepPlan, StepResult
 from inferengine.engine.core import EngineCore
-from inferengine.executor.factory import build_executor
+from inferengine.executor.torch_executor import build_executor
 from inferengine.simulation.cost_model import CapturedSteps, StepShape, shape_of
 
 

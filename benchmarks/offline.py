@@ -37,7 +37,7 @@ from inferengine.core.step_time import Roofline
 from inferengine.engine.core import EngineCore
 from inferengine.engine.model_info import read_model_card
 from inferengine.engine.options import scheduler_options
-from inferengine.executor.factory import build_executor
+from inferengine.executor.torch_executor import build_executor
 from inferengine.sampling_params import SamplingParams
 from inferengine.text import ChatTemplate, Tokenizer
 

@@ -22,9 +22,10 @@ from inferengine.engine.core import EngineCore
 from inferengine.engine.model_info import read_model_card
 from inferengine.engine.options import admission_limits, choice_seed, scheduler_options
 from inferengine.errors import ConfigError, InferEngineError, InvalidRequest
-from inferengine.executor.factory import build_executor, executor_settings
 from inferengine.executor.memory.fit import require_fit
 from inferengine.executor.memory.plan import device_memory, make_plan
+from inferengine.executor.settings import executor_settings
+from inferengine.executor.torch_executor import build_executor
 from inferengine.sampling_params import MAX_SEED, POOLINGS, SamplingParams, of_choice, validate
 from inferengine.structured_output.compiler import GrammarCompiler
 from inferengine.structured_output.spec import GrammarSpec, read_grammar, validate_grammar

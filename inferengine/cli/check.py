@@ -141,7 +141,7 @@ def _dry_run(folder: Path, quantization: str) -> None:
     It takes torch, and a second to import it; `packages` reports where torch is missing.
     """
     try:
-        from inferengine.executor.tools.dry_run import dry_run
+        from inferengine.executor.load import dry_run
     except ImportError:
         return
     dry_run(folder, quantization)

@@ -38,15 +38,15 @@ def run(arguments: Arguments) -> int:
         config = config.with_values(model={"path": str(file.resolve().parent)})
     import torch
 
-    from inferengine.executor import factory
-    from inferengine.executor.memory import plan as memory_plan
+    from inferengine.executor.memory.plan import GIB, device_memory, make_plan, plan_lines
+    from inferengine.executor.settings import executor_settings
 
     device = torch.device("cpu" if config.engine.device == "cpu" else "cuda")
-    settings = factory.executor_settings(config, device)
+    settings = executor_settings(config, device)
     if memory_gib is None and device.type == "cpu":
-        memory_gib = memory_plan.device_memory(device) / memory_plan.GIB
+        memory_gib = device_memory(device) / GIB
     memory_gib = memory_gib or DEFAULT_MEMORY_GIB
-    plan = memory_plan.make_plan(settings, int(memory_gib * memory_plan.GIB))
+    plan = make_plan(settings, int(memory_gib * GIB))
     print(f"{settings.folder.name} on {device.type}, {memory_gib:.0f} GiB")
-    print("\n".join(memory_plan.plan_lines(plan)))
+    print("\n".join(plan_lines(plan)))
     return ExitCode.OK if plan.sequences(1) else ExitCode.MEMORY

@@ -73,15 +73,16 @@ def exit_code_of(error: BaseException) -> int:
 def build_executor(config: Config) -> Executor:
     """The executor of this configuration, its memory plan logged. Imports torch, which takes seconds: call it in the
     loop's thread. Raises DoesNotFit before anything of the model is read, unless `engine.check_memory` is off."""
-    from inferengine.executor import factory
     from inferengine.executor.memory import fit
-    from inferengine.executor.memory import plan as memory_plan
+    from inferengine.executor.memory.plan import device_memory, make_plan, plan_lines
+    from inferengine.executor.settings import executor_settings
+    from inferengine.executor.torch_executor import TorchExecutor
 
-    settings = factory.executor_settings(config)
+    settings = executor_settings(config)
     if settings.device.type == "cuda" and (complaint := keep_compiled_kernels()):
         logger.warning("%s", complaint)
-    plan = memory_plan.make_plan(settings, memory_plan.device_memory(settings.device))
-    logger.info("memory plan:\n%s", "\n".join(memory_plan.plan_lines(plan)))
+    plan = make_plan(settings, device_memory(settings.device))
+    logger.info("memory plan:\n%s", "\n".join(plan_lines(plan)))
     try:
         fit.require_fit(settings, plan)
     except DoesNotFit as error:
@@ -90,7 +91,7 @@ def build_executor(config: Config) -> Executor:
         logger.warning("%s", error)
     if settings.draft_folder is not None:
         logger.info("speculative decoding: draft model %s", settings.draft_folder.name)
-    executor: Executor = factory.build_executor(config)
+    executor: Executor = TorchExecutor(settings)
     return executor
 
 

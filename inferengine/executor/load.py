@@ -1,4 +1,5 @@
-"""Loads a checkpoint: the model, quantized where asked, its LoRA adapters and its draft model."""
+"""Loads a checkpoint: the model, quantized where asked, its LoRA adapters and its draft model. `dry_run` checks that it
+would load."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from inferengine.executor.memory.kv_cache import KVCache
 from inferengine.executor.settings import ExecutorSettings
 from inferengine.executor.slots import Slots
 from inferengine.executor.speculation.draft_model import DraftModel, read_draft_config
-from inferengine.kernels.ops import Ops
+from inferengine.kernels.ops import REFERENCE, Ops
 from inferengine.layers.decoder_config import DecoderConfig
 from inferengine.lora.bank import AdapterBank
 from inferengine.lora.folder import AdapterFolder
@@ -20,7 +21,9 @@ from inferengine.models import registry, weights
 from inferengine.models.decoder import DecoderModel
 from inferengine.models.hf_config import read_json
 from inferengine.models.weight_map import Target
+from inferengine.models.weights import check_weights
 from inferengine.quantization.apply import quantize
+from inferengine.quantization.checkpoints import layout_of
 
 
 class LoadedModel(NamedTuple):
@@ -96,3 +99,23 @@ def load_draft_model(
         max_model_len=max_len,
         max_tokens=settings.max_num_batched_tokens,
     )
+
+
+def dry_run(folder: Path, quantization: str = "none") -> int:
+    """Check whether a checkpoint would load: config.json and the place of every tensor, without allocating any. Returns
+    the number of parameters that the model would have.
+
+    `quantization` is the configuration's. Raises ConfigError naming what does not fit. Of the tensors that a quantized
+    checkpoint stores in place of a weight only the names are checked; their shapes are checked when they are packed.
+    """
+    config, family = registry.read_model_config(folder)
+    weight_map = family.weight_map(config)
+    values = read_json(folder / "config.json")
+    with torch.device("meta"):
+        model = family.build(REFERENCE, config)
+    num_parameters: int = sum(parameter.numel() for parameter in model.parameters())
+    if layout_of(values) is not None:  # weights quantized at load are stored as they are
+        cpu = torch.device("cpu")
+        quantize(model, REFERENCE, values, weight_map.targets, scheme=quantization, device=cpu)
+    check_weights(model, weight_map, folder)
+    return num_parameters

@@ -11,13 +11,13 @@ the scratch block, one past the last block of each pool.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 
 import numpy as np
 import torch
 
 from inferengine.core.step_plan import BlockUpdates, SlotInit, TokenWrites
-from inferengine.executor.sampling.bad_words import BadWords
 from inferengine.kernels.reference.sampling import (
     ALLOWED,
     BAD_WORDS,
@@ -63,7 +63,7 @@ class Slots:
         self.num_prompt, self.top_k, self.min_tokens, self.num_logprobs = self.ints
         self.bias_ids, self.bias_values = self._table(0), self._table(0, torch.float32)
         self.stop_ids = self._table(0)
-        self.bad_words = BadWords(rows, device)
+        self.bad_words = BadWordsTable(rows, device)
         self.allowed = torch.zeros(
             rows, 0, dtype=torch.int32, device=device
         )  # bit t % 32 of word t // 32; allocated on first use
@@ -215,9 +215,7 @@ class Slots:
     def _widened(self, table: torch.Tensor, width: int, padding: float) -> torch.Tensor:
         if width <= table.shape[1]:
             return table
-        wider = torch.full(
-            (table.shape[0], 1 << (width - 1).bit_length()), padding, dtype=table.dtype, device=self.device
-        )
+        wider = torch.full((table.shape[0], _power(width)), padding, dtype=table.dtype, device=self.device)
         wider[:, : table.shape[1]] = table
         return wider
 
@@ -227,6 +225,65 @@ class Slots:
         if self.device.type == "cpu":
             return tensor
         return tensor.pin_memory().to(self.device, non_blocking=True)
+
+
+class BadWordsTable:
+    """Bad words by slot: [S + 1, W, L] token ids, right-aligned and padded with -1.
+
+    A bad word is a sequence of token ids whose last token is forbidden wherever the output ends in the others. The
+    definition is vLLM's and Hugging Face's (NoBadWordsLogitsProcessor), over the output alone. The output is read from
+    the slots' tokens on the device, so it is exact with steps under way and with draft tokens to verify.
+    """
+
+    def __init__(self, num_rows: int, device: torch.device) -> None:
+        self.table = torch.full((num_rows, 0, 0), -1, dtype=torch.int32, device=device)
+
+    def admit(
+        self,
+        slots: torch.Tensor,
+        words: list[tuple[tuple[int, ...], ...]],
+        upload: Callable[[np.ndarray], torch.Tensor],
+    ) -> None:
+        """Write the words of newly admitted slots [M]. The table grows to the most and longest words seen so far."""
+        if any(words):
+            self._grow(max(map(len, words)), max(len(word) for each in words for word in each))
+        _, most, longest = self.table.shape
+        if not most:
+            return
+        rows = np.full((len(words), most, longest), -1, dtype=np.int32)
+        for row, each in enumerate(words):
+            for place, word in enumerate(each):
+                rows[row, place, longest - len(word) :] = word
+        self.table[slots] = upload(rows)
+
+    def forbid(
+        self,
+        logits: torch.Tensor,
+        tokens: torch.Tensor,
+        num_prompt: torch.Tensor,
+        rows: torch.Tensor,
+        positions: torch.Tensor,
+    ) -> None:
+        """Set the logits [N, V] of what must not be drawn at `positions` [N] of the slots `rows` [N] to -inf, in place.
+        `tokens` [S + 1, max_len] and `num_prompt` [S + 1] are those of all slots."""
+        rows, positions = rows.long(), positions.long()
+        words = self.table[rows]  # [N, W, L]
+        longest = words.shape[2]
+        places = positions.unsqueeze(1) + torch.arange(1 - longest, 0, device=logits.device)  # [N, L - 1]
+        known = tokens[rows.unsqueeze(1), places.clamp_min(0)]
+        known = known.masked_fill(places < num_prompt[rows].unsqueeze(1), -2)  # the prompt does not count
+        before, last = words[:, :, :-1], words[:, :, -1]
+        matches = ((before < 0) | (before == known.unsqueeze(1))).all(-1) & (last >= 0)  # [N, W]
+        limit = torch.where(matches, float("-inf"), float("inf")).to(logits.dtype)
+        logits.scatter_reduce_(1, last.long().clamp_min(0), limit, "amin")
+
+    def _grow(self, most: int, longest: int) -> None:
+        _, old_most, old_longest = self.table.shape
+        most, longest = (max(old, _power(new)) for old, new in ((old_most, most), (old_longest, longest)))
+        if (most, longest) != (old_most, old_longest):
+            wider = torch.full((self.table.shape[0], most, longest), -1, dtype=torch.int32, device=self.table.device)
+            wider[:, :old_most, longest - old_longest :] = self.table
+            self.table = wider
 
 
 def _signed64(seed: int) -> int:
@@ -244,3 +301,8 @@ def _padded(rows: SequenceOf[SequenceOf[float]], padding: float, dtype: type) ->
 
 def _fill_to(table: np.ndarray, width: int, padding: float) -> np.ndarray:
     return np.pad(table, ((0, 0), (0, width - table.shape[1])), constant_values=padding)
+
+
+def _power(count: int) -> int:
+    """The next power of two."""
+    return 1 << (count - 1).bit_length()

@@ -11,11 +11,12 @@ import time
 
 import torch
 
+from inferengine.config import Config
 from inferengine.core.executor import Capacity, KVGroup, Progress
 from inferengine.core.step_plan import StepPlan
 from inferengine.core.step_time import Roofline
-from inferengine.executor import cpu_forward
 from inferengine.executor.batch import columns_of, make_batch
+from inferengine.executor.cpu_step import Threads, forward_on_cpu
 from inferengine.executor.cuda_graphs.decode import DecodeGraphs
 from inferengine.executor.cuda_graphs.mixed import MixedGraphs, MixedShape
 from inferengine.executor.cuda_graphs.warm_up import capture_graphs, run_warm_up_steps
@@ -26,10 +27,9 @@ from inferengine.executor.memory.plan import context_length
 from inferengine.executor.pooling import Pooling
 from inferengine.executor.sampling.logprobs import PromptLogprobs, wants_prompt_logprobs
 from inferengine.executor.sampling.sampler import StepDraws
-from inferengine.executor.settings import ExecutorSettings
+from inferengine.executor.settings import ExecutorSettings, executor_settings
 from inferengine.executor.slots import Slots
 from inferengine.executor.speculation.draft_model import DraftModel
-from inferengine.executor.threads import Threads
 from inferengine.executor.tools.roofline import roofline_of
 from inferengine.executor.tools.trace import StepRecorder
 from inferengine.kernels import ops as ops_table
@@ -187,9 +187,7 @@ class TorchExecutor:
         batch = make_batch(plan, columns, self.slots, self.device)
         if self.decode_kv_cache is not None:
             admitted = [item.slot for item in plan.admitted]
-            hidden = cpu_forward.forward(
-                self.model, self.ops, batch, self._group_caches, self.decode_kv_cache, admitted
-            )
+            hidden = forward_on_cpu(self.model, self.ops, batch, self._group_caches, self.decode_kv_cache, admitted)
         else:
             batch.plans = [
                 self.ops.prepare_attention(batch, group, kv, window)
@@ -224,3 +222,8 @@ class TorchExecutor:
         self.launched = "graph with prompts"
         batch, logits = mixed.run(shape, plan, columns)
         return StepDraws(self.ops, self.slots, plan, batch, logits if batch.num_samples else None)
+
+
+def build_executor(config: Config) -> TorchExecutor:
+    """Build an executor that has not loaded anything yet. Raises ConfigError naming a key that cannot be met."""
+    return TorchExecutor(executor_settings(config))

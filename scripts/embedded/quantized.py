@@ -10,8 +10,8 @@ from tokenizers import Tokenizer
 from torch.nn import functional
 
 from inferengine.config import Config
-from inferengine.executor.factory import build_executor
 from inferengine.executor.tools.compare_hf import Probe
+from inferengine.executor.torch_executor import build_executor
 from inferengine.quantization.schemes import MADE
 
 from .example import Split

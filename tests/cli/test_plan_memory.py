@@ -12,9 +12,16 @@ from benchmarks.shapes import LLAMA_3_1_8B
 from inferengine.cli.main import main
 from inferengine.config import Config
 from inferengine.errors import ExitCode
-from inferengine.executor import factory
 from inferengine.executor.cuda_graphs import mixed as mixed_graphs
-from inferengine.executor.memory import plan as memory_plan
+from inferengine.executor.memory.plan import (
+    GRAPH_BYTES,
+    MemoryPlan,
+    activation_bytes,
+    graph_bytes,
+    held_budget,
+    make_plan,
+)
+from inferengine.executor.settings import executor_settings
 from inferengine.models import registry
 
 
@@ -42,16 +49,16 @@ def test_an_8b_model_on_an_80_gib_card(llama: Path, capsys: pytest.CaptureFixtur
 
 def test_every_graph_that_is_captured_counts_those_of_steps_with_prompts_among_them(llama: Path) -> None:
     config = Config().with_values(model={"path": str(llama)}, engine={"max_num_seqs": 256})
-    settings = factory.executor_settings(config, torch.device("cuda"))
+    settings = executor_settings(config, torch.device("cuda"))
     shape, _ = registry.read_model_config(llama)
     shapes = mixed_graphs.shapes_to_capture(256, 8192, 15e-6)  # at most 400 prompt tokens
     assert len(shapes) == 23  # four numbers of decodes, six of prompt tokens; two of them are the same without 448
-    buffers = memory_plan.activation_bytes(shape, 256 + 384, 256 + mixed_graphs.PROMPT_ROWS, torch.bfloat16)
-    size = memory_plan.graph_bytes(shape, settings, torch.bfloat16, shapes)
-    assert size == (35 + 23) * memory_plan.GRAPH_BYTES + buffers
-    plan = memory_plan.make_plan(settings, 80 << 30)  # for a device that is not here: every shape counts
+    buffers = activation_bytes(shape, 256 + 384, 256 + mixed_graphs.PROMPT_ROWS, torch.bfloat16)
+    size = graph_bytes(shape, settings, torch.bfloat16, shapes)
+    assert size == (35 + 23) * GRAPH_BYTES + buffers
+    plan = make_plan(settings, 80 << 30)  # for a device that is not here: every shape counts
     assert len(plan.prompt_shapes) > 23
-    assert plan.graphs == memory_plan.graph_bytes(shape, settings, torch.bfloat16, plan.prompt_shapes) > size
+    assert plan.graphs == graph_bytes(shape, settings, torch.bfloat16, plan.prompt_shapes) > size
 
 
 @pytest.mark.parametrize("memory", ["0", "1e300"])
@@ -60,9 +67,9 @@ def test_memory_that_no_device_has_is_refused(memory: str, capsys: pytest.Captur
     assert "--memory: must be above 0 and at most 1,000,000" in capsys.readouterr().err
 
 
-def plan_on_a_card(folder: Path) -> memory_plan.MemoryPlan:
+def plan_on_a_card(folder: Path) -> MemoryPlan:
     config = Config().with_values(model={"path": str(folder)})
-    return memory_plan.make_plan(factory.executor_settings(config, torch.device("cuda")), 80 << 30)
+    return make_plan(executor_settings(config, torch.device("cuda")), 80 << 30)
 
 
 def test_the_share_of_a_card_is_divided_without_rest(llama: Path) -> None:
@@ -76,8 +83,8 @@ def test_the_cache_is_as_large_as_planned_where_less_is_taken(llama: Path) -> No
     plan = plan_on_a_card(llama)
     free = (80 << 30) - plan.weights - plan.context
     step = plan.activations + plan.slots
-    assert held_budget(plan, free=free, step=step) == plan.kv_budget
-    assert held_budget(plan, free=free + (1 << 30), step=step // 2) == plan.kv_budget
+    assert budget_left(plan, free=free, step=step) == plan.kv_budget
+    assert budget_left(plan, free=free + (1 << 30), step=step // 2) == plan.kv_budget
 
 
 def test_memory_that_others_hold_is_taken_from_the_cache_never_from_the_graphs(
@@ -85,18 +92,18 @@ def test_memory_that_others_hold_is_taken_from_the_cache_never_from_the_graphs(
 ) -> None:
     plan = plan_on_a_card(llama)
     free = (80 << 30) - plan.weights - plan.context - (3 << 30)
-    assert held_budget(plan, free=free, step=plan.activations + plan.slots) == plan.kv_budget - (3 << 30)
+    assert budget_left(plan, free=free, step=plan.activations + plan.slots) == plan.kv_budget - (3 << 30)
     assert "than planned" in caplog.text
 
 
-def held_budget(plan: memory_plan.MemoryPlan, *, free: int, step: int) -> int:
-    return memory_plan.held_budget(plan, 0.0, total=80 << 30, free=free, step=step)
+def budget_left(plan: MemoryPlan, *, free: int, step: int) -> int:
+    return held_budget(plan, 0.0, total=80 << 30, free=free, step=step)
 
 
 def test_a_draft_model_has_its_weights_and_its_part_of_the_cache_in_the_plan() -> None:
     alone = Config().with_values(engine={"device": "cpu"}, speculation={"method": "none"})
     guessing = Config().with_values(engine={"device": "cpu"}, speculation={"method": "draft"})
-    without, plan = (memory_plan.make_plan(factory.executor_settings(config), 1 << 28) for config in (alone, guessing))
+    without, plan = (make_plan(executor_settings(config), 1 << 28) for config in (alone, guessing))
     draft = Path(__file__).parents[2] / "inferengine/assets/embedded-draft/model.safetensors"
     assert without.draft_weights == 0
     assert plan.draft_weights == pytest.approx(draft.stat().st_size * 2, rel=0.01)

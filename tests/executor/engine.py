@@ -12,7 +12,7 @@ from inferengine.core.scheduler.scheduler import SchedulerOptions
 from inferengine.core.sequence import Finished
 from inferengine.core.speculation.proposers import Proposer
 from inferengine.engine.core import EngineCore
-from inferengine.executor.factory import build_executor
+from inferengine.executor.torch_executor import build_executor
 from inferengine.sampling_params import SamplingParams
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from inferengine.executor.sampling.bad_words import BadWords
+from inferengine.executor.slots import BadWordsTable
 from tests.executor.engine import Engine
 from tests.models.checkpoints import logits_reference, make_model, save
 
@@ -90,7 +90,7 @@ def test_what_is_sampled_never_has_a_bad_word(checkpoint) -> None:
 
 
 def test_the_table_grows_and_keeps_what_it_had() -> None:
-    table = BadWords(3, torch.device("cpu"))
+    table = BadWordsTable(3, torch.device("cpu"))
     table.admit(torch.tensor([0]), [((1, 2),)], torch.from_numpy)
     table.admit(torch.tensor([1]), [((3,), (4, 5, 6), (7,))], torch.from_numpy)
     rows = table.table.numpy()

@@ -7,7 +7,7 @@ import torch
 
 from inferengine.core.executor import Capacity, KVGroup
 from inferengine.errors import ConfigError
-from inferengine.executor.memory.budget import (
+from inferengine.executor.memory.plan import (
     CacheSettings,
     block_bytes,
     host_budget_bytes,

@@ -13,7 +13,7 @@ import pytest
 from inferengine.config import Config
 from inferengine.config.model_path import EMBEDDED, EMBEDDED_DRAFT
 from inferengine.errors import ConfigError
-from inferengine.executor.factory import build_executor
+from inferengine.executor.torch_executor import build_executor
 from inferengine.llm import LLM, Generation
 from inferengine.sampling_params import SamplingParams
 

@@ -18,10 +18,9 @@ from inferengine.config import Config
 from inferengine.config.model_path import EMBEDDED
 from inferengine.engine.process import build_executor, exit_code_of
 from inferengine.errors import DoesNotFit, ExitCode
-from inferengine.executor import factory
-from inferengine.executor.memory import budget as memory
-from inferengine.executor.memory import plan as memory_plan
 from inferengine.executor.memory.fit import misfit
+from inferengine.executor.memory.plan import free_host_bytes, make_plan, weight_bytes
+from inferengine.executor.settings import executor_settings
 
 ROOT = Path(__file__).parents[2]
 GIB = 1 << 30
@@ -58,8 +57,8 @@ def huge(tmp_path: Path) -> Path:
 def reason(folder: Path, free: int, device: str = "cpu", **sections: dict[str, object]) -> str:
     model = {"path": str(folder), **sections.pop("model", {})}
     config = Config().with_values(**{"speculation": {"method": "none"}, **sections}, model=model)
-    settings = factory.executor_settings(config, torch.device(device))
-    return misfit(settings, memory_plan.make_plan(settings, free), free)
+    settings = executor_settings(config, torch.device(device))
+    return misfit(settings, make_plan(settings, free), free)
 
 
 def test_weights_that_do_not_fit_are_refused_with_both_figures(huge: Path) -> None:
@@ -79,7 +78,7 @@ def test_what_is_made_low_precision_at_load_is_there_in_full_before(huge: Path) 
 
 def test_a_cache_that_holds_no_sequence_is_refused(tmp_path: Path) -> None:
     folder = checkpoint(tmp_path / "small", SMALL)
-    weights = memory_plan.weight_bytes(*_described(SMALL), torch.float32)
+    weights = weight_bytes(*_described(SMALL), torch.float32)
     assert "holds no sequence" in reason(folder, weights + 1024, cache={"memory_fraction": 1e-6})
     assert reason(folder, 2 * weights) == ""
 
@@ -148,7 +147,7 @@ class TestFreeMemory:
             folder.mkdir(parents=True, exist_ok=True)
             for file, text in files.items():
                 (folder / f"memory.{file}").write_text(f"{text}\n")
-        return memory.free_host_bytes(root)
+        return free_host_bytes(root)
 
     def test_without_a_limit_it_is_what_the_kernel_says(self, tmp_path: Path) -> None:
         assert self.machine(tmp_path, available_kib=4096) == 4 << 20

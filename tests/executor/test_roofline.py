@@ -12,10 +12,10 @@ from safetensors.torch import load_file
 from benchmarks.shapes import LLAMA_3_1_8B
 from inferengine.config import load
 from inferengine.core.step_time import AttentionGroup, DevicePeaks, Roofline
-from inferengine.executor.factory import build_executor
-from inferengine.executor.memory import plan as memory_plan
+from inferengine.executor.memory.plan import weight_bytes
 from inferengine.executor.tools import device_peaks
 from inferengine.executor.tools.roofline import model_work
+from inferengine.executor.torch_executor import build_executor
 from inferengine.models import registry
 from tests.core.test_step_roofline import make_plan
 
@@ -26,13 +26,13 @@ H200 = DevicePeaks(4.8e12, 989e12, "test")
 def llama_on_h200(folder: Path, **changes: float) -> Roofline:
     (folder / "config.json").write_text(json.dumps(LLAMA_3_1_8B))
     config, _ = registry.read_model_config(folder)
-    weight_bytes = memory_plan.weight_bytes(config, LLAMA_3_1_8B, torch.bfloat16)
+    num_bytes = weight_bytes(config, LLAMA_3_1_8B, torch.bfloat16)
     sizes = {
         "num_layer_weights": 32 * (4096 * (4096 + 1024 * 2 + 4096) + 3 * 4096 * 14336),
         "kv_item_bytes": 2,
         "head_item_bytes": 2,
     }
-    return Roofline(model_work(config, weight_bytes=weight_bytes, item_bytes=2, **{**sizes, **changes}), H200)
+    return Roofline(model_work(config, weight_bytes=num_bytes, item_bytes=2, **{**sizes, **changes}), H200)
 
 
 def test_an_8b_model_reads_all_but_its_input_embedding(tmp_path: Path) -> None:

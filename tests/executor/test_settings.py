@@ -7,7 +7,7 @@ import torch
 
 from inferengine.config import load
 from inferengine.errors import ConfigError
-from inferengine.executor.factory import executor_settings
+from inferengine.executor.settings import executor_settings
 
 CPU = load(environment={}).with_values(engine={"device": "cpu"})
 

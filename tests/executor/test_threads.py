@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from inferengine.executor.threads import LAST_TRIAL, Threads
+from inferengine.executor.cpu_step import LAST_TRIAL, Threads
 from inferengine.layers.decoder_config import DecoderConfig
 
 pytestmark = pytest.mark.usefixtures("two_threads")

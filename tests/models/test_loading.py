@@ -14,7 +14,7 @@ from inferengine.cli import check
 from inferengine.config import Config
 from inferengine.config.model_path import EMBEDDED
 from inferengine.errors import ConfigError
-from inferengine.executor.tools.dry_run import dry_run
+from inferengine.executor.load import dry_run
 from inferengine.layers.decoder_config import DecoderConfig
 from inferengine.models import registry
 from inferengine.models.hf_config import ConfigReader, read_json
@@ -322,7 +322,7 @@ def test_check_says_what_loading_would(break_it, named, folder):
 
 
 def test_a_longer_context_than_the_model_was_made_for(folder):
-    from inferengine.executor.factory import build_executor
+    from inferengine.executor.torch_executor import build_executor
 
     config = Config().with_values(model={"path": str(folder), "max_model_len": 257})
     with pytest.raises(ConfigError, match=r"max_model_len.*made for 256"):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from inferengine.errors import ConfigError
-from inferengine.executor.tools.dry_run import dry_run
+from inferengine.executor.load import dry_run
 from inferengine.models.weights import ALIGNMENT
 from inferengine.quantization.cpu import Int8Weight, Numbers
 from tests.executor.engine import Engine

@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from inferengine.config import Config
-from inferengine.executor import factory
 from inferengine.executor.memory import measure
 from inferengine.executor.memory.plan import MemoryPlan, make_plan, weight_bytes
+from inferengine.executor.settings import executor_settings
+from inferengine.executor.torch_executor import build_executor
 from inferengine.models import registry
 from inferengine.quantization import cuda
 from inferengine.quantization.schemes import MADE, bytes_per_weight
@@ -46,7 +47,7 @@ def test_a_checkpoint_that_is_quantized_says_so_itself() -> None:
 def plan_of(folder: Path, device_bytes: int, **sections: dict[str, Any]) -> MemoryPlan:
     (folder / "config.json").write_text(json.dumps(VALUES))
     config = Config().with_values(**{**sections, "model": {"path": str(folder)}})
-    return make_plan(factory.executor_settings(config, torch.device("cpu")), device_bytes)
+    return make_plan(executor_settings(config, torch.device("cpu")), device_bytes)
 
 
 def test_an_fp8_cache_holds_four_times_the_tokens_of_float32(tmp_path: Path) -> None:
@@ -65,10 +66,10 @@ def test_the_engine_divides_its_memory_as_planned(tmp_path: Path, monkeypatch: p
     config = Config().with_values(model={"path": str(tmp_path), "load_format": "dummy"}, engine={"device": "cpu"})
     free = 40 << 20
     monkeypatch.setattr(measure, "free_host_bytes", lambda: free)
-    executor = factory.build_executor(config)
+    executor = build_executor(config)
     capacity = executor.load(lambda phase, share: None)
     executor.close()
-    settings = factory.executor_settings(config)
+    settings = executor_settings(config)
     weights = make_plan(settings, free).weights
     plan = make_plan(settings, free + weights)  # the engine looks at what is free when its weights are in place
     assert plan.groups == capacity.groups

@@ -3,21 +3,28 @@
 Kernels are compiled for classes of shapes (kernels/cuda/dispatch.py); one step of each class is enough. The sampler's
 kernels are compiled once for any combination of features and any number of rows. Warm-up steps belong to the scratch
 slot, whose KV nobody reads.
+
+To compile, a step through one layer of each kind is enough. The kernels of a layer follow from its classes, windows,
+and the types, shapes, strides and alignments of its tensors. Its first product also depends on the layer before, which
+may have computed this layer's norm already, rounded to the codes that its own weights are multiplied with. So one of
+every different pair of neighbours is kept.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
+from torch import nn
 
 from inferengine.core.executor import Progress
 from inferengine.core.step_plan import BlockUpdates, PooledRow, SlotInit, StepPlan
 from inferengine.executor.cuda_graphs.decode import DecodeGraphs
-from inferengine.executor.cuda_graphs.layer_kinds import one_layer_of_each_kind
 from inferengine.executor.cuda_graphs.mixed import MixedGraphs, MixedShape
 from inferengine.executor.memory.kv_cache import KVCache
 from inferengine.executor.sampling.sampler import StepDraws
@@ -102,6 +109,70 @@ def execute_unmasked(runner: StepRunner, plan: StepPlan) -> StepDraws:
         words = -(-runner.config.vocab_size // 32)
         draws.provide_masks(bytearray(b"\xff") * (4 * words * len(plan.masked)))
     return draws
+
+
+# -- layers ------------------------------------------------------------------------------------------------------------
+
+ALIGNED_BYTES = 16  # Triton compiles one kernel for pointers that are multiples of it, another for all others
+OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+OF_TENSORS = ("_parameters", "_buffers", "_modules")
+
+
+@contextmanager
+def one_layer_of_each_kind(model: DecoderModel) -> Iterator[None]:
+    """Inside, `model.layers` holds one layer of each kind; each keeps its weights, its KV cache and its group."""
+    whole = model.layers
+    model.layers = nn.ModuleList(whole[index] for index in covering([kind(layer) for layer in whole]))
+    try:
+        yield
+    finally:
+        model.layers = whole
+
+
+def covering(kinds: Sequence[Hashable]) -> list[int]:
+    """Indices, in order, of the items to keep: every pair of neighbouring kinds occurs among the kept neighbours too,
+    and so do the first and the last kind."""
+    kept: list[int] = []
+    pairs: set[tuple[Hashable, Hashable]] = set()
+    for index in range(1, len(kinds)):
+        pair = kinds[index - 1], kinds[index]
+        if pair in pairs:
+            continue
+        pairs.add(pair)
+        if not kept or kinds[kept[-1]] != pair[0]:
+            kept.append(index - 1)
+        kept.append(index)
+    if not kept or kinds[kept[-1]] != kinds[-1]:
+        kept += range(max(0, len(kinds) - 1), len(kinds))
+    return kept
+
+
+def kind(value: Any) -> Hashable:
+    """Describe a layer by what decides its kernels: equal for layers that launch the same ones. An object of an unknown
+    class equals only itself."""
+    if value is None or isinstance(value, (bool, int, str)):
+        return type(value), value
+    if isinstance(value, float):
+        return float  # an argument of a launch, for whose value no kernel is compiled
+    if isinstance(value, torch.Tensor):
+        looks = type(value), value.dtype, tuple(value.shape), value.layout
+        if value.layout is not torch.strided:  # a CPU's own layout, which no kernel of ours reads
+            return looks
+        return *looks, value.stride(), value.data_ptr() % ALIGNED_BYTES == 0
+    if isinstance(value, Ops):  # with adapters every module has a table of its own, with the same kernels
+        return Ops, value.name, value.reads_codes, value.linear_add_norm is None
+    if isinstance(value, nn.Module):
+        own = vars(value)
+        names = sorted((own.keys() - OF_EVERY_MODULE).union(OF_TENSORS))
+        return type(value), tuple((name, kind(own[name])) for name in names)
+    if isinstance(value, dict):
+        return dict, tuple((key, kind(item)) for key, item in value.items())
+    if isinstance(value, (list, tuple)):
+        return type(value), tuple(kind(item) for item in value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = dataclasses.fields(value)
+        return type(value), tuple((field.name, kind(getattr(value, field.name))) for field in fields)
+    return type(value), id(value)
 
 
 # -- plans -------------------------------------------------------------------------------------------------------------

@@ -13,14 +13,16 @@ from __future__ import annotations
 import torch
 
 from inferengine.errors import ConfigError, DoesNotFit
-from inferengine.executor.memory.budget import (
+from inferengine.executor.memory.plan import (
+    GIB,
+    MemoryPlan,
     block_bytes,
     device_budget_bytes,
     free_host_bytes,
     host_budget_bytes,
     plan_groups,
+    weight_bytes,
 )
-from inferengine.executor.memory.plan import GIB, MemoryPlan, weight_bytes
 from inferengine.executor.settings import ExecutorSettings
 from inferengine.executor.speculation.draft_model import read_draft_config, share_of_target
 from inferengine.models import registry

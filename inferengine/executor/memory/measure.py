@@ -12,9 +12,15 @@ from inferengine.core.executor import KVGroup
 from inferengine.core.step_plan import BlockUpdates
 from inferengine.executor.cuda_graphs.mixed import MixedShape
 from inferengine.executor.cuda_graphs.warm_up import StepRunner, compile_kernels, prompt_plan
-from inferengine.executor.memory import plan as memory_plan
-from inferengine.executor.memory.budget import free_host_bytes, host_budget_bytes, plan_groups
 from inferengine.executor.memory.kv_cache import SAMPLE_TOKENS, sample_tokens, set_scales
+from inferengine.executor.memory.plan import (
+    cache_settings,
+    free_host_bytes,
+    held_budget,
+    host_budget_bytes,
+    make_plan,
+    plan_groups,
+)
 from inferengine.executor.speculation.draft_model import read_draft_config, share_of_target
 
 SWAP_SAMPLE_TOKENS = 64  # of the prompt that the time per prefill token is measured with
@@ -54,13 +60,13 @@ def size_cache(runner: MeasuredRunner, max_model_len: int) -> CacheSize:
     else:
         step = _step_bytes(runner, max_model_len)
         free, total = torch.cuda.mem_get_info(runner.device)
-        plan = memory_plan.make_plan(settings, total)
+        plan = make_plan(settings, total)
         shapes = plan.prompt_shapes
-        budget = memory_plan.held_budget(plan, settings.memory_fraction, total=total, free=free, step=step)
+        budget = held_budget(plan, settings.memory_fraction, total=total, free=free, step=step)
     if settings.draft_folder is not None:
         draft = read_draft_config(settings.draft_folder, config, max_model_len)
         budget = share_of_target(budget, config, draft)
-    cache = memory_plan.cache_settings(settings, max_model_len)
+    cache = cache_settings(settings, max_model_len)
     return CacheSize(plan_groups(config, cache, kv_dtype, budget), shapes)
 
 

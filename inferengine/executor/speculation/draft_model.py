@@ -20,10 +20,9 @@ import torch
 from inferengine.core.executor import KVGroup
 from inferengine.core.step_plan import StepPlan
 from inferengine.errors import ConfigError
-from inferengine.executor import cpu_forward
 from inferengine.executor.batch import advance_by_one, columns_of, make_batch
-from inferengine.executor.cuda_graphs.layer_kinds import one_layer_of_each_kind
-from inferengine.executor.cuda_graphs.warm_up import CHUNKS
+from inferengine.executor.cpu_step import forward_on_cpu
+from inferengine.executor.cuda_graphs.warm_up import CHUNKS, one_layer_of_each_kind
 from inferengine.executor.memory.kv_cache import KVCache
 from inferengine.executor.slots import Slots
 from inferengine.executor.speculation import cpu_draft
@@ -240,7 +239,7 @@ class DraftModel:
     def _read_next(self, decode_kv_cache: DecodeKvCache, columns: StepColumns, batch: Batch) -> torch.Tensor:
         """Compute the next token of each row, on the CPU: `columns` and `batch`, of one token each, are advanced."""
         advance_by_one(columns, batch, self._slots)
-        hidden = cpu_forward.forward(self._model, self._ops, batch, self.kv.group_caches, decode_kv_cache, [])
+        hidden = forward_on_cpu(self._model, self._ops, batch, self.kv.group_caches, decode_kv_cache, [])
         return self._model.logits(hidden)
 
     def _forward(self, slots: list[int], starts: list[int], ends: list[int]) -> tuple[torch.Tensor, StepColumns, Batch]:
@@ -250,7 +249,7 @@ class DraftModel:
         columns = columns_of(step)
         batch = make_batch(step, columns, self._slots, self._device)
         if self._decode_kv_cache is not None:
-            hidden = cpu_forward.forward(self._model, self._ops, batch, self.kv.group_caches, self._decode_kv_cache, [])
+            hidden = forward_on_cpu(self._model, self._ops, batch, self.kv.group_caches, self._decode_kv_cache, [])
             return hidden, columns, batch
         batch.plans = [self._ops.prepare_attention(batch, 0, self.kv.layers[0], None)]
         return self._model(batch), columns, batch

@@ -18,9 +18,8 @@ from inferengine.config import Config
 from inferengine.core.step_plan import BlockUpdates, SlotInit, StepPlan
 from inferengine.errors import ConfigError
 from inferengine.executor.batch import columns_of, make_batch
-from inferengine.executor.factory import build_executor
 from inferengine.executor.memory.kv_cache import sample_tokens
-from inferengine.executor.torch_executor import TorchExecutor
+from inferengine.executor.torch_executor import TorchExecutor, build_executor
 from inferengine.kernels.batch import Batch
 from inferengine.sampling_params import SamplingParams
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from inferengine.core.step_time import AttentionGroup, ModelWork, Roofline
-from inferengine.executor.memory import plan as memory_plan
+from inferengine.executor.memory.plan import weight_bytes
 from inferengine.executor.settings import ExecutorSettings
 from inferengine.executor.tools.device_peaks import device_peaks
 from inferengine.layers.decoder_config import DecoderConfig
@@ -26,11 +26,11 @@ def roofline_of(
 ) -> Roofline | None:
     """Compute the roofline of a loaded model, in some 50 ms; None where its device's peaks are unknown. `values` are
     those of config.json."""
-    weight_bytes = memory_plan.weight_bytes(config, values, dtype, settings.quantization)
+    num_bytes = weight_bytes(config, values, dtype, settings.quantization)
     found = device_peaks(
         settings.device,
         dtype,
-        weight_bytes=weight_bytes,
+        weight_bytes=num_bytes,
         gb_per_s=settings.peak_gb_per_s,
         tflops=settings.peak_tflops,
     )
@@ -43,7 +43,7 @@ def roofline_of(
     halves = [module for module in linears if _is_half(module)] if scheme == "none" else []
     work = model_work(
         config,
-        weight_bytes=weight_bytes - sum(map(_num_weights, halves)) * (dtype.itemsize - 2),
+        weight_bytes=num_bytes - sum(map(_num_weights, halves)) * (dtype.itemsize - 2),
         num_layer_weights=sum(map(_num_weights, linears)),
         item_bytes=dtype.itemsize,
         head_item_bytes=2 if _is_half(model.head) else dtype.itemsize,

@@ -1,16 +1,28 @@
-"""Threads: runs each step on one CPU thread or on all, whichever has been faster lately for steps of that size.
+"""How steps run on a CPU: on one thread or on all, and row by row where the result is not finite.
 
-A step is a hundred parallel regions, and each ends when its slowest thread does. On an idle machine a second core saves
-a quarter of the time (32 rows of the embedded model: 16 -> 12 ms). Where another process holds that core, every region
-waits for a time slice and the same step takes 400 ms. On a small machine that also runs the front ends this changes
-from second to second, so the durations of the steps themselves are measured.
+Threads: a step is a hundred parallel regions, and each ends when its slowest thread does. On an idle machine a second
+core saves a quarter of the time (32 rows of the embedded model: 16 -> 12 ms). Where another process holds that core,
+every region waits for a time slice and the same step takes 400 ms. On a small machine that also runs the front ends
+this changes from second to second, so the durations of the steps themselves are measured.
+
+Row by row: rows share products with other rows' keys, masked (kernels/cpu/attention_plan.py). A row whose states are
+NaN (a broken weight, an overflow of a low-precision model) would spoil the other rows. One sum over the result detects
+that, and such a step is computed again with every row by itself: good rows write the same to the cache, and only the
+bad rows fail.
 """
 
 from __future__ import annotations
 
+import math
+
 import torch
 
+from inferengine.executor.memory.kv_cache import GroupCache
+from inferengine.kernels.batch import Batch
+from inferengine.kernels.cpu.decode_kv_cache import DecodeKvCache
+from inferengine.kernels.ops import Ops
 from inferengine.layers.decoder_config import DecoderConfig
+from inferengine.models.decoder import DecoderModel
 
 BYTES_PER_S = 10e9  # that one core reads
 FLOPS = 50e9  # of one core in fp32, per second
@@ -21,7 +33,7 @@ TRIAL_SHARE = 0.02  # of all time may go into losing trials: a slow one is follo
 
 
 class Threads:
-    """Sets torch's number of threads before a step and learns from its duration.
+    """Sets torch's number of threads before a step and learns from the step's duration.
 
     `fixed` > 0 is the configured number, for every step.
     """
@@ -95,3 +107,36 @@ def _num_weights(config: DecoderConfig) -> int:
     attention = 2 * config.head_dim * (config.num_heads + config.num_kv_heads)
     layer = config.hidden_size * (attention + 3 * config.intermediate_size)
     return config.num_layers * layer + config.vocab_size * config.hidden_size
+
+
+def forward_on_cpu(
+    model: DecoderModel,
+    ops: Ops,
+    batch: Batch,
+    groups: list[GroupCache],
+    decode_kv_cache: DecodeKvCache,
+    admitted: list[int],
+) -> torch.Tensor:
+    """Compute the final hidden states [T, E]; where they are not finite, once more with every row by itself.
+
+    `decode_kv_cache` copies the keys and values of rows that decode step after step. `admitted`: slots with contents
+    that no step of `model` computed.
+    """
+    assert batch.columns is not None  # `make_batch` made it
+    decode_kv_cache.begin(batch.columns, admitted)
+    batch.decode_kv_cache = decode_kv_cache
+    hidden = _pass(model, ops, batch, groups)
+    if math.isfinite(hidden.sum(dtype=torch.float32).item()):
+        decode_kv_cache.end()
+        return hidden
+    decode_kv_cache.forget()
+    batch.isolated = True
+    hidden = _pass(model, ops, batch, groups)
+    decode_kv_cache.end()
+    return hidden
+
+
+def _pass(model: DecoderModel, ops: Ops, batch: Batch, groups: list[GroupCache]) -> torch.Tensor:
+    batch.plans = [ops.prepare_attention(batch, group, kv, window) for group, (kv, window) in enumerate(groups)]
+    hidden: torch.Tensor = model(batch)
+    return hidden
