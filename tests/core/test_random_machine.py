@@ -1,7 +1,8 @@
 """The random machine: any order of submissions, cancels, steps, failures and flushes under any options keeps every
 invariant, and what each request gives equals what it gives alone.
 
-Hypothesis drives it and shrinks what it finds; a longer seeded walk beside it covers more than 100,000 steps.
+Hypothesis drives it and shrinks what it finds; seeded walks beside it cover more than 40,000 steps: by
+4,000 steps each mutation of test_mutations.py has been noticed by several seeds.
 """
 
 from __future__ import annotations
@@ -230,4 +231,4 @@ def walk(draw: random.Random, min_steps: int) -> None:
 
 @pytest.mark.parametrize("seed", range(11))
 def test_a_long_walk_keeps_every_invariant(seed: int) -> None:
-    walk(random.Random(seed), min_steps=10_000)
+    walk(random.Random(seed), min_steps=4_000)

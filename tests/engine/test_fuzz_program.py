@@ -10,6 +10,7 @@ from types import ModuleType
 
 import pytest
 
+from inferengine.engine.io import lost_connections
 from tests.engine.builders import address_of, check_idle, run_service
 
 FILE = Path(__file__).resolve().parents[2] / "scripts" / "fuzz_wire.py"
@@ -27,7 +28,10 @@ def fuzz() -> ModuleType:
     return module
 
 
-def test_mutated_messages_harm_neither_the_engine_nor_another_client(fuzz: ModuleType) -> None:
+def test_mutated_messages_harm_neither_the_engine_nor_another_client(
+    fuzz: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lost_connections, "MIN_INTERVAL_S", 2.0)  # a minute otherwise, which the test would wait for
     with run_service(wire={"heartbeat_s": 0.2, "stall_limit_s": 2.0, "resume_ttl_s": 1.0}) as service:
         report = fuzz.run(
             address_of(service),
@@ -51,6 +55,6 @@ def test_a_seed_stands_for_its_messages(fuzz: ModuleType) -> None:
 
 
 def test_messages_are_of_every_kind_of_a_client_and_none_ends_what_others_run(fuzz: ModuleType) -> None:
-    sent = [message.frames for message in fuzz.messages(5, 5000)]
+    sent = [message.frames for message in fuzz.messages(5, 1500)]
     assert {frames[0][3] for frames in sent if len(frames[0]) == 4} >= set(fuzz.BODIES)
     assert not any(word in frame for frames in sent for frame in frames for word in (b"drain", b"cancel_all"))
