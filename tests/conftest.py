@@ -8,9 +8,14 @@ import os
 import shutil
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from tests.kernels.compiler_process import Compile, compiler_process
+
+gc.disable()  # until all is imported: looking through what stays takes a quarter of that time
 
 BROWSERS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")  # the least work first
 HIDDEN = "this checkout lies in /tmp, where hardened units do not see it"
@@ -57,8 +62,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish() -> None:
     """What all imports made stays: no need to look through it at every collection of garbage."""
+    gc.enable()
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="session")
+def compile_program(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Compile]:
+    """Runs programs that compile kernels for a card."""
+    with compiler_process(tmp_path_factory.mktemp("compiler")) as run:
+        yield run
 
 
 def _cannot_be_brought(reason: str) -> bool:

@@ -1,9 +1,5 @@
 """Decode attention as it is compiled for a card, without one: what it asks memory for before and after it waits."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 
 COMPILE = """
@@ -40,10 +36,10 @@ attention_decode.decode_attention_qkv(
 
 
 @pytest.mark.parametrize(("cache", "tile_bytes"), [("bfloat16", 64 * 128 * 2), ("float8_e4m3fn", 64 * 128)])
-def test_what_the_kernel_before_wrote_is_asked_for_at_once_and_all_else_before_the_wait(cache, tile_bytes):
-    environment = {**os.environ, "TRITON_INTERPRET": "0"}
-    command = [sys.executable, "-c", COMPILE, cache]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+def test_what_the_kernel_before_wrote_is_asked_for_at_once_and_all_else_before_the_wait(
+    cache, tile_bytes, compile_program
+):
+    done = compile_program(COMPILE, cache)
     assert "griddepcontrol.wait" in done.stdout, done.stderr[-2000:]
     parts = done.stdout.split("griddepcontrol.wait")  # one for rows of length 0, which have nothing to attend to
     wait = next(number for number, part in enumerate(parts) if "mma.sync" in part)

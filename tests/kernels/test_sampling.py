@@ -117,22 +117,24 @@ def test_rows_of_bf16_with_filters_of_every_kind_are_drawn_beside_each_other(dev
 )
 @pytest.mark.parametrize("spread", [0.05, 3.0, 40.0] if torch.cuda.is_available() else [3.0])
 def test_filters_agree_with_the_definition(top_k, top_p, min_p, spread, device):
-    slots = make_slots(6, device)
+    num_rows = 6 if device.type == "cuda" else 4  # the interpreter takes half a second for a row
+    slots = make_slots(num_rows, device)
     slots.top_k.fill_(top_k)
     slots.top_p.fill_(top_p)
     slots.min_p.fill_(min_p)
     slots.temperature[2] = 0.0
-    slots.top_k[4], slots.top_p[4], slots.min_p[4] = 0, 1.0, 0.0  # a row without filters among them
-    logits = torch.randn(6, VOCAB, device=device) * spread
+    slots.top_k[1], slots.top_p[1], slots.min_p[1] = 0, 1.0, 0.0  # a row without filters among them
+    logits = torch.randn(num_rows, VOCAB, device=device) * spread
     actual, expected = draw_both(logits, slots, RANDOM | FILTER)
     assert (actual == expected).float().mean() > 0.95, "only a token at the very edge of top-p may differ"
 
 
 def test_a_flat_distribution_does_not_fit_the_candidates_and_is_exact_too(device):
-    slots = make_slots(6, device)
+    num_rows = 6 if device.type == "cuda" else 2
+    slots = make_slots(num_rows, device)
     slots.top_k.fill_(4500)
     assert CANDIDATES < 4500 < VOCAB
-    actual, expected = draw_both(torch.randn(6, VOCAB, device=device) * 0.01, slots, RANDOM | FILTER, repeats=1)
+    actual, expected = draw_both(torch.randn(num_rows, VOCAB, device=device) * 0.01, slots, RANDOM | FILTER, repeats=1)
     assert torch.equal(actual, expected)
 
 

@@ -1,9 +1,5 @@
 """The sampler as it is compiled for a card, without one: all threads of a program take the same branches."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 
 from tests.kernels.ptx import uneven_branches
@@ -46,10 +42,8 @@ sampling.sample(torch.zeros(rows, 128256, dtype=dtype), slots, ints, ints, FILTE
 
 
 @pytest.mark.parametrize(("rows", "dtype"), [(64, "bfloat16")])
-def test_no_branch_of_the_sampler_depends_on_how_a_thread_rounds(rows, dtype):
-    environment = {**os.environ, "TRITON_INTERPRET": "0"}
-    command = [sys.executable, "-c", COMPILE, str(rows), dtype]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+def test_no_branch_of_the_sampler_depends_on_how_a_thread_rounds(rows, dtype, compile_program):
+    done = compile_program(COMPILE, str(rows), dtype)
     kernels = done.stdout.split("// kernel ")[1:]
     assert len(kernels) == 4, done.stderr[-2000:]
     for ptx in kernels:

@@ -1,9 +1,5 @@
 """How many kernels the sampler needs compiled: few, and the same for any number of rows and any use of its features."""
 
-import os
-import subprocess
-import sys
-
 LAUNCH_EVERYTHING = """
 import random
 from types import SimpleNamespace
@@ -72,10 +68,8 @@ print("warm", sum(map(len, warm.values())))
 """
 
 
-def test_no_feature_and_no_number_of_rows_needs_a_kernel_that_warm_up_has_not_compiled():
-    environment = {**os.environ, "TRITON_INTERPRET": "0"}
-    command = [sys.executable, "-c", LAUNCH_EVERYTHING]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+def test_no_feature_and_no_number_of_rows_needs_a_kernel_that_warm_up_has_not_compiled(compile_program):
+    done = compile_program(LAUNCH_EVERYTHING)
     found = dict(line.split(" ", 1) for line in done.stdout.splitlines() if line.startswith(("late", "warm")))
     assert found.get("late") == "{}", done.stdout + done.stderr[-2000:]
     assert int(found["warm"]) <= 20

@@ -1,9 +1,5 @@
 """One row streamed on Hopper. It needs such a card; without, shapes are found and the kernel is compiled."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 
@@ -187,8 +183,7 @@ for kind, gated, instruction in ((1, True, "m16n8k16"), (2, False, "s32.s8.s8"),
 """
 
 
-def test_it_compiles_for_hopper_without_a_card_and_within_the_memory_it_says():
-    environment = {**os.environ, "TRITON_INTERPRET": "0"}
-    done = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, timeout=240)
+def test_it_compiles_for_hopper_without_a_card_and_within_the_memory_it_says(compile_program):
+    done = compile_program(COMPILE)
     assert done.stdout.split() == ["True"] * 9, done.stderr[-2000:]
     assert "error" not in done.stderr

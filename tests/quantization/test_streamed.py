@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 
@@ -163,7 +159,6 @@ for gated, blocks in ((True, False), (False, True)):
 """
 
 
-def test_it_compiles_for_hopper_and_loads_its_weight_before_it_waits():
-    environment = {**os.environ, "TRITON_INTERPRET": "0"}
-    done = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, timeout=240)
+def test_it_compiles_for_hopper_and_loads_its_weight_before_it_waits(compile_program):
+    done = compile_program(COMPILE)
     assert done.stdout.split() == ["True"] * 6, done.stderr[-2000:]
