@@ -6,11 +6,13 @@ may have further keys.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+import re
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple, Union
 
 import msgspec
 
-Finish = Literal["stop", "length", "tool_calls"]
+Finish = Literal["stop", "length", "tool_calls", "abort"]
 
 
 class UsageAnswer(msgspec.Struct):
@@ -40,6 +42,27 @@ class CompletionAnswer(msgspec.Struct):
     model: str
     choices: list[CompletionChoice]
     usage: UsageAnswer
+
+
+class CompletionChunkChoice(msgspec.Struct):
+    """What a chunk adds to one text."""
+
+    index: int
+    text: str
+    finish_reason: Finish | None
+    logprobs: dict[str, Any] | None
+    stop_reason: str | int | None = None
+
+
+class CompletionChunk(msgspec.Struct):
+    """One event of a streamed /v1/completions."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[CompletionChunkChoice]
+    usage: UsageAnswer | None = None
 
 
 class ToolCallFunction(msgspec.Struct):
@@ -194,6 +217,63 @@ class TextAnswer(msgspec.Struct):
     prompt: str
 
 
+def _union_of_events(fields_by_type: dict[str, list[tuple[str, Any]]], common: Sequence[tuple[str, Any]] = ()) -> Any:
+    """Make a union of Structs that `type` tells apart, from the fields of each type and those that all have."""
+    kinds = []
+    for kind, fields in fields_by_type.items():
+        name = "".join(word.capitalize() for word in re.split("[._]", kind)) + "Event"
+        kinds.append(msgspec.defstruct(name, [*common, *fields], tag=kind, tag_field="type"))
+    return Union[tuple(kinds)]  # noqa: UP007  (the members are known only here)
+
+
+_IN_ITEM: list[tuple[str, Any]] = [("item_id", str), ("output_index", int)]
+_IN_CONTENT: list[tuple[str, Any]] = [*_IN_ITEM, ("content_index", int)]
+_LOGPROBS: tuple[str, Any] = ("logprobs", list[dict[str, Any]])
+RESPONSE_EVENTS: dict[str, list[tuple[str, Any]]] = {
+    "response.created": [("response", ResponseAnswer)],
+    "response.in_progress": [("response", ResponseAnswer)],
+    "response.output_item.added": [("output_index", int), ("item", dict[str, Any])],
+    "response.content_part.added": [*_IN_CONTENT, ("part", dict[str, Any])],
+    "response.output_text.delta": [*_IN_CONTENT, ("delta", str), _LOGPROBS],
+    "response.output_text.done": [*_IN_CONTENT, ("text", str), _LOGPROBS],
+    "response.content_part.done": [*_IN_CONTENT, ("part", dict[str, Any])],
+    "response.reasoning_text.delta": [*_IN_CONTENT, ("delta", str)],
+    "response.reasoning_text.done": [*_IN_CONTENT, ("text", str)],
+    "response.function_call_arguments.delta": [*_IN_ITEM, ("delta", str)],
+    "response.function_call_arguments.done": [*_IN_ITEM, ("name", str), ("arguments", str)],
+    "response.output_item.done": [("output_index", int), ("item", dict[str, Any])],
+    "response.completed": [("response", ResponseAnswer)],
+    "response.incomplete": [("response", ResponseAnswer)],
+    "response.cancelled": [("response", ResponseAnswer)],
+    "response.failed": [("response", ResponseAnswer)],
+}
+
+
+class AnthropicError(msgspec.Struct):
+    """Why a stream of /v1/messages could not go on."""
+
+    type: str
+    message: str
+
+
+class AnthropicStop(msgspec.Struct):
+    """Why the message ended."""
+
+    stop_reason: str | None
+    stop_sequence: str | None
+
+
+MESSAGE_EVENTS: dict[str, list[tuple[str, Any]]] = {
+    "message_start": [("message", AnthropicMessage)],
+    "ping": [],
+    "content_block_start": [("index", int), ("content_block", dict[str, Any])],
+    "content_block_delta": [("index", int), ("delta", dict[str, Any])],
+    "content_block_stop": [("index", int)],
+    "message_delta": [("delta", AnthropicStop), ("usage", dict[str, int])],
+    "message_stop": [],
+    "error": [("error", AnthropicError)],
+}
+
 ANSWERS: dict[tuple[str, str], type[msgspec.Struct]] = {
     ("POST", "/v1/completions"): CompletionAnswer,
     ("POST", "/v1/chat/completions"): ChatCompletion,
@@ -205,11 +285,28 @@ ANSWERS: dict[tuple[str, str], type[msgspec.Struct]] = {
     ("GET", "/v1/models"): Models,
     ("GET", "/v1/models/{model}"): ModelAnswer,
 }
-EVENTS: dict[tuple[str, str], type[msgspec.Struct]] = {("POST", "/v1/chat/completions"): ChatCompletionChunk}
+# One event of the stream, where the route streams: a Struct, or a union of Structs.
+EVENTS: dict[tuple[str, str], Any] = {
+    ("POST", "/v1/completions"): CompletionChunk,
+    ("POST", "/v1/chat/completions"): ChatCompletionChunk,
+    ("POST", "/v1/responses"): _union_of_events(RESPONSE_EVENTS, [("sequence_number", int)]),
+    ("POST", "/v1/messages"): _union_of_events(MESSAGE_EVENTS),
+}
 
 
-def schemas() -> dict[str, Any]:
-    """Return the JSON schemas of all answers, for #/components/schemas."""
+class AnswerSchemas(NamedTuple):
+    """JSON schemas of answers and events by method and path, and the `components` that they refer to by name."""
+
+    answers: dict[tuple[str, str], dict[str, Any]]
+    events: dict[tuple[str, str], dict[str, Any]]
+    components: dict[str, Any]
+
+
+def schemas() -> AnswerSchemas:
+    """Return the JSON schemas of all answers and events, for #/components/schemas."""
     kinds = [*ANSWERS.values(), *EVENTS.values()]
-    _, components = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
-    return components
+    found, components = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
+    of_answers, of_events = found[: len(ANSWERS)], found[len(ANSWERS) :]
+    return AnswerSchemas(
+        dict(zip(ANSWERS, of_answers, strict=True)), dict(zip(EVENTS, of_events, strict=True)), components
+    )

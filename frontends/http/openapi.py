@@ -15,7 +15,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from frontends.common.chat import Conversation, SpecialTokens
-from frontends.http.answers import ANSWERS, EVENTS, schemas
+from frontends.http.answers import AnswerSchemas, schemas
 from frontends.http.bodies import (
     AnthropicAnswer,
     AnthropicMessages,
@@ -134,27 +134,27 @@ async def openapi(request: Request) -> Response:
 
 def describe(routes: list[Route], limits: LimitsConfig) -> dict[str, Any]:
     """The document, in OpenAPI 3.1."""
-    tables = bodies(limits)
+    tables, answers = bodies(limits), schemas()
     paths: dict[str, Any] = {}
     for route in routes:
         path = re.sub(r":\w+}", "}", route.path)
         for method in sorted((route.methods or set()) - {"HEAD"}):
-            paths.setdefault(path, {})[method.lower()] = _operation(route, path, method, tables)
+            paths.setdefault(path, {})[method.lower()] = _operation(route, path, method, tables, answers)
     return {
         "openapi": "3.1.0",
         "info": {"title": "InferEngine", "version": __version__},
         "paths": paths,
-        "components": {"schemas": {"Error": ERROR, **schemas()}, "securitySchemes": SECURITY},
+        "components": {"schemas": {"Error": ERROR, **answers.components}, "securitySchemes": SECURITY},
         "security": [{}, *({name: []} for name in SECURITY)],
     }
 
 
-def _answer(method: str, path: str) -> dict[str, Any]:
+def _answer(method: str, path: str, answers: AnswerSchemas) -> dict[str, Any]:
     content = {}
-    if (whole := ANSWERS.get((method, path))) is not None:
-        content["application/json"] = {"schema": {"$ref": f"#/components/schemas/{whole.__name__}"}}
-    if (event := EVENTS.get((method, path))) is not None:
-        content["text/event-stream"] = {"schema": {"$ref": f"#/components/schemas/{event.__name__}"}}
+    if (whole := answers.answers.get((method, path))) is not None:
+        content["application/json"] = {"schema": whole}
+    if (event := answers.events.get((method, path))) is not None:
+        content["text/event-stream"] = {"schema": event}
     return {"description": "The answer.", **({"content": content} if content else {})}
 
 
@@ -174,7 +174,9 @@ def body_schema(fields: list[Field], *, closed: bool = False) -> dict[str, Any]:
     }
 
 
-def _operation(route: Route, path: str, method: str, tables: dict[str, list[Field]]) -> dict[str, Any]:
+def _operation(
+    route: Route, path: str, method: str, tables: dict[str, list[Field]], answers: AnswerSchemas
+) -> dict[str, Any]:
     summary = (route.endpoint.__doc__ or "").strip().split("\n")[0]
     failed = {
         "description": "What is wrong, and with which field.",
@@ -183,7 +185,7 @@ def _operation(route: Route, path: str, method: str, tables: dict[str, list[Fiel
     operation: dict[str, Any] = {
         "operationId": f"{method.lower()}{re.sub('[^a-z0-9]+', '_', path.lower()).rstrip('_')}",
         **({"summary": summary} if summary else {}),
-        "responses": {"200": _answer(method, path), "4XX": failed, "5XX": failed},
+        "responses": {"200": _answer(method, path, answers), "4XX": failed, "5XX": failed},
     }
     names = re.findall(r"{(\w+)}", path)
     if names:

@@ -7,6 +7,7 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from frontends.http.answers import ANSWERS
+from frontends.http.answers import ANSWERS, EVENTS, MESSAGE_EVENTS, RESPONSE_EVENTS
 from frontends.http.app import ROUTES
 from frontends.http.openai.request_fields import REFUSED, SAMPLING, STRUCTURE
 from frontends.http.openapi import CLOSED, Field, bodies, body_schema, describe
 from inferengine.config import LimitsConfig
-from tests.frontends.http.builders import House
+from tests.frontends.http.builders import House, house, says
+from tests.frontends.http.test_tools import CITY, THOUGHT, TWO_CALLS, writes
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGE = (ROOT / "docs" / "parameters.md").read_text(encoding="utf-8")
@@ -66,6 +68,12 @@ REFUSALS: dict[str, list[dict[str, Any]]] = {
     "tool_choice": [{"tool_choice": "required"}],
     "tools": [{"tools": [{"type": "function", "function": {"name": "a b"}}]}],
 }
+
+
+@pytest.fixture(scope="module")
+def thinker() -> Iterator[House]:
+    with house(http={"reasoning_parser": "think"}) as built:
+        yield built
 
 
 def edges(field: Field) -> list[tuple[Any, bool]]:
@@ -169,14 +177,61 @@ def test_the_models_are_what_the_document_says(served: House) -> None:
     answer_validator(document, "GET", "/v1/models/{model}", "application/json").validate(models["data"][0])
 
 
-def test_a_chunk_is_what_the_document_says(served: House) -> None:
-    document = served.http.get("/openapi.json").json()
-    chunk = answer_validator(document, "POST", "/v1/chat/completions", "text/event-stream")
-    text = served.post("/v1/chat/completions", **GOOD["/v1/chat/completions"], stream=True).text
-    events = [line[6:] for line in text.splitlines() if line.startswith("data: {")]
-    assert events
-    for event in events:
-        chunk.validate(json.loads(event))
+# Streams that between them have every event, and every field of one: what is written, and the request's fields.
+WEATHER: dict[str, Any] = {"name": "weather", "parameters": CITY}
+STREAMS: dict[str, list[tuple[Any, dict[str, Any]]]] = {
+    "/v1/completions": [
+        (says("the fox", reason="length"), {"stream_options": {"include_usage": True}}),
+        (writes("the fox"), {"logprobs": 0, "n": 2, "temperature": 1.0, "return_token_ids": True}),
+        (
+            says("the fox", reason="abort", detail=["cancelled", "ended"]),
+            {"stream_options": {"continuous_usage_stats": True}},
+        ),
+    ],
+    "/v1/chat/completions": [
+        (says("the fox", reason="length"), {"stream_options": {"include_usage": True}}),
+        (writes(THOUGHT), {"logprobs": True, "n": 2, "temperature": 1.0, "return_token_ids": True}),
+        (writes(TWO_CALLS), {"tools": [{"type": "function", "function": WEATHER}]}),
+        (
+            says("the fox", reason="abort", detail=["cancelled", "ended"]),
+            {"stream_options": {"continuous_usage_stats": True}},
+        ),
+    ],
+    "/v1/responses": [
+        (says("the fox", reason="length"), {}),
+        (writes(THOUGHT), {"include": ["message.output_text.logprobs"], "top_logprobs": 0}),
+        (writes(TWO_CALLS), {"tools": [{"type": "function", **WEATHER}]}),
+        (says("the fox", reason="abort", detail=["cancelled", "ended"]), {}),
+        (says("the fox", reason="error", detail=["engine_error", "the step failed"]), {}),
+    ],
+    "/v1/messages": [
+        (says("the fox", reason="length"), {}),
+        (writes(THOUGHT), {}),
+        (writes(TWO_CALLS), {"tools": [{"name": "weather", "input_schema": CITY}]}),
+        (says("the fox", reason="error", detail=["engine_error", "the step failed"]), {}),
+    ],
+}
+TYPES: dict[str, set[str]] = {"/v1/responses": set(RESPONSE_EVENTS), "/v1/messages": set(MESSAGE_EVENTS)}
+
+
+def test_every_streamed_api_has_its_events_described() -> None:
+    assert {path for _, path in EVENTS} == set(STREAMS)
+
+
+@pytest.mark.parametrize("path", STREAMS)
+def test_every_event_is_what_the_document_says(thinker: House, path: str) -> None:
+    document = thinker.http.get("/openapi.json").json()
+    event_schema = answer_validator(document, "POST", path, "text/event-stream")
+    types = set()
+    for script, body in STREAMS[path]:
+        thinker.script = script
+        text = thinker.post(path, **{**GOOD[path], **body, "stream": True}).text
+        events = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
+        assert events
+        for event in events:
+            event_schema.validate(event)
+            types.add(event.get("type"))
+    assert types == TYPES.get(path, {None})
 
 
 def test_the_document_names_how_keys_are_shown(served: House) -> None:
