@@ -15,7 +15,7 @@ from typing import Annotated, Any, NamedTuple
 
 import msgspec
 
-from frontends.common import json as fields
+from frontends.common.json import read_fields
 from frontends.common.model import ServedModel
 from inferengine.config import Config, LimitsConfig
 from inferengine.errors import InvalidRequest
@@ -136,7 +136,7 @@ def read_tools(body: dict[str, Any], limits: LimitsConfig) -> Tools | None:
     """None where nothing is offered, or none is to be called. Raises InvalidRequest naming the place."""
     definitions = body.get("tools")
     choice = _read_choice(body.get("tool_choice"))
-    parallel = fields.read_fields(Conversation, body).parallel_tool_calls
+    parallel = read_fields(Conversation, body).parallel_tool_calls
     if definitions is None or definitions == []:
         if choice not in (None, "auto", "none"):
             raise InvalidRequest("tool_choice", "needs tools to choose from")
@@ -243,7 +243,7 @@ async def read_chat_prompt(
     if grammar is not None:
         text = f"{text.rstrip()}\n\n{CLOSE}\n\n" if inside else text
         thinks = inside = False
-    special = bool(fields.read_fields(SpecialTokens, body).add_special_tokens)  # the template writes them itself
+    special = bool(read_fields(SpecialTokens, body).add_special_tokens)  # the template writes them itself
     prompt_ids = await served.encode(
         text, config.limits, name="messages", add_special_tokens=special, last=last, most=most
     )
@@ -256,7 +256,7 @@ async def read_chat_prompt(
 
 async def _render(body: dict[str, Any], served: ServedModel, tools: Tools | None) -> str:
     messages = check_messages(body.get("messages"))
-    conversation = fields.read_fields(Conversation, body)
+    conversation = read_fields(Conversation, body)
     continue_final, kwargs = conversation.continue_final_message, conversation.chat_template_kwargs
     add_prompt = conversation.add_generation_prompt
     for name in kwargs:

@@ -167,7 +167,7 @@ def read_fields(kind: type[Fields], body: Mapping[str, Any], limits: LimitsConfi
     return found
 
 
-def string(body: dict[str, Any], name: str, default: str | None = None) -> str | None:
+def read_string(body: dict[str, Any], name: str, default: str | None = None) -> str | None:
     """Return the string under `name`, or `default` if missing or null. Raises InvalidRequest for other types."""
     value = body.get(name)
     if value is None:
@@ -177,7 +177,7 @@ def string(body: dict[str, Any], name: str, default: str | None = None) -> str |
     return value
 
 
-def flag(body: dict[str, Any], name: str, default: bool = False) -> bool:
+def read_flag(body: dict[str, Any], name: str, default: bool = False) -> bool:
     """Return the boolean under `name`, or `default` if missing or null. Raises InvalidRequest for other types."""
     value = body.get(name)
     if value is None:
@@ -187,7 +187,7 @@ def flag(body: dict[str, Any], name: str, default: bool = False) -> bool:
     return value
 
 
-def mapping(body: dict[str, Any], name: str) -> dict[str, Any]:
+def read_mapping(body: dict[str, Any], name: str) -> dict[str, Any]:
     """Return the object under `name`, or {} if missing or null. Raises InvalidRequest for other types."""
     value = body.get(name)
     if value is None:
@@ -202,7 +202,7 @@ def all_between(items: list[Any], least: int, most: int) -> bool:
     return not items or (set(map(type, items)) == {int} and min(items) >= least and max(items) <= most)
 
 
-def token_ids(value: Any, name: str) -> list[int]:
+def read_token_ids(value: Any, name: str) -> list[int]:
     """A non-empty list of whole numbers. Their range is the engine's to check, which knows the vocabulary."""
     if not isinstance(value, list) or not value:
         raise InvalidRequest(name, "must be a non-empty list of token ids")

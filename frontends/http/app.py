@@ -21,17 +21,16 @@ from frontends.common.auth import KeyRing, read_keys
 from frontends.common.errors import error_object, report, retry_after, unexpected
 from frontends.common.hosts import AllowedHosts, HostMiddleware, public_ports, read_names
 from frontends.common.quotas import Quotas
-from frontends.http.anthropic.routes import count_tokens, messages
+from frontends.http.anthropic import count_tokens, messages
 from frontends.http.metrics import HttpMetrics
 from frontends.http.middleware import AuthMiddleware, RequestMiddleware
+from frontends.http.openai import responses
 from frontends.http.openai.chat import chat_completions
 from frontends.http.openai.completions import completions
 from frontends.http.openai.embeddings import embeddings
-from frontends.http.openai.responses import routes as responses
 from frontends.http.openapi import openapi
 from frontends.http.respond import JsonBytes
-from frontends.http.routes import admin
-from frontends.http.routes import health as operations
+from frontends.http.routes import admin, health
 from frontends.http.routes.generate import generate, generate_text, infer
 from frontends.http.routes.index import index
 from frontends.http.routes.resume import cancel_stream, read_stream
@@ -64,16 +63,16 @@ ROUTES = (
     Route("/detokenize", detokenize, methods=["POST"]),
     Route("/v1/streams/{id}", read_stream),
     Route("/v1/streams/{id}", cancel_stream, methods=["DELETE"]),
-    Route("/v1/models", operations.models),
-    Route("/v1/models/{model:path}", operations.model),
-    Route("/health", operations.health),
-    Route("/ready", operations.ready),
-    Route("/ping", operations.ping, methods=["GET", "POST"]),
-    Route("/version", operations.version),
+    Route("/v1/models", health.models),
+    Route("/v1/models/{model:path}", health.model),
+    Route("/health", health.health),
+    Route("/ready", health.ready),
+    Route("/ping", health.ping, methods=["GET", "POST"]),
+    Route("/version", health.version),
     Route("/openapi.json", openapi),
-    Route("/load", operations.load),
-    Route("/stats", operations.stats),
-    Route("/metrics", operations.metrics),
+    Route("/load", health.load),
+    Route("/stats", health.stats),
+    Route("/metrics", health.metrics),
     *admin.ROUTES,
 )
 

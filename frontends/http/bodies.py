@@ -1,18 +1,20 @@
-"""The fields of the request bodies over HTTP, each stated once: type, range, default and meaning.
+"""The bodies of requests over HTTP: read as JSON within limits of size and time, and their fields, each stated once.
 
-A Struct holds the fields that are read together; a route's body has the fields of several. Reading a Struct checks
-it, and /openapi.json and docs/parameters.md are made of it. SamplingParams has the fields of sampling, `Conversation`
-those of a conversation.
+A Struct states the fields that are read together: type, range, default and meaning. A route's body has the fields of
+several. `read_fields` checks a body with it; /openapi.json and docs/parameters.md are made of it. SamplingParams has
+the fields of sampling, `Conversation` those of a conversation.
 
-Fields of type Any are checked where they are used, because their shape is a dialect's own; `schema` describes them.
+Fields of type Any are checked where they are used, because their shape differs between APIs; `schema` describes them.
 """
 
 from __future__ import annotations
 
+import asyncio
 from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
+from starlette.requests import ClientDisconnect, Request
 
 from frontends.common.chat import (
     BOOLEAN,
@@ -26,6 +28,8 @@ from frontends.common.chat import (
     Schema,
     array,
 )
+from frontends.common.json import OffLoop, parse_object
+from inferengine.errors import InferEngineError, InvalidRequest
 from inferengine.fields import about
 from inferengine.sampling_params import MAX_BAD_WORDS, POOLINGS, Alternatives, Positive
 from inferengine.structured_output.spec import STRUCTURED_KINDS
@@ -50,13 +54,13 @@ _CUT_TO = "must be -1 or at least 1"
 _IN_32_BITS = Meta(ge=-(2**31), le=2**31 - 1)
 
 
-class Model(msgspec.Struct, frozen=True):
+class ModelFields(msgspec.Struct, frozen=True):
     """Which model is asked."""
 
     model: Annotated[str, about("the name that /v1/models lists; empty or absent: that one")] = ""
 
 
-class Texts(msgspec.Struct, frozen=True):
+class PromptsFields(msgspec.Struct, frozen=True):
     """What /v1/completions continues."""
 
     prompt: Annotated[
@@ -74,7 +78,7 @@ class Texts(msgspec.Struct, frozen=True):
     ]
 
 
-class Completion(msgspec.Struct, frozen=True):
+class CompletionFields(msgspec.Struct, frozen=True):
     """Of /v1/completions alone."""
 
     max_tokens: Annotated[Positive, about("most tokens of the output, within the model's length")] = (
@@ -88,7 +92,7 @@ class Completion(msgspec.Struct, frozen=True):
     ] = None
 
 
-class Chat(msgspec.Struct, frozen=True):
+class ChatFields(msgspec.Struct, frozen=True):
     """Of /v1/chat/completions alone."""
 
     max_tokens: Annotated[Positive | None, about("most tokens of the output, within the model's length")] = None
@@ -100,7 +104,7 @@ class Chat(msgspec.Struct, frozen=True):
     include_reasoning: Annotated[bool, about("show what the model thought")] = True
 
 
-class BadWords(msgspec.Struct, frozen=True):
+class BadWordsFields(msgspec.Struct, frozen=True):
     """SamplingParams.bad_words_ids as words."""
 
     bad_words: Annotated[
@@ -121,7 +125,7 @@ class StreamOptions(msgspec.Struct, frozen=True):
     continuous_usage_stats: bool | None = None
 
 
-class Streaming(msgspec.Struct, frozen=True):
+class StreamingFields(msgspec.Struct, frozen=True):
     """How the answer travels."""
 
     stream: Annotated[bool, about("answer as Server-Sent Events")] = False
@@ -144,7 +148,7 @@ class Streaming(msgspec.Struct, frozen=True):
         return bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
 
-class Truncation(msgspec.Struct, frozen=True):
+class TruncationFields(msgspec.Struct, frozen=True):
     """What a prompt that is too long keeps."""
 
     truncate_prompt_tokens: Annotated[
@@ -153,7 +157,7 @@ class Truncation(msgspec.Struct, frozen=True):
     ] = None
 
 
-class PromptLogprobs(msgspec.Struct, frozen=True):
+class PromptLogprobsFields(msgspec.Struct, frozen=True):
     """What is told of the prompt's tokens."""
 
     prompt_logprobs: Annotated[
@@ -165,7 +169,7 @@ class PromptLogprobs(msgspec.Struct, frozen=True):
     ] = None
 
 
-class Scheduling(msgspec.Struct, frozen=True):
+class SchedulingFields(msgspec.Struct, frozen=True):
     """How the request is run, and what it is called."""
 
     priority: Annotated[Annotated[int, _IN_32_BITS], about("lower is sooner, where the engine goes by priority")] = 0
@@ -187,7 +191,7 @@ class Scheduling(msgspec.Struct, frozen=True):
     ] = None
 
 
-class Recovery(msgspec.Struct, frozen=True):
+class RecoveryFields(msgspec.Struct, frozen=True):
     """What happens when a connection is lost."""
 
     detached: Annotated[bool, about("go on when the connection is lost; the stream can be read on")] = False
@@ -196,14 +200,14 @@ class Recovery(msgspec.Struct, frozen=True):
     ] = True
 
 
-class Extras(msgspec.Struct, frozen=True):
+class ExtraFields(msgspec.Struct, frozen=True):
     """What each choice carries beside its text."""
 
     return_token_ids: Annotated[bool, about("token ids of prompt and output beside the text")] = False
     return_tokens_as_token_ids: Annotated[bool, about("in logprobs, tokens as token_id:N")] = False
 
 
-class Structure(msgspec.Struct, frozen=True):
+class StructureFields(msgspec.Struct, frozen=True):
     """What the whole output must match: one of them at most. Read by structured_output.spec."""
 
     response_format: Annotated[
@@ -272,7 +276,7 @@ class Structure(msgspec.Struct, frozen=True):
     ] = None
 
 
-class EmbeddingsInput(msgspec.Struct, frozen=True):
+class EmbeddingsFields(msgspec.Struct, frozen=True):
     """Of /v1/embeddings alone."""
 
     input: Annotated[
@@ -291,7 +295,7 @@ class EmbeddingsInput(msgspec.Struct, frozen=True):
     user: Annotated[str | None, about("accepted and ignored")] = None
 
 
-class Response(msgspec.Struct, frozen=True):
+class ResponsesFields(msgspec.Struct, frozen=True):
     """Of /v1/responses alone."""
 
     input: Annotated[Any, about("a text, or items", schema={"anyOf": [TEXT, array(OBJECT, least=1)]})]
@@ -320,7 +324,7 @@ class Response(msgspec.Struct, frozen=True):
     top_logprobs: Annotated[Alternatives, about("alternatives per token")] = 0
 
 
-class AnthropicMessages(msgspec.Struct, frozen=True):
+class MessagesPromptFields(msgspec.Struct, frozen=True):
     """Of /v1/messages and its count_tokens."""
 
     messages: Annotated[Any, about("strings or blocks of text, tool_use, tool_result, thinking", schema=MESSAGES)]
@@ -335,7 +339,7 @@ class AnthropicMessages(msgspec.Struct, frozen=True):
     ] = {}
 
 
-class AnthropicAnswer(msgspec.Struct, frozen=True):
+class MessagesFields(msgspec.Struct, frozen=True):
     """Of /v1/messages alone."""
 
     max_tokens: Annotated[Positive, about("most tokens of the output")]
@@ -346,13 +350,13 @@ class AnthropicAnswer(msgspec.Struct, frozen=True):
     stream: Annotated[bool, about("answer as events")] = False
 
 
-class Prompt(msgspec.Struct, frozen=True):
+class PromptFields(msgspec.Struct, frozen=True):
     """One text to continue, on the routes that take no more."""
 
     prompt: Annotated[str, about("the text to continue", min_length=1)]
 
 
-class Generate(msgspec.Struct, frozen=True):
+class GenerateFields(msgspec.Struct, frozen=True):
     """Of /v1/generate alone."""
 
     max_new_tokens: Annotated[
@@ -360,28 +364,71 @@ class Generate(msgspec.Struct, frozen=True):
     ] = DEFAULT_NEW_TOKENS
 
 
-class GenerateText(msgspec.Struct, frozen=True):
+class GenerateTextFields(msgspec.Struct, frozen=True):
     """Of /generate alone."""
 
     max_tokens: Annotated[Positive, about("most tokens of the output")]
 
 
-class Infer(msgspec.Struct, frozen=True):
+class InferFields(msgspec.Struct, frozen=True):
     """Of /infer/v1/completions alone."""
 
     max_tokens: Annotated[Positive, about("most tokens of the output, within the model's length")] = INFER_MAX_TOKENS
     stream: Annotated[bool, about("events (the default)")] = True
 
 
-class Tokenize(msgspec.Struct, frozen=True):
+class TokenizeFields(msgspec.Struct, frozen=True):
     """Of /tokenize alone."""
 
     prompt: Annotated[str | None, about("the text; or messages")] = None
     return_token_strs: Annotated[bool, about("the tokens as texts too")] = False
 
 
-class Detokenize(msgspec.Struct, frozen=True):
+class DetokenizeFields(msgspec.Struct, frozen=True):
     """Of /detokenize."""
 
     tokens: Annotated[Any, about("the token ids", schema=array(TOKEN_ID))]
     skip_special_tokens: Annotated[bool, about("leave special tokens out")] = False
+
+
+async def read_json(request: Request, most_bytes: int) -> dict[str, Any]:
+    """Read a request's body as a JSON object. Raises request_too_large, request_timeout, invalid_request, and
+    `cancelled` when the client left in the middle."""
+    kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
+    if kind != "application/json" and not kind.endswith("+json"):
+        raise InvalidRequest(
+            "Content-Type", "The Content-Type must be application/json (curl: -H 'Content-Type: application/json')."
+        )
+    if (coding := request.headers.get("content-encoding", "identity").strip().lower()) != "identity":
+        raise InvalidRequest(
+            "Content-Encoding", f"{coding[:40]} is not read here: send the body as it is", code="unsupported"
+        )
+    declared = request.headers.get("content-length", "")
+    if declared.isdigit() and int(declared) > most_bytes:
+        raise _too_large(most_bytes)
+    try:
+        async with asyncio.timeout(request.app.state.service.config.http.body_timeout_s):
+            body = await _read(request, most_bytes)
+    except TimeoutError:
+        raise InferEngineError("request_timeout", "The body did not arrive within http.body_timeout_s.") from None
+    except ClientDisconnect:
+        raise InferEngineError("cancelled", "The client went away.") from None
+    off_loop: OffLoop = request.app.state.service.off_loop
+    document = await off_loop.run(len(body), parse_object, body)
+    request.scope["body"], request.scope["document"] = body, document  # for limits of the key and detached requests
+    return document
+
+
+async def _read(request: Request, most_bytes: int) -> bytes:
+    parts: list[bytes] = []
+    size = 0
+    async for part in request.stream():
+        size += len(part)
+        if size > most_bytes:
+            raise _too_large(most_bytes)
+        parts.append(part)
+    return b"".join(parts)
+
+
+def _too_large(most_bytes: int) -> InferEngineError:
+    return InferEngineError("request_too_large", f"The body must have at most {most_bytes} bytes.")

@@ -17,29 +17,29 @@ from starlette.routing import Route
 from frontends.common.chat import Conversation, SpecialTokens
 from frontends.http.answers import AnswerSchemas, schemas
 from frontends.http.bodies import (
-    AnthropicAnswer,
-    AnthropicMessages,
-    BadWords,
-    Chat,
-    Completion,
-    Detokenize,
-    EmbeddingsInput,
-    Extras,
-    Generate,
-    GenerateText,
-    Infer,
-    Model,
-    Prompt,
-    PromptLogprobs,
-    Recovery,
-    Scheduling,
-    Streaming,
-    Structure,
-    Texts,
-    Tokenize,
-    Truncation,
+    BadWordsFields,
+    ChatFields,
+    CompletionFields,
+    DetokenizeFields,
+    EmbeddingsFields,
+    ExtraFields,
+    GenerateFields,
+    GenerateTextFields,
+    InferFields,
+    MessagesFields,
+    MessagesPromptFields,
+    ModelFields,
+    PromptFields,
+    PromptLogprobsFields,
+    PromptsFields,
+    RecoveryFields,
+    ResponsesFields,
+    SchedulingFields,
+    StreamingFields,
+    StructureFields,
+    TokenizeFields,
+    TruncationFields,
 )
-from frontends.http.bodies import Response as ResponseFields
 from frontends.http.respond import JsonBytes
 from frontends.http.state import HttpState
 from inferengine import __version__
@@ -64,22 +64,37 @@ class Field(NamedTuple):
 
 ONE_CHOICE = {"n"}  # what routes that give one choice do not take
 OWN = {"max_tokens", "logprobs", "prompt_logprobs", "bad_words_ids"}  # of SamplingParams; each route reads its own way
-SAMPLING: tuple[Any, ...] = ((SamplingParams, OWN), (BadWords, set()))
-ALONE: tuple[Any, ...] = ((SamplingParams, OWN | ONE_CHOICE), (BadWords, set()))
-COMMON = (Model, Streaming, Truncation, PromptLogprobs, Scheduling, Recovery, Extras, SpecialTokens, Structure)
+SAMPLING: tuple[Any, ...] = ((SamplingParams, OWN), (BadWordsFields, set()))
+ALONE: tuple[Any, ...] = ((SamplingParams, OWN | ONE_CHOICE), (BadWordsFields, set()))
+COMMON = (
+    ModelFields,
+    StreamingFields,
+    TruncationFields,
+    PromptLogprobsFields,
+    SchedulingFields,
+    RecoveryFields,
+    ExtraFields,
+    SpecialTokens,
+    StructureFields,
+)
 # The Structs of each route's body, by its path; with the fields that the route does not take.
 BODIES: dict[str, tuple[Any, ...]] = {
-    "/v1/embeddings": (EmbeddingsInput, Model, Truncation, Scheduling, SpecialTokens),
-    "/v1/completions": (Texts, Completion, *SAMPLING, *COMMON),
-    "/v1/chat/completions": (Conversation, Chat, *SAMPLING, *COMMON),
-    "/v1/responses": (ResponseFields, *ALONE),
-    "/v1/messages": (AnthropicAnswer, AnthropicMessages, (SamplingParams, OWN | ONE_CHOICE | {"stop"}), BadWords),
-    "/v1/messages/count_tokens": (AnthropicMessages,),
-    "/v1/generate": (Prompt, Generate, *ALONE),
-    "/generate": (Prompt, GenerateText, *ALONE),
-    "/infer/v1/completions": (Prompt, Infer, *ALONE),
-    "/tokenize": (Tokenize, Conversation, SpecialTokens),
-    "/detokenize": (Detokenize,),
+    "/v1/embeddings": (EmbeddingsFields, ModelFields, TruncationFields, SchedulingFields, SpecialTokens),
+    "/v1/completions": (PromptsFields, CompletionFields, *SAMPLING, *COMMON),
+    "/v1/chat/completions": (Conversation, ChatFields, *SAMPLING, *COMMON),
+    "/v1/responses": (ResponsesFields, *ALONE),
+    "/v1/messages": (
+        MessagesFields,
+        MessagesPromptFields,
+        (SamplingParams, OWN | ONE_CHOICE | {"stop"}),
+        BadWordsFields,
+    ),
+    "/v1/messages/count_tokens": (MessagesPromptFields,),
+    "/v1/generate": (PromptFields, GenerateFields, *ALONE),
+    "/generate": (PromptFields, GenerateTextFields, *ALONE),
+    "/infer/v1/completions": (PromptFields, InferFields, *ALONE),
+    "/tokenize": (TokenizeFields, Conversation, SpecialTokens),
+    "/detokenize": (DetokenizeFields,),
 }
 REQUIRED = {"/v1/chat/completions": {"messages"}}  # what only some routes of a Struct require
 

@@ -27,7 +27,7 @@ from frontends.common.quotas import Quotas
 from frontends.common.server import Server
 from frontends.http.app import make_app, make_metrics, make_quotas, make_service
 from frontends.http.metrics import HttpMetrics
-from frontends.http.openai.responses.store import make_database, remove_database
+from frontends.http.openai.response_store import make_database, remove_database
 from frontends.http.state import HttpState
 from inferengine.config import Config, HttpConfig
 from inferengine.errors import ExitCode

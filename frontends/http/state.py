@@ -13,17 +13,16 @@ from typing import Any, Protocol
 from starlette.requests import Request
 from starlette.types import Receive
 
-from frontends.common import json as fields
 from frontends.common.auth import ANYBODY, ApiKey, KeyRing
 from frontends.common.event_loop import AdmissionThrottle, Coalescer
 from frontends.common.generation import Submitter
-from frontends.common.json import OffLoop
+from frontends.common.json import OffLoop, read_flag
 from frontends.common.model import ModelContext, ServedModel
 from frontends.common.quotas import Quotas
 from frontends.common.resumable import Registry, RequestMetadata
 from frontends.http.detached import LogSubmitter, StreamState, new_stream
 from frontends.http.metrics import HttpMetrics
-from frontends.http.openai.responses.store import ResponseStore
+from frontends.http.openai.response_store import ResponseStore
 from frontends.http.spans import TracedSubmitter
 from inferengine.client import EnginePool, Submission
 from inferengine.config import Config
@@ -131,7 +130,7 @@ class HttpState:
         if state is not None:
             return LogSubmitter(self.registry, state, key, None, adapter)
         chosen_id = request.headers.get(STREAM_HEADER)
-        if chosen_id is None and not fields.flag(document, "detached"):
+        if chosen_id is None and not read_flag(document, "detached"):
             return KeyedSubmitter(self.engines, key, adapter)
         state = scope["stream"] = new_stream(chosen_id, request.headers.get("last-event-id"))
         body: bytes = scope.get("body", b"")

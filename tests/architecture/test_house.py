@@ -16,7 +16,6 @@ PRODUCT = rules.read_tree(ROOT, "inferengine", "frontends")
 TESTS = rules.read_tree(ROOT, "tests")
 MOST_ENTRIES = 16  # of one folder
 SHARED_FILE_NAMES = {
-    "frontends.http": {"format", "request", "routes"},  # one of each for every API
     "inferengine.kernels": {"ops", "philox"},  # one operation, once for every device
 }
 SHARED_CLASS_NAMES = {

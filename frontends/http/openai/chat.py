@@ -9,15 +9,25 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from frontends.common import json as fields
 from frontends.common.chat import ChatPrompt, read_chat_prompt
 from frontends.common.errors import rename_field
 from frontends.common.generation import Generation, Options
+from frontends.common.json import read_fields, read_flag
 from frontends.common.model import ServedModel
-from frontends.http.bodies import Chat
-from frontends.http.openai import request_fields as dialect
+from frontends.http.bodies import ChatFields, read_json
 from frontends.http.openai.format import AnswerMetadata, ChatFormat, Format, MessageFormat
-from frontends.http.openai.request_fields import read_json
+from frontends.http.openai.request_fields import (
+    check_model,
+    read_extras,
+    read_label,
+    read_options,
+    read_params,
+    read_prompt_logprobs,
+    read_streaming,
+    read_truncation,
+    refuse_unsupported,
+    truncate,
+)
 from frontends.http.respond import answer
 from frontends.http.state import HttpState
 from inferengine.errors import InferEngineError, InvalidRequest
@@ -26,7 +36,7 @@ from inferengine.sampling_params import SamplingParams
 
 @dataclass(frozen=True)
 class ChatRequest:
-    """A body in this dialect, read and checked."""
+    """A chat body, read and checked."""
 
     served: ServedModel
     prompt: ChatPrompt
@@ -45,7 +55,7 @@ async def chat_completions(request: Request) -> Response:
     service: HttpState = request.app.state.service
     body = await read_json(request, service.config.http.max_body_bytes)
     chat = await read_chat(service, body, request.scope["request_id"])
-    reasoning = fields.read_fields(Chat, body, service.config.limits).include_reasoning
+    reasoning = read_fields(ChatFields, body, service.config.limits).include_reasoning
     format: Format
     if chat.prompt.parser.is_plain:
         format = ChatFormat(chat.answer, chat.params.n)
@@ -64,25 +74,25 @@ async def read_chat(service: HttpState, body: dict[str, Any], request_id: str) -
     """Raises InvalidRequest naming the field."""
     config = service.config
     served = await service.served()
-    dialect.check_model(body, served)
-    dialect.refuse_unsupported(body)
-    if fields.flag(body, "echo"):
+    check_model(body, served)
+    refuse_unsupported(body)
+    if read_flag(body, "echo"):
         raise InvalidRequest("echo", "is not supported for chat", code="unsupported")
-    streaming, extras = dialect.read_streaming(body), dialect.read_extras(body)
-    chat = fields.read_fields(Chat, body, config.limits)
+    streaming, extras = read_streaming(body), read_extras(body)
+    chat = read_fields(ChatFields, body, config.limits)
     logprobs = _num_alternatives(chat)
     max_tokens = chat.max_tokens if chat.max_completion_tokens is None else chat.max_completion_tokens
-    params = dialect.read_params(body, served, config, max_tokens=max_tokens, logprobs=logprobs)
-    label = dialect.read_label(body, request_id)
-    options = dialect.read_options(body, config, label=label, continues_prompt=False)
-    keep = dialect.read_truncation(body, served, max_tokens)
+    params = read_params(body, served, config, max_tokens=max_tokens, logprobs=logprobs)
+    label = read_label(body, request_id)
+    options = read_options(body, config, label=label, continues_prompt=False)
+    keep = read_truncation(body, served, max_tokens)
     prompt = await read_chat_prompt(body, served, config, options.grammar, last=keep)
-    prompt = replace(prompt, prompt_ids=dialect.truncate(prompt.prompt_ids, keep))
+    prompt = replace(prompt, prompt_ids=truncate(prompt.prompt_ids, keep))
     if prompt.grammar is not options.grammar:
         options = replace(options, grammar=prompt.grammar, grammar_field="tools")
     if prompt.parser.keeps_special_tokens:
         params = params.replace(skip_special_tokens=False)
-    if (prompt_logprobs := dialect.read_prompt_logprobs(body, streaming, config.limits)) is not None:
+    if (prompt_logprobs := read_prompt_logprobs(body, streaming, config.limits)) is not None:
         params = params.replace(prompt_logprobs=prompt_logprobs)
     created = int(time.time())
     reply = AnswerMetadata(
@@ -98,7 +108,7 @@ async def read_chat(service: HttpState, body: dict[str, Any], request_id: str) -
     return ChatRequest(served, prompt, params, options, reply)
 
 
-def _num_alternatives(chat: Chat) -> int | None:
+def _num_alternatives(chat: ChatFields) -> int | None:
     if chat.top_logprobs and not chat.logprobs:
         raise InvalidRequest("top_logprobs", "needs logprobs to be true")
     return (chat.top_logprobs or 0) if chat.logprobs else None

@@ -9,14 +9,26 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from frontends.common import json as fields
 from frontends.common.chat import SpecialTokens
 from frontends.common.generation import Generation
+from frontends.common.json import read_fields, read_token_ids
 from frontends.common.model import ServedModel
-from frontends.http.bodies import Completion
-from frontends.http.openai import request_fields as dialect
+from frontends.http.bodies import CompletionFields, read_json
 from frontends.http.openai.format import AnswerMetadata, CompletionFormat
-from frontends.http.openai.request_fields import read_json
+from frontends.http.openai.request_fields import (
+    check_model,
+    check_prompt_logprobs,
+    read_extras,
+    read_label,
+    read_options,
+    read_params,
+    read_prompt_logprobs,
+    read_streaming,
+    read_truncation,
+    refuse_beside_prompt_logprobs,
+    refuse_unsupported,
+    truncate,
+)
 from frontends.http.respond import answer
 from frontends.http.state import HttpState
 from inferengine.config import LimitsConfig
@@ -29,22 +41,22 @@ async def completions(request: Request) -> Response:
     config = service.config
     body = await read_json(request, config.http.max_body_bytes)
     served = await service.served()
-    dialect.check_model(body, served)
-    dialect.refuse_unsupported(body)
-    streaming, extras = dialect.read_streaming(body), dialect.read_extras(body)
-    completion = fields.read_fields(Completion, body, config.limits)
+    check_model(body, served)
+    refuse_unsupported(body)
+    streaming, extras = read_streaming(body), read_extras(body)
+    completion = read_fields(CompletionFields, body, config.limits)
     echo, logprobs, max_tokens = completion.echo, completion.logprobs, completion.max_tokens
-    prompt_logprobs = dialect.read_prompt_logprobs(body, streaming, config.limits)
+    prompt_logprobs = read_prompt_logprobs(body, streaming, config.limits)
     if echo and logprobs is not None:  # then the lists begin with the prompt's tokens
-        dialect.refuse_beside_prompt_logprobs(body, streaming, "echo")
-    params = dialect.read_params(body, served, config, max_tokens=max_tokens, logprobs=logprobs)
+        refuse_beside_prompt_logprobs(body, streaming, "echo")
+    params = read_params(body, served, config, max_tokens=max_tokens, logprobs=logprobs)
     if prompt_logprobs is not None or (echo and logprobs is not None):
         params = params.replace(prompt_logprobs=max(prompt_logprobs or 0, logprobs or 0 if echo else 0))
-    label = dialect.read_label(body, request.scope["request_id"])
-    options = dialect.read_options(body, config, label=label, continues_prompt=True)
-    keep = dialect.read_truncation(body, served, max_tokens)
+    label = read_label(body, request.scope["request_id"])
+    options = read_options(body, config, label=label, continues_prompt=True)
+    keep = read_truncation(body, served, max_tokens)
     prompts = await read_prompts(body, served, config.limits, keep=keep)
-    dialect.check_prompt_logprobs(prompts, params, config.limits, "prompt_logprobs" if prompt_logprobs else "logprobs")
+    check_prompt_logprobs(prompts, params, config.limits, "prompt_logprobs" if prompt_logprobs else "logprobs")
     texts = _echoed(body["prompt"], prompts, served) if echo else None
     num_choices = len(prompts) * params.n
     created = int(time.time())
@@ -80,7 +92,7 @@ async def read_prompts(
     """`field` in its four shapes: a text, a list of texts, a list of token ids, a list of such lists; at most `most`
     (None: limits.max_prompts), of each the last `keep` tokens (None: all)."""
     prompt = body.get(field)
-    add_special_tokens = fields.read_fields(SpecialTokens, body).add_special_tokens is not False
+    add_special_tokens = read_fields(SpecialTokens, body).add_special_tokens is not False
     if prompt is None:
         raise InvalidRequest(field, "is required")
     if isinstance(prompt, str):
@@ -98,12 +110,12 @@ async def read_prompts(
         if not isinstance(item, str | list):
             raise InvalidRequest(name, "must be a text or a list of token ids")
         if not isinstance(item, str):
-            prompts.append(dialect.truncate(fields.token_ids(item, name), keep))
+            prompts.append(truncate(read_token_ids(item, name), keep))
             continue
         token_ids = await served.encode(item, limits, name=name, add_special_tokens=add_special_tokens, last=keep)
         if not token_ids or not item:
             raise InvalidRequest(name, "must not be empty")
-        prompts.append(dialect.truncate(token_ids, keep))
+        prompts.append(truncate(token_ids, keep))
     return prompts
 
 

@@ -11,14 +11,18 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from frontends.common import json as fields
 from frontends.common.generation import Options, Submitter
-from frontends.common.json import dumps
+from frontends.common.json import dumps, read_fields
 from frontends.common.model import ServedModel
-from frontends.http.bodies import EmbeddingsInput
-from frontends.http.openai import request_fields as dialect
+from frontends.http.bodies import EmbeddingsFields, read_json
 from frontends.http.openai.completions import prompt_names, read_prompts
-from frontends.http.openai.request_fields import read_json
+from frontends.http.openai.request_fields import (
+    check_model,
+    read_label,
+    read_options,
+    read_truncation,
+    refuse_unsupported,
+)
 from frontends.http.spans import describe_embeddings
 from frontends.http.state import HttpState
 from inferengine.client import Embedding, Submission
@@ -44,16 +48,16 @@ async def embeddings(request: Request) -> Response:
     config = service.config
     body = await read_json(request, config.http.max_body_bytes)
     served = await service.served()
-    dialect.check_model(body, served)
-    dialect.refuse_unsupported(body, REFUSED)
+    check_model(body, served)
+    refuse_unsupported(body, REFUSED)
     if not served.info.embedding_size:
         raise InferEngineError("unsupported", "This engine gives no embeddings.")
-    asked = fields.read_fields(EmbeddingsInput, {"input": body.get("input", ""), **body})
-    encoding, pooling = asked.encoding_format, asked.pooling or ""
-    dimensions = _dimensions(asked.dimensions, served)
-    label = dialect.read_label(body, request.scope["request_id"])
-    options = dialect.read_options(body, config, label=label, continues_prompt=True)
-    keep = dialect.read_truncation(body, served, 0)
+    fields = read_fields(EmbeddingsFields, {"input": body.get("input", ""), **body})
+    encoding, pooling = fields.encoding_format, fields.pooling or ""
+    dimensions = _dimensions(fields.dimensions, served)
+    label = read_label(body, request.scope["request_id"])
+    options = read_options(body, config, label=label, continues_prompt=True)
+    keep = read_truncation(body, served, 0)
     most = config.limits.max_embedding_inputs
     prompts = await read_prompts(body, served, config.limits, field="input", most=most, keep=keep)
     names = prompt_names(len(prompts), "input")

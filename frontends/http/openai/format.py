@@ -13,7 +13,7 @@ from frontends.common.chat import OutputParser, finish_reason
 from frontends.common.errors import error_object
 from frontends.common.generation import Choice, Generation, Output, Piece, Usage, guess_counts
 from frontends.common.json import DONE, dumps, event, quote
-from frontends.http.bodies import Extras, Streaming
+from frontends.http.bodies import ExtraFields, StreamingFields
 from inferengine.client import TokenLogprobs
 from inferengine.errors import InferEngineError
 from inferengine.text import Tokenizer
@@ -110,8 +110,8 @@ class AnswerMetadata(NamedTuple):
     created: int
     model: str
     tokenizer: Tokenizer
-    streaming: Streaming
-    extras: Extras
+    streaming: StreamingFields
+    extras: ExtraFields
     logprobs: int | None
     prompt_logprobs: int | None = None
 
@@ -357,7 +357,7 @@ class ChatFormat:
 
 
 def chat_logprobs(answer: AnswerMetadata, token_ids: Sequence[int], rows: Any) -> dict[str, Any] | None:
-    """As a choice of a chat tells them; None where nobody asked."""
+    """The log-probabilities of a chat choice; None where they were not asked for."""
     if answer.logprobs is None:
         return None
     return as_chat(answer.tokenizer, token_ids, rows or (), answer.logprobs, answer.extras.return_tokens_as_token_ids)

@@ -1,32 +1,26 @@
-"""Fields of OpenAI's dialect (with vLLM's and SGLang's extensions) as sampling parameters and options.
+"""Fields of OpenAI's API (with vLLM's and SGLang's extensions) as sampling parameters and options.
 
 Every field either works, or is refused by name when it asks for something: the table below. Unknown ones are ignored,
 because clients of other servers send their own.
-
-A request's body as a JSON object, within limits of size and time.
 """
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from starlette.requests import ClientDisconnect, Request
-
-from frontends.common import json as fields
 from frontends.common.generation import Options
-from frontends.common.json import OffLoop, parse_object
+from frontends.common.json import read_fields, read_flag, read_mapping, read_string
 from frontends.common.model import ServedModel
 from frontends.http.bodies import (
-    Extras,
-    PromptLogprobs,
-    Recovery,
-    Scheduling,
-    Streaming,
+    ExtraFields,
+    PromptLogprobsFields,
+    RecoveryFields,
+    SchedulingFields,
+    StreamingFields,
     StreamOptions,
-    Structure,
-    Truncation,
+    StructureFields,
+    TruncationFields,
 )
 from inferengine.config import Config, LimitsConfig
 from inferengine.errors import InferEngineError, InvalidRequest
@@ -83,7 +77,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
 }
 _OWN = {"max_tokens", "logprobs", "prompt_logprobs"}  # of SamplingParams, those that each route reads its own way
 SAMPLING = tuple("bad_words" if name == "bad_words_ids" else name for name in NAMES if name not in _OWN)
-STRUCTURE = tuple(field_docs(Structure))
+STRUCTURE = tuple(field_docs(StructureFields))
 
 
 def refuse_unsupported(body: dict[str, Any], refused: Mapping[str, tuple[Any, ...]] = REFUSED) -> None:
@@ -98,24 +92,24 @@ def refuse_unsupported(body: dict[str, Any], refused: Mapping[str, tuple[Any, ..
 
 def check_model(body: dict[str, Any], served: ServedModel) -> None:
     """Raise model_not_found for a name that is not served; none at all means the only one there is."""
-    name = fields.string(body, "model")
+    name = read_string(body, "model")
     if name and served.adapter_of(name) is None:
         raise InferEngineError(
             "model_not_found", f"The model `{name[:200]}` does not exist. It is called `{served.name}`.", field="model"
         )
 
 
-def read_streaming(body: dict[str, Any]) -> Streaming:
+def read_streaming(body: dict[str, Any]) -> StreamingFields:
     """Read how the answer travels. Raises InvalidRequest naming the field."""
-    streaming = fields.read_fields(Streaming, body)
+    streaming = read_fields(StreamingFields, body)
     if streaming.stream_options not in (None, StreamOptions()) and not streaming.stream:
         raise InvalidRequest("stream_options", "is only allowed when stream is true")
     return streaming
 
 
-def read_extras(body: dict[str, Any]) -> Extras:
+def read_extras(body: dict[str, Any]) -> ExtraFields:
     """Read what each choice carries beside its text."""
-    return fields.read_fields(Extras, body)
+    return read_fields(ExtraFields, body)
 
 
 def read_params(
@@ -123,7 +117,7 @@ def read_params(
 ) -> SamplingParams:
     """The model's own defaults, overlaid with what the request says, validated as the engine will do again."""
     wanted = {name: body[name] for name in SAMPLING if body.get(name) is not None}
-    fields.mapping(wanted, "logit_bias")  # as OpenAI writes it; the wire takes pairs too
+    read_mapping(wanted, "logit_bias")  # as OpenAI writes it; the wire takes pairs too
     if "bad_words" in wanted:
         wanted["bad_words_ids"] = read_bad_words(wanted.pop("bad_words"), served.tokenizer)
     params = from_map({**served.defaults, **wanted, "max_tokens": max_tokens, "logprobs": logprobs}, path="")
@@ -131,9 +125,9 @@ def read_params(
     return params
 
 
-def read_prompt_logprobs(body: dict[str, Any], streaming: Streaming, limits: LimitsConfig) -> int | None:
+def read_prompt_logprobs(body: dict[str, Any], streaming: StreamingFields, limits: LimitsConfig) -> int | None:
     """Alternatives for each token of the prompt. They come with the whole answer."""
-    wanted = fields.read_fields(PromptLogprobs, body, limits).prompt_logprobs
+    wanted = read_fields(PromptLogprobsFields, body, limits).prompt_logprobs
     if wanted is not None:
         refuse_beside_prompt_logprobs(body, streaming, "prompt_logprobs")
     return wanted
@@ -154,9 +148,9 @@ def check_prompt_logprobs(
         )
 
 
-def refuse_beside_prompt_logprobs(body: dict[str, Any], streaming: Streaming, field: str) -> None:
+def refuse_beside_prompt_logprobs(body: dict[str, Any], streaming: StreamingFields, field: str) -> None:
     """Raise InvalidRequest naming `field` if the request is streamed or detached."""
-    if streaming.stream or fields.flag(body, "detached"):
+    if streaming.stream or read_flag(body, "detached"):
         raise InvalidRequest(field, "cannot be streamed or detached: leave stream and detached out", code="unsupported")
 
 
@@ -187,7 +181,7 @@ def read_bad_words(value: Any, tokenizer: Tokenizer) -> list[list[int]]:
 def read_options(body: dict[str, Any], config: Config, *, label: str, continues_prompt: bool) -> Options:
     """Read structure, scheduling and recovery fields into the request's options. Raises InvalidRequest."""
     grammar, grammar_field = read_structure(body, config)
-    scheduling = fields.read_fields(Scheduling, body)
+    scheduling = read_fields(SchedulingFields, body)
     salt = scheduling.cache_salt
     if salt is not None and not 1 <= len(salt.encode()) <= MAX_SALT_BYTES:
         raise InvalidRequest("cache_salt", f"must have 1 to {MAX_SALT_BYTES} bytes")
@@ -200,7 +194,7 @@ def read_options(body: dict[str, Any], config: Config, *, label: str, continues_
         grammar=grammar,
         grammar_field=grammar_field,
         prompt_field="prompt" if continues_prompt else "messages",
-        resubmit=fields.read_fields(Recovery, body).resubmit,
+        resubmit=read_fields(RecoveryFields, body).resubmit,
     )
 
 
@@ -217,7 +211,7 @@ def read_structure(body: dict[str, Any], config: Config) -> tuple[GrammarSpec | 
 
 def read_label(body: dict[str, Any], request_id: str) -> str:
     """The request's name in ids and logs: its own, or the one of the HTTP exchange."""
-    label = fields.read_fields(Scheduling, body).request_id or request_id
+    label = read_fields(SchedulingFields, body).request_id or request_id
     if len(label) > MAX_NAME_CHARACTERS // 2 or not label.isprintable():
         raise InvalidRequest("request_id", f"must have at most {MAX_NAME_CHARACTERS // 2} printable characters")
     return label
@@ -226,7 +220,7 @@ def read_label(body: dict[str, Any], request_id: str) -> str:
 def read_truncation(body: dict[str, Any], served: ServedModel, max_tokens: int | None) -> int | None:
     """How many tokens from its end a prompt keeps: `truncate_prompt_tokens`; -1 keeps what leaves room for the output.
     None: all."""
-    keep = fields.read_fields(Truncation, body).truncate_prompt_tokens
+    keep = read_fields(TruncationFields, body).truncate_prompt_tokens
     if keep == 0:
         raise InvalidRequest("truncate_prompt_tokens", "must be -1 or at least 1")
     if keep == -1:
@@ -237,45 +231,3 @@ def read_truncation(body: dict[str, Any], served: ServedModel, max_tokens: int |
 def truncate(prompt_ids: list[int], keep: int | None) -> list[int]:
     """Return the last `keep` tokens of a prompt; all of them for None."""
     return prompt_ids if keep is None else prompt_ids[-keep:]
-
-
-async def read_json(request: Request, most_bytes: int) -> dict[str, Any]:
-    """Raises request_too_large, invalid_request, or `cancelled` when the client left in the middle."""
-    kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
-    if kind != "application/json" and not kind.endswith("+json"):
-        raise InvalidRequest(
-            "Content-Type", "The Content-Type must be application/json (curl: -H 'Content-Type: application/json')."
-        )
-    if (coding := request.headers.get("content-encoding", "identity").strip().lower()) != "identity":
-        raise InvalidRequest(
-            "Content-Encoding", f"{coding[:40]} is not read here: send the body as it is", code="unsupported"
-        )
-    declared = request.headers.get("content-length", "")
-    if declared.isdigit() and int(declared) > most_bytes:
-        raise _too_large(most_bytes)
-    try:
-        async with asyncio.timeout(request.app.state.service.config.http.body_timeout_s):
-            body = await _read(request, most_bytes)
-    except TimeoutError:
-        raise InferEngineError("request_timeout", "The body did not arrive within http.body_timeout_s.") from None
-    except ClientDisconnect:
-        raise InferEngineError("cancelled", "The client went away.") from None
-    off_loop: OffLoop = request.app.state.service.off_loop
-    document = await off_loop.run(len(body), parse_object, body)
-    request.scope["body"], request.scope["document"] = body, document  # for whoever keeps or limits this request
-    return document
-
-
-async def _read(request: Request, most_bytes: int) -> bytes:
-    parts: list[bytes] = []
-    size = 0
-    async for part in request.stream():
-        size += len(part)
-        if size > most_bytes:
-            raise _too_large(most_bytes)
-        parts.append(part)
-    return b"".join(parts)
-
-
-def _too_large(most_bytes: int) -> InferEngineError:
-    return InferEngineError("request_too_large", f"The body must have at most {most_bytes} bytes.")

@@ -12,8 +12,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from frontends.common import json as fields
-from frontends.http.openai.request_fields import read_json
+from frontends.common.json import read_string
+from frontends.http.bodies import read_json
 from frontends.http.respond import JsonBytes
 from frontends.http.state import HttpState
 from inferengine.client import AsyncClient
@@ -129,10 +129,10 @@ async def _adapter_name(request: Request) -> str:
     """No path of a request is ever opened: `lora_path` may only say the name again."""
     service: HttpState = request.app.state.service
     body = await read_json(request, service.config.http.max_body_bytes)
-    name = fields.string(body, "lora_name")
+    name = read_string(body, "lora_name")
     if not name:
         raise InvalidRequest("lora_name", "is required")
-    if fields.string(body, "lora_path", name) != name:
+    if read_string(body, "lora_path", name) != name:
         raise InvalidRequest("lora_path", "adapters come from the engine's own folder, by lora_name: leave it out")
     return name
 

@@ -1,6 +1,6 @@
 """POST /v1/generate: a prompt in, a text of exactly max_new_tokens tokens out. Greedy unless it says otherwise.
 
-Two further dialects: POST /generate, and POST /infer/v1/completions with its own events.
+POST /generate answers with the prompt and its continuation. POST /infer/v1/completions has events of its own.
 """
 
 from __future__ import annotations
@@ -12,14 +12,12 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from frontends.common import json as fields
 from frontends.common.errors import as_unprocessable, error_object, rename_field
 from frontends.common.generation import Choice, Generation, Output, Piece, Usage
-from frontends.common.json import event
-from frontends.http.bodies import Generate, GenerateText, Infer, Prompt
-from frontends.http.openai import request_fields as dialect
+from frontends.common.json import event, read_fields, read_string
+from frontends.http.bodies import GenerateFields, GenerateTextFields, InferFields, PromptFields, read_json
 from frontends.http.openai.format import usage_object
-from frontends.http.openai.request_fields import read_json
+from frontends.http.openai.request_fields import SAMPLING, read_label, read_options, read_params
 from frontends.http.respond import JsonBytes, answer
 from frontends.http.state import HttpState
 from inferengine.errors import InferEngineError, InvalidRequest
@@ -35,14 +33,14 @@ async def generate(request: Request) -> Response:
     body = await read_json(request, service.config.http.max_body_bytes)
     served = await service.served()
     try:
-        prompt = fields.read_fields(Prompt, body).prompt
-        max_tokens = fields.read_fields(Generate, body).max_new_tokens
+        prompt = read_fields(PromptFields, body).prompt
+        max_tokens = read_fields(GenerateFields, body).max_new_tokens
         wanted = {"temperature": 0.0, "ignore_eos": True, **{k: v for k, v in body.items() if v is not None}}
         if wanted.get("n", 1) != 1:
             raise InvalidRequest("n", "must be 1 on this route")
-        params = dialect.read_params(wanted, served, service.config, max_tokens=max_tokens, logprobs=None)
-        label = dialect.read_label(body, request.scope["request_id"])
-        options = dialect.read_options(body, service.config, label=label, continues_prompt=True)
+        params = read_params(wanted, served, service.config, max_tokens=max_tokens, logprobs=None)
+        label = read_label(body, request.scope["request_id"])
+        options = read_options(body, service.config, label=label, continues_prompt=True)
         prompt_ids = await served.encode(prompt, service.config.limits, name="prompt")
     except InvalidRequest as error:
         raise as_unprocessable(error) from None
@@ -69,7 +67,17 @@ async def generate(request: Request) -> Response:
 
 
 INFER_FIELDS = frozenset(
-    {"model", "prompt", "max_tokens", "stream", "priority", "cache_salt", "detached", "resubmit", *dialect.SAMPLING}
+    {
+        "model",
+        "prompt",
+        "max_tokens",
+        "stream",
+        "priority",
+        "cache_salt",
+        "detached",
+        "resubmit",
+        *SAMPLING,
+    }
 )
 
 
@@ -80,14 +88,14 @@ async def generate_text(request: Request) -> Response:
     served = await service.served()
     try:
         given = {name: value for name, value in body.items() if value is not None}
-        prompt, max_tokens = read(Prompt, given).prompt, read(GenerateText, given).max_tokens
-    except FieldError as error:  # a wrong type is a 422 in this dialect, a wrong value a 400
+        prompt, max_tokens = read(PromptFields, given).prompt, read(GenerateTextFields, given).max_tokens
+    except FieldError as error:  # a wrong type is a 422 on this route, a wrong value a 400
         if error.is_type:
             raise InferEngineError("unprocessable", error.message, field=error.field) from None
         raise InvalidRequest(error.field, error.message) from None
-    params = dialect.read_params({**body, "n": None}, served, service.config, max_tokens=max_tokens, logprobs=None)
-    label = dialect.read_label(body, request.scope["request_id"])
-    options = dialect.read_options(body, service.config, label=label, continues_prompt=True)
+    params = read_params({**body, "n": None}, served, service.config, max_tokens=max_tokens, logprobs=None)
+    label = read_label(body, request.scope["request_id"])
+    options = read_options(body, service.config, label=label, continues_prompt=True)
     prompt_ids = await served.encode(prompt, service.config.limits, name="prompt")
     generation = Generation(service.engines_for(request, served), served.tokenizer, [prompt_ids], params, options)
     with service.call(generation, request.receive):
@@ -113,15 +121,15 @@ async def infer(request: Request) -> Response:
         for name in body:
             if name not in INFER_FIELDS:
                 raise InvalidRequest(name[:64], "is not a field of this route")
-        if (model := fields.string(body, "model")) and model != served.name:
+        if (model := read_string(body, "model")) and model != served.name:
             raise InvalidRequest("model", f"must be {served.name}")
         if body.get("n") not in (None, 1):
             raise InvalidRequest("n", "must be 1 on this route")
-        prompt = fields.read_fields(Prompt, body).prompt
-        asked = fields.read_fields(Infer, body)
-        stream, max_tokens = asked.stream, asked.max_tokens
-        params = dialect.read_params(body, served, service.config, max_tokens=max_tokens, logprobs=None)
-        options = dialect.read_options(body, service.config, label=request.scope["request_id"], continues_prompt=True)
+        prompt = read_fields(PromptFields, body).prompt
+        fields = read_fields(InferFields, body)
+        stream, max_tokens = fields.stream, fields.max_tokens
+        params = read_params(body, served, service.config, max_tokens=max_tokens, logprobs=None)
+        options = read_options(body, service.config, label=request.scope["request_id"], continues_prompt=True)
         prompt_ids = await served.encode(prompt, service.config.limits, name="prompt")
     except InvalidRequest as error:
         raise as_unprocessable(error) from None

@@ -8,12 +8,10 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from frontends.common import json as fields
 from frontends.common.chat import SpecialTokens, read_chat_prompt
-from frontends.common.json import dumps
-from frontends.http.bodies import Detokenize, Tokenize
-from frontends.http.openai import request_fields as dialect
-from frontends.http.openai.request_fields import read_json
+from frontends.common.json import dumps, read_fields, read_token_ids
+from frontends.http.bodies import DetokenizeFields, TokenizeFields, read_json
+from frontends.http.openai.request_fields import check_model
 from frontends.http.respond import JsonBytes
 from frontends.http.state import HttpState
 from inferengine.errors import InvalidRequest
@@ -28,22 +26,22 @@ async def tokenize(request: Request) -> Response:
     service: HttpState = request.app.state.service
     body = await read_json(request, service.config.http.max_body_bytes)
     served = await service.model.get()
-    dialect.check_model(body, served)
-    asked = fields.read_fields(Tokenize, body)
+    check_model(body, served)
+    fields = read_fields(TokenizeFields, body)
     if body.get("messages") is not None:
         if body.get("prompt") is not None:
             raise InvalidRequest("prompt", "cannot be combined with messages")
         token_ids: Sequence[int] = (await read_chat_prompt(body, served, service.config, most=MAX_TOKENS)).prompt_ids
     else:
-        prompt = asked.prompt
+        prompt = fields.prompt
         if prompt is None:
             raise InvalidRequest("prompt", "or messages is required")
-        special = fields.read_fields(SpecialTokens, body).add_special_tokens is not False
+        special = read_fields(SpecialTokens, body).add_special_tokens is not False
         token_ids = await served.tokenize(
             prompt, service.config.limits, name="prompt", add_special_tokens=special, most=MAX_TOKENS
         )
     head = {"count": len(token_ids), "max_model_len": served.info.max_model_len}
-    document = _document(head, token_ids, served.tokenizer if asked.return_token_strs else None)
+    document = _document(head, token_ids, served.tokenizer if fields.return_token_strs else None)
     if len(token_ids) <= PART_TOKENS:
         return Response(b"".join(document), media_type="application/json")
     return StreamingResponse(_in_turns(document), media_type="application/json")
@@ -54,13 +52,13 @@ async def detokenize(request: Request) -> Response:
     service: HttpState = request.app.state.service
     body = await read_json(request, service.config.http.max_body_bytes)
     served = await service.model.get()
-    dialect.check_model(body, served)
-    token_ids = [] if body.get("tokens") == [] else fields.token_ids(body.get("tokens"), "tokens")
+    check_model(body, served)
+    token_ids = [] if body.get("tokens") == [] else read_token_ids(body.get("tokens"), "tokens")
     if len(token_ids) > MAX_TOKENS:
         raise InvalidRequest("tokens", f"at most {MAX_TOKENS}")
     if token_ids and (highest := max(token_ids)) >= served.info.vocab_size:
         raise InvalidRequest("tokens", f"token id {highest} is outside the vocabulary of {served.info.vocab_size}")
-    skips = fields.read_fields(Detokenize, {"tokens": [], **body}).skip_special_tokens
+    skips = read_fields(DetokenizeFields, {"tokens": [], **body}).skip_special_tokens
     return JsonBytes({"prompt": await asyncio.to_thread(served.tokenizer.decode, token_ids, skips)})
 
 

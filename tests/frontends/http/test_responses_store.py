@@ -12,7 +12,7 @@ import httpx
 import openai
 import pytest
 
-from frontends.http.openai.responses.store import ResponseStore, StoredResponse, make_database, remove_database
+from frontends.http.openai.response_store import ResponseStore, StoredResponse, make_database, remove_database
 from inferengine.errors import InferEngineError
 from tests.engine.builders import check_idle, run_service
 from tests.frontends.http.builders import FrontEnd, wait_until
@@ -184,7 +184,7 @@ def test_what_a_dead_worker_was_making_has_failed(path: Path, monkeypatch: pytes
             store.put(response(1, status="in_progress"))
             await store.saved()
             assert (await survivor.get("r1", "")).document["status"] == "in_progress"
-            monkeypatch.setattr("frontends.http.openai.responses.store.is_alive", lambda process: False)
+            monkeypatch.setattr("frontends.http.openai.response_store.is_alive", lambda process: False)
             assert (await survivor.get("r1", "")).document["status"] == "failed"
 
     run(test)

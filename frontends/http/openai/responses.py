@@ -1,4 +1,7 @@
-"""/v1/responses: create, whole, streamed or in the background; get, cancel, delete; conversations by reference."""
+"""OpenAI's Responses API, for text and functions: create, whole, streamed or in the background; get, cancel, delete.
+
+A body becomes one of the chat API; `previous_response_id` puts a stored conversation before it.
+"""
 
 from __future__ import annotations
 
@@ -14,28 +17,26 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Message
 
-from frontends.common import json as fields
 from frontends.common.errors import rename_field, report, unexpected
 from frontends.common.generation import Generation
-from frontends.http.bodies import Response as ResponseFields
+from frontends.common.json import read_fields
+from frontends.http.bodies import ResponsesFields, read_json
 from frontends.http.openai.chat import ChatRequest, read_chat
-from frontends.http.openai.request_fields import read_json
-from frontends.http.openai.responses.format import ResponsesFormat, as_messages
-from frontends.http.openai.responses.request import NAMES, read_input, to_chat
-from frontends.http.openai.responses.store import StoredResponse
+from frontends.http.openai.request_fields import SAMPLING
+from frontends.http.openai.response_store import StoredResponse
+from frontends.http.openai.responses_format import ResponsesFormat, as_messages
 from frontends.http.respond import JsonBytes, answer
 from frontends.http.state import HttpState
 from inferengine.errors import InferEngineError, InvalidRequest
 
 logger = logging.getLogger(__name__)
 
-MAX_METADATA = 16
 CANCEL_S = 10.0
 Endpoint = Callable[[Request], Awaitable[Response]]
 
 
 def with_own_names(endpoint: Endpoint) -> Endpoint:
-    """Errors name fields as this dialect calls them."""
+    """Let errors name fields as the Responses API calls them."""
 
     @wraps(endpoint)
     async def wrapped(request: Request) -> Response:
@@ -56,14 +57,14 @@ async def create(request: Request) -> Response:
     service: HttpState = request.app.state.service
     body = await read_json(request, service.config.http.max_body_bytes)
     tenant = _tenant(request)
-    asked = fields.read_fields(ResponseFields, {"input": "", **body}, service.config.limits)
-    background, store = asked.background, asked.store
-    if background and asked.stream:
+    fields = read_fields(ResponsesFields, {"input": "", **body}, service.config.limits)
+    background, store = fields.background, fields.store
+    if background and fields.stream:
         raise InvalidRequest("background", "cannot be streamed: ask for the response later", code="unsupported")
     if background and not store:
         raise InvalidRequest("store", "must be true for a response in the background")
     messages = read_input(body)
-    if (previous := asked.previous_response_id) is not None:
+    if (previous := fields.previous_response_id) is not None:
         try:
             before = await service.responses.get(previous, tenant)
         except InferEngineError as error:
@@ -72,8 +73,8 @@ async def create(request: Request) -> Response:
         if before.unfinished:
             raise InvalidRequest("previous_response_id", "is not finished yet")
         messages = [*before.messages, *as_messages(before.document["output"]), *messages]
-    chat = await read_chat(service, to_chat(body, messages), request.scope["request_id"])
-    envelope = _envelope(body, asked, chat)
+    chat = await read_chat(service, to_chat(body, fields, messages), request.scope["request_id"])
+    envelope = _envelope(body, fields, chat)
 
     def keep(document: dict[str, Any]) -> None:
         if store:
@@ -84,7 +85,9 @@ async def create(request: Request) -> Response:
     if background:
         return await _in_background(service, generation, format, StoredResponse(tenant, messages, envelope))
     stream = chat.answer.streaming.stream
-    return await answer(service, request, generation, format, stream=stream, before_end=service.responses.saved)
+    return await answer(
+        service, request, generation, format, stream=stream, before_end=service.responses.saved if store else None
+    )
 
 
 async def get(request: Request) -> Response:
@@ -167,7 +170,7 @@ async def _nobody_leaves() -> Message:
     return await asyncio.get_running_loop().create_future()  # type: ignore[no-any-return]
 
 
-def _envelope(body: dict[str, Any], asked: ResponseFields, chat: ChatRequest) -> dict[str, Any]:
+def _envelope(body: dict[str, Any], fields: ResponsesFields, chat: ChatRequest) -> dict[str, Any]:
     """What a response repeats of its request."""
     label = chat.options.label
     return {
@@ -175,18 +178,18 @@ def _envelope(body: dict[str, Any], asked: ResponseFields, chat: ChatRequest) ->
         "object": "response",
         "created_at": int(time.time()),
         "status": "in_progress",
-        "background": asked.background,
+        "background": fields.background,
         "error": None,
         "incomplete_details": None,
         "instructions": body.get("instructions"),
         "max_output_tokens": body.get("max_output_tokens"),
-        "metadata": asked.metadata,
+        "metadata": fields.metadata,
         "model": chat.served.name,
         "output": [],
-        "parallel_tool_calls": asked.parallel_tool_calls,
+        "parallel_tool_calls": fields.parallel_tool_calls,
         "previous_response_id": body.get("previous_response_id"),
         "reasoning": body.get("reasoning"),
-        "store": asked.store,
+        "store": fields.store,
         "temperature": chat.params.temperature,
         "text": body.get("text") or {"format": {"type": "text"}},
         "tool_choice": body.get("tool_choice") or "auto",
@@ -200,3 +203,120 @@ def _envelope(body: dict[str, Any], asked: ResponseFields, chat: ChatRequest) ->
 def _tenant(request: Request) -> str:
     key = request.scope.get("api_key")
     return "" if key is None else str(key.tenant)
+
+
+PASSED_ON = (
+    *(name for name in SAMPLING if name != "n"),
+    *("cache_salt", "priority", "chat_template_kwargs", "parallel_tool_calls", "stream", "model"),
+)
+NAMES = {
+    "response_format": "text.format",
+    "response_format.type": "text.format.type",
+    "response_format.json_schema": "text.format",
+    "response_format.json_schema.schema": "text.format.schema",
+    "max_tokens": "max_output_tokens",
+    "reasoning_effort": "reasoning.effort",
+    "messages": "input",
+}
+REFUSED: dict[str, tuple[Any, ...]] = {
+    "conversation": (),
+    "prompt": (),
+    "max_tool_calls": (),
+    "n": (1,),
+    "context_management": ([],),
+}
+
+
+def read_input(body: dict[str, Any]) -> list[dict[str, Any]]:
+    """`input` as chat messages: a text, or a list of messages, calls and their outputs."""
+    value = body.get("input")
+    if isinstance(value, str) and value:
+        return [{"role": "user", "content": value}]
+    if not isinstance(value, list) or not value:
+        raise InvalidRequest("input", "must be a text or a list of items, not empty")
+    messages: list[dict[str, Any]] = []
+    for place, item in enumerate(value):
+        _add_item(item, messages, f"input[{place}]")
+    return messages or [{"role": "user", "content": ""}]
+
+
+def to_chat(body: dict[str, Any], fields: ResponsesFields, messages: list[dict[str, Any]]) -> dict[str, Any]:
+    """Make the chat request of `messages`, those of `input` and of the conversation before it. `fields`: of `body`."""
+    for name, idle in REFUSED.items():
+        if body.get(name) is not None and body[name] not in idle:
+            raise InvalidRequest(name, "is not supported by this engine: leave it out", code="unsupported")
+    system = [{"role": "system", "content": fields.instructions}] if fields.instructions else []
+    chat: dict[str, Any] = {name: body[name] for name in PASSED_ON if body.get(name) is not None}
+    chat |= {"messages": [*system, *messages], "max_tokens": fields.max_output_tokens}
+    if (form := fields.text.get("format")) is not None:
+        chat["response_format"] = _form(form)
+    if (effort := fields.reasoning.get("effort")) is not None:
+        chat["reasoning_effort"] = effort
+    if "message.output_text.logprobs" in fields.include:
+        chat |= {"logprobs": True, "top_logprobs": fields.top_logprobs}
+    if fields.truncation == "auto":
+        chat["truncate_prompt_tokens"] = -1
+    _add_tools(chat, body)
+    return chat
+
+
+def _add_item(item: Any, messages: list[dict[str, Any]], path: str) -> None:
+    if not isinstance(item, dict):
+        raise InvalidRequest(path, "must be an object with a type, such as message")
+    kind = item.get("type", "message")
+    if kind == "message":
+        messages.append({"role": item.get("role"), "content": _content(item.get("content"), f"{path}.content")})
+    elif kind == "function_call":
+        function = {"name": item.get("name"), "arguments": item.get("arguments")}
+        call = {"id": item.get("call_id"), "type": "function", "function": function}
+        if not messages or messages[-1]["role"] != "assistant":
+            messages.append({"role": "assistant", "content": ""})
+        messages[-1].setdefault("tool_calls", []).append(call)
+    elif kind == "function_call_output":
+        content = _content(item.get("output"), f"{path}.output")
+        messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": content})
+    elif kind != "reasoning":  # what a model thought in earlier turns is not shown to it again
+        raise InvalidRequest(path, f"items of type {str(kind)[:40]} cannot be read", code="unsupported")
+
+
+def _content(content: Any, path: str) -> Any:
+    """Text, or parts that the chat API checks; a refusal in the history is what was said."""
+    if not isinstance(content, str | list):
+        raise InvalidRequest(path, "must be a string or a list of parts")
+    if isinstance(content, str):
+        return content
+    return [
+        {"type": "text", "text": part.get("refusal")}
+        if isinstance(part, dict) and part.get("type") == "refusal"
+        else part
+        for part in content
+    ]
+
+
+def _form(form: Any) -> dict[str, Any]:
+    if not isinstance(form, dict):
+        raise InvalidRequest("text.format", "must be an object with a type")
+    if form.get("type") != "json_schema":
+        return form
+    return {"type": "json_schema", "json_schema": {"schema": form.get("schema")}}
+
+
+def _add_tools(chat: dict[str, Any], body: dict[str, Any]) -> None:
+    tools, choice = body.get("tools"), body.get("tool_choice")
+    if tools is not None:
+        if not isinstance(tools, list):
+            raise InvalidRequest("tools", "must be a list")
+        chat["tools"] = [_tool(tool, f"tools[{place}]") for place, tool in enumerate(tools)]
+    if isinstance(choice, dict) and "function" not in choice:
+        choice = {"type": choice.get("type"), "function": {"name": choice.get("name")}}
+    if choice is not None:
+        chat["tool_choice"] = choice
+
+
+def _tool(tool: Any, path: str) -> dict[str, Any]:
+    if not isinstance(tool, dict) or tool.get("type") != "function":
+        raise InvalidRequest(path, "must be of type function: this server has no tools of its own", code="unsupported")
+    function = {
+        name: tool[name] for name in ("name", "description", "parameters", "strict") if tool.get(name) is not None
+    }
+    return {"type": "function", "function": function}

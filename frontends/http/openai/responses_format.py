@@ -13,8 +13,8 @@ from typing import Any
 from frontends.common.errors import error_object
 from frontends.common.generation import Choice, Generation, Output, Piece, Usage, guess_counts
 from frontends.common.json import event
-from frontends.http.openai import format as logprobs
 from frontends.http.openai.chat import ChatRequest
+from frontends.http.openai.format import chat_logprobs
 from inferengine.errors import InferEngineError
 from inferengine.text.tool_parsers.base import CallDelta, Content, Part, Reasoning
 
@@ -79,15 +79,7 @@ class ResponsesFormat:
         return [self._event(name, response=self._response) for name in ("response.created", "response.in_progress")]
 
     def _take(self, piece: Piece, parts: list[bytes]) -> None:
-        if self._chat.answer.logprobs is not None:
-            answer = self._chat.answer
-            shown = logprobs.as_chat(
-                answer.tokenizer,
-                piece.token_ids,
-                piece.logprobs or (),
-                answer.logprobs or 0,
-                answer.extras.return_tokens_as_token_ids,
-            )
+        if (shown := chat_logprobs(self._chat.answer, piece.token_ids, piece.logprobs)) is not None:
             self._rows += shown["content"]
         for part in self._reader.push(piece.text, piece.is_last):
             self._add(part, parts)
