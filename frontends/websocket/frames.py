@@ -18,7 +18,7 @@ import msgspec
 from msgspec import Meta
 
 from frontends.common.chat import OBJECT, TOKEN_ID, Conversation, array
-from frontends.common.json import read_fields, token_ids
+from frontends.common.json import read_fields, read_token_ids
 from inferengine.errors import InferEngineError, InvalidRequest
 from inferengine.fields import about, field_docs
 from inferengine.sampling_params import NAMES
@@ -206,7 +206,7 @@ def _check_prompt(frame: GenerateFrame) -> None:
     if sum(getattr(frame, name) is not None for name in _PROMPT_FIELDS) != 1:
         raise InvalidRequest("prompt", "give exactly one of prompt, messages and prompt_ids")
     if frame.prompt_ids is not None:
-        token_ids(frame.prompt_ids, "prompt_ids")
+        read_token_ids(frame.prompt_ids, "prompt_ids")
     if frame.messages is None and (given := frame.conversation):
         raise InvalidRequest(next(iter(given)), "needs messages: a prompt is continued as it stands")
 
