@@ -1,4 +1,4 @@
-"""systemd's notification protocol (sd_notify(3)), and the watchdog that only a turning loop feeds."""
+"""systemd's notification protocol (sd_notify(3)), and the watchdog that a turning loop feeds."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from inferengine.config import notify_socket, watchdog_interval_s
 
 
 class Notifier:
-    """Sends READY=1, STATUS=..., WATCHDOG=1, STOPPING=1; does nothing where nobody listens. Safe from any thread."""
+    """Sends READY=1, STATUS=..., WATCHDOG=1, STOPPING=1; does nothing without an address. Safe from any thread."""
 
     def __init__(self, address: str | None) -> None:
         self._path = None if address is None else ("\0" + address[1:] if address.startswith("@") else address)
@@ -46,7 +46,7 @@ class Notifier:
 
 
 class Watchdog:
-    """`feed` is called at each turn of the loop and passes a sign of life on as often as it is wanted."""
+    """Sends WATCHDOG=1 twice an interval, as long as `feed` is called at each turn of the loop."""
 
     def __init__(self, notifier: Notifier, interval_s: float | None, clock: Callable[[], float]) -> None:
         self._notifier = notifier
@@ -60,24 +60,10 @@ class Watchdog:
         return cls(notifier, watchdog_interval_s(), clock)
 
     def feed(self) -> None:
-        """Tell systemd that the loop turned, at most a few times an interval."""
+        """The loop has turned: send WATCHDOG=1 if it is due."""
         if self._interval_s is None:
             return
         now = self._clock()
         if now >= self._due_s:
             self._due_s = now + self._interval_s / 2
             self._notifier.send("WATCHDOG=1")
-
-
-def notify(message: str) -> bool:
-    """Send `READY=1`, `STOPPING=1`, `WATCHDOG=1`, `STATUS=...`. False when nobody listens."""
-    address = notify_socket()
-    if not address:
-        return False
-    path = "\0" + address[1:] if address.startswith("@") else address
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sender:
-        try:
-            sender.sendto(message.encode(), path)
-        except OSError:
-            return False
-    return True

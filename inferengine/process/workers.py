@@ -15,18 +15,14 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 
-from inferengine.config import watchdog_interval_s
 from inferengine.errors import ExitCode
 from inferengine.process import stdio
 from inferengine.process.reload import Reload
-from inferengine.process.sd_notify import notify
+from inferengine.process.sd_notify import Notifier, Watchdog
 
 logger = logging.getLogger(__name__)
 
-
-_DOUBLE = 8
-
-
+_DOUBLE = 8  # bytes
 SUPERVISED = {signal.SIGTERM, signal.SIGINT, signal.SIGCHLD, signal.SIGHUP}
 TURN_S = 0.25
 RESTART_AFTER_S = 0.5
@@ -72,31 +68,28 @@ class WorkerCells:
 
 
 class SignsOfLife:
-    """What systemd and `inferengine up` want to hear."""
+    """Tells systemd or `inferengine up` that the workers are ready, alive or stopping."""
 
     def __init__(self, status: str) -> None:
         """`status`: what is done once it is ready, as "serving http://127.0.0.1:8000"."""
         self._status = status
         self._ready = self._stopping = False
-        self._interval_s = watchdog_interval_s()
-        self._next_s = 0.0
+        self._notifier = Notifier.from_environment()
+        self._watchdog = Watchdog.from_environment(self._notifier, time.monotonic)
 
     def turn(self, stopping: bool) -> None:
-        """Every worker accepts, and its loop has turned lately."""
-        now = time.monotonic()
+        """Send what is due. Call it again and again while every worker's loop turns, or while they stop."""
         if not self._ready:
             self._ready = True
-            notify(f"READY=1\nSTATUS={self._status}")
+            self._notifier.send("READY=1", f"STATUS={self._status}")
         if stopping and not self._stopping:
             self._stopping = True
-            notify("STOPPING=1\nSTATUS=finishing what runs")
-        if self._interval_s is not None and now >= self._next_s:
-            self._next_s = now + self._interval_s / 2
-            notify("WATCHDOG=1")
+            self._notifier.send("STOPPING=1", "STATUS=finishing what runs")
+        self._watchdog.feed()
 
 
 class Workers:
-    """Children that accept from the same sockets. One that dies is replaced; the others go on."""
+    """Child processes that accept from the same sockets. One that ends is replaced; the others go on."""
 
     def __init__(
         self,
@@ -109,8 +102,8 @@ class Workers:
         signs: SignsOfLife,
         reload: Reload | None = None,
     ) -> None:
-        """`serve(worker)` runs in the child until SIGTERM and returns its exit code; it beats in `cells`, and stands
-        still when it has not for `frozen_after_s`."""
+        """`serve(worker)` runs in the child until SIGTERM and returns its exit code. It beats in `cells`; a worker that
+        has not for `frozen_after_s` is frozen, and no sign of life is sent."""
         self._serve = serve
         self._num_workers = num_workers
         self._sockets = sockets
@@ -125,7 +118,7 @@ class Workers:
         self._code: int = ExitCode.OK
 
     def run(self) -> int:
-        """Until SIGTERM or SIGINT, then until the last worker has ended. Returns an exit code of ExitCode."""
+        """Run until SIGTERM or SIGINT, then until the last worker has ended. Returns an exit code of ExitCode."""
         signal.pthread_sigmask(signal.SIG_BLOCK, SUPERVISED)
         while self._started or (self._due and not self._stopping):
             now = time.monotonic()
@@ -159,7 +152,7 @@ class Workers:
             os._exit(code)
 
     def _hang_up(self) -> None:
-        """Pass it on: each worker reads again what it can, and this process its own part."""
+        """Pass SIGHUP on: each worker reloads what it can, and this process its own part."""
         if self._reload is not None:
             self._reload.note()
             self._reload.run_if_due()
@@ -167,7 +160,7 @@ class Workers:
             os.kill(pid, signal.SIGHUP)
 
     def _stop(self) -> None:
-        """Pass it on: the first signal drains the workers, the second ends them."""
+        """Pass the signal on: the first drains the workers, the second ends them."""
         self._stopping = True
         for listener in self._sockets:
             listener.close()
