@@ -25,9 +25,8 @@ from inferengine.text import check_messages
 from inferengine.text.chat_template import RESERVED as TEMPLATE_NAMES
 from inferengine.text.chat_template import with_tools
 from inferengine.text.output_parser import CLOSE, OPEN, MessageReader, ReasoningReader
-from inferengine.text.tool_parsers import FORMATS, ToolFormat, detect
+from inferengine.text.tool_parsers import FORMATS, Function, ToolFormat, calls_grammar, detect
 from inferengine.text.tool_parsers.base import CallDelta
-from inferengine.text.tool_parsers.grammar import Function, calls_grammar
 
 MAX_TOOLS = 128  # OpenAI's limit
 NOTHING: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}

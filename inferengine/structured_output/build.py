@@ -1,6 +1,6 @@
-"""Builder: from a GrammarSpec to llguidance's matcher, in the engine and in the process that tries grammars out.
+"""Builder: compiles a GrammarSpec into llguidance's matcher, in the engine and in the process that tries grammars out.
 
-`translate` gives the spec in llguidance's own form, in time proportional to the source; compiling finds what it means.
+`translate` writes the spec in llguidance's own form, in time proportional to the source.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ T = TypeVar("T")
 
 
 def translate(spec: GrammarSpec) -> str:
-    """Raises InvalidRequest saying what cannot be read."""
+    """Return a spec in llguidance's own form. Raises InvalidRequest saying what cannot be read."""
     try:
         return str(TRANSLATIONS[spec.kind](spec))
     except (ValueError, TypeError, KeyError, AssertionError, RecursionError) as error:
@@ -63,12 +63,12 @@ def _json_schema(spec: GrammarSpec) -> str:
 
 
 def _regex(spec: GrammarSpec) -> str:
-    """A digit means 0-9, as everybody who writes \\d into a request means it."""
+    """Translate a regular expression. \\d means 0-9 alone."""
     return str(LLMatcher.grammar_from_lark(f"start: /{regex_to_lark(spec.source, 'd')}/\n"))
 
 
 def _lark(spec: GrammarSpec) -> str:
-    """A grammar in Lark, or in the EBNF that llama.cpp and xgrammar read."""
+    """Translate a grammar in Lark, or in the EBNF that llama.cpp and xgrammar read."""
     source = to_lark(spec.source) if is_ebnf(spec.source) else spec.source
     if sum(1 for _ in _RULE.finditer(source)) > MAX_RULES:
         raise ValueError(f"has more than {MAX_RULES} rules")
@@ -103,7 +103,7 @@ TRANSLATIONS: dict[str, Callable[[GrammarSpec], str]] = {
 
 
 class Vocabulary(NamedTuple):
-    """What grammars are compiled for."""
+    """The tokens that grammars are compiled for."""
 
     tokenizer_json: str
     size: int
@@ -116,7 +116,7 @@ class Vocabulary(NamedTuple):
 
 
 class Builder:
-    """Compiles for one vocabulary, whatever it takes: `CompileProcess` knows what it will take."""
+    """Compiles for one vocabulary, without limits of time and memory: those are CompileProcess's."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self.vocabulary = vocabulary
@@ -129,7 +129,8 @@ class Builder:
         self._lock = Lock()
 
     def tokenizer(self) -> LLTokenizer:
-        """Made once: a second for a large vocabulary, with the interpreter's lock."""
+        """Return llguidance's tokenizer. Making it, once, holds the interpreter's lock: a second for a large
+        vocabulary."""
         with self._lock:
             return self._tokenizer
 
@@ -140,8 +141,8 @@ class Builder:
         return LLTokenizer(vocabulary.tokenizer_json, n_vocab=vocabulary.size, eos_token=ends)
 
     def build(self, spec: GrammarSpec) -> LLMatcher:
-        """A matcher at the beginning of `spec`. To be called on a stack of STACK_BYTES; the interpreter's lock is free
-        for most of it. Raises InvalidRequest saying what is wrong."""
+        """Compile `spec`: return a matcher at its beginning. Call it on a stack of STACK_BYTES; the interpreter's lock
+        is free most of the time. Raises InvalidRequest saying what is wrong."""
         if len(spec.source.encode()) > MAX_SOURCE_BYTES:
             raise InvalidRequest("grammar", f"has more than {MAX_SOURCE_BYTES} bytes")
         matcher = LLMatcher(self.tokenizer(), translate(spec), log_level=0, limits=self._limits)
@@ -150,8 +151,8 @@ class Builder:
         return matcher
 
     def try_out(self, matcher: LLMatcher, token_s: float) -> None:
-        """Follow it as an output would, by a few tokens. Raises InvalidRequest when none of the ways tried goes on
-        within the budget: a mistake in hundreds of optional properties shows at the first of them."""
+        """Follow a grammar by a few random tokens, as an output would. Raises InvalidRequest when each of the walks
+        fails or exceeds the budget: a mistake in hundreds of optional properties shows at the first of them."""
         refusal: InvalidRequest | None = None
         for walk in range(NUM_WALKS):
             try:
@@ -177,7 +178,7 @@ class Builder:
 
 
 def on_large_stack(work: Callable[[], T]) -> T:
-    """Do it in a thread of its own with a stack of STACK_BYTES. Its error is raised here."""
+    """Call `work` in a thread with a stack of STACK_BYTES. Returns its result, or raises its error."""
     results: list[T] = []
     errors: list[BaseException] = []
 
@@ -200,7 +201,7 @@ def on_large_stack(work: Callable[[], T]) -> T:
 
 
 def _some_token(mask: bytearray, draw: random.Random) -> int | None:
-    """Any token that the mask allows."""
+    """A random token that the mask allows; None: it allows none."""
     start = draw.randrange(len(mask))
     for offset in range(len(mask)):
         place = (start + offset) % len(mask)

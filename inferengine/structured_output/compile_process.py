@@ -27,7 +27,7 @@ MAX_START_S = 30.0  # a quarter second on an idle machine, a second more for a l
 
 
 class TrialResult(NamedTuple):
-    """What compiling a grammar took; why it is refused, where it is."""
+    """What compiling a grammar took, or why it is refused."""
 
     refused: str | None
     cpu_s: float = 0.0
@@ -49,12 +49,13 @@ class Trial:
         self.tenant = tenant
         self.spec = spec
         self.done = done
-        self.is_slow = False  # it took more than a moment: the grammar is why somebody waits
+        self.is_slow = False  # its first time slice was not enough
         self.was_lost = False  # the process died once while it was there
 
 
 class CompileProcess:
-    """Started at the first trial, in the background, and again when it dies. All methods return at once.
+    """The process. It is started at the first trial, in the background, and again when it dies. All methods return at
+    once.
 
     Two threads that sleep: one writes, which may have to wait for the process, and one reads and calls `done`.
     """
@@ -83,12 +84,13 @@ class CompileProcess:
         return None if self._process is None else self._process.pid
 
     def start(self) -> None:
-        """Begin to start it. Any number of times."""
+        """Start the process in the background, unless it has been started."""
         with self._lock:
             self._start()
 
     def submit(self, tenant: str, spec: GrammarSpec, done: Done) -> int:
-        """Try a grammar out. `done` is called once, in a thread of this, unless it is dropped before."""
+        """Try a grammar out. `done` is called once, in a thread of this object, unless the trial is dropped before.
+        Returns the number of the trial."""
         with self._lock:
             self._next_id += 1
             id = self._next_id
@@ -109,7 +111,7 @@ class CompileProcess:
         return trial is not None and trial.is_slow
 
     def close(self) -> None:
-        """End it. Trials are not answered any more."""
+        """End the process. Trials are not answered any more."""
         with self._lock:
             self._closed = True
             self._trials.clear()
@@ -196,7 +198,7 @@ class CompileProcess:
         with self._lock:
             self._ready.clear()
             self._process = None
-            self._requests.put(None)  # whoever writes still
+            self._requests.put(None)  # ends the thread that writes
             self._requests, self._writer = SimpleQueue(), None
             lost = [self._trials.pop(id) for id, trial in list(self._trials.items()) if trial.was_lost]
             for id, trial in self._trials.items():

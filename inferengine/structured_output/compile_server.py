@@ -22,29 +22,33 @@ import selectors
 import signal
 import struct
 import time
+from collections import OrderedDict, deque
 from collections.abc import Iterator
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from inferengine.errors import InvalidRequest
 from inferengine.structured_output.build import STACK_BYTES, Builder, Vocabulary, on_large_stack
-from inferengine.structured_output.compile_jobs import Job, Jobs
 from inferengine.structured_output.matcher import TOO_DEEP
 from inferengine.structured_output.spec import GrammarSpec
 
 PR_SET_PDEATHSIG = 1
 MIB = 1024 * 1024
 LENGTH = struct.Struct("<I")
+QUICK_S = 0.05  # of processor time; most grammars take less
+SECOND_S = 0.3
+QUICK_LANES = 1  # processes at once for first tries
+SLOW_LANES = 2  # and for the others
 _LIBC = ctypes.CDLL(None)
 
 
 class Frames:
-    """Messages out of a stream of bytes."""
+    """Splits a stream of bytes into messages."""
 
     def __init__(self) -> None:
         self._bytes = bytearray()
 
     def feed(self, data: bytes) -> Iterator[dict[str, Any]]:
-        """Take bytes in and give the messages that are complete."""
+        """Take bytes. Yields the messages that are complete."""
         self._bytes += data
         while len(self._bytes) >= LENGTH.size:
             (length,) = LENGTH.unpack_from(self._bytes)
@@ -59,6 +63,72 @@ def to_frame(message: dict[str, Any]) -> bytes:
     """Encode a message: its length (u32, little-endian), then JSON."""
     body = json.dumps(message).encode()
     return LENGTH.pack(len(body)) + body
+
+
+class Job(NamedTuple):
+    """A grammar to be tried out. `level`: how many times its time was not enough."""
+
+    id: int
+    tenant: str
+    spec: list[Any]
+    level: int = 0
+
+
+class Jobs:
+    """Decides which grammar is compiled next, and for how long. New ones go first, for a short time.
+
+    A grammar that takes 5 ms must not wait for one that takes seconds, and a client that sends many slow ones must not
+    delay the others. So each is tried for a short time in a lane for first tries; what is not done by then starts over
+    in a slower lane with more time. Within a lane tenants take turns. `limit_s` is the processor time after which a
+    grammar is given up. Pure: no processes and no clock.
+    """
+
+    def __init__(self, limit_s: float) -> None:
+        self.slices = [*(short for short in (QUICK_S, SECOND_S) if short < limit_s), limit_s]
+        self.running: dict[int, Job] = {}
+        self._waiting: list[OrderedDict[str, deque[Job]]] = [OrderedDict() for _ in self.slices]
+
+    def add(self, job: Job) -> None:
+        """Queue a job at its level."""
+        self._waiting[job.level].setdefault(job.tenant, deque()).append(job)
+
+    def next(self) -> Job | None:
+        """Return the job to start now, which runs from then on; None: there is none, or no room."""
+        num_slow = sum(job.level > 0 for job in self.running.values())
+        has_quick_room = len(self.running) - num_slow < QUICK_LANES
+        for level, waiting in enumerate(self._waiting):
+            if not waiting or not (num_slow < SLOW_LANES if level else has_quick_room):
+                continue
+            tenant, queue = waiting.popitem(last=False)
+            job = queue.popleft()
+            if queue:
+                waiting[tenant] = queue  # behind the others
+            self.running[job.id] = job
+            return job
+        return None
+
+    def out_of_time(self, id: int) -> Job | None:
+        """Queue a job that has used up its time at the next level, and return it; None after the last level."""
+        job = self.running.pop(id)
+        if job.level + 1 == len(self.slices):
+            return None
+        job = job._replace(level=job.level + 1)
+        self.add(job)
+        return job
+
+    def done(self, id: int) -> None:
+        """Free the lane of a job that has ended."""
+        self.running.pop(id, None)
+
+    def drop(self, id: int) -> None:
+        """Take a job out of the queues. One that runs stays until it is `done`."""
+        for waiting in self._waiting:
+            for tenant, queue in list(waiting.items()):
+                kept = deque(job for job in queue if job.id != id)
+                if kept:
+                    waiting[tenant] = kept
+                else:
+                    del waiting[tenant]
 
 
 class CompileServer:
@@ -79,7 +149,7 @@ class CompileServer:
         self._token_s = 0.0
 
     def run(self) -> None:
-        """Until the input ends."""
+        """Serve until the input ends."""
         self._selector.register(self._source, selectors.EVENT_READ, None)
         try:
             while True:
@@ -192,12 +262,13 @@ class CompileServer:
             except InvalidRequest as error:
                 answer = {"refused": error.message}
             os.write(target, json.dumps(answer).encode())
-        except BaseException:  # there is nobody to tell: without an answer the grammar is refused
+        except BaseException:  # without an answer the grammar is refused
             os._exit(1)
         os._exit(0)
 
     def _confine(self, job: Job, parent: int) -> None:
-        """Let it die with its parent, take no more than it may, and leave the processors to others if it takes long."""
+        """Bound what this child process takes: it ends with its parent, has limits of memory and time, and gives way to
+        other processes once it was slow."""
         _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:  # it died in between
             os._exit(1)
@@ -222,17 +293,18 @@ def _virtual_bytes() -> int:
 
 
 def _anonymous_bytes() -> int:
-    """Memory that this process took for itself. Pages of files do not count: they are the system's."""
+    """Bytes of memory that this process allocated. Pages of files do not count: they are the system's."""
     with open("/proc/self/status") as file:
         return next((int(line.split()[1]) * 1024 for line in file if line.startswith("RssAnon:")), 0)
 
 
 def main() -> None:
-    """The engine says when to end, by closing the pipe: a signal to the whole group is not for this process."""
+    """Serve on standard input and output. Signals to the process group are ignored: the engine ends this process by
+    closing the pipe."""
     for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(each, signal.SIG_IGN)
     source, target = os.dup(0), os.dup(1)
-    os.dup2(2, 1)  # whatever prints, it does not print between the answers
+    os.dup2(2, 1)  # prints go to standard error, not between the answers
     CompileServer(source, target).run()
 
 

@@ -1,4 +1,4 @@
-"""GrammarCompiler: from a GrammarSpec to matchers, off the engine's loop, with bounded effort and a bounded cache.
+"""GrammarCompiler: compiles GrammarSpecs into matchers outside of the engine's loop, within limits, with a cache.
 
 An unknown grammar is tried out in another process first, which can be killed (compile_server.py). Only what compiled
 there within its limits is compiled here, in threads with a large stack; cached grammars are copied by a thread that
@@ -24,8 +24,8 @@ from llguidance import LLMatcher, LLTokenizer
 from inferengine.config import LimitsConfig
 from inferengine.errors import InferEngineError, InvalidRequest
 from inferengine.structured_output.build import MAX_SOURCE_BYTES, STACK_BYTES, Builder, Vocabulary
-from inferengine.structured_output.compile_jobs import QUICK_S
 from inferengine.structured_output.compile_process import CompileProcess, TrialResult
+from inferengine.structured_output.compile_server import QUICK_S
 from inferengine.structured_output.matcher import Budget, GrammarUsage, TokenMatcher
 from inferengine.structured_output.spec import GrammarSpec
 
@@ -43,7 +43,7 @@ Done = Callable[[list[TokenMatcher] | InferEngineError], None]
 
 
 class CachedGrammar(NamedTuple):
-    """A grammar at its beginning, and what its outputs have spent."""
+    """A matcher at the beginning of its grammar, and the processor time that its outputs have spent."""
 
     matcher: LLMatcher
     usage: GrammarUsage
@@ -56,7 +56,7 @@ class CachedGrammar(NamedTuple):
 
 
 class GrammarCache:
-    """Least recently used goes first. Not for several threads at once."""
+    """Compiled grammars, of which the least recently used is evicted first. Not thread-safe."""
 
     def __init__(self, num_bytes: int = CACHE_BYTES) -> None:
         self.max_bytes = num_bytes
@@ -72,7 +72,7 @@ class GrammarCache:
         return sum(entry.size for entry in self._entries.values())
 
     def entry(self, key: bytes) -> CachedGrammar | None:
-        """The compiled grammar, unless it is used up."""
+        """Return the compiled grammar; None if there is none, or its outputs have spent RETIRE_S or failed."""
         entry = self._entries.get(key)
         if entry is None:
             return None
@@ -83,14 +83,14 @@ class GrammarCache:
         return entry
 
     def trial_result(self, key: bytes) -> TrialResult | None:
-        """What compiling it took, or why it is refused; None: nobody has tried."""
+        """Return what compiling it took, or why it is refused; None: not tried yet."""
         trial_result = self._results.get(key)
         if trial_result is not None:
             self._results.move_to_end(key)
         return trial_result
 
     def keep(self, key: bytes, entry: CachedGrammar) -> bool:
-        """Whether others had to go for it."""
+        """Add a compiled grammar. Returns whether others were evicted for it."""
         self._entries[key] = entry
         is_full = self.size > self.max_bytes
         while self._entries and self.size > self.max_bytes:
@@ -98,7 +98,7 @@ class GrammarCache:
         return is_full
 
     def clear(self) -> None:
-        """Forget every grammar, and what is known of others."""
+        """Forget every grammar and every trial result."""
         self._entries.clear()
         self._results.clear()
 
@@ -110,7 +110,7 @@ class GrammarCache:
 
 
 def cache_key(spec: GrammarSpec) -> bytes:
-    """Equal for equal grammars, 32 bytes for any."""
+    """Return the hash of a grammar, 32 bytes: equal for equal specs."""
     digest = hashlib.sha256()
     for part in (spec.kind, spec.source, "-" if spec.whitespace is None else f"={spec.whitespace}"):
         data = part.encode()
@@ -177,7 +177,7 @@ class GrammarCompiler:
         return ticket
 
     def cancel(self, ticket: Ticket) -> None:
-        """Nobody waits for it any more. Compilations for nobody are killed."""
+        """Drop a ticket. A compilation that no other ticket waits for is killed."""
         with self._lock:
             unknown = self._unknown.get(ticket.key)
             if unknown is None or ticket not in unknown.tickets:
@@ -188,17 +188,17 @@ class GrammarCompiler:
                 self.process.drop(unknown.trial)
 
     def is_slow(self, ticket: Ticket) -> bool:
-        """The grammar itself takes long, it does not merely wait its turn."""
+        """Whether the grammar itself takes long, and does not merely wait its turn."""
         with self._lock:
             unknown = self._unknown.get(ticket.key)
             return unknown is not None and self.process.is_slow(unknown.trial)
 
     def compile(self, spec: GrammarSpec) -> TokenMatcher:
-        """A matcher at the beginning of `spec`. Raises InvalidRequest saying what is wrong."""
+        """Return a matcher at the beginning of `spec`. Raises InvalidRequest saying what is wrong."""
         return self.compile_many(spec, 1)[0]
 
     def compile_many(self, spec: GrammarSpec, count: int) -> list[TokenMatcher]:
-        """The same for the choices of one request. Its limit is the processor time that compiling takes."""
+        """Return `count` matchers, for the choices of one request. Waits as long as compiling may take."""
         answer: Future[list[TokenMatcher] | InferEngineError] = Future()
         self.submit(spec, answer.set_result, count=count)
         result = answer.result()
@@ -207,7 +207,8 @@ class GrammarCompiler:
         return result
 
     def prepare(self) -> Future[LLTokenizer]:
-        """Have made, in the background, what the first grammar needs beside itself."""
+        """Start the process and make the tokenizer in the background, so that the first grammar need not wait for
+        them."""
         self.process.start()
         return self._building.submit(self._builder.tokenizer)
 
@@ -217,7 +218,7 @@ class GrammarCompiler:
             self.cache.clear()
 
     def close(self) -> None:
-        """What waits is not done any more."""
+        """End the process and the threads. What waits is dropped."""
         self.process.close()
         for threads in (self._copying, self._building, self._building_slowly):
             threads.shutdown(wait=False, cancel_futures=True)
@@ -249,7 +250,7 @@ class GrammarCompiler:
                 self._go_on(unknown.spec, trial_result, tickets)
 
     def _go_on(self, spec: GrammarSpec, trial_result: TrialResult, tickets: list[Ticket]) -> None:
-        """Compile here what is known to compile, quick ones not behind slow ones."""
+        """Compile a grammar that compiled in its trial, quick ones not behind slow ones."""
         if trial_result.refused is not None:
             self._copying.submit(_answer, tickets, InvalidRequest("grammar", trial_result.refused))
             return
@@ -277,7 +278,7 @@ class GrammarCompiler:
         key = cache_key(spec)
         with self._lock:
             if (known := self.cache.entry(key)) is not None:
-                return known  # somebody asked for the same at the same time
+                return known  # compiled meanwhile for another request
         matcher = self._builder.build(spec)
         mask = bytearray(self._builder.vocabulary.mask_bytes)
         TokenMatcher(matcher, Budget(1.0, GrammarUsage())).fill_bitmask(memoryview(mask))  # the first is the slowest

@@ -55,7 +55,7 @@ BURST_S = 0.1  # for what is slow once: the first mask of a schema of 1,000 prop
 
 
 def reason(message: str) -> str:
-    """What llguidance says of a grammar, as a sentence without its subject."""
+    """Translate llguidance's message into what is wrong with a grammar: a sentence without its subject."""
     for words, meaning in _BY_WORDS:
         if words.lower() in message.lower():
             return meaning
@@ -63,14 +63,14 @@ def reason(message: str) -> str:
 
 
 def first_lines(message: str) -> str:
-    """The start of a message of several lines, in one."""
+    """Join the first lines of a message into one, of at most 300 characters."""
     lines = [line.strip() for line in message.replace(_NOISE, "").splitlines() if line.strip()]
     return " ".join(lines[:3])[:300] if lines else "no reason given"
 
 
 class GrammarUsage:
-    """What all matchers of one compiled grammar have taken. They share a lexer: when one of them has hit a limit of it,
-    it takes no token of any of them, and does not say why."""
+    """What all matchers of one compiled grammar have spent. They share a lexer: once one of them has hit a limit of it,
+    the lexer takes no token of any of them, and gives no reason."""
 
     __slots__ = ("failure", "seconds")
 
@@ -93,7 +93,8 @@ class Budget:
         self.usage = usage
 
     def spend(self, seconds: float, *, earned: bool) -> None:
-        """Raises InvalidRequest when more is spent than there is. `earned`: a mask was made for it."""
+        """Subtract processor time. `earned`: it was for a mask, which adds `token_s`. Raises InvalidRequest when the
+        budget is exceeded."""
         left = self._left_s - seconds + (self._token_s if earned else 0.0)
         self._left_s = left if left < BURST_S else BURST_S
         self.usage.seconds += seconds
@@ -104,8 +105,8 @@ class Budget:
 class TokenMatcher:
     """One output's place in a compiled grammar. Implements `core.constraints.Grammar`.
 
-    What needs no translation is llguidance's own method: a step of many outputs makes a hundred such calls. A matcher
-    that fails says of itself that it has stopped, so an end is always held against its error.
+    llguidance's methods are looked up once: a step of many outputs makes a hundred such calls. A matcher that fails
+    also reports that it has stopped, so its error is checked at every end.
     """
 
     __slots__ = ("_budget", "_compute_mask", "_consume", "_forced", "_is_error", "_is_stopped", "_matcher")
@@ -121,7 +122,7 @@ class TokenMatcher:
         )
 
     def accept(self, token_id: int) -> bool:
-        """Take one token. False: the grammar does not allow it. Raises InvalidRequest at a limit."""
+        """Advance by one token. False: the grammar does not allow it. Raises InvalidRequest at a limit."""
         if self._consume([token_id]) == 1:
             return True
         self._check()
@@ -130,16 +131,16 @@ class TokenMatcher:
         return False
 
     def validate(self, token_ids: list[int]) -> int:
-        """How many of these tokens the grammar allows in a row."""
+        """Return how many of these tokens, from the first on, the grammar allows."""
         return int(self._matcher.validate_tokens(token_ids)) if token_ids else 0
 
     def rollback(self, num_tokens: int) -> None:
-        """Take back the last tokens."""
+        """Undo the last tokens."""
         if num_tokens and not self._matcher.rollback(num_tokens):
             self._check()
 
     def fill_bitmask(self, row: memoryview) -> None:
-        """The interpreter lock is free meanwhile."""
+        """Write the mask of allowed tokens into `row`. The interpreter's lock is free meanwhile."""
         begin = time.thread_time()
         self._compute_mask(ctypes.addressof(ctypes.c_char.from_buffer(row)), len(row))
         if self._is_error():
@@ -154,7 +155,7 @@ class TokenMatcher:
         return True
 
     def forced(self) -> list[int]:
-        """The tokens that must come next, where there is only one way."""
+        """Return the tokens that must come next; empty where there is a choice."""
         begin = time.thread_time()
         tokens = list(self._forced())
         if self._is_error():
@@ -163,7 +164,7 @@ class TokenMatcher:
         return tokens
 
     def _check(self) -> None:
-        """Raise what went wrong."""
+        """Raise InvalidRequest if llguidance reports an error."""
         if self._is_error():
             self._budget.usage.failure = reason(self._matcher.get_error())
             raise InvalidRequest("grammar", self._budget.usage.failure)

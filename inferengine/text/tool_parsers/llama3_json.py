@@ -3,8 +3,7 @@ with or without `<|python_tag|>` before. A message that begins otherwise is text
 
 from __future__ import annotations
 
-from inferengine.text.tool_parsers.base import CallDelta, Content, Part
-from inferengine.text.tool_parsers.call_object import CallObject
+from inferengine.text.tool_parsers.base import CallDelta, CallObject, Content, Part
 
 TAG = "<|python_tag|>"
 _BETWEEN = " \t\r\n;,"

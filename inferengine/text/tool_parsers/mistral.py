@@ -3,8 +3,7 @@
 
 from __future__ import annotations
 
-from inferengine.text.tool_parsers.base import CallDelta, Content, Part, split_at_mark
-from inferengine.text.tool_parsers.call_object import CallObject, JsonValue
+from inferengine.text.tool_parsers.base import CallDelta, CallObject, Content, JsonValue, Part, split_at_mark
 
 MARK, CALL_ID, ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 

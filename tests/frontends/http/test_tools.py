@@ -10,7 +10,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from inferengine.text.tool_parsers.grammar import MAX_CALLS
+from inferengine.text.tool_parsers import MAX_CALLS
 from inferengine.wire.messages import Submit
 from tests.frontends.http.builders import TOKENIZER, House, house, ids, says
 from tests.frontends.http.embedded import Embedded
