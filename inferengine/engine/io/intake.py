@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 MAX_READERS = 64  # of one request: each step is sent to all of them
 CANCELLED = ("cancelled", "The request was cancelled.")
-RESUMED_SHARE = 2  # of the queue's limits that requests may take which an engine had accepted before
+RESUMED_SHARE = 2  # times the queue's limits, for requests that an earlier engine had accepted
 MAX_STALLS = 2  # a request that was in flight at so many stalled steps is not run again
 TEXT_TIMEOUT_S = 30.0  # longest that a request waits for its prompt to be tokenized
 RETRY_AFTER_S = 5.0
@@ -57,7 +57,8 @@ ENDING_RETRY_S = 0.1  # before a client may resume a request that is being cance
 def check_submit(
     message: Submit, limits: LimitsConfig, *, vocab_size: int, has_embeddings: bool, has_text: bool
 ) -> SamplingParams:
-    """The request's parameters. `has_embeddings`, `has_text`: what the engine can give. Raises InvalidRequest."""
+    """Check a SUBMIT and return its sampling parameters. `has_embeddings`, `has_text`: what the engine can give. Raises
+    InvalidRequest."""
     params = from_map(message.params)
     validate(params, vocab_size=vocab_size, limits=limits)
     if message.reply == "tokens" and params.stop:
@@ -79,7 +80,7 @@ def check_submit(
 
 
 def _check_embedding(message: Submit, params: SamplingParams, has_embeddings: bool) -> None:
-    """An embedding draws no token: what says how is refused, so that nobody wonders why it has no effect."""
+    """Refuse parameters of generation in a request for an embedding, where they would have no effect."""
     if message.reply != "embedding":
         raise InvalidRequest("pooling", 'is for reply "embedding" only')
     if not has_embeddings:
@@ -596,7 +597,8 @@ class Intake:
         *,
         resumed: bool = False,
     ) -> None:
-        """`resumed`: an engine had accepted it before. All that it ran and all that waited for it may come at once."""
+        """Check the limits of the queue. `resumed`: an earlier engine had accepted it; all requests that ran or waited
+        there may come at once, so these limits are higher."""
         requests, tokens = engine.loop.queued()
         requests_ahead, tokens_ahead = engine.loop.queued(submission.tenant)
         preparing = len(self._pending)
@@ -692,7 +694,7 @@ class Intake:
         connection.answer(codec.encode(answer), now)
 
     def _leave(self, connection: Connection, streams: set[int]) -> None:
-        """This connection reads them no more: what nobody else reads is cancelled."""
+        """Stop sending these streams to this connection; requests without another reader are cancelled."""
         for item in self._pending:
             others = [each for each in item.readers if each[0] is not connection or each[1].stream not in streams]
             if len(others) < len(item.readers):
@@ -715,7 +717,7 @@ def _cursors(message: Submit | Attach) -> Sequence[int | None]:
 
 
 def _check_cursors(submission: Submission, cursors: Sequence[int | None]) -> None:
-    """What an engine before this one said besides tokens is not known here. Raises engine_restarted."""
+    """Raise engine_restarted where a reader lacks log-probabilities that only an earlier engine had."""
     if submission.params.logprobs is None:
         return
     for log in submission.logs:

@@ -202,7 +202,7 @@ class OutputLog:
             del self.logprobs[num_tokens:]
 
     def end(self, row: Finished) -> None:
-        """The core's terminal event becomes the log's; a stop string found on the way is the true reason."""
+        """End the log as the core ended the choice; where a stop string was found before, with that as the reason."""
         text = self.text
         reason, num_tokens = row.reason, row.num_output
         detail: Any = row.detail
@@ -231,7 +231,7 @@ class OutputLog:
 
 class Subscription:
     """One connection's cursor on one log. A plain one (tokens alone) that is not dirty stands at the end of its log by
-    definition, so that the step that everybody waits for moves no cursors."""
+    definition, so that a common step moves no cursors."""
 
     __slots__ = ("ahead", "characters", "connection", "cursor", "log", "plain", "stream", "wants_text", "wants_tokens")
 

@@ -232,7 +232,7 @@ class BatchRouting:
 
     def push(self, token_ids: list[int]) -> None:
         """Collect the tokens of a step."""
-        assert len(token_ids) == len(self.logs), "a step has one token for each row of its layout"
+        assert len(token_ids) == len(self.logs), "a step has one token for each row of its routing"
         if len(self._columns) >= MAX_COLUMNS:
             self.settle()
         self._token_ids = token_ids
@@ -336,8 +336,8 @@ class Publisher:
         log_requests: bool = False,
         on_end: Callable[[OutputLog, Finished, Done], None] | None = None,
     ) -> None:
-        """`stop(uid)` ends a choice whose stop string was found. `log_requests`: a line for each choice's end.
-        `on_end` hears of each: the log, its end as the core and as clients see it."""
+        """`stop(uid)` ends a choice whose stop string was found. `log_requests`: log a line at each choice's end.
+        `on_end` is called there with the log and its end as the core and as clients see it."""
         self.submissions: dict[bytes, Submission] = {}
         self.num_open = 0  # choices that have not ended
         self._counters = counters
@@ -600,7 +600,7 @@ class Publisher:
             self._stop(log.uid)
 
     def _catch_up(self, subscription: Subscription) -> None:
-        """The log of a reader who held more than it has, perhaps, all that he held now."""
+        """Clear `ahead` once the log has all tokens that its reader held."""
         log, start = subscription.log, subscription.ahead
         if len(log.tokens) >= start:
             subscription.ahead = 0

@@ -1,5 +1,6 @@
-"""A span for each choice that ends, under the span of whoever sent the request: when it waited, computed its prompt and
-generated. Attributes follow OpenTelemetry's gen_ai conventions; `gen_ai.latency.*` are vLLM's names, in seconds."""
+"""A span for each choice that ends, under its client's span, with the times of queueing, prefill and decoding.
+
+Attributes follow OpenTelemetry's gen_ai conventions; `gen_ai.latency.*` are vLLM's names, in seconds."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from inferengine.wire.messages import Done
 
 
 def record_choice(tracing: Tracing, model: str, log: OutputLog, row: Finished, ended: Done) -> None:
-    """Of a choice that ends now. `ended`: its end as clients see it."""
+    """Record the span of a choice that ends now. `ended`: its end as clients see it."""
     submission, params = log.submission, log.submission.params
     operation = "text_completion" if submission.pooling is None else "embeddings"
     end_ns = unix_ns()

@@ -45,10 +45,10 @@ class GrammarService:
         self._prepared: Future[Any] | None = None
 
     def prepare(self, vocab_size: int, eos_token_ids: list[int]) -> None:
-        """Begin, while the engine starts, with what a large vocabulary needs before its first grammar: it keeps the
-        interpreter's lock for a second, in which no stream would go on."""
+        """Begin, while the engine starts, with what a large vocabulary needs before its first grammar. It holds the
+        interpreter's lock for a second, which would pause all streams later."""
         if vocab_size >= LARGE_VOCABULARY:
-            with contextlib.suppress(InferEngineError):  # said when somebody asks for a grammar
+            with contextlib.suppress(InferEngineError):  # the first request with a grammar reports it
                 self._compiler = self._make_compiler(vocab_size, eos_token_ids)
                 self._prepared = self._compiler.prepare()
 
@@ -58,7 +58,7 @@ class GrammarService:
             self._compiler.forget()
 
     def wait(self) -> None:
-        """Until the engine's own part of that is done. The other process may take longer."""
+        """Wait until `prepare` is done in this process. The compiling process may take longer."""
         if self._prepared is not None and (error := self._prepared.exception()) is not None:
             logger.warning("grammars will be refused: %s", error)
 
@@ -72,7 +72,7 @@ class GrammarService:
         *,
         tenant: str,
     ) -> Ticket:
-        """`done` gets a grammar at its beginning for each choice, or why there are none, in the I/O thread. Raises
+        """Compile a grammar. `done` gets one for each choice, at its beginning, or the error, in the I/O thread. Raises
         `unsupported` where this engine cannot compile any."""
         compiler = self._compiler or self._make_compiler(vocab_size, eos_token_ids)
         self._compiler = compiler
@@ -92,21 +92,21 @@ class GrammarService:
         return compiler.submit(spec, deliver, count=params.n, tenant=tenant)
 
     def cancel(self, ticket: Ticket) -> None:
-        """Nobody waits for it any more."""
+        """Stop compiling: the request does not wait for it any more."""
         if self._compiler is not None:
             self._compiler.cancel(ticket)
 
     def is_slow(self, ticket: Ticket) -> bool:
-        """It is the grammar that takes long, and not its turn."""
+        """Whether the grammar itself takes long; False while it waits for those of others."""
         return self._compiler is not None and self._compiler.is_slow(ticket)
 
     @property
     def is_starting(self) -> bool:
-        """Grammars wait for the process that tries them out."""
+        """Whether the compiling process has not started yet, so that grammars wait for it."""
         return self._compiler is not None and self._compiler.process.is_starting
 
     def close(self) -> None:
-        """What waits is not done any more."""
+        """Stop the compiler. Grammars that wait are not compiled."""
         if self._compiler is not None:
             self._compiler.close()
 
@@ -167,7 +167,7 @@ def advance(
     for grammar, (choice, output) in zip(grammars, live, strict=True):
         for place, token_id in enumerate(output):
             if not place % TOKENS_PER_LOOK and not is_wanted():
-                raise InferEngineError("cancelled", "Nobody waits for it any more.")
+                raise InferEngineError("cancelled", "The request was cancelled.")
             if grammar.is_terminated() or not grammar.accept(token_id):
                 raise InvalidRequest(f"resume[{choice}]", f"the grammar does not allow its token {place}")
     return grammars

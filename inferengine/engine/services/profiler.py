@@ -101,7 +101,7 @@ class Profiler:
 
 
 class _Recording:
-    """One recording, and the loop's StepWatcher meanwhile. Its methods belong to the loop's thread and never raise."""
+    """One recording, and the loop's StepObserver meanwhile. Its methods belong to the loop's thread and never raise."""
 
     def __init__(
         self,
@@ -131,7 +131,7 @@ class _Recording:
         self._loop.observe_steps(self)
 
     def stop(self) -> None:
-        """With what there is. Nothing where it has ended already."""
+        """End the recording with the steps so far. Does nothing where it has ended already."""
         if self._over:
             return
         self._loop.observe_steps(None)

@@ -1,4 +1,4 @@
-"""Text for producers that have no tokenizer: prompts are tokenized here, off the loop and off the I/O thread.
+"""TextService: tokenize the prompts of clients that have no tokenizer, off the loop and off the I/O thread.
 
 The same code as the front ends': `inferengine.text`.
 """
@@ -43,14 +43,14 @@ class TextService:
         return self._model.done() and self._model.exception() is None
 
     def wait(self) -> None:
-        """Until the tokenizer is loaded, or cannot be."""
+        """Wait until the tokenizer is loaded or has failed to load."""
         error = self._model.exception()
         if error is not None:
             logger.warning("the engine serves token ids only: %s", error)
 
     def tokenize(self, text: str | None, messages: list[dict[str, Any]] | None, most: int, done: TokenizeDone) -> None:
-        """`done` gets the ids, or why there are none, in the I/O thread; a text of more than `most` tokens is refused
-        there. Long texts go one after the other, so that short ones never wait for them. Raises `overloaded`."""
+        """Tokenize. `done` gets the ids or the error, in the I/O thread; a text of more than `most` tokens is an error.
+        Long texts are done one after the other, so that short ones never wait for them. Raises `overloaded`."""
         size = num_characters(text, messages)
         if size <= PIECE_CHARACTERS:
             future = self._pool.submit(self._encode, text, messages, most)
