@@ -1,16 +1,18 @@
-"""API keys: who may use a front end, as whom, how urgently and how much. The file holds digests, never keys.
+"""API keys and TLS files: who may use a front end, and with which rights.
+
+The file of `auth.keys_file` has digests of keys, not the keys:
 
 [[key]]
 name = "alice"                     # for logs
-sha256 = "..."                     # of the key, which is random: a slow hash would add nothing
-tenant = "team-a"                  # fair share, prefix cache and streams are its own; default: the name
-priority = 0                       # lower is sooner; a request may only make itself later
+sha256 = "..."                     # of the key; keys are random, so a slow hash would add nothing
+tenant = "team-a"                  # has its own fair share, prefix cache and streams; default: the name
+priority = 0                       # lower is sooner; a request can only ask for a later one
 requests_per_minute = 600          # 0: no limit
 max_in_flight = 32                 # 0: no limit
 models = ["llama"]                 # none: all
 admin = false                      # may pause, resume, abort and reset
 
-What must hold before a front end listens where strangers may reach it.
+Without keys a front end listens only where other machines cannot reach it (`check_protection`).
 """
 
 from __future__ import annotations
@@ -52,7 +54,7 @@ _FIELDS: dict[str, type] = {
 
 @dataclass(frozen=True)
 class ApiKey:
-    """What holds for whoever presents this key. Without a name: nobody was asked for one."""
+    """The rights of a key. ANYBODY, without a name, is used where no keys are required."""
 
     name: str = ""
     tenant: str = ""
@@ -67,15 +69,16 @@ class ApiKey:
         return not self.models or model in self.models
 
     def salt(self, given: bytes) -> bytes:
-        """What keeps this tenant's cached prefixes apart from those of others, whatever salt a request brings."""
+        """Return the cache salt of a request with the tenant's digest in front: tenants share no cached prefixes."""
         return hashlib.sha256(self.tenant.encode()).digest()[:16] + given if self.tenant else given
 
     def urgency(self, wanted: int) -> int:
-        """A request's priority: at most as urgent as its key."""
+        """Return a request's priority, which is at most as urgent as the key's."""
         return min(self.priority + max(0, wanted), 2**31 - 1)
 
     def restrict(self, arguments: dict[str, Any], adapter: str = "") -> dict[str, Any]:
-        """The arguments of a submission within what this key allows. `adapter`: the LoRA adapter that it asks for."""
+        """Return the arguments of a submission with this key's tenant, salt and priority. `adapter`: the requested LoRA
+        adapter."""
         if adapter:
             arguments = arguments | {"adapter": adapter}
         if self is ANYBODY:
@@ -91,10 +94,10 @@ ANYBODY = ApiKey()
 
 
 class KeyRing:
-    """The keys of a file; without a file nobody is asked for one.
+    """The keys of a file. Without a file no keys are required.
 
-    The file is looked at again when somebody comes in, at most once a second. A changed one replaces the keys as a
-    whole; one that cannot be used leaves them as they are, and `complaint` says what is wrong with it.
+    The file is checked for changes when a key is presented, at most once a second. A changed file replaces all keys.
+    An invalid one leaves them as they are, and `complaint` says what is wrong.
     """
 
     def __init__(
@@ -106,7 +109,7 @@ class KeyRing:
         path: str = "",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`path`: where the keys came from, to be looked at again; "" never does."""
+        """`path`: the file to check for changes, "" for none."""
         self.keys = keys
         self.required = required
         self.complaint = ""
@@ -117,7 +120,7 @@ class KeyRing:
         self._next_look_s = clock() + LOOK_AGAIN_S
 
     def identify(self, presented: str | None) -> ApiKey:
-        """Whose key this is. Raises `unauthorized`. Takes equally long for every key, known or not."""
+        """Return the rights of a presented key. Raises `unauthorized`. Takes equally long for every key, known or not."""
         if not self.required:
             return ANYBODY
         if self._path and self._clock() >= self._next_look_s:
@@ -134,7 +137,7 @@ class KeyRing:
 
     def reload(self) -> None:
         """Read the file now, changed or not."""
-        self._stamp = _stamp(self._path)  # before reading: what is written meanwhile is seen the next time
+        self._stamp = _stamp(self._path)  # before reading: a change during the reading is seen the next time
         try:
             fresh = read_keys(self._path)
         except ConfigError as error:
@@ -145,7 +148,7 @@ class KeyRing:
         logger.info("keys read again", extra={"fields": {"keys": len(self.keys)}})
 
     def reload_if_any(self) -> None:
-        """`reload`, where the keys come from a file."""
+        """Reload if the keys come from a file."""
         if self._path:
             self.reload()
 
@@ -156,7 +159,7 @@ class KeyRing:
 
 
 def _stamp(path: str) -> tuple[int, ...]:
-    """What changes with a file's content, or when another one takes its place."""
+    """Return values that change when a file is written or replaced."""
     try:
         status = os.stat(path)
     except (OSError, ValueError):
@@ -170,19 +173,20 @@ def digest_of(key: str) -> bytes:
 
 
 def new_key() -> str:
-    """A key for somebody: 256 random bits, in characters that headers, URLs and subprotocols take."""
+    """Return a new key: 256 random bits, in characters that headers, URLs and subprotocols allow."""
     return KEY_PREFIX + secrets.token_urlsafe(KEY_BYTES)
 
 
 def entry(name: str, key: str, **values: Any) -> str:
-    """The lines of the file for a new key."""
+    """Return the lines of the keys file for a new key."""
     lines = ["[[key]]", f"name = {_toml(name)}", f'sha256 = "{digest_of(key).hex()}"']
     lines += [f"{field} = {_toml(value)}" for field, value in values.items()]
     return "\n".join(lines) + "\n"
 
 
 def read_keys(path: str, clock: Callable[[], float] = time.monotonic) -> KeyRing:
-    """Raises ConfigError that names the entry and the field at fault. An empty path asks nobody for a key."""
+    """Read the keys file; an empty path gives a KeyRing that requires no key. Raises ConfigError naming the entry and
+    the field at fault."""
     if not path:
         return KeyRing()
     try:
@@ -235,7 +239,7 @@ def _toml(value: Any) -> str:
 
 
 def check_protection(section: str, listeners: Sequence[socket.socket], keys: KeyRing, *, allow_public: bool) -> None:
-    """Raises ConfigError for an address beyond this machine without API keys, unless the operator says so."""
+    """Raise ConfigError if other machines can reach a listener, no keys are required and `allow_public` is false."""
     if any(map(is_public, listeners)) and not keys.required and not allow_public:
         raise ConfigError(
             f"{section}.host",
@@ -246,20 +250,20 @@ def check_protection(section: str, listeners: Sequence[socket.socket], keys: Key
 
 
 def is_public(listener: socket.socket) -> bool:
-    """Whether others than this machine may reach it."""
+    """Return whether other machines can reach a listener."""
     name = listener.getsockname()
     return not isinstance(name, str) and not ipaddress.ip_address(name[0].partition("%")[0]).is_loopback
 
 
 class TlsFiles(NamedTuple):
-    """PEM files; None where plain text is spoken. Without a key of its own the certificate's file holds it."""
+    """Paths of PEM files, None without TLS. Without a key file the certificate's file has the key."""
 
     certificate: str | None = None
     key: str | None = None
 
 
 def tls_files(section: str, certificate: str, key: str) -> TlsFiles:
-    """Those of the configuration. Raises ConfigError for a file that is not there."""
+    """Return the TLS files of the configuration. Raises ConfigError for a missing file."""
     if not certificate:
         if key:
             raise ConfigError(f"{section}.tls_key", f"is of no use without {section}.tls_certificate")

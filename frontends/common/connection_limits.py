@@ -1,14 +1,14 @@
-"""The open connections of one worker: how many there may be, and how long each may keep its place without using it.
+"""Limit the number of open connections of one worker, and the time that each may stay open without a request.
 
-A connection is *idle* between requests, sends a *head*, sends a *body*, or is being *answered*; a websocket that is
-open is being answered. Only clients that have a request here are left alone: heads, bodies and idleness have their
-times. When all places are taken, a new connection gets the place of the one that waits longest without a request; while
-every place is being answered, it is admitted as a *probe*: /health and its like are answered, everything else gets 503.
-So whoever watches this process hears from it however many clients there are.
+A connection is *idle* between requests, sends a *head*, sends a *body*, or is being *answered*; an open websocket
+counts as being answered. Heads, bodies and idle times have time limits; connections being answered have none. When the
+limit is reached, a new connection displaces the one that has waited longest without a request. If all are being
+answered, the new one is admitted as a *probe*: health checks and metrics are answered, everything else gets 503. So
+monitoring works however many clients there are.
 
-The hot path only notes what a connection does. Time is read once a second, by `sweep`, for all of them.
+Each connection's protocol only records its state. `sweep` reads the clock once a second and checks all connections.
 
-Open files: how many this process may have, and how many of them connections may take.
+The limit of open files bounds the number of connections, too (`room_for_connections`).
 """
 
 from __future__ import annotations
@@ -28,24 +28,36 @@ from prometheus_client.registry import Collector
 
 from inferengine.process.workers import WorkerCells
 
-SPARE = 64  # for everything else: the engine's sockets, files read again, a reconnect; fewer where there are few
-PROBES = 16  # connections above the limit, which get an answer to /health and a refusal to all else
+logger = logging.getLogger(__name__)
+
+SPARE = 64  # open files kept for the engine's sockets, reloaded files and reconnects; fewer under a low limit
+PROBES = 16  # connections above the limit
+LOOPBACK, UNIX = "this machine", "unix socket"  # origins
+IDLE, HEAD, BODY = range(3)  # phases: what is being received
+MIN_BODY_BYTES = 1024  # least progress of a body within `ConnectionLimits.body_progress_s`
+PROBE_S = 2.0  # time limit for the request of a probe
+VICTIMS_AT_ONCE = 64  # found in one pass over all connections
+COMPLAIN_EVERY_S = 60.0
+
+REASONS = ("header_timeout", "body_timeout", "idle_timeout", "no_room", "address", "displaced", "host")
+# header_timeout, body_timeout, idle_timeout: closed at a time limit. displaced: closed for a newer connection.
+# no_room, address: admitted as a probe and refused. host: a request for a host name that is not accepted.
 
 
 def raise_file_limit() -> int:
-    """Raise the soft limit of open files to the hard one. Returns what holds now."""
+    """Raise the soft limit of open files to the hard one. Returns the limit that holds now."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         try:
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-        except (OSError, ValueError):  # a hard limit without end, which the kernel does not grant
+        except (OSError, ValueError):  # an unlimited hard limit, which the kernel does not grant
             return soft
     return hard
 
 
 def room_for_connections(most: int) -> tuple[int, int]:
-    """How many connections this process may hold, at most `most` (0: as many as there is room for), and how many more
-    for probes. Called when everything else is open."""
+    """Return how many connections this process may have, at most `most` (0: as the limit of open files allows), and how
+    many more as probes. Call it when all other files are open."""
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if limit == resource.RLIM_INFINITY:
         limit = 1 << 20
@@ -55,23 +67,11 @@ def room_for_connections(most: int) -> tuple[int, int]:
     return (min(most, room) if most else room), probes
 
 
-logger = logging.getLogger(__name__)
-
-LOOPBACK, UNIX = "this machine", "unix socket"  # origins
-IDLE, HEAD, BODY = range(3)  # what is read from a connection
-MIN_BODY_BYTES = 1024  # that a body must bring in `ConnectionLimits.body_progress_s`
-PROBE_S = 2.0  # for a probe to say what it wants
-VICTIMS_AT_ONCE = 64  # found in one look over all connections
-COMPLAIN_EVERY_S = 60.0
-
-REASONS = ("header_timeout", "body_timeout", "idle_timeout", "no_room", "address", "displaced", "host")
-# header_timeout, body_timeout, idle_timeout: closed because they took too long. displaced: closed for a newer one.
-# no_room, address: admitted as a probe and refused. host: a request under a name that is not served.
-
-
 class ConnectionLimits(NamedTuple):
-    """Seconds, and numbers of connections; 0: by the limit of open files, and without a limit for this machine's own
-    addresses, through which everybody comes where a proxy is in front."""
+    """Time limits in seconds, and numbers of connections.
+
+    `most` 0: as the limit of open files allows. `most_per_address` 0: half of `most`, and no limit for loopback
+    addresses, because behind a proxy all clients have one."""
 
     header_s: float = 10.0
     body_progress_s: float = 15.0
@@ -81,15 +81,16 @@ class ConnectionLimits(NamedTuple):
 
 
 class RefusalMetrics(Collector):
-    """Connections that were refused or closed early, by reason, of all workers; this object writes those of one."""
+    """Counts refused and early closed connections by reason. Each worker writes its own cells; `collect` sums them."""
 
     def __init__(self, prefix: str, num_workers: int = 1) -> None:
-        """`prefix` of the names: inferengine_http."""
+        """`prefix`: of the metric names, such as inferengine_http."""
         self._prefix = prefix
         self._cells = WorkerCells(len(REASONS) + 1, num_workers)
 
     def choose_worker(self, worker: int) -> None:
-        """After the fork. The connections of a predecessor died with it."""
+        """Count as this worker from now on, after the fork. Open connections start at 0, because those of a predecessor
+        ended with it."""
         self._cells.choose_worker(worker)
         self._cells.own[-1] = 0.0
 
@@ -98,15 +99,15 @@ class RefusalMetrics(Collector):
         self._cells.own[REASONS.index(reason)] += 1
 
     def set_open(self, number: int) -> None:
-        """Connections that are open now."""
+        """Set the number of open connections of this worker."""
         self._cells.own[-1] = number
 
     def total(self, reason: str) -> int:
-        """Of all workers."""
+        """Return the count of a reason over all workers."""
         return int(self._cells.total(REASONS.index(reason)))
 
     def collect(self) -> Iterable[Metric]:
-        """For prometheus-client: the sum over the workers."""
+        """Yield the sums over all workers, for prometheus-client."""
         text = "Connections refused or closed early, and requests refused for their host name."
         family = CounterMetricFamily(f"{self._prefix}_refused_connections", text, labels=["reason"])
         for place, reason in enumerate(REASONS):
@@ -118,7 +119,7 @@ class RefusalMetrics(Collector):
 
 
 class TrackedConnection:
-    """One of them. Its protocol sets `phase`, `num_waiting` and `num_bytes`; nobody else does."""
+    """One connection. Only its protocol sets `phase`, `num_waiting`, `num_requests` and `num_bytes`."""
 
     __slots__ = (
         "_seen",
@@ -136,26 +137,26 @@ class TrackedConnection:
     )
 
     def __init__(self, origin: str, now: float, *, is_probe: bool) -> None:
-        self.origin = origin  # the address that it counts for
+        self.origin = origin  # as `_origin` returns it
         self.is_probe = is_probe
         self.is_open = True
         self.phase = IDLE
-        self.num_waiting = 0  # requests whose answer is not complete
+        self.num_waiting = 0  # requests without a complete answer
         self.num_requests = 0
         self.num_bytes = 0  # of bodies
         self.transport: asyncio.Transport | None = None
-        self.close: Callable[[], object] | None = None  # before there is a transport: ends the handshake of TLS
-        self.answer: Callable[[bytes], None] | None = None  # says a last word, if no answer has begun
-        self.since_s = now  # when a sweep first saw it as it is
+        self.close: Callable[[], object] | None = None  # without a transport: ends the TLS handshake
+        self.answer: Callable[[bytes], None] | None = None  # writes a last answer, if none has begun
+        self.since_s = now  # when a sweep first saw the present state
         self._seen = (IDLE, 0, 0)
 
     @property
     def is_answered(self) -> bool:
-        """Whether a request waits for its answer and no body is being received."""
+        """Return whether a request waits for its answer and no body is being received."""
         return self.num_waiting > 0 and self.phase != BODY
 
     def age(self, now: float) -> float:
-        """Seconds that it has been as it is, as far as sweeps have seen."""
+        """Return how many seconds the state has been the same, as far as sweeps have seen."""
         seen = (self.phase, self.num_requests, self.num_waiting)
         if seen != self._seen:
             self._seen = seen
@@ -164,7 +165,7 @@ class TrackedConnection:
 
 
 class ConnectionTracker:
-    """Those of one worker."""
+    """Admits, tracks and ends the connections of one worker."""
 
     def __init__(self, limits: ConnectionLimits, refusals: RefusalMetrics, clock: Callable[[], float]) -> None:
         self.limits = limits
@@ -175,7 +176,9 @@ class ConnectionTracker:
         self._victims: deque[TrackedConnection] = deque()
         self._probes: deque[TrackedConnection] = deque()
         self._num_probes = 0
-        self._progress: dict[TrackedConnection, tuple[float, int]] = {}  # of bodies: time, bytes there
+        self._progress: dict[
+            TrackedConnection, tuple[float, int]
+        ] = {}  # of bodies: time and bytes of the last progress
         self._next_complaint_s = 0.0
         self.most, self.most_probes = room_for_connections(limits.most)
 
@@ -185,7 +188,7 @@ class ConnectionTracker:
     # -- coming and going --------------------------------------------------------------------------------------------
 
     def admit(self, address: Any) -> TrackedConnection:
-        """A connection that was accepted from `address` (as `accept` gives it). Another may have to go."""
+        """Track a connection accepted from `address` (as `accept` returns it). It may displace another one."""
         origin = _origin(address)
         reason = self._make_room(origin)
         if reason:
@@ -202,19 +205,19 @@ class ConnectionTracker:
         return connection
 
     def made(self, connection: TrackedConnection, transport: asyncio.Transport) -> None:
-        """Its transport is there."""
+        """Record the transport of a connection."""
         connection.transport = transport
         connection.close = None
-        if not connection.is_open:  # it had to go while it shook hands
+        if not connection.is_open:  # it was displaced during the TLS handshake
             transport.abort()
 
     def lost(self, connection: TrackedConnection) -> None:
-        """It is gone. Any number of times."""
+        """Stop tracking a connection that has ended. Idempotent."""
         self._progress.pop(connection, None)
         self._forget(connection)
 
     def _forget(self, connection: TrackedConnection) -> None:
-        """Its place is free."""
+        """Remove a connection from all counts."""
         if not connection.is_open:
             return
         connection.is_open = False
@@ -232,7 +235,7 @@ class ConnectionTracker:
     # -- when there is no room ---------------------------------------------------------------------------------------
 
     def _make_room(self, origin: str) -> str:
-        """Why there is no place for one more of this origin; empty when there is, or one was made."""
+        """Displace a connection if that is needed for one more of this origin. Returns why there is no room, or ""."""
         most = self._most_of(origin)
         if most and self._by_origin.get(origin, 0) >= most:
             victim = min(
@@ -260,7 +263,8 @@ class ConnectionTracker:
         return 0 if origin == LOOPBACK else max(1, self.most // 2)
 
     def _next_victim(self) -> TrackedConnection | None:
-        """One that has no request here. Many are found in one look, so that a flood does not cost a look each."""
+        """Return a connection to displace, or None. One pass finds many, so that a flood does not need a pass for each
+        connection."""
         for _ in range(2):
             while self._victims:
                 victim = self._victims.popleft()
@@ -277,7 +281,8 @@ class ConnectionTracker:
                 self._end(oldest)
 
     def make_room(self, number: int) -> int:
-        """Close so many that have no request here, because the process has no file left. Returns how many were."""
+        """Close up to `number` connections without a request, because no more files can be opened. Returns how many
+        were closed."""
         for count in range(number):
             victim = self._next_victim()
             if victim is None:
@@ -304,7 +309,7 @@ class ConnectionTracker:
     # -- once a second -----------------------------------------------------------------------------------------------
 
     def sweep(self) -> None:
-        """Close those whose time is over."""
+        """Close connections that have reached a time limit. Called once a second."""
         now, limits = self._clock(), self.limits
         for connection in list(self._open):
             age = connection.age(now)
@@ -325,7 +330,7 @@ class ConnectionTracker:
                 self._time_out(connection, "idle_timeout")
 
     def _stands_still(self, connection: TrackedConnection, now: float) -> bool:
-        """Whether its body has brought too little. While nobody reads it here, that is not the client's doing."""
+        """Return whether a body made too little progress. Time in which this server does not read it is not counted."""
         before = self._progress.get(connection)
         is_new = before is None or connection.since_s > before[0]
         if before is None or is_new or connection.num_bytes - before[1] >= MIN_BODY_BYTES or not _is_read(connection):
@@ -339,12 +344,12 @@ class ConnectionTracker:
 
 
 def _can_go(connection: TrackedConnection) -> bool:
-    """A websocket and a request that is answered keep their places."""
+    """Return whether a connection may be displaced: no probe, no request being answered, no websocket."""
     return not connection.is_probe and not connection.is_answered
 
 
 def _order(connection: TrackedConnection) -> tuple[int, float]:
-    """Who goes first: those that ask for nothing, then those that have not said what, each by its time."""
+    """Return the order of displacement: idle ones first, then incomplete heads, then bodies; the oldest of each first."""
     return (connection.phase, connection.since_s)
 
 
@@ -353,7 +358,7 @@ def _is_read(connection: TrackedConnection) -> bool:
 
 
 def _origin(address: Any) -> str:
-    """What counts as one client: an IPv4 address, or an IPv6 network of 64 bits."""
+    """Return what counts as one client: an IPv4 address, an IPv6 network of 64 bits, LOOPBACK or UNIX."""
     if not isinstance(address, tuple):
         return UNIX
     try:

@@ -1,7 +1,4 @@
-"""The engines' own figures, for whoever asks a front end: /stats and /metrics are the same on all of them.
-
-Figures of requests that went on after their engine was lost, in the cells that the workers of a front end share.
-"""
+"""What every front end reports of its engines at /stats and /metrics: their statistics, and resumed requests."""
 
 from __future__ import annotations
 
@@ -23,16 +20,19 @@ from inferengine.process.workers import WorkerCells
 
 __all__ = ["CONTENT_TYPE", "engine_figures", "metrics_text", "stats_document"]
 
-ENGINE_ANSWER_S = 2.0  # an engine that takes longer to tell its figures shows those it told last
+ENGINE_ANSWER_S = 2.0  # after this the last STATUS of an engine is shown
+BUCKETS_S = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 60.0, 120.0)
+NUM_CELLS = len(BUCKETS_S) + 2  # of ResumeCells: buckets, +Inf, sum
 
 
 async def engine_figures(engines: EnginePool) -> list[dict[str, Any]]:
-    """The statistics of each engine, in the order of their addresses."""
+    """Return the statistics of each engine, in the order of their addresses."""
     return await asyncio.gather(*(_figures_of(client) for client in engines.clients))
 
 
 async def stats_document(engines: EnginePool) -> dict[str, Any]:
-    """With several engines: of the first that is there, and of each under `engines`."""
+    """Return the content of /stats: the statistics of the first connected engine and, with several engines, those of
+    each under `engines`."""
     figures = await engine_figures(engines)
     connected = [one for one in figures if one["running"]] or figures
     document = dict(connected[0])
@@ -42,7 +42,7 @@ async def stats_document(engines: EnginePool) -> dict[str, Any]:
 
 
 async def metrics_text(engines: EnginePool, *collectors: Collector) -> bytes:
-    """Prometheus text: the engines' figures, then this front end's own."""
+    """Return Prometheus text: the metrics of the engines, then those of `collectors`."""
     figures = await engine_figures(engines)
     up = Gauge("inferengine_engines_connected", "Engines that this front end is connected to.", registry=None)
     up.set(sum(client.connected for client in engines.clients))
@@ -59,30 +59,26 @@ async def _figures_of(client: AsyncClient) -> dict[str, Any]:
         answer = {**(client.status or {}), "stale": True}
     if not isinstance(answer, dict):
         return {"running": True}
-    # the wire has bytes (the epoch), JSON has not
+    # JSON has no bytes, such as those of the epoch
     readable = {name: value.hex() if isinstance(value, bytes) else value for name, value in answer.items()}
     return {"running": True, **readable}
 
 
-BUCKETS_S = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 60.0, 120.0)
-NUM_CELLS = len(BUCKETS_S) + 2  # buckets, +Inf, sum
-
-
 class ResumeCells:
-    """NUM_CELLS of `cells` from `start` on."""
+    """Counts requests that continued after their engine was lost, in NUM_CELLS of `cells` from `start` on."""
 
     def __init__(self, cells: WorkerCells, start: int) -> None:
         self._cells = cells
         self._start = start
 
     def observe(self, pause_s: float) -> None:
-        """A request went on `pause_s` after its engine was lost."""
+        """Count a request that continued `pause_s` after its engine was lost."""
         own, start = self._cells.own, self._start
         own[start + bisect.bisect_left(BUCKETS_S, pause_s)] += 1
         own[start + NUM_CELLS - 1] += pause_s
 
     def collect(self) -> Iterable[Metric]:
-        """For prometheus-client: the sum over the workers."""
+        """Yield the sums over all workers, for prometheus-client."""
         total = [self._cells.total(self._start + place) for place in range(NUM_CELLS)]
         running, buckets = 0.0, []
         for bound, count in zip((*BUCKETS_S, "+Inf"), total[:-1], strict=True):

@@ -1,9 +1,9 @@
-"""How requests and streams share the event loop of a front end.
+"""Share the event loop of a front end between streams and new requests.
 
 `Coalescer` batches the wake-ups of all streams into one loop callback per message of the engine. `AdmissionThrottle`
-lets a few requests begin in each round of the loop, in the order of their arrival. Beginning costs more than anything
-later (a template, a prompt to tokenize, a stream to open), and a thousand requests that come at once would otherwise
-hold up every stream and health check for seconds.
+starts a few requests in each round of the loop, in the order of their arrival. The start of a request is its most
+expensive part (chat template, tokenization, opening a stream): without a limit a thousand simultaneous requests would
+block all streams and health checks for seconds.
 """
 
 from __future__ import annotations
@@ -14,27 +14,28 @@ from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
-SLICE_S = 0.005
+SLICE_S = 0.005  # the longest that one callback of the coalescer may take
+MOST_PER_ROUND = 4  # requests that start in one round
 
 
-class Reader(Protocol):
-    """Something whose news waits to be taken."""
+class NewsReader(Protocol):
+    """A reader of new output."""
 
     def take_news(self) -> None:
-        """Take the news. Raises nothing."""
+        """Read the new output. Raises nothing."""
 
 
 class Coalescer:
-    """While a message of the engine is read, streams are noted; when it is done, each has its turn. A turn in which
-    much is to be said is cut: connections, requests and figures come in between."""
+    """Collects the readers with new output and calls all in one callback of the loop, or in several of SLICE_S, so that
+    connections and requests are served in between."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
-        self._readers: list[Reader] = []
+        self._readers: list[NewsReader] = []
         self._is_planned = False
 
-    def add(self, reader: Reader) -> None:
-        """Have `reader.take_news` called once, in a later turn of the event loop."""
+    def add(self, reader: NewsReader) -> None:
+        """Call `reader.take_news` once, in a later callback of the event loop."""
         self._readers.append(reader)
         self._plan()
 
@@ -56,11 +57,8 @@ class Coalescer:
                 return
 
 
-MOST_PER_ROUND = 4
-
-
 class AdmissionThrottle:
-    """Requests wait in it for their beginning."""
+    """Lets at most `most_per_round` requests start in one round of the event loop."""
 
     def __init__(self, most_per_round: int = MOST_PER_ROUND) -> None:
         self._most = most_per_round
@@ -69,7 +67,7 @@ class AdmissionThrottle:
         self._is_planned = False
 
     async def wait(self) -> None:
-        """Return when it is this request's turn; at once where there is no crowd."""
+        """Wait until this request may start: not at all where few requests come at once."""
         self._plan()
         if self._num_begun < self._most and not self._waiting:
             self._num_begun += 1
@@ -88,7 +86,7 @@ class AdmissionThrottle:
         self._num_begun = 0
         while self._waiting and self._num_begun < self._most:
             waiter = self._waiting.popleft()
-            if not waiter.done():  # else its client has gone
+            if not waiter.done():  # otherwise its client has disconnected
                 waiter.set_result(None)
                 self._num_begun += 1
         if self._num_begun:

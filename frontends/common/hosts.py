@@ -1,12 +1,12 @@
-"""Under which names a front end without API keys answers, and for pages of which origins.
+"""Check the Host and Origin headers of requests to a front end without API keys.
 
-A web page can have its own host name resolve to 127.0.0.1 (DNS rebinding): the browser then takes this server for the
-page's own, and nothing but the Host header tells them apart. So a server that asks nobody for a key, and that only this
-machine can reach, answers to loopback addresses, to localhost and to the names that the operator lists. Where keys are
-asked for, a page has none, and any name will do. On an address that others can reach (http.allow_public) names are
-checked as soon as some are listed.
+A web page can make its own host name resolve to 127.0.0.1 (DNS rebinding). The browser then treats this server as the
+page's own, and only the Host header shows the difference. So a server without keys on a loopback address answers
+requests for loopback addresses, localhost and the names that the operator lists, and refuses all others. On an address
+that other machines can reach (http.allow_public) names are checked only if some are listed. With keys nothing is
+checked, because a foreign page has no key.
 
-Decides on the raw headers of the ASGI scope. A request without a Host header comes from no browser.
+A request without a Host header does not come from a browser and is accepted.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ _PORT = re.compile(r":\d{0,5}")
 
 
 class AllowedHosts:
-    """The names of one front end. `section` is "http" or "ws", for the remedy."""
+    """The host names and origins that one front end accepts."""
 
     def __init__(self, section: str, names: Sequence[str], origins: Sequence[str], public_ports: Iterable[int]) -> None:
-        """`names`: further host names, `*.example.com` for those below one, `*` for any. `origins`: web origins whose
-        pages may call, by CORS or by the websocket's list; their own hosts may be the server's too, for such a page
-        could call anyway. `public_ports`: ports on which others than this machine reach it."""
+        """`section`: "http" or "ws", for error messages. `names`: further host names, `*.example.com` for all below a
+        domain, `*` for any. `origins`: web origins whose pages may call, by CORS or by the websocket's list; their hosts
+        are accepted as names, too. `public_ports`: ports that other machines can reach."""
         self._section = section
         self._origins = frozenset(origins)
         self._takes_any_origin = ANY in origins
@@ -58,7 +58,7 @@ class AllowedHosts:
                 self._check_origin(value.decode("latin-1"))
 
     def _guards(self, server: tuple[str, int | None] | None) -> bool:
-        """Whether names matter on the address that a connection came to. No web page reaches a unix socket."""
+        """Return whether names are checked on the address of a connection. Web pages cannot reach a unix socket."""
         if server is None or server[1] is None or self._takes_any:
             return False
         if server[1] in self._public_ports:
@@ -98,7 +98,7 @@ class AllowedHosts:
 
 
 class HostMiddleware:
-    """An ASGI layer in front of everything: refuses hosts and origins with 403 while nobody is asked for a key."""
+    """ASGI middleware that refuses hosts and origins with 403 while no API keys are required."""
 
     def __init__(self, app: ASGIApp, hosts: AllowedHosts, keys: KeyRing, refusals: RefusalMetrics) -> None:
         self._app = app
@@ -107,7 +107,7 @@ class HostMiddleware:
         self._refusals = refusals
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Refuse a host or an origin that is not allowed, where no API keys are required."""
+        """Pass a request on, or refuse its host or origin."""
         if scope["type"] != "lifespan" and not self._keys.required:
             try:
                 self._hosts.check(scope)
@@ -121,7 +121,7 @@ class HostMiddleware:
 async def refuse(
     scope: Scope, send: Send, error: InferEngineError, headers: Iterable[tuple[bytes, bytes]] = ()
 ) -> None:
-    """Answer a request or a websocket's handshake with an error."""
+    """Answer a request or a websocket handshake with an error."""
     body = error_body(error)
     kind = "websocket.http.response" if scope["type"] == "websocket" else "http.response"
     start: dict[str, Any] = {
@@ -138,7 +138,7 @@ async def refuse(
 
 
 def read_names(section: str, text: str) -> list[str]:
-    """The comma-separated list of `allowed_hosts`. Raises ConfigError for what is no host name."""
+    """Return the host names of the comma-separated setting `allowed_hosts`. Raises ConfigError for anything else."""
     names = [item.strip().lower().rstrip(".") for item in text.split(",") if item.strip()]
     for name in names:
         bare = name.removeprefix("*.")
@@ -150,17 +150,17 @@ def read_names(section: str, text: str) -> list[str]:
 
 
 def is_named(host: str, names: Iterable[str]) -> bool:
-    """Whether `allowed_hosts`, as `read_names` gives it, lists this name."""
+    """Return whether a list of `read_names` contains this host."""
     return any(name in (ANY, host) or (name.startswith("*.") and host.endswith(name[1:])) for name in names)
 
 
 def public_ports(listeners: Iterable[socket.socket]) -> list[int]:
-    """The ports that others than this machine reach."""
+    """Return the ports of the listeners that other machines can reach."""
     return [listener.getsockname()[1] for listener in listeners if is_public(listener)]
 
 
 def _without_port(value: str) -> str | None:
-    """The name or address of a Host header; None for what is neither."""
+    """Return the name or address in a Host header, None for an invalid one."""
     if value.startswith("["):
         address, closed, port = value[1:].partition("]")
         return address if closed and (not port or _PORT.fullmatch(port)) else None
@@ -193,4 +193,4 @@ def _is_loopback(host: str) -> bool:
     except ValueError:
         return False
     address = getattr(address, "ipv4_mapped", None) or address
-    return bool(address.is_loopback or address.is_unspecified)  # who connects to 0.0.0.0 reaches the machine it is on
+    return bool(address.is_loopback or address.is_unspecified)  # connecting to 0.0.0.0 reaches the own machine

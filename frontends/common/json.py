@@ -1,15 +1,12 @@
-"""Reading a request's JSON fields: each reader gives a value of its type, or an InvalidRequest that names the field.
+"""JSON of requests and answers: parse a body, read its fields with errors that name them, and write events.
 
-Reading JSON of any size while streams go on.
+CPython's JSON parser holds the interpreter's lock until it is done or calls Python code, so a thread alone does not
+help: 7 MB of token ids block every stream for 160 ms. Large texts are therefore parsed in a thread (`OffLoop`) with a
+Python hook for every number and object, at which the lock can change hands: others wait 15 ms at most. Parsing takes
+three times as long, which is little beside the rest of the work on such a prompt. A long string calls no hook: 8 MB
+take 60 ms.
 
-CPython's parser keeps the interpreter's lock until it is done or meets Python code. A thread alone is of no use: 7 MB
-of token ids hold everybody up for 160 ms there as well. With a hook in Python for every number and object others have
-their turn, after 15 ms at the most; parsing takes three times as long, which is little beside what the engine has to
-do with such a prompt. One long string has no hooks: 8 MB take 60 ms.
-
-Server-Sent Events as bytes. A chunk differs from the last one only in a few places, so the rest is made once.
-
-Separators are LF: common clients split on a blank line made of two LFs.
+Server-Sent Events end with two LF, because common clients split on a blank line of LFs.
 """
 
 from __future__ import annotations
@@ -29,23 +26,25 @@ from inferengine.errors import InferEngineError, InvalidRequest
 from inferengine.fields import FieldError, check, field_docs, read
 from inferengine.process.system import give_back
 
-LARGE = 256 * 1024  # bytes or characters: below, 0.2 to 3 ms, and a thread costs as much
+LARGE = 256 * 1024  # bytes or characters: parsing less takes 0.2 to 3 ms, about the cost of a thread
 GIVE_BACK_AFTER_S = 0.5
 MOST_CONTAINERS = 100_000  # lists and objects: 8 MB of empty ones would take a second
+MAX_PATH_CHARACTERS = 100
+DONE = b"data: [DONE]\n\n"
 
 Result = TypeVar("Result")
 Fields = TypeVar("Fields", bound=msgspec.Struct)
 
 
 class TooManyContainers(ValueError):
-    """More lists and objects than any request has."""
+    """A text has more than MOST_CONTAINERS lists and objects."""
 
     def __init__(self) -> None:
         super().__init__(f"more than {MOST_CONTAINERS} lists and objects")
 
 
 def parse(body: bytes | str, *, parse_constant: Callable[[str], Any] | None = None) -> Any:
-    """As json.loads, which says what it raises; and TooManyContainers. Other threads go on meanwhile."""
+    """Parse JSON without blocking other threads for long. Raises what json.loads raises, and TooManyContainers."""
     text = body.decode(json.detect_encoding(body), "surrogatepass") if isinstance(body, bytes) else body
     if len(text) < LARGE:
         return json.loads(text, parse_constant=parse_constant)
@@ -55,34 +54,33 @@ def parse(body: bytes | str, *, parse_constant: Callable[[str], Any] | None = No
 
 
 class OffLoop:
-    """Where the large documents of one event loop are read: in a thread, one after the other. The loop takes turns with
-    one thread then, however many of them come at once."""
+    """Runs work on large documents in a thread, one after the other, so that the event loop competes with one thread
+    only."""
 
     def __init__(self) -> None:
         self._lock = asyncio.Lock()
         self._timer: asyncio.TimerHandle | None = None
 
     async def run(self, size: int, work: Callable[..., Result], *arguments: Any) -> Result:
-        """The result of `work`, which is done at once where `size`, in bytes or characters, is small."""
+        """Return the result of `work(*arguments)`. Runs it at once where `size`, in bytes or characters, is small."""
         if size < LARGE:
             return work(*arguments)
         async with self._lock:
             return await asyncio.to_thread(work, *arguments)
 
     def give_back_soon(self) -> None:
-        """Return the memory of a large document to the system, a little later, when nobody holds it any more. Once for
-        many that end together."""
+        """Return the memory of large documents to the system after GIVE_BACK_AFTER_S, once for all calls until then."""
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(GIVE_BACK_AFTER_S, self._give_back)
 
     def _give_back(self) -> None:
         self._timer = None
-        gc.collect()  # what was read is often part of a cycle; all that was there at the start is frozen
+        gc.collect()  # documents are often part of a cycle; objects from the start of the process are frozen
         asyncio.get_running_loop().run_in_executor(None, give_back)
 
 
 class Containers:
-    """A hook that counts: for parsers that have one for lists and objects. Raises TooManyContainers."""
+    """Counts lists and objects, as a hook of a parser. Raises TooManyContainers."""
 
     def __init__(self) -> None:
         self._num = 0
@@ -96,7 +94,7 @@ class Containers:
 
 
 def _num_containers(text: str) -> int:
-    """Those that open outside of strings."""
+    """Count the opening brackets and braces outside of strings."""
     outside = text.replace("\\\\", "").replace('\\"', "").split('"')[::2]
     return sum(part.count("[") + part.count("{") for part in outside)
 
@@ -113,12 +111,9 @@ def _decimal(digits: str) -> float:
     return float(digits)
 
 
-MAX_PATH_CHARACTERS = 100
-
-
 def parse_object(body: bytes) -> dict[str, Any]:
-    """The body as a JSON object. Broken JSON of any kind is an InvalidRequest without a field; one with very many lists
-    and objects is request_too_large."""
+    """Parse a body that must be a JSON object. Raises InvalidRequest without a field for invalid JSON, and
+    request_too_large for very many lists and objects."""
     try:
         document = parse(body)
     except RecursionError:
@@ -133,28 +128,28 @@ def parse_object(body: bytes) -> dict[str, Any]:
         raise _no_field("The body is not valid JSON: a number has thousands of digits.") from None
     if not isinstance(document, dict):
         raise _no_field("The body must be a JSON object.")
-    # Escapes spell it, and bytes do: ED in UTF-8, anything in UTF-16 and UTF-32, which have zeros.
+    # Surrogates are written as escapes, as ED in UTF-8, or in UTF-16 and UTF-32, which have zero bytes.
     if b"\\u" in body or b"\xed" in body or b"\x00" in body or body[:1] in (b"\xff", b"\xfe"):
         refuse_half_pairs(document)
     return document
 
 
 def refuse_half_pairs(document: dict[str, Any]) -> None:
-    """JSON can spell half of a surrogate pair; no tokenizer and no UTF-8 can."""
+    """Raise InvalidRequest for half of a surrogate pair in a string: JSON can write it, UTF-8 and tokenizers cannot."""
     if (place := _half_pair(document)) is not None:
         raise InvalidRequest(place, "has half of a surrogate pair, which is no character: send both halves or none")
 
 
 @functools.cache
 def _names_of(kind: type[msgspec.Struct]) -> tuple[tuple[str, ...], msgspec.Struct | None]:
-    """The names of a Struct's fields, and the frozen one that a body without any of them makes: most make it."""
+    """Return the names of a Struct's fields, and the Struct of a body without any of them; None if one is required."""
     docs = field_docs(kind).values()
     return tuple(doc.name for doc in docs), None if any(doc.required for doc in docs) else kind()
 
 
 def read_fields(kind: type[Fields], body: Mapping[str, Any], limits: LimitsConfig | None = None) -> Fields:
-    """Read the fields of a Struct from a body, within its ranges and those that `limits` decide. Null says nothing, and
-    other keys are ignored. Raises InvalidRequest naming the field."""
+    """Read the fields of a Struct from a body, within its ranges and those that `limits` decide. Null counts as absent,
+    and other keys are ignored. Raises InvalidRequest naming the field."""
     names, nothing = _names_of(kind)
     given = {name: value for name in names if (value := body.get(name)) is not None}
     if not given and nothing is not None:
@@ -197,16 +192,11 @@ def read_mapping(body: dict[str, Any], name: str) -> dict[str, Any]:
     return value
 
 
-def all_between(items: list[Any], least: int, most: int) -> bool:
-    """Whether all are whole numbers in [least, most]: a million of them in some ten milliseconds."""
-    return not items or (set(map(type, items)) == {int} and min(items) >= least and max(items) <= most)
-
-
 def read_token_ids(value: Any, name: str) -> list[int]:
-    """A non-empty list of whole numbers. Their range is the engine's to check, which knows the vocabulary."""
+    """Return a non-empty list of token ids. Raises InvalidRequest. The engine checks the vocabulary's size."""
     if not isinstance(value, list) or not value:
         raise InvalidRequest(name, "must be a non-empty list of token ids")
-    if all_between(value, 0, 2**32 - 1):
+    if set(map(type, value)) == {int} and min(value) >= 0 and max(value) < 2**32:  # a million in some ten milliseconds
         return value
     for item in value:
         if type(item) is not int:
@@ -217,9 +207,9 @@ def read_token_ids(value: Any, name: str) -> list[int]:
 
 
 def _half_pair(document: dict[str, Any]) -> str | None:
-    """Where the first one is that is found."""
+    """Return the path of a string with half of a surrogate pair, or None."""
     todo: list[tuple[str, Any]] = [("", document)]
-    while todo:  # not by recursion: a body may be nested deeper than Python's stack
+    while todo:  # without recursion: a body may be nested deeper than Python's stack
         path, value = todo.pop()
         if isinstance(value, str):
             if not _encodable(value):
@@ -230,13 +220,13 @@ def _half_pair(document: dict[str, Any]) -> str | None:
                     return path or "body"
                 todo.append((_under(path, f".{name[:40]}" if path else name[:40]), item))
         elif isinstance(value, list):
-            kinds = (str, dict, list)  # a long list is one of numbers
+            kinds = (str, dict, list)  # a long list has numbers
             todo += [(_under(path, f"[{place}]"), item) for place, item in enumerate(value) if isinstance(item, kinds)]
     return None
 
 
 def _under(path: str, step: str) -> str:
-    """As far as people read it."""
+    """Append a step to a path, unless it is long already."""
     return path + step if len(path) < MAX_PATH_CHARACTERS else path
 
 
@@ -254,11 +244,8 @@ def _no_field(message: str) -> InvalidRequest:
     return error
 
 
-DONE = b"data: [DONE]\n\n"
-
-
 def quote(text: str) -> bytes:
-    """`text` as a JSON string with its quotes."""
+    """Return `text` as a JSON string with its quotes."""
     return encode_basestring(text).encode()
 
 
@@ -268,6 +255,6 @@ def dumps(value: Any) -> bytes:
 
 
 def event(value: Any, name: str = "") -> bytes:
-    """One event; json.dumps leaves no line break inside."""
+    """Return one Server-Sent Event. Its JSON has no line break."""
     head = f"event: {name}\n".encode() if name else b""
     return head + b"data: " + dumps(value) + b"\n\n"

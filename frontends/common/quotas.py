@@ -1,11 +1,12 @@
-"""How much each key may still do, counted over all workers of a front end.
+"""Limit the requests of each API key, counted over all workers of a front end.
 
-Each worker writes its own rows of one shared anonymous mapping made before the fork and reads everybody's, so limits
-hold for the sum without a lock; two workers that decide in the same microsecond may let one request too many pass.
-A row is found by the key's name, because keys come and go while the workers run.
-A rate is a sliding window: requests are counted by the second, and each count is dropped 60 seconds later. So a refused
-request is told the second at which it will be admitted, at most 60 s ahead: SDKs ignore a longer Retry-After and give
-up. Several that wait are told different seconds, one for each place that becomes free.
+The counters are in shared memory that is mapped before the fork. Each worker writes its own rows and reads those of all
+workers, so limits hold for the sum without a lock. Two workers that decide at the same moment may admit one request too
+many. A row is found by the key's name, because keys change while the workers run.
+
+The rate is a sliding window: requests are counted by the second, and each count is dropped after 60 seconds. So the
+Retry-After of a refused request is exact and at most 60 s; SDKs ignore a longer one and give up. Several refused
+requests get different seconds, one for each place that becomes free.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from inferengine.errors import InferEngineError
 
 WINDOW_S = 60
 MIN_ROWS = 256
-# A row: whose it is, requests in flight, the second of its last entry, admitted requests and promised places by second.
+# The cells of a row: mark of the key, requests in flight, second of the last entry, then by second (60 cells each)
+# admitted requests and promised places.
 _MARK, _IN_FLIGHT, _LATEST, _ADMITTED = range(4)
 _PROMISED = _ADMITTED + WINDOW_S
 _CELLS = _PROMISED + WINDOW_S
@@ -31,7 +33,7 @@ _DOUBLE = 8
 
 
 class Quotas:
-    """Counts of all workers; this object writes those of `worker`."""
+    """The counters of all workers. Each worker writes only its own."""
 
     def __init__(
         self,
@@ -41,26 +43,28 @@ class Quotas:
         num_workers: int = 1,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`keys`: those known now; there is room for four times as many. `max_in_flight`: of all keys together, 0 for
-        no limit. `clock` must be the same for all workers."""
+        """`keys`: the keys known now; there is room for four times as many. `max_in_flight`: limit for all keys
+        together, 0 for none. `clock` must be the same for all workers."""
         self._max_in_flight = max_in_flight
         self._num_workers = num_workers
         self._clock = clock
-        self._slab = (1 + max(MIN_ROWS, 4 * len(keys))) * _CELLS  # the first row is everybody together
+        self._slab = (1 + max(MIN_ROWS, 4 * len(keys))) * _CELLS  # the first row counts all keys together
         self._memory = mmap.mmap(-1, num_workers * self._slab * _DOUBLE)
         self._cells: memoryview[float] = memoryview(self._memory).cast("d")
         self._worker = 0
-        self._places: dict[tuple[int, float], int] = {}  # where a worker's row of a key was last seen
+        self._places: dict[tuple[int, float], int] = {}  # by worker and mark: the row found last
 
     def choose_worker(self, worker: int) -> None:
-        """After the fork. What a predecessor had in flight died with it; what it counted in this minute stays."""
+        """Count as this worker from now on, after the fork. Sets its requests in flight to 0, because those of a
+        predecessor ended with it; rates continue."""
         self._worker = worker
         for place in range(worker * self._slab, (worker + 1) * self._slab, _CELLS):
             self._cells[place + _IN_FLIGHT] = 0.0
 
     @contextlib.contextmanager
     def request(self, key: ApiKey) -> Iterator[None]:
-        """While a request of this key is answered. Raises `rate_limited`, or `overloaded` when all are too many."""
+        """Count a request of this key while it is answered. Raises `rate_limited` for the limits of the key, and
+        `overloaded` for `max_in_flight`."""
         self.enter(key)
         try:
             yield
@@ -68,7 +72,7 @@ class Quotas:
             self.leave(key)
 
     def enter(self, key: ApiKey) -> None:
-        """As `request`; whoever enters must leave."""
+        """Begin to count a request, as `request` does. Call `leave` once for each."""
         if self._max_in_flight and self.in_flight() >= self._max_in_flight:
             raise InferEngineError("overloaded", "The server answers as many requests as it may.", retry_after_s=1.0)
         if key.max_in_flight and self.in_flight(key) >= key.max_in_flight:
@@ -93,7 +97,7 @@ class Quotas:
             self._cells[self._own_row(key) + _IN_FLIGHT] -= 1
 
     def in_flight(self, key: ApiKey | None = None) -> int:
-        """Requests being answered by all workers: of a key, or of everybody."""
+        """Return the number of requests being answered by all workers, of one key or of all."""
         if key is None:
             rows = [worker * self._slab for worker in range(self._num_workers)]
         else:
@@ -101,7 +105,7 @@ class Quotas:
         return int(sum(self._cells[row + _IN_FLIGHT] for row in rows))
 
     def rate(self, key: ApiKey) -> int:
-        """Admitted requests of a key in the last minute."""
+        """Return the number of admitted requests of a key in the last minute."""
         now = int(self._clock())
         total = 0.0
         for row in self._rows(key):
@@ -112,9 +116,9 @@ class Quotas:
         return int(total)
 
     def _promise(self, key: ApiKey, now: int) -> int:
-        """The first second at which a place is free that nobody else was told of; where all are promised, the last one.
-        A promise only makes the next one later: whoever comes first is admitted."""
-        admitted = [0.0] * WINDOW_S  # by the second at which they no longer count: the next one, the one after it, ...
+        """Return the first second with a free place that was not promised yet, or the last second of the window. A
+        promise reserves nothing, it only delays the next promise: the first request to come is admitted."""
+        admitted = [0.0] * WINDOW_S  # by the second at which they no longer count, from the next second on
         promised = [0.0] * WINDOW_S
         for row in self._rows(key):
             latest = int(self._cells[row + _LATEST])
@@ -132,7 +136,7 @@ class Quotas:
         return second
 
     def _current_row(self, key: ApiKey, now: int) -> int:
-        """This worker's row of the key, without what no longer counts."""
+        """Return this worker's row of the key after dropping counts older than the window."""
         row = self._own_row(key)
         latest = int(self._cells[row + _LATEST])
         for second in range(max(latest + 1, now - WINDOW_S + 1), now + 1):
@@ -142,13 +146,13 @@ class Quotas:
         return row
 
     def _rows(self, key: ApiKey) -> list[int]:
-        """Of all workers that have answered this key."""
+        """Return the key's rows of all workers that have one."""
         mark = _mark(key.name)
         rows = [self._find(worker, mark) for worker in range(self._num_workers)]
         return [row for row in rows if row is not None]
 
     def _own_row(self, key: ApiKey) -> int:
-        """This worker's row of the key: made when there is none, in place of one that counts nothing any more."""
+        """Return this worker's row of the key. A new one replaces a row that counts nothing any more."""
         mark = _mark(key.name)
         if (found := self._find(self._worker, mark)) is not None:
             return found
@@ -164,7 +168,7 @@ class Quotas:
         raise InferEngineError("overloaded", "More keys are in use than this server counts.", retry_after_s=WINDOW_S)
 
     def _find(self, worker: int, mark: float) -> int | None:
-        """Rows are filled from the first on, so the first that was never used ends the search."""
+        """Return a worker's row with this mark, or None. Rows are filled in order: an unused one ends the search."""
         known = self._places.get((worker, mark))
         if known is not None and self._cells[known + _MARK] == mark:
             return known
@@ -181,5 +185,5 @@ class Quotas:
 
 
 def _mark(name: str) -> float:
-    """A number of 53 bits for a name, never 0: what a cell holds exactly."""
+    """Return a hash of a name that a float holds exactly (at most 2^48), never 0."""
     return float(1 + int.from_bytes(hashlib.sha256(name.encode()).digest()[:6], "big"))

@@ -1,13 +1,13 @@
-"""uvicorn's server, with an acceptor of its own and a protocol that tells what each connection does.
+"""uvicorn's server with its own acceptor, and a protocol that records the state of each connection.
 
-libuv accepts one connection in a round of the event loop. On a busy loop this is too few: behind 500 clients that came
-at once, with streams being written in every round, the next one waited five seconds. `Acceptor` accepts many in a
-round. Every connection is counted from the moment it is accepted and closed when its time is over:
-`ConnectionTracker`. Its state comes from the callbacks of uvicorn's HTTP parser, an assignment each.
+libuv accepts one connection in each round of the event loop. That is too few on a busy loop: behind 500 simultaneous
+clients and streams written in every round, the next client waited five seconds. `Acceptor` accepts many in a round.
+`ConnectionTracker` counts each connection from its acceptance and closes it at its time limits; the callbacks of
+uvicorn's HTTP parser record its state, with one assignment each.
 
-`Acceptor` stands in uvicorn's list of servers, and `HttpProtocol` overrides its parser's callbacks and reads `cycle`.
+`Acceptor` is put into uvicorn's list of servers, and `HttpProtocol` overrides the parser's callbacks and reads `cycle`.
 Neither is public API: pyproject.toml bounds uvicorn's version, and tests/frontends/common/test_uvicorn_internals.py
-says what is relied on.
+checks what is used.
 """
 
 from __future__ import annotations
@@ -41,15 +41,16 @@ from inferengine.process.system import missed_s
 
 logger = logging.getLogger(__name__)
 
-ACCEPTS_PER_ROUND = 16  # more would leave nothing to the other workers of the same socket
+ACCEPTS_PER_ROUND = 16  # with more, one worker would take all connections of the shared socket
 NO_ROOM = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 NO_ROOM_WAIT_S = 1.0
 TICK_S = 0.1  # uvicorn's
 TICKS_PER_SWEEP = 10
+PROBE_PATHS = frozenset({"/health", "/ready", "/ping", "/load", "/metrics"})  # what monitoring requests
 
 
 class Server(uvicorn.Server):
-    """For listening sockets only. Everything but accepting and ending connections is uvicorn's."""
+    """uvicorn's server for listening sockets, with its own way to accept and end connections."""
 
     def __init__(
         self, config: uvicorn.Config, limits: ConnectionLimits | None = None, refusals: RefusalMetrics | None = None
@@ -75,10 +76,10 @@ class Server(uvicorn.Server):
         super().handle_exit(sig, frame)
 
     async def on_tick(self, counter: int) -> bool:
-        """uvicorn's, ten times a second.
+        """Sweep connections once a second. uvicorn calls this ten times a second.
 
-        After a time in which this process did not run (SIGSTOP), what clients sent meanwhile has not been read when
-        the first timers come: connections are judged at the next tick."""
+        After a time in which this process did not run (SIGSTOP) timers come before the data that clients sent
+        meanwhile is read, so the sweep waits for the next tick."""
         now = time.monotonic()
         paused_s = missed_s(now, self._next_tick_s)
         self._next_tick_s = now + TICK_S
@@ -92,7 +93,7 @@ class Server(uvicorn.Server):
 
 
 class Acceptor:
-    """Accepts from one socket until it is closed. What uvicorn needs of an asyncio.Server."""
+    """Accepts connections from one socket until `close`. Has the methods of asyncio.Server that uvicorn calls."""
 
     def __init__(self, server: uvicorn.Server, listener: socket.socket, connections: ConnectionTracker) -> None:
         self._server = server
@@ -111,7 +112,7 @@ class Acceptor:
         self._loop.remove_reader(self._listener)
 
     async def wait_closed(self) -> None:
-        """Nothing of it goes on by itself."""
+        """Return at once: nothing runs after `close`."""
 
     def _listen(self) -> None:
         if not self._is_closed:
@@ -139,16 +140,16 @@ class Acceptor:
             task.add_done_callback(self._tasks.discard)
 
     async def _serve(self, accepted: socket.socket, connection: TrackedConnection) -> None:
-        """Hand it to its protocol, after the handshake of TLS where there is one."""
+        """Give a connection to its protocol, after the TLS handshake if there is one."""
         config = self._server.config
         timeout = self._connections.limits.header_s if config.ssl else None
         try:
-            with contextlib.suppress(OSError):  # it has gone already, or speaks no TLS
+            with contextlib.suppress(OSError):  # it was closed already, or does not speak TLS
                 await self._loop.connect_accepted_socket(
                     lambda: self._protocol(connection), accepted, ssl=config.ssl, ssl_handshake_timeout=timeout
                 )
         finally:
-            if connection.transport is None:  # there was no connection, so none is lost later
+            if connection.transport is None:  # no protocol was made, so `connection_lost` is never called
                 accepted.close()
                 self._connections.lost(connection)
 
@@ -159,17 +160,14 @@ class Acceptor:
         return protocol
 
 
-PROBE_PATHS = frozenset({"/health", "/ready", "/ping", "/load", "/metrics"})  # what whoever watches asks
-
-
 class HttpProtocol(HttpToolsProtocol):
-    """For uvicorn's `http` setting, behind `frontends.common.event_loop`."""
+    """uvicorn's HTTP protocol, which records the state of its connection for the tracker."""
 
     connection: TrackedConnection
     tracker: ConnectionTracker
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Start to track the connection; one admitted only for probes gets nothing but those."""
+        """Record the transport. A connection admitted as a probe gets ProbesOnly."""
         super().connection_made(transport)
         if self.connection.is_probe:
             self.app: Any = ProbesOnly(self.app)
@@ -182,12 +180,12 @@ class HttpProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def on_message_begin(self) -> None:
-        """Note that the head of a request is being received."""
+        """Record that the head of a request is being received."""
         self.connection.phase = HEAD
         super().on_message_begin()
 
     def on_headers_complete(self) -> None:
-        """Count the request, and note that its body is being received."""
+        """Count the request, and record that its body is being received."""
         connection = self.connection
         connection.phase = BODY
         connection.num_waiting += 1
@@ -200,7 +198,7 @@ class HttpProtocol(HttpToolsProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """Note that the request has been received in full."""
+        """Record that the request has been received in full."""
         self.connection.phase = IDLE
         super().on_message_complete()
 
@@ -210,14 +208,14 @@ class HttpProtocol(HttpToolsProtocol):
         super().on_response_complete()
 
     def _answer(self, answer: bytes) -> None:
-        """Say why it ends, where that is not in the middle of another answer."""
+        """Write a last answer, unless another one is being written."""
         cycle = self.cycle
         if cycle is None or not cycle.response_started or (cycle.response_complete and self.connection.phase == HEAD):
             self.transport.write(answer)
 
 
 class ProbesOnly:
-    """What is left of an application for connections that there is no room for."""
+    """The application for connections above the limit."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
