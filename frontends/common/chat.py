@@ -1,8 +1,8 @@
-"""A conversation on its way to the model and back: messages and tools become a prompt, the output becomes a message.
+"""Turn a conversation into a prompt, and the output into a message with reasoning and tool calls.
 
-All chat dialects are brought into OpenAI's shape first: `messages`, `tools`, `tool_choice`, `parallel_tool_calls`. An
-`OutputParser` says how the output of a prompt is read. It is small: kept with the request in the engine, it lets any
-front end go on in the middle of a tool call.
+All chat dialects are converted to OpenAI's fields first: `messages`, `tools`, `tool_choice`, `parallel_tool_calls`. An
+`OutputParser` describes how the output of a prompt is parsed. The engine keeps it with the request, so that any front
+end can resume in the middle of a tool call.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from inferengine.text.tool_parsers import FORMATS, Function, ToolFormat, calls_g
 from inferengine.text.tool_parsers.base import CallDelta
 
 MAX_TOOLS = 128  # OpenAI's limit
-NOTHING: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
+NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 _NAME = re.compile(r"[\w.-]{1,128}", re.ASCII)
 
 
@@ -42,7 +42,7 @@ TEXT: Schema = {"type": "string", "minLength": 1}
 
 
 def array(items: Schema, *, least: int = 0, most: Any = None) -> Schema:
-    """The schema of a list. `most` may be {"limit": name}."""
+    """Return the JSON schema of a list. `most` may be {"limit": name}."""
     return {"type": "array", "items": items, "minItems": least, **({} if most is None else {"maxItems": most})}
 
 
@@ -69,7 +69,7 @@ TOOL_CHOICE: Schema = {"anyOf": [{"enum": ["none", "auto", "required"]}, OBJECT]
 
 
 class Conversation(msgspec.Struct, frozen=True):
-    """A conversation and what its template is given, on every route that takes one."""
+    """The fields of a conversation and of its chat template, for every route that has them."""
 
     messages: Annotated[
         Any,
@@ -112,13 +112,13 @@ class Conversation(msgspec.Struct, frozen=True):
 
 
 class SpecialTokens(msgspec.Struct, frozen=True):
-    """What the tokenizer adds. None: its own for a text, nothing for a conversation."""
+    """Special tokens of the tokenizer. None: added to a text, not to a conversation."""
 
     add_special_tokens: Annotated[bool | None, about("let the tokenizer add its own, such as BOS")] = None
 
 
 class Tools(NamedTuple):
-    """What may be called. `choice`: auto, required, or the name of the one function to call."""
+    """The functions that may be called. `choice`: auto, required, or the name of the one function to call."""
 
     definitions: list[dict[str, Any]]
     functions: list[Function]
@@ -127,12 +127,12 @@ class Tools(NamedTuple):
 
     @property
     def is_forced(self) -> bool:
-        """The output is calls and nothing else."""
+        """Whether the output must be calls only."""
         return self.choice != "auto"
 
 
 def read_tools(body: dict[str, Any], limits: LimitsConfig) -> Tools | None:
-    """None where nothing is offered, or none is to be called. Raises InvalidRequest naming the place."""
+    """Return the tools of a request, None where none may be called. Raises InvalidRequest naming the place."""
     definitions = body.get("tools")
     choice = _read_choice(body.get("tool_choice"))
     parallel = read_fields(Conversation, body).parallel_tool_calls
@@ -156,7 +156,7 @@ def read_tools(body: dict[str, Any], limits: LimitsConfig) -> Tools | None:
 def tools_grammar(
     tools: Tools, format: ToolFormat, served: ServedModel, limits: LimitsConfig, answer: dict[str, Any] | None = None
 ) -> GrammarSpec:
-    """What an output must match that calls a tool, or the tool; or, where it may, answers in JSON of this schema."""
+    """Return the grammar of an output that is calls of tools or, with `answer`, JSON of that schema."""
     functions = [one for one in tools.functions if tools.choice in ("auto", "required", one.name)]
 
     def special_id(text: str) -> int | None:
@@ -194,7 +194,7 @@ def _read_function(item: Any, path: str, limits: LimitsConfig) -> Function:
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise InvalidRequest(f"{path}.function.name", "must have 1 to 128 letters, digits, _, - and .")
     if parameters is None:
-        return Function(name, NOTHING)
+        return Function(name, NO_PARAMETERS)
     path = f"{path}.function.parameters"
     if not isinstance(parameters, dict) or parameters.get("type", "object") != "object":
         raise InvalidRequest(path, "must be the JSON schema of an object")
@@ -206,12 +206,12 @@ def _read_function(item: Any, path: str, limits: LimitsConfig) -> Function:
     return Function(name, parameters)
 
 
-RESERVED = TEMPLATE_NAMES | {"self", "continue_final_message"}  # what a request's chat_template_kwargs may not replace
+RESERVED = TEMPLATE_NAMES | {"self", "continue_final_message"}  # not allowed in chat_template_kwargs
 
 
 @dataclass(frozen=True)
 class ChatPrompt:
-    """What the model is asked, and how its output is to be read."""
+    """The prompt of a conversation, and how its output is parsed."""
 
     prompt_ids: list[int]
     tools: Tools | None
@@ -228,9 +228,9 @@ async def read_chat_prompt(
     last: int | None = None,
     most: int | None = None,
 ) -> ChatPrompt:
-    """`messages`, `tools` and what shapes the prompt. `structure` is what the request itself wants of the output;
-    `last` and `most` are for `ServedModel.encode`. A grammar governs an output from its first token, so that there is
-    no room for reasoning."""
+    """Make the prompt of `messages`, `tools` and the other fields of a conversation. `structure`: the grammar that the
+    request asks for. `last`, `most`: see `ServedModel.tokenize`. A grammar applies from the first token of the output,
+    so there is no reasoning with one."""
     tools = read_tools(body, config.limits)
     format = _format(served, config)
     text = await _render(body, served, tools)
@@ -242,7 +242,7 @@ async def read_chat_prompt(
     if grammar is not None:
         text = f"{text.rstrip()}\n\n{CLOSE}\n\n" if inside else text
         thinks = inside = False
-    special = bool(read_fields(SpecialTokens, body).add_special_tokens)  # the template writes them itself
+    special = bool(read_fields(SpecialTokens, body).add_special_tokens)  # templates write them
     prompt_ids = await served.encode(
         text, config.limits, name="messages", add_special_tokens=special, last=last, most=most
     )
@@ -284,8 +284,8 @@ def _format(served: ServedModel, config: Config) -> ToolFormat:
 
 
 def _reasoning(prompt: str, served: ServedModel, config: Config) -> tuple[bool, bool]:
-    """Whether this model thinks, and whether the prompt ends in the middle of it. Where the prompt has closed the tag
-    (thinking switched off), the output is the answer."""
+    """Return whether the output may begin with reasoning, and whether the prompt has opened its tag. A prompt that ends
+    with the closing tag (reasoning switched off) has neither."""
     mode = config.http.reasoning_parser
     if mode == "off" or (mode == "auto" and (served.template is None or CLOSE not in served.template.source)):
         return False, False
@@ -294,7 +294,7 @@ def _reasoning(prompt: str, served: ServedModel, config: Config) -> tuple[bool, 
 
 
 def _answer_schema(structure: GrammarSpec) -> dict[str, Any]:
-    """The form of an answer that may also be calls of tools."""
+    """Return the JSON schema of an answer where tools may be called instead."""
     if structure.kind not in ("json_schema", "json_object"):
         raise InvalidRequest("tools", "can be combined with a JSON schema only", code="unsupported")
     schema = json.loads(structure.source) if structure.kind == "json_schema" else {"type": "object"}
@@ -321,8 +321,9 @@ def _read_documents(body: dict[str, Any]) -> list[dict[str, Any]] | None:
 
 @dataclass(frozen=True)
 class OutputParser:
-    """`calls`: the form of the tool calls that may come, None where none may. `thinks`: a part may be reasoning;
-    `inside`: the prompt has opened it already. `keeps_special_tokens`: the marks of calls are special tokens."""
+    """How the output of a prompt is parsed. `calls`: the format of tool calls, None where none may come. `thinks`: the
+    output may begin with reasoning. `inside`: the prompt has opened the tag of reasoning. `keeps_special_tokens`: the
+    marks of calls are special tokens."""
 
     calls: ToolFormat | None = None
     thinks: bool = False
@@ -331,26 +332,25 @@ class OutputParser:
 
     @property
     def is_plain(self) -> bool:
-        """The output is text for the user as it stands."""
+        """Whether the output needs no parsing."""
         return self.calls is None and not self.thinks
 
     def make_reader(self) -> MessageReader:
-        """For one output."""
+        """Return a new parser state for one output."""
         return MessageReader(
             ReasoningReader(inside=self.inside) if self.thinks else None,
             self.calls.make_parser() if self.calls is not None else None,
         )
 
     def call_id(self, answer_id: str, choice: int, call: int) -> str:
-        """The id of a call: the same whenever the same answer is read again, as after a reconnect."""
+        """Return the id of a call. It is the same when the same answer is read again, as after a reconnect."""
         assert self.calls is not None
         digest = hashlib.sha256(f"{answer_id}/{choice}/{call}".encode()).hexdigest()[: self.calls.id_characters]
-        return (
-            digest if len(digest) < 16 else f"call_{digest}"
-        )  # a template that wants a length wants nothing before it
+        # Formats with short ids need exactly that length, without a prefix.
+        return digest if len(digest) < 16 else f"call_{digest}"
 
     def call_entry(self, answer_id: str, choice: int, part: CallDelta) -> dict[str, Any]:
-        """An entry of a streamed `tool_calls`: id and name come with a call's first."""
+        """Return an entry of a streamed `tool_calls`. The first of a call has its id and name."""
         if part.name is None:
             return {"index": part.call, "function": {"arguments": part.arguments}}
         return {
@@ -362,12 +362,12 @@ class OutputParser:
 
 
 def finish_reason(reason: str | None, num_calls: int) -> str | None:
-    """An output that ended by itself after calling tools waits for their results."""
+    """Return the finish reason of a message: `tool_calls` instead of `stop` where it has calls."""
     return "tool_calls" if reason == "stop" and num_calls else reason
 
 
 def parser_to_map(parser: OutputParser) -> dict[str, Any]:
-    """As it is kept in a note."""
+    """Return a parser as a dict for RequestMetadata."""
     return {
         "calls": None if parser.calls is None else parser.calls.name,
         "thinks": parser.thinks,
@@ -377,7 +377,7 @@ def parser_to_map(parser: OutputParser) -> dict[str, Any]:
 
 
 def parser_from_map(kept: Any) -> OutputParser:
-    """The inverse. What no front end wrote is text as it stands."""
+    """Return the parser of a dict from `parser_to_map`; the plain one for anything else."""
     if not isinstance(kept, dict):
         return OutputParser()
     calls = kept.get("calls")

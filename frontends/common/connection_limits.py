@@ -349,7 +349,7 @@ def _can_go(connection: TrackedConnection) -> bool:
 
 
 def _order(connection: TrackedConnection) -> tuple[int, float]:
-    """Return the order of displacement: idle ones first, then incomplete heads, then bodies; the oldest of each first."""
+    """Return the order of displacement: idle ones, then incomplete heads, then bodies; the oldest of each first."""
     return (connection.phase, connection.since_s)
 
 

@@ -1,7 +1,7 @@
-"""One API call's generations: submitted together, read as text, ended together.
+"""The generations of one API call: submit its prompts, read its choices as text, and end them together.
 
-Turns the wire's token deltas into pieces of text: detokenizes, finds stop strings, and says how each choice ended.
-Knows nothing of HTTP, JSON or any dialect.
+Turns token deltas into pieces of text: detokenizes, finds stop strings, and reports how each choice ended. Does not
+depend on HTTP, JSON or a dialect.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from inferengine.text import TextStream, Tokenizer
 
 logger = logging.getLogger(__name__)
 
-USAGE_WAIT_S = 1.0  # for the engine's account of a choice that a stop string ended here
-CONTEXT_TOKENS = 4  # of the prompt, for decoders that look at what precedes a text
+USAGE_WAIT_S = 1.0  # for the engine's usage of a choice that a stop string ended here
+CONTEXT_TOKENS = 4  # of the prompt, for decoders whose text depends on the tokens before
 
 
 class Submitter(Protocol):
@@ -37,7 +37,7 @@ class Submitter(Protocol):
 
 
 class TokenSource(Protocol):
-    """Where a choice's tokens come from: a Stream, or a view on a log that several readers share."""
+    """The source of a choice's tokens: a Stream, or a view of a log that several readers share."""
 
     def __aiter__(self) -> AsyncIterator[Delta]: ...
 
@@ -47,8 +47,8 @@ class TokenSource(Protocol):
 
 
 class Piece(NamedTuple):
-    """What is new in one choice. `finish_reason` (stop, length, abort) and `stop_reason` (the stop string or token id)
-    come with the last piece, `error` instead of them when the choice failed."""
+    """New output of one choice. The last piece has `finish_reason` (stop, length, abort) and `stop_reason` (the stop
+    string or token id), or `error` when the choice failed."""
 
     text: str
     token_ids: Sequence[int]
@@ -70,12 +70,12 @@ class Usage(NamedTuple):
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
-    accepted_tokens: int = 0  # of the completion, guessed before
-    rejected_tokens: int = 0  # guesses that were wrong
+    accepted_tokens: int = 0  # draft tokens in the completion
+    rejected_tokens: int = 0  # other draft tokens
 
 
-def guess_counts(counted: Usage | Finish) -> dict[str, int]:
-    """What guessing ahead brought, in OpenAI's words; empty where the engine did not guess."""
+def draft_token_counts(counted: Usage | Finish) -> dict[str, int]:
+    """Return the counts of draft tokens under OpenAI's names; empty without speculative decoding."""
     if not counted.accepted_tokens and not counted.rejected_tokens:
         return {}
     return {
@@ -86,22 +86,22 @@ def guess_counts(counted: Usage | Finish) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Options:
-    """What travels with every prompt of a call besides the sampling parameters."""
+    """Options of a call that are submitted with every prompt, beside the sampling parameters."""
 
     priority: int = 0
     tenant: str = ""
     salt: bytes = b""
     deadline_s: float | None = None
     label: str = ""
-    continues_prompt: bool = True  # the output goes on where the prompt ends (completions), or is a text of its own
+    continues_prompt: bool = True  # true: completions; false: the output is a text of its own (chat)
     grammar: GrammarSpec | None = None
-    grammar_field: str = "grammar"  # the request's name for it: a grammar that does not compile is refused under it
-    prompt_field: str = "prompt"  # likewise for what the prompt was made of
-    resubmit: bool = True  # goes on when its engine is lost
+    grammar_field: str = "grammar"  # the request's name of the grammar, for errors
+    prompt_field: str = "prompt"  # the request's name of the prompt, for errors
+    resubmit: bool = True  # continue at another engine when this one is lost
 
 
 class Choice:
-    """One stream of output tokens and the text made of it."""
+    """One output: reads its tokens and turns them into text."""
 
     def __init__(
         self,
@@ -111,7 +111,7 @@ class Choice:
         text: TextStream,
         names: Mapping[str, str] | None = None,
     ) -> None:
-        """`names`: what the request calls the engine's fields, where it calls them otherwise."""
+        """`names`: the request's names of the engine's fields, where they differ, for errors."""
         self.index = index
         self.prompt_ids = prompt_ids
         self.num_tokens = 0
@@ -123,7 +123,7 @@ class Choice:
         self._ended = False
 
     async def pieces(self, *, per_token: bool) -> AsyncIterator[list[Piece]]:
-        """Until the last piece: all that has arrived since the last time, one piece for each token or one in all."""
+        """Yield new output until the last piece: one piece for each token, or one for all that has arrived."""
         async for delta in self._stream:
             pieces = self.read(delta, per_token=per_token)
             if pieces:
@@ -133,11 +133,11 @@ class Choice:
 
     @property
     def source(self) -> TokenSource:
-        """Where its deltas come from, for who gives them to `read` himself; those after the last piece are dropped."""
+        """The source of deltas, for callers that pass them to `read` themselves. Drop those after the last piece."""
         return self._stream
 
     def read(self, delta: Delta, *, per_token: bool) -> list[Piece]:
-        """The pieces of one delta; after a stop string the rest is dropped and the stream ended."""
+        """Return the pieces of one delta. After a stop string the rest is dropped and the stream is ended."""
         token_ids, finish = delta.token_ids, delta.finish
         if delta.prompt_logprobs is not None:
             self.prompt_logprobs = delta.prompt_logprobs
@@ -150,12 +150,12 @@ class Choice:
             ]
             if not self._ended:
                 pieces.append(self._piece(token_ids[-1:], logprobs and logprobs[len(token_ids) - 1 :], finish))
-            self.finish = self.finish or finish  # its end came with what follows a stop string
+            self.finish = self.finish or finish  # the end may come after a stop string in the same delta
             return pieces
         return [self._piece(token_ids, delta.logprobs, finish)]
 
     async def settle(self) -> None:
-        """Of one that a stop string ended here: wait for the engine's own account, which has what was cached."""
+        """Wait for the engine's usage of a choice that a stop string ended here, at most USAGE_WAIT_S."""
         if not self._ended or self.finish is not None:
             return
         with contextlib.suppress(TimeoutError):
@@ -165,11 +165,11 @@ class Choice:
 
     @property
     def is_plain(self) -> bool:
-        """No stop string is looked for: what a token says is settled by those before it."""
+        """Whether `read_plain` may be used: no stop strings have to be found."""
         return self._text.is_plain
 
     def read_plain(self, token_id: int) -> str:
-        """The text of one token in the middle of a plain choice: `read` without its records, for the many."""
+        """Return the text of one token that is not the last of a plain choice, faster than `read`."""
         self.num_tokens += 1
         return self._text.push_plain(token_id)
 
@@ -198,7 +198,7 @@ class Choice:
 
 
 class Generation:
-    """The choices of one API call: `n` for each prompt, numbered through."""
+    """The choices of one API call: `n` for each prompt, numbered over all prompts."""
 
     def __init__(
         self,
@@ -208,7 +208,7 @@ class Generation:
         params: SamplingParams,
         options: Options,
     ) -> None:
-        """Submits everything at once. Raises InferEngineError when no engine can be asked; then nothing runs on."""
+        """Submit all prompts. Raises InferEngineError when there is no engine, after cancelling those submitted."""
         self.prompts = prompts
         self._names = {"grammar": options.grammar_field, "prompt": options.prompt_field}
         self.submissions: list[Submission] = []
@@ -243,7 +243,7 @@ class Generation:
             raise
 
     async def accepted(self) -> None:
-        """Wait until the engine has taken all prompts. Raises its refusal, after cancelling the others."""
+        """Wait until the engine has accepted all prompts. Raises its refusal, after cancelling the others."""
         try:
             for submission in self.submissions:
                 await submission.accepted()
@@ -253,9 +253,9 @@ class Generation:
             raise self.error or error from None
 
     async def collect(self) -> list[Output]:
-        """All choices to their end. Raises InferEngineError when one fails, after cancelling the others."""
+        """Return the outputs of all choices. Raises InferEngineError when one fails, after cancelling the others."""
         outputs: list[Output] = []
-        for choice in self.choices:  # whichever order they end in: what arrives meanwhile waits in its collector
+        for choice in self.choices:  # one after the other: the output of the others is collected meanwhile
             output = Output(choice)
             async for pieces in choice.pieces(per_token=False):
                 output.add(pieces)
@@ -266,12 +266,12 @@ class Generation:
         return outputs
 
     async def settle(self) -> None:
-        """After the last piece and before `usage`: see `Choice.settle`."""
+        """Wait for the engine's usage of all choices. Call after the last piece and before `usage`."""
         for choice in self.choices:
             await choice.settle()
 
     async def merged(self) -> AsyncIterator[tuple[Choice, list[Piece]]]:
-        """Pieces of all choices, one for each token, in the order of their arrival."""
+        """Yield the pieces of all choices, one for each token, in the order of their arrival."""
         if len(self.choices) == 1:
             choice = self.choices[0]
             async for pieces in choice.pieces(per_token=True):
@@ -300,8 +300,10 @@ class Generation:
                 task.cancel()
 
     def usage(self) -> Usage:
-        """Tokens of the call as far as it has come."""
-        firsts = self.choices[:: len(self.choices) // len(self.prompts)]  # choices of one prompt share what was cached
+        """Return the token counts of the call so far."""
+        firsts = self.choices[
+            :: len(self.choices) // len(self.prompts)
+        ]  # choices of one prompt share its cached tokens
         ends = [choice.finish for choice in self.choices if choice.finish is not None]
         return Usage(
             sum(map(len, self.prompts)),
@@ -312,12 +314,12 @@ class Generation:
         )
 
     def cancel(self) -> None:
-        """End it in the engine; whoever reads sees `abort`. Any number of times."""
+        """Cancel all choices in the engine; readers get the finish reason `abort`. Idempotent."""
         for submission in self.submissions:
             submission.cancel()
 
     def abandon(self, error: InferEngineError) -> None:
-        """End it on this side at once, whatever the engine does: readers get `error`."""
+        """End the call here at once, without waiting for the engine. Readers get `error`."""
         self.error = error
         for submission in self.submissions:
             submission.abandon(error)

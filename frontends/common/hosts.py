@@ -35,8 +35,8 @@ class AllowedHosts:
 
     def __init__(self, section: str, names: Sequence[str], origins: Sequence[str], public_ports: Iterable[int]) -> None:
         """`section`: "http" or "ws", for error messages. `names`: further host names, `*.example.com` for all below a
-        domain, `*` for any. `origins`: web origins whose pages may call, by CORS or by the websocket's list; their hosts
-        are accepted as names, too. `public_ports`: ports that other machines can reach."""
+        domain, `*` for any. `origins`: web origins whose pages may call, by CORS or by the websocket's list; their
+        hosts are accepted as names, too. `public_ports`: ports that other machines can reach."""
         self._section = section
         self._origins = frozenset(origins)
         self._takes_any_origin = ANY in origins

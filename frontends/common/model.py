@@ -1,11 +1,11 @@
-"""What a front end knows of the model: tokenizer, chat template and generation defaults, fetched from the engine.
+"""The model of a front end: tokenizer, chat template and generation defaults, fetched from the engine.
 
-Front ends hold no model files. They ask for them once, and again when an engine announces another fingerprint.
+A front end has no model files of its own. It fetches them once, and again when an engine announces another fingerprint.
 
-Short texts are tokenized on the event loop. A long one is tokenized in a thread, piece by piece
-(`inferengine.text.token_bounds`), and only one piece at a time: memory is that of one piece however many texts come at
-once, and a short prompt never waits for a long one. A text that cannot fit is refused by its length, or as soon as
-there are too many tokens.
+Short texts are tokenized on the event loop. Long ones are tokenized in a thread, piece by piece
+(`inferengine.text.token_bounds`), one piece at a time over all texts: so memory is that of one piece, and a short
+prompt never waits for a long one. A text that cannot fit is refused by its length, or as soon as there are too many
+tokens.
 """
 
 from __future__ import annotations
@@ -24,28 +24,26 @@ from inferengine.text import ChatTemplate, Tokenizer
 from inferengine.text.token_bounds import PIECE_CHARACTERS
 from inferengine.text.tokenizer import read_json
 
-# Texts below this many characters are tokenized on the event loop: well under a millisecond, less than a thread costs.
+# Up to this many characters are tokenized on the event loop, in well under a millisecond, less than a thread costs.
 SHORT_TEXT_CHARACTERS = 2000
-# Of generation_config.json, the sampling defaults for requests that do not say (as vLLM takes them).
+# Keys of generation_config.json that are defaults of requests, as in vLLM.
 GENERATION_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-
-
 MEDIUM_AT_ONCE = 4  # texts of one piece
 MOST_WAITING_CHARACTERS = 64 * 1024 * 1024
 BUSY_S = 5.0
 
 
 class TooManyTokens(Exception):
-    """More than were asked for."""
+    """A text has more tokens than allowed."""
 
     def __init__(self, least: int) -> None:
-        """`least`: how many there are at least."""
+        """`least`: a lower bound of the number of tokens."""
         super().__init__(f"at least {least} tokens")
         self.least = least
 
 
 class LongTexts:
-    """Those of one event loop."""
+    """Tokenizes long texts in threads, for one event loop."""
 
     def __init__(self) -> None:
         self._medium = asyncio.Semaphore(MEDIUM_AT_ONCE)
@@ -55,8 +53,8 @@ class LongTexts:
     async def encode(
         self, tokenizer: Tokenizer, text: str, add_special_tokens: bool, *, most: int, last: int | None = None
     ) -> Sequence[int]:
-        """Token ids of a text; with `last` at least so many from its end, where there are more. Raises TooManyTokens
-        when these are more than `most`, and `overloaded`."""
+        """Return the token ids of a text; with `last` at least its last `last` tokens. Raises TooManyTokens for more
+        than `most`, and `overloaded`."""
         takes_end = last is not None and last <= most
         if not takes_end and (least := tokenizer.least_tokens(text)) > most:
             raise TooManyTokens(least)
@@ -79,7 +77,7 @@ class LongTexts:
     async def _in_turns(
         self, tokenizer: Tokenizer, text: str, add_special_tokens: bool, most: int, last: int | None
     ) -> Sequence[int]:
-        """A part at a time, until there are `last` tokens, or too many."""
+        """Tokenize one part at a time, until there are `last` tokens or too many."""
         source = tokenizer.parts if last is None else tokenizer.last_parts
         parts = _packed(source(text, add_special_tokens))
         found: list[array[int]] = []
@@ -102,12 +100,12 @@ class LongTexts:
 
 
 def _packed(parts: Iterable[list[int]]) -> Iterator[array[int]]:
-    """Four bytes a token: a list takes nine times as many."""
+    """Pack token ids into 4 bytes each; a list takes nine times as much memory."""
     return (array("I", part) for part in parts)
 
 
 class ModelSource(Protocol):
-    """What the model's context needs of an AsyncClient or EnginePool."""
+    """What ModelContext needs of an AsyncClient or EnginePool."""
 
     @property
     def welcome(self) -> Welcome:
@@ -126,7 +124,7 @@ class ModelSource(Protocol):
 
 @dataclass(frozen=True)
 class ServedModel:
-    """One model, ready to turn requests into tokens. Shared by all requests."""
+    """A model's tokenizer, chat template and defaults. Shared by all requests."""
 
     info: ModelInfo
     tokenizer: Tokenizer
@@ -140,13 +138,13 @@ class ServedModel:
         return self.info.name
 
     def adapter_of(self, name: str | None) -> str | None:
-        """The LoRA adapter that a model's name stands for, "" for the model itself; None for a name not served."""
+        """Return the LoRA adapter of a model name, "" for the model itself, None for a name that is not served."""
         if not name or name == self.name:
             return ""
         return name if name in self.info.adapters else None
 
     async def encode(self, text: str, limits: LimitsConfig, **options: Any) -> list[int]:
-        """As `tokenize`, for a prompt."""
+        """Return the token ids of a prompt as a list; see `tokenize`."""
         ids = await self.tokenize(text, limits, **options)
         return ids if isinstance(ids, list) else list(ids)
 
@@ -160,8 +158,8 @@ class ServedModel:
         last: int | None = None,
         most: int | None = None,
     ) -> Sequence[int]:
-        """Token ids of a text; long ones are tokenized beside the event loop, so that nobody else waits. `last`: only
-        so many from the end are wanted. `most`: a long text of more tokens is refused; None: what the model takes."""
+        """Return the token ids of a text. Long ones are tokenized in a thread. `last`: only so many tokens from the end
+        are needed. `most`: a long text of more tokens is refused; None: the model's maximum length."""
         if len(text) > limits.max_text_characters:
             message = f"must have at most {limits.max_text_characters} characters"
             raise InvalidRequest(name, message, code="request_too_large")
@@ -180,7 +178,7 @@ class ServedModel:
             raise InvalidRequest(name, message, code="context_length_exceeded") from None
 
     async def render(self, messages: list[dict[str, Any]], **options: Any) -> str:
-        """The prompt text of a conversation, by the model's chat template."""
+        """Return the prompt text of a conversation, made by the model's chat template."""
         if self.template is None:
             raise InvalidRequest(
                 "messages", "this model has no chat template: use /v1/completions with a prompt", code="unsupported"
@@ -192,7 +190,7 @@ class ServedModel:
 
 
 class ModelContext:
-    """The model of the engine behind this front end, kept up to date."""
+    """Fetches the model of the engine, and again when the engine announces another one."""
 
     def __init__(self, engine: ModelSource) -> None:
         self._engine = engine
@@ -204,7 +202,7 @@ class ModelContext:
 
     @property
     def served(self) -> ServedModel | None:
-        """The model as last fetched, without asking the engine: what is known even while it is away."""
+        """The model as last fetched, also while no engine is connected; None before the first."""
         return self._served
 
     @property
@@ -214,8 +212,8 @@ class ModelContext:
         return self._announced() if self._info is None or self._engine.connected else self._info
 
     async def get(self) -> ServedModel:
-        """The current model; fetched when the engine announces one that is not at hand. Raises engine_unavailable
-        while there is no engine, or it is still loading, and `unsupported` for a model without a tokenizer."""
+        """Return the current model; fetch it if the engine announces a new one. Raises engine_unavailable while there
+        is no engine or it is still loading, and `unsupported` for a model without a tokenizer."""
         info = self._announced()
         served = self._served
         if served is not None and served.info == info:
@@ -248,7 +246,7 @@ class ModelContext:
 
 
 def load_model(info: ModelInfo, files: dict[str, bytes]) -> ServedModel:
-    """Read the files of a checkpoint that travelled over the wire. Raises `unsupported` without a tokenizer.json, and
+    """Load a model from the files that an engine sent. Raises `unsupported` without a tokenizer.json, and
     engine_error for files that cannot be read."""
     if "tokenizer.json" not in files:
         raise InferEngineError(

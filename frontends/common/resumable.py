@@ -1,17 +1,17 @@
-"""Requests that any number of connections read, each from its own place, and that can be read on after a reconnect.
+"""Requests that several connections can read, each from its own position, and resume after a reconnect.
 
-What a connection has sent may be lost with it, so the tokens of a request are kept in a log until nobody can ask for
-them again. A reader that comes back reads the log from the start and drops the text it had: tokens alone make the text,
-so what follows is exactly what was missed.
+Sent output may be lost with its connection, so the tokens of a request are kept in a log while a client can resume. A
+reader that resumes reads the log from the start and drops the text that it had. The text depends on the tokens alone,
+so the rest is exactly the missed text.
 
-`Registry` knows the logs of this process and how long one stays that nobody reads. A request that is not detached ends
-with its last reader, those of other processes included: the engine knows them. A detached one goes on for the resume
-window, in which its client may come back. Then the front end decides: a page closed for good must not keep the engine
-busy, while a job sent over HTTP runs to its end and is kept for the resume window from there.
+`Registry` has the logs of this process. A request that is not detached ends with its last reader, in whichever process;
+the engine knows all readers. A detached request continues for the resume window without a reader. After that a
+websocket front end cancels it (the page was closed), and an HTTP front end lets it finish (it is a background job) and
+keeps it for another window.
 
-`RequestMetadata` is what a front end has the engine keep with a request, so that any other front end can read it on:
-whose request it is and, for HTTP, the request itself. Replayed, it makes the same events from the same tokens. The
-engine never looks inside. Any client of the wire could have written it, so reading it trusts nothing.
+`RequestMetadata` is stored by the engine with a request, so that any front end can resume it: the tenant and, for HTTP,
+the request itself. The same request and tokens make the same events again. The engine does not read it. Any client of
+the wire can write it, so it is read as untrusted input.
 """
 
 from __future__ import annotations
@@ -89,7 +89,8 @@ class EngineRequest(Protocol):
 
 
 class ChoiceLog:
-    """The tokens of one choice so far. While some reader waits, what arrives is taken in the turn, for all of them."""
+    """The tokens of one choice so far. While a reader waits, new output is taken in the coalescer's callback, once for
+    all readers."""
 
     def __init__(self, stream: TokenStream, coalescer: Coalescer) -> None:
         self.token_ids: list[int] = []
@@ -101,7 +102,7 @@ class ChoiceLog:
         self._is_listening = False
 
     def view(self, cursor: int) -> LogView:
-        """A reader of its own. Its first delta ends at `cursor` exactly, unless the log ends before."""
+        """Return a new reader. Its first delta ends exactly at `cursor`, unless the log ends before."""
         return LogView(self, cursor)
 
     def cancel(self) -> None:
@@ -109,23 +110,23 @@ class ChoiceLog:
         self._stream.cancel()
 
     def stop(self, num_tokens: int, text: str) -> None:
-        """A reader found a stop string: every reader finds the same one."""
+        """End the choice at a stop string that a reader found. Every reader finds the same one."""
         self._stream.stop(num_tokens, text)
 
     @property
     def finished(self) -> bool:
-        """Its end has arrived, read or not."""
+        """Whether the end has arrived, read or not."""
         return self.finish is not None or self._stream.finished
 
     def when_news(self, callback: Callable[[], None]) -> None:
-        """Have it called once, in the turn that takes the next news. It raises nothing. Not after the end."""
+        """Call `callback` once, when the next output has been taken. It must not raise. Do not use it after the end."""
         self._waiting.append(callback)
         if not self._is_listening:
             self._is_listening = True
             self._stream.on_output(self._noted)
 
     def take_news(self) -> None:
-        """What a stream brought becomes part of the log, and whoever waits for it is called."""
+        """Take new output into the log and call those who wait for it."""
         self._is_listening = False
         self.catch_up()
         waiting, self._waiting = self._waiting, []
@@ -133,7 +134,7 @@ class ChoiceLog:
             callback()
 
     def catch_up(self) -> None:
-        """Take what has arrived since."""
+        """Take new output into the log."""
         if self.finish is None and (self._stream.num_tokens > len(self.token_ids) or self._stream.finished):
             delta = self._stream.take()
             self.token_ids += delta.token_ids
@@ -142,24 +143,24 @@ class ChoiceLog:
             self.finish = delta.finish
 
     async def wait(self, num_tokens: int) -> None:
-        """Until there are more than `num_tokens` tokens, or the last one is there."""
+        """Wait until there are more than `num_tokens` tokens, or the choice has ended."""
         while len(self.token_ids) <= num_tokens and self.finish is None:
             waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self.when_news(partial(_wake, waiter))
             await waiter
 
     async def ended(self) -> Finish:
-        """How it ended, once it has."""
+        """Wait for the end of the choice and return it."""
         while self.finish is None:
             await self.wait(len(self.token_ids))
         return self.finish
 
     def _noted(self) -> None:
-        self._coalescer.add(self)  # the message of the engine that is being read may have more
+        self._coalescer.add(self)  # later, because the engine's message may have more
 
 
 class LogView:
-    """An iterator over a ChoiceLog: each delta holds all that was added while its reader was busy."""
+    """An iterator over a ChoiceLog. Each delta has all output since the last one."""
 
     def __init__(self, log: ChoiceLog, cursor: int) -> None:
         self._log = log
@@ -179,7 +180,7 @@ class LogView:
 
     @property
     def has_news(self) -> bool:
-        """`take` gives something. Tokens up to the cursor come all at once."""
+        """Whether `take` returns something. Tokens up to the cursor come in one delta."""
         return len(self._log.token_ids) > self._wanted or self._log.finish is not None
 
     @property
@@ -187,7 +188,7 @@ class LogView:
         return self._position if self._position >= self._cursor else self._cursor - 1
 
     def take(self) -> Delta:
-        """All that is new, without waiting. Only when there is news."""
+        """Return all new output without waiting. Call only when `has_news`."""
         log, start = self._log, self._position
         stop = self._cursor if start < self._cursor <= len(log.token_ids) else len(log.token_ids)
         self._position = stop
@@ -199,8 +200,7 @@ class LogView:
         return Delta(log.token_ids[start:stop], "", logprobs, log.finish if self._ended else None)
 
     def take_one(self) -> int | None:
-        """The token that is new, where it is exactly one beyond the cursor, and not the end; else None, and nothing
-        was taken."""
+        """Return the new token if it is exactly one, beyond the cursor and not the end; else None, and take nothing."""
         log, position = self._log, self._position
         if len(log.token_ids) != position + 1 or position < self._cursor or log.finish is not None:
             return None
@@ -213,8 +213,8 @@ class LogView:
 
 
 class RequestLog:
-    """One request of the engine and the logs of its choices. `context_ids`: the end of the prompt, for decoders that
-    look at what precedes a text. `note`: what its first reader had the engine keep with it."""
+    """One request of the engine and the logs of its choices. `context_ids`: the end of the prompt, for decoders whose
+    text depends on it. `note`: the RequestMetadata, packed."""
 
     def __init__(
         self,
@@ -235,24 +235,24 @@ class RequestLog:
         self._coalescer = coalescer
 
     async def accepted(self) -> Accept:
-        """The engine's answer; `choices` is filled afterwards. Raises InferEngineError when it was refused."""
+        """Wait for the engine's ACCEPT, then set `choices`. Raises InferEngineError when the request was refused."""
         accept = await self._request.accepted()
-        if not self.choices:  # of two that waited, the first fills it
+        if not self.choices:  # two readers may wait: the first one sets it
             self.choices = [ChoiceLog(stream, self._coalescer) for stream in self._request.streams]
             self.note = accept.note if accept.attached else self.note
         return accept
 
     @property
     def finished(self) -> bool:
-        """All choices have ended."""
+        """Whether all choices have ended."""
         return bool(self.choices) and all(choice.finished for choice in self.choices)
 
     def cancel(self) -> None:
-        """Fire and forget, any number of times."""
+        """Cancel the request without waiting for the engine. Idempotent."""
         self._request.cancel()
 
     def leave(self) -> None:
-        """Nobody reads it here any more. It ends unless somebody elsewhere does: another worker, another front end."""
+        """Stop reading in this process. The request ends unless another worker or front end reads it."""
         self._request.leave()
 
 
@@ -262,7 +262,7 @@ def _wake(waiter: asyncio.Future[None]) -> None:
 
 
 class ResumableEngine(Protocol):
-    """What the registry needs of an AsyncClient or EnginePool."""
+    """What Registry needs of an AsyncClient or EnginePool."""
 
     def submit(
         self, prompt_ids: Sequence[int] | None = None, params: SamplingParams | None = None, **arguments: Any
@@ -271,15 +271,15 @@ class ResumableEngine(Protocol):
         ...
 
     def attach(self, request_id: bytes, cursors: Sequence[int] = (), n: int = 1) -> EngineRequest:
-        """Read a request on from `cursors`, the tokens already held of each of its `n` choices."""
+        """Resume a request from `cursors`, the number of tokens already received of each of its `n` choices."""
         ...
 
 
 class Registry:
-    """Request logs by id. Whoever opens one reads it, and must leave it."""
+    """Request logs by id. Call `leave` once for each `submit` and `resume`."""
 
     def __init__(self, engine: ResumableEngine, resume_window_s: float, *, cancel_unread: bool = True) -> None:
-        """`cancel_unread`: what nobody reads for the resume window is cancelled, not only forgotten once it ended."""
+        """`cancel_unread`: cancel a request without a reader for the resume window; false: keep it until it ends."""
         self.resume_window_s = resume_window_s
         self._cancel_unread = cancel_unread
         self._engine = engine
@@ -297,7 +297,7 @@ class Registry:
         context_ids: Sequence[int],
         **arguments: Any,
     ) -> RequestLog:
-        """Start a request; an id that is known already is read from its start instead."""
+        """Start a request, or read the one with the same id from its start."""
         log = self._logs.get(request_id) if request_id is not None else None
         if log is None:
             request = self._engine.submit(prompt_ids, params, request_id=request_id, detached=detached, **arguments)
@@ -306,8 +306,8 @@ class Registry:
         return self._read(log)
 
     def resume(self, request_id: bytes, n: int, *, detached: bool, context_ids: Sequence[int]) -> RequestLog:
-        """Read a request that this process, another one or another client started. `detached` holds where it was not
-        known here: whoever may read it can change it afterwards."""
+        """Read a request that this process or another one started. `detached` is used where this process does not know
+        the request; it may be changed after the client's right to read it has been checked."""
         log = self._logs.get(request_id)
         if log is None:
             log = RequestLog(
@@ -316,7 +316,7 @@ class Registry:
         return self._read(log)
 
     def leave(self, log: RequestLog, *, forget: bool = False) -> None:
-        """One reader fewer. `forget`: the engine refused it, so nobody can read it."""
+        """Stop reading. `forget`: the engine refused the request, so that there is nothing to resume."""
         log.num_readers -= 1
         if log.num_readers:
             return
@@ -361,8 +361,8 @@ COMPRESS_ABOVE_BYTES = 1024
 
 
 class RequestMetadata(NamedTuple):
-    """`path`, `label` and `body` of the HTTP request; empty where there was none. `created`: Unix time in seconds.
-    `zipped`: `body` is compressed, as it travels."""
+    """The tenant of a request, and `path`, `label` and `body` of the HTTP request, empty for others. `created`: Unix
+    time in seconds. `zipped`: `body` is compressed."""
 
     tenant: str = ""
     path: str = ""
@@ -372,7 +372,7 @@ class RequestMetadata(NamedTuple):
     zipped: bool = False
 
     def request_body(self, most_bytes: int) -> bytes:
-        """The HTTP request's body; empty where it has more than `most_bytes` or is broken."""
+        """Return the HTTP request's body; empty if it has more than `most_bytes` or is invalid."""
         if not self.zipped:
             return self.body if len(self.body) <= most_bytes else b""
         unpacker = zlib.decompressobj()
@@ -384,7 +384,7 @@ class RequestMetadata(NamedTuple):
 
 
 def pack_metadata(note: RequestMetadata) -> bytes:
-    """As bytes for the engine. A body too large to be kept is left out: the request can then be read on only by
+    """Pack metadata for the engine. A body that is too large is left out: the request can then be resumed only by
     sending it again."""
     body, zipped = note.body, len(note.body) > COMPRESS_ABOVE_BYTES
     if zipped:
@@ -396,7 +396,7 @@ def pack_metadata(note: RequestMetadata) -> bytes:
 
 
 def unpack_metadata(data: bytes) -> RequestMetadata:
-    """The inverse. What no front end of this version wrote is an empty note."""
+    """Unpack metadata. Data of another version or from other programs gives empty metadata."""
     try:
         version, tenant, path, label, created, zipped, body = msgpack.unpackb(data, strict_map_key=True)
         if version != VERSION or not all(isinstance(text, str) for text in (tenant, path, label)):

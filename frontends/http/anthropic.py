@@ -16,7 +16,7 @@ from starlette.responses import Response
 
 from frontends.common.chat import read_chat_prompt
 from frontends.common.errors import rename_field, report, retry_after, sentence
-from frontends.common.generation import Choice, Generation, Output, Piece, Usage, guess_counts
+from frontends.common.generation import Choice, Generation, Output, Piece, Usage, draft_token_counts
 from frontends.common.json import event, read_fields, read_flag
 from frontends.http.bodies import MessagesFields, MessagesPromptFields, read_json
 from frontends.http.openai.chat import ChatRequest, read_chat
@@ -379,5 +379,5 @@ def _usage(usage: Usage, output_tokens: int | None = None) -> dict[str, Any]:
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": usage.cached_tokens,
         "output_tokens": usage.completion_tokens if output_tokens is None else output_tokens,
-        **guess_counts(usage),
+        **draft_token_counts(usage),
     }

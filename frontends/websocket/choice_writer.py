@@ -1,6 +1,7 @@
-"""Writes one choice to a socket: new output becomes a frame in the callback, without a task switch for each token.
+"""Write one choice to a socket: new output becomes a frame in the callback, without a task switch for each token.
 
-A task runs only where something has to be waited for: room in the socket or in the client's window, and the end.
+A task runs only to wait: for room in the socket or in the client's window, and for the end. The text of a conversation
+is split into the answer, the reasoning and the tool calls.
 """
 
 from __future__ import annotations
@@ -9,13 +10,15 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from frontends.common.chat import finish_reason
 from frontends.common.generation import Choice, Piece
 from frontends.common.resumable import ChoiceLog
-from frontends.websocket.generate_params import MessageText, OutputOptions
+from frontends.websocket.generate_params import OutputOptions
 from frontends.websocket.send_channel import SendChannel
 from inferengine.client import Finish, TokenLogprobs
 from inferengine.sampling_params import SamplingParams
 from inferengine.text import TextStream, Tokenizer
+from inferengine.text.tool_parsers.base import CallDelta, Content
 
 
 class ChoiceOptions(NamedTuple):
@@ -152,6 +155,35 @@ class ChoiceWriter:
         waiter = self._waiter
         if waiter is not None and not waiter.done():
             waiter.set_result(None)
+
+
+class MessageText:
+    """Splits one choice's text. `answer_id`: the request's id; ids of tool calls are made from it, so that a resumed
+    answer has the same ids."""
+
+    def __init__(self, output: OutputOptions, answer_id: str, choice: int) -> None:
+        self._output = output
+        self._answer_id = answer_id
+        self._choice = choice
+        self._reader = output.parser.make_reader()
+
+    def read(self, piece: Piece) -> tuple[Piece, dict[str, Any]]:
+        """Return the piece with the answer's text alone, and the other fields of the frame: `reasoning_content` and
+        `tool_calls`, as in OpenAI's streamed deltas."""
+        text = reasoning = ""
+        calls = []
+        for part in self._reader.push(piece.text, piece.is_last):
+            if isinstance(part, Content):
+                text += part.text
+            elif isinstance(part, CallDelta):
+                calls.append(self._output.parser.call_entry(self._answer_id, self._choice, part))
+            elif self._output.include_reasoning:
+                reasoning += part.text
+        extra: dict[str, Any] = {"reasoning_content": reasoning} if reasoning else {}
+        if calls:
+            extra["tool_calls"] = calls
+        reason = finish_reason(piece.finish_reason, self._reader.num_calls)
+        return piece._replace(text=text, finish_reason=reason), extra
 
 
 def _logprob(row: TokenLogprobs) -> dict[str, Any]:

@@ -1,17 +1,16 @@
-"""The prompt, parameters and output options of a generate frame, and the fields of its output frames.
+"""The prompt, parameters and output options of a generate frame.
 
-Conversations are read by the code of /v1/chat/completions, so both front ends give the model the same prompt. The text
-of each choice is split into the answer, the reasoning and the tool calls.
+Conversations are read by the code of /v1/chat/completions, so both front ends give the model the same prompt.
 """
 
 from __future__ import annotations
 
 import json
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from frontends.common.auth import ApiKey
-from frontends.common.chat import OutputParser, finish_reason, parser_from_map, parser_to_map, read_chat_prompt
-from frontends.common.generation import CONTEXT_TOKENS, Piece
+from frontends.common.chat import OutputParser, parser_from_map, parser_to_map, read_chat_prompt
+from frontends.common.generation import CONTEXT_TOKENS
 from frontends.common.json import parse_object
 from frontends.common.model import ServedModel
 from frontends.common.resumable import RequestMetadata, pack_metadata, unpack_metadata
@@ -20,7 +19,6 @@ from inferengine.config import Config
 from inferengine.errors import InvalidRequest
 from inferengine.sampling_params import SamplingParams, from_map, validate
 from inferengine.structured_output.spec import GrammarSpec, read_grammar, validate_grammar
-from inferengine.text.tool_parsers.base import CallDelta, Content
 
 NOTE_PATH = "websocket"  # no HTTP route has this path
 MAX_KEPT_BYTES = 4096
@@ -95,32 +93,3 @@ def output_options_of(note: bytes) -> OutputOptions:
     except InvalidRequest:
         return OutputOptions()
     return OutputOptions(parser_from_map(kept.get("reading")), kept.get("include_reasoning") is not False)
-
-
-class MessageText:
-    """Splits one choice's text. `answer_id`: the request's id; ids of tool calls are made from it, so that a resumed
-    answer has the same ids."""
-
-    def __init__(self, output: OutputOptions, answer_id: str, choice: int) -> None:
-        self._output = output
-        self._answer_id = answer_id
-        self._choice = choice
-        self._reader = output.parser.make_reader()
-
-    def read(self, piece: Piece) -> tuple[Piece, dict[str, Any]]:
-        """Return the piece with the answer's text alone, and the frame's other fields: `reasoning_content` and
-        `tool_calls`, as in OpenAI's streamed deltas."""
-        text = reasoning = ""
-        calls = []
-        for part in self._reader.push(piece.text, piece.is_last):
-            if isinstance(part, Content):
-                text += part.text
-            elif isinstance(part, CallDelta):
-                calls.append(self._output.parser.call_entry(self._answer_id, self._choice, part))
-            elif self._output.include_reasoning:
-                reasoning += part.text
-        extra: dict[str, Any] = {"reasoning_content": reasoning} if reasoning else {}
-        if calls:
-            extra["tool_calls"] = calls
-        reason = finish_reason(piece.finish_reason, self._reader.num_calls)
-        return piece._replace(text=text, finish_reason=reason), extra

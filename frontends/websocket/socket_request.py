@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from frontends.common.auth import ANYBODY, ApiKey
 from frontends.common.event_loop import AdmissionThrottle
-from frontends.common.generation import Piece, guess_counts
+from frontends.common.generation import Piece, draft_token_counts
 from frontends.common.json import OffLoop
 from frontends.common.model import ModelContext, ServedModel
 from frontends.common.quotas import Quotas
@@ -22,16 +22,16 @@ from frontends.common.resumable import ChoiceLog, Registry, RequestLog, unpack_m
 from frontends.websocket.choice_writer import ChoiceOptions, ChoiceWriter
 from frontends.websocket.frames import GenerateFrame, ResumeFrame
 from frontends.websocket.generate_params import OutputOptions, make_metadata, output_options_of, read_generate_params
-from frontends.websocket.send_channel import SendChannel
-from frontends.websocket.spans import RequestSpan
+from frontends.websocket.send_channel import SendChannel, SocketGone
 from inferengine.client import EnginePool, Finish
 from inferengine.config import Config
 from inferengine.errors import InferEngineError
-from inferengine.observability.tracing import Tracing
+from inferengine.observability.tracing import PROVIDER, Span, Tracing
 from inferengine.sampling_params import SamplingParams, from_map
 from inferengine.wire.messages import Accept
 
 RESUME_WAIT_S = 5.0  # clients reconnect to a restarted front end before that has connected to its engine
+CLIENT_GONE = "client_gone"  # error.type of a span
 USAGE_WAIT_S = 1.0  # for the engine's usage after a stop string that was found here
 
 
@@ -286,7 +286,7 @@ def _done(
             "prompt_tokens": accept.prompt_tokens,
             "cached_tokens": 0 if finish is None else finish.cached_tokens,
             "completion_tokens": piece.num_tokens,
-            **({} if finish is None else guess_counts(finish)),
+            **({} if finish is None else draft_token_counts(finish)),
         },
         "timings": None
         if finish is None
@@ -303,3 +303,76 @@ def _cancelled_done(name: str, index: int, prompt_tokens: int) -> dict[str, Any]
     """Return the done frame of a choice that was cancelled before it was submitted."""
     piece = Piece("", [], None, 0, "abort")
     return _done(name, index, piece, Accept(b"", 0, prompt_tokens), None, {})
+
+
+class _EndedChoice(NamedTuple):
+    reason: str | None
+    completion_tokens: int
+    cached_tokens: int
+
+
+class RequestSpan:
+    """The tracing span of a generate or resume frame, with the attributes of OpenTelemetry's gen_ai conventions: names
+    and numbers, never texts. Call `end` exactly once."""
+
+    def __init__(
+        self, tracing: Tracing, frame: GenerateFrame | ResumeFrame, path: str, client: str | None, traceparent: str
+    ) -> None:
+        """Begin a child of the span that the frame names, else of `traceparent`, which opened the socket."""
+        kind = "generate" if isinstance(frame, GenerateFrame) else "resume"
+        self._span: Span = tracing.begin(
+            f"{kind} {path}",
+            {"traceparent": frame.traceparent or traceparent},
+            {
+                "url.path": path,
+                "network.protocol.name": "websocket",
+                "client.address": client,
+                "gen_ai.provider.name": PROVIDER,
+                "gen_ai.operation.name": _operation(frame),
+            },
+        )
+        self._label = frame.label if isinstance(frame, GenerateFrame) else ""
+        self._ends: dict[int, _EndedChoice] = {}
+
+    @property
+    def traceparent(self) -> str:
+        """The W3C header for the engine, whose span is a child of this one."""
+        return self._span.traceparent
+
+    def set_model(self, model: str) -> None:
+        """Set the model that the client named."""
+        self._span.set("gen_ai.request.model", model)
+
+    def accepted(self, request_id: str, accept: Accept) -> None:
+        """Record ACCEPT. The client's label replaces `request_id` where there is one, as in the engine's span."""
+        self._span.set("inferengine.request_id", self._label or request_id)
+        self._span.set("gen_ai.usage.input_tokens", accept.prompt_tokens)
+
+    def choice_ended(self, index: int, piece: Piece, finish: Finish | None) -> None:
+        """Record the end of a choice. `finish` is None where the engine's usage is unknown."""
+        cached = 0 if finish is None else finish.cached_tokens
+        self._ends[index] = _EndedChoice(piece.finish_reason, piece.num_tokens, cached)
+
+    def end(self, error: BaseException | None) -> None:
+        """End the span. `error`: what ended the request before its choices did."""
+        ends = [self._ends[index] for index in sorted(self._ends)]
+        if ends:
+            self._span.set("gen_ai.usage.cache_read.input_tokens", ends[0].cached_tokens)
+            self._span.set("gen_ai.usage.output_tokens", sum(end.completion_tokens for end in ends))
+            self._span.set("gen_ai.response.finish_reasons", [end.reason for end in ends if end.reason])
+        if isinstance(error, InferEngineError):
+            self._span.set("error.type", error.code)
+            if error.http_status >= 500:  # as over HTTP: a client's error is no failure of this server
+                self._span.fail("")
+        elif isinstance(error, Exception) and not isinstance(error, SocketGone):
+            self._span.set("error.type", "engine_error")
+            self._span.fail("")
+        elif error is not None:
+            self._span.set("error.type", CLIENT_GONE)
+        self._span.end()
+
+
+def _operation(frame: GenerateFrame | ResumeFrame) -> str | None:
+    if isinstance(frame, ResumeFrame):
+        return None  # the operation is known to the engine alone
+    return "text_completion" if frame.messages is None else "chat"

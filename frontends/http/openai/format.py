@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 
 from frontends.common.chat import OutputParser, finish_reason
 from frontends.common.errors import error_object
-from frontends.common.generation import Choice, Generation, Output, Piece, Usage, guess_counts
+from frontends.common.generation import Choice, Generation, Output, Piece, Usage, draft_token_counts
 from frontends.common.json import DONE, dumps, event, quote
 from frontends.http.bodies import ExtraFields, StreamingFields
 from inferengine.client import TokenLogprobs
@@ -138,7 +138,7 @@ class Format(Protocol):
 
 def usage_object(usage: Usage) -> dict[str, Any]:
     """OpenAI's, with the details of guessing ahead where the engine did."""
-    guesses = guess_counts(usage)
+    guesses = draft_token_counts(usage)
     return {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from frontends.common.errors import error_object
-from frontends.common.generation import Choice, Generation, Output, Piece, Usage, guess_counts
+from frontends.common.generation import Choice, Generation, Output, Piece, Usage, draft_token_counts
 from frontends.common.json import event
 from frontends.http.openai.chat import ChatRequest
 from frontends.http.openai.format import chat_logprobs
@@ -172,7 +172,7 @@ class ResponsesFormat:
                 "input_tokens": usage.prompt_tokens,
                 "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
                 "output_tokens": usage.completion_tokens,
-                "output_tokens_details": {"reasoning_tokens": 0, **guess_counts(usage)},
+                "output_tokens_details": {"reasoning_tokens": 0, **draft_token_counts(usage)},
                 "total_tokens": usage.prompt_tokens + usage.completion_tokens,
             },
         }
