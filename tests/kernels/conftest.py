@@ -1,6 +1,7 @@
 """Without a CUDA device the kernels run in Triton's interpreter, which must be chosen before they are imported."""
 
 import os
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -15,8 +16,13 @@ def device() -> torch.device:
 
 
 @pytest.fixture(autouse=True)
-def _seed() -> None:
+def single_thread() -> Iterator[None]:
+    """Tiny matrices, and machines shared with other tests; the same random numbers each time."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
     torch.manual_seed(0)
+    yield
+    torch.set_num_threads(before)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
