@@ -124,7 +124,5 @@ class StepResult(NamedTuple):
     logprobs: dict[int, list[TokenLogprobs]] | None = None  # by plan row, only where asked for
     failed_rows: dict[int, RowFailure] | None = None
     num_emitted: list[int] | None = None
-    prompt_logprobs: dict[int, list[TokenLogprobs]] | None = (
-        None  # by plan row: of the prompt tokens that follow its own
-    )
+    prompt_logprobs: dict[int, list[TokenLogprobs]] | None = None  # by plan row: of the prompt tokens after its own
     embeddings: dict[int, bytes] | None = None  # by plan row that ends: f32, little-endian, of length 1 (L2)

@@ -64,9 +64,8 @@ class Slots:
         self.bias_ids, self.bias_values = self._table(0), self._table(0, torch.float32)
         self.stop_ids = self._table(0)
         self.bad_words = BadWordsTable(rows, device)
-        self.allowed = torch.zeros(
-            rows, 0, dtype=torch.int32, device=device
-        )  # bit t % 32 of word t // 32; allocated on first use
+        # token t is bit t % 32 of word t // 32; allocated on first use
+        self.allowed = torch.zeros(rows, 0, dtype=torch.int32, device=device)
         self.features = np.zeros(rows, dtype=np.int32)  # host mirror
         self.host_min_end = np.zeros(rows, dtype=np.int64)  # position from which stop ids may be drawn
         self.host_logprobs = np.full(rows, -1, dtype=np.int64)  # alternatives asked for

@@ -25,7 +25,7 @@ from inferengine.executor.memory.kv_cache import KVCache
 from inferengine.executor.memory.measure import size_cache, swap_times
 from inferengine.executor.memory.plan import context_length
 from inferengine.executor.pooling import Pooling
-from inferengine.executor.sampling.logprobs import PromptLogprobs, wants_prompt_logprobs
+from inferengine.executor.sampling.logprobs import StepPromptLogprobs, wants_prompt_logprobs
 from inferengine.executor.sampling.sampler import StepDraws
 from inferengine.executor.settings import ExecutorSettings, executor_settings
 from inferengine.executor.slots import Slots
@@ -200,7 +200,7 @@ class TorchExecutor:
             logits = self.model.logits(last)
         prompt = None
         if wants_prompt_logprobs(self.slots, columns):
-            prompt = PromptLogprobs(self.ops, self.model, hidden, self.slots, columns)
+            prompt = StepPromptLogprobs(self.ops, self.model, hidden, self.slots, columns)
         embeddings = self.pooling.compute(self.model, hidden, plan.pooled, columns) if plan.pooled else None
         return StepDraws(self.ops, self.slots, plan, batch, logits, prompt=prompt, embeddings=embeddings)
 

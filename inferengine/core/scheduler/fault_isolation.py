@@ -85,9 +85,8 @@ class FaultIsolationQueue:
         is_last = not any(map(_unfinished, self._groups))
         if is_last and not self._found:
             for sequence in [*tried, *self._cleared]:
-                sequence.num_unexplained_failures += (
-                    1  # longer trials next time: the failure needs more tokens, or other requests
-                )
+                # longer trials next time: the failure needs more tokens, or other requests
+                sequence.num_unexplained_failures += 1
         self._trial = []
         self._try_next()
         return [] if is_last else tried

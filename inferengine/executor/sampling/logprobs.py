@@ -79,7 +79,7 @@ class _PromptPart(NamedTuple):
     num_alternatives: int
 
 
-class PromptLogprobs:
+class StepPromptLogprobs:
     """Log-probabilities of the prompt tokens of one step, copied to the host in the background until `result`."""
 
     def __init__(self, ops: Ops, model: DecoderModel, hidden: torch.Tensor, slots: Slots, columns: StepColumns) -> None:

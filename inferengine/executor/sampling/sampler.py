@@ -11,7 +11,7 @@ import torch
 from inferengine.core.sequence import RowFailure
 from inferengine.core.step_plan import StepPlan, StepResult, TokenLogprobs
 from inferengine.executor.pooling import PooledStates, PooledVectors
-from inferengine.executor.sampling.logprobs import DrawnLogprobs, PromptLogprobs
+from inferengine.executor.sampling.logprobs import DrawnLogprobs, StepPromptLogprobs
 from inferengine.executor.slots import Slots
 from inferengine.kernels.batch import Batch
 from inferengine.kernels.ops import Ops
@@ -47,7 +47,7 @@ class StepDraws:
         batch: Batch,
         logits: torch.Tensor | None,
         ids: torch.Tensor | None = None,
-        prompt: PromptLogprobs | None = None,
+        prompt: StepPromptLogprobs | None = None,
         embeddings: PooledStates | None = None,
     ) -> None:
         """`logits` [N, V]: None where nothing is to be drawn. `ids` [N]: None where they are not drawn yet."""

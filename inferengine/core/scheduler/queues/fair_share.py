@@ -106,9 +106,7 @@ class FairShare:
     def started(self, sequence: Sequence) -> None:
         """Count a sequence as running."""
         tenant = sequence.request.tenant
-        if (
-            tenant not in self._counters
-        ):  # it waited for fault isolation, not here, and its counter was dropped meanwhile
+        if tenant not in self._counters:  # dropped while the sequence waited for fault isolation, not here
             self._lift(tenant)
         self._num_running[tenant] += 1
         if self._num_running[tenant] == 1 and tenant in self._queues:
