@@ -21,12 +21,11 @@ from typing import Any
 import torch
 import triton
 
-from inferengine.kernels.cuda import activation, norm
-from inferengine.kernels.cuda import rope_kv_write as rope_cache
-from inferengine.kernels.cuda import table as cuda_kernels
+from inferengine.kernels.cuda import activation, norm, rope_kv_write
 from inferengine.kernels.cuda.attention.prefill import prefill_attention
-from inferengine.kernels.cuda.sampling import sample as sampling
+from inferengine.kernels.cuda.sampling import sample
 from inferengine.kernels.cuda.split_k import Scratch
+from inferengine.kernels.cuda.table import CudaKernels
 from inferengine.kernels.reference.sampling import FILTER, RANDOM
 
 READ_BYTES_PER_S = 4.45e12
@@ -64,7 +63,7 @@ MODELS = {
 }
 
 
-class CublasKernels(cuda_kernels.CudaKernels):
+class CublasKernels(CudaKernels):
     """The same table with every matrix product left to cuBLAS."""
 
     def linear_add_norm(self, x: Any, weight: Any, bias: Any, residual: Any, gain: Any, eps: float) -> tuple[Any, None]:
@@ -120,7 +119,7 @@ def bench_products(shape: Shape, rows: int) -> dict[str, Any]:
         weights = [randn(width, columns, scale=columns**-0.5) for _ in range(copies)]
         x, gain, residual = randn(rows, columns), randn(columns), randn(rows, width)
         per_kind = {}
-        for kind, kernels in (("ours", cuda_kernels.CudaKernels(x.device)), ("cublas", CublasKernels(x.device))):
+        for kind, kernels in (("ours", CudaKernels(x.device)), ("cublas", CublasKernels(x.device))):
             if name in ("out", "down"):
                 call = lambda i, k=kernels: k.linear_add(x, weights[i % copies], None, residual)  # noqa: E731, B023
             elif name == "gate_up":
@@ -157,7 +156,7 @@ def bench_attention(shape: Shape, rows: int, context: int, block_size: int) -> d
     """Rotation, KV write and decode attention of one layer."""
     num_bytes = rows * context * 2 * shape.kv_heads * shape.head_dim * 2
     batch, caches = make_batch(shape, rows, context, 1 + int(3 * L2_BYTES // num_bytes) % 64, block_size)
-    kernels = cuda_kernels.CudaKernels(caches[0].device)
+    kernels = CudaKernels(caches[0].device)
     qkv = randn(rows, shape.weights["qkv"][0])
     gain = randn(shape.head_dim) if shape.qk_norm else None
     cos_sin = torch.randn(context, shape.head_dim, device="cuda")
@@ -183,7 +182,7 @@ def bench_small(shape: Shape, rows: int) -> dict[str, Any]:
         "silu_and_mul": figure(graph_us(lambda _: activation.silu_and_mul(gate_up), 16), rows * shape.intermediate * 6),
         "qkv_rope_write": figure(
             graph_us(
-                lambda _: rope_cache.qkv_rope_write(
+                lambda _: rope_kv_write.qkv_rope_write(
                     qkv, None, None, 1e-6, cos_sin, batch.positions, batch.slot_mapping[0], caches[0], shape.heads,
                     shape.kv_heads,
                 ),
@@ -212,7 +211,7 @@ def bench_sampling(shape: Shape, rows: int) -> dict[str, float]:
     ):
         slots.top_k.fill_(top_k)
         slots.top_p.fill_(top_p)
-        result[name] = round(graph_us(lambda _, n=needs: sampling.sample(logits, slots, row, position, n), 4), 1)
+        result[name] = round(graph_us(lambda _, n=needs: sample.sample(logits, slots, row, position, n), 4), 1)
     return result
 
 
@@ -225,7 +224,7 @@ def bench_step(shape: Shape, rows: int, context: int, block_size: int) -> dict[s
     cos_sin, hidden = torch.randn(context, shape.head_dim, device="cuda"), randn(rows, shape.hidden)
     mixed = randn(rows, shape.heads * shape.head_dim)
 
-    def step(kernels: cuda_kernels.CudaKernels, attention: bool) -> None:
+    def step(kernels: CudaKernels, attention: bool) -> None:
         x, normed = hidden, None
         for layer, cache in zip(layers, caches, strict=True):
             if normed is None:
@@ -244,8 +243,8 @@ def bench_step(shape: Shape, rows: int, context: int, block_size: int) -> dict[s
         kernels.norm_linear(x, gain, 1e-5, head)
 
     device = hidden.device
-    ours, cublas = cuda_kernels.CudaKernels(device), CublasKernels(device)
-    exact = cuda_kernels.CudaKernels(device, deterministic=True)
+    ours, cublas = CudaKernels(device), CublasKernels(device)
+    exact = CudaKernels(device, deterministic=True)
     num_bytes = sum(w.numel() * 2 for layer in layers for w in layer.values()) + head.numel() * 2
     operations = num_bytes * rows
     num_bytes += rows * context * 4 * shape.kv_heads * shape.head_dim * shape.layers

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 import torch.nn.functional as functional
 
-from inferengine.kernels.cuda.gemm import w8 as quantized
-from inferengine.kernels.cuda.gemm.gemv_hopper.launch import stream_product, stream_shape
+from inferengine.kernels.cuda.gemm import w8
+from inferengine.kernels.cuda.gemm.gemv_hopper import stream_product, stream_shape
 from inferengine.kernels.cuda.gemm.w4_small_m import W4SmallMConfig, small_m_product
 from inferengine.kernels.cuda.gemm.w4_tiles import W4TileConfig, nibble_tile_product
 from inferengine.kernels.cuda.gemm.w8 import W8GemvConfig, W8TileConfig
@@ -102,11 +102,11 @@ def sweep(shape: str, scheme: str, rows: int, bandwidth: float, budget: int) -> 
 
             def call(index: int, tuned: Any = tuned, surroundings: dict[str, Any] = surroundings) -> None:
                 normed = x if "residual" in surroundings else rms_norm(x, gain, 1e-5)
-                quantized.vector_product(normed, packed[index], tuned, **surroundings)
+                w8.vector_product(normed, packed[index], tuned, **surroundings)
         else:
 
             def call(index: int, tuned: Any = tuned, surroundings: dict[str, Any] = surroundings) -> None:
-                quantized.tile_product(x, packed[index], tuned, scratch)
+                w8.tile_product(x, packed[index], tuned, scratch)
 
         try:
             found.append((microseconds(call, ring), list(tuned)))

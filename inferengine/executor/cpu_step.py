@@ -5,7 +5,7 @@ core saves a quarter of the time (32 rows of the embedded model: 16 -> 12 ms). W
 every region waits for a time slice and the same step takes 400 ms. On a small machine that also runs the front ends
 this changes from second to second, so the durations of the steps themselves are measured.
 
-Row by row: rows share products with other rows' keys, masked (kernels/cpu/attention_plan.py). A row whose states are
+Row by row: rows share products with other rows' keys, masked (kernels/cpu/attention.py). A row whose states are
 NaN (a broken weight, an overflow of a low-precision model) would spoil the other rows. One sum over the result detects
 that, and such a step is computed again with every row by itself: good rows write the same to the cache, and only the
 bad rows fail.

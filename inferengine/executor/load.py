@@ -18,9 +18,8 @@ from inferengine.layers.decoder_config import DecoderConfig
 from inferengine.lora.bank import AdapterBank
 from inferengine.lora.folder import AdapterFolder
 from inferengine.models import registry, weights
-from inferengine.models.decoder import DecoderModel
+from inferengine.models.decoder import DecoderModel, Target
 from inferengine.models.hf_config import read_json
-from inferengine.models.weight_map import Target
 from inferengine.models.weights import check_weights
 from inferengine.quantization.apply import quantize
 from inferengine.quantization.checkpoints import layout_of

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from inferengine.kernels.cpu import attention, attention_plan
+from inferengine.kernels.cpu import attention
 from inferengine.kernels.reference import ops, sampling
 
 
@@ -52,7 +52,7 @@ REFERENCE = Ops(
     linear_add=ops.linear_add,
     linear_add_norm=None,
     norm_gated_linear=ops.norm_gated_linear,
-    prepare_attention=attention_plan.prepare_attention,
+    prepare_attention=attention.prepare_attention,
     attention_qkv=attention.attention_qkv,
     apply_masks=ops.apply_masks,
     sample=sampling.sample,
@@ -64,7 +64,7 @@ def resolve(device: torch.device, *, deterministic: bool = False) -> Ops:
     """Return the table for a device. `deterministic`: tilings that depend on the model's shapes only, never on the
     batch."""
     if device.type == "cuda":
-        from inferengine.kernels.cuda import table as cuda  # here: Triton is not installed everywhere
+        from inferengine.kernels.cuda import table  # here: Triton is not installed everywhere
 
-        return Ops(**cuda.table(device, deterministic=deterministic))
+        return Ops(**table.table(device, deterministic=deterministic))
     return REFERENCE

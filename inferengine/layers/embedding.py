@@ -9,7 +9,7 @@ from inferengine.kernels.ops import Ops
 from inferengine.layers.norm import RMSNorm
 
 
-class Embedding(nn.Module):
+class TokenEmbedding(nn.Module):
     """[T] ids -> [T, E]. `scale` multiplies the rows (Gemma), rounded to the weight's type as transformers does."""
 
     def __init__(self, vocab_size: int, hidden_size: int, *, scale: float | None = None) -> None:
@@ -29,7 +29,7 @@ class Head(nn.Module):
     """Final hidden states [N, E] -> logits [N, V]. With `tied` it reads the embedding's weight."""
 
     def __init__(
-        self, ops: Ops, vocab_size: int, hidden_size: int, *, tied: Embedding | None, softcap: float | None = None
+        self, ops: Ops, vocab_size: int, hidden_size: int, *, tied: TokenEmbedding | None, softcap: float | None = None
     ) -> None:
         super().__init__()
         self.ops = ops

@@ -68,7 +68,7 @@ class Adapter:
 def read_adapter(
     folder: Path, name: str, model: nn.Module, targets: Mapping[str, Any], *, max_rank: int, dtype: torch.dtype
 ) -> Adapter:
-    """Read and check an adapter for a model whose checkpoint names are `targets` (models/weight_map.py). Raises
+    """Read and check an adapter for a model whose checkpoint names are `targets` (models/decoder.py). Raises
     InferEngineError naming what is wrong; the model is not touched."""
     config = _config(folder, name)
     rank, alpha = _positive(config, "r", name), _positive(config, "lora_alpha", name)

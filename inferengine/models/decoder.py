@@ -1,8 +1,11 @@
-"""DecoderModel and ModelFamily: what the executor uses of a model, and of the module that builds it."""
+"""What the executor uses of a model (DecoderModel), and of the module that knows its architecture (ModelFamily).
+
+A WeightMap says as data where each tensor of a checkpoint goes in the model; `{}` stands for the number of a layer.
+"""
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -10,9 +13,8 @@ from torch import nn
 from inferengine.kernels.batch import Batch
 from inferengine.kernels.ops import Ops
 from inferengine.layers.decoder_config import DecoderConfig
-from inferengine.layers.embedding import Embedding, Head
+from inferengine.layers.embedding import Head, TokenEmbedding
 from inferengine.models.hf_config import ConfigReader
-from inferengine.models.weight_map import WeightMap
 
 
 class DecoderModel(nn.Module):
@@ -21,7 +23,7 @@ class DecoderModel(nn.Module):
     Its Attention modules have a `kv` and a `cos_sin` that are bound after loading (KVCache.bind).
     """
 
-    embed: Embedding
+    embed: TokenEmbedding
     layers: nn.ModuleList
     norm: nn.Module
     head: Head
@@ -33,6 +35,28 @@ class DecoderModel(nn.Module):
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         """[N, E] rows of the residual stream -> [N, V]."""
         raise NotImplementedError
+
+
+class Target(NamedTuple):
+    """A place in the model: the parameter's dotted name, and the `part` of a packed Linear (None: all of it)."""
+
+    parameter: str
+    part: int | None = None
+    transpose: bool = False  # GPT-2 stores [in, out]
+    plus_one: bool = False  # Gemma's norms multiply by 1 + w: folded in once, here
+
+
+class WeightMap(NamedTuple):
+    """`targets` by checkpoint name. `prefixes` are removed from names where present. `root` is added to names that lack
+    it, as in checkpoints without a head (embedding models). `ignored` names (patterns of `re`) hold no weights but
+    buffers of old checkpoints. A tied head may be stored too, if it equals the embedding."""
+
+    targets: dict[str, Target]
+    prefixes: tuple[str, ...] = ()
+    root: str = "model."
+    ignored: tuple[str, ...] = ()
+    head: str = "lm_head.weight"
+    embedding: str = "model.embed_tokens.weight"
 
 
 class ModelFamily(Protocol):
@@ -49,3 +73,23 @@ class ModelFamily(Protocol):
     def weight_map(self, config: DecoderConfig) -> WeightMap:
         """Say where each tensor of a checkpoint goes."""
         ...
+
+
+def attention_targets(here: str, there: str) -> dict[str, Target]:
+    """Targets of the four projections of an attention block, with biases where the model has them."""
+    parts = {"q_proj": ("qkv", 0), "k_proj": ("qkv", 1), "v_proj": ("qkv", 2), "o_proj": ("out", None)}
+    return {
+        f"{here}.{name}.{kind}": Target(f"{there}.{module}.{kind}", part)
+        for name, (module, part) in parts.items()
+        for kind in ("weight", "bias")
+    }
+
+
+def gated_mlp_targets(here: str, there: str) -> dict[str, Target]:
+    """Targets of the three projections of a gated feed-forward block."""
+    parts = {"gate_proj": ("gate_up", 0), "up_proj": ("gate_up", 1), "down_proj": ("down", None)}
+    return {
+        f"{here}.{name}.{kind}": Target(f"{there}.{module}.{kind}", part)
+        for name, (module, part) in parts.items()
+        for kind in ("weight", "bias")
+    }

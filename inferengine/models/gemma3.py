@@ -10,13 +10,12 @@ from inferengine.kernels.batch import Batch
 from inferengine.kernels.ops import Ops
 from inferengine.layers.attention import Attention
 from inferengine.layers.decoder_config import DecoderConfig
-from inferengine.layers.embedding import Embedding, Head
+from inferengine.layers.embedding import Head, TokenEmbedding
 from inferengine.layers.mlp import GatedMLP
 from inferengine.layers.norm import RMSNorm
 from inferengine.layers.rotary import RopeConfig
-from inferengine.models.decoder import DecoderModel
+from inferengine.models.decoder import DecoderModel, Target, WeightMap, attention_targets, gated_mlp_targets
 from inferengine.models.hf_config import ConfigReader, read_rope, read_windows
-from inferengine.models.weight_map import Target, WeightMap, attention_targets, gated_mlp_targets
 
 
 def read_config(config: ConfigReader) -> DecoderConfig:
@@ -92,7 +91,7 @@ class Gemma3(DecoderModel):
 
     def __init__(self, ops: Ops, config: DecoderConfig) -> None:
         super().__init__()
-        self.embed = Embedding(config.vocab_size, config.hidden_size, scale=config.embedding_scale)
+        self.embed = TokenEmbedding(config.vocab_size, config.hidden_size, scale=config.embedding_scale)
         self.layers = nn.ModuleList(Gemma3Layer(ops, config, layer) for layer in range(config.num_layers))
         self.norm = RMSNorm(ops, config.hidden_size, config.norm_eps)
         tied = self.embed if config.tied_embeddings else None

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from inferengine.layers.decoder_config import DecoderConfig
 from inferengine.models import gemma3
+from inferengine.models.decoder import WeightMap
 from inferengine.models.hf_config import ConfigReader, refused
-from inferengine.models.weight_map import WeightMap
 
 build = gemma3.build
 OF_IMAGES = ("vision_config", "mm_tokens_per_image", "boi_token_index", "eoi_token_index", "image_token_index")

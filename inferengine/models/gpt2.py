@@ -10,12 +10,11 @@ from inferengine.kernels.batch import Batch
 from inferengine.kernels.ops import Ops
 from inferengine.layers.attention import Attention
 from inferengine.layers.decoder_config import DecoderConfig
-from inferengine.layers.embedding import Embedding, Head
+from inferengine.layers.embedding import Head, TokenEmbedding
 from inferengine.layers.mlp import MLP
 from inferengine.layers.norm import LayerNorm
-from inferengine.models.decoder import DecoderModel
+from inferengine.models.decoder import DecoderModel, Target, WeightMap
 from inferengine.models.hf_config import ConfigReader, refused
-from inferengine.models.weight_map import Target, WeightMap
 
 
 def read_config(config: ConfigReader) -> DecoderConfig:
@@ -74,8 +73,8 @@ class GPT2(DecoderModel):
 
     def __init__(self, ops: Ops, config: DecoderConfig) -> None:
         super().__init__()
-        self.embed = Embedding(config.vocab_size, config.hidden_size)
-        self.positions = Embedding(config.max_position, config.hidden_size)
+        self.embed = TokenEmbedding(config.vocab_size, config.hidden_size)
+        self.positions = TokenEmbedding(config.max_position, config.hidden_size)
         self.layers = nn.ModuleList(GPT2Layer(ops, config, layer) for layer in range(config.num_layers))
         self.norm = LayerNorm(ops, config.hidden_size, config.norm_eps)
         tied = self.embed if config.tied_embeddings else None

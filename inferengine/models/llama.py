@@ -13,12 +13,11 @@ from inferengine.kernels.batch import Batch
 from inferengine.kernels.ops import Ops
 from inferengine.layers.attention import Attention
 from inferengine.layers.decoder_config import DecoderConfig
-from inferengine.layers.embedding import Embedding, Head
+from inferengine.layers.embedding import Head, TokenEmbedding
 from inferengine.layers.mlp import GatedMLP
 from inferengine.layers.norm import RMSNorm
-from inferengine.models.decoder import DecoderModel
+from inferengine.models.decoder import DecoderModel, Target, WeightMap, attention_targets, gated_mlp_targets
 from inferengine.models.hf_config import ConfigReader, read_rope
-from inferengine.models.weight_map import Target, WeightMap, attention_targets, gated_mlp_targets
 
 
 def read_config(config: ConfigReader) -> DecoderConfig:
@@ -94,7 +93,7 @@ class Llama(DecoderModel):
 
     def __init__(self, ops: Ops, config: DecoderConfig) -> None:
         super().__init__()
-        self.embed = Embedding(config.vocab_size, config.hidden_size)
+        self.embed = TokenEmbedding(config.vocab_size, config.hidden_size)
         layers = [LlamaLayer(ops, config, layer) for layer in range(config.num_layers)]
         for layer, after in pairwise(layers):
             layer.following = (after.attention_norm,)

@@ -16,8 +16,8 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from inferengine.layers.linear import Linear
+from inferengine.models.decoder import WeightMap
 from inferengine.models.hf_config import read_json, refused
-from inferengine.models.weight_map import WeightMap
 
 INDEX = "model.safetensors.index.json"
 OTHERS = ("consolidated", "adapter_model")  # files to skip: the weights under Mistral's own names; a LoRA adapter

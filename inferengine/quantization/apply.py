@@ -15,9 +15,9 @@ from torch import nn
 from inferengine.errors import ConfigError
 from inferengine.kernels.ops import Ops
 from inferengine.layers.linear import Linear
-from inferengine.quantization import act_order as reordered
+from inferengine.quantization import act_order
 from inferengine.quantization.checkpoints import layout_of
-from inferengine.quantization.checkpoints.base import Layout
+from inferengine.quantization.checkpoints.layout import Layout
 from inferengine.quantization.schemes import MADE
 from inferengine.quantization.stored import Make, StoredWeight
 
@@ -37,7 +37,7 @@ def quantize(
 ) -> str:
     """Prepare every Linear of `model`, as config.json's quantization_config says or by `scheme` ("none": not at all).
 
-    `targets` are models/weight_map.py's. Returns what was done, for people: the layout's or the scheme's name, or
+    `targets` are models/decoder.py's. Returns what was done, for people: the layout's or the scheme's name, or
     "none". Raises ConfigError.
     """
     layout = layout_of(config)
@@ -49,7 +49,7 @@ def quantize(
         )
     table = _table(ops, MADE[scheme if layout is None else layout.scheme], device, deterministic)
     if layout is not None and layout.order is not None and not random_weights:
-        table = reordered.table(table)
+        table = act_order.table(table)
     if layout is None or random_weights:
         for module in model.modules():
             if isinstance(module, Linear):

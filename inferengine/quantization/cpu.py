@@ -25,7 +25,7 @@ INPUT_LEVELS = 63  # of either sign: 7 bits, so that pairs of products fit FBGEM
 INPUT_ZERO = 64
 
 
-class Packed(Protocol):
+class CpuWeight(Protocol):
     """A weight in the layout of one kernel."""
 
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
@@ -95,7 +95,7 @@ class Int8Both:
 _product_of_levels = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32.default._op
 
 
-def pack(weight: QuantizedWeight) -> Packed:
+def pack(weight: QuantizedWeight) -> CpuWeight:
     """The fastest kernel that fits the codes."""
     if weight.kind == INT8 and weight.block.columns >= weight.shape[1] and weight.block.rows == 1:
         return Int8Both(weight) if weight.int8_activations else Int8Weight(weight)
@@ -105,19 +105,21 @@ def pack(weight: QuantizedWeight) -> Packed:
 def table(base: Ops, make: Make) -> Ops:
     """`base` with the products of quantized weights. `make` turns a float weight into codes."""
 
-    def pack_linear(source: Any) -> Packed:
+    def pack_linear(source: Any) -> CpuWeight:
         return pack(codes_from(source, make))
 
-    def linear(x: torch.Tensor, weight: Packed, bias: torch.Tensor | None = None) -> torch.Tensor:
+    def linear(x: torch.Tensor, weight: CpuWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
         y = weight.multiply(x)
         return y if bias is None else y.add_(bias)
 
     def norm_linear(
-        x: torch.Tensor, gain: torch.Tensor, eps: float, weight: Packed, bias: torch.Tensor | None = None
+        x: torch.Tensor, gain: torch.Tensor, eps: float, weight: CpuWeight, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
         return linear(base.rms_norm(x, gain, eps), weight, bias)
 
-    def linear_add(x: torch.Tensor, weight: Packed, bias: torch.Tensor | None, residual: torch.Tensor) -> torch.Tensor:
+    def linear_add(
+        x: torch.Tensor, weight: CpuWeight, bias: torch.Tensor | None, residual: torch.Tensor
+    ) -> torch.Tensor:
         if bias is None and isinstance(weight, Int8Weight):
             return weight.add_to(residual, x)
         return residual.add_(linear(x, weight, bias))
@@ -126,7 +128,7 @@ def table(base: Ops, make: Make) -> Ops:
         x: torch.Tensor,
         gain: torch.Tensor,
         eps: float,
-        weight: Packed,
+        weight: CpuWeight,
         bias: torch.Tensor | None = None,
         activation: str = "silu",
     ) -> torch.Tensor:

@@ -17,9 +17,8 @@ from torch.nn import functional
 
 from inferengine.errors import ConfigError
 from inferengine.kernels.cuda import activation
-from inferengine.kernels.cuda.dispatch import Choice, Kernel, Operands, Product, candidates
-from inferengine.kernels.cuda.gemm.gemv_hopper.kernel import Shape
-from inferengine.kernels.cuda.gemm.gemv_hopper.launch import stream_product, stream_shape
+from inferengine.kernels.cuda.dispatch import Kernel, KernelChoice, Operands, Product, candidates
+from inferengine.kernels.cuda.gemm.gemv_hopper import GemvShape, stream_product, stream_shape
 from inferengine.kernels.cuda.gemm.quantize_activations import numbers_of_blocks
 from inferengine.kernels.cuda.gemm.w4_layout import NibbleWeight, pack_nibbles, to_numbers
 from inferengine.kernels.cuda.gemm.w4_small_m import small_m_product, small_m_product_float32
@@ -36,7 +35,7 @@ ACTIVATIONS = {"silu": activation.SILU, "gelu_tanh": activation.GELU_TANH}
 MATRIX_TYPES = (torch.bfloat16, torch.float16)
 
 
-class Packed(NamedTuple):
+class CudaWeight(NamedTuple):
     """A weight as the kernels read it; `inputs` is the number format that many rows of inputs are rounded to."""
 
     weight: Any  # ByteWeight or NibbleWeight
@@ -44,7 +43,7 @@ class Packed(NamedTuple):
     inputs: Any  # torch.dtype or None
 
 
-def pack(weight: QuantizedWeight) -> Packed:
+def pack(weight: QuantizedWeight) -> CudaWeight:
     """The kernels' layout. Raises ConfigError for blocks that they cannot read."""
     rows, columns = weight.shape
     if weight.kind == INT4:
@@ -55,18 +54,20 @@ def pack(weight: QuantizedWeight) -> Packed:
             )
         if weight.zeros is None:
             raise RuntimeError("INT4 weights carry zero points")
-        return Packed(
+        return CudaWeight(
             pack_nibbles(weight.codes, weight.scales, weight.zeros, min(group, -(-columns // 128) * 128)), rows, None
         )
     if weight.block.columns >= columns and weight.block.rows == 1:
         inputs = torch.float8_e4m3fn if weight.kind == "fp8" else torch.int8 if weight.int8_activations else None
         scales = weight.scales.reshape(-1).contiguous()
-        return Packed(ByteWeight(weight.codes, scales), rows, inputs if rows % 16 == 0 and columns % 16 == 0 else None)
+        return CudaWeight(
+            ByteWeight(weight.codes, scales), rows, inputs if rows % 16 == 0 and columns % 16 == 0 else None
+        )
     if weight.block.columns != BLOCK_COLUMNS:
         raise ConfigError(
             "model.path", f"blocks of {weight.block.columns} columns are not supported on CUDA; {BLOCK_COLUMNS} are"
         )
-    return Packed(ByteWeight(weight.codes, weight.scales.contiguous(), weight.block.rows), rows, None)
+    return CudaWeight(ByteWeight(weight.codes, weight.scales.contiguous(), weight.block.rows), rows, None)
 
 
 class CudaProducts:
@@ -76,12 +77,12 @@ class CudaProducts:
         self.base, self.make, self.deterministic = base, make, deterministic
         self.scratch = Scratch(device)
 
-    def pack_linear(self, source: Any) -> Packed:
+    def pack_linear(self, source: Any) -> CudaWeight:
         """Return a Linear's weight in the kernels' layout."""
         return pack(codes_from(source, self.make))
 
     def linear(
-        self, x: torch.Tensor | QuantizedInputs, packed: Packed, bias: torch.Tensor | None = None
+        self, x: torch.Tensor | QuantizedInputs, packed: CudaWeight, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Return x [T, in] times the weight, [T, out]."""
         x = self._read(x, packed)
@@ -90,7 +91,7 @@ class CudaProducts:
         return self._multiply(x, packed, bias=bias)
 
     def norm_linear(
-        self, x: torch.Tensor, gain: torch.Tensor, eps: float, packed: Packed, bias: torch.Tensor | None = None
+        self, x: torch.Tensor, gain: torch.Tensor, eps: float, packed: CudaWeight, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Return linear(rms_norm(x)); one kernel for a single row on Hopper."""
         streamed = self._streamed(x, packed)
@@ -99,7 +100,7 @@ class CudaProducts:
         return self.linear(self._normed(x, gain, eps, packed), packed, bias)
 
     def linear_add(
-        self, x: torch.Tensor | QuantizedInputs, packed: Packed, bias: torch.Tensor | None, residual: torch.Tensor
+        self, x: torch.Tensor | QuantizedInputs, packed: CudaWeight, bias: torch.Tensor | None, residual: torch.Tensor
     ) -> torch.Tensor:
         """Add linear(x) to the residual, in place."""
         x = self._read(x, packed)
@@ -110,7 +111,7 @@ class CudaProducts:
     def linear_add_norm(
         self,
         x: torch.Tensor | QuantizedInputs,
-        packed: Packed,
+        packed: CudaWeight,
         bias: torch.Tensor | None,
         residual: torch.Tensor,
         gain: torch.Tensor,
@@ -130,7 +131,7 @@ class CudaProducts:
         x: torch.Tensor | QuantizedInputs,
         gain: torch.Tensor | None,
         eps: float,
-        packed: Packed,
+        packed: CudaWeight,
         bias: torch.Tensor | None = None,
         activation: str = "silu",
     ) -> Any:
@@ -152,38 +153,40 @@ class CudaProducts:
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
-    def _read(self, x: torch.Tensor | QuantizedInputs, packed: Packed) -> torch.Tensor | QuantizedInputs:
+    def _read(self, x: torch.Tensor | QuantizedInputs, packed: CudaWeight) -> torch.Tensor | QuantizedInputs:
         """Return the input of a product as its kernel reads it, quantized or not."""
         if isinstance(x, QuantizedInputs):
             return x if x.codes.dtype == packed.inputs else x.dequantize()
         return cuda_w8a8.quantize_inputs(x, packed.inputs) if self._quantizes(x, packed) else x
 
-    def _normed(self, x: Any, gain: torch.Tensor, eps: float, packed: Packed) -> torch.Tensor | QuantizedInputs:
+    def _normed(self, x: Any, gain: torch.Tensor, eps: float, packed: CudaWeight) -> torch.Tensor | QuantizedInputs:
         if self._quantizes(x, packed):
             return cuda_w8a8.quantize_inputs(x, packed.inputs, gain, eps)
         return self.base.rms_norm(x, gain, eps)
 
-    def _candidates(self, x: torch.Tensor, packed: Packed, product: Product) -> tuple[Choice, ...]:
+    def _candidates(self, x: torch.Tensor, packed: CudaWeight, product: Product) -> tuple[KernelChoice, ...]:
         return candidates(operands_of(x.dtype, packed, self.deterministic), product, x.shape[0], *_shape(packed.weight))
 
-    def _quantizes(self, x: torch.Tensor, packed: Packed) -> bool:
+    def _quantizes(self, x: torch.Tensor, packed: CudaWeight) -> bool:
         """Whether a product quantizes its input."""
         choices = self._candidates(x, packed, Product.LINEAR)
         return bool(choices) and choices[0].kernel is Kernel.QUANTIZE_INPUTS
 
-    def _gates(self, x: torch.Tensor, packed: Packed) -> bool:
+    def _gates(self, x: torch.Tensor, packed: CudaWeight) -> bool:
         """Whether a kernel takes product and gate together. INT4's takes whole tiles of gate and of up."""
         whole = packed.num_outputs % 32 == 0 or not isinstance(packed.weight, NibbleWeight)
         return whole and bool(self._candidates(x, packed, Product.GATED))
 
-    def _streamed(self, x: torch.Tensor, packed: Packed, *, gated: bool = False, adds: bool = False) -> Shape | None:
+    def _streamed(
+        self, x: torch.Tensor, packed: CudaWeight, *, gated: bool = False, adds: bool = False
+    ) -> GemvShape | None:
         """Return how `gemv_hopper` multiplies x; None where it does not."""
         choices = self._candidates(x, packed, Product.GATED if gated else Product.LINEAR)
         if not choices or choices[0].kernel is not Kernel.GEMV_HOPPER:
             return None
         return stream_shape(x, packed.weight, gated=gated, adds=adds)
 
-    def _multiply(self, x: torch.Tensor, packed: Packed, **surroundings: Any) -> torch.Tensor:
+    def _multiply(self, x: torch.Tensor, packed: CudaWeight, **surroundings: Any) -> torch.Tensor:
         """Multiply numbers, not codes, by the first kernel that takes them. `surroundings`: bias, and residual or
         gated."""
         weight, gated = packed.weight, surroundings.get("gated") is not None
@@ -211,7 +214,7 @@ class CudaProducts:
         return _around(functional.linear(x, numbers), **surroundings)
 
 
-def operands_of(dtype: torch.dtype, packed: Packed, deterministic: bool) -> Operands:
+def operands_of(dtype: torch.dtype, packed: CudaWeight, deterministic: bool) -> Operands:
     """Return what `dispatch.candidates` is asked for where inputs of `dtype` meet a packed weight."""
     is_fp32 = dtype not in MATRIX_TYPES
     if isinstance(packed.weight, NibbleWeight):

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from inferengine.kernels.cuda.dispatch import Choice, Kernel, Operands, Product, candidates
+from inferengine.kernels.cuda.dispatch import Kernel, KernelChoice, Operands, Product, candidates
 from inferengine.kernels.cuda.gemm.quantize_activations import (
     add_parts_norm_and_quantize,
     gate_and_quantize_rows,
@@ -122,7 +122,7 @@ def gated_product(
     return quantize_inputs(numbers, x.codes.dtype)
 
 
-def _choose(x: QuantizedInputs, weight: ByteWeight, product: Product) -> Choice | None:
+def _choose(x: QuantizedInputs, weight: ByteWeight, product: Product) -> KernelChoice | None:
     """Return the best kernel that takes these tensors; None: none does."""
     rows, is_gated = x.codes.shape[0], product is Product.GATED
     for choice in candidates(x.operands, product, rows, *weight.codes.shape):

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 
 from inferengine.errors import ConfigError
-from inferengine.quantization.checkpoints.base import Layout
+from inferengine.quantization.checkpoints.layout import Layout
 from inferengine.quantization.weight import QuantizedWeight, stack
 
 

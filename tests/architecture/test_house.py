@@ -16,13 +16,11 @@ PRODUCT = rules.read_tree(ROOT, "inferengine", "frontends")
 TESTS = rules.read_tree(ROOT, "tests")
 MOST_ENTRIES = 16  # of one folder
 SHARED_FILE_NAMES = {
-    "inferengine.kernels": {"ops", "philox"},  # one operation, once for every device
+    "inferengine.kernels": {"ops"},  # one operation, once for every device
 }
 SHARED_CLASS_NAMES = {
     "frontends.common": {"Engine", "Turn"},
-    "inferengine.kernels": {"Shape"},
     "inferengine.models": {"DecoderLayer"},  # one for every architecture
-    "inferengine.quantization": {"Packed"},
 }
 
 

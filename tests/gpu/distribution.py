@@ -15,7 +15,7 @@ import torch
 
 from inferengine.core.step_plan import SlotInit
 from inferengine.executor.slots import Slots
-from inferengine.kernels.cuda.sampling import sample as sampling
+from inferengine.kernels.cuda.sampling import sample
 from inferengine.sampling_params import SamplingParams
 
 ROWS = 256
@@ -80,7 +80,7 @@ def draw(logits: torch.Tensor, params: SamplingParams) -> np.ndarray:
         needs = slots.needs(rows, positions)
         every = logits.expand(ROWS, vocab_size).contiguous()
         columns = torch.from_numpy(rows).cuda(), torch.from_numpy(positions).cuda()
-        found.append(sampling.sample(every, slots, *columns, needs))
+        found.append(sample.sample(every, slots, *columns, needs))
     return torch.cat(found).cpu().numpy()
 
 

@@ -24,7 +24,7 @@ import torch
 
 from inferengine.core.step_plan import SlotInit
 from inferengine.executor.slots import Slots
-from inferengine.kernels.cuda.sampling import sample as sampling
+from inferengine.kernels.cuda.sampling import sample
 from inferengine.sampling_params import SamplingParams
 
 VOCAB_SIZE = 128_256
@@ -103,7 +103,7 @@ def draw_call(rng: random.Random, slots: Slots, logits: Logits, row_counts: Sequ
     needs = slots.needs(rows, positions)
 
     def call() -> torch.Tensor:
-        return sampling.sample(logits[width, dtype][shift : shift + count], slots, *columns, needs)
+        return sample.sample(logits[width, dtype][shift : shift + count], slots, *columns, needs)
 
     return f"{count} rows from {first}, width {width}, {dtype}", call
 

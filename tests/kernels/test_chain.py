@@ -3,12 +3,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from inferengine.kernels.cuda import norm
-from inferengine.kernels.cuda import rope_kv_write as rope_cache
-from inferengine.kernels.cuda.attention import decode as attention_decode
+from inferengine.kernels.cuda import norm, rope_kv_write
+from inferengine.kernels.cuda.attention import decode
 from inferengine.kernels.cuda.dispatch import Kernel, Operands, Product, TmaTileConfig, rule
-from inferengine.kernels.cuda.gemm import dense_small_m as linear
-from inferengine.kernels.cuda.gemm import dense_tma as linear_wide
+from inferengine.kernels.cuda.gemm import dense_small_m, dense_tma
 from inferengine.kernels.cuda.table import CudaKernels
 from tests.kernels.builders import make_paged_case, prefer_rule
 
@@ -65,7 +63,7 @@ def test_a_chain_in_a_graph_with_early_launches_gives_the_bits_that_it_gives_wit
         return x
 
     with monkeypatch.context() as patch:
-        for module in (attention_decode, linear, linear_wide, norm, rope_cache):
+        for module in (decode, dense_small_m, dense_tma, norm, rope_kv_write):
             patch.setattr(module, "supports_pdl", lambda device: False)
         expected = run()
     run()

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from inferengine.kernels.batch import Batch, StepColumns
-from inferengine.kernels.cpu import attention, attention_plan, decode_kv_cache
+from inferengine.kernels.cpu import attention, decode_kv_cache
 from inferengine.kernels.cpu.decode_kv_cache import MIN_EQUAL_STEPS, DecodeKvCache
 
 HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE, MAX_BLOCKS = 4, 2, 8, 4, 64
@@ -48,7 +48,7 @@ class Case:
         batch.block_tables, batch.decode_kv_cache = [self.tables], decode_kv_cache
         if decode_kv_cache is not None:
             decode_kv_cache.begin(batch.columns, admitted)
-        batch.plans = [attention_plan.prepare_attention(batch, 0, self.kv, window)]
+        batch.plans = [attention.prepare_attention(batch, 0, self.kv, window)]
         return batch
 
     def step(

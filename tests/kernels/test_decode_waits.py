@@ -14,20 +14,20 @@ class Card:
     def get_current_stream(self, device): return 0
 
 driver.set_active(Card())
-from inferengine.kernels.cuda.attention import decode as attention_decode
+from inferengine.kernels.cuda.attention import decode
 from inferengine.kernels.cuda.split_k import Scratch
 
-kernel = attention_decode._decode_kernel
+kernel = decode._decode_kernel
 
 class Compiled:
     def __getitem__(self, grid):
         return lambda *args, **options: print(kernel.warmup(*args, grid=grid, **options).asm["ptx"])
 
-attention_decode._decode_kernel = Compiled()
-attention_decode.supports_pdl = lambda device: True
+decode._decode_kernel = Compiled()
+decode.supports_pdl = lambda device: True
 cpu, bf16 = torch.device("cpu"), torch.bfloat16
 one, gain = torch.zeros(16, dtype=torch.int32), torch.zeros(128, dtype=bf16)
-attention_decode.decode_attention_qkv(
+decode.decode_attention_qkv(
     torch.zeros(1, 48 * 128, dtype=bf16), gain, gain, 1e-6, torch.zeros(64, 128),
     torch.zeros(2, 2, 8, 64, 128, dtype=getattr(torch, sys.argv[1])), one, one, one[None], 32, 0.1, None, None,
     Scratch(cpu, num_floats=1 << 16, num_counters=64),

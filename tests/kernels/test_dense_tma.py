@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from inferengine.kernels.cuda import table as cuda
+from inferengine.kernels.cuda import table
 from inferengine.kernels.cuda.activation import GELU_TANH, SILU
 from inferengine.kernels.cuda.dispatch import Kernel, Operands, Product, TmaTileConfig, candidates, rule
 from inferengine.kernels.cuda.gemm.dense_tma import tma_fits, tma_parts, tma_tiled
@@ -70,16 +70,16 @@ def test_an_exact_sum_leaves_the_norm_to_the_next_product(device, monkeypatch):
     x, weight = make_operands(20, 128, 128, device)
     gain = torch.randn(128, device=device).to(DTYPE)
     for kernels, operands in (
-        (cuda.CudaKernels(device, deterministic=True), (x, weight, None)),
-        (cuda.CudaKernels(device), (x.float(), weight.float(), None)),
-        (cuda.CudaKernels(device), (x, weight, torch.zeros(128, device=device, dtype=DTYPE))),
+        (table.CudaKernels(device, deterministic=True), (x, weight, None)),
+        (table.CudaKernels(device), (x.float(), weight.float(), None)),
+        (table.CudaKernels(device), (x, weight, torch.zeros(128, device=device, dtype=DTYPE))),
     ):
         residual = torch.zeros(20, 128, device=device, dtype=operands[0].dtype)
         summed, normed = kernels.linear_add_norm(*operands, residual, gain.to(residual.dtype), 1e-5)
         assert normed is None
         assert relative_error(summed, x.double() @ weight.double().T) < tolerance(DTYPE)
     residual = torch.zeros(20, 128, device=device, dtype=DTYPE)
-    assert cuda.CudaKernels(device).linear_add_norm(x, weight, None, residual, gain, 1e-5)[1] is not None
+    assert table.CudaKernels(device).linear_add_norm(x, weight, None, residual, gain, 1e-5)[1] is not None
 
 
 def test_what_the_tensor_memory_accelerator_cannot_read(device):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from inferengine.kernels.cuda.sampling import logprobs
-from inferengine.kernels.reference import sampling as reference_logprobs
+from inferengine.kernels.reference import sampling as reference
 
 VOCAB = 3000
 
@@ -23,7 +23,7 @@ def by_torch(logits: torch.Tensor, ids: torch.Tensor, most: int) -> tuple[torch.
     return chosen.squeeze(1), ranks.int(), order.int(), rows.gather(1, order)
 
 
-@pytest.fixture(params=[logprobs.token_logprobs, reference_logprobs.token_logprobs], ids=["kernel", "reference"])
+@pytest.fixture(params=[logprobs.token_logprobs, reference.token_logprobs], ids=["kernel", "reference"])
 def compute(request):
     return request.param
 

@@ -7,7 +7,7 @@ import torch
 
 from inferengine.kernels.cuda.sampling.logits import MASK_BLOCK as BLOCK
 from inferengine.kernels.cuda.sampling.logits import apply_masks
-from inferengine.kernels.reference import ops as reference_masks
+from inferengine.kernels.reference import ops as reference
 from tests.kernels.builders import dtypes
 
 VOCABULARIES = [31, 4096, BLOCK + 77]  # less than a word, whole words, several programs
@@ -32,7 +32,7 @@ def by_loop(logits: torch.Tensor, masks: torch.Tensor) -> torch.Tensor:
 def test_the_definition_is_bit_by_bit(rows, vocab_size):
     masks, logits = random_masks(rows, vocab_size, torch.device("cpu")), torch.randn(3, vocab_size)
     expected = by_loop(logits, masks)
-    reference_masks.apply_masks(logits, masks)
+    reference.apply_masks(logits, masks)
     assert torch.equal(logits, expected)
 
 
@@ -44,7 +44,7 @@ def test_the_kernel_equals_the_definition(rows, vocab_size, dtype, device):
     wide = torch.randn(3, vocab_size + 5, device=device).to(dtype)  # rows that do not lie end to end
     logits, expected = wide[:, :vocab_size], wide[:, :vocab_size].cpu().clone()
     beside = wide[:, vocab_size:].clone()
-    reference_masks.apply_masks(expected, masks.cpu())
+    reference.apply_masks(expected, masks.cpu())
     apply_masks(logits, masks)
     assert torch.equal(logits.cpu(), expected)
     assert torch.equal(wide[:, vocab_size:], beside)

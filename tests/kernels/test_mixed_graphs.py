@@ -14,12 +14,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from inferengine.core.step_plan import StepPlan
 from inferengine.executor.batch import columns_of, make_batch
-from inferengine.executor.cuda_graphs import mixed as mixed_graphs
 from inferengine.executor.cuda_graphs.decode import SLOW_TOKENS, padded_sizes
 from inferengine.executor.cuda_graphs.mixed import MixedGraphs, MixedShape, shapes_to_capture
 from inferengine.executor.sampling.sampler import StepDraws
 from inferengine.kernels import ops
-from inferengine.kernels.cuda import table as cuda
+from inferengine.kernels.cuda import table
 from inferengine.kernels.ops import Ops
 from tests.executor.engine import Engine
 
@@ -31,7 +30,7 @@ def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: torch.device
     """A small Llama by the kernels of the card: on a card, or interpreted."""
 
     def kernels(device: torch.device, deterministic: bool = False) -> Ops:
-        return Ops(**cuda.table(device, deterministic=deterministic))
+        return Ops(**table.table(device, deterministic=deterministic))
 
     monkeypatch.setattr(ops, "resolve", kernels)
     config = LlamaConfig(
@@ -103,7 +102,7 @@ def plan(decodes: int, *chunks: int) -> StepPlan:
 
 
 def test_the_smallest_shape_with_room_is_taken(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mixed_graphs, "PROMPT_ROWS", 2)
+    monkeypatch.setattr("inferengine.executor.cuda_graphs.mixed.PROMPT_ROWS", 2)
     executor = engine.executor
     shapes = [MixedShape(0, 8), MixedShape(4, 8), MixedShape(0, 32), MixedShape(4, 32)]
     mixed = MixedGraphs(executor.model, executor.ops, executor.slots, executor.kv.group_caches, shapes)

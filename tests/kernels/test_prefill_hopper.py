@@ -77,9 +77,9 @@ class Card:
 driver.set_active(Card())
 from inferengine.kernels.cuda.attention.prefill_hopper import attention_kernel
 from inferengine.kernels.cuda.attention.prefill_hopper import descriptors
-from inferengine.kernels.cuda.attention.prefill_hopper import Shape
+from inferengine.kernels.cuda.attention.prefill_hopper import PrefillShape
 
-shape = Shape(1, 2, 64, 64, block_tokens=64, stages=2, window=False, softcap=False)
+shape = PrefillShape(1, 2, 64, 64, block_tokens=64, stages=2, window=False, softcap=False)
 q, kv = torch.zeros(64, 2, 64, dtype=torch.bfloat16), torch.zeros(2, 2, 1, 64, 64, dtype=torch.bfloat16)
 i32 = torch.zeros(4, dtype=torch.int32)
 kernel = attention_kernel.warmup(

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from inferengine.kernels.cuda.sampling.sample import CANDIDATES, sample
-from inferengine.kernels.reference import sampling as reference_sampling
+from inferengine.kernels.reference import sampling as reference
 from inferengine.kernels.reference.sampling import ALLOWED, BIAS, FILTER, MIN_TOKENS, PENALTY, RANDOM
 
 VOCAB = 5000
@@ -59,7 +59,7 @@ def draw_both(
     for repeat in range(repeats):
         positions = torch.full((num_rows,), 10 + repeat, dtype=torch.int32, device=logits.device)
         before = slots.tokens.clone()
-        expected.append(reference_sampling.sample(logits.clone(), slots, rows, positions, needs))
+        expected.append(reference.sample(logits.clone(), slots, rows, positions, needs))
         written = slots.tokens.clone()
         slots.tokens.copy_(before)
         actual.append(sample(logits, slots, rows, positions, needs))

@@ -17,7 +17,7 @@ class Card:
     def get_current_stream(self, device): return 0
 
 driver.set_active(Card())
-from inferengine.kernels.cuda.sampling import sample as sampling
+from inferengine.kernels.cuda.sampling import sample
 from inferengine.kernels.reference.sampling import FILTER, RANDOM
 
 class Compiled:
@@ -31,13 +31,13 @@ class Compiled:
         return launch
 
 for name in ("_draw_kernel", "_census_kernel", "_gather_kernel", "_finish_kernel"):
-    setattr(sampling, name, Compiled(getattr(sampling, name)))
-sampling.supports_pdl = lambda device: True
+    setattr(sample, name, Compiled(getattr(sample, name)))
+sample.supports_pdl = lambda device: True
 rows, dtype = int(sys.argv[1]), getattr(torch, sys.argv[2])
 floats, ints = torch.zeros(rows), torch.zeros(rows, dtype=torch.int32)
 slots = SimpleNamespace(temperature=floats, top_k=ints, top_p=floats, min_p=floats,
                         seed=torch.zeros(rows, dtype=torch.int64), tokens=torch.zeros(rows, 64, dtype=torch.int32))
-sampling.sample(torch.zeros(rows, 128256, dtype=dtype), slots, ints, ints, FILTER | RANDOM)
+sample.sample(torch.zeros(rows, 128256, dtype=dtype), slots, ints, ints, FILTER | RANDOM)
 """
 
 

@@ -11,7 +11,7 @@ import torch
 
 from inferengine.errors import ConfigError, InferEngineError
 from inferengine.kernels import ops
-from inferengine.kernels.reference import ops as reference_fused
+from inferengine.kernels.reference import ops as reference
 from tests.executor.engine import Engine
 from tests.lora.adapters import GPT2_TARGETS, LLAMA_TARGETS, write_adapter
 from tests.models.checkpoints import greedy_reference, make_model, save
@@ -44,7 +44,7 @@ def test_tokens_equal_those_of_merged_weights(family: str, targets: tuple[str, .
 
 
 def test_adapters_on_a_device_that_norms_with_the_sum_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    table = dataclasses.replace(ops.REFERENCE, linear_add_norm=reference_fused.linear_add_norm)
+    table = dataclasses.replace(ops.REFERENCE, linear_add_norm=reference.linear_add_norm)
     monkeypatch.setattr(ops, "REFERENCE", table)
     model = make_model("llama")
     merged = write_adapter(tmp_path / "adapters" / "pirate", model, targets=LLAMA_TARGETS)

@@ -10,7 +10,7 @@ import torch
 
 from inferengine.core.step_plan import BlockUpdates, SlotInit, StepPlan
 from inferengine.kernels import ops
-from inferengine.kernels.reference import ops as reference_fused
+from inferengine.kernels.reference import ops as reference
 from inferengine.sampling_params import SamplingParams
 from tests.executor.engine import Engine
 from tests.models.checkpoints import (
@@ -115,7 +115,7 @@ def test_norms_that_a_device_computes_with_the_sum_before_them(tmp_path, monkeyp
 
     def linear_add_norm(x, weight, bias, residual, gain, eps):
         normed.append(gain)
-        residual, norm = reference_fused.linear_add_norm(x, weight, bias, residual, gain, eps)
+        residual, norm = reference.linear_add_norm(x, weight, bias, residual, gain, eps)
         return residual, norm if len(normed) % 3 else None  # the device may say no at any product
 
     monkeypatch.setattr(ops, "REFERENCE", dataclasses.replace(ops.REFERENCE, linear_add_norm=linear_add_norm))

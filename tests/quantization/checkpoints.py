@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from inferengine.quantization.int4_packing import AWQ_ORDER, pack_rows
+from inferengine.quantization.checkpoints.layout import AWQ_ORDER, pack_rows
 from inferengine.quantization.schemes import MADE, int4_groups
 from inferengine.quantization.weight import Block, QuantizedWeight, dequantize
 from tests.models.checkpoints import save

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from inferengine.quantization import cpu
-from inferengine.quantization.checkpoints.base import listed
-from inferengine.quantization.int4_packing import AWQ_ORDER, IN_ORDER, pack_rows, unpack_rows
+from inferengine.quantization.checkpoints.layout import AWQ_ORDER, IN_ORDER, listed, pack_rows, unpack_rows
 from inferengine.quantization.schemes import MADE
 from inferengine.quantization.weight import Block, by_row, dequantize, spread, stack
 from tests.executor.engine import Engine

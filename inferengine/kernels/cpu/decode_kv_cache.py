@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from inferengine.kernels.batch import StepColumns
-from inferengine.kernels.cpu.attention_plan import FP8, block_places
+from inferengine.kernels.cpu.attention import FP8, block_places
 
 MAX_COPY_BYTES = 64 << 20  # most that a copy may take, all layers together
 MIN_EQUAL_STEPS = 2  # steps of the same rows after which a copy is made: before, it might not pay for itself

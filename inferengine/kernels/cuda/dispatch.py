@@ -186,7 +186,7 @@ class Kernel(StrEnum):
     QUANTIZE_INPUTS = "quantize the inputs, then look up codes times codes"
 
 
-class Choice(NamedTuple):
+class KernelChoice(NamedTuple):
     """A kernel and its configuration: the NamedTuple above that names the kernel's file; None where it needs none."""
 
     kernel: Kernel
@@ -228,12 +228,12 @@ class Rule(NamedTuple):
             and self.tiles.first <= -(-rows // 128) * -(-width // 128) <= self.tiles.last
         )
 
-    def choice(self, width: int, columns: int) -> Choice:
+    def choice(self, width: int, columns: int) -> KernelChoice:
         """Return the choice for a shape that the rule covers."""
         if self.splits is None:
-            return Choice(self.kernel, self.config)
+            return KernelChoice(self.kernel, self.config)
         name = "splits" if "splits" in self.config._fields else "chunks"
-        return Choice(self.kernel, self.config._replace(**{name: self.splits(width, columns)}))
+        return KernelChoice(self.kernel, self.config._replace(**{name: self.splits(width, columns)}))
 
 
 MANY = 1 << 62
@@ -538,7 +538,7 @@ _MOST_ROWS = max(
 _BY_TILES = frozenset((Operands.DENSE_EXACT, Operands.DENSE_FP32_EXACT))
 
 
-def candidates(operands: Operands, product: Product, rows: int, width: int, columns: int) -> tuple[Choice, ...]:
+def candidates(operands: Operands, product: Product, rows: int, width: int, columns: int) -> tuple[KernelChoice, ...]:
     """Return the kernels for x [rows, columns] @ weight [width, columns]^T, best first; empty: the library is best."""
     if rows > _MOST_ROWS and operands not in _BY_TILES:
         rows = _MOST_ROWS + 1
@@ -546,8 +546,8 @@ def candidates(operands: Operands, product: Product, rows: int, width: int, colu
 
 
 @lru_cache(maxsize=16384)
-def _candidates(operands: Operands, product: Product, rows: int, width: int, columns: int) -> tuple[Choice, ...]:
-    found: dict[Kernel, Choice] = {}
+def _candidates(operands: Operands, product: Product, rows: int, width: int, columns: int) -> tuple[KernelChoice, ...]:
+    found: dict[Kernel, KernelChoice] = {}
     for each in PRODUCTS[operands].get(product, ()):
         if each.kernel not in found and each.holds(rows, width, columns):
             found[each.kernel] = each.choice(width, columns)

@@ -15,7 +15,7 @@ from torch.nn import functional
 from inferengine.kernels.cuda import activation, norm
 from inferengine.kernels.cuda.attention.decode import decode_attention, decode_attention_qkv
 from inferengine.kernels.cuda.attention.prefill import prefill_attention
-from inferengine.kernels.cuda.dispatch import Choice, Kernel, Operands, Product, candidates
+from inferengine.kernels.cuda.dispatch import Kernel, KernelChoice, Operands, Product, candidates
 from inferengine.kernels.cuda.gemm.dense_small_m import gemv, tiled
 from inferengine.kernels.cuda.gemm.dense_tma import tma_fits, tma_parts, tma_tiled
 from inferengine.kernels.cuda.rope_kv_write import qkv_rope_write
@@ -108,7 +108,7 @@ class CudaKernels:
     def _activate(self, act: int, x: torch.Tensor) -> torch.Tensor:
         return activation.silu_and_mul(x) if act == activation.SILU else activation.gelu_tanh_and_mul(x)
 
-    def _choose(self, x: torch.Tensor, weight: torch.Tensor, product: Product) -> Choice | None:
+    def _choose(self, x: torch.Tensor, weight: torch.Tensor, product: Product) -> KernelChoice | None:
         """Return the best kernel that takes these tensors; None: cuBLAS."""
         is_fp32 = x.dtype == torch.float32
         if self.deterministic:
@@ -121,7 +121,7 @@ class CudaKernels:
                 return choice
         return None
 
-    def _launch(self, choice: Choice, x: torch.Tensor, weight: torch.Tensor, **surroundings: Any) -> torch.Tensor:
+    def _launch(self, choice: KernelChoice, x: torch.Tensor, weight: torch.Tensor, **surroundings: Any) -> torch.Tensor:
         if choice.kernel is Kernel.GEMV:
             return gemv(x, weight, choice.config, **surroundings)
         product = tma_tiled if choice.kernel is Kernel.TMA_TILE else tiled

@@ -1,4 +1,4 @@
-"""The CPU ops without state: plain torch, written for few operations. Attention is cpu_attention.py.
+"""The CPU ops without state: plain torch, written for few operations. Attention is kernels/cpu/attention.py.
 
 Knows nothing of models, slots or sampling.
 

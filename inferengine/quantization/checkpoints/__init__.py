@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from inferengine.quantization.checkpoints.base import Layout, refused
+from inferengine.quantization.checkpoints.layout import Layout, refused
 
 MODULES = {
     "fp8": "fp8",

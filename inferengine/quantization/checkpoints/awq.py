@@ -8,14 +8,21 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from inferengine.quantization.checkpoints.base import Layout, Reader, Tensors, expect_shape, listed
-from inferengine.quantization.int4_packing import AWQ_ORDER, unpack_rows
+from inferengine.quantization.checkpoints.layout import (
+    AWQ_ORDER,
+    ConfigSection,
+    Layout,
+    Tensors,
+    expect_shape,
+    listed,
+    unpack_rows,
+)
 from inferengine.quantization.weight import INT4, Block, QuantizedWeight
 
 
 def read(values: dict[str, Any]) -> Layout:
     """Read an AWQ quantization_config. Raises ConfigError for what is not supported."""
-    config = Reader(values)
+    config = ConfigSection(values)
     config.skip("quant_method", "do_fuse", "fuse_max_seq_len", "modules_to_fuse", "exllama_config", "backend")
     config.expect("bits", 4)
     config.expect("w_bit", 4)

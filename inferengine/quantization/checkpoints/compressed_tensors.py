@@ -12,9 +12,17 @@ from typing import Any
 import torch
 
 from inferengine.quantization.act_order import order_of
-from inferengine.quantization.checkpoints.base import Layout, Reader, Tensors, expect_shape, listed, refused
 from inferengine.quantization.checkpoints.fp8 import codes_of
-from inferengine.quantization.int4_packing import unpack_bytes, unpack_rows
+from inferengine.quantization.checkpoints.layout import (
+    ConfigSection,
+    Layout,
+    Tensors,
+    expect_shape,
+    listed,
+    refused,
+    unpack_bytes,
+    unpack_rows,
+)
 from inferengine.quantization.weight import FP8, INT4, INT8, Block, QuantizedWeight
 
 CALIBRATION = ("observer", "observer_kwargs", "actorder_kwargs", "block_structure", "zp_dtype", "scale_dtype")
@@ -22,7 +30,7 @@ CALIBRATION = ("observer", "observer_kwargs", "actorder_kwargs", "block_structur
 
 def read(values: dict[str, Any]) -> Layout:
     """Read a compressed-tensors quantization_config. Raises ConfigError for what is not supported."""
-    config = Reader(values)
+    config = ConfigSection(values)
     config.skip("quant_method", "version", "global_compression_ratio", "quantization_status")
     is_packed = config.value("format") == "pack-quantized"
     if (sparsity := config.section("sparsity_config")) is not None:
@@ -82,7 +90,7 @@ def read(values: dict[str, Any]) -> Layout:
     )
 
 
-def _activations(inputs: Reader | None) -> str | None:
+def _activations(inputs: ConfigSection | None) -> str | None:
     """fp8 or int8 by token; None: inputs stay as they are."""
     if inputs is None:
         return None
@@ -130,7 +138,7 @@ def _int8(tensors: Tensors, rows: int, columns: int, *, activations: bool) -> Qu
 
 def _int4(tensors: Tensors, rows: int, columns: int, *, group: int | None) -> QuantizedWeight:
     """`weight_packed` [N, K / 8] int32 holds code + 8, lowest nibble first; zero points are packed along the rows."""
-    group = columns if group in (None, -1) else group
+    group = columns if group is None or group == -1 else group
     if columns % group or columns % 8:
         raise ValueError(f"{columns} inputs are no whole groups of {group}")
     groups = columns // group
@@ -146,5 +154,5 @@ def _int4(tensors: Tensors, rows: int, columns: int, *, group: int | None) -> Qu
     return QuantizedWeight(INT4, codes, scales, Block(1, group), zeros)
 
 
-def _order(tensors: Tensors, columns: int, *, group: int) -> torch.Tensor | None:
-    return order_of(tensors["weight_g_idx"], columns, columns if group == -1 else group)
+def _order(tensors: Tensors, columns: int, *, group: int | None) -> torch.Tensor | None:
+    return order_of(tensors["weight_g_idx"], columns, columns if group is None or group == -1 else group)

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from inferengine.quantization.checkpoints.base import Layout, Reader, Tensors, expect_shape, listed, refused
+from inferengine.quantization.checkpoints.layout import ConfigSection, Layout, Tensors, expect_shape, listed, refused
 from inferengine.quantization.weight import FP8, Block, QuantizedWeight
 
 
 def read(values: dict[str, Any]) -> Layout:
     """Read an FP8 quantization_config. Raises ConfigError for what is not supported."""
-    config = Reader(values)
+    config = ConfigSection(values)
     config.skip("quant_method", "dequantize")
     config.expect("fmt", "e4m3")
     config.expect("activation_scheme", "dynamic", "static")

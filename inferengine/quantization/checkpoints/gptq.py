@@ -12,8 +12,14 @@ from typing import Any
 import torch
 
 from inferengine.quantization.act_order import order_of
-from inferengine.quantization.checkpoints.base import Layout, Reader, Tensors, expect_shape, listed
-from inferengine.quantization.int4_packing import unpack_rows
+from inferengine.quantization.checkpoints.layout import (
+    ConfigSection,
+    Layout,
+    Tensors,
+    expect_shape,
+    listed,
+    unpack_rows,
+)
 from inferengine.quantization.weight import INT4, Block, QuantizedWeight
 
 TRAINING = (
@@ -29,7 +35,7 @@ TRAINING = (
 
 def read(values: dict[str, Any]) -> Layout:
     """Read a GPTQ quantization_config. Raises ConfigError for what is not supported."""
-    config = Reader(values)
+    config = ConfigSection(values)
     config.skip("quant_method", *TRAINING)
     config.expect("bits", 4)
     reorders = config.value("desc_act", False)

@@ -21,7 +21,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from inferengine.kernels.cuda.activation import tanh
-from inferengine.kernels.cuda.attention import prefill_hopper as hopper
+from inferengine.kernels.cuda.attention import prefill_hopper
 from inferengine.kernels.cuda.attention.row_tiles import find_row
 from inferengine.kernels.cuda.dispatch import PREFILL_HOPPER_TOKENS, PrefillConfig, prefill_config
 from inferengine.kernels.cuda.pdl import allow_next, launch_options, supports_pdl, wait_for_previous
@@ -61,8 +61,8 @@ def prefill_attention(
     if num_rows <= 0 or num_tokens <= 0:
         return out
     prompts = not deterministic and num_tokens >= PREFILL_HOPPER_TOKENS * num_rows
-    if tuning is None and prompts and hopper.fits(q, kv):
-        return hopper.prefill_attention(
+    if tuning is None and prompts and prefill_hopper.fits(q, kv):
+        return prefill_hopper.prefill_attention(
             q, kv, row_slot, row_start, query_start, block_table, scale, window, softcap, first_row=first_row,
             num_tokens=num_tokens, out=out, kv_scales=kv_scales, scratch=scratch,
         )  # fmt: skip

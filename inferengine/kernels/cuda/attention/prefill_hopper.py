@@ -44,7 +44,7 @@ LINE_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, 
 
 
 @dataclass(frozen=True)
-class Shape:
+class PrefillShape:
     """What the kernel is compiled for."""
 
     kv_heads: int
@@ -428,10 +428,10 @@ def prefill_attention(
     kv_scales: tuple[float, float] = (1.0, 1.0),
     scratch: Scratch | None = None,
 ) -> torch.Tensor:
-    """attention_prefill.prefill_attention for what `fits`. `scratch`: counters, zero before and after a launch."""
+    """prefill.prefill_attention for what `fits`. `scratch`: counters, zero before and after a launch."""
     num_heads, head_dim = q.shape[1], q.shape[2]
     num_kv_heads, block_size = kv.shape[2], kv.shape[3]
-    shape = Shape(
+    shape = PrefillShape(
         kv_heads=num_kv_heads,
         group=num_heads // num_kv_heads,
         head_dim=head_dim,
@@ -465,7 +465,7 @@ def prefill_attention(
     return out
 
 
-def descriptors(q: torch.Tensor, kv: torch.Tensor, shape: Shape) -> tuple[TensorDescriptor, TensorDescriptor]:
+def descriptors(q: torch.Tensor, kv: torch.Tensor, shape: PrefillShape) -> tuple[TensorDescriptor, TensorDescriptor]:
     """Pieces of the queries [T, H, D], and of the cache seen as rows of one key or value each."""
     lines = kv.view(-1, shape.head_dim)
     tokens = [shape.tokens, shape.group, COLUMNS.value]

@@ -1,4 +1,4 @@
-"""Products of a few rows with 4-bit weights on the tensor cores, straight from registers: quantized_int4.py's layout.
+"""Products of a few rows with 4-bit weights on the tensor cores, straight from registers: the layout of w4_layout.py.
 
 The instruction mma m16n8k16 multiplies 16 weight rows x 16 columns by up to eight rows of x. The weight lies in memory
 in the order in which its threads hold it, so what a thread loads is what it multiplies, with nothing handed over. A

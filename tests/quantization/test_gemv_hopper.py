@@ -4,9 +4,11 @@ import pytest
 import torch
 
 from inferengine.kernels.cuda import activation
-from inferengine.kernels.cuda.gemm.gemv_hopper.kernel import E4M3, INT8, NIBBLES
-from inferengine.kernels.cuda.gemm.gemv_hopper.launch import (
+from inferengine.kernels.cuda.gemm.gemv_hopper import (
+    E4M3,
     FEWEST_STAGES,
+    INT8,
+    NIBBLES,
     find_shape,
     stream_product,
     stream_shape,
@@ -167,8 +169,8 @@ class Card:
     def get_current_stream(self, device): return 0
 
 driver.set_active(Card())
-from inferengine.kernels.cuda.gemm.gemv_hopper.launch import find_shape
-from inferengine.kernels.cuda.gemm.gemv_hopper.kernel import stream_kernel
+from inferengine.kernels.cuda.gemm.gemv_hopper import find_shape
+from inferengine.kernels.cuda.gemm.gemv_hopper import stream_kernel
 
 number, word, scale = torch.zeros(64, dtype=torch.bfloat16), torch.zeros(64, dtype=torch.int32), torch.zeros(64)
 for kind, gated, instruction in ((1, True, "m16n8k16"), (2, False, "s32.s8.s8"), (3, True, "s32.u8.s8")):

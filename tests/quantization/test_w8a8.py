@@ -1,5 +1,5 @@
 """Products whose inputs are quantized to codes, and the kernels that quantize them. FP8 needs a device
-(see test_streamed.py): Triton's interpreter rounds int8 only."""
+(see test_w8a8_stream_hopper.py): Triton's interpreter rounds int8 only."""
 
 from __future__ import annotations
 

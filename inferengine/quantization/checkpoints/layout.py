@@ -37,7 +37,7 @@ def refused(message: str) -> ConfigError:
     return ConfigError("model.path", f"config.json: {message}")
 
 
-class Reader:
+class ConfigSection:
     """A part of quantization_config, read strictly: what nobody read is refused by `finish`."""
 
     def __init__(self, values: dict[str, Any], where: str = "quantization_config") -> None:
@@ -70,14 +70,14 @@ class Reader:
         if value is not None and value not in allowed:
             raise refused(f"{self.where}.{name} = {value!r} is not supported; {' or '.join(map(repr, allowed))} is")
 
-    def section(self, name: str) -> Reader | None:
-        """Return an object as a Reader; None where it is absent. Raises ConfigError for anything else."""
+    def section(self, name: str) -> ConfigSection | None:
+        """Return an object as a ConfigSection; None where it is absent. Raises ConfigError for anything else."""
         value = self.value(name)
         if value is None:
             return None
         if not isinstance(value, dict):
             raise refused(f"{self.where}.{name} must be an object")
-        return Reader(value, f"{self.where}.{name}")
+        return ConfigSection(value, f"{self.where}.{name}")
 
     def names(self, name: str) -> list[str]:
         """Return a list of strings, empty where it is absent. Raises ConfigError for anything else."""
@@ -120,3 +120,28 @@ def expect_shape(tensors: Tensors, suffix: str, *shapes: tuple[int, ...]) -> tor
         wanted = " or ".join(str(list(shape)) for shape in shapes)
         raise ValueError(f"{suffix} has shape {list(tensor.shape)} where {wanted} is due")
     return tensor
+
+
+# -- codes in words: eight of 4 bits, or four of 8 bits, in an int32 ---------------------------------------------------
+
+IN_ORDER = (0, 1, 2, 3, 4, 5, 6, 7)  # lowest nibble first: GPTQ, compressed-tensors
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # nibble i holds column AWQ_ORDER[i]
+
+
+def unpack_rows(words: torch.Tensor, order: tuple[int, ...] = IN_ORDER) -> torch.Tensor:
+    """int32 [R, C] -> uint8 [R, 8 * C]: the nibbles of each word side by side."""
+    shifts = torch.tensor([4 * order.index(column) for column in range(8)], dtype=torch.int32)
+    return ((words.to(torch.int32).unsqueeze(-1) >> shifts) & 15).to(torch.uint8).flatten(1)
+
+
+def pack_rows(codes: torch.Tensor, order: tuple[int, ...] = IN_ORDER) -> torch.Tensor:
+    """uint8 [R, 8 * C] below 16 -> int32 [R, C]."""
+    shifts = torch.tensor([4 * order.index(column) for column in range(8)], dtype=torch.int64, device=codes.device)
+    words = (codes.long().unflatten(1, (-1, 8)) << shifts).sum(-1)
+    return torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
+
+
+def unpack_bytes(words: torch.Tensor) -> torch.Tensor:
+    """int32 [R, C] of bytes that hold code + 128, lowest first -> int8 [R, 4 * C]."""
+    shifts = torch.tensor([0, 8, 16, 24], dtype=torch.int32)
+    return (((words.to(torch.int32).unsqueeze(-1) >> shifts) & 255) - 128).to(torch.int8).flatten(1)
