@@ -1,4 +1,4 @@
-"""The routes, and how errors leave: always `{"error": {message, type, param, code}}`."""
+"""The ASGI application: its routes, and its errors as `{"error": {message, type, param, code}}`."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from inferengine.wire.curve import client_keys
 
 logger = logging.getLogger(__name__)
 
-FIRST_WORD_S = 0.5  # that a new front end waits for an engine before it opens
+FIRST_CONNECT_S = 0.5  # that a new front end waits for an engine before it accepts connections
 ROUTES = (
     Route("/", index),
     Route("/v1/completions", completions, methods=["POST"]),
@@ -117,8 +117,8 @@ def make_app(service: HttpState, listeners: Sequence[socket.socket] = ()) -> ASG
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         service.start()
-        with contextlib.suppress(InferEngineError):  # who has waited at the door finds the engine that is there
-            await service.engines.connect(FIRST_WORD_S)
+        with contextlib.suppress(InferEngineError):  # the first requests find an engine that already runs
+            await service.engines.connect(FIRST_CONNECT_S)
         yield
         await service.close()
 

@@ -1,6 +1,6 @@
-"""The front end's own figures. The engine owns queue, tokens, latencies and cache; here are only requests over HTTP.
+"""Prometheus metrics of the HTTP front end: requests only. The engine measures queue, tokens, latencies and cache.
 
-Every series exists from the start (route x status), which is what makes the layout of a worker's cells fixed.
+Every series (route x status) exists from the start, so that the layout of a worker's cells is fixed.
 """
 
 from __future__ import annotations

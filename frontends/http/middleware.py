@@ -1,9 +1,9 @@
-"""The outermost ASGI layer: request ids, the access log, counting, spans. Adds no coroutine to the path of a chunk.
+"""The two ASGI layers around the routes.
 
-Who may come in: the layer between CORS and the routes. Decides on the ASGI path, never on a URL made of headers.
-
-Every route but health and the list of routes asks for a key where there are keys; admin routes ask for an admin's, and
-are closed without any.
+`RequestMiddleware` is the outermost: request ids, the access log, metrics and spans. It adds no coroutine to the path
+of a chunk. `AuthMiddleware` stands between CORS and the routes and checks API keys. It decides on the ASGI path, never
+on a URL made of headers. Where there are keys, every route but health and the list of routes needs one. Admin routes
+need an admin's key, and are closed where there are none.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from inferengine.observability.tracing import Tracing
 
 logger = logging.getLogger("inferengine.access")
 
-QUIET_PATHS = frozenset({"/health", "/ready", "/ping", "/metrics", "/load"})  # asked every few seconds by machines
+QUIET_PATHS = frozenset({"/health", "/ready", "/ping", "/metrics", "/load"})  # asked every few seconds by monitors
 _GOOD_ID = re.compile(rb"[\w.:-]{1,128}")
 
 

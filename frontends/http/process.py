@@ -1,6 +1,6 @@
-"""`run_http`: the process behind `inferengine http`. One worker runs in it; several are its children on one socket.
+"""Run the process of `inferengine http`. A single worker runs in it; several are its children on one socket.
 
-One worker process: uvicorn over sockets that are open already, until a signal; then streams finish first.
+A worker runs uvicorn on sockets that are open already, until a signal; then streams finish first.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def run_worker(config: Config, shared: Shared, on_turn: Callable[[bool], None], 
             reload.run_if_due(shared.keys.reload_if_any)
 
     AppStatus.disable_automatic_graceful_drain()  # type: ignore[no-untyped-call]  # it would cut the streams at once
-    # uvicorn raises its signals again when it is done, for whoever handled them before; nobody else is to hear them.
+    # uvicorn raises its signals again when it is done, for the handlers that were set before: these do nothing.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: None)
     service = make_service(config, shared.metrics, shared.keys, shared.quotas, shared.responses_path)
@@ -129,7 +129,7 @@ async def _serve(
             service.metrics.cells.beat(now)
             on_turn(server.should_exit)
         if os.getppid() != parent:
-            server.should_exit = True  # the process that would restart us is gone
+            server.should_exit = True  # the parent process, which restarts workers, is gone
         if server.should_exit and drain_until is None:
             drain_until = now + drain_timeout_s
             service.drain()

@@ -62,7 +62,7 @@ def is_large(outputs: Sequence[Output]) -> bool:
 
 
 def encode(format: Format, outputs: Sequence[Output], usage: Usage) -> bytes:
-    """The document as JSON, choice by choice: the encoder lets nobody else run while it is at one."""
+    """Encode the document as JSON, one choice after the other: no other thread runs while the encoder is at one."""
     document = format.document(outputs, usage)
     if "choices" not in document:
         return dumps(document)

@@ -43,6 +43,7 @@ class ChatRequest:
     params: SamplingParams
     options: Options
     answer: AnswerMetadata
+    include_reasoning: bool
 
     def generation(self, service: HttpState, request: Request) -> Generation:
         """Make the generation that answers this request. Raises `forbidden` for a model that the key may not use."""
@@ -55,12 +56,11 @@ async def chat_completions(request: Request) -> Response:
     service: HttpState = request.app.state.service
     body = await read_json(request, service.config.http.max_body_bytes)
     chat = await read_chat(service, body, request.scope["request_id"])
-    reasoning = read_fields(ChatFields, body, service.config.limits).include_reasoning
     format: Format
     if chat.prompt.parser.is_plain:
         format = ChatFormat(chat.answer, chat.params.n)
     else:
-        format = MessageFormat(chat.answer, chat.params.n, chat.prompt.parser, include_reasoning=reasoning)
+        format = MessageFormat(chat.answer, chat.params.n, chat.prompt.parser, include_reasoning=chat.include_reasoning)
     stream = chat.answer.streaming.stream
     try:
         return await answer(service, request, chat.generation(service, request), format, stream=stream)
@@ -79,9 +79,9 @@ async def read_chat(service: HttpState, body: dict[str, Any], request_id: str) -
     if read_flag(body, "echo"):
         raise InvalidRequest("echo", "is not supported for chat", code="unsupported")
     streaming, extras = read_streaming(body), read_extras(body)
-    chat = read_fields(ChatFields, body, config.limits)
-    logprobs = _num_alternatives(chat)
-    max_tokens = chat.max_tokens if chat.max_completion_tokens is None else chat.max_completion_tokens
+    fields = read_fields(ChatFields, body, config.limits)
+    logprobs = _num_alternatives(fields)
+    max_tokens = fields.max_tokens if fields.max_completion_tokens is None else fields.max_completion_tokens
     params = read_params(body, served, config, max_tokens=max_tokens, logprobs=logprobs)
     label = read_label(body, request_id)
     options = read_options(body, config, label=label, continues_prompt=False)
@@ -105,10 +105,11 @@ async def read_chat(service: HttpState, body: dict[str, Any], request_id: str) -
         logprobs,
         prompt_logprobs,
     )
-    return ChatRequest(served, prompt, params, options, reply)
+    return ChatRequest(served, prompt, params, options, reply, fields.include_reasoning)
 
 
-def _num_alternatives(chat: ChatFields) -> int | None:
-    if chat.top_logprobs and not chat.logprobs:
+def _num_alternatives(fields: ChatFields) -> int | None:
+    """Alternatives for each token of the output; None without log-probabilities."""
+    if fields.top_logprobs and not fields.logprobs:
         raise InvalidRequest("top_logprobs", "needs logprobs to be true")
-    return (chat.top_logprobs or 0) if chat.logprobs else None
+    return (fields.top_logprobs or 0) if fields.logprobs else None

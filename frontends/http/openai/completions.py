@@ -106,7 +106,7 @@ async def read_prompts(
         raise InvalidRequest(field, f"at most {most} in one call")
     prompts = []
     for name, item in zip(prompt_names(len(items), field), items, strict=True):
-        await asyncio.sleep(0)  # many short prompts are tokenized here: let others have their turn in between
+        await asyncio.sleep(0)  # many short prompts are tokenized here: let other requests run in between
         if not isinstance(item, str | list):
             raise InvalidRequest(name, "must be a text or a list of token ids")
         if not isinstance(item, str):

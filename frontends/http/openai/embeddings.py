@@ -90,7 +90,7 @@ async def _document(
         if len(part) >= PART_BYTES:
             yield part
             part = b""
-            await asyncio.sleep(0)  # a send that does not have to wait lets nobody else have their turn
+            await asyncio.sleep(0)  # a send that does not have to wait lets no other request run
     tokens = sum(embedding.prompt_tokens for embedding in found)
     usage = {
         "prompt_tokens": tokens,
@@ -100,13 +100,14 @@ async def _document(
     yield part + b'],"usage":' + dumps(usage) + b"}"
 
 
-IN_FLIGHT = 256  # inputs of one call: a whole batch of an engine, and no queue of its own beside everybody else's
+IN_FLIGHT = 256  # inputs of one call: a whole batch of an engine, and not a long queue before other requests
 BUSY = ("overloaded", "rate_limited")
 
 
 class Embeddings:
-    """Inputs that wait, run, and have their vectors. An engine that has no room for all of them at a time gets fewer: a
-    worker whose input is refused leaves it to the others, and the last one alone is told to come back later."""
+    """The inputs of one call: those that wait, those that run, and the vectors found. An engine without room for all of
+    them at a time gets fewer: a worker whose input is refused gives it back and ends, and only a refusal of the last
+    worker ends the call."""
 
     def __init__(
         self,

@@ -137,7 +137,7 @@ class Format(Protocol):
 
 
 def usage_object(usage: Usage) -> dict[str, Any]:
-    """OpenAI's, with the details of guessing ahead where the engine did."""
+    """Return usage as OpenAI writes it, with the numbers of accepted and rejected draft tokens if there were any."""
     guesses = draft_token_counts(usage)
     return {
         "prompt_tokens": usage.prompt_tokens,

@@ -39,7 +39,8 @@ LOCK_WAIT_S = 30.0
 PAGE_BYTES = 4096
 MIN_PAGES = 64
 
-# A record that is NULL was deleted. It stays until it is too old, so that whoever makes the response writes nothing.
+# A record that is NULL was deleted. It stays until it is too old, so that the worker that makes the response does not
+# write it again.
 SCHEMA = """
 BEGIN;
 CREATE TABLE responses (
@@ -129,7 +130,7 @@ class ResponseStore:
 
     def put(self, stored: StoredResponse) -> None:
         """Keep a response, in place of what is kept under its id; one that was deleted does not come back. Returns at
-        once. Where there is no room it is not kept, and whoever asked for it still gets it. Without effect after
+        once. Where there is no room it is not kept, but its request is still answered. Without effect after
         `close`."""
         if self._is_closed:
             return
@@ -159,7 +160,9 @@ class ResponseStore:
     async def delete(self, response_id: str, tenant: str) -> StoredResponse:
         """Forget it for good and end it, if it is being made here. Returns what it was. Raises not_found."""
         stored = await self.get(response_id, tenant)
-        await self._run(self._mark_deleted, stored.name)  # first: a response that ends is written by whoever makes it
+        await self._run(
+            self._mark_deleted, stored.name
+        )  # first: a response that ends is written by the worker that makes it
         self._making.pop(stored.name, None)
         stored.cancel()
         return stored
@@ -291,6 +294,6 @@ def is_alive(process: int) -> bool:
         os.kill(process, 0)
     except ProcessLookupError:
         return False
-    except PermissionError:  # somebody else's by now
+    except PermissionError:  # another user's process by now
         return False
     return True

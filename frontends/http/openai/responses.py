@@ -144,7 +144,7 @@ async def _make(service: HttpState, generation: Generation, format: ResponsesFor
     stored.document = {**stored.document, "status": "in_progress"}
     service.responses.put(stored)
     try:
-        with service.call(generation, _nobody_leaves):
+        with service.call(generation, _no_disconnect):
             outputs = await generation.collect()
             await generation.settle()
         format.document(outputs, generation.usage())
@@ -165,8 +165,8 @@ async def _cancel_elsewhere(service: HttpState, stored: StoredResponse) -> None:
         stored = await service.responses.get(stored.document["id"], stored.tenant)
 
 
-async def _nobody_leaves() -> Message:
-    """There is no connection whose end would end the request."""
+async def _no_disconnect() -> Message:
+    """Wait for ever: a response made in the background has no connection whose end would end it."""
     return await asyncio.get_running_loop().create_future()  # type: ignore[no-any-return]
 
 

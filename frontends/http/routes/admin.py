@@ -1,6 +1,6 @@
-"""What operators do to the engines over HTTP. The gate asks for an admin's key before any of these.
+"""Operators' routes: pause and resume, abort, profile, reset the cache, load and unload adapters, reload keys.
 
-POST /profile: some steps of a running engine as a Chrome trace. The gate asks for an admin's key before.
+AuthMiddleware asks for an admin's key before any of them.
 """
 
 from __future__ import annotations

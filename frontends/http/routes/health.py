@@ -1,4 +1,4 @@
-"""What operators, balancers and dashboards ask: models, health, readiness, figures, versions."""
+"""Routes for operators, load balancers and dashboards: models, health, readiness, load, statistics, versions."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""GET /: what this port serves and where the chat page is. A page for browsers, JSON for everybody else.
+"""GET /: what this port serves and where the chat page is. A page for browsers, JSON for other clients.
 
-It tells no more than /openapi.json and needs no key: whoever opens the address in a browser has none to show.
+It tells no more than /openapi.json, and needs no key, because a browser that opens the address sends none.
 """
 
 from __future__ import annotations

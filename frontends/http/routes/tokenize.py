@@ -83,4 +83,4 @@ def _items(token_ids: Sequence[int], shown: Callable[[int], int | str] = int) ->
 async def _in_turns(parts: Iterator[bytes]) -> AsyncIterator[bytes]:
     for part in parts:
         yield part
-        await asyncio.sleep(0)  # a send that does not have to wait lets nobody else have their turn
+        await asyncio.sleep(0)  # a send that does not have to wait lets no other request run
