@@ -138,13 +138,13 @@ class Format(Protocol):
 
 def usage_object(usage: Usage) -> dict[str, Any]:
     """Return usage as OpenAI writes it, with the numbers of accepted and rejected draft tokens if there were any."""
-    guesses = draft_token_counts(usage)
+    draft_tokens = draft_token_counts(usage)
     return {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
-        **({"completion_tokens_details": guesses} if guesses else {}),
+        **({"completion_tokens_details": draft_tokens} if draft_tokens else {}),
     }
 
 
