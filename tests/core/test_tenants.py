@@ -85,7 +85,7 @@ def test_a_tenant_with_nothing_running_gets_its_first_token_in_the_next_steps(
     max_in_flight: int,
 ) -> None:
     run = Run(make_capacity(2000, max_num_seqs=16), max_in_flight=max_in_flight, policy="fair", budget=256)
-    run.submit(*make_flood(800))
+    run.submit(*make_flood(300))
     for _ in range(7):
         run.step()
     assert steps_to_first_token(run, make_quiet()) <= 3 * max_in_flight
