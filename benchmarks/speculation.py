@@ -17,7 +17,6 @@ import json
 import random
 import sys
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +58,7 @@ class Workloads:
     def jobs(self, name: str, batch: int) -> list[Job]:
         greedy = SamplingParams(temperature=0.0)
         if name == "random":
-            vocab_size, ignoring = self._plain.capacity.vocab_size, replace(greedy, ignore_eos=True)
+            vocab_size, ignoring = self._plain.capacity.vocab_size, greedy.replace(ignore_eos=True)
             prompts = [[self._draw.randrange(vocab_size) for _ in range(64)] for _ in range(batch)]
             return [Job(prompt, ignoring, self._output_tokens) for prompt in prompts]
         stories = [
