@@ -55,10 +55,21 @@ def told(embedded: Embedded, condition: Callable[[dict[str, Any]], bool]) -> dic
         time.sleep(0.05)
 
 
-def test_guesses_are_counted_for_the_request_and_the_engine_alike(
+def settled(embedded: Embedded) -> dict[str, Any]:
+    """The figures once three readings agree: the steps of earlier requests are in them."""
+    readings: list[dict[str, Any]] = []
+
+    def agree(figures: dict[str, Any]) -> bool:
+        readings.append(figures)
+        return readings[-3:] == [figures] * 3
+
+    return told(embedded, agree)
+
+
+def test_draft_tokens_are_counted_for_the_request_and_the_engine_alike(
     embedded: Embedded, asked_again: dict[str, Any], plain: Plain
 ) -> None:
-    before = embedded.http.get("/stats").json()["speculation"]
+    before = settled(embedded)
     answer = embedded.ask(CHAT, **asked_again, max_tokens=64)
     assert answer["choices"][0]["message"]["content"] == plain.answer
     details = answer["usage"]["completion_tokens_details"]
