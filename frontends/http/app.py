@@ -30,7 +30,7 @@ from frontends.http.openai.completions import completions
 from frontends.http.openai.embeddings import embeddings
 from frontends.http.openapi import openapi
 from frontends.http.respond import JsonBytes
-from frontends.http.routes import admin, health
+from frontends.http.routes import admin, api_pages, health
 from frontends.http.routes.generate import generate, generate_text, infer
 from frontends.http.routes.index import index
 from frontends.http.routes.resume import cancel_stream, read_stream
@@ -70,6 +70,9 @@ ROUTES = (
     Route("/ping", health.ping, methods=["GET", "POST"]),
     Route("/version", health.version),
     Route("/openapi.json", openapi),
+    Route("/docs", api_pages.swagger, include_in_schema=False),
+    Route("/redoc", api_pages.redoc, include_in_schema=False),
+    Route("/docs/{file}", api_pages.file, include_in_schema=False),
     Route("/load", health.load),
     Route("/stats", health.stats),
     Route("/metrics", health.metrics),

@@ -2,8 +2,8 @@
 
 `RequestMiddleware` is the outermost: request ids, the access log, metrics and spans. It adds no coroutine to the path
 of a chunk. `AuthMiddleware` stands between CORS and the routes and checks API keys. It decides on the ASGI path, never
-on a URL made of headers. Where there are keys, every route but health and the list of routes needs one. Admin routes
-need an admin's key, and are closed where there are none.
+on a URL made of headers. Where there are keys, every route but health, the list of routes and the API pages needs one.
+Admin routes need an admin's key, and are closed where there are none.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from frontends.common.errors import error_body, retry_after
 from frontends.common.json import LARGE
 from frontends.common.quotas import Quotas
 from frontends.http.metrics import OTHER, HttpMetrics
+from frontends.http.routes.api_pages import PREFIX
 from frontends.http.spans import begin_request, end_request
 from inferengine.errors import InferEngineError
 from inferengine.observability.tracing import Tracing
@@ -126,7 +127,12 @@ async def _headers_too_large(send: Send, most_bytes: int) -> None:
     await send({"type": "http.response.body", "body": body})
 
 
-OPEN_PATHS = frozenset({"/", "/health", "/ready", "/ping"})
+OPEN_PATHS = frozenset({"/", "/health", "/ready", "/ping", "/docs", "/redoc"})
+
+
+def is_open(path: str) -> bool:
+    """Whether a path needs no key: it tells nothing about requests, and the files of /docs are the same everywhere."""
+    return path in OPEN_PATHS or path.startswith(PREFIX)
 
 
 class AuthMiddleware:
@@ -145,12 +151,12 @@ class AuthMiddleware:
             return
         path, method = scope["path"], scope["method"]
         try:
-            key = ANYBODY if path in OPEN_PATHS or method == "OPTIONS" else self._keys.identify(_presented(scope))
+            key = ANYBODY if is_open(path) or method == "OPTIONS" else self._keys.identify(_presented(scope))
             is_admin = path in self._admin_paths
             if is_admin:
                 self._check_admin(key)
             scope["api_key"] = key
-            counts = method == "POST" and not is_admin and path not in OPEN_PATHS
+            counts = method == "POST" and not is_admin and not is_open(path)
             if counts:
                 self._quotas.enter(key)
         except InferEngineError as error:

@@ -98,6 +98,22 @@ BODIES: dict[str, tuple[Any, ...]] = {
 }
 REQUIRED = {"/v1/chat/completions": {"messages"}}  # what only some routes of a Struct require
 
+_QUESTION = [{"role": "user", "content": "What is a KV cache?"}]
+# A body of each route that works as it stands: what the API pages send when a reader tries the route.
+EXAMPLES: dict[str, dict[str, Any]] = {
+    "/v1/embeddings": {"input": ["What is a KV cache?"], "encoding_format": "float"},
+    "/v1/completions": {"prompt": "Once upon a time", "max_tokens": 40},
+    "/v1/chat/completions": {"messages": _QUESTION, "max_completion_tokens": 60},
+    "/v1/responses": {"input": "What is a KV cache?", "max_output_tokens": 60},
+    "/v1/messages": {"max_tokens": 60, "messages": _QUESTION},
+    "/v1/messages/count_tokens": {"messages": _QUESTION},
+    "/v1/generate": {"prompt": "Once upon a time", "max_new_tokens": 16},
+    "/generate": {"prompt": "Once upon a time", "max_tokens": 16},
+    "/infer/v1/completions": {"prompt": "Once upon a time", "max_tokens": 16},
+    "/tokenize": {"prompt": "Once upon a time"},
+    "/detokenize": {"tokens": [40, 41, 42]},
+}
+
 
 def bodies(limits: LimitsConfig) -> dict[str, list[Field]]:
     """Return the fields of each route that reads a body, by its path."""
@@ -143,7 +159,7 @@ SECURITY = {
 async def openapi(request: Request) -> Response:
     """Every route, its fields and their ranges."""
     service: HttpState = request.app.state.service
-    routes = [route for route in request.app.routes if isinstance(route, Route)]
+    routes = [route for route in request.app.routes if isinstance(route, Route) and route.include_in_schema]
     return JsonBytes(describe(routes, service.config.limits))
 
 
@@ -209,5 +225,6 @@ def _operation(
         ]
     if method == "POST" and route.path in tables:
         schema = body_schema(tables[route.path], closed=route.path in CLOSED)
-        operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
+        content = {"schema": schema, "example": EXAMPLES[route.path]}
+        operation["requestBody"] = {"required": True, "content": {"application/json": content}}
     return operation

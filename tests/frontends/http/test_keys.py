@@ -14,12 +14,15 @@ import pytest
 import frontends.http
 from frontends.common.auth import KeyRing, check_protection, entry, new_key
 from frontends.http.app import ROUTES
+from frontends.http.middleware import is_open
 from inferengine.errors import ConfigError
 from inferengine.wire.messages import DRAINING
 from tests.frontends.http.builders import HEADERS, House, house, ids, says, wait_until
 from tests.frontends.scripted_engine import Script
 
 ADMIN, ALICE, BOB = new_key(), new_key(), new_key()
+OPEN = ["/", "/health", "/ready", "/ping", "/docs", "/redoc", "/docs/swagger_page.js"]
+CLOSED = [route for route in ROUTES if not is_open(route.path)]
 
 
 class Guarded:
@@ -55,15 +58,13 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
         yield Guarded(built)
 
 
-@pytest.mark.parametrize("path", ["/", "/health", "/ready", "/ping"])
-def test_health_needs_no_key(guarded: Guarded, path: str) -> None:
+@pytest.mark.parametrize("path", OPEN)
+def test_health_and_pages_need_no_key(guarded: Guarded, path: str) -> None:
     assert guarded.ask("GET", path, None).status_code == 200
 
 
-@pytest.mark.parametrize("route", ROUTES, ids=lambda route: route.path)
+@pytest.mark.parametrize("route", CLOSED, ids=lambda route: route.path)
 def test_every_other_route_does(guarded: Guarded, route: Any) -> None:
-    if route.path in ("/", "/health", "/ready", "/ping"):
-        return
     path = route.path.replace("{model:path}", "x").replace("{id}", "0" * 32)
     for method in route.methods - {"HEAD"}:
         for key in (None, new_key()):
