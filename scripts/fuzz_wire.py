@@ -180,7 +180,9 @@ def _spoil(draw: random.Random, document: Any, kind: int) -> Any:
             _spoil(draw, document[name], kind) if draw.random() < 0.4 else copy.deepcopy(draw.choice(VALUES))
         )
         if draw.random() < 0.2:
-            document[draw.choice([*BODIES[Kind.SUBMIT], *SAMPLING, "epoch", "last_seq"])] = draw.choice(VALUES)
+            document[draw.choice([*BODIES[Kind.SUBMIT], *SAMPLING, "epoch", "last_seq"])] = copy.deepcopy(
+                draw.choice(VALUES)
+            )
         return document
     if isinstance(document, list) and document and draw.random() < 0.8:
         place = draw.randrange(len(document))

@@ -55,6 +55,8 @@ def test_a_seed_stands_for_its_messages(fuzz: ModuleType) -> None:
 
 
 def test_messages_are_of_every_kind_of_a_client_and_none_ends_what_others_run(fuzz: ModuleType) -> None:
+    values = repr(fuzz.VALUES)
     sent = [message.frames for message in fuzz.messages(5, 1500)]
+    assert repr(fuzz.VALUES) == values, "messages grow without end where they change what they are made of"
     assert {frames[0][3] for frames in sent if len(frames[0]) == 4} >= set(fuzz.BODIES)
     assert not any(word in frame for frames in sent for frame in frames for word in (b"drain", b"cancel_all"))
