@@ -24,6 +24,7 @@ logger = logging.getLogger(__name__)
 
 USAGE_WAIT_S = 1.0  # for the engine's usage of a choice that a stop string ended here
 CONTEXT_TOKENS = 4  # of the prompt, for decoders whose text depends on the tokens before
+LEAST_LOGPROB = -9999.0  # JSON has no infinity; vLLM writes this
 
 
 class Submitter(Protocol):
@@ -347,3 +348,13 @@ class Output:
             if piece.is_last:
                 self.text = "".join(self._parts)
                 self.finish_reason, self.stop_reason, self.error = piece.finish_reason, piece.stop_reason, piece.error
+
+
+def token_text(tokenizer: Tokenizer, token_id: int) -> str:
+    """Return one token as a string of its own. Part of a character becomes U+FFFD."""
+    return tokenizer.token_bytes(token_id).decode(errors="replace")
+
+
+def finite_logprob(logprob: float) -> float:
+    """Return a log-probability that JSON can hold: at least LEAST_LOGPROB, also for NaN."""
+    return logprob if logprob > LEAST_LOGPROB else LEAST_LOGPROB  # false for NaN too

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from frontends.common.chat import finish_reason
-from frontends.common.generation import Choice, Piece
+from frontends.common.generation import Choice, Piece, finite_logprob, token_text
 from frontends.common.resumable import ChoiceLog
 from frontends.websocket.generate_params import OutputOptions
 from frontends.websocket.send_channel import SendChannel
@@ -64,6 +64,7 @@ class ChoiceWriter:
         )
         self.index = index
         self._options = options
+        self._tokenizer = tokenizer
         self._log = log
         self._view = log.view(cursor)
         self._choice = Choice(index, (), self._view, text)
@@ -148,7 +149,9 @@ class ChoiceWriter:
         if self._options.return_token_ids:
             extra["token_ids"] = list(piece.token_ids)
         if piece.logprobs is not None:
-            extra["logprobs"] = [_logprob(row) for row in piece.logprobs]
+            extra["logprobs"] = [
+                _logprob(self._tokenizer, *each) for each in zip(piece.token_ids, piece.logprobs, strict=False)
+            ]
         return extra
 
     def _wake(self) -> None:
@@ -186,5 +189,12 @@ class MessageText:
         return piece._replace(text=text, finish_reason=reason), extra
 
 
-def _logprob(row: TokenLogprobs) -> dict[str, Any]:
-    return {"logprob": row.logprob, "rank": row.rank, "top": [*zip(row.top_ids, row.top_logprobs, strict=True)]}
+def _logprob(tokenizer: Tokenizer, token_id: int, row: TokenLogprobs) -> dict[str, Any]:
+    top = zip(row.top_ids, map(finite_logprob, row.top_logprobs), strict=True)
+    return {
+        "logprob": finite_logprob(row.logprob),
+        "rank": row.rank,
+        "token": token_text(tokenizer, token_id),
+        "top": [*top],
+        "top_tokens": [token_text(tokenizer, other) for other in row.top_ids],
+    }

@@ -112,6 +112,7 @@ class EngineState:
                 "fingerprint": model.fingerprint,
                 "vocab_size": model.vocab_size,
                 "max_model_len": model.max_model_len,
+                "adapters": list(model.adapters),
                 "chat": None if served is None else served.template is not None,
                 "defaults": None if served is None else served.defaults,
             },

@@ -11,7 +11,16 @@ from typing import Any, NamedTuple, Protocol
 
 from frontends.common.chat import OutputParser, finish_reason
 from frontends.common.errors import error_object
-from frontends.common.generation import Choice, Generation, Output, Piece, Usage, draft_token_counts
+from frontends.common.generation import (
+    Choice,
+    Generation,
+    Output,
+    Piece,
+    Usage,
+    draft_token_counts,
+    finite_logprob,
+    token_text,
+)
 from frontends.common.json import DONE, dumps, event, quote
 from frontends.http.bodies import ExtraFields, StreamingFields
 from inferengine.client import TokenLogprobs
@@ -20,8 +29,6 @@ from inferengine.text import Tokenizer
 from inferengine.text.output_parser import MessageReader
 from inferengine.text.tool_parsers.base import CallDelta, Content, Part, Reasoning
 
-LEAST = -9999.0  # JSON has no infinity; vLLM writes this
-
 
 def as_completion(
     tokenizer: Tokenizer, token_ids: Sequence[int], rows: Sequence[TokenLogprobs], offset: int, as_ids: bool
@@ -29,12 +36,12 @@ def as_completion(
     """The parallel lists of /v1/completions. `offset`: characters of output before these tokens."""
     shown: dict[str, Any] = {"text_offset": [], "token_logprobs": [], "tokens": [], "top_logprobs": []}
     for token_id, row in zip(token_ids, rows, strict=False):
-        text = token_text(tokenizer, token_id, as_ids)
-        top = {text: _finite(row.logprob)}
+        text = _shown_token(tokenizer, token_id, as_ids)
+        top = {text: finite_logprob(row.logprob)}
         for other, logprob in zip(row.top_ids, row.top_logprobs, strict=True):
-            top.setdefault(token_text(tokenizer, other, as_ids), _finite(logprob))
+            top.setdefault(_shown_token(tokenizer, other, as_ids), finite_logprob(logprob))
         shown["text_offset"].append(offset)
-        shown["token_logprobs"].append(_finite(row.logprob))
+        shown["token_logprobs"].append(finite_logprob(row.logprob))
         shown["tokens"].append(text)
         shown["top_logprobs"].append(top)
         offset += len(text)
@@ -51,8 +58,8 @@ def as_prompt(
         entry: dict[str, Any] = {}
         others = zip(row.top_ids[:num_top], range(1, num_top + 1), row.top_logprobs, strict=False)
         for one, rank, logprob in ((token_id, row.rank, row.logprob), *others):
-            text = token_text(tokenizer, one, False)
-            entry.setdefault(str(one), {"logprob": _finite(logprob), "rank": rank, "decoded_token": text})
+            text = token_text(tokenizer, one)
+            entry.setdefault(str(one), {"logprob": finite_logprob(logprob), "rank": rank, "decoded_token": text})
         shown.append(entry)
     return shown
 
@@ -61,7 +68,7 @@ def of_prompt(
     tokenizer: Tokenizer, prompt_ids: Sequence[int], rows: Sequence[TokenLogprobs], num_top: int, as_ids: bool
 ) -> dict[str, list[Any]]:
     """The lists of /v1/completions for the prompt's tokens, which in an echo come before those of the output."""
-    first = token_text(tokenizer, prompt_ids[0], as_ids)
+    first = _shown_token(tokenizer, prompt_ids[0], as_ids)
     rows = [row._replace(top_ids=row.top_ids[:num_top], top_logprobs=row.top_logprobs[:num_top]) for row in rows]
     prompt = as_completion(tokenizer, prompt_ids[1:], rows, len(first), as_ids)
     prompt["text_offset"] = _offsets(tokenizer, prompt_ids)[1:]
@@ -74,7 +81,7 @@ def _offsets(tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> list[int]:
     offsets, place = [], 0
     for token_id in prompt_ids:
         offsets.append(place)
-        place += 0 if tokenizer.is_special(token_id) else len(token_text(tokenizer, token_id, False))
+        place += 0 if tokenizer.is_special(token_id) else len(token_text(tokenizer, token_id))
     return offsets
 
 
@@ -84,8 +91,8 @@ def as_chat(
     """The list of objects of /v1/chat/completions."""
 
     def entry(token_id: int, logprob: float) -> dict[str, Any]:
-        text = token_text(tokenizer, token_id, as_ids)
-        return {"token": text, "logprob": _finite(logprob), "bytes": list(tokenizer.token_bytes(token_id))}
+        text = _shown_token(tokenizer, token_id, as_ids)
+        return {"token": text, "logprob": finite_logprob(logprob), "bytes": list(tokenizer.token_bytes(token_id))}
 
     content = []
     for token_id, row in zip(token_ids, rows, strict=False):
@@ -94,13 +101,8 @@ def as_chat(
     return {"content": content, "refusal": None}
 
 
-def token_text(tokenizer: Tokenizer, token_id: int, as_ids: bool) -> str:
-    """One token as a string of its own; part of a character shows as U+FFFD, its bytes are told beside it."""
-    return f"token_id:{token_id}" if as_ids else tokenizer.token_bytes(token_id).decode(errors="replace")
-
-
-def _finite(logprob: float) -> float:
-    return logprob if logprob > LEAST else LEAST  # false for NaN too
+def _shown_token(tokenizer: Tokenizer, token_id: int, as_ids: bool) -> str:
+    return f"token_id:{token_id}" if as_ids else token_text(tokenizer, token_id)
 
 
 class AnswerMetadata(NamedTuple):

@@ -156,7 +156,20 @@ export interface Delta {
   reasoning?: string;
   toolCalls?: ToolCallDelta[];
   tokenIds?: number[];
-  logprobs?: unknown[];
+  /** One for each new token, where `params.logprobs` asks for them. */
+  logprobs?: TokenLogprobs[];
+}
+
+export interface TokenLogprobs {
+  /** The token's text; part of a character is U+FFFD. */
+  token: string;
+  logprob: number;
+  /** 1 is the likeliest token. */
+  rank: number;
+  /** Token ids and log-probabilities of the likeliest tokens. */
+  top: [number, number][];
+  /** The texts of `top`. */
+  top_tokens: string[];
 }
 
 export interface Usage {
@@ -208,6 +221,8 @@ export interface ModelInfo {
   fingerprint: string;
   vocab_size: number;
   max_model_len: number;
+  /** LoRA adapters that a request may name as its model. */
+  adapters: string[];
   /** Whether it has a chat template; null until its files were fetched. */
   chat: boolean | null;
   /** Its own sampling parameters, used for those that a request leaves out; null until its files were fetched. */

@@ -122,7 +122,7 @@ export class Generation {
     if (frame.tool_calls) addToolCalls(choice.toolCalls, (delta.toolCalls = frame.tool_calls));
     if (frame.token_ids) delta.tokenIds = frame.token_ids;
     if (frame.logprobs) delta.logprobs = frame.logprobs;
-    if (delta.text || delta.reasoning || delta.toolCalls || delta.tokenIds?.length) this._queue.push(delta);
+    if (delta.text || delta.reasoning || delta.toolCalls || delta.tokenIds?.length || delta.logprobs?.length) this._queue.push(delta);
     this._notify();
   }
 

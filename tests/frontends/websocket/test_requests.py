@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import pytest
 
-from tests.frontends.scripted_engine import EOS
+from tests.frontends.scripted_engine import EOS, Script
 from tests.frontends.websocket.builders import ANSWER, make_engine, open_socket, serving
 
 
@@ -182,3 +183,25 @@ def test_a_change_of_the_engine_is_sent_to_every_socket(tmp_path):
             while len(states) < 3 and states[-1] != "DRAINING":
                 states.append(client.until("state")["engine"]["state"])
             assert states[-1] == "DRAINING"
+
+
+def test_logprobs_name_tokens_by_text_and_stay_valid_json(tmp_path):
+    with make_engine(tmp_path) as engine, serving(engine) as server, open_socket(server) as client:
+        token_ids = engine.tokenizer.encode("the fox", False)
+        rows = [[-0.5, 1, [token_id, 40], [-0.5, -math.inf]] for token_id in token_ids]
+        engine.script = lambda submit, choice: Script(token_ids, logprobs=rows)
+        client.generate(params={"logprobs": 2})
+        shown = []
+        while (frame := client.until("delta", "done"))["type"] != "done":
+            shown += frame["logprobs"]
+        shown += frame["logprobs"]
+    assert "".join(each["token"] for each in shown) == "the fox"
+    assert shown[0]["top"] == [[token_ids[0], -0.5], [40, -9999.0]]
+    assert shown[0]["top_tokens"] == [shown[0]["token"], engine.tokenizer.decode([40])]
+
+
+def test_hello_lists_the_adapters(tmp_path):
+    with make_engine(tmp_path) as engine:
+        engine.info = engine.info.replace(adapters=("pirate", "poet"))
+        with serving(engine) as server, open_socket(server) as client:
+            assert client.hello["model"]["adapters"] == ["pirate", "poet"]
