@@ -242,18 +242,22 @@ class Peers:
 
     def send(self, message: Sent) -> None:
         if message.fresh is not None:
-            if (old := self._sockets.pop(message.peer, None)) is not None:
-                self._read(old)
-                old.close(0)
-            socket = self._sockets[message.peer] = self._context.socket(zmq.DEALER)
-            socket.setsockopt(zmq.ROUTING_ID, message.fresh)
-            socket.setsockopt(zmq.LINGER, 0)
-            socket.setsockopt(zmq.SNDTIMEO, SEND_MS)
-            socket.connect(self._address)
+            self._connect(message.peer, message.fresh)
         try:
             self._sockets[message.peer].send_multipart(message.frames)
         except zmq.Again:  # another has taken its routing id, and nobody reads this connection any more
-            self.answers["not taken: another has the routing id"] += 1
+            self.answers["connected again: another had the routing id"] += 1
+            self._connect(message.peer, b"again%d" % self.answers.total())
+
+    def _connect(self, peer: int, routing_id: bytes) -> None:
+        if (old := self._sockets.pop(peer, None)) is not None:
+            self._read(old)
+            old.close(0)
+        socket = self._sockets[peer] = self._context.socket(zmq.DEALER)
+        socket.setsockopt(zmq.ROUTING_ID, routing_id)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.SNDTIMEO, SEND_MS)
+        socket.connect(self._address)
 
     def read(self) -> None:
         for socket in self._sockets.values():
