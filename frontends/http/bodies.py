@@ -38,6 +38,7 @@ from inferengine.wire.messages import MAX_NAME_CHARACTERS, MAX_SALT_BYTES
 MAX_METADATA = 16
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default for /v1/completions
 DEFAULT_NEW_TOKENS = 64  # of /v1/generate
+MAX_GENERATE_CHARACTERS, MAX_GENERATE_TOKENS = 8000, 512  # of /v1/generate, as the server has it that it comes from
 INFER_MAX_TOKENS = 128  # of /infer/v1/completions
 
 STRUCTURE_ONLY = "cannot be combined with guided_regex"
@@ -359,8 +360,14 @@ class PromptFields(msgspec.Struct, frozen=True):
 class GenerateFields(msgspec.Struct, frozen=True):
     """Of /v1/generate alone."""
 
+    prompt: Annotated[str, about("the text to continue", min_length=1, max_length=MAX_GENERATE_CHARACTERS)]
     max_new_tokens: Annotated[
-        Positive, about(f"exactly so many tokens, whatever the model says (default {DEFAULT_NEW_TOKENS})")
+        int,
+        about(
+            f"exactly so many tokens, whatever the model says (default {DEFAULT_NEW_TOKENS})",
+            ge=1,
+            le=MAX_GENERATE_TOKENS,
+        ),
     ] = DEFAULT_NEW_TOKENS
 
 
@@ -373,8 +380,10 @@ class GenerateTextFields(msgspec.Struct, frozen=True):
 class InferFields(msgspec.Struct, frozen=True):
     """Of /infer/v1/completions alone."""
 
+    model: Annotated[str, about("the name of the model, as /v1/models tells it")]
+    prompt: Annotated[Any, about("a text or a list of token ids", schema={"anyOf": [TEXT, array(TOKEN_ID)]})]
     max_tokens: Annotated[Positive, about("most tokens of the output, within the model's length")] = INFER_MAX_TOKENS
-    stream: Annotated[bool, about("events (the default)")] = True
+    stream: Annotated[bool, about("taken for other servers' sake: the answer is events, whatever it says")] = True
 
 
 class TokenizeFields(msgspec.Struct, frozen=True):

@@ -90,9 +90,9 @@ BODIES: dict[str, tuple[Any, ...]] = {
         BadWordsFields,
     ),
     "/v1/messages/count_tokens": (MessagesPromptFields,),
-    "/v1/generate": (PromptFields, GenerateFields, *ALONE),
+    "/v1/generate": (GenerateFields, *ALONE),
     "/generate": (PromptFields, GenerateTextFields, *ALONE),
-    "/infer/v1/completions": (PromptFields, InferFields, *ALONE),
+    "/infer/v1/completions": (InferFields, StructureFields, *ALONE),
     "/tokenize": (TokenizeFields, Conversation, SpecialTokens),
     "/detokenize": (DetokenizeFields,),
 }
@@ -109,7 +109,7 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "/v1/messages/count_tokens": {"messages": _QUESTION},
     "/v1/generate": {"prompt": "Once upon a time", "max_new_tokens": 16},
     "/generate": {"prompt": "Once upon a time", "max_tokens": 16},
-    "/infer/v1/completions": {"prompt": "Once upon a time", "max_tokens": 16},
+    "/infer/v1/completions": {"model": "embedded", "prompt": "Once upon a time", "max_tokens": 16},
     "/tokenize": {"prompt": "Once upon a time"},
     "/detokenize": {"tokens": [40, 41, 42]},
 }

@@ -129,17 +129,12 @@ class Client:
 
     def connect(self, timeout_s: float = 5.0) -> Welcome:
         """Connect and wait for WELCOME, whatever state the engine is in. Raises engine_unavailable."""
-        with self._changed:
-            if self._closing:
-                raise RuntimeError("the client is closed")
-            if self._thread is None:
-                self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK)
-                self._thread = threading.Thread(target=self._run, name="inferengine-client", daemon=True)
-                self._thread.start()
+        self._start()
         return self._until(lambda: self._session.phase is Phase.UP, timeout_s, "The engine does not answer.")
 
     def wait_ready(self, timeout_s: float) -> Welcome:
-        """Wait until the engine is READY. Raises engine_unavailable."""
+        """Connect and wait until the engine is READY. Raises engine_unavailable."""
+        self._start()
         return self._until(lambda: self.ready, timeout_s, "The engine is not ready.")
 
     @property
@@ -242,6 +237,16 @@ class Client:
             if not self._changed.wait_for(lambda: reply.done, timeout_s):
                 raise InferEngineError("engine_unavailable", "The engine did not answer in time.")
             return reply.result()
+
+    def _start(self) -> None:
+        """Start the thread that talks to the engine, once."""
+        with self._changed:
+            if self._closing:
+                raise RuntimeError("the client is closed")
+            if self._thread is None:
+                self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK)
+                self._thread = threading.Thread(target=self._run, name="inferengine-client", daemon=True)
+                self._thread.start()
 
     def _until(self, condition: Callable[[], bool], timeout_s: float, complaint: str) -> Welcome:
         with self._changed:

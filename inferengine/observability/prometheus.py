@@ -69,7 +69,7 @@ COUNTERS = (
 LABELLED = (
     ("vllm:request_success", "finished_by_reason", "finished_reason", "Choices ended, by reason."),
     ("vllm:admission_rejections", "rejected_requests", "reason", "Requests refused, by error code."),
-    ("inferengine_requests", "finished_by_reason", "status", "Choices ended, by reason."),
+    ("inferengine_requests", "requests_by_status", "status", "Choices ended, and requests refused, by status."),
     ("inferengine_steps", "roofline.steps", "phase", "Steps: of decodes, of parts of prompts, of both."),
     ("inferengine_step_seconds", "roofline.step_seconds", "phase", "Time that steps took."),
     (

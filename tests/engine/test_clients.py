@@ -291,3 +291,10 @@ class TestBlockingClient:
             first = next(stream)
             time.sleep(1.0)
             assert len(first.token_ids) + sum(len(delta.token_ids) for delta in stream) == 30
+
+
+def test_waiting_for_ready_connects() -> None:
+    with run_service() as engine:
+        client = Client(address_of(engine))
+        assert client.wait_ready(20.0).state == "READY"
+        client.close()

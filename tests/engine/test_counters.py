@@ -55,6 +55,13 @@ def test_a_request_that_never_ran_has_no_phases() -> None:
     assert counters.finished == {"abort": 1}
 
 
+def test_requests_are_counted_by_status() -> None:
+    counters = Counters()
+    counters.finished.update({"stop": 2, "length": 3, "abort": 1})
+    counters.rejected.update({"overloaded": 4, "prompt_never_fits": 5})
+    assert counters.by_status() == {"ok": 5, "abort": 1, "rejected": 4, "cache_rejected": 5}
+
+
 def test_a_line_for_each_request_carries_the_front_ends_id_and_nothing_said(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO", "inferengine.requests"), run_service(log={"requests": True}) as engine:
         client = Client(address_of(engine))

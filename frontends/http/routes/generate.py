@@ -1,6 +1,7 @@
-"""POST /v1/generate: a prompt in, a text of exactly max_new_tokens tokens out. Greedy unless it says otherwise.
+"""Routes that other servers made known: their fields, status codes and words, greedy unless a request says otherwise.
 
-POST /generate answers with the prompt and its continuation. POST /infer/v1/completions has events of its own.
+POST /v1/generate: a prompt in, a text of exactly max_new_tokens tokens out. POST /generate answers with the prompt and
+its continuation. POST /infer/v1/completions draws with the model's defaults and answers with events of its own.
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ from starlette.responses import Response
 
 from frontends.common.errors import as_unprocessable, error_object, rename_field
 from frontends.common.generation import Choice, Generation, Output, Piece, Usage
-from frontends.common.json import event, read_fields, read_string
+from frontends.common.json import event, read_fields
 from frontends.http.bodies import GenerateFields, GenerateTextFields, InferFields, PromptFields, read_json
+from frontends.http.openai.completions import read_prompts
 from frontends.http.openai.format import usage_object
-from frontends.http.openai.request_fields import SAMPLING, read_label, read_options, read_params
+from frontends.http.openai.request_fields import SAMPLING, STRUCTURE, read_label, read_options, read_params
 from frontends.http.respond import JsonBytes, answer
 from frontends.http.state import HttpState
 from inferengine.errors import InferEngineError, InvalidRequest
@@ -33,8 +35,8 @@ async def generate(request: Request) -> Response:
     body = await read_json(request, service.config.http.max_body_bytes)
     served = await service.served()
     try:
-        prompt = read_fields(PromptFields, body).prompt
-        max_tokens = read_fields(GenerateFields, body).max_new_tokens
+        fields = read_fields(GenerateFields, body)
+        prompt, max_tokens = fields.prompt, fields.max_new_tokens
         wanted = {"temperature": 0.0, "ignore_eos": True, **{k: v for k, v in body.items() if v is not None}}
         if wanted.get("n", 1) != 1:
             raise InvalidRequest("n", "must be 1 on this route")
@@ -76,13 +78,14 @@ INFER_FIELDS = frozenset(
         "cache_salt",
         "detached",
         "resubmit",
+        *STRUCTURE,
         *SAMPLING,
     }
 )
 
 
 async def generate_text(request: Request) -> Response:
-    """`prompt` and `max_tokens`, both required, to the text with its prompt."""
+    """`prompt` and `max_tokens`, both required, to the text with its prompt; greedy unless asked otherwise."""
     service: HttpState = request.app.state.service
     body = await read_json(request, service.config.http.max_body_bytes)
     served = await service.served()
@@ -93,7 +96,11 @@ async def generate_text(request: Request) -> Response:
         if error.is_type:
             raise InferEngineError("unprocessable", error.message, field=error.field) from None
         raise InvalidRequest(error.field, error.message) from None
-    params = read_params({**body, "n": None}, served, service.config, max_tokens=max_tokens, logprobs=None)
+    if not prompt.strip():
+        raise InvalidRequest("prompt", "must not be only white space")
+    params = read_params(
+        {"temperature": 0.0, **given, "n": None}, served, service.config, max_tokens=max_tokens, logprobs=None
+    )
     label = read_label(body, request.scope["request_id"])
     options = read_options(body, service.config, label=label, continues_prompt=True)
     prompt_ids = await served.encode(prompt, service.config.limits, name="prompt")
@@ -107,13 +114,27 @@ async def generate_text(request: Request) -> Response:
             "prompt": prompt,
             "generated_text": prompt + output.text,
             "token_count": output.choice.num_tokens,
-            "stop_reason": output.finish_reason,
+            "stop_reason": _stop_sentence(output),
+            "finish_reason": output.finish_reason,
         }
     )
 
 
+def _stop_sentence(output: Output) -> str:
+    """Why the output ended, in words."""
+    match output.finish_reason, output.stop_reason:
+        case "length", _:
+            return f"The maximum of {output.choice.num_tokens} tokens was reached."
+        case "stop", None:
+            return "The model ended its text."
+        case "stop", reason:
+            return f"The stop {'text' if isinstance(reason, str) else 'token'} {reason!r} was generated."
+    return f"The request ended with {output.finish_reason}."
+
+
 async def infer(request: Request) -> Response:
-    """Events `token`, then `done` or `error`. 422 for another model or unknown fields."""
+    """Events `token`, then `done` or `error`. 422 for another model or none, unknown fields, and a prompt that is too
+    long; 400 for an empty prompt."""
     service: HttpState = request.app.state.service
     body = await read_json(request, service.config.http.max_body_bytes)
     served = await service.served()
@@ -121,20 +142,31 @@ async def infer(request: Request) -> Response:
         for name in body:
             if name not in INFER_FIELDS:
                 raise InvalidRequest(name[:64], "is not a field of this route")
-        if (model := read_string(body, "model")) and model != served.name:
+        fields = read_fields(InferFields, body)
+        if fields.model != served.name:
             raise InvalidRequest("model", f"must be {served.name}")
         if body.get("n") not in (None, 1):
             raise InvalidRequest("n", "must be 1 on this route")
-        prompt = read_fields(PromptFields, body).prompt
-        fields = read_fields(InferFields, body)
-        stream, max_tokens = fields.stream, fields.max_tokens
-        params = read_params(body, served, service.config, max_tokens=max_tokens, logprobs=None)
+        if body.get("top_k") == 0:
+            raise InvalidRequest("top_k", "must be -1 (all tokens) or at least 1")
+        params = read_params(body, served, service.config, max_tokens=fields.max_tokens, logprobs=None)
         options = read_options(body, service.config, label=request.scope["request_id"], continues_prompt=True)
-        prompt_ids = await served.encode(prompt, service.config.limits, name="prompt")
+        if fields.prompt in ("", []):
+            raise InferEngineError("invalid_request", "must not be empty", field="prompt")  # 400, unlike the others
+        (prompt_ids,) = await read_prompts(body, served, service.config.limits, most=1)
     except InvalidRequest as error:
-        raise as_unprocessable(error) from None
+        raise _too_long_as_unprocessable(as_unprocessable(error)) from None
     generation = Generation(service.engines_for(request, served), served.tokenizer, [prompt_ids], params, options)
-    return await answer(service, request, generation, InferFormat(), stream=stream)
+    try:
+        return await answer(service, request, generation, InferFormat(), stream=True)
+    except InferEngineError as error:
+        raise _too_long_as_unprocessable(error) from None
+
+
+def _too_long_as_unprocessable(error: InferEngineError) -> InferEngineError:
+    if error.code != "context_length_exceeded":
+        return error
+    return InferEngineError("unprocessable", error.message, field=error.field)
 
 
 class InferFormat:
@@ -147,7 +179,8 @@ class InferFormat:
         """Write one `token` event for each token; a piece's text goes with its last token."""
         parts = []
         for piece in pieces:
-            self._finish_reason = piece.finish_reason
+            is_eos = piece.finish_reason == "stop" and piece.stop_reason is None
+            self._finish_reason = "eos" if is_eos else piece.finish_reason
             for place, token_id in enumerate(piece.token_ids):
                 is_last = place == len(piece.token_ids) - 1
                 parts.append(event({"token": piece.text if is_last else "", "token_id": token_id}, "token"))

@@ -112,6 +112,14 @@ class Counters:
         if num_tokens > 1:
             self.token_mean_s.observe(decode_s / (num_tokens - 1))
 
+    def by_status(self) -> dict[str, int]:
+        """Count requests by status: choices that ended `ok` (stop or length), others by their reason, requests that
+        were `rejected`, and `cache_rejected` where no KV cache of this size could hold them."""
+        finished, rejected = dict(self.finished), dict(self.rejected)
+        cache_rejected = rejected.pop("prompt_never_fits", 0)
+        ok = finished.pop("stop", 0) + finished.pop("length", 0)
+        return {"ok": ok, **finished, "rejected": sum(rejected.values()), "cache_rejected": cache_rejected}
+
     def histograms(self) -> dict[str, dict[str, Any]]:
         """By the name that vLLM gives them, without its prefix."""
         return {name: histogram.to_map() for name, histogram in self._named()}

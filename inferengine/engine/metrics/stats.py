@@ -130,6 +130,7 @@ class StatsReporter:
             "accepted_requests": counters.num_accepted,
             "rejected_requests": dict(counters.rejected),
             "finished_by_reason": dict(counters.finished),
+            "requests_by_status": counters.by_status(),
             "protocol_errors": counters.num_protocol_errors,
             "percentiles": counters.percentiles(),
             "histograms": counters.histograms(),

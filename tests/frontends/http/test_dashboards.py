@@ -110,6 +110,11 @@ def test_published_dashboards_find_their_series(text: str) -> None:
     assert found >= PUBLISHED | OWN | OF_HTTP | OF_PROCESS | OF_REFUSALS
 
 
+@pytest.mark.parametrize("status", ["ok", "rejected", "cache_rejected"])
+def test_requests_are_counted_by_status(text: str, status: str) -> None:
+    assert re.search(rf'^inferengine_requests_total{{.*status="{status}"}} \d', text, re.MULTILINE)
+
+
 @pytest.mark.parametrize("labels", ['engine="engine"', 'model_name="simulated"'])
 def test_series_have_vllms_labels(text: str, labels: str) -> None:
     for line in text.splitlines():

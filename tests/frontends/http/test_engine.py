@@ -134,7 +134,8 @@ def test_generate_gives_exactly_what_was_asked_for(served: Served) -> None:
         ({"prompt": "a", "max_new_tokens": 0}, 422, "max_new_tokens"),
         ({"prompt": "a", "temperature": 9}, 422, "temperature"),
         ({"prompt": "a", "n": 2}, 422, "n"),
-        ({"prompt": "a", "max_new_tokens": 5000}, 400, "max_new_tokens"),
+        ({"prompt": "a", "max_new_tokens": 513}, 422, "max_new_tokens"),
+        ({"prompt": "a" * 8001}, 422, "prompt"),
     ],
 )
 def test_generate_refuses(served: Served, body: dict[str, Any], status: int, param: str) -> None:

@@ -22,9 +22,7 @@ TURN = [{"role": "user", "content": LONG}]
         ("/v1/chat/completions", {"messages": TURN, "max_tokens": 1}),
         ("/v1/responses", {"input": LONG}),
         ("/v1/messages", {"messages": TURN, "max_tokens": 1}),
-        ("/v1/generate", {"prompt": LONG, "max_new_tokens": 1}),
         ("/generate", {"prompt": LONG, "max_tokens": 1}),
-        ("/infer/v1/completions", {"prompt": LONG, "max_tokens": 1}),
     ],
 )
 def test_a_prompt_that_cannot_fit_is_refused_untokenized(
@@ -43,6 +41,19 @@ def test_a_prompt_that_cannot_fit_is_refused_untokenized(
     assert error.get("code", "context_length_exceeded") == "context_length_exceeded"
     assert not served.engine.submits
     assert time.monotonic() - began < 30
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "message"),
+    [
+        ("/v1/generate", {"prompt": LONG}, "at most 8000 characters"),
+        ("/infer/v1/completions", {"model": "tiny", "prompt": LONG}, "maximum context length"),
+    ],
+)
+def test_some_routes_call_it_unprocessable(served: House, path: str, body: dict[str, Any], message: str) -> None:
+    response = served.post(path, **body)
+    assert response.status_code == 422
+    assert message in response.json()["error"]["message"]
 
 
 def test_a_long_text_can_still_be_cut_to_its_end(served: House) -> None:

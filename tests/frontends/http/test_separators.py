@@ -19,7 +19,7 @@ STREAMS: list[tuple[str, dict[str, Any]]] = [
     ),
     ("/v1/responses", {"input": "hi", "stream": True}),
     ("/v1/messages", {"messages": HELLO, "max_tokens": 9, "stream": True}),
-    ("/infer/v1/completions", {"prompt": "say"}),
+    ("/infer/v1/completions", {"model": "tiny", "prompt": "say"}),
 ]
 
 
