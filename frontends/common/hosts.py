@@ -11,6 +11,7 @@ A request without a Host header does not come from a browser and is accepted.
 
 from __future__ import annotations
 
+import html
 import ipaddress
 import re
 import socket
@@ -28,6 +29,11 @@ from inferengine.errors import ConfigError, InferEngineError
 ANY = "*"
 _NAME = re.compile(r"[a-z0-9_.-]{1,253}")
 _PORT = re.compile(r":\d{0,5}")
+_PAGE_HEAD = """<!doctype html>
+<html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark"><title>Not allowed · InferEngine</title>
+<style>body { max-width: 36rem; margin: 16vh auto; padding: 0 1.5rem; font: 16px/1.6 system-ui, sans-serif }</style>
+"""
 
 
 class AllowedHosts:
@@ -73,7 +79,7 @@ class AllowedHosts:
                 "forbidden",
                 f"This server asks for no API key, so it answers to this machine's own addresses and to listed names. "
                 f"The host{shown} is none of them: use 127.0.0.1 or localhost, or list the name in "
-                f"{self._section}.allowed_hosts.",
+                f"{self._section}.allowed_hosts{_example(self._section, host)}.",
             )
 
     def _check_origin(self, value: str) -> None:
@@ -113,7 +119,7 @@ class HostMiddleware:
                 self._hosts.check(scope)
             except InferEngineError as error:
                 self._refusals.count("host")
-                await refuse(scope, send, error)
+                await (_refuse_page(scope, send, error) if _is_page(scope) else refuse(scope, send, error))
                 return
         await self._app(scope, receive, send)
 
@@ -135,6 +141,25 @@ async def refuse(
     }
     await send(start)
     await send({"type": f"{kind}.body", "body": body})
+
+
+def _is_page(scope: Scope) -> bool:
+    """Return whether a browser asks for a page to show."""
+    accepted = (value for name, value in scope["headers"] if name == b"accept")
+    return scope["type"] == "http" and scope["method"] == "GET" and any(b"text/html" in value for value in accepted)
+
+
+async def _refuse_page(scope: Scope, send: Send, error: InferEngineError) -> None:
+    """Answer a browser with the error as a page that people can read."""
+    text = f"{_PAGE_HEAD}<h1>This address is not allowed</h1><p>{html.escape(error.message)}</p></html>"
+    headers = [
+        (b"content-type", b"text/html; charset=utf-8"),
+        (b"content-length", str(len(text.encode())).encode()),
+        (b"content-security-policy", b"default-src 'none'; style-src 'unsafe-inline'; frame-ancestors 'none'"),
+        (b"x-content-type-options", b"nosniff"),
+    ]
+    await send({"type": "http.response.start", "status": error.http_status, "headers": headers})
+    await send({"type": "http.response.body", "body": text.encode()})
 
 
 def read_names(section: str, text: str) -> list[str]:
@@ -177,6 +202,11 @@ def _host_of_origin(origin: str) -> str | None:
         return parts.hostname if parts.scheme in ("http", "https") else None
     except ValueError:
         return None
+
+
+def _example(section: str, host: str | None) -> str:
+    """Return the option that allows this name; empty for what is no name."""
+    return f" (start with --{section}.allowed_hosts {host[:100]})" if host and not _is_address(host) else ""
 
 
 def _is_address(host: str) -> bool:

@@ -97,6 +97,7 @@ class WebsocketFrontEnd:
         app = Starlette(
             routes=[
                 WebSocketRoute(SOCKET_PATH, self._socket),
+                Route(SOCKET_PATH, self._socket.explain, methods=["POST"]),
                 Route("/health", self.health),
                 Route("/ready", self.ready),
                 Route("/stats", self.stats),

@@ -13,10 +13,13 @@ Origin, and are accepted.
 from __future__ import annotations
 
 import ipaddress
+import re
 from collections.abc import Mapping, Sequence
 from urllib.parse import urlsplit
 
-from starlette.responses import PlainTextResponse, Response
+from starlette.datastructures import Address, Headers
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.types import Receive, Scope, Send
 from starlette.websockets import WebSocket
 
@@ -33,6 +36,7 @@ from inferengine.errors import InferEngineError
 SOCKET_PATH = "/v1/ws"
 KEY_SUBPROTOCOL = "inferengine.key."
 ANY = "*"
+_ORIGIN = re.compile(r"https?://[\w.:\[\]-]+", re.ASCII)
 
 
 class SocketEndpoint:
@@ -53,7 +57,7 @@ class SocketEndpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one socket."""
         websocket = WebSocket(scope, receive, send)
-        checked = self._check(websocket)
+        checked = self._check(websocket.headers, scope["subprotocols"], websocket.client)
         if isinstance(checked, Response):
             await websocket.send_denial_response(checked)
             return
@@ -69,12 +73,21 @@ class SocketEndpoint:
             self.connections.discard(connection)
             self._metrics.closed(opened_s)
 
-    def _check(self, websocket: WebSocket) -> Response | tuple[Codec, Caller]:
+    async def explain(self, request: Request) -> Response:
+        """Answer a POST to the socket's path with why a page's socket is refused: browsers hide that from the page."""
+        checked = self._check(request.headers, (JSON_SUBPROTOCOL,), request.client)
+        if not isinstance(checked, Response):
+            return JSONResponse({"may_connect": True, "reason": ""})
+        reason = bytes(checked.body).decode()
+        return JSONResponse({"may_connect": False, "reason": reason}, checked.status_code)
+
+    def _check(
+        self, headers: Headers, subprotocols: Sequence[str], client: Address | None
+    ) -> Response | tuple[Codec, Caller]:
         """Return the refusal, or how the accepted socket is served."""
-        headers, subprotocols = websocket.headers, websocket.scope["subprotocols"]
-        if not may_connect(headers.get("origin"), headers.get("host"), self._origins, self._host_names):
-            text = "This page's origin may not open the socket. The operator can list it in ws.origins."
-            return PlainTextResponse(text, 403)
+        origin = headers.get("origin")
+        if not may_connect(origin, headers.get("host"), self._origins, self._host_names):
+            return PlainTextResponse(_refused_origin(origin or ""), 403)
         try:
             key = self._keys.identify(presented_key(headers, subprotocols))
         except InferEngineError as error:
@@ -88,7 +101,7 @@ class SocketEndpoint:
         if codec is None:
             text = f"Speak one of the subprotocols {JSON_SUBPROTOCOL} and {MSGPACK_SUBPROTOCOL}, or name none for JSON."
             return PlainTextResponse(text, 400)
-        address = None if websocket.client is None else websocket.client.host
+        address = None if client is None else client.host
         return codec, Caller(key, self._quotas, SOCKET_PATH, address, headers.get("traceparent", ""))
 
 
@@ -125,6 +138,14 @@ def may_connect(origin: str | None, host: str | None, listed: Sequence[str], nam
     if parts.scheme not in ("http", "https") or name is None or host is None:
         return False
     return parts.netloc.lower() == host.lower() and (is_named(name, names) or _is_local_name(name))
+
+
+def _refused_origin(origin: str) -> str:
+    shown = origin[:200] if _ORIGIN.fullmatch(origin) else "of this page"
+    return (
+        f"The origin {shown} may not open this server's socket. Open the page under an IP address or localhost, or "
+        f"start the server with --ws.origins {shown} (for the server's own host names also --ws.allowed_hosts)."
+    )
 
 
 def _is_local_name(name: str) -> bool:

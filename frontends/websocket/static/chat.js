@@ -1,16 +1,26 @@
 // @ts-check
 /** The chat page: wires the browser client, the store and the parts of the page together. */
 
-import { InferEngineError, InferEngineSocket, addToolCalls } from "./client.js";
-import { ConversationList } from "./conversation_list.js";
+import { Answers, sentence } from "./answers.js";
+import { InferEngineSocket } from "./client.js";
+import { ConversationList } from "./conversations/conversation_list.js";
+import { ConversationStore } from "./conversations/conversation_store.js";
+import { Drafts } from "./conversations/drafts.js";
+import { fileName, saveFile, toJson, toMarkdown } from "./conversations/files.js";
+import { StorageDialog } from "./conversations/storage_dialog.js";
+import { toWebPage } from "./conversations/web_page.js";
 import { copyText } from "./copy_text.js";
 import { make } from "./elements.js";
 import { EngineStatus } from "./engine_status.js";
-import { answerOptions, readTools, apiMessages } from "./answer_format.js";
+import { readTools } from "./answer_format.js";
 import { MessageList } from "./message_list.js";
 import { StatsPanel } from "./stats_panel.js";
 import { SettingsDrawer } from "./settings_drawer.js";
-import { Store, paramsOf } from "./store.js";
+import { SettingsStore } from "./settings_store.js";
+import { SystemPrompt } from "./system_prompt.js";
+import { Toast } from "./toast.js";
+
+/** @typedef {import("./conversations/conversation_store.js").Conversation} Conversation */
 
 const EXAMPLES = [
   ["About the model", "Who are you?"],
@@ -19,197 +29,219 @@ const EXAMPLES = [
   ["Text to JSON", "Extract the name and city as JSON: My name is Anna and I live in Lisbon."],
 ];
 const NEAR_END_PX = 80;
+const SEARCH_WAIT_MS = 120;
 const WIDE = matchMedia("(min-width: 1181px)");
 
 const $ = (id) => document.getElementById(id);
-const store = new Store();
+const settingsStore = new SettingsStore();
+const store = new ConversationStore();
+const drafts = new Drafts();
+const toast = new Toast($("toast"));
 const panel = new StatsPanel(document);
-const drawer = new SettingsDrawer(document, store);
+const drawer = new SettingsDrawer(document, settingsStore);
+store.database.onProblem = showStorageProblem;
+await store.open(settingsStore.settings.system);
 const engine = new InferEngineSocket(new URL("v1/ws", location.href.replace(/^http/, "ws")).href, {
-  apiKey: store.settings.key,
+  apiKey: settingsStore.settings.key,
 });
-const engineStatus = new EngineStatus(document, engine, panel);
-const messages = new MessageList($("log"), { copy, edit, retry, sendResults });
-const conversationList = new ConversationList($("conversations"), { open, remove });
-/** Answers being written: conversation id → generation. They continue when another conversation is opened. */
-const running = new Map();
-let current = store.find(location.hash.slice(1));
+const engineStatus = new EngineStatus(document, engine, panel, () => settingsStore.settings.key);
+const messages = new MessageList($("log"), { copy, edit, retry, continueAnswer, sendResults, showVersion });
+const conversationList = new ConversationList($("conversations"), $("conversation-menu"), {
+  open, remove, pin, save, redraw: drawConversations, rename: (conversation, title) => store.rename(conversation, title),
+});
+const storageDialog = new StorageDialog(document, store, drawAll);
+const answers = new Answers(engine, store, settingsStore, { changed, written, ended });
+const systemPrompt = new SystemPrompt(document, (text) => {
+  if (current) store.setSystem(current, text);
+  else newSystem = text;
+  drawModes();
+});
+/** The open conversation; null is a new chat. @type {Conversation | null} */
+let current = null;
+/** The system prompt of a new chat where it is not that of the settings. @type {string | null} */
+let newSystem = null;
+/** What the list shows while something is searched. */
+let results = null;
+let searchTimer = 0;
+/** Answers that were being written when a page was left; null once they are resumed. */
+let pending = store.pending();
 let following = true; // the view stays at the end until the reader scrolls up
 
 // -- conversations ------------------------------------------------------------------------------------------------
 
-function open(conversation) {
+async function open(conversation, message = null) {
+  if (conversation) await store.load(conversation);
+  if (message) store.showMessage(conversation, message);
   current = conversation;
+  newSystem = null;
   history.replaceState(null, "", conversation ? `#${conversation.id}` : location.pathname);
-  following = true;
+  following = !message;
   document.body.classList.remove("sidebar-open");
+  $("composer-input").value = drafts.get(current?.id ?? "");
+  if (conversation && !pending) answers.followOtherTab(conversation);
+  drawAll();
+  grow();
+  if (message) messages.elementOf(message.id)?.scrollIntoView({ block: "center" });
+  if (!matchMedia("(pointer: coarse)").matches) $("composer-input").focus();
+}
+
+/** The messages that are shown. */
+function path() {
+  return current ? store.thread(current).path() : [];
+}
+
+function drawAll() {
   draw();
-  $("composer-input").focus();
+  drawModes();
+  drawScrim();
 }
 
 function draw() {
-  const empty = !current || !current.messages.length;
-  $("empty").hidden = !empty;
-  messages.show(current?.messages ?? [], running.has(current?.id));
+  const shown = path();
+  $("empty").hidden = shown.length > 0;
+  messages.show(shown, answers.runningIn(current), (message) => store.thread(current).versions(message));
   document.title = current ? `${current.title} · InferEngine` : "InferEngine";
-  const last = current?.messages.findLast((message) => message.figures);
-  panel.showAnswer(last?.figures);
+  panel.showAnswer(shown.findLast((message) => message.figures)?.figures);
   drawConversations();
   drawComposer();
-  drawScrim();
   stayAtEnd();
 }
 
 function drawConversations() {
-  conversationList.show(store.conversations, current, (conversation) => running.has(conversation.id));
+  const isBusy = (conversation) => answers.runningIn(conversation) !== undefined;
+  if (results) conversationList.showResults(results.filter(({ conversation }) => store.find(conversation.id)), current, isBusy);
+  else conversationList.show(store.conversations, current, isBusy);
+}
+
+function pin(conversation) {
+  store.pin(conversation, !conversation.pinned);
+  drawConversations();
 }
 
 function remove(conversation) {
-  running.get(conversation.id)?.cancel();
-  running.delete(conversation.id);
-  store.remove(conversation.id);
-  if (conversation === current) open(null);
+  answers.stop(conversation);
+  store.remove(conversation);
+  const wasOpen = conversation === current;
+  if (wasOpen) open(null);
   else drawConversations();
+  toast.show(`Deleted “${conversation.title}”. It is kept for 30 days.`, "Undo", () => {
+    store.restore(conversation);
+    if (wasOpen) open(conversation);
+    else drawConversations();
+  });
+}
+
+/** Save one conversation as a file. `kind`: json, md or html. */
+async function save(conversation, kind) {
+  const shown = (await store.load(conversation)).path();
+  const name = fileName(conversation.title, kind);
+  if (kind === "md") saveFile(name, "text/markdown", toMarkdown(conversation, shown));
+  else if (kind === "html") saveFile(name, "text/html", toWebPage(conversation, shown));
+  else saveFile(name, "application/json", toJson(await store.withMessages([conversation])));
+}
+
+/** Another tab has changed these conversations. */
+store.onChange = (ids) => {
+  if (current && !store.find(current.id)) {
+    toast.show("This conversation was deleted in another tab.");
+    open(null);
+  } else if (current && ids.includes(current.id)) {
+    if (!pending) answers.followOtherTab(current);
+    draw();
+    drawModes();
+  } else drawConversations();
+};
+
+/** Show that the browser does not store what is written here. `error` null: it does again. */
+function showStorageProblem(error) {
+  const isFull = error?.name === "QuotaExceededError";
+  const number = store.database.numUnsaved;
+  $("storage-notice").hidden = !error;
+  $("storage-text").textContent = !error ? "" : isFull
+    ? `The browser's storage is full. ${number} records are in this tab only and end with it. Export them, or delete conversations for good.`
+    : `The browser does not store conversations (${error.message ?? error}). They end with this tab. Export what you need.`;
+}
+
+async function search() {
+  const text = $("search").value;
+  const found = text.trim() ? await store.search(text) : null;
+  if ($("search").value !== text) return; // typed on meanwhile
+  results = found;
+  drawConversations();
 }
 
 // -- requests and answers -------------------------------------------------------------------------------------------
 
 function send(text) {
-  const conversation = current ?? store.create(text);
-  conversation.messages.push({ role: "user", content: text });
-  if (!current) {
-    current = conversation;
-    history.replaceState(null, "", `#${conversation.id}`);
-  }
+  const isNew = !current;
+  current ??= store.create(text, newSystem ?? settingsStore.settings.system);
+  if (isNew) history.replaceState(null, "", `#${current.id}`);
+  ask(store.thread(current).leaf, [{ role: "user", content: text }]);
+}
+
+/** Add messages below `parent`, and let the model answer them. */
+function ask(parent, added) {
   following = true;
-  answer(conversation);
+  store.append(current, parent, added);
+  answers.start(current, store.thread(current).leaf);
+  $("composer-input").focus(); // the pressed button may be gone
 }
 
-function edit(index, text) {
-  stop();
-  current.messages.length = index;
-  send(text);
-  $("composer-input").focus(); // the pressed button was removed
+function edit(message, text) {
+  answers.stop(current);
+  ask(message.parent, [{ role: "user", content: text }]);
 }
 
-function retry(index) {
-  stop();
-  current.messages.length = index;
-  answer(current);
+function retry(message) {
+  following = true;
+  const isEmpty = message.failure && !message.content && !message.toolCalls?.length;
+  answers.start(current, message.parent, isEmpty ? message : null);
+  $("composer-input").focus();
+}
+
+function continueAnswer(message) {
+  following = true;
+  answers.continueAnswer(current, message);
   $("composer-input").focus();
 }
 
 /** Append the results of tool calls as the conversation's next messages, and ask the model to continue. */
-function sendResults(results) {
-  for (const { callId, content } of results) current.messages.push({ role: "tool", callId, content });
-  following = true;
-  answer(current);
-  $("composer-input").focus();
+function sendResults(list) {
+  ask(store.thread(current).leaf, list.map(({ callId, content }) => ({ role: "tool", callId, content })));
 }
 
-function answer(conversation) {
-  const { settings } = store;
-  const params = paramsOf(settings);
-  const message = { role: "assistant", content: "" };
-  const system = settings.system.trim();
-  const turns = [...(system ? [{ role: "system", content: system }] : []), ...apiMessages(conversation.messages)];
-  const continues = engine.hello?.model?.chat === false; // a model without a chat template continues a text
-  let options;
-  try {
-    options = answerOptions(settings, conversation.messages.at(-1)?.role === "tool");
-  } catch (error) {
-    options = null;
-    message.failure = { message: sentence(error.message), remedy: "Correct it under Parameters, Answer format." };
-  }
-  conversation.messages.push(message);
-  store.touch(conversation);
-  if (!options) {
-    draw();
-    return;
-  }
-  if (options.responseFormat) message.json = true;
-  const generation = engine.generate({
-    ...(continues ? { prompt: turns.map((turn) => turn.content).join("\n\n") } : { messages: turns }),
-    ...options,
-    params,
-    label: "chat",
-  });
-  message.pending = { requestId: generation.requestId, params };
-  follow(conversation, message, generation, performance.now());
+/** Show the version before (-1) or after (1) this one of a message. */
+function showVersion(message, step) {
+  const versions = store.thread(current).versions(message);
+  const version = versions[versions.indexOf(message) + step];
+  if (!version) return;
+  following = false;
+  store.showVersion(current, version);
+  draw();
+  const buttons = messages.elementOf(version.id)?.querySelectorAll("[data-step]") ?? [];
+  const [same] = [...buttons].filter((button) => button.dataset.step === String(step) && !button.disabled);
+  (same ?? [...buttons].find((button) => !button.disabled))?.focus();
 }
 
-/** Read a generation into its message until it ends. `started` is null for a resumed one. */
-async function follow(conversation, message, generation, started) {
-  running.set(conversation.id, generation);
+function changed(conversation) {
   if (conversation === current) draw();
   else drawConversations();
-  let first = null;
-  try {
-    for await (const delta of generation) {
-      first ??= performance.now();
-      message.content += delta.text;
-      if (delta.reasoning) message.reasoning = (message.reasoning ?? "") + delta.reasoning;
-      if (delta.toolCalls) addToolCalls((message.toolCalls ??= []), delta.toolCalls);
-      Object.assign(message.pending, { cursor: delta.cursor, contextIds: generation.contextIds });
-      store.save();
-      if (conversation === current) messages.updateLast(message);
-    }
-    const [choice] = (await generation.result).choices;
-    message.finishReason = choice.finishReason;
-    message.figures = figuresOf(choice, started, first);
-  } catch (error) {
-    if (!(error instanceof InferEngineError)) throw error;
-    message.failure = { message: sentence(error.message), remedy: remedyOf(error) };
-  }
-  delete message.pending;
-  if (running.get(conversation.id) === generation) running.delete(conversation.id);
-  store.saveNow();
-  if (conversation === current) {
-    draw();
-    const callsTools = message.finishReason === "tool_calls";
-    $("live").textContent = message.failure ? "The answer failed." : callsTools ? "The model called tools." : "Answer complete.";
-  } else drawConversations();
 }
 
-/** The figures of an answer: as this page measured them, or of a resumed answer as the engine did. */
-function figuresOf({ usage, timings }, started, first) {
-  const seconds = timings ? (timings.total_ms - timings.first_token_ms) / 1000 : 0;
-  return {
-    firstTokenMs: started !== null && first !== null ? first - started : timings?.first_token_ms,
-    tokensPerS: usage.completion_tokens > 1 && seconds > 0 ? (usage.completion_tokens - 1) / seconds : null,
-    promptTokens: usage.prompt_tokens,
-    tokens: usage.completion_tokens,
-  };
+function written(conversation, message) {
+  if (conversation === current && path().at(-1) === message) messages.updateLast(message);
 }
 
-function remedyOf(error) {
-  if (error.retryAfterSeconds) return `Try again in ${Math.ceil(error.retryAfterSeconds)} s.`;
-  return error.field ? `${error.remedy} Field: ${error.field}.` : error.remedy;
-}
-
-function sentence(text) {
-  const whole = text.charAt(0).toUpperCase() + text.slice(1);
-  return /[.!?]$/.test(whole) ? whole : `${whole}.`;
-}
-
-function stop() {
-  running.get(current?.id)?.cancel();
-}
-
-/** Resume the answers that were being written when the page was left. */
-function resumePending() {
-  for (const conversation of store.conversations) {
-    const message = conversation.messages.at(-1);
-    if (!message?.pending || running.has(conversation.id)) continue;
-    const { requestId, cursor = 0, contextIds, params } = message.pending;
-    follow(conversation, message, engine.resume({ requestId, cursors: [cursor], contextIds, params }), null);
-  }
+function ended(conversation, message) {
+  if (conversation !== current) return;
+  const callsTools = message.finishReason === "tool_calls";
+  $("live").textContent = message.failure ? "The answer failed." : callsTools ? "The model called tools." : "Answer complete.";
 }
 
 // -- composer -------------------------------------------------------------------------------------------------------
 
 function drawComposer() {
-  const busy = running.has(current?.id);
+  const busy = answers.runningIn(current) !== undefined;
   const button = $("send");
   button.classList.toggle("busy", busy);
   button.setAttribute("aria-label", busy ? "Stop" : "Send");
@@ -223,21 +255,23 @@ function grow() {
   drawComposer();
 }
 
-/** Show the answer format and the tools under the message box. Each button opens its field. */
+/** Show the system prompt, the answer format and the tools under the message box. Each button opens its field. */
 function drawModes() {
-  const { json, schema, tools } = store.settings;
+  const { json, schema, tools, system } = settingsStore.settings;
   const modes = [];
-  if (json) modes.push([schema.trim() ? "JSON with a schema" : "JSON", "json"]);
+  systemPrompt.show(current ? current.system ?? "" : newSystem ?? system);
+  if (systemPrompt.text) modes.push([`System prompt: ${systemPrompt.text}`, () => systemPrompt.open()]);
+  if (json) modes.push([schema.trim() ? "JSON with a schema" : "JSON", () => drawer.openAt("json")]);
   try {
     const { length } = readTools(tools);
-    if (length) modes.push([length === 1 ? "1 tool" : `${length} tools`, "tools"]);
+    if (length) modes.push([length === 1 ? "1 tool" : `${length} tools`, () => drawer.openAt("tools")]);
   } catch {
-    modes.push(["Invalid tools", "tools"]);
+    modes.push(["Invalid tools", () => drawer.openAt("tools")]);
   }
-  const buttons = modes.map(([text, field]) => {
+  const buttons = modes.map(([text, action]) => {
     const button = make("button", "", text);
     button.type = "button";
-    button.addEventListener("click", () => drawer.openAt(field));
+    button.addEventListener("click", action);
     return button;
   });
   $("modes").replaceChildren(...buttons);
@@ -247,17 +281,21 @@ function drawModes() {
 $("composer").addEventListener("submit", (event) => {
   event.preventDefault();
   const input = $("composer-input");
-  if (running.has(current?.id)) {
-    if (event.submitter) stop(); // the button was pressed; Enter must not stop an answer
+  if (answers.runningIn(current)) {
+    if (event.submitter) answers.stop(current); // the button was pressed; Enter must not stop an answer
     return;
   }
   const text = input.value.trim();
   if (!text) return;
+  drafts.set(current?.id ?? "", "");
   input.value = "";
   grow();
   send(text);
 });
-$("composer-input").addEventListener("input", grow);
+$("composer-input").addEventListener("input", () => {
+  drafts.set(current?.id ?? "", $("composer-input").value);
+  grow();
+});
 $("composer-input").addEventListener("keydown", (event) => {
   if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
   event.preventDefault();
@@ -265,13 +303,13 @@ $("composer-input").addEventListener("keydown", (event) => {
 });
 
 document.addEventListener("keydown", (event) => {
-  if (event.defaultPrevented || drawer.isOpen) return;
+  if (event.defaultPrevented || document.querySelector("dialog[open], :popover-open")) return;
   const typing = event.target instanceof HTMLElement && event.target.matches("input, textarea, select");
   if (event.key === "/" && !typing && !event.ctrlKey && !event.metaKey && !event.altKey) {
     event.preventDefault();
     $("composer-input").focus();
   } else if (event.key === "Escape") {
-    if (!closeDrawers()) stop();
+    if (!closeDrawers()) answers.stop(current);
   }
 });
 
@@ -330,6 +368,20 @@ function closeDrawers() {
 }
 
 $("new-chat").addEventListener("click", () => open(null));
+$("search").addEventListener("input", () => {
+  clearTimeout(searchTimer);
+  searchTimer = setTimeout(search, SEARCH_WAIT_MS);
+});
+$("search").addEventListener("keydown", (event) => {
+  if (event.key !== "Escape" || !$("search").value) return;
+  event.preventDefault();
+  $("search").value = "";
+  search();
+});
+$("storage-export").addEventListener("click", () => storageDialog.exportAll());
+addEventListener("beforeunload", (event) => {
+  if (store.database.numUnsaved) event.preventDefault(); // the browser asks
+});
 $("open-sidebar").addEventListener("click", () => {
   document.body.classList.add("sidebar-open");
   drawScrim();
@@ -354,8 +406,12 @@ $("toggle-theme").addEventListener("click", () => {
   }
 });
 drawer.onChange = drawModes;
+settingsStore.onChange = () => {
+  drawer.show(settingsStore.settings);
+  engine.useKey(settingsStore.settings.key);
+};
 drawer.onClose = () => {
-  engine.useKey(store.settings.key);
+  engine.useKey(settingsStore.settings.key);
   $("composer-input").focus();
 };
 
@@ -374,17 +430,16 @@ function showEngine() {
   drawer.showDefaults(engine.hello?.model?.defaults);
 }
 
-engine.addEventListener("hello", () => {
+engine.addEventListener("hello", async () => {
   showEngine();
-  resumePending();
+  const left = await pending;
+  pending = null;
+  if (left) answers.resume(left);
 });
 engine.addEventListener("state", showEngine);
 engine.addEventListener("stats", (event) => panel.show(event.detail));
 engine.addEventListener("status", () => engineStatus.show());
 engine.addEventListener("problem", ({ detail }) => engineStatus.showProblem(`${sentence(detail.message)} ${detail.remedy}`.trim()));
 
-draw();
-drawModes();
 engineStatus.show();
-grow();
-if (!matchMedia("(pointer: coarse)").matches) $("composer-input").focus();
+open(store.find(location.hash.slice(1)));

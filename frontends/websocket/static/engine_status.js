@@ -12,10 +12,12 @@ const STOPPING = "The engine is shutting down. Running answers are finished; new
 
 /** Shows the state of the engine and of the connection to it. */
 export class EngineStatus {
-  constructor(document, engine, panel) {
+  /** `apiKey()`: the key that the page sends. */
+  constructor(document, engine, panel, apiKey) {
     this._find = (id) => document.getElementById(id);
     this._engine = engine;
     this._panel = panel;
+    this._apiKey = apiKey;
     this._timer = null;
   }
 
@@ -50,10 +52,27 @@ export class EngineStatus {
   _showConnection(open, state) {
     clearTimeout(this._timer);
     if (!open) {
-      const text = this._engine.hello ? LOST : UNREACHABLE;
-      this._timer = setTimeout(() => this._notice(text, () => this._engine.retryNow()), BLINK_MS);
+      this._timer = setTimeout(() => this._showUnreachable(), BLINK_MS);
     } else if (state === "UNAVAILABLE") this._timer = setTimeout(() => this._notice(NOT_RUNNING), BLINK_MS);
     else this._notice(state === "DRAINING" ? STOPPING : "");
+  }
+
+  /** Show why there is no connection. A browser does not tell a page why a socket was refused, so ask the server. */
+  async _showUnreachable() {
+    const reconnect = () => this._engine.retryNow();
+    if (this._engine.hello) {
+      this._notice(LOST, reconnect);
+      return;
+    }
+    let reason = "";
+    try {
+      const key = this._apiKey();
+      const answer = await fetch("v1/ws", { method: "POST", headers: key ? { authorization: `Bearer ${key}` } : {} });
+      reason = (await answer.json()).reason;
+    } catch {
+      // it cannot be reached over HTTP either
+    }
+    if (this._engine.status !== "open") this._notice(reason || UNREACHABLE, reconnect);
   }
 
   /** Show one line of text, with a button where there is an `action`. Empty text hides it. */

@@ -6,10 +6,13 @@ import { icon, make } from "./elements.js";
 import { renderMarkdown } from "./render_markdown.js";
 
 const MAX_DRAWING_SHARE = 0.3; // of the time, while an answer streams
+const UNSHOWN = new Set(["changed", "pending", "request", "parent", "created"]);
+const ENDED_EARLY = ["length", "cancelled"];
 
 /** Draws messages and calls the actions of their buttons. */
 export class MessageList {
-  /** `actions`: copy(text, button), edit(index, text), retry(index), sendResults(results). */
+  /** `actions`: copy(text, button), edit(message, text), retry(message), continueAnswer(message), sendResults(results),
+   * showVersion(message, step). */
   constructor(log, actions) {
     this._log = log;
     this._actions = actions;
@@ -19,13 +22,34 @@ export class MessageList {
     this._dirty = new Set();
   }
 
-  /** Draw all `messages`. `busy`: the last one is still being written. Tool results are drawn with their calls. */
-  show(messages, busy) {
+  /**
+   * Draw all `messages`; elements that would look the same stay, with what is typed into them. `busy`: the message that
+   * is still being written. `versionsOf(message)`: its branches. Tool results are drawn with their calls.
+   */
+  show(messages, busy, versionsOf) {
     this._dirty.clear();
+    const before = new Map(this._views.map((view) => [view.message.id, view]));
     this._results = new Map(messages.filter(({ role }) => role === "tool").map(({ callId, content }) => [callId, content]));
-    this._last = messages.length - 1;
-    this._views = messages.map((message, index) => this._build(message, index, busy && index === this._last));
-    this._log.replaceChildren(...this._views.filter(({ message }) => message.role !== "tool").map((view) => view.element));
+    this._views = messages.map((message, index) => {
+      const versions = versionsOf(message);
+      const place = { isLast: index === messages.length - 1, isBusy: message === busy, version: versions.indexOf(message), numVersions: versions.length };
+      const results = (message.toolCalls ?? []).map(({ id }) => this._results.get(id));
+      const key = JSON.stringify([message, place, results], (name, value) => (UNSHOWN.has(name) ? undefined : value));
+      const drawn = before.get(message.id);
+      if (!drawn || drawn.key !== key) return { ...this._build(message, place), key };
+      return Object.assign(drawn, { message, place });
+    });
+    const elements = this._views.filter(({ message }) => message.role !== "tool").map((view) => view.element);
+    const kept = new Set(elements);
+    for (const element of [...this._log.children]) if (!kept.has(element)) element.remove();
+    for (const [index, element] of elements.entries()) { // a moved element would lose the focus
+      if (this._log.children[index] !== element) this._log.insertBefore(element, this._log.children[index] ?? null);
+    }
+  }
+
+  /** The element of a message, or undefined. */
+  elementOf(id) {
+    return this._views.find(({ message }) => message.id === id)?.element;
   }
 
   /** Draw the last message again, at most once for each frame of the screen, and less often where drawing is slow. */
@@ -42,63 +66,84 @@ export class MessageList {
     const start = performance.now();
     this._isPlanned = false;
     const view = this._views.at(-1);
-    if (view && this._dirty.has(view.message)) this._drawAnswer(view, true);
+    if (view && this._dirty.has(view.message)) this._drawAnswer(view, view.place.isBusy);
     this._dirty.clear();
     this.onDrawn?.();
     const end = performance.now();
     this._nextDraw = end + (end - start) * (1 / MAX_DRAWING_SHARE - 1);
   }
 
-  _build(message, index, busy) {
-    const element = make("article", `message ${message.role}${busy ? " streaming" : ""}`);
+  _build(message, place) {
+    const element = make("article", `message ${message.role}${place.isBusy ? " streaming" : ""}`);
     element.setAttribute("aria-label", message.role === "user" ? "You" : "Answer");
-    if (busy) element.setAttribute("aria-busy", "true");
+    if (place.isBusy) element.setAttribute("aria-busy", "true");
     const body = make("div", "body");
-    const view = { message, element, body, index };
+    const view = { message, element, body, place };
     if (message.role !== "assistant") {
       element.append(body);
       body.textContent = message.content;
-      element.append(this._userFoot(message, index, element));
+      element.append(this._userFoot(message, view));
     } else {
       Object.assign(view, { reasoning: make("div", "reasoning"), calls: make("div", "tool-calls") });
       element.append(view.reasoning, body, view.calls);
-      this._drawAnswer(view, busy);
-      if (message.failure) element.append(failure(message.failure, () => this._actions.retry(index)));
-      element.append(busy ? make("div", "message-foot") : this._assistantFoot(message, index));
+      this._drawAnswer(view, place.isBusy);
+      if (message.failure) element.append(failure(message.failure, () => this._actions.retry(message)));
+      element.append(place.isBusy ? make("div", "message-foot") : this._assistantFoot(message, place));
     }
     return view;
   }
 
-  _drawAnswer({ message, body, reasoning, calls, index }, busy) {
+  _drawAnswer({ message, body, reasoning, calls, place }, busy) {
     const { content, toolCalls = [] } = message;
     drawReasoning(reasoning, message.reasoning ?? "", busy && !content && !toolCalls.length);
     if (content && (message.json ? !toolCalls.length : !busy && isJson(content))) {
       body.replaceChildren(jsonElement(busy ? content : pretty(content)));
     } else renderMarkdown(body, content, { streaming: busy });
     body.hidden = !content && (toolCalls.length > 0 || !busy);
-    const awaitsResults = !busy && index === this._last && message.finishReason === "tool_calls";
+    const awaitsResults = !busy && place.isLast && message.finishReason === "tool_calls";
     drawCalls(calls, toolCalls, this._results, awaitsResults ? this._actions.sendResults : null);
   }
 
-  _userFoot(message, index, element) {
+  _userFoot(message, view) {
     const foot = make("div", "message-foot");
     foot.append(
-      button("Edit", "edit", () => this._edit(message, index, element)),
+      button("Edit", "edit", () => this._edit(message, view)),
       button("Copy", "copy", (target) => this._actions.copy(message.content, target)),
+      ...this._versions(message, view.place),
     );
+    foot.classList.toggle("has-versions", view.place.numVersions > 1);
     return foot;
   }
 
-  _assistantFoot(message, index) {
+  _assistantFoot(message, place) {
     const foot = make("div", "message-foot");
+    foot.append(...this._versions(message, place));
     if (message.content) foot.append(button("Copy answer", "copy", (target) => this._actions.copy(message.content, target)));
-    if (!message.failure) foot.append(button("Try again", "retry", () => this._actions.retry(index)));
+    if (!message.failure) foot.append(button("Try again", "retry", () => this._actions.retry(message)));
+    if (place.isLast && canContinue(message)) foot.append(button("Continue", "continue", () => this._actions.continueAnswer(message)));
     const line = figuresLine(message);
     if (line) foot.append(make("span", "figures-line", line));
     return foot;
   }
 
-  _edit(message, index, element) {
+  /** ‹ 2/3 ›, where there is more than one version. */
+  _versions(message, { version, numVersions }) {
+    if (numVersions < 2) return [];
+    const box = make("span", "versions");
+    box.setAttribute("role", "group");
+    box.setAttribute("aria-label", `Version ${version + 1} of ${numVersions}`);
+    const [older, newer] = [["Previous version", "older", -1], ["Next version", "newer", 1]].map(([label, symbol, step]) => {
+      const element = button(label, symbol, () => this._actions.showVersion(message, step));
+      element.dataset.step = String(step);
+      element.disabled = version + step < 0 || version + step >= numVersions;
+      return element;
+    });
+    box.append(older, make("span", "", `${version + 1}/${numVersions}`), newer);
+    return [box];
+  }
+
+  _edit(message, view) {
+    const { element } = view;
     const box = make("form", "edit-box");
     const input = make("textarea");
     input.value = message.content;
@@ -109,15 +154,15 @@ export class MessageList {
     buttons.append(cancel, make("button", "primary", "Send"));
     box.append(input, buttons);
     const close = () => {
-      const view = this._build(message, index, false);
-      this._views[index] = view;
-      element.replaceWith(view.element);
-      view.element.querySelector("button")?.focus();
+      const drawn = this._build(message, view.place);
+      element.replaceWith(drawn.element);
+      Object.assign(this._views.find(({ message: { id } }) => id === message.id) ?? {}, drawn);
+      drawn.element.querySelector("button")?.focus();
     };
     cancel.addEventListener("click", close);
     box.addEventListener("submit", (event) => {
       event.preventDefault();
-      if (input.value.trim()) this._actions.edit(index, input.value);
+      if (input.value.trim()) this._actions.edit(message, input.value);
     });
     input.addEventListener("keydown", (event) => {
       if (event.key === "Escape") close();
@@ -141,6 +186,11 @@ function button(label, symbol, action) {
   element.append(icon(symbol));
   element.addEventListener("click", () => action(element));
   return element;
+}
+
+/** Whether the model can write on from the end of an answer: it has text, and no grammar that begins anew. */
+function canContinue({ content, json, toolCalls = [], finishReason, failure: failed }) {
+  return Boolean(content && !json && !toolCalls.length && (failed || ENDED_EARLY.includes(finishReason)));
 }
 
 function failure({ message, remedy }, retry) {

@@ -2,7 +2,7 @@
 /** The drawer with the sampling parameters, the answer format and the API key. */
 
 import { EXAMPLE_TOOLS, toolNames, readSchema, readTools } from "./answer_format.js";
-import { DEFAULT_SETTINGS } from "./store.js";
+import { DEFAULT_SETTINGS } from "./settings_store.js";
 
 const NUMBERS = ["temperature", "top_p", "top_k", "max_tokens", "seed"];
 const OFF = { temperature: 1, top_p: 1 }; // positions of sliders without a value and without a default of the model
@@ -38,9 +38,9 @@ export class SettingsDrawer {
     this._showNumbers();
   }
 
-  /** Whether the drawer is open. */
-  get isOpen() {
-    return this._dialog.open;
+  /** Show settings that another tab has changed. */
+  show(settings) {
+    this._fill(settings);
   }
 
   /** Open the drawer. */
@@ -80,7 +80,7 @@ export class SettingsDrawer {
       if (input.validity.valid) settings[name] = open ? null : input.valueAsNumber;
     }
     this._showNumbers();
-    this._store.saveSettings(settings);
+    this._store.save(settings);
     this.onChange?.();
   }
 

@@ -15,7 +15,7 @@ from frontends.websocket.handshake import may_connect, read_origins
 from frontends.websocket.static_files import FOLDER
 from tests.frontends.websocket.builders import make_engine, open_socket, serving
 
-OWN = [path for path in sorted(FOLDER.iterdir()) if path.is_file()]
+OWN = [path for path in sorted(FOLDER.rglob("*")) if path.is_file() and FOLDER / "vendor" not in path.parents]
 VENDORED = [path for path in sorted((FOLDER / "vendor").rglob("*")) if path.is_file()]
 SERVED = OWN + [path for path in VENDORED if path.suffix not in (".md", ".json")]
 
@@ -95,6 +95,18 @@ def test_a_socket_of_another_site_is_refused_with_the_remedy(server):
     assert b"ws.origins" in refused.value.response.body
 
 
+def test_a_page_can_ask_why_its_socket_is_refused(server):
+    """A browser hides the answer to a refused handshake from the page."""
+    answers = [
+        httpx.post(f"{server.url}/v1/ws", headers={"origin": origin})
+        for origin in (server.url, "http://127.0.0.1:1", "http://127.0.0.1:1'<script>")
+    ]
+    assert [answer.status_code for answer in answers] == [200, 403, 403]
+    assert [answer.json()["may_connect"] for answer in answers] == [True, False, False]
+    assert "--ws.origins http://127.0.0.1:1 " in answers[1].json()["reason"]
+    assert "script" not in answers[2].text
+
+
 def test_the_servers_own_page_and_programs_may_connect(server):
     for origin in (f"http://127.0.0.1:{server.port}", None):
         with open_socket(server, origin=origin) as client:
@@ -154,6 +166,14 @@ def test_without_keys_a_rebound_name_is_refused(server, path):
     answer = httpx.get(f"http://127.0.0.1:{server.port}{path}", headers={"host": "evil.example"})
     assert answer.status_code == 403
     assert "ws.allowed_hosts" in answer.json()["error"]["message"]
+
+
+def test_a_browser_under_a_rebound_name_is_shown_what_to_do(server):
+    headers = {"host": "chat.example:8001", "accept": "text/html,application/xhtml+xml"}
+    answer = httpx.get(server.url, headers=headers)
+    assert (answer.status_code, answer.headers["content-type"]) == (403, "text/html; charset=utf-8")
+    assert "--ws.allowed_hosts chat.example" in answer.text
+    assert "default-src 'none'" in answer.headers["content-security-policy"]
 
 
 def test_a_program_s_handshake_under_a_rebound_name_is_refused(server):
