@@ -26,7 +26,7 @@ import secrets
 import socket
 import time
 import tomllib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -273,3 +273,9 @@ def tls_files(section: str, certificate: str, key: str) -> TlsFiles:
         if not Path(path).is_file():
             raise ConfigError(f"{section}.{name}", "there is no such file")
     return TlsFiles(certificate, key or None)
+
+
+def tenant_of(scope: Mapping[str, Any]) -> str:
+    """Return the tenant of a request's key, which AuthMiddleware has put into its ASGI scope; "" without one."""
+    key = scope.get("api_key")
+    return "" if key is None else str(key.tenant)

@@ -134,7 +134,8 @@ class Tools(NamedTuple):
 def read_tools(body: dict[str, Any], limits: LimitsConfig) -> Tools | None:
     """Return the tools of a request, None where none may be called. Raises InvalidRequest naming the place."""
     definitions = body.get("tools")
-    choice = _read_choice(body.get("tool_choice"))
+    allowed = _read_allowed(body.get("tool_choice"))
+    choice = allowed.mode if allowed is not None else _read_choice(body.get("tool_choice"))
     parallel = read_fields(Conversation, body).parallel_tool_calls
     if definitions is None or definitions == []:
         if choice not in (None, "auto", "none"):
@@ -146,6 +147,8 @@ def read_tools(body: dict[str, Any], limits: LimitsConfig) -> Tools | None:
     names = [function.name for function in functions]
     if len(set(names)) < len(names):
         raise InvalidRequest("tools", "must have names that differ")
+    if allowed is not None:
+        return _only(allowed, definitions, functions, parallel)
     if choice == "none":
         return None
     if choice not in (None, "auto", "required") and choice not in names:
@@ -168,6 +171,42 @@ def tools_grammar(
     spec = GrammarSpec("lark", source)
     validate_grammar(spec, limits, path="tools")
     return spec
+
+
+class AllowedTools(NamedTuple):
+    """OpenAI's tool_choice of type allowed_tools. `mode`: auto or required."""
+
+    mode: str
+    names: list[str]
+
+
+def _read_allowed(value: Any) -> AllowedTools | None:
+    """Read a tool_choice of that type, written as chat or as Responses write it; None for any other."""
+    if not isinstance(value, dict) or value.get("type") != "allowed_tools":
+        return None
+    inner = value.get("allowed_tools", value)
+    mode, tools = (inner.get("mode"), inner.get("tools")) if isinstance(inner, dict) else (None, None)
+    if mode not in ("auto", "required") or not isinstance(tools, list) or not tools:
+        raise InvalidRequest("tool_choice", "allowed_tools must have a mode, auto or required, and tools")
+    named = [tool.get("function", tool) if isinstance(tool, dict) else None for tool in tools]
+    names = [one.get("name") if isinstance(one, dict) else None for one in named]
+    found = [name for name in names if isinstance(name, str)]
+    if len(found) < len(names):
+        raise InvalidRequest("tool_choice", "allowed_tools must name functions")
+    return AllowedTools(mode, found)
+
+
+def _only(allowed: AllowedTools, definitions: list[Any], functions: list[Function], parallel: bool) -> Tools:
+    """The tools that may be called. With `required` the grammar keeps to them, and the model is shown all, as the API
+    means it (the beginning of the prompt stays in the cache). With `auto` it is shown those alone."""
+    for name in allowed.names:
+        if all(function.name != name for function in functions):
+            raise InvalidRequest("tool_choice", f"there is no tool named {name[:64]}")
+    keeps = [function.name in allowed.names for function in functions]
+    chosen = [function for function, keep in zip(functions, keeps, strict=True) if keep]
+    if allowed.mode == "auto":
+        definitions = [definition for definition, keep in zip(definitions, keeps, strict=True) if keep]
+    return Tools(definitions, chosen, allowed.mode, parallel)
 
 
 def _read_choice(value: Any) -> str | None:

@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple, Union
 
 import msgspec
 
-Finish = Literal["stop", "length", "tool_calls", "abort"]
+Finish = Literal["stop", "length", "tool_calls", "function_call", "abort"]
 
 
 class UsageAnswer(msgspec.Struct):
@@ -87,6 +87,7 @@ class AssistantMessage(msgspec.Struct):
     content: str | None
     reasoning_content: str | None = None
     tool_calls: list[ToolCallAnswer] | None = None
+    function_call: ToolCallFunction | None = None
 
 
 class ChatChoice(msgspec.Struct):
@@ -117,6 +118,7 @@ class ChatDelta(msgspec.Struct):
     content: str | None = None
     reasoning_content: str | None = None
     tool_calls: list[dict[str, Any]] | None = None
+    function_call: dict[str, str] | None = None
 
 
 class ChunkChoice(msgspec.Struct):
@@ -199,7 +201,9 @@ class AnthropicMessage(msgspec.Struct):
     content: list[dict[str, Any]]
     stop_reason: str | None
     stop_sequence: str | None
-    usage: dict[str, int]
+    stop_details: dict[str, Any] | None
+    container: dict[str, Any] | None
+    usage: dict[str, Any]
 
 
 class TokensAnswer(msgspec.Struct):
@@ -261,6 +265,8 @@ class AnthropicStop(msgspec.Struct):
 
     stop_reason: str | None
     stop_sequence: str | None
+    stop_details: dict[str, Any] | None
+    container: dict[str, Any] | None
 
 
 MESSAGE_EVENTS: dict[str, list[tuple[str, Any]]] = {
@@ -269,7 +275,7 @@ MESSAGE_EVENTS: dict[str, list[tuple[str, Any]]] = {
     "content_block_start": [("index", int), ("content_block", dict[str, Any])],
     "content_block_delta": [("index", int), ("delta", dict[str, Any])],
     "content_block_stop": [("index", int)],
-    "message_delta": [("delta", AnthropicStop), ("usage", dict[str, int])],
+    "message_delta": [("delta", AnthropicStop), ("usage", dict[str, Any])],
     "message_stop": [],
     "error": [("error", AnthropicError)],
 }

@@ -15,10 +15,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from frontends.common.chat import read_chat_prompt
-from frontends.common.errors import rename_field, report, retry_after, sentence
+from frontends.common.errors import rename_field, sentence
 from frontends.common.generation import Choice, Generation, Output, Piece, Usage, draft_token_counts
 from frontends.common.json import event, read_fields, read_flag
 from frontends.http.bodies import MessagesFields, MessagesPromptFields, read_json
+from frontends.http.middleware import anthropic_error
 from frontends.http.openai.chat import ChatRequest, read_chat
 from frontends.http.openai.request_fields import SAMPLING, check_model
 from frontends.http.respond import JsonBytes, answer
@@ -30,8 +31,8 @@ from inferengine.text.tool_parsers.base import CallDelta, Content, Part, Reasoni
 Endpoint = Callable[[Request], Awaitable[Response]]
 
 
-def as_anthropic(endpoint: Endpoint) -> Endpoint:
-    """Answer errors as Anthropic's clients read them, with Anthropic's names of fields."""
+def with_own_names(endpoint: Endpoint) -> Endpoint:
+    """Let errors name fields as Anthropic calls them. `AnthropicMiddleware` writes the errors."""
 
     @wraps(endpoint)
     async def wrapped(request: Request) -> Response:
@@ -39,16 +40,12 @@ def as_anthropic(endpoint: Endpoint) -> Endpoint:
             return await endpoint(request)
         except InferEngineError as error:
             rename_field(error, NAMES)
-            report(error, request.scope["request_id"])
-            response = JsonBytes(error_body(error), error.http_status)
-            if (wait := retry_after(error)) is not None:
-                response.headers["Retry-After"] = wait
-            return response
+            raise
 
     return wrapped
 
 
-@as_anthropic
+@with_own_names
 async def messages(request: Request) -> Response:
     """Anthropic's Messages: text and tools, whole or as events."""
     service: HttpState = request.app.state.service
@@ -59,7 +56,7 @@ async def messages(request: Request) -> Response:
     return await answer(service, request, chat.generation(service, request), format, stream=stream)
 
 
-@as_anthropic
+@with_own_names
 async def count_tokens(request: Request) -> Response:
     """The tokens that the prompt of /v1/messages would have."""
     service: HttpState = request.app.state.service
@@ -79,8 +76,14 @@ PASSED_ON = (
     "chat_template_kwargs",
 )
 # Fields of the chat API in errors, and what Anthropic calls them.
-NAMES = {"stop": "stop_sequences", "response_format": "output_config.format", "max_completion_tokens": "max_tokens"}
+NAMES = {
+    "stop": "stop_sequences",
+    "response_format": "output_config.format",
+    "max_completion_tokens": "max_tokens",
+    "reasoning_effort": "output_config.effort",
+}
 REFUSED: dict[str, tuple[Any, ...]] = {"mcp_servers": ([],), "container": (), "n": (1,)}
+NEVER = {"stop_details": None, "container": None}  # what every message must say, and this server has nothing to say of
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
@@ -100,6 +103,8 @@ def to_chat(body: dict[str, Any], *, counting: bool = False) -> dict[str, Any]:
         chat |= {"continue_final_message": True, "add_generation_prompt": False}
     _add_tools(chat, fields)
     _add_thinking(chat, fields)
+    if (effort := fields.output_config.get("effort")) is not None:
+        chat["reasoning_effort"] = effort
     form = fields.output_config.get("format") or body.get("output_format")
     if form is not None:
         if not isinstance(form, dict) or form.get("type") != "json_schema":
@@ -239,24 +244,6 @@ def tool_input(arguments: str) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-ERROR_TYPES = {
-    400: "invalid_request_error",
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    503: "overloaded_error",
-    504: "timeout_error",
-}
-
-
-def error_body(error: InferEngineError) -> dict[str, Any]:
-    """Return an error as Anthropic writes it. The message names the field at fault: clients show nothing else."""
-    kind = ERROR_TYPES.get(error.http_status, "api_error" if error.http_status >= 500 else "invalid_request_error")
-    return {"type": "error", "error": {"type": kind, "message": sentence(error)}}
-
-
 class MessagesFormat:
     """One choice; blocks are numbered as they open."""
 
@@ -292,12 +279,12 @@ class MessagesFormat:
     def end(self, generation: Generation) -> bytes:
         """Write `message_delta` with the stop reason and usage, then `message_stop`."""
         reason, sequence = _stop(self._last, self._reader.num_calls)
-        delta = {"stop_reason": reason, "stop_sequence": sequence}
+        delta = {"stop_reason": reason, "stop_sequence": sequence, **NEVER}
         return _event("message_delta", delta=delta, usage=_usage(generation.usage())) + _event("message_stop")
 
     def failure(self, error: InferEngineError) -> bytes:
         """Write the error as an `error` event."""
-        return event(error_body(error), "error")
+        return event(anthropic_error(error.http_status, sentence(error)), "error")
 
     def document(self, outputs: Sequence[Output], usage: Usage) -> dict[str, Any]:
         """Return the whole message object with its thinking, text and tool_use blocks."""
@@ -307,11 +294,9 @@ class MessagesFormat:
         if message.reasoning:
             blocks.append({"type": "thinking", "thinking": message.reasoning, "signature": ""})
         if message.content:
-            blocks.append({"type": "text", "text": message.content})
+            blocks.append({"type": "text", "text": message.content, "citations": None})
         for place, (name, arguments) in enumerate(message.calls):
-            blocks.append(
-                {"type": "tool_use", "id": self._call_id(place), "name": name, "input": tool_input(arguments)}
-            )
+            blocks.append(self._tool_use(place, name, tool_input(arguments)))
         ended = Piece("", (), None, 0, output.finish_reason, output.stop_reason)
         return {**self._message(blocks, *_stop(ended, len(message.calls))), "usage": _usage(usage)}
 
@@ -324,18 +309,19 @@ class MessagesFormat:
             "content": blocks,
             "stop_reason": reason,
             "stop_sequence": sequence,
+            **NEVER,
         }
 
     def _add(self, part: Part, parts: list[bytes]) -> None:
         match part:
             case Content(text):
-                self._block("text", {"type": "text", "text": ""}, parts)
+                self._block("text", {"type": "text", "text": "", "citations": None}, parts)
                 delta = {"type": "text_delta", "text": text}
             case Reasoning(text):
                 self._block("thinking", {"type": "thinking", "thinking": "", "signature": ""}, parts)
                 delta = {"type": "thinking_delta", "thinking": text}
             case CallDelta(call, name, arguments):
-                block = {"type": "tool_use", "id": self._call_id(call), "name": name or "", "input": {}}
+                block = self._tool_use(call, name or "", {})
                 self._block(str(call), block, parts)
                 delta = {"type": "input_json_delta", "partial_json": arguments}
         parts.append(_event("content_block_delta", index=self._num_blocks - 1, delta=delta))
@@ -353,8 +339,9 @@ class MessagesFormat:
             parts.append(_event("content_block_stop", index=self._num_blocks - 1))
             self._open = None
 
-    def _call_id(self, call: int) -> str:
-        return self._chat.prompt.parser.call_id(self._id, 0, call)
+    def _tool_use(self, call: int, name: str, given: dict[str, Any]) -> dict[str, Any]:
+        call_id = self._chat.prompt.parser.call_id(self._id, 0, call)
+        return {"type": "tool_use", "id": call_id, "name": name, "input": given, "caller": {"type": "direct"}}
 
 
 def _event(kind: str, **values: Any) -> bytes:
@@ -373,11 +360,15 @@ def _stop(last: Piece | None, num_calls: int) -> tuple[str | None, str | None]:
 
 
 def _usage(usage: Usage, output_tokens: int | None = None) -> dict[str, Any]:
-    """Cached tokens of the prompt are counted apart. Guesses have OpenAI's names: Anthropic has none for them."""
+    """Cached tokens of the prompt are counted apart. Draft tokens have OpenAI's names: Anthropic has none for them."""
     return {
         "input_tokens": usage.prompt_tokens - usage.cached_tokens,
+        "cache_creation": {"ephemeral_5m_input_tokens": 0, "ephemeral_1h_input_tokens": 0},
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": usage.cached_tokens,
         "output_tokens": usage.completion_tokens if output_tokens is None else output_tokens,
+        "server_tool_use": None,
+        "service_tier": "standard",
+        "inference_geo": None,
         **draft_token_counts(usage),
     }

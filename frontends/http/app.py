@@ -23,8 +23,8 @@ from frontends.common.hosts import AllowedHosts, HostMiddleware, public_ports, r
 from frontends.common.quotas import Quotas
 from frontends.http.anthropic import count_tokens, messages
 from frontends.http.metrics import HttpMetrics
-from frontends.http.middleware import AuthMiddleware, RequestMiddleware
-from frontends.http.openai import responses
+from frontends.http.middleware import AliasMiddleware, AnthropicMiddleware, AuthMiddleware, RequestMiddleware
+from frontends.http.openai import responses, stored_chat
 from frontends.http.openai.chat import chat_completions
 from frontends.http.openai.completions import completions
 from frontends.http.openai.embeddings import embeddings
@@ -49,6 +49,11 @@ ROUTES = (
     Route("/", index),
     Route("/v1/completions", completions, methods=["POST"]),
     Route("/v1/chat/completions", chat_completions, methods=["POST"]),
+    Route("/v1/chat/completions", stored_chat.listing),
+    Route("/v1/chat/completions/{id}", stored_chat.get),
+    Route("/v1/chat/completions/{id}", stored_chat.update, methods=["POST"]),
+    Route("/v1/chat/completions/{id}", stored_chat.delete, methods=["DELETE"]),
+    Route("/v1/chat/completions/{id}/messages", stored_chat.messages),
     Route("/v1/responses", responses.create, methods=["POST"]),
     Route("/v1/responses/{id}", responses.get),
     Route("/v1/responses/{id}", responses.delete, methods=["DELETE"]),
@@ -136,9 +141,10 @@ def make_app(service: HttpState, listeners: Sequence[socket.socket] = ()) -> ASG
     http = service.config.http
     hosts = AllowedHosts("http", read_names("http", http.allowed_hosts), _origins(http), public_ports(listeners))
     guarded = HostMiddleware(app, hosts, service.keys, service.metrics.refusals)
-    return RequestMiddleware(
+    counted = RequestMiddleware(
         guarded, service.metrics, service.config.http.max_header_bytes, service.tracing, service.off_loop.give_back_soon
     )
+    return AliasMiddleware(AnthropicMiddleware(counted), [route.path for route in ROUTES])
 
 
 async def _refused(request: Request, error: Exception) -> Response:
@@ -187,6 +193,6 @@ def _cors(config: Config) -> list[Middleware]:
             allow_origins=origins,
             allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],
-            expose_headers=["x-request-id", "x-stream-id", "retry-after"],
+            expose_headers=["x-request-id", "request-id", "x-stream-id", "retry-after"],
         )
     ]

@@ -18,6 +18,7 @@ from starlette.requests import ClientDisconnect, Request
 
 from frontends.common.chat import (
     BOOLEAN,
+    FUNCTION,
     MESSAGES,
     OBJECT,
     STRING,
@@ -31,7 +32,7 @@ from frontends.common.chat import (
 from frontends.common.json import OffLoop, parse_object
 from inferengine.errors import InferEngineError, InvalidRequest
 from inferengine.fields import about
-from inferengine.sampling_params import MAX_BAD_WORDS, POOLINGS, Alternatives, Positive
+from inferengine.sampling_params import MAX_BAD_WORDS, POOLINGS, Alternatives, Count, Positive
 from inferengine.structured_output.spec import STRUCTURED_KINDS
 from inferengine.wire.messages import MAX_NAME_CHARACTERS, MAX_SALT_BYTES
 
@@ -51,6 +52,14 @@ def texts_or_ids(limit: str) -> Schema:
     return {"anyOf": [TEXT, array(TEXT, least=1, most=most), ids, array(ids, least=1, most=most)]}
 
 
+PREDICTION: Schema = {
+    "type": "object",
+    "properties": {
+        "type": {"enum": ["content"]},
+        "content": {"anyOf": [STRING, array({"type": "object", "required": ["text"]})]},
+    },
+    "required": ["type", "content"],
+}
 _CUT_TO = "must be -1 or at least 1"
 _IN_32_BITS = Meta(ge=-(2**31), le=2**31 - 1)
 
@@ -82,9 +91,13 @@ class PromptsFields(msgspec.Struct, frozen=True):
 class CompletionFields(msgspec.Struct, frozen=True):
     """Of /v1/completions alone."""
 
-    max_tokens: Annotated[Positive, about("most tokens of the output, within the model's length")] = (
-        COMPLETION_MAX_TOKENS
-    )
+    max_tokens: Annotated[
+        Count,
+        about(
+            "most tokens of the output, within the model's length; 0 with echo: the prompt alone",
+            also=["must be at least 1; 0 only with echo, for the prompt alone"],
+        ),
+    ] = COMPLETION_MAX_TOKENS
     echo: Annotated[
         bool, about("the prompt's text before each output; with logprobs its tokens too (not streamed)")
     ] = False
@@ -93,7 +106,13 @@ class CompletionFields(msgspec.Struct, frozen=True):
     ] = None
 
 
-class ChatFields(msgspec.Struct, frozen=True):
+class MetadataFields(msgspec.Struct, frozen=True):
+    """What is kept beside a stored answer."""
+
+    metadata: Annotated[Annotated[dict[str, str], Meta(max_length=MAX_METADATA)], about("returned as it is")] = {}
+
+
+class ChatFields(MetadataFields, frozen=True):
     """Of /v1/chat/completions alone."""
 
     max_tokens: Annotated[Positive | None, about("most tokens of the output, within the model's length")] = None
@@ -103,6 +122,27 @@ class ChatFields(msgspec.Struct, frozen=True):
         Alternatives | None, about("alternatives per token; needs logprobs", also=["needs logprobs to be true"])
     ] = None
     include_reasoning: Annotated[bool, about("show what the model thought")] = True
+    functions: Annotated[
+        Any,
+        about(
+            "the older name of tools: functions with name and parameters",
+            schema=array(FUNCTION),
+            also=["must be a list of objects with name and parameters", "must be an object with a name"],
+        ),
+    ] = None
+    function_call: Annotated[
+        Any,
+        about(
+            "the older name of tool_choice",
+            schema={"anyOf": [{"enum": ["none", "auto"]}, OBJECT]},
+            also=['must be none, auto or {"name": …}', "needs functions to choose from"],
+        ),
+    ] = None
+    prediction: Annotated[
+        dict[str, Any] | None,
+        about("type content: a hint at the output, which never changes it", schema=PREDICTION),
+    ] = None
+    store: Annotated[bool, about("keep the answer for GET /v1/chat/completions/{id}")] = False
 
 
 class BadWordsFields(msgspec.Struct, frozen=True):
@@ -336,7 +376,10 @@ class MessagesPromptFields(msgspec.Struct, frozen=True):
     thinking: Annotated[dict[str, Any], about("type: enabled or disabled, for templates that know it")] = {}
     output_config: Annotated[
         dict[str, Any],
-        about("format: a JSON schema", schema={"type": "object", "properties": {"format": OBJECT}}),
+        about(
+            "format: a JSON schema; effort: given to the chat template",
+            schema={"type": "object", "properties": {"format": OBJECT, "effort": STRING}},
+        ),
     ] = {}
 
 

@@ -1,13 +1,15 @@
-"""The two ASGI layers around the routes.
+"""The ASGI layers around the routes, from the outside in.
 
-`RequestMiddleware` is the outermost: request ids, the access log, metrics and spans. It adds no coroutine to the path
-of a chunk. `AuthMiddleware` stands between CORS and the routes and checks API keys. It decides on the ASGI path, never
-on a URL made of headers. Where there are keys, every route but health, the list of routes and the API pages needs one.
-Admin routes need an admin's key, and are closed where there are none.
+`AliasMiddleware` reads other spellings of a path, before anything is decided on it. `AnthropicMiddleware` writes errors
+as Anthropic's clients read them. `RequestMiddleware`: request ids, the access log, metrics and spans. They add no
+coroutine to the path of a chunk. `AuthMiddleware` stands between CORS and the routes and checks API keys. It decides on
+the ASGI path, never on a URL made of headers. Where there are keys, every route but health, the list of routes and the
+API pages needs one. Admin routes need an admin's key, and are closed where there are none.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 import secrets
@@ -19,7 +21,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from frontends.common.auth import ANYBODY, ApiKey, KeyRing
 from frontends.common.errors import error_body, retry_after
-from frontends.common.json import LARGE
+from frontends.common.json import LARGE, dumps
 from frontends.common.quotas import Quotas
 from frontends.http.metrics import OTHER, HttpMetrics
 from frontends.http.routes.api_pages import PREFIX
@@ -30,11 +32,108 @@ from inferengine.observability.tracing import Tracing
 logger = logging.getLogger("inferengine.access")
 
 QUIET_PATHS = frozenset({"/health", "/ready", "/ping", "/metrics", "/load"})  # asked every few seconds by monitors
+WITHOUT_VERSION = ("/tokenize", "/detokenize", "/health")  # routes that others serve under /v1
+# Anthropic's names of errors, by status.
+ANTHROPIC_ERRORS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
 _GOOD_ID = re.compile(rb"[\w.:-]{1,128}")
 
 
+class AliasMiddleware:
+    """Serves every route with a slash at its end too, those of /v1 without it, and some others with it. Keys and admin
+    paths are checked behind it, on the route's own path."""
+
+    def __init__(self, app: ASGIApp, paths: Iterable[str]) -> None:
+        """`paths`: those of the routes."""
+        self._app = app
+        known = [path for path in paths if path != "/"]
+        self._tops = frozenset(_top(path) for path in known if not path.startswith("/v1/"))
+        self._versioned = frozenset(_top(path[3:]) for path in known if path.startswith("/v1/")) - self._tops
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Give the request its route's own path, and pass it on."""
+        if scope["type"] == "http" and (path := self._named(scope["path"])) != scope["path"]:
+            scope = {**scope, "path": path, "raw_path": path.encode()}
+        await self._app(scope, receive, send)
+
+    def _named(self, path: str) -> str:
+        if path.endswith("/") and len(path) > 1:
+            path = path.rstrip("/") or "/"
+        if path.startswith("/v1/"):
+            return path[3:] if path[3:] in WITHOUT_VERSION else path
+        return f"/v1{path}" if _top(path) in self._versioned else path
+
+
+def _top(path: str) -> str:
+    """The first part of a path."""
+    return path[1:].partition("/")[0]
+
+
+def is_anthropic(scope: Scope) -> bool:
+    """Whether the client speaks Anthropic's dialect: its paths do, and its SDKs send a header with every request."""
+    return scope["path"].startswith("/v1/messages") or any(name == b"anthropic-version" for name, _ in scope["headers"])
+
+
+def anthropic_error(status: int, message: str) -> dict[str, Any]:
+    """Return an error as Anthropic writes it."""
+    kind = ANTHROPIC_ERRORS.get(status, "api_error" if status >= 500 else "invalid_request_error")
+    return {"type": "error", "error": {"type": kind, "message": message}}
+
+
+class AnthropicMiddleware:
+    """For Anthropic's clients: the header `request-id`, and errors in their shape, whichever layer they come from."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on, and its errors back as Anthropic's."""
+        if scope["type"] != "http" or not is_anthropic(scope):
+            await self._app(scope, receive, send)
+            return
+        refusal: MutableMapping[str, Any] | None = None
+
+        async def send_refusal(message: MutableMapping[str, Any]) -> None:
+            nonlocal refusal
+            assert refusal is not None
+            start, refusal = refusal, None
+            headers = dict(start["headers"])
+            body = _as_anthropic(start["status"], message.get("body", b""), headers.get(b"request-id", b""))
+            headers[b"content-length"] = str(len(body)).encode()
+            await send({**start, "headers": list(headers.items())})
+            await send({**message, "body": body})
+
+        async def hold(message: MutableMapping[str, Any]) -> None:
+            nonlocal refusal
+            refusal = message
+
+        def send_as(message: MutableMapping[str, Any]) -> Awaitable[None]:
+            if message["type"] == "http.response.start":
+                ids = [(b"request-id", value) for name, value in message["headers"] if name == b"x-request-id"]
+                message["headers"] = [*message["headers"], *ids]
+                return hold(message) if message["status"] >= 400 else send(message)
+            return send(message) if refusal is None else send_refusal(message)
+
+        await self._app(scope, receive, send_as)
+
+
+def _as_anthropic(status: int, body: bytes, request_id: bytes) -> bytes:
+    try:
+        message = json.loads(body)["error"]["message"]
+    except (ValueError, KeyError, TypeError):
+        return body
+    return dumps({**anthropic_error(status, message), "request_id": request_id.decode()})
+
+
 class RequestMiddleware:
-    """Wraps the application. Sets `request_id` and `plain_send` in the scope; reads `route` and `status` from it."""
+    """Sets `request_id` and `plain_send` in the scope; reads `route` and `status` from it."""
 
     def __init__(
         self,

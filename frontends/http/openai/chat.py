@@ -9,6 +9,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from frontends.common.auth import tenant_of
 from frontends.common.chat import ChatPrompt, read_chat_prompt
 from frontends.common.errors import rename_field
 from frontends.common.generation import Generation, Options
@@ -16,6 +17,7 @@ from frontends.common.json import read_fields, read_flag
 from frontends.common.model import ServedModel
 from frontends.http.bodies import ChatFields, read_json
 from frontends.http.openai.format import AnswerMetadata, ChatFormat, Format, MessageFormat
+from frontends.http.openai.functions import as_tools, asks_in_functions, rename_place
 from frontends.http.openai.request_fields import (
     check_model,
     read_extras,
@@ -28,6 +30,8 @@ from frontends.http.openai.request_fields import (
     refuse_unsupported,
     truncate,
 )
+from frontends.http.openai.response_store import StoredResponse
+from frontends.http.openai.stored_chat import KeepingFormat
 from frontends.http.respond import answer
 from frontends.http.state import HttpState
 from inferengine.errors import InferEngineError, InvalidRequest
@@ -43,7 +47,8 @@ class ChatRequest:
     params: SamplingParams
     options: Options
     answer: AnswerMetadata
-    include_reasoning: bool
+    fields: ChatFields
+    in_functions: bool = False  # calls are answered as function_call
 
     def generation(self, service: HttpState, request: Request) -> Generation:
         """Make the generation that answers this request. Raises `forbidden` for a model that the key may not use."""
@@ -60,10 +65,21 @@ async def chat_completions(request: Request) -> Response:
     if chat.prompt.parser.is_plain:
         format = ChatFormat(chat.answer, chat.params.n)
     else:
-        format = MessageFormat(chat.answer, chat.params.n, chat.prompt.parser, include_reasoning=chat.include_reasoning)
-    stream = chat.answer.streaming.stream
+        format = MessageFormat(
+            chat.answer,
+            chat.params.n,
+            chat.prompt.parser,
+            include_reasoning=chat.fields.include_reasoning,
+            in_functions=chat.in_functions,
+        )
+    stream, saved = chat.answer.streaming.stream, None
+    if chat.fields.store:
+        more = {"metadata": chat.fields.metadata or {}, "id": chat.answer.id}
+        kept = StoredResponse(tenant_of(request.scope), body["messages"], more)
+        format, saved = KeepingFormat(format, service.responses, kept), service.responses.saved
     try:
-        return await answer(service, request, chat.generation(service, request), format, stream=stream)
+        generation = chat.generation(service, request)
+        return await answer(service, request, generation, format, stream=stream, before_end=saved)
     except InferEngineError as error:
         if body.get("max_completion_tokens") is not None:
             rename_field(error, {"max_tokens": "max_completion_tokens"})
@@ -72,6 +88,17 @@ async def chat_completions(request: Request) -> Response:
 
 async def read_chat(service: HttpState, body: dict[str, Any], request_id: str) -> ChatRequest:
     """Raises InvalidRequest naming the field."""
+    in_functions = asks_in_functions(body)
+    try:
+        chat = await _read_chat(service, as_tools(body), request_id)
+    except InferEngineError as error:
+        if in_functions:
+            rename_place(error)
+        raise
+    return replace(chat, in_functions=in_functions)
+
+
+async def _read_chat(service: HttpState, body: dict[str, Any], request_id: str) -> ChatRequest:
     config = service.config
     served = await service.served()
     check_model(body, served)
@@ -80,6 +107,7 @@ async def read_chat(service: HttpState, body: dict[str, Any], request_id: str) -
         raise InvalidRequest("echo", "is not supported for chat", code="unsupported")
     streaming, extras = read_streaming(body), read_extras(body)
     fields = read_fields(ChatFields, body, config.limits)
+    check_prediction(fields.prediction)
     logprobs = _num_alternatives(fields)
     max_tokens = fields.max_tokens if fields.max_completion_tokens is None else fields.max_completion_tokens
     params = read_params(body, served, config, max_tokens=max_tokens, logprobs=logprobs)
@@ -105,7 +133,7 @@ async def read_chat(service: HttpState, body: dict[str, Any], request_id: str) -
         logprobs,
         prompt_logprobs,
     )
-    return ChatRequest(served, prompt, params, options, reply, fields.include_reasoning)
+    return ChatRequest(served, prompt, params, options, reply, fields)
 
 
 def _num_alternatives(fields: ChatFields) -> int | None:
@@ -113,3 +141,16 @@ def _num_alternatives(fields: ChatFields) -> int | None:
     if fields.top_logprobs and not fields.logprobs:
         raise InvalidRequest("top_logprobs", "needs logprobs to be true")
     return (fields.top_logprobs or 0) if fields.logprobs else None
+
+
+def check_prediction(prediction: dict[str, Any] | None) -> None:
+    """OpenAI's hint at what the output will be. It may never change the output, so its shape is checked and no more:
+    speculation, where it is on, drafts from the conversation. Raises InvalidRequest."""
+    if prediction is None:
+        return
+    if prediction.get("type") != "content":
+        raise InvalidRequest("prediction.type", "must be content")
+    content = prediction.get("content")
+    parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
+    if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in parts):
+        raise InvalidRequest("prediction.content", "must be a string or a list of text parts")

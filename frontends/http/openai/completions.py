@@ -49,6 +49,11 @@ async def completions(request: Request) -> Response:
     prompt_logprobs = read_prompt_logprobs(body, streaming, config.limits)
     if echo and logprobs is not None:  # then the lists begin with the prompt's tokens
         refuse_beside_prompt_logprobs(body, streaming, "echo")
+    prompt_only = max_tokens == 0
+    if prompt_only:
+        if not echo:
+            raise InvalidRequest("max_tokens", "must be at least 1; 0 only with echo, for the prompt alone")
+        max_tokens = 1  # an engine makes at least one token: it is not told
     params = read_params(body, served, config, max_tokens=max_tokens, logprobs=logprobs)
     if prompt_logprobs is not None or (echo and logprobs is not None):
         params = params.replace(prompt_logprobs=max(prompt_logprobs or 0, logprobs or 0 if echo else 0))
@@ -75,7 +80,14 @@ async def completions(request: Request) -> Response:
         service,
         request,
         generation,
-        CompletionFormat(reply, texts, len(prompts), num_choices),
+        CompletionFormat(
+            reply,
+            texts,
+            len(prompts),
+            num_choices,
+            prompt_only=prompt_only,
+            skip_special_tokens=params.skip_special_tokens,
+        ),
         stream=streaming.stream,
     )
 

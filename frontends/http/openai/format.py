@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Protocol
 from frontends.common.chat import OutputParser, finish_reason
 from frontends.common.errors import error_object
 from frontends.common.generation import (
+    CONTEXT_TOKENS,
     Choice,
     Generation,
     Output,
@@ -26,16 +27,43 @@ from frontends.http.bodies import ExtraFields, StreamingFields
 from inferengine.client import TokenLogprobs
 from inferengine.errors import InferEngineError
 from inferengine.text import Tokenizer
+from inferengine.text.detokenizer import make_detokenizer
 from inferengine.text.output_parser import MessageReader
 from inferengine.text.tool_parsers.base import CallDelta, Content, Part, Reasoning
 
 
+class TextOffsets:
+    """Where the text of each token begins, in characters of the text that the client gets. The tokens of one character
+    that takes several of them all begin where it does."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, begin: int, *, skip_special_tokens: bool, context_ids: Sequence[int] = ()
+    ) -> None:
+        """`begin`: characters before the first token."""
+        self._detokenizer = make_detokenizer(
+            tokenizer, skip_special_tokens=skip_special_tokens, context_ids=context_ids
+        )
+        self._place = begin
+
+    def push(self, token_ids: Sequence[int]) -> list[int]:
+        """Return the offsets of the next tokens."""
+        offsets = []
+        for token_id in token_ids:
+            offsets.append(self._place)
+            self._place += len(self._detokenizer.push(token_id))
+        return offsets
+
+
 def as_completion(
-    tokenizer: Tokenizer, token_ids: Sequence[int], rows: Sequence[TokenLogprobs], offset: int, as_ids: bool
+    tokenizer: Tokenizer,
+    token_ids: Sequence[int],
+    rows: Sequence[TokenLogprobs],
+    offsets: Sequence[int],
+    as_ids: bool,
 ) -> dict[str, Any]:
-    """The parallel lists of /v1/completions. `offset`: characters of output before these tokens."""
+    """The parallel lists of /v1/completions. `offsets`: where each token begins in the text."""
     shown: dict[str, Any] = {"text_offset": [], "token_logprobs": [], "tokens": [], "top_logprobs": []}
-    for token_id, row in zip(token_ids, rows, strict=False):
+    for token_id, row, offset in zip(token_ids, rows, offsets, strict=False):
         text = _shown_token(tokenizer, token_id, as_ids)
         top = {text: finite_logprob(row.logprob)}
         for other, logprob in zip(row.top_ids, row.top_logprobs, strict=True):
@@ -44,7 +72,6 @@ def as_completion(
         shown["token_logprobs"].append(finite_logprob(row.logprob))
         shown["tokens"].append(text)
         shown["top_logprobs"].append(top)
-        offset += len(text)
     return shown
 
 
@@ -65,24 +92,28 @@ def as_prompt(
 
 
 def of_prompt(
-    tokenizer: Tokenizer, prompt_ids: Sequence[int], rows: Sequence[TokenLogprobs], num_top: int, as_ids: bool
+    tokenizer: Tokenizer,
+    prompt_ids: Sequence[int],
+    rows: Sequence[TokenLogprobs],
+    num_top: int,
+    as_ids: bool,
+    echo: str,
 ) -> dict[str, list[Any]]:
     """The lists of /v1/completions for the prompt's tokens, which in an echo come before those of the output."""
     first = _shown_token(tokenizer, prompt_ids[0], as_ids)
     rows = [row._replace(top_ids=row.top_ids[:num_top], top_logprobs=row.top_logprobs[:num_top]) for row in rows]
-    prompt = as_completion(tokenizer, prompt_ids[1:], rows, len(first), as_ids)
-    prompt["text_offset"] = _offsets(tokenizer, prompt_ids)[1:]
-    begin = {"text_offset": [0], "token_logprobs": [None], "tokens": [first], "top_logprobs": [None]}
+    offsets = _offsets_in_echo(tokenizer, prompt_ids, echo)
+    prompt = as_completion(tokenizer, prompt_ids[1:], rows, offsets[1:], as_ids)
+    begin = {"text_offset": offsets[:1], "token_logprobs": [None], "tokens": [first], "top_logprobs": [None]}
     return {name: begin[name] + prompt[name] for name in begin}
 
 
-def _offsets(tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> list[int]:
-    """Where each token of a prompt begins in its echo, which does not show special tokens."""
-    offsets, place = [], 0
-    for token_id in prompt_ids:
-        offsets.append(place)
-        place += 0 if tokenizer.is_special(token_id) else len(token_text(tokenizer, token_id))
-    return offsets
+def _offsets_in_echo(tokenizer: Tokenizer, prompt_ids: Sequence[int], echo: str) -> list[int]:
+    """Where each token of a prompt begins in its echo. It shows the special tokens that the text spells out, and none
+    that the tokenizer has added."""
+    spelled = len(tokenizer.decode(prompt_ids, False)) == len(echo)
+    offsets = TextOffsets(tokenizer, 0, skip_special_tokens=not spelled).push(prompt_ids)
+    return [min(offset, len(echo)) for offset in offsets]
 
 
 def as_chat(
@@ -163,11 +194,14 @@ class Chunks:
         """`behind`: how many tokens of this choice are here already that later chunks will tell."""
         return self.head + dumps(choice) + self._tail(generation, more, behind)
 
-    def end(self, generation: Generation) -> bytes:
+    def end(self, generation: Generation, *, without_output: bool = False) -> bytes:
         """The usage in a chunk without choices, if it was asked for, and the end's mark."""
         if not self._answer.streaming.include_usage:
             return DONE
-        return self.head + b'],"usage":' + dumps(usage_object(generation.usage())) + b"}\n\n" + DONE
+        usage = generation.usage()
+        if without_output:
+            usage = usage._replace(completion_tokens=0)
+        return self.head + b'],"usage":' + dumps(usage_object(usage)) + b"}\n\n" + DONE
 
     def _tail(self, generation: Generation, more: dict[str, Any], behind: int) -> bytes:
         tail = self.tail
@@ -184,17 +218,30 @@ def _is_plain(answer: AnswerMetadata) -> bool:
 
 
 class CompletionFormat:
-    """/v1/completions. `echo`: the prompt's text to put before each choice, by prompt; None without echo."""
+    """/v1/completions. `echo`: the prompt's text to put before each choice, by prompt; None without echo.
+    `prompt_only`: the output, which no engine can leave out, is not told. `skip_special_tokens`: of the output."""
 
-    def __init__(self, answer: AnswerMetadata, echo: Sequence[str] | None, num_prompts: int, num_choices: int) -> None:
+    def __init__(
+        self,
+        answer: AnswerMetadata,
+        echo: Sequence[str] | None,
+        num_prompts: int,
+        num_choices: int,
+        *,
+        prompt_only: bool = False,
+        skip_special_tokens: bool = True,
+    ) -> None:
         self._answer = answer
         self._echo = echo
+        self._prompt_only = prompt_only
+        self._skip_special_tokens = skip_special_tokens
         self._per_prompt = num_choices // num_prompts
         self._chunks = Chunks(answer, "text_completion")
         self._plain = _is_plain(answer)
         self._heads = [self._chunks.head + b'{"index":%d,"text":' % index for index in range(num_choices)]
         self._tail = b',"logprobs":null,"finish_reason":null}' + self._chunks.tail
-        self._offsets: dict[int, int] = {}  # characters given out; a choice without an entry has not begun
+        self._begun: set[int] = set()  # choices whose echo has been told
+        self._offsets: dict[int, TextOffsets] = {}
 
     def events(self, generation: Generation, choice: Choice, pieces: Sequence[Piece]) -> bytes:
         """Write the chunks of these pieces, each with `text`; pieces without text may be left out."""
@@ -205,7 +252,8 @@ class CompletionFormat:
                 if piece.text:
                     parts.append(head + quote(piece.text) + tail)
             elif piece.error is None or piece.token_ids:
-                parts.append(self._event(generation, choice, piece))
+                shown = _without_output(piece) if self._prompt_only else piece
+                parts.append(self._event(generation, choice, shown))
         return b"".join(parts)
 
     def plain(self, choice: Choice) -> tuple[bytes, bytes] | None:
@@ -214,7 +262,7 @@ class CompletionFormat:
 
     def end(self, generation: Generation) -> bytes:
         """Write the usage chunk, if it was asked for, and `[DONE]`."""
-        return self._chunks.end(generation)
+        return self._chunks.end(generation, without_output=self._prompt_only)
 
     def failure(self, error: InferEngineError) -> bytes:
         """Write the error as an event, then `[DONE]`."""
@@ -228,29 +276,34 @@ class CompletionFormat:
         prompt_rows: list[Any] = []
         for output in outputs:
             echo = self._echoed(output.choice)
-            shown = self._logprobs(output.token_ids, output.logprobs, len(echo))
+            text, token_ids, reason, stop = output.text, output.token_ids, output.finish_reason, output.stop_reason
+            if self._prompt_only:
+                text, token_ids, reason, stop = "", [], "length", None
+            shown = self._logprobs(output.choice, token_ids, output.logprobs)
             if output.choice.index % self._per_prompt == 0:
                 ids, rows = output.choice.prompt_ids, output.choice.prompt_logprobs or []
                 if shown is not None and self._echo is not None:
                     as_ids = answer.extras.return_tokens_as_token_ids
-                    before = of_prompt(answer.tokenizer, ids, rows, answer.logprobs or 0, as_ids)
+                    before = of_prompt(answer.tokenizer, ids, rows, answer.logprobs or 0, as_ids, echo)
                 if answer.prompt_logprobs is not None:
                     prompt_rows = as_prompt(answer.tokenizer, ids, rows, answer.prompt_logprobs)
             if shown is not None and self._echo is not None:
                 shown = {name: before[name] + shown[name] for name in before}
             entry: dict[str, Any] = {
                 "index": output.choice.index,
-                "text": echo + output.text,
+                "text": echo + text,
                 "logprobs": shown,
-                "finish_reason": output.finish_reason,
-                "stop_reason": output.stop_reason,
+                "finish_reason": reason,
+                "stop_reason": stop,
             }
             if answer.prompt_logprobs is not None:
                 entry["prompt_logprobs"] = prompt_rows
             if answer.extras.return_token_ids:
                 entry["prompt_token_ids"] = list(output.choice.prompt_ids)
-                entry["token_ids"] = output.token_ids
+                entry["token_ids"] = token_ids
             choices.append(entry)
+        if self._prompt_only:
+            usage = usage._replace(completion_tokens=0)
         return {
             "id": answer.id,
             "object": "text_completion",
@@ -261,14 +314,13 @@ class CompletionFormat:
         }
 
     def _event(self, generation: Generation, choice: Choice, piece: Piece) -> bytes:
-        begun = choice.index in self._offsets
+        begun = choice.index in self._begun
+        self._begun.add(choice.index)
         text = piece.text if begun else self._echoed(choice) + piece.text
-        offset = self._offsets.get(choice.index, len(text) - len(piece.text))
-        self._offsets[choice.index] = offset + len(piece.text)
         entry: dict[str, Any] = {
             "index": choice.index,
             "text": text,
-            "logprobs": self._logprobs(piece.token_ids, piece.logprobs, offset),
+            "logprobs": self._logprobs(choice, piece.token_ids, piece.logprobs),
             "finish_reason": piece.finish_reason,
         }
         if piece.finish_reason is not None:
@@ -282,11 +334,25 @@ class CompletionFormat:
     def _echoed(self, choice: Choice) -> str:
         return self._echo[choice.index // self._per_prompt] if self._echo else ""
 
-    def _logprobs(self, token_ids: Sequence[int], rows: Any, offset: int) -> dict[str, Any] | None:
+    def _logprobs(self, choice: Choice, token_ids: Sequence[int], rows: Any) -> dict[str, Any] | None:
+        """Of the next tokens of a choice."""
         answer = self._answer
         if answer.logprobs is None:
             return None
-        return as_completion(answer.tokenizer, token_ids, rows or (), offset, answer.extras.return_tokens_as_token_ids)
+        offsets = self._offsets.get(choice.index)
+        if offsets is None:
+            offsets = self._offsets[choice.index] = TextOffsets(
+                answer.tokenizer,
+                len(self._echoed(choice)),
+                skip_special_tokens=self._skip_special_tokens,
+                context_ids=choice.prompt_ids[-CONTEXT_TOKENS:],
+            )
+        as_ids = answer.extras.return_tokens_as_token_ids
+        return as_completion(answer.tokenizer, token_ids, rows or (), offsets.push(token_ids), as_ids)
+
+
+def _without_output(piece: Piece) -> Piece:
+    return Piece("", (), None, 0, "length" if piece.is_last else None)
 
 
 class ChatFormat:
@@ -404,11 +470,19 @@ def chat_document(
 
 
 class MessageFormat:
-    """/v1/chat/completions with tools, or of a model that thinks."""
+    """/v1/chat/completions with tools, or of a model that thinks. `in_functions`: the first call is told as
+    `function_call`, for a request that has `functions`; further ones are left out."""
 
     def __init__(
-        self, answer: AnswerMetadata, num_choices: int, parser: OutputParser, *, include_reasoning: bool = True
+        self,
+        answer: AnswerMetadata,
+        num_choices: int,
+        parser: OutputParser,
+        *,
+        include_reasoning: bool = True,
+        in_functions: bool = False,
     ) -> None:
+        self._in_functions = in_functions
         self._answer = answer
         self._parser = parser
         self._include_reasoning = include_reasoning
@@ -455,7 +529,11 @@ class MessageFormat:
             shown: dict[str, Any] = {"role": "assistant", "content": message.content, "refusal": None}
             if message.reasoning and self._include_reasoning:
                 shown["reasoning_content"] = message.reasoning
-            if message.calls:
+            if message.calls and self._in_functions:
+                name, arguments = message.calls[0]
+                shown["content"] = message.content or None
+                shown["function_call"] = {"name": name, "arguments": arguments}
+            elif message.calls:
                 shown["content"] = message.content or None
                 shown["tool_calls"] = [
                     {
@@ -466,7 +544,7 @@ class MessageFormat:
                     for place, (name, arguments) in enumerate(message.calls)
                 ]
             messages.append(shown)
-            reasons.append(finish_reason(output.finish_reason, len(message.calls)))
+            reasons.append(self._reason(output.finish_reason, len(message.calls)))
         return chat_document(self._answer, outputs, messages, reasons, usage)
 
     def _delta(self, choice: Choice, part: Part) -> dict[str, Any] | None:
@@ -475,8 +553,17 @@ class MessageFormat:
                 return {"content": text}
             case Reasoning(text):
                 return {"reasoning_content": text} if self._include_reasoning else None
+            case CallDelta(call, name, arguments) if self._in_functions:
+                if call:
+                    return None
+                named = {} if name is None else {"name": name}
+                return {"function_call": {**named, "arguments": arguments}}
             case CallDelta():
                 return {"tool_calls": [self._parser.call_entry(self._answer.id, choice.index, part)]}
+
+    def _reason(self, reason: str | None, num_calls: int) -> str | None:
+        found = finish_reason(reason, num_calls)
+        return "function_call" if self._in_functions and found == "tool_calls" else found
 
     def _chunk(
         self,
@@ -493,7 +580,7 @@ class MessageFormat:
         entry: dict[str, Any] = {"index": choice.index, "delta": delta, "logprobs": None, "finish_reason": None}
         if piece is not None:
             entry["logprobs"] = chat_logprobs(self._answer, piece.token_ids, piece.logprobs)
-            entry["finish_reason"] = finish_reason(piece.finish_reason, num_calls)
+            entry["finish_reason"] = self._reason(piece.finish_reason, num_calls)
             if piece.finish_reason is not None:
                 entry["stop_reason"] = piece.stop_reason
             if self._answer.extras.return_token_ids:

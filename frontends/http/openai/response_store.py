@@ -1,4 +1,5 @@
-"""Responses that may be asked for again, in an SQLite database that all workers of a front end share.
+"""Responses and chat completions that may be asked for again, in an SQLite database that all workers of a front end
+share.
 
 With several workers it is one file in a folder made before the first of them: in memory where the machine lets us
 (/dev/shm), for its owner alone, removed with the process; what a killed one left is removed by the next. With one
@@ -73,6 +74,7 @@ SET record = excluded.record, num_bytes = excluded.num_bytes, written_s = exclud
 WHERE record IS NOT NULL
 """
 READ = "SELECT record FROM responses WHERE tenant = ? AND id = ?"
+READ_ALL = "SELECT record FROM responses WHERE tenant = ? AND id GLOB ? AND record IS NOT NULL ORDER BY number"
 REMOVE = "DELETE FROM responses WHERE tenant = ? AND id = ?"
 REMOVE_OLD = "DELETE FROM responses WHERE written_s <= ?"
 REMOVE_OLDEST = "DELETE FROM responses WHERE number = (SELECT number FROM responses ORDER BY written_s, number LIMIT 1)"
@@ -155,7 +157,12 @@ class ResponseStore:
             return making
         elif row is not None:
             return _from_record(tenant, json.loads(row[0] or "null"))
-        raise InferEngineError("not_found", "There is no such response: they are kept for an hour.")
+        raise InferEngineError("not_found", "There is no such response or chat completion: they are kept for an hour.")
+
+    async def of_tenant(self, tenant: str, prefix: str) -> list[StoredResponse]:
+        """Return what a tenant has stored under ids that begin with `prefix`, the oldest first."""
+        rows = await self._run(self._read_all, tenant, prefix)
+        return [_from_record(tenant, json.loads(record)) for record in rows]
 
     async def delete(self, response_id: str, tenant: str) -> StoredResponse:
         """Forget it for good and end it, if it is being made here. Returns what it was. Raises not_found."""
@@ -202,6 +209,10 @@ class ResponseStore:
         """The row of a response; None where there is none."""
         row: tuple[str | None] | None = self._database().execute(READ, name).fetchone()
         return row
+
+    def _read_all(self, tenant: str, prefix: str) -> list[str]:
+        """The records of a tenant whose ids begin with `prefix`."""
+        return [record for (record,) in self._database().execute(READ_ALL, (tenant, f"{prefix}*"))]
 
     def _write(self, name: tuple[str, str], record: dict[str, Any]) -> None:
         try:

@@ -17,6 +17,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Message
 
+from frontends.common.auth import tenant_of
 from frontends.common.errors import rename_field, report, unexpected
 from frontends.common.generation import Generation
 from frontends.common.json import read_fields
@@ -56,7 +57,7 @@ async def create(request: Request) -> Response:
     """OpenAI's Responses: whole, as events, or in the background."""
     service: HttpState = request.app.state.service
     body = await read_json(request, service.config.http.max_body_bytes)
-    tenant = _tenant(request)
+    tenant = tenant_of(request.scope)
     fields = read_fields(ResponsesFields, {"input": "", **body}, service.config.limits)
     background, store = fields.background, fields.store
     if background and fields.stream:
@@ -95,13 +96,13 @@ async def get(request: Request) -> Response:
     service: HttpState = request.app.state.service
     if request.query_params.get("stream") == "true":
         raise InvalidRequest("stream", "a stored response is not streamed", code="unsupported")
-    return JsonBytes((await service.responses.get(request.path_params["id"], _tenant(request))).document)
+    return JsonBytes((await service.responses.get(request.path_params["id"], tenant_of(request.scope))).document)
 
 
 async def cancel(request: Request) -> Response:
     """End a response that is made in the background; one that has ended stays as it is."""
     service: HttpState = request.app.state.service
-    stored = await service.responses.get(request.path_params["id"], _tenant(request))
+    stored = await service.responses.get(request.path_params["id"], tenant_of(request.scope))
     if not stored.document.get("background"):
         raise InvalidRequest("id", "only responses made in the background can be cancelled")
     if stored.task is not None:
@@ -109,13 +110,13 @@ async def cancel(request: Request) -> Response:
         await asyncio.wait([stored.task])
     elif stored.unfinished:
         await _cancel_elsewhere(service, stored)
-    return JsonBytes((await service.responses.get(request.path_params["id"], _tenant(request))).document)
+    return JsonBytes((await service.responses.get(request.path_params["id"], tenant_of(request.scope))).document)
 
 
 async def delete(request: Request) -> Response:
     """Forget a stored response."""
     service: HttpState = request.app.state.service
-    stored = await service.responses.delete(request.path_params["id"], _tenant(request))
+    stored = await service.responses.delete(request.path_params["id"], tenant_of(request.scope))
     if stored.unfinished and stored.task is None:  # after that: its worker keeps what is not deleted
         service.engines.cancel_request(stored.request_id)
     return JsonBytes({"id": request.path_params["id"], "object": "response", "deleted": True})
@@ -198,11 +199,6 @@ def _envelope(body: dict[str, Any], fields: ResponsesFields, chat: ChatRequest) 
         "truncation": body.get("truncation") or "disabled",
         "usage": None,
     }
-
-
-def _tenant(request: Request) -> str:
-    key = request.scope.get("api_key")
-    return "" if key is None else str(key.tenant)
 
 
 PASSED_ON = (

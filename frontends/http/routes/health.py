@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from datetime import UTC, datetime
 from typing import Any
 
 from starlette.requests import Request
@@ -9,18 +11,26 @@ from starlette.responses import Response
 
 from frontends.common.engine_stats import CONTENT_TYPE, metrics_text, stats_document
 from frontends.common.errors import scrubbed
+from frontends.http.middleware import is_anthropic
 from frontends.http.respond import JsonBytes
 from frontends.http.state import HttpState
 from inferengine import __version__
 from inferengine.client.pool import EngineHealth
-from inferengine.errors import InferEngineError
+from inferengine.errors import InferEngineError, InvalidRequest
 from inferengine.wire.messages import PROTOCOL_MAJOR, PROTOCOL_MINOR, READY, STOPPING
+
+MAX_PAGE = 1000  # models in one answer to Anthropic's clients
 
 
 async def models(request: Request) -> Response:
     """What is served: the model and its LoRA adapters."""
     service: HttpState = request.app.state.service
-    return JsonBytes({"object": "list", "data": _model_cards(service)})
+    cards = _model_cards(service)
+    if not is_anthropic(request.scope):
+        return JsonBytes({"object": "list", "data": cards})
+    page, more = _page([_anthropic_card(card) for card in cards], request.query_params)
+    ends = {"first_id": page[0]["id"] if page else None, "last_id": page[-1]["id"] if page else None}
+    return JsonBytes({"data": page, "has_more": more, **ends})
 
 
 async def model(request: Request) -> Response:
@@ -30,7 +40,7 @@ async def model(request: Request) -> Response:
     if card is None:
         name = scrubbed(request.path_params["model"][:200])
         raise InferEngineError("model_not_found", f"The model `{name}` does not exist.", field="model")
-    return JsonBytes(card)
+    return JsonBytes(_anthropic_card(card) if is_anthropic(request.scope) else card)
 
 
 async def health(request: Request) -> Response:
@@ -108,6 +118,39 @@ def _model_cards(service: HttpState) -> list[dict[str, Any]]:
         "max_model_len": info.max_model_len,
     }
     return [card, *({**card, "id": name, "parent": info.name} for name in info.adapters)]
+
+
+def _anthropic_card(card: dict[str, Any]) -> dict[str, Any]:
+    """The same as Anthropic's clients read it."""
+    return {
+        "type": "model",
+        "id": card["id"],
+        "display_name": card["id"],
+        "created_at": datetime.fromtimestamp(card["created"], UTC).isoformat().replace("+00:00", "Z"),
+        "lifecycle": "active",
+        "deprecated_at": None,
+        "retires_at": None,
+        "line": None,
+        "capabilities": None,
+        "max_input_tokens": card["max_model_len"],
+        "max_tokens": card["max_model_len"],
+    }
+
+
+def _page(cards: list[dict[str, Any]], query: Mapping[str, str]) -> tuple[list[dict[str, Any]], bool]:
+    """Anthropic's `limit`, `after_id` and `before_id`; and whether there are more in that direction."""
+    limit = query.get("limit", "20")
+    if not limit.isdecimal() or not 1 <= int(limit[:5]) <= MAX_PAGE:
+        raise InvalidRequest("limit", f"must be a whole number from 1 to {MAX_PAGE}")
+    ids = [card["id"] for card in cards]
+    for name in ("after_id", "before_id"):
+        if (place := query.get(name)) is not None and place not in ids:
+            raise InvalidRequest(name, "is not a model of this list")
+    if (last := query.get("before_id")) is not None:
+        before = cards[: ids.index(last)]
+        return before[-int(limit) :], len(before) > int(limit)
+    after = cards[ids.index(query["after_id"]) + 1 :] if "after_id" in query else cards
+    return after[: int(limit)], len(after) > int(limit)
 
 
 def _engine_health(service: HttpState, item: EngineHealth) -> dict[str, Any]:

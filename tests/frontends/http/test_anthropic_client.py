@@ -106,7 +106,8 @@ def test_the_events_of_a_text_are_these(served: House) -> None:
     assert names[-3:] == ["content_block_stop", "message_delta", "message_stop"]
     data = [json.loads(line[6:]) for line in response.text.splitlines() if line.startswith("data: ")]
     assert [one["type"] for one in data] == names
-    assert data[-2]["delta"] == {"stop_reason": "end_turn", "stop_sequence": None}
+    nothing = {"stop_sequence": None, "stop_details": None, "container": None}
+    assert data[-2]["delta"] == {"stop_reason": "end_turn", **nothing}
     assert data[0]["message"]["content"] == []
 
 
@@ -161,6 +162,42 @@ def test_tokens_are_counted_without_a_model(client: anthropic.Anthropic, served:
     counted = client.messages.count_tokens(model="tiny", messages=HELLO, system="Be brief.").input_tokens
     assert served.engine.submits == []
     assert counted == len(TOKENIZER.encode("<system>Be brief.<user>How is the weather?<assistant>"))
+
+
+def test_what_must_be_said_is_said_though_it_is_null(client: anthropic.Anthropic, served: House) -> None:
+    """The API's document requires these keys. The SDK's types would forgive their lack."""
+    served.script = writes(TWO_CALLS)
+    raw = client.messages.with_raw_response.create(model="tiny", max_tokens=400, messages=HELLO, tools=TOOLS)
+    document = json.loads(raw.text())
+    assert {"container", "stop_details", "stop_sequence"} <= document.keys()
+    told = {"cache_creation", "cache_read_input_tokens", "server_tool_use", "service_tier", "inference_geo"}
+    assert told <= document["usage"].keys()
+    text, call, _ = document["content"]
+    assert text["citations"] is None
+    assert call["caller"] == {"type": "direct"}
+    assert raw.request_id == raw.headers["x-request-id"]
+
+
+def test_models_in_its_own_shape(client: anthropic.Anthropic) -> None:
+    (model,) = client.models.list().data
+    assert (model.id, model.display_name, model.type, model.lifecycle) == ("tiny", "tiny", "model", "active")
+    assert model.created_at.year >= 2024
+    assert client.models.retrieve("tiny") == model
+    assert client.models.list(after_id="tiny").data == []
+    with pytest.raises(anthropic.NotFoundError):
+        client.models.retrieve("claude")
+    with pytest.raises(anthropic.BadRequestError, match="limit"):
+        client.models.list(limit=0)
+
+
+@pytest.mark.parametrize("path", ["/v1/messages/none", "/v1/nothing", "/v1/models/none"])
+def test_an_error_has_its_shape_on_every_path(served: House, path: str) -> None:
+    response = served.http.get(path, headers={"anthropic-version": "2023-06-01"})
+    body = response.json()
+    assert (response.status_code, body["type"], body["error"]["type"]) == (404, "error", "not_found_error")
+    assert body["request_id"] == response.headers["request-id"]
+    assert "error" in served.http.get("/v1/nothing").json()
+    assert "request-id" not in served.http.get("/v1/nothing").headers
 
 
 def test_errors_are_its_own_exceptions(client: anthropic.Anthropic, served: House) -> None:

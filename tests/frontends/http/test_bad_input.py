@@ -93,8 +93,6 @@ COMPLETION_FAULTS: list[tuple[str, Any, int, str | None, str]] = [
     ("bad_words", [""], 400, "bad_words", "invalid_request"),
     ("bad_words", ["x"] * 200, 400, "bad_words", "invalid_request"),
     ("bad_words", ["né" * 100], 400, "bad_words", "invalid_request"),
-    ("store", True, 400, "store", "unsupported"),
-    ("store", 1, 400, "store", "unsupported"),
 ]
 CHAT_FAULTS: list[tuple[str, Any, int, str | None, str]] = [
     ("messages", None, 400, "messages", "invalid_request"),

@@ -155,9 +155,7 @@ def test_max_tokens_is_sixteen_unless_given(served: House) -> None:
 
 
 def test_fields_that_ask_for_nothing_are_fine(served: House) -> None:
-    served.complete(
-        suffix="", best_of=1, tools=[], response_format={"type": "text"}, store=False, user="u", unknown_field=[1]
-    )
+    served.complete(suffix="", best_of=1, tools=[], response_format={"type": "text"}, user="u", unknown_field=[1])
     served.complete(**dict.fromkeys(("suffix", "tools", "logit_bias", "stop", "seed", "temperature", "stream")))
     assert len(served.engine.submits) == 2
 
@@ -181,6 +179,32 @@ def test_logprobs_lie_beside_the_text(served: House) -> None:
     streamed = [event["choices"][0]["logprobs"] for event in served.stream(logprobs=2)[:-1]]
     assert [offset for one in streamed for offset in one["text_offset"]] == shown["text_offset"]
     assert [token for one in streamed for token in one["tokens"]] == shown["tokens"]
+
+
+@pytest.mark.parametrize("text", ["日本.", "a 🎉 b", "سلام دنیا", "नमस्ते", "한국어 x", "e\u0301 ü"])
+def test_offsets_are_places_in_the_text_of_any_script(served: House, text: str) -> None:
+    """All tokens of a character that takes several begin where it does, in a document and in a stream."""
+    tokens = ids(text)
+    served.script = lambda submit, choice: Script(tokens, logprobs=[[-0.5, 1, [token], [-0.5]] for token in tokens])
+    document = served.complete(prompt="日", logprobs=1)["choices"][0]
+    whole = [len(TOKENIZER.decode(tokens[:place]).rstrip("\ufffd")) for place in range(len(tokens))]
+    assert document["text"] == text
+    assert document["logprobs"]["text_offset"] == whole
+    streamed = [event["choices"][0]["logprobs"] for event in served.stream(prompt="日", logprobs=1)[:-1]]
+    assert [offset for one in streamed for offset in one["text_offset"]] == whole
+
+
+def test_no_tokens_and_an_echo_tell_the_prompt_alone(served: House) -> None:
+    document = served.complete(prompt=["say 日", "fox"], echo=True, max_tokens=0, n=2, temperature=1.0)
+    assert [choice["text"] for choice in document["choices"]] == ["say 日", "say 日", "fox", "fox"]
+    assert {choice["finish_reason"] for choice in document["choices"]} == {"length"}
+    assert document["usage"]["completion_tokens"] == 0
+    assert document["usage"]["total_tokens"] == document["usage"]["prompt_tokens"]
+    events = served.stream(prompt="say", echo=True, max_tokens=0, stream_options={"include_usage": True})
+    assert text_of(events) == "say"
+    assert events[-2]["usage"]["completion_tokens"] == 0
+    refused = served.post("/v1/completions", prompt="say", max_tokens=0).json()["error"]
+    assert (refused["param"], refused["code"]) == ("max_tokens", "invalid_request")
 
 
 def test_infinite_logprobs_stay_json(served: House) -> None:

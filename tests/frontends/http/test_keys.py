@@ -69,7 +69,10 @@ def test_every_other_route_does(guarded: Guarded, route: Any) -> None:
     for method in route.methods - {"HEAD"}:
         for key in (None, new_key()):
             answer = guarded.ask(method, path, key, content=b"{}" if method == "POST" else None)
-            assert (answer.status_code, answer.json()["error"]["code"]) == (401, "unauthorized")
+            error = answer.json()["error"]
+            anthropic = path.startswith("/v1/messages")
+            kind = error["type"] if anthropic else error["code"]
+            assert (answer.status_code, kind) == (401, "authentication_error" if anthropic else "unauthorized")
             assert answer.headers["www-authenticate"] == "Bearer"
 
 

@@ -39,6 +39,16 @@ def test_an_echo_tells_the_prompts_tokens_too(embedded: Embedded) -> None:
     assert all(logprob <= 0 for logprob in shown["token_logprobs"][1:])
 
 
+def test_an_echo_of_no_tokens_scores_the_prompt(embedded: Embedded) -> None:
+    """What evaluation harnesses ask for: the same figures as with an output, and no output."""
+    (scored,) = complete(embedded, echo=True, logprobs=2, max_tokens=0)
+    (written,) = complete(embedded, echo=True, logprobs=2)
+    count = len(scored["prompt_token_ids"])
+    assert (scored["text"], scored["token_ids"]) == (PROMPT, [])
+    for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
+        assert scored["logprobs"][name] == written["logprobs"][name][:count]
+
+
 def test_what_is_drawn_and_what_is_told_of_a_prompt_agree(embedded: Embedded) -> None:
     """The output's log-probabilities are those of the same tokens in a prompt."""
     (drawn,) = complete(embedded, logprobs=1)

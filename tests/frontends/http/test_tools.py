@@ -241,3 +241,68 @@ def test_logprobs_and_token_ids_of_calls(served: House) -> None:
     assert told == tokens
     entries = [e for d in documents[:-1] for c in d["choices"] for e in (c["logprobs"] or {}).get("content", ())]
     assert len(entries) == len(tokens)
+
+
+FUNCTIONS = [tool["function"] for tool in TOOLS]
+
+
+def test_functions_are_tools_by_their_older_name(served: House) -> None:
+    served.script = writes(TWO_CALLS)
+    choice = chat(served, functions=FUNCTIONS)
+    call = choice["message"]["function_call"]
+    assert (choice["finish_reason"], call["name"]) == ("function_call", "weather")
+    assert "tool_calls" not in choice["message"]
+    deltas = [event["choices"][0] for event in served.stream(PATH, messages=HELLO, functions=FUNCTIONS)[:-1]]
+    parts = [delta["delta"]["function_call"] for delta in deltas if "function_call" in delta["delta"]]
+    assert [part["name"] for part in parts if "name" in part] == ["weather"]
+    assert "".join(part["arguments"] for part in parts) == call["arguments"]
+    assert deltas[-1]["finish_reason"] == "function_call"
+    said = {"role": "assistant", "content": None, "function_call": call}
+    chat(served, messages=[*HELLO, said, {"role": "function", "name": "weather", "content": "sunny"}])
+    assert "<tool_response>\nsunny\n</tool_response>" in prompt_of(served)
+
+
+def test_the_named_function_is_called(embedded: Embedded) -> None:
+    choice = chat(embedded, functions=FUNCTIONS, function_call={"name": "weather"}, seed=4, temperature=1.0)
+    jsonschema.validate(json.loads(choice["message"]["function_call"]["arguments"]), CITY)
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"functions": [{"name": "a b"}]}, "functions[0].name"),
+        ({"functions": FUNCTIONS, "tools": TOOLS}, "functions"),
+        ({"functions": FUNCTIONS, "function_call": {"name": "other"}}, "function_call"),
+        ({"function_call": {"name": "weather"}}, "function_call"),
+        ({"prediction": {"type": "text", "content": "x"}}, "prediction.type"),
+        ({"prediction": {"type": "content", "content": 5}}, "prediction.content"),
+        ({"tools": TOOLS, "tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
+    ],
+)
+def test_older_names_are_refused_by_their_names(served: House, body: dict[str, Any], param: str) -> None:
+    response = served.post(PATH, messages=HELLO, **body)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, param)
+
+
+def test_allowed_tools_are_those_that_may_be_called(served: House) -> None:
+    now = {"type": "function", "function": {"name": "now"}}
+
+    def allow(mode: str) -> str:
+        choice = {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [now]}}
+        chat(served, tools=TOOLS, tool_choice=choice)
+        return prompt_of(served)
+
+    assert '"weather"' not in allow("auto")
+    assert served.engine.submits[-1].grammar is None
+    assert '"weather"' in allow("required")  # the prompt stays the same, and the grammar has the one
+    grammar = served.engine.submits[-1].grammar
+    assert grammar is not None
+    assert "now" in grammar[1]
+    assert "weather" not in grammar[1]
+
+
+def test_a_prediction_changes_nothing(served: House) -> None:
+    for content in ("fox", [{"type": "text", "text": "fox"}]):
+        chat(served, prediction={"type": "content", "content": content})
+    first, second = (submit.params for submit in served.engine.submits)
+    assert first == second
