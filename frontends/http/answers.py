@@ -280,6 +280,116 @@ MESSAGE_EVENTS: dict[str, list[tuple[str, Any]]] = {
     "error": [("error", AnthropicError)],
 }
 
+
+class OllamaToolCall(msgspec.Struct):
+    """A call that the client is to make; `function` has its index, name and arguments (an object)."""
+
+    function: dict[str, Any]
+    id: str | None = None
+
+
+class OllamaMessage(msgspec.Struct):
+    """What the model said, or a line's share of it."""
+
+    role: Literal["assistant"]
+    content: str
+    thinking: str | None = None
+    tool_calls: list[OllamaToolCall] | None = None
+
+
+class OllamaEnd(msgspec.Struct, kw_only=True):
+    """What the last line, and a whole answer, say besides; durations are nanoseconds."""
+
+    model: str
+    created_at: str
+    done: bool
+    done_reason: Finish | Literal["load"] | None = None
+    logprobs: list[dict[str, Any]] | None = None
+    total_duration: int | None = None
+    load_duration: int | None = None
+    prompt_eval_count: int | None = None
+    prompt_eval_cached_count: int | None = None
+    prompt_eval_duration: int | None = None
+    eval_count: int | None = None
+    eval_duration: int | None = None
+
+
+class OllamaChatAnswer(OllamaEnd, kw_only=True):
+    """Answer of /api/chat, and a line of its stream."""
+
+    message: OllamaMessage
+
+
+class OllamaGenerateAnswer(OllamaEnd, kw_only=True):
+    """Answer of /api/generate, and a line of its stream."""
+
+    response: str
+    thinking: str | None = None
+    context: list[int] | None = None
+
+
+class OllamaErrorLine(msgspec.Struct):
+    """The last line of a stream that could not go on."""
+
+    error: str
+
+
+class OllamaEmbedAnswer(msgspec.Struct):
+    """Answer of /api/embed."""
+
+    model: str
+    embeddings: list[list[float]]
+    total_duration: int
+    load_duration: int
+    prompt_eval_count: int
+
+
+class OllamaEmbeddingAnswer(msgspec.Struct):
+    """Answer of /api/embeddings."""
+
+    embedding: list[float]
+
+
+class OllamaModelAnswer(msgspec.Struct):
+    """A model; `size` is not known and told as 0. The last three: of /api/ps alone."""
+
+    name: str
+    model: str
+    modified_at: str
+    size: int
+    digest: str
+    details: dict[str, Any]
+    expires_at: str | None = None
+    size_vram: int | None = None
+    context_length: int | None = None
+
+
+class OllamaModels(msgspec.Struct):
+    """Answer of /api/tags and /api/ps."""
+
+    models: list[OllamaModelAnswer]
+
+
+class OllamaShowAnswer(msgspec.Struct):
+    """Answer of /api/show."""
+
+    parameters: str
+    template: str
+    modified_at: str
+    details: dict[str, Any]
+    model_info: dict[str, Any]
+    capabilities: list[Literal["completion", "tools", "thinking", "embedding"]]
+    modelfile: str = ""
+    thinking: dict[str, Any] | None = None
+
+
+class OllamaVersion(msgspec.Struct):
+    """Answer of /api/version: of Ollama whose API this is, and of this program."""
+
+    version: str
+    inferengine: str
+
+
 ANSWERS: dict[tuple[str, str], type[msgspec.Struct]] = {
     ("POST", "/v1/completions"): CompletionAnswer,
     ("POST", "/v1/chat/completions"): ChatCompletion,
@@ -290,6 +400,14 @@ ANSWERS: dict[tuple[str, str], type[msgspec.Struct]] = {
     ("POST", "/detokenize"): TextAnswer,
     ("GET", "/v1/models"): Models,
     ("GET", "/v1/models/{model}"): ModelAnswer,
+    ("POST", "/api/chat"): OllamaChatAnswer,
+    ("POST", "/api/generate"): OllamaGenerateAnswer,
+    ("POST", "/api/embed"): OllamaEmbedAnswer,
+    ("POST", "/api/embeddings"): OllamaEmbeddingAnswer,
+    ("POST", "/api/show"): OllamaShowAnswer,
+    ("GET", "/api/tags"): OllamaModels,
+    ("GET", "/api/ps"): OllamaModels,
+    ("GET", "/api/version"): OllamaVersion,
 }
 # One event of the stream, where the route streams: a Struct, or a union of Structs.
 EVENTS: dict[tuple[str, str], Any] = {
@@ -298,21 +416,28 @@ EVENTS: dict[tuple[str, str], Any] = {
     ("POST", "/v1/responses"): _union_of_events(RESPONSE_EVENTS, [("sequence_number", int)]),
     ("POST", "/v1/messages"): _union_of_events(MESSAGE_EVENTS),
 }
+# One line of the stream, where the route streams lines of JSON, or the line of an error.
+LINES: dict[tuple[str, str], type[msgspec.Struct]] = {
+    ("POST", "/api/chat"): OllamaChatAnswer,
+    ("POST", "/api/generate"): OllamaGenerateAnswer,
+}
 
 
 class AnswerSchemas(NamedTuple):
-    """JSON schemas of answers and events by method and path, and the `components` that they refer to by name."""
+    """JSON schemas of answers, events and lines by method and path, and the `components` that they refer to by name."""
 
     answers: dict[tuple[str, str], dict[str, Any]]
     events: dict[tuple[str, str], dict[str, Any]]
+    lines: dict[tuple[str, str], dict[str, Any]]
     components: dict[str, Any]
 
 
 def schemas() -> AnswerSchemas:
-    """Return the JSON schemas of all answers and events, for #/components/schemas."""
-    kinds = [*ANSWERS.values(), *EVENTS.values()]
+    """Return the JSON schemas of all answers, events and lines, for #/components/schemas."""
+    tables: list[dict[tuple[str, str], Any]] = [ANSWERS, EVENTS, LINES]
+    kinds = [*(kind for table in tables for kind in table.values()), OllamaErrorLine]
     found, components = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
-    of_answers, of_events = found[: len(ANSWERS)], found[len(ANSWERS) :]
-    return AnswerSchemas(
-        dict(zip(ANSWERS, of_answers, strict=True)), dict(zip(EVENTS, of_events, strict=True)), components
-    )
+    rest = iter(found)
+    answers, events, lines = ({name: next(rest) for name in table} for table in tables)
+    lines = {name: {"anyOf": [line, found[-1]]} for name, line in lines.items()}
+    return AnswerSchemas(answers, events, lines, components)

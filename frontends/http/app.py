@@ -21,6 +21,7 @@ from frontends.common.auth import KeyRing, read_keys
 from frontends.common.errors import error_object, report, retry_after, unexpected
 from frontends.common.hosts import AllowedHosts, HostMiddleware, public_ports, read_names
 from frontends.common.quotas import Quotas
+from frontends.http import ollama
 from frontends.http.anthropic import count_tokens, messages
 from frontends.http.metrics import HttpMetrics
 from frontends.http.middleware import AliasMiddleware, AnthropicMiddleware, AuthMiddleware, RequestMiddleware
@@ -68,6 +69,7 @@ ROUTES = (
     Route("/detokenize", detokenize, methods=["POST"]),
     Route("/v1/streams/{id}", read_stream),
     Route("/v1/streams/{id}", cancel_stream, methods=["DELETE"]),
+    *ollama.ROUTES,
     Route("/v1/models", health.models),
     Route("/v1/models/{model:path}", health.model),
     Route("/health", health.health),

@@ -40,6 +40,14 @@ from frontends.http.bodies import (
     TokenizeFields,
     TruncationFields,
 )
+from frontends.http.ollama import (
+    OllamaChatFields,
+    OllamaEmbeddingsFields,
+    OllamaEmbedFields,
+    OllamaFields,
+    OllamaGenerateFields,
+    OllamaModelFields,
+)
 from frontends.http.respond import JsonBytes
 from frontends.http.state import HttpState
 from inferengine import __version__
@@ -95,6 +103,11 @@ BODIES: dict[str, tuple[Any, ...]] = {
     "/infer/v1/completions": (InferFields, StructureFields, *ALONE),
     "/tokenize": (TokenizeFields, Conversation, SpecialTokens),
     "/detokenize": (DetokenizeFields,),
+    "/api/chat": (OllamaModelFields, OllamaChatFields, OllamaFields),
+    "/api/generate": (OllamaModelFields, OllamaGenerateFields, OllamaFields),
+    "/api/embed": (OllamaModelFields, OllamaEmbedFields),
+    "/api/embeddings": (OllamaModelFields, OllamaEmbeddingsFields),
+    "/api/show": (OllamaModelFields,),
 }
 REQUIRED = {"/v1/chat/completions": {"messages"}}  # what only some routes of a Struct require
 
@@ -112,6 +125,11 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "/infer/v1/completions": {"model": "embedded", "prompt": "Once upon a time", "max_tokens": 16},
     "/tokenize": {"prompt": "Once upon a time"},
     "/detokenize": {"tokens": [40, 41, 42]},
+    "/api/chat": {"messages": _QUESTION, "options": {"num_predict": 60}},
+    "/api/generate": {"prompt": "Once upon a time", "options": {"num_predict": 16}},
+    "/api/embed": {"input": ["What is a KV cache?"]},
+    "/api/embeddings": {"prompt": "What is a KV cache?"},
+    "/api/show": {},
 }
 
 
@@ -186,6 +204,8 @@ def _answer(method: str, path: str, answers: AnswerSchemas) -> dict[str, Any]:
         content["application/json"] = {"schema": whole}
     if (event := answers.events.get((method, path))) is not None:
         content["text/event-stream"] = {"schema": event}
+    if (line := answers.lines.get((method, path))) is not None:
+        content["application/x-ndjson"] = {"schema": line}
     return {"description": "The answer.", **({"content": content} if content else {})}
 
 

@@ -1,4 +1,4 @@
-"""Clients that many programs use, unmodified, against the embedded model: LangChain's ChatOpenAI and LiteLLM.
+"""Clients that many programs use, unmodified, against the embedded model: LangChain's ChatOpenAI, LiteLLM, Ollama's.
 
 Each runs in a process of its own: their imports take seconds, and warn. They need the extra `clients`.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -58,3 +59,52 @@ def test_litellm(embedded: Embedded) -> None:
     assert set(got["calls"]) == {"weather"}
     assert got["completed"]
     assert got["error"] == "NotFoundError"
+
+
+OLLAMA = {"temperature": 0, "seed": 1}
+
+
+def ran(embedded: Embedded, *command: str, **environment: str) -> dict[str, Any]:
+    done = subprocess.run(
+        [*command, embedded.front.url], env={**os.environ, **environment}, capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return dict(json.loads(done.stdout.splitlines()[-1]))
+
+
+def check_ollama(embedded: Embedded, got: dict[str, Any]) -> None:
+    """What both of Ollama's clients got is what plain HTTP gives."""
+    plain = embedded.ask("/v1/chat/completions", messages=CHAT, max_tokens=24, **OLLAMA)
+    prompt = "Once upon a time"
+    continued = embedded.ask("/v1/completions", prompt=prompt, max_tokens=24, **OLLAMA)
+    assert [got["text"], got["streamed"]] == [plain["choices"][0]["message"]["content"]] * 2
+    assert got["done_reason"] == plain["choices"][0]["finish_reason"]
+    assert got["usage"] == [plain["usage"]["prompt_tokens"], plain["usage"]["completion_tokens"]]
+    assert got["generated"] == continued["choices"][0]["text"]
+    assert got["running"] == [got["model"]]
+    assert {"completion", "tools"} <= set(got["capabilities"])
+    assert got["embeddings"][0] == got["embeddings"][1] > 0
+    assert got["error"][0] == 404
+    assert "llama3" in got["error"][1]
+
+
+def test_ollama_for_python(embedded: Embedded) -> None:
+    if importlib.util.find_spec("ollama") is None:
+        pytest.skip("clients: no ollama: pip install 'inferengine[clients]'")
+    got = ran(embedded, sys.executable, str(FOLDER / "ollama_client.py"))
+    check_ollama(embedded, got)
+    assert got["pieces"] == got["generated"]
+    assert got["num_chunks"] > got["usage"][1] // 2
+    assert set(got["formatted"]) == {"name", "age"}
+    assert got["roles"] == ["assistant", "assistant"]
+    assert got["durations"][0] >= got["durations"][3] > 0
+
+
+@pytest.mark.node
+def test_ollama_for_node(embedded: Embedded) -> None:
+    modules = Path(__file__).resolve().parents[2] / "node" / "node_modules"
+    if not (modules / "ollama").is_dir():
+        pytest.skip("node: no ollama: npm install --prefix tests/node")
+    node = shutil.which("node") or "node"
+    got = ran(embedded, node, str(FOLDER / "ollama_client.cjs"), NODE_PATH=str(modules))
+    check_ollama(embedded, got)
