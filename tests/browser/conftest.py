@@ -35,6 +35,7 @@ def hello():
 """
 
 
+NAMES = "--host-resolver-rules=MAP *.example 127.0.0.1"  # host names of this machine that are not localhost
 EVIL = "<img src=x onerror='window.hacked = true'><script>window.hacked = true</script>"
 CALLS = (
     "Let me look.<tool_call>\n"
@@ -91,7 +92,7 @@ def chromium():
     sync_api = pytest.importorskip("playwright.sync_api")
     executable = next(path for name in BROWSERS if (path := shutil.which(name)))
     with sync_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=executable, args=["--no-sandbox"])
+        browser = playwright.chromium.launch(executable_path=executable, args=["--no-sandbox", NAMES])
         yield browser
         browser.close()
 

@@ -10,6 +10,23 @@ from tests.frontends.websocket.builders import serving
 pytestmark = pytest.mark.browser
 
 
+def test_a_page_under_another_name_says_why_and_how_to_allow_it(chromium, engine, tmp_path):
+    (tmp_path / "keys.toml").write_text(entry("anna", new_key()))  # with keys every host name is answered
+    with serving(engine, auth={"keys_file": str(tmp_path / "keys.toml")}) as server:
+        page = chromium.new_page()
+        page.goto(f"http://chat.example:{server.port}")
+        page.wait_for_selector(f"#notice-text:has-text('--ws.origins http://chat.example:{server.port}')")
+        page.close()
+
+
+def test_without_keys_another_host_name_is_refused_with_the_option_that_allows_it(chromium, engine):
+    with serving(engine) as server:
+        page = chromium.new_page()
+        page.goto(f"http://chat.example:{server.port}")
+        assert "--ws.allowed_hosts chat.example" in page.inner_text("p")
+        page.close()
+
+
 def test_the_page_asks_for_a_missing_key_and_works_with_one(chromium, engine, tmp_path):
     key = new_key()
     (tmp_path / "keys.toml").write_text(entry("anna", key))

@@ -330,7 +330,7 @@ async function copy(text, button) {
 
 function stayAtEnd() {
   const scroll = $("scroll");
-  if (following) scroll.scrollTop = scroll.scrollHeight;
+  if (following) scroll.scrollTop = path().length ? scroll.scrollHeight : 0;
   $("to-end").hidden = following;
 }
 messages.onDrawn = stayAtEnd;
