@@ -1,8 +1,8 @@
 """What mkdocs does beside its own work: pages from outside docs/, links to them, and Markdown as GitHub reads it.
 
 The same files are read on GitHub and on the site. So links stay relative to the files in the repository: a link to a
-page of the site is made one, and a link to any other file becomes that file's name. A list may follow a paragraph without
-an empty line, and is nested by two spaces.
+page of the site is made one, and a link to any other file becomes that file's name. A list may follow a paragraph
+without an empty line, and is nested by two spaces.
 """
 
 from __future__ import annotations

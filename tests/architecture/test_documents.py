@@ -22,7 +22,7 @@ from inferengine.sampling_params import NAMES
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = [
     *sorted(ROOT.glob("*.md")),
-    *sorted((ROOT / "docs").glob("*.md")),
+    *(path for path in sorted((ROOT / "docs").rglob("*.md")) if path.name != "cli.md"),  # that is made of --help
     ROOT / "inferengine" / "wire" / "PROTOCOL.md",
 ]
 BASES = [ROOT, *(ROOT / "inferengine" / part for part in ("", "engine", "executor")), ROOT / "frontends"]  # of paths
