@@ -28,8 +28,9 @@ def set_form(page, *, tools=None, choice=None, schema=None):
     if choice is not None:
         page.select_option("#p-tool_choice", choice)
     if schema is not None:
-        page.check("#p-json")
-        page.fill("#p-schema", schema)
+        page.select_option("#p-format", "schema" if schema else "json")
+        if schema:
+            page.fill("#p-schema", schema)
     page.click("text=Done")
 
 
@@ -121,7 +122,7 @@ def test_invalid_tools_are_reported_and_nothing_is_sent(open_page, engine):
     assert engine.submits == []
     page.click("#modes button")  # leads to what is to be mended
     assert page.evaluate("document.activeElement.id") == "p-tools"
-    page.click("#example-tools")
+    page.click("#example-tools button")
     assert page.inner_text("#p-tools-error") == ""
     page.click("text=Done")
     page.click(".failure button")

@@ -1,22 +1,37 @@
 // @ts-check
-/** The answer format in the settings: JSON, its schema, and tools. Reads texts of the settings, touches no element. */
+/** Tools and schemas as they are typed, and messages in the form of the API. Touches no element. */
+
+import { withFiles } from "./composer/attached_files.js";
 
 const NAME = /^[\w.-]{1,128}$/;
-const TOOL_CHOICES = ["auto", "required", "none"];
 
+/**
+ * Tools to begin with. The small embedded model fills in arguments by chance and goes on calling, so
+ * the first example has none, is forced, and is called once.
+ */
 export const EXAMPLE_TOOLS = [
   {
-    name: "get_weather",
-    description: "Get the weather of a city",
-    parameters: {
-      type: "object",
-      properties: {
-        city: { type: "string", enum: ["Lisbon", "Paris", "Rome"] },
-        unit: { type: "string", enum: ["celsius", "fahrenheit"] },
+    title: "Read a message",
+    hint: "Ask “Read my newest message.”, and type one as the result: “What is the capital of France?”",
+    settings: { tool_choice: "read_message", one_call: true },
+    tools: [{ name: "read_message", description: "Read the newest message", parameters: { type: "object", properties: {}, additionalProperties: false } }],
+  },
+  {
+    title: "Weather of a city",
+    hint: "Ask “How is the weather in Rome?”. The small embedded model cannot choose the city; larger models can.",
+    settings: { tool_choice: "auto", one_call: true },
+    tools: [
+      {
+        name: "get_weather",
+        description: "Get the weather of a city",
+        parameters: {
+          type: "object",
+          properties: { city: { type: "string" }, unit: { type: "string", enum: ["celsius", "fahrenheit"] } },
+          required: ["city", "unit"],
+          additionalProperties: false,
+        },
       },
-      required: ["city", "unit"],
-      additionalProperties: false,
-    },
+    ],
   },
 ];
 
@@ -47,39 +62,17 @@ export function readSchema(text) {
   return schema;
 }
 
-/**
- * The options of `generate` for these settings. Throws an Error where a text in them is not valid. `hasResults`: tool
- * results were just added. No call is forced then, or the model would never answer.
- */
-export function answerOptions(settings, hasResults) {
-  const options = {};
-  if (settings.json) {
-    const schema = readSchema(settings.schema);
-    options.responseFormat = schema
-      ? { type: "json_schema", json_schema: { name: "answer", schema } }
-      : { type: "json_object" };
-  }
-  const tools = readTools(settings.tools);
-  if (tools.length) {
-    const named = toolNames(tools).includes(settings.tool_choice);
-    options.tools = tools;
-    if (named && !hasResults) options.toolChoice = { type: "function", function: { name: settings.tool_choice } };
-    else if (TOOL_CHOICES.includes(settings.tool_choice) && !hasResults) options.toolChoice = settings.tool_choice;
-  }
-  return options;
-}
-
 /** The page's messages in the form of the API. Calls without a result are left out. */
 export function apiMessages(messages) {
   const answered = new Set(messages.filter((message) => message.role === "tool").map((message) => message.callId));
   const turns = [];
-  for (const { role, content, toolCalls = [], callId } of messages) {
+  for (const { role, content, files = [], toolCalls = [], callId } of messages) {
     const calls = toolCalls.filter((call) => answered.has(call.id));
     if (role === "tool") turns.push({ role, tool_call_id: callId, content });
     else if (calls.length) {
       const tool_calls = calls.map(({ id, name, arguments: text }) => ({ id, type: "function", function: { name, arguments: text } }));
       turns.push({ role, content: content || null, tool_calls });
-    } else if (role === "user" || content) turns.push({ role, content });
+    } else if (role === "user" || content) turns.push({ role, content: withFiles(content, files) });
   }
   return turns;
 }

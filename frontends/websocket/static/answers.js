@@ -1,9 +1,11 @@
 // @ts-check
 /** The answers that are being written: starts, follows, resumes and stops them. Touches no element. */
 
-import { answerOptions, apiMessages } from "./answer_format.js";
+import { apiMessages } from "./answer_format.js";
 import { InferEngineError, addToolCalls } from "./client.js";
-import { paramsOf } from "./settings_store.js";
+import { addTokens } from "./token_view.js";
+import { answerOptions, isJsonFormat } from "./settings/chat_settings.js";
+import { samplingParams } from "./settings/sampling_params.js";
 
 /** @typedef {import("./conversations/conversation_store.js").Conversation} Conversation */
 /** @typedef {import("./conversations/thread.js").Message} Message */
@@ -11,10 +13,10 @@ import { paramsOf } from "./settings_store.js";
 /** Answers by conversation. They continue when another conversation is opened. */
 export class Answers {
   /** `events`: changed(conversation), written(conversation, message), ended(conversation, message). */
-  constructor(engine, store, settingsStore, events) {
+  constructor(engine, store, settings, events) {
     this._engine = engine;
     this._store = store;
-    this._settings = settingsStore;
+    this._settings = settings;
     this._events = events;
     /** @type {Map<string, { generation: any, message: Message }>} */
     this._running = new Map();
@@ -35,7 +37,7 @@ export class Answers {
     this.stop(conversation);
     const path = this._store.thread(conversation).path(parent);
     const request = this._prepare(conversation, path, path.at(-1)?.role === "tool");
-    const fields = { role: "assistant", content: "", ...(request.options?.responseFormat && { json: true }), ...(request.failure && { failure: request.failure }) };
+    const fields = { role: "assistant", content: "", ...(request.isJson && { json: true }), ...(request.failure && { failure: request.failure }) };
     this._send(conversation, parent, fields, request, again);
   }
 
@@ -43,9 +45,9 @@ export class Answers {
   continueAnswer(conversation, message) {
     this.stop(conversation);
     const request = this._prepare(conversation, this._store.thread(conversation).path(message.id), true);
-    const { role, content, reasoning } = message;
-    const fields = { role, content, ...(reasoning && { reasoning }), ...(request.failure && { failure: request.failure }) };
-    const options = { ...request.options, responseFormat: undefined, continueFinalMessage: true, addGenerationPrompt: false };
+    const { role, content, reasoning, tokens } = message;
+    const fields = { role, content, ...(reasoning && { reasoning }), ...(tokens && { tokens: [...tokens] }), ...(request.failure && { failure: request.failure }) };
+    const options = { ...request.options, responseFormat: undefined, structuredOutputs: undefined, continueFinalMessage: true, addGenerationPrompt: false };
     this._send(conversation, message.parent, fields, { ...request, options });
   }
 
@@ -73,13 +75,13 @@ export class Answers {
 
   /** The request after these messages, or why there is none. `hasResults`: no tool call is forced. */
   _prepare(conversation, path, hasResults) {
-    const { settings } = this._settings;
+    const settings = this._settings.of(conversation);
     const system = (conversation.system ?? "").trim();
     const messages = [...(system ? [{ role: "system", content: system }] : []), ...apiMessages(path)];
     try {
-      return { messages, params: paramsOf(settings), options: answerOptions(settings, hasResults) };
+      return { messages, params: samplingParams(settings), options: answerOptions(settings, hasResults), isJson: isJsonFormat(settings) };
     } catch (error) {
-      return { failure: { message: sentence(error.message), remedy: "Correct it under Parameters, Answer format." } };
+      return { failure: { message: sentence(error.message), remedy: "Correct it under Parameters." } };
     }
   }
 
@@ -118,8 +120,9 @@ export class Answers {
         first ??= performance.now();
         message.content += delta.text;
         if (delta.reasoning) message.reasoning = (message.reasoning ?? "") + delta.reasoning;
+        if (delta.logprobs) addTokens(message, delta.logprobs);
         if (delta.toolCalls) addToolCalls((message.toolCalls ??= []), delta.toolCalls);
-        Object.assign(message.pending, { cursor: delta.cursor, contextIds: generation.contextIds, accepted: true });
+        Object.assign(message.pending, { cursor: delta.cursor, contextIds: generation.contextIds, accepted: true, promptTokens: generation.accepted?.prompt_tokens });
         this._store.saveSoon(message);
         this._events.written(conversation, message);
       }

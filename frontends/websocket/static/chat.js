@@ -15,8 +15,12 @@ import { EngineStatus } from "./engine_status.js";
 import { readTools } from "./answer_format.js";
 import { MessageList } from "./message_list.js";
 import { StatsPanel } from "./stats_panel.js";
-import { SettingsDrawer } from "./settings_drawer.js";
-import { SettingsStore } from "./settings_store.js";
+import { Attachments } from "./composer/attachments.js";
+import { ContextMeter } from "./composer/context_meter.js";
+import { Presets } from "./settings/presets.js";
+import { SettingsDrawer } from "./settings/settings_drawer.js";
+import { SettingsScope } from "./settings/settings_scope.js";
+import { SettingsStore, safeStorage } from "./settings_store.js";
 import { SystemPrompt } from "./system_prompt.js";
 import { Toast } from "./toast.js";
 
@@ -28,6 +32,7 @@ const EXAMPLES = [
   ["How serving works", "What is continuous batching?"],
   ["Text to JSON", "Extract the name and city as JSON: My name is Anna and I live in Lisbon."],
 ];
+const FORMAT_NAMES = { json: "JSON", schema: "JSON with a schema", choice: "One of these answers", regex: "Regular expression", grammar: "Grammar" };
 const NEAR_END_PX = 80;
 const SEARCH_WAIT_MS = 120;
 const WIDE = matchMedia("(min-width: 1181px)");
@@ -38,7 +43,8 @@ const store = new ConversationStore();
 const drafts = new Drafts();
 const toast = new Toast($("toast"));
 const panel = new StatsPanel(document);
-const drawer = new SettingsDrawer(document, settingsStore);
+const settings = new SettingsScope(settingsStore, store, () => current);
+const contextMeter = new ContextMeter(document);
 store.database.onProblem = showStorageProblem;
 await store.open(settingsStore.settings.system);
 const engine = new InferEngineSocket(new URL("v1/ws", location.href.replace(/^http/, "ws")).href, {
@@ -50,7 +56,7 @@ const conversationList = new ConversationList($("conversations"), $("conversatio
   open, remove, pin, save, redraw: drawConversations, rename: (conversation, title) => store.rename(conversation, title),
 });
 const storageDialog = new StorageDialog(document, store, drawAll);
-const answers = new Answers(engine, store, settingsStore, { changed, written, ended });
+const answers = new Answers(engine, store, settings, { changed, written, ended });
 const systemPrompt = new SystemPrompt(document, (text) => {
   if (current) store.setSystem(current, text);
   else newSystem = text;
@@ -65,6 +71,8 @@ let results = null;
 let searchTimer = 0;
 /** Answers that were being written when a page was left; null once they are resumed. */
 let pending = store.pending();
+const drawer = new SettingsDrawer(document, settings, new Presets(safeStorage()));
+const attachments = new Attachments(document, { maxBytes: () => engine.hello?.limits?.max_message_bytes ?? Infinity, onChange: drawComposer });
 let following = true; // the view stays at the end until the reader scrolls up
 
 // -- conversations ------------------------------------------------------------------------------------------------
@@ -78,6 +86,7 @@ async function open(conversation, message = null) {
   following = !message;
   document.body.classList.remove("sidebar-open");
   $("composer-input").value = drafts.get(current?.id ?? "");
+  attachments.open(current?.id ?? "");
   if (conversation && !pending) answers.followOtherTab(conversation);
   drawAll();
   grow();
@@ -172,11 +181,16 @@ async function search() {
 
 // -- requests and answers -------------------------------------------------------------------------------------------
 
-function send(text) {
+function send(text, files = []) {
   const isNew = !current;
-  current ??= store.create(text, newSystem ?? settingsStore.settings.system);
+  current ??= store.create(text || files[0].name, newSystem ?? settingsStore.settings.system, settings.ofNewChat());
   if (isNew) history.replaceState(null, "", `#${current.id}`);
-  ask(store.thread(current).leaf, [{ role: "user", content: text }]);
+  ask(store.thread(current).leaf, [userMessage(text, files)]);
+  attachments.open(current.id);
+}
+
+function userMessage(text, files = []) {
+  return { role: "user", content: text, ...(files.length && { files }) };
 }
 
 /** Add messages below `parent`, and let the model answer them. */
@@ -189,7 +203,7 @@ function ask(parent, added) {
 
 function edit(message, text) {
   answers.stop(current);
-  ask(message.parent, [{ role: "user", content: text }]);
+  ask(message.parent, [userMessage(text, message.files)]);
 }
 
 function retry(message) {
@@ -229,7 +243,10 @@ function changed(conversation) {
 }
 
 function written(conversation, message) {
-  if (conversation === current && path().at(-1) === message) messages.updateLast(message);
+  if (conversation === current && path().at(-1) === message) {
+    messages.updateLast(message);
+    drawContext();
+  }
 }
 
 function ended(conversation, message) {
@@ -245,7 +262,13 @@ function drawComposer() {
   const button = $("send");
   button.classList.toggle("busy", busy);
   button.setAttribute("aria-label", busy ? "Stop" : "Send");
-  button.disabled = !busy && !$("composer-input").value.trim();
+  button.disabled = !busy && !$("composer-input").value.trim() && !attachments.files.length;
+  drawContext();
+}
+
+function drawContext() {
+  const unsent = attachments.files.reduce((sum, { text }) => sum + text.length, $("composer-input").value.length);
+  contextMeter.show(path(), unsent, engine.hello?.model?.max_model_len ?? 0);
 }
 
 function grow() {
@@ -257,11 +280,12 @@ function grow() {
 
 /** Show the system prompt, the answer format and the tools under the message box. Each button opens its field. */
 function drawModes() {
-  const { json, schema, tools, system } = settingsStore.settings;
+  const { format, tools, model, system } = settings.settings;
   const modes = [];
   systemPrompt.show(current ? current.system ?? "" : newSystem ?? system);
   if (systemPrompt.text) modes.push([`System prompt: ${systemPrompt.text}`, () => systemPrompt.open()]);
-  if (json) modes.push([schema.trim() ? "JSON with a schema" : "JSON", () => drawer.openAt("json")]);
+  if (model) modes.push([model, () => drawer.openAt("model")]);
+  if (format !== "text") modes.push([FORMAT_NAMES[format], () => drawer.openAt(format === "json" ? "format" : format)]);
   try {
     const { length } = readTools(tools);
     if (length) modes.push([length === 1 ? "1 tool" : `${length} tools`, () => drawer.openAt("tools")]);
@@ -286,11 +310,12 @@ $("composer").addEventListener("submit", (event) => {
     return;
   }
   const text = input.value.trim();
-  if (!text) return;
+  const files = attachments.take();
+  if (!text && !files.length) return;
   drafts.set(current?.id ?? "", "");
   input.value = "";
   grow();
-  send(text);
+  send(text, files);
 });
 $("composer-input").addEventListener("input", () => {
   drafts.set(current?.id ?? "", $("composer-input").value);
@@ -407,7 +432,7 @@ $("toggle-theme").addEventListener("click", () => {
 });
 drawer.onChange = drawModes;
 settingsStore.onChange = () => {
-  drawer.show(settingsStore.settings);
+  drawer.show();
   engine.useKey(settingsStore.settings.key);
 };
 drawer.onClose = () => {
@@ -427,7 +452,8 @@ for (const [kind, text] of EXAMPLES) {
 
 function showEngine() {
   engineStatus.show();
-  drawer.showDefaults(engine.hello?.model?.defaults);
+  drawer.showModel(engine.hello?.model ?? {});
+  drawContext();
 }
 
 engine.addEventListener("hello", async () => {

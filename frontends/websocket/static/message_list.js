@@ -2,8 +2,10 @@
 /** The messages of the open conversation: builds and updates their elements. */
 
 import { drawCalls, drawReasoning, isJson, jsonElement, pretty } from "./answer_parts.js";
+import { filesElement } from "./composer/attachments.js";
 import { icon, make } from "./elements.js";
 import { renderMarkdown } from "./render_markdown.js";
+import { tokenView } from "./token_view.js";
 
 const MAX_DRAWING_SHARE = 0.3; // of the time, while an answer streams
 const UNSHOWN = new Set(["changed", "pending", "request", "parent", "created"]);
@@ -20,6 +22,7 @@ export class MessageList {
     this._isPlanned = false;
     this._nextDraw = 0;
     this._dirty = new Set();
+    this._asTokens = new Set(); // ids of messages whose tokens are shown instead of their text
   }
 
   /**
@@ -82,6 +85,8 @@ export class MessageList {
     if (message.role !== "assistant") {
       element.append(body);
       body.textContent = message.content;
+      body.hidden = !message.content;
+      if (message.files?.length) element.prepend(filesElement(message.files));
       element.append(this._userFoot(message, view));
     } else {
       Object.assign(view, { reasoning: make("div", "reasoning"), calls: make("div", "tool-calls") });
@@ -95,6 +100,12 @@ export class MessageList {
 
   _drawAnswer({ message, body, reasoning, calls, place }, busy) {
     const { content, toolCalls = [] } = message;
+    if (!busy && message.tokens && this._asTokens.has(message.id)) {
+      for (const other of [reasoning, calls]) other.hidden = true;
+      body.replaceChildren(tokenView(message.tokens));
+      body.hidden = false;
+      return;
+    }
     drawReasoning(reasoning, message.reasoning ?? "", busy && !content && !toolCalls.length);
     if (content && (message.json ? !toolCalls.length : !busy && isJson(content))) {
       body.replaceChildren(jsonElement(busy ? content : pretty(content)));
@@ -120,10 +131,32 @@ export class MessageList {
     foot.append(...this._versions(message, place));
     if (message.content) foot.append(button("Copy answer", "copy", (target) => this._actions.copy(message.content, target)));
     if (!message.failure) foot.append(button("Try again", "retry", () => this._actions.retry(message)));
+    if (message.tokens) foot.append(this._tokensButton(message));
     if (place.isLast && canContinue(message)) foot.append(button("Continue", "continue", () => this._actions.continueAnswer(message)));
     const line = figuresLine(message);
     if (line) foot.append(make("span", "figures-line", line));
     return foot;
+  }
+
+  _tokensButton(message) {
+    const isShown = this._asTokens.has(message.id);
+    const element = button(isShown ? "Show the text" : "Show the tokens", "tokens", () => {
+      if (!this._asTokens.delete(message.id)) this._asTokens.add(message.id);
+      this._redraw(message)?.querySelector("[data-tokens]")?.focus();
+    });
+    element.dataset.tokens = "";
+    element.setAttribute("aria-pressed", String(isShown));
+    return element;
+  }
+
+  /** Build the element of one message again. */
+  _redraw(message) {
+    const view = this._views.find((item) => item.message.id === message.id);
+    if (!view) return undefined;
+    const { element } = view;
+    Object.assign(view, this._build(view.message, view.place));
+    element.replaceWith(view.element);
+    return view.element;
   }
 
   /** ‹ 2/3 ›, where there is more than one version. */
@@ -162,7 +195,7 @@ export class MessageList {
     cancel.addEventListener("click", close);
     box.addEventListener("submit", (event) => {
       event.preventDefault();
-      if (input.value.trim()) this._actions.edit(message, input.value);
+      if (input.value.trim() || message.files) this._actions.edit(message, input.value);
     });
     input.addEventListener("keydown", (event) => {
       if (event.key === "Escape") close();

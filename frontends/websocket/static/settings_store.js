@@ -1,11 +1,12 @@
 // @ts-check
 /** The settings, stored in this browser and shared by all tabs of this page. Touches no element. */
 
+import { DEFAULT_SETTINGS as CHAT_DEFAULTS, readSettings } from "./settings/chat_settings.js";
+
 const KEY = "inferengine.settings";
 
-/** `schema` and `tools` as they were typed; see answer_format.js. A number that is null takes the model's default. */
-export const DEFAULT_SETTINGS = { system: "", temperature: null, top_p: null, top_k: null, max_tokens: null, seed: null,
-  json: false, schema: "", tools: "", tool_choice: "auto", key: "" };
+/** The settings of new chats, their system prompt, and the API key of all. */
+export const DEFAULT_SETTINGS = { ...CHAT_DEFAULTS, system: "", key: "" };
 
 /** Reads the settings at the start, and writes changes back. */
 export class SettingsStore {
@@ -35,18 +36,12 @@ export class SettingsStore {
 
   _read() {
     try {
-      return { ...DEFAULT_SETTINGS, ...JSON.parse(this._storage.getItem(KEY) ?? "{}") };
+      const { system = "", key = "", ...chat } = JSON.parse(this._storage.getItem(KEY) ?? "{}");
+      return { ...readSettings(chat), system: String(system), key: String(key) };
     } catch {
       return { ...DEFAULT_SETTINGS };
     }
   }
-}
-
-/** The sampling parameters of a request: the settings that are set. */
-export function paramsOf(settings) {
-  const params = {};
-  for (const name of ["temperature", "top_p", "top_k", "max_tokens", "seed"]) if (settings[name] !== null) params[name] = settings[name];
-  return params;
 }
 
 /** localStorage where it is allowed, else a Map that lasts as long as the page. */

@@ -19,7 +19,7 @@ const SNIPPET_CHARACTERS = 110;
 /** @typedef {import("./thread.js").Message} Message */
 /**
  * @typedef {{ id: string, title: string, created: number, updated: number, changed?: number, pinned?: boolean,
- *   system?: string, leaf: string | null, deleted?: number }} Conversation
+ *   system?: string, settings?: object, leaf: string | null, deleted?: number }} Conversation
  */
 
 /** All conversations, and the messages of those that were opened. */
@@ -87,9 +87,9 @@ export class ConversationStore {
   // -- changes ------------------------------------------------------------------------------------------------------
 
   /** Add a conversation, titled after its first message. */
-  create(firstText, system) {
+  create(firstText, system, settings = {}) {
     const now = this._now();
-    const conversation = { id: newRequestId(), title: titleOf(firstText), created: now, updated: now, system, leaf: null };
+    const conversation = { id: newRequestId(), title: titleOf(firstText), created: now, updated: now, system, settings, leaf: null };
     this._keep(conversation, []);
     this._byId.set(conversation.id, conversation);
     return conversation; // stored with its first message
@@ -139,6 +139,11 @@ export class ConversationStore {
   /** Set the system prompt of a conversation. */
   setSystem(conversation, system) {
     this._change(conversation, { system });
+  }
+
+  /** Set what the next answers of a conversation are asked for with; see settings/chat_settings.js. */
+  setSettings(conversation, settings) {
+    this._change(conversation, { settings });
   }
 
   /** Delete a conversation. It can be restored for 30 days. */

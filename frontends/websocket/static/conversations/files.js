@@ -1,6 +1,10 @@
 // @ts-check
 /** Conversations as files: JSON to export and import everything, Markdown to read. */
 
+import { readFiles, withFiles } from "../composer/attached_files.js";
+import { changedSettings, readSettings } from "../settings/chat_settings.js";
+import { readTokens } from "../token_view.js";
+
 const FORMAT = "inferengine.conversations";
 const VERSION = 1;
 const ROLES = ["user", "assistant", "tool"];
@@ -43,6 +47,7 @@ function readConversation(item, place) {
     updated: number(item.updated, `${place}.updated`),
     pinned: item.pinned === true,
     system: item.system === undefined ? "" : string(item.system, `${place}.system`),
+    ...(item.settings && { settings: changedSettings(readSettings(item.settings)) }),
     leaf: known.has(item.leaf) ? item.leaf : messages.at(-1)?.id ?? null,
     messages,
   };
@@ -59,6 +64,8 @@ function readMessage(item, place) {
   string(item.content, `${place}.content`);
   for (const name of TEXTS) if (item[name] !== undefined) message[name] = string(item[name], `${place}.${name}`);
   if (item.json === true) message.json = true;
+  if (item.files !== undefined) message.files = readFiles(item.files, `${place}.files`);
+  if (item.tokens !== undefined) message.tokens = readTokens(item.tokens, `${place}.tokens`);
   if (item.figures) message.figures = Object.fromEntries(NUMBERS.filter((name) => Number.isFinite(item.figures[name])).map((name) => [name, item.figures[name]]));
   if (item.toolCalls !== undefined) {
     message.toolCalls = list(item.toolCalls, `${place}.toolCalls`).map((call, index) => ({
@@ -98,7 +105,7 @@ export function toMarkdown({ title, system = "" }, path) {
   for (const message of path) {
     if (message.role === "tool") parts.push("## Tool result", fenced(message.content));
     else parts.push(message.role === "user" ? "## You" : "## Answer");
-    if (message.role !== "tool" && message.content) parts.push(message.json ? fenced(message.content, "json") : message.content.trim());
+    if (message.role !== "tool" && (message.content || message.files)) parts.push(message.json ? fenced(message.content, "json") : withFiles(message.content.trim(), message.files));
     for (const call of message.toolCalls ?? []) parts.push(`Calls \`${call.name}\`:`, fenced(call.arguments, "json"));
   }
   return `${parts.join("\n\n")}\n`;

@@ -4,9 +4,10 @@
 /**
  * @typedef {{ id: string, conversation: string, parent: string | null, created: number, changed?: number,
  *   role: "user" | "assistant" | "tool", content: string, figures?: object, finishReason?: string, json?: boolean,
- *   reasoning?: string, toolCalls?: { id: string, name: string, arguments: string }[], callId?: string,
+ *   reasoning?: string, toolCalls?: { id: string, name: string, arguments: string }[], callId?: string, files?: { name: string, text: string }[],
+ *   tokens?: [string, number, [string, number][]][],
  *   failure?: { message: string, remedy?: string }, request?: string,
- *   pending?: { requestId: string, params: object, cursor?: number, contextIds?: string[], accepted?: boolean } }} Message
+ *   pending?: { requestId: string, params: object, cursor?: number, contextIds?: string[], accepted?: boolean, promptTokens?: number } }} Message
  */
 
 /** Messages by id, and the one at the end of the branch that is shown. */
