@@ -245,6 +245,8 @@ RESPONSE_EVENTS: dict[str, list[tuple[str, Any]]] = {
     "response.reasoning_text.done": [*_IN_CONTENT, ("text", str)],
     "response.function_call_arguments.delta": [*_IN_ITEM, ("delta", str)],
     "response.function_call_arguments.done": [*_IN_ITEM, ("name", str), ("arguments", str)],
+    "response.custom_tool_call_input.delta": [*_IN_ITEM, ("delta", str)],
+    "response.custom_tool_call_input.done": [*_IN_ITEM, ("input", str)],
     "response.output_item.done": [("output_index", int), ("item", dict[str, Any])],
     "response.completed": [("response", ResponseAnswer)],
     "response.incomplete": [("response", ResponseAnswer)],

@@ -25,7 +25,7 @@ from frontends.http import ollama
 from frontends.http.anthropic import count_tokens, messages
 from frontends.http.metrics import HttpMetrics
 from frontends.http.middleware import AliasMiddleware, AnthropicMiddleware, AuthMiddleware, RequestMiddleware
-from frontends.http.openai import responses, stored_chat
+from frontends.http.openai import conversations, responses, stored_chat
 from frontends.http.openai.chat import chat_completions
 from frontends.http.openai.completions import completions
 from frontends.http.openai.embeddings import embeddings
@@ -56,9 +56,19 @@ ROUTES = (
     Route("/v1/chat/completions/{id}", stored_chat.delete, methods=["DELETE"]),
     Route("/v1/chat/completions/{id}/messages", stored_chat.messages),
     Route("/v1/responses", responses.create, methods=["POST"]),
+    Route("/v1/responses/input_tokens", responses.input_tokens, methods=["POST"]),
     Route("/v1/responses/{id}", responses.get),
     Route("/v1/responses/{id}", responses.delete, methods=["DELETE"]),
     Route("/v1/responses/{id}/cancel", responses.cancel, methods=["POST"]),
+    Route("/v1/responses/{id}/input_items", responses.input_items),
+    Route("/v1/conversations", conversations.create, methods=["POST"]),
+    Route("/v1/conversations/{id}", conversations.get),
+    Route("/v1/conversations/{id}", conversations.update, methods=["POST"]),
+    Route("/v1/conversations/{id}", conversations.delete, methods=["DELETE"]),
+    Route("/v1/conversations/{id}/items", conversations.items),
+    Route("/v1/conversations/{id}/items", conversations.add_items, methods=["POST"]),
+    Route("/v1/conversations/{id}/items/{item}", conversations.item),
+    Route("/v1/conversations/{id}/items/{item}", conversations.delete_item, methods=["DELETE"]),
     Route("/v1/messages", messages, methods=["POST"]),
     Route("/v1/messages/count_tokens", count_tokens, methods=["POST"]),
     Route("/v1/embeddings", embeddings, methods=["POST"]),

@@ -52,6 +52,7 @@ def texts_or_ids(limit: str) -> Schema:
     return {"anyOf": [TEXT, array(TEXT, least=1, most=most), ids, array(ids, least=1, most=most)]}
 
 
+CONVERSATION_ID: Schema = {"anyOf": [STRING, {"type": "object", "properties": {"id": STRING}, "required": ["id"]}]}
 PREDICTION: Schema = {
     "type": "object",
     "properties": {
@@ -350,9 +351,18 @@ class ResponsesFields(msgspec.Struct, frozen=True):
             schema={"type": "object", "properties": {"format": OBJECT}},
         ),
     ] = {}
-    tools: Annotated[Any, about("functions that may be called", schema=array(OBJECT))] = None
+    conversation: Annotated[
+        Any,
+        about("a conversation, by id: its items come before, and this answer's are added", schema=CONVERSATION_ID),
+    ] = None
+    tools: Annotated[
+        Any, about("tools of type function, custom and namespace that may be called", schema=array(OBJECT))
+    ] = None
     tool_choice: Annotated[Any, about("whether, or which", schema=TOOL_CHOICE)] = None
     parallel_tool_calls: Annotated[bool, about("more than one call in an answer")] = True
+    max_tool_calls: Annotated[
+        Positive | None, about("most calls of the server's own tools, of which there are none")
+    ] = None
     reasoning: Annotated[dict[str, Any], about("effort: given to the chat template")] = {}
     truncation: Annotated[
         Literal["auto", "disabled"], about("auto: drop the beginning of a conversation that is too long")
@@ -363,6 +373,18 @@ class ResponsesFields(msgspec.Struct, frozen=True):
     stream: Annotated[bool, about("answer as events")] = False
     include: Annotated[tuple[str, ...], about("message.output_text.logprobs")] = ()
     top_logprobs: Annotated[Alternatives, about("alternatives per token")] = 0
+
+
+class ConversationFields(MetadataFields, frozen=True):
+    """Of /v1/conversations."""
+
+    items: Annotated[Any, about("what it begins with", schema=array(OBJECT))] = None
+
+
+class ConversationItemsFields(msgspec.Struct, frozen=True):
+    """Of /v1/conversations/{id}/items."""
+
+    items: Annotated[Any, about("messages, calls and their outputs", schema=array(OBJECT, least=1))]
 
 
 class MessagesPromptFields(msgspec.Struct, frozen=True):

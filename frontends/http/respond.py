@@ -131,7 +131,7 @@ class EventStream(Response):
             response = EventSourceResponse(
                 self._relay(scope.get("plain_send", send), scope["request_id"]),
                 ping=self._service.config.http.keep_alive_s,
-                ping_message_factory=_keep_alive,
+                ping_message_factory=keep_alive,
                 sep="\n",
             )
             await response(scope, receive, send)
@@ -179,7 +179,8 @@ class EventStream(Response):
         return None
 
 
-def _keep_alive() -> ServerSentEvent:
+def keep_alive() -> ServerSentEvent:
+    """Return the comment that keeps an idle stream's connection open."""
     return ServerSentEvent(comment="keep-alive", sep="\n")
 
 

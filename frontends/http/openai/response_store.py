@@ -19,7 +19,7 @@ import shutil
 import sqlite3
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,6 +37,7 @@ FOLDER_PREFIX = "inferengine-responses-"
 FILE_NAME = "responses.sqlite3"
 MEMORY = Path("/dev/shm")
 LOCK_WAIT_S = 30.0
+EVENT_END = b"\n\n"
 PAGE_BYTES = 4096
 MIN_PAGES = 64
 
@@ -53,6 +54,14 @@ CREATE TABLE responses (
     written_s REAL NOT NULL,
     UNIQUE (tenant, id)
 );
+CREATE TABLE events (
+    tenant TEXT NOT NULL,
+    id TEXT NOT NULL,
+    first INTEGER NOT NULL,
+    num_events INTEGER NOT NULL,
+    data BLOB NOT NULL,
+    PRIMARY KEY (tenant, id, first)
+);
 CREATE INDEX by_age ON responses (written_s, number);
 CREATE TABLE totals (num_records INTEGER NOT NULL, num_bytes INTEGER NOT NULL);
 INSERT INTO totals VALUES (0, 0);
@@ -64,6 +73,16 @@ CREATE TRIGGER replaced AFTER UPDATE OF num_bytes ON responses BEGIN
 END;
 CREATE TRIGGER removed AFTER DELETE ON responses BEGIN
     UPDATE totals SET num_records = num_records - 1, num_bytes = num_bytes - old.num_bytes;
+    DELETE FROM events WHERE tenant = old.tenant AND id = old.id;
+END;
+CREATE TRIGGER deleted AFTER UPDATE OF record ON responses WHEN new.record IS NULL BEGIN
+    DELETE FROM events WHERE tenant = new.tenant AND id = new.id;
+END;
+CREATE TRIGGER events_added AFTER INSERT ON events BEGIN
+    UPDATE totals SET num_bytes = num_bytes + length(new.data);
+END;
+CREATE TRIGGER events_removed AFTER DELETE ON events BEGIN
+    UPDATE totals SET num_bytes = num_bytes - length(old.data);
 END;
 COMMIT;
 """
@@ -78,6 +97,11 @@ READ_ALL = "SELECT record FROM responses WHERE tenant = ? AND id GLOB ? AND reco
 REMOVE = "DELETE FROM responses WHERE tenant = ? AND id = ?"
 REMOVE_OLD = "DELETE FROM responses WHERE written_s <= ?"
 REMOVE_OLDEST = "DELETE FROM responses WHERE number = (SELECT number FROM responses ORDER BY written_s, number LIMIT 1)"
+WRITE_EVENTS = """
+INSERT INTO events (tenant, id, first, num_events, data) SELECT tenant, id, ?, ?, ? FROM responses
+WHERE tenant = ? AND id = ? AND record IS NOT NULL
+"""
+READ_EVENTS = "SELECT first, data FROM events WHERE tenant = ? AND id = ? AND first + num_events > ? ORDER BY first"
 TOTALS = "SELECT num_records, num_bytes FROM totals"
 
 Result = TypeVar("Result")
@@ -85,14 +109,17 @@ Result = TypeVar("Result")
 
 @dataclass
 class StoredResponse:
-    """One response. `messages`: the conversation that led to it. While it is made in the background: `task` in the
-    worker that makes it, and `request_id`, the engine's, by which any worker can end it."""
+    """One response, with the `items` that it answers; or a chat completion, with its messages; or a conversation.
+    While a response is made in the background: `task` and `log`, its events, in the worker that makes it, and
+    `request_id`, the engine's, by which any worker can end it."""
 
     tenant: str
-    messages: list[dict[str, Any]]
+    items: list[dict[str, Any]]
     document: dict[str, Any]
     request_id: bytes = b""
+    has_events: bool = False  # its events are kept too
     task: asyncio.Task[None] | None = None
+    log: object | None = None
     cancel: Callable[[], None] = field(default=lambda: None)
 
     @property
@@ -141,6 +168,20 @@ class ResponseStore:
         else:
             self._making[stored.name] = stored
         self._thread.submit(self._write, stored.name, _to_record(stored))
+
+    def append(self, name: tuple[str, str], items: list[dict[str, Any]]) -> None:
+        """Add items to a conversation, whichever worker has added to it before. Returns at once."""
+        if not self._is_closed:
+            self._thread.submit(self._append, name, items)
+
+    def put_events(self, name: tuple[str, str], first: int, events: Sequence[bytes]) -> None:
+        """Keep events of a response, numbered from `first`, as long as the response itself. Returns at once."""
+        if not self._is_closed:
+            self._thread.submit(self._write_events, name, first, events)
+
+    async def events(self, name: tuple[str, str], first: int) -> list[bytes]:
+        """Return the events that are kept of a response, from number `first` on."""
+        return await self._run(self._read_events, name, first)
 
     async def saved(self) -> None:
         """Return when every worker sees what this one has put."""
@@ -214,6 +255,36 @@ class ResponseStore:
         """The records of a tenant whose ids begin with `prefix`."""
         return [record for (record,) in self._database().execute(READ_ALL, (tenant, f"{prefix}*"))]
 
+    def _append(self, name: tuple[str, str], items: list[dict[str, Any]]) -> None:
+        """Read, add and write as one transaction."""
+
+        def add(database: sqlite3.Connection) -> None:
+            row = database.execute(READ, name).fetchone()
+            if row is None or row[0] is None:
+                return
+            record = json.loads(row[0])
+            record["items"] += items
+            content = json.dumps(record)
+            database.execute(WRITE, (*name, content, len(content), self._clock()))
+
+        try:
+            self._transact(add)
+        except sqlite3.Error as error:
+            logger.error("a conversation cannot be kept", extra={"fields": {"error": str(error)}})
+
+    def _write_events(self, name: tuple[str, str], first: int, events: Sequence[bytes]) -> None:
+        try:
+            self._change(WRITE_EVENTS, (first, len(events), b"".join(events), *name))
+        except sqlite3.Error as error:
+            logger.error("the events of a response cannot be kept", extra={"fields": {"error": str(error)}})
+
+    def _read_events(self, name: tuple[str, str], first: int) -> list[bytes]:
+        events: list[bytes] = []
+        for begin, data in self._database().execute(READ_EVENTS, (*name, first)):
+            batch = [part + EVENT_END for part in data.split(EVENT_END)[:-1]]
+            events += batch[max(0, first - begin) :]
+        return events
+
     def _write(self, name: tuple[str, str], record: dict[str, Any]) -> None:
         try:
             database = self._database()
@@ -232,11 +303,14 @@ class ResponseStore:
         self._change("UPDATE responses SET record = NULL, num_bytes = 0 WHERE tenant = ? AND id = ?", name)
 
     def _change(self, statement: str, values: tuple[Any, ...]) -> None:
+        self._transact(lambda database: database.execute(statement, values))
+
+    def _transact(self, work: Callable[[sqlite3.Connection], object]) -> None:
         """Run it, and remove what exceeds the bounds then, as one transaction."""
         database = self._database()
         database.execute("BEGIN IMMEDIATE")
         try:
-            database.execute(statement, values)
+            work(database)
             database.execute(REMOVE_OLD, (self._clock() - self._keep_s,))
             while True:
                 num_records, num_bytes = database.execute(TOTALS).fetchone()
@@ -259,17 +333,18 @@ def _connect(path: str) -> sqlite3.Connection:
 
 def _to_record(stored: StoredResponse) -> dict[str, Any]:
     return {
-        "messages": stored.messages,
+        "items": stored.items,
         "document": stored.document,
         "request_id": stored.request_id.hex(),
         "process": os.getpid(),
+        "has_events": stored.has_events,
     }
 
 
 def _from_record(tenant: str, record: dict[str, Any]) -> StoredResponse:
     """One whose worker died while it was made has failed with it."""
     request_id = bytes.fromhex(record["request_id"])
-    stored = StoredResponse(tenant, record["messages"], record["document"], request_id=request_id)
+    stored = StoredResponse(tenant, record["items"], record["document"], request_id, record["has_events"])
     if stored.unfinished and not is_alive(record["process"]):
         error = {"code": "server_error", "message": "The server stopped while it made this response."}
         stored.document = {**stored.document, "status": "failed", "error": error}

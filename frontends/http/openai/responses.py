@@ -1,6 +1,7 @@
-"""OpenAI's Responses API, for text and functions: create, whole, streamed or in the background; get, cancel, delete.
+"""OpenAI's Responses API for text and the client's own tools: create, whole, streamed or in the background; read again,
+read on, cancel, delete.
 
-A body becomes one of the chat API; `previous_response_id` puts a stored conversation before it.
+A body becomes one of the chat API; `previous_response_id` and `conversation` put what was said before it.
 """
 
 from __future__ import annotations
@@ -11,22 +12,30 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable
 from functools import wraps
-from typing import Any
+from typing import Any, NamedTuple
 
+from sse_starlette import EventSourceResponse
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Message
 
 from frontends.common.auth import tenant_of
+from frontends.common.chat import read_chat_prompt
 from frontends.common.errors import rename_field, report, unexpected
 from frontends.common.generation import Generation
 from frontends.common.json import read_fields
 from frontends.http.bodies import ResponsesFields, read_json
 from frontends.http.openai.chat import ChatRequest, read_chat
-from frontends.http.openai.request_fields import SAMPLING
-from frontends.http.openai.response_store import StoredResponse
-from frontends.http.openai.responses_format import ResponsesFormat, as_messages
-from frontends.http.respond import JsonBytes, answer
+from frontends.http.openai.conversations import conversation_of
+from frontends.http.openai.request_fields import SAMPLING, check_model
+from frontends.http.openai.response_events import EventLog, read_events
+from frontends.http.openai.response_store import ResponseStore, StoredResponse
+from frontends.http.openai.responses_format import ResponsesFormat
+from frontends.http.openai.responses_input import Item, as_messages, lookup_in, read_items, with_ids
+from frontends.http.openai.responses_tools import ResponseTools, read_response_choice, read_response_tools
+from frontends.http.openai.stored_chat import page
+from frontends.http.respond import JsonBytes, answer, keep_alive
+from frontends.http.routes.tokenize import MAX_TOKENS
 from frontends.http.state import HttpState
 from inferengine.errors import InferEngineError, InvalidRequest
 
@@ -52,57 +61,88 @@ def with_own_names(endpoint: Endpoint) -> Endpoint:
     return wrapped
 
 
+class Asked(NamedTuple):
+    """A body, read. `before`: the items of the conversation so far, `items`: the request's own, `chat`: the body of the
+    chat API that both make."""
+
+    fields: ResponsesFields
+    before: list[Item]
+    items: list[Item]
+    tools: ResponseTools
+    chat: dict[str, Any]
+    conversation: StoredResponse | None
+
+
 @with_own_names
 async def create(request: Request) -> Response:
     """OpenAI's Responses: whole, as events, or in the background."""
     service: HttpState = request.app.state.service
+    store, tenant = service.responses, tenant_of(request.scope)
     body = await read_json(request, service.config.http.max_body_bytes)
-    tenant = tenant_of(request.scope)
-    fields = read_fields(ResponsesFields, {"input": "", **body}, service.config.limits)
-    background, store = fields.background, fields.store
-    if background and fields.stream:
-        raise InvalidRequest("background", "cannot be streamed: ask for the response later", code="unsupported")
-    if background and not store:
+    asked = await _read(service, body, tenant)
+    fields = asked.fields
+    if fields.background and not fields.store:
         raise InvalidRequest("store", "must be true for a response in the background")
-    messages = read_input(body)
-    if (previous := fields.previous_response_id) is not None:
-        try:
-            before = await service.responses.get(previous, tenant)
-        except InferEngineError as error:
-            error.field = "previous_response_id"
-            raise
-        if before.unfinished:
-            raise InvalidRequest("previous_response_id", "is not finished yet")
-        messages = [*before.messages, *as_messages(before.document["output"]), *messages]
-    chat = await read_chat(service, to_chat(body, fields, messages), request.scope["request_id"])
-    envelope = _envelope(body, fields, chat)
+    chat = await read_chat(service, asked.chat, request.scope["request_id"])
+    envelope = _envelope(body, asked, chat)
+    items = with_ids(asked.items, envelope["id"])
+    stored = StoredResponse(tenant, [*asked.before, *items], envelope)
 
     def keep(document: dict[str, Any]) -> None:
-        if store:
-            service.responses.put(StoredResponse(tenant, messages, document))
+        if fields.store:
+            stored.document = document
+            store.put(stored)
+        if asked.conversation is not None and document["status"] in ("completed", "incomplete"):
+            store.append(asked.conversation.name, [*items, *document["output"]])
 
     generation = chat.generation(service, request)
-    format = ResponsesFormat(chat, envelope, keep)
-    if background:
-        return await _in_background(service, generation, format, StoredResponse(tenant, messages, envelope))
-    stream = chat.answer.streaming.stream
-    return await answer(
-        service, request, generation, format, stream=stream, before_end=service.responses.saved if store else None
-    )
+    if fields.background:
+        log = EventLog(store, stored.name) if fields.stream else None
+        add = None if log is None else log.add
+        return await _in_background(
+            service, generation, ResponsesFormat(chat, envelope, keep, asked.tools.origins, add), stored, log
+        )
+    format = ResponsesFormat(chat, envelope, keep, asked.tools.origins)
+    saved = store.saved if fields.store or asked.conversation is not None else None
+    return await answer(service, request, generation, format, stream=fields.stream, before_end=saved)
+
+
+@with_own_names
+async def input_tokens(request: Request) -> Response:
+    """The tokens that the prompt of /v1/responses would have."""
+    service: HttpState = request.app.state.service
+    body = await read_json(request, service.config.http.max_body_bytes)
+    asked = await _read(service, body, tenant_of(request.scope))
+    served = await service.model.get()
+    check_model(asked.chat, served)
+    prompt = await read_chat_prompt(asked.chat, served, service.config, most=MAX_TOKENS)
+    return JsonBytes({"object": "response.input_tokens", "input_tokens": len(prompt.prompt_ids)})
 
 
 async def get(request: Request) -> Response:
-    """A stored response."""
+    """A stored response; `?stream=true` its events, from `starting_after` on."""
     service: HttpState = request.app.state.service
-    if request.query_params.get("stream") == "true":
-        raise InvalidRequest("stream", "a stored response is not streamed", code="unsupported")
-    return JsonBytes((await service.responses.get(request.path_params["id"], tenant_of(request.scope))).document)
+    stored = await _stored(request)
+    if request.query_params.get("stream") != "true":
+        return JsonBytes(stored.document)
+    after = request.query_params.get("starting_after", "-1")
+    if not after.removeprefix("-").isdecimal() or len(after) > 9:
+        raise InvalidRequest("starting_after", "must be the sequence_number of an event")
+    if not stored.has_events:
+        message = "only responses made with background and stream are streamed again"
+        raise InvalidRequest("stream", message, code="unsupported")
+    return _stream(service, stored, int(after) + 1)
+
+
+async def input_items(request: Request) -> Response:
+    """The items that a stored response answers, those of the conversation before it included."""
+    return JsonBytes(page((await _stored(request)).items, request.query_params, order="desc"))
 
 
 async def cancel(request: Request) -> Response:
     """End a response that is made in the background; one that has ended stays as it is."""
     service: HttpState = request.app.state.service
-    stored = await service.responses.get(request.path_params["id"], tenant_of(request.scope))
+    stored = await _stored(request)
     if not stored.document.get("background"):
         raise InvalidRequest("id", "only responses made in the background can be cancelled")
     if stored.task is not None:
@@ -110,20 +150,69 @@ async def cancel(request: Request) -> Response:
         await asyncio.wait([stored.task])
     elif stored.unfinished:
         await _cancel_elsewhere(service, stored)
-    return JsonBytes((await service.responses.get(request.path_params["id"], tenant_of(request.scope))).document)
+    return JsonBytes((await _stored(request)).document)
 
 
 async def delete(request: Request) -> Response:
     """Forget a stored response."""
     service: HttpState = request.app.state.service
-    stored = await service.responses.delete(request.path_params["id"], tenant_of(request.scope))
+    stored = await _stored(request)
+    await service.responses.delete(stored.name[1], stored.tenant)
     if stored.unfinished and stored.task is None:  # after that: its worker keeps what is not deleted
         service.engines.cancel_request(stored.request_id)
     return JsonBytes({"id": request.path_params["id"], "object": "response", "deleted": True})
 
 
+async def _stored(request: Request) -> StoredResponse:
+    service: HttpState = request.app.state.service
+    name = request.path_params["id"]
+    if not name.startswith("resp_"):
+        raise InferEngineError("not_found", "There is no such response: they are kept for an hour.")
+    return await service.responses.get(name, tenant_of(request.scope))
+
+
+async def _read(service: HttpState, body: dict[str, Any], tenant: str) -> Asked:
+    fields = read_fields(ResponsesFields, {"input": "", **body}, service.config.limits)
+    for name, idle in REFUSED.items():
+        if body.get(name) is not None and body[name] not in idle:
+            raise InvalidRequest(name, "is not supported by this engine: leave it out", code="unsupported")
+    items = await read_items(body.get("input"), lookup_in(service.responses, tenant))
+    conversation = await conversation_of(service.responses, tenant, fields.conversation)
+    before = list(conversation.items) if conversation is not None else []
+    if fields.previous_response_id is not None:
+        if conversation is not None:
+            raise InvalidRequest("conversation", "cannot be combined with previous_response_id")
+        before = await _before(service.responses, tenant, fields.previous_response_id)
+    tools = read_response_tools(fields.tools, fields.tool_choice)
+    return Asked(fields, before, items, tools, to_chat(body, fields, tools, as_messages(before, items)), conversation)
+
+
+async def _before(store: ResponseStore, tenant: str, name: str) -> list[Item]:
+    """What a stored response answers, and what it says."""
+    try:
+        stored = await store.get(name, tenant)
+    except InferEngineError as error:
+        error.field = "previous_response_id"
+        raise
+    if stored.unfinished:
+        raise InvalidRequest("previous_response_id", "is not finished yet")
+    if stored.document.get("object") != "response":
+        raise InvalidRequest("previous_response_id", "is not the id of a response")
+    return [*stored.items, *stored.document["output"]]
+
+
+def _stream(service: HttpState, stored: StoredResponse, first: int) -> Response:
+    """The events of a response that is made in the background. Nothing happens to it when a reader leaves."""
+    return EventSourceResponse(
+        read_events(service.responses, stored, max(0, first)),
+        ping=service.config.http.keep_alive_s,
+        ping_message_factory=keep_alive,
+        sep="\n",
+    )
+
+
 async def _in_background(
-    service: HttpState, generation: Generation, format: ResponsesFormat, stored: StoredResponse
+    service: HttpState, generation: Generation, format: ResponsesFormat, stored: StoredResponse, log: EventLog | None
 ) -> Response:
     """Answer at once; the response is made when the engine gets to it, whether anybody asks for it or not."""
     try:
@@ -134,11 +223,12 @@ async def _in_background(
     stored.document = {**stored.document, "status": "queued"}
     stored.request_id = generation.submissions[0].id
     stored.cancel = generation.cancel
+    stored.log, stored.has_events = log, log is not None
     stored.task = asyncio.create_task(_make(service, generation, format, stored))
     service.responses.put(stored)
     queued = stored.document
     await service.responses.saved()
-    return JsonBytes(queued)
+    return JsonBytes(queued) if log is None else _stream(service, stored, 0)
 
 
 async def _make(service: HttpState, generation: Generation, format: ResponsesFormat, stored: StoredResponse) -> None:
@@ -146,15 +236,28 @@ async def _make(service: HttpState, generation: Generation, format: ResponsesFor
     service.responses.put(stored)
     try:
         with service.call(generation, _no_disconnect):
-            outputs = await generation.collect()
-            await generation.settle()
-        format.document(outputs, generation.usage())
+            if stored.log is None:
+                outputs = await generation.collect()
+                await generation.settle()
+                format.document(outputs, generation.usage())
+            else:
+                await _make_events(generation, format)
     except InferEngineError as error:
         report(error, stored.request_id.hex())
         format.failure(error)
     except Exception:
         logger.exception("a response in the background failed")
         format.failure(unexpected())
+
+
+async def _make_events(generation: Generation, format: ResponsesFormat) -> None:
+    format.begin()
+    async for choice, pieces in generation.merged():
+        format.events(generation, choice, pieces)
+        if (error := pieces[-1].error) is not None:
+            raise generation.error or error
+    await generation.settle()
+    format.end(generation)
 
 
 async def _cancel_elsewhere(service: HttpState, stored: StoredResponse) -> None:
@@ -171,19 +274,22 @@ async def _no_disconnect() -> Message:
     return await asyncio.get_running_loop().create_future()  # type: ignore[no-any-return]
 
 
-def _envelope(body: dict[str, Any], fields: ResponsesFields, chat: ChatRequest) -> dict[str, Any]:
+def _envelope(body: dict[str, Any], asked: Asked, chat: ChatRequest) -> dict[str, Any]:
     """What a response repeats of its request."""
-    label = chat.options.label
+    label, fields, conversation = chat.options.label, asked.fields, asked.conversation
+    own = len(label) == 32 and all(character in "0123456789abcdef" for character in label)
     return {
-        "id": f"resp_{label if len(label) == 32 else secrets.token_hex(16)}",
+        "id": f"resp_{label if own else secrets.token_hex(16)}",
         "object": "response",
         "created_at": int(time.time()),
         "status": "in_progress",
         "background": fields.background,
+        "conversation": None if conversation is None else {"id": conversation.document["id"]},
         "error": None,
         "incomplete_details": None,
         "instructions": body.get("instructions"),
         "max_output_tokens": body.get("max_output_tokens"),
+        "max_tool_calls": fields.max_tool_calls,
         "metadata": fields.metadata,
         "model": chat.served.name,
         "output": [],
@@ -194,7 +300,8 @@ def _envelope(body: dict[str, Any], fields: ResponsesFields, chat: ChatRequest) 
         "temperature": chat.params.temperature,
         "text": body.get("text") or {"format": {"type": "text"}},
         "tool_choice": body.get("tool_choice") or "auto",
-        "tools": body.get("tools") or [],
+        "tools": asked.tools.tools,
+        "top_logprobs": fields.top_logprobs,
         "top_p": chat.params.top_p,
         "truncation": body.get("truncation") or "disabled",
         "usage": None,
@@ -215,32 +322,16 @@ NAMES = {
     "messages": "input",
 }
 REFUSED: dict[str, tuple[Any, ...]] = {
-    "conversation": (),
     "prompt": (),
-    "max_tool_calls": (),
     "n": (1,),
     "context_management": ([],),
 }
 
 
-def read_input(body: dict[str, Any]) -> list[dict[str, Any]]:
-    """`input` as chat messages: a text, or a list of messages, calls and their outputs."""
-    value = body.get("input")
-    if isinstance(value, str) and value:
-        return [{"role": "user", "content": value}]
-    if not isinstance(value, list) or not value:
-        raise InvalidRequest("input", "must be a text or a list of items, not empty")
-    messages: list[dict[str, Any]] = []
-    for place, item in enumerate(value):
-        _add_item(item, messages, f"input[{place}]")
-    return messages or [{"role": "user", "content": ""}]
-
-
-def to_chat(body: dict[str, Any], fields: ResponsesFields, messages: list[dict[str, Any]]) -> dict[str, Any]:
-    """Make the chat request of `messages`, those of `input` and of the conversation before it. `fields`: of `body`."""
-    for name, idle in REFUSED.items():
-        if body.get(name) is not None and body[name] not in idle:
-            raise InvalidRequest(name, "is not supported by this engine: leave it out", code="unsupported")
+def to_chat(
+    body: dict[str, Any], fields: ResponsesFields, tools: ResponseTools, messages: list[dict[str, Any]]
+) -> dict[str, Any]:
+    """Make the chat request of `messages`, those of `input` and of the conversation before it."""
     system = [{"role": "system", "content": fields.instructions}] if fields.instructions else []
     chat: dict[str, Any] = {name: body[name] for name in PASSED_ON if body.get(name) is not None}
     chat |= {"messages": [*system, *messages], "max_tokens": fields.max_output_tokens}
@@ -252,41 +343,11 @@ def to_chat(body: dict[str, Any], fields: ResponsesFields, messages: list[dict[s
         chat |= {"logprobs": True, "top_logprobs": fields.top_logprobs}
     if fields.truncation == "auto":
         chat["truncate_prompt_tokens"] = -1
-    _add_tools(chat, body)
+    if tools.definitions:
+        chat["tools"] = tools.definitions
+    if (choice := read_response_choice(fields.tool_choice)) is not None:
+        chat["tool_choice"] = choice
     return chat
-
-
-def _add_item(item: Any, messages: list[dict[str, Any]], path: str) -> None:
-    if not isinstance(item, dict):
-        raise InvalidRequest(path, "must be an object with a type, such as message")
-    kind = item.get("type", "message")
-    if kind == "message":
-        messages.append({"role": item.get("role"), "content": _content(item.get("content"), f"{path}.content")})
-    elif kind == "function_call":
-        function = {"name": item.get("name"), "arguments": item.get("arguments")}
-        call = {"id": item.get("call_id"), "type": "function", "function": function}
-        if not messages or messages[-1]["role"] != "assistant":
-            messages.append({"role": "assistant", "content": ""})
-        messages[-1].setdefault("tool_calls", []).append(call)
-    elif kind == "function_call_output":
-        content = _content(item.get("output"), f"{path}.output")
-        messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": content})
-    elif kind != "reasoning":  # what a model thought in earlier turns is not shown to it again
-        raise InvalidRequest(path, f"items of type {str(kind)[:40]} cannot be read", code="unsupported")
-
-
-def _content(content: Any, path: str) -> Any:
-    """Text, or parts that the chat API checks; a refusal in the history is what was said."""
-    if not isinstance(content, str | list):
-        raise InvalidRequest(path, "must be a string or a list of parts")
-    if isinstance(content, str):
-        return content
-    return [
-        {"type": "text", "text": part.get("refusal")}
-        if isinstance(part, dict) and part.get("type") == "refusal"
-        else part
-        for part in content
-    ]
 
 
 def _form(form: Any) -> dict[str, Any]:
@@ -295,24 +356,3 @@ def _form(form: Any) -> dict[str, Any]:
     if form.get("type") != "json_schema":
         return form
     return {"type": "json_schema", "json_schema": {"schema": form.get("schema")}}
-
-
-def _add_tools(chat: dict[str, Any], body: dict[str, Any]) -> None:
-    tools, choice = body.get("tools"), body.get("tool_choice")
-    if tools is not None:
-        if not isinstance(tools, list):
-            raise InvalidRequest("tools", "must be a list")
-        chat["tools"] = [_tool(tool, f"tools[{place}]") for place, tool in enumerate(tools)]
-    if isinstance(choice, dict) and "function" not in choice:
-        choice = {"type": choice.get("type"), "function": {"name": choice.get("name")}}
-    if choice is not None:
-        chat["tool_choice"] = choice
-
-
-def _tool(tool: Any, path: str) -> dict[str, Any]:
-    if not isinstance(tool, dict) or tool.get("type") != "function":
-        raise InvalidRequest(path, "must be of type function: this server has no tools of its own", code="unsupported")
-    function = {
-        name: tool[name] for name in ("name", "description", "parameters", "strict") if tool.get(name) is not None
-    }
-    return {"type": "function", "function": function}

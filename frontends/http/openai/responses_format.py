@@ -6,8 +6,7 @@ that a client can tell whether it has missed one.
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from frontends.common.errors import error_object
@@ -15,6 +14,8 @@ from frontends.common.generation import Choice, Generation, Output, Piece, Usage
 from frontends.common.json import event
 from frontends.http.openai.chat import ChatRequest
 from frontends.http.openai.format import chat_logprobs
+from frontends.http.openai.responses_input import item_id
+from frontends.http.openai.responses_tools import Origin, custom_input
 from inferengine.errors import InferEngineError
 from inferengine.text.tool_parsers.base import CallDelta, Content, Part, Reasoning
 
@@ -22,14 +23,25 @@ Keep = Callable[[dict[str, Any]], None]
 
 
 class ResponsesFormat:
-    """`envelope` has the fields of a response that its request decides; `keep` takes the finished object."""
+    """`envelope` has the fields of a response that its request decides; `keep` takes the finished object. `origins`:
+    the tools of the request by the names that the model was shown. `log` takes every event."""
 
-    def __init__(self, chat: ChatRequest, envelope: dict[str, Any], keep: Keep) -> None:
+    def __init__(
+        self,
+        chat: ChatRequest,
+        envelope: dict[str, Any],
+        keep: Keep,
+        origins: Mapping[str, Origin],
+        log: Callable[[bytes], None] | None = None,
+    ) -> None:
+        self._origins = origins
+        self._log = log
         self._chat = chat
         self._keep = keep
         self._response = {**envelope, "status": "in_progress", "output": []}
         self._reader = chat.prompt.parser.make_reader()
         self._items: list[dict[str, Any]] = []
+        self._arguments: list[str] = []  # of the last call
         self._open = False  # the last item is still being written
         self._kind = ""  # of the last item; a call's has its number
         self._number = 0  # of the next event
@@ -73,6 +85,10 @@ class ResponsesFormat:
         self._keep(response)
         return response
 
+    def begin(self) -> bytes:
+        """Write `response.created` and `response.in_progress`, once."""
+        return b"".join(self._begin())
+
     def _begin(self) -> list[bytes]:
         if self._number:
             return []
@@ -91,7 +107,7 @@ class ResponsesFormat:
         match part:
             case Content(text):
                 if self._kind != "message" or not self._open:
-                    self._start("message", "msg", {"role": "assistant", "content": []}, parts)
+                    self._start("message", {"role": "assistant", "content": []}, parts)
                     content = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
                     self._last["content"].append(content)
                     parts.append(
@@ -105,22 +121,17 @@ class ResponsesFormat:
             case Reasoning(text):
                 if self._kind != "reasoning" or not self._open:
                     content = {"type": "reasoning_text", "text": ""}
-                    self._start("reasoning", "rs", {"summary": [], "content": [content]}, parts)
+                    self._start("reasoning", {"summary": [], "content": [content]}, parts)
                 self._last["content"][0]["text"] += text
                 parts.append(self._event("response.reasoning_text.delta", delta=text, content_index=0, **self._where))
             case CallDelta(call, name, arguments):
                 if self._kind != f"call {call}":
-                    answer_id = self._response["id"]
-                    fields = {
-                        "call_id": self._chat.prompt.parser.call_id(answer_id, 0, call),
-                        "name": name,
-                        "arguments": "",
-                    }
-                    self._start("function_call", "fc", fields, parts)
-                    self._kind = f"call {call}"
-                self._last["arguments"] += arguments
-                where = self._where
-                parts.append(self._event("response.function_call_arguments.delta", delta=arguments, **where))
+                    self._start_call(call, name or "", parts)
+                self._arguments.append(arguments)
+                if self._last["type"] == "function_call":
+                    self._last["arguments"] += arguments
+                    where = self._where
+                    parts.append(self._event("response.function_call_arguments.delta", delta=arguments, **where))
 
     @property
     def _last(self) -> dict[str, Any]:
@@ -130,10 +141,26 @@ class ResponsesFormat:
     def _where(self) -> dict[str, Any]:
         return {"item_id": self._last["id"], "output_index": len(self._items) - 1}
 
-    def _start(self, kind: str, prefix: str, fields: dict[str, Any], parts: list[bytes]) -> None:
+    def _start_call(self, call: int, name: str, parts: list[bytes]) -> None:
+        """Open the item of a call. The input of a custom tool is told when the call is complete."""
+        origin = self._origins.get(name, Origin("function", name))
+        fields: dict[str, Any] = {
+            "call_id": self._chat.prompt.parser.call_id(self._response["id"], 0, call),
+            "name": origin.name,
+        }
+        if origin.namespace is not None:
+            fields["namespace"] = origin.namespace
+        if origin.kind == "custom":
+            self._start("custom_tool_call", {**fields, "input": ""}, parts)
+        else:
+            self._start("function_call", {**fields, "arguments": ""}, parts)
+        self._kind = f"call {call}"
+        self._arguments = []
+
+    def _start(self, kind: str, fields: dict[str, Any], parts: list[bytes]) -> None:
         self._close(parts, "completed")
-        digest = hashlib.sha256(f"{self._response['id']}/{len(self._items)}".encode()).hexdigest()[:32]
-        self._items.append({"id": f"{prefix}_{digest}", "type": kind, "status": "in_progress", **fields})
+        name = item_id(kind, self._response["id"], len(self._items))
+        self._items.append({"id": name, "type": kind, "status": "in_progress", **fields})
         self._kind, self._open = kind, True
         index = len(self._items) - 1
         parts.append(self._event("response.output_item.added", output_index=index, item=self._last))
@@ -152,6 +179,11 @@ class ResponsesFormat:
         elif item["type"] == "reasoning":
             text = item["content"][0]["text"]
             parts.append(self._event("response.reasoning_text.done", text=text, content_index=0, **where))
+        elif item["type"] == "custom_tool_call":
+            item["input"] = custom_input("".join(self._arguments))
+            if item["input"]:
+                parts.append(self._event("response.custom_tool_call_input.delta", delta=item["input"], **where))
+            parts.append(self._event("response.custom_tool_call_input.done", input=item["input"], **where))
         else:
             call = {"name": item["name"], "arguments": item["arguments"]}
             parts.append(self._event("response.function_call_arguments.done", **call, **where))
@@ -180,25 +212,13 @@ class ResponsesFormat:
     def _event(self, kind: str, **values: Any) -> bytes:
         number = self._number
         self._number += 1
-        return event({"type": kind, "sequence_number": number, **values}, kind)
+        written = event({"type": kind, "sequence_number": number, **values}, kind)
+        if self._log is not None:
+            self._log(written)
+        return written
 
 
 def failure(error: InferEngineError) -> dict[str, Any]:
     """`error` of a response that failed."""
     shown = error_object(error)
     return {"code": "server_error" if error.http_status >= 500 else shown["code"], "message": shown["message"]}
-
-
-def as_messages(output: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What a response said, as the conversation's next messages."""
-    messages: list[dict[str, Any]] = []
-    for item in output:
-        if item["type"] == "message":
-            messages.append({"role": "assistant", "content": item["content"][0]["text"]})
-        elif item["type"] == "function_call":
-            function = {"name": item["name"], "arguments": item["arguments"]}
-            if not messages:
-                messages.append({"role": "assistant", "content": ""})
-            call = {"id": item["call_id"], "type": "function", "function": function}
-            messages[-1].setdefault("tool_calls", []).append(call)
-    return messages

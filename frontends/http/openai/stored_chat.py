@@ -89,7 +89,7 @@ async def messages(request: Request) -> Response:
     """The messages that a stored chat completion answers."""
     stored = await _stored(request)
     name = stored.document["id"]
-    shown = [{"content": None, **message, "id": f"{name}-{place}"} for place, message in enumerate(stored.messages)]
+    shown = [{"content": None, **message, "id": f"{name}-{place}"} for place, message in enumerate(stored.items)]
     return JsonBytes(page(shown, request.query_params, order="asc"))
 
 

@@ -65,7 +65,7 @@ def test_health_and_pages_need_no_key(guarded: Guarded, path: str) -> None:
 
 @pytest.mark.parametrize("route", CLOSED, ids=lambda route: route.path)
 def test_every_other_route_does(guarded: Guarded, route: Any) -> None:
-    path = route.path.replace("{model:path}", "x").replace("{id}", "0" * 32)
+    path = route.path.replace("{model:path}", "x").replace("{id}", "0" * 32).replace("{item}", "x")
     for method in route.methods - {"HEAD"}:
         for key in (None, new_key()):
             answer = guarded.ask(method, path, key, content=b"{}" if method == "POST" else None)
