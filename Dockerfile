@@ -15,7 +15,7 @@ WORKDIR /opt/inferengine
 COPY constraints.txt pyproject.toml README.md LICENSE ./
 # What it depends on first, with no code yet: a change of the code alone does not fetch torch again.
 RUN mkdir inferengine frontends \
-    && pip install --no-cache-dir --extra-index-url "$TORCH_INDEX" --constraint constraints.txt . \
+    && pip install --no-cache-dir --extra-index-url "$TORCH_INDEX" --constraint constraints.txt ".[all]" \
     && rm -rf build
 COPY inferengine inferengine
 COPY frontends frontends

@@ -11,6 +11,7 @@ one after the other in this process: tokens per second and their ratio). `roofli
 from __future__ import annotations
 
 import argparse
+import atexit
 import gc
 import itertools
 import json
@@ -236,6 +237,7 @@ def freeze() -> None:
     """What is loaded is there to stay: the collector need not look at it again. As the service does."""
     gc.collect()
     gc.freeze()
+    atexit.register(gc.unfreeze)  # else Triton reports at the end what was never collected
 
 
 def drain(core: EngineCore) -> None:

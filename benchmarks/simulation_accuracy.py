@@ -19,6 +19,7 @@ everything but the cost model (`error_of_the_rest`), and the cost model's error 
 from __future__ import annotations
 
 import argparse
+import atexit
 import gc
 import json
 import statistics
@@ -299,6 +300,7 @@ def main() -> None:
         parts = [] if arguments.cost else grid.deal(num_slices * len(arguments.loads) + 1)
         gc.collect()
         gc.freeze()  # as the engine's process does when it is ready
+        atexit.register(gc.unfreeze)  # else Triton reports at the end what was never collected
 
         def calibrate_part() -> None:
             if parts:
