@@ -53,8 +53,8 @@ OPTIONS = {
             repeated=True,
         ),
         Option(
-            "--json FILE",
-            "all figures, with NVML's trace of this machine's devices; - prints them instead of the table",
+            "--json [FILE]",
+            "all figures, with NVML's trace of this machine's devices; without FILE they are printed instead",
         ),
     ),
 }

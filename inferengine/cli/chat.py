@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, TextIO
 
-from inferengine.cli.command import CONNECT_TIMEOUT_S, Arguments, command, connect
+from inferengine.cli.command import CONNECT_TIMEOUT_S, Arguments, Option, command, connect
 from inferengine.client import Client, Delta, Finish
 from inferengine.client.output import error_of
 from inferengine.config import LimitsConfig, engine_address, status_address
@@ -66,8 +66,18 @@ class ChatState:
 class TerminalChat:
     """The loop of `inferengine chat`: reads lines, streams answers and runs slash commands."""
 
-    def __init__(self, client: Client, limits: LimitsConfig, read: Callable[[], str | None], output: TextIO) -> None:
+    def __init__(
+        self,
+        client: Client,
+        limits: LimitsConfig,
+        read: Callable[[], str | None],
+        output: TextIO,
+        *,
+        as_json: bool = False,
+    ) -> None:
+        """With `as_json` each answer is one JSON line, written when it is complete; so is each error."""
         self.conversation = ChatState()
+        self._as_json = as_json
         self._client = client
         self._limits = limits
         self._read = read
@@ -85,7 +95,10 @@ class TerminalChat:
             try:
                 self._command(line) if line.startswith("/") else self._turn(line)
             except InferEngineError as error:
-                self._say(f"! {error_line(error)}")
+                if self._as_json:
+                    self._write_json({"error": {"code": error.code, "field": error.field, "message": error.message}})
+                else:
+                    self._say(f"! {error_line(error)}")
                 code = ExitCode.CRASH
         return code
 
@@ -120,18 +133,37 @@ class TerminalChat:
             if delta.text and first_at is None:
                 first_at = time.monotonic()
             parts.append(delta.text)
-            self._output.write(delta.text)
-            self._output.flush()
+            if not self._as_json:
+                self._output.write(delta.text)
+                self._output.flush()
             finish = delta.finish or finish
         answer = "".join(parts)
-        self._output.write("\n")
+        if not self._as_json:
+            self._output.write("\n")
         if answer:  # an answer that Ctrl-C cut short stays in the conversation
             conversation.turns += [messages[-1], {"role": "assistant", "content": answer}]
-        self._say(summary(finish, asked_at, first_at, time.monotonic()))
+        if self._as_json and finish is not None and finish.reason != "error":
+            self._write_json(
+                {
+                    "content": answer,
+                    "finish_reason": finish.reason,
+                    "completion_tokens": finish.completion_tokens,
+                    "first_ms": round((first_at - asked_at) * 1e3, 1) if first_at is not None else None,
+                    "total_ms": round((time.monotonic() - asked_at) * 1e3, 1),
+                }
+            )
+        elif not self._as_json:
+            self._say(summary(finish, asked_at, first_at, time.monotonic()))
         if finish is not None and finish.reason == "error":
             raise error_of(finish)
 
+    def _write_json(self, answer: dict[str, Any]) -> None:
+        self._output.write(json.dumps(answer, ensure_ascii=False) + "\n")
+        self._output.flush()
+
     def _say(self, text: str) -> None:
+        if self._as_json:
+            return
         dim = self._output.isatty()
         self._output.write(f"\x1b[2m{text}\x1b[0m\n" if dim else f"{text}\n")
         self._output.flush()
@@ -144,7 +176,7 @@ def error_line(error: InferEngineError) -> str:
     return f"{error.message} {error.kind.remedy}"
 
 
-@command()
+@command({"options": (Option("--json", "write each answer as one JSON line: content, finish_reason, tokens, times"),)})
 def run(arguments: Arguments) -> int:
     """Talk to a running engine in this terminal, over ZeroMQ and without a front end.
 
@@ -156,12 +188,13 @@ def run(arguments: Arguments) -> int:
     with contextlib.closing(Client(engine_address(config), status_address=status, role="chat", curve=curve)) as client:
         _wait_ready(client)
         model = client.welcome.model
-        interactive = sys.stdin.isatty()
+        as_json = arguments.values["json"]
+        interactive = sys.stdin.isatty() and not as_json
         if interactive:
             import readline  # noqa: F401  (line editing and history at the prompt)
 
             print(f"Talking to {model.name if model else 'the engine'}. /help lists the commands.")
-        return TerminalChat(client, config.limits, lambda: _read_line(interactive), sys.stdout).run()
+        return TerminalChat(client, config.limits, lambda: _read_line(interactive), sys.stdout, as_json=as_json).run()
 
 
 def summary(finish: Finish | None, asked_at: float, first_at: float | None, ended_at: float) -> str:

@@ -7,7 +7,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple
@@ -35,7 +35,10 @@ REINSTALL = (
     "install again with a Python that all users may run, such as the system's: rm -r .venv && "
     "PYTHON=/usr/bin/python3 scripts/install"
 )
-REQUIREMENT = re.compile(r"^([A-Za-z0-9._-]+)\s*>=\s*([0-9.]+)\s*(;.*)?$")
+REQUIREMENT = re.compile(r"^([A-Za-z0-9._-]+)\s*(?:<[0-9.]+,)?>=\s*([0-9.]+)(?:,<[0-9.]+)?\s*(;.*)?$")
+EXTRA_MARKER = re.compile(r"extra == '([a-z-]+)'")
+PARTS = {"": "client", "server": "front ends", "engine": "engine"}  # extra → what it brings
+MARK_OF_PART = {"server": "uvicorn", "engine": "torch"}  # without this package the part was not asked for
 
 
 class Finding(NamedTuple):
@@ -47,7 +50,12 @@ class Finding(NamedTuple):
 
 
 @command(
-    {"options": (Option("--compare", "compare with transformers layer by layer, and check nothing else"),)},
+    {
+        "options": (
+            Option("--compare", "compare with transformers layer by layer, and check nothing else"),
+            Option("--json", "print the findings as JSON"),
+        )
+    },
     takes_model=True,
     reads_late=True,
 )
@@ -63,17 +71,31 @@ def run(arguments: Arguments) -> int:
     """
     if arguments.values["compare"]:
         return compare(arguments)
-    findings = list(packages())
+    return report_on(arguments, packages(), (model, device, speculation, engine_socket, ports, interpreter, engine))
+
+
+def report_on(
+    arguments: Arguments, first: Iterable[Finding], looks: Sequence[Callable[[Config], Iterable[Finding]]]
+) -> int:
+    """Print `first`, and what each of `looks` finds with the configuration. Returns the exit code.
+
+    On a terminal each line is written when it is found.
+    """
+    printer = _Printer(as_json=arguments.values["json"])
+    for finding in first:
+        printer.add(finding)
     try:
         config = arguments.config
     except ConfigError as error:
-        _print([*findings, Finding(PROBLEM, "config", f"{error.field}: {error.message}")])
+        printer.add(Finding(PROBLEM, "config", f"{error.field}: {error.message}"))
+        printer.end()
         return ExitCode.USAGE
-    findings.append(Finding(OK, "config", "every key is known and in range"))
-    for look in (model, device, speculation, engine_socket, ports, interpreter, engine):
-        findings += look(config)
-    _print(findings)
-    return ExitCode.CRASH if any(finding.grade == PROBLEM for finding in findings) else ExitCode.OK
+    printer.add(Finding(OK, "config", "every key is known and in range"))
+    for look in looks:
+        for finding in look(config):
+            printer.add(finding)
+    printer.end()
+    return ExitCode.CRASH if printer.num_problems else ExitCode.OK
 
 
 def compare(arguments: Arguments) -> int:
@@ -91,25 +113,45 @@ def compare(arguments: Arguments) -> int:
 
 
 def packages() -> Iterator[Finding]:
-    """Whether what pyproject.toml asks for is installed and new enough."""
+    """Whether what pyproject.toml asks for is installed and new enough, for the base and for each extra."""
     yield Finding(OK, "python", sys.version.split()[0])
-    found = 0
+    for extra, what in PARTS.items():
+        missing: list[str] = []
+        old: list[str] = []
+        found = 0
+        for name, least in requirements(extra):
+            try:
+                version = metadata.version(name)
+            except metadata.PackageNotFoundError:
+                missing.append(name)
+                continue
+            if numbers(version) < numbers(least):
+                old.append(f"{name} {version} is older than {least}")
+            found += 1
+        remedy = f"pip install --upgrade 'inferengine[{extra or 'client'}]' (in a clone: scripts/install)"
+        if old:
+            yield Finding(PROBLEM, "packages", f"{what}: {', '.join(old)}: {remedy}")
+        elif missing and (found == 0 or extra) and MARK_OF_PART.get(extra) in missing:
+            yield Finding(NOTE, "packages", f"{what}: not installed; {remedy}")
+        elif missing:
+            yield Finding(PROBLEM, "packages", f"{what}: {', '.join(missing)} not installed: {remedy}")
+        else:
+            yield Finding(OK, "packages", f"{what}: {found} installed and new enough")
+
+
+def requirements(extra: str) -> Iterator[tuple[str, str]]:
+    """The packages that the extra asks for on this machine, and their least versions; "": those of the base."""
     for requirement in metadata.requires("inferengine") or []:
         match = REQUIREMENT.match(requirement.replace('"', "'"))
-        marker = match.group(3) or "" if match else "extra"
-        if match is None or "extra" in marker or ("Linux" in marker and not sys.platform.startswith("linux")):
+        if match is None:
             continue
-        name, least = match.group(1), match.group(2)
-        try:
-            version = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            yield Finding(PROBLEM, "packages", f"{name} is not installed: run scripts/install")
+        marker = match.group(3) or ""
+        of = EXTRA_MARKER.search(marker)
+        if (of.group(1) if of else "") != extra:
             continue
-        if _numbers(version) < _numbers(least):
-            yield Finding(PROBLEM, "packages", f"{name} {version} is older than {least}: run scripts/install")
+        if "Linux" in marker and not (sys.platform.startswith("linux") and os.uname().machine == "x86_64"):
             continue
-        found += 1
-    yield Finding(OK, "packages", f"{found} installed and new enough")
+        yield match.group(1), match.group(2)
 
 
 def model(config: Config) -> Iterator[Finding]:
@@ -287,15 +329,35 @@ def _is_ours(host: str, port: int) -> bool:
         connection.close()
 
 
-def _numbers(version: str) -> list[int]:
+def numbers(version: str) -> list[int]:
+    """The numbers of a version, those of a local build left out: `2.13.0+cpu` is [2, 13, 0]."""
     return [int(number) for number in re.findall(r"\d+", version.partition("+")[0])]
 
 
-def _print(findings: Sequence[Finding]) -> None:
-    width = max(len(finding.subject) for finding in findings)
-    colours = {OK: "32", NOTE: "33", PROBLEM: "1;31"} if sys.stdout.isatty() else {}
-    for grade, subject, text in findings:
-        shown = f"{grade:<7}"
-        if grade in colours:
-            shown = f"\x1b[{colours[grade]}m{shown}\x1b[0m"
-        print(f"{shown}  {subject:<{width}}  {text}")
+class _Printer:
+    """Writes findings: one line each as soon as it is known, or one JSON object at the end."""
+
+    SUBJECT_WIDTH = 11
+
+    def __init__(self, *, as_json: bool) -> None:
+        self.num_problems = 0
+        self._as_json = as_json
+        self._findings: list[Finding] = []
+        self._colours = {OK: "32", NOTE: "33", PROBLEM: "1;31"} if sys.stdout.isatty() else {}
+
+    def add(self, finding: Finding) -> None:
+        """Write a finding, or keep it for the JSON."""
+        self.num_problems += finding.grade == PROBLEM
+        self._findings.append(finding)
+        if self._as_json:
+            return
+        shown = f"{finding.grade:<7}"
+        if finding.grade in self._colours:
+            shown = f"\x1b[{self._colours[finding.grade]}m{shown}\x1b[0m"
+        print(f"{shown}  {finding.subject:<{self.SUBJECT_WIDTH}}  {finding.text}", flush=True)
+
+    def end(self) -> None:
+        """Write what is left."""
+        if self._as_json:
+            found = [finding._asdict() for finding in self._findings]
+            print(json.dumps({"problems": self.num_problems, "findings": found}, indent=1))

@@ -12,12 +12,13 @@ function that takes `Arguments`; the decorator `command` declares its options an
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import inspect
 import math
 import os
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -34,8 +35,40 @@ HELP_COLUMNS = 110
 CONNECT_TIMEOUT_S = 3.0
 CONFIGURATION_HELP = (
     ("--config FILE", "TOML file with the configuration"),
-    ("--section.key VALUE", "any key of the configuration; 'inferengine config' lists them all"),
+    ("--section.key VALUE", "any key of the configuration; --help-all lists them here, 'inferengine config' as TOML"),
 )
+MOST_USED_KEYS = (
+    "model.served_name",
+    "model.dtype",
+    "model.max_model_len",
+    "model.quantization",
+    "model.adapters",
+    "engine.device",
+    "engine.threads",
+    "engine.max_num_seqs",
+    "engine.max_num_batched_tokens",
+    "cache.memory_fraction",
+    "cache.dtype",
+    "scheduler.policy",
+    "speculation.method",
+    "speculation.draft_model",
+    "http.host",
+    "http.port",
+    "ws.port",
+    "auth.keys_file",
+    "log.level",
+    "log.format",
+)
+# Flags of other engines that no key here accounts for → why, and what to do.
+NOT_HERE = {
+    "model": "the model is a bare word: inferengine up MODEL",
+    "tensor-parallel-size": "one engine uses one device: run several, and name them in --wire.engines",
+    "pipeline-parallel-size": "one engine uses one device: run several, and name them in --wire.engines",
+    "data-parallel-size": "run one engine per device, and name them in --wire.engines",
+    "n-gpu-layers": "a model runs on one device as a whole: --engine.device cuda",
+    "trust-remote-code": "code of checkpoints is never run",
+}
+JSON_SWITCH = "--json"
 
 
 class Option(NamedTuple):
@@ -43,7 +76,8 @@ class Option(NamedTuple):
 
     `spec` is the flag with the name of its value, as `--rate R`; a flag alone is a switch. The default's type is the
     type of the value unless `kind` names it. Numbers are finite and at least `minimum` (None: any number). A
-    `repeated` option takes one or more words, as often as it is given, and its value is the list of them.
+    `repeated` option takes one or more words, as often as it is given, and its value is the list of them. Of one whose
+    value stands in brackets, as `--json [FILE]`, the value may be left out and is `-` then.
     """
 
     spec: str
@@ -68,6 +102,11 @@ class Option(NamedTuple):
     def is_switch(self) -> bool:
         """Whether it takes no value."""
         return " " not in self.spec
+
+    @property
+    def may_stand_alone(self) -> bool:
+        """Whether its value may be left out."""
+        return " [" in self.spec
 
     def convert(self, text: str) -> Any:
         """The value of one word. Raises ConfigError that names the flag."""
@@ -122,6 +161,7 @@ class Command:
         takes_configuration: bool,
         reads_late: bool,
         sections: Sequence[str],
+        lists_keys: bool,
     ) -> None:
         self._function = function
         self._groups = options
@@ -131,6 +171,7 @@ class Command:
         self._takes_configuration = takes_configuration
         self._reads_late = reads_late
         self._sections = sections
+        self._lists_keys = lists_keys
 
     def __call__(self, words: Sequence[str]) -> int:
         """Run the command and return its exit code. Raises ConfigError for a word that means nothing."""
@@ -177,7 +218,9 @@ class Command:
                     raise ConfigError(flag, "takes no value")
                 given[option.name] = True
                 continue
-            if not equals:
+            if not equals and option.may_stand_alone and (not left or left[0].startswith("--")):
+                text = "-"
+            elif not equals:
                 text = left.pop(0) if left else ""
             if not text:
                 raise ConfigError(flag, "a value must follow")
@@ -189,8 +232,23 @@ class Command:
                 given[option.name].append(option.convert(left.pop(0)))
         return given, rest
 
-    def help(self, name: str) -> str:
-        """The help text of the command under this name."""
+    @property
+    def options(self) -> list[Option]:
+        """The options of this command itself."""
+        return list(self._options.values())
+
+    @property
+    def takes_model(self) -> bool:
+        """Whether a bare word is the model."""
+        return self._takes_model
+
+    @property
+    def takes_configuration(self) -> bool:
+        """Whether the keys of the configuration are flags of it."""
+        return self._takes_configuration
+
+    def help(self, name: str, *, all_keys: bool = False) -> str:
+        """The help text of the command under this name; `all_keys`: with every key of the configuration."""
         words = [
             *(["[MODEL]"] if self._takes_model else []),
             *(["[options]"] if self._options else []),
@@ -204,26 +262,55 @@ class Command:
         }
         if self._takes_configuration:
             groups["the configuration"] = list(CONFIGURATION_HELP)
-        for section in self._sections:
-            groups[f"the configuration's section [{section}]"] = [
-                (f"--{key}", _with_default(item.metadata["help"], item.default))
-                for key, item in configuration.keys().items()
-                if key.startswith(f"{section}.")
-            ]
-        width = max((len(spec) for group in groups.values() for spec, _ in group), default=0)
-        lines += ["", inspect.cleandoc(self._function.__doc__ or "")]
-        for title, group in groups.items():
-            lines += ["", title] if title else [""]
-            for spec, text in group:
-                lines += textwrap.wrap(
-                    text,
-                    HELP_COLUMNS,
-                    initial_indent=f"  {spec:<{width}}  ",
-                    subsequent_indent=" " * (width + 4),
-                    break_long_words=False,
-                    break_on_hyphens=False,
-                )
+        if self._takes_configuration and all_keys:
+            groups |= key_groups()
+        elif self._sections:
+            groups |= key_groups(self._sections)
+        elif self._lists_keys:
+            groups["the keys most used"] = most_used_keys()
+        lines += ["", inspect.cleandoc(self._function.__doc__ or ""), *option_lines(groups)]
         return "\n".join(lines)
+
+
+def option_lines(groups: Mapping[str, Sequence[tuple[str, str]]]) -> list[str]:
+    """Options and their meanings as the lines of a help text, in groups under their titles."""
+    width = max((len(spec) for group in groups.values() for spec, _ in group), default=0)
+    lines: list[str] = []
+    for title, group in groups.items():
+        lines += ["", title] if title else [""]
+        for spec, text in group:
+            lines += textwrap.wrap(
+                text,
+                HELP_COLUMNS,
+                initial_indent=f"  {spec:<{width}}  ",
+                subsequent_indent=" " * (width + 4),
+                break_long_words=False,
+                break_on_hyphens=False,
+            )
+    return lines
+
+
+def most_used_keys() -> list[tuple[str, str]]:
+    """The keys that most installations set, as flags with their meanings."""
+    known = configuration.keys()
+    return [(f"--{key}", _meaning(known[key])) for key in MOST_USED_KEYS]
+
+
+def key_groups(sections: Collection[str] | None = None) -> dict[str, list[tuple[str, str]]]:
+    """The keys of these sections (None: all) as flags with their meanings, under a title for each section."""
+    groups: dict[str, list[tuple[str, str]]] = {}
+    for key, item in configuration.keys().items():
+        section = key.partition(".")[0]
+        if sections is None or section in sections:
+            groups.setdefault(f"the configuration's section [{section}]", []).append((f"--{key}", _meaning(item)))
+    return groups
+
+
+def _meaning(item: dataclasses.Field[Any]) -> str:
+    """The help of a key, with its choices and its default."""
+    choices = item.metadata["choices"]
+    text = f"{item.metadata['help']}; {configuration.allowed(item)}" if choices else item.metadata["help"]
+    return _with_default(text, item.default)
 
 
 def command(
@@ -234,12 +321,14 @@ def command(
     takes_configuration: bool = True,
     reads_late: bool = False,
     sections: Sequence[str] = (),
+    lists_keys: bool = False,
 ) -> Callable[[Callable[[Arguments], int]], Command]:
     """Declare the command line of a function; its docstring becomes the help text.
 
     `options` are groups of options under their headings. `usage` replaces what follows the command's name in the usage
     lines. `takes_model` allows one bare word, which becomes `model.path`. With `reads_late` `Arguments.config`
-    raises the errors of the configuration, inside the function. `sections` of the configuration are listed in the help.
+    raises the errors of the configuration, inside the function. `sections` of the configuration are listed in the help;
+    with `lists_keys` the keys most used.
     """
 
     def declare(function: Callable[[Arguments], int]) -> Command:
@@ -251,6 +340,7 @@ def command(
             takes_configuration=takes_configuration,
             reads_late=reads_late,
             sections=sections,
+            lists_keys=lists_keys,
         )
 
     return declare
@@ -272,14 +362,14 @@ def resolve(words: Sequence[str], *, takes_model: bool = False, options: Sequenc
             if not file:
                 raise ConfigError("--config", "the name of a TOML file must follow")
         elif word.startswith("-"):
-            known = ["--config", "--help", *options, *(f"--{key}" for key in list(configuration.keys()))]
+            known = ["--config", "--help", "--help-all", *options, *(f"--{key}" for key in list(configuration.keys()))]
             raise ConfigError(
                 word, f"no such option{suggest(word, known, or_else='flags look like --section.key VALUE')}"
             )
         else:
             models.append(word)
     if models and not takes_model:
-        raise ConfigError(models[0], "this command takes no bare word; every flag starts with --section.key")
+        raise ConfigError(models[0], "this command takes no bare word; flags look like --section.key VALUE")
     if len(models) > 1:
         raise ConfigError(models[1], f"one model at most, and '{models[0]}' was given already")
     if models:
@@ -287,6 +377,15 @@ def resolve(words: Sequence[str], *, takes_model: bool = False, options: Sequenc
             raise ConfigError("--model.path", f"was given twice: as a flag and as '{models[0]}'")
         flags["model.path"] = models[0]
     return configuration.load(file, flags)
+
+
+JSON_LOG = Option("--json", "log as JSON lines: --log.format json")
+
+
+def log_as_json(arguments: Arguments) -> Config:
+    """The configuration of a service that logs as its flag JSON_LOG says. Raises ConfigError."""
+    config = arguments.config
+    return config.with_values(log={"format": "json"}) if arguments.values["json"] else config
 
 
 def output_file(option: str, name: str) -> Path:
@@ -312,9 +411,12 @@ def connect(client: Client) -> Welcome:
 
 def suggest(word: str, known: Sequence[str], *, or_else: str) -> str:
     """The end of a message about an unknown flag: the flags that may have been meant, or `or_else`."""
-    flag = word.partition("=")[0]
-    same_key = [name for name in known if "." in name and name.rpartition(".")[2] == flag.lstrip("-")]
-    close = same_key or difflib.get_close_matches(flag, known, n=1)
+    flag = word.partition("=")[0].replace("_", "-") if "." not in word else word.partition("=")[0]
+    if flag.lstrip("-") in NOT_HERE:
+        return f"; {NOT_HERE[flag.lstrip('-')]}"
+    options = difflib.get_close_matches(flag, [name for name in known if "." not in name], n=1, cutoff=0.7)
+    keys = [f"--{key}" for key in configuration.nearest(flag, [name[2:] for name in known if "." in name])]
+    close = options or keys
     return f"; did you mean {' or '.join(close)}?" if close else f"; {or_else}"
 
 

@@ -8,50 +8,83 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import importlib.util
+import json
 import os
 import select
 import sys
 from collections.abc import Sequence
 from typing import NamedTuple, TextIO
 
-from inferengine.cli.command import Command
-from inferengine.errors import ExitCode, InferEngineError
+from inferengine.cli.command import JSON_SWITCH, MOST_USED_KEYS, Command, key_groups, most_used_keys, option_lines
+from inferengine.config.model_names import hub_id
+from inferengine.errors import ConfigError, ExitCode, InferEngineError
 
 
 class Entry(NamedTuple):
-    """One command: its line in the general help, and the `Command` that is imported when it is asked for."""
+    """One command: its line in the general help, and the `Command` that is imported when it is asked for. `needs` are
+    the extras of the package without which it cannot run."""
 
     summary: str
     module: str
     function: str
+    needs: tuple[str, ...] = ()
 
 
+EXTRAS = {"engine": "torch", "server": "uvicorn"}  # extra → a package that only comes with it
 COMMANDS = {
-    "up": Entry("engine and front ends together, in one terminal", "up", "run"),
-    "engine": Entry("the engine alone: model, KV cache, batching loop, ZeroMQ socket", "serve", "engine"),
-    "http": Entry("the HTTP front end: OpenAI-compatible routes and Server-Sent Events", "serve", "http"),
-    "ws": Entry("the websocket front end and its chat page", "serve", "ws"),
+    "up": Entry("engine and front ends together, in one terminal", "up", "run", ("engine", "server")),
+    "engine": Entry("the engine alone: model, KV cache, batching loop, ZeroMQ socket", "serve", "engine", ("engine",)),
+    "http": Entry("the HTTP front end: OpenAI-compatible routes and Server-Sent Events", "serve", "http", ("server",)),
+    "ws": Entry("the websocket front end and its chat page", "serve", "ws", ("server",)),
     "chat": Entry("talk to a running engine in this terminal", "chat", "run"),
     "bench": Entry("load on any OpenAI-compatible server: latencies, throughput, goodput", "bench", "run"),
     "profile": Entry("record steps of a running engine: a Chrome trace and where the time goes", "profile", "run"),
-    "check": Entry("look for what would keep the service from working, with remedies", "check", "run"),
+    "fetch": Entry("bring a model from the Hugging Face hub into its local cache", "fetch", "run"),
+    "doctor": Entry("look at this machine: Python, GPU, driver, ports, disk; with remedies", "doctor", "run"),
+    "check": Entry("look for what keeps this configuration from working, with remedies", "check", "run"),
     "simulate": Entry("the scheduler in virtual time: capacity, policies, fleets, without a device", "simulate", "run"),
-    "plan-memory": Entry("what a model needs and what fits, from its config.json alone", "plan_memory", "run"),
+    "plan-memory": Entry("what a model needs and what fits, from config.json alone", "plan_memory", "run", ("engine",)),
     "keygen": Entry("make API keys for the front ends and CURVE keys for ZeroMQ over TCP", "keygen", "run"),
-    "config": Entry("print the resolved configuration as TOML", "serve", "config"),
+    "config": Entry("print the resolved configuration as TOML, with what each key takes", "serve", "config"),
+    "completion": Entry("print the completion of commands, flags and values for a shell", "completion", "run"),
 }
 
 
-def usage() -> str:
-    """The text of `inferengine --help`."""
+# What other programs call it, and words that difflib would miss.
+SYNONYMS = {
+    "serve": "up",
+    "start": "up",
+    "run": "up",
+    "server": "up",
+    "launch": "up",
+    "websocket": "ws",
+    "pull": "fetch",
+    "download": "fetch",
+    "benchmark": "bench",
+    "diagnose": "doctor",
+    "collect-env": "doctor",
+    "status": "check",
+    "ps": "check",
+    "complete": "completion",
+}
+
+
+def usage(*, all_keys: bool = False) -> str:
+    """The text of `inferengine --help`, or of `--help-all` with every key of the configuration."""
     width = max(len(name) for name in COMMANDS)
     listing = "\n".join(f"  {name:<{width}}  {entry.summary}" for name, entry in COMMANDS.items())
+    keys = key_groups() if all_keys else {f"the {len(MOST_USED_KEYS)} keys most used": most_used_keys()}
+    how_to_see_all = "" if all_keys else " `inferengine --help-all` lists them all,\nwith their values and defaults."
     return (
         "usage: inferengine COMMAND [MODEL] [--config FILE] [--section.key VALUE ...]\n\n"
-        f"commands:\n{listing}\n\n"
+        "  inferengine up                         the embedded model; HTTP on port 8000, a chat page on port 8001\n"
+        "  inferengine up qwen3-0.6b              a model from the Hugging Face hub\n"
+        "  inferengine up ./my-model --http.port 9000\n\n"
+        f"commands:\n{listing}\n" + "\n".join(option_lines(keys)) + "\n\n"
         "Every key of the configuration is a flag (--http.port 9000) and an environment variable\n"
-        "(INFERENGINE_HTTP_PORT=9000): `inferengine config` lists them all.\n"
-        "`inferengine COMMAND --help` tells more about one command."
+        f"(INFERENGINE_HTTP_PORT=9000).{how_to_see_all}\n"
+        "`inferengine COMMAND --help` tells more about one command. With --json a command writes JSON."
     )
 
 
@@ -73,32 +106,66 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(arguments: Sequence[str] | None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
-    if not words or words[0] in ("-h", "--help", "help"):
-        print(usage())
+    if not words or words[0] in ("-h", "--help", "help", "--help-all"):
+        print(usage(all_keys=words[:1] == ["--help-all"]))
         return ExitCode.OK if words else ExitCode.USAGE
     if words[0] in ("-V", "--version"):
         from inferengine import __version__
 
-        print(f"inferengine {__version__}")
+        print(json.dumps({"version": __version__}) if JSON_SWITCH in words else f"inferengine {__version__}")
         return ExitCode.OK
     name = words[0]
     if name not in COMMANDS:
-        close = difflib.get_close_matches(name, COMMANDS, n=1, cutoff=0.5)
-        hint = f"; did you mean '{close[0]}'?" if close else f"; commands are {', '.join(COMMANDS)}"
-        print(f"inferengine: no command '{name}'{hint}", file=sys.stderr)
+        print(f"inferengine: {unknown_command(name, words)}", file=sys.stderr)
         return ExitCode.USAGE
     try:
         entry = COMMANDS[name]
+        asks_for_help = bool({"-h", "--help", "--help-all"} & set(words[1:]))
+        if not asks_for_help:
+            require(*entry.needs)
         command: Command = getattr(importlib.import_module(f"inferengine.cli.{entry.module}"), entry.function)
-        if any(word in ("-h", "--help") for word in words[1:]):
-            print(command.help(name))
+        if asks_for_help:
+            print(command.help(name, all_keys="--help-all" in words))
             return ExitCode.OK
         return command(words[1:])
     except InferEngineError as error:
-        print(f"inferengine {name}: {error}", file=sys.stderr)
+        print(error_text(name, error, as_json=JSON_SWITCH in words), file=sys.stderr)
         return ExitCode.USAGE if error.code == "invalid_request" else ExitCode.CRASH
     except KeyboardInterrupt:
         return ExitCode.ABORTED
+
+
+def unknown_command(name: str, words: Sequence[str]) -> str:
+    """What to say to a first word that is no command, with what was probably meant."""
+    if name.startswith("-"):
+        return f"a command comes first, as in 'inferengine up {' '.join(words)}'; commands are {', '.join(COMMANDS)}"
+    cutoff = 0.5 if len(name) < 4 else 0.65
+    close = [SYNONYMS[name]] if name in SYNONYMS else difflib.get_close_matches(name, COMMANDS, n=1, cutoff=cutoff)
+    if close:
+        return f"no command '{name}'; did you mean '{close[0]}'?"
+    if "/" in name or hub_id(name) != name:
+        return f"no command '{name}'; to serve that model: inferengine up {' '.join(words)}"
+    return f"no command '{name}'; commands are {', '.join(COMMANDS)}"
+
+
+def require(*extras: str) -> None:
+    """Raise ConfigError, with the remedy, where an extra of the package is not installed."""
+    missing = [extra for extra in extras if importlib.util.find_spec(EXTRAS[extra]) is None]
+    if missing:
+        wanted = "all" if len(missing) == len(EXTRAS) else missing[0]
+        raise ConfigError(
+            "packages",
+            f"{' and '.join(EXTRAS[extra] for extra in missing)} not installed: pip install 'inferengine[{wanted}]' "
+            "(in a clone: scripts/install)",
+        )
+
+
+def error_text(name: str, error: InferEngineError, *, as_json: bool) -> str:
+    """An error as a command writes it."""
+    if not as_json:
+        return f"inferengine {name}: {error}"
+    found = {"code": error.code, "field": error.field, "message": error.message, "remedy": error.kind.remedy}
+    return json.dumps({"error": found}, ensure_ascii=False)
 
 
 def _is_unread(stream: TextIO) -> bool:

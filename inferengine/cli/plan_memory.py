@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+import shutil
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 from inferengine.cli.command import Arguments, Option, command
+from inferengine.config import Config
 from inferengine.errors import ConfigError, ExitCode
 
 DEFAULT_MEMORY_GIB = 80.0
@@ -18,27 +24,52 @@ OPTIONS = {
             None,
             kind=float,
         ),
+        Option("--json", "print the plan as JSON, sizes in bytes"),
     )
 }
 
 
 @command(
-    OPTIONS, takes_model=True, usage=("[MODEL | config.json] [--memory GIB] [--config FILE] [--section.key VALUE ...]",)
+    OPTIONS,
+    takes_model=True,
+    usage=("[MODEL | FILE.json] [--memory GIB] [--json] [--config FILE] [--section.key VALUE ...]",),
 )
 def run(arguments: Arguments) -> int:
     """Print what a model needs and what fits, from its config.json alone: no weights, no GPU.
 
-    The exit code is 4 where the model does not fit.
+    MODEL is a folder, a model in the hub's local cache, or the file config.json itself under any name that ends in
+    .json. The exit code is 4 where the model does not fit.
     """
     config, memory_gib = arguments.config, arguments.values["memory"]
     if memory_gib is not None and not 0 < memory_gib <= MAX_MEMORY_GIB:
         raise ConfigError("--memory", f"must be above 0 and at most {MAX_MEMORY_GIB:,}")
-    file = Path(config.model.path)
-    if file.name.endswith("config.json") and file.is_file():
-        config = config.with_values(model={"path": str(file.resolve().parent)})
+    name, file = "", Path(config.model.path).expanduser()
+    with contextlib.ExitStack() as stack:
+        if file.suffix == ".json" and file.is_file():
+            name = file.resolve().parent.name if file.name == "config.json" else file.stem
+            config = config.with_values(model={"path": stack.enter_context(_folder_of(file))})
+        return _print_plan(config, memory_gib, name, as_json=arguments.values["json"])
+
+
+@contextlib.contextmanager
+def _folder_of(file: Path) -> Iterator[str]:
+    """A folder in which this file is config.json: its own, or one made for the time being."""
+    if file.name == "config.json":
+        yield str(file.resolve().parent)
+        return
+    with tempfile.TemporaryDirectory(prefix="inferengine-plan-") as folder:
+        try:
+            shutil.copyfile(file, Path(folder, "config.json"))
+        except OSError as error:
+            raise ConfigError("model.path", f"{file} cannot be read: {error.strerror}") from None
+        yield folder
+
+
+def _print_plan(config: Config, memory_gib: float | None, name: str, *, as_json: bool) -> int:
+    """Print the plan of the model in this configuration under `name` (empty: its folder's) and return the exit code."""
     import torch
 
-    from inferengine.executor.memory.plan import GIB, device_memory, make_plan, plan_lines
+    from inferengine.executor.memory.plan import GIB, device_memory, make_plan, plan_figures, plan_lines
     from inferengine.executor.settings import executor_settings
 
     device = torch.device("cpu" if config.engine.device == "cpu" else "cuda")
@@ -47,6 +78,10 @@ def run(arguments: Arguments) -> int:
         memory_gib = device_memory(device) / GIB
     memory_gib = memory_gib or DEFAULT_MEMORY_GIB
     plan = make_plan(settings, int(memory_gib * GIB))
-    print(f"{settings.folder.name} on {device.type}, {memory_gib:.0f} GiB")
-    print("\n".join(plan_lines(plan)))
+    name = name or settings.folder.name
+    if as_json:
+        print(json.dumps({"model": name, "device": device.type, "memory_gib": memory_gib, **plan_figures(plan)}))
+    else:
+        print(f"{name} on {device.type}, {memory_gib:.0f} GiB")
+        print("\n".join(plan_lines(plan)))
     return ExitCode.OK if plan.sequences(1) else ExitCode.MEMORY

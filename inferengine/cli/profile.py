@@ -31,6 +31,7 @@ OPTIONS = {
         Option("--out FILE", "where the trace goes; not compressed where the name ends in .json", "trace.json.gz"),
         Option("--top N", "rows of the table", 20, minimum=1),
         Option("--summary FILE", "the whole table as JSON"),
+        Option("--json", "print the whole table as JSON instead"),
         Option("--read FILE", "print the table of a trace that exists; nothing is recorded"),
     )
 }
@@ -61,7 +62,7 @@ def run(arguments: Arguments) -> int:
     report = output_file("--summary", values["summary"]) if values["summary"] else None
     trace = read_trace(Path(values["read"])) if values["read"] else _record(arguments)
     summary = summarize(trace)
-    print("\n".join(table(summary, values["top"])))
+    print(json.dumps(summary.to_map(), indent=1) if values["json"] else "\n".join(table(summary, values["top"])))
     if report is not None:
         report.write_text(json.dumps(summary.to_map(), indent=1) + "\n")
     return ExitCode.OK

@@ -65,7 +65,7 @@ OPTIONS = {
     "the report": (
         Option("--slo-ttft-ms MS", "goodput: first token within", 1000.0),
         Option("--slo-itl-ms MS", "goodput: mean time per further token within", 100.0),
-        Option("--json FILE", "the report as JSON"),
+        Option("--json [FILE]", "the report as JSON; without FILE it is printed instead of the table"),
         Option("--plots FOLDER", "latency, timeline and cache as SVG; needs inferengine[plots]"),
     ),
 }
@@ -85,7 +85,7 @@ def run(arguments: Arguments) -> int:
     if values["plots"]:
         plots.require_matplotlib()
     failures = [_failure(text) for text in values["fail"]]
-    report_file = output_file("--json", values["json"]) if values["json"] else None
+    report_file = output_file("--json", values["json"]) if values["json"] not in ("", "-") else None
     options = engine_options(config, load_profile(values["cost"]))
     recorder = RunRecorder(Objective(values["slo_ttft_ms"] / 1e3, values["slo_itl_ms"] / 1e3))
     for failure in failures:
@@ -109,10 +109,12 @@ def run(arguments: Arguments) -> int:
         "cpu_s": round(time.process_time() - begin_cpu, 3),
         "arguments": {**dashed, "fail": [list(failure) for failure in failures]},
     }
-    print(table(report))
-    print(
-        f"\nsimulated in {report['simulation']['wall_s']:,.1f} s ({report['simulation']['cpu_s']:,.1f} s of one core)"
-    )
+    if values["json"] == "-":
+        print(json.dumps(report, indent=1))
+    else:
+        print(table(report))
+        took = report["simulation"]
+        print(f"\nsimulated in {took['wall_s']:,.1f} s ({took['cpu_s']:,.1f} s of one core)")
     if report_file is not None:
         report_file.write_text(json.dumps(report, indent=1) + "\n")
     if values["plots"]:

@@ -3,6 +3,7 @@
 from inferengine.config.environment import (
     cache_directory,
     hub_cache_directory,
+    hub_endpoint,
     keep_compiled_kernels,
     listen_fds,
     notify_socket,
@@ -26,6 +27,7 @@ from inferengine.config.schema import (
     WireConfig,
     WsConfig,
     child_environment,
+    describe,
     engine_address,
     engine_addresses,
     keys,
@@ -34,7 +36,7 @@ from inferengine.config.schema import (
     status_address,
     to_toml,
 )
-from inferengine.config.values import ENVIRONMENT_PREFIX
+from inferengine.config.values import ENVIRONMENT_PREFIX, allowed, nearest
 
 __all__ = [
     "ENVIRONMENT_PREFIX",
@@ -51,15 +53,19 @@ __all__ = [
     "TraceConfig",
     "WireConfig",
     "WsConfig",
+    "allowed",
     "cache_directory",
     "child_environment",
+    "describe",
     "engine_address",
     "engine_addresses",
     "hub_cache_directory",
+    "hub_endpoint",
     "keep_compiled_kernels",
     "keys",
     "listen_fds",
     "load",
+    "nearest",
     "notify_socket",
     "parse_flags",
     "runtime_directory",

@@ -107,6 +107,11 @@ def hub_cache_directory() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "huggingface" / "hub"
 
 
+def hub_endpoint() -> str:
+    """The address of the Hugging Face hub, or of its mirror: HF_ENDPOINT."""
+    return os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
+
+
 def notify_socket() -> str | None:
     """systemd's notification socket, or None."""
     return os.environ.get("NOTIFY_SOCKET")

@@ -1,4 +1,6 @@
-"""Find a model's files: a folder, a hub id in the local cache, or the embedded model. Nothing is ever downloaded.
+"""Find a model's files: a folder, a hub id or a short name in the local cache, or the embedded model.
+
+Nothing is downloaded here: `inferengine fetch` and `inferengine up` bring what the cache lacks.
 
 The hub's cache is laid out by Hugging Face: `models--ORG--NAME/refs/REVISION` names a commit, whose files stand under
 `models--ORG--NAME/snapshots/COMMIT`.
@@ -10,6 +12,7 @@ import re
 from pathlib import Path
 
 from inferengine.config import Config, hub_cache_directory
+from inferengine.config.model_names import hub_id, near_names
 from inferengine.errors import ConfigError
 
 EMBEDDED = Path(__file__).parents[1] / "assets" / "embedded"
@@ -40,15 +43,36 @@ def draft_folder(config: Config, *, on_cpu: bool) -> Path | None:
     return EMBEDDED_DRAFT
 
 
+def to_fetch(name: str, key: str = "model.path") -> str:
+    """The hub id, with its revision, of a model that is neither a folder nor in the local cache; empty: it is there.
+
+    Raises ConfigError naming `key` for a name that can be neither.
+    """
+    if not name or Path(name).expanduser().is_dir():
+        return ""
+    _check_name(name, key)
+    return "" if _snapshot(hub_id(name)) is not None else hub_id(name)
+
+
 def _find(name: str, key: str) -> Path:
     folder = Path(name).expanduser()
     if folder.is_dir():
         return folder
+    _check_name(name, key)
+    return _in_hub_cache(name, key)
+
+
+def _check_name(name: str, key: str) -> None:
+    """Raise ConfigError for a name that is no folder and cannot be a model's on the hub."""
+    folder = Path(name).expanduser()
     if folder.exists():
         raise ConfigError(key, f"{folder.name} is a file: name the folder that holds it")
-    if not HUB_ID.match(name) or ".." in name:
+    if not HUB_ID.match(hub_id(name)) or ".." in name:
         raise ConfigError(key, f"there is no folder {name}")
-    return _in_hub_cache(name, key)
+    if "/" not in hub_id(name) and not _snapshot(name):
+        close = near_names(name)
+        hint = f"did you mean {', '.join(close)}?" if close else "hub ids look like ORG/NAME"
+        raise ConfigError(key, f"there is no folder {name}, and no model of that short name; {hint}")
 
 
 def served_name(config: Config) -> str:
@@ -63,18 +87,30 @@ def served_name(config: Config) -> str:
 
 
 def _in_hub_cache(name: str, key: str) -> Path:
-    repository, _, revision = name.partition("@")
-    base = hub_cache_directory() / f"models--{repository.replace('/', '--')}"
-    if not base.is_dir():
+    repository, _, revision = hub_id(name).partition("@")
+    if (snapshot := _snapshot(hub_id(name))) is not None:
+        return snapshot
+    if not _cache_folder(repository).is_dir():
         raise ConfigError(
             key,
             f"there is no folder {name} here, and no such model in the hub's local cache; "
-            f"fetch it first with: hf download {repository}",
+            f"fetch it first with: inferengine fetch {name}",
         )
-    revision = revision or "main"
+    raise ConfigError(
+        key,
+        f"the local cache has {repository}, but not its revision {revision or 'main'}: inferengine fetch {name}",
+    )
+
+
+def _cache_folder(repository: str) -> Path:
+    return hub_cache_directory() / f"models--{repository.replace('/', '--')}"
+
+
+def _snapshot(name: str) -> Path | None:
+    """The folder of `ORG/NAME` or `ORG/NAME@REVISION` in the hub's cache; None: it is not there."""
+    repository, _, revision = name.partition("@")
+    base, revision = _cache_folder(repository), revision or "main"
     reference = base / "refs" / revision
     commit = reference.read_text(encoding="ascii").strip() if reference.is_file() else revision
     snapshot = base / "snapshots" / commit
-    if not snapshot.is_dir():
-        raise ConfigError(key, f"the local cache has {repository}, but not its revision {revision}")
-    return snapshot
+    return snapshot if snapshot.is_dir() else None

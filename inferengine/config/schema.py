@@ -19,6 +19,7 @@ from typing import Any
 from inferengine.config.environment import runtime_directory, variables
 from inferengine.config.values import (
     ENVIRONMENT_PREFIX,
+    allowed,
     convert,
     current_name,
     flatten,
@@ -40,7 +41,7 @@ def _key(default: Any, help: str, choices: tuple[Any, ...] = (), minimum: float 
 class ModelConfig:
     """The model: where it is and in which number formats it is loaded."""
 
-    path: str = _key("", "checkpoint folder, or hub id in the local cache; empty: the embedded model")
+    path: str = _key("", "checkpoint folder, hub id or short name (qwen3-0.6b); empty: the embedded model")
     served_name: str = _key("", "model's name on /v1/models; empty: the folder's name")
     dtype: str = _key(
         "auto",
@@ -416,7 +417,7 @@ def parse_flags(arguments: Sequence[str]) -> tuple[dict[str, str], list[str]]:
             continue
         name = current_name(name, RENAMED, "--{}")
         if name not in known:
-            raise ConfigError(f"--{name}", f"no such key{suggestion(name, known)}")
+            raise ConfigError(f"--{name}", f"no such key{suggestion(name, known, '--')}")
         if not equals:
             follows = arguments[position] if position < len(arguments) else None
             if known[name].type == "bool" and (follows is None or follows.startswith("--")):
@@ -462,7 +463,7 @@ def child_environment(config: Config) -> dict[str, str]:
 
 
 def to_toml(config: Config) -> str:
-    """The resolved configuration as a TOML file with each key's help as a comment."""
+    """The resolved configuration as a TOML file with each key's help and what it takes as a comment."""
     lines: list[str] = []
     table = keys()
     for section, values in config.resolved().items():
@@ -475,9 +476,27 @@ def to_toml(config: Config) -> str:
                 if isinstance(value, bool)
                 else str(value)
             )
-            lines.append(f"{key} = {text}  # {table[f'{section}.{key}'].metadata['help']}")
+            item = table[f"{section}.{key}"]
+            values_taken = f" ({taken})" if (taken := allowed(item)) else ""
+            lines.append(f"{key} = {text}  # {item.metadata['help']}{values_taken}")
         lines.append("")
     return "\n".join(lines)
+
+
+def describe(config: Config) -> dict[str, dict[str, Any]]:
+    """Every `section.key` with its value, default, type, what it takes and its meaning, for programs."""
+    values = config.resolved()
+    return {
+        name: {
+            "value": values[name.partition(".")[0]][item.name],
+            "default": item.default,
+            "type": str(item.type),
+            "choices": list(item.metadata["choices"]) or None,
+            "minimum": item.metadata["minimum"],
+            "help": item.metadata["help"],
+        }
+        for name, item in keys().items()
+    }
 
 
 def _apply(config: Config, values: Mapping[str, Any], source: str, place: str = "") -> Config:

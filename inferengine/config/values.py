@@ -7,7 +7,7 @@ import difflib
 import logging
 import math
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +54,7 @@ def from_environment(
             continue
         current = current_name(variable, old_names, "{}")
         if current not in names:
-            raise ConfigError(variable, f"no such key{suggestion(variable, names)}")
+            raise ConfigError(variable, f"no such key{variable_suggestion(variable, names)}")
         if current != variable and current in variables:
             raise ConfigError(variable, f"is the old name of {current}, which is set too")
         found[names[current]] = value
@@ -112,7 +112,79 @@ def _typed(name: str, kind: str, raw: Any) -> Any:
     return int(value) if kind == "int" else value
 
 
-def suggestion(name: str, known: Mapping[str, Any]) -> str:
-    """The end of an error message: the known name that is nearest, or nothing."""
-    close = difflib.get_close_matches(name, list(known), n=1)
-    return f"; did you mean {close[0]}?" if close else ""
+def allowed(item: dataclasses.Field[Any]) -> str:
+    """What a key takes, in words: `one of auto, cpu, cuda`, `a whole number, at least 1`; empty for any text."""
+    choices, minimum = item.metadata["choices"], item.metadata["minimum"]
+    if choices:
+        return f"one of {', '.join(map(str, choices))}"
+    kind = {"bool": "true or false", "int": "a whole number", "float": "a number"}.get(str(item.type), "")
+    return f"{kind}, at least {minimum:g}" if minimum is not None else kind
+
+
+# Flags of other engines' command lines → keys of the same meaning (docs/configuration.md).
+FOREIGN_KEYS = {
+    "api_keys": "auth.keys_file",
+    "api_key": "auth.keys_file",
+    "batch_size": "engine.max_num_batched_tokens",
+    "chunked_prefill_size": "scheduler.prefill_chunk",
+    "context_length": "model.max_model_len",
+    "ctx_size": "model.max_model_len",
+    "disable_radix_cache": "cache.prefix_caching",
+    "enable_chunked_prefill": "scheduler.chunked_prefill",
+    "enable_lora": "model.adapters",
+    "enable_prefix_caching": "cache.prefix_caching",
+    "enforce_eager": "engine.cuda_graphs",
+    "gpu_memory_utilization": "cache.memory_fraction",
+    "kv_cache_dtype": "cache.dtype",
+    "lora_modules": "model.adapters",
+    "max_running_requests": "engine.max_num_seqs",
+    "mem_fraction_static": "cache.memory_fraction",
+    "num_speculative_tokens": "speculation.max_drafts",
+    "schedule_policy": "scheduler.policy",
+    "scheduling_policy": "scheduler.policy",
+    "served_model_name": "model.served_name",
+    "speculative_model": "speculation.draft_model",
+    "ssl_certfile": "http.tls_certificate",
+    "ssl_keyfile": "http.tls_key",
+    "swap_space": "cache.swap_gib",
+    "tool_call_parser": "http.tool_parser",
+    "uvicorn_log_level": "log.level",
+}
+NEAR = 0.74  # difflib's ratio above which a name counts as misspelt
+
+
+def nearest(name: str, known: Iterable[str]) -> list[str]:
+    """The known keys that `name` may have meant: of the same last part, another engine's flag, or misspelt.
+
+    None where nothing is alike: a bad suggestion is worse than none. Dashes count as underscores.
+    """
+    known = list(known)
+    plain = name.strip("-").replace("-", "_").lower()
+    section, _, key = plain.rpartition(".")
+    if same := [each for each in known if each == plain or each.rpartition(".")[2] == key]:
+        return same
+    if FOREIGN_KEYS.get(key) in known:
+        return [FOREIGN_KEYS[key]]
+    ratios: dict[str, float] = {}
+    for each in known:
+        other_section, _, other_key = each.rpartition(".")
+        ratio = difflib.SequenceMatcher(None, key, other_key).ratio()
+        if section:
+            ratio = 0.6 * ratio + 0.4 * difflib.SequenceMatcher(None, section, other_section).ratio()
+        ratios[each] = ratio
+    best = max(ratios.values(), default=0.0)
+    return [each for each, ratio in ratios.items() if ratio == best] if best >= NEAR else []
+
+
+def suggestion(name: str, known: Iterable[str], prefix: str = "") -> str:
+    """The end of an error message: the known keys that may have been meant, after `prefix`, or nothing."""
+    close = [prefix + each for each in nearest(name, known)]
+    return f"; did you mean {' or '.join(close)}?" if close else ""
+
+
+def variable_suggestion(variable: str, known: Iterable[str]) -> str:
+    """The same for an environment variable; `known` are variables too."""
+    close = difflib.get_close_matches(
+        variable.removeprefix(ENVIRONMENT_PREFIX), [each.removeprefix(ENVIRONMENT_PREFIX) for each in known], 1, NEAR
+    )
+    return f"; did you mean {ENVIRONMENT_PREFIX}{close[0]}?" if close else ""

@@ -38,7 +38,8 @@ The draft was trained to give the model's own distribution over the same text.
 """
 _OTHERS = """\
 ## Other models
-A folder in the Hugging Face layout, or a hub id that is in the local cache; nothing is ever downloaded.
+A folder in the Hugging Face layout, a hub id (`ORG/NAME`), or a short name of one (`inferengine fetch --list`). `inferengine up`
+and `inferengine fetch` bring what the local cache lacks; the engine itself never downloads.
 
 | architecture in config.json | |
 |---|---|

@@ -1,4 +1,4 @@
-"""What a type checker sees of the public names: mypy checks this file with the rest, scripts/check-packages with pyright."""
+"""What a type checker sees of the public names: mypy checks it with the rest, scripts/check-packages with pyright."""
 
 from __future__ import annotations
 

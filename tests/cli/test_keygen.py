@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
@@ -55,6 +56,21 @@ def test_what_root_makes_in_a_service_s_folder_the_service_can_read_and_nobody_e
         assert (found.st_uid, found.st_gid, found.st_mode & 0o777) == (0, 4242, 0o640)
 
 
+def test_a_folder_that_is_not_there_is_made_for_its_owner_and_group_alone(tmp_path: Path) -> None:
+    assert keygen("--api", "alice", "--file", str(tmp_path / "new" / "keys.toml")) == ExitCode.OK
+    assert keygen("--curve", "engine", "--folder", str(tmp_path / "deep" / "down")) == ExitCode.OK
+    for folder in ("new", "deep", "deep/down"):
+        assert (tmp_path / folder).stat().st_mode & 0o027 == 0
+
+
+def test_as_json_the_key_and_its_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = str(tmp_path / "keys.toml")
+    assert keygen("--api", "alice", "--file", file, "--json") == ExitCode.OK
+    printed = json.loads(capsys.readouterr().out)
+    assert (printed["name"], printed["file"]) == ("alice", file)
+    assert read_keys(file).identify(printed["key"]).name == "alice"
+
+
 def test_a_pair_in_a_folder_of_one_s_own_is_for_its_owner_alone(tmp_path: Path) -> None:
     keygen("--curve", "engine", "--folder", str(tmp_path))
     assert (tmp_path / "engine.key").stat().st_mode & 0o777 == 0o600
@@ -70,8 +86,8 @@ def test_a_pair_in_a_folder_of_one_s_own_is_for_its_owner_alone(tmp_path: Path) 
         (["--api", "a", "--folder", "x"], "--folder"),
         (["--curve", "a/b"], "file's name"),
         (["--curve", "a", "--admin"], "--admin"),
-        (["--curve", "a", "--folder", "/nowhere/at/all"], "cannot be written"),
-        (["--api", "a", "--file", "/nowhere/at/all"], "cannot be written"),
+        (["--curve", "a", "--folder", "/proc/no/folder"], "cannot be written"),
+        (["--api", "a", "--file", "/proc/no/folder/keys.toml"], "cannot be written"),
         (["--secret", "a"], "no such option"),
     ],
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import json
 import os
 import subprocess
 import sys
@@ -12,7 +14,7 @@ import pytest
 
 from inferengine import __version__, config
 from inferengine.cli import main as cli
-from inferengine.cli.command import resolve
+from inferengine.cli.command import MOST_USED_KEYS, resolve
 from inferengine.errors import ConfigError, ExitCode
 
 
@@ -196,3 +198,105 @@ def test_a_pipe_that_broke_elsewhere_is_no_quiet_end(monkeypatch: pytest.MonkeyP
         monkeypatch.setattr("sys.stderr", read_by_all)
         with pytest.raises(BrokenPipeError):
             cli.main(["config"])
+
+
+@pytest.mark.parametrize(
+    ("words", "remedy"),
+    [
+        (["serve", "./model"], "did you mean 'up'?"),
+        (["pull", "qwen3-0.6b"], "did you mean 'fetch'?"),
+        (["qwen3-0.6b"], "to serve that model: inferengine up qwen3-0.6b"),
+        (["./model", "--http.port", "1"], "to serve that model: inferengine up ./model --http.port 1"),
+        (["--http.port", "1"], "a command comes first, as in 'inferengine up --http.port 1'"),
+        (["config", "--max-model-len", "1"], "did you mean --model.max_model_len?"),
+        (["config", "--gpu-memory-utilization", "0.9"], "did you mean --cache.memory_fraction?"),
+        (["config", "--tensor-parallel-size", "2"], "one engine uses one device"),
+        (["config", "--cache.policy", "fcfs"], "did you mean --scheduler.policy?"),
+        (["config", "--model", "x"], "the model is a bare word"),
+        (["config", "model", "--jsno"], "did you mean --json?"),
+    ],
+)
+def test_words_of_other_programs_lead_to_ours(
+    words: list[str], remedy: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(words) == ExitCode.USAGE
+    assert remedy in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["zebra"], ["config", "--zebra", "1"], ["config", "--zebra.crossing", "1"]])
+def test_where_nothing_is_alike_nothing_is_suggested(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(words) == ExitCode.USAGE
+    assert "did you mean" not in capsys.readouterr().err
+
+
+def test_a_variable_that_is_no_key_is_refused_with_the_nearest_if_any(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("INFERENGINE_HTTP_PROT", "1")
+    with pytest.raises(ConfigError, match="did you mean INFERENGINE_HTTP_PORT"):
+        resolve([])
+    monkeypatch.delenv("INFERENGINE_HTTP_PROT")
+    monkeypatch.setenv("INFERENGINE_ZEBRA", "1")
+    with pytest.raises(ConfigError, match=r"INFERENGINE_ZEBRA: no such key$"):
+        resolve([])
+
+
+def test_the_general_help_has_the_twenty_keys_and_says_how_to_see_all(capsys: pytest.CaptureFixture[str]) -> None:
+    assert len(MOST_USED_KEYS) == 20
+    cli.main(["--help"])
+    shown = capsys.readouterr().out
+    assert all(f"--{key} " in shown for key in MOST_USED_KEYS)
+    assert "inferengine --help-all" in shown
+    for words in (["--help-all"], ["bench", "--help"], ["up", "--help-all"]):
+        assert cli.main(words) == ExitCode.OK
+        shown = capsys.readouterr().out
+        assert all(f"--{key} " in shown for key in list(config.keys())) == ("--help-all" in words)
+
+
+def test_config_says_what_each_key_takes(capsys: pytest.CaptureFixture[str]) -> None:
+    cli.main(["config"])
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.startswith('device = "auto"') and "(one of auto, cpu, cuda)" in line for line in lines)
+    assert any(line.startswith("block_size = 0") and "one of 0, 8, 16" in line for line in lines)
+    assert any(line.startswith("max_num_seqs") and "(a whole number, at least 0)" in line for line in lines)
+    assert any(line.startswith("cuda_graphs") and "(true or false)" in line for line in lines)
+
+
+def test_config_as_json_describes_every_key(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["config", "--json", "--engine.device", "cpu"]) == ExitCode.OK
+    printed = json.loads(capsys.readouterr().out)
+    assert list(printed) == list(config.keys())
+    device = printed["engine.device"]
+    assert (device["value"], device["default"], device["choices"]) == ("cpu", "auto", ["auto", "cpu", "cuda"])
+
+
+def test_every_command_but_completion_writes_json() -> None:
+    for name in set(cli.COMMANDS) - {"completion"}:
+        entry = cli.COMMANDS[name]
+        declared = getattr(importlib.import_module(f"inferengine.cli.{entry.module}"), entry.function)
+        assert "--json" in [option.flag for option in declared.options], name
+
+
+def test_an_error_is_json_where_json_was_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["check", "--json", "--compare", "--http.port", "x", "--engine.device", "y"]) == ExitCode.USAGE
+    assert cli.main(["config", "--json", "--http.port", "many"]) == ExitCode.USAGE
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert json.loads(last)["error"]["field"] == "http.port"
+
+
+def test_without_the_engines_packages_a_command_says_which_extra_brings_them(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cli, "EXTRAS", {"engine": "no_such_package", "server": "uvicorn"})
+    assert cli.main(["up"]) == ExitCode.USAGE
+    assert "pip install 'inferengine[engine]'" in capsys.readouterr().err
+    assert cli.main(["up", "--help"]) == ExitCode.OK
+
+
+def test_the_package_lists_its_names_and_imports_them_late() -> None:
+    program = (
+        "import inferengine, sys; print(dir(inferengine)); inferengine.SamplingParams; print('torch' in sys.modules)"
+    )
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    names, has_torch = ran.stdout.splitlines()
+    assert "'LLM'" in names
+    assert "'SamplingParams'" in names
+    assert has_torch == "False"

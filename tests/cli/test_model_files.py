@@ -153,7 +153,7 @@ def test_a_hub_id_is_found_in_the_local_cache(variable: str, tmp_path: Path, mon
 @pytest.mark.parametrize(
     ("path", "complaint"),
     [
-        ("org/absent", "hf download org/absent"),
+        ("org/absent", "inferengine fetch org/absent"),
         ("./absent", "there is no folder ./absent"),
         ("../../etc/absent", "there is no folder"),
         (__file__, "is a file: name the folder that holds it"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 
-from inferengine.cli.terminal import Terminal, split_share, with_bar
+from inferengine.cli.terminal import LiveLine, Terminal, cut_to_width, split_share, with_bar
 
 
 class Screen(io.StringIO):
@@ -64,3 +64,36 @@ def test_a_share_is_told_from_its_phase() -> None:
     assert split_share("warming up") == ("warming up", None)
     assert split_share("huge 400 %") == ("huge", 100)
     assert with_bar("loading 50 %").count("█") == with_bar("loading 50 %").count("░")
+
+
+def test_a_start_is_shown_at_once_and_counts_with_an_estimate_until_it_is_ready() -> None:
+    now = [10.0]
+    screen = Screen()
+    terminal = Terminal(screen, usual_s=4.0, clock=lambda: now[0])
+    terminal.begin("starting the-model")
+    assert "starting the-model" in screen.getvalue()
+    terminal.status("engine", "loading weights 50 %")
+    now[0] = 11.0
+    assert terminal.retry(), "the supervisor comes again to move the line"
+    assert screen.getvalue().endswith("50 %  1.0 s, about 3 s left")
+    terminal.status("http", "listening")
+    assert screen.getvalue().endswith("about 3 s left"), "the line is about what takes longest"
+    now[0] = 15.0
+    terminal.retry()
+    assert screen.getvalue().endswith("5.0 s, usually 4 s")
+    terminal.block("Ready")
+    assert not terminal.retry()
+
+
+def test_a_live_line_moves_on_a_terminal_and_tells_quarters_elsewhere() -> None:
+    screen, file = Screen(), io.StringIO()
+    for line in (LiveLine(screen), LiveLine(file)):
+        for share in range(0, 101, 5):
+            line.show(f"fetching x: {share} MB {share} %")
+    assert screen.getvalue().count("\n") == 0
+    assert len(file.getvalue().splitlines()) == 5
+
+
+def test_a_line_is_cut_where_the_terminal_ends() -> None:
+    assert cut_to_width("x" * 100, 80) == "x" * 78 + "…"
+    assert cut_to_width("short", 80) == "short"

@@ -10,7 +10,7 @@ import logging
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -396,3 +396,21 @@ def plan_lines(plan: MemoryPlan) -> list[str]:
     if len(plan.groups) > 1 and not plan.cache.asked_model_len and not plan.sequences(plan.cache.max_model_len):
         lines.append("  Set model.max_model_len to have room kept for one sequence of that length, where it fits.")
     return lines
+
+
+def plan_figures(plan: MemoryPlan) -> dict[str, Any]:
+    """Return the plan as a JSON object: sizes in bytes, and how many sequences of each length fit at once."""
+    sizes = {
+        name: getattr(plan, name)
+        for name in ("weights", "draft_weights", "activations", "slots", "graphs", "context", "kv_budget")
+    }
+    return {
+        "fits": bool(plan.groups),
+        "bytes": sizes,
+        "kv_bytes_per_token": plan.kv_bytes_per_token,
+        "window_bytes_per_sequence": plan.window_bytes_per_sequence,
+        "kv_tokens": plan.num_kv_tokens if plan.groups else 0,
+        "sequences_at_once": {str(length): plan.sequences(length) for length in plan_contexts(plan)}
+        if plan.groups
+        else {},
+    }
