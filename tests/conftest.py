@@ -34,7 +34,8 @@ def _missing(marker: str) -> str:
     if marker == "node":
         if not shutil.which("node"):
             return "no Node.js"
-        return "" if (NODE_PACKAGES / "zeromq").is_dir() else "no zeromq for Node: npm install --prefix tests/node"
+        there = all((NODE_PACKAGES / name).is_dir() for name in ("zeromq", "ws"))
+        return "" if there else "no zeromq or ws for Node: npm install --prefix tests/node"
     if marker == "systemd":
         if not sys.platform.startswith("linux") or os.geteuid() != 0:
             return "needs Linux and root"

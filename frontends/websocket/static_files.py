@@ -15,6 +15,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 FOLDER = Path(__file__).parent / "static"
+CLIENT = tuple(Path(__file__).parent / "client" / name for name in ("client.js", "client.d.ts"))  # of the npm package
 INDEX = "index.html"
 _TYPES = {
     ".html": "text/html; charset=utf-8",
@@ -50,6 +51,7 @@ class StaticFiles:
     def __init__(self, folder: Path = FOLDER) -> None:
         paths = [path for path in sorted(folder.rglob("*")) if path.suffix in _TYPES]
         self._files = {path.relative_to(folder).as_posix(): _read(path) for path in paths}
+        self._files |= {path.name: _read(path) for path in CLIENT}
 
     async def serve(self, request: Request) -> Response:
         """Serve one file by its path in the folder; nothing is looked up on disk."""

@@ -34,7 +34,9 @@ class BadModel(Exception):
 def inspect(folder: Path) -> ModelSummary:
     """Read a checkpoint folder's tables of contents. Raises BadModel."""
     if not folder.is_dir():
-        raise BadModel("there is no such folder: name a checkpoint folder, or a model that 'inferengine fetch' has brought")
+        raise BadModel(
+            "there is no such folder: name a checkpoint folder, or a model that 'inferengine fetch' has brought"
+        )
     config = _read_json(folder, "config.json")
     if not isinstance(config.get("model_type"), str):
         raise BadModel("config.json has no model_type: this is no Hugging Face checkpoint")

@@ -12,7 +12,7 @@ from websockets.sync.client import connect
 from frontends.common.hosts import read_names
 from frontends.websocket.frames import GenerateFrame
 from frontends.websocket.handshake import may_connect, read_origins
-from frontends.websocket.static_files import FOLDER
+from frontends.websocket.static_files import CLIENT, FOLDER
 from tests.frontends.websocket.builders import make_engine, open_socket, serving
 
 OWN = [path for path in sorted(FOLDER.rglob("*")) if path.is_file() and FOLDER / "vendor" not in path.parents]
@@ -48,6 +48,12 @@ def test_every_file_is_served_unchanged(http, path):
     assert answer.headers.get("content-encoding") == (None if path.suffix == ".woff2" else "gzip")
 
 
+@pytest.mark.parametrize("path", CLIENT, ids=lambda path: path.name)
+def test_the_client_of_the_npm_package_is_served_beside_the_page(http, path):
+    assert http.get(f"/{path.name}").content == path.read_bytes()
+    assert http.get("/package.json").status_code == 404
+
+
 def test_a_current_copy_gets_304(http):
     first = http.get("/chat.js")
     again = http.get("/chat.js", headers={"if-none-match": first.headers["etag"]})
@@ -62,7 +68,7 @@ def test_nothing_else_is_served(http, path):
 
 
 def test_the_page_loads_nothing_from_other_servers():
-    for path in OWN:
+    for path in [*OWN, *CLIENT]:
         text = path.read_text().replace("http://www.w3.org/2000/svg", "")
         for line in text.splitlines():
             assert "//" not in line.replace("://127.0.0.1", "") or not any(
@@ -71,7 +77,7 @@ def test_the_page_loads_nothing_from_other_servers():
 
 
 def test_scripts_do_not_assign_html():
-    scripts = "".join(path.read_text() for path in OWN if path.suffix == ".js")
+    scripts = "".join(path.read_text() for path in [*OWN, *CLIENT] if path.suffix == ".js")
     for way in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(", "new Function", "DOMParser"):
         assert way not in scripts
 
@@ -185,7 +191,7 @@ def test_a_program_s_handshake_under_a_rebound_name_is_refused(server):
 
 
 def test_the_browser_client_sends_each_option_under_its_key():
-    source = (FOLDER / "client.js").read_text(encoding="utf-8")
+    source = CLIENT[0].read_text(encoding="utf-8")
     keys = dict(
         re.findall(r'^  (\w+): "(\w+)",$', source.partition("const FRAME_KEYS = {")[2].partition("};")[0], re.M)
     )

@@ -1,6 +1,7 @@
 // @ts-check
 /**
- * Browser client of the InferEngine websocket: many generations over one socket, in one module without a build step.
+ * Client of the InferEngine websocket for browsers: many generations over one socket, in one module without a build
+ * step. node.js is the same for Node.js; package.json makes an npm package of both.
  * It reconnects automatically, resumes running generations without losing or repeating a character, and acknowledges
  * handled frames so that they do not pile up in a slow page. Types: client.d.ts. Protocol: docs/websocket.md.
  *
@@ -244,6 +245,7 @@ export class InferEngineSocket extends EventTarget {
     const socket = new this._WebSocket(this.url, protocols);
     this._socket = socket;
     socket.onopen = () => this._opened();
+    socket.onerror = () => {}; // `onclose` follows; Node's `ws` ends the program for an error that nobody handles
     socket.onmessage = (event) => this._socket === socket && this._received(event.data);
     socket.onclose = (event) => this._socket === socket && this._lost(event.code);
   }

@@ -1,0 +1,61 @@
+"""The client as an npm package: in Node.js, which before version 22 has no WebSocket of its own."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from inferengine import __version__
+from tests.frontends.websocket.builders import ANSWER, make_engine, serving
+
+ROOT = Path(__file__).resolve().parents[3]
+PACKAGE = ROOT / "frontends" / "websocket" / "client"
+INSTALLED = ROOT / "tests" / "node" / "node_modules"
+PROGRAM = """
+import { InferEngineSocket } from "inferengine-client";
+const [refused, url] = process.argv.slice(2);
+const engine = new InferEngineSocket(refused);
+let attempts = 0;
+await new Promise((resolve) => engine.addEventListener("status", ({ detail }) => {
+  if (detail === "closed" && ++attempts === 1) resolve();
+}));
+engine.close();
+
+const other = new InferEngineSocket(url);
+const answer = other.generate({ messages: [{ role: "user", content: "Who are you?" }] });
+let text = "";
+for await (const delta of answer) text += delta.text;
+const { choices } = await answer.result;
+other.close();
+console.log(JSON.stringify({ attempts, text, finishReason: choices[0].finishReason }));
+"""
+
+
+def test_it_has_the_version_of_the_python_package_and_names_files_that_are_there() -> None:
+    described = json.loads((PACKAGE / "package.json").read_text(encoding="utf-8"))
+    assert described["version"] == __version__
+    assert [name for name in described["files"] if not (PACKAGE / name).is_file()] == []
+    assert {path.removeprefix("./") for path in described["exports"]["."].values()} == set(described["files"])
+
+
+@pytest.mark.node
+def test_in_node_it_streams_an_answer_and_survives_a_refused_connection(tmp_path: Path) -> None:
+    modules = tmp_path / "node_modules"
+    shutil.copytree(PACKAGE, modules / "inferengine-client", ignore=shutil.ignore_patterns("node_modules"))
+    (modules / "ws").symlink_to(INSTALLED / "ws")
+    (tmp_path / "program.mjs").write_text(PROGRAM)
+    with make_engine(tmp_path) as engine, serving(engine) as server:
+        url = f"ws://127.0.0.1:{server.port}/v1/ws"
+        ran = subprocess.run(
+            ["node", "program.mjs", "ws://127.0.0.1:9/v1/ws", url],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+    assert (ran.returncode, ran.stderr) == (0, "")
+    assert json.loads(ran.stdout) == {"attempts": 1, "text": ANSWER, "finishReason": "stop"}
