@@ -20,6 +20,7 @@ from inferengine.cli import check
 from inferengine.cli.check import NOTE, OK, PROBLEM, Finding
 from inferengine.cli.command import Arguments, Option, command
 from inferengine.config import Config, cache_directory, hub_cache_directory, keep_compiled_kernels, runtime_directory
+from inferengine.config.environment import variables
 from inferengine.errors import ConfigError
 
 OPTIONS = {"options": (Option("--json", "print the findings as JSON"),)}
@@ -225,7 +226,7 @@ def triton() -> Iterator[Finding]:
     if not Path("/dev/nvidiactl").exists():
         yield Finding(OK, "triton", f"{version}, not used without a GPU")
         return
-    compiler = os.environ.get("CC") or next(filter(None, map(shutil.which, ("gcc", "clang", "cc"))), None)
+    compiler = variables().get("CC") or next(filter(None, map(shutil.which, ("gcc", "clang", "cc"))), None)
     header = Path(sysconfig.get_paths()["include"], "Python.h")
     if compiler is None:
         yield Finding(PROBLEM, "triton", "there is no C compiler, and Triton needs one: apt install gcc libc6-dev")

@@ -26,7 +26,12 @@ DOCUMENTS = [
     ROOT / "inferengine" / "wire" / "PROTOCOL.md",
 ]
 BASES = [ROOT, *(ROOT / "inferengine" / part for part in ("", "engine", "executor")), ROOT / "frontends"]  # of paths
-EXAMPLES = {".../clients.toml", "gauntlet-found/3.json", "inferengine/models/NAME.py"}  # files that the reader makes
+EXAMPLES = {
+    ".../clients.toml",
+    "gauntlet-found/3.json",
+    "inferengine/models/NAME.py",
+    "site/",
+}  # files that the reader makes
 OLD_NAMES = {"engine/link", "engine/outbox"}  # in the changelog
 
 
