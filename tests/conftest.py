@@ -8,6 +8,7 @@ import importlib.util
 import os
 import shutil
 import sys
+import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,9 @@ from pathlib import Path
 import pytest
 
 from tests.kernels.compiler_process import Compile, compiler_process
+
+# What a person's own front ends keep, such as their batches, is none of the tests'.
+os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="inferengine-tests-")
 
 gc.disable()  # until all is imported: looking through what stays takes a quarter of that time
 

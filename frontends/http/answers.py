@@ -392,6 +392,82 @@ class OllamaVersion(msgspec.Struct):
     inferengine: str
 
 
+class FileAnswer(msgspec.Struct):
+    """A file; `batch_output` is the purpose of what a batch wrote."""
+
+    id: str
+    object: Literal["file"]
+    bytes: int
+    created_at: int
+    expires_at: int
+    filename: str
+    purpose: Literal["batch", "batch_output"]
+    status: Literal["processed"]
+
+
+class FilesAnswer(msgspec.Struct):
+    """Answer of GET /v1/files."""
+
+    object: Literal["list"]
+    data: list[FileAnswer]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class FileDeleted(msgspec.Struct):
+    """Answer of DELETE /v1/files/{id}."""
+
+    id: str
+    object: Literal["file"]
+    deleted: bool
+
+
+class BatchCounts(msgspec.Struct):
+    """Lines in all, and those that have ended."""
+
+    total: int
+    completed: int
+    failed: int
+
+
+class BatchAnswer(msgspec.Struct):
+    """A batch. Times are Unix seconds, null for what did not happen."""
+
+    id: str
+    object: Literal["batch"]
+    endpoint: str
+    input_file_id: str
+    completion_window: str
+    status: Literal[
+        "validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"
+    ]
+    output_file_id: str | None
+    error_file_id: str | None
+    errors: dict[str, Any] | None
+    metadata: dict[str, str] | None
+    request_counts: BatchCounts
+    created_at: int
+    expires_at: int
+    in_progress_at: int | None
+    finalizing_at: int | None
+    completed_at: int | None
+    failed_at: int | None
+    expired_at: int | None
+    cancelling_at: int | None
+    cancelled_at: int | None
+
+
+class BatchesAnswer(msgspec.Struct):
+    """Answer of GET /v1/batches."""
+
+    object: Literal["list"]
+    data: list[BatchAnswer]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
 ANSWERS: dict[tuple[str, str], type[msgspec.Struct]] = {
     ("POST", "/v1/completions"): CompletionAnswer,
     ("POST", "/v1/chat/completions"): ChatCompletion,
@@ -402,6 +478,14 @@ ANSWERS: dict[tuple[str, str], type[msgspec.Struct]] = {
     ("POST", "/detokenize"): TextAnswer,
     ("GET", "/v1/models"): Models,
     ("GET", "/v1/models/{model}"): ModelAnswer,
+    ("POST", "/v1/files"): FileAnswer,
+    ("GET", "/v1/files"): FilesAnswer,
+    ("GET", "/v1/files/{id}"): FileAnswer,
+    ("DELETE", "/v1/files/{id}"): FileDeleted,
+    ("POST", "/v1/batches"): BatchAnswer,
+    ("GET", "/v1/batches"): BatchesAnswer,
+    ("GET", "/v1/batches/{id}"): BatchAnswer,
+    ("POST", "/v1/batches/{id}/cancel"): BatchAnswer,
     ("POST", "/api/chat"): OllamaChatAnswer,
     ("POST", "/api/generate"): OllamaGenerateAnswer,
     ("POST", "/api/embed"): OllamaEmbedAnswer,

@@ -23,6 +23,7 @@ from frontends.common.hosts import AllowedHosts, HostMiddleware, public_ports, r
 from frontends.common.quotas import Quotas
 from frontends.http import ollama
 from frontends.http.anthropic import count_tokens, messages
+from frontends.http.batches import batch_routes
 from frontends.http.metrics import HttpMetrics
 from frontends.http.middleware import AliasMiddleware, AnthropicMiddleware, AuthMiddleware, RequestMiddleware
 from frontends.http.openai import conversations, responses, stored_chat
@@ -79,6 +80,7 @@ ROUTES = (
     Route("/detokenize", detokenize, methods=["POST"]),
     Route("/v1/streams/{id}", read_stream),
     Route("/v1/streams/{id}", cancel_stream, methods=["DELETE"]),
+    *batch_routes.ROUTES,
     *ollama.ROUTES,
     Route("/v1/models", health.models),
     Route("/v1/models/{model:path}", health.model),
@@ -137,6 +139,7 @@ def make_app(service: HttpState, listeners: Sequence[socket.socket] = ()) -> ASG
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         service.start()
+        service.batches.start(app)
         with contextlib.suppress(InferEngineError):  # the first requests find an engine that already runs
             await service.engines.connect(FIRST_CONNECT_S)
         yield

@@ -16,6 +16,7 @@ from starlette.routing import Route
 
 from frontends.common.chat import Conversation, SpecialTokens
 from frontends.http.answers import AnswerSchemas, schemas
+from frontends.http.batches.batch_routes import BatchFields, FileListFields, ListFields, UploadFields
 from frontends.http.bodies import (
     BadWordsFields,
     ChatFields,
@@ -112,6 +113,12 @@ BODIES: dict[str, tuple[Any, ...]] = {
     "/api/embeddings": (OllamaModelFields, OllamaEmbeddingsFields),
     "/api/show": (OllamaModelFields,),
 }
+# Bodies that name something made before, and a form: media type and Struct.
+STORED_BODIES: dict[str, tuple[str, type[Any]]] = {
+    "/v1/files": ("multipart/form-data", UploadFields),
+    "/v1/batches": ("application/json", BatchFields),
+}
+QUERIES: dict[str, type[Any]] = {"/v1/files": FileListFields, "/v1/batches": ListFields}  # of GET
 REQUIRED = {"/v1/chat/completions": {"messages"}}  # what only some routes of a Struct require
 
 _QUESTION = [{"role": "user", "content": "What is a KV cache?"}]
@@ -248,6 +255,22 @@ def _operation(
         operation["parameters"] = [
             {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names
         ]
+    if method == "GET" and (query := QUERIES.get(path)) is not None:
+        operation["parameters"] = [
+            {
+                "name": doc.name,
+                "in": "query",
+                "description": doc.meaning,
+                "schema": json_schema(doc.node),
+            }
+            for doc in field_docs(query).values()
+        ]
+    if method == "POST" and path in STORED_BODIES:
+        media_type, kind = STORED_BODIES[path]
+        fields = [
+            Field(doc.name, json_schema(doc.node), doc.meaning, doc.required, ()) for doc in field_docs(kind).values()
+        ]
+        operation["requestBody"] = {"required": True, "content": {media_type: {"schema": body_schema(fields)}}}
     if method == "POST" and route.path in tables:
         schema = body_schema(tables[route.path], closed=route.path in CLOSED)
         content = {"schema": schema, "example": EXAMPLES[route.path]}

@@ -20,6 +20,8 @@ from frontends.common.json import OffLoop, read_flag
 from frontends.common.model import ModelContext, ServedModel
 from frontends.common.quotas import Quotas
 from frontends.common.resumable import Registry, RequestMetadata
+from frontends.http.batches.batch_runner import BatchRunner
+from frontends.http.batches.batch_store import BatchStore, store_folder, store_limits
 from frontends.http.detached import LogSubmitter, StreamState, new_stream
 from frontends.http.metrics import HttpMetrics
 from frontends.http.openai.response_store import ResponseStore
@@ -59,6 +61,8 @@ class HttpState:
         self.model = ModelContext(engines)
         self.registry = Registry(engines, config.wire.resume_ttl_s, cancel_unread=False)
         self.responses = ResponseStore(responses_path)
+        self.files = BatchStore(store_folder(config), store_limits(config))
+        self.batches = BatchRunner(self)
         self.coalescer = Coalescer()
         self.admission = AdmissionThrottle()
         self.off_loop = OffLoop()
@@ -77,6 +81,8 @@ class HttpState:
         """Close the stream registry, the response store, the engine connections and tracing."""
         if self._prefetch is not None:
             self._prefetch.cancel()
+        await self.batches.close()
+        self.files.close()
         self.registry.close()
         self.responses.close()
         await self.engines.close()

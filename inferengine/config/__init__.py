@@ -9,6 +9,7 @@ from inferengine.config.environment import (
     notify_socket,
     runtime_directory,
     share_cores_with_others,
+    state_directory,
     unsafe_folder,
     watchdog_interval_s,
 )
@@ -70,6 +71,7 @@ __all__ = [
     "parse_flags",
     "runtime_directory",
     "share_cores_with_others",
+    "state_directory",
     "status_address",
     "to_toml",
     "unsafe_folder",

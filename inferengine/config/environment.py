@@ -73,6 +73,14 @@ def cache_directory() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "inferengine"
 
 
+def state_directory() -> Path:
+    """The folder for data that must not be lost: systemd's STATE_DIRECTORY, XDG_STATE_HOME, else ~/.local/state."""
+    if systemd := os.environ.get("STATE_DIRECTORY"):
+        return Path(systemd.split(":")[0])
+    base = os.environ.get("XDG_STATE_HOME")
+    return (Path(base) if base else Path.home() / ".local" / "state") / "inferengine"
+
+
 def keep_compiled_kernels() -> str | None:
     """Set the folder in which Triton keeps compiled kernels for the next start. Call before anything is compiled.
 

@@ -281,6 +281,14 @@ class HttpConfig:
         "most connections from one address; 0: half of them, and no limit for this machine's own addresses",
         minimum=0,
     )
+    files_folder: str = _key(
+        "", "folder for uploaded files and batches; empty: one of the engine's name in ~/.local/state/inferengine"
+    )
+    max_file_bytes: int = _key(64 * 1024 * 1024, "largest file that may be uploaded for a batch", minimum=1024)
+    max_stored_bytes: int = _key(1024**3, "most bytes of files and batches that are kept for one tenant", minimum=1024)
+    batch_in_flight: int = _key(
+        16, "most requests of batches that run at once; they hold back while other requests wait", minimum=1
+    )
     tls_certificate: str = _key("", "PEM file with the certificate chain, for https; empty: http")
     tls_key: str = _key("", "PEM file with the private key; empty: in the file of the certificate")
 

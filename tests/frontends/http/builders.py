@@ -86,6 +86,7 @@ class House:
         self.script: Callable[[Submit, int], Script] = says("the quick brown fox")
         self.engine = ScriptedEngine(self.address, lambda submit, choice: self.script(submit, choice))
         wire = {"socket": self.address, **sections.pop("wire", {})}
+        sections["http"] = {"files_folder": f"{folder}/files", **sections.get("http", {})}
         self.front = FrontEnd(Config().with_values(wire=wire, **sections))
         self.http = httpx.Client(base_url=self.front.url, timeout=10.0, headers=HEADERS)
 

@@ -159,8 +159,8 @@ def test_the_document_is_openapi(served: House) -> None:
     assert len(set(identifiers)) == len(identifiers)
     for path in document["paths"].values():
         for operation in path.values():
-            if "requestBody" in operation:
-                schema = operation["requestBody"]["content"]["application/json"]["schema"]
+            for content in operation.get("requestBody", {"content": {}})["content"].values():
+                schema = content["schema"]
                 jsonschema.Draft202012Validator.check_schema(schema)
     for path, body in GOOD.items():
         validator(path).validate(body)
@@ -185,7 +185,7 @@ def answer_validator(document: dict[str, Any], method: str, path: str, kind: str
     return jsonschema.Draft202012Validator({**schema, "components": document["components"]})
 
 
-@pytest.mark.parametrize("path", [path for method, path in ANSWERS if method == "POST"])
+@pytest.mark.parametrize("path", [path for method, path in ANSWERS if method == "POST" and path in GOOD])
 def test_an_answer_is_what_the_document_says(served: House, path: str) -> None:
     document = served.http.get("/openapi.json").json()
     response = served.post(path, **GOOD[path])

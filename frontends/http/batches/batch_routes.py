@@ -1,0 +1,285 @@
+"""OpenAI's files and batches: /v1/files and /v1/batches. What one tenant keeps, no other finds."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import AsyncIterator
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
+
+from frontends.common.auth import ANYBODY, ApiKey
+from frontends.common.json import read_fields
+from frontends.http.batches.batch_store import CHUNK_BYTES, DAY_S, ENDPOINTS, KEEP_S
+from frontends.http.batches.multipart import PartHead, read_boundary, read_parts
+from frontends.http.bodies import MAX_METADATA, read_json
+from frontends.http.respond import JsonBytes
+from frontends.http.state import HttpState
+from inferengine.errors import InferEngineError, InvalidRequest
+from inferengine.fields import about
+
+MAX_FIELD_BYTES = 1024
+SHORTEST_KEEP_S = 3600
+MAX_WINDOW_S = 7 * DAY_S
+_WINDOW = re.compile(r"([1-9]\d{0,3})([mhd])")
+_UNITS = {"m": 60, "h": 3600, "d": DAY_S}
+_WHOLE = re.compile(r"\d{1,6}")
+
+MetadataText = Annotated[str, Meta(max_length=512)]
+
+
+class ExpiresAfter(msgspec.Struct, frozen=True):
+    """When a file is removed."""
+
+    seconds: Annotated[int, about(ge=SHORTEST_KEEP_S, le=KEEP_S)]
+    anchor: Literal["created_at"] = "created_at"
+
+
+class BatchFields(msgspec.Struct, frozen=True):
+    """Of POST /v1/batches."""
+
+    input_file_id: Annotated[str, about("a file of purpose batch: in each line custom_id, method, url and body")]
+    endpoint: Annotated[Literal[ENDPOINTS], about("the route of all lines")]  # type: ignore[valid-type]
+    completion_window: Annotated[
+        str,
+        about(
+            "how long it may take: a number of minutes, hours or days, such as 24h; at most 7d",
+            schema={"pattern": "^[1-9][0-9]*[mhd]$"},
+        ),
+    ] = "24h"
+    metadata: Annotated[
+        Annotated[dict[str, MetadataText], Meta(max_length=MAX_METADATA)], about("returned as it is")
+    ] = {}
+    output_expires_after: Annotated[ExpiresAfter | None, about("when output and error files are removed")] = None
+
+
+class UploadFields(msgspec.Struct, frozen=True):
+    """The parts of POST /v1/files."""
+
+    file: Annotated[str, about("the file, one JSON object in each line", schema={"format": "binary"})]
+    purpose: Annotated[Literal["batch"], about("what it is for")]
+    expires_after: Annotated[ExpiresAfter | None, about("when it is removed, after 30 days if not said")] = None
+
+
+class ListFields(msgspec.Struct, frozen=True):
+    """The query of GET /v1/batches."""
+
+    after: Annotated[str | None, about("the id that the last page ended with")] = None
+    limit: Annotated[int, about("most entries", ge=1, le=100)] = 20
+
+
+class FileListFields(msgspec.Struct, frozen=True):
+    """The query of GET /v1/files."""
+
+    after: Annotated[str | None, about("the id that the last page ended with")] = None
+    limit: Annotated[int, about("most entries", ge=1, le=10_000)] = 10_000
+    order: Annotated[Literal["asc", "desc"], about("by age: the oldest or the newest first")] = "desc"
+    purpose: Annotated[str | None, about("only files of that purpose")] = None
+
+
+async def upload(request: Request) -> Response:
+    """Keep a file for a batch: multipart/form-data with `file` and `purpose`."""
+    service: HttpState = request.app.state.service
+    http = service.config.http
+    boundary = read_boundary(request.headers.get("content-type", ""))
+    declared = request.headers.get("content-length", "")
+    if declared.isdigit() and int(declared) > http.max_file_bytes + CHUNK_BYTES:
+        raise _too_large(http.max_file_bytes)
+    file_id = await service.files.begin_file(_key(request).tenant)
+    finished = False
+    try:
+        async with asyncio.timeout(http.body_timeout_s * max(1.0, http.max_file_bytes / http.max_body_bytes)):
+            fields, filename = await _receive(request, boundary, file_id)
+        purpose, keep_s = _read_purpose(fields)
+        found = await service.files.finish_file(file_id, filename, purpose, keep_s)
+        finished = True
+    except TimeoutError:
+        raise InferEngineError("request_timeout", "The file did not arrive in time.") from None
+    except ClientDisconnect:
+        raise InferEngineError("cancelled", "The client went away.") from None
+    finally:
+        if not finished:
+            await asyncio.shield(service.files.drop_upload(file_id))
+    return JsonBytes(found)
+
+
+async def _receive(request: Request, boundary: bytes, file_id: str) -> tuple[dict[str, str], str]:
+    """Write the file's content into the store; return the other fields, and the file's name."""
+    service: HttpState = request.app.state.service
+    most = service.config.http.max_file_bytes
+    fields: dict[str, bytearray] = {}
+    filename: str | None = None
+    part: PartHead | None = None
+    buffer, size, place = bytearray(), 0, 0
+    async for item in read_parts(aiter(request.stream()), boundary):
+        if isinstance(item, PartHead):
+            part = item
+            if part.name == "file":
+                if filename is not None:
+                    raise InvalidRequest("file", "one file at a time")
+                filename = part.filename or "upload"
+            else:
+                fields.setdefault(part.name[:64], bytearray())
+        elif part is not None and part.name == "file":
+            size += len(item)
+            if size > most:
+                raise _too_large(most)
+            buffer += item
+            if len(buffer) >= CHUNK_BYTES:
+                await service.files.add_chunk(file_id, place, bytes(buffer))
+                place += 1
+                buffer.clear()
+        elif part is not None:
+            value = fields[part.name[:64]]
+            value += item
+            if len(value) > MAX_FIELD_BYTES:
+                raise InvalidRequest(part.name[:64], f"at most {MAX_FIELD_BYTES} bytes")
+    if filename is None:
+        raise InvalidRequest("file", "is required, as a part with a filename")
+    if buffer:
+        await service.files.add_chunk(file_id, place, bytes(buffer))
+    return {name: value.decode("utf-8", "replace") for name, value in fields.items()}, filename
+
+
+def _read_purpose(fields: dict[str, str]) -> tuple[str, int]:
+    """The purpose, and for how long the file is kept."""
+    purpose = fields.get("purpose", "")
+    if purpose != "batch":
+        raise InvalidRequest("purpose", "must be batch: nothing else is done with files here", code="unsupported")
+    seconds = fields.get("expires_after[seconds]", str(KEEP_S))
+    if not _WHOLE.fullmatch(seconds) and seconds != str(KEEP_S):
+        raise InvalidRequest("expires_after[seconds]", "must be a whole number")
+    if not SHORTEST_KEEP_S <= int(seconds) <= KEEP_S:
+        raise InvalidRequest("expires_after[seconds]", f"must lie in [{SHORTEST_KEEP_S}, {KEEP_S}]")
+    if fields.get("expires_after[anchor]", "created_at") != "created_at":
+        raise InvalidRequest("expires_after[anchor]", "must be created_at")
+    return purpose, int(seconds)
+
+
+async def files(request: Request) -> Response:
+    """The files of this key's tenant."""
+    service: HttpState = request.app.state.service
+    query = _read_query(request, FileListFields)
+    found, more = await service.files.list_files(
+        _key(request).tenant,
+        purpose=query.purpose,
+        after=query.after,
+        limit=query.limit,
+        newest_first=query.order == "desc",
+    )
+    return _page(found, more)
+
+
+async def file(request: Request) -> Response:
+    """A file's description."""
+    service: HttpState = request.app.state.service
+    return JsonBytes(await service.files.file(request.path_params["id"], _key(request).tenant))
+
+
+async def file_content(request: Request) -> Response:
+    """A file's content, as it was sent or as a batch wrote it."""
+    service: HttpState = request.app.state.service
+    found = await service.files.file(request.path_params["id"], _key(request).tenant)
+
+    async def content() -> AsyncIterator[bytes]:
+        place = 0
+        while (data := await service.files.chunk(found["id"], place)) is not None:
+            yield data
+            place += 1
+
+    headers = {"content-length": str(found["bytes"]), "x-content-type-options": "nosniff"}
+    return StreamingResponse(content(), media_type="application/octet-stream", headers=headers)
+
+
+async def delete_file(request: Request) -> Response:
+    """Delete a file."""
+    service: HttpState = request.app.state.service
+    file_id = request.path_params["id"]
+    await service.files.delete_file(file_id, _key(request).tenant)
+    return JsonBytes({"id": file_id, "object": "file", "deleted": True})
+
+
+async def create_batch(request: Request) -> Response:
+    """Run the requests of a file, later and with the lowest priority."""
+    service: HttpState = request.app.state.service
+    body = await read_json(request, service.config.http.max_body_bytes)
+    fields = read_fields(BatchFields, body)
+    window = _WINDOW.fullmatch(fields.completion_window)
+    window_s = int(window[1]) * _UNITS[window[2]] if window else 0
+    if not 0 < window_s <= MAX_WINDOW_S:
+        raise InvalidRequest("completion_window", "must be a number of minutes, hours or days up to 7d, such as 24h")
+    key = _key(request)
+    keep = fields.output_expires_after
+    wanted = {
+        "endpoint": fields.endpoint,
+        "input_file_id": fields.input_file_id,
+        "completion_window": fields.completion_window,
+        "metadata": fields.metadata or None,
+        "output_keep_s": KEEP_S if keep is None else keep.seconds,
+    }
+    found = await service.files.create_batch(key.tenant, key.name, wanted, window_s)
+    service.batches.wake()
+    return JsonBytes(found)
+
+
+async def batches(request: Request) -> Response:
+    """The batches of this key's tenant, the newest first."""
+    service: HttpState = request.app.state.service
+    query = _read_query(request, ListFields)
+    found, more = await service.files.list_batches(_key(request).tenant, after=query.after, limit=query.limit)
+    return _page(found, more)
+
+
+async def batch(request: Request) -> Response:
+    """A batch: its status, its counts, and its files once it has ended."""
+    service: HttpState = request.app.state.service
+    return JsonBytes(await service.files.batch(request.path_params["id"], _key(request).tenant))
+
+
+async def cancel_batch(request: Request) -> Response:
+    """End a batch early; what its lines have answered until then is kept."""
+    service: HttpState = request.app.state.service
+    found = await service.files.cancel_batch(request.path_params["id"], _key(request).tenant)
+    service.batches.wake()
+    return JsonBytes(found)
+
+
+def _key(request: Request) -> ApiKey:
+    key: ApiKey = request.scope.get("api_key", ANYBODY)
+    return key
+
+
+def _read_query(request: Request, kind: type[Any]) -> Any:
+    given: dict[str, Any] = dict(request.query_params)
+    if "limit" in given:
+        if not _WHOLE.fullmatch(given["limit"]):
+            raise InvalidRequest("limit", "must be a whole number")
+        given["limit"] = int(given["limit"])
+    return read_fields(kind, given)
+
+
+def _page(found: list[dict[str, Any]], more: bool) -> Response:
+    ids = [item["id"] for item in found] or [None]
+    return JsonBytes({"object": "list", "data": found, "first_id": ids[0], "last_id": ids[-1], "has_more": more})
+
+
+def _too_large(most: int) -> InferEngineError:
+    return InferEngineError("request_too_large", f"A file must have at most {most} bytes.", field="file")
+
+
+ROUTES = (
+    Route("/v1/files", upload, methods=["POST"]),
+    Route("/v1/files", files),
+    Route("/v1/files/{id}", file),
+    Route("/v1/files/{id}", delete_file, methods=["DELETE"]),
+    Route("/v1/files/{id}/content", file_content),
+    Route("/v1/batches", create_batch, methods=["POST"]),
+    Route("/v1/batches", batches),
+    Route("/v1/batches/{id}", batch),
+    Route("/v1/batches/{id}/cancel", cancel_batch, methods=["POST"]),
+)
