@@ -19,6 +19,7 @@ from tests.kernels.compiler_process import Compile, compiler_process
 
 # What a person's own front ends keep, such as their batches, is none of the tests'.
 os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="inferengine-tests-")
+atexit.register(shutil.rmtree, os.environ["XDG_STATE_HOME"], ignore_errors=True)
 
 gc.disable()  # until all is imported: looking through what stays takes a quarter of that time
 

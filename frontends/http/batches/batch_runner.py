@@ -48,7 +48,6 @@ LOCK_NAME = "runner.lock"
 LOOK_S = 1.0  # between two looks for batches that other workers made or cancelled
 CLEAN_S = 60.0
 HOLD_S = 0.1  # between two looks whether engines have room
-LINES_AT_ONCE = 64
 LOWEST_PRIORITY = 1_000_000  # added to a line's own
 MAX_RESULT_BYTES = 16 * 1024 * 1024
 MAX_TRIES = 3
@@ -192,18 +191,25 @@ class BatchRunner:
             await asyncio.gather(work, stop, return_exceptions=True)
 
     async def _lines(self, job: _Job) -> None:
+        batch, last = job.batch, -1
         running: set[asyncio.Task[None]] = set()
-        last = -1
         try:
-            while lines := await self._store.begin_lines(job.batch.id, last, LINES_AT_ONCE):
-                for line in lines:
-                    last = line.place
-                    await self._take_slot(job.batch)
-                    task = asyncio.create_task(self._line(job.batch, line))
-                    running.add(task)
-                    task.add_done_callback(lambda task: self._leave_slot(job.batch, running, task))
-                    for failed in [one for one in running if one.done()]:
-                        failed.result()
+            while True:
+                await self._take_slot(batch)
+                try:
+                    line = await self._store.begin_line(batch.id, last)
+                except BaseException:
+                    self._leave_slot(batch)
+                    raise
+                if line is None:
+                    self._leave_slot(batch)
+                    break
+                last = line.place
+                running.add(task := asyncio.create_task(self._line(batch, line)))
+                task.add_done_callback(lambda _: self._leave_slot(batch))
+                for ended in [one for one in running if one.done()]:
+                    running.remove(ended)
+                    ended.result()
             await asyncio.gather(*running)
         finally:
             for task in running:
@@ -231,11 +237,9 @@ class BatchRunner:
             return True
         return not any((item.status or {}).get("waiting_requests") for item in self._host.engines.health())
 
-    def _leave_slot(self, batch: OpenBatch, running: set[asyncio.Task[None]], task: asyncio.Task[None]) -> None:
+    def _leave_slot(self, batch: OpenBatch) -> None:
         self._by_key[batch.key_name] -= 1
         self._slots.release()
-        if task.cancelled() or task.exception() is None:
-            running.discard(task)
 
     async def _line(self, batch: OpenBatch, line: Line) -> None:
         """One line to its result, which is written once."""

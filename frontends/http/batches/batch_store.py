@@ -37,7 +37,7 @@ MAX_OPEN_BATCHES = 100
 MAX_BATCHES = 1000
 MAX_LINES = 50_000  # OpenAI's limit
 MAX_ERRORS = 50  # that a failed batch tells
-MAX_STARTS = 10  # of one line: one that ends the front end each time is given up
+MAX_STARTS = 20  # of one line: one that ends the front end each time is given up
 OPEN = ("validating", "in_progress", "finalizing", "cancelling")
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
 CUSTOM_ID_CHARACTERS = 512
@@ -391,9 +391,9 @@ class BatchStore:
         """Read a batch's file into its lines. False: the batch has failed, and says why."""
         return await self._run(self._read_input, batch_id)
 
-    async def begin_lines(self, batch_id: str, after: int, count: int) -> list[Line]:
-        """Return the next lines without a result, and count that they were begun."""
-        return await self._run(self._begin_lines, batch_id, after, count)
+    async def begin_line(self, batch_id: str, after: int) -> Line | None:
+        """Return the next line without a result, and count that it was begun; None after the last."""
+        return await self._run(self._begin_line, batch_id, after)
 
     async def end_line(self, batch_id: str, place: int, result: bytes, *, failed: bool) -> bool:
         """Write the result of a line. False: it has one."""
@@ -484,18 +484,17 @@ class BatchStore:
             return _problem("invalid_custom_id", "has half of a surrogate pair", "custom_id")
         return None
 
-    def _begin_lines(self, batch_id: str, after: int, count: int) -> list[Line]:
+    def _begin_line(self, batch_id: str, after: int) -> Line | None:
         with self._transaction() as database:
             query = (
                 "SELECT place, custom_id, body, starts FROM lines "
-                "WHERE batch = ? AND place > ? AND result IS NULL ORDER BY place LIMIT ?"
+                "WHERE batch = ? AND place > ? AND result IS NULL ORDER BY place LIMIT 1"
             )
-            found = [Line(*row) for row in database.execute(query, (batch_id, after, count))]
-            database.executemany(
-                "UPDATE lines SET starts = starts + 1 WHERE batch = ? AND place = ?",
-                [(batch_id, line.place) for line in found],
-            )
-        return found
+            row = database.execute(query, (batch_id, after)).fetchone()
+            if row is None:
+                return None
+            database.execute("UPDATE lines SET starts = starts + 1 WHERE batch = ? AND place = ?", (batch_id, row[0]))
+        return Line(*row)
 
     def _end_line(self, batch_id: str, place: int, result: bytes, failed: bool) -> bool:
         with self._transaction() as database:

@@ -232,7 +232,7 @@ def test_only_one_front_end_runs_the_batches_of_a_folder(tmp_path: Path) -> None
         ended(first, begin(first, line("a"))["id"])
         done = ended(second, begin(second, line("b"))["id"])
         assert done["status"] == "completed"
-        assert (len(first.engine.submits), len(second.engine.submits)) == (2, 0)
+        assert sorted([len(first.engine.submits), len(second.engine.submits)]) == [0, 2]
 
 
 def test_a_line_waits_while_others_wait_in_the_engine(served: House) -> None:
