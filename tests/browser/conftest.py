@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from typing import Any
 
@@ -89,10 +90,15 @@ def script(prompt: str, choice: int) -> str:
 
 @pytest.fixture(scope="module")  # playwright's own event loop runs as long as it: no other test may start one then
 def chromium():
+    """The browser: chromium, or Firefox (over WebDriver BiDi) where INFERENGINE_TEST_BROWSER is the path of one."""
     sync_api = pytest.importorskip("playwright.sync_api")
-    executable = next(path for name in BROWSERS if (path := shutil.which(name)))
+    firefox = os.environ.get("INFERENGINE_TEST_BROWSER")
+    executable = firefox or next(path for name in BROWSERS if (path := shutil.which(name)))
     with sync_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=executable, args=["--no-sandbox", NAMES])
+        if firefox:
+            browser = playwright.firefox.launch(executable_path=executable, channel="moz-firefox")
+        else:
+            browser = playwright.chromium.launch(executable_path=executable, args=["--no-sandbox", NAMES])
         yield browser
         browser.close()
 

@@ -44,7 +44,7 @@ def open_tab(page):
 
 
 def titles(page):
-    return page.locator(".conversation .title").all_inner_texts()
+    return page.locator(".conversation .title").all_text_contents()
 
 
 def version(page):

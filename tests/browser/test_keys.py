@@ -27,6 +27,24 @@ def test_without_keys_another_host_name_is_refused_with_the_option_that_allows_i
         page.close()
 
 
+def test_a_page_under_an_allowed_name_works_without_tls(chromium, engine):
+    """Such a page is no secure context: it has neither a clipboard nor a storage estimate."""
+    with serving(engine, ws={"allowed_hosts": "chat.example"}) as server:
+        page = chromium.new_page()
+        page.set_default_timeout(30_000)
+        page.goto(f"http://chat.example:{server.port}")
+        assert not page.evaluate("isSecureContext || navigator.clipboard || navigator.storage")
+        page.fill("#composer-input", "hello there")
+        page.keyboard.press("Enter")
+        page.click("[aria-label='Copy answer']")
+        page.wait_for_selector("#live:has-text('Copied.')", state="attached")
+        page.click("#open-storage")
+        page.wait_for_selector("#usage-text:has-text('1 conversation,')")
+        page.reload()
+        page.wait_for_selector(".message.assistant:has-text('hello there')")
+        page.close()
+
+
 def test_the_page_asks_for_a_missing_key_and_works_with_one(chromium, engine, tmp_path):
     key = new_key()
     (tmp_path / "keys.toml").write_text(entry("anna", key))

@@ -152,7 +152,11 @@ async function save(conversation, kind) {
 /** Another tab has changed these conversations. */
 store.onChange = (ids) => {
   if (current && !store.find(current.id)) {
-    toast.show("This conversation was deleted in another tab.");
+    const deleted = current;
+    toast.show(`“${deleted.title}” was deleted in another tab.`, "Undo", () => {
+      store.restore(deleted);
+      open(deleted);
+    });
     open(null);
   } else if (current && ids.includes(current.id)) {
     if (!pending) answers.followOtherTab(current);
@@ -164,10 +168,9 @@ store.onChange = (ids) => {
 /** Show that the browser does not store what is written here. `error` null: it does again. */
 function showStorageProblem(error) {
   const isFull = error?.name === "QuotaExceededError";
-  const number = store.database.numUnsaved;
   $("storage-notice").hidden = !error;
   $("storage-text").textContent = !error ? "" : isFull
-    ? `The browser's storage is full. ${number} records are in this tab only and end with it. Export them, or delete conversations for good.`
+    ? "The browser's storage is full. What is written now is in this tab only and ends with it. Export it, or delete conversations for good."
     : `The browser does not store conversations (${error.message ?? error}). They end with this tab. Export what you need.`;
 }
 
@@ -404,6 +407,7 @@ $("search").addEventListener("keydown", (event) => {
   search();
 });
 $("storage-export").addEventListener("click", () => storageDialog.exportAll());
+addEventListener("hashchange", () => open(store.find(location.hash.slice(1))));
 addEventListener("beforeunload", (event) => {
   if (store.database.numUnsaved) event.preventDefault(); // the browser asks
 });

@@ -9,6 +9,17 @@ export function make(tag, className = "", text = "") {
   return element;
 }
 
+/** Make `elements` the children of `parent`. Those that are there already are not moved: they keep focus and scroll. */
+export function setChildren(parent, elements) {
+  const kept = new Set(elements);
+  for (const child of [...parent.children]) if (!kept.has(child)) child.remove();
+  let next = parent.firstElementChild;
+  for (const element of elements) {
+    if (element === next) next = next.nextElementSibling;
+    else parent.insertBefore(element, next);
+  }
+}
+
 /** Create an `svg` that shows one of the icons in index.html. */
 export function icon(name) {
   const space = "http://www.w3.org/2000/svg";

@@ -3,7 +3,7 @@
 
 import { drawCalls, drawReasoning, isJson, jsonElement, pretty } from "./answer_parts.js";
 import { filesElement } from "./composer/attachments.js";
-import { icon, make } from "./elements.js";
+import { icon, make, setChildren } from "./elements.js";
 import { renderMarkdown } from "./render_markdown.js";
 import { tokenView } from "./token_view.js";
 
@@ -42,12 +42,7 @@ export class MessageList {
       if (!drawn || drawn.key !== key) return { ...this._build(message, place), key };
       return Object.assign(drawn, { message, place });
     });
-    const elements = this._views.filter(({ message }) => message.role !== "tool").map((view) => view.element);
-    const kept = new Set(elements);
-    for (const element of [...this._log.children]) if (!kept.has(element)) element.remove();
-    for (const [index, element] of elements.entries()) { // a moved element would lose the focus
-      if (this._log.children[index] !== element) this._log.insertBefore(element, this._log.children[index] ?? null);
-    }
+    setChildren(this._log, this._views.filter(({ message }) => message.role !== "tool").map((view) => view.element));
   }
 
   /** The element of a message, or undefined. */

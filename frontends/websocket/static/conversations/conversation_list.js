@@ -1,7 +1,7 @@
 // @ts-check
 /** The list of conversations in the sidebar, the results of a search, and the menu of a conversation. */
 
-import { icon, make } from "../elements.js";
+import { icon, make, setChildren } from "../elements.js";
 
 const DAY_MS = 24 * 3600 * 1000;
 
@@ -15,6 +15,8 @@ export class ConversationList {
     this._actions = actions;
     /** Elements by conversation: those that would look the same stay. @type {Map<string, { key: string, element: HTMLElement }>} */
     this._drawn = new Map();
+    /** @type {Map<string, HTMLElement>} */
+    this._groups = new Map();
     this._renamed = null;
     this._chosen = null;
     menu.addEventListener("click", (event) => this._do(event.target.closest("[data-do]")?.dataset.do));
@@ -43,17 +45,20 @@ export class ConversationList {
 
   _showGroups(groups) {
     if (this._renamed && this._element.querySelector(".rename")) return; // what is typed there must stay
-    const elements = groups.map(([name, items]) => {
-      const group = make("section", "group");
-      const list = make("ul");
-      list.setAttribute("aria-label", name);
-      list.append(...items);
-      group.append(make("h2", "", name), list);
+    setChildren(this._element, groups.map(([name, items]) => {
+      const group = this._groups.get(name) ?? this._newGroup(name);
+      setChildren(group.lastElementChild, items);
       return group;
-    });
-    const focused = this._element.contains(document.activeElement) ? document.activeElement : null;
-    this._element.replaceChildren(...elements);
-    if (focused?.isConnected) focused.focus({ preventScroll: true });
+    }));
+  }
+
+  _newGroup(name) {
+    const group = make("section", "group");
+    const list = make("ul");
+    list.setAttribute("aria-label", name);
+    group.append(make("h2", "", name), list);
+    this._groups.set(name, group);
+    return group;
   }
 
   _item(result, isCurrent, isBusy) {

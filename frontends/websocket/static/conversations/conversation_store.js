@@ -263,12 +263,15 @@ export class ConversationStore {
   _merge(conversations) {
     return this.database.write(async (view) => {
       const added = { conversations: 0, messages: 0 };
+      const stored = new Map((await view.all("conversations")).map((conversation) => [conversation.id, conversation]));
+      const known = await view.ids("messages");
       for (const { messages, ...conversation } of conversations) {
-        const stored = await view.get("conversations", conversation.id);
-        if (!stored || stored.deleted) view.put("conversations", { ...conversation, ...stored, deleted: 0, changed: Date.now() });
-        if (!stored) added.conversations++;
+        const before = stored.get(conversation.id);
+        if (!before || before.deleted) view.put("conversations", { ...conversation, ...before, deleted: 0, changed: Date.now() });
+        if (!before) added.conversations++;
         for (const message of messages) {
-          if (await view.get("messages", message.id)) continue;
+          if (known.has(message.id)) continue;
+          known.add(message.id);
           view.put("messages", { ...message, conversation: conversation.id });
           added.messages++;
         }

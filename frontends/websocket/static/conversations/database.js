@@ -157,6 +157,18 @@ class View {
     return [...found.values()];
   }
 
+  /** The ids of all records of a store. @returns {Promise<Set<string>>} */
+  async ids(store) {
+    const found = new Set(this._transaction ? await request(this._transaction.objectStore(store).getAllKeys()) : []);
+    for (const layer of [this._unsaved, this.changes]) {
+      for (const [id, record] of layer[store]) {
+        if (record) found.add(id);
+        else found.delete(id);
+      }
+    }
+    return found;
+  }
+
   /** Store a record when `work` has ended. */
   put(store, record) {
     this.changes[store].set(record.id, record);
