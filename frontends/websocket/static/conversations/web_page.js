@@ -2,6 +2,7 @@
 /** A conversation as one HTML file to read and to share: no script, nothing loaded, no way back to this server. */
 
 import { drawCalls, isJson, jsonElement, pretty } from "../answer_parts.js";
+import { withFiles } from "../composer/attached_files.js";
 import { make } from "../elements.js";
 import { renderMarkdown } from "../render_markdown.js";
 
@@ -49,7 +50,7 @@ export function toWebPage({ title, system = "", updated }, path) {
 }
 
 function articleOf(message, results) {
-  if (message.role === "user") return make("article", "user", message.content);
+  if (message.role === "user") return make("article", "user", withFiles(message.content, message.files));
   const article = make("article", "assistant");
   const body = make("div");
   const calls = make("div");
