@@ -28,7 +28,7 @@ def axe():
 def test_axe_finds_nothing(open_page, axe):
     page = open_page(reduced_motion="reduce", bypass_csp=True)
     page.evaluate(axe)
-    ask(page, "markdown")
+    ask(page, "code")
     finish(page)
     page.click("[aria-label='Try again']")
     page.wait_for_selector(".versions")

@@ -256,3 +256,18 @@ def test_drawer_files_and_tokens_fit_a_small_phone_with_enough_contrast(page, en
     assert page.evaluate(
         "[...document.querySelectorAll('#settings, #scroll')].every(e => e.scrollWidth <= e.clientWidth)"
     )
+
+
+def test_a_function_is_added_and_named_at_once(page, engine):
+    page.click("#open-settings")
+    page.click("#add-tool")
+    page.keyboard.type("look_up")
+    page.click("#add-tool")
+    assert page.locator("#p-tool_choice option").all_inner_texts()[3:] == ["Always look_up", "Always my_function"]
+    page.select_option("#p-tool_choice", "look_up")
+    page.check("#p-one_call")
+    page.click("#settings .primary")
+    ask(page, "call it")
+    finish(page)
+    assert engine.submits[0].grammar[0] == "lark"
+    assert "my_function" in prompt_of(engine.submits[0], engine)

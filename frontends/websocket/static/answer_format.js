@@ -12,7 +12,7 @@ const NAME = /^[\w.-]{1,128}$/;
 export const EXAMPLE_TOOLS = [
   {
     title: "Read a message",
-    hint: "Ask “Read my newest message.”, and type one as the result: “What is the capital of France?”",
+    hint: "Ask “Read my newest message.”, and type one as the result: “Extract the name and city as JSON: My name is Anna and I live in Lisbon.”",
     settings: { tool_choice: "read_message", one_call: true },
     tools: [{ name: "read_message", description: "Read the newest message", parameters: { type: "object", properties: {}, additionalProperties: false } }],
   },
@@ -34,6 +34,16 @@ export const EXAMPLE_TOOLS = [
     ],
   },
 ];
+
+/** The text of these tools and one more, to be filled in. Throws an Error where the text is not valid. */
+export function withNewTool(text) {
+  const tools = text.trim() ? [parse(text)].flat() : [];
+  const taken = new Set(toolNames(readTools(text)));
+  let name = "my_function";
+  for (let number = 2; taken.has(name); number++) name = `my_function_${number}`;
+  const parameters = { type: "object", properties: { text: { type: "string", description: "What it is given" } }, required: ["text"] };
+  return JSON.stringify([...tools, { name, description: "What it does", parameters }], null, 2);
+}
 
 /** Parse a JSON list of functions, bare or in OpenAI's wrapping. Throws an Error that says what is wrong. */
 export function readTools(text) {

@@ -108,6 +108,8 @@ function drawAll() {
 function draw() {
   const shown = path();
   $("empty").hidden = shown.length > 0;
+  $("chat-title").hidden = !shown.length;
+  $("chat-title").textContent = current?.title ?? "";
   messages.show(shown, answers.runningIn(current), (message) => store.thread(current).versions(message));
   document.title = current ? `${current.title} · InferEngine` : "InferEngine";
   panel.showAnswer(shown.findLast((message) => message.figures)?.figures);

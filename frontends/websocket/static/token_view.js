@@ -89,7 +89,7 @@ function visible(text) {
 }
 
 function percent(share) {
-  return share >= 0.1 ? `${Math.round(share * 100)} %` : share >= 0.001 ? `${(share * 100).toFixed(1)} %` : "under 0.1 %";
+  return share >= 0.1 ? `${Math.round(share * 100)} %` : share >= 0.001 ? `${(share * 100).toFixed(1)} %` : "< 0.1 %";
 }
 
 function round(logprob) {

@@ -1,7 +1,7 @@
 // @ts-check
 /** The drawer with presets, model, sampling parameters, answer format, tools and the API key. */
 
-import { EXAMPLE_TOOLS, readTools, toolNames } from "../answer_format.js";
+import { EXAMPLE_TOOLS, readTools, toolNames, withNewTool } from "../answer_format.js";
 import { make } from "../elements.js";
 import { DEFAULT_SETTINGS, FORMAT_READERS, sameSettings } from "./chat_settings.js";
 import { buildSamplingForm, showDefault } from "./sampling_form.js";
@@ -25,6 +25,7 @@ export class SettingsDrawer {
     this._defaults = {};
     buildSamplingForm(this._find("sampling"), this._find("sampling-rest"));
     for (const [index, { title }] of EXAMPLE_TOOLS.entries()) this._find("example-tools").append(this._exampleButton(title, index));
+    this._find("add-tool").addEventListener("click", () => this._addTool());
     this._find("open-settings").addEventListener("click", () => this.open());
     this._find("reset-settings").addEventListener("click", () => this._apply(DEFAULT_SETTINGS));
     this._field("preset").addEventListener("change", () => this._choosePreset());
@@ -227,8 +228,21 @@ export class SettingsDrawer {
       const { tools, settings } = EXAMPLE_TOOLS[index];
       this._apply({ tools: JSON.stringify(tools, null, 2), ...settings });
       this._field("tools").focus();
+      this._field("tools").setSelectionRange(0, 0);
     });
     return button;
+  }
+
+  _addTool() {
+    const input = this._field("tools");
+    try {
+      this._apply({ tools: withNewTool(input.value) });
+      const at = input.value.lastIndexOf("my_function");
+      input.focus();
+      input.setSelectionRange(at, input.value.indexOf('"', at)); // its name can be typed over
+    } catch {
+      input.focus(); // what is wrong is beside it
+    }
   }
 
   /** Offer each of the current tools as a choice by name. */
