@@ -48,7 +48,6 @@ def meets(reply: Reply, limits: Mapping[str, float]) -> bool:
 def report(replies: list[Reply], seconds: float, limits: Mapping[str, float]) -> dict[str, Any]:
     """Return all figures, ready for JSON. `goodput_per_s` only with limits."""
     good = [reply for reply in replies if reply.is_good]
-    gaps = [after - before for reply in good for before, after in zip(reply.event_s, reply.event_s[1:], strict=False)]
     output = sum(reply.usage.get("completion_tokens", len(reply.event_s)) for reply in good)
     prompt = sum(reply.usage.get("prompt_tokens", 0) for reply in good)
     return {
@@ -62,11 +61,46 @@ def report(replies: list[Reply], seconds: float, limits: Mapping[str, float]) ->
         "prompt_tokens": prompt,
         "output_tokens": output,
         "ttft_ms": summary([reply.event_s[0] - reply.started_s for reply in good if reply.event_s]),
-        "itl_ms": summary(gaps),
+        "itl_ms": summary(_gaps(good)),
         "tpot_ms": summary([value for reply in good if (value := per_output_token(reply)) is not None]),
         "e2e_ms": summary([reply.ended_s - reply.started_s for reply in good]),
         **({"goodput_per_s": round(sum(meets(r, limits) for r in replies) / seconds, 3)} if limits else {}),
     }
+
+
+def standard_fields(replies: list[Reply], seconds: float, load: Mapping[str, Any], model: str) -> dict[str, Any]:
+    """Return the figures under the names that `vllm bench serve` writes, for tools that read its files."""
+    good = [reply for reply in replies if reply.is_good]
+    prompt = sum(reply.usage.get("prompt_tokens", 0) for reply in good)
+    output = sum(reply.usage.get("completion_tokens", len(reply.event_s)) for reply in good)
+    found: dict[str, Any] = {
+        "model_id": model,
+        "tokenizer_id": model,
+        "num_prompts": len(replies),
+        "request_rate": load["rate"] or "inf",
+        "max_concurrency": None if load["rate"] else load["concurrency"],
+        "duration": seconds,
+        "total_input_tokens": prompt,
+        "total_output_tokens": output,
+        "request_throughput": len(good) / seconds,
+        "output_throughput": output / seconds,
+        "total_token_throughput": (prompt + output) / seconds,
+    }
+    values = {
+        "ttft": [reply.event_s[0] - reply.started_s for reply in good if reply.event_s],
+        "tpot": [value for reply in good if (value := per_output_token(reply)) is not None],
+        "itl": _gaps(good),
+        "e2el": [reply.ended_s - reply.started_s for reply in good],
+    }
+    for name, seconds_of in values.items():
+        ordered = sorted(1e3 * value for value in seconds_of) or [0.0]
+        found |= {
+            f"mean_{name}_ms": statistics.fmean(ordered),
+            f"median_{name}_ms": statistics.median(ordered),
+            f"std_{name}_ms": statistics.pstdev(ordered),
+            f"p99_{name}_ms": ordered[round((len(ordered) - 1) * 0.99)],
+        }
+    return found
 
 
 def table(found: Mapping[str, Any]) -> str:
@@ -87,6 +121,13 @@ def table(found: Mapping[str, Any]) -> str:
         if found[key]
     ]
     return "\n".join(lines)
+
+
+def _gaps(replies: list[Reply]) -> list[float]:
+    """The seconds between two events of a stream, over all replies."""
+    return [
+        after - before for reply in replies for before, after in zip(reply.event_s, reply.event_s[1:], strict=False)
+    ]
 
 
 def _cause(reply: Reply) -> str:

@@ -1,22 +1,25 @@
-"""`inferengine bench`: send a load to any OpenAI-compatible server and report latencies and throughput."""
+"""`inferengine bench`: send a load to any OpenAI-compatible server and report latencies and throughput.
+
+`bench sweep`, `bench arrivals`, `bench pressure` and `bench paired` measure series of loads (bench/suites.py).
+"""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import os
-import platform
 import sys
-from dataclasses import asdict
+from collections.abc import Callable
+from dataclasses import asdict, fields, replace
 from typing import Any, TextIO
 
-from inferengine.bench import load_generator
+from inferengine.bench import load_generator, suites
+from inferengine.bench.environment import environment, write_result
 from inferengine.bench.gpu_trace import GpuTrace
 from inferengine.bench.load_options import LoadOptions, request_bodies
-from inferengine.bench.report import report, table
+from inferengine.bench.report import report, standard_fields, table
 from inferengine.cli.command import Arguments, Option, command, output_file
 from inferengine.cli.terminal import with_bar
-from inferengine.errors import ExitCode
+from inferengine.errors import ConfigError, ExitCode
 
 OPTIONS = {
     "the server": (
@@ -77,10 +80,119 @@ def run(arguments: Arguments) -> int:
     return ExitCode.OK if found["completed"] else ExitCode.CRASH
 
 
+SERIES_REPORT = (
+    Option("--json FILE", "all figures of every load, with the environment"),
+    Option("--markdown FILE", "the table that is printed"),
+    Option("--html FILE", "a page with the table and throughput as bars"),
+)
+SWEEP = OPTIONS | {
+    "the sweep": (Option("--concurrencies LIST", "requests in flight, one load each", "1,2,4,8,16,32,64,128"),),
+    "the report": (OPTIONS["the report"][0], *SERIES_REPORT),
+}
+ARRIVALS = OPTIONS | {
+    "the arrivals": (
+        Option("--shares LIST", "rates of steady and Poisson arrivals, of the saturated one", "0.25,0.5,0.75,1"),
+    ),
+    "the report": (OPTIONS["the report"][0], *SERIES_REPORT),
+}
+PRESSURE = OPTIONS | {"the report": (OPTIONS["the report"][0], *SERIES_REPORT)}
+PAIRED = OPTIONS | {
+    "the pair": (
+        Option("--ours URL", "the server whose throughput is held against the other's", LoadOptions.url),
+        Option("--theirs URL", "the other server", "http://127.0.0.1:8001"),
+        Option("--theirs-model NAME", "default: the first of its /v1/models"),
+        Option("--runs N", "pairs of loads; each server is first in every other one", 5, minimum=1),
+        Option("--gate RATIO", "least ratio of output tokens per second that passes", suites.GATE),
+    ),
+    "the report": (OPTIONS["the report"][0], *SERIES_REPORT),
+}
+
+
+@command(SWEEP, takes_configuration=False)
+def sweep(arguments: Arguments) -> int:
+    """Measure a server at 1 to 128 requests in flight, and find where its throughput stops to grow.
+
+    The exit code is 1 when a request failed.
+    """
+    concurrencies = numbers(arguments, "concurrencies", int)
+    return _series(arguments, lambda load: suites.sweep(_quietly, load, concurrencies))
+
+
+@command(ARRIVALS, takes_configuration=False)
+def arrivals(arguments: Arguments) -> int:
+    """Measure a server under a burst, steady and Poisson arrivals, at rates up to its saturation.
+
+    The exit code is 1 when a request failed.
+    """
+    shares = numbers(arguments, "shares", float)
+    return _series(arguments, lambda load: suites.arrivals(_quietly, load, shares))
+
+
+@command(PRESSURE, takes_configuration=False)
+def pressure(arguments: Arguments) -> int:
+    """Send --requests at once, far more than the server's KV cache holds: nothing may be lost.
+
+    Preemptions are read from the server's /metrics, where it has vLLM's names. The exit code is 1 when a request
+    failed.
+    """
+    return _series(arguments, lambda load: suites.pressure(_quietly, load))
+
+
+@command(PAIRED, takes_configuration=False)
+def paired(arguments: Arguments) -> int:
+    """Measure two servers in turn with the same load, and compare their output tokens per second.
+
+    The exit code is 0 when the median ratio of the pairs reaches the gate and no request failed, else 1.
+    """
+    values = arguments.values
+    other = {"url": values["theirs"], "model": values["theirs_model"]}
+
+    def measured(load: LoadOptions) -> dict[str, Any]:
+        ours, theirs = replace(load, url=values["ours"]), replace(load, **other)
+        return suites.paired(_quietly, ours, theirs, values["runs"], gate=values["gate"], seed=load.seed)
+
+    return _series(arguments, measured)
+
+
+def numbers(arguments: Arguments, name: str, kind: type[int] | type[float]) -> list[Any]:
+    """The numbers above zero of a list with commas. Raises ConfigError that names the flag."""
+    option = Option(f"--{name} LIST", "", kind(0), minimum=None)
+    found = [option.convert(part) for part in arguments.values[name].split(",")]
+    if min(found) <= 0:
+        raise ConfigError(
+            option.flag, f"must be numbers above 0 with commas between them; got '{arguments.values[name]}'"
+        )
+    return found
+
+
+def _quietly(options: LoadOptions) -> dict[str, Any]:
+    return measure(options, sys.stderr)
+
+
+def _series(arguments: Arguments, measured: Callable[[LoadOptions], dict[str, Any]]) -> int:
+    """Measure a series of loads, write its reports and print its table."""
+    files = {name: arguments.values[name] for name in ("json", "markdown", "html")}
+    written = {name: output_file(f"--{name}", file) for name, file in files.items() if file}
+    load, _ = load_options(arguments)
+    found = measured(load)
+    about = environment(seed=load.seed)
+    for name, path in written.items():
+        match name:
+            case "json":
+                write_result(path, {"environment": about, **found})
+            case "markdown":
+                path.write_text(suites.markdown(found))
+            case _:
+                path.write_text(suites.html(found, about))
+    print(suites.markdown(found))
+    return ExitCode.OK if found.get("passed", not found["failed"]) else ExitCode.CRASH
+
+
 def load_options(arguments: Arguments) -> tuple[LoadOptions, str]:
     """The load, and where the JSON goes: a file, `-` or nowhere (""). Raises ConfigError."""
-    values = dict(arguments.values)
-    file = values.pop("json")
+    names = {field.name for field in fields(LoadOptions)}
+    values = {name: value for name, value in arguments.values.items() if name in names}
+    file = arguments.values["json"]
     limits = Option("--goodput NAME:MS", "", 0.0)
     values["goodput"] = {
         name: limits.convert(limit) for name, _, limit in (text.partition(":") for text in values["goodput"])
@@ -99,9 +211,10 @@ def measure(options: LoadOptions, stream: TextIO) -> dict[str, Any]:
     load = {name: value for name, value in asdict(options).items() if name not in ("api_key", "model")}
     return {
         "benchmark": "serving",
-        "machine": {"cpus": os.cpu_count(), "python": platform.python_version(), "system": platform.platform()},
+        "environment": environment(seed=options.seed, devices=[one["name"] for one in outcome.gpu.get("devices", [])]),
         "model": model,
         "load": load,
+        **standard_fields(outcome.replies, outcome.seconds, load, model),
         **report(outcome.replies, outcome.seconds, options.goodput),
         "gpu": outcome.gpu,
     }

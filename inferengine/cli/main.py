@@ -39,6 +39,10 @@ COMMANDS = {
     "ws": Entry("the websocket front end and its chat page", "serve", "ws", ("server",)),
     "chat": Entry("talk to a running engine in this terminal", "chat", "run"),
     "bench": Entry("load on any OpenAI-compatible server: latencies, throughput, goodput", "bench", "run"),
+    "bench sweep": Entry("the same at 1 to 128 requests in flight, with the point of saturation", "bench", "sweep"),
+    "bench arrivals": Entry("burst, steady and Poisson arrivals at rates up to saturation", "bench", "arrivals"),
+    "bench pressure": Entry("far more at once than the KV cache holds: nothing may be lost", "bench", "pressure"),
+    "bench paired": Entry("two servers in turn, their ratio, and a gate as exit code", "bench", "paired"),
     "profile": Entry("record steps of a running engine: a Chrome trace and where the time goes", "profile", "run"),
     "fetch": Entry("bring a model from the Hugging Face hub into its local cache", "fetch", "run"),
     "doctor": Entry("look at this machine: Python, GPU, driver, ports, disk; with remedies", "doctor", "run"),
@@ -114,20 +118,21 @@ def _run(arguments: Sequence[str] | None) -> int:
 
         print(json.dumps({"version": __version__}) if JSON_SWITCH in words else f"inferengine {__version__}")
         return ExitCode.OK
-    name = words[0]
+    line = words
+    name, words = _command_of(line)
     if name not in COMMANDS:
-        print(f"inferengine: {unknown_command(name, words)}", file=sys.stderr)
+        print(f"inferengine: {unknown_command(name, line)}", file=sys.stderr)
         return ExitCode.USAGE
     try:
         entry = COMMANDS[name]
-        asks_for_help = bool({"-h", "--help", "--help-all"} & set(words[1:]))
+        asks_for_help = bool({"-h", "--help", "--help-all"} & set(words))
         if not asks_for_help:
             require(*entry.needs)
         command: Command = getattr(importlib.import_module(f"inferengine.cli.{entry.module}"), entry.function)
         if asks_for_help:
             print(command.help(name, all_keys="--help-all" in words))
             return ExitCode.OK
-        return command(words[1:])
+        return command(words)
     except InferEngineError as error:
         print(error_text(name, error, as_json=JSON_SWITCH in words), file=sys.stderr)
         return ExitCode.USAGE if error.code == "invalid_request" else ExitCode.CRASH
@@ -166,6 +171,12 @@ def error_text(name: str, error: InferEngineError, *, as_json: bool) -> str:
         return f"inferengine {name}: {error}"
     found = {"code": error.code, "field": error.field, "message": error.message, "remedy": error.kind.remedy}
     return json.dumps({"error": found}, ensure_ascii=False)
+
+
+def _command_of(words: list[str]) -> tuple[str, list[str]]:
+    """The name of the command, of two words or one, and the words after it."""
+    two = " ".join(words[:2])
+    return (two, words[2:]) if two in COMMANDS else (words[0], words[1:])
 
 
 def _is_unread(stream: TextIO) -> bool:

@@ -1,0 +1,74 @@
+"""What a result was measured with: revision, machine, versions, devices, command. Every benchmark's JSON carries it."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = ("inferengine", "torch", "triton", "transformers", "pyzmq", "msgpack")
+
+
+def environment(*, seed: int | None = None, devices: Sequence[str] = ()) -> dict[str, Any]:
+    """Describe this process: `revision` (git's, with `-dirty` where files differ; empty outside a checkout), `date` in
+    UTC, `command`, `seed`, processor, memory in bytes, Python, packages and `devices`."""
+    return {
+        "revision": revision(),
+        "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "command": " ".join([Path(sys.argv[0]).name, *_without_keys(sys.argv[1:])]),
+        "seed": seed,
+        "system": platform.platform(),
+        "processor": processor(),
+        "cpus": os.cpu_count(),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "python": platform.python_version(),
+        "packages": {name: found for name in PACKAGES if (found := version(name))},
+        "devices": list(devices),
+    }
+
+
+def _without_keys(words: Sequence[str]) -> list[str]:
+    """Hide the values of options that end in `key`."""
+    shown = [word.partition("=")[0] + "=(hidden)" if "key=" in word else word for word in words]
+    return ["(hidden)" if before.endswith("key") else word for before, word in zip(["", *shown], shown, strict=False)]
+
+
+def revision() -> str:
+    """Return git's name of the checkout that this code is in; empty outside one."""
+    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10.0).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return ""
+
+
+def version(package: str) -> str:
+    """Return the version of an installed package; empty where it is not installed."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def processor() -> str:
+    """Return the name of the processor."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def write_result(path: Path, document: Mapping[str, Any], *, seed: int | None = None) -> None:
+    """Write a result as JSON, its `environment` first. A document that has one keeps it."""
+    whole = {"environment": environment(seed=seed), **document}
+    path.write_text(json.dumps(whole, indent=1) + "\n")
