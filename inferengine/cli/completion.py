@@ -55,13 +55,18 @@ def run(arguments: Arguments) -> int:
 
 
 def commands() -> list[CompletedCommand]:
-    """Every command as its module declares it."""
+    """Every command as its module declares it; one of two words adds its flags to that of the first."""
     from inferengine.cli.main import COMMANDS
 
-    found = []
+    found: list[CompletedCommand] = []
     for name, entry in COMMANDS.items():
         declared: Command = getattr(importlib.import_module(f"inferengine.cli.{entry.module}"), entry.function)
         own = [_flag_of(option) for option in declared.options] + [Flag("--help", "explain the command", False)]
+        first, _, second = name.partition(" ")
+        if second:
+            (of_first,) = (each for each in found if each.name == first)
+            of_first.own.extend(flag for flag in own if flag.name not in {known.name for known in of_first.own})
+            continue
         found.append(CompletedCommand(name, entry.summary, own, declared.takes_model, declared.takes_configuration))
     return found
 
