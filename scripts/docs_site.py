@@ -38,14 +38,10 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
     docs = Path(config["docs_dir"])
     name = page.file.src_uri
     source = PAGES.get(name, docs / name)
-    lines = _lists(markdown.split("\n"))
-    fenced = False
-    for place, line in enumerate(lines):
-        if _FENCE.match(line):
-            fenced = not fenced
-        if not fenced:
-            lines[place] = _LINK.sub(lambda link: _relinked(link, source, name, docs), line)
-    return "\n".join(lines)
+    text = "\n".join(_lists(markdown.split("\n")))
+    parts = re.split(r"(^ *```.*?^ *```$)", text, flags=re.MULTILINE | re.DOTALL)  # text and blocks by turns
+    parts[::2] = [_LINK.sub(lambda link: _relinked(link, source, name, docs), part) for part in parts[::2]]
+    return "".join(parts)
 
 
 def _relinked(link: re.Match[str], source: Path, page: str, docs: Path) -> str:
