@@ -48,6 +48,8 @@ LOCK_NAME = "runner.lock"
 LOOK_S = 1.0  # between two looks for batches that other workers made or cancelled
 CLEAN_S = 60.0
 HOLD_S = 0.1  # between two looks whether engines have room
+MAX_JOBS = 64  # batches that run at once; the others wait
+MAX_TENANT_JOBS = 4  # of one tenant
 LOWEST_PRIORITY = 1_000_000  # added to a line's own
 MAX_RESULT_BYTES = 16 * 1024 * 1024
 MAX_TRIES = 3
@@ -145,12 +147,15 @@ class BatchRunner:
         if time.monotonic() >= self._clean_at_s:
             self._clean_at_s = time.monotonic() + CLEAN_S
             await self._store.remove_old()
+        of_tenant = Counter(job.batch.tenant for job in self._jobs.values())
         for batch in await self._store.open_batches():
-            job = self._jobs.get(batch.id)
-            if job is None:
+            job, is_over = self._jobs.get(batch.id), batch.status == "cancelling"
+            has_room = len(self._jobs) < MAX_JOBS and of_tenant[batch.tenant] < MAX_TENANT_JOBS
+            if job is None and (has_room or is_over):
                 job = self._jobs[batch.id] = _Job(batch)
+                of_tenant[batch.tenant] += 1
                 job.task = asyncio.create_task(self._run(job))
-            if batch.status == "cancelling":
+            if job is not None and is_over:
                 job.stop.set()
 
     async def _run(self, job: _Job) -> None:
@@ -171,6 +176,7 @@ class BatchRunner:
             await asyncio.sleep(LONGEST_WAIT_S)
         finally:
             self._jobs.pop(batch.id, None)
+            self.wake()  # another may begin
 
     async def _work(self, job: _Job) -> str:
         """Run the lines until all have ended, the batch is cancelled, or its time is over; say which."""
@@ -219,14 +225,13 @@ class BatchRunner:
     async def _take_slot(self, batch: OpenBatch) -> None:
         """Wait for a place among the lines in flight, of all and of the key, while engines have no others waiting. One
         line goes on in any case. Batches take turns: places are given in the order in which they are asked for."""
-        await self._slots.acquire()
-        while self._host.draining or not self._may_begin(batch):
-            try:
-                await asyncio.sleep(HOLD_S)
-            except asyncio.CancelledError:
-                self._slots.release()
-                raise
-        self._by_key[batch.key_name] += 1
+        while True:
+            await self._slots.acquire()
+            if not self._host.draining and self._may_begin(batch):
+                self._by_key[batch.key_name] += 1
+                return
+            self._slots.release()  # another batch may be able to use it
+            await asyncio.sleep(HOLD_S)
 
     def _may_begin(self, batch: OpenBatch) -> bool:
         key = self._key(batch)

@@ -261,7 +261,7 @@ def guarded(tmp_path: Path) -> Iterator[tuple[House, str, str]]:
     alice, bob = new_key(), new_key()
     keys = tmp_path / "keys.toml"
     keys.write_text(entry("alice", alice, max_in_flight=2) + "\n" + entry("bob", bob))
-    http = {"max_file_bytes": 2048, "max_stored_bytes": 4096}
+    http = {"max_file_bytes": 2048, "max_stored_bytes": 4096, "batch_in_flight": 3}
     with house(running=False, auth={"keys_file": str(keys)}, http=http) as built:
         built.engine.start()
         wait_until(lambda: built.http.get("/ready").status_code == 200)
@@ -286,6 +286,25 @@ def test_a_tenant_finds_neither_files_nor_batches_of_another(guarded: tuple[Hous
     path = f"/v1/batches/{batch['id']}"
     wait_until(lambda: built.http.get(path, headers=as_alice).json()["status"] == "completed")
     assert built.engine.submits[-1].tenant == "alice"
+
+
+def test_a_key_at_its_limit_keeps_no_place_from_other_tenants(guarded: tuple[House, str, str]) -> None:
+    """Alice may have two requests in flight, and the engine never ends hers."""
+    built, alice, bob = guarded
+    as_alice, as_bob = ({"authorization": f"Bearer {key}"} for key in (alice, bob))
+    built.script = lambda submit, choice: Script(ids("the fox"), stop_after=1 if submit.tenant == "alice" else None)
+
+    def start(headers: dict[str, str]) -> str:
+        file = upload(built.http, line("a"), line("b"), **headers).json()
+        body = json.dumps({"input_file_id": file["id"], "endpoint": CHAT})
+        return str(built.http.post("/v1/batches", content=body, headers=headers).json()["id"])
+
+    for _ in range(3):
+        start(as_alice)
+    wait_until(lambda: len(built.engine.submits) == 2)
+    path = f"/v1/batches/{start(as_bob)}"
+    wait_until(lambda: built.http.get(path, headers=as_bob).json()["status"] == "completed")
+    assert [submit.tenant for submit in built.engine.submits].count("alice") == 2
 
 
 def test_files_are_bounded_one_by_one_and_together(guarded: tuple[House, str, str]) -> None:
