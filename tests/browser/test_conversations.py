@@ -175,6 +175,8 @@ def test_a_deleted_conversation_comes_back_at_once_or_later(open_page):
     do(page, "about foxes", "delete")
     page.click("#open-storage")
     page.click("#purge")
+    assert page.inner_text("#purge") == "Really delete 1? This cannot be undone."
+    page.click("#purge")
     page.wait_for_selector("#deleted", state="hidden")
     page.reload()
     page.wait_for_selector(READY)
@@ -220,7 +222,7 @@ def test_500_conversations_are_all_kept_and_found(open_page):
     page = open_page()
     page.click("#open-storage")
     choose_file(page, exported(500))
-    page.wait_for_selector("#storage-message:has-text('Added 500 conversations with 1000 messages')")
+    page.wait_for_selector("#storage-message:has-text('Added 500 conversations with 1,000 messages')")
     choose_file(page, exported(500))
     page.wait_for_selector("#storage-message:has-text('Added 0 conversations with 0 messages')")
     page.keyboard.press("Escape")

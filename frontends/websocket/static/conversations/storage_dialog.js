@@ -18,7 +18,7 @@ export class StorageDialog {
     this._find("export-all").addEventListener("click", () => this.exportAll());
     this._find("import").addEventListener("click", () => this._find("import-file").click());
     this._find("import-file").addEventListener("change", () => this._import(this._find("import-file")));
-    this._find("purge").addEventListener("click", () => this._purge(this._store.deleted));
+    this._find("purge").addEventListener("click", () => this._askThenPurge(this._find("purge")));
     this._find("persist").addEventListener("click", () => this._persist());
     this._dialog.addEventListener("click", (event) => event.target === this._dialog && this._dialog.close());
   }
@@ -45,10 +45,12 @@ export class StorageDialog {
   async draw() {
     const { conversations, deleted, database } = this._store;
     this._find("deleted").hidden = !deleted.length;
+    delete this._find("purge").dataset.asked;
+    this._find("purge").textContent = "Delete for good";
     this._find("deleted-list").replaceChildren(...deleted.map((conversation) => this._deletedItem(conversation)));
     const { bytes, quota } = await this._store.usage();
     const share = quota ? bytes / quota : 0;
-    const count = `${conversations.length.toLocaleString("en")} ${conversations.length === 1 ? "conversation" : "conversations"}`;
+    const count = counted(conversations.length, "conversation");
     const where = database.isOpen ? "" : " in this tab only";
     this._find("usage-text").textContent = `${count}, ${formatBytes(bytes)}${where}${quota ? ` of ${formatBytes(quota)} that this browser allows` : ""}`;
     this._find("usage").hidden = !quota;
@@ -85,12 +87,19 @@ export class StorageDialog {
       this._changed(error.message);
       return;
     }
-    this._changed(`Added ${added.conversations} conversations with ${added.messages} messages. What was here already is unchanged.`);
+    this._changed(`Added ${counted(added.conversations, "conversation")} with ${counted(added.messages, "message")}. What was here already is unchanged.`);
   }
 
-  async _purge(conversations) {
-    const { length } = conversations;
-    await this._store.purge(conversations);
+  /** The first press asks, the second deletes: nothing brings these conversations back. */
+  async _askThenPurge(button) {
+    const { deleted } = this._store;
+    const { length } = deleted;
+    if (!("asked" in button.dataset)) {
+      button.dataset.asked = "";
+      button.textContent = `Really delete ${length}? This cannot be undone.`;
+      return;
+    }
+    await this._store.purge(deleted);
     this._changed(`Deleted ${length} for good.`);
   }
 
@@ -104,6 +113,10 @@ export class StorageDialog {
     this._onChange();
     this.draw();
   }
+}
+
+function counted(number, noun) {
+  return `${number.toLocaleString("en")} ${noun}${number === 1 ? "" : "s"}`;
 }
 
 /** Format a number of bytes: `640 B`, `1.2 MB`. */
