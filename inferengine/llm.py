@@ -47,6 +47,7 @@ class StructuredOutput(TypedDict, total=False):
     guided_choice: Sequence[str]
     guided_grammar: str
     guided_whitespace_pattern: str
+    json_whitespace: str
 
 
 @dataclass

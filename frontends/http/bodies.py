@@ -316,6 +316,10 @@ class StructureFields(msgspec.Struct, frozen=True):
             also=["must be a string that is not empty"],
         ),
     ] = None
+    json_whitespace: Annotated[
+        Literal["compact", "any"] | None,
+        about("space in JSON output: at most one after , and :, or any; absent: limits.json_whitespace"),
+    ] = None
 
 
 class EmbeddingsFields(msgspec.Struct, frozen=True):

@@ -12,7 +12,7 @@ from __future__ import annotations
 import difflib
 import functools
 from collections.abc import Iterable
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 from msgspec import Meta
@@ -74,6 +74,9 @@ class GenerateFrame(Conversation, frozen=True, kw_only=True):
     structured_outputs: Annotated[
         Any, about("what the answer must match, in vLLM's form: exactly one of these", schema=OBJECT)
     ] = None
+    json_whitespace: Annotated[
+        Literal["compact", "any"] | None, about("space in JSON: at most one after , and :, or any")
+    ] = None
 
     @property
     def prompt_field(self) -> str:
@@ -87,8 +90,12 @@ class GenerateFrame(Conversation, frozen=True, kw_only=True):
 
     @property
     def structure(self) -> dict[str, Any]:
-        """The given ones of `response_format` and `structured_outputs`."""
-        given = {"response_format": self.response_format, "structured_outputs": self.structured_outputs}
+        """The given ones of `response_format`, `structured_outputs` and `json_whitespace`."""
+        given = {
+            "response_format": self.response_format,
+            "structured_outputs": self.structured_outputs,
+            "json_whitespace": self.json_whitespace,
+        }
         return {name: value for name, value in given.items() if value is not None}
 
 

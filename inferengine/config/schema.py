@@ -226,6 +226,12 @@ class LimitsConfig:
     grammar_token_ms: float = _key(
         3.0, "processor time that a grammar may take per token of a request, beyond an allowance of 0.1 s", minimum=0.01
     )
+    json_whitespace: str = _key(
+        "compact",
+        "space between the tokens of JSON output, where a request does not say: compact (at most one after , and :) or "
+        "any (up to 12 between all tokens)",
+        ("compact", "any"),
+    )
     max_text_characters: int = _key(4_000_000, "longest prompt in characters, before it is tokenized", minimum=1)
 
 

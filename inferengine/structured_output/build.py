@@ -18,6 +18,14 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, StructTag, regex_
 
 from inferengine.errors import InvalidRequest
 from inferengine.structured_output.ebnf import is_ebnf, to_lark
+from inferengine.structured_output.json_grammar import (
+    STYLE_KEY,
+    TOOL_KEY,
+    Translation,
+    tools_of,
+    translate_literals,
+    translate_schema,
+)
 from inferengine.structured_output.matcher import (
     MATCHES_NOTHING,
     Budget,
@@ -26,10 +34,11 @@ from inferengine.structured_output.matcher import (
     first_lines,
     reason,
 )
+from inferengine.structured_output.schema.ecma import check_expression
+from inferengine.structured_output.schema.refusal import Refusal
+from inferengine.structured_output.schema.translate import spacing_of
 from inferengine.structured_output.spec import GrammarSpec
 
-# Between JSON tokens: a little of any space. Without a bound a model may print spaces until its length is used up.
-WHITESPACE = r"[ \n\t]{0,12}"
 MAX_RULES = 2000  # of a grammar: with 10,000 that name each other in turn llguidance is busy for minutes
 _RULE = re.compile(r"(?m)^[ \t]*[?!]?[A-Za-z_]\w*[^:\n\"/]{0,80}:", re.ASCII)
 
@@ -43,63 +52,84 @@ MAX_SOURCE_BYTES = 1024 * 1024  # as far as that stack reaches, whatever limits.
 MAX_ITEMS_IN_ROW = 6000
 STEP_LEXER_FUEL = 100_000  # 7 to 12 ms for one mask; what people write needs a tenth
 MAX_LEXER_STATES = 100_000  # of all outputs of a compiled grammar together, 250 to 2,000 bytes each
+MAX_REASON = 600  # characters
 NUM_WALKS = 4
 WALK_TOKENS = 8
 T = TypeVar("T")
 
 
-def translate(spec: GrammarSpec) -> str:
-    """Return a spec in llguidance's own form. Raises InvalidRequest saying what cannot be read."""
+def translate(spec: GrammarSpec, is_given_up: Callable[[str], bool] = lambda tool: False) -> Translation:
+    """Return a spec in llguidance's own form. `is_given_up`: tools whose schemas are not to be held to. Raises
+    InvalidRequest saying what cannot be read."""
     try:
-        return str(TRANSLATIONS[spec.kind](spec))
+        if spec.kind == "lark":
+            return _lark(spec, is_given_up)
+        return TRANSLATIONS[spec.kind](spec)
+    except Refusal as refusal:
+        raise InvalidRequest("grammar", str(refusal)[:MAX_REASON]) from None
     except (ValueError, TypeError, KeyError, AssertionError, RecursionError) as error:
         raise InvalidRequest("grammar", f"cannot be read: {first_lines(str(error))}") from None
 
 
-def _json_schema(spec: GrammarSpec) -> str:
-    whitespace = WHITESPACE if spec.whitespace is None else spec.whitespace
-    options: dict[str, Any] = {"whitespace_pattern": whitespace} if whitespace else {"whitespace_flexible": False}
-    return str(LLMatcher.grammar_from_json_schema(spec.source, overrides=options))
-
-
-def _regex(spec: GrammarSpec) -> str:
+def _regex(spec: GrammarSpec) -> Translation:
     """Translate a regular expression. \\d means 0-9 alone."""
-    return str(LLMatcher.grammar_from_lark(f"start: /{regex_to_lark(spec.source, 'd')}/\n"))
+    check_expression(spec.source)
+    return _quick(LLMatcher.grammar_from_lark(f"start: /{regex_to_lark(spec.source, 'd')}/\n"))
 
 
-def _lark(spec: GrammarSpec) -> str:
+def _lark(spec: GrammarSpec, is_given_up: Callable[[str], bool]) -> Translation:
     """Translate a grammar in Lark, or in the EBNF that llama.cpp and xgrammar read."""
-    source = to_lark(spec.source) if is_ebnf(spec.source) else spec.source
+    if is_ebnf(spec.source):
+        source = to_lark(spec.source)
+        _check_rules(source)
+        return _quick(LLMatcher.grammar_from_lark(source))
+    _check_rules(spec.source)
+    return translate_literals(spec.source, is_given_up)
+
+
+def _check_rules(source: str) -> None:
     if sum(1 for _ in _RULE.finditer(source)) > MAX_RULES:
         raise ValueError(f"has more than {MAX_RULES} rules")
-    return str(LLMatcher.grammar_from_lark(source))
 
 
-def _choice(spec: GrammarSpec) -> str:
+def _choice(spec: GrammarSpec) -> Translation:
     items = json.loads(spec.source)
     if not isinstance(items, list) or not items or not all(isinstance(item, str) and item for item in items):
         raise ValueError("choices must be a list of strings, none of them empty")
     choices = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in items)
-    return str(LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {choices}\n"))  # one expression: any number
+    return _quick(LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {choices}\n"))  # one expression: any number
 
 
-def _structural_tag(spec: GrammarSpec) -> str:
+def _structural_tag(spec: GrammarSpec) -> Translation:
     value = json.loads(spec.source)
     tags = []
     for item in value["structures"]:
         trigger = next((trigger for trigger in value["triggers"] if item["begin"].startswith(trigger)), "")
-        tags.append(StructTag(trigger=trigger, begin=item["begin"], grammar=item["schema"], end=item.get("end", "")))
-    return str(StructTag.to_grammar(tags, assume_special=False))
+        schema = item["schema"]
+        if isinstance(schema, dict):
+            schema = {**schema, STYLE_KEY: spacing_of(spec.whitespace).options}
+        tags.append(StructTag(trigger=trigger, begin=item["begin"], grammar=schema, end=item.get("end", "")))
+    return translate_literals(str(StructTag.to_grammar(tags, assume_special=False)))
 
 
-TRANSLATIONS: dict[str, Callable[[GrammarSpec], str]] = {
-    "json_schema": _json_schema,
-    "json_object": lambda spec: _json_schema(spec._replace(source='{"type": "object"}')),
+def _quick(grammar: Any) -> Translation:
+    return Translation(str(grammar), is_costly=False)
+
+
+TRANSLATIONS: dict[str, Callable[[GrammarSpec], Translation]] = {
+    "json_schema": lambda spec: translate_schema(spec.source, spec.whitespace),
+    "json_object": lambda spec: translate_schema('{"type": "object"}', spec.whitespace),
     "regex": _regex,
     "choice": _choice,
-    "lark": _lark,
     "structural_tag": _structural_tag,
 }
+
+
+class Built(NamedTuple):
+    """A matcher at the beginning of its grammar, and what it was made from."""
+
+    matcher: LLMatcher
+    translation: Translation
 
 
 class Vocabulary(NamedTuple):
@@ -140,12 +170,34 @@ class Builder:
         ends = vocabulary.eos_token_ids or None  # None: the tokenizer's own
         return LLTokenizer(vocabulary.tokenizer_json, n_vocab=vocabulary.size, eos_token=ends)
 
-    def build(self, spec: GrammarSpec) -> LLMatcher:
-        """Compile `spec`: return a matcher at its beginning. Call it on a stack of STACK_BYTES; the interpreter's lock
-        is free most of the time. Raises InvalidRequest saying what is wrong."""
+    def build(self, spec: GrammarSpec, *, gives_up_tools: bool = False) -> Built:
+        """Compile `spec`. Call it on a stack of STACK_BYTES; the interpreter's lock is free most of the time.
+        A tool whose schema does not compile gets any JSON object instead; `gives_up_tools`: all of them. Raises
+        InvalidRequest saying what is wrong."""
         if len(spec.source.encode()) > MAX_SOURCE_BYTES:
             raise InvalidRequest("grammar", f"has more than {MAX_SOURCE_BYTES} bytes")
-        matcher = LLMatcher(self.tokenizer(), translate(spec), log_level=0, limits=self._limits)
+        translation = translate(spec, lambda tool: gives_up_tools)
+        try:
+            return Built(self.compile(translation.grammar), translation)
+        except InvalidRequest:
+            if gives_up_tools or not has_tools(spec):
+                raise
+            tools = tools_of(spec.source)
+        failing = {tool for tool in tools if not self._compiles(spec, tool)} or set(tools)
+        translation = translate(spec, failing.__contains__)
+        return Built(self.compile(translation.grammar), translation)
+
+    def _compiles(self, spec: GrammarSpec, tool: str) -> bool:
+        """Whether the grammar compiles when the schema of no other tool is held to."""
+        try:
+            self.compile(translate(spec, lambda other: other != tool).grammar)
+        except InvalidRequest:
+            return False
+        return True
+
+    def compile(self, grammar: str) -> LLMatcher:
+        """Compile what `translate` made. Raises InvalidRequest."""
+        matcher = LLMatcher(self.tokenizer(), grammar, log_level=0, limits=self._limits)
         if matcher.is_error():
             raise InvalidRequest("grammar", reason(matcher.get_error()))
         return matcher
@@ -175,6 +227,11 @@ class Builder:
             if not matcher.accept(token) or matcher.is_terminated():
                 return
             matcher.forced()
+
+
+def has_tools(spec: GrammarSpec) -> bool:
+    """Whether a grammar has schemas of tools, which it can go on without."""
+    return spec.kind == "lark" and f'"{TOOL_KEY}"' in spec.source and bool(tools_of(spec.source))
 
 
 def on_large_stack(work: Callable[[], T]) -> T:

@@ -27,11 +27,14 @@ MAX_START_S = 30.0  # a quarter second on an idle machine, a second more for a l
 
 
 class TrialResult(NamedTuple):
-    """What compiling a grammar took, or why it is refused."""
+    """What compiling a grammar took, or why it is refused. `grammar`: what it was translated to, where that is costly.
+    `notes`: what it does not hold to."""
 
     refused: str | None
     cpu_s: float = 0.0
     num_bytes: int = 0
+    grammar: str | None = None
+    notes: tuple[str, ...] = ()
 
     def check(self) -> None:
         """Raise InvalidRequest where the grammar was refused."""
@@ -190,7 +193,10 @@ class CompileProcess:
             text = "The machine had no memory left to compile the grammar."
             trial.done(InferEngineError("overloaded", text, field="grammar", retry_after_s=2.0))
         elif trial is not None:
-            trial.done(TrialResult(message.get("refused"), message.get("cpu_s", 0.0), message.get("num_bytes", 0)))
+            took = message.get("cpu_s", 0.0), message.get("num_bytes", 0)
+            trial.done(
+                TrialResult(message.get("refused"), *took, message.get("grammar"), tuple(message.get("notes", ())))
+            )
 
     def _on_death(self, why: str) -> None:
         """Try again, with a new process, the trials that have not been lost twice."""

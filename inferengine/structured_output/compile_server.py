@@ -27,7 +27,8 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple, NoReturn
 
 from inferengine.errors import InvalidRequest
-from inferengine.structured_output.build import STACK_BYTES, Builder, Vocabulary, on_large_stack
+from inferengine.structured_output.build import STACK_BYTES, Builder, Vocabulary, has_tools, on_large_stack
+from inferengine.structured_output.json_grammar import Translation
 from inferengine.structured_output.matcher import TOO_DEEP
 from inferengine.structured_output.spec import GrammarSpec
 
@@ -66,12 +67,14 @@ def to_frame(message: dict[str, Any]) -> bytes:
 
 
 class Job(NamedTuple):
-    """A grammar to be tried out. `level`: how many times its time was not enough."""
+    """A grammar to be tried out. `level`: how many times its time was not enough. `gives_up_tools`: the schemas of its
+    tools are not held to, because it was beyond the limits with them."""
 
     id: int
     tenant: str
     spec: list[Any]
     level: int = 0
+    gives_up_tools: bool = False
 
 
 class Jobs:
@@ -229,17 +232,29 @@ class CompileServer:
             self._answer({"id": id, "killed": True})
         elif ended_by == signal.SIGPROF:
             self._out_of_time(id)
-        else:
+        elif answer:
             self._jobs.done(id)
-            self._answer({"id": id, **(json.loads(answer) if answer else {"refused": self._cause_of_death(status)})})
+            self._answer({"id": id, **json.loads(answer)})
+        else:
+            job = self._jobs.running[id]
+            self._jobs.done(id)
+            self._refuse(job, self._cause_of_death(status))
 
     def _out_of_time(self, id: int) -> None:
+        job = self._jobs.running[id]
         waiting = self._jobs.out_of_time(id)
         if waiting is not None:
             self._answer({"id": id, "slow": True})
             return
         limit_s = self._jobs.slices[-1]
-        self._answer({"id": id, "refused": f"could not be compiled in {limit_s:g} s: simplify it"})
+        self._refuse(job, f"could not be compiled in {limit_s:g} s: simplify it")
+
+    def _refuse(self, job: Job, why: str) -> None:
+        """Refuse a grammar; one of tools is tried again without their schemas."""
+        if job.gives_up_tools or not has_tools(GrammarSpec(*job.spec)):
+            self._answer({"id": job.id, "refused": why})
+        else:
+            self._jobs.add(job._replace(level=0, gives_up_tools=True))
 
     def _cause_of_death(self, status: int) -> str:
         """Why a child that left no answer has ended."""
@@ -255,16 +270,34 @@ class CompileServer:
             begin_s, begin_bytes = time.process_time(), _anonymous_bytes()
             spec = GrammarSpec(*job.spec)
             try:
-                matcher = on_large_stack(lambda: self._builder.build(spec))
-                self._builder.try_out(matcher, self._token_s)
+                answer = self._try_out(spec, job.gives_up_tools)
                 kept = max(0, _anonymous_bytes() - begin_bytes)
-                answer: dict[str, Any] = {"cpu_s": time.process_time() - begin_s, "num_bytes": kept}
+                answer |= {"cpu_s": time.process_time() - begin_s, "num_bytes": kept}
             except InvalidRequest as error:
                 answer = {"refused": error.message}
-            os.write(target, json.dumps(answer).encode())
+            data = memoryview(json.dumps(answer).encode())
+            while data:
+                data = data[os.write(target, data) :]
         except BaseException:  # without an answer the grammar is refused
             os._exit(1)
         os._exit(0)
+
+    def _try_out(self, spec: GrammarSpec, gives_up_tools: bool) -> dict[str, Any]:
+        """Compile a grammar and follow it. Returns what the engine needs to compile it again."""
+
+        def attempt(gives_up: bool) -> Translation:
+            built = on_large_stack(lambda: self._builder.build(spec, gives_up_tools=gives_up))
+            self._builder.try_out(built.matcher, self._token_s)
+            return built.translation
+
+        try:
+            translation = attempt(gives_up_tools)
+        except InvalidRequest:
+            if gives_up_tools or not has_tools(spec):
+                raise
+            translation = attempt(True)
+        grammar = translation.grammar if translation.is_costly else None
+        return {"grammar": grammar, "notes": translation.notes}
 
     def _confine(self, job: Job, parent: int) -> None:
         """Bound what this child process takes: it ends with its parent, has limits of memory and time, and gives way to

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
@@ -28,6 +29,8 @@ from inferengine.structured_output.compile_process import CompileProcess, TrialR
 from inferengine.structured_output.compile_server import QUICK_S
 from inferengine.structured_output.matcher import Budget, GrammarUsage, TokenMatcher
 from inferengine.structured_output.spec import GrammarSpec
+
+logger = logging.getLogger(__name__)
 
 CACHE_BYTES = 128 * 1024 * 1024
 BYTES_PER_GRAMMAR = 64 * 1024  # measured resident cost of a small grammar
@@ -157,11 +160,14 @@ class GrammarCompiler:
         self._copying = ThreadPoolExecutor(1, thread_name_prefix="grammar-copy")
         self._building = ThreadPoolExecutor(1, thread_name_prefix="grammar-build")
         self._building_slowly = ThreadPoolExecutor(1, thread_name_prefix="grammar-build-slow")
+        self._logged: set[str] = set()
         self.num_compiled = 0
 
     def submit(self, spec: GrammarSpec, done: Done, *, count: int = 1, tenant: str = "") -> Ticket:
         """Have `count` matchers made, all at the beginning of `spec`; they share one budget. `done` gets them, or the
         error, in a thread of this."""
+        if spec.whitespace is None:
+            spec = spec._replace(whitespace=self._limits.json_whitespace)
         ticket = Ticket(cache_key(spec), count, done)
         with self._lock:
             entry, trial_result = self.cache.entry(ticket.key), self.cache.trial_result(ticket.key)
@@ -246,8 +252,16 @@ class GrammarCompiler:
             if isinstance(trial_result, InferEngineError):
                 self._copying.submit(_answer, tickets, trial_result)
             else:
-                self.cache.remember(key, trial_result)
+                self._log_once(trial_result.notes)
+                if trial_result.grammar is None:  # else it is tried out again once it has been evicted
+                    self.cache.remember(key, trial_result)
                 self._go_on(unknown.spec, trial_result, tickets)
+
+    def _log_once(self, notes: tuple[str, ...]) -> None:
+        for note in notes:
+            if note not in self._logged and len(self._logged) < MAX_RESULTS:
+                self._logged.add(note)
+                logger.warning("%s", note)
 
     def _go_on(self, spec: GrammarSpec, trial_result: TrialResult, tickets: list[Ticket]) -> None:
         """Compile a grammar that compiled in its trial, quick ones not behind slow ones."""
@@ -279,7 +293,8 @@ class GrammarCompiler:
         with self._lock:
             if (known := self.cache.entry(key)) is not None:
                 return known  # compiled meanwhile for another request
-        matcher = self._builder.build(spec)
+        given = trial_result.grammar
+        matcher = self._builder.build(spec).matcher if given is None else self._builder.compile(given)
         mask = bytearray(self._builder.vocabulary.mask_bytes)
         TokenMatcher(matcher, Budget(1.0, GrammarUsage())).fill_bitmask(memoryview(mask))  # the first is the slowest
         entry = CachedGrammar(

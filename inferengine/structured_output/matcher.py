@@ -30,7 +30,15 @@ TOO_LARGE = "is too large once it is expanded: lower minItems, maxLength and oth
 TOO_DEEP = "is nested too deep: use fewer references that lead to references"
 TOO_SLOW = "takes too long to say what may come next: simplify it"
 
+LOOKAROUND = (
+    "lookaround ((?=…), (?!…), (?<=…), (?<!…)) and \\b are not supported: write what may stand there itself, such as "
+    "[a-z]+[0-9] for (?=.*[0-9]) and (^|[^A-Za-z0-9_])word([^A-Za-z0-9_]|$) for \\bword\\b"
+)
+
 _BY_WORDS = (
+    ("look-ahead", LOOKAROUND),
+    ("lookaround", LOOKAROUND),
+    ("word boundar", LOOKAROUND),
     ("NoExtension", MATCHES_NOTHING),
     ("unsatisfiable", MATCHES_NOTHING),
     ("matches nothing", MATCHES_NOTHING),

@@ -17,6 +17,7 @@ GRAMMAR_KINDS = ("json_schema", "json_object", "regex", "choice", "lark", "struc
 STRUCTURED_KINDS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
 MAX_NESTING = 64
 MAX_WHITESPACE_CHARACTERS = 200
+WHITESPACE_NAMES = ("compact", "any")
 GUIDED_FIELDS = {
     "guided_json": "json",
     "guided_regex": "regex",
@@ -30,17 +31,24 @@ class GrammarSpec(NamedTuple):
 
     kind: str  # one of GRAMMAR_KINDS
     source: str  # schema, choices and tags as JSON; expressions and grammars as they are
-    whitespace: str | None = None  # pattern of the space between JSON tokens; None: a little of any
+    whitespace: str | None = None  # between JSON tokens: one of WHITESPACE_NAMES or a pattern; None: the engine's own
 
 
 def read_grammar(body: Mapping[str, Any]) -> GrammarSpec | None:
     """Return the GrammarSpec of a request body; None where it asks for none. Raises InvalidRequest naming the field."""
     asked = [name for name in ("response_format", "structured_outputs", *GUIDED_FIELDS) if body.get(name) is not None]
+    whitespace = body.get("json_whitespace")
+    if whitespace is not None and whitespace not in WHITESPACE_NAMES:
+        raise InvalidRequest("json_whitespace", f"must be one of {', '.join(WHITESPACE_NAMES)}")
     if not asked:
         return None
     if len(asked) > 1:
         raise InvalidRequest(asked[1], f"cannot be combined with {asked[0]}")
-    name = asked[0]
+    spec = _read_spec(asked[0], body)
+    return spec._replace(whitespace=whitespace) if spec is not None and spec.whitespace is None else spec
+
+
+def _read_spec(name: str, body: Mapping[str, Any]) -> GrammarSpec | None:
     if name == "response_format":
         return _read_response_format(body[name])
     if name == "structured_outputs":

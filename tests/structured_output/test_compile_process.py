@@ -248,4 +248,4 @@ def test_it_imports_nothing_heavy() -> None:
 def test_a_model_that_names_no_end_of_sequence_takes_the_tokenizers() -> None:
     tokenizer = (ROOT / "inferengine/assets/embedded/tokenizer.json").read_text()
     builder = Builder(BuilderVocabulary(tokenizer, 4096, []))
-    assert not builder.build(GrammarSpec("regex", "[a-z]+")).is_error()
+    assert not builder.build(GrammarSpec("regex", "[a-z]+")).matcher.is_error()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import re
 
+from typing import Any
+
 import jsonschema
 import pytest
 
@@ -127,16 +129,19 @@ def test_tags_hold_their_schema_within_free_text(vocabulary: Vocabulary) -> None
     assert vocabulary.fast.decode(matcher.forced()).startswith("{")
 
 
-@pytest.mark.parametrize(("pattern", "compact"), [(None, False), ("", True)])
-def test_whitespace_is_bounded_and_can_be_switched_off(
-    vocabulary: Vocabulary, pattern: str | None, compact: bool
+@pytest.mark.parametrize(
+    ("asked", "forbidden"),
+    [({}, r"\s{2}|[^,:]\s"), ({"json_whitespace": "any"}, r"\s{13}"), ({"disable_any_whitespace": True}, r"\s")],
+)
+def test_json_is_compact_unless_the_request_asks_for_any_space(
+    vocabulary: Vocabulary, asked: dict[str, Any], forbidden: str
 ) -> None:
-    asked = {"json": SCHEMAS["flat"]} | ({"disable_any_whitespace": True} if compact else {})
-    spec = read_grammar({"structured_outputs": asked})
-    assert spec is not None
-    assert spec.whitespace == pattern
-    for seed in range(10):
-        text = vocabulary.generate(spec, seed)
-        outside = re.sub(r'"([^"\\]|\\.)*"', '""', text)
-        assert not re.search(r"\s{13}", outside)
-        assert not (compact and re.search(r"\s", outside))
+    more = {name: asked[name] for name in asked if name == "json_whitespace"}
+    fields = {name: asked[name] for name in asked if name != "json_whitespace"}
+    for schema in (SCHEMAS["flat"], {**SCHEMAS["flat"], "not": {"type": "null"}}):
+        spec = read_grammar({"structured_outputs": {"json": schema, **fields}, **more})
+        assert spec is not None
+        texts = [vocabulary.generate(spec, seed) for seed in range(4)]
+        outside = [re.sub(r'"([^"\\]|\\.)*"', '""', text) for text in texts]
+        assert not any(re.search(forbidden, text) for text in outside)
+        assert any(re.search(r"\s", text) for text in outside) or "disable_any_whitespace" in asked

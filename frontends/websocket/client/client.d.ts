@@ -132,6 +132,8 @@ export interface GenerateOptions {
   responseFormat?: { type: "text" | "json_object" } | { type: "json_schema"; json_schema: { name?: string; schema: object } };
   /** what the answer must match, in vLLM's form: exactly one of these */
   structuredOutputs?: { json?: object | string; json_object?: boolean; regex?: string; choice?: string[]; grammar?: string };
+  /** space in JSON: at most one after , and :, or any; `any`, `compact` */
+  jsonWhitespace?: "any" | "compact";
 }
 
 export interface ResumeOptions {

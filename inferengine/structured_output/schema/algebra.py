@@ -23,14 +23,12 @@ from inferengine.structured_output.schema.language import (
     complement,
     length,
     literal,
-    without_anchors,
 )
 from inferengine.structured_output.schema.numbers import NumberSet, to_fraction
 from inferengine.structured_output.schema.references import Document, Location
 from inferengine.structured_output.schema.refusal import Refusal
 from inferengine.structured_output.schema.shapes import (
     ANYTHING,
-    CONSTANTS,
     FALSE,
     NOTHING,
     TRUE,

@@ -44,10 +44,8 @@ FLAGS = "{found} (flags inside an expression) are not supported: write both case
 
 DIGIT: Ranges = ((0x30, 0x39),)
 WORD: Ranges = merge([(0x30, 0x39), (0x41, 0x5A), (0x5F, 0x5F), (0x61, 0x7A)])
-SPACE: Ranges = merge(
-    [(9, 13), (32, 32), (160, 160), (0x1680, 0x1680), (0x2000, 0x200A), (0x2028, 0x2029), (0x202F, 0x202F)]
-    + [(0x205F, 0x205F), (0x3000, 0x3000), (0xFEFF, 0xFEFF)]
-)
+_SPACES = (0x20, 0xA0, 0x1680, *range(0x2000, 0x200B), 0x2028, 0x2029, 0x202F, 0x205F, 0x3000, 0xFEFF)
+SPACE: Ranges = merge([(9, 13), *((code, code) for code in _SPACES)])
 NEWLINE: Ranges = ((10, 10), (13, 13), (0x2028, 0x2029))
 _SETS = {"d": DIGIT, "w": WORD, "s": SPACE}
 _CONTROLS = {"t": 9, "n": 10, "v": 11, "f": 12, "r": 13}
@@ -59,7 +57,10 @@ _LONG_NAMES = {
     "Letter_Number": "Nl", "Other_Number": "No", "Punctuation": "P", "punct": "P", "Symbol": "S", "Separator": "Z",
     "Space_Separator": "Zs", "Math_Symbol": "Sm", "Currency_Symbol": "Sc", "Other": "C", "Control": "Cc",
 }  # fmt: skip
-_CATEGORIES = frozenset("L Ll Lu Lt Lm Lo M Mn Mc Me N Nd Nl No P Pc Pd Ps Pe Pi Pf Po S Sm Sc Sk So Z Zs Zl Zp".split())
+_CATEGORIES = frozenset(
+    {"L", "Ll", "Lu", "Lt", "Lm", "Lo", "M", "Mn", "Mc", "Me", "N", "Nd", "Nl", "No", "P", "Pc", "Pd", "Ps", "Pe", "Pi"}
+    | {"Pf", "Po", "S", "Sm", "Sc", "Sk", "So", "Z", "Zs", "Zl", "Zp", "C", "Cc", "Cf"}
+)
 
 
 def read_pattern(pattern: str) -> Language:

@@ -150,7 +150,8 @@ class Evaluation:
         """Split by which of the schemas hold, as far as they evaluate something."""
         cases = [(expr, self._cases(expr)) for expr in exprs]
         silent = [expr for expr, found in cases if all(case.says_nothing for case in found)]
-        held, failed = [], [Case()]
+        held: list[Case] = []
+        failed = [Case()]
         for expr, found in cases:
             if expr in silent:
                 continue

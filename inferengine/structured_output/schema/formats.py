@@ -10,7 +10,9 @@ _LEAP_YEAR = r"(?:\d\d(?:0[48]|[2468][048]|[13579][26])|(?:[02468][048]|[13579][
 _DATE = rf"(?:\d{{4}}-{_MONTHS_DAYS}|{_LEAP_YEAR}-02-29)"
 _ZONE = r"(?:[Zz]|[+-](?:[01]\d|2[0-3]):[0-5]\d)"
 _TIME = rf"(?:[01]\d|2[0-3]):[0-5]\d:[0-5]\d(?:\.\d{{1,9}})?{_ZONE}"
-_LABEL = r"[A-Za-z0-9](?:[A-Za-z0-9-]{0,61}[A-Za-z0-9])?"
+_ALNUM, _INNER = "[A-Za-z0-9]", "[A-Za-z0-9-]"
+# No -- at the third place: such labels are encoded, and what they encode has rules of its own.
+_LABEL = f"{_ALNUM}(?:(?:{_INNER}?|{_INNER}{_ALNUM}{_INNER}{{0,59}}|{_INNER}-(?:{_ALNUM}{_INNER}{{0,58}})?){_ALNUM})?"
 _HOST = rf"{_LABEL}(?:\.{_LABEL}){{0,3}}"
 _ATOM = r"[A-Za-z0-9!#$%&'*+/=?^_`{|}~-]+"
 _BYTE = r"(?:25[0-5]|2[0-4]\d|1\d\d|[1-9]?\d)"

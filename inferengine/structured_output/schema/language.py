@@ -35,8 +35,8 @@ class Language:
     ) -> None:
         self.kind, self.items, self.ranges, self.least, self.most = kind, items, ranges, least, most
         self._hash = hash((kind, items, ranges, least, most))
-        self.has_logic = kind in ("both", "not") or any(item.has_logic for item in items)
-        self.is_nullable = self._nullable()
+        self.has_logic: bool = kind in ("both", "not") or any(item.has_logic for item in items)
+        self.is_nullable: bool = self._nullable()
 
     def _nullable(self) -> bool:
         if self.kind in ("cat", "both"):

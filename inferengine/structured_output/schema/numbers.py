@@ -71,7 +71,9 @@ class NumberSet:
 
     def _first_multiple(self) -> Fraction | None:
         """The least multiple between the bounds. There must be both, and `multiple`."""
-        assert self.low is not None and self.high is not None and self.multiple is not None
+        assert self.low is not None
+        assert self.high is not None
+        assert self.multiple is not None
         first = math.ceil(self.low / self.multiple) * self.multiple
         if first == self.low and self.low_open:
             first += self.multiple
@@ -158,7 +160,7 @@ class NumberSet:
         """The numbers one by one, where they are few."""
         if self.low is not None and self.high is not None and self.multiple is not None and not self.is_empty:
             number = self._first_multiple()
-            found = []
+            found: list[Language] = []
             while number is not None and len(found) < MAX_LISTED:
                 if not any((number / other).denominator == 1 for other in self.not_multiples):
                     found.append(literal(_decimal_text(number)))

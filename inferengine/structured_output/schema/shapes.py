@@ -108,7 +108,7 @@ def intersect(one: ValueSet, two: ValueSet, join: Join) -> ValueSet:
         _limited([both_ for a, b in product(one.numbers, two.numbers) if not (both_ := a.intersect(b)).is_empty]),
         both(one.strings, two.strings),
         _limited([s for a, b in product(one.arrays, two.arrays) if (s := _both_arrays(a, b, join)) is not None]),
-        _limited([s for a, b in product(one.objects, two.objects) if (s := both_objects(a, b)) is not None]),
+        _limited([o for a, b in product(one.objects, two.objects) if (o := both_objects(a, b)) is not None]),
     )
 
 

@@ -232,7 +232,7 @@ class GrammarWriter:
     def _counted_items(self, shape: ArrayShape) -> list[Alternative]:
         """Items one by one, with how many of them each `contains` has had."""
         algebra, contains, most = self._algebra, shape.contains, shape.most
-        last = max([len(shape.prefix), shape.least, *(one.start for one in contains), most or 0])
+        last = max([1, len(shape.prefix), shape.least, *(one.start for one in contains), most or 0])
         caps = [one.least if one.most is None else max(one.least, one.most) for one in contains]
         names: dict[tuple[int, ...], str] = {}
         queue: list[tuple[int, ...]] = []
@@ -259,10 +259,7 @@ class GrammarWriter:
                 for one, count in zip(contains, counts, strict=True)
             ]
             for chosen in product(*choices):
-                if any(
-                    hit and count >= cap
-                    for hit, count, cap in zip(chosen, counts, caps, strict=True)
-                ):
+                if any(hit and count >= cap for hit, count, cap in zip(chosen, counts, caps, strict=True)):
                     continue
                 parts = [shape.item(place)]
                 for hit, one in zip(chosen, contains, strict=True):
@@ -274,7 +271,6 @@ class GrammarWriter:
                 value = algebra.all_of(parts)
                 if value == FALSE:
                     continue
-                # Whether an item came before is not in the number of the last state.
                 comma = [self._comma] if place else []
                 alternatives.append([*comma, self._value(value), Ref(after)])
         return [[Ref(first)]]
@@ -421,9 +417,8 @@ class GrammarWriter:
                 continue
             name = possible[place]
             if shape.most is None or count < shape.most:
-                quoted = f'"{to_regex(literal(name), quoted=True)}"'
                 comma = [self._comma] if started else []
-                pair: Alternative = [self._regex(f"{quoted}{self._spacing.colon}"), self._value(shape.values[name])]
+                pair = self._pair(literal(name), shape.values[name])
                 alternatives.append([*comma, *pair, state(place + 1, True, count + 1)])
             if name not in shape.required:
                 alternatives.append([state(place + 1, started, count)])
@@ -459,7 +454,7 @@ class GrammarWriter:
     def _productive(self) -> set[str]:
         """The rules that some text matches."""
         productive = set(self._raw)
-        waiting = [name for name in reversed(self._rules)]
+        waiting = list(reversed(self._rules))
         while True:
             left = []
             for name in waiting:
@@ -477,11 +472,12 @@ class GrammarWriter:
         for symbol in body:
             if isinstance(symbol, Ref) and symbol.rule not in productive:
                 return None
-            if isinstance(symbol, Many):
-                if symbol.most == 0 or self._productive_body(symbol.symbols, productive) is None:
-                    if symbol.least:
-                        return None
-                    continue
+            if isinstance(symbol, Many) and (
+                symbol.most == 0 or self._productive_body(symbol.symbols, productive) is None
+            ):
+                if symbol.least:
+                    return None
+                continue
             kept.append(symbol)
         return kept
 

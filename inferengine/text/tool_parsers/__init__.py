@@ -140,7 +140,8 @@ def calls_grammar(
         call = format.call.replace("{name}", quoted).replace("{bare_name}", function.name)
         before, _, after = call.partition("{arguments}")
         lines.append(f"call_{number}: {text(before)} arguments_{number} {text(after)}")
-        lines.append(f"arguments_{number}: {_json({'type': 'object', **function.parameters})}")
+        schema = {"type": "object", **function.parameters, "x-tool": function.name}  # structured_output.json_grammar
+        lines.append(f"arguments_{number}: {_json(schema)}")
     return "\n".join(lines) + "\n"
 
 
