@@ -2,12 +2,12 @@
 
 python -m benchmarks.json_schema_suite FOLDER [--draft draft2020-12] [--samples 5] [--json FILE]
 
-FOLDER is a checkout of https://github.com/json-schema-org/JSON-Schema-Test-Suite. Every schema is compiled as a request's
-would be. The instances of the suite are followed as compact JSON: a valid one should be allowed, an invalid one must not
-be. Then random outputs are drawn through the token masks, characters evenly, and validated by the package jsonschema.
+FOLDER is a checkout of https://github.com/json-schema-org/JSON-Schema-Test-Suite. Every schema is compiled as that of a
+request would be. The instances of the suite are followed as compact JSON: a valid one should be allowed, an invalid one
+must not be. Then random outputs are drawn through the token masks and validated by the package jsonschema.
 
-Of the valid instances that are not allowed, most differ in what a grammar fixes: the order of the properties, `1.0` for a
-whole number, and texts that are not of a `format` (annotation to the specification, enforced here).
+The valid instances that are not allowed differ in what a grammar fixes: the order of the properties, `1.0` for a whole
+number, and texts that are not of a `format` (annotation to the specification, enforced here).
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import signal
 import subprocess
 from collections import Counter
 from decimal import Decimal
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -187,8 +188,8 @@ def environment() -> dict[str, Any]:
         "machine": platform.machine(),
         "system": platform.system(),
         "python": platform.python_version(),
-        "llguidance": "1.9.1",
-        "jsonschema": "4.26.0",
+        "llguidance": version("llguidance"),
+        "jsonschema": version("jsonschema"),
         "max_rss_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
     }
 

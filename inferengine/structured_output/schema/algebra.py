@@ -226,8 +226,8 @@ class Algebra:
         if "if" in schema:
             condition = child(schema["if"])
             then, otherwise = child(schema.get("then", True)), child(schema.get("else", True))
-            sets.append(self.values(self.any_of([self.negate(condition), then])))
             sets.append(self.values(self.any_of([condition, otherwise])))
+            sets.append(self.values(self.any_of([self.negate(condition), then])))
         for name, dependent in self.dependent_schemas(schema):
             sets.append(self.values(self.any_of([self.without(name), child(dependent)])))
         return self.meet(sets)

@@ -185,10 +185,14 @@ def words(item: Language) -> list[str] | None:
         if len(lists) > MAX_WORDS or any(listed is None for listed in lists):
             return None
         return [word for listed in lists for word in listed or ()]
-    parts = item.items if item.kind == "cat" else (item,)
-    if any(part.kind != "chars" or len(part.ranges) != 1 or part.ranges[0][0] != part.ranges[0][1] for part in parts):
-        return None
-    return ["".join(chr(part.ranges[0][0]) for part in parts)]
+    found = [""]
+    for part in item.items if item.kind == "cat" else (item,):
+        count = sum(high - low + 1 for low, high in part.ranges)
+        if part.kind != "chars" or len(found) * count > MAX_WORDS:
+            return None
+        codes = [code for low, high in part.ranges for code in range(low, high + 1)]
+        found = [before + chr(code) for before in found for code in codes]
+    return found
 
 
 def derive(item: Language, code: int) -> Language:

@@ -232,6 +232,8 @@ class GrammarWriter:
     def _counted_items(self, shape: ArrayShape) -> list[Alternative]:
         """Items one by one, with how many of them each `contains` has had."""
         algebra, contains, most = self._algebra, shape.contains, shape.most
+        if any(one.most is not None and one.least > one.most for one in contains):
+            return []
         last = max([1, len(shape.prefix), shape.least, *(one.start for one in contains), most or 0])
         caps = [one.least if one.most is None else max(one.least, one.most) for one in contains]
         names: dict[tuple[int, ...], str] = {}
