@@ -114,6 +114,15 @@ def test_what_takes_too_long_is_refused_and_known_from_then_on() -> None:
     vocabulary.compiler.close()
 
 
+def test_a_tool_whose_schema_takes_too_long_is_any_object() -> None:
+    vocabulary = Vocabulary("byte_level", grammar_compile_s=0.2)
+    slow = {"properties": {"a": json.loads(of_everything(100).source)}, "required": ["a"], "x-tool": "slow"}
+    spec = GrammarSpec("lark", f"start: arguments\narguments: %json {json.dumps({'type': 'object', **slow})}\n")
+    matcher = vocabulary.compiler.compile(spec)
+    assert all(map(matcher.accept, vocabulary.fast.encode('{"b":1}', add_special_tokens=False).ids))
+    vocabulary.compiler.close()
+
+
 def test_what_takes_too_much_memory_is_refused() -> None:
     vocabulary = Vocabulary("byte_level", grammar_compile_s=30.0, grammar_memory_mib=16)
     with pytest.raises(InvalidRequest, match="needs more than 16 MiB of memory"):

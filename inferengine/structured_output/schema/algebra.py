@@ -203,7 +203,7 @@ class Algebra:
         return any(self.is_empty(shape.item(place), depth) for place in places)
 
     def _is_empty_object(self, shape: ObjectShape, depth: int) -> bool:
-        return any(self.is_empty(self.all_of(shape.values(name)), depth) for name in shape.required)
+        return any(self.is_empty(self.all_of(exprs), depth) for exprs in shape.values(shape.required).values())
 
     # -- keywords ----------------------------------------------------------------------------------------------------
 

@@ -12,7 +12,6 @@ import unicodedata
 from functools import cache
 
 from inferengine.structured_output.schema.language import (
-    ANY_RANGES,
     END,
     EPSILON,
     START,
@@ -55,11 +54,11 @@ _LONG_NAMES = {
     "Letter": "L", "Lowercase_Letter": "Ll", "Uppercase_Letter": "Lu", "Titlecase_Letter": "Lt", "Mark": "M",
     "Modifier_Letter": "Lm", "Other_Letter": "Lo", "Number": "N", "Decimal_Number": "Nd", "digit": "Nd",
     "Letter_Number": "Nl", "Other_Number": "No", "Punctuation": "P", "punct": "P", "Symbol": "S", "Separator": "Z",
-    "Space_Separator": "Zs", "Math_Symbol": "Sm", "Currency_Symbol": "Sc", "Other": "C", "Control": "Cc",
+    "Space_Separator": "Zs", "Math_Symbol": "Sm", "Currency_Symbol": "Sc", "Control": "Cc",
 }  # fmt: skip
 _CATEGORIES = frozenset(
     {"L", "Ll", "Lu", "Lt", "Lm", "Lo", "M", "Mn", "Mc", "Me", "N", "Nd", "Nl", "No", "P", "Pc", "Pd", "Ps", "Pe", "Pi"}
-    | {"Pf", "Po", "S", "Sm", "Sc", "Sk", "So", "Z", "Zs", "Zl", "Zp", "C", "Cc", "Cf"}
+    | {"Pf", "Po", "S", "Sm", "Sc", "Sk", "So", "Z", "Zs", "Zl", "Zp", "Cc", "Cf"}
 )
 
 
@@ -257,5 +256,17 @@ class _Reader:
 
 @cache
 def _category(name: str) -> Ranges:
-    found = (code for low, high in ANY_RANGES for code in range(low, high + 1))
-    return merge((code, code) for code in found if unicodedata.category(chr(code)).startswith(name))
+    return merge((low, high) for category, low, high in _runs() if category.startswith(name))
+
+
+@cache
+def _runs() -> list[tuple[str, int, int]]:
+    """Characters in order, joined where they have the same category. Planes without any are left out."""
+    runs: list[tuple[str, int, int]] = []
+    for code in (*range(0xD800), *range(0xE000, 0x33480), *range(0xE0000, 0xE0200)):
+        category = unicodedata.category(chr(code))
+        if runs and runs[-1][0] == category and runs[-1][2] == code - 1:
+            runs[-1] = category, runs[-1][1], code
+        else:
+            runs.append((category, code, code))
+    return runs

@@ -8,13 +8,14 @@ and complement itself; for JSON strings each character then has one spelling onl
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import lru_cache
 
 Ranges = tuple[tuple[int, int], ...]  # of code points, inclusive, ascending, apart
 
 LAST = 0x10FFFF
 ANY_RANGES: Ranges = ((0, 0xD7FF), (0xE000, LAST))  # half a surrogate pair is no character
 MAX_DERIVATIVES = 20_000
-MAX_WORDS = 1024
+MAX_WORDS = 4096
 _SHORT = {0x22: '\\\\"', 0x5C: r"\\\\", 8: r"\\b", 9: r"\\t", 10: r"\\n", 12: r"\\f", 13: r"\\r"}
 _PLAIN = set(map(ord, "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_ ,:;=@%!~<>"))
 
@@ -22,7 +23,7 @@ _PLAIN = set(map(ord, "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ01234
 class Language:
     """A set of texts. Made by the functions below, which simplify; equal trees are equal."""
 
-    __slots__ = ("_hash", "has_logic", "is_nullable", "items", "kind", "least", "most", "ranges")
+    __slots__ = ("_hash", "_listed", "has_logic", "is_nullable", "items", "kind", "least", "most", "ranges")
 
     def __init__(
         self,
@@ -35,6 +36,7 @@ class Language:
     ) -> None:
         self.kind, self.items, self.ranges, self.least, self.most = kind, items, ranges, least, most
         self._hash = hash((kind, items, ranges, least, most))
+        self._listed: frozenset[str] | bool | None = False  # not looked up yet; None: it is no list of texts
         self.has_logic: bool = kind in ("both", "not") or any(item.has_logic for item in items)
         self.is_nullable: bool = self._nullable()
 
@@ -46,6 +48,14 @@ class Language:
         if self.kind == "repeat":
             return self.least == 0 or self.items[0].is_nullable
         return self.kind == "not" and not self.items[0].is_nullable
+
+    @property
+    def listed(self) -> frozenset[str] | None:
+        """The texts of a language that is a list of them; None: it is not, or has too many."""
+        if isinstance(self._listed, bool):
+            found = words(self)
+            self._listed = None if found is None else frozenset(found)
+        return self._listed
 
     def __hash__(self) -> int:
         return self._hash
@@ -156,9 +166,9 @@ def both(*items: Language) -> Language:
     if EMPTY in flat or any(item.kind == "not" and item.items[0] in flat for item in flat):
         return EMPTY
     for item in flat:
-        if (listed := words(item)) is not None:
+        if item.listed is not None:
             rest = [other for other in flat if other is not item]
-            return alt(*(literal(word) for word in listed if all(matches(other, word) for other in rest)))
+            return alt(*(literal(word) for word in words(item) or () if all(matches(other, word) for other in rest)))
     if not flat:
         return ALL
     return next(iter(flat)) if len(flat) == 1 else Language("both", tuple(flat))
@@ -217,6 +227,10 @@ def derive(item: Language, code: int) -> Language:
 
 def matches(item: Language, text: str) -> bool:
     """Whether the language has this text."""
+    if item.kind == "not":
+        return not matches(item.items[0], text)
+    if item.listed is not None:
+        return text in item.listed
     for character in text:
         item = derive(item, ord(character))
         if item == EMPTY:
@@ -339,6 +353,7 @@ def _code(code: int) -> str:
     return chr(code) if code in _PLAIN else f"\\x{{{code:x}}}"
 
 
+@lru_cache(256)
 def _chars_quoted(ranges: Ranges) -> str:
     """The characters as JSON spells them: short escapes, and \\u only for the other control characters."""
     raw = invert(((0, 0x1F), (0x22, 0x22), (0x5C, 0x5C)), ranges)

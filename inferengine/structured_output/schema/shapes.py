@@ -7,7 +7,7 @@ recursive.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import product
 from typing import NamedTuple, TypeVar
 
@@ -82,9 +82,17 @@ class ObjectShape(NamedTuple):
     most: int | None = None
     exists: tuple[Rule, ...] = ()
 
-    def values(self, name: str) -> list[Expr]:
-        """Return what a property of this name must be, all of them."""
-        return [rule.value for rule in self.rules if rule.value != TRUE and matches(rule.keys, name)]
+    def values(self, names: Iterable[str]) -> dict[str, list[Expr]]:
+        """Return what the properties of these names must be, all of them."""
+        found: dict[str, list[Expr]] = {name: [] for name in names}
+        for keys, value in self.rules:
+            if value == TRUE:
+                continue
+            candidates = found if keys.listed is None else (name for name in keys.listed if name in found)
+            for name in candidates:
+                if keys.listed is not None or matches(keys, name):
+                    found[name].append(value)
+        return found
 
 
 class ValueSet(NamedTuple):
@@ -142,7 +150,7 @@ def both_objects(one: ObjectShape, two: ObjectShape) -> ObjectShape | None:
     )
     if shape.most is not None and max(shape.least, len(shape.required)) > shape.most:
         return None
-    return None if any(FALSE in shape.values(name) for name in shape.required) else shape
+    return None if any(FALSE in exprs for exprs in shape.values(shape.required).values()) else shape
 
 
 def with_property(keys: Language, value: Expr) -> ObjectShape:

@@ -326,7 +326,7 @@ class GrammarWriter:
 
     def _object(self, shape: ObjectShape) -> Iterator[Alternative]:
         names = list(dict.fromkeys([*shape.order, *sorted(shape.required)]))
-        values = {name: self._algebra.all_of(shape.values(name)) for name in names}
+        values = {name: self._algebra.all_of(exprs) for name, exprs in shape.values(names).items()}
         cells = self._cells(shape, names)
         plain = Names(names, values, shape.required, cells, None, shape.least, shape.most)
         for worked_out in self._with_witnesses(plain, shape):
@@ -337,8 +337,8 @@ class GrammarWriter:
         named = set(names)
         by_keys: dict[Language, list[Expr]] = {}
         for rule in shape.rules:
-            listed = words(rule.keys)
-            if rule.value != TRUE and (listed is None or not set(listed) <= named):
+            listed = rule.keys.listed
+            if rule.value != TRUE and (listed is None or not listed <= named):
                 by_keys.setdefault(rule.keys, []).append(rule.value)
         cells: list[tuple[Language, list[Expr]]] = [(complement(alt(*map(literal, names))) if names else ALL, [])]
         for keys, exprs in by_keys.items():
