@@ -66,7 +66,7 @@ def translate_literals(source: str, is_given_up: Callable[[str], bool] = lambda 
         options, tool = schema.pop(STYLE_KEY, {}), schema.pop(TOOL_KEY, None)
         try:
             if tool is not None and is_given_up(str(tool)):
-                raise Refusal("its schema cannot be compiled within the limits: simplify it")
+                raise Refusal("its schema does not compile, or not within the limits: simplify it")
             pieces.append(_literal(schema, options, f"json{len(pieces)}", rules))
         except Refusal as refusal:
             if tool is None:
