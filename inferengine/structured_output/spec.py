@@ -17,7 +17,7 @@ GRAMMAR_KINDS = ("json_schema", "json_object", "regex", "choice", "lark", "struc
 STRUCTURED_KINDS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
 MAX_NESTING = 64
 MAX_WHITESPACE_CHARACTERS = 200
-WHITESPACE_NAMES = ("compact", "any")
+WHITESPACE_NAMES = ("any", "compact")
 GUIDED_FIELDS = {
     "guided_json": "json",
     "guided_regex": "regex",
