@@ -294,7 +294,7 @@ class MessagesFormat:
         if message.reasoning:
             blocks.append({"type": "thinking", "thinking": message.reasoning, "signature": ""})
         if message.content:
-            blocks.append({"type": "text", "text": message.content, "citations": None})
+            blocks.append({"type": "text", "text": message.content})
         for place, (name, arguments) in enumerate(message.calls):
             blocks.append(self._tool_use(place, name, tool_input(arguments)))
         ended = Piece("", (), None, 0, output.finish_reason, output.stop_reason)
@@ -315,7 +315,7 @@ class MessagesFormat:
     def _add(self, part: Part, parts: list[bytes]) -> None:
         match part:
             case Content(text):
-                self._block("text", {"type": "text", "text": "", "citations": None}, parts)
+                self._block("text", {"type": "text", "text": ""}, parts)
                 delta = {"type": "text_delta", "text": text}
             case Reasoning(text):
                 self._block("thinking", {"type": "thinking", "thinking": "", "signature": ""}, parts)

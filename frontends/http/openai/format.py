@@ -182,16 +182,25 @@ def usage_object(usage: Usage) -> dict[str, Any]:
 
 
 class Chunks:
-    """The envelope around a chunk's choice."""
+    """The envelope around a chunk's choice. Where a request says nothing of usage, the last chunk of a stream of one
+    choice has it beside the choice: clients that do not ask (LangChain with a base_url, the Vercel AI SDK's compatible
+    provider) read it there."""
 
-    def __init__(self, answer: AnswerMetadata, kind: str) -> None:
+    def __init__(self, answer: AnswerMetadata, kind: str, num_choices: int) -> None:
         self._answer = answer
+        self._usage_at_end = num_choices == 1 and answer.streaming.stream_options is None
         head = dumps({"id": answer.id, "object": kind, "created": answer.created, "model": answer.model})
         self.head = b"data: " + head[:-1] + b',"choices":['
         self.tail = b'],"usage":null}\n\n' if answer.streaming.include_usage else b"]}\n\n"
 
     def chunk(self, generation: Generation, choice: dict[str, Any], more: dict[str, Any], behind: int) -> bytes:
         """`behind`: how many tokens of this choice are here already that later chunks will tell."""
+        if self._usage_at_end and choice["finish_reason"] is not None:
+            usage = generation.usage()
+            told = usage_object(usage._replace(completion_tokens=usage.completion_tokens - behind))
+            if generation.choices[0].finish is None:  # a stop string ended it here: the engine has not told yet
+                del told["prompt_tokens_details"]
+            more = {**more, "usage": told}
         return self.head + dumps(choice) + self._tail(generation, more, behind)
 
     def end(self, generation: Generation, *, without_output: bool = False) -> bytes:
@@ -236,7 +245,7 @@ class CompletionFormat:
         self._prompt_only = prompt_only
         self._skip_special_tokens = skip_special_tokens
         self._per_prompt = num_choices // num_prompts
-        self._chunks = Chunks(answer, "text_completion")
+        self._chunks = Chunks(answer, "text_completion", num_choices)
         self._plain = _is_plain(answer)
         self._heads = [self._chunks.head + b'{"index":%d,"text":' % index for index in range(num_choices)]
         self._tail = b',"logprobs":null,"finish_reason":null}' + self._chunks.tail
@@ -360,7 +369,7 @@ class ChatFormat:
 
     def __init__(self, answer: AnswerMetadata, num_choices: int) -> None:
         self._answer = answer
-        self._chunks = Chunks(answer, "chat.completion.chunk")
+        self._chunks = Chunks(answer, "chat.completion.chunk", num_choices)
         self._plain = _is_plain(answer)
         self._heads = [self._chunks.head + b'{"index":%d,"delta":{"content":' % index for index in range(num_choices)]
         self._tail = b'},"logprobs":null,"finish_reason":null}' + self._chunks.tail
@@ -486,7 +495,7 @@ class MessageFormat:
         self._answer = answer
         self._parser = parser
         self._include_reasoning = include_reasoning
-        self._chunks = Chunks(answer, "chat.completion.chunk")
+        self._chunks = Chunks(answer, "chat.completion.chunk", num_choices)
         self._readers: list[MessageReader | None] = [None] * num_choices
 
     def events(self, generation: Generation, choice: Choice, pieces: Sequence[Piece]) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from array import array
 from typing import Any
@@ -57,9 +58,12 @@ def test_a_stream_is_this_transcript(served: House) -> None:
         f'{head}{{"index":0,"delta":{{"content":"{piece}"}},"logprobs":null,"finish_reason":null}}]}}\n\n'
         for piece in pieces[:-1]
     ]
+    counts = {"prompt_tokens": len(ids("<user>hello<assistant>")), "completion_tokens": len(pieces)}
+    counts |= {"total_tokens": sum(counts.values()), "prompt_tokens_details": {"cached_tokens": 0}}
+    usage = json.dumps(counts, separators=(",", ":"))
     last = (
         f'{head}{{"index":0,"delta":{{"content":"{pieces[-1]}"}},"logprobs":null,"finish_reason":"length",'
-        '"stop_reason":null}]}\n\n'
+        f'"stop_reason":null}}],"usage":{usage}}}\n\n'
     )
     assert response.text == "".join([first, *middle, last, "data: [DONE]\n\n"])
 
@@ -123,3 +127,18 @@ def test_an_empty_answer_still_ends(served: House) -> None:
     assert text_of(documents) == ""
     assert documents[-2]["choices"][0]["finish_reason"] == "stop"
     assert documents[-1] == "[DONE]"
+
+
+def test_usage_is_told_at_the_end_unless_the_request_says_otherwise(served: House) -> None:
+    """In the last chunk beside its choice, where clients that do not ask for it look."""
+
+    def usages(**body: Any) -> list[Any]:
+        documents = served.stream("/v1/chat/completions", messages=HELLO, **body)[:-1]
+        return [document.get("usage") for document in documents if document.get("usage")]
+
+    (usage,) = usages()
+    assert usage["completion_tokens"] == len(ids("the quick brown fox"))
+    (stopped,) = usages(stop="brown")
+    assert 0 < stopped["completion_tokens"] < usage["completion_tokens"]
+    assert usages(stream_options={"include_usage": False}) == []
+    assert usages(n=2, temperature=1.0) == []

@@ -43,6 +43,8 @@ def test_langchain(embedded: Embedded) -> None:
     assert got["finish_reason"] == plain["choices"][0]["finish_reason"]
     for told in (got["usage"], got["streamed_usage"]):
         assert (told["input_tokens"], told["output_tokens"]) == (usage["prompt_tokens"], usage["completion_tokens"])
+    (unasked,) = got["unasked_usage"]  # default settings ask for no usage in a stream
+    assert unasked["output_tokens"] > 0
     assert got["num_chunks"] > usage["completion_tokens"] // 2
     assert got["calls"] == [["weather", ["city"]]] * len(got["calls"])
     assert got["calls"]
@@ -94,6 +96,8 @@ def test_ollama_for_python(embedded: Embedded) -> None:
     got = ran(embedded, sys.executable, str(FOLDER / "ollama_client.py"))
     check_ollama(embedded, got)
     assert got["pieces"] == got["generated"]
+    (unasked,) = got["unasked_usage"]  # default settings ask for no usage in a stream
+    assert unasked["output_tokens"] > 0
     assert got["num_chunks"] > got["usage"][1] // 2
     assert set(got["formatted"]) == {"name", "age"}
     assert got["roles"] == ["assistant", "assistant"]

@@ -34,6 +34,8 @@ def main(base_url: str, model: str) -> dict[str, Any]:
     )
     answer = llm.invoke(CHAT)
     chunks = list(llm.stream(CHAT, stream_usage=True))
+    default = ChatOpenAI(model=model, base_url=base_url, api_key="none")
+    unasked = list(default.stream("What is a KV cache?"))
     long = ChatOpenAI(model=model, base_url=base_url, api_key="none", max_retries=0, max_tokens=400, seed=2)
     called = long.bind_tools([weather], tool_choice="weather").invoke("How is the weather in Paris?")
     results = [ToolMessage(weather.invoke(call).content, tool_call_id=call["id"]) for call in called.tool_calls]
@@ -44,6 +46,7 @@ def main(base_url: str, model: str) -> dict[str, Any]:
         "streamed": "".join(chunk.text for chunk in chunks),
         "num_chunks": len(chunks),
         "streamed_usage": next(dict(chunk.usage_metadata) for chunk in reversed(chunks) if chunk.usage_metadata),
+        "unasked_usage": [dict(chunk.usage_metadata) for chunk in unasked if chunk.usage_metadata],
         "awaited": asyncio.run(llm.ainvoke(CHAT)).text,
         "batched": [one.text for one in llm.batch([CHAT, CHAT])],
         "calls": [[call["name"], sorted(call["args"])] for call in called.tool_calls],
