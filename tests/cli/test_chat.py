@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 from collections.abc import Iterator
 
 import pytest
@@ -72,3 +73,13 @@ def test_quit_ends_it_and_help_tells_how(client: Client) -> None:
     assert code == ExitCode.OK
     assert any("/params" in line for line in printed)
     assert not any("/nope" in line for line in printed)
+
+
+def test_as_json_each_answer_and_each_error_is_a_line(client: Client) -> None:
+    typed, output = iter(["/params max_tokens=9", "hello", "/params n=2"]), io.StringIO()
+    chat = TerminalChat(client, LimitsConfig(), lambda: next(typed, None), output, as_json=True)
+    assert chat.run() == ExitCode.CRASH
+    answer, error = (json.loads(line) for line in output.getvalue().splitlines())
+    assert TEXT.startswith(answer["content"][:9])
+    assert (answer["finish_reason"], answer["completion_tokens"]) == ("length", 9)
+    assert error["error"]["field"] == "n"

@@ -186,3 +186,12 @@ def test_the_engine_logs_the_plan_before_it_loads(caplog: pytest.LogCaptureFixtu
     assert "memory plan:" in caplog.text
     assert figure(caplog.text, "weights") == pytest.approx(0.04, abs=0.005)
     assert "sequences at once" in caplog.text
+
+
+def test_a_configuration_under_any_name_is_enough(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "llama-8b.json").write_text(json.dumps(LLAMA_3_1_8B))
+    assert main(["plan-memory", str(tmp_path / "llama-8b.json"), "--json"]) == ExitCode.OK
+    plan = json.loads(capsys.readouterr().out)
+    assert (plan["model"], plan["fits"], plan["bytes"]["weights"]) == ("llama-8b", True, 8_030_261_248 * 2)
+    assert plan["sequences_at_once"]["8192"] == plan["kv_tokens"] // 8192
+    assert list(tmp_path.iterdir()) == [tmp_path / "llama-8b.json"], "nothing is left beside it"
