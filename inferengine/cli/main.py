@@ -49,6 +49,9 @@ COMMANDS = {
     "check": Entry("look for what keeps this configuration from working, with remedies", "check", "run"),
     "simulate": Entry("the scheduler in virtual time: capacity, policies, fleets, without a device", "simulate", "run"),
     "plan-memory": Entry("what a model needs and what fits, from config.json alone", "plan_memory", "run", ("engine",)),
+    "models": Entry(
+        "the families of models that are served, and what fits on which card", "plan_memory", "models", ("engine",)
+    ),
     "keygen": Entry("make API keys for the front ends and CURVE keys for ZeroMQ over TCP", "keygen", "run"),
     "config": Entry("print the resolved configuration as TOML, with what each key takes", "serve", "config"),
     "completion": Entry("print the completion of commands, flags and values for a shell", "completion", "run"),

@@ -85,3 +85,22 @@ def _print_plan(config: Config, memory_gib: float | None, name: str, *, as_json:
         print(f"{name} on {device.type}, {memory_gib:.0f} GiB")
         print("\n".join(plan_lines(plan)))
     return ExitCode.OK if plan.sequences(1) else ExitCode.MEMORY
+
+
+@command({"": (Option("--json", "print the table as JSON"),)}, takes_configuration=False)
+def models(arguments: Arguments) -> int:
+    """Print the families of models that are served: their architectures, sizes, and what fits on which card.
+
+    What fits is arithmetic: weights in bf16, 8 or 4 bits on 80 % of a card's memory. `inferengine plan-memory MODEL`
+    plans one model on one device.
+    """
+    from inferengine.models.table import table
+
+    rows = list(table())
+    if arguments.values["json"]:
+        print(json.dumps([dict(zip(rows[0], row, strict=True)) for row in rows[1:]], ensure_ascii=False))
+        return ExitCode.OK
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    for row in rows:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    return ExitCode.OK

@@ -35,9 +35,28 @@ class DecoderConfig:
     activation: str = "silu"
     attention_softcap: float | None = None
     logits_softcap: float | None = None
-    embedding_scale: float | None = None
+    embedding_scale: float | None = None  # of token embeddings, rounded to the weights' type
+    logits_scale: float | None = None
+    residual_scale: float = 1.0  # of what each block adds to the residual stream
+    norm: str = "rms"  # rms | layer (with biases) | layer_without_bias
+    pre_norms: bool = True  # each block's input is normed
+    post_norms: bool = False  # each block's output is normed before it joins the residual stream
+    parallel: str = ""  # both blocks read the same residual stream, through "shared" or "separate" norms
+    gated_mlp: bool = True
+    wide_qk_norm: str = ""  # all_heads: RMS norm over all of them; each_head, each_head_by_itself: layer norm of each
+    qkv_interleaved: bool = False  # stored head by head, each with its query, key and value (GPT-NeoX)
+    query_scaling: tuple[float, int] | None = None  # (beta, original context): 1 + beta * log(1 + position // context)
+    learned_positions: int | None = None  # a table of positions, beginning with so many rows that no position has
+    no_rope_layers: tuple[int, ...] = ()  # layers without rotation
     dtype: str = "float32"  # of the checkpoint
     eos_token_ids: tuple[int, ...] = ()
+    unknown_keys: tuple[str, ...] = ()  # of config.json, of which nothing is known: ignored, with a warning
+
+    @property
+    def is_plain(self) -> bool:
+        """Return whether a layer is Llama's: two gated blocks one after the other, RMS norms before them."""
+        serial = self.pre_norms and not self.post_norms and not self.parallel and self.residual_scale == 1.0
+        return serial and self.gated_mlp and self.norm == "rms"
 
     @cached_property
     def group_windows(self) -> tuple[int | None, ...]:
@@ -47,6 +66,8 @@ class DecoderConfig:
 
     def rope_of(self, layer: int) -> RopeConfig | None:
         """Return the rotation of a layer; None: it has none."""
+        if layer in self.no_rope_layers:
+            return None
         if self.windows[layer] is not None and self.local_rope is not None:
             return self.local_rope
         return self.rope

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from inferengine.kernels.ops import Ops
-from inferengine.layers.norm import RMSNorm
+from inferengine.layers.norm import Norm, RMSNorm
 
 
 class TokenEmbedding(nn.Module):
@@ -29,11 +29,18 @@ class Head(nn.Module):
     """Final hidden states [N, E] -> logits [N, V]. With `tied` it reads the embedding's weight."""
 
     def __init__(
-        self, ops: Ops, vocab_size: int, hidden_size: int, *, tied: TokenEmbedding | None, softcap: float | None = None
+        self,
+        ops: Ops,
+        vocab_size: int,
+        hidden_size: int,
+        *,
+        tied: TokenEmbedding | None,
+        softcap: float | None = None,
+        scale: float | None = None,
     ) -> None:
         super().__init__()
         self.ops = ops
-        self.softcap = softcap
+        self.softcap, self.scale = softcap, scale
         self._tied = [tied] if tied is not None else []  # in a list: not a submodule, its weight is counted once
         self.weight = (
             None if tied is not None else nn.Parameter(torch.empty(vocab_size, hidden_size), requires_grad=False)
@@ -52,11 +59,15 @@ class Head(nn.Module):
         """[N, E] -> logits [N, V]."""
         return self._capped(self.ops.linear(hidden, self.packed, None))
 
-    def of_norm(self, x: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
+    def of_norm(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
         """Compute the logits of norm(x)."""
+        if not isinstance(norm, RMSNorm):
+            return self.forward(norm(x))
         return self._capped(self.ops.norm_linear(x, norm.gain, norm.eps, self.packed, None))
 
     def _capped(self, logits: torch.Tensor) -> torch.Tensor:
+        if self.scale is not None:
+            logits = logits.mul_(self.scale)
         if self.softcap is None:
             return logits
         return logits.div_(self.softcap).tanh_().mul_(self.softcap)

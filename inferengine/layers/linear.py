@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from inferengine.kernels.ops import Ops
-from inferengine.layers.norm import RMSNorm
+from inferengine.layers.norm import Norm, RMSNorm
 
 
 class Linear(nn.Module):
@@ -26,6 +26,8 @@ class Linear(nn.Module):
         weight = nn.Parameter(torch.empty(sum(self.parts), in_features), requires_grad=False)
         self.weight: nn.Parameter | None = weight  # None once it is packed
         self.bias = nn.Parameter(torch.empty(sum(self.parts)), requires_grad=False) if bias else None
+        self.order: torch.Tensor | None = None  # [out] row of the weight that gives each output; None: in their order
+        self.is_reordered = False  # the weight's rows have been put in that order
         self.source: Any = None  # what a quantized checkpoint stores instead of `weight` (quantization/stored.py)
         self.packed: Any = None
         self.offset: torch.Tensor | None = (
@@ -38,26 +40,33 @@ class Linear(nn.Module):
         if stored is None:
             assert self.weight is not None
             stored = self.weight.data
+            if self.order is not None:
+                self.order, self.is_reordered = self.order.to(stored.device), True
+                stored = stored[self.order]
+        elif self.order is not None:  # rows of a quantized weight share scales: they stay, and `_ordered` moves outputs
+            self.order = self.order.to(stored.device)
         self.packed = self.ops.pack_linear(stored)
         self.offset = None if self.bias is None else self.bias.data
+        if self.offset is not None and self.is_reordered:
+            self.offset = self.offset[self.order]
         self.weight = self.source = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[T, in] -> [T, out]."""
-        return self.ops.linear(self._readable(x), self.packed, self.offset)
+        return self._ordered(self.ops.linear(self._readable(x), self.packed, self.offset))
 
-    def of_norm(self, x: torch.Tensor, norm: RMSNorm, normed: torch.Tensor | None = None) -> torch.Tensor:
-        """Compute linear(norm(x)); `normed` is norm(x) where it has been computed already."""
-        if normed is not None:
-            return self.ops.linear(self._readable(normed), self.packed, self.offset)
-        return self.ops.norm_linear(x, norm.gain, norm.eps, self.packed, self.offset)
+    def of_norm(self, x: torch.Tensor, norm: Norm | None, normed: torch.Tensor | None = None) -> torch.Tensor:
+        """Compute linear(norm(x)), of x itself without a norm; `normed` is norm(x) where that is known."""
+        if isinstance(norm, RMSNorm) and normed is None:
+            return self._ordered(self.ops.norm_linear(x, norm.gain, norm.eps, self.packed, self.offset))
+        return self.forward(_normed(x, norm, normed))
 
     def gated_of_norm(
-        self, x: torch.Tensor, norm: RMSNorm, activation: str, normed: torch.Tensor | None = None
+        self, x: torch.Tensor, norm: Norm | None, activation: str, normed: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Compute activation(gate) * up, where linear(norm(x)) = [gate, up]; `normed` as in `of_norm`."""
-        if normed is not None:
-            normed = self._readable(normed)
+        if not isinstance(norm, RMSNorm) or normed is not None:
+            normed = self._readable(_normed(x, norm, normed))
             return self.ops.norm_gated_linear(normed, None, 0.0, self.packed, self.offset, activation)
         return self.ops.norm_gated_linear(x, norm.gain, norm.eps, self.packed, self.offset, activation)
 
@@ -66,13 +75,23 @@ class Linear(nn.Module):
         return self.ops.linear_add(self._readable(x), self.packed, self.offset, residual)
 
     def add_to_and_norm(
-        self, residual: torch.Tensor, x: torch.Tensor, norm: RMSNorm | None
+        self, residual: torch.Tensor, x: torch.Tensor, norm: Norm | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Do `add_to`; return the sum, and its norm for the next product where the device computes it on the way."""
-        if norm is None or self.ops.linear_add_norm is None:
+        if not isinstance(norm, RMSNorm) or self.ops.linear_add_norm is None:
             return self.add_to(residual, x), None
         return self.ops.linear_add_norm(self._readable(x), self.packed, self.offset, residual, norm.gain, norm.eps)
+
+    def _ordered(self, y: torch.Tensor) -> torch.Tensor:
+        """The outputs in `order`, where the weight's rows are not."""
+        return y if self.order is None or self.is_reordered else y.index_select(1, self.order)
 
     def _readable(self, x: Any) -> Any:
         """Turn an input of codes, from a layer in low precision, into numbers where this layer reads no codes."""
         return x if self.ops.reads_codes or isinstance(x, torch.Tensor) else x.dequantize()
+
+
+def _normed(x: torch.Tensor, norm: Norm | None, normed: torch.Tensor | None) -> torch.Tensor:
+    if normed is not None:
+        return normed
+    return x if norm is None else norm.forward(x)

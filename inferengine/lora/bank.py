@@ -49,9 +49,12 @@ class AdapterBank:
         self._token_adapters: torch.Tensor | None = None  # [T] of this step; None: no row has one
         self._masks: dict[int, torch.Tensor] = {}
         self._parts: dict[str, list[int]] = {}
+        self._orders: dict[str, torch.Tensor] = {}  # of the outputs, where the weight's rows have been reordered
         for name, module in model.named_modules():
             if isinstance(module, Linear):
                 self._parts[name] = module.parts
+                if module.order is not None and module.is_reordered:
+                    self._orders[name] = module.order.cpu()
                 module.ops = self._table(module.ops, name)
 
     # -- between steps -----------------------------------------------------------------------------------------------
@@ -127,7 +130,7 @@ class AdapterBank:
 
         def norm_gated_linear(
             x: torch.Tensor,
-            gain: torch.Tensor,
+            gain: torch.Tensor | None,
             eps: float,
             weight: torch.Tensor,
             bias: torch.Tensor | None = None,
@@ -135,7 +138,7 @@ class AdapterBank:
         ) -> torch.Tensor:
             if self._token_adapters is None:
                 return base.norm_gated_linear(x, gain, eps, weight, bias, activation)
-            both = linear(base.rms_norm(x, gain, eps), weight, bias)
+            both = linear(x if gain is None else base.rms_norm(x, gain, eps), weight, bias)
             return base.silu_and_mul(both) if activation == "silu" else base.gelu_tanh_and_mul(both)
 
         return dataclasses.replace(
@@ -164,6 +167,8 @@ class AdapterBank:
                     up = torch.zeros(sum(parts), adapter.rank, dtype=self.dtype)
                     first, rows = (0, sum(parts)) if part is None else (sum(parts[:part]), parts[part])
                     up[first : first + rows] = factors.up
+                    if name in self._orders:
+                        up = up[self._orders[name]]
                     downs.append(factors.down)
                     ups.append(up)
                     adapters += [number] * adapter.rank

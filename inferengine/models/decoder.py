@@ -85,6 +85,15 @@ def attention_targets(here: str, there: str) -> dict[str, Target]:
     }
 
 
+def mlp_targets(here: str, *, up: str, down: str) -> dict[str, Target]:
+    """Targets of the two projections of a plain feed-forward block."""
+    return {
+        f"{here}.{name}.{kind}": Target(f"layers.{{}}.mlp.{place}.{kind}")
+        for name, place in ((up, "up"), (down, "down"))
+        for kind in ("weight", "bias")
+    }
+
+
 def gated_mlp_targets(here: str, there: str) -> dict[str, Target]:
     """Targets of the three projections of a gated feed-forward block."""
     parts = {"gate_proj": ("gate_up", 0), "up_proj": ("gate_up", 1), "down_proj": ("down", None)}

@@ -6,6 +6,7 @@ something else than its authors meant.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from pathlib import Path
@@ -21,21 +22,23 @@ _REQUIRED: Any = object()
 # dumps keep here), heads of other tasks, notes of other programs.
 # fmt: off
 HARMLESS = frozenset((
-    "_flash_attn_2_enabled", "_name_or_path", "_attn_implementation", "_attn_implementation_autoset", "_num_labels",
-    "architectures", "attention_dropout", "attn_pdrop", "auto_map", "bad_words_ids", "begin_suppress_tokens",
-    "bos_token_id", "cache_implementation", "chunk_size_feed_forward", "decoder_start_token_id", "diversity_penalty",
-    "do_sample", "dtype", "early_stopping", "embd_pdrop", "encoder_no_repeat_ngram_size", "eos_token_id",
-    "exponential_decay_length_penalty", "finetuning_task", "forced_bos_token_id", "forced_eos_token_id",
-    "gradient_checkpointing", "hidden_dropout", "id2label", "initializer_range", "is_decoder", "is_encoder_decoder",
-    "is_llama_config", "keys_to_ignore_at_inference", "label2id", "length_penalty", "max_length", "max_sequence_length",
+    "_attn_implementation", "_attn_implementation_autoset", "_flash_attn_2_enabled", "_name_or_path", "_num_labels",
+    "activation_dropout", "architectures", "attention_dropout", "attn_pdrop", "auto_map", "bad_words_ids",
+    "begin_suppress_tokens", "bos_token_id", "cache_implementation", "chunk_size_feed_forward", "classifier_dropout",
+    "decoder_start_token_id", "diversity_penalty", "do_sample", "dropout", "dtype", "early_stopping", "embd_pdrop",
+    "embedding_dropout", "encoder_no_repeat_ngram_size", "eos_token_id", "exponential_decay_length_penalty",
+    "finetuning_task", "forced_bos_token_id", "forced_eos_token_id", "gradient_checkpointing", "hidden_dropout",
+    "id2label", "init_std", "initializer_range", "is_decoder", "is_encoder_decoder", "is_llama_config",
+    "keys_to_ignore_at_inference", "label2id", "layerdrop", "length_penalty", "max_length", "max_sequence_length",
     "max_window_layers", "min_length", "model_max_length", "model_type", "n_ctx", "no_repeat_ngram_size",
     "num_beam_groups", "num_beams", "num_return_sequences", "output_attentions", "output_hidden_states", "output_past",
     "output_scores", "pad_token_id", "predict_special_tokens", "prefix", "pretraining_tp", "problem_type",
-    "remove_invalid_values", "repetition_penalty", "resid_pdrop", "return_dict", "return_dict_in_generate",
-    "sep_token_id", "summary_activation", "summary_first_dropout", "summary_proj_to_labels", "summary_type",
-    "summary_use_proj", "suppress_tokens", "task_specific_params", "temperature", "tf_legacy_loss", "tokenizer_class",
-    "top_k", "top_p", "torch_dtype", "torchscript", "transformers.js_config", "transformers_version", "typical_p",
-    "unsloth_fixed", "unsloth_version", "use_bfloat16", "use_cache", "use_return_dict",
+    "remove_invalid_values", "repetition_penalty", "resid_pdrop", "residual_dropout", "return_dict",
+    "return_dict_in_generate", "sep_token_id", "summary_activation", "summary_first_dropout", "summary_proj_to_labels",
+    "summary_type", "summary_use_proj", "suppress_tokens", "task_specific_params", "temperature", "tf_legacy_loss",
+    "tokenizer_class", "top_k", "top_p", "torch_dtype", "torchscript", "transformers.js_config",
+    "transformers_version", "typical_p", "unsloth_fixed", "unsloth_version", "use_bfloat16", "use_cache",
+    "use_return_dict",
 ))
 # fmt: on
 DTYPES = ("float32", "float16", "bfloat16")
@@ -69,6 +72,16 @@ class ConfigReader:
         self.values = values
         self.where = where
         self._seen: set[str] = set()
+
+    def rename(self, names: dict[str, str]) -> None:
+        """Give keys that a family has under names of its own those that others have."""
+        self.values = {names.get(name, name): value for name, value in self.values.items()}
+
+    def without(self, *names: str) -> ConfigReader:
+        """Return a reader of the other keys, which counts as this one's."""
+        reader = ConfigReader({name: value for name, value in self.values.items() if name not in names}, self.where)
+        reader._seen = self._seen
+        return reader
 
     def integer(self, name: str, default: Any = _REQUIRED, *, least: int = 1) -> int:
         """Read a count or a size; 3.0 is 3."""
@@ -143,9 +156,14 @@ def read_rope(
     *,
     layer_type: str | None = None,
     default_theta: float = 10_000.0,
+    partial: float | None = None,
+    interleaved: bool = False,
+    own_keys: tuple[str, ...] = (),
 ) -> RopeConfig:
     """Read the rotation, from `rope_parameters` (transformers 5; by layer type for some models) or from `rope_theta`
-    with `rope_scaling` (before)."""
+    with `rope_scaling` (before). `partial` is the default share of a head that turns, which a config of the family may
+    set; None: all of it, always. `interleaved`: neighbours turn together. `own_keys` are
+    read by the family."""
     name = "rope_scaling" if config.value("rope_parameters") is None else "rope_parameters"
     values = config.value(name)
     if isinstance(values, dict) and layer_type is not None and layer_type in values:
@@ -159,7 +177,9 @@ def read_rope(
     rope = ConfigReader(values, f"{config.where}: {name}")
     kind = str(rope.value("rope_type") or rope.value("type") or "default")
     rope.value("type")
-    rope.expect("partial_rotary_factor", 1.0)
+    for key in own_keys:
+        rope.value(key)
+    rotary_dim = _rotary_dim(config, rope, head_dim, partial)
     theta = rope.number("rope_theta", default_theta)
     if kind == "default":
         rope.value("factor"), rope.value("original_max_position_embeddings")
@@ -195,14 +215,55 @@ def read_rope(
             mscale_all_dim=rope.optional_number("mscale_all_dim", zero=True),
             truncate=rope.flag("truncate", True),
         )
+    elif kind in ("longrope", "su"):
+        result = _longrope(config, rope, theta, head_dim, max_position, rotary_dim)
     else:
         raise refused(
-            f"{rope.where}: rope_type = {kind!r} is not supported; default, linear, dynamic, llama3, yarn are"
+            f"{rope.where}: rope_type = {kind!r} is not supported; default, linear, dynamic, llama3, yarn, longrope are"
         )
     rope.finish()
     if head_dim % 2:
         raise refused(f"{config.where}: head_dim = {head_dim} must be even for rotary embeddings")
-    return result
+    return dataclasses.replace(result, rotary_dim=0 if rotary_dim == head_dim else rotary_dim, interleaved=interleaved)
+
+
+def _rotary_dim(config: ConfigReader, rope: ConfigReader, head_dim: int, partial: float | None) -> int:
+    """Elements of a head that turn."""
+    if partial is None:
+        rope.expect("partial_rotary_factor", 1.0)
+        return head_dim
+    share = rope.number("partial_rotary_factor", config.number("partial_rotary_factor", partial))
+    rotary_dim = int(head_dim * share)
+    if not 2 <= rotary_dim <= head_dim or rotary_dim % 2:
+        raise refused(
+            f"{config.where}: {rotary_dim} of {head_dim} elements of a head would turn; it must be an even number"
+        )
+    return rotary_dim
+
+
+def _longrope(
+    config: ConfigReader, rope: ConfigReader, theta: float, head_dim: int, max_position: int, rotary_dim: int
+) -> RopeConfig:
+    original = rope.integer("original_max_position_embeddings", max_position)
+    if config.value("original_max_position_embeddings") is not None:  # Phi's place for it
+        original = config.integer("original_max_position_embeddings")
+    factors: list[tuple[float, ...]] = []
+    for name in ("short_factor", "long_factor"):
+        values = rope.value(name)
+        numbers = isinstance(values, list) and all(isinstance(value, (int, float)) and value > 0 for value in values)
+        if not numbers or len(values) != rotary_dim // 2:
+            raise refused(f"{rope.where}: {name} must be a list of {rotary_dim // 2} numbers above 0")
+        factors.append(tuple(float(value) for value in values))
+    return RopeConfig(
+        theta,
+        head_dim,
+        "longrope",
+        factor=rope.optional_number("factor") or max_position / original,
+        original_max_position=original,
+        attention_factor=rope.optional_number("attention_factor"),
+        short_factor=factors[0],
+        long_factor=factors[1],
+    )
 
 
 def read_windows(config: ConfigReader, num_layers: int, window: int | None) -> tuple[int | None, ...]:

@@ -1,10 +1,11 @@
-"""Llama (Touvron et al. 2023; 3.x), and what Mistral (sliding window), Qwen 2 (biases on q, k, v) and Qwen 3 (norms on
-q and k) share with it.
+"""Llama (Touvron et al. 2023; 3.x), and the decoder that the other dense families share with it. What differs between
+them are options of DecoderConfig: no family has layers of its own.
 """
 
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -14,10 +15,15 @@ from inferengine.kernels.ops import Ops
 from inferengine.layers.attention import Attention
 from inferengine.layers.decoder_config import DecoderConfig
 from inferengine.layers.embedding import Head, TokenEmbedding
-from inferengine.layers.mlp import GatedMLP
-from inferengine.layers.norm import RMSNorm
+from inferengine.layers.linear import Linear
+from inferengine.layers.mlp import MLP, GatedMLP
+from inferengine.layers.norm import Norm, make_norm
 from inferengine.models.decoder import DecoderModel, Target, WeightMap, attention_targets, gated_mlp_targets
 from inferengine.models.hf_config import ConfigReader, read_rope
+
+SILU = {"silu": "silu"}
+GELU_TANH = {"gelu_pytorch_tanh": "gelu_tanh"}
+GELUS = {"gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh", "gelu_fast": "gelu_tanh"}
 
 
 def read_config(config: ConfigReader) -> DecoderConfig:
@@ -26,18 +32,41 @@ def read_config(config: ConfigReader) -> DecoderConfig:
     return read_decoder(config, (None,) * config.integer("num_hidden_layers"))
 
 
-def read_decoder(
-    config: ConfigReader, windows: tuple[int | None, ...], *, head_dim: int | None = None
-) -> DecoderConfig:
-    """Read the keys that Llama-like families share. `head_dim` is the family's default (None: hidden / heads)."""
+class Defaults(NamedTuple):
+    """What distinguishes a family's config.json from Llama's: names of keys, and defaults of those that are absent."""
+
+    head_dim: int | None = None  # None: hidden / heads
+    eps: str = "rms_norm_eps"  # name of the norms' epsilon
+    activations: dict[str, str] = SILU  # those that the family knows, by their names in configs; the default first
+    partial: float | None = None  # share of a head that turns; None: always all of it
+    interleaved: bool = False  # neighbours turn together
+    theta: float = 10_000.0
+    attention_bias: bool = False
+    tied: bool = False
+    rope_keys: tuple[str, ...] = ()  # of the rotation, which the family reads itself
+
+
+LLAMA = Defaults()
+
+
+def read_decoder(config: ConfigReader, windows: tuple[int | None, ...], defaults: Defaults = LLAMA) -> DecoderConfig:
+    """Read the keys that Llama-like families share."""
     num_layers, num_heads = config.integer("num_hidden_layers"), config.integer("num_attention_heads")
     hidden_size = config.integer("hidden_size")
-    head_dim = config.integer("head_dim", head_dim or hidden_size // num_heads)
+    head_dim = config.integer("head_dim", defaults.head_dim or hidden_size // num_heads)
     max_position = config.integer("max_position_embeddings", 2048)
-    config.expect("hidden_act", "silu")
+    config.expect("hidden_act", *defaults.activations)
     config.expect("activation", "swiglu")  # Falcon 3's name for it
-    bias = config.flag("attention_bias", False)
-    rope = read_rope(config, head_dim, max_position)
+    bias = config.flag("attention_bias", defaults.attention_bias)
+    rope = read_rope(
+        config,
+        head_dim,
+        max_position,
+        default_theta=defaults.theta,
+        partial=defaults.partial,
+        interleaved=defaults.interleaved,
+        own_keys=defaults.rope_keys,
+    )
     if rope.kind == "yarn":  # max_position_embeddings may still be what it was before the context was extended
         max_position = max(max_position, int(rope.original_max_position * rope.factor))
     return DecoderConfig(
@@ -50,30 +79,40 @@ def read_decoder(
         num_kv_heads=config.integer("num_key_value_heads", num_heads),
         head_dim=head_dim,
         max_position=max_position,
-        norm_eps=config.number("rms_norm_eps", 1e-6, zero=True),
+        norm_eps=config.number(defaults.eps, 1e-6 if defaults.eps == LLAMA.eps else 1e-5, zero=True),
         windows=windows,
         attention_scale=head_dim**-0.5,
         rope=rope,
         qkv_bias=bias,
         out_bias=bias,
         mlp_bias=config.flag("mlp_bias", False),
-        tied_embeddings=config.flag("tie_word_embeddings", False),
+        tied_embeddings=config.flag("tie_word_embeddings", defaults.tied),
+        activation=defaults.activations[config.text("hidden_act", next(iter(defaults.activations)))],
         dtype=config.dtype(),
     )
 
 
 class LlamaLayer(nn.Module):
-    """Pre-norm attention and feed-forward around a residual stream."""
+    """Attention and feed-forward around a residual stream, as the config arranges them. Llama's own arrangement is
+    fused most: a product may be computed with the sum and the norm that follow it."""
 
     def __init__(self, ops: Ops, config: DecoderConfig, layer: int) -> None:
         super().__init__()
-        self.attention_norm = RMSNorm(ops, config.hidden_size, config.norm_eps)
+
+        def norm(wanted: bool) -> Norm | None:
+            return make_norm(ops, config.norm, config.hidden_size, config.norm_eps) if wanted else None
+
+        self.attention_norm = norm(config.pre_norms)
         self.attention = Attention(ops, config, layer)
-        self.mlp_norm = RMSNorm(ops, config.hidden_size, config.norm_eps)
-        self.mlp = GatedMLP(
+        self.attention_out_norm = norm(config.post_norms)
+        self.mlp_norm = norm(config.pre_norms and config.parallel != "shared")
+        kind = GatedMLP if config.gated_mlp else MLP
+        self.mlp = kind(
             ops, config.hidden_size, config.intermediate_size, activation=config.activation, bias=config.mlp_bias
         )
-        self.following: tuple[RMSNorm | None] = (None,)  # the next layer's first norm; in a tuple: not a submodule
+        self.mlp_out_norm = norm(config.post_norms)
+        self.is_plain, self.is_parallel, self.scale = config.is_plain, bool(config.parallel), config.residual_scale
+        self.following: tuple[Norm | None] = (None,)  # the next layer's first norm; in a tuple: not a submodule
 
     def forward(
         self, x: torch.Tensor, batch: Batch, normed: torch.Tensor | None = None
@@ -81,30 +120,59 @@ class LlamaLayer(nn.Module):
         """Residual stream [T, E] -> the same after this layer, in place where the device can. `normed` is x after this
         layer's first norm, where the layer before has computed it. Returned beside it: the same for the next layer."""
         attention, mlp = self.attention, self.mlp
-        mixed = attention.mix(attention.qkv.of_norm(x, self.attention_norm, normed), batch)
-        x, normed = attention.out.add_to_and_norm(x, mixed, self.mlp_norm)
-        return mlp.down.add_to_and_norm(x, mlp.hidden(x, self.mlp_norm, normed), self.following[0])
+        if self.is_plain:
+            mixed = attention.mix(attention.qkv.of_norm(x, self.attention_norm, normed), batch)
+            x, normed = attention.out.add_to_and_norm(x, mixed, self.mlp_norm)
+            return mlp.down.add_to_and_norm(x, mlp.hidden(x, self.mlp_norm, normed), self.following[0])
+        if self.is_parallel:
+            normed = x if self.attention_norm is None else self.attention_norm(x)
+            mixed = attention.mix(attention.qkv.of_norm(x, None, normed), batch)
+            hidden = mlp.hidden(x, self.mlp_norm, normed if self.mlp_norm is None else None)
+            x = self._add(x, attention.out, mixed, self.attention_out_norm)
+            return self._add(x, mlp.down, hidden, self.mlp_out_norm), None
+        mixed = attention.mix(attention.qkv.of_norm(x, self.attention_norm), batch)
+        x = self._add(x, attention.out, mixed, self.attention_out_norm)
+        return self._add(x, mlp.down, mlp.hidden(x, self.mlp_norm), self.mlp_out_norm), None
+
+    def _add(self, x: torch.Tensor, linear: Linear, inputs: torch.Tensor, norm: Norm | None) -> torch.Tensor:
+        """x += scale * norm(linear(inputs)), in place."""
+        if norm is None and self.scale == 1.0:
+            return linear.add_to(x, inputs)
+        out = linear(inputs)
+        return x.add_(out if norm is None else norm(out), alpha=self.scale)
 
 
 class Llama(DecoderModel):
     """Token ids of a batch -> residual stream; `logits` for the rows of it that draw."""
 
-    norm: RMSNorm
+    norm: Norm
 
     def __init__(self, ops: Ops, config: DecoderConfig) -> None:
         super().__init__()
-        self.embed = TokenEmbedding(config.vocab_size, config.hidden_size)
+        self.embed = TokenEmbedding(config.vocab_size, config.hidden_size, scale=config.embedding_scale)
+        self.unused_positions = config.learned_positions
+        if self.unused_positions is not None:
+            self.positions = TokenEmbedding(config.max_position + self.unused_positions, config.hidden_size)
         layers = [LlamaLayer(ops, config, layer) for layer in range(config.num_layers)]
-        for layer, after in pairwise(layers):
-            layer.following = (after.attention_norm,)
+        if config.is_plain:
+            for layer, after in pairwise(layers):
+                layer.following = (after.attention_norm,)
         self.layers = nn.ModuleList(layers)
-        self.norm = RMSNorm(ops, config.hidden_size, config.norm_eps)
-        tied = self.embed if config.tied_embeddings else None
-        self.head = Head(ops, config.vocab_size, config.hidden_size, tied=tied, softcap=config.logits_softcap)
+        self.norm = make_norm(ops, config.norm, config.hidden_size, config.norm_eps)
+        self.head = Head(
+            ops,
+            config.vocab_size,
+            config.hidden_size,
+            tied=self.embed if config.tied_embeddings else None,
+            softcap=config.logits_softcap,
+            scale=config.logits_scale,
+        )
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """[T] ids -> residual stream [T, E]."""
         x: torch.Tensor = self.embed(batch.input_ids)
+        if self.unused_positions is not None:
+            x.add_(self.positions(batch.positions + self.unused_positions))
         normed = None
         for layer in self.layers:
             x, normed = layer(x, batch, normed)
@@ -122,17 +190,36 @@ def build(ops: Ops, config: DecoderConfig) -> Llama:
 
 def weight_map(config: DecoderConfig) -> WeightMap:
     """Say where each tensor of a checkpoint goes."""
+    return decoder_weight_map()
+
+
+def decoder_weight_map(
+    *, root: str = "model", layer: str = "layers.{}", norms: dict[str, str] | None = None, plus_one: bool = False
+) -> WeightMap:
+    """Say where the tensors of a checkpoint with Llama's names go. `norms` are names of norms within a layer, beside
+    Llama's or in place of them; `plus_one`: all norms multiply by 1 + w."""
+    here, there = f"{root}.{layer}", "layers.{}"
+    names = {**NORMS, **(norms or {})}
+    places = {f"{here}.{name}": f"{there}.{place}" for name, place in names.items()} | {f"{root}.norm": "norm"}
     return WeightMap(
         {
-            "model.embed_tokens.weight": Target("embed.weight"),
-            "model.layers.{}.input_layernorm.weight": Target("layers.{}.attention_norm.weight"),
-            "model.layers.{}.post_attention_layernorm.weight": Target("layers.{}.mlp_norm.weight"),
-            "model.layers.{}.self_attn.q_norm.weight": Target("layers.{}.attention.q_norm.weight"),
-            "model.layers.{}.self_attn.k_norm.weight": Target("layers.{}.attention.k_norm.weight"),
-            **attention_targets("model.layers.{}.self_attn", "layers.{}.attention"),
-            **gated_mlp_targets("model.layers.{}.mlp", "layers.{}.mlp"),
-            "model.norm.weight": Target("norm.weight"),
+            f"{root}.embed_tokens.weight": Target("embed.weight"),
+            **attention_targets(f"{here}.self_attn", f"{there}.attention"),
+            **gated_mlp_targets(f"{here}.mlp", f"{there}.mlp"),
+            **{
+                f"{name}.{kind}": Target(f"{place}.{kind}", plus_one=plus_one and kind == "weight")
+                for name, place in places.items()
+                for kind in ("weight", "bias")
+            },
             "lm_head.weight": Target("head.weight"),
         },
         ignored=(r".*\.rotary_emb\.inv_freq",),
     )
+
+
+NORMS = {
+    "input_layernorm": "attention_norm",
+    "post_attention_layernorm": "mlp_norm",
+    "self_attn.q_norm": "attention.q_norm",
+    "self_attn.k_norm": "attention.k_norm",
+}

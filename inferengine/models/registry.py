@@ -1,6 +1,6 @@
 """Maps an architecture to its family module (a ModelFamily of models/decoder.py), imported on first use.
 
-A new family is a new file and a line here.
+A new family is a new file and a line in models/table.py.
 """
 
 from __future__ import annotations
@@ -13,25 +13,10 @@ from typing import Any, cast
 from inferengine.layers.decoder_config import DecoderConfig
 from inferengine.models.decoder import ModelFamily
 from inferengine.models.hf_config import ConfigReader, read_eos, read_json, refused
+from inferengine.models.table import FAMILIES
 
-MODULES = {
-    "LlamaForCausalLM": "llama",
-    "MistralForCausalLM": "mistral",
-    "Qwen2ForCausalLM": "qwen2",
-    "Qwen3ForCausalLM": "qwen3",
-    "Gemma3ForCausalLM": "gemma3",
-    "Gemma3ForConditionalGeneration": "gemma3_text_of_vision",
-    "GPT2LMHeadModel": "gpt2",
-}
-BY_MODEL_TYPE = {  # for configs that name no architecture
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "gemma3_text": "Gemma3ForCausalLM",
-    "gemma3": "Gemma3ForConditionalGeneration",
-    "gpt2": "GPT2LMHeadModel",
-}
+MODULES = {family.architecture: family.module for family in FAMILIES}
+BY_MODEL_TYPE = {family.model_type: family.architecture for family in FAMILIES}
 
 
 def family(values: dict[str, Any]) -> ModelFamily:

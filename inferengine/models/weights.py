@@ -15,7 +15,6 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from inferengine.layers.linear import Linear
 from inferengine.models.decoder import WeightMap
 from inferengine.models.hf_config import read_json, refused
 
@@ -233,16 +232,16 @@ class _Loader:
         data = self.parameters[name].data
         if part is None:
             return data
-        owner = self.model.get_submodule(name.rpartition(".")[0])
-        assert isinstance(owner, Linear)  # nothing else has parts
+        owner: Any = self.model.get_submodule(name.rpartition(".")[0])  # a Linear or a HeadNorm: they have parts
         return torch.split(data, owner.parts)[part]
 
     def _covered(self, name: str, part: int | None) -> list[WeightPart]:
         """The pieces that a tensor for this part of a parameter fills."""
         owner = self.model.get_submodule(name.rpartition(".")[0])
-        if not isinstance(owner, Linear) or len(owner.parts) == 1:
+        parts: list[int] = getattr(owner, "parts", [0])
+        if len(parts) == 1:
             return [WeightPart(name, None)]
-        return [WeightPart(name, index) for index in range(len(owner.parts)) if part in (None, index)]
+        return [WeightPart(name, index) for index in range(len(parts)) if part in (None, index)]
 
     def _checkpoint_name(self, piece: WeightPart) -> str:
         """The name under which a checkpoint would hold a piece."""

@@ -66,6 +66,7 @@ def _read_layout(
         if not isinstance(module, Linear):
             continue
         names = _checkpoint_names(f"{name}.weight", targets, len(module.parts))
+        parts = module.parts if len(names) == len(module.parts) else [sum(module.parts)]  # stored as one tensor
         plain = [layout.is_plain(each) for each in names]
         if all(plain):
             continue
@@ -75,20 +76,20 @@ def _read_layout(
             )
         module.ops, module.weight = table, None
         has_bias = module.bias is not None
-        module.source = StoredWeight(layout, module.in_features, module.parts, names, device, has_bias=has_bias)
+        module.source = StoredWeight(layout, module.in_features, parts, names, device, has_bias=has_bias)
 
 
 def _checkpoint_names(parameter: str, targets: Mapping[str, Any], num_parts: int) -> list[str]:
-    """What a checkpoint calls the modules whose weights make up a parameter."""
+    """What a checkpoint calls the modules whose weights make up a parameter: one for each part, or one for all."""
     number = NUMBER.search(parameter)
     template = NUMBER.sub(".{}.", parameter, count=1)
     names: dict[int, str] = {}
     for name, target in targets.items():
         if target.parameter == template:
-            if target.transpose or (target.part is None and num_parts > 1):
+            if target.transpose:
                 raise ConfigError("model.path", "quantized checkpoints of this architecture are not supported")
             names[target.part or 0] = name.removesuffix(".weight").replace("{}", number.group(1) if number else "")
-    return [names[part] for part in range(num_parts)]
+    return [names[part] for part in range(num_parts if len(names) > 1 else 1)]
 
 
 def _table(ops: Ops, make: Make, device: torch.device, deterministic: bool) -> Ops:

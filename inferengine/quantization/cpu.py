@@ -126,14 +126,14 @@ def table(base: Ops, make: Make) -> Ops:
 
     def norm_gated_linear(
         x: torch.Tensor,
-        gain: torch.Tensor,
+        gain: torch.Tensor | None,
         eps: float,
         weight: CpuWeight,
         bias: torch.Tensor | None = None,
         activation: str = "silu",
     ) -> torch.Tensor:
         act = {"silu": reference.silu_and_mul, "gelu_tanh": reference.gelu_tanh_and_mul}[activation]
-        return act(norm_linear(x, gain, eps, weight, bias))
+        return act(linear(x, weight, bias) if gain is None else norm_linear(x, gain, eps, weight, bias))
 
     return dataclasses.replace(
         base,

@@ -86,7 +86,7 @@ class Checkpoint:
 
 
 def evaluate(model_folder: Path, draft_folder: Path, device: torch.device, effort: Effort) -> dict[str, Any]:
-    """Everything that docs/models.md reports."""
+    """Everything that docs/embedded_model.md reports."""
     model, draft = Checkpoint(model_folder, device), Checkpoint(draft_folder, device)
     right, outputs = _questions(model, effort)
     return {

@@ -105,7 +105,7 @@ def main(words: list[str]) -> int:
     path.write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n")
     _show(report, say)
     if options.out == ASSETS:
-        pages.write(ASSETS, ASSETS.parents[1] / "docs" / "models.md")
+        pages.write(ASSETS, ASSETS.parents[1] / "docs" / "embedded_model.md")
     say(f"wrote {options.out / 'embedded'} and {options.out / 'embedded-draft'}")
     return 0
 

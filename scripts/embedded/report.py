@@ -1,4 +1,4 @@
-"""docs/models.md from evaluation.json: what the embedded model is, and what was measured, bad samples included."""
+"""docs/embedded_model.md from evaluation.json: what the embedded model is, and what was measured, bad samples included."""
 
 # ruff: noqa: E501  (prose)
 from __future__ import annotations
@@ -36,28 +36,6 @@ held out is what everybody knows or asks first: the tables up to twelve, greetin
 
 The draft was trained to give the model's own distribution over the same text.
 """
-_OTHERS = """\
-## Other models
-A folder in the Hugging Face layout, a hub id (`ORG/NAME`), or a short name of one (`inferengine fetch --list`). `inferengine up`
-and `inferengine fetch` bring what the local cache lacks; the engine itself never downloads.
-
-| architecture in config.json | |
-|---|---|
-| `LlamaForCausalLM` | Llama 2 and 3.x, and what is built like them |
-| `MistralForCausalLM` | with and without a sliding window |
-| `Qwen2ForCausalLM`, `Qwen3ForCausalLM` | Qwen 2, 2.5 and 3, dense |
-| `Gemma3ForCausalLM` | Gemma 3 270M and 1B |
-| `Gemma3ForConditionalGeneration` | the text model of Gemma 3 4B, 12B and 27B; what reads images is not loaded |
-| `GPT2LMHeadModel` | GPT-2 |
-
-RoPE default, linear, llama3, YaRN (the context is what it extends to) and dynamic (up to the context that the model was
-trained for). Layers with and without a window in one model have caches of their own. Weights are read from safetensors,
-one file or many, whose every tensor is accounted for. A key of config.json that is not understood is refused by name, as
-is a value that makes no sense; `inferengine check MODEL` says so before anything is loaded, and `inferengine check MODEL
---compare` shows layer by layer how far this engine is from transformers. `inferengine plan-memory MODEL` needs no more
-than config.json; the engine logs the same plan when it starts, and divides its memory so. Low precision and adapters:
-[quantization.md](quantization.md).
-"""
 
 
 def write(assets: Path, page: Path) -> None:
@@ -76,7 +54,6 @@ def render(assets: Path) -> str:
             _answers(report["answered_right"]),
             _draft(report["draft"]),
             _samples(report["samples"]),
-            _OTHERS,
         ]
     )
 

@@ -133,4 +133,9 @@ LIGHT_PARTS = (
     "frontends",
 )
 # Where the engine imports the executor: inside a function, after everything cheap has been checked.
-RUNTIME_DOORS = ("inferengine.engine.process", "inferengine.cli.plan_memory", "inferengine.cli.check")
+RUNTIME_DOORS = (
+    "inferengine.engine.process",
+    "inferengine.cli.plan_memory",
+    "inferengine.cli.check",
+    "inferengine.cli.models",
+)

@@ -29,7 +29,7 @@ BASES = [ROOT, *(ROOT / "inferengine" / part for part in ("", "engine", "executo
 EXAMPLES = {
     ".../clients.toml",
     "gauntlet-found/3.json",
-    "inferengine/models/NAME.py",
+    "inferengine/models/families/NAME.py",
     "site/",
 }  # files that the reader makes
 OLD_NAMES = {"engine/link", "engine/outbox"}  # in the changelog
@@ -79,6 +79,11 @@ def test_the_configuration_reference_is_up_to_date() -> None:
         [sys.executable, str(ROOT / "scripts" / "configuration_reference"), "--check"], capture_output=True, text=True
     )
     assert ran.returncode == 0, ran.stderr
+
+
+def test_the_model_reference_is_up_to_date() -> None:
+    program = [sys.executable, str(ROOT / "scripts" / "model_reference"), "--check"]
+    assert subprocess.run(program, check=False).returncode == 0, "run scripts/model_reference"
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)

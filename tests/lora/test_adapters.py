@@ -14,7 +14,8 @@ from inferengine.kernels import ops
 from inferengine.kernels.reference import ops as reference
 from tests.executor.engine import Engine
 from tests.lora.adapters import GPT2_TARGETS, LLAMA_TARGETS, write_adapter
-from tests.models.checkpoints import greedy_reference, make_model, save
+from tests.models.checkpoints import FAMILIES, greedy_reference, make_model, model_of, save
+from tests.models.families import CASES
 
 PROMPTS = [[5, 9, 200, 31, 7], [77, 3] * 9, [11, 250, 4]]
 
@@ -32,10 +33,17 @@ def make_engine(checkpoint: Path, adapters: Path, **values: Any) -> Engine:
 
 @pytest.mark.parametrize(
     ("family", "targets"),
-    [("llama", LLAMA_TARGETS), ("qwen3", ("q_proj", "v_proj")), ("gemma3", LLAMA_TARGETS), ("gpt2", GPT2_TARGETS)],
+    [
+        ("llama", LLAMA_TARGETS),
+        ("qwen3", ("q_proj", "v_proj")),
+        ("gemma3", LLAMA_TARGETS),
+        ("gpt2", GPT2_TARGETS),
+        ("glm4", LLAMA_TARGETS),  # heads that turn in part, reordered
+        ("pythia", ("query_key_value", "dense", "dense_h_to_4h")),  # q, k and v stored head by head
+    ],
 )
 def test_tokens_equal_those_of_merged_weights(family: str, targets: tuple[str, ...], tmp_path: Path) -> None:
-    model = make_model(family)
+    model = make_model(family) if family in FAMILIES else model_of(CASES[family].config, CASES[family].values)
     checkpoint = save(model, tmp_path / "model")
     merged = write_adapter(tmp_path / "adapters" / "pirate", model, targets=targets)
     engine = make_engine(checkpoint, tmp_path / "adapters")

@@ -70,7 +70,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 def make_model(name: str, **changes: Any) -> Any:
     """transformers' model with seeded random weights, eager attention, fp32."""
     class_name, values = FAMILIES[name]
-    config = getattr(transformers, class_name)(**{**values, **changes})
+    return model_of(class_name, {**values, **changes})
+
+
+def model_of(class_name: str, values: dict[str, Any]) -> Any:
+    """As `make_model`, of a config class of transformers and its values."""
+    config = getattr(transformers, class_name)(**values)
     config._attn_implementation = "eager"
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config).eval()

@@ -145,7 +145,10 @@ def test_an_index_names_no_file_outside_the_folder(tmp_path):
     ("values", "named"),
     [
         ({"hidden_act": "relu"}, 'hidden_act = "relu"'),
-        ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}, "rope_type = 'longrope'"),
+        (
+            {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}},
+            "short_factor must be a list of 10 numbers",
+        ),
         ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4}}, "factor is missing"),
         ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor = 0.5"),
         ({"quantization_config": {"quant_method": "awesome"}}, "quantization_config"),

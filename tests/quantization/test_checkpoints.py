@@ -13,7 +13,8 @@ from inferengine.executor.load import dry_run
 from inferengine.models.weights import ALIGNMENT
 from inferengine.quantization.cpu import Int8Weight, Numbers
 from tests.executor.engine import Engine
-from tests.models.checkpoints import greedy_reference, make_model, save
+from tests.models.checkpoints import greedy_reference, make_model, model_of, save
+from tests.models.families import CASES
 from tests.quantization.checkpoints import LAYOUTS, edit_tensors, misalign, write
 
 PROMPTS = [[5, 9, 200, 31, 7], [77, 3] * 9]
@@ -33,6 +34,15 @@ def test_tokens_equal_those_of_the_weights_as_numbers(layout: str, tmp_path: Pat
             assert sum(a == b for a, b in zip(output, expected, strict=True)) >= 12
         else:
             assert output == expected
+
+
+@pytest.mark.parametrize(("family", "layout"), [("glm4", "fp8-blocks"), ("glm4", "awq"), ("phi3", "gptq")])
+def test_reordered_heads_and_fused_projections(family: str, layout: str, tmp_path: Path) -> None:
+    sizes = {"hidden_size": 96, "head_dim": 16, "intermediate_size": 96}
+    same = write(model_of(CASES[family].config, CASES[family].values | sizes), layout, tmp_path)
+    dry_run(tmp_path)
+    for prompt, output in zip(PROMPTS, Engine(tmp_path).generate(PROMPTS, 12), strict=True):
+        assert output == greedy_reference(same, prompt, output)
 
 
 @pytest.mark.parametrize("layout", ["awq", "compressed-int4", "compressed-int8", "fp8-blocks", "float"])

@@ -17,7 +17,7 @@ from torch import nn
 
 from inferengine.core.executor import KVGroup
 from inferengine.core.step_plan import BlockCopies, StepPlan
-from inferengine.layers.attention import Attention
+from inferengine.layers.attention import CachedAttention
 from inferengine.layers.decoder_config import DecoderConfig
 from inferengine.layers.rotary import RopeConfig, cos_sin_table
 
@@ -64,7 +64,7 @@ class KVCache:
     def bind(self, model: nn.Module, num_positions: int) -> None:
         """Give every attention layer its cache tensor and its rotation table; equal tables are shared."""
         tables: dict[RopeConfig, torch.Tensor] = {}
-        attentions = [module for module in model.modules() if isinstance(module, Attention)]
+        attentions = [module for module in model.modules() if isinstance(module, CachedAttention)]
         for attention, kv in zip(attentions, self.layers, strict=True):
             attention.kv = kv
             if attention.rope is not None:
@@ -114,7 +114,7 @@ def _runs(copy: BlockCopies) -> list[tuple[int, int, int]]:
 
 def set_scales(model: nn.Module, magnitudes: list[tuple[float, float]]) -> None:
     """Set the scales of every attention layer from `magnitudes`, the largest key and value seen of each layer."""
-    layers = [module for module in model.modules() if isinstance(module, Attention)]
+    layers = [module for module in model.modules() if isinstance(module, CachedAttention)]
     for layer, (key, value) in zip(layers, magnitudes, strict=True):
         layer.kv_scales = (_scale(key), _scale(value))
 

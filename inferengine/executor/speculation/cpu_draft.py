@@ -18,6 +18,7 @@ from inferengine.executor.slots import Slots
 from inferengine.kernels.ops import Ops
 from inferengine.layers.decoder_config import DecoderConfig
 from inferengine.layers.linear import Linear
+from inferengine.layers.mlp import GatedMLP
 from inferengine.models.llama import Llama, LlamaLayer
 
 MOST_ROWS = 4  # up to so many sequences, one after the other is cheaper than a batch
@@ -57,7 +58,14 @@ def suits(config: DecoderConfig, dtype: torch.dtype, device: torch.device) -> bo
         and config.activation == "silu"
         and not config.qk_norm
         and config.attention_softcap is None
+        and config.is_plain
+        and not config.wide_qk_norm
+        and not config.no_rope_layers
         and config.embedding_scale is None
+        and config.logits_scale is None
+        and config.logits_softcap is None
+        and config.query_scaling is None
+        and config.learned_positions is None
     )
 
 
@@ -179,6 +187,9 @@ class CpuDraftRunner:
 
 
 def _layer(decoder: LlamaLayer, kv: torch.Tensor) -> _Layer:
+    assert decoder.attention_norm is not None  # `suits` has looked
+    assert decoder.mlp_norm is not None
+    assert isinstance(decoder.mlp, GatedMLP)
     return _Layer(
         decoder.attention_norm.weight.detach().numpy(),
         decoder.attention.qkv,

@@ -3,18 +3,12 @@ Checkpoints store linear weights as [in, out]."""
 
 from __future__ import annotations
 
-import torch
-from torch import nn
-
-from inferengine.kernels.batch import Batch
-from inferengine.kernels.ops import Ops
-from inferengine.layers.attention import Attention
 from inferengine.layers.decoder_config import DecoderConfig
-from inferengine.layers.embedding import Head, TokenEmbedding
-from inferengine.layers.mlp import MLP
-from inferengine.layers.norm import LayerNorm
-from inferengine.models.decoder import DecoderModel, Target, WeightMap
+from inferengine.models import llama
+from inferengine.models.decoder import Target, WeightMap
 from inferengine.models.hf_config import ConfigReader, refused
+
+build = llama.build
 
 
 def read_config(config: ConfigReader) -> DecoderConfig:
@@ -46,56 +40,11 @@ def read_config(config: ConfigReader) -> DecoderConfig:
         mlp_bias=True,
         tied_embeddings=config.flag("tie_word_embeddings", True),
         activation="gelu_tanh",
+        norm="layer",
+        gated_mlp=False,
+        learned_positions=0,
         dtype=config.dtype(),
     )
-
-
-class GPT2Layer(nn.Module):
-    """Pre-norm attention and feed-forward around a residual stream."""
-
-    def __init__(self, ops: Ops, config: DecoderConfig, layer: int) -> None:
-        super().__init__()
-        self.attention_norm = LayerNorm(ops, config.hidden_size, config.norm_eps)
-        self.attention = Attention(ops, config, layer)
-        self.mlp_norm = LayerNorm(ops, config.hidden_size, config.norm_eps)
-        self.mlp = MLP(ops, config.hidden_size, config.intermediate_size)
-
-    def forward(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
-        """Residual stream [T, E] -> the same after this layer."""
-        attention = self.attention
-        mixed = attention.mix(attention.qkv(self.attention_norm(x)), batch)
-        x = attention.out.add_to(x, mixed)
-        return self.mlp.down.add_to(x, self.mlp.hidden(self.mlp_norm(x)))
-
-
-class GPT2(DecoderModel):
-    """Token ids of a batch -> residual stream; `logits` for the rows of it that draw."""
-
-    def __init__(self, ops: Ops, config: DecoderConfig) -> None:
-        super().__init__()
-        self.embed = TokenEmbedding(config.vocab_size, config.hidden_size)
-        self.positions = TokenEmbedding(config.max_position, config.hidden_size)
-        self.layers = nn.ModuleList(GPT2Layer(ops, config, layer) for layer in range(config.num_layers))
-        self.norm = LayerNorm(ops, config.hidden_size, config.norm_eps)
-        tied = self.embed if config.tied_embeddings else None
-        self.head = Head(ops, config.vocab_size, config.hidden_size, tied=tied)
-
-    def forward(self, batch: Batch) -> torch.Tensor:
-        """[T] ids -> residual stream [T, E]."""
-        x: torch.Tensor = self.embed(batch.input_ids).add_(self.positions(batch.positions))
-        for layer in self.layers:
-            x = layer(x, batch)
-        return x
-
-    def logits(self, x: torch.Tensor) -> torch.Tensor:
-        """[N, E] rows of the residual stream -> [N, V]."""
-        logits: torch.Tensor = self.head(self.norm(x))
-        return logits
-
-
-def build(ops: Ops, config: DecoderConfig) -> GPT2:
-    """Build the model on torch's default device, without weights."""
-    return GPT2(ops, config)
 
 
 def weight_map(config: DecoderConfig) -> WeightMap:

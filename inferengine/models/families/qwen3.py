@@ -6,12 +6,14 @@ import dataclasses
 
 from inferengine.layers.decoder_config import DecoderConfig
 from inferengine.models import llama
+from inferengine.models.families.qwen2 import read_upper_windows
 from inferengine.models.hf_config import ConfigReader
-from inferengine.models.qwen2 import read_upper_windows
 
 build, weight_map = llama.build, llama.weight_map
 
 
 def read_config(config: ConfigReader) -> DecoderConfig:
     """Read config.json."""
-    return dataclasses.replace(llama.read_decoder(config, read_upper_windows(config), head_dim=128), qk_norm=True)
+    return dataclasses.replace(
+        llama.read_decoder(config, read_upper_windows(config), llama.Defaults(head_dim=128)), qk_norm=True
+    )

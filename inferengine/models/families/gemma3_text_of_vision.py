@@ -4,8 +4,8 @@ hold text, and parts of another type are refused when a request is read."""
 from __future__ import annotations
 
 from inferengine.layers.decoder_config import DecoderConfig
-from inferengine.models import gemma3
 from inferengine.models.decoder import WeightMap
+from inferengine.models.families import gemma3
 from inferengine.models.hf_config import ConfigReader, refused
 
 build = gemma3.build

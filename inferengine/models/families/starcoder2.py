@@ -1,0 +1,29 @@
+"""StarCoder 2 (Lozhkov et al. 2024): layer norms and a plain feed-forward with tanh GELU, biases everywhere, and a
+sliding window where the config sets one."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from inferengine.layers.decoder_config import DecoderConfig
+from inferengine.models import llama
+from inferengine.models.decoder import WeightMap, mlp_targets
+from inferengine.models.hf_config import ConfigReader, read_windows
+
+build = llama.build
+GELUS = {**llama.GELU_TANH, **llama.GELUS}  # tanh GELU where the config does not say
+
+
+def read_config(config: ConfigReader) -> DecoderConfig:
+    """Read config.json."""
+    window = config.integer("sliding_window") if config.value("sliding_window") is not None else None
+    windows = read_windows(config, config.integer("num_hidden_layers"), window)
+    shared = llama.read_decoder(config, windows, llama.Defaults(eps="norm_epsilon", activations=GELUS, tied=True))
+    bias = config.flag("use_bias", True)
+    return dataclasses.replace(shared, qkv_bias=bias, out_bias=bias, mlp_bias=bias, gated_mlp=False, norm="layer")
+
+
+def weight_map(config: DecoderConfig) -> WeightMap:
+    """Say where each tensor of a checkpoint goes."""
+    names = llama.decoder_weight_map()
+    return names._replace(targets=names.targets | mlp_targets("model.layers.{}.mlp", up="c_fc", down="c_proj"))

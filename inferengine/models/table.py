@@ -1,0 +1,86 @@
+"""FAMILIES: the architectures that this engine serves with layers of its own, as data. docs/models.md and `inferengine
+models` print it; it imports nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+
+class Family(NamedTuple):
+    """One architecture that config.json may name."""
+
+    architecture: str
+    module: str  # of inferengine/models
+    model_type: str  # of configs that name no architecture
+    sizes: tuple[float, ...]  # published, in 10^9 parameters
+    models: str  # what people know it by
+
+
+FAMILIES = (
+    Family(
+        "LlamaForCausalLM",
+        "llama",
+        "llama",
+        (1.2, 3.2, 8, 70.6),
+        "Llama 2, 3.x; Falcon 3, SmolLM 2, Vicuna, Yi and others built like them",
+    ),
+    Family("MistralForCausalLM", "families.mistral", "mistral", (7.2, 12.2, 23.6), "Mistral 7B, Nemo, Small 3"),
+    Family("MinistralForCausalLM", "families.mistral", "ministral", (8,), "Ministral 8B"),
+    Family("Ministral3ForCausalLM", "families.ministral3", "ministral3", (3.4, 8.4, 13.5), "Ministral 3, text"),
+    Family(
+        "Qwen2ForCausalLM", "families.qwen2", "qwen2", (0.5, 1.5, 3.1, 7.6, 14.8, 32.8, 72.7), "Qwen 2 and 2.5, dense"
+    ),
+    Family("Qwen3ForCausalLM", "families.qwen3", "qwen3", (0.6, 1.7, 4, 8.2, 14.8, 32.8), "Qwen 3, dense"),
+    Family("Phi3ForCausalLM", "families.phi3", "phi3", (3.8, 14.7), "Phi-3, Phi-3.5, Phi-4, Phi-4-mini"),
+    Family("GemmaForCausalLM", "families.gemma", "gemma", (2.5, 8.5), "Gemma 1"),
+    Family("Gemma2ForCausalLM", "families.gemma2", "gemma2", (2.6, 9.2, 27.2), "Gemma 2"),
+    Family("Gemma3ForCausalLM", "families.gemma3", "gemma3_text", (0.27, 1), "Gemma 3 270M and 1B"),
+    Family(
+        "Gemma3ForConditionalGeneration",
+        "gemma3_text_of_vision",
+        "gemma3",
+        (3.9, 11.8, 27),
+        "Gemma 3 4B, 12B, 27B: their text model",
+    ),
+    Family("Olmo2ForCausalLM", "families.olmo2", "olmo2", (1.5, 7.3, 13.7, 32.2), "OLMo 2"),
+    Family("Olmo3ForCausalLM", "families.olmo3", "olmo3", (7.3, 32.2), "OLMo 3"),
+    Family("GraniteForCausalLM", "families.granite", "granite", (2.5, 8.2), "Granite 3, dense"),
+    Family("SmolLM3ForCausalLM", "families.smollm3", "smollm3", (3.1,), "SmolLM 3"),
+    Family(
+        "GlmForCausalLM", "families.glm", "glm", (9.4,), "GLM-4-9B of 2024 in transformers' layout (glm-4-9b-chat-hf)"
+    ),
+    Family("Glm4ForCausalLM", "families.glm4", "glm4", (9.4, 32.6), "GLM-4-0414, GLM-Z1"),
+    Family("SeedOssForCausalLM", "families.seed_oss", "seed_oss", (36.2,), "Seed-OSS"),
+    Family("CohereForCausalLM", "families.cohere", "cohere", (35, 104), "Command R, Command R+, Aya"),
+    Family("Cohere2ForCausalLM", "families.cohere2", "cohere2", (8, 111), "Command R7B, Command A"),
+    Family("NemotronForCausalLM", "families.nemotron", "nemotron", (4.2, 8.3, 15.6), "Nemotron 3 and 4, Minitron"),
+    Family("Starcoder2ForCausalLM", "families.starcoder2", "starcoder2", (3, 7.2, 16), "StarCoder 2"),
+    Family("StableLmForCausalLM", "families.stablelm", "stablelm", (1.6, 2.8, 12.1), "StableLM 2, StableLM 3B"),
+    Family(
+        "GPTNeoXForCausalLM", "families.gpt_neox", "gpt_neox", (0.07, 0.41, 1.4, 2.8, 6.9, 12, 20.6), "GPT-NeoX, Pythia"
+    ),
+    Family("OPTForCausalLM", "families.opt", "opt", (0.125, 1.3, 2.7, 6.7, 13, 30, 66), "OPT, but for 350M"),
+    Family("GPT2LMHeadModel", "families.gpt2", "gpt2", (0.124, 0.355, 0.774, 1.56), "GPT-2"),
+)
+
+CARDS_GB = (24, 80, 141)  # of memory
+BYTES = {"bf16": 2.0, "8 bits": 1.0, "4 bits": 0.56}  # of a parameter, with its share of scales
+ROOM = 0.8  # share of a card that weights may take, so that a cache of some thousand tokens is left
+
+
+def table() -> Iterator[tuple[str, ...]]:
+    """Yield the rows of the table of families, its head first."""
+    yield "models", "architecture", "sizes, 10⁹", *(f"largest on {size} GB" for size in CARDS_GB)
+    for family in FAMILIES:
+        sizes = ", ".join(f"{size:g}" for size in family.sizes)
+        yield family.models, family.architecture, sizes, *(_largest(family.sizes, size) for size in CARDS_GB)
+
+
+def _largest(sizes: tuple[float, ...], card_gb: float) -> str:
+    """The largest size whose weights fit, and in what number format."""
+    for size in sorted(sizes, reverse=True):
+        for name, bytes_each in BYTES.items():
+            if size * bytes_each <= ROOM * card_gb:
+                return f"{size:g} ({name})"
+    return "none"

@@ -1,0 +1,133 @@
+"""Unusual configurations of the dense families beside Llama's own, and one comparison with transformers for all."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from tests.executor.engine import Engine
+from tests.models.checkpoints import SHAPES, greedy_reference, logits_reference
+
+BARE: dict[str, Any] = {**SHAPES, "num_hidden_layers": 2, "intermediate_size": 72}  # head_dim is not hidden / heads
+EVEN: dict[str, Any] = {name: value for name, value in BARE.items() if name != "head_dim"} | {"hidden_size": 60}
+HALF = {"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.4}}
+WHOLE = {"rope_parameters": HALF["rope_parameters"] | {"partial_rotary_factor": 1.0}}
+YARN = {
+    "rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 16,
+    "llama_4_scaling_beta": 0.3, "mscale": 1.0, "mscale_all_dim": 1.0,
+}  # fmt: skip
+NEOX = {
+    "vocab_size": 301, "hidden_size": 60, "num_hidden_layers": 2, "num_attention_heads": 6, "intermediate_size": 72,
+    "max_position_embeddings": 256, "initializer_range": 0.25, "bos_token_id": None, "eos_token_id": None,
+}  # fmt: skip
+OPT = {
+    "vocab_size": 301, "hidden_size": 60, "num_hidden_layers": 2, "num_attention_heads": 6, "ffn_dim": 72,
+    "max_position_embeddings": 256, "init_std": 0.25, "word_embed_proj_dim": 60,
+    "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
+}  # fmt: skip
+
+
+def longrope(partial: float = 1.0) -> dict[str, Any]:
+    count = int(10 * partial) // 2
+    factors = {"short_factor": [1.0 + 0.05 * i for i in range(count)], "long_factor": [1.5 + i for i in range(count)]}
+    values = {"rope_type": "longrope", "rope_theta": 10_000.0, "partial_rotary_factor": partial, **factors}
+    return {"rope_parameters": values, "original_max_position_embeddings": 32}
+
+
+class Case(NamedTuple):
+    """One configuration: transformers' config class, its values, and what the engine's section `model` needs."""
+
+    config: str
+    values: dict[str, Any]
+    lengths: tuple[int, ...] = (3, 37, 17, 29)
+    model: dict[str, Any] | None = None
+    num_tokens: int = 16
+
+
+LONG = (34, 33, 35)  # of prompts beyond longrope's original context
+CASES: dict[str, Case] = {
+    "phi3": Case("Phi3Config", {**EVEN, "sliding_window": 12}),
+    "phi4-mini, long": Case("Phi3Config", {**EVEN, **longrope(0.8), "tie_word_embeddings": True}, LONG),
+    "gemma": Case("GemmaConfig", {**BARE, "attention_bias": True}),
+    "gemma2": Case("Gemma2Config", {**BARE, "sliding_window": 12, "query_pre_attn_scalar": 30,
+                                    "tie_word_embeddings": False,
+                                    "attn_logit_softcapping": 3.0, "final_logit_softcapping": 5.0}),
+    "olmo2": Case("Olmo2Config", {**EVEN}),
+    "olmo3": Case("Olmo3Config", {**EVEN, "num_hidden_layers": 4, "sliding_window": 12, "rope_parameters": {
+        "full_attention": {key: YARN[key] for key in list(YARN)[:4]},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0}}}),
+    "granite": Case("GraniteConfig", {**EVEN, "embedding_multiplier": 3.0, "logits_scaling": 1.7,
+                                      "residual_multiplier": 0.6, "attention_multiplier": 0.2, "mlp_bias": True}),
+    "smollm3": Case("SmolLM3Config", {**EVEN, "num_hidden_layers": 3, "no_rope_layers": [1, 0, 1]}),
+    "glm": Case("GlmConfig", {**BARE}),
+    "glm4": Case("Glm4Config", {**BARE, **HALF}),
+    "starcoder2": Case("Starcoder2Config", {**EVEN, "sliding_window": 12}),
+    "stablelm": Case("StableLmConfig", {**EVEN, "qk_layernorm": True, "use_qkv_bias": True, **HALF}),
+    "stablelm, parallel": Case("StableLmConfig", {**EVEN, "use_parallel_residual": True, **HALF}),
+    "pythia": Case("GPTNeoXConfig", {**NEOX, **HALF}),
+    "opt": Case("OPTConfig", OPT),
+    "cohere": Case("CohereConfig", {**EVEN, "use_qk_norm": True, "logit_scale": 0.5}),
+    "cohere2": Case("Cohere2Config", {**EVEN, "num_hidden_layers": 3, "sliding_window": 12, "logit_scale": 2.0,
+                                      "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}),
+    "seed-oss": Case("SeedOssConfig", {**BARE, "attention_out_bias": True}),
+    "nemotron": Case("NemotronConfig", {**BARE, **HALF}),
+    "ministral": Case("MinistralConfig", {**BARE, "sliding_window": 12,
+                                          "layer_types": ["full_attention", "sliding_attention"]}),
+    "ministral3": Case("Ministral3Config", {**BARE, "rope_parameters": YARN}),
+}  # fmt: skip
+MORE: dict[str, Case] = {  # for scripts/compare_families
+    "phi3, plain": Case("Phi3Config", {**EVEN}),
+    "phi3, short": Case("Phi3Config", {**EVEN, **longrope()}, (3, 9), {"max_model_len": 32}, 20),
+    "phi3, long": Case("Phi3Config", {**EVEN, **longrope()}, LONG),
+    "gemma, one kv head": Case("GemmaConfig", {**BARE, "num_key_value_heads": 1, "hidden_act": "gelu"}),
+    "gemma2, no caps": Case("Gemma2Config", {**BARE, "tie_word_embeddings": False, "sliding_window": 7,
+                                             "attn_logit_softcapping": None,
+                                             "final_logit_softcapping": None, "attention_bias": True}),
+    "olmo2, biases": Case("Olmo2Config", {**EVEN, "attention_bias": True, "num_key_value_heads": 6}),
+    "olmo3, windows alone": Case("Olmo3Config", {**EVEN, "sliding_window": 9, "tie_word_embeddings": True}),
+    "granite, biases": Case("GraniteConfig", {**EVEN, "attention_bias": True, "tie_word_embeddings": True,
+                                              "residual_multiplier": 0.22, "attention_multiplier": 0.5}),
+    "smollm3, windows": Case("SmolLM3Config", {**EVEN, "num_hidden_layers": 4, "use_sliding_window": True,
+                                               "sliding_window": 10, "no_rope_layer_interval": 2}),
+    "glm, whole heads": Case("GlmConfig", {**BARE, **WHOLE, "attention_bias": False, "tie_word_embeddings": True}),
+    "glm4, no biases": Case("Glm4Config", {**BARE, "attention_bias": False, "num_key_value_heads": 3}),
+    "starcoder2, no biases": Case("Starcoder2Config", {**EVEN, "use_bias": False, "tie_word_embeddings": False}),
+    "stablelm, both": Case("StableLmConfig", {**EVEN, "qk_layernorm": True, "use_parallel_residual": True,
+                                              "num_key_value_heads": 1, **HALF}),
+    "pythia, serial": Case("GPTNeoXConfig", {**NEOX, "use_parallel_residual": False, "attention_bias": False,
+                                             "hidden_act": "gelu_new", "tie_word_embeddings": True}),
+    "opt, no biases": Case("OPTConfig", {**OPT, "enable_bias": False, "activation_function": "gelu"}),
+    "cohere, plain": Case("CohereConfig", {**EVEN, "attention_bias": True, "tie_word_embeddings": False}),
+    "cohere2, published pattern": Case("Cohere2Config", {**EVEN, "num_hidden_layers": 5, "sliding_window": 6,
+                                                         "attention_bias": True}),
+    "seed-oss, no biases": Case("SeedOssConfig", {**BARE, "attention_bias": False, "mlp_bias": True}),
+    "nemotron, biases": Case("NemotronConfig", {**EVEN, **WHOLE, "attention_bias": True, "mlp_bias": True}),
+    "ministral, windows": Case("MinistralConfig", {**BARE, "sliding_window": 9}),
+    "falcon3": Case("LlamaConfig", {**BARE, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 32}),
+}  # fmt: skip
+
+
+def prompts_of(case: Case, seed: int = 1) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [[rng.randrange(301) for _ in range(length)] for length in case.lengths]
+
+
+def compare(folder: Path, model: Any, case: Case, *, seed: int = 1, device: str = "cpu") -> Engine:
+    """Generate in chunks, from a pool so small that requests are preempted, then again with prefixes cached. Assert
+    that every token and the 20 best log-probabilities of each are transformers'."""
+    prompts = prompts_of(case, seed)
+    engine = Engine(folder, budget=16, num_blocks=16, model=case.model, device=device)
+    first = engine.generate(prompts, case.num_tokens)
+    again = [engine.submit(prompt, case.num_tokens, logprobs=20) for prompt in reversed(prompts)][::-1]
+    engine.run()
+    assert max(len(set(tokens)) for tokens in first) >= 6, "the model repeats itself: parity would prove little"
+    for prompt, output, uid in zip(prompts, first, again, strict=True):
+        assert output == greedy_reference(model, prompt, output)
+        assert engine.outputs[uid] == output
+        expected = logits_reference(model, prompt + output[:-1])[len(prompt) - 1 :].log_softmax(-1).topk(20).values
+        found = torch.tensor([item.top_logprobs for item in engine.logprobs[uid]])
+        assert float((found - expected).abs().max()) < 1e-4
+    return engine
