@@ -56,28 +56,27 @@ MAX_REASON = 600  # characters
 NUM_WALKS = 4
 WALK_TOKENS = 8
 T = TypeVar("T")
+GivenUp = Callable[[str], bool]  # whether the schema of a tool is not to be held to
 
 
-def translate(spec: GrammarSpec, is_given_up: Callable[[str], bool] = lambda tool: False) -> Translation:
+def translate(spec: GrammarSpec, is_given_up: GivenUp = lambda tool: False) -> Translation:
     """Return a spec in llguidance's own form. `is_given_up`: tools whose schemas are not to be held to. Raises
     InvalidRequest saying what cannot be read."""
     try:
-        if spec.kind == "lark":
-            return _lark(spec, is_given_up)
-        return TRANSLATIONS[spec.kind](spec)
+        return TRANSLATIONS[spec.kind](spec, is_given_up)
     except Refusal as refusal:
         raise InvalidRequest("grammar", str(refusal)[:MAX_REASON]) from None
     except (ValueError, TypeError, KeyError, AssertionError, RecursionError) as error:
         raise InvalidRequest("grammar", f"cannot be read: {first_lines(str(error))}") from None
 
 
-def _regex(spec: GrammarSpec) -> Translation:
+def _regex(spec: GrammarSpec, _: GivenUp) -> Translation:
     """Translate a regular expression. \\d means 0-9 alone."""
     check_expression(spec.source)
     return _quick(LLMatcher.grammar_from_lark(f"start: /{regex_to_lark(spec.source, 'd')}/\n"))
 
 
-def _lark(spec: GrammarSpec, is_given_up: Callable[[str], bool]) -> Translation:
+def _lark(spec: GrammarSpec, is_given_up: GivenUp) -> Translation:
     """Translate a grammar in Lark, or in the EBNF that llama.cpp and xgrammar read."""
     if is_ebnf(spec.source):
         source = to_lark(spec.source)
@@ -92,7 +91,7 @@ def _check_rules(source: str) -> None:
         raise ValueError(f"has more than {MAX_RULES} rules")
 
 
-def _choice(spec: GrammarSpec) -> Translation:
+def _choice(spec: GrammarSpec, _: GivenUp) -> Translation:
     items = json.loads(spec.source)
     if not isinstance(items, list) or not items or not all(isinstance(item, str) and item for item in items):
         raise ValueError("choices must be a list of strings, none of them empty")
@@ -100,7 +99,7 @@ def _choice(spec: GrammarSpec) -> Translation:
     return _quick(LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {choices}\n"))  # one expression: any number
 
 
-def _structural_tag(spec: GrammarSpec) -> Translation:
+def _structural_tag(spec: GrammarSpec, _: GivenUp) -> Translation:
     value = json.loads(spec.source)
     tags = []
     for item in value["structures"]:
@@ -116,11 +115,12 @@ def _quick(grammar: Any) -> Translation:
     return Translation(str(grammar), is_costly=False)
 
 
-TRANSLATIONS: dict[str, Callable[[GrammarSpec], Translation]] = {
-    "json_schema": lambda spec: translate_schema(spec.source, spec.whitespace),
-    "json_object": lambda spec: translate_schema('{"type": "object"}', spec.whitespace),
+TRANSLATIONS: dict[str, Callable[[GrammarSpec, GivenUp], Translation]] = {
+    "json_schema": lambda spec, _: translate_schema(spec.source, spec.whitespace),
+    "json_object": lambda spec, _: translate_schema('{"type": "object"}', spec.whitespace),
     "regex": _regex,
     "choice": _choice,
+    "lark": _lark,
     "structural_tag": _structural_tag,
 }
 
