@@ -34,7 +34,7 @@ def main(base_url: str, model: str) -> dict[str, Any]:
     )
     answer = llm.invoke(CHAT)
     chunks = list(llm.stream(CHAT, stream_usage=True))
-    default = ChatOpenAI(model=model, base_url=base_url, api_key="none")
+    default = ChatOpenAI(model=model, base_url=base_url, api_key="none", max_tokens=24)  # or the model decides
     unasked = list(default.stream("What is a KV cache?"))
     long = ChatOpenAI(model=model, base_url=base_url, api_key="none", max_retries=0, max_tokens=400, seed=2)
     called = long.bind_tools([weather], tool_choice="weather").invoke("How is the weather in Paris?")
