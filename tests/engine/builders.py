@@ -136,7 +136,7 @@ class RawClient:
             self.last_seq = message.seq
         return message
 
-    def expect(self, kind: type, timeout_s: float = 5.0) -> Any:
+    def expect(self, kind: type, timeout_s: float = 20.0) -> Any:
         """The next message of this kind; others that come before are put aside."""
         aside: list[Message] = []
         end = time.monotonic() + timeout_s
