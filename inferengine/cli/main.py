@@ -147,11 +147,13 @@ def unknown_command(name: str, words: Sequence[str]) -> str:
     """What to say to a first word that is no command, with what was probably meant."""
     if name.startswith("-"):
         return f"a command comes first, as in 'inferengine up {' '.join(words)}'; commands are {', '.join(COMMANDS)}"
+    if "/" in name:
+        return f"no command '{name}'; to serve that model: inferengine up {' '.join(words)}"
     cutoff = 0.5 if len(name) < 4 else 0.65
     close = [SYNONYMS[name]] if name in SYNONYMS else difflib.get_close_matches(name, COMMANDS, n=1, cutoff=cutoff)
     if close:
         return f"no command '{name}'; did you mean '{close[0]}'?"
-    if "/" in name or hub_id(name) != name:
+    if hub_id(name) != name:
         return f"no command '{name}'; to serve that model: inferengine up {' '.join(words)}"
     return f"no command '{name}'; commands are {', '.join(COMMANDS)}"
 

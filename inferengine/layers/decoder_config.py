@@ -50,7 +50,6 @@ class DecoderConfig:
     no_rope_layers: tuple[int, ...] = ()  # layers without rotation
     dtype: str = "float32"  # of the checkpoint
     eos_token_ids: tuple[int, ...] = ()
-    unknown_keys: tuple[str, ...] = ()  # of config.json, of which nothing is known: ignored, with a warning
 
     @property
     def is_plain(self) -> bool:

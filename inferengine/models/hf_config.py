@@ -1,19 +1,24 @@
-"""Reads a checkpoint's config.json strictly: every key is either understood, known to be without effect, or refused.
+"""Reads a checkpoint's config.json strictly: every key is understood, known to be without effect, noted or refused.
 
-An unsupported value is an error that names it. Nothing is ignored silently: with a key ignored, the model would compute
-something else than its authors meant.
+An unsupported value is an error that names it. A key that no reader knows is refused where its name speaks of what a
+model computes (MATHEMATICAL): with it ignored, the model would compute something else than its authors meant. Any other
+is a note of some program (`training_run`): a warning names it.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import math
+import re
 from pathlib import Path
 from typing import Any
 
 from inferengine.errors import ConfigError
 from inferengine.layers.rotary import RopeConfig
+
+logger = logging.getLogger(__name__)
 
 KEY = "model.path"  # the configuration key that a user must change when a checkpoint cannot be used
 _REQUIRED: Any = object()
@@ -40,6 +45,17 @@ HARMLESS = frozenset((
     "transformers_version", "typical_p", "unsloth_fixed", "unsloth_version", "use_bfloat16", "use_cache",
     "use_return_dict",
 ))
+# Words of keys that say what a model computes. A word of a key counts where it begins with one of these.
+MATHEMATICAL = (
+    "act", "alibi", "alpha", "attend", "attention", "attn", "bias", "block", "causal", "chunk", "clip", "conv",
+    "cross", "decay", "depth", "dim", "embed", "emb", "eps", "expan", "expert", "factor", "ffn", "ffw", "fused",
+    "gate", "group", "head", "hidden", "inner", "inputs", "inter", "key", "kernel", "kv", "lambda", "latent",
+    "layer", "limit", "local", "logit", "lora", "low", "mamba", "mask", "max", "mem", "min", "mixture", "mlp",
+    "moe", "mtp", "multi", "norm", "num", "order", "parallel", "partial", "pattern", "position", "pre", "proj",
+    "post", "qk", "qkv", "quant", "query", "rank", "residual", "rms", "rope", "rotary", "rout", "scal", "score",
+    "share", "sink", "size", "skip", "slid", "soft", "sparse", "ssm", "state", "swiglu", "temper", "theta", "tie",
+    "top", "untie", "use", "value", "vocab", "weight", "width", "window", "yarn",
+)
 # fmt: on
 DTYPES = ("float32", "float16", "bfloat16")
 
@@ -125,10 +141,15 @@ class ConfigReader:
             raise refused(f"{self.where}: {name} = {_shown(value)} is not supported; only {choices} is")
 
     def finish(self) -> None:
-        """Refuse keys that were not read, unless they are null, false or empty, or known to have no effect."""
+        """Refuse keys that were not read and may change what the model computes, and warn of others.
+
+        Keys that are null, false or empty, or known to have no effect, are fine."""
         for name, value in self.values.items():
-            if name not in self._seen and name not in HARMLESS and value not in (None, False, {}, []):
+            if name in self._seen or name in HARMLESS or value in (None, False, {}, []):
+                continue
+            if _is_mathematical(name):
                 raise refused(f"{self.where}: {name} = {_shown(value)} is not supported by this engine")
+            logger.warning("%s: the key %s is not known here and left out", self.where, name[:80])
 
     def dtype(self) -> str:
         """Read the checkpoint's number format under either of its names; float32 where there is none."""
@@ -147,6 +168,10 @@ class ConfigReader:
         if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
             raise refused(f"{self.where}: {name} must be {wanted}; got {_shown(value)}")
         return value
+
+
+def _is_mathematical(name: str) -> bool:
+    return any(word.startswith(MATHEMATICAL) for word in re.split(r"[^a-z]+", name.lower()) if word)
 
 
 def read_rope(

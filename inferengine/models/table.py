@@ -38,7 +38,7 @@ FAMILIES = (
     Family("Gemma3ForCausalLM", "families.gemma3", "gemma3_text", (0.27, 1), "Gemma 3 270M and 1B"),
     Family(
         "Gemma3ForConditionalGeneration",
-        "gemma3_text_of_vision",
+        "families.gemma3_text_of_vision",
         "gemma3",
         (3.9, 11.8, 27),
         "Gemma 3 4B, 12B, 27B: their text model",

@@ -176,6 +176,8 @@ def test_an_index_names_no_file_outside_the_folder(tmp_path):
             "original_max_position_embeddings must be at least 1",
         ),
         ({"sliding_window": 12}, "sliding_window = 12 is not supported"),
+        ({"attention_sinks": 4}, "attention_sinks = 4 is not supported"),
+        ({"num_experts": 8}, "num_experts = 8 is not supported"),
         ({"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM is not supported"),
         ({"architectures": [["LlamaForCausalLM"]]}, "is not supported"),
         ({"dtype": 16}, "dtype = '16'"),
@@ -185,6 +187,14 @@ def test_an_index_names_no_file_outside_the_folder(tmp_path):
 def test_a_config_value_without_support_is_refused_by_name(folder, values, named):
     edit_config(folder, **values)
     assert named in refusal(folder)
+
+
+def test_a_config_key_that_changes_nothing_computed_is_named_in_a_warning(folder, caplog):
+    edit_config(folder, training_run="exp-17", attention_sinks=None)
+    document = read_json(folder / "config.json")
+    registry.config_of(document, registry.family(document))
+    (record,) = caplog.records
+    assert "training_run is not known here" in record.getMessage()
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ const FRAME_KEYS = {
   returnTokenIds: "return_token_ids",
   responseFormat: "response_format",
   structuredOutputs: "structured_outputs",
+  jsonWhitespace: "json_whitespace",
   toolChoice: "tool_choice",
   parallelToolCalls: "parallel_tool_calls",
   includeReasoning: "include_reasoning",

@@ -96,8 +96,6 @@ def test_ollama_for_python(embedded: Embedded) -> None:
     got = ran(embedded, sys.executable, str(FOLDER / "ollama_client.py"))
     check_ollama(embedded, got)
     assert got["pieces"] == got["generated"]
-    (unasked,) = got["unasked_usage"]  # default settings ask for no usage in a stream
-    assert unasked["output_tokens"] > 0
     assert got["num_chunks"] > got["usage"][1] // 2
     assert set(got["formatted"]) == {"name", "age"}
     assert got["roles"] == ["assistant", "assistant"]
