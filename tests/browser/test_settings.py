@@ -94,6 +94,7 @@ def test_each_chat_has_its_own_settings(page, engine):
     page.reload()
     page.wait_for_selector("#engine-dot[data-state=READY]")
     page.click(".conversation:has-text('first') .open")
+    page.wait_for_selector(".message.user:has-text('first')")
     ask(page, "third")
     page.wait_for_selector(".message.user:has-text('third') + .message.assistant:not(.streaming)")
     assert [submit.params["temperature"] for submit in engine.submits] == [0.2, 0.2, 0.9]
