@@ -29,7 +29,8 @@ async def create(request: Request) -> Response:
     body = await read_json(request, service.config.http.max_body_bytes)
     fields = read_fields(ConversationFields, body)
     tenant = tenant_of(request.scope)
-    items = await _new_items(service.responses, tenant, fields.items) if fields.items else []
+    is_empty = fields.items is None or fields.items == []  # and no other value that counts as false
+    items = [] if is_empty else await _new_items(service.responses, tenant, fields.items)
     document = {
         "id": f"{PREFIX}{secrets.token_hex(16)}",
         "object": "conversation",

@@ -161,6 +161,8 @@ def test_a_conversation_is_changed_and_deleted(client: openai.OpenAI, served: Ho
 @pytest.mark.parametrize(
     ("path", "body", "param"),
     [
+        ("/v1/conversations", {"items": {}}, "items"),
+        ("/v1/conversations", {"items": False}, "items"),
         ("/v1/conversations", {"items": [{"type": "image"}]}, "items[0]"),
         ("/v1/conversations", {"items": [{"role": "user"}] * 21}, "items"),
         ("/v1/conversations", {"metadata": {"a": 1}}, "metadata"),
