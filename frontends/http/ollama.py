@@ -384,7 +384,8 @@ async def _read(request: Request, *, generates: bool = True) -> _Ask:
                 raise InvalidRequest(
                     f"{path}{name}", "is not supported by this engine: leave it out", code="unsupported"
                 )
-    if not isinstance(body.get("keep_alive"), str | int | float | None):
+    keep_alive = body.get("keep_alive")
+    if isinstance(keep_alive, bool) or not isinstance(keep_alive, str | int | float | None):
         raise InvalidRequest("keep_alive", "must be a duration such as 5m, or seconds")
     served = await service.served()
     name = _model_name(body, served)

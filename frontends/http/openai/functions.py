@@ -10,6 +10,8 @@ from inferengine.errors import InferEngineError, InvalidRequest
 
 def asks_in_functions(body: dict[str, Any]) -> bool:
     """Whether calls are to be answered as `function_call`. Raises InvalidRequest where both shapes are used."""
+    if not isinstance(body.get("functions"), list | None):
+        raise InvalidRequest("functions", "must be a list of objects with name and parameters")
     if not body.get("functions"):
         return False
     if body.get("tools"):
@@ -22,8 +24,6 @@ def as_tools(body: dict[str, Any]) -> dict[str, Any]:
     read = dict(body)
     functions, choice = read.pop("functions", None), read.pop("function_call", None)
     if functions:
-        if not isinstance(functions, list):
-            raise InvalidRequest("functions", "must be a list of objects with name and parameters")
         read["tools"] = [{"type": "function", "function": function} for function in functions]
         read["parallel_tool_calls"] = False  # the old shape has room for one
         if choice is not None:
