@@ -22,11 +22,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.shapes import SHAPES
+from inferengine.bench.environment import revision, version
 from inferengine.bench.gpu_trace import GpuTrace
 
 Row = dict[str, Any]
@@ -211,30 +211,14 @@ def _lines(path: Path) -> list[Row]:
 def environment(gpus: Row) -> Row:
     """Where and with what something is measured; `gpus` is a summary of inferengine/bench/gpu_trace.py."""
     devices = [device["name"] for device in gpus.get("devices", [])]
-    packages = {name: _version(name) for name in ("inferengine", "torch", "triton")}
+    packages = {name: version(name) for name in ("inferengine", "torch", "triton")}
     return {
         "device": ", ".join(devices) or f"{platform.machine()} CPU",
         "python": platform.python_version(),
         **{name: version for name, version in packages.items() if version},
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
-        "revision": _revision(),
+        "revision": revision(),
     }
-
-
-def _version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return ""
-
-
-def _revision() -> str:
-    """Of this repository; empty where it is not one."""
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return ""
 
 
 def main() -> None:
