@@ -1,7 +1,7 @@
 """What is run on a card before a release: `scripts/test-gpu`. Ends in one line, PASS or FAIL and what failed.
 
 Each part is a process of its own with a time limit, so that a hung kernel fails its part and nothing else. Parts run
-beside each other: one list of parts for each card, two lists where there is one card.
+beside each other: two at a time on each card.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ def main() -> int:
     cards = torch.cuda.device_count()
     runner = Runner(list(chosen), options.logs, options.total_seconds)
     begin = time.monotonic()
-    lanes = [threading.Thread(target=runner.lane, args=(lane % cards,)) for lane in range(max(2, cards))]
+    lanes = [threading.Thread(target=runner.lane, args=(lane % cards,)) for lane in range(2 * cards)]
     for lane in lanes:
         lane.start()
     for lane in lanes:
