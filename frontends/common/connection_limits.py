@@ -26,6 +26,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from inferengine.errors import InferEngineError
 from inferengine.process.workers import WorkerCells
 
 logger = logging.getLogger(__name__)
@@ -146,7 +147,7 @@ class TrackedConnection:
         self.num_bytes = 0  # of bodies
         self.transport: asyncio.Transport | None = None
         self.close: Callable[[], object] | None = None  # without a transport: ends the TLS handshake
-        self.answer: Callable[[bytes], None] | None = None  # writes a last answer, if none has begun
+        self.answer: Callable[[InferEngineError], None] | None = None  # writes a last answer, if none has begun
         self.since_s = now  # when a sweep first saw the present state
         self._seen = (IDLE, 0, 0)
 
@@ -294,14 +295,14 @@ class ConnectionTracker:
         self.refusals.count("displaced")
         self._end(connection)
 
-    def _end(self, connection: TrackedConnection, answer: bytes = b"") -> None:
+    def _end(self, connection: TrackedConnection, error: InferEngineError | None = None) -> None:
         self._forget(connection)
         transport = connection.transport
         if transport is None:
             if connection.close is not None:
                 connection.close()
-        elif answer and connection.answer is not None:
-            connection.answer(answer)
+        elif error is not None and connection.answer is not None:
+            connection.answer(error)
             transport.close()
         else:
             transport.abort()
@@ -340,7 +341,7 @@ class ConnectionTracker:
 
     def _time_out(self, connection: TrackedConnection, reason: str, message: str = "") -> None:
         self.refusals.count(reason)
-        self._end(connection, _answer(message) if message else b"")
+        self._end(connection, InferEngineError("request_timeout", message) if message else None)
 
 
 def _can_go(connection: TrackedConnection) -> bool:
@@ -372,10 +373,3 @@ def _origin(address: Any) -> str:
     if found.version == 6:
         return str(ipaddress.ip_network((found, 64), strict=False).network_address)
     return str(found)
-
-
-def _answer(message: str) -> bytes:
-    body = b'{"error":{"message":"%b","type":"invalid_request_error","param":null,"code":"request_timeout"}}'
-    body %= message.encode()
-    head = b"HTTP/1.1 408 Request Timeout\r\ncontent-type: application/json\r\ncontent-length: %d\r\n" % len(body)
-    return head + b"connection: close\r\n\r\n" + body

@@ -1,4 +1,8 @@
-"""Errors as clients see them: OpenAI's `{"error": {message, type, param, code}}`, without paths or addresses."""
+"""Errors as clients see them, without paths or addresses, in the shape of the API whose path was asked.
+
+OpenAI's, which all other paths have too: `{"error": {message, type, param, code}}`. Anthropic's: `{"type": "error",
+"error": {type, message}, "request_id"}`. Ollama's: `{"error": message}`.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +10,27 @@ import json
 import logging
 import math
 import re
-from collections.abc import Mapping
-from typing import Any
+import secrets
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal
 
 from inferengine.errors import InferEngineError, InvalidRequest, bounded
 
 logger = logging.getLogger(__name__)
+
+Dialect = Literal["openai", "anthropic", "ollama"]
+Headers = Iterable[tuple[bytes, bytes]]
+
+# Anthropic's names of errors, by status.
+ANTHROPIC_ERRORS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
 
 # Paths of two or more parts, except those of this API, and URLs.
 _PLACES = re.compile(r"(?:[a-z]+://[^\s\"']+)|(?<![\w<./])/(?!v1/)(?:[\w.+-]+/)+[\w.+-]*")
@@ -41,6 +60,53 @@ def error_object(error: InferEngineError) -> dict[str, Any]:
 def error_body(error: InferEngineError) -> bytes:
     """Return the JSON body of an error response, in OpenAI's format."""
     return json.dumps({"error": error_object(error)}, ensure_ascii=False, separators=(",", ":")).encode()
+
+
+def dialect_of(path: str, headers: Headers = ()) -> Dialect:
+    """Return whose API a request speaks. Anthropic's SDKs send a header of their own on every path."""
+    if path.removeprefix("/v1").startswith("/messages"):
+        return "anthropic"
+    if any(name == b"anthropic-version" for name, _ in headers):
+        return "anthropic"
+    return "ollama" if path.startswith("/api/") else "openai"
+
+
+def anthropic_error(status: int, message: str) -> dict[str, Any]:
+    """Return an error as Anthropic writes it."""
+    kind = ANTHROPIC_ERRORS.get(status, "api_error" if status >= 500 else "invalid_request_error")
+    return {"type": "error", "error": {"type": kind, "message": message}}
+
+
+def in_dialect(dialect: Dialect, status: int, body: bytes, request_id: str) -> bytes:
+    """Rewrite the body of an error from OpenAI's shape. A body of another shape is returned as it is."""
+    if dialect == "openai":
+        return body
+    try:
+        message = json.loads(body)["error"]["message"]
+    except (ValueError, KeyError, TypeError):
+        return body
+    if dialect == "ollama":
+        document = {"error": message}
+    else:
+        document = {**anthropic_error(status, message), "request_id": request_id}
+    return json.dumps(document, ensure_ascii=False, separators=(",", ":")).encode()
+
+
+def early_refusal(error: InferEngineError, path: str, headers: Headers = ()) -> tuple[list[tuple[bytes, bytes]], bytes]:
+    """Return headers and body of an answer that is written before the application sees the request.
+
+    `path` and `headers`: of the request, as far as they have arrived. The request id is a new one."""
+    dialect = dialect_of(path, headers)
+    request_id = secrets.token_hex(16)
+    body = in_dialect(dialect, error.http_status, error_body(error), request_id)
+    answer = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    answer.append((b"x-request-id", request_id.encode()))
+    if dialect == "anthropic":
+        answer.append((b"request-id", request_id.encode()))
+    if (wait := retry_after(error)) is not None:
+        answer.append((b"retry-after", wait.encode()))
+    answer.append((b"connection", b"close"))
+    return answer, body
 
 
 def report(error: InferEngineError, request_id: str) -> None:

@@ -124,9 +124,7 @@ class HostMiddleware:
         await self._app(scope, receive, send)
 
 
-async def refuse(
-    scope: Scope, send: Send, error: InferEngineError, headers: Iterable[tuple[bytes, bytes]] = ()
-) -> None:
+async def refuse(scope: Scope, send: Send, error: InferEngineError) -> None:
     """Answer a request or a websocket handshake with an error."""
     body = error_body(error)
     kind = "websocket.http.response" if scope["type"] == "websocket" else "http.response"
@@ -136,7 +134,6 @@ async def refuse(
         "headers": [
             (b"content-type", b"application/json"),
             (b"content-length", str(len(body)).encode()),
-            *headers,
         ],
     }
     await send(start)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import http
 import logging
 import math
 import socket
@@ -22,6 +23,7 @@ import time
 from types import FrameType
 from typing import Any
 
+import httptools
 import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -35,7 +37,7 @@ from frontends.common.connection_limits import (
     RefusalMetrics,
     TrackedConnection,
 )
-from frontends.common.hosts import refuse
+from frontends.common.errors import early_refusal
 from inferengine.errors import InferEngineError
 from inferengine.process.system import missed_s
 
@@ -207,11 +209,26 @@ class HttpProtocol(HttpToolsProtocol):
         self.connection.num_waiting -= 1
         super().on_response_complete()
 
-    def _answer(self, answer: bytes) -> None:
+    def send_400_response(self, msg: str) -> None:
+        """Refuse what is no HTTP, as every other error is written."""
+        self._write(InferEngineError("invalid_request", msg))
+        self.transport.close()
+
+    def _answer(self, error: InferEngineError) -> None:
         """Write a last answer, unless another one is being written."""
         cycle = self.cycle
         if cycle is None or not cycle.response_started or (cycle.response_complete and self.connection.phase == HEAD):
-            self.transport.write(answer)
+            self._write(error)
+
+    def _write(self, error: InferEngineError) -> None:
+        """Write an error in the shape of the path's API, as far as the path has arrived."""
+        path, headers = "", self.headers or []
+        with contextlib.suppress(httptools.HttpParserError, AttributeError, UnicodeDecodeError):
+            path = httptools.parse_url(self.url).path.decode("ascii")  # no url: nothing of the request was read
+        answer, body = early_refusal(error, path, headers)
+        status = http.HTTPStatus(error.http_status)
+        lines = [f"HTTP/1.1 {status.value} {status.phrase}".encode(), *(b"%b: %b" % header for header in answer)]
+        self.transport.write(b"\r\n".join([*lines, b"", body]))
 
 
 class ProbesOnly:
@@ -226,4 +243,6 @@ class ProbesOnly:
             await self._app(scope, receive, send)
             return
         error = InferEngineError("overloaded", "This server has as many connections as it may.", retry_after_s=1.0)
-        await refuse(scope, send, error, [(b"retry-after", b"1"), (b"connection", b"close")])
+        headers, body = early_refusal(error, scope["path"], scope["headers"])
+        await send({"type": "http.response.start", "status": error.http_status, "headers": headers})
+        await send({"type": "http.response.body", "body": body})

@@ -15,11 +15,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from frontends.common.chat import read_chat_prompt
-from frontends.common.errors import rename_field, sentence
+from frontends.common.errors import anthropic_error, rename_field, sentence
 from frontends.common.generation import Choice, Generation, Output, Piece, Usage, draft_token_counts
 from frontends.common.json import event, read_fields, read_flag
 from frontends.http.bodies import MessagesFields, MessagesPromptFields, read_json
-from frontends.http.middleware import anthropic_error
 from frontends.http.openai.chat import ChatRequest, read_chat
 from frontends.http.openai.request_fields import SAMPLING, check_model
 from frontends.http.respond import JsonBytes, answer
@@ -32,7 +31,7 @@ Endpoint = Callable[[Request], Awaitable[Response]]
 
 
 def with_own_names(endpoint: Endpoint) -> Endpoint:
-    """Let errors name fields as Anthropic calls them. `AnthropicMiddleware` writes the errors."""
+    """Let errors name fields as Anthropic calls them. `DialectMiddleware` writes the errors."""
 
     @wraps(endpoint)
     async def wrapped(request: Request) -> Response:

@@ -25,7 +25,7 @@ from frontends.http import ollama
 from frontends.http.anthropic import count_tokens, messages
 from frontends.http.batches import batch_routes
 from frontends.http.metrics import HttpMetrics
-from frontends.http.middleware import AliasMiddleware, AnthropicMiddleware, AuthMiddleware, RequestMiddleware
+from frontends.http.middleware import AliasMiddleware, AuthMiddleware, DialectMiddleware, RequestMiddleware
 from frontends.http.openai import conversations, responses, stored_chat
 from frontends.http.openai.chat import chat_completions
 from frontends.http.openai.completions import completions
@@ -159,7 +159,7 @@ def make_app(service: HttpState, listeners: Sequence[socket.socket] = ()) -> ASG
     counted = RequestMiddleware(
         guarded, service.metrics, service.config.http.max_header_bytes, service.tracing, service.off_loop.give_back_soon
     )
-    return AliasMiddleware(AnthropicMiddleware(counted), [route.path for route in ROUTES])
+    return AliasMiddleware(DialectMiddleware(counted), [route.path for route in ROUTES])
 
 
 async def _refused(request: Request, error: Exception) -> Response:

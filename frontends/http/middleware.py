@@ -1,15 +1,14 @@
 """The ASGI layers around the routes, from the outside in.
 
-`AliasMiddleware` reads other spellings of a path, before anything is decided on it. `AnthropicMiddleware` writes errors
-as Anthropic's clients read them. `RequestMiddleware`: request ids, the access log, metrics and spans. They add no
-coroutine to the path of a chunk. `AuthMiddleware` stands between CORS and the routes and checks API keys. It decides on
-the ASGI path, never on a URL made of headers. Where there are keys, every route but health, the list of routes and the
-API pages needs one. Admin routes need an admin's key, and are closed where there are none.
+`AliasMiddleware` reads other spellings of a path, before anything is decided on it. `DialectMiddleware` writes errors
+as the clients of Anthropic and Ollama read them. `RequestMiddleware`: request ids, the access log, metrics and spans.
+They add no coroutine to the path of a chunk. `AuthMiddleware` stands between CORS and the routes and checks API keys.
+It decides on the ASGI path, never on a URL made of headers. Where there are keys, every route but health, the list of
+routes and the API pages needs one. Admin routes need an admin's key, and are closed where there are none.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 import secrets
@@ -20,8 +19,8 @@ from typing import Any
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from frontends.common.auth import ANYBODY, ApiKey, KeyRing
-from frontends.common.errors import error_body, retry_after
-from frontends.common.json import LARGE, dumps
+from frontends.common.errors import dialect_of, error_body, in_dialect, retry_after
+from frontends.common.json import LARGE
 from frontends.common.quotas import Quotas
 from frontends.http.metrics import OTHER, HttpMetrics
 from frontends.http.routes.api_pages import PREFIX
@@ -33,16 +32,6 @@ logger = logging.getLogger("inferengine.access")
 
 QUIET_PATHS = frozenset({"/health", "/ready", "/ping", "/metrics", "/load"})  # asked every few seconds by monitors
 WITHOUT_VERSION = ("/tokenize", "/detokenize", "/health")  # routes that others serve under /v1
-# Anthropic's names of errors, by status.
-ANTHROPIC_ERRORS = {
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    503: "overloaded_error",
-    504: "timeout_error",
-}
 _GOOD_ID = re.compile(rb"[\w.:-]{1,128}")
 
 
@@ -76,26 +65,17 @@ def _top(path: str) -> str:
     return path[1:].partition("/")[0]
 
 
-def is_anthropic(scope: Scope) -> bool:
-    """Whether the client speaks Anthropic's dialect: its paths do, and its SDKs send a header with every request."""
-    return scope["path"].startswith("/v1/messages") or any(name == b"anthropic-version" for name, _ in scope["headers"])
-
-
-def anthropic_error(status: int, message: str) -> dict[str, Any]:
-    """Return an error as Anthropic writes it."""
-    kind = ANTHROPIC_ERRORS.get(status, "api_error" if status >= 500 else "invalid_request_error")
-    return {"type": "error", "error": {"type": kind, "message": message}}
-
-
-class AnthropicMiddleware:
-    """For Anthropic's clients: the header `request-id`, and errors in their shape, whichever layer they come from."""
+class DialectMiddleware:
+    """Errors in the shape of Anthropic's and Ollama's APIs, whichever layer they come from. For Anthropic's clients
+    every answer has the header `request-id`."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on, and its errors back as Anthropic's."""
-        if scope["type"] != "http" or not is_anthropic(scope):
+        """Pass the request on, and its errors back in the shape of its API."""
+        dialect = dialect_of(scope["path"], scope["headers"]) if scope["type"] == "http" else "openai"
+        if dialect == "openai":
             await self._app(scope, receive, send)
             return
         refusal: MutableMapping[str, Any] | None = None
@@ -105,7 +85,8 @@ class AnthropicMiddleware:
             assert refusal is not None
             start, refusal = refusal, None
             headers = dict(start["headers"])
-            body = _as_anthropic(start["status"], message.get("body", b""), headers.get(b"request-id", b""))
+            request_id = headers.get(b"x-request-id", b"").decode()
+            body = in_dialect(dialect, start["status"], message.get("body", b""), request_id)
             headers[b"content-length"] = str(len(body)).encode()
             await send({**start, "headers": list(headers.items())})
             await send({**message, "body": body})
@@ -116,20 +97,13 @@ class AnthropicMiddleware:
 
         def send_as(message: MutableMapping[str, Any]) -> Awaitable[None]:
             if message["type"] == "http.response.start":
-                ids = [(b"request-id", value) for name, value in message["headers"] if name == b"x-request-id"]
-                message["headers"] = [*message["headers"], *ids]
+                if dialect == "anthropic":
+                    ids = [(b"request-id", value) for name, value in message["headers"] if name == b"x-request-id"]
+                    message["headers"] = [*message["headers"], *ids]
                 return hold(message) if message["status"] >= 400 else send(message)
             return send(message) if refusal is None else send_refusal(message)
 
         await self._app(scope, receive, send_as)
-
-
-def _as_anthropic(status: int, body: bytes, request_id: bytes) -> bytes:
-    try:
-        message = json.loads(body)["error"]["message"]
-    except (ValueError, KeyError, TypeError):
-        return body
-    return dumps({**anthropic_error(status, message), "request_id": request_id.decode()})
 
 
 class RequestMiddleware:

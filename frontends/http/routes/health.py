@@ -10,8 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from frontends.common.engine_stats import CONTENT_TYPE, metrics_text, stats_document
-from frontends.common.errors import scrubbed
-from frontends.http.middleware import is_anthropic
+from frontends.common.errors import dialect_of, scrubbed
 from frontends.http.respond import JsonBytes
 from frontends.http.state import HttpState
 from inferengine import __version__
@@ -26,7 +25,7 @@ async def models(request: Request) -> Response:
     """What is served: the model and its LoRA adapters."""
     service: HttpState = request.app.state.service
     cards = _model_cards(service)
-    if not is_anthropic(request.scope):
+    if not _is_anthropic(request):
         return JsonBytes({"object": "list", "data": cards})
     page, more = _page([_anthropic_card(card) for card in cards], request.query_params)
     ends = {"first_id": page[0]["id"] if page else None, "last_id": page[-1]["id"] if page else None}
@@ -40,7 +39,7 @@ async def model(request: Request) -> Response:
     if card is None:
         name = scrubbed(request.path_params["model"][:200])
         raise InferEngineError("model_not_found", f"The model `{name}` does not exist.", field="model")
-    return JsonBytes(_anthropic_card(card) if is_anthropic(request.scope) else card)
+    return JsonBytes(_anthropic_card(card) if _is_anthropic(request) else card)
 
 
 async def health(request: Request) -> Response:
@@ -118,6 +117,10 @@ def _model_cards(service: HttpState) -> list[dict[str, Any]]:
         "max_model_len": info.max_model_len,
     }
     return [card, *({**card, "id": name, "parent": info.name} for name in info.adapters)]
+
+
+def _is_anthropic(request: Request) -> bool:
+    return dialect_of(request.scope["path"], request.scope["headers"]) == "anthropic"
 
 
 def _anthropic_card(card: dict[str, Any]) -> dict[str, Any]:

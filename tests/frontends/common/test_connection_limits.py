@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import resource
 import socket
@@ -25,6 +26,7 @@ from frontends.common.connection_limits import (
     room_for_connections,
 )
 from frontends.common.server import Server
+from inferengine.errors import InferEngineError
 
 LIMITS = ConnectionLimits(header_s=10, body_progress_s=15, idle_s=75, most=8)
 
@@ -35,7 +37,7 @@ class Transport:
     def __init__(self) -> None:
         self.is_closed = False
         self.is_paused = False
-        self.said = b""
+        self.said: InferEngineError | None = None
 
     def abort(self) -> None:
         self.is_closed = True
@@ -58,7 +60,7 @@ class House:
         """One more, which does this from now on."""
         connection = self.connections.admit((address, 1))
         transport = Transport()
-        connection.answer = lambda answer: setattr(transport, "said", answer)
+        connection.answer = lambda error: setattr(transport, "said", error)
         self.connections.made(connection, transport)  # type: ignore[arg-type]
         connection.phase, connection.num_waiting = phase, waiting
         connection.num_requests = 1 if waiting or phase == BODY else 0
@@ -105,8 +107,9 @@ def test_half_a_request_is_told_why_it_ends(phase: int, waiting: int) -> None:
     house = House()
     connection = house.come(phase=phase, waiting=waiting)
     house.after(20)
-    assert transport_of(connection).said.startswith(b"HTTP/1.1 408 ")
-    assert b"request_timeout" in transport_of(connection).said
+    error = transport_of(connection).said
+    assert error is not None
+    assert (error.code, error.http_status) == ("request_timeout", 408)
 
 
 def test_between_requests_a_connection_is_kept_for_the_idle_timeout() -> None:
@@ -316,6 +319,90 @@ def test_half_sent_requests_are_closed_by_the_server(sent: bytes, answer: bytes)
 
     answers = asyncio.run(run())
     assert all(found.startswith(answer) and (answer or not found) for found in answers)
+
+
+OPENAI, ANTHROPIC, OLLAMA = ("/v1/chat/completions", "/v1/messages", "/api/chat")
+
+
+def whole(answer: bytes) -> tuple[int, dict[str, str], Any]:
+    """Status, headers and document of an answer."""
+    head, _, body = answer.partition(b"\r\n\r\n")
+    first, *lines = head.decode().split("\r\n")
+    return int(first.split()[1]), dict(line.split(": ", 1) for line in lines), json.loads(body)
+
+
+def check_shape(path: str, answer: bytes, status: int, code: str) -> None:
+    """The answer is an error as this path's API writes them."""
+    found, headers, document = whole(answer)
+    assert found == status
+    assert headers["content-type"] == "application/json"
+    assert headers["x-request-id"]
+    if path == ANTHROPIC:
+        assert document["type"] == "error"
+        assert document["error"].keys() == {"type", "message"}
+        assert document["request_id"] == headers["request-id"] == headers["x-request-id"]
+    elif path == OLLAMA:
+        assert document.keys() == {"error"}
+        assert isinstance(document["error"], str)
+    else:
+        assert document["error"].keys() == {"message", "type", "param", "code"}
+        assert document["error"]["code"] == code
+
+
+@pytest.mark.parametrize("path", [OPENAI, ANTHROPIC, OLLAMA])
+@pytest.mark.parametrize(
+    "rest",
+    [
+        " HTTP/1.1\r\nHost: local",  # half a head
+        " HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{",  # half a body
+    ],
+)
+def test_a_request_that_came_too_slowly_is_refused_in_the_shape_of_its_api(path: str, rest: str) -> None:
+    async def run() -> bytes:
+        async with serving(header_s=0.2, body_progress_s=0.2) as (port, _):
+            return await sent(port, f"POST {path}{rest}".encode())
+
+    check_shape(path, asyncio.run(run()), 408, "request_timeout")
+
+
+@pytest.mark.parametrize("path", [OPENAI, ANTHROPIC, OLLAMA])
+def test_what_is_no_http_is_refused_in_the_shape_of_its_api(path: str) -> None:
+    async def run() -> bytes:
+        async with serving() as (port, _):
+            return await sent(port, f"POST {path} HTTP/1.1\r\nno header\r\n\r\n".encode())
+
+    check_shape(path, asyncio.run(run()), 400, "invalid_request")
+
+
+@pytest.mark.parametrize("path", [OPENAI, ANTHROPIC, OLLAMA])
+def test_a_request_above_the_limit_is_refused_in_the_shape_of_its_api(path: str) -> None:
+    async def run() -> bytes:
+        async with serving(most=2) as (port, _):
+            slow = [await asyncio.open_connection("127.0.0.1", port) for _ in range(2)]
+            for _, writer in slow:
+                writer.write(b"GET /slow HTTP/1.1\r\nHost: localhost\r\n\r\n")
+                await writer.drain()
+            while not (
+                answer := await sent(port, f"GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n".encode())
+            ).startswith(b"HTTP/1.1 503"):
+                await asyncio.sleep(0)  # the slow ones have not all arrived
+            for _, writer in slow:
+                writer.close()
+            return answer
+
+    answer = asyncio.run(run())
+    check_shape(path, answer, 503, "overloaded")
+    assert whole(answer)[1]["retry-after"] == "1"
+
+
+async def sent(port: int, request: bytes) -> bytes:
+    """What the server answers before it closes the connection."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(request)
+    async with asyncio.timeout(30):
+        answer = await reader.read()
+    writer.close()
+    return answer
 
 
 def test_health_is_answered_while_every_place_is_taken() -> None:

@@ -24,7 +24,7 @@ def test_the_installed_version_is_within_an_upper_bound() -> None:
     assert version("uvicorn") in found.specifier
 
 
-@pytest.mark.parametrize("name", [*CALLBACKS, "connection_made", "connection_lost"])
+@pytest.mark.parametrize("name", [*CALLBACKS, "connection_made", "connection_lost", "send_400_response"])
 def test_the_protocol_has_the_callbacks_that_tell_what_a_connection_does(name: str) -> None:
     assert inspect.isfunction(getattr(HttpToolsProtocol, name))
 
@@ -32,7 +32,8 @@ def test_the_protocol_has_the_callbacks_that_tell_what_a_connection_does(name: s
 def test_the_protocol_is_made_of_config_server_state_and_lifespan_state() -> None:
     assert {"config", "server_state", "app_state"} <= set(inspect.signature(HttpToolsProtocol).parameters)
     source = inspect.getsource(HttpToolsProtocol.__init__)
-    assert all(f"self.{name}" in source for name in ("app", "cycle", "transport"))
+    assert all(f"self.{name}" in source for name in ("app", "cycle", "transport", "headers"))
+    assert "self.url" in inspect.getsource(HttpToolsProtocol.on_message_begin)
 
 
 def test_an_answer_knows_whether_it_has_begun_and_ended() -> None:

@@ -230,6 +230,24 @@ def test_a_stream_that_fails_ends_with_an_error_and_no_end(served: House) -> Non
     assert "failed" in last["error"]
 
 
+@pytest.mark.parametrize(
+    ("method", "path", "headers", "status", "says"),
+    [
+        ("GET", "/api/nothing", {}, 404, "no such path"),
+        ("GET", "/api/chat", {}, 405, "use POST"),
+        ("GET", "/api/tags", {"x-long": "x" * 70_000}, 431, "headers"),
+        ("GET", "/api/tags", {"host": "elsewhere.example"}, 403, "elsewhere.example"),
+    ],
+)
+def test_what_no_route_of_its_own_refuses_has_its_shape_too(
+    served: House, method: str, path: str, headers: dict[str, str], status: int, says: str
+) -> None:
+    response = served.http.request(method, path, headers=headers)
+    assert response.status_code == status
+    assert response.json().keys() == {"error"}
+    assert says in response.json()["error"]
+
+
 def test_names_may_carry_the_tag_that_the_list_shows(served: House) -> None:
     (model,) = served.http.get("/api/tags").json()["models"]
     assert model["name"] == model["model"] == "tiny:latest"
