@@ -125,6 +125,7 @@ def make_service(
         policy=config.wire.load_balancing,
         curve=client_keys(config),
         resume_wait_s=config.wire.resume_wait_s,
+        discovery_s=config.wire.discovery_s,
     )
     metrics = metrics or make_metrics()
     engines.on_resumed = metrics.resumed.observe

@@ -73,8 +73,7 @@ class HttpState:
 
     def start(self) -> None:
         """Connect to the engines in the background; the front end may be up before any of them."""
-        for client in self.engines.clients:
-            client.start()
+        self.engines.start()
         self._prefetch = asyncio.create_task(self._fetch_model())
 
     async def close(self) -> None:

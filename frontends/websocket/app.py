@@ -81,6 +81,7 @@ class WebsocketFrontEnd:
             policy=config.wire.load_balancing,
             curve=client_keys(config),
             resume_wait_s=config.wire.resume_wait_s,
+            discovery_s=config.wire.discovery_s,
         )
         self.keys, quotas, self._metrics = shared
         self._engine.on_resumed = self._metrics.resumed.observe
@@ -115,8 +116,7 @@ class WebsocketFrontEnd:
     @contextlib.asynccontextmanager
     async def lifespan(self, _: Starlette) -> AsyncIterator[None]:
         """Connect to the engines, and close everything at the end."""
-        for client in self._engine.clients:
-            client.start()  # in the background: the front end may start before its engine
+        self._engine.start()  # in the background: the front end may start before its engine
         with contextlib.suppress(InferEngineError):  # the first sockets find a running engine connected
             await self._engine.connect(_FIRST_CONNECT_S)
         tasks = [

@@ -110,6 +110,11 @@ class AsyncClient:
         return self._session is not None and self._session.phase is Phase.UP
 
     @property
+    def num_open(self) -> int:
+        """Number of requests that have not ended."""
+        return 0 if self._session is None else len(self._session.requests)
+
+    @property
     def welcome(self) -> Welcome:
         """The latest WELCOME. Raises engine_unavailable before the first."""
         if self._session is None or self._session.welcome is None:

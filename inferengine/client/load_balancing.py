@@ -37,6 +37,12 @@ class EngineLoads:
         self.total_requests = 0  # of the available engines
         self.version = 0  # grows when `available` changes
 
+    def add(self, name: str) -> None:
+        """Add an engine after the others. It is not available yet."""
+        self.keys.append(_hash64(name.encode()))
+        self.waiting_tokens.append(0)
+        self.num_requests.append(0)
+
     def report(self, engine: int, waiting_tokens: int, num_requests: int) -> None:
         """Set an engine's load from its STATUS. What was sent before is included in it."""
         if self._is_available(engine):

@@ -8,11 +8,15 @@ A request without output moves to another engine, under the same id, when its en
 or is gone. One with output moves, with the output so far, when its engine is lost: it has another epoch, was silent for
 a lease, or says that it gives up. Where no other engine can take it, it waits for its own. A connection that breaks for
 less than FAILOVER_S changes nothing: the session resumes.
+
+The engines may come and go (discovery.py). One that is no longer named takes no new request, finishes what it has, and
+is then forgotten.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -21,6 +25,8 @@ from types import TracebackType
 from typing import Any, NamedTuple
 
 from inferengine.client.async_client import AsyncClient, Stream, Submission
+from inferengine.client.discovery import REFRESH_S as DISCOVERY_S
+from inferengine.client.discovery import EngineDiscovery
 from inferengine.client.load_balancing import LoadBalancer
 from inferengine.client.output import OpenRequest
 from inferengine.client.requests import RESUME_WAIT_S, engine_mismatch
@@ -58,11 +64,13 @@ class _Engine:
         self.reported_s: float | None = None  # when the STATUS came that the balancer has
         self.spacing_s = 0.0  # between the last two STATUS
         self.away_since_s: float | None = None
+        self.is_named = True  # by the addresses of now
+        self.is_closed = False  # no longer named, and it has nothing left to do
 
     def is_healthy(self, now: float) -> bool:
         """Whether it takes new requests, as far as its client knows."""
         client = self.client
-        if not client.ready or _is_frozen(client):
+        if not self.is_named or not client.ready or _is_frozen(client):
             return False
         seen = client.status_received_s
         return seen is None or now - seen < max(STATUS_SILENCE_S, 4 * self.spacing_s)
@@ -95,37 +103,104 @@ class EnginePool:
         generator: random.Random | None = None,
         curve: ClientKeys | None = None,
         resume_wait_s: float = RESUME_WAIT_S,
+        discovery_s: float = DISCOVERY_S,
     ) -> None:
-        """`policy`: one of load_balancing.POLICIES. `curve`: the keys for engines on TCP that ask for them.
-        `resume_wait_s`: as AsyncClient's."""
+        """`addresses`: of the engines, or entries that stand for several (discovery.py), which are looked up every
+        `discovery_s`. `policy`: one of load_balancing.POLICIES. `curve`: the keys for engines on TCP that ask for them.
+        `resume_wait_s`: as AsyncClient's. Raises ConfigError for an entry that cannot be an address."""
         if not addresses:
             raise ValueError("at least one engine address is needed")
-        self.clients = [
-            AsyncClient(address, role=role, name=name, window=window, curve=curve, resume_wait_s=resume_wait_s)
-            for address in addresses
-        ]
         self.on_resumed: Callable[[float], None] = lambda pause_s: (
             None
         )  # a request resumed after its engine was lost, after so long
-        for client in self.clients:
-            client.on_resumed = self._note_resumed
         self.num_moved = 0  # times that a request moved to another engine, or was sent again to its own
-        self._engines = [_Engine(index, client) for index, client in enumerate(self.clients)]
-        self._balancer = LoadBalancer(addresses, policy, generator=generator)
-        self._balancer.loads.set_available(())
+        self._make_client = partial(
+            AsyncClient, role=role, name=name, window=window, curve=curve, resume_wait_s=resume_wait_s
+        )
+        self._discovery = EngineDiscovery(addresses)
+        self._discovery_s = discovery_s
+        self._watching: asyncio.Task[None] | None = None
+        self._closing: set[asyncio.Task[None]] = set()
+        self._engines: list[_Engine] = []  # an index stays its engine's for good
+        self._balancer = LoadBalancer((), policy, generator=generator)
+        for address in self._discovery.fixed():
+            self._add(address)
         self._engine_of: OrderedDict[bytes, _Engine] = OrderedDict()
         self._movable: dict[bytes, _PooledRequest] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._refreshed_s = float("-inf")
         self._closed = False
 
+    @property
+    def clients(self) -> list[AsyncClient]:
+        """The clients of all engines, those included that are no longer named and still have requests."""
+        return [engine.client for engine in self._engines if not engine.is_closed]
+
+    @property
+    def addresses(self) -> list[str]:
+        """The addresses of the engines that may take new requests."""
+        return [engine.client.address for engine in self._engines if engine.is_named]
+
+    def start(self) -> None:
+        """Connect to all engines in the background, and look for those that come later. Needs a running event loop."""
+        for client in self.clients:
+            client.start()
+        if self._discovery.is_dynamic and self._watching is None:
+            self._watching = asyncio.create_task(self._discovery.watch(self.set_addresses, self._discovery_s))
+
     async def connect(self, timeout_s: float = 5.0) -> Welcome:
         """Connect to all in the background and wait for the first WELCOME. Raises engine_unavailable."""
+        await self._find_any(timeout_s)
         return await self._first(timeout_s, lambda client: client.connect(timeout_s))
 
     async def wait_ready(self, timeout_s: float) -> Welcome:
         """Wait until one engine is READY. Raises engine_unavailable."""
+        await self._find_any(timeout_s)
         return await self._first(timeout_s, lambda client: client.wait_ready(timeout_s))
+
+    def set_addresses(self, addresses: Sequence[str]) -> None:
+        """Serve with the engines at these addresses from now on. New ones are connected; one that is missing gets no
+        new request, and its connection is closed when its last one has ended."""
+        named = set(addresses)
+        present = {engine.client.address: engine for engine in self._engines if not engine.is_closed}
+        for address, engine in present.items():
+            engine.is_named = address in named
+        for address in addresses:
+            if address not in present:
+                self._add(address).client.start()
+        self._refreshed_s = float("-inf")
+        self._close_unnamed()
+
+    async def _find_any(self, timeout_s: float) -> None:
+        """Wait until an engine is known, where they are looked up."""
+        self.start()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while not self.clients:
+                    await asyncio.sleep(0.02)
+
+    def _add(self, address: str) -> _Engine:
+        engine = _Engine(len(self._engines), self._make_client(address))
+        engine.client.on_resumed = self._note_resumed
+        self._engines.append(engine)
+        self._balancer.loads.add(address)
+        return engine
+
+    def _close_unnamed(self) -> None:
+        """Close the connections to engines that are no longer named and have no request left."""
+        waiting = False
+        for engine in self._engines:
+            if engine.is_named or engine.is_closed:
+                continue
+            if engine.client.num_open:
+                waiting = True
+                continue
+            engine.is_closed = True
+            task = asyncio.ensure_future(engine.client.close())
+            self._closing.add(task)
+            task.add_done_callback(self._closing.discard)
+        if waiting:
+            self._plan_watch()
 
     async def _first(self, timeout_s: float, wait: Any) -> Welcome:
         pending = {asyncio.ensure_future(wait(client)) for client in self.clients}
@@ -173,8 +248,11 @@ class EnginePool:
         self._closed = True
         if self._timer is not None:
             self._timer.cancel()
+        if self._watching is not None:
+            self._watching.cancel()
+            await asyncio.gather(self._watching, return_exceptions=True)
         self._movable.clear()
-        await asyncio.gather(*(client.close() for client in self.clients))
+        await asyncio.gather(*self._closing, *(client.close() for client in self.clients))
 
     async def __aenter__(self) -> EnginePool:
         await self.connect()
@@ -202,7 +280,7 @@ class EnginePool:
             self._remember(submission.id, engine)
             pooled = _PooledRequest(submission, engine, prompt, salt)
             submission.request.failover = partial(self._failover, pooled)
-            if len(self._engines) > 1:
+            if self._can_move:
                 self._movable[submission.id] = pooled
                 self._plan_watch()
 
@@ -213,7 +291,7 @@ class EnginePool:
     ) -> Submission | PooledAttachment:
         """As AsyncClient.attach. Await `accepted()` before reading `streams`: the engine may have to be found."""
         known = self._engine_of.get(request_id)
-        if known is None and len(self.clients) > 1:
+        if known is None and len(self.clients) != 1:
             return PooledAttachment(self.clients, request_id, cursors, n, reply)
         client = known.client if known is not None else self.clients[0]
         return client.attach(request_id, cursors, n, reply)
@@ -244,7 +322,7 @@ class EnginePool:
         if index is not None:
             return self._engines[index]
         for engine in self._engines:
-            if engine.client.connected:
+            if engine.is_named and engine.client.connected:
                 return engine  # it is starting or draining, and its REJECT says so
         raise InferEngineError("engine_unavailable", "No engine is connected.", retry_after_s=1.0)
 
@@ -259,7 +337,8 @@ class EnginePool:
         if index is not None:
             return index
         # None is healthy. One that is READY and seems frozen may only be slow.
-        return next((item.index for item in self._engines if item.client.ready and item.index not in avoid), None)
+        ready = (item.index for item in self._engines if item.is_named and item.client.ready)
+        return next((index for index in ready if index not in avoid), None)
 
     def _refresh(self, now: float) -> None:
         """Report the engines' new STATUS to the balancer."""
@@ -333,10 +412,15 @@ class EnginePool:
             pooled.submission.move_to(target)
             return True
         pooled.refused_by.clear()  # each has refused once: the next round is after the pause that the last one named
-        if len(self._engines) > 1:
+        if self._can_move:
             self._movable[request.id] = pooled
             self._plan_watch()
         return False
+
+    @property
+    def _can_move(self) -> bool:
+        """Whether there may be another engine to move to."""
+        return len(self._engines) > 1 or self._discovery.is_dynamic
 
     def _note_resumed(self, pause_s: float) -> None:
         self.on_resumed(pause_s)
@@ -367,6 +451,7 @@ class EnginePool:
             away_s = pooled.engine.away_since_s
             if away_s is not None and now - away_s >= FAILOVER_S:
                 self._move_away(pooled)
+        self._close_unnamed()
         if self._movable:
             self._plan_watch()
 
@@ -389,7 +474,9 @@ class EnginePool:
             for client in self.clients:
                 if getattr(client, wanted):
                     return client
-        return self.clients[0]
+        if not (clients := self.clients):
+            raise InferEngineError("engine_unavailable", "No engine is known yet.", retry_after_s=1.0)
+        return clients[0]
 
 
 class PooledAttachment:

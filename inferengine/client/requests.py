@@ -164,6 +164,9 @@ class OpenRequests:
         self._lost: dict[bytes, OpenRequest] = {}  # those with `lost_s`
         self._next_stream = 1
 
+    def __len__(self) -> int:
+        return len(self._requests)
+
     # -- adding and removing -----------------------------------------------------------------------------------------
 
     def start(self, message: Submit | Attach, cursors: Sequence[int], *, resubmit: bool = True) -> OpenRequest:

@@ -191,7 +191,14 @@ class WireConfig:
     curve_secret_file: str = _key("", "CURVE key pair for TCP (inferengine keygen), of the engine or of a client")
     curve_clients_file: str = _key("", "engine: file with the public keys of the clients that may connect over TCP")
     curve_engine_key: str = _key("", "clients: public key of the engine that they connect to over TCP")
-    engines: str = _key("", "front ends: addresses of several engines, comma-separated; empty: wire.socket")
+    engines: str = _key(
+        "",
+        "front ends: addresses of several engines, comma-separated; also dns+tcp://NAME:PORT, "
+        "srv+tcp://_SERVICE._tcp.NAME and file:PATH, which are looked up again and again; empty: wire.socket",
+    )
+    discovery_s: float = _key(
+        5.0, "front ends: interval at which names and files of wire.engines are read", minimum=0.1
+    )
     load_balancing: str = _key(
         "power_of_two",
         "front ends: how one of several engines is chosen for a request",
