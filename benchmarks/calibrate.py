@@ -35,7 +35,7 @@ from benchmarks.measured_steps import CALIBRATION, describe, errors_of, fit_agai
 from benchmarks.pace import Pace, Yardstick, work_of, works_of
 from inferengine.config import parse_flags
 from inferengine.core.executor import Capacity, Executor
-from inferengine.core.request import Request
+from inferengine.core.sequence import Request
 from inferengine.engine.core import EngineCore
 from inferengine.sampling_params import SamplingParams
 from inferengine.simulation.cost_model import COSTS_FOLDER, DeviceProfile, StepShape

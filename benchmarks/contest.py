@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 from benchmarks.device import Clock, raise_failure
 from inferengine.core.constraints import Grammar
 from inferengine.core.executor import Capacity, Executor
-from inferengine.core.request import Request
 from inferengine.core.scheduler.scheduler import SchedulerOptions
+from inferengine.core.sequence import Request
 from inferengine.core.speculation.proposers import Proposer
 from inferengine.engine.core import EngineCore
 from inferengine.sampling_params import SamplingParams

@@ -28,8 +28,8 @@ import torch
 from benchmarks.offline import Bench, environment
 from benchmarks.shapes import SHAPES
 from inferengine.config import load, parse_flags
-from inferengine.core.request import Request
 from inferengine.core.scheduler.scheduler import SchedulerOptions
+from inferengine.core.sequence import Request
 from inferengine.engine.core import EngineCore
 from inferengine.sampling_params import SamplingParams
 

@@ -24,8 +24,8 @@ from typing import Any, NamedTuple
 from benchmarks.device import Clock, add_model_arguments, open_executor, raise_failure, switched
 from inferengine.config import parse_flags
 from inferengine.core.executor import Capacity, Executor, KVGroup
-from inferengine.core.request import Request
 from inferengine.core.scheduler.scheduler import SchedulerOptions
+from inferengine.core.sequence import Request
 from inferengine.engine.core import EngineCore
 from inferengine.sampling_params import SamplingParams
 from inferengine.simulation import plots

@@ -31,8 +31,8 @@ from benchmarks.device import Clock
 from benchmarks.shapes import SHAPES
 from benchmarks.speculation import HEROES
 from inferengine.config import Config, load, parse_flags
-from inferengine.core.request import Request
 from inferengine.core.scheduler.scheduler import SchedulerOptions
+from inferengine.core.sequence import Request
 from inferengine.core.speculation.proposers import build_proposer, speculation_method
 from inferengine.core.step_time import Roofline
 from inferengine.engine.core import EngineCore

@@ -17,8 +17,8 @@ from array import array
 from pathlib import Path
 
 from inferengine.core.executor import Capacity, KVGroup
-from inferengine.core.request import Request
 from inferengine.core.scheduler.scheduler import Scheduler, SchedulerOptions
+from inferengine.core.sequence import Request
 from inferengine.core.step_plan import StepResult
 from inferengine.sampling_params import SamplingParams
 

@@ -12,15 +12,14 @@ from typing import Any, TypedDict, Unpack
 
 from inferengine.config import Config
 from inferengine.config import load as load_config
-from inferengine.core.request import Request
 from inferengine.core.scheduler.admission import check_prompt, resolve_max_tokens
 from inferengine.core.scheduler.scheduler import StepOutput
-from inferengine.core.sequence import Finished
+from inferengine.core.sequence import Finished, Request, choice_seed
 from inferengine.core.speculation.proposers import build_proposer
 from inferengine.core.step_plan import TokenLogprobs
 from inferengine.engine.core import EngineCore
 from inferengine.engine.model_info import read_model_card
-from inferengine.engine.options import admission_limits, choice_seed, scheduler_options
+from inferengine.engine.options import admission_limits, scheduler_options
 from inferengine.errors import ConfigError, InferEngineError, InvalidRequest
 from inferengine.executor.memory.fit import require_fit
 from inferengine.executor.memory.plan import device_memory, make_plan

@@ -1,4 +1,5 @@
-"""Sequence: the mutable state of one request. `tokens` is the log of its prompt and output.
+"""Request: one accepted request, frozen. Sequence: all of it that changes while it runs; `tokens` is the log of its
+prompt and output.
 
 There are no phases. A sequence has tokens, and some of them are computed (their KV is in the cache, or will be when the
 steps under way have run). Prefill, chunked prefill, decode and recomputation after preemption are all "compute the next
@@ -9,15 +10,63 @@ Also here: when a sequence ends by itself, and its terminal event. Stop *strings
 
 from __future__ import annotations
 
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
 from inferengine.core.constraints import Grammar, token_rules
-from inferengine.core.request import Request
 from inferengine.errors import InferEngineError
+from inferengine.sampling_params import SamplingParams
+from inferengine.structured_output.spec import GrammarSpec
 
 # Budget that a prompt token takes whose log-probabilities are wanted: its logits may take as long as another token.
 PROMPT_LOGPROBS_COST = 2
+_MASK = 2**64 - 1
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Request:
+    """One choice of one accepted submission. The intake has validated every field.
+
+    `uid` is the engine's own number of it, unique for the life of the process. `choice` numbers the `n` choices
+    of one submission; they share everything but their draws. `deadline_s` is on the engine's clock.
+    """
+
+    uid: int
+    prompt_ids: SequenceOf[int]
+    params: SamplingParams
+    max_tokens: int  # resolved: never None, never past the model's context; 0 where there is no output
+    eos_token_ids: frozenset[int] = frozenset()
+    seed: int = 0  # resolved: the client's, or drawn by the intake
+    choice: int = 0
+    fork_of: int | None = None  # uid of the first choice of the same submission, whose prompt blocks this one shares
+    priority: int = 0  # lower runs first
+    tenant: str = ""
+    cache_salt: bytes = b""
+    arrival_s: float = 0.0
+    deadline_s: float | None = None
+    grammar: GrammarSpec | None = None
+    request_id: str = ""  # as the client names it, for logs only
+    adapter: int = 0  # LoRA adapter on the device; 0: the model as it is
+    emitted_ids: SequenceOf[int] = ()  # output of an engine before this one, which this request continues
+    pooling: str | None = None  # "last" or "mean": an embedding request, which has max_tokens 0
+
+    @property
+    def num_prompt(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.prompt_ids)
+
+
+def choice_seed(seed: int, choice: int) -> int:
+    """The seed of choice `choice`: the request's own for the first, else mixed with it (splitmix64, Steele et al.
+    2014), so that neighbouring seeds do not share draws."""
+    if choice == 0:
+        return seed
+    mixed = (seed + choice * 0x9E3779B97F4A7C15) & _MASK
+    mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _MASK
+    return (mixed ^ (mixed >> 31)) >> 1
 
 
 class SequenceStatus(Enum):

@@ -14,9 +14,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 from inferengine.core.constraints import Grammar
 from inferengine.core.executor import Capacity, Executor, StepFuture, is_fatal
-from inferengine.core.request import Request
 from inferengine.core.scheduler.scheduler import ScheduledStep, Scheduler, SchedulerOptions, StepOutput
-from inferengine.core.sequence import FinishDetail, Finished
+from inferengine.core.sequence import FinishDetail, Finished, Request
 from inferengine.core.speculation.proposers import Proposer
 from inferengine.core.step_time import Roofline
 

@@ -15,11 +15,10 @@ from typing import Any, NamedTuple, Protocol
 from inferengine.core.constraints import Grammar
 from inferengine.core.executor import DeviceLost, is_fatal
 from inferengine.core.kv_cache.prefix_cache import KVEvent
-from inferengine.core.request import Request
 from inferengine.core.scheduler.admission import AdmissionLimits
 from inferengine.core.scheduler.scheduler import StepOutput
 from inferengine.core.scheduler.scheduler_state import SchedulerSnapshot, SchedulerStats
-from inferengine.core.sequence import FinishDetail, Finished
+from inferengine.core.sequence import FinishDetail, Finished, Request
 from inferengine.core.step_time import Roofline
 from inferengine.engine.core import EngineCore
 from inferengine.engine.lifecycle import Lifecycle

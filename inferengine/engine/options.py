@@ -1,4 +1,4 @@
-"""Scheduler options, admission limits and seeds of choices, from the configuration and the measured capacity."""
+"""Scheduler options and admission limits, from the configuration and the measured capacity."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from inferengine.errors import ConfigError
 
 # With how many running sequences draft tokens are still proposed, by whether speculation.method is `auto`.
 MAX_RUNNING = {True: 2, False: 16}
-_MASK = 2**64 - 1
 
 
 def scheduler_options(config: Config, capacity: Capacity) -> SchedulerOptions:
@@ -61,14 +60,3 @@ def admission_limits(config: Config, capacity: Capacity) -> AdmissionLimits:
         max_queued_tokens=config.scheduler.max_queued_tokens,
         max_tenant_requests=config.scheduler.max_tenant_requests,
     )
-
-
-def choice_seed(seed: int, choice: int) -> int:
-    """The seed of choice `choice`: the request's own for the first, else mixed with it (splitmix64, Steele et al.
-    2014), so that neighbouring seeds do not share draws."""
-    if choice == 0:
-        return seed
-    mixed = (seed + choice * 0x9E3779B97F4A7C15) & _MASK
-    mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _MASK
-    return (mixed ^ (mixed >> 31)) >> 1

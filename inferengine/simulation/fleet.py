@@ -12,9 +12,8 @@ import random
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from inferengine.core.request import Request
 from inferengine.core.scheduler.scheduler import StepOutput
-from inferengine.core.sequence import Finished
+from inferengine.core.sequence import Finished, Request
 from inferengine.errors import InferEngineError
 from inferengine.sampling_params import SamplingParams
 from inferengine.simulation.report import RunRecorder, Sample, TokenIntervals, summarize

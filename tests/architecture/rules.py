@@ -19,7 +19,7 @@ UNSAFE_CALLS = {"eval", "exec"}
 UNSAFE_ATTRIBUTES = {("torch", "load"), ("os", "system"), ("os", "popen")}
 UNSAFE_METHODS = {"recv_pyobj", "send_pyobj"}
 UNSAFE_KEYWORDS = {"shell", "trust_remote_code", "allow_pickle"}
-REQUEST_TYPE = "inferengine.core.request.Request"
+REQUEST_TYPE = "inferengine.core.sequence.Request"
 REQUEST_MAKERS = ("inferengine.engine.io.intake",)
 
 

@@ -14,7 +14,7 @@ CASES: list[tuple[Rule, str, str, str]] = [  # rule, module, guilty text, innoce
     (
         rules.broken_layers,
         "inferengine.wire.link",
-        "from inferengine.core.request import Request",
+        "from inferengine.core.sequence import Request",
         "from inferengine.errors import bounded",
     ),
     (
@@ -84,8 +84,8 @@ CASES: list[tuple[Rule, str, str, str]] = [  # rule, module, guilty text, innoce
     (
         rules.requests_made_elsewhere,
         "inferengine.engine.io.publisher",
-        "from inferengine.wire import codec\nfrom inferengine.core.request import Request\nr = Request(1)",
-        "from inferengine.wire import codec\nfrom inferengine.core.request import Request\ndef f(r: Request): ...",
+        "from inferengine.wire import codec\nfrom inferengine.core.sequence import Request\nr = Request(1)",
+        "from inferengine.wire import codec\nfrom inferengine.core.sequence import Request\ndef f(r: Request): ...",
     ),
     (rules.missing_docstrings, "inferengine.wire.codec", "x = 1", '"""What it is."""\nx = 1'),
     (
@@ -132,7 +132,7 @@ def test_a_cycle_is_found_through_a_lazy_import() -> None:
 
 
 def test_engine_link_may_make_requests() -> None:
-    text = "from inferengine.wire import codec\nfrom inferengine.core.request import Request\nr = Request(1)"
+    text = "from inferengine.wire import codec\nfrom inferengine.core.sequence import Request\nr = Request(1)"
     assert rules.requests_made_elsewhere([rules.parse("inferengine.engine.io.intake", text)]) == []
 
 

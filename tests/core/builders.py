@@ -6,9 +6,8 @@ import functools
 from array import array
 
 from inferengine.core.executor import Capacity, KVGroup
-from inferengine.core.request import Request
 from inferengine.core.scheduler.scheduler import Scheduler, SchedulerOptions
-from inferengine.core.sequence import Sequence
+from inferengine.core.sequence import Request, Sequence
 from inferengine.core.speculation.proposers import Proposer
 from inferengine.engine.core import EngineCore
 from inferengine.sampling_params import SamplingParams

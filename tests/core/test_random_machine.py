@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from inferengine.core.kv_cache.block_pool import EVICTION
-from inferengine.core.request import Request
 from inferengine.core.scheduler.preemption import PREEMPTION_POLICIES
 from inferengine.core.scheduler.queues import POLICIES
+from inferengine.core.sequence import Request
 from inferengine.engine.core import StepFailed
 from tests.core.builders import (
     HalfRightProposer,

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from inferengine.core.request import Request
+from inferengine.core.sequence import Request
 from tests.core.builders import (
     HalfRightProposer,
     Run,

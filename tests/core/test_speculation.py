@@ -8,7 +8,7 @@ import pytest
 
 from inferengine.core.executor import StepFuture
 from inferengine.core.sequence import Sequence
-from inferengine.core.speculation.controller import (
+from inferengine.core.speculation.speculator import (
     FIRST_PAUSE,
     LAST_PAUSE,
     MIN_GAIN,

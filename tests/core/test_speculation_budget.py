@@ -8,7 +8,7 @@ import pytest
 
 from inferengine.core.scheduler.scheduler import SchedulerOptions
 from inferengine.core.sequence import Sequence
-from inferengine.core.speculation.controller import FIRST_BUDGET, MAX_BUDGET, REFILL, SpeculationBudget
+from inferengine.core.speculation.speculator import FIRST_BUDGET, MAX_BUDGET, REFILL, SpeculationBudget
 from inferengine.core.step_plan import StepPlan, StepResult
 from inferengine.engine.core import EngineCore
 from tests.core.builders import make_capacity, make_request

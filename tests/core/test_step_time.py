@@ -6,9 +6,8 @@ import random
 
 import pytest
 
-from inferengine.core.request import Request
 from inferengine.core.scheduler.step_builder import ScheduledStep
-from inferengine.core.sequence import Sequence
+from inferengine.core.sequence import Request, Sequence
 from inferengine.core.step_plan import BlockCopies, StepPlan
 from inferengine.core.step_time import (
     MAX_REFERENCES,

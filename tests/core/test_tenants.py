@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 
-from inferengine.core.request import Request
 from inferengine.core.scheduler.queues import fair_share
 from inferengine.core.scheduler.queues.fair_share import FairShare
-from inferengine.core.sequence import Sequence
+from inferengine.core.sequence import Request, Sequence
 from tests.core.builders import Run, expected_output, make_capacity, make_request
 
 QUIET = 10_000

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from inferengine.core.sequence import choice_seed
 from inferengine.engine.io.intake import TEXT_TIMEOUT_S, PendingSubmission, PendingSubmissions
 from inferengine.engine.io.output_log import Submission
-from inferengine.engine.options import choice_seed
 from inferengine.engine.service import EngineService
 from inferengine.errors import InferEngineError
 from inferengine.sampling_params import SamplingParams

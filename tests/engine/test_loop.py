@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from array import array
 
-from inferengine.core.request import Request
 from inferengine.core.scheduler.scheduler import SchedulerOptions
 from inferengine.core.scheduler.scheduler_state import SchedulerSnapshot
+from inferengine.core.sequence import Request
 from inferengine.engine.core import EngineCore
 from inferengine.engine.lifecycle import Lifecycle
 from inferengine.engine.loop import EngineLoop, LoopOutput

@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from inferengine.config import Config
-from inferengine.core.request import Request
 from inferengine.core.scheduler.scheduler import SchedulerOptions
-from inferengine.core.sequence import Finished
+from inferengine.core.sequence import Finished, Request
 from inferengine.core.speculation.proposers import Proposer
 from inferengine.engine.core import EngineCore
 from inferengine.executor.torch_executor import build_executor

@@ -6,8 +6,7 @@ import random
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from inferengine.core.request import Request
-from inferengine.core.sequence import Sequence
+from inferengine.core.sequence import Request, Sequence
 from inferengine.core.step_plan import TokenLogprobs
 from inferengine.llm import LLM
 from inferengine.sampling_params import SamplingParams

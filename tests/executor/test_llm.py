@@ -13,7 +13,7 @@ import torch
 
 import inferengine
 from inferengine.config.model_path import EMBEDDED
-from inferengine.engine.options import choice_seed
+from inferengine.core.sequence import choice_seed
 from inferengine.errors import ConfigError, InferEngineError, InvalidRequest
 from inferengine.llm import LLM
 from inferengine.sampling_params import SamplingParams

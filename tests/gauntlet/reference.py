@@ -139,9 +139,8 @@ class Reference:
         index: int,
         outcome: Outcome,
     ) -> Choice:
-        from inferengine.core.request import Request
         from inferengine.core.scheduler.admission import resolve_max_tokens
-        from inferengine.engine.options import choice_seed
+        from inferengine.core.sequence import Request, choice_seed
         from inferengine.text import TextStream
 
         llm, core = self.llm, self.llm.core
@@ -201,7 +200,7 @@ class Reference:
         return choice
 
     def _embedding(self, ask: Ask, ids: list[int]) -> Outcome:
-        from inferengine.core.request import Request
+        from inferengine.core.sequence import Request
         from inferengine.vectors import to_floats
 
         llm, core = self.llm, self.llm.core

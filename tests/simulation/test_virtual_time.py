@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from inferengine.core.request import Request
+from inferengine.core.sequence import Request
 from inferengine.core.step_plan import StepPlan, StepResult
 from inferengine.engine.core import EngineCore
 from inferengine.sampling_params import SamplingParams

@@ -14,8 +14,7 @@ from __future__ import annotations
 from enum import Enum
 
 from inferengine.core.executor import Capacity
-from inferengine.core.kv_cache.manager import PrefixHit
-from inferengine.core.kv_cache.swap import SwapSpace
+from inferengine.core.kv_cache.manager import PrefixHit, SwapSpace
 from inferengine.core.scheduler.scheduler_state import SchedulerOptions, SchedulerState
 from inferengine.core.scheduler.step_builder import StepBuilder
 from inferengine.core.sequence import Finished, Sequence

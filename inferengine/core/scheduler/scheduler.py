@@ -14,7 +14,6 @@ from typing import NamedTuple
 
 from inferengine.core.constraints import Grammar, TokenRules, token_rules
 from inferengine.core.executor import Capacity
-from inferengine.core.request import Request
 from inferengine.core.scheduler.planner import PlannedStep, Planner
 from inferengine.core.scheduler.scheduler_state import SchedulerOptions, SchedulerSnapshot, SchedulerState
 from inferengine.core.scheduler.step_builder import ScheduledStep
@@ -22,6 +21,7 @@ from inferengine.core.sequence import (
     GRAMMAR_COMPLETE,
     FinishDetail,
     Finished,
+    Request,
     RowFailure,
     Sequence,
     SequenceStatus,

@@ -1,14 +1,405 @@
-"""Speculator: gets draft tokens from a proposer, with KV blocks for them, in the steps in which that pays."""
+"""Speculator: gets draft tokens from a proposer, with KV blocks for them, in the steps in which that pays.
+
+SpeculationController: how many draft tokens each sequence gets, from what speculation has gained and cost so far.
+
+An accepted draft token saves a step, a rejected one costs the time to verify it. A sequence's own acceptance rate r (an
+exponential mean) says what a draft token is worth: all up to the k-th are right with chance r^k. Draft tokens are
+chosen, the likeliest first, while each raises the tokens per second of the step. Where even the best choice does not
+beat a step without any there are none, but for a trial now and then. So the length follows acceptance and load.
+
+SpeculationCost: what a draft token costs is measured. The time of a step of some number of rows is modelled as plain +
+fixed + slope × draft tokens: `plain` from steps of as many rows without draft tokens, the rest by least squares over
+the steps with some, recent ones first. A GPU with little to do verifies draft tokens in the same time, a CPU pays for
+every row, a draft model costs its own forward passes. All of it shows in the time, so nothing needs to be known of the
+device.
+
+SpeculationBudget: the time of trials, and the time lost because a step has to wait for its tokens and cannot be
+launched behind the one before, stays below 2 % of all time. A token bucket counts plain steps (steps without draft
+tokens, of as many rows). Each step refills 2 % of its duration. A step with draft tokens, and one that waited for
+tokens because of speculation, spends its overhead over a plain step; an accepted draft token gives back the part of a
+plain step that it saved. While the budget is positive any trial is allowed. Below 0 speculation continues only if it
+has gained more than it cost of late, down to a debt of as much as may be saved up: this lets it win back what a draft
+model spends on reading a prompt first.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import NamedTuple
+
 from inferengine.core.kv_cache.manager import KVCacheManager
 from inferengine.core.sequence import Sequence
-from inferengine.core.speculation.controller import SpeculationController
 from inferengine.core.speculation.proposers import Proposer
 
+SMOOTHING = 0.2  # weight of a new observation in a sequence's rate
+SHARED_SMOOTHING = 0.05  # weight in the rate over all sequences, which a new sequence begins with
+FIRST_RATE = 0.6  # before anything was verified
+MIN_RATE = 0.1  # rate below which a sequence has draft tokens only in trials
+MIN_CHANCE = 0.05  # chance of acceptance below which a draft token is not requested
+RETRY_AFTER = 32  # tokens until a sequence below MIN_RATE has its next trial
+TRIAL_LENGTH = 2  # draft tokens of a trial
+MIN_SPEEDUP = 1.08  # expected speed-up of a step below which it has no draft tokens
+MIN_GAIN = 1.25  # required gain per cost of a draft token: its cost delays the whole batch
+FIRST_PAUSE, LAST_PAUSE = 4, 128  # steps between trials while speculation does not pay, doubled each time
+REFRESH = 64  # steps with draft tokens after which one without is measured again
+REFRESH_STEPS = 3  # steps until steps overlap again, where the executor overlaps them
+CATCH_UP = 8  # tokens that a draft model reads in about the time of one
+FIRST_RETRY, LAST_RETRY = 2, 32  # tokens until a proposer that found nothing is asked again, doubled each time
+
+# Of SpeculationCost and SpeculationBudget:
+PLAIN_SMOOTHING = 0.15  # weight of a new plain step
+FORGETTING = 0.92  # weight that past steps keep when a step with draft tokens comes in
+STALE = 0.4  # weight that they keep when nothing was measured for a while
+OUTLIER = 3.0  # clip steps at so many times the expected time: what is longer has other causes
+NEARBY = 1.3  # the time of plain steps is taken from those of up to so many times more or fewer rows
+FIRST_FIXED, FIRST_SLOPE = 0.1, 0.03  # shares of a plain step: assumed until something was measured
+REFILL = 0.02  # of all time that trials may take
+FIRST_BUDGET = 8.0  # plain steps that a new engine starts with
+MAX_BUDGET = 32.0  # plain steps that are saved up at most
+GAIN_SMOOTHING = 0.2  # weight of the last step with draft tokens in what speculation gains
+MAX_STEP = 256.0  # plain steps: longer steps are cut to this
 QUIET_STEPS = 8  # most steps without another look at whether a sequence could have draft tokens
 LOOK_EVERY = 4  # of those steps only every fourth is measured: measuring takes microseconds, too
+
+
+class _History:
+    """The history of batches of about one size."""
+
+    __slots__ = ("is_catching_up", "num_drafted_steps", "pause", "resume_at", "steps")
+
+    def __init__(self) -> None:
+        self.steps = 0  # planned
+        self.num_drafted_steps = 0  # steps with draft tokens since the last one without
+        self.resume_at = 0  # number of steps before which there are no draft tokens
+        self.pause = FIRST_PAUSE
+        self.is_catching_up = False  # the trial under way lets the draft model read what it has missed
+
+
+class SpeculationController:
+    """Decides the number of draft tokens: at most `max_drafts` a sequence, none beyond `max_running` sequences."""
+
+    def __init__(self, max_drafts: int, max_running: int) -> None:
+        self.max_drafts = max_drafts
+        self.max_running = max_running
+        self.cost = SpeculationCost()
+        self.budget = SpeculationBudget()
+        self.num_drafted = 0
+        self.accepted_by_position = [0] * max_drafts
+        self.num_accepted = 0
+        self.num_verified = 0  # verified rows: accepted / verified + 1 is the mean number of tokens of such a row
+        self._shared_rate = FIRST_RATE
+        self._histories: dict[int, _History] = {}  # by bit length of the number of rows
+
+    # -- when --------------------------------------------------------------------------------------------------------
+
+    def begin(self, num_rows: int, num_steps: int = 1) -> bool:
+        """Count a planned step, `num_steps` after the last call. Returns whether to ask for draft tokens."""
+        if num_rows > self.max_running or num_rows == 0:
+            return False
+        history = self._history(num_rows)
+        history.steps += num_steps
+        if not self.is_active(num_rows):
+            history.num_drafted_steps = 0
+            return False
+        if history.num_drafted_steps < REFRESH:
+            return True
+        history.num_drafted_steps = 0
+        if self.budget.has_waited:
+            history.resume_at = history.steps + REFRESH_STEPS
+        return False
+
+    def is_active(self, num_rows: int) -> bool:
+        """Whether speculation pays, or may be tried again, with so many rows."""
+        if num_rows == 0 or num_rows > self.max_running:
+            return False
+        history = self._history(num_rows)
+        if history.steps < history.resume_at or not (self.budget.allows or history.is_catching_up):
+            return False
+        return self.cost.plain_s(num_rows) is not None
+
+    def is_due(self, sequence: Sequence, num_tokens: int) -> bool:
+        """Whether this sequence may have draft tokens when it has so many tokens."""
+        return num_tokens >= sequence.drafts_resume_at
+
+    def is_behind(self, sequence: Sequence) -> bool:
+        """Whether a draft model has much to read first: the prompt, or the tokens since its last draft tokens."""
+        return len(sequence.tokens) - sequence.last_draft_at > CATCH_UP
+
+    def begin_drafts(self, sequence: Sequence) -> None:
+        """Note that the step being planned has draft tokens of this sequence."""
+        sequence.is_draft_model_behind = self.is_behind(sequence)
+        sequence.last_draft_at = len(sequence.tokens)
+
+    # -- how many ----------------------------------------------------------------------------------------------------
+
+    def length(self, sequence: Sequence) -> int:
+        """Return the most draft tokens that could be accepted with at least MIN_CHANCE, whatever they cost."""
+        rate = self._rate(sequence)
+        length, chance = 1, rate * rate
+        while length < self.max_drafts and chance >= MIN_CHANCE:
+            length += 1
+            chance *= rate
+        return max(length, min(TRIAL_LENGTH, self.max_drafts))
+
+    def choose(self, offers: Mapping[Sequence, int], num_rows: int, *, on_device: bool) -> dict[Sequence, int]:
+        """Return how many of the offered draft tokens to verify in a step of `num_rows` rows, by sequence."""
+        history = self._history(num_rows)
+        estimate = self.cost.estimate(num_rows) if offers else None
+        if estimate is None:
+            history.is_catching_up = False
+            return {}
+        history.num_drafted_steps += 1
+        trials = {sequence: min(length, TRIAL_LENGTH) for sequence, length in offers.items()}
+        lengths = self._best(offers, num_rows, estimate)
+        if lengths:
+            history.pause, history.is_catching_up = FIRST_PAUSE, False
+            return {sequence: trials[sequence] for sequence in trials if self._rate(sequence) < MIN_RATE} | lengths
+        history.is_catching_up = on_device and not history.is_catching_up and any(map(self.is_behind, offers))
+        if not history.is_catching_up:  # else the draft model reads first, and the next trial shows the cost
+            self.cost.fade(num_rows)
+            history.resume_at = history.steps + history.pause
+            history.pause = min(LAST_PAUSE, 2 * history.pause)
+        return trials
+
+    def _best(self, offers: Mapping[Sequence, int], num_rows: int, estimate: Estimate) -> dict[Sequence, int]:
+        """The choice with the most tokens per second; empty if no draft tokens give more."""
+        chances = [
+            (rate**place, sequence)
+            for sequence, length in offers.items()
+            for rate in (self._rate(sequence),)
+            if rate >= MIN_RATE
+            for place in range(1, length + 1)
+        ]
+        chances.sort(key=lambda item: -item[0])
+        tokens, seconds = float(num_rows), estimate.plain_s + estimate.fixed_s
+        lengths: dict[Sequence, int] = {}
+        # those of one sequence come in order: each is less likely than the one before
+        for chance, sequence in chances:
+            if chance * seconds < MIN_GAIN * estimate.slope_s * tokens:
+                break
+            tokens, seconds = tokens + chance, seconds + estimate.slope_s
+            lengths[sequence] = lengths.get(sequence, 0) + 1
+        return lengths if tokens * estimate.plain_s > MIN_SPEEDUP * num_rows * seconds else {}
+
+    # -- results -----------------------------------------------------------------------------------------------------
+
+    def nothing_offered(self, sequence: Sequence) -> None:
+        """Note that the proposer found nothing for this sequence: it is asked again later, and later each time."""
+        sequence.draft_pause = min(LAST_RETRY, 2 * sequence.draft_pause or FIRST_RETRY)
+        sequence.drafts_resume_at = len(sequence.tokens) + sequence.draft_pause
+
+    def observe_step(
+        self,
+        num_rows: int,
+        num_draft_tokens: int,
+        seconds: float,
+        *,
+        has_waited: bool,
+        is_reading: bool,
+        num_steps: int = 1,
+    ) -> None:
+        """Learn from the time of a step of `num_rows` rows without prompts.
+
+        `num_steps` counts it and the plain steps before it that were not measured. `has_waited`: it was not launched
+        behind the step before, because of speculation. `is_reading`: a draft model had much to read in it.
+        """
+        if num_rows > self.max_running:
+            return
+        plain_s = self.cost.plain_s(num_rows)
+        if plain_s and not (num_draft_tokens or has_waited):
+            self.budget.observe_plain(num_steps)
+            self.cost.observe(num_rows, 0, seconds)
+            return
+        if num_draft_tokens and not is_reading:
+            seconds = self.cost.clipped(num_rows, num_draft_tokens, seconds)
+        if plain_s:
+            self.budget.observe_step(
+                num_rows,
+                seconds / plain_s,
+                has_waited=has_waited,
+                is_reading=is_reading,
+            )
+        if not (is_reading or (has_waited and not num_draft_tokens)):
+            self.cost.observe(num_rows, num_draft_tokens, seconds)
+
+    def observe(self, sequence: Sequence, num_drafted: int, num_accepted: int) -> None:
+        """Learn from a verified row: how many of its draft tokens were accepted."""
+        self.budget.observe_accepted(num_accepted)
+        self.num_drafted += num_drafted
+        self.num_accepted += num_accepted
+        sequence.num_drafted += num_drafted
+        sequence.num_accepted += num_accepted
+        for place in range(min(num_accepted, self.max_drafts)):
+            self.accepted_by_position[place] += 1
+        self.num_verified += 1
+        # draft tokens after the first rejected one say nothing: count only those up to it
+        rate = num_accepted / min(num_drafted, num_accepted + 1)
+        old = self._rate(sequence)
+        sequence.acceptance_rate = old + SMOOTHING * (rate - old)
+        self._shared_rate += SHARED_SMOOTHING * (rate - self._shared_rate)
+        sequence.draft_pause = 0
+        if sequence.acceptance_rate < MIN_RATE:
+            sequence.drafts_resume_at = len(sequence.tokens) + RETRY_AFTER
+
+    def _rate(self, sequence: Sequence) -> float:
+        return self._shared_rate if sequence.acceptance_rate is None else sequence.acceptance_rate
+
+    def _history(self, num_rows: int) -> _History:
+        history = self._histories.get(num_rows.bit_length())
+        if history is None:
+            history = self._histories[num_rows.bit_length()] = _History()
+        return history
+
+
+class Estimate(NamedTuple):
+    """Seconds of a step without draft tokens, of having any, and of each."""
+
+    plain_s: float
+    fixed_s: float
+    slope_s: float
+
+
+class _Fit:
+    """Least squares of extra seconds over numbers of draft tokens, both parts not below 0."""
+
+    __slots__ = ("count", "sum_x", "sum_xx", "sum_xy", "sum_y")
+
+    def __init__(self) -> None:
+        self.count = self.sum_x = self.sum_y = self.sum_xx = self.sum_xy = 0.0
+
+    def add(self, num_draft_tokens: int, extra_s: float) -> None:
+        self.fade(FORGETTING)
+        self.count += 1
+        self.sum_x += num_draft_tokens
+        self.sum_y += extra_s
+        self.sum_xx += num_draft_tokens**2
+        self.sum_xy += num_draft_tokens * extra_s
+
+    def fade(self, share: float) -> None:
+        for name in self.__slots__:
+            setattr(self, name, share * getattr(self, name))
+
+    def line(self) -> tuple[float, float]:
+        """(at 0, slope)."""
+        spread = self.count * self.sum_xx - self.sum_x**2
+        if spread > 0.01 * self.sum_x**2:
+            slope = (self.count * self.sum_xy - self.sum_x * self.sum_y) / spread
+            fixed = (self.sum_y - slope * self.sum_x) / self.count
+            if slope >= 0 and fixed >= 0:
+                return fixed, slope
+            if slope < 0:
+                return max(0.0, self.sum_y / self.count), 0.0
+        return 0.0, max(0.0, self.sum_xy / self.sum_xx)  # all about equal: through the origin
+
+
+class SpeculationCost:
+    """Estimates the time of steps with draft tokens. Pure: the caller says what a step held and how long it took."""
+
+    def __init__(self) -> None:
+        self._plain_s: dict[int, float] = {}  # by number of rows
+        self._fits: dict[int, _Fit] = {}  # by bit length of the number of rows
+
+    def observe(self, num_rows: int, num_draft_tokens: int, seconds: float) -> None:
+        """Learn from a finished step of `num_rows` rows without prompts."""
+        if num_draft_tokens == 0:
+            old = self._plain_s.get(num_rows)
+            self._plain_s[num_rows] = seconds if old is None else old + PLAIN_SMOOTHING * (_clipped(seconds, old) - old)
+            return
+        expected = self.estimate(num_rows)
+        if expected is None:
+            return
+        fit = self._fits.get(num_rows.bit_length())
+        if fit is None:
+            fit = self._fits[num_rows.bit_length()] = _Fit()
+        else:
+            seconds = self.clipped(num_rows, num_draft_tokens, seconds)
+        fit.add(num_draft_tokens, max(0.0, seconds - expected.plain_s))
+
+    def clipped(self, num_rows: int, num_draft_tokens: int, seconds: float) -> float:
+        """Return a step's seconds, clipped at OUTLIER times the expected ones."""
+        expected = self.estimate(num_rows)
+        if expected is None or num_rows.bit_length() not in self._fits:
+            return seconds
+        return _clipped(seconds, expected.plain_s + expected.fixed_s + expected.slope_s * num_draft_tokens)
+
+    def fade(self, num_rows: int) -> None:
+        """Give past steps with draft tokens less weight: they were measured a while ago."""
+        fit = self._fits.get(num_rows.bit_length())
+        if fit is not None:
+            fit.fade(STALE)
+
+    def plain_s(self, num_rows: int) -> float | None:
+        """Return the seconds of a step without draft tokens; None: not known for about so many rows."""
+        plain_s = self._plain_s.get(num_rows)
+        if plain_s is None:
+            nearest = min(self._plain_s, key=lambda known: abs(known - num_rows), default=0)
+            if nearest * NEARBY < num_rows or num_rows * NEARBY < nearest:
+                return None
+            plain_s = self._plain_s[nearest]
+        return plain_s
+
+    def estimate(self, num_rows: int) -> Estimate | None:
+        """Return the expected times of a step; None: not known for about so many rows."""
+        plain_s = self.plain_s(num_rows)
+        if plain_s is None:
+            return None
+        if plain_s <= 0:
+            return Estimate(1.0, FIRST_FIXED, FIRST_SLOPE)  # the clock is too coarse to measure it
+        fit = self._fits.get(num_rows.bit_length())
+        line = (FIRST_FIXED * plain_s, FIRST_SLOPE * plain_s) if fit is None else fit.line()
+        return Estimate(plain_s, *line)
+
+
+def _clipped(seconds: float, expected_s: float) -> float:
+    return min(seconds, OUTLIER * expected_s) if expected_s > 0 else seconds
+
+
+class SpeculationBudget:
+    """The token bucket. Pure: the caller says how long steps took, in plain steps of as many rows."""
+
+    def __init__(self) -> None:
+        self.left = FIRST_BUDGET
+        self.has_waited = False  # ever: the executor overlaps steps, except where speculation waits for tokens
+        self._gain = 1.0  # plain steps that a step with draft tokens has saved of late; positive at first, to begin
+        self._pending = 0.0  # what the step being committed has saved so far
+        self._num_rows = 0  # of that step
+        self._is_reading = False
+
+    @property
+    def allows(self) -> bool:
+        """Whether draft tokens may be asked for."""
+        return self.left > 0 or (self._gain > 0 and self.left > -MAX_BUDGET)
+
+    def observe_plain(self, num_steps: int = 1) -> None:
+        """Refill for plain steps."""
+        if self._num_rows:
+            self._settle()
+        self.left = min(MAX_BUDGET, self.left + REFILL * num_steps)
+
+    def observe_step(self, num_rows: int, length: float, *, has_waited: bool = False, is_reading: bool = False) -> None:
+        """Spend the overhead of a step with draft tokens, or of one that `has_waited`, of `length` plain steps.
+
+        With `is_reading` a draft model's reading of prompts is part of it. Call `observe_accepted` next.
+        """
+        if self._num_rows:
+            self._settle()
+        length = min(length, MAX_STEP)
+        self.has_waited = self.has_waited or has_waited
+        self._num_rows, self._is_reading, self._pending = num_rows, is_reading, 1.0 - length
+        self.left = min(MAX_BUDGET, self.left + 1.0 - length + REFILL * length)
+
+    def observe_accepted(self, num_accepted: int) -> None:
+        """Give back what accepted draft tokens of the step just observed have saved: one row of a plain step each."""
+        if self._num_rows:
+            saved = num_accepted / self._num_rows
+            self._pending += saved
+            self.left = min(MAX_BUDGET, self.left + saved)
+
+    def _settle(self) -> None:
+        """Add the last step with draft tokens, now complete, to the gain."""
+        if not self._is_reading:
+            self._gain += GAIN_SMOOTHING * (self._pending - self._gain)
+        self._num_rows = 0
 
 
 class Speculator:

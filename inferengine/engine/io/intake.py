@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING
 
 from inferengine.config import Config, LimitsConfig
 from inferengine.core.constraints import Grammar
-from inferengine.core.request import Request
 from inferengine.core.scheduler.admission import admit, check_prompt, resolve_max_tokens
+from inferengine.core.sequence import Request, choice_seed
 from inferengine.engine.io.connection import Connection
 from inferengine.engine.io.output_log import OutputLog, PriorOutputs, Submission
 from inferengine.engine.io.publisher import Publisher
@@ -32,7 +32,6 @@ from inferengine.engine.lifecycle import Lifecycle
 from inferengine.engine.loop import EngineRef, LoadedEngine
 from inferengine.engine.metrics.counters import Counters
 from inferengine.engine.model_info import ModelCard
-from inferengine.engine.options import choice_seed
 from inferengine.engine.services.adapters import AdapterService
 from inferengine.engine.services.grammars import GrammarReplay, GrammarService
 from inferengine.engine.services.tokenization import CONTEXT_TOKENS, TextService, num_characters
