@@ -27,7 +27,7 @@ from collections.abc import Callable
 from math import exp, frexp
 from typing import Any, NamedTuple
 
-from inferengine.core.scheduler.step_builder import ScheduledStep
+from inferengine.core.scheduler.planner import ScheduledStep
 from inferengine.core.sequence import Request
 from inferengine.core.step_plan import StepPlan
 from inferengine.sampling_params import SamplingParams

@@ -28,7 +28,7 @@ from types import FrameType
 from typing import Any, NamedTuple
 
 from inferengine.config import Config, engine_address, runtime_directory
-from inferengine.core.scheduler.step_builder import ScheduledStep
+from inferengine.core.scheduler.planner import ScheduledStep
 from inferengine.core.step_time import Prediction, StallRule, StepTimes, phase_of
 from inferengine.engine.core import EngineCore
 from inferengine.engine.lifecycle import UnchangedTimer

@@ -13,9 +13,9 @@ from inferengine.core.kv_cache import manager as kv_manager
 from inferengine.core.kv_cache.block_pool import BlockPool
 from inferengine.core.kv_cache.manager import KVCacheManager, PrefixHit, SwapSpace
 from inferengine.core.kv_cache.prefix_cache import PrefixCache
+from inferengine.core.scheduler.planner import StepBuilder
 from inferengine.core.scheduler.queues.fcfs import FirstComeFirstServed
 from inferengine.core.scheduler.scheduler_state import SchedulerState, WaitingForks
-from inferengine.core.scheduler.step_builder import StepBuilder
 from tests.core.test_random_machine import walk
 
 Wrap = Callable[..., Any]

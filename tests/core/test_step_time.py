@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from inferengine.core.scheduler.step_builder import ScheduledStep
+from inferengine.core.scheduler.planner import ScheduledStep
 from inferengine.core.sequence import Request, Sequence
 from inferengine.core.step_plan import BlockCopies, StepPlan
 from inferengine.core.step_time import (

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from inferengine.core.scheduler.step_builder import ScheduledStep
+from inferengine.core.scheduler.planner import ScheduledStep
 from inferengine.core.step_time import Roofline, StallRule
 from inferengine.engine.step_watchdog import EXCUSED_S, TICK_S, Stall, StepWatchdog, stall_rule
 from tests.core.test_step_time import make_step

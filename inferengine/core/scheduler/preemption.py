@@ -16,7 +16,6 @@ from enum import Enum
 from inferengine.core.executor import Capacity
 from inferengine.core.kv_cache.manager import PrefixHit, SwapSpace
 from inferengine.core.scheduler.scheduler_state import SchedulerOptions, SchedulerState
-from inferengine.core.scheduler.step_builder import StepBuilder
 from inferengine.core.sequence import Finished, Sequence
 
 PREEMPTION_POLICIES = ("preempt", "swap", "reject")
@@ -78,12 +77,12 @@ class Preemptor:
                 return None
         return None
 
-    def allocate_beside(self, builder: StepBuilder, sequence: Sequence, num_tokens: int, now: float) -> bool:
-        """Allocate for a row beside the planned ones, which are never preempted. False: it does not fit."""
+    def allocate_beside(self, rows: list[Sequence], sequence: Sequence, num_tokens: int, now: float) -> bool:
+        """Allocate for a row beside the planned `rows`, which are never preempted. False: it does not fit."""
         while not self._state.kv.allocate(sequence, num_tokens):
             self._state.stats.num_failed_allocations += 1
-            victim = self._victim_beside(builder)
-            if victim in builder.rows or (victim is sequence and builder.rows):
+            victim = self._victim_beside(rows)
+            if victim in rows or (victim is sequence and rows):
                 return False
             self.preempt(victim, now)
             if victim is sequence:
@@ -139,10 +138,10 @@ class Preemptor:
                 return False
         return True
 
-    def _victim_beside(self, builder: StepBuilder) -> Sequence:
+    def _victim_beside(self, rows: list[Sequence]) -> Sequence:
         """The sequence to preempt for a row beside the planned ones; one without a row if there is any."""
         running, tenants = self._state.running, self._state.tenants
         if tenants is None or tenants.share() == 1.0:
             return running[-1]
-        planned = set(builder.rows)
+        planned = set(rows)
         return tenants.victim([sequence for sequence in running if sequence not in planned] or running)

@@ -14,9 +14,8 @@ from typing import NamedTuple
 
 from inferengine.core.constraints import Grammar, TokenRules, token_rules
 from inferengine.core.executor import Capacity
-from inferengine.core.scheduler.planner import PlannedStep, Planner
+from inferengine.core.scheduler.planner import PlannedStep, Planner, ScheduledStep
 from inferengine.core.scheduler.scheduler_state import SchedulerOptions, SchedulerSnapshot, SchedulerState
-from inferengine.core.scheduler.step_builder import ScheduledStep
 from inferengine.core.sequence import (
     GRAMMAR_COMPLETE,
     FinishDetail,
