@@ -27,6 +27,7 @@ from inferengine.text.chat_template import with_tools
 from inferengine.text.output_parser import CLOSE, OPEN, MessageReader, ReasoningReader
 from inferengine.text.tool_parsers import FORMATS, Function, ToolFormat, calls_grammar, detect
 from inferengine.text.tool_parsers.base import CallDelta
+from inferengine.text.tool_parsers.custom import as_function
 
 MAX_TOOLS = 128  # OpenAI's limit
 NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
@@ -65,6 +66,22 @@ TOOL: Schema = {
     "properties": {"type": {"enum": ["function"]}, "function": FUNCTION},
     "required": ["function"],
 }
+CUSTOM_TOOL: Schema = {
+    "type": "object",
+    "properties": {
+        "type": {"enum": ["custom"]},
+        "custom": {
+            "type": "object",
+            "properties": {
+                "name": FUNCTION["properties"]["name"],
+                "description": STRING,
+                "format": {"type": "object", "properties": {"type": {"enum": ["text", "grammar"]}}},
+            },
+            "required": ["name"],
+        },
+    },
+    "required": ["type", "custom"],
+}
 TOOL_CHOICE: Schema = {"anyOf": [{"enum": ["none", "auto", "required"]}, OBJECT]}
 
 
@@ -82,10 +99,11 @@ class Conversation(msgspec.Struct, frozen=True):
     tools: Annotated[
         Any,
         about(
-            "functions that may be called",
-            schema=array(TOOL, most=MAX_TOOLS),
+            "functions, and custom tools, which take a text, that may be called",
+            schema=array({"anyOf": [TOOL, CUSTOM_TOOL]}, most=MAX_TOOLS),
             also=[
                 'must be {"type": "function", "function": {…}}',
+                'must be {"type": "custom", "custom": {"name": …}}',
                 "must have 1 to 128 letters, digits, _, - and .",
             ],
         ),
@@ -118,12 +136,14 @@ class SpecialTokens(msgspec.Struct, frozen=True):
 
 
 class Tools(NamedTuple):
-    """The functions that may be called. `choice`: auto, required, or the name of the one function to call."""
+    """The functions that may be called. `choice`: auto, required, or the name of the one function to call. `custom`:
+    the names of those that are custom tools, told as such."""
 
     definitions: list[dict[str, Any]]
     functions: list[Function]
     choice: str
     parallel: bool
+    custom: frozenset[str] = frozenset()
 
     @property
     def is_forced(self) -> bool:
@@ -143,17 +163,20 @@ def read_tools(body: dict[str, Any], limits: LimitsConfig) -> Tools | None:
         return None
     if not isinstance(definitions, list) or len(definitions) > MAX_TOOLS:
         raise InvalidRequest("tools", f"must be a list of at most {MAX_TOOLS} tools")
-    functions = [_read_function(item, f"tools[{place}]", limits) for place, item in enumerate(definitions)]
+    functions, custom = _read_functions(definitions, limits)
+    definitions = [
+        _shown_custom(item, f"tools[{place}]") if _is_custom(item) else item for place, item in enumerate(definitions)
+    ]
     names = [function.name for function in functions]
     if len(set(names)) < len(names):
         raise InvalidRequest("tools", "must have names that differ")
     if allowed is not None:
-        return _only(allowed, definitions, functions, parallel)
+        return _only(allowed, definitions, functions, parallel)._replace(custom=custom)
     if choice == "none":
         return None
     if choice not in (None, "auto", "required") and choice not in names:
         raise InvalidRequest("tool_choice", f"there is no tool named {choice[:64]}")
-    return Tools(definitions, functions, choice or "auto", parallel)
+    return Tools(definitions, functions, choice or "auto", parallel, custom)
 
 
 def tools_grammar(
@@ -188,11 +211,11 @@ def _read_allowed(value: Any) -> AllowedTools | None:
     mode, tools = (inner.get("mode"), inner.get("tools")) if isinstance(inner, dict) else (None, None)
     if mode not in ("auto", "required") or not isinstance(tools, list) or not tools:
         raise InvalidRequest("tool_choice", "allowed_tools must have a mode, auto or required, and tools")
-    named = [tool.get("function", tool) if isinstance(tool, dict) else None for tool in tools]
+    named = [tool.get(_kind(tool), tool) if isinstance(tool, dict) else None for tool in tools]
     names = [one.get("name") if isinstance(one, dict) else None for one in named]
     found = [name for name in names if isinstance(name, str)]
     if len(found) < len(names):
-        raise InvalidRequest("tool_choice", "allowed_tools must name functions")
+        raise InvalidRequest("tool_choice", "allowed_tools must name functions or custom tools")
     return AllowedTools(mode, found)
 
 
@@ -212,15 +235,52 @@ def _only(allowed: AllowedTools, definitions: list[Any], functions: list[Functio
 def _read_choice(value: Any) -> str | None:
     if value is None or value in ("auto", "none", "required"):
         return None if value is None else str(value)
-    function = (
-        value.get("function") if isinstance(value, dict) and value.get("type", "function") == "function" else None
-    )
+    is_named = isinstance(value, dict) and value.get("type", "function") in ("function", "custom")
+    function = value.get(_kind(value)) if is_named else None
     name = function.get("name") if isinstance(function, dict) else None
     if not isinstance(name, str):
         raise InvalidRequest(
             "tool_choice", 'must be none, auto, required or {"type": "function", "function": {"name"}}'
         )
     return name
+
+
+def _kind(tool: dict[str, Any]) -> str:
+    """The key that has a tool's name."""
+    return "custom" if tool.get("type") == "custom" else "function"
+
+
+def _is_custom(item: Any) -> bool:
+    return isinstance(item, dict) and item.get("type") == "custom"
+
+
+def _shown_custom(item: dict[str, Any], path: str) -> dict[str, Any]:
+    """Return the definition of the function that a custom tool is for the model."""
+    custom = item.get("custom")
+    if not isinstance(custom, dict):
+        raise InvalidRequest(path, 'must be {"type": "custom", "custom": {"name": …}}')
+    function = {"name": custom.get("name"), **as_function(custom, f"{path}.custom")}
+    return {"type": "function", "function": function}
+
+
+def _read_functions(definitions: list[Any], limits: LimitsConfig) -> tuple[list[Function], frozenset[str]]:
+    """Return what the tools are for the model, and the names of the custom ones among them."""
+    functions, custom = [], []
+    for place, item in enumerate(definitions):
+        path = f"tools[{place}]"
+        if not _is_custom(item):
+            functions.append(_read_function(item, path, limits))
+            continue
+        try:
+            functions.append(_read_function(_shown_custom(item, path), path, limits))
+        except InvalidRequest as error:  # that function is not the request's
+            if error.field == f"{path}.function.parameters":
+                error.field = f"{path}.custom.format"
+            elif error.field == f"{path}.function.name":
+                error.field = f"{path}.custom.name"
+            raise
+        custom.append(functions[-1].name)
+    return functions, frozenset(custom)
 
 
 def _read_function(item: Any, path: str, limits: LimitsConfig) -> Function:
@@ -288,7 +348,8 @@ async def read_chat_prompt(
     if not prompt_ids:
         raise InvalidRequest("messages", "the chat template makes nothing of them")
     keeps = tools is not None and any(_is_special(served, mark) for mark in format.marks)
-    parser = OutputParser(None if tools is None else format, thinks, inside, keeps)
+    custom = frozenset() if tools is None else tools.custom
+    parser = OutputParser(None if tools is None else format, thinks, inside, keeps, custom)
     return ChatPrompt(prompt_ids, tools, grammar, parser)
 
 
@@ -362,12 +423,13 @@ def _read_documents(body: dict[str, Any]) -> list[dict[str, Any]] | None:
 class OutputParser:
     """How the output of a prompt is parsed. `calls`: the format of tool calls, None where none may come. `thinks`: the
     output may begin with reasoning. `inside`: the prompt has opened the tag of reasoning. `keeps_special_tokens`: the
-    marks of calls are special tokens."""
+    marks of calls are special tokens. `custom`: the names of tools that take a text."""
 
     calls: ToolFormat | None = None
     thinks: bool = False
     inside: bool = False
     keeps_special_tokens: bool = False
+    custom: frozenset[str] = frozenset()
 
     @property
     def is_plain(self) -> bool:
@@ -379,6 +441,7 @@ class OutputParser:
         return MessageReader(
             ReasoningReader(inside=self.inside) if self.thinks else None,
             self.calls.make_parser() if self.calls is not None else None,
+            self.custom,
         )
 
     def call_id(self, answer_id: str, choice: int, call: int) -> str:
@@ -390,14 +453,18 @@ class OutputParser:
 
     def call_entry(self, answer_id: str, choice: int, part: CallDelta) -> dict[str, Any]:
         """Return an entry of a streamed `tool_calls`. The first of a call has its id and name."""
-        if part.name is None:
-            return {"index": part.call, "function": {"arguments": part.arguments}}
-        return {
-            "index": part.call,
-            "id": self.call_id(answer_id, choice, part.call),
-            "type": "function",
-            "function": {"name": part.name, "arguments": part.arguments},
-        }
+        if part.name is not None:
+            return {"index": part.call, **self.call(answer_id, choice, part.call, part.name, part.arguments)}
+        if part.is_custom:
+            return {"index": part.call, "custom": {"input": part.arguments}}
+        return {"index": part.call, "function": {"arguments": part.arguments}}
+
+    def call(self, answer_id: str, choice: int, call: int, name: str, arguments: str) -> dict[str, Any]:
+        """Return a whole call. `arguments`: JSON text, or the text for a custom tool."""
+        head = {"id": self.call_id(answer_id, choice, call)}
+        if name in self.custom:
+            return {**head, "type": "custom", "custom": {"name": name, "input": arguments}}
+        return {**head, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def finish_reason(reason: str | None, num_calls: int) -> str | None:
@@ -412,6 +479,7 @@ def parser_to_map(parser: OutputParser) -> dict[str, Any]:
         "thinks": parser.thinks,
         "inside": parser.inside,
         "special": parser.keeps_special_tokens,
+        "custom": sorted(parser.custom),
     }
 
 
@@ -419,10 +487,11 @@ def parser_from_map(kept: Any) -> OutputParser:
     """Return the parser of a dict from `parser_to_map`; the plain one for anything else."""
     if not isinstance(kept, dict):
         return OutputParser()
-    calls = kept.get("calls")
+    calls, custom = kept.get("calls"), kept.get("custom")
     return OutputParser(
         FORMATS.get(calls) if isinstance(calls, str) else None,
         kept.get("thinks") is True,
         kept.get("inside") is True,
         kept.get("special") is True,
+        frozenset(name for name in custom if isinstance(name, str)) if isinstance(custom, list) else frozenset(),
     )

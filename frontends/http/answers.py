@@ -72,12 +72,20 @@ class ToolCallFunction(msgspec.Struct):
     arguments: str
 
 
+class ToolCallCustom(msgspec.Struct):
+    """The custom tool to call, with a text."""
+
+    name: str
+    input: str
+
+
 class ToolCallAnswer(msgspec.Struct):
-    """A call that the client is to make."""
+    """A call that the client is to make: of a function or of a custom tool."""
 
     id: str
-    type: Literal["function"]
-    function: ToolCallFunction
+    type: Literal["function", "custom"]
+    function: ToolCallFunction | None = None
+    custom: ToolCallCustom | None = None
 
 
 class AssistantMessage(msgspec.Struct):

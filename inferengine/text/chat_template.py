@@ -25,6 +25,7 @@ import jinja2.sandbox
 
 from inferengine.errors import InferEngineError, InvalidRequest
 from inferengine.text.tokenizer import read_json, special_token_strings
+from inferengine.text.tool_parsers.custom import custom_arguments
 
 MAX_OUTPUT_CHARACTERS = 8_000_000
 TIME_LIMIT_S = 10.0
@@ -168,6 +169,8 @@ def _tool_calls(calls: Any, path: str) -> list[dict[str, Any]]:
         raise InvalidRequest(path, "must be a list of calls")
     read = []
     for place, call in enumerate(calls):
+        if isinstance(call, dict) and call.get("type") == "custom":
+            call = _custom_call(call, f"{path}[{place}]")
         function = call.get("function") if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise InvalidRequest(f"{path}[{place}].function", "must have a name and arguments")
@@ -189,6 +192,15 @@ def _tool_calls(calls: Any, path: str) -> list[dict[str, Any]]:
             raise InvalidRequest(f"{path}[{place}].function.arguments", "must be a JSON object")
         read.append({**call, "function": {**function, "arguments": arguments}})
     return read
+
+
+def _custom_call(call: dict[str, Any], path: str) -> dict[str, Any]:
+    """Return the call of a custom tool as one of the function that the tool is for the model."""
+    custom = call.get("custom")
+    if not isinstance(custom, dict) or not isinstance(custom.get("input"), str):
+        raise InvalidRequest(f"{path}.custom", "must have a name and input, both strings")
+    function = {"name": custom.get("name"), "arguments": custom_arguments(custom["input"])}
+    return {"id": call.get("id"), "type": "function", "function": function}
 
 
 def _part(part: Any, path: str) -> str:

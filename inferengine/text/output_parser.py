@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from inferengine.text.tool_parsers import ToolParser
 from inferengine.text.tool_parsers.base import CallDelta, Content, Part, Reasoning, split_at_mark
+from inferengine.text.tool_parsers.custom import CustomCalls
 
 OPEN, CLOSE = "<think>", "</think>"  # around the reasoning that some models write before they answer
 
@@ -59,7 +62,7 @@ class Message:
     def __init__(self) -> None:
         self.content = ""
         self.reasoning = ""
-        self.calls: list[tuple[str, str]] = []  # name and arguments as JSON text
+        self.calls: list[tuple[str, str]] = []  # name, and arguments as JSON text or the text for a custom tool
 
     def add(self, parts: list[Part]) -> None:
         """Append parts."""
@@ -76,11 +79,15 @@ class Message:
 
 
 class MessageReader:
-    """Parses one output. Without a reasoning reader or a tool parser that kind of part is content."""
+    """Parses one output. Without a reasoning reader or a tool parser that kind of part is content. `custom`: the names
+    of tools that take a text."""
 
-    def __init__(self, reasoning: ReasoningReader | None, tools: ToolParser | None) -> None:
+    def __init__(
+        self, reasoning: ReasoningReader | None, tools: ToolParser | None, custom: Collection[str] = ()
+    ) -> None:
         self._reasoning = reasoning
         self._tools = tools
+        self._custom = CustomCalls(custom) if custom else None
         self.num_calls = 0
 
     def push(self, text: str, final: bool = False) -> list[Part]:
@@ -96,7 +103,7 @@ class MessageReader:
         for part in parts:
             if isinstance(part, CallDelta):
                 self.num_calls = part.call + 1
-        return parts
+        return parts if self._custom is None else self._custom.push(parts, final)
 
     def read(self, text: str) -> Message:
         """Parse a whole output at once."""

@@ -545,11 +545,7 @@ class MessageFormat:
             elif message.calls:
                 shown["content"] = message.content or None
                 shown["tool_calls"] = [
-                    {
-                        "id": self._parser.call_id(self._answer.id, output.choice.index, place),
-                        "type": "function",
-                        "function": {"name": name, "arguments": arguments},
-                    }
+                    self._parser.call(self._answer.id, output.choice.index, place, name, arguments)
                     for place, (name, arguments) in enumerate(message.calls)
                 ]
             messages.append(shown)

@@ -15,9 +15,10 @@ from frontends.common.json import event
 from frontends.http.openai.chat import ChatRequest
 from frontends.http.openai.format import chat_logprobs
 from frontends.http.openai.responses_input import item_id
-from frontends.http.openai.responses_tools import Origin, custom_input
+from frontends.http.openai.responses_tools import Origin
 from inferengine.errors import InferEngineError
 from inferengine.text.tool_parsers.base import CallDelta, Content, Part, Reasoning
+from inferengine.text.tool_parsers.custom import custom_input
 
 Keep = Callable[[dict[str, Any]], None]
 

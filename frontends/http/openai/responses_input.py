@@ -7,8 +7,9 @@ from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
 from frontends.http.openai.response_store import ResponseStore
-from frontends.http.openai.responses_tools import custom_arguments, shown_name
+from frontends.http.openai.responses_tools import shown_name
 from inferengine.errors import InferEngineError, InvalidRequest
+from inferengine.text.tool_parsers.custom import custom_arguments
 
 Item = dict[str, Any]
 Lookup = Callable[[str], Awaitable[Item | None]]

@@ -7,10 +7,10 @@ its own servers, such as `web_search`, are left out where the model may choose, 
 
 from __future__ import annotations
 
-import json
 from typing import Any, NamedTuple
 
 from inferengine.errors import InvalidRequest
+from inferengine.text.tool_parsers.custom import as_function
 
 SEPARATOR = "__"
 # Tools that a server runs. A model that may choose goes without them.
@@ -22,7 +22,6 @@ HOSTED = (
     "image_generation",
     "tool_search",
 )
-INPUT = "input"
 
 
 class Origin(NamedTuple):
@@ -88,20 +87,6 @@ def shown_name(item: dict[str, Any]) -> Any:
     return f"{namespace}{SEPARATOR}{name}" if isinstance(namespace, str) and isinstance(name, str) else name
 
 
-def custom_arguments(text: str) -> str:
-    """Return the arguments of the function that a custom tool is for the model."""
-    return json.dumps({INPUT: text}, ensure_ascii=False)
-
-
-def custom_input(arguments: str) -> str:
-    """Return the text for a custom tool; of arguments that are something else, or cut off, what was written."""
-    try:
-        value = json.loads(arguments)[INPUT]
-    except (ValueError, KeyError, TypeError):
-        return arguments
-    return value if isinstance(value, str) else arguments
-
-
 def _is_free(choice: Any) -> bool:
     """Whether the model may answer without a call."""
     if isinstance(choice, dict):
@@ -120,7 +105,7 @@ def _add(found: ResponseTools, tool: Any, namespace: str | None, path: str) -> N
         message = "must be of type function, custom or namespace: this server has no tools of its own"
         raise InvalidRequest(path, message, code="unsupported")
     name = shown_name({**tool, "namespace": namespace})
-    function = {"name": name, **_function(tool)} if kind == "function" else {"name": name, **_custom(tool, path)}
+    function = {"name": name, **_function(tool)} if kind == "function" else {"name": name, **as_function(tool, path)}
     found.definitions.append({"type": "function", "function": function})
     if isinstance(name, str):
         found.origins[name] = Origin(kind, str(tool["name"]), namespace)
@@ -128,21 +113,3 @@ def _add(found: ResponseTools, tool: Any, namespace: str | None, path: str) -> N
 
 def _function(tool: dict[str, Any]) -> dict[str, Any]:
     return {name: tool[name] for name in ("description", "parameters", "strict") if tool.get(name) is not None}
-
-
-def _custom(tool: dict[str, Any], path: str) -> dict[str, Any]:
-    """A function with one string. A regular expression is kept where calls are; a grammar is only described."""
-    form = tool.get("format") or {"type": "text"}
-    text: dict[str, Any] = {"type": "string"}
-    description = tool.get("description") if isinstance(tool.get("description"), str) else ""
-    if not isinstance(form, dict) or form.get("type") not in ("text", "grammar"):
-        raise InvalidRequest(f"{path}.format", "must be of type text or grammar")
-    if form["type"] == "grammar":
-        syntax, definition = form.get("syntax"), form.get("definition")
-        if syntax not in ("lark", "regex") or not isinstance(definition, str):
-            raise InvalidRequest(f"{path}.format", "a grammar must have a syntax, lark or regex, and a definition")
-        if syntax == "regex":
-            text["pattern"] = f"^(?:{definition})$"
-        description = f"{description}\n\nThe input must match this {syntax} grammar:\n{definition}".strip()
-    parameters = {"type": "object", "properties": {INPUT: text}, "required": [INPUT], "additionalProperties": False}
-    return {**({"description": description} if description else {}), "parameters": parameters}

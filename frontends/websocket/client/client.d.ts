@@ -84,7 +84,7 @@ export interface SamplingParams {
 export interface GenerateOptions {
   /** the conversation, through the model's chat template */
   messages?: Message[];
-  /** functions that may be called */
+  /** functions, and custom tools, which take a text, that may be called */
   tools?: Tool[];
   /** whether, or which, to call */
   toolChoice?: "none" | "auto" | "required" | { type: "function"; function: { name: string } };

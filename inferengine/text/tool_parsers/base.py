@@ -42,11 +42,12 @@ class Reasoning(NamedTuple):
 
 class CallDelta(NamedTuple):
     """A piece of the tool call number `call` (from 0). The first delta of a call has its `name`; `arguments` is a piece
-    of their JSON text."""
+    of their JSON text, or the whole text for a custom tool."""
 
     call: int
     name: str | None
     arguments: str
+    is_custom: bool = False
 
 
 Part = Content | Reasoning | CallDelta
