@@ -33,6 +33,7 @@ from inferengine.bench.environment import write_result
 ROOT = Path(__file__).resolve().parents[1]
 PARTS = ("inferengine", "frontends")
 TIMEOUT_S = 120.0
+SETTLE_S = 1.0  # after the first chat, for what follows its end
 IDLE_S = 3.0
 Calls = dict[str, set[str]]  # thread's name: "FILE:LINE FUNCTION"
 
@@ -125,6 +126,7 @@ def measure(num_tokens: int) -> dict[str, Any]:
         try:
             _wait_ready(f"http://127.0.0.1:{port}/ready", processes)
             _chat(port, num_tokens)
+            time.sleep(SETTLE_S)
             idle = _recorded(processes, lambda: time.sleep(IDLE_S))
             chat = _recorded(processes, lambda: _chat(port, num_tokens))
         finally:

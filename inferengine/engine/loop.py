@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 
 from inferengine.core.constraints import Grammar
 from inferengine.core.executor import DeviceLost, is_fatal
-from inferengine.core.kv_cache.prefix_cache import KVEvent
+from inferengine.core.kv_cache.block_pool import KVEvent
 from inferengine.core.scheduler.admission import AdmissionLimits
 from inferengine.core.scheduler.scheduler import StepOutput
 from inferengine.core.scheduler.scheduler_state import SchedulerSnapshot, SchedulerStats

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from inferengine.core.step_plan import BlockUpdates, SlotInit, TokenWrites
+from inferengine.kernels.batch import StepColumns
 from inferengine.kernels.reference.sampling import (
     ALLOWED,
     BAD_WORDS,
@@ -217,6 +218,11 @@ class Slots:
         wider = torch.full((table.shape[0], _power(width)), padding, dtype=table.dtype, device=self.device)
         wider[:, : table.shape[1]] = table
         return wider
+
+    def wants_prompt_logprobs(self, columns: StepColumns) -> bool:
+        """Whether any row of the step computes prompt positions of a request that wants log-probabilities of its
+        prompt."""
+        return self.has_prompt_logprobs and bool((self.host_prompt_end[columns.row_slot] > columns.row_start).any())
 
     def upload(self, array: np.ndarray) -> torch.Tensor:
         """Copy to the device, without waiting for it."""

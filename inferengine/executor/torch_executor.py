@@ -25,7 +25,7 @@ from inferengine.executor.memory.kv_cache import KVCache
 from inferengine.executor.memory.measure import size_cache, swap_times
 from inferengine.executor.memory.plan import context_length
 from inferengine.executor.pooling import Pooling
-from inferengine.executor.sampling.logprobs import StepPromptLogprobs, wants_prompt_logprobs
+from inferengine.executor.sampling.logprobs import StepPromptLogprobs
 from inferengine.executor.sampling.sampler import StepDraws
 from inferengine.executor.settings import ExecutorSettings, executor_settings
 from inferengine.executor.slots import Slots
@@ -199,7 +199,7 @@ class TorchExecutor:
             last = hidden if batch.num_samples == batch.num_tokens else hidden.index_select(0, batch.sample_tokens)
             logits = self.model.logits(last)
         prompt = None
-        if wants_prompt_logprobs(self.slots, columns):
+        if self.slots.wants_prompt_logprobs(columns):
             prompt = StepPromptLogprobs(self.ops, self.model, hidden, self.slots, columns)
         embeddings = self.pooling.compute(self.model, hidden, plan.pooled, columns) if plan.pooled else None
         return StepDraws(self.ops, self.slots, plan, batch, logits, prompt=prompt, embeddings=embeddings)
@@ -217,7 +217,7 @@ class TorchExecutor:
             batch.columns = columns
             return StepDraws(self.ops, self.slots, plan, batch, logits, ids)
         shape = mixed.shape(plan, len(columns.sample_rows))
-        if shape is None or plan.pooled or wants_prompt_logprobs(self.slots, columns):
+        if shape is None or plan.pooled or self.slots.wants_prompt_logprobs(columns):
             return None
         self.launched = "graph with prompts"
         batch, logits = mixed.run(shape, plan, columns)

@@ -6,8 +6,7 @@ import random
 
 import pytest
 
-from inferengine.core.kv_cache.block_pool import BlockPool
-from inferengine.core.kv_cache.prefix_cache import PrefixCache, block_hash, root_hash
+from inferengine.core.kv_cache.block_pool import BlockPool, PrefixCache, block_hash, root_hash
 from inferengine.core.sequence import RowFailure
 from inferengine.core.step_plan import StepPlan, StepResult
 from inferengine.engine.core import StepFailed

@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 from inferengine.core.kv_cache import manager as kv_manager
-from inferengine.core.kv_cache.block_pool import BlockPool
+from inferengine.core.kv_cache.block_pool import BlockPool, PrefixCache
 from inferengine.core.kv_cache.manager import KVCacheManager, PrefixHit, SwapSpace
-from inferengine.core.kv_cache.prefix_cache import PrefixCache
 from inferengine.core.scheduler.planner import StepBuilder
 from inferengine.core.scheduler.queues.fcfs import FirstComeFirstServed
 from inferengine.core.scheduler.scheduler_state import SchedulerState, WaitingForks

@@ -9,7 +9,7 @@ import msgpack
 import pytest
 import zmq
 
-from inferengine.core.kv_cache.prefix_cache import BlockRemoved, BlockStored
+from inferengine.core.kv_cache.block_pool import BlockRemoved, BlockStored
 from inferengine.engine.metrics.kv_events import KVEventPublisher
 from inferengine.engine.service import EngineService
 from inferengine.wire import sockets

@@ -13,9 +13,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from inferengine.core.executor import KVGroup
-from inferengine.core.kv_cache.block_pool import BlockPool
-from inferengine.core.kv_cache.prefix_cache import (
+from inferengine.core.kv_cache.block_pool import (
     AllBlocksCleared,
+    BlockPool,
     BlockRemoved,
     BlockStored,
     KVEvent,

@@ -112,11 +112,6 @@ class StepPromptLogprobs:
         }
 
 
-def wants_prompt_logprobs(slots: Slots, columns: StepColumns) -> bool:
-    """Whether any row of the step computes prompt positions of a request that wants log-probabilities of its prompt."""
-    return slots.has_prompt_logprobs and bool((slots.host_prompt_end[columns.row_slot] > columns.row_start).any())
-
-
 def _prompt_parts(slots: Slots, columns: StepColumns) -> Iterator[_PromptPart]:
     ends = np.minimum(slots.host_prompt_end[columns.row_slot], columns.row_len)
     for row in np.flatnonzero(ends > columns.row_start).tolist():
