@@ -179,6 +179,7 @@ class ModelAnswer(msgspec.Struct):
     object: Literal["model"]
     created: int
     owned_by: str
+    implementation: str
 
 
 class Models(msgspec.Struct):

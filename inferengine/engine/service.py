@@ -197,6 +197,7 @@ class EngineService:
             str(getattr(executor, "dtype", self.config.model.dtype)).removeprefix("torch."),
             embedding_size=capacity.embedding_size,
             pooling=self.config.model.pooling if capacity.embedding_size else "",
+            implementation=getattr(executor, "implementation", ""),
         )
         self.lifecycle.mark("measuring the device")
         self.core = core

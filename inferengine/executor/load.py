@@ -3,6 +3,7 @@ would load."""
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,6 +25,8 @@ from inferengine.models.weights import check_weights
 from inferengine.quantization.apply import quantize
 from inferengine.quantization.checkpoints import layout_of
 
+logger = logging.getLogger(__name__)
+
 
 class LoadedModel(NamedTuple):
     """A model on its device, ready to be given a KV cache."""
@@ -38,6 +41,12 @@ class LoadedModel(NamedTuple):
 def load_model(settings: ExecutorSettings, ops: Ops, progress: Progress) -> LoadedModel:
     """Read the checkpoint (or make random weights), quantize, pack for the device, load the adapters."""
     config, family = registry.read_model_config(settings.folder)
+    if config.implementation != "native":
+        logger.warning(
+            "%s is served with %s' modules and paged attention: slower than families with layers of this engine",
+            settings.folder.name,
+            config.implementation,
+        )
     dtype = settings.compute_dtype(config)
     weight_map = family.weight_map(config)
     with torch.device("meta"):
@@ -67,6 +76,7 @@ def load_model(settings: ExecutorSettings, ops: Ops, progress: Progress) -> Load
     weights.finish(model)
     progress("packing weights", 1.0)
     model.eval()
+    model.verify()
     adapters = None
     if settings.adapters_folder is not None:
         adapters = _load_adapters(settings, settings.adapters_folder, model, weight_map.targets, dtype)

@@ -57,6 +57,7 @@ class TorchExecutor:
         self.draft: DraftModel | None = None
         self.adapters: AdapterFolder | None = None
         self.compilations: Compilations | None = None  # counts since the end of warm-up
+        self.implementation = ""  # whose layers compute the model, where they are not this engine's
 
     # -- lifecycle ---------------------------------------------------------------------------------------------------
 
@@ -66,6 +67,7 @@ class TorchExecutor:
         loaded = load_model(settings, self.ops, progress)
         self.config, self.model, self.dtype = loaded.config, loaded.model, loaded.dtype
         self.quantization, self.adapters = loaded.quantization, loaded.adapters
+        self.implementation = "" if self.config.implementation == "native" else self.config.implementation
         self.threads = Threads(self.config, settings.threads) if self.device.type == "cpu" else None
         max_model_len = context_length(settings, self.config)
         groups, self._prompt_shapes = size_cache(self, max_model_len)

@@ -50,6 +50,7 @@ class DecoderConfig:
     no_rope_layers: tuple[int, ...] = ()  # layers without rotation
     dtype: str = "float32"  # of the checkpoint
     eos_token_ids: tuple[int, ...] = ()
+    implementation: str = "native"  # whose layers compute the model: native | transformers
 
     @property
     def is_plain(self) -> bool:

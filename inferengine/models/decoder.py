@@ -27,6 +27,7 @@ class DecoderModel(nn.Module):
     layers: nn.ModuleList
     norm: nn.Module
     head: Head
+    can_be_captured = True  # as CUDA graphs
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """[T] ids -> residual stream [T, E]."""
@@ -35,6 +36,9 @@ class DecoderModel(nn.Module):
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         """[N, E] rows of the residual stream -> [N, V]."""
         raise NotImplementedError
+
+    def verify(self) -> None:
+        """Check the model once its weights are loaded. Raises ConfigError."""
 
 
 class Target(NamedTuple):

@@ -1,4 +1,5 @@
-"""Maps an architecture to its family module (a ModelFamily of models/decoder.py), imported on first use.
+"""Maps an architecture to its family module (a ModelFamily of models/decoder.py), imported on first use; one without a
+family to transformers_fallback, where transformers knows it.
 
 A new family is a new file and a line in models/table.py.
 """
@@ -11,9 +12,10 @@ from pathlib import Path
 from typing import Any, cast
 
 from inferengine.layers.decoder_config import DecoderConfig
+from inferengine.models import transformers_fallback
 from inferengine.models.decoder import ModelFamily
 from inferengine.models.hf_config import ConfigReader, read_eos, read_json, refused
-from inferengine.models.table import FAMILIES
+from inferengine.models.table import FAMILIES, nearest
 
 MODULES = {family.architecture: family.module for family in FAMILIES}
 BY_MODEL_TYPE = {family.model_type: family.architecture for family in FAMILIES}
@@ -24,7 +26,10 @@ def family(values: dict[str, Any]) -> ModelFamily:
     names = values.get("architectures") or [BY_MODEL_TYPE.get(str(values.get("model_type")), values.get("model_type"))]
     name = names[0] if isinstance(names, list) and names else names
     if not isinstance(name, str) or name not in MODULES:
-        raise refused(f"config.json: the architecture {name} is not supported; {', '.join(MODULES)} are")
+        if transformers_fallback.knows(values):
+            return cast(ModelFamily, transformers_fallback)
+        reason = transformers_fallback.why_not(values)
+        raise refused(f"config.json: the architecture {name} is not supported: {reason}; {nearest(str(name))}")
     return cast(ModelFamily, importlib.import_module(f"inferengine.models.{MODULES[name]}"))
 
 

@@ -64,6 +64,23 @@ FAMILIES = (
     Family("GPT2LMHeadModel", "families.gpt2", "gpt2", (0.124, 0.355, 0.774, 1.56), "GPT-2"),
 )
 
+LIKE = 4  # letters that the names of two architectures share at least, from the first, to be called near
+
+
+def nearest(architecture: str) -> str:
+    """Say which family's name is nearest to that of an architecture without layers here."""
+    shared = [_shared_letters(family.architecture, architecture) for family in FAMILIES]
+    family = FAMILIES[shared.index(max(shared))]
+    if max(shared) < LIKE:
+        return "no family of the list is like it: 'inferengine models' prints it"
+    return f"the nearest that has: {family.architecture} ({family.models})"
+
+
+def _shared_letters(one: str, other: str) -> int:
+    """Letters that two names share, from the first."""
+    return next((i for i, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]), len(other))
+
+
 CARDS_GB = (24, 80, 141)  # of memory
 BYTES = {"bf16": 2.0, "8 bits": 1.0, "4 bits": 0.56}  # of a parameter, with its share of scales
 ROOM = 0.8  # share of a card that weights may take, so that a cache of some thousand tokens is left

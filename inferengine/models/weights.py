@@ -162,7 +162,7 @@ class _Loader:
         short = self._short(name)
         if any(re.fullmatch(pattern, short) for pattern in self.map.ignored):
             return 0
-        if short == self.map.head and "head.weight" not in self.parameters:
+        if short == self.map.head and self.map.targets[short].parameter not in self.parameters:
             self.stored_head = aligned(shard.get_tensor(name))
             return _num_bytes(self.stored_head)
         number = LAYER.search(short)
@@ -202,8 +202,9 @@ class _Loader:
             source = getattr(module, "source", None)
             if source is not None and (name := source.missing()) is not None:
                 raise refused(f"the tensor {name} is missing from the checkpoint")
-        if self.stored_head is not None and not self.parameters["embed.weight"].is_meta:
-            embedding = self.parameters["embed.weight"].data.cpu()
+        shared = self.parameters.get(self.map.targets[self.map.embedding].parameter)
+        if self.stored_head is not None and shared is not None and not shared.is_meta:
+            embedding = shared.data.cpu()
             head = self.stored_head.to(embedding.dtype)
             if head.shape != embedding.shape or not torch.equal(head, embedding):
                 names = f"the tensor {self.map.head} differs from {self.map.embedding}"
@@ -258,12 +259,21 @@ def _num_bytes(tensor: torch.Tensor) -> int:
 
 
 def _allocate(model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
+    """Give every parameter memory: in `dtype`, or in the `number_type` that it names. A shared one stays shared."""
+    made: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}  # by id: the parameter, which must live on, and the new one
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
-            try:
-                data = torch.empty(parameter.shape, dtype=dtype, device=device)
-            except torch.OutOfMemoryError:
-                raise
-            except RuntimeError as error:  # the CPU's allocator has no error class of its own
-                raise MemoryError(f"no memory for a parameter of {list(parameter.shape)} as {dtype}: {error}") from None
-            module.register_parameter(name, nn.Parameter(data, requires_grad=False))
+            if id(parameter) not in made:
+                made[id(parameter)] = parameter, _allocated(parameter, dtype, device)
+            module.register_parameter(name, made[id(parameter)][1])
+
+
+def _allocated(parameter: nn.Parameter, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
+    dtype = getattr(parameter, "number_type", dtype)
+    try:
+        data = torch.empty(parameter.shape, dtype=dtype, device=device)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:  # the CPU's allocator has no error class of its own
+        raise MemoryError(f"no memory for a parameter of {list(parameter.shape)} as {dtype}: {error}") from None
+    return nn.Parameter(data, requires_grad=False)

@@ -341,7 +341,12 @@ class _ListedFiles(Body, frozen=True):
     files: Names = ()
 
 
-_LATER_MODEL_KEYS = ("adapters", "embedding_size", "pooling")  # left out where there is nothing to say
+_LATER_MODEL_KEYS = (
+    "adapters",
+    "embedding_size",
+    "pooling",
+    "implementation",
+)  # left out where there is nothing to say
 
 
 def _decode_welcome(body: Any, raw: Sequence[bytes]) -> Welcome:

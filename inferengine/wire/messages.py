@@ -196,6 +196,7 @@ class ModelInfo(Body, frozen=True):
     adapters: Names = ()
     embedding_size: Count = 0  # values of an embedding; 0: this engine gives none
     pooling: Name = ""  # of embeddings whose request names none
+    implementation: Name = ""  # whose layers compute it: "transformers"; empty: the engine's own
 
 
 class Welcome(Body, frozen=True):

@@ -178,7 +178,10 @@ def test_an_index_names_no_file_outside_the_folder(tmp_path):
         ({"sliding_window": 12}, "sliding_window = 12 is not supported"),
         ({"attention_sinks": 4}, "attention_sinks = 4 is not supported"),
         ({"num_experts": 8}, "num_experts = 8 is not supported"),
-        ({"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM is not supported"),
+        (
+            {"architectures": ["MambaForCausalLM"]},
+            "MambaForCausalLM is not supported: 'llama' is served as LlamaForCausalLM",
+        ),
         ({"architectures": [["LlamaForCausalLM"]]}, "is not supported"),
         ({"dtype": 16}, "dtype = '16'"),
         ({"dtype": "float8_e4m3fn"}, "dtype = 'float8_e4m3fn'"),

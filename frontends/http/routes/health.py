@@ -115,6 +115,7 @@ def _model_cards(service: HttpState) -> list[dict[str, Any]]:
         "root": info.name,
         "parent": None,
         "max_model_len": info.max_model_len,
+        "implementation": info.implementation or "native",
     }
     return [card, *({**card, "id": name, "parent": info.name} for name in info.adapters)]
 

@@ -62,7 +62,7 @@ def capture_graphs(
     runner: StepRunner, shapes: list[MixedShape], compile_draft: Callable[[], None] | None, progress: Progress
 ) -> tuple[DecodeGraphs, MixedGraphs] | None:
     """Compile every kernel that a step can launch, then capture the CUDA graphs. `shapes` are those of the graphs with
-    prompts, `compile_draft` runs the draft model's steps. Returns None where the settings ask for no graphs."""
+    prompts, `compile_draft` runs the draft model's steps. Returns None where settings or model want no graphs."""
     settings = runner.settings
     decode = DecodeGraphs(runner.model, runner.ops, runner.slots, runner.kv.group_caches, settings.max_num_seqs)
     mixed = MixedGraphs(runner.model, runner.ops, runner.slots, runner.kv.group_caches, shapes)
@@ -73,7 +73,7 @@ def capture_graphs(
     steps += [partial(execute_unmasked, runner, plan) for plan in plans]
     compile_kernels(steps, runner.model)
     progress("compiling kernels", 1.0)
-    if not settings.cuda_graphs:
+    if not settings.cuda_graphs or not runner.model.can_be_captured:
         return None
     decode.capture_all(lambda share: progress("capturing decode graphs", share))
     mixed.capture_all(lambda share: progress("capturing prompt graphs", share), decode.pool)

@@ -165,7 +165,7 @@ def make_plan(settings: ExecutorSettings, device_bytes: int) -> MemoryPlan:
         context = CUDA_CONTEXT_BYTES
         token_s = _token_s(config, values, settings, dtype)
         shapes = shapes_to_capture(settings.max_num_seqs, settings.max_num_batched_tokens, token_s)
-        if settings.cuda_graphs:
+        if settings.cuda_graphs and config.implementation == "native":
             graphs = graph_bytes(config, settings, dtype, shapes)
         taken = weights + draft_weights + activations + slots + context + graphs
         budget = device_budget_bytes(device_bytes, settings.memory_fraction, taken)

@@ -46,7 +46,7 @@ def roofline_of(
         weight_bytes=num_bytes - sum(map(_num_weights, halves)) * (dtype.itemsize - 2),
         num_layer_weights=sum(map(_num_weights, linears)),
         item_bytes=dtype.itemsize,
-        head_item_bytes=2 if _is_half(model.head) else dtype.itemsize,
+        head_item_bytes=2 if _is_half(getattr(model, "head", None)) else dtype.itemsize,
         kv_item_bytes=kv_dtype.itemsize,
         product_speed=faster if scheme in EIGHT_BIT_PRODUCTS else 1.0,
     )
@@ -57,9 +57,9 @@ def _num_weights(linear: Linear) -> int:
     return linear.in_features * sum(linear.parts)
 
 
-def _is_half(module: Linear | Head) -> bool:
+def _is_half(module: Linear | Head | None) -> bool:
     """Whether a CPU keeps the weight of an fp32 layer in half precision: see kernels/reference/ops.py's pack_linear."""
-    return isinstance(module.packed, torch.ScriptObject)
+    return module is not None and isinstance(module.packed, torch.ScriptObject)
 
 
 def model_work(

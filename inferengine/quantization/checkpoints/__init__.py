@@ -16,6 +16,24 @@ MODULES = {
     "gptq": "gptq",
     "awq": "awq",
 }
+AT_LOAD = "take the checkpoint without it, and have the engine make the weights at load: model.quantization = "
+NEAREST = {
+    "bitsandbytes": f"its blocks of 64 weights are no layout that a kernel here reads; {AT_LOAD}int4 or int8",
+    "fbgemm_fp8": "the nearest that is: fp8 or compressed-tensors, the same numbers with a scale for each row",
+    "modelopt": "the nearest that is: compressed-tensors, into which llm-compressor writes FP8 and INT4",
+    "quark": "the nearest that is: compressed-tensors, into which llm-compressor writes FP8 and INT4",
+    "torchao": f"its tensors are pickled subclasses; {AT_LOAD}int4, int8 or fp8",
+    "hqq": f"the nearest that is: gptq or awq, with 4 bits and groups too; or {AT_LOAD}int4",
+    "eetq": f"{AT_LOAD}int8 is the same: 8 bits, a scale for each row",
+    "quanto": f"{AT_LOAD}int4 or int8",
+    "aqlm": "its weights are sums of codebook entries; the nearest that is: gptq or awq with 4 bits",
+    "quip": "its weights are codebook entries; the nearest that is: gptq or awq with 4 bits",
+    "vptq": "its weights are codebook entries; the nearest that is: gptq or awq with 4 bits",
+    "spqr": "its outliers are stored apart; the nearest that is: gptq or awq with 4 bits",
+    "higgs": f"its weights are codebook entries; {AT_LOAD}int4",
+    "bitnet": "its weights have three values; no kernel here reads them",
+    "mxfp4": f"no kernel here reads FP4; {AT_LOAD}int4 of a bf16 checkpoint",
+}
 
 
 def layout_of(config: dict[str, Any]) -> Layout | None:
@@ -27,6 +45,7 @@ def layout_of(config: dict[str, Any]) -> Layout | None:
         raise refused("quantization_config must be an object")
     method = values.get("quant_method")
     if not isinstance(method, str) or method not in MODULES:
-        raise refused(f"quantization_config.quant_method = {method!r} is not supported; {', '.join(MODULES)} are")
+        near = NEAREST.get(str(method), f"{', '.join(MODULES)} are read")
+        raise refused(f"quantization_config.quant_method = {method!r} is not supported: {near}")
     layout: Layout = importlib.import_module(f"inferengine.quantization.checkpoints.{MODULES[method]}").read(values)
     return layout

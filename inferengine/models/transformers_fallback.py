@@ -1,0 +1,627 @@
+"""Serves causal models that have no family of their own with transformers' modules and this engine's paged attention.
+
+transformers builds the model from config.json, of classes that are part of transformers: code of a checkpoint is never
+run. Its attention goes through transformers' attention interface to PagedAttention, which writes and reads the paged KV
+cache. All tokens of a step are one row [1, T] with their own positions.
+
+That is exact for models whose tokens meet in that attention alone. What each layer asks of it (heads, scale, window) is
+recorded from a forward pass on `meta`, so nothing about a model is listed here. What the paged attention cannot compute
+is refused by name. `TransformersModel.verify` then checks on the loaded weights that tokens meet nowhere else, and that
+positions are those given: convolutions, recurrences and counted positions differ there.
+
+Linear layers become this engine's, for quantized weights and LoRA. No CUDA graphs: the modules may wait for the device.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from inferengine.errors import ConfigError
+from inferengine.kernels.batch import Batch
+from inferengine.kernels.ops import Ops
+from inferengine.layers.attention import CachedAttention
+from inferengine.layers.decoder_config import DecoderConfig
+from inferengine.layers.linear import Linear
+from inferengine.models.decoder import DecoderModel, Target, WeightMap
+from inferengine.models.hf_config import ConfigReader, refused
+from inferengine.models.table import nearest
+from inferengine.models.weights import LAYER
+
+logger = logging.getLogger(__name__)
+
+NAME = "inferengine"  # of the attention, in transformers' tables
+PLACE = "inferengine_place"  # attribute of a module of transformers: what computes its attention
+# fmt: off
+WITHOUT_EFFECT = frozenset((  # arguments that the attention may be passed
+    "cache_position", "dropout", "layer_idx", "output_attentions", "output_hidden_states", "position_ids",
+    "return_dict", "use_cache",
+))
+# fmt: on
+FAR = (0, 1, 2, 7, 100, 5000, 100_003)  # positions at which a mask is compared with what it is taken for
+OWN_ATTENTION = "its attention does not use transformers' attention interface"
+POSITIONS = (5, 2, 9)  # of the tokens that `verify` computes together and alone
+TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.2}  # of `verify`, relative
+
+
+class AttentionCall(NamedTuple):
+    """What one layer asks of its attention. `head_dim` is of queries and keys, `value_dim` of values."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    value_dim: int
+    scale: float
+    window: int | None
+    softcap: float | None
+
+
+@dataclass(frozen=True)
+class TransformersConfig(DecoderConfig):
+    """A configuration that transformers has read. `values` is config.json, `calls` one entry per attention layer."""
+
+    values: str = "{}"
+    calls: tuple[AttentionCall, ...] = ()
+    prefix: str = ""  # the name of the model without its head
+
+
+class Mask(NamedTuple):
+    """Stands for the attention mask between transformers' mask and attention functions."""
+
+    window: int | None
+
+
+# -- what transformers knows -------------------------------------------------------------------------------------------
+
+
+def knows(values: dict[str, Any]) -> bool:
+    """Whether transformers has a causal model of its own for a decoded config.json."""
+    return _causal_class(values) is not None
+
+
+def version() -> str:
+    """Return the version of transformers."""
+    import transformers
+
+    found: str = transformers.__version__
+    return found
+
+
+def why_not(values: dict[str, Any]) -> str:
+    """Say why `knows` is false of a config."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    model_type = values.get("model_type")
+    if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
+        return (
+            f"model_type {model_type!r} is known neither here nor to transformers {version()}, and code of a "
+            "checkpoint is never run"
+        )
+    found = _causal_class({**values, "architectures": None})
+    if found is not None:
+        return f"{model_type!r} is served as {found.__name__}"
+    if values.get("is_encoder_decoder"):
+        return f"{model_type!r} is an encoder with a decoder"
+    if "text_config" in values:
+        return f"{model_type!r} sees or hears, and its text model is not read"
+    return f"{model_type!r} is no causal language model"
+
+
+def _causal_class(values: dict[str, Any]) -> Any:
+    """The class of transformers for this config; None: there is none, or the checkpoint is of another kind."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    model_type = values.get("model_type")
+    if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
+        return None
+    config_class = CONFIG_MAPPING[model_type]
+    if config_class not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return None
+    found: Any = MODEL_FOR_CAUSAL_LM_MAPPING[config_class]
+    found = found[0] if isinstance(found, tuple) else found
+    names = values.get("architectures")
+    named = names[0] if isinstance(names, list) and names else found.__name__
+    base = f"{found.__name__.removesuffix('ForCausalLM').removesuffix('LMHeadModel')}Model"
+    return found if named in (found.__name__, base) else None
+
+
+@functools.lru_cache(maxsize=8)
+def _config_of(text: str) -> tuple[Any, Any]:
+    """(transformers' config, the class of the causal model). Raises ConfigError."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    values = json.loads(text)
+    model_class = _causal_class(values)
+    try:
+        config = CONFIG_MAPPING[values["model_type"]].from_dict(
+            {name: value for name, value in values.items() if name not in ("auto_map", "quantization_config")}
+        )
+    except Exception as error:  # its checks raise errors of many kinds
+        raise refused(f"config.json: transformers cannot read it ({_first_line(error)})") from None
+    _register()
+    return config, model_class
+
+
+def read_config(config: ConfigReader) -> TransformersConfig:
+    """Read config.json with transformers, and record what the model asks of its attention. Raises ConfigError."""
+    for name in config.values:
+        config.value(name)
+    values = {name: value for name, value in config.values.items() if name != "quantization_config"}
+    return _read(json.dumps(values, sort_keys=True), config.dtype())
+
+
+@functools.lru_cache(maxsize=8)
+def _read(text: str, dtype: str) -> TransformersConfig:
+    theirs, model_class = _config_of(text)
+    name = model_class.__name__
+    if getattr(model_class, "_is_stateful", False):
+        raise _no_attention(name, "it keeps a state between tokens, as state-space models and linear attention do")
+    if _is_converted(str(theirs.model_type)):
+        raise _no_attention(name, "transformers joins or renames tensors of its checkpoints (those of experts, mostly)")
+    causal = _on_meta(text)
+    prefix = model_class.base_model_prefix
+    base = getattr(causal, prefix, None)
+    if not isinstance(base, nn.Module) or "position_ids" not in inspect.signature(base.forward).parameters:
+        raise _no_attention(name, "it takes no positions of tokens")
+    calls = _record(name, base)
+    first = calls[0]
+    if any(call.num_kv_heads != first.num_kv_heads for call in calls):
+        raise _no_attention(name, "its layers differ in their number of KV heads")
+    embedding = causal.get_input_embeddings().weight
+    return TransformersConfig(
+        model_type=str(theirs.model_type),
+        vocab_size=int(causal.get_output_embeddings().weight.shape[0]),
+        hidden_size=int(causal.get_output_embeddings().weight.shape[1]),
+        intermediate_size=_widest(base),
+        num_layers=len(calls),
+        num_heads=max(call.num_heads for call in calls),
+        num_kv_heads=first.num_kv_heads,
+        head_dim=max(max(call.head_dim, call.value_dim) for call in calls),
+        max_position=_max_position(theirs),
+        norm_eps=1e-5,
+        windows=tuple(call.window for call in calls),
+        attention_scale=first.scale,
+        tied_embeddings=causal.get_output_embeddings().weight is embedding,
+        dtype=dtype,
+        implementation="transformers",
+        values=text,
+        calls=tuple(calls),
+        prefix=prefix,
+    )
+
+
+def _is_converted(model_type: str) -> bool:
+    """Whether transformers' modules hold other tensors than checkpoints of this type."""
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+    return bool(get_checkpoint_conversion_mapping(model_type))
+
+
+def _max_position(config: Any) -> int:
+    """The longest context. Frequencies that depend on the sequence's length are used up to where they change: cached
+    keys must not depend on how long their sequence becomes."""
+    found = next(
+        (value for name in POSITION_KEYS if type(value := getattr(config, name, None)) is int and value > 0), 0
+    )
+    if not found:
+        raise refused(f"config.json: none of {', '.join(POSITION_KEYS)} says how long a sequence may be")
+    ropes = getattr(config, "rope_parameters", None) or {}
+    for rope in (ropes, *ropes.values()):
+        if isinstance(rope, dict) and rope.get("rope_type") == "longrope":
+            original = getattr(config, "original_max_position_embeddings", None)
+            found = min(found, int(rope.get("original_max_position_embeddings") or original or found))
+    return found
+
+
+POSITION_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length")
+
+
+def _widest(base: nn.Module) -> int:
+    """The widest input or output of a layer, which the memory of a step depends on."""
+    widths = [
+        max(module.in_features, module.out_features) for module in base.modules() if isinstance(module, nn.Linear)
+    ]
+    shapes = [max(parameter.shape, default=1) for name, parameter in base.named_parameters() if "embed" not in name]
+    return max(widths or shapes)
+
+
+# -- building ----------------------------------------------------------------------------------------------------------
+
+
+def _on_meta(text: str) -> Any:
+    """transformers' causal model with its parameters on `meta` and its other tensors computed, on the CPU. Raises
+    ConfigError."""
+    config, model_class = _config_of(text)
+    try:
+        with torch.device("meta"):
+            causal = model_class._from_config(config, attn_implementation=NAME).eval()
+        with torch.device("cpu"):
+            _compute_buffers(causal)
+    except Exception as error:  # a size that does not divide, an unknown activation: errors of many kinds
+        if NAME in str(error):  # it chooses among attention classes of its own
+            raise _no_attention(model_class.__name__, OWN_ATTENTION) from None
+        raise refused(f"config.json: transformers builds no {model_class.__name__} ({_first_line(error)})") from None
+    return causal
+
+
+def _compute_buffers(causal: Any) -> None:
+    """Give tensors that no checkpoint holds (frequencies, tables of angles) their values, by the model's own rules."""
+    kept = {name for name, _ in causal.named_non_persistent_buffers()}
+    for module_name, module in causal.named_modules():
+        for name, buffer in list(module._buffers.items()):
+            if buffer is None:
+                continue
+            if f"{module_name}.{name}".lstrip(".") in kept:
+                module._buffers[name] = torch.empty_like(buffer, device="cpu")
+            elif buffer.is_floating_point():  # part of checkpoints: loaded as parameters are
+                del module._buffers[name]
+                module.register_parameter(name, nn.Parameter(buffer, requires_grad=False))
+    for parameter in causal.parameters():
+        parameter.requires_grad_(False)
+        parameter._is_hf_initialized = True  # what transformers' initialization leaves alone
+    causal.initialize_weights()
+    wide = (*(causal._keep_in_fp32_modules or ()), *(causal._keep_in_fp32_modules_strict or ()))
+    for name, parameter in causal.named_parameters():
+        if any(part in name.split(".") or part == name for part in wide):
+            parameter.number_type = torch.float32  # read by models/weights.py
+
+
+class TransformersLinear(Linear):
+    """A Linear for inputs of any number of dimensions."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., in] -> [..., out]."""
+        return super().forward(x.reshape(-1, self.in_features)).view(*x.shape[:-1], -1)
+
+
+class PagedAttention(CachedAttention):
+    """The attention of one layer, over the paged cache."""
+
+    def __init__(self, ops: Ops, config: TransformersConfig, call: AttentionCall) -> None:
+        super().__init__()
+        self.ops, self.call, self.head_dim = ops, call, config.head_dim
+        self.group = config.group_windows.index(call.window)
+        self.batch: Batch | None = None  # of the step; None: `verify` runs, and tokens see themselves alone
+
+    def __call__(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any
+    ) -> tuple[torch.Tensor, None]:
+        """Queries [1, H, T, D], keys [1, K, T, D] and values [1, K, T, Dv] -> [1, T, H, Dv]."""
+        call, batch = self.call, self.batch
+        if batch is None:
+            return self._of_itself(query, key, value), None
+        parts = [functional.pad(part[0], (0, self.head_dim - part.shape[-1])) for part in (query, key, value)]
+        qkv = torch.cat([part.to(value.dtype) for part in parts]).transpose(0, 1).reshape(query.shape[2], -1)
+        mixed = self.ops.attention_qkv(
+            qkv.contiguous(),
+            None,
+            None,
+            0.0,
+            None,
+            self.kv,
+            batch,
+            self.group,
+            call.num_heads,
+            call.num_kv_heads,
+            call.scale,
+            call.window,
+            call.softcap,
+            self.kv_scales,
+        )
+        return mixed.view(1, -1, call.num_heads, self.head_dim)[..., : call.value_dim], None
+
+    def _of_itself(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """A mixture of each token's own query, key and value: shows what positions and neighbours have done to them."""
+        width = min(self.call.head_dim, self.call.value_dim)
+        repeats = self.call.num_heads // self.call.num_kv_heads
+        both = functional.pad(key[..., :width], (0, self.call.value_dim - width)) + value
+        own = both.repeat_interleave(repeats, 1)
+        own[..., :width] += query[..., :width]
+        return (own / 3).transpose(1, 2)
+
+
+class GivenStates(nn.Module):
+    """Stands in for the model below the head, and returns final hidden states that are known already."""
+
+    def __init__(self, base: nn.Module) -> None:
+        super().__init__()
+        self._base = (base,)  # in a tuple: not a submodule
+        self.states: torch.Tensor | None = None
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the states, as the model below the head would."""
+        from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
+
+        return BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=self.states)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self._base[0], name)
+
+
+class TransformersModel(DecoderModel):
+    """transformers' modules as the executor uses a model. The states that it returns are after the final norm."""
+
+    can_be_captured = False
+
+    def __init__(self, ops: Ops, config: TransformersConfig) -> None:
+        super().__init__()
+        causal = _on_meta(config.values)
+        self.base = getattr(causal, config.prefix)
+        self.given = GivenStates(self.base)
+        setattr(causal, config.prefix, self.given)
+        self.causal = causal
+        self.name, self.vocab_size = type(causal).__name__, config.vocab_size
+        places = _attention_modules(self.name, self.base)
+        head = causal.get_output_embeddings()
+        for parent in list(causal.modules()) + list(self.base.modules()):
+            for name, module in list(parent.named_children()):
+                if type(module) is nn.Linear and module is not head:
+                    setattr(parent, name, _own_linear(ops, module))
+        self.layers = nn.ModuleList()  # kinds of layers are not known: kernels are compiled with all of them
+        self.norm = nn.Identity()
+        self._attentions = [PagedAttention(ops, config, call) for call in config.calls]
+        self.attentions = nn.ModuleList(self._attentions)  # where KVCache finds them
+        for module, attention in zip(places, self._attentions, strict=True):
+            module.__dict__[PLACE] = attention  # not as a submodule: `attentions` holds it
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        """[T] ids -> final hidden states [T, E]."""
+        self._set_batch(batch)
+        return self._states(batch.input_ids, batch.positions)
+
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        """[N, E] final hidden states -> [N, V], by the model's own head and whatever follows it."""
+        self.given.states = x.unsqueeze(0)
+        ids = torch.zeros(1, len(x), dtype=torch.long, device=x.device)
+        logits: torch.Tensor = self.causal(input_ids=ids, use_cache=False).logits[0]
+        self.given.states = None
+        return logits
+
+    def finish(self) -> None:
+        """Put the tensors that no checkpoint holds on the model's device."""
+        device = next(self.parameters()).device
+        for module in self.modules():
+            for name, buffer in list(module._buffers.items()):
+                if buffer is not None:
+                    module._buffers[name] = buffer.to(device)
+
+    @torch.inference_mode()
+    def verify(self) -> None:
+        """Check on the loaded weights that tokens meet in the paged attention alone. Raises ConfigError."""
+        self._set_batch(None)
+        weight = self.base.get_input_embeddings().weight
+        ids = torch.tensor([7, 3, 11], device=weight.device) % self.vocab_size
+        positions = torch.tensor(POSITIONS, device=weight.device)
+        try:
+            together = self._states(ids, positions).float()
+            alone = [self._states(ids[i : i + 1], positions[i : i + 1]).float() for i in range(len(ids))]
+        except Exception as error:
+            raise _no_attention(self.name, f"its modules cannot run with it ({_first_line(error)})") from error
+        difference = (together - torch.cat(alone)).norm() / together.norm()
+        if float(difference) > TOLERANCE[weight.dtype]:
+            raise _no_attention(self.name, "its tokens reach each other, or have positions, outside its attention")
+
+    def _set_batch(self, batch: Batch | None) -> None:
+        for attention in self._attentions:
+            attention.batch = batch
+
+    def _states(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """[T] -> [T, E]."""
+        states: torch.Tensor = self.base(**_inputs(ids, positions))[0][0]
+        return states
+
+
+def _inputs(ids: torch.Tensor, positions: torch.Tensor) -> dict[str, Any]:
+    """Arguments of transformers' models for one flattened batch. With a mask of ones no sequences are looked for in the
+    positions."""
+    return {
+        "input_ids": ids.long().unsqueeze(0),
+        "position_ids": positions.long().unsqueeze(0),
+        "attention_mask": torch.ones(1, len(ids), dtype=torch.long, device=ids.device),
+        "use_cache": False,
+    }
+
+
+def _own_linear(ops: Ops, linear: nn.Linear) -> TransformersLinear:
+    with torch.device("meta"):
+        return TransformersLinear(ops, linear.in_features, linear.out_features, bias=linear.bias is not None)
+
+
+def build(ops: Ops, config: DecoderConfig) -> TransformersModel:
+    """Build the model on `meta`, without weights."""
+    assert isinstance(config, TransformersConfig)
+    return TransformersModel(ops, config)
+
+
+def weight_map(config: DecoderConfig) -> WeightMap:
+    """Say where each tensor of a checkpoint goes: names are those of transformers' own modules."""
+    assert isinstance(config, TransformersConfig)
+    causal = _on_meta(config.values)
+    targets: dict[str, Target] = {}
+    for name, _ in causal.named_parameters(remove_duplicate=False):
+        inside = name.startswith(f"{config.prefix}.")
+        place = f"base.{name.removeprefix(config.prefix + '.')}" if inside else f"causal.{name}"
+        targets[LAYER.sub(".{}.", name, count=1)] = Target(LAYER.sub(".{}.", place, count=1))
+    names = {id(parameter): name for name, parameter in causal.named_parameters()}  # the first of those that are tied
+    ignored = [*(causal._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq", r"(^|\.)position_ids$"]
+    return WeightMap(
+        targets,
+        root=f"{config.prefix}.",
+        ignored=tuple(f".*({pattern}).*" for pattern in ignored),
+        head=f"{_name_of(causal, causal.get_output_embeddings())}.weight",
+        embedding=names[id(causal.get_input_embeddings().weight)],
+    )
+
+
+def _name_of(causal: nn.Module, module: nn.Module) -> str:
+    names: list[str] = [name for name, each in causal.named_modules() if each is module]
+    return names[0]
+
+
+# -- the attention interface -------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def _register() -> None:
+    """Enter this engine's attention and masks in transformers' tables, once."""
+    from transformers import AttentionInterface
+    from transformers.masking_utils import AttentionMaskInterface
+
+    AttentionInterface.register(NAME, _attention)
+    AttentionMaskInterface.register(NAME, _mask)
+
+
+def _attention(
+    module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any = None, **options: Any
+) -> tuple[torch.Tensor, None]:
+    """Compute a layer's attention by what stands at its place: a PagedAttention, or a recorder."""
+    found: tuple[torch.Tensor, None] = module.__dict__[PLACE](query, key, value, mask, options)
+    return found
+
+
+def _mask(*, mask_function: Any = None, local_size: int | None = None, **options: Any) -> Mask:
+    """Return what stands for a mask: causal, or causal within a window. Raises _CannotServe for another mask."""
+    if _RECORDING:
+        _compare_mask(mask_function, local_size)
+    return Mask(local_size)
+
+
+_RECORDING: list[str] = []  # names of models whose calls are being recorded
+
+
+def _compare_mask(mask_function: Any, window: int | None) -> None:
+    """Compare a mask with the one that it is taken for, at chosen distances."""
+    for position in FAR if window is None else (*FAR, window - 1, window, window + 1, 3 * window):
+        near = {0, position - 1, position, position + 1, position // 2}
+        if window is not None:
+            near |= {position - window - 1, position - window, position - window + 1}
+        for key in sorted(key for key in near if key >= 0):
+            with torch.device("cpu"):
+                zero, at, to = torch.tensor(0), torch.tensor(position), torch.tensor(key)
+                found = bool(mask_function(zero, zero, at, to))
+            if found != (key <= position and (window is None or key > position - window)):
+                raise _CannotServe("its mask is neither causal nor a sliding window")
+
+
+class _CannotServe(Exception):
+    """Something about a model that the paged attention cannot compute."""
+
+
+class _Recorder:
+    """Stands at every place while a model runs on `meta`, and notes what each layer asks."""
+
+    def __init__(self, name: str, module: nn.Module, calls: list[tuple[nn.Module, AttentionCall]]) -> None:
+        self.name, self.module, self.calls = name, module, calls
+
+    def __call__(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, options: dict[str, Any]
+    ) -> tuple[torch.Tensor, None]:
+        if not isinstance(mask, Mask):
+            raise _CannotServe("it makes attention masks of its own")
+        options = {name: option for name, option in options.items() if option is not None}
+        scale = options.pop("scaling", query.shape[-1] ** -0.5)
+        softcap, window = options.pop("softcap", None), options.pop("sliding_window", mask.window)
+        if not isinstance(scale, (int, float)):
+            raise _CannotServe("its scale of scores differs between heads")
+        if options.pop("is_causal", True) is not True:
+            raise _CannotServe("its attention is not causal")
+        if window != mask.window:
+            raise _CannotServe(f"its attention has a window of {window}, its mask one of {mask.window}")
+        if "s_aux" in options:
+            raise _CannotServe("its attention has sinks")
+        unknown = sorted(name for name in options if name not in WITHOUT_EFFECT)
+        if unknown:
+            raise _CannotServe(f"its attention takes {unknown[0]}")
+        heads, kv_heads, length = query.shape[1], key.shape[1], query.shape[2]
+        if key.shape[2] != length or heads % kv_heads or key.shape[1] != value.shape[1]:
+            raise _CannotServe("its keys are not one for each token and KV head")
+        call = AttentionCall(
+            heads,
+            kv_heads,
+            query.shape[3],
+            value.shape[3],
+            float(scale),
+            window,
+            None if not softcap else float(softcap),
+        )
+        self.calls.append((self.module, call))
+        return query.new_empty(1, length, heads, value.shape[3]), None
+
+
+def _record(name: str, base: nn.Module) -> list[AttentionCall]:
+    """Run the model on `meta` and return what its attention layers ask, in order. Raises ConfigError."""
+    return [call for _, call in _recorded(name, base)]
+
+
+def _attention_modules(name: str, base: nn.Module) -> list[nn.Module]:
+    """The modules of transformers that compute attention, in the order of their calls."""
+    return [module for module, _ in _recorded(name, base)]
+
+
+def _recorded(name: str, base: nn.Module) -> list[tuple[nn.Module, AttentionCall]]:
+    calls: list[tuple[nn.Module, AttentionCall]] = []
+    config: Any = base.config
+    try:
+        with _recording(name, base, calls), torch.inference_mode():
+            tokens = torch.zeros(2, dtype=torch.long, device="meta")
+            base(**_inputs(tokens, tokens))
+    except ConfigError:
+        raise
+    except _CannotServe as error:
+        raise _no_attention(name, _first_line(error)) from None
+    except Exception as error:  # whatever its modules raise
+        reason = f"its modules cannot run with it: {_first_line(error)}"
+        raise _no_attention(name, OWN_ATTENTION if Mask.__name__ in str(error) else reason) from None
+    places = {id(module) for module, _ in calls}
+    num_layers = int(getattr(config, "num_hidden_layers", len(calls)))
+    if len(calls) != num_layers or len(places) != num_layers:
+        raise _no_attention(
+            name,
+            f"{len(places)} of its {num_layers} layers use transformers' attention interface, in {len(calls)} calls",
+        )
+    return calls
+
+
+@contextmanager
+def _recording(name: str, base: nn.Module, calls: list[tuple[nn.Module, AttentionCall]]) -> Iterator[None]:
+    """Inside, every module of `base` notes its calls, and tensors that were computed are on `meta`."""
+    kept = [(module, name, buffer) for module in base.modules() for name, buffer in module._buffers.items()]
+    for module, key, buffer in kept:
+        module._buffers[key] = None if buffer is None else buffer.to("meta")
+    for module in base.modules():
+        module.__dict__[PLACE] = _Recorder(name, module, calls)
+    _RECORDING.append(name)
+    try:
+        yield
+    finally:
+        _RECORDING.pop()
+        for module in base.modules():
+            del module.__dict__[PLACE]
+        for module, key, buffer in kept:
+            module._buffers[key] = buffer
+
+
+def _no_attention(name: str, reason: str) -> ConfigError:
+    return refused(
+        f"config.json: {name} has no layers here, and cannot be served with transformers' modules and paged attention: "
+        f"{reason}; {nearest(name)}"
+    )
+
+
+def _first_line(error: BaseException) -> str:
+    lines: list[str] = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[0][:200]

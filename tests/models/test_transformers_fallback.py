@@ -1,0 +1,154 @@
+"""Models without a family here, with transformers' modules: against transformers in fp32, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from inferengine.errors import ConfigError
+from inferengine.executor.load import dry_run
+from inferengine.models import registry
+from inferengine.models.table import FAMILIES
+from tests.executor.engine import Engine
+from tests.models.checkpoints import logits_reference, model_of, save
+from tests.models.families import BARE, EVEN, HALF, Case, compare
+
+MULTI_QUERY = {
+    "vocab_size": 301, "n_embd": 48, "n_layer": 2, "n_head": 6, "n_positions": 256, "initializer_range": 0.25,
+    "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
+}  # fmt: skip
+LATENT = {"num_key_value_heads": 6, "kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8,
+          "qk_nope_head_dim": 12, "v_head_dim": 10}  # fmt: skip
+CASES = {
+    "exaone4, windows": Case("Exaone4Config", {**EVEN, "num_hidden_layers": 4, "sliding_window": 12,
+                                               "sliding_window_pattern": 2}),
+    "ernie4_5, interleaved": Case("Ernie4_5Config", {**BARE}),
+    "arcee, tied": Case("ArceeConfig", {**BARE, "tie_word_embeddings": True}),
+    "helium": Case("HeliumConfig", {**EVEN, "head_dim": 10}),
+    "hunyuan": Case("HunYuanDenseV1Config", {**BARE}),
+    "olmo, clipped": Case("OlmoConfig", {**EVEN, "clip_qkv": 2.0}),
+    "phi": Case("PhiConfig", {**EVEN, **HALF}),
+    "persimmon": Case("PersimmonConfig", {**EVEN, **HALF}),
+    "starcoder, one kv head": Case("GPTBigCodeConfig", MULTI_QUERY),
+    "vaultgemma, caps": Case("VaultGemmaConfig", {**BARE, "sliding_window": 12, "attn_logit_softcapping": 3.0}),
+    "youtu, latent": Case("YoutuConfig", {**EVEN, **LATENT}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_tokens_and_logprobs_are_transformers(name, tmp_path):
+    case = CASES[name]
+    model = model_of(case.config, case.values)
+    assert type(model).__name__ not in {family.architecture for family in FAMILIES}
+    engine = compare(save(model, tmp_path), model, case)
+    assert engine.executor.implementation == "transformers"
+    assert engine.core.scheduler.stats.num_preemptions > 0
+    assert engine.core.scheduler.stats.num_cached_tokens > 0
+
+
+@pytest.fixture(scope="module")
+def arcee(tmp_path_factory) -> tuple[Any, Any]:
+    """(transformers' model, the folder of its checkpoint)."""
+    model = model_of("ArceeConfig", EVEN)
+    return model, save(model, tmp_path_factory.mktemp("arcee"))
+
+
+def test_a_prompts_logprobs_and_its_embedding_are_transformers(arcee):
+    model, folder = arcee
+    engine = Engine(folder, budget=8)
+    prompt = list(range(20, 41))
+    uid = engine.submit(prompt, 1, prompt_logprobs=0)
+    engine.run()
+    expected = logits_reference(model, prompt)[:-1].log_softmax(-1).gather(1, torch.tensor(prompt[1:])[:, None])[:, 0]
+    found = torch.tensor([item.logprob for item in engine.prompt_logprobs[uid] if item is not None])
+    assert torch.allclose(found, expected, atol=1e-4)
+    uid = engine.embed(prompt)
+    engine.run()
+    with torch.inference_mode():
+        state = model.model(torch.tensor([prompt])).last_hidden_state[0, -1]
+    assert torch.allclose(torch.tensor(engine.embeddings[uid]), state / state.norm(), atol=1e-4)
+
+
+def test_weights_may_be_quantized_at_load(arcee):
+    model, folder = arcee
+    engine = Engine(folder, model={"quantization": "int8"})
+    uid = engine.submit(list(range(20, 41)), 1, logprobs=20)
+    engine.run()
+    expected = logits_reference(model, list(range(20, 41)))[-1].log_softmax(-1).topk(20).values
+    difference = (torch.tensor(engine.logprobs[uid][0].top_logprobs) - expected).abs().max()
+    assert 1e-4 < float(difference) < 0.5
+
+
+def test_a_checkpoint_is_checked_without_its_weights(arcee):
+    model, folder = arcee
+    assert dry_run(folder) == sum(parameter.numel() for parameter in model.parameters())
+
+
+def test_tokens_that_meet_outside_the_attention_are_refused(arcee):
+    _, folder = arcee
+    model = Engine(folder).executor.model
+    block = model.base.layers[0].mlp
+    plain = block.forward
+    block.forward = lambda x: plain(x) + 0.1 * x.cumsum(1)
+    with pytest.raises(ConfigError, match="its tokens reach each other"):
+        model.verify()
+
+
+def test_a_model_that_counts_positions_itself_is_refused(arcee):
+    _, folder = arcee
+    model = Engine(folder).executor.model
+    rotary = model.base.rotary_emb
+    plain = rotary.forward
+    rotary.forward = lambda x, position_ids: plain(x, torch.arange(x.shape[1])[None])
+    with pytest.raises(ConfigError, match="have positions, outside"):
+        model.verify()
+
+
+SMALL = {"vocab_size": 301, "hidden_size": 48, "num_hidden_layers": 2}
+
+
+@pytest.mark.parametrize(
+    ("config", "values", "reason"),
+    [
+        ("MambaConfig", SMALL, "it keeps a state between tokens"),
+        ("BloomConfig", SMALL, "it takes no positions"),
+        ("GPTJConfig", MULTI_QUERY, "does not use transformers' attention interface"),
+        ("XGLMConfig", {"vocab_size": 301, "d_model": 48}, "does not use transformers' attention interface"),
+        ("MixtralConfig", EVEN, "transformers joins or renames tensors"),
+    ],
+)
+def test_what_the_paged_attention_cannot_compute_is_refused(config, values, reason, tmp_path, monkeypatch):
+    monkeypatch.setattr(registry, "MODULES", {})  # though a family may come
+    document = getattr(transformers, config)(**values).to_dict()
+    (tmp_path / "config.json").write_text(json.dumps({**document, "architectures": None}), encoding="utf-8")
+    with pytest.raises(ConfigError, match=reason):
+        registry.read_model_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"architectures": ["Qwen9ForCausalLM"], "model_type": "qwen9"},
+         "known neither here nor to transformers .* the nearest that has: Qwen"),
+        ({"architectures": ["T5ForConditionalGeneration"], "model_type": "t5", "is_encoder_decoder": True},
+         "'t5' is an encoder with a decoder; no family of the list is like it"),
+        ({"architectures": ["BertForMaskedLM"], "model_type": "vit"}, "'vit' is no causal language model"),
+        ({"architectures": ["LlamaForSequenceClassification"], "model_type": "llama"},
+         "'llama' is served as LlamaForCausalLM; the nearest that has: LlamaForCausalLM"),
+    ],
+)  # fmt: skip
+def test_a_refusal_says_why_and_what_is_nearest(values, words):
+    with pytest.raises(ConfigError, match=words):
+        registry.family(values)
+
+
+def test_code_of_a_checkpoint_is_never_run(tmp_path):
+    (tmp_path / "modeling_own.py").write_text("raise SystemExit('run')\n", encoding="utf-8")
+    values = {"model_type": "own", "auto_map": {"AutoModelForCausalLM": "modeling_own.Own"}}
+    (tmp_path / "config.json").write_text(json.dumps({**values, "architectures": ["Own"]}), encoding="utf-8")
+    with pytest.raises(ConfigError, match="code of a checkpoint is never run"):
+        registry.read_model_config(tmp_path)
