@@ -16,6 +16,7 @@ def test_a_file_in_which_the_chat_calls_only_what_ticks_call_is_told_apart() -> 
     chat = {"http": {"main": {"a.py:1 tick", "b.py:1 tick", "b.py:9 answer"}}}
     counted = report(chat, {"http": {"main": {"a.py:1 tick", "b.py:1 tick"}}})
     assert (counted["files_without_idle"], counted["functions_without_idle"]) == (1, 1)
+    assert counted["files_of_chat_alone"] == 0
     assert counted["entered"]["a.py"] == {"idle_alone": True, "functions": ["tick"]}
     assert counted["entered"]["b.py"] == {"idle_alone": False, "functions": ["answer", "tick"]}
 
