@@ -8,7 +8,7 @@ ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
 RUN apt-get update \
     && apt-get install -y --no-install-recommends gcc libc6-dev \
     && rm -rf /var/lib/apt/lists/* \
-    && useradd --system --create-home --home-dir /var/lib/inferengine inferengine \
+    && useradd --system --uid 10001 --user-group --create-home --home-dir /var/lib/inferengine inferengine \
     && install -d -o inferengine -g inferengine -m 0750 /run/inferengine
 
 WORKDIR /opt/inferengine

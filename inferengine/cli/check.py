@@ -1,4 +1,7 @@
-"""`inferengine check`: find what keeps the service from working on this machine, with this configuration."""
+"""`inferengine check`: find what keeps the service from working on this machine, with this configuration.
+
+`inferengine ping` asks the engine alone, for health checks.
+"""
 
 from __future__ import annotations
 
@@ -39,6 +42,15 @@ REQUIREMENT = re.compile(r"^([A-Za-z0-9._-]+)\s*(?:<[0-9.]+,)?>=\s*([0-9.]+)(?:,
 EXTRA_MARKER = re.compile(r"extra == '([a-z-]+)'")
 PARTS = {"": "client", "server": "front ends", "engine": "engine"}  # extra → what it brings
 MARK_OF_PART = {"server": "uvicorn", "engine": "torch"}  # without this package the part was not asked for
+
+FROZEN_AFTER_MS = 30_000.0  # a loop that has not turned for so long hangs; it turns while a model loads
+PING_OPTIONS = {
+    "options": (
+        Option("--ready", "succeed only when the engine takes requests"),
+        Option("--timeout S", "longest wait for the answer, in seconds (default 5)", 5.0, kind=float),
+        Option("--json", "print the answer as JSON"),
+    )
+}
 
 
 class Finding(NamedTuple):
@@ -315,6 +327,37 @@ def engine(config: Config) -> Iterator[Finding]:
         yield Finding(PROBLEM, "engine", f"its loop has made no progress for {age_ms / 1000:.0f} s: restart it")
     else:
         yield Finding(OK, "engine", f"{welcome.engine} is {welcome.state}{progress}: {name}; loop age {age_ms:.0f} ms")
+
+
+@command(PING_OPTIONS, usage=("[--ready] [--timeout S] [--json] [--config FILE] [--section.key VALUE ...]",))
+def ping(arguments: Arguments) -> int:
+    """Ask the engine at wire.socket whether it is alive, and exit with 0 or 1.
+
+    Alive is an engine that answers and whose loop turns, while it loads a model too. It is what a health check of a
+    container runs; for a front end ask its paths /ping (alive) and /ready instead.
+    """
+    from inferengine.client import Client  # zmq is among the packages that may be missing
+    from inferengine.wire.curve import client_keys
+    from inferengine.wire.messages import READY
+
+    address, values = engine_address(arguments.config), arguments.values
+    try:
+        client = Client(address, status_address="", role="ping", curve=client_keys(arguments.config))
+        try:
+            state = client.connect(values["timeout"]).state
+            pong = client.ping(values["timeout"])
+        finally:
+            client.close()
+        alive = pong.loop_age_ms <= FROZEN_AFTER_MS
+        good = alive and (state == READY or not values["ready"])
+        answer = {"address": address, "alive": alive, "state": state, "loop_age_ms": round(pong.loop_age_ms, 1)}
+        line = f"{'ok' if good else 'not ok'}: {state}, its loop turned {pong.loop_age_ms / 1e3:.1f} s ago"
+    except InferEngineError as error:
+        good = False
+        answer = {"address": address, "alive": False, "error": error.message}
+        line = f"not ok: {error.message} ({address})"
+    print(json.dumps(answer) if values["json"] else line)
+    return ExitCode.OK if good else ExitCode.CRASH
 
 
 def _is_ours(host: str, port: int) -> bool:

@@ -47,6 +47,7 @@ COMMANDS = {
     "fetch": Entry("bring a model from the Hugging Face hub into its local cache", "fetch", "run"),
     "doctor": Entry("look at this machine: Python, GPU, driver, ports, disk; with remedies", "doctor", "run"),
     "check": Entry("look for what keeps this configuration from working, with remedies", "check", "run"),
+    "ping": Entry("ask the engine whether it is alive: for health checks", "check", "ping"),
     "simulate": Entry("the scheduler in virtual time: capacity, policies, fleets, without a device", "simulate", "run"),
     "plan-memory": Entry("what a model needs and what fits, from config.json alone", "plan_memory", "run", ("engine",)),
     "models": Entry(
@@ -72,6 +73,7 @@ SYNONYMS = {
     "diagnose": "doctor",
     "collect-env": "doctor",
     "status": "check",
+    "health": "ping",
     "ps": "check",
     "complete": "completion",
 }

@@ -56,11 +56,14 @@ def test_every_part_has_longer_to_stop_than_it_takes_to_drain() -> None:
 
 
 def test_the_engine_is_healthy_while_its_loop_turns_and_not_without_one(tmp_path: Path) -> None:
-    _, _, *arguments = SERVICES["engine"]["healthcheck"]["test"]
+    _, program, *arguments = SERVICES["engine"]["healthcheck"]["test"]
+    assert program == "inferengine"
     with run_service() as engine:
         for address, code in ((address_of(engine), 0), (f"ipc://{tmp_path}/nobody", 1)):
             environment = {**os.environ, "INFERENGINE_WIRE_SOCKET": address}
-            ran = subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, text=True)
+            run = "import sys; from inferengine.cli.main import main; sys.exit(main())"
+            command = [sys.executable, "-c", run, *arguments]
+            ran = subprocess.run(command, env=environment, capture_output=True, text=True)
             assert ran.returncode == code, ran.stderr
 
 

