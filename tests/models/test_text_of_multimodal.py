@@ -1,0 +1,112 @@
+"""Checkpoints that also see or hear: their text model against transformers, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from inferengine.errors import ConfigError
+from inferengine.models import registry
+from tests.models.checkpoints import GEMMA3, SHAPES, save
+from tests.models.families import Case, compare
+
+EVEN = {name: value for name, value in SHAPES.items() if name != "head_dim"} | {"hidden_size": 60}
+SEEN = {
+    "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "image_size": 28, "patch_size": 14,
+}  # fmt: skip
+QWEN_SEES = {"depth": 1, "hidden_size": 16, "embed_dim": 16, "num_heads": 2, "intermediate_size": 24, "patch_size": 14,
+             "out_hidden_size": 60, "fullatt_block_indexes": [0], "deepstack_visual_indexes": [0],
+             "num_position_embeddings": 16}  # fmt: skip
+MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [2, 2, 1]}}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "Gemma3": ("Gemma3Config", {"text_config": {**GEMMA3, "model_type": "gemma3_text"}, "vision_config": SEEN,
+                                "mm_tokens_per_image": 4}),
+    "Mistral3": ("Mistral3Config", {"text_config": {**SHAPES, "model_type": "mistral", "sliding_window": None},
+                                    "vision_config": {**SEEN, "model_type": "pixtral", "head_dim": 8}}),
+    "Ministral 3": ("Mistral3Config", {"text_config": {**SHAPES, "model_type": "ministral3"},
+                                       "vision_config": {**SEEN, "model_type": "pixtral", "head_dim": 8}}),
+    "Llava": ("LlavaConfig", {"text_config": {**SHAPES, "model_type": "llama"},
+                              "vision_config": {**SEEN, "model_type": "clip_vision_model"}}),
+    "Qwen2.5-VL": ("Qwen2_5_VLConfig", {"text_config": {**EVEN, **MROPE}, "vision_config": QWEN_SEES}),
+    "Qwen3-VL": ("Qwen3VLConfig", {"text_config": {**SHAPES, "hidden_size": 60, **MROPE}, "vision_config": QWEN_SEES}),
+    "SmolVLM": ("SmolVLMConfig", {"text_config": {**SHAPES, "model_type": "llama"}, "vision_config": SEEN,
+                                  "pad_token_id": None}),
+}  # fmt: skip
+
+
+def model_of(name: str) -> Any:
+    class_name, values = CASES[name]
+    config = getattr(transformers, class_name)(**values, tie_word_embeddings=False)
+    torch.manual_seed(0)
+    model = transformers.AutoModelForImageTextToText.from_config(config, attn_implementation="eager").eval()
+    for parameter in model.parameters():
+        parameter.data.normal_(1.0 if parameter.dim() == 1 else 0.0, 0.2)
+    return model
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_text_is_answered_as_transformers_does(name, tmp_path):
+    model = model_of(name)
+    compare(save(model, tmp_path), model, Case("", {}))
+
+
+def test_tensors_may_have_the_names_of_transformers_memory(tmp_path):
+    model = model_of("Llava")
+    path = save(model, tmp_path) / "model.safetensors"
+    tensors = load_file(path)
+    assert any(name.startswith("language_model.model.") for name in tensors)
+    renamed = {
+        name.replace("language_model.model.", "model.language_model.").replace("language_model.lm_", "lm_"): tensor
+        for name, tensor in tensors.items()
+    }
+    save_file(renamed, path)
+    compare(tmp_path, model, Case("", {}, (3,)))
+
+
+QWEN2_VL_7B = {  # as published: the text model's keys stand among the others
+    "architectures": ["Qwen2VLForConditionalGeneration"], "attention_dropout": 0.0, "bos_token_id": 151643,
+    "eos_token_id": 151645, "vision_start_token_id": 151652, "vision_end_token_id": 151653,
+    "vision_token_id": 151654, "image_token_id": 151655, "video_token_id": 151656, "hidden_act": "silu",
+    "hidden_size": 3584, "initializer_range": 0.02, "intermediate_size": 18944, "max_position_embeddings": 32768,
+    "max_window_layers": 28, "model_type": "qwen2_vl", "num_attention_heads": 28, "num_hidden_layers": 28,
+    "num_key_value_heads": 4, "rms_norm_eps": 1e-06, "rope_theta": 1000000.0, "sliding_window": 32768,
+    "tie_word_embeddings": False, "torch_dtype": "bfloat16", "transformers_version": "4.41.2", "use_cache": True,
+    "use_sliding_window": False,
+    "vision_config": {"depth": 32, "embed_dim": 1280, "mlp_ratio": 4, "num_heads": 16, "in_chans": 3,
+                      "hidden_size": 3584, "patch_size": 14, "spatial_merge_size": 2, "spatial_patch_size": 14,
+                      "temporal_patch_size": 2},
+    "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}, "vocab_size": 152064,
+}  # fmt: skip
+LLAVA_7B = {  # as published: what is not said is what LlamaConfig says
+    "architectures": ["LlavaForConditionalGeneration"], "ignore_index": -100, "image_token_index": 32000,
+    "model_type": "llava", "pad_token_id": 32001, "projector_hidden_act": "gelu",
+    "text_config": {"architectures": ["LlamaForCausalLM"], "max_position_embeddings": 4096, "model_type": "llama",
+                    "rms_norm_eps": 1e-05, "torch_dtype": "float16", "vocab_size": 32064},
+    "tie_word_embeddings": False, "torch_dtype": "float16", "vision_feature_layer": -2,
+    "vision_config": {"hidden_size": 1024, "image_size": 336, "model_type": "clip_vision_model"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("values", "facts"),
+    [
+        (QWEN2_VL_7B, ("qwen2", 3584, 28, 4, 1_000_000.0, "default", 32_768, "bfloat16")),
+        (LLAVA_7B, ("llama", 4096, 32, 32, 10_000.0, "default", 4096, "float16")),
+    ],
+)
+def test_published_configurations_are_read(values, facts):
+    config = registry.config_of(values, registry.family(values))
+    assert config.rope is not None
+    found = (config.model_type, config.hidden_size, config.num_heads, config.num_kv_heads, config.rope.theta)
+    assert (*found, config.rope.kind, config.max_position, config.dtype) == facts
+
+
+def test_a_text_model_that_is_no_family_is_refused():
+    values = LLAVA_7B | {"text_config": {"model_type": "mamba"}}
+    with pytest.raises(ConfigError, match="text_config: model_type = 'mamba' is no family"):
+        registry.config_of(values, registry.family(values))
