@@ -73,11 +73,13 @@ class Usage(NamedTuple):
     cached_tokens: int
     accepted_tokens: int = 0  # draft tokens in the completion
     rejected_tokens: int = 0  # other draft tokens
+    has_prediction: bool = False  # the request predicts its output: the two are told though they may be 0
 
 
 def draft_token_counts(counted: Usage | Finish) -> dict[str, int]:
-    """Return the counts of draft tokens under OpenAI's names; empty without speculative decoding."""
-    if not counted.accepted_tokens and not counted.rejected_tokens:
+    """Return the counts of draft tokens under OpenAI's names; empty without any, and without a prediction."""
+    is_asked = isinstance(counted, Usage) and counted.has_prediction
+    if not counted.accepted_tokens and not counted.rejected_tokens and not is_asked:
         return {}
     return {
         "accepted_prediction_tokens": counted.accepted_tokens,
@@ -98,6 +100,7 @@ class Options:
     grammar: GrammarSpec | None = None
     grammar_field: str = "grammar"  # the request's name of the grammar, for errors
     prompt_field: str = "prompt"  # the request's name of the prompt, for errors
+    prediction_ids: Sequence[int] | None = None  # what the output will probably be, empty or not; None: not said
     resubmit: bool = True  # continue at another engine when this one is lost
 
 
@@ -212,6 +215,7 @@ class Generation:
         """Submit all prompts. Raises InferEngineError when there is no engine, after cancelling those submitted."""
         self.prompts = prompts
         self._names = {"grammar": options.grammar_field, "prompt": options.prompt_field}
+        self.has_prediction = options.prediction_ids is not None
         self.submissions: list[Submission] = []
         self.choices: list[Choice] = []
         self.error: InferEngineError | None = None
@@ -227,6 +231,7 @@ class Generation:
                     label=options.label,
                     grammar=options.grammar,
                     resubmit=options.resubmit,
+                    prediction_ids=options.prediction_ids or (),
                 )
                 self.submissions.append(submission)
                 for stream in submission.streams:
@@ -312,6 +317,7 @@ class Generation:
             sum(choice.finish.cached_tokens for choice in firsts if choice.finish is not None),
             sum(finish.accepted_tokens for finish in ends),
             sum(finish.rejected_tokens for finish in ends),
+            self.has_prediction,
         )
 
     def cancel(self) -> None:

@@ -141,7 +141,10 @@ class ChatFields(MetadataFields, frozen=True):
     ] = None
     prediction: Annotated[
         dict[str, Any] | None,
-        about("type content: a hint at the output, which never changes it", schema=PREDICTION),
+        about(
+            "type content: what the output will probably be, to draft tokens from; it never changes it",
+            schema=PREDICTION,
+        ),
     ] = None
     store: Annotated[bool, about("keep the answer for GET /v1/chat/completions/{id}")] = False
 

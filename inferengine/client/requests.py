@@ -77,6 +77,7 @@ class SubmitOptions(TypedDict, total=False):
     note: bytes  # kept by the engine, and sent to every client that attaches
     adapter: str  # LoRA adapter, by name
     traceparent: str  # W3C's, of the caller's span
+    prediction_ids: Sequence[int]  # what the output will probably be: draft tokens, where the engine makes any of text
     resubmit: bool  # true: resumes at another engine, or at this one's successor, when its engine is lost
 
 
@@ -115,6 +116,7 @@ def make_submit(
         adapter=options.get("adapter", ""),
         pooling=options.get("pooling", ""),
         traceparent=options.get("traceparent", ""),
+        prediction=to_u32(options.get("prediction_ids", ())),
     )
 
 

@@ -50,6 +50,7 @@ class Request:
     request_id: str = ""  # as the client names it, for logs only
     adapter: int = 0  # LoRA adapter on the device; 0: the model as it is
     emitted_ids: SequenceOf[int] = ()  # output of an engine before this one, which this request continues
+    prediction_ids: SequenceOf[int] = ()  # what the output will probably be, to draft tokens from
     pooling: str | None = None  # "last" or "mean": an embedding request, which has max_tokens 0
 
     @property

@@ -152,6 +152,7 @@ SELDOM = (
     "pooling",
     "traceparent",
     "stalls",
+    "prediction",
 )
 
 
@@ -172,7 +173,9 @@ def _encode_hello(message: Hello) -> tuple[int, Any, Frames]:
     if message.window is not None:
         body["window"] = message.window
     if message.epoch is not None:
-        body |= {"epoch": message.epoch, "last_seq": message.last_seq}
+        body["epoch"] = message.epoch
+    if message.epoch is not None or message.last_seq:
+        body["last_seq"] = message.last_seq
     return Kind.HELLO, body, []
 
 
@@ -213,6 +216,8 @@ def _submit_from(body: dict[str, Any], raw: Sequence[bytes]) -> Submit:
     if messages is not None:
         for place, message in enumerate(messages):
             _check_message(message, f"messages[{place}]")
+    if len(submit.prediction) % 4:
+        raise WireError("prediction: must be u32[] (bin of a multiple of 4 bytes)", field="prediction")
     for place, output in enumerate(submit.resume or ()):
         if output is not None and len(output) % 4:
             field = f"resume[{place}]"

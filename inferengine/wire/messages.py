@@ -15,7 +15,7 @@ from msgspec import Meta
 from inferengine.fields import MAX_I64, about
 
 PROTOCOL_MAJOR = 1
-PROTOCOL_MINOR = 2
+PROTOCOL_MINOR = 3
 MAGIC = b"IE"
 
 STARTING, READY, DRAINING, STOPPING = "STARTING", "READY", "DRAINING", "STOPPING"
@@ -123,6 +123,7 @@ class Submit(Body, frozen=True):
     # Per choice its output so far, u32[]; None: it has ended.
     resume: Annotated[tuple[bytes | None, ...], _FEW] | None = None
     stalls: U32 = 0  # stalled steps of engines that this request was in flight at
+    prediction: bytes = b""  # u32[]: what the output will probably be, to draft tokens from
 
 
 class StopFound(NamedTuple):

@@ -101,6 +101,7 @@ def make_request(
     seed: int = 0,
     grammar: bool = False,
     pooling: str | None = None,
+    prediction: tuple[int, ...] | list[int] = (),
     **params: object,
 ) -> Request:
     """A request; `prompt` is token ids or a length. With `pooling` it asks for an embedding, and draws nothing."""
@@ -120,6 +121,7 @@ def make_request(
         fork_of=fork_of,
         seed=seed,
         grammar=SPEC if grammar else None,
+        prediction_ids=prediction,
     )
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from inferengine.core.sequence import Sequence
 from inferengine.core.speculation.proposers import MAX_MATCH, NgramProposer
-from tests.core.builders import Run, expected_output, make_capacity, make_request
+from tests.core.builders import VOCAB_SIZE, Run, expected_output, make_capacity, make_request
 
 
 def sequence_of(tokens: list[int], *, rate: float | None = 0.9, **params: object) -> Sequence:
@@ -74,6 +74,78 @@ def brute_force(tokens: list[int], most: int) -> list[int]:
 
 def test_a_copy_that_reaches_the_end_repeats_itself() -> None:
     assert NgramProposer().propose(sequence_of([9, 5, 6, 7, 5, 6, 7, 5, 6]), 8) == [7, 5, 6, 7, 5, 6, 7, 5]
+
+
+def predicting(prediction: list[int], output: list[int], **params: object) -> Sequence:
+    """A sequence of that output so far, whose request predicts it to be `prediction`."""
+    sequence = Sequence(make_request(1, [90, 91], max_tokens=50, prediction=prediction, **params))
+    sequence.tokens += output
+    return sequence
+
+
+@pytest.mark.parametrize(
+    ("output", "drafts"),
+    [
+        ([], [1, 2, 3]),  # from the first token on
+        ([1], [2, 3, 4]),
+        ([1, 2, 3, 4, 5, 6], [7, 8]),  # up to its end
+        ([1, 2, 3, 4, 5, 6, 7, 8], []),
+        ([1, 2, 50], []),  # something else is said
+        ([1, 2, 50, 51, 5, 6], [7, 8]),  # changed, and on
+        ([50, 51, 52, 1, 2], [3, 4, 5]),  # inserted
+        ([1, 2, 6, 7], [8]),  # left out
+        ([1, 2, 6], []),  # one token might stand there by chance
+    ],
+)
+def test_draft_tokens_follow_the_requests_prediction(output: list[int], drafts: list[int]) -> None:
+    prediction = [1, 2, 3, 4, 5, 6, 7, 8]
+    assert NgramProposer().propose(predicting(prediction, output), 3) == drafts
+    growing, sequence = NgramProposer(), predicting(prediction, [])
+    for token in output:
+        growing.propose(sequence, 3)
+        sequence.tokens.append(token)
+    assert growing.propose(sequence, 3) == drafts
+
+
+def test_a_prediction_goes_before_the_prompt_and_the_prompt_after_its_end() -> None:
+    prompt = [1, 2, 3, 4, 60, 61, 9]
+    sequence = Sequence(make_request(1, prompt, max_tokens=50, prediction=[1, 2, 3, 4, 70]))
+    sequence.tokens += [1, 2, 3, 4]
+    assert NgramProposer().propose(sequence, 2) == [70]
+    sequence.tokens[-4:] = [70, 1, 2, 3, 4]
+    assert NgramProposer().propose(sequence, 2) == [70]  # it stands there again
+    sequence = Sequence(make_request(1, prompt, max_tokens=50, prediction=[1, 2, 3, 4]))
+    sequence.tokens += [1, 2, 3, 4]
+    assert NgramProposer().propose(sequence, 2) == [60, 61]
+
+
+def test_no_predicted_token_comes_after_a_stop() -> None:
+    assert NgramProposer().propose(predicting([1, 2, 3, 4], [], stop_token_ids=(3,)), 4) == [1, 2, 3]
+
+
+@pytest.mark.parametrize("wrong_every", [None, 1, 3])
+def test_a_prediction_never_changes_the_output(wrong_every: int | None) -> None:
+    """Right ones, wrong ones, and those that are right here and there."""
+    plain = [make_request(uid, 4 * uid, max_tokens=60, seed=uid) for uid in range(1, 5)]
+    outputs = {request.uid: expected_output(request) for request in plain}
+    requests = [
+        make_request(
+            uid,
+            4 * uid,
+            max_tokens=60,
+            seed=uid,
+            prediction=[
+                (token + 1) % VOCAB_SIZE if wrong_every and place % wrong_every == 0 else token
+                for place, token in enumerate(output)
+            ],
+        )
+        for uid, output in outputs.items()
+    ]
+    proposer = NgramProposer()
+    run = Run(make_capacity(200), proposer=proposer, max_drafts=4).submit(*requests).to_end()
+    assert run.outputs == outputs
+    assert (run.scheduler.snapshot().num_drafts_accepted > 100) is (wrong_every is None)
+    assert proposer._predictions == {}
 
 
 def test_nothing_is_kept_of_a_sequence_that_ended() -> None:

@@ -238,6 +238,16 @@ def test_what_the_request_could_not_have_given_is_refused(
     assert (reject.code, reject.field) == ("invalid_request", field)
 
 
+@pytest.mark.parametrize("prediction", [[302], [5] * 5000], ids=["outside the vocabulary", "too long"])
+def test_a_prediction_that_could_be_no_output_is_refused(
+    engine: EngineService, connect: Connect, prediction: list[int]
+) -> None:
+    client = connect(engine)
+    client.submit(1, prediction=to_u32(prediction))
+    reject = client.expect(Reject)
+    assert (reject.code, reject.field) == ("invalid_request", "prediction")
+
+
 def test_output_that_the_grammar_does_not_allow_is_refused(shutdown: EngineService, connect: Connect) -> None:
     pytest.importorskip("llguidance")
     client = connect(shutdown)

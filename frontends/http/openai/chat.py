@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -37,6 +38,7 @@ from frontends.http.openai.response_store import StoredResponse
 from frontends.http.openai.stored_chat import KeepingFormat
 from frontends.http.respond import answer
 from frontends.http.state import HttpState
+from inferengine.config import Config
 from inferengine.errors import InferEngineError, InvalidRequest
 from inferengine.sampling_params import SamplingParams
 
@@ -110,12 +112,14 @@ async def _read_chat(service: HttpState, body: dict[str, Any], request_id: str) 
         raise InvalidRequest("echo", "is not supported for chat", code="unsupported")
     streaming, extras = read_streaming(body), read_extras(body)
     fields = read_fields(ChatFields, body, config.limits)
-    check_prediction(fields.prediction)
+    prediction = read_prediction(fields.prediction)
     logprobs = _num_alternatives(fields)
     max_tokens = fields.max_tokens if fields.max_completion_tokens is None else fields.max_completion_tokens
     params = read_params(body, served, config, max_tokens=max_tokens, logprobs=logprobs)
     label = read_label(body, request_id)
     options = read_options(body, config, label=label, continues_prompt=False)
+    if prediction is not None:
+        options = replace(options, prediction_ids=await _predicted_ids(prediction, served, config))
     keep = read_truncation(body, served, max_tokens)
     prompt = await read_chat_prompt(body, served, config, options.grammar, last=keep)
     prompt = replace(prompt, prompt_ids=truncate(prompt.prompt_ids, keep))
@@ -146,17 +150,27 @@ def _num_alternatives(fields: ChatFields) -> int | None:
     return (fields.top_logprobs or 0) if fields.logprobs else None
 
 
-def check_prediction(prediction: dict[str, Any] | None) -> None:
-    """OpenAI's hint at what the output will be. It may never change the output, so its shape is checked and no more:
-    speculation, where it is on, drafts from the conversation. Raises InvalidRequest."""
+async def _predicted_ids(prediction: str, served: ServedModel, config: Config) -> Sequence[int]:
+    name, most = "prediction.content", served.info.max_model_len
+    found = await served.tokenize(prediction, config.limits, name=name, add_special_tokens=False, most=most)
+    if len(found) > most:
+        raise InvalidRequest(name, f"has more than {most} tokens", code="request_too_large")
+    return found
+
+
+def read_prediction(prediction: dict[str, Any] | None) -> str | None:
+    """Return the text that the output will probably be; None where the request does not say. Raises InvalidRequest."""
     if prediction is None:
-        return
+        return None
     if prediction.get("type") != "content":
         raise InvalidRequest("prediction.type", "must be content")
     content = prediction.get("content")
     parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
-    if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in parts):
+    texts = [part.get("text") if isinstance(part, dict) else None for part in parts]
+    found = [text for text in texts if isinstance(text, str)]
+    if len(found) < len(texts):
         raise InvalidRequest("prediction.content", "must be a string or a list of text parts")
+    return "".join(found)
 
 
 # -- functions -------------------------------------------------------------------------------------------------------

@@ -86,6 +86,8 @@ def _check_embedding(message: Submit, params: SamplingParams, has_embeddings: bo
         raise InvalidRequest("reply", "this engine gives no embeddings", code="unsupported")
     if message.pooling and message.pooling not in POOLINGS:
         raise InvalidRequest("pooling", f"must be one of {', '.join(POOLINGS)}")
+    if message.prediction:
+        raise InvalidRequest("prediction", "an embedding has no output to predict: leave it out")
     if message.grammar is not None:
         raise InvalidRequest("grammar", "an embedding has no output that could match it: leave it out")
     if params != SamplingParams():
@@ -119,6 +121,20 @@ def read_resume(message: Submit, params: SamplingParams, *, vocab_size: int, max
     if params.seed is None and not params.is_greedy and any(outputs):
         raise InvalidRequest("params.seed", "is missing: the output so far was drawn with one (ACCEPT told it)")
     return outputs
+
+
+def read_prediction(message: Submit, *, vocab_size: int, max_model_len: int) -> Sequence[int]:
+    """Read what the client takes the output to be; empty where it says nothing. Raises InvalidRequest."""
+    if not message.prediction:
+        return ()
+    num_tokens = len(message.prediction) // 4
+    if num_tokens > max_model_len:
+        raise InvalidRequest("prediction", f"has {num_tokens} tokens; the model's length allows {max_model_len}")
+    prediction = codec.from_u32(message.prediction, "prediction")
+    if (highest := max(prediction)) >= vocab_size:
+        text = f"token id {highest} is outside the vocabulary of {vocab_size}: use the model's tokenizer"
+        raise InvalidRequest("prediction", text)
+    return prediction
 
 
 def check_outputs(
@@ -548,6 +564,7 @@ class Intake:
             raise InvalidRequest("params.prompt_logprobs", f"at most {MAX_PROMPT_LOGPROBS} values for one prompt")
         if outputs is not None:
             check_outputs(outputs, params, max_tokens, self._eos)
+        prediction = read_prediction(message, vocab_size=engine.vocab_size, max_model_len=engine.limits.max_model_len)
         self._admit(engine, submission, len(prompt), deadline_s, now, resumed=outputs is not None)
         submission.adapter = self._adapters.resolve(message.adapter)
         seed = params.seed
@@ -575,6 +592,7 @@ class Intake:
                 request_id=message.label or message.id.hex(),
                 adapter=submission.adapter,
                 emitted_ids=() if outputs is None else outputs[choice] or (),
+                prediction_ids=prediction,
                 pooling=submission.pooling,
             )
             for choice in live

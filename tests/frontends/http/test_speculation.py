@@ -83,6 +83,19 @@ def test_draft_tokens_are_counted_for_the_request_and_the_engine_alike(
     assert sum(after["accepted_by_position"].values()) == after["accepted"]
 
 
+def test_a_prediction_that_is_right_is_accepted(embedded: Embedded) -> None:
+    """Of an answer whose conversation has none of it: prompt lookup alone finds nothing."""
+    body = {"messages": STORY, "temperature": 0, "max_tokens": 48}
+    plain = embedded.ask(CHAT, **body)
+    text = plain["choices"][0]["message"]["content"]
+    for prediction, is_right in ((text, True), ("Nothing of this is said: 7 8 9.", False)):
+        answer = embedded.ask(CHAT, **body, prediction={"type": "content", "content": prediction})
+        assert answer["choices"][0]["message"]["content"] == text
+        details = answer["usage"]["completion_tokens_details"]
+        before = plain["usage"].get("completion_tokens_details", {}).get("accepted_prediction_tokens", 0)
+        assert (details["accepted_prediction_tokens"] > before + 10) is is_right
+
+
 def test_metrics_say_what_stats_say(embedded: Embedded, asked_again: dict[str, Any]) -> None:
     embedded.ask(CHAT, **asked_again, max_tokens=64)
     text = embedded.http.get("/metrics").text

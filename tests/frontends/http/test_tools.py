@@ -11,10 +11,11 @@ import jsonschema
 import pytest
 
 from inferengine.text.tool_parsers import MAX_CALLS
+from inferengine.wire.codec import to_u32
 from inferengine.wire.messages import Submit
 from tests.frontends.http.builders import TOKENIZER, House, house, ids, says
 from tests.frontends.http.embedded import Embedded
-from tests.frontends.scripted_engine import Script
+from tests.frontends.scripted_engine import MAX_MODEL_LEN, Script
 
 EOS = 1
 PATH = "/v1/chat/completions"
@@ -309,3 +310,17 @@ def test_a_prediction_changes_nothing(served: House) -> None:
         chat(served, prediction={"type": "content", "content": content})
     first, second = (submit.params for submit in served.engine.submits)
     assert first == second
+    assert [submit.prediction for submit in served.engine.submits] == [to_u32(ids("fox"))] * 2
+
+
+def test_a_prediction_longer_than_any_output_is_refused(served: House) -> None:
+    for length in (MAX_MODEL_LEN + 1, 9000):
+        response = served.post(PATH, messages=HELLO, prediction={"type": "content", "content": "fox " * length})
+        assert (response.status_code, response.json()["error"]["param"]) == (413, "prediction.content")
+
+
+def test_the_usage_of_a_request_with_a_prediction_tells_what_came_of_it(served: House) -> None:
+    none = {"accepted_prediction_tokens": 0, "rejected_prediction_tokens": 0}
+    body = {"messages": HELLO, "prediction": {"type": "content", "content": ""}}
+    assert served.post(PATH, **body).json()["usage"]["completion_tokens_details"] == none
+    assert "completion_tokens_details" not in served.post(PATH, messages=HELLO).json()["usage"]
