@@ -18,7 +18,7 @@ from inferengine.errors import InferEngineError
 from inferengine.sampling_params import SamplingParams
 from inferengine.simulation.simulated_executor import SimulatedExecutor, simulated_embedding
 from inferengine.wire.codec import to_u32
-from inferengine.wire.messages import Attach, Cancel, Credit, Reject, Step, Submit
+from inferengine.wire.messages import PROTOCOL_MAJOR, PROTOCOL_MINOR, Attach, Cancel, Credit, Reject, Step, Submit
 from tests.engine.builders import RawClient, address_of, check_idle, run_service, small_capacity
 
 PROMPT = to_u32([5, 6, 7, 8, 9])
@@ -74,7 +74,7 @@ def test_welcome_says_that_there_are_embeddings_and_their_size(service) -> None:
         assert raw.welcome.model is not None
         assert "embeddings" in raw.welcome.features
         assert (raw.welcome.model.embedding_size, raw.welcome.model.pooling) == (SIZE, "last")
-        assert raw.welcome.protocol == (1, 2)
+        assert raw.welcome.protocol == (PROTOCOL_MAJOR, PROTOCOL_MINOR)
 
 
 def test_the_configuration_chooses_the_pooling_of_requests_that_do_not() -> None:
