@@ -165,7 +165,7 @@ class LLM:
         self.capacity = self._executor.load(lambda phase, share: None)
         self._executor.warm_up(lambda phase, share: None)
         self._limits = admission_limits(self.config, self.capacity)
-        options = scheduler_options(self.config, self.capacity)
+        options = scheduler_options(self.config, self.capacity, is_service=False)
         self.core = EngineCore(
             self._executor,
             self.capacity,

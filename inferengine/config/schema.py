@@ -144,7 +144,9 @@ class SchedulerConfig:
     chunked_prefill: bool = _key(True, "split long prompts over several steps, so that decoding continues meanwhile")
     prefill_chunk: int = _key(0, "most prompt tokens of one request in one step; 0: the step's token budget", minimum=0)
     itl_target_ms: float = _key(
-        0.0, "target for the duration of steps that decode: prompt chunks are cut to meet it; 0: none", minimum=0
+        -1.0,
+        "target for the duration of steps that decode: prompt chunks are cut to meet it; 0: none; below 0: 60, or "
+        "three times a step without prompts where that is longer, and none in inferengine.LLM",
     )
     max_num_decodes: int = _key(0, "most decoding sequences in one step; 0: engine.max_num_seqs", minimum=0)
     max_queued_requests: int = _key(1024, "waiting requests above which new ones are rejected", minimum=1)

@@ -11,10 +11,14 @@ from inferengine.errors import ConfigError
 
 # With how many running sequences draft tokens are still proposed, by whether speculation.method is `auto`.
 MAX_RUNNING = {True: 2, False: 16}
+# The default of scheduler.itl_target_ms: docs/performance.md says how these were chosen.
+ITL_TARGET_S = 0.060
+ITL_TARGET_FACTOR = 3.0
 
 
-def scheduler_options(config: Config, capacity: Capacity) -> SchedulerOptions:
-    """Options from [scheduler], [cache] and [speculation]. Raises ConfigError where two keys contradict."""
+def scheduler_options(config: Config, capacity: Capacity, *, is_service: bool = True) -> SchedulerOptions:
+    """Options from [scheduler], [cache] and [speculation]. `is_service` false: nobody reads tokens as they come, so by
+    default no step is kept short for them. Raises ConfigError where two keys contradict."""
     scheduler, cache = config.scheduler, config.cache
     if scheduler.preemption == "swap" and not cache.swap_gib:
         raise ConfigError("cache.swap_gib", "must be above 0 where scheduler.preemption is swap")
@@ -22,6 +26,9 @@ def scheduler_options(config: Config, capacity: Capacity) -> SchedulerOptions:
     if contiguous and max(group.num_blocks for group in capacity.groups) * capacity.block_size < capacity.max_model_len:
         raise ConfigError("cache.layout", "contiguous needs room for one sequence of model.max_model_len tokens")
     method = speculation_method(config.speculation.method, capacity)
+    itl_target_s, itl_target_factor = scheduler.itl_target_ms / 1e3, 0.0
+    if itl_target_s < 0:
+        itl_target_s, itl_target_factor = (ITL_TARGET_S, ITL_TARGET_FACTOR) if is_service else (0.0, 0.0)
     return SchedulerOptions(
         max_num_batched_tokens=capacity.max_num_batched_tokens,
         max_num_seqs=capacity.max_num_seqs,
@@ -29,7 +36,8 @@ def scheduler_options(config: Config, capacity: Capacity) -> SchedulerOptions:
         chunked_prefill=scheduler.chunked_prefill,
         prefill_chunk=scheduler.prefill_chunk,
         max_num_decodes=scheduler.max_num_decodes,
-        itl_target_s=scheduler.itl_target_ms / 1e3,
+        itl_target_s=itl_target_s,
+        itl_target_factor=itl_target_factor,
         prefix_caching=cache.prefix_caching and not contiguous,
         eviction=cache.eviction,
         preemption=scheduler.preemption,

@@ -191,6 +191,21 @@ def test_prompts_advance_even_when_the_target_cannot_be_met() -> None:
     assert controller.limit(8, 8192) == MINIMUM_CHUNK
 
 
+def test_a_slow_device_gives_prompts_their_share_beyond_the_target() -> None:
+    controller = ChunkedPrefillController(target_s=0.060, base_factor=3.0)
+    for _ in range(100):  # decoding alone takes longer than the target
+        controller.observe(8, 0, 0.100)
+        controller.observe(8, 100, 0.100 + 100 * 1e-3)
+    assert controller.limit(8, 8192) == pytest.approx(200, rel=0.02)
+
+
+def test_a_few_tokens_that_cost_a_whole_step_do_not_pass_for_the_price_of_a_token() -> None:
+    controller = ChunkedPrefillController(target_s=0.060)
+    controller.observe(0, 16, 0.005)  # 0.3 ms a token
+    controller.observe(0, 8000, 0.180)  # 22 us a token
+    assert controller.limit(8, 8192) > 1000
+
+
 def test_the_target_reaches_the_plan() -> None:
     run = Run(make_capacity(200), budget=64, itl_target_s=0.5)
     run.submit(make_request(1, max_tokens=60))

@@ -199,7 +199,9 @@ class Planner:
         self._options = options
         self._speculator = speculator
         self._preemptor = Preemptor(state, capacity, options)
-        self._chunked_prefill = ChunkedPrefillController(options.itl_target_s) if options.itl_target_s else None
+        self._chunked_prefill = (
+            ChunkedPrefillController(options.itl_target_s, options.itl_target_factor) if options.itl_target_s else None
+        )
         self._decode_offset = 0
         self._step = 0
         self._last_sampled: list[Sequence] = []
@@ -454,32 +456,38 @@ class ChunkedPrefillController:
     """Limits the prompt tokens of a step by a target for its time. Pure: the caller measures the steps.
 
     The time of a step is modelled as base + slope × prompt tokens. Both are learnt from finished steps: the base from
-    steps that only decode, the slope from what mixed steps took beyond it.
+    steps that only decode, the slope from what steps with prompts took beyond it, all of them together, so that a
+    few tokens that cost a whole step do not pass for the price of a token.
     """
 
-    def __init__(self, target_s: float) -> None:
+    def __init__(self, target_s: float, base_factor: float = 0.0) -> None:
+        """`base_factor`: the target is at least so many bases, so that prompts keep a share of a slow device."""
         self._target_s = target_s
+        self._base_factor = base_factor
         self._base_s = 0.0
-        self._slope_s = 0.0
+        self._beyond_s = 0.0  # of steps with prompts, in the mean
+        self._num_tokens = 0.0  # of prompts in such a step, in the mean
 
     def observe(self, num_decodes: int, num_prompt_tokens: int, duration_s: float) -> None:
         """Learn from a finished step."""
         if num_prompt_tokens == 0:
             if num_decodes:
-                self._base_s = self._mix(self._base_s, duration_s)
+                self._base_s = _mix(self._base_s, duration_s)
             return
-        slope = max(0.0, duration_s - self._base_s) / num_prompt_tokens
-        self._slope_s = self._mix(self._slope_s, slope)
+        self._beyond_s = _mix(self._beyond_s, max(0.0, duration_s - self._base_s))
+        self._num_tokens = _mix(self._num_tokens, num_prompt_tokens)
 
     def limit(self, num_decodes: int, budget: int) -> int:
         """Return the most prompt tokens beside `num_decodes` decodes: the whole budget where there are no decodes."""
-        if num_decodes == 0 or self._slope_s == 0.0:
+        if num_decodes == 0 or self._beyond_s == 0.0:
             return budget
-        room = int((self._target_s - self._base_s) / self._slope_s)
+        target_s = max(self._target_s, self._base_factor * self._base_s)
+        room = int((target_s - self._base_s) * self._num_tokens / self._beyond_s)
         return min(budget, max(MINIMUM_CHUNK, room))
 
-    def _mix(self, old: float, new: float) -> float:
-        return new if old == 0.0 else old + STEP_TIME_SMOOTHING * (new - old)
+
+def _mix(old: float, new: float) -> float:
+    return new if old == 0.0 else old + STEP_TIME_SMOOTHING * (new - old)
 
 
 def tenant_budgets(prefilling: SequenceOf[Sequence], budget: int) -> dict[str, int] | None:

@@ -28,6 +28,7 @@ class SchedulerOptions:
     prefill_chunk: int = 0  # most prompt tokens of one sequence in a step
     max_num_decodes: int = 0  # most decode rows in a step; speculation is off where it is set
     itl_target_s: float = 0.0  # keep steps that carry decodes under this time by cutting prompt chunks
+    itl_target_factor: float = 0.0  # or under so many times a step without prompts, where that is longer
     prefix_caching: bool = True
     eviction: str = "lru"
     preemption: str = "preempt"  # one of PREEMPTION_POLICIES
