@@ -5,7 +5,8 @@ Roofline (Williams, Waterman, Patterson, 2009) adds up how close steps come to t
     share = least time / time taken        least time = max(bytes / memory bandwidth, operations / peak rate)
 
 Bytes are the weights once, the head's only where something is drawn, and the keys and values that the step's tokens
-look back to, once for each row. Operations are two for each weight and token, and four for each pair of query and key,
+look back to, once for each row; of a mixture's experts, those that as many tokens choose on average where all experts
+are chosen equally often. Operations are two for each weight and token, and four for each pair of query and key,
 head and dimension. Launches, norms, sampling and the time of the host do not count. A prefix that several rows share is
 counted for each of them, and a draft model is not counted. The time taken is from when the device could begin (the
 launch, or the result before) until the result is there. The peaks are those of the device's data sheet, or measured:
@@ -62,6 +63,8 @@ class ModelWork(NamedTuple):
     operations_per_token: float
     operations_per_draw: float
     groups: tuple[AttentionGroup, ...]
+    expert_bytes: float = 0.0  # of a mixture's experts, all together
+    chosen_share: float = 1.0  # of its experts that a token passes
 
 
 class DevicePeaks(NamedTuple):
@@ -94,6 +97,8 @@ class Roofline:
         num_rows = len(starts)
         draws = decodes + sum(plan.num_drafts) if decodes == num_rows else plan.num_sampled
         size = work.layer_bytes + work.head_bytes if draws else work.layer_bytes
+        if work.expert_bytes:
+            size += work.expert_bytes * (1.0 - (1.0 - work.chosen_share) ** plan.num_tokens)
         operations = plan.num_tokens * work.operations_per_token + draws * work.operations_per_draw
         for kv_bytes, pair_operations, window in work.groups:
             keys = decode_keys(starts, decodes, window)

@@ -105,8 +105,8 @@ class _Choice:
 def _num_weights(config: DecoderConfig) -> int:
     """The number of weights that a step reads: the projections of every layer, and the head."""
     attention = 2 * config.head_dim * (config.num_heads + config.num_kv_heads)
-    layer = config.hidden_size * (attention + 3 * config.intermediate_size)
-    return config.num_layers * layer + config.vocab_size * config.hidden_size
+    widths = sum(config.feed_forward_width(layer) for layer in range(config.num_layers))
+    return config.hidden_size * (config.num_layers * attention + 3 * widths + config.vocab_size)
 
 
 def forward_on_cpu(

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from inferengine.kernels.cpu import attention
-from inferengine.kernels.reference import ops, sampling
+from inferengine.kernels.reference import moe, ops, sampling
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,9 @@ class Ops:
     linear_add: Callable[..., torch.Tensor]
     linear_add_norm: Callable[..., tuple[torch.Tensor, Any]] | None  # None: nothing to gain
     norm_gated_linear: Callable[..., torch.Tensor]
+    pack_experts: Callable[..., Any]
+    add_experts: Callable[..., torch.Tensor]
+    add_experts_norm: Callable[..., tuple[torch.Tensor, Any]] | None  # None: nothing to gain
     prepare_attention: Callable[..., Any]
     attention_qkv: Callable[..., torch.Tensor]
     apply_masks: Callable[[torch.Tensor, torch.Tensor], None]
@@ -52,6 +55,9 @@ REFERENCE = Ops(
     linear_add=ops.linear_add,
     linear_add_norm=None,
     norm_gated_linear=ops.norm_gated_linear,
+    pack_experts=moe.pack_experts,
+    add_experts=moe.add_experts,
+    add_experts_norm=None,
     prepare_attention=attention.prepare_attention,
     attention_qkv=attention.attention_qkv,
     apply_masks=ops.apply_masks,

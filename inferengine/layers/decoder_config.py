@@ -6,7 +6,25 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+from inferengine.kernels.experts import Gating
 from inferengine.layers.rotary import RopeConfig
+
+
+@dataclass(frozen=True)
+class MoeConfig:
+    """A mixture of experts in place of feed-forward blocks."""
+
+    num_experts: int
+    num_chosen: int  # experts of a token
+    intermediate_size: int  # of one expert
+    renormalized: bool = True  # the weights of a token's experts sum to 1
+    shared_size: int = 0  # of a block that all tokens take; 0: there is none
+    gated_shared: bool = False  # a score of its own weighs the shared block
+    router_bias: bool = False
+    bias: bool = False  # of the experts' projections
+    interleaved: bool = False  # a checkpoint has the rows of gate and up in turn
+    gating: Gating | None = None  # None: the model's activation
+    dense_layers: tuple[int, ...] = ()  # layers with an ordinary feed-forward block
 
 
 @dataclass(frozen=True)
@@ -47,6 +65,8 @@ class DecoderConfig:
     qkv_interleaved: bool = False  # stored head by head, each with its query, key and value (GPT-NeoX)
     query_scaling: tuple[float, int] | None = None  # (beta, original context): 1 + beta * log(1 + position // context)
     learned_positions: int | None = None  # a table of positions, beginning with so many rows that no position has
+    moe: MoeConfig | None = None
+    sinks: bool = False  # each head has a score that takes its share of attention and stands for no key
     no_rope_layers: tuple[int, ...] = ()  # layers without rotation
     dtype: str = "float32"  # of the checkpoint
     eos_token_ids: tuple[int, ...] = ()
@@ -71,6 +91,29 @@ class DecoderConfig:
         if self.windows[layer] is not None and self.local_rope is not None:
             return self.local_rope
         return self.rope
+
+    def moe_of(self, layer: int) -> MoeConfig | None:
+        """Return a layer's mixture of experts; None: it has an ordinary feed-forward block."""
+        return None if self.moe is None or layer in self.moe.dense_layers else self.moe
+
+    def feed_forward_width(self, layer: int) -> int:
+        """Return the inner width of what a token passes in a layer: of an ordinary block, or of its experts and the
+        shared block together."""
+        moe = self.moe_of(layer)
+        return self.intermediate_size if moe is None else moe.num_chosen * moe.intermediate_size + moe.shared_size
+
+    @property
+    def num_expert_weights(self) -> int:
+        """Return the number of weights of all experts, shared blocks aside."""
+        if self.moe is None:
+            return 0
+        layers = self.num_layers - len(self.moe.dense_layers)
+        return layers * self.moe.num_experts * 3 * self.moe.intermediate_size * self.hidden_size
+
+    @property
+    def chosen_share(self) -> float:
+        """Return the share of its experts that a token passes; 1 without experts."""
+        return 1.0 if self.moe is None else self.moe.num_chosen / self.moe.num_experts
 
     def layers_of(self, group: int) -> int:
         """Return the number of layers in a KV group."""

@@ -12,7 +12,7 @@ from torch import nn
 
 from inferengine.kernels.batch import Batch
 from inferengine.kernels.ops import Ops
-from inferengine.layers.decoder_config import DecoderConfig
+from inferengine.layers.decoder_config import DecoderConfig, MoeConfig
 from inferengine.layers.embedding import Head, TokenEmbedding
 from inferengine.models.hf_config import ConfigReader
 
@@ -48,6 +48,7 @@ class Target(NamedTuple):
     part: int | None = None
     transpose: bool = False  # GPT-2 stores [in, out]
     plus_one: bool = False  # Gemma's norms multiply by 1 + w: folded in once, here
+    stacked: bool = False  # all experts in one tensor [experts, rows, columns], whose matrices `transpose` is of
 
 
 class WeightMap(NamedTuple):
@@ -106,3 +107,37 @@ def gated_mlp_targets(here: str, there: str) -> dict[str, Target]:
         for name, (module, part) in parts.items()
         for kind in ("weight", "bias")
     }
+
+
+EXPERT_PARTS = {"gate_proj": ("gate_up", 0, 2), "up_proj": ("gate_up", 1, 2), "down_proj": ("down", 0, 1)}
+
+
+def moe_targets(
+    here: str,
+    config: MoeConfig | None,
+    *,
+    router: str = "gate",
+    parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+) -> dict[str, Target]:
+    """Targets of a mixture of experts: a tensor for each expert's projections, which `parts` names, or one for all
+    experts, as transformers 5 saves them. `here` is the block's name in the checkpoint."""
+    if config is None:
+        return {}
+    there = "layers.{}.mlp"
+    score = 0 if config.gated_shared else None
+    targets = {
+        f"{here}.{router}.weight": Target(f"{there}.router.weight", score),
+        f"{here}.{router}.bias": Target(f"{there}.router.bias", score),
+    }
+    for expert in range(config.num_experts):
+        for name, (place, part, count) in zip(parts, EXPERT_PARTS.values(), strict=True):
+            targets[f"{here}.experts.{expert}.{name}.weight"] = Target(f"{there}.{place}.weight", count * expert + part)
+    targets |= {
+        f"{here}.experts.gate_up_proj": Target(f"{there}.gate_up.weight", stacked=True),
+        f"{here}.experts.down_proj": Target(f"{there}.down.weight", stacked=True),
+    }
+    if config.shared_size:
+        targets |= gated_mlp_targets(f"{here}.shared_expert", f"{there}.shared")
+    if config.gated_shared:
+        targets[f"{here}.shared_expert_gate.weight"] = Target(f"{there}.router.weight", 1)
+    return targets

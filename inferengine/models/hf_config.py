@@ -151,6 +151,11 @@ class ConfigReader:
                 raise refused(f"{self.where}: {name} = {_shown(value)} is not supported by this engine")
             logger.warning("%s: the key %s is not known here and left out", self.where, name[:80])
 
+    def skip_training_of_experts(self) -> None:
+        """Pass over keys of mixtures of experts that matter in training alone."""
+        for name in ("output_router_logits", "router_aux_loss_coef", "router_jitter_noise"):
+            self.value(name)
+
     def dtype(self) -> str:
         """Read the checkpoint's number format under either of its names; float32 where there is none."""
         values = (self.values.get("dtype"), self.values.get("torch_dtype"), "float32")

@@ -5,7 +5,7 @@ them are options of DecoderConfig: no family has layers of its own.
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -17,6 +17,7 @@ from inferengine.layers.decoder_config import DecoderConfig
 from inferengine.layers.embedding import Head, TokenEmbedding
 from inferengine.layers.linear import Linear
 from inferengine.layers.mlp import MLP, GatedMLP
+from inferengine.layers.moe import MoeMLP
 from inferengine.layers.norm import Norm, make_norm
 from inferengine.models.decoder import DecoderModel, Target, WeightMap, attention_targets, gated_mlp_targets
 from inferengine.models.hf_config import ConfigReader, read_rope
@@ -106,10 +107,15 @@ class LlamaLayer(nn.Module):
         self.attention = Attention(ops, config, layer)
         self.attention_out_norm = norm(config.post_norms)
         self.mlp_norm = norm(config.pre_norms and config.parallel != "shared")
-        kind = GatedMLP if config.gated_mlp else MLP
-        self.mlp = kind(
-            ops, config.hidden_size, config.intermediate_size, activation=config.activation, bias=config.mlp_bias
-        )
+        self.mlp: GatedMLP | MLP | MoeMLP
+        moe = config.moe_of(layer)
+        if moe is None:
+            kind = GatedMLP if config.gated_mlp else MLP
+            self.mlp = kind(
+                ops, config.hidden_size, config.intermediate_size, activation=config.activation, bias=config.mlp_bias
+            )
+        else:
+            self.mlp = MoeMLP(ops, config.hidden_size, moe, config.activation)
         self.mlp_out_norm = norm(config.post_norms)
         self.is_plain, self.is_parallel, self.scale = config.is_plain, bool(config.parallel), config.residual_scale
         self.following: tuple[Norm | None] = (None,)  # the next layer's first norm; in a tuple: not a submodule
@@ -123,15 +129,20 @@ class LlamaLayer(nn.Module):
         if self.is_plain:
             mixed = attention.mix(attention.qkv.of_norm(x, self.attention_norm, normed), batch)
             x, normed = attention.out.add_to_and_norm(x, mixed, self.mlp_norm)
+            if isinstance(mlp, MoeMLP):
+                return mlp.add_to_and_norm(x, _input_of(x, self.mlp_norm, normed), self.following[0])
             return mlp.down.add_to_and_norm(x, mlp.hidden(x, self.mlp_norm, normed), self.following[0])
         if self.is_parallel:
             normed = x if self.attention_norm is None else self.attention_norm(x)
             mixed = attention.mix(attention.qkv.of_norm(x, None, normed), batch)
+            assert not isinstance(mlp, MoeMLP)  # no family has such a layer
             hidden = mlp.hidden(x, self.mlp_norm, normed if self.mlp_norm is None else None)
             x = self._add(x, attention.out, mixed, self.attention_out_norm)
             return self._add(x, mlp.down, hidden, self.mlp_out_norm), None
         mixed = attention.mix(attention.qkv.of_norm(x, self.attention_norm), batch)
         x = self._add(x, attention.out, mixed, self.attention_out_norm)
+        if isinstance(mlp, MoeMLP):
+            return mlp.add_to(x, _input_of(x, self.mlp_norm, None), self.scale), None
         return self._add(x, mlp.down, mlp.hidden(x, self.mlp_norm), self.mlp_out_norm), None
 
     def _add(self, x: torch.Tensor, linear: Linear, inputs: torch.Tensor, norm: Norm | None) -> torch.Tensor:
@@ -140,6 +151,14 @@ class LlamaLayer(nn.Module):
             return linear.add_to(x, inputs)
         out = linear(inputs)
         return x.add_(out if norm is None else norm(out), alpha=self.scale)
+
+
+def _input_of(x: torch.Tensor, norm: Norm | None, normed: Any) -> torch.Tensor:
+    """Return norm(x), for a block that reads numbers: `normed` may be codes for products in low precision."""
+    if isinstance(normed, torch.Tensor):
+        return normed
+    out: torch.Tensor = x if norm is None else norm(x)
+    return out
 
 
 class Llama(DecoderModel):

@@ -15,7 +15,10 @@ class Family(NamedTuple):
     model_type: str  # of configs that name no architecture
     sizes: tuple[float, ...]  # published, in 10^9 parameters
     models: str  # what people know it by
+    formats: tuple[str, ...] = ("bf16", "8 bits", "4 bits")  # of BYTES, in which this engine holds it
 
+
+EXPERTS = ("bf16", "8 bits")  # formats of a mixture of experts
 
 FAMILIES = (
     Family(
@@ -39,6 +42,27 @@ FAMILIES = (
     Family("Olmo2ForCausalLM", "families.olmo2", "olmo2", (1.5, 7.3, 13.7, 32.2), "OLMo 2"),
     Family("Olmo3ForCausalLM", "families.olmo3", "olmo3", (7.3, 32.2), "OLMo 3"),
     Family("GraniteForCausalLM", "families.granite", "granite", (2.5, 8.2), "Granite 3, dense"),
+    Family("MixtralForCausalLM", "families.mixtral", "mixtral", (46.7, 140.6), "Mixtral 8x7B, 8x22B", EXPERTS),
+    Family(
+        "Qwen3MoeForCausalLM", "families.qwen3_moe", "qwen3_moe", (30.5, 235.1), "Qwen 3, mixture of experts", EXPERTS
+    ),
+    Family(
+        "Qwen2MoeForCausalLM",
+        "families.qwen2_moe",
+        "qwen2_moe",
+        (14.3, 57.4),
+        "Qwen 1.5 and 2, mixture of experts",
+        EXPERTS,
+    ),
+    Family("OlmoeForCausalLM", "families.olmoe", "olmoe", (6.9,), "OLMoE", EXPERTS),
+    Family(
+        "GraniteMoeForCausalLM",
+        "families.granitemoe",
+        "granitemoe",
+        (1.3, 3.3),
+        "Granite 3, mixture of experts",
+        EXPERTS,
+    ),
     Family("SmolLM3ForCausalLM", "families.smollm3", "smollm3", (3.1,), "SmolLM 3"),
     Family(
         "GlmForCausalLM", "families.glm", "glm", (9.4,), "GLM-4-9B of 2024 in transformers' layout (glm-4-9b-chat-hf)"
@@ -168,13 +192,18 @@ def table() -> Iterator[tuple[str, ...]]:
     yield "models", "architecture", "sizes, 10⁹", *(f"largest on {size} GB" for size in CARDS_GB)
     for family in FAMILIES:
         sizes = ", ".join(f"{size:g}" for size in family.sizes)
-        yield family.models, family.architecture, sizes, *(_largest(family.sizes, size) for size in CARDS_GB)
+        yield (
+            family.models,
+            family.architecture,
+            sizes,
+            *(_largest(family.sizes, family.formats, size) for size in CARDS_GB),
+        )
 
 
-def _largest(sizes: tuple[float, ...], card_gb: float) -> str:
+def _largest(sizes: tuple[float, ...], formats: tuple[str, ...], card_gb: float) -> str:
     """The largest size whose weights fit, and in what number format."""
     for size in sorted(sizes, reverse=True):
-        for name, bytes_each in BYTES.items():
-            if size * bytes_each <= ROOM * card_gb:
+        for name in formats:
+            if size * BYTES[name] <= ROOM * card_gb:
                 return f"{size:g} ({name})"
     return "none"

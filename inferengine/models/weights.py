@@ -178,8 +178,12 @@ class _Loader:
             raise refused(f"the tensor {name} is unexpected: the model that config.json describes has no place for it")
         place = self._place(parameter, target.part)
         shape, wanted = list(shard.get_slice(name).get_shape()), list(place.shape)
+        if target.stacked:
+            projection: Any = self.model.get_submodule(parameter.rpartition(".")[0])
+            experts = projection.num_experts
+            wanted = [experts, place.shape[0] // experts, *place.shape[1:]]
         if target.transpose:
-            wanted.reverse()
+            wanted[-2:] = reversed(wanted[-2:])
         if shape != wanted:
             raise refused(f"the tensor {name} has shape {shape} where config.json asks for {wanted}")
         tensor = shard.get_tensor(name)
@@ -189,7 +193,8 @@ class _Loader:
             if piece not in self.missing:
                 raise refused(f"the tensor {name} fills a place that another tensor has filled already")
             del self.missing[piece]
-        source = tensor.t() if target.transpose else tensor
+        source = tensor.transpose(-2, -1) if target.transpose else tensor
+        source = source.flatten(0, 1) if target.stacked else source
         if not place.is_meta:
             place.copy_(source.float().add_(1.0) if target.plus_one else source)
         return _num_bytes(tensor)
@@ -219,7 +224,11 @@ class _Loader:
     def _stored_place(self, name: str, number: re.Match[str] | None) -> tuple[Any, int | None, str] | None:
         """(source, part, suffix) of a tensor that a quantized checkpoint stores in place of a weight."""
         stem, _, suffix = name.rpartition(".")
-        target = self.map.targets.get(LAYER.sub(".{}.", f"{stem}.weight", count=1))
+        target = self.map.targets.get(LAYER.sub(".{}.", name, count=1))
+        if target is not None:  # of all experts together, by a name of its own
+            suffix = target.parameter.rpartition(".")[2]
+        else:
+            target = self.map.targets.get(LAYER.sub(".{}.", f"{stem}.weight", count=1))
         if target is None:
             return None
         owner = target.parameter.replace("{}", number.group(1) if number else "").rpartition(".")[0]
@@ -234,7 +243,7 @@ class _Loader:
         if part is None:
             return data
         owner: Any = self.model.get_submodule(name.rpartition(".")[0])  # a Linear or a HeadNorm: they have parts
-        return torch.split(data, owner.parts)[part]
+        return data.narrow(0, sum(owner.parts[:part]), owner.parts[part])
 
     def _covered(self, name: str, part: int | None) -> list[WeightPart]:
         """The pieces that a tensor for this part of a parameter fills."""

@@ -61,6 +61,8 @@ def int4_groups(weight: torch.Tensor, group: int = INT4_GROUP) -> QuantizedWeigh
 
 def bytes_per_weight(scheme: str, columns: int) -> float:
     """What a weight of a row of so many costs, scales included, as the CUDA kernels hold them."""
+    if scheme == "mxfp4":
+        return 0.5 + 1 / 32
     if scheme == "int4":
         return 0.5 + 4 / min(INT4_GROUP, columns)
     return 1 + 4 / (128 * 128 if scheme == "fp8_block" else columns)

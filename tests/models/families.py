@@ -47,6 +47,8 @@ class Case(NamedTuple):
     num_tokens: int = 16
 
 
+EXPERTS: dict[str, Any] = {"num_experts_per_tok": 3, "num_hidden_layers": 2}
+QWEN_EXPERTS: dict[str, Any] = {**EXPERTS, "num_experts": 7, "moe_intermediate_size": 40}
 LONG = (34, 33, 35)  # of prompts beyond longrope's original context
 CASES: dict[str, Case] = {
     "phi3": Case("Phi3Config", {**EVEN, "sliding_window": 12}),
@@ -74,6 +76,14 @@ CASES: dict[str, Case] = {
                                       "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}),
     "seed-oss": Case("SeedOssConfig", {**BARE, "attention_out_bias": True}),
     "nemotron": Case("NemotronConfig", {**BARE, **HALF}),
+    "mixtral": Case("MixtralConfig", {**BARE, **EXPERTS, "num_local_experts": 5, "sliding_window": 12}),
+    "qwen3-moe": Case("Qwen3MoeConfig", {**BARE, **QWEN_EXPERTS, "num_hidden_layers": 4, "decoder_sparse_step": 2,
+                                         "mlp_only_layers": [3], "norm_topk_prob": True}),
+    "qwen2-moe": Case("Qwen2MoeConfig", {**EVEN, **QWEN_EXPERTS, "shared_expert_intermediate_size": 56}),
+    "olmoe": Case("OlmoeConfig", {**EVEN, **EXPERTS, "num_experts": 6, "num_key_value_heads": 3}),
+    "granite-moe": Case("GraniteMoeConfig", {**EVEN, **EXPERTS, "num_local_experts": 6, "embedding_multiplier": 3.0,
+                                             "logits_scaling": 1.7, "residual_multiplier": 0.6,
+                                             "attention_multiplier": 0.2}),
     "ministral": Case("MinistralConfig", {**BARE, "sliding_window": 12,
                                           "layer_types": ["full_attention", "sliding_attention"]}),
     "ministral3": Case("Ministral3Config", {**BARE, "rope_parameters": YARN}),
@@ -106,6 +116,14 @@ MORE: dict[str, Case] = {  # for scripts/compare_families
     "seed-oss, no biases": Case("SeedOssConfig", {**BARE, "attention_bias": False, "mlp_bias": True}),
     "nemotron, biases": Case("NemotronConfig", {**EVEN, **WHOLE, "attention_bias": True, "mlp_bias": True}),
     "ministral, windows": Case("MinistralConfig", {**BARE, "sliding_window": 9}),
+    "qwen3-moe, plain": Case("Qwen3MoeConfig", {**BARE, **QWEN_EXPERTS, "use_sliding_window": True,
+                                                "sliding_window": 9, "attention_bias": True}),
+    "qwen2-moe, windows": Case("Qwen2MoeConfig", {**EVEN, **QWEN_EXPERTS, "shared_expert_intermediate_size": 56,
+                                                  "num_hidden_layers": 4, "use_sliding_window": True,
+                                                  "sliding_window": 9, "max_window_layers": 3,
+                                                  "norm_topk_prob": True, "qkv_bias": False}),
+    "olmoe, renormalized": Case("OlmoeConfig", {**EVEN, **EXPERTS, "num_experts": 6, "norm_topk_prob": True,
+                                                "tie_word_embeddings": True}),
     "falcon3": Case("LlamaConfig", {**BARE, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 32}),
 }  # fmt: skip
 

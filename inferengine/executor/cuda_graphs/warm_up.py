@@ -210,6 +210,7 @@ def prompt_plan(runner: StepRunner, num_tokens: int, num_rows: int = 1) -> StepP
 def _kernel_class_plans(runner: StepRunner) -> Iterator[StepPlan]:
     """One step of every class of shapes that is computed without a graph."""
     from inferengine.kernels.cuda.attention.decode import row_classes  # an engine on a CPU starts without triton
+    from inferengine.kernels.cuda.moe.configurations import token_classes
 
     config, max_rows = runner.config, runner.settings.max_num_seqs
     return kernel_class_plans(
@@ -218,14 +219,22 @@ def _kernel_class_plans(runner: StepRunner) -> Iterator[StepPlan]:
         max_rows=max_rows,
         max_tokens=min(runner.settings.max_num_batched_tokens, runner.slots.tokens.shape[1] - 1),
         decode_rows=row_classes(config.num_heads, config.num_kv_heads, config.head_dim, max_rows),
+        more_chunks=() if config.moe is None else token_classes(config.moe.num_experts, config.moe.num_chosen),
     )
 
 
 def kernel_class_plans(
-    slot: int, num_groups: int, *, max_rows: int, max_tokens: int, decode_rows: Iterable[int]
+    slot: int,
+    num_groups: int,
+    *,
+    max_rows: int,
+    max_tokens: int,
+    decode_rows: Iterable[int],
+    more_chunks: Iterable[int] = (),
 ) -> Iterator[StepPlan]:
-    """One step of every class of shapes. `decode_rows`: a number of decode rows for each decode attention kernel."""
-    for chunk in (*CHUNKS, max_tokens):
+    """One step of every class of shapes. `decode_rows`: a number of decode rows for each decode attention kernel;
+    `more_chunks`: further classes by the number of tokens."""
+    for chunk in (*CHUNKS, *more_chunks, max_tokens):
         if chunk <= max_tokens:
             yield scratch_plan(slot, num_groups, decodes=0, chunk=chunk)
     for decodes in decode_rows:

@@ -25,9 +25,10 @@ from inferengine.executor.tools.device_peaks import device_peaks
 from inferengine.kernels.ops import REFERENCE
 from inferengine.layers.decoder_config import DecoderConfig
 from inferengine.layers.linear import Linear
+from inferengine.layers.moe import ExpertLinear
 from inferengine.models import registry
 from inferengine.models.hf_config import read_json
-from inferengine.quantization.checkpoints import layout_of
+from inferengine.quantization.checkpoints import layout_of, mxfp4
 from inferengine.quantization.schemes import EIGHT_BIT_PRODUCTS, bytes_per_weight
 
 logger = logging.getLogger(__name__)
@@ -96,7 +97,8 @@ def weight_bytes(
     scheme = quantization if layout is None else layout.scheme
     if scheme != "none":
         for module in model.modules():
-            if isinstance(module, Linear):
+            is_mxfp4 = scheme == mxfp4.NAME  # of experts alone
+            if isinstance(module, ExpertLinear) or (isinstance(module, Linear) and not is_mxfp4):
                 assert module.weight is not None  # nothing is packed
                 sizes[id(module.weight)] = module.weight.numel() * bytes_per_weight(scheme, module.in_features)
     return int(sum(sizes.values()))
@@ -105,6 +107,8 @@ def weight_bytes(
 def activation_bytes(config: DecoderConfig, num_tokens: int, num_seqs: int, dtype: torch.dtype) -> int:
     """Return an upper bound of what the largest step allocates: its widest layer a few times over, and the logits."""
     widest = max(2 * config.intermediate_size, (config.num_heads + 2 * config.num_kv_heads) * config.head_dim)
+    if config.moe is not None:  # what each chosen expert has inside, and what it gives
+        widest += config.moe.num_chosen * (config.moe.intermediate_size + config.hidden_size)
     return num_tokens * (widest + 4 * config.hidden_size) * 2 * dtype.itemsize + num_seqs * config.vocab_size * 12
 
 
@@ -142,7 +146,8 @@ def _token_s(config: DecoderConfig, values: dict[str, object], settings: Executo
     layout = layout_of(values)
     scheme = settings.quantization if layout is None else layout.scheme
     tables = config.vocab_size * config.hidden_size * (1 if config.tied_embeddings else 2)
-    operations = 2.0 * (whole // dtype.itemsize - tables)
+    idle = (1.0 - config.chosen_share) * config.num_expert_weights
+    operations = 2.0 * (whole // dtype.itemsize - tables - idle)
     return operations / peaks.operations_per_s / (faster if scheme in EIGHT_BIT_PRODUCTS else 1.0)
 
 

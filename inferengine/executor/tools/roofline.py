@@ -8,12 +8,14 @@ from inferengine.core.step_time import AttentionGroup, ModelWork, Roofline
 from inferengine.executor.memory.plan import weight_bytes
 from inferengine.executor.settings import ExecutorSettings
 from inferengine.executor.tools.device_peaks import device_peaks
+from inferengine.kernels.reference.moe import PackedExperts
 from inferengine.layers.decoder_config import DecoderConfig
 from inferengine.layers.embedding import Head
 from inferengine.layers.linear import Linear
+from inferengine.layers.moe import MoeMLP
 from inferengine.models.decoder import DecoderModel
 from inferengine.quantization.checkpoints import layout_of
-from inferengine.quantization.schemes import EIGHT_BIT_PRODUCTS
+from inferengine.quantization.schemes import EIGHT_BIT_PRODUCTS, bytes_per_weight
 
 
 def roofline_of(
@@ -41,6 +43,10 @@ def roofline_of(
     scheme = settings.quantization if layout is None else layout.scheme
     linears = [module for module in model.modules() if isinstance(module, Linear)]
     halves = [module for module in linears if _is_half(module)] if scheme == "none" else []
+    each = dtype.itemsize if scheme == "none" else bytes_per_weight(scheme, config.hidden_size)
+    if any(isinstance(module, MoeMLP) and _has_half_experts(module) for module in model.modules()):
+        num_bytes -= config.num_expert_weights * (dtype.itemsize - 2)
+        each = 2
     work = model_work(
         config,
         weight_bytes=num_bytes - sum(map(_num_weights, halves)) * (dtype.itemsize - 2),
@@ -49,6 +55,7 @@ def roofline_of(
         head_item_bytes=2 if _is_half(getattr(model, "head", None)) else dtype.itemsize,
         kv_item_bytes=kv_dtype.itemsize,
         product_speed=faster if scheme in EIGHT_BIT_PRODUCTS else 1.0,
+        expert_bytes=config.num_expert_weights * each,
     )
     return Roofline(work, peaks)
 
@@ -62,6 +69,11 @@ def _is_half(module: Linear | Head | None) -> bool:
     return module is not None and isinstance(module.packed, torch.ScriptObject)
 
 
+def _has_half_experts(module: MoeMLP) -> bool:
+    """Whether a CPU keeps the weights of fp32 experts in half precision."""
+    return isinstance(module.packed, PackedExperts) and isinstance(module.packed.down[0], torch.ScriptObject)
+
+
 def model_work(
     config: DecoderConfig,
     *,
@@ -71,17 +83,19 @@ def model_work(
     head_item_bytes: int,
     kv_item_bytes: int,
     product_speed: float = 1.0,
+    expert_bytes: float = 0.0,
 ) -> ModelWork:
     """Compute the least work of a step. `weight_bytes` counts all parameters, with the input embedding, of which a step
-    reads a few rows. Products of quantized layers run at `product_speed` times the peak, so they count for that much
-    less."""
+    reads a few rows, and all experts, of which `expert_bytes` are. Products of quantized layers run at `product_speed`
+    times the peak, so they count for that much less."""
     head_weights = config.vocab_size * config.hidden_size
     tables = head_weights if config.tied_embeddings else 2 * head_weights
+    met = num_layer_weights + config.chosen_share * config.num_expert_weights  # weights that a token passes
     groups = range(len(config.group_windows))
     return ModelWork(
-        layer_bytes=float(weight_bytes - tables * item_bytes),
+        layer_bytes=float(weight_bytes - tables * item_bytes) - expert_bytes,
         head_bytes=float(head_weights * head_item_bytes),
-        operations_per_token=2.0 * num_layer_weights / product_speed,
+        operations_per_token=2.0 * met / product_speed,
         operations_per_draw=2.0 * head_weights,
         groups=tuple(
             AttentionGroup(
@@ -91,4 +105,6 @@ def model_work(
             )
             for group in groups
         ),
+        expert_bytes=expert_bytes,
+        chosen_share=config.chosen_share,
     )

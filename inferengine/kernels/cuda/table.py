@@ -18,6 +18,7 @@ from inferengine.kernels.cuda.attention.prefill import prefill_attention
 from inferengine.kernels.cuda.dispatch import Kernel, KernelChoice, Operands, Product, candidates
 from inferengine.kernels.cuda.gemm.dense_small_m import gemv, tiled
 from inferengine.kernels.cuda.gemm.dense_tma import tma_fits, tma_parts, tma_tiled
+from inferengine.kernels.cuda.moe.mixture import MoeKernels, pack_experts
 from inferengine.kernels.cuda.rope_kv_write import qkv_rope_write
 from inferengine.kernels.cuda.sampling.logits import apply_masks
 from inferengine.kernels.cuda.sampling.logprobs import token_logprobs
@@ -215,6 +216,7 @@ def pack_linear(weight: torch.Tensor) -> torch.Tensor:
 def table(device: torch.device, *, deterministic: bool = False) -> dict[str, Any]:
     """Return the fields of an Ops table for a device."""
     kernels = CudaKernels(device, deterministic=deterministic)
+    experts = MoeKernels(deterministic=deterministic)
     return {
         "name": "triton",
         "rms_norm": norm.rms_norm,
@@ -228,6 +230,9 @@ def table(device: torch.device, *, deterministic: bool = False) -> dict[str, Any
         "linear_add": kernels.linear_add,
         "linear_add_norm": kernels.linear_add_norm,
         "norm_gated_linear": kernels.norm_gated_linear,
+        "pack_experts": pack_experts,
+        "add_experts": experts.add_experts,
+        "add_experts_norm": experts.add_experts_norm,
         "prepare_attention": kernels.prepare_attention,
         "attention_qkv": kernels.attention_qkv,
         "apply_masks": apply_masks,

@@ -15,6 +15,7 @@ MODULES = {
     "compressed-tensors": "compressed_tensors",
     "gptq": "gptq",
     "awq": "awq",
+    "mxfp4": "mxfp4",
 }
 AT_LOAD = "take the checkpoint without it, and have the engine make the weights at load: model.quantization = "
 NEAREST = {

@@ -1,0 +1,104 @@
+"""Which kernel multiplies the experts' weights, and in which configuration: by the number format of the weight and by
+how many pairs of token and expert there are. As dispatch.py for other products: nothing is tuned at start-up.
+
+`pairs` rules hold up to a number of pairs; `grouped` rules up to an average number of pairs for each expert. The first
+that holds is taken. Deterministic mode has one configuration: a row's sum is then the same at every number of rows.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+
+class PairConfig(NamedTuple):
+    """moe/pairs.py: outputs (of a gated product, each with its gate and its up) and columns of a tile."""
+
+    block_n: int
+    block_k: int
+    num_warps: int
+
+
+class GroupedConfig(NamedTuple):
+    """moe/grouped.py: pairs, weight rows and columns of a tile. `weight_left`: the weight is the tensor cores' left
+    operand; `tma`: the tensor memory accelerator loads weights that are numbers."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+    weight_left: bool = False
+    tma: bool = False
+
+
+class MoeRule(NamedTuple):
+    """A configuration for the gated product and one for the other, up to `most` pairs (PairConfig, or a GroupedConfig
+    whose blocks are single pairs), or up to `most` pairs for each expert on average."""
+
+    most: float
+    gate_up: Any
+    down: Any
+
+
+class Rules(NamedTuple):
+    """The rules for one number format."""
+
+    pairs: tuple[MoeRule, ...]
+    grouped: tuple[MoeRule, ...]
+
+
+MANY = float("inf")
+SINGLE = GroupedConfig(16, 32, 128, 4, 4, True)
+
+_NUMBERS = Rules(
+    (MoeRule(64, PairConfig(4, 1024, 4), PairConfig(8, 1024, 4)),),
+    (
+        MoeRule(12, GroupedConfig(16, 64, 128, 4, 4, True, True), GroupedConfig(16, 64, 128, 4, 4, True, True)),
+        MoeRule(24, GroupedConfig(32, 64, 128, 4, 4, True, True), GroupedConfig(32, 64, 128, 4, 4, True, True)),
+        MoeRule(96, GroupedConfig(64, 128, 64, 4, 4, False, True), GroupedConfig(64, 128, 64, 4, 4, False, True)),
+        MoeRule(MANY, GroupedConfig(128, 128, 64, 8, 4, False, True), GroupedConfig(128, 128, 64, 8, 4, False, True)),
+    ),
+)
+_CODES = Rules(
+    (MoeRule(64, PairConfig(4, 1024, 4), PairConfig(8, 1024, 4)),),
+    (
+        MoeRule(12, GroupedConfig(16, 64, 128, 4, 4, True), GroupedConfig(16, 64, 128, 4, 4, True)),
+        MoeRule(24, GroupedConfig(32, 64, 128, 4, 4, True), GroupedConfig(32, 64, 128, 4, 4, True)),
+        MoeRule(96, GroupedConfig(64, 128, 128, 4, 3, True), GroupedConfig(64, 128, 128, 4, 3, True)),
+        MoeRule(MANY, GroupedConfig(128, 128, 128, 8, 3, True), GroupedConfig(128, 128, 128, 8, 3, True)),
+    ),
+)
+_MXFP4 = _CODES._replace(pairs=(MoeRule(64, SINGLE, SINGLE),))
+_FP32 = Rules(
+    (MoeRule(64, PairConfig(4, 512, 4), PairConfig(8, 512, 4)),),
+    (MoeRule(24, GroupedConfig(16, 64, 32, 4, 3), GroupedConfig(16, 64, 32, 4, 3)),
+     MoeRule(MANY, GroupedConfig(64, 64, 32, 4, 3), GroupedConfig(64, 64, 32, 4, 3))),
+)  # fmt: skip
+_EXACT = GroupedConfig(64, 64, 64, 4, 4)
+_FP32_EXACT = GroupedConfig(64, 64, 32, 4, 3)
+
+RULES = {"numbers": _NUMBERS, "fp8": _CODES, "mxfp4": _MXFP4, "fp32": _FP32}
+EXACT = {
+    name: Rules((), (MoeRule(MANY, config, config),))
+    for name, config in (("numbers", _EXACT), ("fp8", _EXACT), ("mxfp4", _EXACT), ("fp32", _FP32_EXACT))
+}
+
+
+def token_classes(num_experts: int, num_chosen: int) -> tuple[int, ...]:
+    """Return a number of tokens for every class of shapes that has kernels of its own, whatever the weights' format."""
+    numbers: set[int] = set()
+    for rules in RULES.values():
+        numbers.update(int(rule.most) // num_chosen for rule in rules.pairs)
+        numbers.update(int(rule.most * num_experts) // num_chosen for rule in rules.grouped if rule.most < MANY)
+    return tuple(sorted({count for number in numbers for count in (number, number + 1)} - {0}))
+
+
+def configurations(
+    operands: str, num_pairs: int, num_experts: int, *, deterministic: bool = False
+) -> tuple[MoeRule, bool]:
+    """Return the rule for a weight of `operands` (a key of RULES), and whether pairs are grouped by expert."""
+    rules = (EXACT if deterministic else RULES)[operands]
+    for rule in rules.pairs:
+        if num_pairs <= rule.most:
+            return rule, False
+    return next(rule for rule in rules.grouped if num_pairs <= rule.most * num_experts), True

@@ -1,0 +1,293 @@
+"""Products of many experts in one launch: every token's row with the weight of the expert it chose.
+
+Pairs of token and expert lie sorted by expert (routing.group_pairs). A block is up to `block_m` pairs of one expert;
+how many blocks an expert has is known on the device alone, so the grid holds as many as there can be at most, and a
+program finds its expert by the running sum of the blocks. With few pairs each is a block of its own, without sorting.
+
+Weights are numbers, FP8 or MXFP4; codes become numbers in registers, as the left operand of the tensor cores where
+rows are few. Rows of gate and up lie in turn, so that a thread of the accumulator holds both.
+
+Source: the blocks of experts are those of MegaBlocks (Gale et al. 2022).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from inferengine.kernels.cuda.moe.configurations import GroupedConfig
+from inferengine.kernels.cuda.moe.gating import ACTIVATIONS, gated, power_of_two, unpacked, widened
+from inferengine.kernels.cuda.pdl import allow_next, launch_options, supports_pdl, wait_for_previous
+from inferengine.kernels.experts import Gating
+
+NUMBERS, FP8, FP8_GROUPS, MXFP4 = range(4)  # kinds of weights
+MX_STEP = 128  # columns of MXFP4 that one word of scales covers
+
+
+class ExpertMatrix(NamedTuple):
+    """One projection of all experts as the kernels read it.
+
+    `codes` [experts * rows, columns], of MXFP4 [experts * rows, padded columns / 2]: byte j of each 32 holds columns
+    64 c + j and 64 c + 32 + j. `scales`: FP8 [experts * rows] fp32; by groups of 128 columns [experts, groups, rows]
+    fp32; MXFP4 [experts, padded columns / 128, rows] int32, four exponents each. `bias` [experts * rows].
+    """
+
+    kind: int
+    codes: torch.Tensor
+    scales: torch.Tensor | None
+    bias: torch.Tensor | None
+    num_experts: int
+    rows: int
+    columns: int
+    shared_rows: int = 1  # neighbouring rows with equal scales
+
+
+class Pairs(NamedTuple):
+    """Which expert multiplies what: `ids` [T, k] where each pair is a block of its own, else `order` and `starts` of
+    routing.group_pairs."""
+
+    ids: torch.Tensor
+    order: torch.Tensor | None = None
+    starts: torch.Tensor | None = None
+
+
+def multiply(
+    x: torch.Tensor,
+    weight: ExpertMatrix,
+    pairs: Pairs,
+    tuned: GroupedConfig,
+    *,
+    gating: Gating | None = None,
+) -> torch.Tensor:
+    """With `gating`: x [T, K] of each token -> [T * k, rows / 2] by place in the order of the pairs. Without: x
+    [T * k, K] by place -> [T * k, rows] by pair."""
+    num_pairs, k = pairs.ids.numel(), pairs.ids.shape[1]
+    width = weight.rows // 2 if gating is not None else weight.rows
+    out = x.new_empty(num_pairs, width)
+    if num_pairs == 0:
+        return out
+    by_pair = pairs.order is None or pairs.starts is None
+    blocks = num_pairs if by_pair else most_blocks(num_pairs, weight.num_experts, tuned.block_m)
+    block_k = MX_STEP if weight.kind == MXFP4 else tuned.block_k
+    tma = tuned.tma and weight.kind == NUMBERS and weight.columns * x.element_size() % 16 == 0
+    codes = TensorDescriptor.from_tensor(weight.codes, [tuned.block_n, block_k]) if tma else weight.codes
+    _grouped_kernel[(blocks * triton.cdiv(weight.rows, tuned.block_n),)](
+        x,
+        codes,
+        weight.codes if weight.scales is None else weight.scales,
+        x if weight.bias is None else weight.bias,
+        pairs.ids,
+        pairs.ids if pairs.order is None else pairs.order,
+        pairs.ids if pairs.starts is None else pairs.starts,
+        out,
+        num_pairs,
+        x.stride(0),
+        0.0 if gating is None else gating.alpha,
+        0.0 if gating is None else gating.limit,
+        EXPERTS=weight.num_experts,
+        BLOCK_E=triton.next_power_of_2(weight.num_experts),
+        N=weight.rows,
+        K=weight.columns,
+        STRIDE=weight.codes.shape[1],
+        CHOSEN=k,
+        BLOCK_M=tuned.block_m,
+        BLOCK_N=tuned.block_n,
+        BLOCK_K=block_k,
+        KIND=weight.kind,
+        BY_PAIR=by_pair,
+        WEIGHT_LEFT=tuned.weight_left,
+        TMA=tma,
+        BIAS=weight.bias is not None,
+        GATED=gating is not None,
+        ACTIVATION=0 if gating is None else ACTIVATIONS[gating.activation],
+        HARDWARE=x.is_cuda and x.dtype == torch.bfloat16,
+        STAGES=tuned.num_stages,
+        num_warps=tuned.num_warps,
+        num_stages=tuned.num_stages,
+        **launch_options(supports_pdl(x.device)),
+    )
+    return out
+
+
+def most_blocks(num_pairs: int, num_experts: int, block_m: int) -> int:
+    """Return how many blocks there can be, however the pairs are distributed."""
+    used = min(num_pairs, num_experts)
+    return (num_pairs + used * (block_m - 1)) // block_m
+
+
+@triton.jit
+def _multiplied(x, weight, acc, WEIGHT_LEFT: tl.constexpr):
+    if WEIGHT_LEFT:
+        return tl.dot(weight, x, acc, input_precision="ieee")
+    else:
+        return tl.dot(x, weight.T, acc, input_precision="ieee")
+
+
+@triton.jit
+def _by_row(values, WEIGHT_LEFT: tl.constexpr):
+    """A number for each weight row, to broadcast against the accumulator."""
+    if WEIGHT_LEFT:
+        return values[:, None]
+    else:
+        return values[None, :]
+
+
+@triton.jit(do_not_specialize=["num_pairs", "alpha", "limit"])
+def _grouped_kernel(
+    x_ptr,
+    codes_ptr,
+    scales_ptr,
+    bias_ptr,
+    ids_ptr,
+    order_ptr,
+    starts_ptr,
+    out_ptr,
+    num_pairs,
+    x_stride,
+    alpha,
+    limit,
+    EXPERTS: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    STRIDE: tl.constexpr,
+    CHOSEN: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    KIND: tl.constexpr,
+    BY_PAIR: tl.constexpr,
+    WEIGHT_LEFT: tl.constexpr,
+    TMA: tl.constexpr,
+    BIAS: tl.constexpr,
+    GATED: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    HARDWARE: tl.constexpr,
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    WIDTH: tl.constexpr = N // 2 if GATED else N
+    N_TILES: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    EVEN_K: tl.constexpr = K % BLOCK_K == 0
+    tile = tl.program_id(0)
+    block = tile // N_TILES
+    n_first = (tile % N_TILES) * BLOCK_N
+    m = tl.arange(0, BLOCK_M)
+    allow_next(PDL)
+    wait_for_previous(PDL)
+    if BY_PAIR:
+        expert = tl.load(ids_ptr + block)
+        place = block + m * 0
+        pair = place
+        valid = m == 0
+    else:
+        e = tl.arange(0, BLOCK_E)
+        begins = tl.load(starts_ptr + e, mask=e < EXPERTS, other=num_pairs)
+        ends = tl.load(starts_ptr + e + 1, mask=e < EXPERTS, other=num_pairs)
+        past = tl.cumsum((ends - begins + BLOCK_M - 1) // BLOCK_M, axis=0)
+        expert = tl.sum((past <= block).to(tl.int32), axis=0)
+        if expert >= EXPERTS:
+            return
+        before = tl.max(tl.where(past <= block, past, 0), axis=0)
+        begin = tl.load(starts_ptr + expert) + (block - before) * BLOCK_M
+        end = tl.load(starts_ptr + expert + 1)
+        place = begin + m
+        valid = place < end
+        pair = tl.load(order_ptr + place, mask=valid, other=0)
+    if GATED:
+        x_row = (pair // CHOSEN).to(tl.int64)
+        out_row = place.to(tl.int64)
+    else:
+        x_row = place.to(tl.int64)
+        out_row = pair.to(tl.int64)
+    n = n_first + tl.arange(0, BLOCK_N)
+    first_row = expert.to(tl.int64) * N
+    row = first_row + tl.minimum(n, N - 1)
+    if WEIGHT_LEFT:
+        acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    else:
+        acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+
+    if KIND == 3:
+        b = tl.arange(0, 32)
+        codes_at = codes_ptr + row[:, None] * STRIDE + b[None, :]
+        scales_at = scales_ptr + expert.to(tl.int64) * (N * (STRIDE // 64)) + tl.minimum(n, N - 1)
+        if WEIGHT_LEFT:
+            x_at = x_ptr + x_row[None, :] * x_stride + b[:, None]
+        else:
+            x_at = x_ptr + x_row[:, None] * x_stride + b[None, :]
+        for start in tl.range(0, K, 128, num_stages=STAGES):
+            words = tl.load(scales_at + start // 128 * N)
+            for half in tl.static_range(2):
+                low, high = unpacked(tl.load(codes_at + start // 2 + half * 32), HARDWARE)
+                for part in tl.static_range(2):
+                    first = start + half * 64 + part * 32
+                    if WEIGHT_LEFT:
+                        mask = valid[None, :] & (first + b < K)[:, None]
+                    else:
+                        mask = valid[:, None] & (first + b < K)[None, :]
+                    x = tl.load(x_at + first, mask=mask, other=0.0)
+                    scale = power_of_two((words >> (half * 16 + part * 8)) & 255).to(low.dtype)
+                    codes = low if part == 0 else high
+                    acc = _multiplied(x, (codes * scale[:, None]).to(x.dtype), acc, WEIGHT_LEFT)
+    else:
+        k = tl.arange(0, BLOCK_K)
+        if WEIGHT_LEFT:
+            x_at = x_ptr + x_row[None, :] * x_stride + k[:, None]
+        else:
+            x_at = x_ptr + x_row[:, None] * x_stride + k[None, :]
+        if KIND == 2:
+            scales_at = scales_ptr + expert.to(tl.int64) * (N * ((K + 127) // 128)) + tl.minimum(n, N - 1)
+        for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
+            if WEIGHT_LEFT:
+                mask = valid[None, :]
+                if not EVEN_K:
+                    mask = mask & (start + k < K)[:, None]
+            else:
+                mask = valid[:, None]
+                if not EVEN_K:
+                    mask = mask & (start + k < K)[None, :]
+            x = tl.load(x_at + start, mask=mask, other=0.0)
+            if TMA:
+                weight = codes_ptr.load([(first_row + n_first).to(tl.int32), start])
+            elif EVEN_K:
+                weight = tl.load(codes_ptr + row[:, None] * STRIDE + start + k[None, :])
+            else:
+                weight = tl.load(
+                    codes_ptr + row[:, None] * STRIDE + start + k[None, :], mask=(start + k < K)[None, :], other=0.0
+                )
+            if KIND == 0:
+                acc = _multiplied(x, weight, acc, WEIGHT_LEFT)
+            elif KIND == 1:
+                acc = _multiplied(x, widened(weight, HARDWARE).to(x.dtype), acc, WEIGHT_LEFT)
+            else:
+                scale = tl.load(scales_at + start // 128 * N)
+                product = _multiplied(x, widened(weight, HARDWARE).to(x.dtype), tl.zeros_like(acc), WEIGHT_LEFT)
+                acc += product * _by_row(scale, WEIGHT_LEFT)
+
+    if KIND == 1:
+        acc = acc * _by_row(tl.load(scales_ptr + row), WEIGHT_LEFT)
+    if BIAS:
+        acc += _by_row(tl.load(bias_ptr + row).to(tl.float32), WEIGHT_LEFT)
+    if GATED:
+        HALF: tl.constexpr = BLOCK_N // 2
+        if WEIGHT_LEFT:
+            left, right = tl.split(tl.permute(tl.reshape(acc, [HALF, 2, BLOCK_M]), (0, 2, 1)))
+        else:
+            left, right = tl.split(tl.reshape(acc, [BLOCK_M, HALF, 2]))
+        result = gated(left, right, ACTIVATION, alpha, limit)
+        column = n_first // 2 + tl.arange(0, HALF)
+    else:
+        result = acc
+        column = n
+    if WEIGHT_LEFT:
+        at = out_row[None, :] * WIDTH + column[:, None]
+        mask = valid[None, :] & (column < WIDTH)[:, None]
+    else:
+        at = out_row[:, None] * WIDTH + column[None, :]
+        mask = valid[:, None] & (column < WIDTH)[None, :]
+    tl.store(out_ptr + at, result.to(out_ptr.dtype.element_ty), mask=mask)

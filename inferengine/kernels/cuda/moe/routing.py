@@ -1,0 +1,118 @@
+"""Routing on the device: which experts each token chose, and the pairs of token and expert sorted by expert.
+
+A pair is token * k + j for the j-th expert of a token. Nothing here is known to the host: launches depend on shapes
+alone, so that they may be captured in a CUDA graph. `group_pairs` is stable, so that equal routing gives equal order.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from inferengine.kernels.cuda.pdl import allow_next, launch_options, supports_pdl, wait_for_previous
+from inferengine.kernels.experts import Routing
+
+FEW_PAIRS = 1024  # that a program looks through at once
+
+
+def choose_experts(logits: torch.Tensor, num_experts: int, routing: Routing) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits [T, at least num_experts] -> experts [T, k] int32 and weights [T, k] fp32, the largest first."""
+    rows, k = logits.shape[0], routing.num_chosen
+    ids = torch.empty(rows, k, dtype=torch.int32, device=logits.device)
+    weights = torch.empty(rows, k, dtype=torch.float32, device=logits.device)
+    block = triton.next_power_of_2(num_experts)
+    _choose_kernel[(rows,)](
+        logits,
+        ids,
+        weights,
+        logits.stride(0),
+        EXPERTS=num_experts,
+        BLOCK=block,
+        K=k,
+        BLOCK_K=triton.next_power_of_2(k),
+        RENORMALIZED=routing.renormalized,
+        num_warps=1,
+        **launch_options(supports_pdl(logits.device)),
+    )
+    return ids, weights
+
+
+def group_pairs(ids: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Experts [T, k] -> pairs [T * k] int32 in the order of their experts, and where each expert's begin
+    [experts + 1]."""
+    num_pairs = ids.numel()
+    order = torch.empty(num_pairs, dtype=torch.int32, device=ids.device)
+    starts = torch.empty(num_experts + 1, dtype=torch.int32, device=ids.device)
+    block = FEW_PAIRS if num_pairs <= FEW_PAIRS else 4096
+    _group_kernel[(num_experts,)](
+        ids,
+        order,
+        starts,
+        num_pairs,
+        EXPERTS=num_experts,
+        BLOCK=block,
+        num_warps=max(1, min(8, block // 256)),
+        **launch_options(supports_pdl(ids.device)),
+    )
+    return order, starts
+
+
+@triton.jit
+def _choose_kernel(
+    logits_ptr,
+    ids_ptr,
+    weights_ptr,
+    stride,
+    EXPERTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    RENORMALIZED: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    allow_next(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    expert = tl.arange(0, BLOCK)
+    place = tl.arange(0, BLOCK_K)
+    wait_for_previous(PDL)
+    logit = tl.load(logits_ptr + row * stride + expert, mask=expert < EXPERTS, other=float("-inf")).to(tl.float32)
+    logit = tl.where(logit == logit, logit, -3.0e38)  # of NaN: an expert that exists is chosen
+    peak = tl.max(logit, axis=0)
+    total = tl.sum(tl.exp(logit - peak), axis=0)
+    ids = tl.zeros([BLOCK_K], tl.int32)
+    chosen = tl.full([BLOCK_K], float("-inf"), tl.float32)
+    for i in tl.static_range(K):
+        best = tl.argmax(logit, axis=0).to(tl.int32)
+        value = tl.max(logit, axis=0)
+        ids = tl.where(place == i, best, ids)
+        chosen = tl.where(place == i, value, chosen)
+        logit = tl.where(expert == best, float("-inf"), logit)
+    weights = tl.exp(chosen - peak)
+    if RENORMALIZED:
+        total = tl.sum(weights, axis=0)
+    tl.store(ids_ptr + row * K + place, ids, mask=place < K)
+    tl.store(weights_ptr + row * K + place, weights / total, mask=place < K)
+
+
+@triton.jit(do_not_specialize=["num_pairs"])
+def _group_kernel(
+    ids_ptr, order_ptr, starts_ptr, num_pairs, EXPERTS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
+    allow_next(PDL)
+    expert = tl.program_id(0)
+    i = tl.arange(0, BLOCK)
+    wait_for_previous(PDL)
+    before = tl.zeros([BLOCK], tl.int32)
+    for first in range(0, num_pairs, BLOCK):
+        ids = tl.load(ids_ptr + first + i, mask=first + i < num_pairs, other=EXPERTS)
+        before += (ids < expert).to(tl.int32)
+    at = tl.sum(before, axis=0)
+    tl.store(starts_ptr + expert, at)
+    if expert == EXPERTS - 1:
+        tl.store(starts_ptr + EXPERTS, num_pairs)
+    for first in range(0, num_pairs, BLOCK):
+        mine = tl.load(ids_ptr + first + i, mask=first + i < num_pairs, other=EXPERTS) == expert
+        rank = tl.cumsum(mine.to(tl.int32), axis=0)
+        tl.store(order_ptr + at + rank - 1, first + i, mask=mine)
+        at += tl.sum(mine.to(tl.int32), axis=0)

@@ -1,0 +1,64 @@
+"""What the operations of a mixture of experts take: how tokens are routed, and the experts' weights before packing."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+MX_GROUP = 32  # columns that share a scale in MXFP4
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # values of the codes 0 to 7; 8 to 15 are the same, negative
+
+
+class Routing(NamedTuple):
+    """Each token goes to the `num_chosen` experts of the largest logits, weighted by the softmax of all logits; of the
+    chosen ones alone where `renormalized`."""
+
+    num_chosen: int
+    renormalized: bool
+
+
+class Gating(NamedTuple):
+    """What an expert makes of its two projections: activation(gate) * up. "swiglu_clamped" is GPT-OSS's:
+    g * sigmoid(alpha * g) * (u + 1), with g = min(gate, limit) and u = clamp(up, -limit, limit)."""
+
+    activation: str  # silu | gelu_tanh | swiglu_clamped
+    alpha: float = 0.0
+    limit: float = 0.0
+
+
+class ExpertCodes(NamedTuple):
+    """A projection of all experts in codes, with the scales of each row's groups of columns.
+
+    FP8: `codes` [R, K] float8_e4m3fn, `scales` [R, ceil(K / group)] fp32; `shared_rows` neighbouring rows have equal
+    scales. MXFP4: `codes` [R, K / 2] uint8, the code of an even column in the low half of a byte, `scales` [R, K / 32]
+    uint8, the exponent of a power of two plus 127. R counts the rows of all experts.
+    """
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    group: int
+    shared_rows: int = 1
+
+    @property
+    def is_mxfp4(self) -> bool:
+        """Return whether the codes are MXFP4's."""
+        return self.codes.dtype == torch.uint8
+
+
+def mxfp4_numbers(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Return MXFP4 codes [..., K / 2] with scales [..., K / 32] as fp32 numbers [..., K] (OCP microscaling formats)."""
+    values = torch.tensor([*E2M1, *(-value for value in E2M1)], device=codes.device)
+    pairs = torch.stack((codes & 15, codes >> 4), -1).flatten(-2).int()
+    numbers: torch.Tensor = values[pairs].unflatten(-1, (-1, MX_GROUP))
+    powers = torch.ldexp(torch.ones_like(scales, dtype=torch.float32), scales.int() - 127)
+    return numbers.mul_(powers.unsqueeze(-1)).flatten(-2)
+
+
+def expert_numbers(weight: ExpertCodes) -> torch.Tensor:
+    """Return the weight as fp32 numbers [R, K]."""
+    if weight.is_mxfp4:
+        return mxfp4_numbers(weight.codes, weight.scales)
+    numbers = weight.codes.float()
+    scales = weight.scales.repeat_interleave(weight.group, 1)[:, : numbers.shape[1]]
+    return numbers * scales

@@ -1,0 +1,141 @@
+"""A mixture of experts in plain torch: the CPU path, and what the kernels are compared with.
+
+Tokens are sorted by expert, and each expert that any token chose multiplies its tokens at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn import functional
+
+from inferengine.kernels.experts import ExpertCodes, Gating, Routing, expert_numbers
+from inferengine.kernels.reference.ops import gelu_tanh_and_mul, linear, pack_linear, rms_norm, silu_and_mul
+
+
+class PackedExperts(NamedTuple):
+    """By expert: the weight of gate and up, gates' rows first, and that of the way back, with their biases. A weight
+    is as `pack_linear` left it, or ExpertCodes that become numbers in each product."""
+
+    gate_up: list[Any]
+    down: list[Any]
+    gate_up_bias: torch.Tensor | None  # [experts, 2I]
+    down_bias: torch.Tensor | None  # [experts, E]
+    gating: Gating
+
+
+def pack_experts(
+    gate_up: torch.Tensor | ExpertCodes,
+    down: torch.Tensor | ExpertCodes,
+    gate_up_bias: torch.Tensor | None,
+    down_bias: torch.Tensor | None,
+    num_experts: int,
+    gating: Gating,
+    *,
+    interleaved: bool,
+) -> PackedExperts:
+    """Put the experts' weights into the CPU's layout. `gate_up` [experts * 2I, E]: of each expert the gates' rows, then
+    those of up; one of each in turn where `interleaved`. `down` [experts * E, I]. Biases have a number for each row."""
+    if interleaved:
+        gate_up = regrouped(gate_up, num_experts, interleaved=False)
+        gate_up_bias = regrouped(gate_up_bias, num_experts, interleaved=False)
+    return PackedExperts(
+        _by_expert(gate_up, num_experts),
+        _by_expert(down, num_experts),
+        None if gate_up_bias is None else gate_up_bias.view(num_experts, -1),
+        None if down_bias is None else down_bias.view(num_experts, -1),
+        gating,
+    )
+
+
+def route(logits: torch.Tensor, routing: Routing) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits [T, experts] -> experts [T, k] and their weights [T, k] fp32, the largest first."""
+    wide = logits.float()
+    chosen, experts = wide.topk(routing.num_chosen, -1)
+    if routing.renormalized:
+        return experts, chosen.softmax(-1)
+    return experts, (chosen - wide.logsumexp(-1, keepdim=True)).exp_()
+
+
+def add_experts(
+    x: torch.Tensor, logits: torch.Tensor, routing: Routing, experts: Any, residual: torch.Tensor, scale: float = 1.0
+) -> torch.Tensor:
+    """residual [T, E] += scale * the weighted sum of what the experts that each token chose make of x [T, E]."""
+    chosen, weights = route(logits, routing)
+    order = chosen.flatten().argsort(stable=True)
+    tokens = order // routing.num_chosen
+    rows = x.index_select(0, tokens)
+    outputs = torch.empty_like(rows)
+    first = 0
+    for expert, count in enumerate(torch.bincount(chosen.flatten(), minlength=len(experts.down)).tolist()):
+        if count:
+            last = first + count
+            bias = None if experts.gate_up_bias is None else experts.gate_up_bias[expert]
+            hidden = gated(_product(rows[first:last], experts.gate_up[expert], bias), experts.gating)
+            bias = None if experts.down_bias is None else experts.down_bias[expert]
+            outputs[first:last] = _product(hidden, experts.down[expert], bias)
+            first = last
+    outputs.mul_(weights.flatten()[order].unsqueeze(1).to(outputs.dtype))
+    return residual.index_add_(0, tokens, outputs, alpha=scale)
+
+
+def add_experts_norm(
+    x: torch.Tensor,
+    logits: torch.Tensor,
+    routing: Routing,
+    experts: Any,
+    residual: torch.Tensor,
+    gain: torch.Tensor,
+    eps: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Do `add_experts`, and return with the sum its rms_norm. A table may leave it out."""
+    residual = add_experts(x, logits, routing, experts, residual)
+    return residual, rms_norm(residual, gain, eps)
+
+
+def gated(both: torch.Tensor, gating: Gating) -> torch.Tensor:
+    """[T, 2I], gates first -> [T, I]."""
+    return _GATED[gating.activation](both, gating)
+
+
+def regrouped(rows: Any, num_experts: int, *, interleaved: bool) -> Any:
+    """Rows of gate and up in turn as each expert's gates and then its ups; to `interleaved`, the other way around. A
+    tensor [experts * 2I, ...] or ExpertCodes; None stays None."""
+    if rows is None:
+        return None
+    if isinstance(rows, ExpertCodes):
+        codes, scales = (regrouped(part, num_experts, interleaved=interleaved) for part in (rows.codes, rows.scales))
+        return rows._replace(codes=codes, scales=scales)
+    size = len(rows) // num_experts
+    shape = (num_experts, 2, size // 2) if interleaved else (num_experts, size // 2, 2)
+    as_bytes = rows.view(torch.uint8) if rows.dtype == torch.float8_e4m3fn else rows
+    moved = as_bytes.view(*shape, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
+    return moved.view(rows.dtype)
+
+
+def _by_expert(weight: torch.Tensor | ExpertCodes, num_experts: int) -> list[Any]:
+    if isinstance(weight, ExpertCodes):
+        parts = zip(weight.codes.chunk(num_experts), weight.scales.chunk(num_experts), strict=True)
+        return [weight._replace(codes=codes, scales=scales) for codes, scales in parts]
+    return [pack_linear(part) for part in weight.chunk(num_experts)]
+
+
+def _product(x: torch.Tensor, weight: Any, bias: torch.Tensor | None) -> torch.Tensor:
+    if isinstance(weight, ExpertCodes):
+        return functional.linear(x, expert_numbers(weight).to(x.dtype), bias)
+    return linear(x, weight, bias)
+
+
+def _swiglu_clamped(both: torch.Tensor, gating: Gating) -> torch.Tensor:
+    gate, up = both.chunk(2, -1)
+    gate, up = gate.clamp(max=gating.limit), up.clamp(-gating.limit, gating.limit)
+    return (up + 1) * (gate * torch.sigmoid(gate * gating.alpha))
+
+
+_GATED: dict[str, Callable[[torch.Tensor, Gating], torch.Tensor]] = {
+    "silu": lambda both, gating: silu_and_mul(both),
+    "gelu_tanh": lambda both, gating: gelu_tanh_and_mul(both),
+    "swiglu_clamped": _swiglu_clamped,
+}

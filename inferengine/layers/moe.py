@@ -1,0 +1,132 @@
+"""A mixture of experts in place of a feed-forward block (Shazeer et al. 2017): a router sends each token to a few of
+many small gated blocks, whose outputs are added up by its weights. Beside them there may be a block that all tokens
+take.
+
+The experts' weights are one tensor for each projection, [experts * rows, columns].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from inferengine.kernels.experts import Gating, Routing
+from inferengine.kernels.ops import Ops
+from inferengine.layers.decoder_config import MoeConfig
+from inferengine.layers.mlp import GatedMLP
+from inferengine.layers.norm import Norm, RMSNorm
+
+
+class ExpertLinear(nn.Module):
+    """The weights of one projection of all experts, until they are packed. `parts` are the rows of the tensors that a
+    checkpoint has for them, expert by expert."""
+
+    def __init__(self, in_features: int, parts: list[int], num_experts: int, *, bias: bool) -> None:
+        super().__init__()
+        self.in_features = in_features
+        self.num_experts = num_experts
+        self.parts = parts * num_experts
+        rows = sum(self.parts)
+        self.weight: nn.Parameter | None = nn.Parameter(torch.empty(rows, in_features), requires_grad=False)
+        self.bias = nn.Parameter(torch.empty(rows), requires_grad=False) if bias else None
+        self.source: Any = None  # what a quantized checkpoint stores instead of `weight`
+        self.make: Callable[[torch.Tensor], Any] | None = None  # turns `weight` into codes, where it is quantized
+
+    def take(self) -> tuple[Any, torch.Tensor | None]:
+        """Return weight, or what stands for it, and bias, and let go of them."""
+        if self.source is not None:
+            stored: Any = self.source
+        else:
+            assert self.weight is not None
+            stored = self.weight.data if self.make is None else self.make(self.weight.data)
+        bias = None if self.bias is None else self.bias.data
+        self.weight = self.bias = self.source = self.make = None
+        return stored, bias
+
+
+class Router(nn.Module):
+    """A score for each expert and, where the shared block is gated, one for that block behind them. No scheme quantizes
+    it, and no adapter changes it."""
+
+    def __init__(self, ops: Ops, hidden_size: int, parts: list[int], *, bias: bool) -> None:
+        super().__init__()
+        self.ops, self.parts = ops, parts
+        weight = nn.Parameter(torch.empty(sum(parts), hidden_size), requires_grad=False)
+        self.weight: nn.Parameter | None = weight
+        self.bias = nn.Parameter(torch.empty(sum(parts)), requires_grad=False) if bias else None
+        self.packed: Any = None
+
+    def finish(self) -> None:
+        """Pack the weight for the device, once it is loaded."""
+        assert self.weight is not None
+        self.packed = self.ops.pack_linear(self.weight.data)
+        self.weight = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, E] -> [T, experts], or with the shared block's score one more."""
+        return self.ops.linear(x, self.packed, self.bias)
+
+
+class MoeMLP(nn.Module):
+    """The sum of what the chosen experts make of each token, and of a shared block where there is one."""
+
+    def __init__(self, ops: Ops, hidden_size: int, config: MoeConfig, activation: str) -> None:
+        super().__init__()
+        self.ops, self.config = ops, config
+        self.routing = Routing(config.num_chosen, config.renormalized)
+        self.gating = config.gating or Gating(activation)
+        size, count = config.intermediate_size, config.num_experts
+        scores = [count, 1] if config.gated_shared else [count]
+        self.router = Router(ops, hidden_size, scores, bias=config.router_bias)
+        up = [2 * size] if config.interleaved else [size, size]
+        self.gate_up = ExpertLinear(hidden_size, up, count, bias=config.bias)
+        self.down = ExpertLinear(size, [hidden_size], count, bias=config.bias)
+        self.shared = (
+            GatedMLP(ops, hidden_size, config.shared_size, activation=activation) if config.shared_size else None
+        )
+        self.packed: Any = None
+
+    def finish(self) -> None:
+        """Pack the experts for the device, once they are loaded."""
+        gate_up, gate_up_bias = self.gate_up.take()
+        down, down_bias = self.down.take()
+        self.packed = self.ops.pack_experts(
+            gate_up,
+            down,
+            gate_up_bias,
+            down_bias,
+            self.config.num_experts,
+            self.gating,
+            interleaved=self.config.interleaved,
+        )
+
+    def add_to_and_norm(
+        self, residual: torch.Tensor, x: torch.Tensor, following: Norm | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """residual [T, E] += this block of x [T, E], in place. Returned beside it: its norm for the next layer, where
+        the device computes it on the way."""
+        logits = self._add_shared(residual, x, 1.0)
+        if not isinstance(following, RMSNorm) or self.ops.add_experts_norm is None:
+            return self.ops.add_experts(x, logits, self.routing, self.packed, residual), None
+        return self.ops.add_experts_norm(x, logits, self.routing, self.packed, residual, following.gain, following.eps)
+
+    def add_to(self, residual: torch.Tensor, x: torch.Tensor, scale: float) -> torch.Tensor:
+        """residual [T, E] += scale * this block of x [T, E], in place."""
+        logits = self._add_shared(residual, x, scale)
+        return self.ops.add_experts(x, logits, self.routing, self.packed, residual, scale)
+
+    def _add_shared(self, residual: torch.Tensor, x: torch.Tensor, scale: float) -> torch.Tensor:
+        """Add the shared block's part, and return the scores of the experts."""
+        scores: torch.Tensor = self.router(x)
+        if self.shared is None:
+            return scores
+        out = self.shared.down(self.shared.hidden(x, None))
+        logits = scores
+        if self.config.gated_shared:
+            logits = scores.narrow(1, 0, self.config.num_experts)
+            out = out.mul_(torch.sigmoid(scores.narrow(1, self.config.num_experts, 1)))
+        residual.add_(out, alpha=scale)
+        return logits

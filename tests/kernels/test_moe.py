@@ -1,0 +1,129 @@
+"""Kernels of a mixture of experts against the reference, for every number format and each way of computing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from inferengine.kernels.cuda.moe import configurations
+from inferengine.kernels.cuda.moe import mixture as experts
+from inferengine.kernels.cuda.moe.routing import choose_experts, group_pairs
+from inferengine.kernels.experts import ExpertCodes, Gating, Routing, mxfp4_numbers
+from inferengine.kernels.reference import moe as reference
+from inferengine.quantization.experts import EXPERT_CODES, mxfp4_codes
+
+MAKE = {"numbers": None, "mxfp4": mxfp4_codes, **EXPERT_CODES}
+NUM_EXPERTS, CHOSEN = 4, 2
+PLAIN, CLAMPED = Gating("silu"), Gating("swiglu_clamped", 1.702, 3.0)
+FEW, SOME = 2, 33  # tokens: pairs by themselves, pairs grouped by expert
+
+
+def compare(
+    device: torch.device,
+    tokens: int,
+    kind: str = "numbers",
+    *,
+    inner: int = 32,
+    width: int = 64,
+    dtype: torch.dtype = torch.float32,
+    gating: Gating = PLAIN,
+    bias: bool = False,
+    interleaved: bool = False,
+    deterministic: bool = False,
+    renormalized: bool = True,
+    tolerance: float = 1e-5,
+) -> None:
+    """Compare with the reference in fp32, and assert that the kernels that add and norm give the same sum."""
+    shapes = ((NUM_EXPERTS * 2 * inner, width), (NUM_EXPERTS * width, inner))
+    weights: list[Any] = [torch.randn(shape) * 0.1 for shape in shapes]
+    if (make := MAKE[kind]) is not None:
+        weights = [make(weight) for weight in weights]
+    biases = [torch.randn(shape[0]) if bias else None for shape in shapes]
+
+    def moved(value: Any) -> Any:
+        if isinstance(value, ExpertCodes):
+            return value._replace(codes=value.codes.to(device), scales=value.scales.to(device))
+        return None if value is None else value.to(device, dtype, copy=True)
+
+    x, logits, residual = torch.randn(tokens, width), torch.randn(tokens, NUM_EXPERTS), torch.randn(tokens, width)
+    routing = Routing(CHOSEN, renormalized)
+    packed = reference.pack_experts(*weights, *biases, NUM_EXPERTS, gating, interleaved=interleaved)
+    expected = reference.add_experts(x, logits, routing, packed, residual.clone(), 0.7)
+    own = experts.pack_experts(*map(moved, (*weights, *biases)), NUM_EXPERTS, gating, interleaved=interleaved)
+    kernels = experts.MoeKernels(deterministic=deterministic)
+    arguments = (moved(x), logits.to(device), routing, own)
+    found = kernels.add_experts(*arguments, moved(residual), 0.7).float().cpu()
+    assert float((found - expected).abs().max()) < tolerance * float(expected.abs().max())
+    total, normed = kernels.add_experts_norm(*arguments, moved(residual), moved(torch.full((width,), 2.0)), 1e-6)
+    again = kernels.add_experts(*arguments, moved(residual))
+    assert torch.equal(total, again)
+    scale = again.float().square().mean(-1, keepdim=True).rsqrt()
+    torch.testing.assert_close(normed.float(), again.float() * scale * 2.0, rtol=1e-2, atol=1e-3)
+
+
+@pytest.mark.parametrize("kind", ["numbers", "fp8", "fp8_block", "mxfp4"])
+@pytest.mark.parametrize("tokens", [FEW, SOME])
+def test_every_number_format_few_and_some_tokens(kind, tokens, device):
+    compare(device, tokens, kind)
+
+
+@pytest.mark.parametrize("tokens", [FEW, 50])
+@pytest.mark.parametrize("kind", ["numbers", "mxfp4"])
+def test_biases_rows_in_turn_and_the_clamped_gate(kind, tokens, device):
+    settings: dict[str, Any] = {"gating": CLAMPED, "bias": True, "interleaved": True, "dtype": torch.float16}
+    compare(device, tokens, kind, tolerance=3e-3, **settings)
+
+
+def test_sizes_that_are_no_multiple_of_a_tile(device):
+    for tokens in (FEW, SOME):
+        compare(device, tokens, inner=20, width=40, dtype=torch.float16, tolerance=3e-3, renormalized=False)
+
+
+def test_squares_of_scales_that_a_tile_shares(device):
+    compare(device, 1, "fp8_block", inner=128, width=128)
+
+
+def test_deterministic_rows_do_not_depend_on_their_neighbours(device):
+    compare(device, SOME, deterministic=True, dtype=torch.float16, tolerance=3e-3)
+    gating, routing = PLAIN, Routing(CHOSEN, True)
+    weights = [torch.randn(NUM_EXPERTS * 2 * 48, 64), torch.randn(NUM_EXPERTS * 64, 48)]
+    on_device = [weight.to(device, torch.float16) for weight in weights]
+    own = experts.pack_experts(*on_device, None, None, NUM_EXPERTS, gating, interleaved=False)
+    kernels = experts.MoeKernels(deterministic=True)
+    x, logits = torch.randn(SOME, 64).to(device, torch.float16), torch.randn(SOME, NUM_EXPERTS).to(device)
+    whole = kernels.add_experts(x, logits, routing, own, torch.zeros_like(x))
+    alone = kernels.add_experts(x[7:8], logits[7:8], routing, own, torch.zeros_like(x[:1]))
+    assert torch.equal(whole[7:8], alone)
+
+
+def test_all_tokens_of_one_expert_fit_the_grid(device):
+    logits = torch.zeros(SOME, NUM_EXPERTS)
+    logits[:, 3], logits[:, 1] = 5.0, 4.0
+    ids, weights = choose_experts(logits.to(device), NUM_EXPERTS, Routing(CHOSEN, True))
+    order, starts = group_pairs(ids, NUM_EXPERTS)
+    assert ids.tolist() == [[3, 1]] * SOME
+    assert starts.tolist() == [0, 0, SOME, SOME, 2 * SOME]
+    assert order.tolist() == [*range(1, 2 * SOME, 2), *range(0, 2 * SOME, 2)]
+    assert float(weights.sum(-1).sub(1).abs().max()) < 1e-6
+
+
+def test_experts_are_chosen_where_scores_are_nan(device):
+    ids, _ = choose_experts(torch.full((2, 7), float("nan"), device=device), 7, Routing(3, False))
+    assert 0 <= int(ids.min()) <= int(ids.max()) < 7
+
+
+def test_mxfp4_numbers_are_the_formats_own():
+    codes = torch.arange(16, dtype=torch.uint8).view(1, 16) * 17  # both halves alike
+    numbers = mxfp4_numbers(codes, torch.tensor([[128]], dtype=torch.uint8))
+    values = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+    assert numbers[0, ::2].tolist() == [2 * value for value in (*values, *(-value for value in values))]
+    assert torch.equal(numbers[:, ::2], numbers[:, 1::2])
+
+
+def test_warm_up_runs_every_configuration():
+    for operands, rules in configurations.RULES.items():
+        tokens = (*configurations.token_classes(128, 8), 8192)
+        met = {configurations.configurations(operands, 8 * count, 128) for count in tokens}
+        assert {rule for rule, _ in met} == {*rules.pairs, *rules.grouped}
