@@ -20,6 +20,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from benchmarks.speculation import HEROES, QUESTIONS
+from inferengine.bench.environment import write_result
 from inferengine.config import load
 from inferengine.engine.model_info import read_model_card
 from inferengine.text import ChatTemplate, Tokenizer
@@ -45,7 +46,7 @@ def main() -> None:
             print(json.dumps(rows[-1]), flush=True)
     if arguments.json:
         document = {"benchmark": "acceptance", "model": "embedded", "draft": "embedded-draft", "rows": rows}
-        arguments.json.write_text(json.dumps(document, indent=1) + "\n")
+        write_result(arguments.json, document)
 
 
 def _load(folder: Path) -> Any:

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.shapes import SHAPES
-from inferengine.bench.environment import revision, version
+from inferengine.bench.environment import revision, version, write_result
 from inferengine.bench.gpu_trace import GpuTrace
 
 Row = dict[str, Any]
@@ -241,7 +241,7 @@ def main() -> None:
         document = report(arguments.ours, arguments.their, arguments.peer)
         print(table(document, peer=arguments.peer.partition(" ")[0]))
         if arguments.json:
-            arguments.json.write_text(json.dumps(document, indent=1) + "\n")
+            write_result(arguments.json, document)
         return
 
     with GpuTrace() as gpus:

@@ -27,6 +27,7 @@ import torch
 
 from benchmarks.offline import Bench, environment
 from benchmarks.shapes import SHAPES
+from inferengine.bench.environment import write_result
 from inferengine.config import load, parse_flags
 from inferengine.core.scheduler.scheduler import SchedulerOptions
 from inferengine.core.sequence import Request
@@ -150,7 +151,7 @@ def main() -> int:
         document["cost"] = {batch: round(exact[batch] / fast[batch] - 1, 4) for batch in fast}
         print("cost of a decode step", json.dumps(document["cost"]))
     if arguments.json:
-        arguments.json.write_text(json.dumps(document, indent=1) + "\n")
+        write_result(arguments.json, document)
     return int(any(any(mode["different"].values()) for mode in modes if mode["deterministic"]))
 
 

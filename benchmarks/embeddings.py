@@ -9,7 +9,6 @@ sentence-transformers does it; the engine gets them as they are, without a prefi
 from __future__ import annotations
 
 import argparse
-import json
 import platform
 import random
 import statistics
@@ -20,6 +19,7 @@ from typing import Any
 import torch
 import transformers
 
+from inferengine.bench.environment import write_result
 from inferengine.config.model_path import EMBEDDED
 from inferengine.llm import LLM
 
@@ -99,7 +99,7 @@ def main() -> None:
             print(rows[-1], flush=True)
     document = {"machine": platform.platform(), "threads": threads, "model": arguments.model.name, "rows": rows}
     if arguments.json is not None:
-        arguments.json.write_text(json.dumps(document, indent=2) + "\n")
+        write_result(arguments.json, document)
 
 
 if __name__ == "__main__":

@@ -36,6 +36,7 @@ import zmq
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from inferengine.bench.environment import write_result
 from inferengine.text import fingerprint
 from inferengine.wire import codec, sockets
 from inferengine.wire.flow_control import CreditWindow
@@ -368,10 +369,9 @@ def main() -> None:
         "import_s": import_seconds("frontends.http.process"),
         "runs": [measure(arguments, *modes[name]) for name in arguments.modes],
     }
-    text = json.dumps(results, indent=2)
     if arguments.json:
-        Path(arguments.json).write_text(text + "\n")
-    print(text)
+        write_result(Path(arguments.json), results)
+    print(json.dumps(results, indent=2))
 
 
 if __name__ == "__main__":

@@ -16,6 +16,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from inferengine.bench.environment import write_result
+
 SETTLE_S = 3.0
 
 
@@ -91,7 +93,7 @@ def main() -> None:
     report["processes"] = measure(arguments.seconds)  # type: ignore[assignment]
     print(json.dumps(report, indent=2))
     if arguments.json:
-        arguments.json.write_text(json.dumps(report, indent=2) + "\n")
+        write_result(arguments.json, report)
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from unittest import mock
 import torch
 
 from benchmarks.offline import Bench
+from inferengine.bench.environment import write_result
 from inferengine.config import Config, load
 from inferengine.kernels.reference import ops as reference
 
@@ -94,7 +95,7 @@ def main() -> None:
     if arguments.json:
         about = {"machine": platform.machine(), "threads": arguments.threads, "torch": torch.__version__}
         document = {"benchmark": "int8_cpu", "environment": about, "rows": rows}
-        arguments.json.write_text(json.dumps(document, indent=1) + "\n")
+        write_result(arguments.json, document)
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ import jsonschema
 import llguidance
 from llguidance import LLMatcher, LLTokenizer
 
+from inferengine.bench.environment import write_result
 from inferengine.errors import InvalidRequest
 from inferengine.structured_output.build import MAX_ITEMS_IN_ROW, MAX_LEXER_STATES, STEP_LEXER_FUEL, translate
 from inferengine.structured_output.matcher import reason
@@ -68,7 +69,7 @@ def main() -> None:
             "draft": arguments.draft,
             "rows": rows,
         }
-        arguments.json.write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n")
+        write_result(arguments.json, document)
 
 
 def measure(name: str, files: list[Path], samples: int) -> dict[str, Any]:

@@ -15,12 +15,14 @@ import json
 import platform
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 import triton
 
+from inferengine.bench.environment import write_result
 from inferengine.kernels.cuda import activation, norm, rope_kv_write
 from inferengine.kernels.cuda.attention.prefill import prefill_attention
 from inferengine.kernels.cuda.sampling import sample
@@ -309,11 +311,9 @@ def main() -> None:
             for prompts, length in ((1, 128), (1, 1024), (1, 8192), (4, 4096), (16, 4096))
         }
         result["models"][name] = {"rows": per_rows, "prefill_attention": prefill}
-    text = json.dumps(result, indent=1)
     if options.out:
-        with open(options.out, "w") as file:
-            file.write(text)
-    print(text)
+        write_result(Path(options.out), result)
+    print(json.dumps(result, indent=1))
 
 
 if __name__ == "__main__":

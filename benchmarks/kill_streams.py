@@ -38,6 +38,7 @@ from typing import Any, NamedTuple, Protocol
 import httpx
 from websockets.asyncio.client import ClientConnection, connect
 
+from inferengine.bench.environment import write_result
 from inferengine.client import AsyncClient, Finish
 from inferengine.config import parse_flags
 from inferengine.errors import InferEngineError
@@ -594,10 +595,9 @@ def main() -> None:
     options = parser.parse_args(rest)
     words = [word for name, value in {**SETTINGS, **flags}.items() for word in (f"--{name}", value)]
     report = asyncio.run(measure(options, words))
-    text = json.dumps(report, indent=2)
-    print(text)
+    print(json.dumps(report, indent=2))
     if options.json is not None:
-        options.json.write_text(text + "\n", encoding="utf-8")
+        write_result(options.json, report)
     killed = report["killed"]
     sys.exit(1 if killed["different"] or killed["errors"] else 0)
 

@@ -11,7 +11,6 @@ stake, milliseconds where waiting is. `gain` compares a rung with the one below 
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import statistics
 import sys
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.device import Clock, add_model_arguments, open_executor, raise_failure, switched
+from inferengine.bench.environment import write_result
 from inferengine.config import parse_flags
 from inferengine.core.executor import Capacity, Executor, KVGroup
 from inferengine.core.scheduler.scheduler import SchedulerOptions
@@ -259,7 +259,7 @@ def report(
             "figures": medians,
             "runs": runs,
         }
-        file.write_text(json.dumps(document, indent=1) + "\n")
+        write_result(file, document)
     return medians
 
 

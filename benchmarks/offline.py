@@ -30,6 +30,7 @@ import torch
 from benchmarks.device import Clock
 from benchmarks.shapes import SHAPES
 from benchmarks.speculation import HEROES
+from inferengine.bench.environment import write_result
 from inferengine.config import Config, load, parse_flags
 from inferengine.core.scheduler.scheduler import SchedulerOptions
 from inferengine.core.sequence import Request
@@ -323,7 +324,7 @@ def main() -> None:
     if arguments.json:
         model = arguments.shape or arguments.model.name
         document = {"benchmark": "offline", "model": model, "environment": about, "rows": rows}
-        arguments.json.write_text(json.dumps(document, indent=1) + "\n")
+        write_result(arguments.json, document)
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from typing import Any
 
 from benchmarks.offline import Bench, environment
 from benchmarks.shapes import SHAPES
+from inferengine.bench.environment import write_result
 from inferengine.cli.profile import summarize, table
 from inferengine.config import load, parse_flags
 from inferengine.engine.core import EngineCore
@@ -107,7 +108,7 @@ def main() -> None:
         ]
     if arguments.json:
         document = {"benchmark": "profile", "model": arguments.shape, "environment": environment(bench), "rows": rows}
-        arguments.json.write_text(json.dumps(document, indent=1) + "\n")
+        write_result(arguments.json, document)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.nn.functional as functional
 
+from inferengine.bench.environment import write_result
 from inferengine.kernels.cuda.gemm import w8
 from inferengine.kernels.cuda.gemm.gemv_hopper import stream_product, stream_shape
 from inferengine.kernels.cuda.gemm.w4_small_m import W4SmallMConfig, small_m_product
@@ -149,7 +150,7 @@ def main() -> None:
         for shape in arguments.shapes
     ]
     if arguments.json:
-        arguments.json.write_text(json.dumps({"benchmark": "quantized", "rows": rows}, indent=1) + "\n")
+        write_result(arguments.json, {"benchmark": "quantized", "rows": rows})
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from typing import Any
 
 from benchmarks.contest import Contestant, Job, Row, compete, figures, ratio
 from benchmarks.device import Clock, add_model_arguments, open_executor, plain_options
+from inferengine.bench.environment import write_result
 from inferengine.config import parse_flags
 from inferengine.sampling_params import SamplingParams
 
@@ -68,7 +69,7 @@ def main() -> None:
             print(json.dumps(row), flush=True)
     if arguments.json:
         document = {"benchmark": "sampling", "environment": environment, "rounds": arguments.rounds, "rows": rows}
-        arguments.json.write_text(json.dumps(document, indent=1) + "\n")
+        write_result(arguments.json, document)
 
 
 def _jobs(prompts: list[list[int]], output_tokens: int, values: dict[str, Any]) -> list[Job]:

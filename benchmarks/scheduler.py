@@ -9,13 +9,13 @@ blocks each, so 100,000 of them leave 200,000 cached blocks. What a step costs m
 from __future__ import annotations
 
 import argparse
-import json
 import platform
 import statistics
 import time
 from array import array
 from pathlib import Path
 
+from inferengine.bench.environment import write_result
 from inferengine.core.executor import Capacity, KVGroup
 from inferengine.core.scheduler.scheduler import Scheduler, SchedulerOptions
 from inferengine.core.sequence import Request
@@ -107,7 +107,7 @@ def main() -> None:
             "machine": platform.machine(),
             "rows": rows,
         }
-        arguments.json.write_text(json.dumps(report, indent=1) + "\n")
+        write_result(arguments.json, report)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,6 @@ from __future__ import annotations
 import argparse
 import atexit
 import gc
-import json
 import statistics
 import sys
 from collections import deque
@@ -43,6 +42,7 @@ from benchmarks.device import (
 )
 from benchmarks.measured_steps import CALIBRATION, describe, save_steps
 from benchmarks.pace import Pace, Yardstick, work_of, works_of
+from inferengine.bench.environment import write_result
 from inferengine.config import parse_flags
 from inferengine.core.executor import Capacity, Executor
 from inferengine.core.scheduler.admission import AdmissionLimits
@@ -367,7 +367,7 @@ def main() -> None:
             "largest_error": max(errors),
             "rows": rows,
         }
-        arguments.json.write_text(json.dumps(document, indent=1) + "\n")
+        write_result(arguments.json, document)
 
 
 if __name__ == "__main__":

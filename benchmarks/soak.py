@@ -34,6 +34,7 @@ from typing import Any
 
 from benchmarks.http_relay import memory_mib, tokenizer_files, wait_ready
 from benchmarks.websocket_relay import HANDSHAKE, frame
+from inferengine.bench.environment import write_result
 from inferengine.config import Config
 from inferengine.engine.model_info import ModelCard
 from inferengine.engine.service import EngineService
@@ -275,10 +276,9 @@ def main() -> int:
         "restart": {"streams": arguments.streams, **restarted},
         "passed": clean and not ways["failed"] and restarted["slowest_end_s"] <= 5.0,
     }
-    text = json.dumps(results, indent=2)
     if arguments.json:
-        Path(arguments.json).write_text(text + "\n")
-    print(text)
+        write_result(Path(arguments.json), results)
+    print(json.dumps(results, indent=2))
     return 0 if results["passed"] else 1
 
 

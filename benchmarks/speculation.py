@@ -22,6 +22,7 @@ from typing import Any
 
 from benchmarks.contest import Contestant, Entrant, Job, Row, compete, figures, ratio, same_outputs
 from benchmarks.device import Clock, add_model_arguments, open_executor, plain_options
+from inferengine.bench.environment import write_result
 from inferengine.config import load, parse_flags
 from inferengine.core.speculation.proposers import PROPOSERS
 from inferengine.engine.model_info import read_model_card
@@ -136,7 +137,7 @@ def main() -> None:
                     print(json.dumps(row), flush=True)
     if arguments.json:
         document = {"benchmark": "speculation", "environment": environment, "rounds": arguments.rounds, "rows": rows}
-        arguments.json.write_text(json.dumps(document, indent=1) + "\n")
+        write_result(arguments.json, document)
 
 
 if __name__ == "__main__":

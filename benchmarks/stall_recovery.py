@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.shapes import SHAPES
+from inferengine.bench.environment import write_result
 from inferengine.cli.main import main as inferengine
 from inferengine.client import AsyncClient
 from inferengine.config import parse_flags
@@ -173,7 +174,7 @@ def main() -> int:
             service.wait(60)
     document = {"shape": options.shape, "streams": options.streams, "settings": flags, **results}
     if options.json:
-        options.json.write_text(json.dumps(document, indent=1))
+        write_result(options.json, document)
     print(
         f"{options.stalls} stalls, {len(results['errors'])} errors, {results['wrong']} streams cut",
         results["errors"][:3],

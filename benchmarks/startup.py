@@ -12,7 +12,6 @@ time that the engine needed.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import platform
 import select
@@ -28,6 +27,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.shapes import SHAPES
+from inferengine.bench.environment import write_result
 from inferengine.client import Client
 from inferengine.config import parse_flags
 from inferengine.sampling_params import SamplingParams
@@ -161,7 +161,7 @@ def main() -> None:
     }
     print("\n".join(lines(results)))
     if arguments.json:
-        arguments.json.write_text(json.dumps(results, indent=1) + "\n")
+        write_result(arguments.json, results)
 
 
 # -- inside ----------------------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from typing import Any
 
 from benchmarks.contest import Contestant, Job, Row, compete, figures, ratio
 from benchmarks.device import Clock, add_model_arguments, open_executor, plain_options
+from inferengine.bench.environment import write_result
 from inferengine.config import load, parse_flags
 from inferengine.engine.model_info import read_model_card
 from inferengine.sampling_params import SamplingParams
@@ -88,7 +89,7 @@ def main() -> None:
             print(json.dumps(row), flush=True)
     if arguments.json:
         document = {"benchmark": "structured", "environment": environment, "rounds": arguments.rounds, "rows": rows}
-        arguments.json.write_text(json.dumps(document, indent=1) + "\n")
+        write_result(arguments.json, document)
 
 
 if __name__ == "__main__":

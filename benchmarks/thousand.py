@@ -19,6 +19,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from inferengine.bench.environment import write_result
 from inferengine.core.scheduler.scheduler import SchedulerOptions
 from inferengine.core.sequence import Request
 from inferengine.engine.core import EngineCore
@@ -127,7 +128,7 @@ def main() -> None:
     report, recorder = run(arguments.requests, arguments.blocks, arguments.max_num_seqs, arguments.seed)
     print(json.dumps(report, indent=1))
     if arguments.json:
-        arguments.json.write_text(json.dumps(report, indent=1) + "\n")
+        write_result(arguments.json, report)
     if arguments.plots:
         arguments.plots.mkdir(parents=True, exist_ok=True)
         curves = [

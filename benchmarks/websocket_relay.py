@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.http_relay import cpu_s, import_seconds, latency_ms, memory_mib, run_peer, wait_ready, workers_of
+from inferengine.bench.environment import write_result
 
 HANDSHAKE = (
     "GET /v1/ws HTTP/1.1\r\nHost: localhost\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
@@ -192,10 +193,9 @@ def main() -> None:
             measure(arguments, "saturated", 0.0, arguments.port + 1, streams, tokens),
         ],
     }
-    text = json.dumps(results, indent=2)
     if arguments.json:
-        Path(arguments.json).write_text(text + "\n")
-    print(text)
+        write_result(Path(arguments.json), results)
+    print(json.dumps(results, indent=2))
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import multiprocessing
 import os
 import platform
@@ -25,6 +24,7 @@ from typing import Any
 
 import zmq
 
+from inferengine.bench.environment import write_result
 from inferengine.config import Config
 from inferengine.core.scheduler.scheduler import StepOutput
 from inferengine.core.sequence import Finished
@@ -204,7 +204,7 @@ def main() -> None:
             "load_average": os.getloadavg(),
             "rows": rows,
         }
-        arguments.json.write_text(json.dumps(report, indent=1) + "\n")
+        write_result(arguments.json, report)
 
 
 if __name__ == "__main__":

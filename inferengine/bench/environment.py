@@ -69,6 +69,7 @@ def processor() -> str:
 
 
 def write_result(path: Path, document: Mapping[str, Any], *, seed: int | None = None) -> None:
-    """Write a result as JSON, its `environment` first. A document that has one keeps it."""
-    whole = {"environment": environment(seed=seed), **document}
+    """Write a result as JSON, its `environment` first. What the document's own `environment` says is added to it."""
+    whole = {**document, "environment": {**environment(seed=seed), **document.get("environment", {})}}
+    whole = {"environment": whole.pop("environment"), **whole}
     path.write_text(json.dumps(whole, indent=1) + "\n")

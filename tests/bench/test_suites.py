@@ -143,3 +143,11 @@ def test_a_result_tells_what_it_was_measured_with(tmp_path: Path) -> None:
     assert about.keys() == environment().keys()
     assert about["seed"] == 7
     assert about["packages"]["msgpack"]
+
+
+def test_what_a_benchmark_says_of_its_device_is_added(tmp_path: Path) -> None:
+    write_result(tmp_path / "r.json", {"rows": [], "environment": {"device": "a card", "cpus": 3}})
+    whole = json.loads((tmp_path / "r.json").read_text())
+    assert list(whole) == ["environment", "rows"]
+    assert whole["environment"].keys() == environment().keys() | {"device"}
+    assert whole["environment"]["cpus"] == 3

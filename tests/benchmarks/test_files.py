@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +20,17 @@ FILES = sorted([*(ROOT / "benchmarks").glob("*.py"), *(ROOT / "tests/gpu").glob(
 def test_a_file_imports_and_says_what_it_does(path: Path) -> None:
     module = importlib.import_module(".".join(path.relative_to(ROOT).with_suffix("").parts))
     assert module.__doc__
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_a_benchmark_that_writes_its_result_says_what_it_was_measured_with(path: Path) -> None:
+    """By `write_result`, which adds revision, machine and command. Two formats of their own are read by programs."""
+    text = path.read_text(encoding="utf-8")
+    if path.parent.name != "benchmarks" or path.stem in ("measured_steps", "calibrate"):
+        return
+    if re.search(r'add_argument\(\s*"--(?:json|out)"', text):
+        assert "write_result(" in text
+        assert not re.search(r"\.json\)?\.write_text\(|open\((?:arguments|options)\.(?:json|out)", text)
 
 
 @pytest.mark.parametrize("part", run.parts(1, 1, 1), ids=lambda part: part.name)
