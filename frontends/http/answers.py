@@ -394,6 +394,12 @@ class OllamaShowAnswer(msgspec.Struct):
     thinking: dict[str, Any] | None = None
 
 
+class OllamaStatus(msgspec.Struct):
+    """Answer of /api/pull, and a line of its stream."""
+
+    status: Literal["pulling manifest", "success"]
+
+
 class OllamaVersion(msgspec.Struct):
     """Answer of /api/version: of Ollama whose API this is, and of this program."""
 
@@ -500,6 +506,7 @@ ANSWERS: dict[tuple[str, str], type[msgspec.Struct]] = {
     ("POST", "/api/embed"): OllamaEmbedAnswer,
     ("POST", "/api/embeddings"): OllamaEmbeddingAnswer,
     ("POST", "/api/show"): OllamaShowAnswer,
+    ("POST", "/api/pull"): OllamaStatus,
     ("GET", "/api/tags"): OllamaModels,
     ("GET", "/api/ps"): OllamaModels,
     ("GET", "/api/version"): OllamaVersion,
@@ -515,6 +522,7 @@ EVENTS: dict[tuple[str, str], Any] = {
 LINES: dict[tuple[str, str], type[msgspec.Struct]] = {
     ("POST", "/api/chat"): OllamaChatAnswer,
     ("POST", "/api/generate"): OllamaGenerateAnswer,
+    ("POST", "/api/pull"): OllamaStatus,
 }
 
 

@@ -4,6 +4,9 @@ A body is rewritten as one of OpenAI's chat API and read as such. The answer is 
 of JSON (application/x-ndjson), the last of which has the counts and the durations in nanoseconds. Reference: Ollama's
 API documentation, of the version that /api/version names.
 
+Models are the operator's: pulling the served one succeeds and does nothing, and every other change of models is refused
+with what to do instead.
+
 The served model is always loaded: `keep_alive` and options about loading are read and change nothing. A context is
 never shifted or cut: a prompt longer than `num_ctx` is refused.
 """
@@ -172,6 +175,15 @@ class OllamaEmbedFields(msgspec.Struct, frozen=True):
     keep_alive: KEEP_ALIVE = None
 
 
+class OllamaPullFields(msgspec.Struct, frozen=True):
+    """Of /api/pull."""
+
+    model: Annotated[str, about("the served model or one of its adapters")] = ""
+    name: Annotated[str, about("the older name of model")] = ""
+    stream: Annotated[bool, about("answer in lines of JSON (the default)")] = True
+    insecure: Annotated[bool, about("read and ignored: nothing is fetched")] = False
+
+
 class OllamaEmbeddingsFields(msgspec.Struct, frozen=True):
     """Of /api/embeddings."""
 
@@ -331,6 +343,58 @@ async def show(request: Request) -> Response:
             **({"thinking": {"values": [False, True], "default": True}} if thinks else {}),
         }
     )
+
+
+@as_ollama
+async def pull(request: Request) -> Response:
+    """Ollama's pull: the served model is here already; no other one can be fetched."""
+    service: HttpState = request.app.state.service
+    body = await read_json(request, service.config.http.max_body_bytes)
+    fields = read_fields(OllamaPullFields, body)
+    name = fields.model or fields.name
+    if not name:
+        raise InvalidRequest("model", "is required")
+    try:
+        _model_name({"model": name}, await service.model.get())
+    except InferEngineError as error:
+        if error.code != "model_not_found":
+            raise
+        remedy = f"on its machine `inferengine fetch {name[:200]}` fetches another, and `inferengine up` serves it"
+        raise InvalidRequest("model", f"this server does not fetch models: {remedy}", code="unsupported") from None
+    if not fields.stream:
+        return JsonBytes({"status": "success"})
+    lines = ({"status": "pulling manifest"}, {"status": "success"})
+    return Response(b"".join(dumps(line) + b"\n" for line in lines), media_type="application/x-ndjson")
+
+
+def _refused(action: str, remedy: str) -> Endpoint:
+    @as_ollama
+    async def endpoint(request: Request) -> Response:
+        await read_json(request, request.app.state.service.config.http.max_body_bytes)
+        raise InferEngineError("unsupported", f"This server does not {action} models: {remedy}")
+
+    endpoint.__doc__ = f"Refused: this server does not {action} models."
+    return endpoint
+
+
+# What Ollama does to its models, and who does it here.
+CHANGES = {
+    "create": "on its machine `inferengine up FOLDER` serves a checkpoint; an administrator loads LoRA adapters with "
+    "POST /v1/load_lora_adapter.",
+    "copy": "name the served one with `model.name` on its machine.",
+    "delete": "on its machine they lie in the Hugging Face cache; an administrator unloads LoRA adapters with "
+    "POST /v1/unload_lora_adapter.",
+    "push": "`hf upload` takes a checkpoint to the Hugging Face hub.",
+}
+create, copy, delete, push = (_refused(action, remedy) for action, remedy in CHANGES.items())
+
+
+@as_ollama
+async def upload_blob(request: Request) -> Response:
+    """Refused: this server takes no files of models."""
+    if request.method == "HEAD":
+        return Response(status_code=404)  # it is not here
+    raise InferEngineError("unsupported", f"This server takes no files of models: {CHANGES['create']}")
 
 
 async def version(request: Request) -> Response:
@@ -778,4 +842,10 @@ ROUTES = (
     Route("/api/tags", tags),
     Route("/api/ps", running),
     Route("/api/version", version),
+    Route("/api/pull", pull, methods=["POST"]),
+    Route("/api/create", create, methods=["POST"]),
+    Route("/api/copy", copy, methods=["POST"]),
+    Route("/api/delete", delete, methods=["DELETE"]),
+    Route("/api/push", push, methods=["POST"]),
+    Route("/api/blobs/{digest}", upload_blob, methods=["POST", "HEAD"]),
 )

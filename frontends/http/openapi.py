@@ -49,6 +49,7 @@ from frontends.http.ollama import (
     OllamaFields,
     OllamaGenerateFields,
     OllamaModelFields,
+    OllamaPullFields,
 )
 from frontends.http.respond import JsonBytes
 from frontends.http.state import HttpState
@@ -112,6 +113,7 @@ BODIES: dict[str, tuple[Any, ...]] = {
     "/api/embed": (OllamaModelFields, OllamaEmbedFields),
     "/api/embeddings": (OllamaModelFields, OllamaEmbeddingsFields),
     "/api/show": (OllamaModelFields,),
+    "/api/pull": (OllamaPullFields,),
 }
 # Bodies that name something made before, and a form: media type and Struct.
 STORED_BODIES: dict[str, tuple[str, type[Any]]] = {
@@ -142,6 +144,7 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "/api/embed": {"input": ["What is a KV cache?"]},
     "/api/embeddings": {"prompt": "What is a KV cache?"},
     "/api/show": {},
+    "/api/pull": {"model": "embedded"},
 }
 
 

@@ -278,6 +278,36 @@ def test_what_a_program_reads_of_the_model_before_it_asks(served: House, thinker
     assert served.http.get("/api/version").json()["version"] == OLLAMA_VERSION
 
 
+def test_the_served_model_is_pulled_already_and_no_other_one_can_be(served: House) -> None:
+    for name in ("tiny", "tiny:latest"):
+        lines = served.post("/api/pull", model=name).text.splitlines()
+        assert [json.loads(line) for line in lines] == [{"status": "pulling manifest"}, {"status": "success"}]
+        assert served.post("/api/pull", name=name, stream=False).json() == {"status": "success"}
+    assert "inferengine fetch llama3" in refused(served, "/api/pull", model="llama3")
+    assert served.post("/api/pull").json() == {"error": "model: is required"}
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "remedy"),
+    [
+        ("POST", "/api/create", "load_lora_adapter"),
+        ("POST", "/api/copy", "model.name"),
+        ("DELETE", "/api/delete", "unload_lora_adapter"),
+        ("POST", "/api/push", "hf upload"),
+        ("POST", "/api/blobs/sha256:00", "inferengine up"),
+    ],
+)
+def test_models_are_not_changed_over_http(served: House, method: str, path: str, remedy: str) -> None:
+    response = served.http.request(method, path, content=json.dumps({"model": "tiny"}))
+    assert response.status_code == 400
+    assert response.json().keys() == {"error"}
+    assert remedy in response.json()["error"]
+
+
+def test_there_are_no_blobs(served: House) -> None:
+    assert served.http.head("/api/blobs/sha256:00").status_code == 404
+
+
 def test_answers_and_lines_are_what_the_document_says(thinker: House) -> None:
     document = thinker.http.get("/openapi.json").json()
     for path in [path for method, path in ANSWERS if method == "GET" and path.startswith("/api/")]:

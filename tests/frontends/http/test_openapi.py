@@ -47,6 +47,7 @@ GOOD: dict[str, dict[str, Any]] = {
     "/api/embed": {"input": "say"},
     "/api/embeddings": {"prompt": "say"},
     "/api/show": {"model": "tiny"},
+    "/api/pull": {"model": "tiny", "stream": False},
 }
 # What a field needs beside it to be used at all.
 WITH: dict[str, dict[str, Any]] = {

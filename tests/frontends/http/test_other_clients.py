@@ -88,6 +88,11 @@ def check_ollama(embedded: Embedded, got: dict[str, Any]) -> None:
     assert got["embeddings"][0] == got["embeddings"][1] > 0
     assert got["error"][0] == 404
     assert "llama3" in got["error"][1]
+    assert got["pulled"] == ["success", "pulling manifest", "success"]
+    assert {status for status, _ in got["refusals"]} == {400}
+    messages = [message for _, message in got["refusals"]]
+    assert ["inferengine fetch llama3" in message for message in messages[:2]] == [True, True]
+    assert all("does not" in message for message in messages[:6])
 
 
 def test_ollama_for_python(embedded: Embedded) -> None:
@@ -96,6 +101,7 @@ def test_ollama_for_python(embedded: Embedded) -> None:
     got = ran(embedded, sys.executable, str(FOLDER / "ollama_client.py"))
     check_ollama(embedded, got)
     assert got["pieces"] == got["generated"]
+    assert len(got["refusals"]) == 7
     assert got["num_chunks"] > got["usage"][1] // 2
     assert set(got["formatted"]) == {"name", "age"}
     assert got["roles"] == ["assistant", "assistant"]
@@ -110,3 +116,4 @@ def test_ollama_for_node(embedded: Embedded) -> None:
     node = shutil.which("node") or "node"
     got = ran(embedded, node, str(FOLDER / "ollama_client.cjs"), NODE_PATH=str(modules))
     check_ollama(embedded, got)
+    assert len(got["refusals"]) == 6

@@ -22,8 +22,22 @@ async function main(host) {
   const shown = await client.show({ model });
   const embedded = await client.embed({ model, input: ["one", "two"] });
   const error = await client.chat({ model: "llama3", messages: CHAT }).catch((refused) => refused);
+  const pulled = [(await client.pull({ model })).status];
+  for await (const line of await client.pull({ model, stream: true })) pulled.push(line.status);
+  const refusals = [];
+  for (const change of [
+    () => client.pull({ model: "llama3" }),
+    () => client.pull({ model: "llama3", stream: true }),
+    () => client.create({ model: "mine", from: model }),
+    () => client.copy({ source: model, destination: "mine" }),
+    () => client.delete({ model }),
+    () => client.push({ model }),
+  ])
+    await change().catch((refused) => refusals.push([refused.status_code, refused.message]));
   return {
     model,
+    pulled,
+    refusals,
     text: whole.message.content,
     streamed,
     done_reason: last.done_reason,

@@ -49,8 +49,24 @@ def main(host: str) -> dict[str, Any]:
         error: list[Any] = []
     except ollama.ResponseError as refused:
         error = [refused.status_code, refused.error]
+    refusals = []
+    for change in (
+        lambda: client.pull("llama3"),
+        lambda: list(client.pull("llama3", stream=True)),
+        lambda: client.create("mine", from_=model),
+        lambda: client.copy(model, "mine"),
+        lambda: client.delete(model),
+        lambda: client.push(model),
+        lambda: client.create_blob(__file__),
+    ):
+        try:
+            change()
+        except ollama.ResponseError as refused:
+            refusals.append([refused.status_code, refused.error])
     return {
         "model": model,
+        "pulled": [client.pull(model).status, *(line.status for line in client.pull(model, stream=True))],
+        "refusals": refusals,
         "text": whole.message.content,
         "streamed": "".join(chunk.message.content or "" for chunk in streamed),
         "num_chunks": len(streamed),
