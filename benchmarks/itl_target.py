@@ -14,6 +14,7 @@ import random
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from inferengine.bench.environment import write_result
 from inferengine.cli.simulate import engine_options
 from inferengine.config import load
 from inferengine.core.sequence import Request
@@ -107,7 +108,7 @@ def main() -> None:
             print(json.dumps(rows[-1]), flush=True)
     if arguments.json:
         document = {"benchmark": "itl_target", "cost": arguments.cost, "rows": rows}
-        arguments.json.write_text(json.dumps(document, indent=1) + "\n")
+        write_result(arguments.json, document)
 
 
 if __name__ == "__main__":
