@@ -84,11 +84,25 @@ class Quotas:
                 message = f"This key may send {key.requests_per_minute} requests a minute."
                 wait_s = self._promise(key, int(now_s)) - now_s
                 raise InferEngineError("rate_limited", message, retry_after_s=wait_s)
-            row = self._current_row(key, int(now_s))
-            self._cells[row + _ADMITTED + int(now_s) % WINDOW_S] += 1
+            self._admit(key, int(now_s))
         self._cells[self._worker * self._slab + _IN_FLIGHT] += 1
         if key.name:
             self._cells[self._own_row(key) + _IN_FLIGHT] += 1
+
+    def try_charge(self, key: ApiKey) -> bool:
+        """Count a request that can wait, a batch's line, towards the rate of its key, and not as one in flight. False:
+        nothing is counted, because the last tenth of each minute's requests is left to those that cannot wait."""
+        most = key.requests_per_minute - key.requests_per_minute // 10
+        if not key.requests_per_minute:
+            return True
+        if self.rate(key) >= most:
+            return False
+        self._admit(key, int(self._clock()))
+        return True
+
+    def _admit(self, key: ApiKey, now: int) -> None:
+        row = self._current_row(key, now)
+        self._cells[row + _ADMITTED + now % WINDOW_S] += 1
 
     def leave(self, key: ApiKey) -> None:
         """Count one request fewer in flight, for this key and in total. Call once for each `enter`."""

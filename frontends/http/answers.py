@@ -446,6 +446,16 @@ class BatchCounts(msgspec.Struct):
     failed: int
 
 
+class BatchUsageAnswer(msgspec.Struct):
+    """Tokens of the lines that were answered so far."""
+
+    input_tokens: int
+    input_tokens_details: dict[str, int]
+    output_tokens: int
+    output_tokens_details: dict[str, int]
+    total_tokens: int
+
+
 class BatchAnswer(msgspec.Struct):
     """A batch. Times are Unix seconds, null for what did not happen."""
 
@@ -462,6 +472,7 @@ class BatchAnswer(msgspec.Struct):
     errors: dict[str, Any] | None
     metadata: dict[str, str] | None
     request_counts: BatchCounts
+    usage: BatchUsageAnswer
     created_at: int
     expires_at: int
     in_progress_at: int | None

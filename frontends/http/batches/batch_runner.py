@@ -29,6 +29,7 @@ from starlette.types import Message
 from frontends.common.auth import ANYBODY, ApiKey, KeyRing
 from frontends.common.errors import error_object, report, unexpected
 from frontends.common.json import dumps, parse
+from frontends.common.quotas import Quotas
 from frontends.http.batches.batch_store import (
     MAX_STARTS,
     BatchStore,
@@ -71,6 +72,7 @@ class RunnerHost(Protocol):
 
     config: Config
     keys: KeyRing
+    quotas: Quotas
     draining: bool
 
     @property
@@ -223,8 +225,9 @@ class BatchRunner:
             await asyncio.gather(*running, return_exceptions=True)
 
     async def _take_slot(self, batch: OpenBatch) -> None:
-        """Wait for a place among the lines in flight, of all and of the key, while engines have no others waiting. One
-        line goes on in any case. Batches take turns: places are given in the order in which they are asked for."""
+        """Wait for a place among the lines in flight, of all and of the key, and among the key's requests of this
+        minute, while engines have no others waiting. One line goes on though others wait. Batches take turns: places
+        are given in the order in which they are asked for."""
         while True:
             await self._slots.acquire()
             if not self._host.draining and self._may_begin(batch):
@@ -238,9 +241,10 @@ class BatchRunner:
         most = 0 if key is None else key.max_in_flight
         if most and self._by_key[batch.key_name] >= most:
             return False
-        if not self._by_key.total():
-            return True
-        return not any((item.status or {}).get("waiting_requests") for item in self._host.engines.health())
+        is_first = not self._by_key.total()
+        if not is_first and any((item.status or {}).get("waiting_requests") for item in self._host.engines.health()):
+            return False
+        return key is None or self._host.quotas.try_charge(key)  # lines of a removed key are refused at once
 
     def _leave_slot(self, batch: OpenBatch) -> None:
         self._by_key[batch.key_name] -= 1

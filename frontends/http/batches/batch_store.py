@@ -66,6 +66,10 @@ CREATE TABLE IF NOT EXISTS lines (
     starts INTEGER NOT NULL, failed INTEGER NOT NULL, result BLOB, PRIMARY KEY (batch, place),
     UNIQUE (batch, custom_id)
 );
+CREATE TABLE IF NOT EXISTS usage (
+    batch TEXT PRIMARY KEY, input INTEGER NOT NULL, cached INTEGER NOT NULL, output INTEGER NOT NULL,
+    reasoning INTEGER NOT NULL
+);
 COMMIT;
 """
 FILE_COLUMNS = "id, purpose, filename, bytes, created_s, expires_s"
@@ -91,6 +95,15 @@ class OpenBatch(NamedTuple):
     status: str
     endpoint: str
     expires_s: int
+
+
+class BatchUsage(NamedTuple):
+    """Tokens of the lines that were answered. `cached`: of the input; `reasoning`: of the output."""
+
+    input: int
+    cached: int
+    output: int
+    reasoning: int
 
 
 class Limits(NamedTuple):
@@ -358,14 +371,28 @@ class BatchStore:
             row = self._database().execute(query, (batch_id, tenant)).fetchone()
         if row is None:
             raise InferEngineError("not_found", "There is no such batch: they are kept for 30 days.")
-        return _batch_object(row)
+        return self._batch_object(row)
 
     def _list_batches(self, tenant: str, after: str | None, limit: int) -> tuple[list[dict[str, Any]], bool]:
         if not self.exists:
             return [], False
         query = f"SELECT {_BATCH_COLUMNS} FROM batches WHERE tenant = ?"
         rows = self._page(query, (tenant,), "batches", after, limit, True)
-        return [_batch_object(row) for row in rows[:limit]], len(rows) > limit
+        return [self._batch_object(row) for row in rows[:limit]], len(rows) > limit
+
+    def _batch_object(self, row: tuple[Any, ...]) -> dict[str, Any]:
+        batch_id, status, total, completed, failed, document = row
+        query = "SELECT input, cached, output, reasoning FROM usage WHERE batch = ?"
+        used = self._database().execute(query, (batch_id,)).fetchone()
+        counts = {"total": total, "completed": completed, "failed": failed}
+        return {
+            "id": batch_id,
+            "object": "batch",
+            "status": status,
+            **json.loads(document),
+            "request_counts": counts,
+            "usage": _usage_object(BatchUsage(*(used or (0, 0, 0, 0)))),
+        }
 
     def _cancel_batch(self, batch_id: str, tenant: str) -> dict[str, Any]:
         found = self._batch(batch_id, tenant)
@@ -497,11 +524,20 @@ class BatchStore:
         return Line(*row)
 
     def _end_line(self, batch_id: str, place: int, result: bytes, failed: bool) -> bool:
+        used = None if failed else _usage_of(result)
         with self._transaction() as database:
             (tenant,) = database.execute("SELECT tenant FROM batches WHERE id = ?", (batch_id,)).fetchone()
             if self._tenant_bytes(database, tenant) + len(result) > self.limits.tenant_bytes:
                 result, failed = _without_body(result, _no_room(self.limits).message), True
-            return self._write_result(database, batch_id, place, result, failed)
+            if not self._write_result(database, batch_id, place, result, failed):
+                return False
+            if used is not None:
+                sums = ", ".join(f"{name} = {name} + excluded.{name}" for name in BatchUsage._fields)
+                database.execute(
+                    f"INSERT INTO usage VALUES (?, ?, ?, ?, ?) ON CONFLICT (batch) DO UPDATE SET {sums}",
+                    (batch_id, *used),
+                )
+            return True
 
     def _write_result(
         self, database: sqlite3.Connection, batch_id: str, place: int, result: bytes, failed: bool
@@ -577,6 +613,7 @@ class BatchStore:
             database.execute(
                 f"DELETE FROM batches WHERE expires_s <= ? AND status NOT IN ({marks})", (now - KEEP_S, *OPEN)
             )
+            database.execute("DELETE FROM usage WHERE batch NOT IN (SELECT id FROM batches)")
 
     # -- the database ------------------------------------------------------------------------------------------------
 
@@ -660,10 +697,32 @@ def _file_object(row: tuple[Any, ...]) -> dict[str, Any]:
     }
 
 
-def _batch_object(row: tuple[Any, ...]) -> dict[str, Any]:
-    batch_id, status, total, completed, failed, document = row
-    counts = {"total": total, "completed": completed, "failed": failed}
-    return {"id": batch_id, "object": "batch", "status": status, **json.loads(document), "request_counts": counts}
+def _usage_of(result: bytes) -> BatchUsage:
+    """Return the tokens of an answered line, under the names of its route: zeros where it tells none."""
+    usage = json.loads(result)["response"]["body"].get("usage") or {}
+
+    def number(*names: str) -> int:
+        return next((int(usage[name]) for name in names if usage.get(name) is not None), 0)
+
+    def detail(part: str, *names: str) -> int:
+        return next((int(found[part]) for name in names if (found := usage.get(name) or {}).get(part)), 0)
+
+    return BatchUsage(
+        number("input_tokens", "prompt_tokens"),
+        detail("cached_tokens", "input_tokens_details", "prompt_tokens_details"),
+        number("output_tokens", "completion_tokens"),
+        detail("reasoning_tokens", "output_tokens_details", "completion_tokens_details"),
+    )
+
+
+def _usage_object(used: BatchUsage) -> dict[str, Any]:
+    return {
+        "input_tokens": used.input,
+        "input_tokens_details": {"cached_tokens": used.cached},
+        "output_tokens": used.output,
+        "output_tokens_details": {"reasoning_tokens": used.reasoning},
+        "total_tokens": used.input + used.output,
+    }
 
 
 def _problem(code: str, message: str, param: str | None = None) -> dict[str, Any]:

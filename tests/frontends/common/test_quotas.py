@@ -46,6 +46,18 @@ def test_after_a_burst_the_next_request_is_admitted_at_the_time_told_and_no_seco
     assert wait_of(quotas, key) is None
 
 
+@pytest.mark.parametrize(("limit", "lines"), [(1, 1), (9, 9), (10, 9), (60, 54), (0, 100)])
+def test_what_can_wait_leaves_a_tenth_of_the_rate_to_the_others(limit: int, lines: int) -> None:
+    clock, key = Clock(), ApiKey("a", requests_per_minute=limit)
+    quotas = Quotas([key], clock=clock)
+    assert sum(quotas.try_charge(key) for _ in range(100)) == lines
+    assert quotas.in_flight(key) == 0
+    assert [wait_of(quotas, key) for _ in range(limit - lines)] == [None] * (limit - lines)
+    assert (wait_of(quotas, key) is None) is (limit == 0)
+    clock.now += 60.0
+    assert quotas.try_charge(key)
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_whoever_comes_again_when_told_is_admitted_whatever_came_before(seed: int) -> None:
     draw = random.Random(seed)

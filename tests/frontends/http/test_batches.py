@@ -87,6 +87,16 @@ def test_openais_client_runs_a_batch_from_file_to_file(client: openai.OpenAI, se
     assert (batch.status, batch.metadata) == ("completed", {"job": "nightly"})
     assert batch.request_counts is not None
     assert (batch.request_counts.total, batch.request_counts.completed, batch.request_counts.failed) == (3, 2, 1)
+    assert batch.usage is not None
+    told = [
+        one["body"]["usage"]
+        for one in (
+            json.loads(text)["response"] for text in client.files.content(batch.output_file_id or "").text.splitlines()
+        )
+    ]
+    assert batch.usage.input_tokens == sum(one["prompt_tokens"] for one in told) > 0
+    assert batch.usage.output_tokens == sum(one["completion_tokens"] for one in told) > 0
+    assert batch.usage.total_tokens == batch.usage.input_tokens + batch.usage.output_tokens
     output = [json.loads(one) for one in client.files.content(batch.output_file_id or "").text.splitlines()]
     assert [one["custom_id"] for one in output] == ["one", "two"]
     assert output[0]["response"]["status_code"] == 200
@@ -116,6 +126,7 @@ def test_every_endpoint_answers_as_it_does_at_once(served: House, url: str, body
     assert done["status"] == "completed"
     (output,) = results(served, done["output_file_id"])
     assert output["response"]["body"]["object"] == kind
+    assert done["usage"]["total_tokens"] == output["response"]["body"]["usage"]["total_tokens"] > 0
 
 
 def test_lines_ask_for_the_lowest_priority_and_keep_their_order(served: House) -> None:
@@ -244,7 +255,8 @@ def test_a_line_waits_while_others_wait_in_the_engine(served: House) -> None:
         def health(self) -> list[Any]:
             return busy
 
-    host, runner._host = runner._host, type("Host", (), {"engines": Busy(), "keys": runner._host.keys})()
+    busy_host = type("Host", (), {"engines": Busy(), "keys": runner._host.keys, "quotas": runner._host.quotas})()
+    host, runner._host = runner._host, busy_host
     try:
         assert runner._may_begin(batch)  # one goes on in any case
         runner._by_key[""] += 1
@@ -305,6 +317,31 @@ def test_a_key_at_its_limit_keeps_no_place_from_other_tenants(guarded: tuple[Hou
     path = f"/v1/batches/{start(as_bob)}"
     wait_until(lambda: built.http.get(path, headers=as_bob).json()["status"] == "completed")
     assert [submit.tenant for submit in built.engine.submits].count("alice") == 2
+
+
+def test_lines_count_towards_the_rate_of_their_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ten requests a minute: the upload, the batch and seven lines; the tenth is left to what cannot wait."""
+    alice, file = new_key(), tmp_path / "keys.toml"
+    file.write_text(entry("alice", alice, requests_per_minute=10))
+    headers = {"authorization": f"Bearer {alice}"}
+    with house(running=False, auth={"keys_file": str(file)}) as built:
+        built.engine.start()
+        wait_until(lambda: built.http.get("/ready").status_code == 200)
+        uploaded = upload(built.http, *(line(f"{place}") for place in range(9)), **headers).json()
+        body = json.dumps({"input_file_id": uploaded["id"], "endpoint": CHAT})
+        path = f"/v1/batches/{built.http.post('/v1/batches', content=body, headers=headers).json()['id']}"
+
+        def completed() -> int:
+            return int(built.http.get(path, headers=headers).json()["request_counts"]["completed"])
+
+        wait_until(lambda: completed() == 7)
+        quotas = built.front.service.quotas
+        assert [quotas.rate(key) for key in built.front.service.keys.keys] == [9]
+        assert built.http.post(CHAT, content=json.dumps(HELLO), headers=headers).status_code == 200
+        assert built.http.post(CHAT, content=json.dumps(HELLO), headers=headers).status_code == 429
+        now = quotas._clock()
+        monkeypatch.setattr(quotas, "_clock", lambda: now + 61.0)  # a minute later
+        wait_until(lambda: completed() == 9)
 
 
 def test_files_are_bounded_one_by_one_and_together(guarded: tuple[House, str, str]) -> None:
