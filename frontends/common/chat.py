@@ -10,7 +10,8 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Annotated, Any, NamedTuple
 
 import msgspec
@@ -24,8 +25,8 @@ from inferengine.structured_output.spec import GrammarSpec, validate_grammar
 from inferengine.text import check_messages
 from inferengine.text.chat_template import RESERVED as TEMPLATE_NAMES
 from inferengine.text.chat_template import with_tools
-from inferengine.text.output_parser import CLOSE, OPEN, MessageReader, ReasoningReader
-from inferengine.text.tool_parsers import FORMATS, Function, ToolFormat, calls_grammar, detect
+from inferengine.text.output_parser import REASONING, MessageReader, ReasoningFormat, ReasoningReader, reasoning_format
+from inferengine.text.tool_parsers import FORMATS, Function, ToolFormat, calls_grammar, detect, strings_of
 from inferengine.text.tool_parsers.base import CallDelta
 from inferengine.text.tool_parsers.custom import as_function
 
@@ -333,23 +334,28 @@ async def read_chat_prompt(
     tools = read_tools(body, config.limits)
     format = _format(served, config)
     text = await _render(body, served, tools)
-    thinks, inside = _reasoning(text, served, config)
+    reasoning, inside = _reasoning(text, served, config)
     grammar = structure
     if tools is not None and (tools.is_forced or structure is not None):
         answer = None if tools.is_forced or structure is None else _answer_schema(structure)
         grammar = tools_grammar(tools, format, served, config.limits, answer)
     if grammar is not None:
-        text = f"{text.rstrip()}\n\n{CLOSE}\n\n" if inside else text
-        thinks = inside = False
+        text = f"{text.rstrip()}\n\n{reasoning.closes[0]}\n\n" if inside and reasoning is not None else text
+        reasoning, inside = None, False
     special = bool(read_fields(SpecialTokens, body).add_special_tokens)  # templates write them
     prompt_ids = await served.encode(
         text, config.limits, name="messages", add_special_tokens=special, last=last, most=most
     )
     if not prompt_ids:
         raise InvalidRequest("messages", "the chat template makes nothing of them")
-    keeps = tools is not None and any(_is_special(served, mark) for mark in format.marks)
-    custom = frozenset() if tools is None else tools.custom
-    parser = OutputParser(None if tools is None else format, thinks, inside, keeps, custom)
+    marks = () if tools is None else format.marks
+    marks += () if reasoning is None else (*reasoning.opens, *reasoning.closes)
+    keeps = any(_is_special(served, mark) for mark in marks)
+    if tools is None:
+        parser = OutputParser(None, reasoning, inside, keeps)
+    else:
+        strings = strings_of(tools.functions) if format.has_bare_strings else {}
+        parser = OutputParser(format, reasoning, inside, keeps, tools.custom, strings)
     return ChatPrompt(prompt_ids, tools, grammar, parser)
 
 
@@ -383,14 +389,15 @@ def _format(served: ServedModel, config: Config) -> ToolFormat:
     return found or FORMATS["hermes"]
 
 
-def _reasoning(prompt: str, served: ServedModel, config: Config) -> tuple[bool, bool]:
-    """Return whether the output may begin with reasoning, and whether the prompt has opened its tag. A prompt that ends
-    with the closing tag (reasoning switched off) has neither."""
-    mode = config.http.reasoning_parser
-    if mode == "off" or (mode == "auto" and (served.template is None or CLOSE not in served.template.source)):
-        return False, False
+def _reasoning(prompt: str, served: ServedModel, config: Config) -> tuple[ReasoningFormat | None, bool]:
+    """Return the format of the reasoning that the output may begin with, and whether the prompt has opened it. After a
+    prompt that ends with the closing mark (reasoning switched off) there is none."""
+    template = None if served.template is None else served.template.source
+    format = reasoning_format(config.http.reasoning_parser, template)
     end = prompt.rstrip()
-    return not end.endswith(CLOSE), end.endswith(OPEN)
+    if format is None or end.endswith(format.closes):
+        return None, False
+    return format, end.endswith(format.opens)
 
 
 def _answer_schema(structure: GrammarSpec) -> dict[str, Any]:
@@ -421,26 +428,28 @@ def _read_documents(body: dict[str, Any]) -> list[dict[str, Any]] | None:
 
 @dataclass(frozen=True)
 class OutputParser:
-    """How the output of a prompt is parsed. `calls`: the format of tool calls, None where none may come. `thinks`: the
-    output may begin with reasoning. `inside`: the prompt has opened the tag of reasoning. `keeps_special_tokens`: the
-    marks of calls are special tokens. `custom`: the names of tools that take a text."""
+    """How the output of a prompt is parsed. `calls`: the format of tool calls, None where none may come. `reasoning`:
+    that of the reasoning which the output may begin with. `inside`: the prompt has opened it. `keeps_special_tokens`:
+    marks of either are special tokens. `custom`: the names of tools that take a text. `strings`: by function, the
+    parameters that are strings, where the format of calls does not show it."""
 
     calls: ToolFormat | None = None
-    thinks: bool = False
+    reasoning: ReasoningFormat | None = None
     inside: bool = False
     keeps_special_tokens: bool = False
     custom: frozenset[str] = frozenset()
+    strings: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     @property
     def is_plain(self) -> bool:
         """Whether the output needs no parsing."""
-        return self.calls is None and not self.thinks
+        return self.calls is None and self.reasoning is None
 
     def make_reader(self) -> MessageReader:
         """Return a new parser state for one output."""
         return MessageReader(
-            ReasoningReader(inside=self.inside) if self.thinks else None,
-            self.calls.make_parser() if self.calls is not None else None,
+            ReasoningReader(inside=self.inside, format=self.reasoning) if self.reasoning is not None else None,
+            self.calls.make_parser(self.strings) if self.calls is not None else None,
             self.custom,
         )
 
@@ -474,24 +483,33 @@ def finish_reason(reason: str | None, num_calls: int) -> str | None:
 
 def parser_to_map(parser: OutputParser) -> dict[str, Any]:
     """Return a parser as a dict for RequestMetadata."""
-    return {
+    kept = {
         "calls": None if parser.calls is None else parser.calls.name,
-        "thinks": parser.thinks,
+        "thinks": None if parser.reasoning is None else parser.reasoning.name,
         "inside": parser.inside,
         "special": parser.keeps_special_tokens,
         "custom": sorted(parser.custom),
     }
+    return {**kept, "strings": dict(parser.strings)} if parser.strings else kept
 
 
 def parser_from_map(kept: Any) -> OutputParser:
     """Return the parser of a dict from `parser_to_map`; the plain one for anything else."""
     if not isinstance(kept, dict):
         return OutputParser()
-    calls, custom = kept.get("calls"), kept.get("custom")
+    calls, thinks, custom, strings = (kept.get(key) for key in ("calls", "thinks", "custom", "strings"))
+    thinks = "think" if thinks is True else thinks  # as versions before several formats wrote it
     return OutputParser(
         FORMATS.get(calls) if isinstance(calls, str) else None,
-        kept.get("thinks") is True,
+        REASONING.get(thinks) if isinstance(thinks, str) else None,
         kept.get("inside") is True,
         kept.get("special") is True,
         frozenset(name for name in custom if isinstance(name, str)) if isinstance(custom, list) else frozenset(),
+        {
+            str(name): [key for key in keys if isinstance(key, str)]
+            for name, keys in strings.items()
+            if isinstance(keys, list)
+        }
+        if isinstance(strings, dict)
+        else {},
     )

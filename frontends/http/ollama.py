@@ -50,7 +50,7 @@ from inferengine.config import Config
 from inferengine.errors import InferEngineError, InvalidRequest
 from inferengine.fields import about, field_docs, json_schema
 from inferengine.sampling_params import Alternatives, Positive, SamplingParams
-from inferengine.text.output_parser import CLOSE
+from inferengine.text.output_parser import reasoning_format
 from inferengine.text.tool_parsers.base import CallDelta, Content, Part, Reasoning
 from inferengine.vectors import shorten
 
@@ -583,8 +583,9 @@ def _within_context(ask: _Ask, prompt: _Prompt) -> SamplingParams:
 
 def _can_think(served: ServedModel, config: Config) -> bool:
     """Whether thoughts are told apart from the answer."""
-    mode = config.http.reasoning_parser
-    return mode != "off" and served.template is not None and (mode == "think" or CLOSE in served.template.source)
+    if served.template is None:
+        return False
+    return reasoning_format(config.http.reasoning_parser, served.template.source) is not None
 
 
 async def _embed(ask: _Ask, texts: Sequence[str], field: str, *, truncate: bool) -> list[Embedding]:

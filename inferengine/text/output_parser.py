@@ -3,19 +3,56 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import dataclass
 
 from inferengine.text.tool_parsers import ToolParser
 from inferengine.text.tool_parsers.base import CallDelta, Content, Part, Reasoning, split_at_mark
 from inferengine.text.tool_parsers.custom import CustomCalls
 
-OPEN, CLOSE = "<think>", "</think>"  # around the reasoning that some models write before they answer
+
+@dataclass(frozen=True)
+class ReasoningFormat:
+    """How models mark the reasoning that they write before they answer. The first of `opens` and `closes` is what the
+    model's template writes."""
+
+    name: str
+    opens: tuple[str, ...]
+    closes: tuple[str, ...]
+    signs: tuple[str, ...]  # texts in the chat template of such a model
+
+
+THINK = ReasoningFormat("think", ("<think>",), ("</think>",), ("</think>",))
+REASONING = {
+    format.name: format
+    for format in (
+        THINK,
+        ReasoningFormat("mistral", ("[THINK]",), ("[/THINK]",), ("[/THINK]",)),
+        ReasoningFormat("seed_oss", ("<seed:think>",), ("</seed:think>",), ("</seed:think>",)),
+        ReasoningFormat(
+            "granite",
+            ("Here is my thought process:", "Here's my thought process:"),
+            ("Here is my response:", "Here's my response:"),
+            ("Here is my thought process", "Here's my thought process"),
+        ),
+        ReasoningFormat("kimi", ("\u25c1think\u25b7",), ("\u25c1/think\u25b7",), ("\u25c1/think\u25b7",)),
+    )
+}
+
+
+def reasoning_format(mode: str, template: str | None) -> ReasoningFormat | None:
+    """Return the format that `http.reasoning_parser` names, or for `auto` the one of a chat template; None: none."""
+    if mode != "auto":
+        return REASONING.get(mode)
+    formats = REASONING.values() if template is not None else ()
+    return next((format for format in formats if any(sign in (template or "") for sign in format.signs)), None)
 
 
 class ReasoningReader:
     """Splits reasoning from the answer in one output. `inside`: the prompt has opened the tag already. A tag inside the
     answer is text. White space next to the tags is dropped."""
 
-    def __init__(self, *, inside: bool) -> None:
+    def __init__(self, *, inside: bool, format: ReasoningFormat = THINK) -> None:
+        self._format = format
         self._state = "reasoning" if inside else "start"
         self._held = ""
         self._begun = False  # whether more than white space has been shown of the current side
@@ -27,15 +64,16 @@ class ReasoningReader:
         self._held = ""
         if self._state == "start":
             begin = text.lstrip()
-            if begin.startswith(OPEN):
-                self._state, text = "reasoning", begin[len(OPEN) :]
-            elif OPEN.startswith(begin) and not final:
+            opened = next((mark for mark in self._format.opens if begin.startswith(mark)), None)
+            if opened is not None:
+                self._state, text = "reasoning", begin[len(opened) :]
+            elif any(mark.startswith(begin) for mark in self._format.opens) and not final:
                 self._held = text
                 return parts
             else:
                 self._state, self._begun = "answer", True
         if self._state == "reasoning":
-            before, mark, rest = split_at_mark(text, (CLOSE,))
+            before, mark, rest = split_at_mark(text, self._format.closes)
             if final and mark is None:
                 before, rest = before + rest, ""
             if not self._begun:

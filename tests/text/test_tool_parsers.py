@@ -7,11 +7,15 @@ import random
 
 import pytest
 
-from inferengine.text.output_parser import Message, MessageReader, ReasoningReader
+from inferengine.text.output_parser import REASONING, Message, MessageReader, ReasoningReader, reasoning_format
 from inferengine.text.tool_parsers import FORMATS, detect
 from inferengine.text.tool_parsers.base import CallDelta, Content, Part
 
 W, S = '{"city": "Paris"}', '{"a": [1, {"b": "}\\"{"}], "c": "né 🎉"}'
+
+STRINGS = {"weather": ["city"], "write": ["text"]}  # by function: the parameters that are strings
+SUM = '{"a": [1, {"b": "x"}], "ok": true, "n": null}'
+DS = "<｜tool▁call▁begin｜>"
 
 # format, output, content, calls
 GOLDEN: list[tuple[str, str, str, list[tuple[str, str]]]] = [
@@ -62,6 +66,86 @@ GOLDEN: list[tuple[str, str, str, list[tuple[str, str]]]] = [
     ("mistral_args", f"[TOOL_CALLS]weather[ARGS]{W}[TOOL_CALLS]sum[ARGS]{S}", "", [("weather", W), ("sum", S)]),
     ("mistral_args", f"[TOOL_CALLS]weather[CALL_ID]abcdefghi[ARGS]{W}", "", [("weather", W)]),
     ("mistral_args", f"[TOOL_CALLS]weather{W}", "", [("weather", W)]),
+    (
+        "qwen3_coder",
+        "Let me see.\n<tool_call>\n<function=weather>\n<parameter=city>\nParis\n</parameter>\n</function>\n</tool_call>"
+        '\n<tool_call>\n<function=sum>\n<parameter=a>\n[1, {"b": "x"}]\n</parameter>\n<parameter=ok>\nTrue\n'
+        "</parameter>\n<parameter=n>\nnull\n</parameter>\n</function>\n</tool_call>\nDone.",
+        "Let me see.Done.",
+        [("weather", W), ("sum", SUM)],
+    ),
+    (
+        "qwen3_coder",  # without the mark before; a value of several lines with marks of others
+        '<function=write>\n<parameter=text>\n\n<p a="b">\n</p>\n</parameter>\n</function>\n</tool_call>',
+        "",
+        [("write", r'{"text": "\n<p a=\"b\">\n</p>"}')],
+    ),
+    ("qwen3_coder", "<tool_call>\n<function=now>\n</function>\n</tool_call>", "", [("now", "{}")]),
+    ("qwen3_coder", "<function=f><parameter=x>12</parameter>", "", [("f", '{"x": 12}')]),  # the end is missing
+    ("qwen3_coder", "<function=f><parameter=x>1</parameter><parameter=y>2", "", [("f", '{"x": 1')]),  # was cut
+    ("qwen3_coder", "<function=weather><parameter=city>7</parameter></function>", "", [("weather", '{"city": "7"}')]),
+    ("qwen3_coder", "<function=f><parameter=x>NaN</parameter></function>", "", [("f", '{"x": "NaN"}')]),
+    ("qwen3_coder", "<tool_call>\nnone</tool_call>, see", "<tool_call>\nnone</tool_call>, see", []),
+    ("qwen3_coder", "a <function b", "a <function b", []),
+    ("qwen3_coder", "<function=two words>x", "<function=two words>x", []),
+    (
+        "glm45",
+        "Sure.\n<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Paris</arg_value>\n</tool_call>\n"
+        '<tool_call>sum\n<arg_key>a</arg_key>\n<arg_value>[1, {"b": "x"}]</arg_value>\n<arg_key>ok</arg_key>\n'
+        "<arg_value>true</arg_value>\n<arg_key>n</arg_key>\n<arg_value>null</arg_value>\n</tool_call>",
+        "Sure.",
+        [("weather", W), ("sum", SUM)],
+    ),
+    ("glm45", "<tool_call>now</tool_call>", "", [("now", "{}")]),
+    ("glm45", "<tool_call>now", "", [("now", "{}")]),
+    ("glm45", "<tool_call>not a name</tool_call>", "<tool_call>not a name</tool_call>", []),
+    (
+        "deepseek_v3",
+        f"Sure.<｜tool▁calls▁begin｜>{DS}function<｜tool▁sep｜>weather\n```json\n{W}\n```<｜tool▁call▁end｜>\n"
+        f"{DS}function<｜tool▁sep｜>sum\n```json\n{S}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+        "Sure.",
+        [("weather", W), ("sum", S)],
+    ),
+    (
+        "deepseek_v31",
+        f"<｜tool▁calls▁begin｜>{DS}weather<｜tool▁sep｜>{W}<｜tool▁call▁end｜>{DS}sum<｜tool▁sep｜>{S}<｜tool▁call▁end｜>"
+        "<｜tool▁calls▁end｜>",
+        "",
+        [("weather", W), ("sum", S)],
+    ),
+    ("deepseek_v31", f"{DS}now<｜tool▁sep｜><｜tool▁call▁end｜>", "", [("now", "{}")]),
+    ("deepseek_v31", f"{DS}f<｜tool▁sep｜>{W}", "", [("f", W)]),  # the end was cut
+    ("deepseek_v31", f"{DS}no name here{W}<｜tool▁call▁end｜>", f"{DS}no name here{W}", []),
+    ("deepseek_v31", "a <｜tool", "a <｜tool", []),
+    (
+        "phi4_mini",
+        f'Yes. <|tool_call|>[{{"name": "weather", "arguments": {W}}}, {{"name": "sum", "arguments": {S}}}]'
+        "<|/tool_call|>",
+        "Yes.",
+        [("weather", W), ("sum", S)],
+    ),
+    ("phi4_mini", f'functools[{{"name": "weather", "arguments": {W}}}]', "", [("weather", W)]),
+    ("phi4_mini", "functools[0] is partial", "functools[0] is partial", []),
+    ("granite", f'<|tool_call|>[{{"name": "weather", "arguments": {W}}}]', "", [("weather", W)]),
+    ("granite", f'<tool_call>{{"name": "weather", "arguments": {W}}}</tool_call>ok', "ok", [("weather", W)]),
+    ("granite", '<|tool_call|>[{"name": 7}]', '<|tool_call|>[{"name": 7}]', []),
+    ("granite", "<|tool_call|> none", "<|tool_call|> none", []),
+    ("pythonic", '[weather(city="Paris")]', "", [("weather", W)]),
+    (
+        "pythonic",
+        "<|python_start|>[weather(city='Paris'), sum(a=[1, {\"b\": 'x'}], ok=True, n=None)]<|python_end|>",
+        "",
+        [("weather", W), ("sum", SUM)],
+    ),
+    ("pythonic", "[now()]", "", [("now", "{}")]),
+    ("pythonic", '[f(x="a)]", y=-1.5)]', "", [("f", '{"x": "a)]", "y": -1.5}')]),
+    ("pythonic", "[see](http://x)", "[see](http://x)", []),
+    ("pythonic", "[1, 2]", "[1, 2]", []),
+    ("pythonic", "[f(x)]", "[f(x)]", []),
+    ("pythonic", "[f(x=open('a'))]", "[f(x=open('a'))]", []),
+    ("pythonic", "[f(x=1", "[f(x=1", []),
+    ("pythonic", "Hello", "Hello", []),
+    ("pythonic", "[f(x=1)] and more", "and more", [("f", '{"x": 1}')]),
 ]
 
 
@@ -88,12 +172,12 @@ def read(reader: MessageReader, pieces: list[str]) -> tuple[Message, list[Part]]
 @pytest.mark.parametrize(("name", "text", "content", "calls"), GOLDEN)
 def test_what_a_model_wrote(name: str, text: str, content: str, calls: list[tuple[str, str]]) -> None:
     for pieces in cuts(text):
-        message, _ = read(MessageReader(None, FORMATS[name].make_parser()), pieces)
+        message, _ = read(MessageReader(None, FORMATS[name].make_parser(STRINGS)), pieces)
         assert (message.content, message.calls) == (content, calls), pieces
 
 
 def parse(name: str, text: str) -> Message:
-    return MessageReader(None, FORMATS[name].make_parser()).read(text)
+    return MessageReader(None, FORMATS[name].make_parser(STRINGS)).read(text)
 
 
 @pytest.mark.parametrize(
@@ -121,11 +205,11 @@ def test_arguments_with_half_of_a_surrogate_pair_stay_escaped() -> None:
     assert message.calls == [("f", written)]
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", [name for name, form in FORMATS.items() if "{arguments}" in form.call])
 def test_arguments_leave_while_they_are_written(name: str) -> None:
     form = FORMATS[name]
     call = form.call.replace("{name}", '"f"').replace("{bare_name}", "f").replace("{arguments}", S)
-    _, parts = read(MessageReader(None, form.make_parser()), list(form.before + call + form.after))
+    _, parts = read(MessageReader(None, form.make_parser(STRINGS)), list(form.before + call + form.after))
     deltas = [part for part in parts if isinstance(part, CallDelta)]
     assert deltas[0].name == "f"
     assert [delta.name for delta in deltas[1:]] == [None] * (len(deltas) - 1)
@@ -134,7 +218,7 @@ def test_arguments_leave_while_they_are_written(name: str) -> None:
 
 
 def test_text_leaves_at_once_unless_it_may_begin_a_mark() -> None:
-    reader = MessageReader(None, FORMATS["hermes"].make_parser())
+    reader = MessageReader(None, FORMATS["hermes"].make_parser(STRINGS))
     assert reader.push("Look: <") == [Content("Look:")]
     assert reader.push("b>") == [Content(" <b>")]
 
@@ -162,15 +246,92 @@ def test_reasoning_apart_from_the_answer(inside: bool, text: str, reasoning: str
 def test_calls_after_reasoning_and_none_inside_it() -> None:
     call = f'<tool_call>{{"name": "f", "arguments": {W}}}</tool_call>'
     for pieces in cuts(f"<think>maybe {call}?</think>{call}"):
-        reader = MessageReader(ReasoningReader(inside=False), FORMATS["hermes"].make_parser())
+        reader = MessageReader(ReasoningReader(inside=False), FORMATS["hermes"].make_parser(STRINGS))
         message, _ = read(reader, pieces)
         assert (message.reasoning, message.content, message.calls) == (f"maybe {call}?", "", [("f", W)])
         assert reader.num_calls == 1
 
 
+FRAGMENTS = {
+    "xml": ("<tool_call>", "</tool_call>", "<function=", "f", ">", "</function>", "<parameter=", "</parameter>",
+            "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+    "deepseek": ("<｜tool▁calls▁begin｜>", DS, "function", "<｜tool▁sep｜>", "\n```json\n", "\n```",
+                 "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"),
+    "marks": ("<|tool_call|>", "<|/tool_call|>", "functools[", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "; "),
+    "python": ("[", "f(", "x=", "'", ")", "]", "<|python_start|>", "<|python_end|>", "g(y=1)"),
+    "plain": ("{", "}", '"name": "f"', '"arguments": {', W, '{"name": "f", "arguments": {"x": 1}}', ", ", "\n", " ",
+              "text", "<", "\\", '"', "12"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_any_text_is_parsed_the_same_however_it_is_cut(name: str) -> None:
+    draw = random.Random(name)
+    for _ in range(120):
+        kind = draw.choice(list(FRAGMENTS))
+        pieces = [draw.choice(FRAGMENTS[draw.choice((kind, kind, "plain"))]) for _ in range(draw.randint(1, 14))]
+        text = "".join(pieces)
+        whole, _ = read(MessageReader(None, FORMATS[name].make_parser(STRINGS)), [text])
+        for cut in cuts(text)[1:]:
+            message, _ = read(MessageReader(None, FORMATS[name].make_parser(STRINGS)), cut)
+            assert (message.content, message.calls) == (whole.content, whole.calls), cut
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_long_texts_take_time_in_proportion(name: str) -> None:
+    """Quadratic parsing of these would take minutes."""
+    fragments = [piece for kind in FRAGMENTS.values() for piece in kind]
+    for begin in ("", FORMATS[name].before, "[f(x=", "<tool_call>f", "<function=f><parameter=a>", "<|tool_call|>["):
+        for repeated in (" ", "[", '"', "<", "-", "}", "a" * 7, "".join(fragments)):
+            text = begin + repeated * (20_000 // len(repeated))
+            pieces = [text[place : place + 20] for place in range(0, len(text), 20)]
+            message, _ = read(MessageReader(None, FORMATS[name].make_parser(STRINGS)), [*pieces, ""])
+            assert len(message.content) <= len(text)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("mistral", "[THINK]Hm.[/THINK]Yes."),
+        ("seed_oss", "<seed:think>Hm.</seed:think>\nYes."),
+        ("granite", "Here is my thought process:\nHm.\n\nHere is my response:\nYes."),
+        ("granite", "Here's my thought process: Hm. Here's my response: Yes."),
+        ("kimi", "◁think▷Hm.◁/think▷Yes."),
+    ],
+)
+def test_reasoning_is_marked_differently_by_others(name: str, text: str) -> None:
+    for pieces in cuts(text):
+        message, _ = read(MessageReader(ReasoningReader(inside=False, format=REASONING[name]), None), pieces)
+        assert (message.reasoning, message.content) == ("Hm.", "Yes."), pieces
+
+
+@pytest.mark.parametrize(
+    ("mode", "template", "name"),
+    [
+        ("auto", "{{ '</think>' }}", "think"),
+        ("auto", "[THINK][/THINK]", "mistral"),
+        ("auto", "Here is my thought process: ", "granite"),
+        ("auto", "plain", None),
+        ("auto", None, None),
+        ("off", "</think>", None),
+        ("kimi", None, "kimi"),
+    ],
+)
+def test_the_marks_of_reasoning_are_those_of_the_template(mode: str, template: str | None, name: str | None) -> None:
+    found = reasoning_format(mode, template)
+    assert (found.name if found else None) == name
+
+
 @pytest.mark.parametrize(
     ("template", "name"),
     [
+        ("{{ '<tool_call>\\n<function=' + name + '><parameter=' }}", "qwen3_coder"),
+        ("{{ '<tool_call>' + name + '<arg_key>' }}", "glm45"),
+        ("{{ '<｜tool▁sep｜>' + name + '```json' }}", "deepseek_v3"),
+        ("{{ name + '<｜tool▁sep｜>' }}", "deepseek_v31"),
+        ("{{ '<|tool|>' + tools + '<|/tool|>' }}", "phi4_mini"),
+        ("{{ '<|start_of_role|>' + '<|tool_call|>' }}", "granite"),
+        ("Write [func_name1(params_name1=params_value1)]", "pythonic"),
         ("{{ '<tool_call>' }}", "hermes"),
         ("{{ '[AVAILABLE_TOOLS]' }}{{ '[TOOL_CALLS] [' }}", "mistral"),
         ("{{ '[TOOL_CALLS]' + name + '[ARGS]' }}", "mistral_args"),

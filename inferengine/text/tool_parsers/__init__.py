@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-from inferengine.text.tool_parsers import hermes, llama3_json, mistral
+from inferengine.text.tool_parsers import deepseek, hermes, json_list, llama3_json, mistral, pythonic, xml
 from inferengine.text.tool_parsers.base import Part
 
-__all__ = ["FORMATS", "MAX_CALLS", "Function", "ToolFormat", "ToolParser", "calls_grammar", "detect"]
+__all__ = ["FORMATS", "MAX_CALLS", "Function", "ToolFormat", "ToolParser", "calls_grammar", "detect", "strings_of"]
 
 
 MAX_CALLS = 8  # in one answer: a model that does not stop would call for ever
@@ -30,19 +30,27 @@ class ToolParser(Protocol):
         ...
 
 
+Strings = Mapping[str, Collection[str]]  # by function: the parameters that are strings
+
+
 @dataclass(frozen=True)
 class ToolFormat:
-    """How one family of models writes calls. `call` is the text of one, with {name} and {arguments} to fill in. Several
-    calls have `between` between them; `before` and `after` enclose them all."""
+    """How one family of models writes calls. `call` is the text of one, with {name} (quoted) or {bare_name}, and
+    {arguments} to fill in; or {parameters}, which are then written one by one as `parameter`, with {key} and {value}.
+    Several calls have `between` between them; `before` and `after` enclose them all."""
 
     name: str
-    make_parser: Callable[[], ToolParser]
+    make_parser: Callable[[Strings], ToolParser]
     call: str
     between: str
     before: str = ""
     after: str = ""
     marks: tuple[str, ...] = ()  # parts of the text that are special tokens in some vocabularies
-    signs: tuple[str, ...] = ()  # texts in the chat template of such a model
+    signs: tuple[str, ...] = ()  # texts in the chat template of such a model: one of them
+    needs: tuple[str, ...] = ()  # and all of these
+    parameter: str = ""
+    parameter_between: str = ""
+    has_bare_strings: bool = False  # values that are strings are written without quotes: the parser needs their names
     id_characters: int = 24  # of the ids of calls; some templates insist on a length
 
 
@@ -51,7 +59,7 @@ FORMATS = {
     for format in (
         ToolFormat(
             "hermes",
-            hermes.HermesParser,
+            lambda strings: hermes.HermesParser(),
             call='<tool_call>\n{"name": {name}, "arguments": {arguments}}\n</tool_call>',
             between="\n",
             marks=hermes.MARKS,
@@ -59,7 +67,7 @@ FORMATS = {
         ),
         ToolFormat(
             "mistral",
-            mistral.MistralParser,
+            lambda strings: mistral.MistralParser(),
             call='{"name": {name}, "arguments": {arguments}}',
             between=", ",
             before="[TOOL_CALLS] [",
@@ -70,7 +78,7 @@ FORMATS = {
         ),
         ToolFormat(
             "mistral_args",
-            mistral.MistralParser,
+            lambda strings: mistral.MistralParser(),
             call="[TOOL_CALLS]{bare_name}[ARGS]{arguments}",
             between="",
             marks=(mistral.MARK, mistral.ARGS),
@@ -79,22 +87,99 @@ FORMATS = {
         ),
         ToolFormat(
             "llama3_json",
-            llama3_json.Llama3JsonParser,
+            lambda strings: llama3_json.Llama3JsonParser(),
             call='{"name": {name}, "parameters": {arguments}}',
             between="; ",
             marks=(llama3_json.TAG,),
             signs=(llama3_json.TAG, '"parameters": dictionary of argument name and its value'),
         ),
+        ToolFormat(
+            "pythonic",
+            lambda strings: pythonic.PythonicParser(),
+            call="{bare_name}({parameters})",
+            between=", ",
+            before="[",
+            after="]",
+            signs=("[func_name1(",),
+            parameter="{key}={value}",
+            parameter_between=", ",
+        ),
+        ToolFormat(
+            "qwen3_coder",
+            lambda strings: xml.XmlParser(xml.QWEN3_CODER, strings),
+            call="<tool_call>\n<function={bare_name}>\n{parameters}</function>\n</tool_call>",
+            between="\n",
+            marks=hermes.MARKS,
+            signs=("<function=",),
+            needs=("<parameter=",),
+            parameter="<parameter={key}>\n{value}\n</parameter>\n",
+            has_bare_strings=True,
+        ),
+        ToolFormat(
+            "glm45",
+            lambda strings: xml.XmlParser(xml.GLM45, strings),
+            call="<tool_call>{bare_name}\n{parameters}</tool_call>",
+            between="\n",
+            marks=(*hermes.MARKS, "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+            signs=("<arg_key>",),
+            parameter="<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n",
+            has_bare_strings=True,
+        ),
+        ToolFormat(
+            "deepseek_v3",
+            lambda strings: deepseek.DeepSeekParser(),
+            call=f"{deepseek.CALL}function{deepseek.SEPARATOR}{{bare_name}}\n```json\n{{arguments}}\n```{deepseek.CALL_END}",
+            between="\n",
+            before=deepseek.CALLS,
+            after=deepseek.CALLS_END,
+            marks=deepseek.MARKS,
+            signs=(deepseek.SEPARATOR,),
+            needs=("```json",),
+        ),
+        ToolFormat(
+            "deepseek_v31",
+            lambda strings: deepseek.DeepSeekParser(),
+            call=f"{deepseek.CALL}{{bare_name}}{deepseek.SEPARATOR}{{arguments}}{deepseek.CALL_END}",
+            between="",
+            before=deepseek.CALLS,
+            after=deepseek.CALLS_END,
+            marks=deepseek.MARKS,
+            signs=(deepseek.SEPARATOR,),
+        ),
+        ToolFormat(
+            "phi4_mini",
+            lambda strings: json_list.JsonListParser(json_list.PHI4),
+            call='{"name": {name}, "arguments": {arguments}}',
+            between=", ",
+            before="<|tool_call|>[",
+            after="]<|/tool_call|>",
+            marks=("<|tool_call|>", "<|/tool_call|>"),
+            signs=("<|tool|>",),
+        ),
+        ToolFormat(
+            "granite",
+            lambda strings: json_list.JsonListParser(json_list.GRANITE),
+            call='{"name": {name}, "arguments": {arguments}}',
+            between=", ",
+            before="<|tool_call|>[",
+            after="]",
+            marks=("<|tool_call|>",),
+            signs=("<|tool_call|>",),
+        ),
     )
 }
-_DETECTION_ORDER = ("mistral_args", "mistral", "hermes", "llama3_json")
+_DETECTION_ORDER = (
+    "mistral_args", "mistral", "qwen3_coder", "glm45", "deepseek_v3", "deepseek_v31", "phi4_mini", "granite", "hermes",
+    "pythonic", "llama3_json",
+)  # fmt: skip
 
 
 def detect(template: str) -> ToolFormat | None:
     """Return the tool format of a chat template; None where it has none."""
     for name in _DETECTION_ORDER:
-        if any(sign in template for sign in FORMATS[name].signs):
-            return FORMATS[name]
+        format = FORMATS[name]
+        if any(sign in template for sign in format.signs) and all(need in template for need in format.needs):
+            return format
     return None
 
 
@@ -103,6 +188,33 @@ class Function(NamedTuple):
 
     name: str
     parameters: dict[str, Any]
+
+
+def strings_of(functions: Sequence[Function]) -> dict[str, list[str]]:
+    """Return the parameters of each function that are strings, for parsers of formats that write them bare."""
+    found = {
+        function.name: [key for key, schema in _properties(function).items() if _is_string(schema)]
+        for function in functions
+    }
+    return {name: keys for name, keys in found.items() if keys}
+
+
+def _properties(function: Function) -> dict[str, Any]:
+    properties = function.parameters.get("properties")
+    return properties if isinstance(properties, dict) else {}
+
+
+def _is_string(schema: Any) -> bool:
+    """Whether a schema allows nothing but strings, and null."""
+    if not isinstance(schema, dict):
+        return False
+    if (kinds := schema.get("type")) is not None:
+        named = kinds if isinstance(kinds, list) else [kinds]
+        return "string" in named and all(kind in ("string", "null") for kind in named)
+    if isinstance(values := schema.get("enum"), list):
+        return all(isinstance(value, str) for value in values)
+    options = schema.get("anyOf") or schema.get("oneOf")
+    return isinstance(options, list) and all(_is_string(option) or option == {"type": "null"} for option in options)
 
 
 def calls_grammar(
@@ -138,11 +250,48 @@ def calls_grammar(
     for number, function in enumerate(functions):
         quoted = json.dumps(function.name, ensure_ascii=False)
         call = format.call.replace("{name}", quoted).replace("{bare_name}", function.name)
+        if format.parameter:
+            before, _, after = call.partition("{parameters}")
+            written, rules = _parameters(format, function, text, f"value_{number}")
+            lines += [f"call_{number}: {text(before)} {written} {text(after)}", *rules]
+            continue
         before, _, after = call.partition("{arguments}")
         lines.append(f"call_{number}: {text(before)} arguments_{number} {text(after)}")
         schema = {"type": "object", **function.parameters, "x-tool": function.name}  # structured_output.json_grammar
         lines.append(f"arguments_{number}: {_json(schema)}")
     return "\n".join(lines) + "\n"
+
+
+def _parameters(format: ToolFormat, function: Function, text: Callable[[str], str], rule: str) -> tuple[str, list[str]]:
+    """(the parameters of a call, the rules of their values): those that are required, then any of the others."""
+    required = function.parameters.get("required")
+    names = [key for key in _properties(function) if isinstance(required, list) and key in required]
+    optional = [key for key in _properties(function) if key not in names]
+    shared = {key: function.parameters[key] for key in ("$defs", "definitions") if key in function.parameters}
+    written, rules = [], []
+    for place, key in enumerate([*names, *optional]):
+        before, _, after = format.parameter.replace("{key}", key).partition("{value}")
+        before = before if place == 0 else format.parameter_between + before
+        value, schema = f"{rule}_{place}", _properties(function)[key]
+        written.append(f"{text(before)} {value}")
+        if not format.has_bare_strings or not _is_string(schema):
+            schema = {**schema, **shared} if isinstance(schema, dict) else {}
+            rules.append(f"{value}: {_json({**schema, 'x-tool': function.name})} {text(after)}")
+        elif isinstance(options := schema.get("enum"), list):
+            strings = [text(option) for option in options if isinstance(option, str) and option]
+            rules.append(f"{value}: ({' | '.join(strings)}) {text(after)}")
+        elif (end := text(after)).startswith("<[") or " <[" in end:  # a special token, which no text can be
+            rules.append(f"{value}: /(?s:.*)/ {end}")
+        else:
+            ending = re.escape(after).replace("/", "\\/").replace("\\\n", "\\n").replace("\n", "\\n")
+            rules.append(f"{value}[lazy]: /(?s:.*){ending}/")
+    if format.parameter_between and optional and not names:  # one has no separator before it: only first ones first
+        nested = ""
+        for one in reversed(written):
+            nested = f"({one} {nested})?"
+        return nested, rules
+    count = len(names)
+    return " ".join([*written[:count], *(f"({one})?" for one in written[count:])]), rules
 
 
 def _json(schema: dict[str, Any]) -> str:

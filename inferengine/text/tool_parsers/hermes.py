@@ -6,6 +6,7 @@ Nous Research's Hermes function calling; Qwen 2.5 and Qwen 3 were trained on the
 from __future__ import annotations
 
 from inferengine.text.tool_parsers.base import CallDelta, CallObject, Content, Part, split_at_mark
+from inferengine.text.tool_parsers.prose import Prose
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 MARKS = (OPEN, CLOSE)
@@ -18,8 +19,7 @@ class HermesParser:
         self._held = ""
         self._call: CallObject | None = None
         self._num_calls = 0
-        self._space = ""  # white space held back: shown unless a call follows
-        self._after_call = False
+        self._prose = Prose()
 
     def push(self, text: str, final: bool = False) -> list[Part]:
         """Take more text; `final`: nothing follows. Returns the parts that it completes."""
@@ -28,11 +28,11 @@ class HermesParser:
         while self._held:
             before, mark, self._held = split_at_mark(self._held, MARKS[:1] if self._call is None else MARKS[1:])
             if self._call is None:
-                self._show(before, parts)
+                self._prose.show(before, parts)
             else:
                 self._read(self._call, before, parts)
             if mark == OPEN:
-                self._space = ""
+                self._prose.begin_call()
                 self._call = CallObject()
             elif mark == CLOSE:
                 self._close(parts)
@@ -43,21 +43,10 @@ class HermesParser:
                 self._read(self._call, self._held, parts)
                 self._close(parts)
             else:
-                self._show(self._held, parts)
-                if self._space:
-                    parts.append(Content(self._space))
+                self._prose.show(self._held, parts)
+                self._prose.finish(parts)
             self._held = ""
         return parts
-
-    def _show(self, text: str, parts: list[Part]) -> None:
-        text = self._space + text
-        if self._after_call:
-            text = text.lstrip()
-        shown = text.rstrip()
-        self._space = text[len(shown) :]
-        if shown:
-            self._after_call = False
-            parts.append(Content(shown))
 
     def _read(self, call: CallObject, text: str, parts: list[Part]) -> None:
         for character in text:
@@ -76,6 +65,6 @@ class HermesParser:
             return
         if call.begun:
             self._num_calls += 1
-            self._after_call = True
+            self._prose.end_call()
         else:
             parts.append(Content(f"{OPEN}{''.join(call.raw)}{CLOSE if call.complete or call.broken else ''}"))

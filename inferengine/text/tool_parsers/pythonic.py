@@ -1,0 +1,168 @@
+"""Llama 3.2 and 4: a list of Python calls, `[weather(city="Paris"), now()]`, also between `<|python_start|>` and
+`<|python_end|>`. A message that begins otherwise is text. A call leaves when its closing bracket is written."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import warnings
+from typing import Any
+
+from inferengine.text.tool_parsers.base import CallDelta, Content, Part
+
+START, END = "<|python_start|>", "<|python_end|>"
+_BEGIN = re.compile(r"\s*\[\s*([A-Za-z_][\w.-]{0,127})\s*\(")
+_MAY_BEGIN = re.compile(r"\s*(\[\s*([A-Za-z_][\w.-]{0,127}\s*)?)?")
+_NAME = re.compile(r"[A-Za-z_][\w.-]{0,127}")
+_OPENS, _CLOSES = "([{", ")]}"
+_NAMES = {"true": True, "false": False, "null": None}
+MOST, MOST_BETWEEN = 1 << 20, 512  # characters of one call; before, between and after calls
+
+
+class PythonicParser:
+    """Decides by the first characters: a bracket, a name, a bracket."""
+
+    def __init__(self) -> None:
+        self._state = "start"
+        self._held: list[str] = []  # characters that may be a call
+        self._depth = 0
+        self._quote = ""
+        self._escaped = False
+        self._size = self._num_calls = 0
+
+    def push(self, text: str, final: bool = False) -> list[Part]:
+        """Take more text; `final`: nothing follows. Returns the parts that it completes."""
+        parts: list[Part] = []
+        for place, character in enumerate(text):
+            if self._state == "text":
+                parts.append(Content(text[place:]))
+                return parts
+            self._read(character, parts)
+        if final and self._state != "text":
+            self._finish(parts)
+        return parts
+
+    def _read(self, character: str, parts: list[Part]) -> None:
+        if self._state == "over":
+            self._held.append(character)
+            rest = "".join(self._held)
+            if not END.startswith(rest.strip()) or len(rest) > MOST_BETWEEN:
+                self._show(parts, rest.removeprefix(END).lstrip() if self._num_calls else rest)
+            return
+        self._held.append(character)
+        if self._state == "start":
+            self._begin("".join(self._held), parts)
+        elif self._state == "between":
+            self._read_between(character, parts)
+        else:
+            self._read_call(character, parts)
+
+    def _begin(self, text: str, parts: list[Part]) -> None:
+        body = text.lstrip()
+        if START.startswith(body) and len(text) <= MOST_BETWEEN:
+            return
+        body = body.removeprefix(START)
+        if (found := _BEGIN.fullmatch(body)) is not None:
+            self._state, self._depth, self._size = "call", 1, 0
+            self._held = [f"{found.group(1)}("]
+            self._first = text
+        elif not _MAY_BEGIN.fullmatch(body) or len(text) > MOST_BETWEEN:
+            self._show(parts, text)
+
+    def _read_call(self, character: str, parts: list[Part]) -> None:
+        self._size += 1
+        if self._escaped:
+            self._escaped = False
+        elif self._quote:
+            self._escaped = character == "\\"
+            if character == self._quote:
+                self._quote = ""
+        elif character in "\"'":
+            self._quote = character
+        elif character in _OPENS:
+            self._depth += 1
+        elif character in _CLOSES:
+            self._depth -= 1
+            if not self._depth:
+                self._end("".join(self._held), parts)
+                return
+        if self._size > MOST:
+            self._show(parts, self._unread())
+
+    def _end(self, text: str, parts: list[Part]) -> None:
+        call = _call(text)
+        if call is None:
+            self._show(parts, self._unread())
+            return
+        parts.append(CallDelta(self._num_calls, *call))
+        self._num_calls += 1
+        self._state, self._held = "between", []
+
+    def _read_between(self, character: str, parts: list[Part]) -> None:
+        text = "".join(self._held).strip(" \t\r\n,")
+        if character == "]" and text == "]":
+            self._state, self._held = "over", []
+        elif character == "(" and _NAME.fullmatch(text[:-1].rstrip()):
+            self._state, self._depth, self._size, self._held = "call", 1, 0, [f"{text[:-1].rstrip()}("]
+        elif (text and not _NAME.fullmatch(text.rstrip())) or len(self._held) > MOST_BETWEEN:
+            self._show(parts, text)
+
+    def _unread(self) -> str:
+        """The text of what was taken for a call."""
+        held = "".join(self._held)
+        return held if self._num_calls else self._first + held.partition("(")[2]
+
+    def _show(self, parts: list[Part], text: str) -> None:
+        self._state, self._held = "text", []
+        if text:
+            parts.append(Content(text))
+
+    def _finish(self, parts: list[Part]) -> None:
+        if self._state == "call":
+            self._show(parts, self._unread())
+        elif self._state == "start" or (self._state == "between" and "".join(self._held).strip(" \t\r\n,")):
+            self._show(parts, "".join(self._held))
+        elif self._state == "over":
+            self._show(parts, "".join(self._held).strip().removeprefix(END))
+
+
+def _call(text: str) -> tuple[str, str] | None:
+    """(name, arguments as JSON) of a call of literals by name; None for any other text."""
+    name, _, arguments = text.partition("(")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of escapes that Python does not know
+            tree = ast.parse(f"f({arguments}", mode="eval").body
+        if not isinstance(tree, ast.Call) or tree.args or not isinstance(tree.func, ast.Name):
+            return None
+        values = {str(one.arg): _literal(one.value) for one in tree.keywords if one.arg is not None}
+        if len(values) < len(tree.keywords):
+            return None
+        written = json.dumps(values, ensure_ascii=False, allow_nan=False)
+        written.encode()
+    except (SyntaxError, ValueError, RecursionError, MemoryError):  # also half of a surrogate pair
+        return None
+    return name, written
+
+
+def _literal(node: ast.expr) -> Any:
+    """The value of a literal. Raises ValueError for any other expression."""
+    match node:
+        case ast.Constant(value=str() | int() | float() | None as value):
+            return value
+        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as value)):
+            return -value
+        case ast.Name(id=name) if name in _NAMES:
+            return _NAMES[name]
+        case ast.List(elts=items) | ast.Tuple(elts=items):
+            return [_literal(item) for item in items]
+        case ast.Dict(keys=keys, values=values):
+            return {_key(key): _literal(value) for key, value in zip(keys, values, strict=True)}
+    raise ValueError("no literal")
+
+
+def _key(node: ast.expr | None) -> str:
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return node.value
+    raise ValueError("no key of an object")

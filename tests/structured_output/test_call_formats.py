@@ -1,0 +1,77 @@
+"""The grammar of tool calls in every format: what it allows is parsed as calls that match their schemas."""
+
+from __future__ import annotations
+
+import json
+
+import jsonschema
+import pytest
+
+from inferengine.structured_output.spec import GrammarSpec
+from inferengine.text.output_parser import MessageReader
+from inferengine.text.tool_parsers import FORMATS, Function, calls_grammar, strings_of
+from tests.structured_output.builders import Vocabulary
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "unit": {"enum": ["C", "F/K"]},
+        "days": {"$ref": "#/$defs/n"},
+        "exact": {"type": "boolean"},
+        "at": {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 9}, "maxItems": 3},
+    },
+    "required": ["days", "unit"],
+    "additionalProperties": False,
+    "$defs": {"n": {"type": "integer", "minimum": 1, "maximum": 99}},
+}
+OPTIONAL = {**SCHEMA, "required": []}
+FUNCTIONS = [Function("weather", SCHEMA), Function("maybe", OPTIONAL), Function("now", {"type": "object"})]
+CODE = {"type": "object", "properties": {"text": {"type": "string"}, "line": {"type": "integer"}},
+        "required": ["text", "line"]}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def vocabulary() -> Vocabulary:
+    return Vocabulary("byte_level")
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_model_with_random_weights_makes_calls_that_match_their_schemas(name: str, vocabulary: Vocabulary) -> None:
+    functions = [function for function in FUNCTIONS if function.parameters.get("properties")]
+    if "{parameters}" in FORMATS[name].call:
+        functions = FUNCTIONS
+    source = calls_grammar(FORMATS[name], functions, parallel=True, special_id=lambda text: None)
+    called = set()
+    for seed in range(6):
+        text = vocabulary.generate(GrammarSpec("lark", source), seed)
+        message = MessageReader(None, FORMATS[name].make_parser(strings_of(functions))).read(text)
+        assert message.calls, text
+        assert not message.content, text
+        for function, arguments in message.calls:
+            called.add(function)
+            jsonschema.validate(
+                json.loads(arguments), next(one.parameters for one in functions if one.name == function)
+            )
+    assert len(called) > 1
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("qwen3_coder", "<tool_call>\n<function=write>\n<parameter=text>\n{}\n</parameter>\n<parameter=line>\n7\n"
+                        "</parameter>\n</function>\n</tool_call>"),
+        ("glm45", "<tool_call>write\n<arg_key>text</arg_key>\n<arg_value>{}</arg_value>\n<arg_key>line</arg_key>\n"
+                  "<arg_value>7</arg_value>\n</tool_call>"),
+    ],
+)  # fmt: skip
+def test_a_bare_string_may_hold_any_text(name: str, text: str, vocabulary: Vocabulary) -> None:
+    code = '<p class="a">\n  x << 1 </p>\n</parameter'
+    functions = [Function("write", CODE)]
+    source = calls_grammar(FORMATS[name], functions, parallel=False, special_id=lambda text: None)
+    matcher = vocabulary.compiler.compile(GrammarSpec("lark", source))
+    written = text.replace("{}", code)
+    assert all(matcher.accept(token) for token in vocabulary.fast.encode(written, add_special_tokens=False).ids)
+    assert matcher.is_terminated() or matcher.accept(vocabulary.eos)
+    message = MessageReader(None, FORMATS[name].make_parser(strings_of(functions))).read(written)
+    ((function, arguments),) = message.calls
+    assert (function, json.loads(arguments)) == ("write", {"text": code, "line": 7})
