@@ -27,8 +27,18 @@ QWEN3_0_6B = {
     "tie_word_embeddings": True, "hidden_act": "silu", "torch_dtype": "bfloat16",
 }  # fmt: skip
 
+QWEN3_30B_A3B = {
+    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "vocab_size": 151936, "hidden_size": 2048,
+    "intermediate_size": 6144, "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4,
+    "head_dim": 128, "max_position_embeddings": 40960, "rms_norm_eps": 1e-6, "rope_theta": 1000000.0,
+    "tie_word_embeddings": False, "hidden_act": "silu", "torch_dtype": "bfloat16", "num_experts": 128,
+    "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True, "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}  # fmt: skip
+
 SHAPES: dict[str, dict[str, Any]] = {
     "embedded": EMBEDDED,
     "llama-3.1-8b": LLAMA_3_1_8B,
     "qwen3-0.6b": QWEN3_0_6B,
+    "qwen3-30b-a3b": QWEN3_30B_A3B,
 }
