@@ -49,6 +49,8 @@ class Attention(CachedAttention):
         if self.has_wide_norms:
             self.q_wide = _wide_norm(ops, config, config.num_heads)
             self.k_wide = _wide_norm(ops, config, config.num_kv_heads)
+        self.sinks = nn.Parameter(torch.empty(config.num_heads), requires_grad=False) if config.sinks else None
+        self.sink_scores: torch.Tensor | None = None
         self.q_gain: torch.Tensor | None = None
         self.k_gain: torch.Tensor | None = None
 
@@ -69,10 +71,12 @@ class Attention(CachedAttention):
             self.window,
             self.softcap,
             self.kv_scales,
+            self.sink_scores,
         )
 
     def finish(self) -> None:
         """Set the plain attributes that `mix` reads, once the weights are loaded."""
+        self.sink_scores = None if self.sinks is None else self.sinks.data.float()
         order = None if self.rope is None else head_order(self.rope)
         self.q_gain = None if self.q_norm is None else _in_order(self.q_norm.weight.data, order)
         self.k_gain = None if self.k_norm is None else _in_order(self.k_norm.weight.data, order)

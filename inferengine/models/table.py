@@ -63,6 +63,7 @@ FAMILIES = (
         "Granite 3, mixture of experts",
         EXPERTS,
     ),
+    Family("GptOssForCausalLM", "families.gpt_oss", "gpt_oss", (20.9, 116.8), "GPT-OSS", ("bf16", "4 bits")),
     Family("SmolLM3ForCausalLM", "families.smollm3", "smollm3", (3.1,), "SmolLM 3"),
     Family(
         "GlmForCausalLM", "families.glm", "glm", (9.4,), "GLM-4-9B of 2024 in transformers' layout (glm-4-9b-chat-hf)"

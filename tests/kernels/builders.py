@@ -61,7 +61,12 @@ def gather(case: PagedCase, row: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def reference_attention(
-    q: torch.Tensor, case: PagedCase, scale: float, window: int | None, softcap: float | None
+    q: torch.Tensor,
+    case: PagedCase,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """q [T, H, D] -> [T, H*D] float64; rows of length 0 give zeros."""
     out = torch.zeros(q.shape, dtype=torch.float64, device=q.device)
@@ -80,7 +85,10 @@ def reference_attention(
         visible = key <= query
         if window is not None:
             visible &= key > query - window
-        weights = scores.masked_fill(~visible, float("-inf")).softmax(-1)
+        scores = scores.masked_fill(~visible, float("-inf"))
+        if sinks is not None:
+            scores = torch.cat([scores, sinks.double()[:, None, None].expand(-1, scores.shape[1], 1)], -1)
+        weights = scores.softmax(-1)[..., : len(keys)]
         out[first:last] = torch.einsum("hqk,khd->qhd", weights, values)
     return out.flatten(1)
 

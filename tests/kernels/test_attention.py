@@ -115,6 +115,27 @@ def test_prefill_attention(heads, kv_heads, head_dim, block_size, window, softca
         assert not out[:skipped].any(), "decode rows belong to the decode kernel"
 
 
+@pytest.mark.parametrize("window", [None, 20])
+def test_sinks_take_their_share_of_attention(window, device):
+    row_lens, counts = [1, 90, 64, 40], [1, 1, 1, 30]
+    case = make_paged_case(row_lens, counts, 2, 16, 16, torch.float32, device)
+    q = torch.randn(sum(counts), 8, 16, device=device)
+    sinks = torch.tensor([-40.0, -3.0, 0.0, 1.0, 2.0, 3.0, 60.0, 300.0], device=device)
+    expected = reference_attention(q, case, 0.2, window, None, sinks)
+    out, scratch = torch.zeros(sum(counts), 8 * 16, device=device), make_scratch(device)
+    prefill_attention(
+        q, case.kv, case.row_slot, case.row_start, case.query_start, case.block_table, 0.2, window, None,
+        first_row=0, num_tokens=sum(counts), out=out, tuning=PrefillConfig(32, 32, 4, 2), sinks=sinks,
+    )  # fmt: skip
+    assert relative_error(out, expected) < 1e-5
+    for num_splits in (1, 4):
+        out = decode_attention(
+            q[:3], case.kv, case.row_slot[:3], case.row_len[:3], case.block_table, 0.2, window, None, scratch,
+            num_splits=num_splits, sinks=sinks,
+        )  # fmt: skip
+        assert relative_error(out, expected[:3]) < 1e-5
+
+
 @pytest.mark.parametrize(("head_dim", "block_size"), [(32, 16), pytest.param(128, 64, marks=pytest.mark.gpu)])
 def test_prefill_attention_does_not_depend_on_chunking(head_dim, block_size, device):
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32

@@ -84,6 +84,10 @@ CASES: dict[str, Case] = {
     "granite-moe": Case("GraniteMoeConfig", {**EVEN, **EXPERTS, "num_local_experts": 6, "embedding_multiplier": 3.0,
                                              "logits_scaling": 1.7, "residual_multiplier": 0.6,
                                              "attention_multiplier": 0.2}),
+    "gpt-oss": Case("GptOssConfig", {**BARE, **EXPERTS, "num_local_experts": 5, "sliding_window": 12,
+                                     "swiglu_limit": 1.5, "swiglu_alpha": 1.3, "rope_parameters": {
+                                         "rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0,
+                                         "original_max_position_embeddings": 16, "truncate": False}}),
     "ministral": Case("MinistralConfig", {**BARE, "sliding_window": 12,
                                           "layer_types": ["full_attention", "sliding_attention"]}),
     "ministral3": Case("Ministral3Config", {**BARE, "rope_parameters": YARN}),

@@ -284,12 +284,14 @@ def attention_qkv(
     window: int | None = None,
     softcap: float | None = None,
     kv_scales: tuple[float, float] = (1.0, 1.0),
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Packed qkv [T, (H + 2K) * D] -> [T, H * D], K and V of the tokens in the cache.
 
     Optional norm of each query and key head, NeoX rotation (Su et al. 2021) by `cos_sin` [max_position, D] (cosines in
     the first half; None: no rotation), the write to `kv` [num_blocks, 2, K, block_size, D], then attention. `kv_scales`
-    divide K and V before they are stored: 1 unless the cache is FP8.
+    divide K and V before they are stored: 1 unless the cache is FP8. `sinks` [H] fp32: of each head a score that takes
+    part in the softmax and stands for no key (Xiao et al. 2023).
     """
     plan: AttentionPlan = batch.plans[group]
     head_dim = kv.shape[-1]
@@ -310,12 +312,12 @@ def attention_qkv(
         new = new if new.dtype == kv.dtype else new.to(kv.dtype)
         kv.view(-1, head_dim).index_put_((plan.written,), new)
         if plan.kv_copy is not None:
-            return _copied_first(queries, new, kv, plan, scale, softcap)
-        return attention(queries, kv, batch, group, scale, window, softcap)
+            return _copied_first(queries, new, kv, plan, scale, softcap, sinks)
+        return attention(queries, kv, batch, group, scale, window, softcap, sinks)
     new = torch.cat((new[:, :num_kv_heads] / kv_scales[0], new[:, num_kv_heads:] / kv_scales[1]), 1)
     codes = new.clamp_(-FP8_MAX, FP8_MAX).to(FP8).view(torch.uint8)
     kv.view(torch.uint8).view(-1, head_dim).index_put_((plan.written,), codes)
-    mixed = attention(queries, kv, batch, group, scale * kv_scales[0], window, softcap)
+    mixed = attention(queries, kv, batch, group, scale * kv_scales[0], window, softcap, sinks)
     return mixed.mul_(kv_scales[1]).to(qkv.dtype)
 
 
@@ -327,29 +329,36 @@ def attention(
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """q [T, H, D] over the paged keys of each token's row -> [T, H * D]. `window` is baked into the step's plan."""
     plan: AttentionPlan = batch.plans[group]
     num_tokens, num_heads, head_dim = q.shape
     if len(plan.decodes) == 1 and not plan.tiles:
-        return _decode(q, kv, plan.decodes[0], scale, softcap)
+        return _decode(q, kv, plan.decodes[0], scale, softcap, sinks)
     out = torch.empty(num_tokens, num_heads * head_dim, dtype=q.dtype)
     for part in plan.decodes:
-        out[part.begin : part.end] = _decode(q[part.begin : part.end], kv, part, scale, softcap)
+        out[part.begin : part.end] = _decode(q[part.begin : part.end], kv, part, scale, softcap, sinks)
     for tile in plan.tiles:
-        out[tile.begin : tile.end] = _prompt_tile(q[tile.begin : tile.end], kv, tile, scale, softcap)
+        out[tile.begin : tile.end] = _prompt_tile(q[tile.begin : tile.end], kv, tile, scale, softcap, sinks)
     return out
 
 
 def _copied_first(
-    q: torch.Tensor, new: torch.Tensor, kv: torch.Tensor, plan: AttentionPlan, scale: float, softcap: float | None
+    q: torch.Tensor,
+    new: torch.Tensor,
+    kv: torch.Tensor,
+    plan: AttentionPlan,
+    scale: float,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """The rows whose keys lie side by side, then the tiles of prompts."""
     count = plan.kv_copy.num_tokens
-    mixed: torch.Tensor = plan.kv_copy.attention(q[:count], new[:count], kv, scale, softcap)
+    mixed: torch.Tensor = plan.kv_copy.attention(q[:count], new[:count], kv, scale, softcap, sinks)
     if not plan.tiles:
         return mixed
-    tiles = [_prompt_tile(q[tile.begin : tile.end], kv, tile, scale, softcap) for tile in plan.tiles]
+    tiles = [_prompt_tile(q[tile.begin : tile.end], kv, tile, scale, softcap, sinks) for tile in plan.tiles]
     return torch.cat((mixed, *tiles))
 
 
@@ -369,7 +378,28 @@ def _angles(plan: AttentionPlan, cos_sin: torch.Tensor, positions: torch.Tensor)
 _HALVES = torch.tensor([[1.0, 1.0], [-1.0, 1.0]]).view(2, 2, 1)  # cosines as they are, sines against their partners
 
 
-def _decode(q: torch.Tensor, kv: torch.Tensor, plan: DecodePlan, scale: float, softcap: float | None) -> torch.Tensor:
+def without_sinks(mixed: torch.Tensor, scores: torch.Tensor, sinks: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
+    """Take from results [.. * K, Q * H / K, D], in place, the share of the heads' sinks [H]. `scores` of the same rows
+    [.. * K, Q * H / K, keys] are those of the softmax."""
+    by_head = scores.float().logsumexp(-1).view(-1, num_kv_heads, mixed.shape[1])
+    shares = torch.sigmoid(by_head - _by_query(sinks, num_kv_heads, mixed.shape[1]))
+    return mixed.mul_(shares.view(*mixed.shape[:2], 1).to(mixed.dtype))
+
+
+def _by_query(sinks: torch.Tensor, num_kv_heads: int, num_rows: int) -> torch.Tensor:
+    """Sinks [H] as [K, Q * H / K], for rows of Q queries with the heads of a KV head side by side."""
+    by_head = sinks.view(num_kv_heads, -1)
+    return by_head.repeat(1, num_rows // by_head.shape[1])
+
+
+def _decode(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    plan: DecodePlan,
+    scale: float,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
     _, num_heads, head_dim = q.shape
     num_kv_heads, block_size, num_rows = kv.shape[2], kv.shape[3], len(plan.row_begin)
     if plan.num_queries > 1:
@@ -389,13 +419,18 @@ def _decode(q: torch.Tensor, kv: torch.Tensor, plan: DecodePlan, scale: float, s
     weights = torch.softmax(scores, -1)
     partial = torch.bmm(weights, values)
     if plan.rows is None:
+        if sinks is not None:
+            partial = without_sinks(partial, scores, sinks, num_kv_heads)
         return _by_token(partial, plan, num_rows, num_kv_heads, num_heads * head_dim)
     # log-sum-exp without another pass of exponentials: the largest weight is exp(0) / sum
     peak = scores.amax(-1).float() - weights.amax(-1).float().log_()
     logsumexp = peak.view(plan.num_items, -1).numpy()
     top = np.maximum.reduceat(logsumexp, plan.row_begin, axis=0)
     share = np.exp(logsumexp - top[plan.host_rows])
-    share /= np.add.reduceat(share, plan.row_begin, axis=0)[plan.host_rows]
+    total = np.add.reduceat(share, plan.row_begin, axis=0)
+    if sinks is not None:
+        total += np.exp(_by_query(sinks, num_kv_heads, scores.shape[1]).numpy().reshape(1, -1) - top)
+    share /= total[plan.host_rows]
     partial = partial.view(plan.num_items, -1, head_dim).mul_(torch.from_numpy(share).unsqueeze(-1))
     out = torch.zeros(num_rows, partial.shape[1] * head_dim, dtype=q.dtype)
     out.index_add_(0, plan.rows, partial.view(plan.num_items, -1))
@@ -419,7 +454,12 @@ def _by_token(mixed: torch.Tensor, plan: DecodePlan, num_rows: int, num_kv_heads
 
 
 def _prompt_tile(
-    q: torch.Tensor, kv: torch.Tensor, tile: TilePlan, scale: float, softcap: float | None
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    tile: TilePlan,
+    scale: float,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     count, num_heads, head_dim = q.shape
     num_kv_heads, block_size = kv.shape[2], kv.shape[3]
@@ -427,12 +467,18 @@ def _prompt_tile(
     gathered = _numbers(stored(kv).view(-1, block_size * head_dim).index_select(0, tile.places), kv).to(q.dtype)
     keys, values = gathered.view(2, num_kv_heads, 1, -1, head_dim)[:, :, :, : tile.mask.shape[1]]
     queries = q.view(count, num_kv_heads, group_heads, head_dim).permute(1, 2, 0, 3)
-    if softcap is None:
+    if softcap is None and sinks is None:
         shape = (num_kv_heads, group_heads, -1, head_dim)
         mixed = functional.scaled_dot_product_attention(
             queries, keys.expand(shape), values.expand(shape), attn_mask=tile.mask.view(1, 1, count, -1), scale=scale
         )
     else:
-        scores = torch.matmul(queries, keys.transpose(2, 3)).mul_(scale / softcap).tanh_().mul_(softcap)
-        mixed = torch.matmul(torch.softmax(scores.add_(tile.mask), -1), values)
+        scores = torch.matmul(queries, keys.transpose(2, 3)).mul_(scale)
+        if softcap is not None:
+            scores.div_(softcap).tanh_().mul_(softcap)
+        scores.add_(tile.mask)
+        mixed = torch.matmul(torch.softmax(scores, -1), values)
+        if sinks is not None:
+            shares = torch.sigmoid(scores.float().logsumexp(-1) - sinks.view(num_kv_heads, group_heads, 1))
+            mixed.mul_(shares.unsqueeze(-1).to(mixed.dtype))
     return mixed.permute(2, 0, 1, 3).reshape(count, num_heads * head_dim)

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from inferengine.kernels.batch import StepColumns
-from inferengine.kernels.cpu.attention import FP8, block_places
+from inferengine.kernels.cpu.attention import FP8, block_places, without_sinks
 
 MAX_COPY_BYTES = 64 << 20  # most that a copy may take, all layers together
 MIN_EQUAL_STEPS = 2  # steps of the same rows after which a copy is made: before, it might not pay for itself
@@ -305,10 +305,16 @@ class GroupCopy:
     # -- once per layer ----------------------------------------------------------------------------------------------
 
     def attention(
-        self, q: torch.Tensor, new: torch.Tensor, kv: torch.Tensor, scale: float, softcap: float | None
+        self,
+        q: torch.Tensor,
+        new: torch.Tensor,
+        kv: torch.Tensor,
+        scale: float,
+        softcap: float | None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Attend with q [T, H, D] over the keys of each token's row -> [T, H * D]. `new` [T, 2K, D] are the step's own
-        keys and values, which are in `kv` already."""
+        keys and values, which are in `kv` already. `sinks` [H] as in kernels/cpu/attention.py."""
         copy = self._layers.get(kv.data_ptr())
         if copy is None:
             copy = self._layers[kv.data_ptr()] = self._make(kv)
@@ -316,11 +322,18 @@ class GroupCopy:
             self._gather(copy, kv, *self._joining)
         copy.flat.index_put_((self._written,), new)
         q = torch.mul(q, scale)  # here, not the scores: there are fewer of them
-        parts = [self._attend(copy, q, queries, softcap) for queries in self._queries]
+        parts = [self._attend(copy, q, queries, softcap, sinks) for queries in self._queries]
         results = parts[0] if len(parts) == 1 else torch.cat(parts)
         return results if self._order is None else results.index_select(0, self._order)
 
-    def _attend(self, copy: LayerCopy, q: torch.Tensor, queries: Queries, softcap: float | None) -> torch.Tensor:
+    def _attend(
+        self,
+        copy: LayerCopy,
+        q: torch.Tensor,
+        queries: Queries,
+        softcap: float | None,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
         """[X * Q, H * D] of queries that have been scaled."""
         num_queries, width, head_dim = queries.num_queries, q.shape[1] * q.shape[2], q.shape[2]
         if queries.places is None:
@@ -340,6 +353,8 @@ class GroupCopy:
         if queries.mask is not None:
             scores.view(len(queries.mask), self._num_kv_heads, num_queries, -1, self._longest).add_(queries.mask)
         mixed = torch.bmm(torch.softmax(scores, -1), values)
+        if sinks is not None:
+            mixed = without_sinks(mixed, scores, sinks, self._num_kv_heads)
         if num_queries > 1:
             mixed = mixed.view(-1, self._num_kv_heads, num_queries, width // self._num_kv_heads).transpose(1, 2)
         return mixed.reshape(-1, width)

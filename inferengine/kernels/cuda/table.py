@@ -143,6 +143,7 @@ class CudaKernels:
         window: int | None = None,
         softcap: float | None = None,
         kv_scales: tuple[float, float] = (1.0, 1.0),
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Attend with q [T, H, D] over the paged keys of each token's row -> [T, H * D]."""
         num_tokens, num_heads, head_dim = q.shape
@@ -152,13 +153,14 @@ class CudaKernels:
         if decodes:
             decode_attention(
                 q[:decodes], kv, batch.row_slot[:decodes], batch.row_len, table, scale, window, softcap, self.scratch,
-                out=out[:decodes], kv_scales=kv_scales,
+                out=out[:decodes], kv_scales=kv_scales, sinks=sinks,
             )  # fmt: skip
         if decodes < num_tokens:
             prefill_attention(
                 q, kv, batch.row_slot, batch.row_start, batch.query_start, table, scale, window, softcap,
                 first_row=decodes, num_tokens=num_tokens - decodes, out=out,
                 kv_scales=kv_scales, deterministic=self.deterministic, scratch=self.scratch,
+                sinks=sinks,
             )  # fmt: skip
         return out
 
@@ -178,6 +180,7 @@ class CudaKernels:
         window: int | None = None,
         softcap: float | None = None,
         kv_scales: tuple[float, float] = (1.0, 1.0),
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Attend with packed qkv -> [T, H * D], and write K and V to the cache; one kernel when every row is a
         decode."""
@@ -185,7 +188,7 @@ class CudaKernels:
         if rows == batch.num_decodes and not self.deterministic:
             return decode_attention_qkv(
                 qkv, q_norm, k_norm, eps, cos_sin, kv, batch.row_slot, batch.row_len, batch.block_tables[group],
-                num_heads, scale, window, softcap, self.scratch, kv_scales=kv_scales,
+                num_heads, scale, window, softcap, self.scratch, kv_scales=kv_scales, sinks=sinks,
             )  # fmt: skip
         q = qkv_rope_write(
             qkv,
@@ -200,7 +203,7 @@ class CudaKernels:
             num_kv_heads,
             kv_scales,
         )
-        return self.attention(q, kv, batch, group, scale, window, softcap, kv_scales)
+        return self.attention(q, kv, batch, group, scale, window, softcap, kv_scales, sinks)
 
 
 def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:

@@ -134,6 +134,15 @@ def attend_tile(
 
 
 @triton.jit
+def with_sinks(acc, total, peak, sink):
+    """One more step of the online softmax, with a score for each row that stands for no key: in units of log 2, -inf
+    for none."""
+    new_peak = tl.maximum(peak, sink)
+    shrink = tl.exp2(peak - new_peak)
+    return acc * shrink[:, None], total * shrink + tl.exp2(sink - new_peak), new_peak
+
+
+@triton.jit
 def combined_splits(
     partial_ptr,
     logsumexp_ptr,
@@ -188,18 +197,20 @@ def decode_attention(
     kv_scales: tuple[float, float] = (1.0, 1.0),
     num_splits: int | None = None,
     tuning: DecodeConfig | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attend with q [B, H, D] -> [B, H*D]. Row b attends to positions [0, row_len[b]) of slot row_slot[b] (the last
     `window`).
 
     `kv` [num_blocks, 2, K, block_size, D], `block_table` [S, max_blocks] int32. A row of length 0 (padding of a graph)
-    gives zeros. `num_splits` fixed by the caller makes a row's result independent of B (deterministic mode).
+    gives zeros. `num_splits` fixed by the caller makes a row's result independent of B (deterministic mode). `sinks`
+    [H] fp32: of each head a score that stands for no key.
     """
     num_rows, num_heads, head_dim = q.shape
     out = q.new_empty(num_rows, num_heads * head_dim) if out is None else out
     _launch(
         q, None, None, None, 0.0, None, kv, row_slot, row_len, block_table, num_heads, scale, window, softcap,
-        scratch, out, kv_scales, num_splits, tuning,
+        scratch, out, kv_scales, num_splits, tuning, sinks,
     )  # fmt: skip
     return out
 
@@ -224,6 +235,7 @@ def decode_attention_qkv(
     kv_scales: tuple[float, float] = (1.0, 1.0),
     num_splits: int | None = None,
     tuning: DecodeConfig | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`qkv_rope_write` and `decode_attention` in one kernel: qkv [B, (H+2K)*D] -> [B, H*D].
 
@@ -233,7 +245,7 @@ def decode_attention_qkv(
     out = qkv.new_empty(num_rows, num_heads * head_dim) if out is None else out
     _launch(
         qkv, q_norm, k_norm, cos_sin, eps, qkv, kv, row_slot, row_len, block_table, num_heads, scale, window, softcap,
-        scratch, out, kv_scales, num_splits, tuning,
+        scratch, out, kv_scales, num_splits, tuning, sinks,
     )  # fmt: skip
     return out
 
@@ -275,6 +287,7 @@ def _launch(
     kv_scales: tuple[float, float],
     num_splits: int | None,
     tuning: DecodeConfig | None,
+    sinks: torch.Tensor | None,
 ) -> None:
     num_rows, num_kv_heads, block_size, head_dim = q.shape[0], kv.shape[2], kv.shape[3], kv.shape[4]
     if num_rows == 0:
@@ -299,6 +312,7 @@ def _launch(
         scratch.partial,
         scratch.partial[num_rows * splits * num_heads * head_dim :],
         scratch.arrived,
+        scratch.partial if sinks is None else sinks,
         q.stride(0),
         block_table.stride(0),
         kv.stride(0),
@@ -324,6 +338,7 @@ def _launch(
         ROPE=cos_sin is not None,
         WINDOW=window is not None,
         SOFTCAP=softcap is not None,
+        SINKS=sinks is not None,
         num_warps=tuned.num_warps,
         num_stages=tuned.num_stages,
         **options,
@@ -344,6 +359,7 @@ def _decode_kernel(
     partial_ptr,
     logsumexp_ptr,
     arrived_ptr,
+    sinks_ptr,
     q_stride,
     table_stride,
     kv_block_stride,
@@ -369,6 +385,7 @@ def _decode_kernel(
     ROPE: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
+    SINKS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     LOG2E: tl.constexpr = 1.4426950408889634
@@ -463,6 +480,12 @@ def _decode_kernel(
             acc, total, peak, q, k, v, start, tile_end, begin, scale, softcap, BLOCK_T, WINDOW, SOFTCAP
         )
 
+    if SINKS:  # the row's first program counts them
+        heads = tl.arange(0, BLOCK_GROUP)
+        sink = tl.load(
+            sinks_ptr + kv_head * GROUP + heads, mask=(heads < GROUP) & (split + heads * 0 == 0), other=float("-inf")
+        )
+        acc, total, peak = with_sinks(acc, total, peak, sink * LOG2E)
     acc = acc * v_scale / total[:, None]
     if SPLITS == 1:
         tl.store(out_at, acc.to(out_ptr.dtype.element_ty), mask=mask)

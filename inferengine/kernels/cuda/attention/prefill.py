@@ -22,6 +22,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from inferengine.kernels.cuda.activation import tanh
 from inferengine.kernels.cuda.attention import prefill_hopper
+from inferengine.kernels.cuda.attention.decode import with_sinks
 from inferengine.kernels.cuda.attention.row_tiles import find_row
 from inferengine.kernels.cuda.dispatch import PREFILL_HOPPER_TOKENS, PrefillConfig, prefill_config
 from inferengine.kernels.cuda.pdl import allow_next, launch_options, supports_pdl, wait_for_previous
@@ -46,6 +47,7 @@ def prefill_attention(
     tuning: PrefillConfig | None = None,
     deterministic: bool = False,
     scratch: Scratch | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attend with q [T, H, D] -> out [T, H*D] for the tokens of rows [first_row, R); other rows of `out` are not
     touched.
@@ -54,13 +56,13 @@ def prefill_attention(
     to everything in the cache up to itself. `num_tokens`, the tokens of those rows, is a host integer: an upper bound
     is enough. `tuning`: the tiles of this file's kernel, whatever the device. `deterministic`: no contraction of
     products and sums, so that masked and unmasked tiles round alike. `scratch`: counters that Hopper's programs share;
-    without it a launch makes its own.
+    without it a launch makes its own. `sinks` [H] fp32: of each head a score that stands for no key.
     """
     num_heads, head_dim = q.shape[1], q.shape[2]
     num_rows = row_slot.shape[0] - first_row
     if num_rows <= 0 or num_tokens <= 0:
         return out
-    prompts = not deterministic and num_tokens >= PREFILL_HOPPER_TOKENS * num_rows
+    prompts = not deterministic and sinks is None and num_tokens >= PREFILL_HOPPER_TOKENS * num_rows
     if tuning is None and prompts and prefill_hopper.fits(q, kv):
         return prefill_hopper.prefill_attention(
             q, kv, row_slot, row_start, query_start, block_table, scale, window, softcap, first_row=first_row,
@@ -82,6 +84,7 @@ def prefill_attention(
         query_start,
         block_table,
         out,
+        q if sinks is None else sinks,
         block_table.stride(0),
         kv.stride(0),
         kv.stride(1),
@@ -103,6 +106,7 @@ def prefill_attention(
         WINDOW=window is not None,
         SOFTCAP=softcap is not None,
         TMA=tma,
+        SINKS=sinks is not None,
         num_warps=tuned.num_warps,
         num_stages=tuned.num_stages,
         **launch_options(supports_pdl(q.device), exact=deterministic),
@@ -207,6 +211,7 @@ def _prefill_kernel(
     query_start_ptr,
     table_ptr,
     out_ptr,
+    sinks_ptr,
     table_stride,
     kv_block_stride,
     kv_value_stride,
@@ -228,6 +233,7 @@ def _prefill_kernel(
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
     TMA: tl.constexpr,
+    SINKS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     allow_next(PDL)
@@ -279,5 +285,8 @@ def _prefill_kernel(
         kv_value_stride, kv_head_stride, scale, softcap, window, NUM_KV_HEADS, HEAD_DIM, BLOCK_DIM, BLOCK_SIZE, BLOCK_T,
         True, WINDOW, SOFTCAP, TMA,
     )  # fmt: skip
+    if SINKS:
+        sink = tl.load(sinks_ptr + kv_head * GROUP + i % GROUP) * 1.4426950408889634
+        acc, total, peak = with_sinks(acc, total, peak, sink)
     acc = acc * (v_scale / total)[:, None]
     tl.store(out_ptr + at[:, None] + d[None, :], acc.to(out_ptr.dtype.element_ty), mask=q_mask)
