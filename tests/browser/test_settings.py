@@ -201,6 +201,29 @@ def test_text_files_are_a_part_of_the_message(page, engine):
     page.wait_for_selector(".files .file-name:has-text('fox.py')")
 
 
+def test_unsent_files_survive_a_reload_and_are_sent_once(page, engine):
+    attach(page, fox_py=b"print(1)\n", notes_txt=b"a note")
+    page.wait_for_selector(".chip:has-text('notes.txt')")
+    page.reload()
+    page.wait_for_selector("#engine-dot[data-state=READY]")
+    page.wait_for_selector(".chip:has-text('notes.txt')")
+    page.click("[aria-label='Remove notes.txt']")
+    ask(page, "What is it?")
+    finish(page)
+    assert "File fox.py:\n```py\nprint(1)\n```" in prompt_of(engine.submits[0], engine)
+    attach(page, next_txt=b"for this chat")
+    page.wait_for_selector(".chip:has-text('next.txt')")
+    page.click("#new-chat")
+    assert page.locator(".chip").count() == 0
+    page.reload()  # of the new chat: what was sent or removed does not come back, and the other chat keeps its own
+    page.wait_for_selector("#engine-dot[data-state=READY]")
+    page.click(".conversation:has-text('What is it') .open")
+    page.wait_for_selector(".chip:has-text('next.txt')")
+    assert page.locator(".chip").count() == 1
+    page.click("#new-chat")
+    page.wait_for_selector("#attached", state="hidden")
+
+
 def test_too_large_files_are_refused(page):
     attach(page, large_txt=b"x" * 1_000_001)
     page.wait_for_selector("#attach-error:has-text('large.txt has 1.0 MB')")

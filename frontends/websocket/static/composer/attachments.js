@@ -3,13 +3,15 @@
 
 import { codeElement, icon, make } from "../elements.js";
 import { MAX_FILES, MAX_TOTAL_BYTES, formatSize, languageOf, readTextFile } from "./attached_files.js";
+import { UnsentFiles } from "./unsent_files.js";
 
 /** @typedef {import("./attached_files.js").AttachedFile} AttachedFile */
 
-/** Keeps the unsent files of each chat while the page is open. */
+/** The unsent files of each chat. They survive a reload. */
 export class Attachments {
   /** `maxBytes()`: of a message to this server. `onChange()`: the files are others now. */
-  constructor(document, { maxBytes, onChange }) {
+  constructor(document, { maxBytes, onChange, stored = new UnsentFiles() }) {
+    this._stored = stored;
     this._find = (id) => document.getElementById(id);
     this._maxBytes = maxBytes;
     this._onChange = onChange;
@@ -42,12 +44,20 @@ export class Attachments {
     this._chat = chat;
     this._report("");
     this._draw();
+    if (!this._files.has(chat)) this._restore(chat);
+  }
+
+  async _restore(chat) {
+    const files = await this._stored.get(chat);
+    if (!files.length || this._files.has(chat)) return; // others were attached meanwhile
+    this._files.set(chat, files);
+    if (chat === this._chat) this._draw();
   }
 
   /** Take the files out, to send them. */
   take() {
     const { files } = this;
-    this._files.delete(this._chat);
+    this._keep(this._chat, []);
     this._report("");
     this._draw();
     return files;
@@ -65,7 +75,7 @@ export class Attachments {
         const most = Math.min(MAX_TOTAL_BYTES, this._maxBytes() / 2); // half is for the conversation before it
         const total = [...files, read].reduce((sum, { text }) => sum + new Blob([text]).size, 0);
         if (total > most) throw new Error(`${read.name} is left out: the files of a message may have ${formatSize(most)} together.`);
-        this._files.set(chat, [...files, read]);
+        this._keep(chat, [...files, read]);
       } catch (error) {
         problems.push(error.message);
       }
@@ -76,10 +86,15 @@ export class Attachments {
   }
 
   _remove(index) {
-    this._files.set(this._chat, this.files.filter((_, place) => place !== index));
+    this._keep(this._chat, this.files.filter((_, place) => place !== index));
     this._report("");
     this._draw();
     this._find("composer-input").focus();
+  }
+
+  _keep(chat, files) {
+    this._files.set(chat, files);
+    this._stored.set(chat, files);
   }
 
   _report(text) {
