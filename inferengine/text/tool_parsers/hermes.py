@@ -35,13 +35,13 @@ class HermesParser:
                 self._prose.begin_call()
                 self._call = CallObject()
             elif mark == CLOSE:
-                self._close(parts)
+                self._close(parts, mark)
             else:
                 break
         if final:
             if self._call is not None:
                 self._read(self._call, self._held, parts)
-                self._close(parts)
+                self._close(parts, "")
             else:
                 self._prose.show(self._held, parts)
                 self._prose.finish(parts)
@@ -58,8 +58,8 @@ class HermesParser:
         if name is not None or arguments:
             parts.append(CallDelta(self._num_calls, name, arguments))
 
-    def _close(self, parts: list[Part]) -> None:
-        """End a call. Without a name it was no call: its text is shown as content."""
+    def _close(self, parts: list[Part], mark: str) -> None:
+        """End a call, at its mark or where the output ends. Without a name it was no call: its text is shown as content."""
         call, self._call = self._call, None
         if call is None:
             return
@@ -67,4 +67,4 @@ class HermesParser:
             self._num_calls += 1
             self._prose.end_call()
         else:
-            parts.append(Content(f"{OPEN}{''.join(call.raw)}{CLOSE if call.complete or call.broken else ''}"))
+            parts.append(Content(f"{OPEN}{''.join(call.raw)}{mark}"))
