@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
-from typing import Any
+from typing import Any, NamedTuple
 
 import jinja2
 import jinja2.ext
@@ -33,6 +33,9 @@ MAX_ITEMS = 16_384  # messages of a conversation, and parts of a message
 # Names that a request's chat_template_kwargs may not replace.
 RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now"})
 _CONTINUE_MARK = "\ue000CONTINUE\ue001"  # private use characters: no template and no message contains them by chance
+_REASONING = ("reasoning_content", "reasoning", "thinking")  # names under which templates read earlier reasoning
+_PROBE = "\ue000PROBE\ue001"
+_PROBE_TIME_S = 1.0
 
 
 class ChatTemplate:
@@ -60,6 +63,7 @@ class ChatTemplate:
         undeclared = frozenset(jinja2.meta.find_undeclared_variables(tree))
         self.variables = undeclared - RESERVED
         self.reads_tools = "tools" in undeclared
+        self._wants: _Wants | None = None  # found out with the first conversation
 
     @classmethod
     def from_files(cls, files: Mapping[str, bytes]) -> ChatTemplate | None:
@@ -90,11 +94,13 @@ class ChatTemplate:
         for name in kwargs:
             if name in RESERVED:
                 raise InvalidRequest("chat_template_kwargs", f"{name} cannot be set this way")
-        chat = [{key: value for key, value in message.items() if value is not None} for message in messages]
+        if self._wants is None:
+            self._wants = self._find_wants()
+        chat = [_as_wanted(message, self._wants) for message in messages]
         if continue_final_message:
             if add_generation_prompt:
                 raise InvalidRequest("continue_final_message", "needs add_generation_prompt = false")
-            chat[-1]["content"] = f"{chat[-1].get('content', '')}{_CONTINUE_MARK}"
+            _mark_end(chat[-1])
         context = {
             **self._special_tokens,
             **{name: value for name, value in kwargs.items() if name in self.variables},
@@ -103,17 +109,45 @@ class ChatTemplate:
             "documents": documents or None,
             "add_generation_prompt": add_generation_prompt,
         }
-        text = self._run(context)
+        text = self._run(context, self._time_limit_s)
         if continue_final_message:
-            text, mark, _ = text.rpartition(_CONTINUE_MARK)
+            text, mark, rest = text.rpartition(_CONTINUE_MARK)
             if not mark:
                 raise InvalidRequest("continue_final_message", "the chat template does not show the final message")
+            if not rest.startswith(" "):  # the template trims what it shows
+                text = text.rstrip()
         return text
 
-    def _run(self, context: dict[str, Any]) -> str:
+    def _find_wants(self) -> _Wants:
+        """Find out, by rendering them, in what form this template shows the contents and calls of messages."""
+        user = {"role": "user", "content": _PROBE}
+        as_parts = _PROBE not in self._try([user]) and _PROBE in self._try([_with_parts(user)])
+        if "tool_calls" not in self.source:
+            return _Wants(as_parts, arguments_as_text=False)
+        shown = []
+        for arguments in ({"k": _PROBE}, json.dumps({"k": _PROBE}, ensure_ascii=False)):
+            function = {"name": "f", "arguments": arguments}
+            calls = [{"id": "000000000", "type": "function", "function": function}]
+            asked = {"role": "user", "content": "?"}
+            called = {"role": "assistant", "content": "", "tool_calls": calls}
+            messages = [_with_parts(asked) if as_parts else asked, _with_parts(called) if as_parts else called]
+            shown.append(self._try(messages))
+        is_object_bad = _PROBE not in shown[0] or "{'k'" in shown[0]
+        return _Wants(as_parts, arguments_as_text=is_object_bad and json.dumps(_PROBE, ensure_ascii=False) in shown[1])
+
+    def _try(self, messages: list[dict[str, Any]]) -> str:
+        """What the template makes of messages; nothing where it refuses them."""
+        tools = [{"type": "function", "function": {"name": "f", "description": "", "parameters": {"type": "object"}}}]
+        context = {**self._special_tokens, "messages": messages, "tools": tools, "documents": None}
+        try:
+            return self._run({**context, "add_generation_prompt": False}, _PROBE_TIME_S)
+        except InferEngineError:
+            return ""
+
+    def _run(self, context: dict[str, Any], time_limit_s: float) -> str:
         parts: list[str] = []
         length = 0
-        self._environment.start_clock(self._time_limit_s)
+        self._environment.start_clock(time_limit_s)
         try:
             for part in self._template.generate(context):
                 length += len(part)
@@ -127,6 +161,49 @@ class ChatTemplate:
         except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError, RecursionError) as error:
             raise _refused(f"cannot render these messages ({type(error).__name__})") from None
         return "".join(parts)
+
+
+class _Wants(NamedTuple):
+    """The form of messages that a template reads: contents as a list of parts or as a text, the arguments of calls as
+    JSON text or as an object."""
+
+    parts: bool
+    arguments_as_text: bool
+
+
+def _as_wanted(message: Mapping[str, Any], wants: _Wants) -> dict[str, Any]:
+    """Return a message of `check_messages` in the form that a template reads; reasoning under each of its names."""
+    read = {key: value for key, value in message.items() if value is not None}
+    if wants.parts:
+        read = _with_parts(read)
+    if wants.arguments_as_text and read.get("tool_calls"):
+        read["tool_calls"] = [
+            {**call, "function": {**call["function"], "arguments": _text_of(call["function"].get("arguments"))}}
+            for call in read["tool_calls"]
+        ]
+    reasoning = next((read[name] for name in _REASONING if isinstance(read.get(name), str)), None)
+    return read if reasoning is None else {**dict.fromkeys(_REASONING, reasoning), **read}
+
+
+def _text_of(arguments: Any) -> str:
+    return arguments if isinstance(arguments, str) else json.dumps(arguments or {}, ensure_ascii=False)
+
+
+def _with_parts(message: dict[str, Any]) -> dict[str, Any]:
+    content = message.get("content")
+    if not isinstance(content, str):
+        return message
+    return {**message, "content": [{"type": "text", "text": content}] if content else []}
+
+
+def _mark_end(message: dict[str, Any]) -> None:
+    """Mark the end of the content; after the mark a space, which shows whether the template trims it."""
+    content = message.get("content", "")
+    if isinstance(content, list):
+        text = content[-1]["text"] if content else ""
+        message["content"] = [*content[:-1], {"type": "text", "text": f"{text}{_CONTINUE_MARK} "}]
+    else:
+        message["content"] = f"{content}{_CONTINUE_MARK} "
 
 
 def check_messages(messages: Any, path: str = "messages") -> list[dict[str, Any]]:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import copy
 import json
 from datetime import datetime
 from typing import Any
@@ -8,6 +9,7 @@ import pytest
 
 from inferengine.errors import InferEngineError, InvalidRequest
 from inferengine.text import ChatTemplate, check_messages
+from tests.text import templates
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
 
@@ -120,6 +122,44 @@ def test_rendering_equals_transformers(template: str, conversation: str, options
         return
     (expected,), _ = chat_template_utils.render_jinja_template([messages], chat_template=source, **values)
     assert render(source, messages, **options) == expected
+
+
+AS_TEXT, AS_PARTS = {"deepseek"}, {"parts"}  # what these styles want the arguments and the contents to be
+
+
+def _as_its_user_would(name: str, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A conversation in the form that a template wants, as transformers is given it."""
+    wanted = copy.deepcopy(messages)
+    for message in wanted:
+        if name in AS_PARTS:
+            text = message["content"]
+            message["content"] = [{"type": "text", "text": text}] if text else []
+        for call in message.get("tool_calls", ()) if name in AS_TEXT else ():
+            call["function"]["arguments"] = json.dumps(call["function"]["arguments"], ensure_ascii=False)
+    return wanted
+
+
+@pytest.mark.parametrize("name", templates.STYLES)
+def test_conversations_are_rendered_as_transformers_renders_them(name: str) -> None:
+    chat_template_utils = pytest.importorskip("transformers.utils.chat_template_utils")
+    source = templates.STYLES[name]
+    template = ChatTemplate(source, SPECIAL)
+    for messages, options in templates.CONVERSATIONS:
+        sent = copy.deepcopy(messages)
+        for call in (call for message in sent for call in message.get("tool_calls", ())):
+            call["function"]["arguments"] = json.dumps(call["function"]["arguments"])  # as OpenAI's clients send them
+        theirs = {"tools": None, "add_generation_prompt": True, **options} | {"tools": options.get("tools") or None}
+        (expected,), _ = chat_template_utils.render_jinja_template(
+            [_as_its_user_would(name, messages)], chat_template=source, **{**SPECIAL, **theirs}
+        )
+        assert template.render(check_messages(sent), **options) == expected
+
+
+def test_a_content_of_several_parts_is_one_part_to_a_template_that_reads_parts() -> None:
+    messages = check_messages(
+        [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]
+    )
+    assert render(templates.STYLES["parts"], messages) == "<|im_start|>User: a\nb<end_of_utterance>\nAssistant:"
 
 
 def test_the_template_is_found_where_checkpoints_keep_it() -> None:

@@ -59,7 +59,7 @@ class HermesParser:
             parts.append(CallDelta(self._num_calls, name, arguments))
 
     def _close(self, parts: list[Part], mark: str) -> None:
-        """End a call, at its mark or where the output ends. Without a name it was no call: its text is shown as content."""
+        """End a call, at its mark or where the output ends. Without a name it was no call: its text is content."""
         call, self._call = self._call, None
         if call is None:
             return
