@@ -12,6 +12,7 @@ from typing import Any, TypedDict, Unpack
 
 from inferengine.config import Config
 from inferengine.config import load as load_config
+from inferengine.core.mask_threads import num_mask_threads
 from inferengine.core.scheduler.admission import check_prompt, resolve_max_tokens
 from inferengine.core.scheduler.scheduler import StepOutput
 from inferengine.core.sequence import Finished, Request, choice_seed
@@ -178,6 +179,7 @@ class LLM:
             vocab_size=self.capacity.vocab_size,
             eos_token_ids=list(card.eos_token_ids),
             limits=self.config.limits,
+            max_lexers=num_mask_threads(),
         )
         self._random = random.Random(self.config.engine.seed or None)
         self._next_uid = 0

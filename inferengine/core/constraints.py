@@ -22,6 +22,11 @@ class Grammar(Protocol):
     """A compiled grammar at one point of one output. Used by one thread at a time. Every method but `validate` raises
     InvalidRequest where the grammar cannot be followed any further: its output ends."""
 
+    @property
+    def lexer(self) -> object:
+        """What grammars share that wait for each other: two with different ones can be followed at the same time."""
+        ...
+
     def accept(self, token_id: int) -> bool:
         """Advance by a token. False: the token is not allowed here; the state is unchanged."""
         ...

@@ -2,7 +2,7 @@
 
 With an executor that takes two steps at a time, step n+1 is planned and launched while step n runs; `step` then returns
 the output of step n. Every request that was submitted ends with exactly one `Finished`, whatever the executor does. The
-only thread is a helper that computes grammar masks.
+only threads are helpers that compute grammar masks.
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ from __future__ import annotations
 import heapq
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 from inferengine.core.constraints import Grammar
 from inferengine.core.executor import Capacity, Executor, StepFuture, is_fatal
+from inferengine.core.mask_threads import MaskThreads
 from inferengine.core.scheduler.scheduler import ScheduledStep, Scheduler, SchedulerOptions, StepOutput
 from inferengine.core.sequence import FinishDetail, Finished, Request
 from inferengine.core.speculation.proposers import Proposer
@@ -59,7 +60,7 @@ class EngineCore:
         self._clock = clock
         self._on_failure = on_failure
         self._in_flight: deque[tuple[ScheduledStep, StepFuture]] = deque()
-        self._helper: ThreadPoolExecutor | None = None  # made when the first grammar comes
+        self._masks = MaskThreads(clock)
         self._busy_since = 0.0  # when the device began with the oldest step under way, or could have
         self._was_idle = True  # there was nothing to compute since the last step ended
         self._deadlines: list[tuple[float, int]] = []
@@ -166,12 +167,8 @@ class EngineCore:
     def _begin_masks(self, scheduled: ScheduledStep) -> Callable[[], tuple[bytearray, list[Finished]]]:
         """The masks of a step about to be launched, computed while its forward pass runs: by this thread once the
         device has its work, or beside it where `execute` itself computes. Nobody else touches a sequence meanwhile."""
-        now = self._clock()
-        if self.executor.max_in_flight > 1:
-            return lambda: self.scheduler.fill_masks(scheduled, now)
-        if self._helper is None:
-            self._helper = ThreadPoolExecutor(1, thread_name_prefix="masks")
-        return self._helper.submit(self.scheduler.fill_masks, scheduled, now).result
+        fill = partial(self.scheduler.fill_masks, scheduled, self._clock(), self._masks.run)
+        return fill if self.executor.max_in_flight > 1 else self._masks.begin(fill)
 
     def _expire(self, now: float) -> list[Finished]:
         finished: list[Finished] = []

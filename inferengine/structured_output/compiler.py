@@ -6,6 +6,8 @@ does nothing else, so copies wait for no compilation.
 
 Copies of a compiled grammar share the states of its lexer, which are made as they are needed, so an entry of the cache
 grows while outputs are made under it. llguidance does not report by how much; it is estimated from processor time.
+Copies also wait for each other, so a grammar that compiles quickly is compiled again once OUTPUTS_PER_LEXER outputs go
+on under it: their masks are then computed at the same time (core/mask_threads.py).
 """
 
 from __future__ import annotations
@@ -38,6 +40,7 @@ GROWTH_BYTES_PER_S = 256 * 1024 * 1024  # measured of one that makes new states 
 MAX_GROWTH_BYTES = 32 * 1024 * 1024  # of MAX_LEXER_STATES small states
 RETIRE_S = 1.0  # so much use may have made most of its states: the next request begins with fresh ones
 MAX_RESULTS = 4096
+OUTPUTS_PER_LEXER = 4
 
 
 _LIBC = ctypes.CDLL(None)
@@ -57,13 +60,17 @@ class CachedGrammar(NamedTuple):
         """Estimated bytes with the states of its lexer."""
         return self.num_bytes + min(MAX_GROWTH_BYTES, int(self.usage.seconds * GROWTH_BYTES_PER_S))
 
+    def promise(self, ticket: Ticket) -> None:
+        """Count the outputs of a ticket; each ends with its matcher."""
+        self.usage.outputs.extend([None] * ticket.count)
+
 
 class GrammarCache:
     """Compiled grammars, of which the least recently used is evicted first. Not thread-safe."""
 
     def __init__(self, num_bytes: int = CACHE_BYTES) -> None:
         self.max_bytes = num_bytes
-        self._entries: OrderedDict[bytes, CachedGrammar] = OrderedDict()
+        self._entries: OrderedDict[bytes, list[CachedGrammar]] = OrderedDict()  # each with a lexer of its own
         self._results: OrderedDict[bytes, TrialResult] = OrderedDict()
 
     def __len__(self) -> int:
@@ -72,18 +79,22 @@ class GrammarCache:
     @property
     def size(self) -> int:
         """Estimated bytes of all entries."""
-        return sum(entry.size for entry in self._entries.values())
+        return sum(entry.size for entries in self._entries.values() for entry in entries)
 
     def entry(self, key: bytes) -> CachedGrammar | None:
-        """Return the compiled grammar; None if there is none, or its outputs have spent RETIRE_S or failed."""
-        entry = self._entries.get(key)
-        if entry is None:
-            return None
-        if entry.usage.seconds > RETIRE_S or entry.usage.failure is not None:
-            del self._entries[key]
+        """Return the compiled grammar, of several the one with the fewest outputs. None: there is none, or the outputs
+        of each have spent RETIRE_S or failed."""
+        entries = self._entries.get(key, [])
+        entries[:] = [entry for entry in entries if entry.usage.seconds <= RETIRE_S and entry.usage.failure is None]
+        if not entries:
+            self._entries.pop(key, None)
             return None
         self._entries.move_to_end(key)
-        return entry
+        return min(entries, key=lambda entry: len(entry.usage.outputs))
+
+    def num_lexers(self, key: bytes) -> int:
+        """Return how many times a grammar is there."""
+        return len(self._entries.get(key, ()))
 
     def trial_result(self, key: bytes) -> TrialResult | None:
         """Return what compiling it took, or why it is refused; None: not tried yet."""
@@ -94,7 +105,7 @@ class GrammarCache:
 
     def keep(self, key: bytes, entry: CachedGrammar) -> bool:
         """Add a compiled grammar. Returns whether others were evicted for it."""
-        self._entries[key] = entry
+        self._entries.setdefault(key, []).append(entry)
         is_full = self.size > self.max_bytes
         while self._entries and self.size > self.max_bytes:
             self._entries.popitem(last=False)
@@ -150,7 +161,10 @@ class GrammarCompiler:
         eos_token_ids: list[int],
         limits: LimitsConfig | None = None,
         cache_bytes: int = CACHE_BYTES,
+        max_lexers: int = 1,
     ) -> None:
+        """`max_lexers`: of one grammar, as many as threads that compute masks."""
+        self._max_lexers = max_lexers
         self._limits = limits or LimitsConfig()
         self._builder = Builder(Vocabulary(tokenizer_json, vocab_size, eos_token_ids))
         self.process = CompileProcess(self._builder.vocabulary, self._limits)
@@ -171,8 +185,9 @@ class GrammarCompiler:
         ticket = Ticket(cache_key(spec), count, done)
         with self._lock:
             entry, trial_result = self.cache.entry(ticket.key), self.cache.trial_result(ticket.key)
-            if entry is not None:
-                self._copying.submit(self._hand_out, entry, [ticket])
+            if entry is not None and not self._wants_lexer(ticket.key, entry, trial_result):
+                entry.promise(ticket)
+                self._copying.submit(self._hand_out, entry, ticket)
             elif trial_result is not None:
                 self._go_on(spec, trial_result, [ticket])
             elif len(spec.source.encode()) > MAX_SOURCE_BYTES:
@@ -277,22 +292,30 @@ class GrammarCompiler:
         finally:
             threading.stack_size(before)
 
-    def _build(self, spec: GrammarSpec, trial_result: TrialResult, tickets: list[Ticket]) -> None:
-        try:
-            entry = self._entry(spec, trial_result)
-        except InferEngineError as error:
-            _answer(tickets, error)
-        except BaseException as error:  # a panic in the compiler is none of Exception
-            message = f"The grammar could not be compiled: {type(error).__name__}."
-            _answer(tickets, InferEngineError("engine_error", message))
-        else:
-            self._hand_out(entry, tickets)
+    def _wants_lexer(self, key: bytes, entry: CachedGrammar, trial_result: TrialResult | None) -> bool:
+        """Whether another output under this grammar should have a new lexer."""
+        if trial_result is None or trial_result.cpu_s > QUICK_S or len(entry.usage.outputs) < OUTPUTS_PER_LEXER:
+            return False
+        return self.cache.num_lexers(key) < self._max_lexers
 
-    def _entry(self, spec: GrammarSpec, trial_result: TrialResult) -> CachedGrammar:
-        key = cache_key(spec)
+    def _build(self, spec: GrammarSpec, trial_result: TrialResult, tickets: list[Ticket]) -> None:
+        for place, ticket in enumerate(tickets):
+            try:
+                entry = self._entry(spec, trial_result, ticket)
+            except InferEngineError as error:
+                return _answer(tickets[place:], error)
+            except BaseException as error:  # a panic in the compiler is none of Exception
+                message = f"The grammar could not be compiled: {type(error).__name__}."
+                return _answer(tickets[place:], InferEngineError("engine_error", message))
+            self._hand_out(entry, ticket)
+
+    def _entry(self, spec: GrammarSpec, trial_result: TrialResult, ticket: Ticket) -> CachedGrammar:
+        key = ticket.key
         with self._lock:
-            if (known := self.cache.entry(key)) is not None:
-                return known  # compiled meanwhile for another request
+            known = self.cache.entry(key)
+            if known is not None and not self._wants_lexer(key, known, trial_result):
+                known.promise(ticket)  # compiled meanwhile for another request
+                return known
         given = trial_result.grammar
         matcher = self._builder.build(spec).matcher if given is None else self._builder.compile(given)
         mask = bytearray(self._builder.vocabulary.mask_bytes)
@@ -302,17 +325,17 @@ class GrammarCompiler:
         )
         with self._lock:
             self.num_compiled += 1
+            entry.promise(ticket)
             others_went = self.cache.keep(key, entry)
         if others_went or trial_result.cpu_s > QUICK_S:
             _LIBC.malloc_trim(0)  # what is free in between would stay with this process; the interpreter is free
         return entry
 
-    def _hand_out(self, entry: CachedGrammar, tickets: list[Ticket]) -> None:
-        for ticket in tickets:
-            budget = Budget(self._limits.grammar_token_ms / 1e3, entry.usage)
-            with self._lock:
-                copies = [entry.matcher.deep_copy() for _ in range(ticket.count)]
-            ticket.done([TokenMatcher(copy, budget) for copy in copies])
+    def _hand_out(self, entry: CachedGrammar, ticket: Ticket) -> None:
+        budget = Budget(self._limits.grammar_token_ms / 1e3, entry.usage)
+        with self._lock:
+            copies = [entry.matcher.deep_copy() for _ in range(ticket.count)]
+        ticket.done([TokenMatcher(copy, budget) for copy in copies])
 
 
 def _answer(tickets: list[Ticket], error: InferEngineError) -> None:

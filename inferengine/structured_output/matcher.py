@@ -80,9 +80,10 @@ class GrammarUsage:
     """What all matchers of one compiled grammar have spent. They share a lexer: once one of them has hit a limit of it,
     the lexer takes no token of any of them, and gives no reason."""
 
-    __slots__ = ("failure", "seconds")
+    __slots__ = ("failure", "outputs", "seconds")
 
     def __init__(self) -> None:
+        self.outputs: list[None] = []  # one for each that is promised or goes on: append and pop need no lock
         self.seconds = 0.0  # of processor time
         self.failure: str | None = None
 
@@ -128,6 +129,15 @@ class TokenMatcher:
             matcher.is_stopped,
             matcher.is_error,
         )
+
+    def __del__(self) -> None:
+        if self._budget.usage.outputs:
+            self._budget.usage.outputs.pop()
+
+    @property
+    def lexer(self) -> object:
+        """The lexer that the matchers of a compiled grammar share: llguidance locks it."""
+        return self._budget.usage
 
     def accept(self, token_id: int) -> bool:
         """Advance by one token. False: the grammar does not allow it. Raises InvalidRequest at a limit."""

@@ -21,6 +21,7 @@ class ThirdsGrammar:
 
     def __init__(self) -> None:
         self.history: list[int] = []
+        self.lexer: object = self
 
     def allows(self, token: int) -> bool:
         forced = self.forced()

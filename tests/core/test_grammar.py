@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from inferengine.core.scheduler.scheduler import FillGroup, MaskedRow, MaskOutcome, RunGroups, one_after_the_other
 from inferengine.core.sequence import GRAMMAR_COMPLETE
 from tests.core.builders import (
     HalfRightProposer,
@@ -107,3 +108,31 @@ def test_a_failing_grammar_ends_its_request_alone(max_in_flight: int) -> None:
     for request in mixed(4):
         if request.uid != 2:
             assert run.outputs[request.uid] == expected_output(request)
+
+
+def test_rows_are_grouped_by_lexer_and_groups_may_be_filled_in_any_order() -> None:
+    def masks(run_groups: RunGroups, lexer: object) -> tuple[bytes, list[int]]:
+        run = Run()
+        run.submit(*[make_request(uid, grammar=True) for uid in range(1, 7)])
+        for uid in (2, 4, 5):
+            grammar = run.scheduler.sequences[uid].grammar
+            assert isinstance(grammar, ThirdsGrammar)
+            grammar.lexer = lexer
+        step = run.scheduler.schedule(0.0).step
+        assert step is not None
+        sizes: list[int] = []
+
+        def counted(fill: FillGroup, groups: list[list[MaskedRow]]) -> list[list[MaskOutcome]]:
+            sizes.extend(sorted(map(len, groups)))
+            return run_groups(fill, groups)
+
+        found, failed = run.scheduler.fill_masks(step, 0.0, counted)
+        assert not failed
+        return bytes(found), sizes
+
+    def backwards(fill: FillGroup, groups: list[list[MaskedRow]]) -> list[list[MaskOutcome]]:
+        return [fill(group) for group in groups[::-1]][::-1]
+
+    expected, sizes = masks(one_after_the_other, object())
+    assert sizes == [1, 1, 1, 3]
+    assert masks(backwards, object()) == (expected, sizes)

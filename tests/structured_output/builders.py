@@ -19,7 +19,7 @@ EOS = "</s>"
 class Vocabulary:
     """A tokenizer with a compiler for it; ids above the tokenizer's own are padding, as checkpoints have."""
 
-    def __init__(self, name: str, *, cache_bytes: int = CACHE_BYTES, **limits: float) -> None:
+    def __init__(self, name: str, *, cache_bytes: int = CACHE_BYTES, max_lexers: int = 1, **limits: float) -> None:
         self.fast: FastTokenizer = VOCABULARIES[name]()
         self.eos = int(self.fast.token_to_id(EOS))
         self.size = self.fast.get_vocab_size() + 5
@@ -29,6 +29,7 @@ class Vocabulary:
             eos_token_ids=[self.eos],
             limits=dataclasses.replace(LimitsConfig(), **limits),
             cache_bytes=cache_bytes,
+            max_lexers=max_lexers,
         )
 
     def generate(self, spec: GrammarSpec, seed: int, *, max_tokens: int = 4000) -> str:

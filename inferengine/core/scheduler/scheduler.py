@@ -9,6 +9,7 @@ order: the next writer comes after the last reader.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from typing import NamedTuple
 
@@ -47,6 +48,32 @@ class StepOutput(NamedTuple):
     logprobs: dict[int, list[TokenLogprobs]] | None = None  # by uid, one per token
     prompt_logprobs: dict[int, list[TokenLogprobs]] | None = None  # by uid, with its first token: all of its prompt's
     embeddings: dict[int, bytes] | None = None  # by uid, with its end
+
+
+class MaskedRow(NamedTuple):
+    """A row whose draws a grammar restricts. `draws`: where the mask of each goes, one more than draft tokens."""
+
+    sequence: Sequence
+    grammar: Grammar
+    draft_tokens: list[int]
+    draws: list[memoryview]
+
+
+class MaskOutcome(NamedTuple):
+    """What came of a row's masks. `starved`: after so many draft tokens no token is allowed; 0: one always is."""
+
+    uid: int
+    starved: int
+    failure: FinishDetail  # None: the masks are there
+
+
+FillGroup = Callable[[list[MaskedRow]], list[MaskOutcome]]
+RunGroups = Callable[[FillGroup, list[list[MaskedRow]]], list[list[MaskOutcome]]]
+
+
+def one_after_the_other(fill: FillGroup, groups: list[list[MaskedRow]]) -> list[list[MaskOutcome]]:
+    """Fill the masks of all groups in this thread."""
+    return [fill(group) for group in groups]
 
 
 class Scheduler:
@@ -121,43 +148,61 @@ class Scheduler:
         """Learn from the time that the device took for a step that is not committed yet."""
         self._planner.observe(scheduled, duration_s)
 
-    def fill_masks(self, scheduled: ScheduledStep, now: float) -> tuple[bytearray, list[Finished]]:
-        """Return the masks of the draws in `plan.masked`, in order, and the requests that their grammar ended."""
+    def fill_masks(
+        self, scheduled: ScheduledStep, now: float, run: RunGroups = one_after_the_other
+    ) -> tuple[bytearray, list[Finished]]:
+        """Return the masks of the draws in `plan.masked`, in order, and the requests that their grammar ended.
+
+        `run` works on groups of rows, beside each other if it likes: grammars that share a lexer are in one group.
+        """
         words = -(-self.capacity.vocab_size // 32)
         masks = bytearray(b"\xff") * (4 * words * len(scheduled.plan.masked))
         rows = memoryview(masks)
-        failed: list[Finished] = []
-        starved: dict[int, int] = {}
+        groups: dict[object, list[MaskedRow]] = {}
         row = 0
         for plan_row, sequence in enumerate(scheduled.rows):
             grammar = sequence.grammar
             if grammar is None or not scheduled.plan.samples[plan_row]:
                 continue
             drafts = scheduled.draft_tokens.get(plan_row, [])
-            draws = range(row, row + 1 + len(drafts))
-            row = draws.stop
-            if sequence.status is SequenceStatus.FINISHED:
-                continue
-            try:
-                for index, mask_row in enumerate(draws):
-                    if index and grammar.is_terminated():
-                        continue  # the draft ends the output: this draw will be dropped
-                    mask = rows[mask_row * 4 * words : (mask_row + 1) * 4 * words]
-                    grammar.fill_bitmask(mask)
-                    if sequence.rules is not None and not self._leaves_some(sequence, mask, drafts[:index]):
-                        if not index:
-                            raise self._no_token(sequence, 0)
-                        starved[sequence.uid] = index
-                    if index < len(drafts):
-                        grammar.accept(drafts[index])
-                grammar.rollback(len(drafts))
-            except InferEngineError as error:
-                failed.append(self._finish(sequence, *refusal(error), now))
-            except Exception as error:  # whatever a grammar library raises concerns this request alone
-                message = f"Following the grammar failed: {type(error).__name__}."
-                failed.append(self._finish(sequence, "error", ("engine_error", message), now))
-        self._starved = starved
+            first, row = row, row + 1 + len(drafts)
+            if sequence.status is not SequenceStatus.FINISHED:
+                draws = [rows[4 * words * draw : 4 * words * (draw + 1)] for draw in range(first, row)]
+                groups.setdefault(grammar.lexer, []).append(MaskedRow(sequence, grammar, drafts, draws))
+        outcomes = [outcome for found in run(self._fill_group, list(groups.values())) for outcome in found]
+        self._starved = {outcome.uid: outcome.starved for outcome in outcomes if outcome.starved}
+        failed = [
+            self._finish(self.sequences[outcome.uid], "error", outcome.failure, now)
+            for outcome in outcomes
+            if outcome.failure is not None
+        ]
         return masks, failed
+
+    def _fill_group(self, group: list[MaskedRow]) -> list[MaskOutcome]:
+        return [self._fill_row(row) for row in group]
+
+    def _fill_row(self, row: MaskedRow) -> MaskOutcome:
+        """Write the masks of one row. Touches nothing but its own sequence and grammar."""
+        sequence, grammar, drafts, draws = row
+        starved = 0
+        failure: FinishDetail = None
+        try:
+            for index, mask in enumerate(draws):
+                if index and grammar.is_terminated():
+                    continue  # the draft ends the output: this draw will be dropped
+                grammar.fill_bitmask(mask)
+                if sequence.rules is not None and not self._leaves_some(sequence, mask, drafts[:index]):
+                    if not index:
+                        raise self._no_token(sequence, 0)
+                    starved = index
+                if index < len(drafts):
+                    grammar.accept(drafts[index])
+            grammar.rollback(len(drafts))
+        except InferEngineError as error:
+            failure = refusal(error)[1]
+        except Exception as error:  # whatever a grammar library raises concerns this request alone
+            failure = "engine_error", f"Following the grammar failed: {type(error).__name__}."
+        return MaskOutcome(sequence.uid, starved, failure)
 
     def commit(self, scheduled: ScheduledStep, result: StepResult, now: float) -> StepOutput:
         """Append the tokens of a finished step, end what stopped, and offer full blocks of outputs for reuse.

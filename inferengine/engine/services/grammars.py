@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from inferengine.config import LimitsConfig
 from inferengine.core.constraints import Grammar, token_rules
+from inferengine.core.mask_threads import num_mask_threads
 from inferengine.engine.io.output_log import PriorOutputs
 from inferengine.errors import InferEngineError, InvalidRequest
 from inferengine.sampling_params import SamplingParams
@@ -123,7 +124,11 @@ class GrammarService:
             message = "This engine runs without its grammar library."
             raise InferEngineError("unsupported", message, field="grammar") from None
         return GrammarCompiler(
-            self._tokenizer_json.decode(), vocab_size=vocab_size, eos_token_ids=eos_token_ids, limits=self._limits
+            self._tokenizer_json.decode(),
+            vocab_size=vocab_size,
+            eos_token_ids=eos_token_ids,
+            limits=self._limits,
+            max_lexers=num_mask_threads(),
         )
 
 
