@@ -97,7 +97,24 @@ def test_short_names_are_read_in_any_case_and_with_a_colon() -> None:
 def test_a_family_without_a_size_suggests_its_sizes_and_nonsense_nothing() -> None:
     assert near_names("qwen3") == ["qwen3-0.6b", "qwen3-1.7b", "qwen3-4b"]
     assert near_names("qwen3-0.6")[0] == "qwen3-0.6b"
+    assert near_names("phi3") == ["phi3-mini", "phi3-medium"]
     assert near_names("my-model") == []
+
+
+@pytest.mark.parametrize(
+    ("short", "hub"),
+    [
+        ("phi4", "microsoft/phi-4"),
+        ("gemma2:9b", "google/gemma-2-9b-it"),
+        ("olmo2-1b", "allenai/OLMo-2-0425-1B-Instruct"),
+        ("olmo2-13b", "allenai/OLMo-2-1124-13B-Instruct"),
+        ("GLM4-9B", "zai-org/GLM-4-9B-0414"),
+        ("gpt2", "openai-community/gpt2"),
+        ("gpt2-xl", "openai-community/gpt2-xl"),
+    ],
+)
+def test_a_short_name_is_a_hub_id(short: str, hub: str) -> None:
+    assert hub_id(short) == hub
 
 
 def test_progress_has_a_rate_and_an_estimate() -> None:
