@@ -21,6 +21,7 @@ from frontends.common.model import ServedModel
 from inferengine.config import Config, LimitsConfig
 from inferengine.errors import InvalidRequest
 from inferengine.fields import about
+from inferengine.sampling_params import SamplingParams
 from inferengine.structured_output.spec import GrammarSpec, validate_grammar
 from inferengine.text import check_messages
 from inferengine.text.chat_template import RESERVED as TEMPLATE_NAMES
@@ -311,12 +312,22 @@ RESERVED = TEMPLATE_NAMES | {"self", "continue_final_message"}  # not allowed in
 
 @dataclass(frozen=True)
 class ChatPrompt:
-    """The prompt of a conversation, and how its output is parsed."""
+    """The prompt of a conversation, and how its output is parsed. `stop_ids`: tokens that end such a model's output,
+    beside the checkpoint's own."""
 
     prompt_ids: list[int]
     tools: Tools | None
     grammar: GrammarSpec | None
     parser: OutputParser
+    stop_ids: tuple[int, ...] = ()
+
+    def adjusted(self, params: SamplingParams) -> SamplingParams:
+        """Return sampling parameters with what the parser needs of the output."""
+        if self.parser.keeps_special_tokens:
+            params = params.replace(skip_special_tokens=False)
+        if self.stop_ids and not params.ignore_eos:
+            params = params.replace(stop_token_ids=(*params.stop_token_ids, *self.stop_ids))
+        return params
 
 
 async def read_chat_prompt(
@@ -335,12 +346,17 @@ async def read_chat_prompt(
     format = _format(served, config)
     text = await _render(body, served, tools)
     reasoning, inside = _reasoning(text, served, config)
+    stops = (*format.stops, *(() if reasoning is None else reasoning.stops))
+    found = {_special_id(served, stop) for stop in stops}
+    stop_ids = tuple(sorted(token_id for token_id in found if token_id is not None))
     grammar = structure
     if tools is not None and (tools.is_forced or structure is not None):
         answer = None if tools.is_forced or structure is None else _answer_schema(structure)
         grammar = tools_grammar(tools, format, served, config.limits, answer)
     if grammar is not None:
         text = f"{text.rstrip()}\n\n{reasoning.closes[0]}\n\n" if inside and reasoning is not None else text
+        if reasoning is not None and grammar is structure:
+            text += reasoning.answer
         reasoning, inside = None, False
     special = bool(read_fields(SpecialTokens, body).add_special_tokens)  # templates write them
     prompt_ids = await served.encode(
@@ -349,14 +365,14 @@ async def read_chat_prompt(
     if not prompt_ids:
         raise InvalidRequest("messages", "the chat template makes nothing of them")
     marks = () if tools is None else format.marks
-    marks += () if reasoning is None else (*reasoning.opens, *reasoning.closes)
-    keeps = any(_is_special(served, mark) for mark in marks)
+    marks += () if reasoning is None else (*reasoning.opens, *reasoning.closes, *reasoning.marks)
+    keeps = any(_special_id(served, mark) is not None for mark in marks)
     if tools is None:
         parser = OutputParser(None, reasoning, inside, keeps)
     else:
         strings = strings_of(tools.functions) if format.has_bare_strings else {}
         parser = OutputParser(format, reasoning, inside, keeps, tools.custom, strings)
-    return ChatPrompt(prompt_ids, tools, grammar, parser)
+    return ChatPrompt(prompt_ids, tools, grammar, parser, stop_ids)
 
 
 async def _render(body: dict[str, Any], served: ServedModel, tools: Tools | None) -> str:
@@ -412,9 +428,10 @@ def _speaks_of_tools(messages: list[dict[str, Any]], tools: Tools | None) -> boo
     return tools is not None or any(message["role"] == "tool" or message.get("tool_calls") for message in messages)
 
 
-def _is_special(served: ServedModel, mark: str) -> bool:
+def _special_id(served: ServedModel, mark: str) -> int | None:
+    """Return the id of a special token; None for any other text."""
     token_id = served.tokenizer.token_to_id(mark)
-    return token_id is not None and served.tokenizer.is_special(token_id)
+    return token_id if token_id is not None and served.tokenizer.is_special(token_id) else None
 
 
 def _read_documents(body: dict[str, Any]) -> list[dict[str, Any]] | None:
@@ -447,6 +464,10 @@ class OutputParser:
 
     def make_reader(self) -> MessageReader:
         """Return a new parser state for one output."""
+        if self.calls is not None and self.calls.reads_reasoning:
+            return MessageReader(None, self.calls.make_parser(self.strings), self.custom)
+        if self.reasoning is not None and self.reasoning.make_reader is not None:
+            return MessageReader(self.reasoning.make_reader(), None)
         return MessageReader(
             ReasoningReader(inside=self.inside, format=self.reasoning) if self.reasoning is not None else None,
             self.calls.make_parser(self.strings) if self.calls is not None else None,

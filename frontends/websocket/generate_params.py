@@ -56,8 +56,7 @@ async def read_generate_params(frame: GenerateFrame, model: ServedModel, config:
         prompt_ids = await _prompt_ids(frame, model, config)
         return GenerateParams(prompt_ids, params, grammar, grammar_field, prompt_ids[-CONTEXT_TOKENS:], OutputOptions())
     prompt = await read_chat_prompt({"messages": frame.messages, **frame.conversation}, model, config, grammar)
-    if prompt.parser.keeps_special_tokens:
-        params = params.replace(skip_special_tokens=False)
+    params = prompt.adjusted(params)
     if prompt.grammar is not grammar:
         grammar_field = "tools"
     output = OutputOptions(prompt.parser, frame.include_reasoning)

@@ -260,13 +260,13 @@ class HttpConfig:
         "format of the model's tool calls; auto: detected from its chat template",
         (
             *("auto", "hermes", "llama3_json", "mistral", "mistral_args", "pythonic", "qwen3_coder", "glm45"),
-            *("deepseek_v3", "deepseek_v31", "phi4_mini", "granite"),
+            *("deepseek_v3", "deepseek_v31", "phi4_mini", "granite", "harmony"),
         ),
     )
     reasoning_parser: str = _key(
         "auto",
         "separate reasoning from the answer, by the marks of this format; auto: as the chat template has them",
-        ("auto", "think", "mistral", "seed_oss", "granite", "kimi", "off"),
+        ("auto", "think", "mistral", "seed_oss", "granite", "kimi", "harmony", "off"),
     )
     cors_origins: str = _key("", "web origins that may call this API, comma-separated; *: any; empty: none")
     max_header_bytes: int = _key(64 * 1024, "largest request line plus headers", minimum=1024)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
-from inferengine.text.tool_parsers import ToolParser
+from inferengine.text.tool_parsers import ToolParser, harmony
 from inferengine.text.tool_parsers.base import CallDelta, Content, Part, Reasoning, split_at_mark
 from inferengine.text.tool_parsers.custom import CustomCalls
 
@@ -19,6 +19,12 @@ class ReasoningFormat:
     opens: tuple[str, ...]
     closes: tuple[str, ...]
     signs: tuple[str, ...]  # texts in the chat template of such a model
+    make_reader: Callable[[], ToolParser] | None = (
+        None  # of whole outputs, where reasoning is not only at the beginning
+    )
+    marks: tuple[str, ...] = ()  # parts of the above that are special tokens in some vocabularies
+    stops: tuple[str, ...] = ()  # special tokens that end an output, beside the checkpoint's own
+    answer: str = ""  # ends a prompt after which the answer comes at once
 
 
 THINK = ReasoningFormat("think", ("<think>",), ("</think>",), ("</think>",))
@@ -26,6 +32,16 @@ REASONING = {
     format.name: format
     for format in (
         THINK,
+        ReasoningFormat(
+            "harmony",
+            (f"{harmony.CHANNEL}analysis{harmony.MESSAGE}",),
+            (f"{harmony.CHANNEL}final{harmony.MESSAGE}",),
+            (f"{harmony.CHANNEL}analysis{harmony.MESSAGE}",),
+            lambda: harmony.HarmonyParser(calls=False),
+            harmony.MARKS,
+            harmony.STOPS,
+            answer=f"{harmony.CHANNEL}final{harmony.MESSAGE}",
+        ),
         ReasoningFormat("mistral", ("[THINK]",), ("[/THINK]",), ("[/THINK]",)),
         ReasoningFormat("seed_oss", ("<seed:think>",), ("</seed:think>",), ("</seed:think>",)),
         ReasoningFormat(
@@ -121,7 +137,7 @@ class MessageReader:
     of tools that take a text."""
 
     def __init__(
-        self, reasoning: ReasoningReader | None, tools: ToolParser | None, custom: Collection[str] = ()
+        self, reasoning: ReasoningReader | ToolParser | None, tools: ToolParser | None, custom: Collection[str] = ()
     ) -> None:
         self._reasoning = reasoning
         self._tools = tools

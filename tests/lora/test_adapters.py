@@ -38,6 +38,7 @@ def make_engine(checkpoint: Path, adapters: Path, **values: Any) -> Engine:
         ("qwen3", ("q_proj", "v_proj")),
         ("gemma3", LLAMA_TARGETS),
         ("gpt2", GPT2_TARGETS),
+        ("mixtral", ("q_proj", "k_proj", "v_proj", "o_proj")),
         ("glm4", LLAMA_TARGETS),  # heads that turn in part, reordered
         ("pythia", ("query_key_value", "dense", "dense_h_to_4h")),  # q, k and v stored head by head
     ],
@@ -181,3 +182,13 @@ def test_an_embedding_is_made_by_the_adapter_that_its_request_names(llama: tuple
         with torch.inference_mode():
             state = of.base_model(torch.tensor([PROMPTS[1]]), use_cache=False).last_hidden_state[0, -1]
         assert (torch.tensor(engine.embeddings[uid]) - state / state.norm()).norm() < 1e-4
+
+
+def test_an_adapter_of_experts_or_their_router_is_refused_by_name(tmp_path: Path) -> None:
+    model = model_of(CASES["mixtral"].config, CASES["mixtral"].values)
+    checkpoint = save(model, tmp_path / "model")
+    write_adapter(tmp_path / "adapters" / "a", model, targets=("gate",))
+    with pytest.raises(
+        (ConfigError, InferEngineError), match=r"mlp\.gate\.lora_A\.weight adapts what is no linear layer"
+    ):
+        make_engine(checkpoint, tmp_path / "adapters")

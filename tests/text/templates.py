@@ -18,6 +18,27 @@ QWEN3_CODER = """{%- if tools %}{{ '<|im_start|>system\\n<tools>' }}
 {{- '<parameter=' + key + '>\\n' }}{{ value if value is string else value | tojson }}{{ '\\n</parameter>\\n' }}
 {%- endfor %}{{ '</function>\\n</tool_call>' }}{% endfor %}{{ '<|im_end|>\\n' }}{% endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
+HARMONY = """<|start|>system<|message|>You are ChatGPT.
+
+Reasoning: {{ reasoning_effort | default('medium') }}
+
+# Valid channels: analysis, commentary, final.<|end|>
+{%- if tools %}<|start|>developer<|message|># Tools
+
+namespace functions {
+{% for tool in tools %}type {{ tool.function.name }} = (_: any) => any;
+{% endfor %}}<|end|>{% endif %}
+{%- for message in messages %}
+{%- if message.role == 'assistant' %}
+{%- if message.thinking %}
+{{- '<|start|>assistant<|channel|>analysis<|message|>' + message.thinking + '<|end|>' }}{% endif %}
+{%- for call in message.tool_calls or [] %}
+{{- '<|start|>assistant to=functions.' + call.function.name + '<|channel|>commentary json<|message|>' }}
+{{- call.function.arguments | tojson }}<|call|>{% endfor %}
+{%- if message.content %}{{ '<|start|>assistant<|channel|>final<|message|>' + message.content + '<|end|>' }}{% endif %}
+{%- else %}{{ '<|start|>' + message.role + '<|message|>' + message.content + '<|end|>' }}{% endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}<|start|>assistant{% endif %}"""
 GLM45 = """[gMASK]<sop>{% if tools %}<|system|>
 {% for tool in tools %}{{ tool | tojson(ensure_ascii=False) }}
 {% endfor %}{% endif %}{% set ns = namespace(last=-1) %}

@@ -55,6 +55,19 @@ GOLDEN: list[tuple[str, str, str, list[tuple[str, str]]]] = [
     ("llama3_json", "<|python_tag|>print(1)", "<|python_tag|>print(1)", []),
     ("llama3_json", '{"name": "f", "param', '{"name": "f", "param', []),
     ("llama3_json", f'{{"name": "f", "parameters": {W}}} and text', " and text", [("f", W)]),
+    ("harmony", "Just text.", "Just text.", []),
+    ("harmony", "<|channel|>final<|message|>Hi <b>.<|return|>", "Hi <b>.", []),
+    (
+        "harmony",
+        "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary<|message|>One moment."
+        f"<|end|><|start|>assistant<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{W}<|call|>",
+        "One moment.",
+        [("weather", W)],
+    ),
+    ("harmony", f" to=functions.sum<|channel|>commentary json<|message|>{S}", "", [("sum", S)]),
+    ("harmony", "<|channel|>commentary to=functions.now<|message|><|call|>", "", [("now", "{}")]),
+    ("harmony", "<|channel|>analysis to=browser.search<|message|>{}<|call|>", "", []),  # no function of the client
+    ("harmony", "<|channel|>fin", "", []),
     ("mistral", "Hello [TOOL", "Hello [TOOL", []),
     ("mistral", f'[TOOL_CALLS] [{{"name": "weather", "arguments": {W}}}]', "", [("weather", W)]),
     (
@@ -252,6 +265,28 @@ def test_calls_after_reasoning_and_none_inside_it() -> None:
         assert reader.num_calls == 1
 
 
+def test_channels_of_harmony_without_tools() -> None:
+    text = (
+        "<|channel|>analysis<|message|>Hm, 2+2.<|end|><|start|>assistant<|channel|>final<|message|>It is 4.<|return|>"
+    )
+    form = REASONING["harmony"]
+    assert form.make_reader is not None
+    for pieces in cuts(text):
+        message, _ = read(MessageReader(form.make_reader(), None), pieces)
+        assert (message.reasoning, message.content, message.calls) == ("Hm, 2+2.", "It is 4.", [])
+    called = "<|channel|>commentary to=functions.f<|message|>{}<|call|>"  # none was offered
+    assert MessageReader(form.make_reader(), None).read(called).reasoning == "{}"
+
+
+def test_reasoning_of_harmony_beside_calls() -> None:
+    text = (
+        f"<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant to=functions.f<|channel|>commentary<|message|>{W}"
+    )
+    reader = MessageReader(None, FORMATS["harmony"].make_parser(STRINGS))
+    message = reader.read(text)
+    assert (message.reasoning, message.calls, reader.num_calls) == ("Hm.", [("f", W)], 1)
+
+
 FRAGMENTS = {
     "xml": ("<tool_call>", "</tool_call>", "<function=", "f", ">", "</function>", "<parameter=", "</parameter>",
             "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
@@ -259,6 +294,8 @@ FRAGMENTS = {
                  "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"),
     "marks": ("<|tool_call|>", "<|/tool_call|>", "functools[", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "; "),
     "python": ("[", "f(", "x=", "'", ")", "]", "<|python_start|>", "<|python_end|>", "g(y=1)"),
+    "harmony": ("<|start|>", "assistant", "<|channel|>", "analysis", "final", " to=functions.f", "<|message|>",
+                "<|end|>", "<|call|>", "<|return|>"),
     "plain": ("{", "}", '"name": "f"', '"arguments": {', W, '{"name": "f", "arguments": {"x": 1}}', ", ", "\n", " ",
               "text", "<", "\\", '"', "12"),
 }  # fmt: skip

@@ -125,8 +125,7 @@ async def _read_chat(service: HttpState, body: dict[str, Any], request_id: str) 
     prompt = replace(prompt, prompt_ids=truncate(prompt.prompt_ids, keep))
     if prompt.grammar is not options.grammar:
         options = replace(options, grammar=prompt.grammar, grammar_field="tools")
-    if prompt.parser.keeps_special_tokens:
-        params = params.replace(skip_special_tokens=False)
+    params = prompt.adjusted(params)
     if (prompt_logprobs := read_prompt_logprobs(body, streaming, config.limits)) is not None:
         params = params.replace(prompt_logprobs=prompt_logprobs)
     created = int(time.time())

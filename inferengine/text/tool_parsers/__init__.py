@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-from inferengine.text.tool_parsers import deepseek, hermes, json_list, llama3_json, mistral, pythonic, xml
+from inferengine.text.tool_parsers import deepseek, harmony, hermes, json_list, llama3_json, mistral, pythonic, xml
 from inferengine.text.tool_parsers.base import Part
 
 __all__ = ["FORMATS", "MAX_CALLS", "Function", "ToolFormat", "ToolParser", "calls_grammar", "detect", "strings_of"]
@@ -51,6 +51,8 @@ class ToolFormat:
     parameter: str = ""
     parameter_between: str = ""
     has_bare_strings: bool = False  # values that are strings are written without quotes: the parser needs their names
+    stops: tuple[str, ...] = ()  # special tokens that end an output, beside the checkpoint's own
+    reads_reasoning: bool = False  # the parser takes whole outputs, with the marks of reasoning
     id_characters: int = 24  # of the ids of calls; some templates insist on a length
 
 
@@ -92,6 +94,17 @@ FORMATS = {
             between="; ",
             marks=(llama3_json.TAG,),
             signs=(llama3_json.TAG, '"parameters": dictionary of argument name and its value'),
+        ),
+        ToolFormat(
+            "harmony",
+            lambda strings: harmony.HarmonyParser(),
+            call="<|channel|>commentary to=functions.{bare_name} <|constrain|>json<|message|>{arguments}",
+            between="<|end|><|start|>assistant",
+            marks=harmony.MARKS,
+            signs=(harmony.CHANNEL,),
+            needs=(harmony.MESSAGE, harmony.FUNCTIONS),
+            stops=harmony.STOPS,
+            reads_reasoning=True,
         ),
         ToolFormat(
             "pythonic",
@@ -169,8 +182,8 @@ FORMATS = {
     )
 }
 _DETECTION_ORDER = (
-    "mistral_args", "mistral", "qwen3_coder", "glm45", "deepseek_v3", "deepseek_v31", "phi4_mini", "granite", "hermes",
-    "pythonic", "llama3_json",
+    "harmony", "mistral_args", "mistral", "qwen3_coder", "glm45", "deepseek_v3", "deepseek_v31", "phi4_mini", "granite",
+    "hermes", "pythonic", "llama3_json",
 )  # fmt: skip
 
 
