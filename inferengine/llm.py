@@ -12,6 +12,7 @@ from typing import Any, TypedDict, Unpack
 
 from inferengine.config import Config
 from inferengine.config import load as load_config
+from inferengine.core.executor import Executor
 from inferengine.core.mask_threads import num_mask_threads
 from inferengine.core.scheduler.admission import check_prompt, resolve_max_tokens
 from inferengine.core.scheduler.scheduler import StepOutput
@@ -162,7 +163,13 @@ class LLM:
         if self.config.engine.check_memory:
             wanted = executor_settings(self.config)
             require_fit(wanted, make_plan(wanted, device_memory(wanted.device)))
-        self._executor = build_executor(self.config)
+        self._executor: Executor
+        if self.config.engine.tensor_parallel > 1:
+            from inferengine.executor.parallel.executor import build_parallel_executor  # and torch.distributed
+
+            self._executor = build_parallel_executor(self.config)
+        else:
+            self._executor = build_executor(self.config)
         self.capacity = self._executor.load(lambda phase, share: None)
         self._executor.warm_up(lambda phase, share: None)
         self._limits = admission_limits(self.config, self.capacity)

@@ -2,6 +2,7 @@
 
 from inferengine.config.environment import (
     cache_directory,
+    connect_on_this_host,
     hub_cache_directory,
     hub_endpoint,
     keep_compiled_kernels,
@@ -57,6 +58,7 @@ __all__ = [
     "allowed",
     "cache_directory",
     "child_environment",
+    "connect_on_this_host",
     "describe",
     "engine_address",
     "engine_addresses",

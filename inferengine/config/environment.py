@@ -105,6 +105,13 @@ def keep_compiled_kernels() -> str | None:
     return f"{folders[0]} cannot be written: kernels are compiled anew at each start; set TRITON_CACHE_DIR"
 
 
+def connect_on_this_host() -> None:
+    """Let torch's processes connect over this host's loopback interface, without NVLink multicast. Call before any has
+    connected. What the environment says already is respected."""
+    for name, value in {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "NCCL_NVLS_ENABLE": "0"}.items():
+        os.environ.setdefault(name, value)
+
+
 def hub_cache_directory() -> Path:
     """Where Hugging Face's tools keep downloaded models: HF_HUB_CACHE, HF_HOME/hub, else ~/.cache/huggingface/hub."""
     if cache := os.environ.get("HF_HUB_CACHE"):

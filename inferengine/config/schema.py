@@ -74,6 +74,9 @@ class EngineConfig:
 
     name: str = _key("engine", "name of this engine, part of the socket's file name")
     device: str = _key("auto", "where the model runs", ("auto", "cpu", "cuda"))
+    tensor_parallel: int = _key(
+        1, "devices that share each layer of the model; on a CPU, processes (rank 0 and its workers)", (1, 2, 4, 8)
+    )
     threads: int = _key(0, "CPU threads for the model; 0: chosen by the size of a step, at most all cores", minimum=0)
     max_num_seqs: int = _key(0, "most sequences in one step; 0: 64 on CPU, 512 on CUDA", minimum=0)
     max_num_batched_tokens: int = _key(0, "token budget of one step; 0: 512 on CPU, 8192 on CUDA", minimum=0)

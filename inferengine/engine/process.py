@@ -11,7 +11,7 @@ import sys
 import time
 from queue import SimpleQueue
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from inferengine.config import Config, keep_compiled_kernels
 from inferengine.core.executor import Executor
@@ -73,6 +73,22 @@ def exit_code_of(error: BaseException) -> int:
 def build_executor(config: Config) -> Executor:
     """The executor of this configuration, its memory plan logged. Imports torch, which takes seconds: call it in the
     loop's thread. Raises DoesNotFit before anything of the model is read, unless `engine.check_memory` is off."""
+    size = config.engine.tensor_parallel
+    ranks: Any = None
+    if size > 1:
+        from inferengine.executor.parallel.ranks import Ranks
+
+        ranks = Ranks(size)  # first: they import torch at the same time
+    try:
+        return _build(config, ranks)
+    except BaseException:
+        if ranks is not None:
+            ranks.close()
+        raise
+
+
+def _build(config: Config, ranks: Any) -> Executor:
+    """`ranks`: executor/parallel/ranks.py's Ranks, or None."""
     from inferengine.executor.memory import fit
     from inferengine.executor.memory.plan import device_memory, make_plan, plan_lines
     from inferengine.executor.settings import executor_settings
@@ -82,7 +98,8 @@ def build_executor(config: Config) -> Executor:
     if settings.device.type == "cuda" and (complaint := keep_compiled_kernels()):
         logger.warning("%s", complaint)
     plan = make_plan(settings, device_memory(settings.device))
-    logger.info("memory plan:\n%s", "\n".join(plan_lines(plan)))
+    each = f", each of {settings.tensor_parallel} ranks" if ranks is not None else ""
+    logger.info("memory plan%s:\n%s", each, "\n".join(plan_lines(plan)))
     try:
         fit.require_fit(settings, plan)
     except DoesNotFit as error:
@@ -91,7 +108,13 @@ def build_executor(config: Config) -> Executor:
         logger.warning("%s", error)
     if settings.draft_folder is not None:
         logger.info("speculative decoding: draft model %s", settings.draft_folder.name)
-    executor: Executor = TorchExecutor(settings)
+    executor: Executor
+    if ranks is None:
+        executor = TorchExecutor(settings)
+    else:
+        from inferengine.executor.parallel.executor import ParallelExecutor  # and torch.distributed
+
+        executor = ParallelExecutor(config, settings, ranks)
     return executor
 
 

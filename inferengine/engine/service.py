@@ -49,6 +49,7 @@ SWITCH_INTERVAL_S = 0.001  # the I/O thread must not wait long for a loop that c
 
 Build = Callable[[], Executor]
 ExitCodeOf = Callable[[BaseException], int]
+OnLost = Callable[[Callable[[BaseException], None]], None]
 
 
 class EngineService:
@@ -148,6 +149,9 @@ class EngineService:
         try:
             self.lifecycle.report("importing torch", 0.0)  # seconds, on a cold disk half a minute
             executor = self._build()
+            on_lost: OnLost | None = getattr(executor, "on_lost", None)
+            if on_lost is not None:
+                on_lost(self._on_device_lost)
             self.lifecycle.mark("importing torch")
             capacity = executor.load(self.lifecycle.report)
             self.lifecycle.mark("allocating the cache")
@@ -235,6 +239,13 @@ class EngineService:
         else:
             logger.critical("the engine %s", "cannot load the model" if loading else "loop failed", exc_info=error)
         self._shutdown.fail(self._exit_code_of(error) if loading else ExitCode.CRASH, error)
+
+    # -- a thread of the executor's ----------------------------------------------------------------------------------
+
+    def _on_device_lost(self, error: BaseException) -> None:
+        """A part of the executor is gone, and the step under way may never end."""
+        logger.critical("the engine ends: %s", error)
+        self._shutdown.fail(ExitCode.CRASH, error)
 
     # -- the step watchdog's thread ----------------------------------------------------------------------------------
 

@@ -16,11 +16,13 @@ from inferengine.executor.slots import Slots
 from inferengine.executor.speculation.draft_model import DraftModel, read_draft_config
 from inferengine.kernels.ops import REFERENCE, Ops
 from inferengine.layers.decoder_config import DecoderConfig
+from inferengine.layers.parallel import Communicator
 from inferengine.lora.bank import AdapterBank
 from inferengine.lora.folder import AdapterFolder
 from inferengine.models import registry, weights
 from inferengine.models.decoder import DecoderModel, Target
 from inferengine.models.hf_config import read_json
+from inferengine.models.parallel import divide, exchange
 from inferengine.models.weights import check_weights
 from inferengine.quantization.apply import quantize
 from inferengine.quantization.checkpoints import layout_of
@@ -31,16 +33,21 @@ logger = logging.getLogger(__name__)
 class LoadedModel(NamedTuple):
     """A model on its device, ready to be given a KV cache."""
 
-    config: DecoderConfig
+    config: DecoderConfig  # of the part that this rank holds
+    whole: DecoderConfig
     model: DecoderModel
     dtype: torch.dtype  # of the model's arithmetic
     quantization: str  # the scheme's or the checkpoint layout's name, or "none"
     adapters: AdapterFolder | None
 
 
-def load_model(settings: ExecutorSettings, ops: Ops, progress: Progress) -> LoadedModel:
-    """Read the checkpoint (or make random weights), quantize, pack for the device, load the adapters."""
-    config, family = registry.read_model_config(settings.folder)
+def load_model(
+    settings: ExecutorSettings, ops: Ops, progress: Progress, communicator: Communicator | None = None
+) -> LoadedModel:
+    """Read this rank's part of the checkpoint (or make random weights), quantize, pack for the device, load the
+    adapters. `communicator`: to the other ranks; None: there are none."""
+    whole, family = registry.read_model_config(settings.folder)
+    config = settings.shard.divide(whole)
     if config.implementation != "native":
         logger.warning(
             "%s is served with %s' modules and paged attention: slower than families with layers of this engine",
@@ -48,9 +55,10 @@ def load_model(settings: ExecutorSettings, ops: Ops, progress: Progress) -> Load
             config.implementation,
         )
     dtype = settings.compute_dtype(config)
-    weight_map = family.weight_map(config)
+    weight_map = family.weight_map(whole)
     with torch.device("meta"):
         model = family.build(ops, config)
+        divide(model, whole, settings.shard, communicator)
     quantization = quantize(
         model,
         ops,
@@ -80,7 +88,9 @@ def load_model(settings: ExecutorSettings, ops: Ops, progress: Progress) -> Load
     adapters = None
     if settings.adapters_folder is not None:
         adapters = _load_adapters(settings, settings.adapters_folder, model, weight_map.targets, dtype)
-    return LoadedModel(config, model, dtype, quantization, adapters)
+    if communicator is not None:
+        exchange(model, communicator)
+    return LoadedModel(config, whole, model, dtype, quantization, adapters)
 
 
 def _load_adapters(
@@ -99,7 +109,7 @@ def load_draft_model(
     """Load the draft model of `target`, whose slots and KV blocks it shares. Raises ConfigError."""
     return DraftModel(
         folder,
-        read_draft_config(folder, target.config, max_len),
+        read_draft_config(folder, target.whole, max_len),
         ops=ops,
         slots=slots,
         group=kv.groups[0],

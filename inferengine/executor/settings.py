@@ -11,6 +11,7 @@ from inferengine.config import Config
 from inferengine.config.model_path import draft_folder, model_folder
 from inferengine.errors import ConfigError
 from inferengine.layers.decoder_config import DecoderConfig
+from inferengine.layers.parallel import KEY, Shard
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,13 @@ class ExecutorSettings:
     max_adapter_rank: int = 64
     peak_gb_per_s: float = 0.0  # of the device, for the share of the roofline; 0: its data sheet's, or measured
     peak_tflops: float = 0.0
+    tensor_parallel: int = 1
+    rank: int = 0  # of tensor_parallel
+
+    @property
+    def shard(self) -> Shard:
+        """Which part of the model this process holds."""
+        return Shard(self.rank, self.tensor_parallel)
 
     def compute_dtype(self, config: DecoderConfig) -> torch.dtype:
         """Return the number format of the model's arithmetic."""
@@ -57,12 +65,21 @@ BLOCK_SIZES = {"cpu": 16, "cuda": 64}  # 64: what the tensor memory accelerator 
 DEFAULTS = {"cpu": (64, 512), "cuda": (512, 8192)}  # max_num_seqs, max_num_batched_tokens
 
 
-def executor_settings(config: Config, device: torch.device | None = None) -> ExecutorSettings:
-    """Resolve the configuration for the device that it names or, to plan for another machine, for `device`. Raises
-    ConfigError."""
-    device = device or choose_device(config.engine.device)
+def executor_settings(config: Config, device: torch.device | None = None, rank: int = 0) -> ExecutorSettings:
+    """Resolve the configuration for the device that it names or, to plan for another machine, for `device`; `rank` is
+    this process's of engine.tensor_parallel. Raises ConfigError."""
+    size = config.engine.tensor_parallel
+    if device is None:
+        device = choose_device(config.engine.device)
+        if device.type == "cuda" and torch.cuda.device_count() < size:
+            raise ConfigError(KEY, f"{size} devices are asked for and torch sees {torch.cuda.device_count()}")
     if config.engine.deterministic and device.type == "cpu":
         raise ConfigError("engine.deterministic", "the CPU's matrix products depend on the batch: it needs cuda")
+    if config.engine.deterministic and size > 2:
+        raise ConfigError(KEY, "a sum over more than 2 devices depends on the batch: engine.deterministic needs 1 or 2")
+    threads = config.engine.threads
+    if size > 1 and not threads:  # ranks on a CPU share its cores
+        threads = max(1, torch.get_num_threads() // size)
     max_num_seqs, max_num_batched_tokens = DEFAULTS[device.type]
     return ExecutorSettings(
         folder=model_folder(config),
@@ -80,13 +97,15 @@ def executor_settings(config: Config, device: torch.device | None = None) -> Exe
         block_size=config.cache.block_size or BLOCK_SIZES[device.type],
         num_blocks=config.cache.num_blocks,
         memory_fraction=config.cache.memory_fraction,
-        swap_bytes=int(config.cache.swap_gib * (1 << 30)) if config.scheduler.preemption == "swap" else 0,
+        swap_bytes=int(config.cache.swap_gib * (1 << 30)) // size if config.scheduler.preemption == "swap" else 0,
         chunked_prefill=config.scheduler.chunked_prefill,
         cuda_graphs=config.engine.cuda_graphs,
         deterministic=config.engine.deterministic,
-        threads=config.engine.threads,
+        threads=threads,
         peak_gb_per_s=config.engine.peak_gb_per_s,
         peak_tflops=config.engine.peak_tflops,
+        tensor_parallel=size,
+        rank=rank,
         overlap=config.engine.overlap == "on" or (config.engine.overlap == "auto" and device.type == "cuda"),
     )
 

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import time
 
+import numpy as np
 import torch
 
 from inferengine.config import Config
 from inferengine.core.executor import Capacity, KVGroup, Progress
 from inferengine.core.step_plan import StepPlan
 from inferengine.core.step_time import Roofline
+from inferengine.errors import ConfigError
 from inferengine.executor.batch import columns_of, make_batch
 from inferengine.executor.cpu_step import Threads, forward_on_cpu
 from inferengine.executor.cuda_graphs.decode import DecodeGraphs
@@ -36,6 +38,7 @@ from inferengine.kernels import ops as ops_table
 from inferengine.kernels.batch import StepColumns
 from inferengine.kernels.cpu.decode_kv_cache import DecodeKvCache
 from inferengine.kernels.cuda.compilation import Compilations
+from inferengine.layers.parallel import KEY, Communicator
 from inferengine.lora.folder import AdapterFolder
 from inferengine.models.hf_config import read_json
 
@@ -45,8 +48,11 @@ FORCED_ROWS_ON_CPU = 4  # measured: with eight rows running ahead cost a schema 
 class TorchExecutor:
     """Holds the model, the KV cache and the slots. One thread calls it."""
 
-    def __init__(self, settings: ExecutorSettings) -> None:
-        self.settings = settings
+    def __init__(self, settings: ExecutorSettings, communicator: Communicator | None = None) -> None:
+        """`communicator`: to the other ranks that share the model; None: there are none."""
+        if settings.tensor_parallel > 1 and communicator is None:
+            raise ConfigError(KEY, "only the engine and the class LLM run several ranks: set it to 1 here")
+        self.settings, self.communicator = settings, communicator
         self.max_in_flight = 2 if settings.overlap else 1
         self.device = settings.device
         self.ops = ops_table.resolve(settings.device, deterministic=settings.deterministic)
@@ -64,8 +70,9 @@ class TorchExecutor:
     def load(self, progress: Progress) -> Capacity:
         """Read the checkpoint, measure what memory is left, allocate the cache. Returns what the device can hold."""
         settings = self.settings
-        loaded = load_model(settings, self.ops, progress)
-        self.config, self.model, self.dtype = loaded.config, loaded.model, loaded.dtype
+        loaded = load_model(settings, self.ops, progress, self.communicator)
+        self.config, self.whole = loaded.config, loaded.whole
+        self.model, self.dtype = loaded.model, loaded.dtype
         self.quantization, self.adapters = loaded.quantization, loaded.adapters
         self.implementation = "" if self.config.implementation == "native" else self.config.implementation
         self.threads = Threads(self.config, settings.threads) if self.device.type == "cpu" else None
@@ -136,7 +143,7 @@ class TorchExecutor:
         if self.threads is not None:
             torch.set_num_threads(self.threads.most)
         values = read_json(settings.folder / "config.json")
-        return roofline_of(settings, self.config, self.model, values, self.dtype, settings.kv_dtype(self.config))
+        return roofline_of(settings, self.whole, self.model, values, self.dtype, settings.kv_dtype(self.config))
 
     def recorder(self) -> StepRecorder:
         """Make a recorder of the steps between its `start` and its `stop`."""
@@ -172,11 +179,23 @@ class TorchExecutor:
         self.slots.write_tokens(plan.token_writes)
         if plan.device_drafts and self.draft is not None:
             self.draft.propose(plan)
+            if self.communicator is not None:
+                self._share_drafts(self.communicator, plan)
         begin = time.perf_counter()
         draws = self._compute(plan)
         if self.threads is not None:
             self.threads.observe(plan.num_tokens, time.perf_counter() - begin)
         return draws
+
+    def _share_drafts(self, communicator: Communicator, plan: StepPlan) -> None:
+        """Give all ranks the draft tokens of rank 0: rounding may differ from device to device."""
+        counts = np.array(plan.num_drafts)
+        slots = np.repeat(np.array(plan.slots), counts)
+        within = np.arange(len(slots)) - np.repeat(np.cumsum(counts) - counts, counts)
+        positions = np.repeat(np.array(plan.starts), counts) + 1 + within
+        places = self.slots.upload(slots * self.slots.tokens.shape[1] + positions)
+        tokens = self.slots.tokens.view(-1)
+        tokens[places] = communicator.all_gather(tokens[places])[0]
 
     def _compute(self, plan: StepPlan) -> StepDraws:
         columns = columns_of(plan)
@@ -227,5 +246,6 @@ class TorchExecutor:
 
 
 def build_executor(config: Config) -> TorchExecutor:
-    """Build an executor that has not loaded anything yet. Raises ConfigError naming a key that cannot be met."""
+    """Build an executor that has not loaded anything yet, of one device. Raises ConfigError naming a key that cannot be
+    met."""
     return TorchExecutor(executor_settings(config))

@@ -10,6 +10,7 @@ from inferengine.kernels.ops import Ops
 from inferengine.layers.decoder_config import DecoderConfig
 from inferengine.layers.linear import Linear
 from inferengine.layers.norm import HeadNorm, RMSNorm
+from inferengine.layers.parallel import ParallelRMSNorm
 from inferengine.layers.rotary import RopeConfig, head_order
 
 
@@ -116,7 +117,7 @@ def _in_order(gain: torch.Tensor, order: torch.Tensor | None) -> torch.Tensor:
     return gain if order is None else gain[..., order.to(gain.device)]
 
 
-def _wide_norm(ops: Ops, config: DecoderConfig, num_heads: int) -> RMSNorm | HeadNorm:
+def _wide_norm(ops: Ops, config: DecoderConfig, num_heads: int) -> RMSNorm | HeadNorm | ParallelRMSNorm:
     if config.wide_qk_norm == "all_heads":
         return RMSNorm(ops, num_heads * config.head_dim, config.norm_eps)
     return HeadNorm(num_heads, config.head_dim, config.norm_eps, parts=config.wide_qk_norm == "each_head_by_itself")

@@ -9,6 +9,7 @@ from torch import nn
 
 from inferengine.kernels.ops import Ops
 from inferengine.layers.norm import Norm, RMSNorm
+from inferengine.layers.parallel import LinearPart
 
 
 class Linear(nn.Module):
@@ -27,6 +28,7 @@ class Linear(nn.Module):
         self.weight: nn.Parameter | None = weight  # None once it is packed
         self.bias = nn.Parameter(torch.empty(sum(self.parts)), requires_grad=False) if bias else None
         self.order: torch.Tensor | None = None  # [out] row of the weight that gives each output; None: in their order
+        self.held: LinearPart | None = None  # which part of the weight it is; None: all of it
         self.is_reordered = False  # the weight's rows have been put in that order
         self.source: Any = None  # what a quantized checkpoint stores instead of `weight` (quantization/stored.py)
         self.packed: Any = None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 from torch.nn import functional
@@ -53,6 +55,7 @@ class HeadNorm(nn.Module):
         super().__init__()
         self.shape, self.eps = (num_heads, head_dim), eps
         self.parts = [head_dim] * num_heads if parts else [num_heads * head_dim]
+        self.held: Any = None  # Span of the heads that these are (layers/parallel.py); None: all of them
         size = (num_heads * head_dim,) if parts else self.shape
         self.weight = nn.Parameter(torch.empty(size), requires_grad=False)
 

@@ -82,7 +82,7 @@ def read_adapter(
                 place, kind = _place(key, name, model, targets)
                 tensor = stored.get_tensor(key)
                 _check_shape(tensor, kind, place, int(rank), model, name, key)
-                places.setdefault(place, {})[kind] = tensor.to(dtype)
+                places.setdefault(place, {})[kind] = _held(tensor, kind, place, model).to(dtype)
     except (OSError, SafetensorError):
         raise _refused(name, f"{WEIGHTS} is missing or no whole safetensors file") from None
     for place, pair in places.items():
@@ -138,10 +138,24 @@ def _check_shape(
 ) -> None:
     module = model.get_submodule(place.linear)
     assert isinstance(module, Linear)  # checked by `_place`
-    outputs = sum(module.parts) if place.part is None else module.parts[place.part]
-    wanted = (rank, module.in_features) if kind == "A" else (outputs, rank)
+    parts, inputs = module.parts, module.in_features
+    if module.held is not None:  # an adapter is one of the whole model
+        parts = [span.whole for span in module.held.outputs] or parts
+        inputs = inputs if module.held.inputs is None else module.held.inputs.whole
+    outputs = sum(parts) if place.part is None else parts[place.part]
+    wanted = (rank, inputs) if kind == "A" else (outputs, rank)
     if tuple(tensor.shape) != wanted:
         raise _refused(name, f"the tensor {key} has shape {list(tensor.shape)} where {list(wanted)} is due")
+
+
+def _held(tensor: torch.Tensor, kind: str, place: Place, model: nn.Module) -> torch.Tensor:
+    """What this rank needs of a factor: A is divided as the layer's inputs are, B as its outputs."""
+    module = model.get_submodule(place.linear)
+    assert isinstance(module, Linear)  # checked by `_place`
+    if module.held is None or (kind == "A") != (module.held.inputs is not None):
+        return tensor
+    cut = module.held.cut(place.part)
+    return tensor if cut is None else cut.of(tensor).contiguous()
 
 
 def _refused(name: str, message: str) -> InferEngineError:

@@ -15,13 +15,16 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from inferengine.models.decoder import WeightMap
+from inferengine.layers.norm import HeadNorm
+from inferengine.models.decoder import Target, WeightMap
 from inferengine.models.hf_config import read_json, refused
+from inferengine.models.parallel import cut_of
 
 INDEX = "model.safetensors.index.json"
 OTHERS = ("consolidated", "adapter_model")  # files to skip: the weights under Mistral's own names; a LoRA adapter
 LAYER = re.compile(r"\.(\d+)\.")
 ALIGNMENT = 64  # bytes: the widest vector of a CPU
+ELSEWHERE = -1  # in place of a part's number
 READABLE = (torch.float32, torch.float16, torch.bfloat16)
 Progress = Callable[[float], None]  # share done in [0, 1]
 
@@ -176,8 +179,16 @@ class _Loader:
         parameter = target.parameter.replace("{}", number.group(1) if number else "") if target else ""
         if target is None or parameter not in self.parameters:
             raise refused(f"the tensor {name} is unexpected: the model that config.json describes has no place for it")
-        place = self._place(parameter, target.part)
-        shape, wanted = list(shard.get_slice(name).get_shape()), list(place.shape)
+        part = self._held_part(parameter, target.part)
+        return 0 if part == ELSEWHERE else self._fill(shard, name, target, parameter, part)
+
+    def _fill(self, shard: Any, name: str, target: Target, parameter: str, part: int | None) -> int:
+        """Copy a tensor, or what this rank holds of it, to its place. Returns the size in bytes of what was read."""
+        place, cut = self._place(parameter, part), cut_of(self.model, parameter, part)
+        view = shard.get_slice(name)
+        shape, wanted = list(view.get_shape()), list(place.shape)
+        if cut is not None:
+            wanted[cut.dim] = cut.whole
         if target.stacked:
             projection: Any = self.model.get_submodule(parameter.rpartition(".")[0])
             experts = projection.num_experts
@@ -186,16 +197,22 @@ class _Loader:
             wanted[-2:] = reversed(wanted[-2:])
         if shape != wanted:
             raise refused(f"the tensor {name} has shape {shape} where config.json asks for {wanted}")
-        tensor = shard.get_tensor(name)
+        if cut is None:
+            tensor = shard.get_tensor(name)
+        else:
+            tensor = (cut._replace(dim=1 - cut.dim) if target.transpose else cut).of(view)
         if tensor.dtype not in READABLE:
             raise refused(f"the tensor {name} is stored as {tensor.dtype}, which this engine does not read")
-        for piece in self._covered(parameter, target.part):
+        for piece in self._covered(parameter, part):
             if piece not in self.missing:
                 raise refused(f"the tensor {name} fills a place that another tensor has filled already")
             del self.missing[piece]
         source = tensor.transpose(-2, -1) if target.transpose else tensor
         source = source.flatten(0, 1) if target.stacked else source
         if not place.is_meta:
+            if cut is not None and len(source) < len(place):  # a part of the vocabulary, padded
+                place, rest = place[: len(source)], place[len(source) :]
+                rest.zero_()
             place.copy_(source.float().add_(1.0) if target.plus_one else source)
         return _num_bytes(tensor)
 
@@ -207,10 +224,12 @@ class _Loader:
             source = getattr(module, "source", None)
             if source is not None and (name := source.missing()) is not None:
                 raise refused(f"the tensor {name} is missing from the checkpoint")
-        shared = self.parameters.get(self.map.targets[self.map.embedding].parameter)
+        embedding_name = self.map.targets[self.map.embedding].parameter
+        shared = self.parameters.get(embedding_name)
         if self.stored_head is not None and shared is not None and not shared.is_meta:
-            embedding = shared.data.cpu()
-            head = self.stored_head.to(embedding.dtype)
+            embedding, cut = shared.data.cpu(), cut_of(self.model, embedding_name, None)
+            head = (self.stored_head if cut is None else cut.of(self.stored_head)).to(embedding.dtype)
+            embedding = embedding if cut is None else embedding[: len(head)]
             if head.shape != embedding.shape or not torch.equal(head, embedding):
                 names = f"the tensor {self.map.head} differs from {self.map.embedding}"
                 raise refused(f"{names}, though config.json ties the two")
@@ -244,6 +263,13 @@ class _Loader:
             return data
         owner: Any = self.model.get_submodule(name.rpartition(".")[0])  # a Linear or a HeadNorm: they have parts
         return data.narrow(0, sum(owner.parts[:part]), owner.parts[part])
+
+    def _held_part(self, name: str, part: int | None) -> int | None:
+        """A part of the whole parameter as a part of what this rank holds; ELSEWHERE: another rank holds it."""
+        owner: Any = self.model.get_submodule(name.rpartition(".")[0])
+        if part is None or not isinstance(owner, HeadNorm) or owner.held is None:
+            return part
+        return part - owner.held.begin if owner.held.begin <= part < owner.held.end else ELSEWHERE
 
     def _covered(self, name: str, part: int | None) -> list[WeightPart]:
         """The pieces that a tensor for this part of a parameter fills."""

@@ -14,9 +14,18 @@ from typing import Any
 
 _MMAP_THRESHOLD = -3  # mallopt's M_MMAP_THRESHOLD
 LARGE_BLOCK = 512 * 1024
+PR_SET_PDEATHSIG = 1
 
 
 PAUSE_S = 1.0  # no timer of a process that runs comes so late
+
+
+def end_with_parent(number: int) -> None:
+    """From now on the kernel sends this process the signal when the thread that started it ends. Linux alone has
+    this."""
+    library = _library()
+    if hasattr(library, "prctl"):
+        library.prctl(PR_SET_PDEATHSIG, number, 0, 0, 0)
 
 
 def return_large_blocks() -> None:

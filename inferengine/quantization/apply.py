@@ -75,7 +75,12 @@ def _read_layout(
         if not isinstance(module, Linear | ExpertLinear):
             continue
         names = _checkpoint_names(f"{name}.weight", targets, len(module.parts))
-        parts = module.parts if len(names) == len(module.parts) else [sum(module.parts)]  # stored as one tensor
+        outputs, inputs = module.parts, module.in_features
+        held = module.held if isinstance(module, Linear) else None
+        if held is not None:  # a checkpoint has all of it
+            outputs = [span.whole for span in held.outputs] or outputs
+            inputs = inputs if held.inputs is None else held.inputs.whole
+        parts = outputs if len(names) == len(outputs) else [sum(outputs)]  # stored as one tensor
         plain = [layout.is_plain(each) for each in names]
         if all(plain):
             continue
@@ -87,7 +92,8 @@ def _read_layout(
             module.ops = table
         module.weight = None
         has_bias = module.bias is not None
-        module.source = StoredWeight(layout, module.in_features, parts, names, device, has_bias=has_bias)
+        cuts = [None if held is None else held.cut(part if len(parts) > 1 else None) for part in range(len(parts))]
+        module.source = StoredWeight(layout, inputs, parts, names, device, cuts, has_bias=has_bias)
 
 
 def _make_experts(model: nn.Module, scheme: str) -> None:

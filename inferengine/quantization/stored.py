@@ -10,8 +10,9 @@ from collections.abc import Callable
 import torch
 
 from inferengine.errors import ConfigError
+from inferengine.layers.parallel import Cut
 from inferengine.quantization.checkpoints.layout import Layout
-from inferengine.quantization.weight import QuantizedWeight, stack
+from inferengine.quantization.weight import QuantizedWeight, cut, stack
 
 
 class StoredWeight:
@@ -25,9 +26,12 @@ class StoredWeight:
         parts: list[int],
         names: list[str],
         device: torch.device,
+        cuts: list[Cut | None],
         *,
         has_bias: bool,
     ) -> None:
+        """`cuts[i]`: what this rank takes of part i; None: all of it."""
+        self.cuts = cuts
         self.layout, self.in_features, self.parts, self.names, self.device = layout, in_features, parts, names, device
         self.has_bias = has_bias
         self.tensors: list[dict[str, torch.Tensor]] = [{} for _ in parts]
@@ -57,12 +61,17 @@ class StoredWeight:
     def assemble(self) -> QuantizedWeight:
         """All parts as one weight on the device. Raises ConfigError naming a tensor that does not fit."""
         made, orders = [], []
-        for name, rows, tensors in zip(self.names, self.parts, self.tensors, strict=True):
+        for name, rows, tensors, part in zip(self.names, self.parts, self.tensors, self.cuts, strict=True):
             if "bias" in tensors and tensors.pop("bias").any():
                 raise ConfigError("model.path", f"the tensor {name}.bias is unexpected: this layer has none")
             try:
-                made.append(self.layout.assemble(tensors, rows, self.in_features))
-                orders.append(None if self.layout.order is None else self.layout.order(tensors, self.in_features))
+                order = None if self.layout.order is None else self.layout.order(tensors, self.in_features)
+                if order is not None and part is not None and part.dim == 1:
+                    raise ValueError(
+                        "its inputs are reordered (desc_act) and cannot be divided: set tensor_parallel = 1"
+                    )
+                made.append(cut(self.layout.assemble(tensors, rows, self.in_features), part))
+                orders.append(order)
             except ValueError as error:
                 raise ConfigError("model.path", f"{name} ({self.layout.name}): {error}") from None
         self.order = orders[0]

@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 import torch
 
+from inferengine.layers.parallel import Cut, Span
+
 FP8, INT8, INT4 = "fp8", "int8", "int4"  # kinds of codes
 FP8_MAX = 448.0  # largest finite e4m3 number
 
@@ -75,6 +77,32 @@ def by_row(weight: QuantizedWeight) -> QuantizedWeight:
     """The same with a scale for every row of a block."""
     repeated = weight.scales.repeat_interleave(weight.block.rows, 0)[: weight.shape[0]]
     return weight._replace(scales=repeated, block=Block(1, weight.block.columns))
+
+
+def cut(weight: QuantizedWeight, part: Cut | None) -> QuantizedWeight:
+    """A part of the rows or of the columns. Raises ValueError where it would cut a block of columns that shares a
+    scale; blocks of rows become rows' own where they are cut."""
+    if part is None:
+        return weight
+    if part.dim == 0:
+        if any(side % weight.block.rows for span in part.spans for side in (span.begin, span.end % part.whole)):
+            weight = by_row(weight)
+        rows = weight.block.rows
+        scaled = part._replace(spans=tuple(Span(s.begin // rows, -(-s.end // rows), s.whole) for s in part.spans))
+    else:
+        columns = weight.block.columns
+        if columns >= part.whole:
+            scaled = part._replace(spans=(Span(0, 1, 1),))
+        elif any(side % columns for span in part.spans for side in (span.begin, span.end % part.whole)):
+            raise ValueError(f"its groups of {columns} inputs do not divide among the ranks of engine.tensor_parallel")
+        else:
+            scaled = part._replace(
+                spans=tuple(Span(s.begin // columns, -(-s.end // columns), s.whole) for s in part.spans)
+            )
+    zeros = None if weight.zeros is None else scaled.of(weight.zeros)
+    codes = part.of(weight.codes.view(torch.uint8)).view(weight.codes.dtype)
+    block = weight.block._replace(columns=min(weight.block.columns, codes.shape[1]))
+    return weight._replace(codes=codes.contiguous(), scales=scaled.of(weight.scales), zeros=zeros, block=block)
 
 
 def blocks_of(weight: torch.Tensor, block: Block) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,12 @@ from inferengine.core.speculation.proposers import Proposer
 from inferengine.engine.core import EngineCore
 from inferengine.executor.torch_executor import build_executor
 from inferengine.sampling_params import SamplingParams
+from inferengine.structured_output.spec import GrammarSpec
 
 
 class Engine:
     """Loads a checkpoint and runs requests to their end. `budget` is the token budget of a step; `model` and `cache`
-    are further keys of those sections."""
+    are further keys of those sections. `build` makes the executor."""
 
     def __init__(
         self,
@@ -34,6 +36,7 @@ class Engine:
         cache: dict[str, Any] | None = None,
         proposer: Proposer | None = None,
         swap_is_cheap: bool = False,
+        build: Callable[[Config], Any] = build_executor,
         **options: Any,
     ) -> None:
         config = Config().with_values(
@@ -47,7 +50,7 @@ class Engine:
             cache={"num_blocks": num_blocks, "block_size": block_size, "swap_gib": 0.01, **(cache or {})},
             scheduler={"preemption": preemption},
         )
-        self.executor = build_executor(config)
+        self.executor = build(config)
         self.capacity = self.executor.load(lambda phase, share: None)
         if swap_is_cheap:  # so that a preempted sequence is swapped, whatever this machine's times are
             self.capacity = self.capacity._replace(swap_block_s=1e-9, prefill_token_s=1.0)
@@ -67,11 +70,11 @@ class Engine:
         self._uid = 0
 
     def submit(self, prompt: list[int], max_tokens: int = 64, **values: Any) -> int:
-        """Queue a request, greedy unless `temperature` says otherwise. Returns its uid."""
+        """Queue a request, greedy unless `temperature` says otherwise; `grammar` is a compiled one. Returns its uid."""
         self._uid += 1
         fork_of, seed = values.pop("fork_of", None), values.pop("seed", 0)
         adapter = values.pop("adapter", 0)
-        eos = frozenset(values.pop("eos", ()))
+        eos, grammar = frozenset(values.pop("eos", ())), values.pop("grammar", None)
         params = SamplingParams(**{"temperature": 0.0, **values})
         self.outputs[self._uid] = []
         self.logprobs[self._uid] = []
@@ -85,8 +88,11 @@ class Engine:
                 fork_of=fork_of,
                 eos_token_ids=eos,
                 adapter=adapter,
+                grammar=None if grammar is None else GrammarSpec("regex", ""),
             )
         )
+        if grammar is not None:
+            self.core.grammar_ready(self._uid, grammar)
         return self._uid
 
     def embed(self, prompt: list[int], pooling: str = "last", adapter: int = 0) -> int:

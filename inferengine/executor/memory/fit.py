@@ -19,6 +19,7 @@ from inferengine.executor.memory.plan import (
     block_bytes,
     device_budget_bytes,
     free_host_bytes,
+    heaviest,
     host_budget_bytes,
     plan_groups,
     weight_bytes,
@@ -40,6 +41,8 @@ def require_fit(settings: ExecutorSettings, plan: MemoryPlan, free_bytes: int | 
     it."""
     if free_bytes is None:
         free_bytes = free_device_bytes(settings.device)
+        if settings.device.type == "cpu":  # which all ranks share
+            free_bytes //= settings.tensor_parallel
     if reason := misfit(settings, plan, free_bytes):
         raise DoesNotFit(f"{settings.folder.name} does not fit: {reason}: {REMEDY}")
 
@@ -66,7 +69,7 @@ def loading_bytes(settings: ExecutorSettings, plan: MemoryPlan) -> int:
     values = read_json(settings.folder / "config.json")
     if settings.quantization == "none" or layout_of(values) is not None:
         return plan.weights
-    return weight_bytes(config, values, settings.compute_dtype(config))
+    return weight_bytes(config, values, settings.compute_dtype(config), shard=heaviest(settings))
 
 
 def least_resident_bytes(settings: ExecutorSettings, plan: MemoryPlan) -> int:
@@ -88,11 +91,12 @@ def _misfit_of_share(settings: ExecutorSettings, plan: MemoryPlan) -> str:
 
 def _misfit_of_host_cache(settings: ExecutorSettings, plan: MemoryPlan, left_bytes: int) -> str:
     """Why the KV cache of a CPU does not fit into what the weights leave; empty: it fits."""
-    config, _ = registry.read_model_config(settings.folder)
+    whole, _ = registry.read_model_config(settings.folder)
+    config = heaviest(settings).divide(whole)
     kv_dtype = settings.kv_dtype(config)
     budget = host_budget_bytes(max(0, left_bytes), settings.memory_fraction)
     if settings.draft_folder is not None:
-        draft = read_draft_config(settings.draft_folder, config, plan.cache.max_model_len)
+        draft = read_draft_config(settings.draft_folder, whole, plan.cache.max_model_len)
         budget = share_of_target(budget, config, draft)
     try:
         groups = plan_groups(config, plan.cache, kv_dtype, budget)

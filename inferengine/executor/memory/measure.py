@@ -16,18 +16,27 @@ from inferengine.executor.memory.kv_cache import SAMPLE_TOKENS, sample_tokens, s
 from inferengine.executor.memory.plan import (
     cache_settings,
     free_host_bytes,
+    heaviest,
     held_budget,
     host_budget_bytes,
     make_plan,
     plan_groups,
 )
 from inferengine.executor.speculation.draft_model import read_draft_config, share_of_target
+from inferengine.layers.decoder_config import DecoderConfig
+from inferengine.layers.parallel import Communicator
 
 SWAP_SAMPLE_TOKENS = 64  # of the prompt that the time per prefill token is measured with
 
 
+MOST_SHAPES = 128  # of steps with prompts to capture: more than there are
+
+
 class MeasuredRunner(StepRunner, Protocol):
     """An executor whose cache may be replaced: before it serves."""
+
+    whole: DecoderConfig  # of the model, of which `config` is this rank's part
+    communicator: Communicator | None  # to other ranks
 
     def allocate(self, groups: list[KVGroup], max_model_len: int, kv_dtype: torch.dtype | None = None) -> None:
         """Allocate a KV cache and the slots. `kv_dtype`: of the cache, where it is not the configured one."""
@@ -50,21 +59,23 @@ def size_cache(runner: MeasuredRunner, max_model_len: int) -> CacheSize:
 
     Raises DoesNotFit where not even one sequence has room.
     """
-    settings, config = runner.settings, runner.config
+    settings, config = runner.settings, heaviest(runner.settings).divide(runner.whole)
     kv_dtype = settings.kv_dtype(config)
     if kv_dtype != settings.compute_dtype(config):
         _set_kv_scales(runner, max_model_len)
     shapes: list[MixedShape] = []
     if runner.device.type == "cpu":
-        budget = host_budget_bytes(free_host_bytes(), settings.memory_fraction)
+        budget = host_budget_bytes(free_host_bytes() // settings.tensor_parallel, settings.memory_fraction)
     else:
         step = _step_bytes(runner, max_model_len)
         free, total = torch.cuda.mem_get_info(runner.device)
         plan = make_plan(settings, total)
         shapes = plan.prompt_shapes
         budget = held_budget(plan, settings.memory_fraction, total=total, free=free, step=step)
+    if runner.communicator is not None:
+        budget, shapes = _agree(runner.communicator, budget, shapes, runner.device)
     if settings.draft_folder is not None:
-        draft = read_draft_config(settings.draft_folder, config, max_model_len)
+        draft = read_draft_config(settings.draft_folder, runner.whole, max_model_len)
         budget = share_of_target(budget, config, draft)
     cache = cache_settings(settings, max_model_len)
     return CacheSize(plan_groups(config, cache, kv_dtype, budget), shapes)
@@ -101,8 +112,30 @@ def _set_kv_scales(runner: MeasuredRunner, max_model_len: int) -> None:
         block_updates=[BlockUpdates([slot] * len(blocks), blocks, blocks) for _ in groups],
     )
     runner.execute(plan).result()
-    set_scales(runner.model, runner.kv.magnitudes())
+    set_scales(runner.model, _largest(runner))
     runner.release()
+
+
+def _agree(
+    communicator: Communicator, budget: int, shapes: list[MixedShape], device: torch.device
+) -> tuple[int, list[MixedShape]]:
+    """The least budget of all ranks, and the shapes that all of them would capture: ranks must run each step alike."""
+    codes = [shape.decodes << 32 | shape.prompt_tokens for shape in shapes]
+    row = torch.full((1 + MOST_SHAPES,), -1, dtype=torch.int64)
+    row[: 1 + len(codes)] = torch.tensor([budget, *codes])
+    rows = communicator.all_gather(row.to(device)).tolist()
+    common = set.intersection(*(set(found[1:]) for found in rows))
+    agreed = [shape for shape, code in zip(shapes, codes, strict=True) if code in common]
+    return min(found[0] for found in rows), agreed
+
+
+def _largest(runner: MeasuredRunner) -> list[tuple[float, float]]:
+    """The largest key and value of each layer, over the heads of all ranks."""
+    found = runner.kv.magnitudes()
+    if runner.communicator is None:
+        return found
+    most = runner.communicator.all_gather(torch.tensor(found, device=runner.device)).amax(0)
+    return [(float(key), float(value)) for key, value in most.tolist()]
 
 
 def _step_bytes(runner: MeasuredRunner, max_model_len: int) -> int:

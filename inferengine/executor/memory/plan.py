@@ -26,8 +26,10 @@ from inferengine.kernels.ops import REFERENCE
 from inferengine.layers.decoder_config import DecoderConfig
 from inferengine.layers.linear import Linear
 from inferengine.layers.moe import ExpertLinear
+from inferengine.layers.parallel import Shard
 from inferengine.models import registry
 from inferengine.models.hf_config import read_json
+from inferengine.models.parallel import divide
 from inferengine.quantization.checkpoints import layout_of, mxfp4
 from inferengine.quantization.schemes import EIGHT_BIT_PRODUCTS, bytes_per_weight
 
@@ -35,6 +37,8 @@ logger = logging.getLogger(__name__)
 
 GIB = 1 << 30
 CUDA_CONTEXT_BYTES = 600 * (1 << 20)  # driver, kernels and libraries of one process, measured on Hopper
+COMMUNICATOR_BYTES = 400 * (1 << 20)  # buffers between a device and its peers, where there are any
+WHOLE = Shard()
 CONTEXTS = (1024, 4096, 8192, 32768, 131072)
 GRAPH_BYTES = 4 * (1 << 20)  # nodes of one captured step; its buffers are shared by all
 DEFAULT_CPU_SHARE = 0.25  # of free memory
@@ -86,12 +90,18 @@ class MemoryPlan(NamedTuple):
 
 
 def weight_bytes(
-    config: DecoderConfig, model_type_values: dict[str, object], dtype: torch.dtype, quantization: str = "none"
+    config: DecoderConfig,
+    model_type_values: dict[str, object],
+    dtype: torch.dtype,
+    quantization: str = "none",
+    shard: Shard = WHOLE,
 ) -> int:
     """Count the bytes of all parameters on a model built without memory; shared ones count once. `quantization` is the
-    configured scheme; that of a quantized checkpoint is in `model_type_values`, its config.json."""
+    configured scheme; that of a quantized checkpoint is in `model_type_values`, its config.json. `config` is the whole
+    model's, of which a rank holds the part `shard`."""
     with torch.device("meta"):
-        model = registry.family(model_type_values).build(REFERENCE, config)
+        model = registry.family(model_type_values).build(REFERENCE, shard.divide(config))
+        divide(model, config, shard)
     sizes = {id(parameter): float(parameter.numel() * dtype.itemsize) for parameter in model.parameters()}
     layout = layout_of(model_type_values)
     scheme = quantization if layout is None else layout.scheme
@@ -138,7 +148,8 @@ def _token_s(config: DecoderConfig, values: dict[str, object], settings: Executo
     """Estimated device seconds per token of a step; 0 without a CUDA device here, which keeps every shape."""
     if not torch.cuda.is_available():
         return 0.0
-    whole = weight_bytes(config, {**values, "quantization_config": None, "compression_config": None}, dtype)
+    values_in_floats = {**values, "quantization_config": None, "compression_config": None}
+    whole = weight_bytes(config, values_in_floats, dtype, shard=heaviest(settings))
     found = device_peaks(settings.device, dtype, weight_bytes=whole, tflops=settings.peak_tflops)
     if found is None:
         return 0.0
@@ -147,35 +158,38 @@ def _token_s(config: DecoderConfig, values: dict[str, object], settings: Executo
     scheme = settings.quantization if layout is None else layout.scheme
     tables = config.vocab_size * config.hidden_size * (1 if config.tied_embeddings else 2)
     idle = (1.0 - config.chosen_share) * config.num_expert_weights
-    operations = 2.0 * (whole // dtype.itemsize - tables - idle)
+    operations = 2.0 * (whole // dtype.itemsize - (tables + idle) / settings.tensor_parallel)
     return operations / peaks.operations_per_s / (faster if scheme in EIGHT_BIT_PRODUCTS else 1.0)
 
 
 def make_plan(settings: ExecutorSettings, device_bytes: int) -> MemoryPlan:
-    """Plan a device with `device_bytes`, of which nothing is taken yet. Raises ConfigError."""
-    config, _ = registry.read_model_config(settings.folder)
+    """Plan a device with `device_bytes`, of which nothing is taken yet: each device of a divided model. Raises
+    ConfigError."""
+    whole, _ = registry.read_model_config(settings.folder)
+    config = heaviest(settings).divide(whole)
     values = read_json(settings.folder / "config.json")
     dtype, kv_dtype = settings.compute_dtype(config), settings.kv_dtype(config)
     on_cuda = settings.device.type == "cuda"
     cache = cache_settings(settings, context_length(settings, config))
-    weights = weight_bytes(config, values, dtype, settings.quantization)
+    weights = weight_bytes(whole, values, dtype, settings.quantization, heaviest(settings))
     draft, draft_weights = None, 0
     if settings.draft_folder is not None:
-        draft = read_draft_config(settings.draft_folder, config, cache.max_model_len)
+        draft = read_draft_config(settings.draft_folder, whole, cache.max_model_len)
         draft_weights = weight_bytes(draft, read_json(settings.draft_folder / "config.json"), dtype)
     activations = activation_bytes(config, settings.max_num_batched_tokens, settings.max_num_seqs, dtype)
     slots, context, graphs = slot_bytes(config, cache), 0, 0
     shapes: list[MixedShape] = []
     if on_cuda:
-        context = CUDA_CONTEXT_BYTES
-        token_s = _token_s(config, values, settings, dtype)
+        context = CUDA_CONTEXT_BYTES + (COMMUNICATOR_BYTES if settings.tensor_parallel > 1 else 0)
+        token_s = _token_s(whole, values, settings, dtype)
         shapes = shapes_to_capture(settings.max_num_seqs, settings.max_num_batched_tokens, token_s)
         if settings.cuda_graphs and config.implementation == "native":
             graphs = graph_bytes(config, settings, dtype, shapes)
         taken = weights + draft_weights + activations + slots + context + graphs
         budget = device_budget_bytes(device_bytes, settings.memory_fraction, taken)
     else:
-        budget = host_budget_bytes(max(0, device_bytes - weights), settings.memory_fraction)
+        share = device_bytes // settings.tensor_parallel  # ranks share the host's memory
+        budget = host_budget_bytes(max(0, share - weights), settings.memory_fraction)
     full = window_bytes = 0
     for group, window in enumerate(config.group_windows):
         per_token = config.kv_bytes_per_token(group, kv_dtype.itemsize)
@@ -191,6 +205,11 @@ def make_plan(settings: ExecutorSettings, device_bytes: int) -> MemoryPlan:
     return MemoryPlan(
         weights, draft_weights, activations, slots, graphs, context, full, window_bytes, budget, groups, cache, shapes
     )
+
+
+def heaviest(settings: ExecutorSettings) -> Shard:
+    """Return the rank that holds the most of a divided model: what is planned for it is planned for all."""
+    return Shard(0, settings.tensor_parallel)
 
 
 def held_budget(plan: MemoryPlan, memory_fraction: float, *, total: int, free: int, step: int) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 
 from inferengine.core.step_time import AttentionGroup, ModelWork, Roofline
@@ -27,8 +29,11 @@ def roofline_of(
     kv_dtype: torch.dtype,
 ) -> Roofline | None:
     """Compute the roofline of a loaded model, in some 50 ms; None where its device's peaks are unknown. `values` are
-    those of config.json."""
-    num_bytes = weight_bytes(config, values, dtype, settings.quantization)
+    those of config.json, `config` is the whole model's. Of a divided model: what this rank's device does."""
+    num_bytes = weight_bytes(config, values, dtype, settings.quantization, settings.shard)
+    if settings.tensor_parallel > 1:
+        rows = settings.shard.vocabulary_rows(config)
+        config = dataclasses.replace(settings.shard.divide(config), vocab_size=rows)
     found = device_peaks(
         settings.device,
         dtype,

@@ -1,0 +1,159 @@
+"""Ranks: the processes beside rank 0. Starts them, tells them what to do and finds those that are lost.
+
+Each is a child of this process, in a process group of its own: a terminal's Ctrl-C does not reach it. It ends when its
+connection closes and, should it hang, with this process (PR_SET_PDEATHSIG). A rank that ends is seen at once; one that
+hangs sends no more signs of life, and counts as lost after SILENT_S. Before a rank has warmed up only its end counts:
+loading libraries and compiling may keep its interpreter for longer.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection, wait
+
+from inferengine.executor.parallel.messages import BEAT, FAILED, JOIN
+from inferengine.process.system import missed_s
+
+logger = logging.getLogger(__name__)
+
+BEAT_S = 0.5  # between two signs of life
+SILENT_S = 3.5
+LEAVE_S = 3.0  # for the ranks to end by themselves
+EXPLAIN_S = 1.0  # for the message of a rank that fails, when rank 0 has already noticed
+LOADING_S = 2.0  # for rank 0 to fail by itself, with an error of its own: most errors of loading are those of all ranks
+
+
+class Ranks:
+    """The processes of ranks 1 to `size` - 1. `send` belongs to one thread; `on_lost` is called once, in another."""
+
+    def __init__(self, size: int) -> None:
+        """Start the processes: they import torch meanwhile."""
+        self.size = size
+        self.lost: str | None = None  # why the ranks cannot go on
+        self.serving = False  # silence counts
+        self.on_lost: Callable[[str], None] = lambda reason: None
+        self._lost = threading.Event()
+        self._closing = False
+        self._busy = False  # they have been told to do something
+        self._store = os.memfd_create("ranks")
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._connections: list[Connection] = []
+        for rank in range(1, size):
+            ours, theirs = Pipe()
+            arguments = (rank, size, theirs.fileno(), os.getpid())
+            self._processes.append(
+                subprocess.Popen(
+                    [sys.executable, "-m", "inferengine.executor.parallel.worker", *map(str, arguments)],
+                    stdin=subprocess.DEVNULL,
+                    pass_fds=(theirs.fileno(), self._store),
+                    process_group=0,
+                )
+            )
+            theirs.close()
+            self._connections.append(ours)
+        for connection in self._connections:
+            connection.send_bytes(JOIN + self.store.encode())
+        self._watcher = threading.Thread(target=self._watch, name="inferengine-ranks", daemon=True)
+        self._watcher.start()
+
+    @property
+    def store(self) -> str:
+        """Path of the file through which the ranks meet: the same in all of them."""
+        return f"/proc/self/fd/{self._store}"
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids, from rank 1 on."""
+        return [process.pid for process in self._processes]
+
+    def send(self, message: bytes) -> None:
+        """Tell all of them. One that is lost is found by the watcher."""
+        self._busy = True
+        for connection in self._connections:
+            with suppress(OSError):
+                connection.send_bytes(message)
+
+    def explain(self) -> str | None:
+        """Why the ranks are lost, after an error of rank 0 that may come from that; None: they are not."""
+        self._lost.wait(EXPLAIN_S)
+        return self.lost
+
+    def close(self) -> None:
+        """End them. Any number of times."""
+        self._closing = True
+        for connection in self._connections:
+            with suppress(OSError):
+                connection.close()
+        self._end(LEAVE_S if self._busy else 0.0)  # one that still imports torch has nothing to lose
+        if self._store >= 0:
+            os.close(self._store)
+            self._store = -1
+
+    # -- the watcher's thread ----------------------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        seen_s = dict.fromkeys(self._connections, time.monotonic())
+        was_serving = False
+        while not self._closing:
+            due_s = time.monotonic() + BEAT_S
+            try:
+                ready = wait(self._connections, BEAT_S)
+            except OSError:
+                return  # closed meanwhile
+            now = time.monotonic()
+            paused_s = missed_s(now, due_s)
+            for connection in ready:
+                assert isinstance(connection, Connection)
+                try:
+                    message = connection.recv_bytes()
+                except (EOFError, OSError):
+                    self._lose(f"rank {1 + self._connections.index(connection)} has ended")
+                    return
+                if message[:1] == FAILED:
+                    reason = message[1:].decode("utf-8", "replace")
+                    self._lose(f"rank {1 + self._connections.index(connection)} failed: {reason}")
+                    return
+                if message == BEAT:
+                    seen_s[connection] = now
+            if not self.serving or not was_serving:
+                seen_s = dict.fromkeys(self._connections, now)
+            was_serving = self.serving
+            for index, connection in enumerate(self._connections):
+                seen_s[connection] += paused_s  # this process did not run either
+                if now - seen_s[connection] > SILENT_S:
+                    self._lose(f"rank {1 + index} gave no sign of life for {SILENT_S:g} s")
+                    return
+
+    def _lose(self, reason: str) -> None:
+        if self._closing:
+            return
+        self.lost = reason
+        if not self.serving:
+            self._lost.set()
+            time.sleep(LOADING_S)
+            if self._closing:
+                return
+        logger.critical("tensor parallelism: %s", reason)
+        self.on_lost(reason)
+        self._lost.set()
+        self._end(0.0)
+
+    def _end(self, leave_s: float) -> None:
+        """Wait for the processes, and kill those that do not end in time."""
+        deadline_s = time.monotonic() + leave_s
+        for process in self._processes:
+            try:
+                process.wait(max(0.0, deadline_s - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+        for process in self._processes:
+            with suppress(subprocess.TimeoutExpired):  # killed, and still in a driver's call
+                process.wait(LEAVE_S)

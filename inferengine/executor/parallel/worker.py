@@ -1,0 +1,148 @@
+"""The process of one rank beside rank 0: `python -m inferengine.executor.parallel.worker RANK SIZE DESCRIPTOR PARENT`.
+
+It does what rank 0 says, in the same order as rank 0 does it: the same executor with the same plans, on its own part
+of the model. It ends when its connection closes. Signals to stop are for rank 0, which finishes what runs first.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections import deque
+from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING, NoReturn
+
+from inferengine.executor.parallel import messages
+from inferengine.executor.parallel.ranks import BEAT_S
+from inferengine.process.system import end_with_parent
+
+if TYPE_CHECKING:
+    from inferengine.executor.parallel.communicator import TorchCommunicator
+    from inferengine.executor.sampling.sampler import StepDraws
+    from inferengine.executor.torch_executor import TorchExecutor
+
+MOST_BEHIND = 2  # steps whose results are not there yet: rank 0 has no more under way
+
+
+def main(rank: int, size: int, descriptor: int, parent: int) -> NoReturn:
+    """Run until the connection closes."""
+    end_with_parent(signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    connection = Connection(descriptor)
+    lock = threading.Lock()
+
+    def say(message: bytes) -> None:
+        with lock:
+            connection.send_bytes(message)
+
+    code = 0
+    try:
+        _Worker(rank, size, connection).run(say)
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        pass  # rank 0 has closed
+    except BaseException as error:
+        code = 1
+        try:
+            say(messages.FAILED + f"{type(error).__name__}: {error}"[:2000].encode())
+        except OSError:
+            code = 0  # an error of the end of rank 0
+    os._exit(code)  # without waiting for the device
+
+
+class _Worker:
+    def __init__(self, rank: int, size: int, connection: Connection) -> None:
+        self.rank, self.size, self.connection = rank, size, connection
+        self.store = ""
+        self.communicator: TorchCommunicator | None = None
+        self.executor: TorchExecutor | None = None
+        self.under_way: deque[StepDraws] = deque()
+
+    def run(self, say: object) -> None:
+        """Do what rank 0 says."""
+        assert callable(say)
+        threading.Thread(target=_beat, args=(say,), name="inferengine-beat", daemon=True).start()
+        import inferengine.executor.torch_executor  # noqa: F401  # seconds: while rank 0 does the same
+
+        while True:
+            message = self.connection.recv_bytes()
+            self.obey(message[:1], message[1:])
+
+    def obey(self, kind: bytes, payload: bytes) -> None:
+        """Do one thing."""
+        if kind == messages.JOIN:
+            self.store = payload.decode()
+            return
+        if kind == messages.CONFIGURE:
+            self.configure(payload)
+            return
+        executor = self.executor
+        assert executor is not None  # configured
+        if kind == messages.STEP:
+            self.step(executor, payload)
+        elif kind == messages.MASKS:
+            self.under_way[-1].provide_masks(bytearray(payload))
+        elif kind == messages.LOAD:
+            executor.load(_no_progress)
+        elif kind == messages.WARM_UP:
+            executor.warm_up(_no_progress)
+        elif kind == messages.ADD_ADAPTER:
+            assert executor.adapters is not None  # rank 0 has some
+            executor.adapters.add(executor.adapters.read(payload.decode()))
+        elif kind == messages.REMOVE_ADAPTER:
+            assert executor.adapters is not None  # rank 0 has some
+            executor.adapters.remove(int(payload))
+        elif kind == messages.CLOSE:
+            self.under_way.clear()
+            executor.close()
+            self.executor = None
+
+    def configure(self, payload: bytes) -> None:
+        """Make an executor that has not loaded anything yet."""
+        from inferengine.config import Config
+        from inferengine.executor.parallel.communicator import TorchCommunicator
+        from inferengine.executor.settings import executor_settings
+        from inferengine.executor.torch_executor import TorchExecutor
+        from inferengine.observability import logging as logs
+
+        config = Config().with_values(**messages.decode_configuration(payload))
+        logs.configure(config.log)
+        settings = executor_settings(config, rank=self.rank)
+        if self.communicator is None:
+            self.communicator = TorchCommunicator(self.store, self.rank, self.size, settings.device)
+        self.executor = TorchExecutor(settings, self.communicator)
+
+    def step(self, executor: TorchExecutor, payload: bytes) -> None:
+        """Launch a step. Nobody wants its result: rank 0 draws the same tokens."""
+        from inferengine.errors import InferEngineError
+
+        plan = messages.decode_plan(payload)
+        try:
+            self.under_way.append(executor.execute(plan))
+        except InferEngineError:  # found by every rank before anything is computed; rank 0 reports it
+            return
+        if len(self.under_way) > MOST_BEHIND:
+            self.under_way.popleft().result()
+
+
+def _no_progress(phase: str, share: float) -> None:
+    pass
+
+
+def _beat(say: object) -> None:
+    """Show that this process runs, for as long as the connection lasts."""
+    assert callable(say)
+    pause = threading.Event()
+    try:
+        while not pause.wait(BEAT_S):
+            say(messages.BEAT)
+    except OSError:
+        return
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:5]))

@@ -1,0 +1,81 @@
+"""Divides a model that is still on `meta` among ranks: says of each parameter what this rank holds, before loading, and
+exchanges results, after loading. No family knows of it; it serves all that are built of the shared decoder."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from inferengine.errors import ConfigError
+from inferengine.layers.attention import Attention
+from inferengine.layers.decoder_config import DecoderConfig
+from inferengine.layers.linear import Linear
+from inferengine.layers.mlp import MLP, GatedMLP
+from inferengine.layers.norm import HeadNorm
+from inferengine.layers.parallel import (
+    KEY,
+    Communicator,
+    Cut,
+    LinearPart,
+    ParallelRMSNorm,
+    Shard,
+    VocabularyParallelEmbedding,
+    VocabularyParallelHead,
+    summed,
+)
+from inferengine.models.decoder import DecoderModel
+from inferengine.models.llama import Llama
+
+
+def divide(model: DecoderModel, config: DecoderConfig, shard: Shard, communicator: Communicator | None = None) -> None:
+    """Prepare `model`, built of `shard.divide(config)`, for being loaded with this rank's part. `config` is the whole
+    model's. Without a communicator it can be measured and loaded but not run. Raises ConfigError."""
+    if shard.size == 1:
+        return
+    if not isinstance(model, Llama):
+        raise ConfigError(KEY, f"{config.model_type} is not built of the shared decoder: it runs on one device")
+    if config.moe is not None or config.sinks:
+        raise ConfigError(KEY, "a mixture of experts is not divided: it runs on one device")
+    queries, keys = (span.times(config.head_dim) for span in shard.heads(config))
+    width = shard.width(config)
+    for module in list(model.modules()):
+        if isinstance(module, Attention):
+            module.qkv.held = LinearPart((queries, keys, keys), is_interleaved=config.qkv_interleaved)
+            module.out.held = LinearPart(inputs=queries)
+            if config.wide_qk_norm == "all_heads":
+                module.q_wide = ParallelRMSNorm(queries, config.norm_eps, communicator)
+                module.k_wide = ParallelRMSNorm(keys, config.norm_eps, communicator)
+            elif config.wide_qk_norm:
+                for norm, span in zip((module.q_wide, module.k_wide), shard.heads(config), strict=True):
+                    assert isinstance(norm, HeadNorm)  # of each head
+                    norm.held = span
+        elif isinstance(module, GatedMLP):
+            module.gate_up.held, module.down.held = LinearPart((width, width)), LinearPart(inputs=width)
+        elif isinstance(module, MLP):
+            module.up.held, module.down.held = LinearPart((width,)), LinearPart(inputs=width)
+    rows, tokens, tied = shard.vocabulary_rows(config), shard.vocabulary(config), config.tied_embeddings
+    embed = VocabularyParallelEmbedding(model.embed, rows, tokens, communicator)
+    model.head = VocabularyParallelHead(
+        model.head, rows, tokens, config.hidden_size, embed if tied else None, communicator
+    )
+    model.embed = embed
+
+
+def exchange(model: nn.Module, communicator: Communicator) -> None:
+    """Sum the products of divided inputs over the ranks. After loading, and after adapters have been given room: what
+    they add is summed with the products."""
+    for module in model.modules():
+        if isinstance(module, Linear) and module.held is not None and module.held.inputs is not None:
+            module.ops = summed(module.ops, communicator)
+
+
+def cut_of(model: nn.Module, parameter: str, part: int | None) -> Cut | None:
+    """What this rank takes of the tensor for a parameter, or for one part of it. None: all of it."""
+    owner_name, _, kind = parameter.rpartition(".")
+    owner = model.get_submodule(owner_name)
+    if isinstance(owner, Linear):
+        return None if owner.held is None else owner.held.cut(part, is_bias=kind == "bias")
+    if isinstance(owner, VocabularyParallelEmbedding | VocabularyParallelHead | ParallelRMSNorm):
+        return Cut(0, (owner.span,), owner.span.whole)
+    if isinstance(owner, HeadNorm) and owner.held is not None and len(owner.weight.shape) == 2:
+        return Cut(0, (owner.held,), owner.held.whole)
+    return None

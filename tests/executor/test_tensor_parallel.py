@@ -1,0 +1,227 @@
+"""Two ranks give the tokens of one, and its log-probabilities within rounding: on the CPU, over gloo."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from inferengine.config import Config
+from inferengine.core.sequence import Sequence
+from inferengine.core.speculation.proposers import DraftModelProposer, Proposer
+from inferengine.errors import ConfigError
+from inferengine.executor.torch_executor import build_executor
+from inferengine.layers.parallel import Cut, LinearPart, Shard, Span
+from inferengine.quantization.schemes import fp8_blocks, int4_groups
+from inferengine.quantization.weight import Block, cut, dequantize
+from tests.core.builders import ThirdsGrammar
+from tests.executor.engine import Engine
+from tests.executor.parallel import Pair
+from tests.lora.adapters import write_adapter
+from tests.models.checkpoints import FAMILIES, make_model, model_of, save
+from tests.models.families import CASES, EVEN, MORE
+
+ODD = {**EVEN, "num_attention_heads": 5, "num_key_value_heads": 1, "intermediate_size": 75}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    **{name: FAMILIES[name] for name in ("llama", "qwen3", "gemma3", "gpt2")},
+    "olmo2": CASES["olmo2"][:2],
+    "phi3, five heads and one KV head": ("Phi3Config", ODD),
+    "pythia": CASES["pythia"][:2],
+    "stablelm, a norm for each head": MORE["stablelm, both"][:2],
+    "cohere, a norm of heads": CASES["cohere"][:2],
+}
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[Pair]:
+    made = Pair()
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(make_model("llama"), tmp_path_factory.mktemp("llama"))
+
+
+def prompts(seed: int = 1, lengths: tuple[int, ...] = (3, 37, 17, 29)) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [[rng.randrange(301) for _ in range(length)] for length in lengths]
+
+
+def both(folder: Path, pair: Pair, **values: Any) -> tuple[Engine, Engine]:
+    """The same engine on one rank and on two."""
+    return Engine(folder, **values), Engine(folder, build=pair.build, **values)
+
+
+def largest_difference(one: Engine, two: Engine, uids: list[int]) -> float:
+    found = [
+        (a, b)
+        for uid in uids
+        for first, second in zip(one.logprobs[uid], two.logprobs[uid], strict=True)
+        for a, b in zip(first.top_logprobs, second.top_logprobs, strict=True)
+    ]
+    assert found
+    return max(abs(a - b) for a, b in found)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_two_ranks_give_the_tokens_of_one(name: str, pair: Pair, tmp_path: Path) -> None:
+    """In chunks, preempted for lack of blocks, then again from cached prefixes."""
+    folder = save(model_of(*MODELS[name]), tmp_path)
+    one, two = both(folder, pair, budget=16, num_blocks=16)
+    outputs = [engine.generate(prompts(), 10) for engine in (one, two)]
+    assert outputs[0] == outputs[1]
+    uids = [[engine.submit(prompt, 10, logprobs=5) for prompt in prompts()] for engine in (one, two)]
+    assert one.run().outputs == two.run().outputs
+    assert largest_difference(one, two, uids[0]) < 1e-4
+    assert two.core.scheduler.stats.num_preemptions > 0
+
+
+def test_everything_that_a_request_may_ask_for(llama: Path, pair: Pair) -> None:
+    """Drawn tokens, penalties, forbidden tokens, grammars, prompt log-probabilities, embeddings."""
+    engines = both(llama, pair, max_num_seqs=8)
+    for engine in engines:
+        engine.submit(prompts(2, (6,))[0], 12, temperature=0.8, top_p=0.9, top_k=40, seed=7)
+        engine.submit(prompts(7, (8,))[0], 24, grammar=ThirdsGrammar())
+        engine.submit(prompts(3, (9,))[0], 12, temperature=1.0, seed=-5, presence_penalty=0.5, logit_bias=((3, 2.0),))
+        engine.submit(prompts(4, (9,))[0], 12, repetition_penalty=1.3, bad_words_ids=((5,), (7, 8)))
+        engine.submit(prompts(5, (70,))[0], 3, prompt_logprobs=2)
+        engine.embed(prompts(6, (40,))[0], "mean")
+        engine.run()
+    one, two = engines
+    assert one.outputs == two.outputs
+    assert two.core.scheduler.stats.num_forced_tokens > 0
+    assert one.embeddings.keys() == two.embeddings.keys() != set()
+    for uid, vector in one.embeddings.items():
+        torch.testing.assert_close(torch.tensor(two.embeddings[uid]), torch.tensor(vector), atol=1e-5, rtol=0)
+    for uid, items in one.prompt_logprobs.items():
+        found = [item.logprob for item in two.prompt_logprobs[uid]]
+        assert found == pytest.approx([item.logprob for item in items], abs=1e-4)
+
+
+class Foreknowledge:
+    """Proposes how a text went on before; every third time its last token is wrong. Implements Proposer."""
+
+    on_device = False
+
+    def __init__(self) -> None:
+        self.texts: list[list[int]] = []
+        self._calls = 0
+
+    def propose(self, sequence: Sequence, max_tokens: int) -> list[int]:
+        known = list(sequence.tokens)
+        found = next((text[len(known) :] for text in self.texts if text[: len(known)] == known), [])[:max_tokens]
+        self._calls += 1
+        return [*found[:-1], 0] if found and self._calls % 3 == 0 else found
+
+    def forget(self, sequence: Sequence) -> None:
+        pass
+
+
+@pytest.mark.parametrize("proposer", [Foreknowledge(), DraftModelProposer()])
+def test_draft_tokens_change_no_output(proposer: Proposer, llama: Path, pair: Pair) -> None:
+    """The draft model is the model itself."""
+
+    def drafting(build: Callable[[Config], Any]) -> Callable[[Config], Any]:
+        settings = {"method": "draft", "draft_model": str(llama)} if proposer.on_device else {}
+        return lambda config: build(config.with_values(speculation=settings))
+
+    engines = []
+    for build in (build_executor, pair.build):
+        engine = Engine(llama, build=drafting(build), proposer=proposer, max_drafts=3)
+        first = engine.generate(prompts(), 20)
+        if isinstance(proposer, Foreknowledge):
+            proposer.texts += [[*prompt, *output] for prompt, output in zip(prompts(), first, strict=True)]
+        assert engine.generate(prompts(), 20) == first
+        engine.submit(prompts()[0], 16, temperature=0.7, seed=11, grammar=ThirdsGrammar())
+        engine.run()
+        engines.append(engine)
+    one, two = engines
+    assert one.outputs == two.outputs
+    found = two.core.scheduler.snapshot()
+    assert 20 < found.num_drafts_accepted <= found.num_drafted
+
+
+def test_a_swapped_sequence_goes_on(llama: Path, pair: Pair) -> None:
+    one, two = both(llama, pair, num_blocks=14, preemption="swap", swap_is_cheap=True, prefix_caching=False)
+    assert one.generate(prompts(), 20) == two.generate(prompts(), 20)
+    assert two.core.scheduler.snapshot().num_blocks_swapped_out > 0
+
+
+def test_adapters_are_divided_with_their_layers(llama: Path, pair: Pair, tmp_path: Path) -> None:
+    names = ("q_proj", "v_proj", "o_proj", "gate_proj", "down_proj")
+    write_adapter(tmp_path / "some", make_model("llama"), targets=names)
+    one, two = both(llama, pair, model={"adapters": str(tmp_path)})
+    for engine in (one, two):
+        number = engine.executor.adapters.names()["some"]
+        for prompt, adapter in zip(prompts(), (number, 0, number, 0), strict=True):
+            engine.submit(prompt, 10, adapter=adapter)
+        engine.run()
+    assert one.outputs == two.outputs
+    assert one.generate(prompts()[:1], 10) != [one.outputs[1]], "the adapter changes nothing"
+
+
+def test_quantized_at_load_the_ranks_round_their_own_parts(llama: Path, pair: Pair) -> None:
+    """Each rank rounds what it holds: of a row that is divided, finer than the whole."""
+    two = Engine(llama, build=pair.build, model={"quantization": "int8"})
+    first = two.generate(prompts(), 8)
+    assert two.generate(prompts(), 8) == first
+    assert all(len(tokens) == 8 for tokens in first)
+
+
+# -- what a rank holds -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys", "size"), [(6, 2, 2), (5, 1, 2), (32, 8, 8), (12, 3, 8), (6, 3, 2), (8, 2, 4)]
+)
+def test_heads_are_divided_without_rest_and_repeated_where_they_are_few(queries: int, keys: int, size: int) -> None:
+    config = _config(queries, keys)
+    held = [Shard(rank, size).heads(config) for rank in range(size)]
+    assert [head for span, _ in held for head in range(span.begin, span.end)] == list(range(queries))
+    for span, own in held:
+        each = queries // keys
+        assert {head // each for head in range(span.begin, span.end)} == set(range(own.begin, own.end))
+        assert span.size % own.size == 0
+    assert max(span.size for span, _ in held) == held[0][0].size, "rank 0 is what memory is planned for"
+
+
+def test_what_does_not_divide_is_refused_by_its_key() -> None:
+    with pytest.raises(ConfigError, match="do not divide") as caught:
+        Shard(0, 8).divide(_config(4, 2))
+    assert caught.value.field == "engine.tensor_parallel"
+
+
+def test_a_tensor_that_holds_several_projections_is_cut_in_each() -> None:
+    part = LinearPart((Span(2, 4, 4), Span(1, 2, 2), Span(1, 2, 2)))
+    found = part.cut(None)
+    assert found is not None
+    assert found.of(torch.arange(8)).tolist() == [2, 3, 5, 7]
+
+
+@pytest.mark.parametrize("make", [fp8_blocks, int4_groups])
+@pytest.mark.parametrize("part", [Cut(0, (Span(64, 320, 512),), 512), Cut(1, (Span(128, 256, 256),), 256)])
+def test_part_of_a_quantized_weight_is_that_part_of_its_numbers(make: Any, part: Cut) -> None:
+    weight = make(torch.randn(512, 256, generator=torch.Generator().manual_seed(0)))
+    assert torch.equal(dequantize(cut(weight, part)), part.of(dequantize(weight)))
+
+
+def test_a_group_of_inputs_that_shares_a_scale_is_not_cut() -> None:
+    weight = int4_groups(torch.ones(8, 256))
+    assert weight.block == Block(1, 128)
+    with pytest.raises(ValueError, match="groups of 128"):
+        cut(weight, Cut(1, (Span(0, 96, 256),), 256))
+
+
+def _config(queries: int, keys: int) -> Any:
+    from inferengine.models import llama, registry
+
+    values = {**EVEN, "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu"}
+    values |= {"num_attention_heads": queries, "num_key_value_heads": keys, "head_dim": 10, "rms_norm_eps": 1e-6}
+    values = {name: value for name, value in values.items() if name != "initializer_range"}
+    return registry.config_of(values, llama)
