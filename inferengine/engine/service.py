@@ -45,7 +45,9 @@ DELIVERY_S = 2.0  # for the last messages to reach their readers
 IO_STOP_S = 5.0  # for the I/O thread to end
 FAILED_STOP_S = 2.0  # the same, in an engine that failed
 STALL_LOG_S = 2.0  # for a stall to be in the log; writing there may block
-SWITCH_INTERVAL_S = 0.001  # the I/O thread must not wait long for a loop that computes in Python
+# The I/O thread and the loop's thread wait for each other so long at most, for each message and each token: a loop that
+# plans and launches in Python makes every first token up to that much later.
+SWITCH_INTERVAL_S = 0.0002
 
 Build = Callable[[], Executor]
 ExitCodeOf = Callable[[BaseException], int]

@@ -72,16 +72,23 @@ class SimulatedExecutor:
         """Compute the tokens, and plan when the step is done."""
         for item in plan.admitted:
             self._seeds[item.slot] = item.seed & 0x7FFFFFFF
-        vocab, seeds = self._capacity.vocab_size, self._seeds
+        draw, seeds = self.draw, self._seeds
         tokens = [
-            (seeds[slot] + (start + count) * 7919) % vocab
+            draw(seeds[slot], start + count)
             for slot, start, count, draws in zip(plan.slots, plan.starts, plan.counts, plan.samples, strict=True)
             if draws
         ]
-        duration = self._step_s + self._token_s * plan.num_tokens
-        self._busy_until = max(self._busy_until, time.monotonic()) + duration
+        self._busy_until = max(self._busy_until, time.monotonic()) + self.seconds(plan)
         result = StepResult(tokens, embeddings=self._embeddings(plan) if plan.pooled else None)
         return _Done(result, self._busy_until, time.monotonic, plan.masked)
+
+    def draw(self, seed: int, position: int) -> int:
+        """Return the token at a position of a sequence."""
+        return (seed + position * 7919) % self._capacity.vocab_size
+
+    def seconds(self, plan: StepPlan) -> float:
+        """Return how long the device takes for a step."""
+        return self._step_s + self._token_s * plan.num_tokens
 
     def flush(self) -> None:
         """Do nothing: nothing is kept between requests."""

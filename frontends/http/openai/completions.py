@@ -116,9 +116,10 @@ async def read_prompts(
     most = limits.max_prompts if most is None else most
     if len(items) > most:
         raise InvalidRequest(field, f"at most {most} in one call")
-    prompts = []
+    prompts: list[list[int]] = []
     for name, item in zip(prompt_names(len(items), field), items, strict=True):
-        await asyncio.sleep(0)  # many short prompts are tokenized here: let other requests run in between
+        if prompts:
+            await asyncio.sleep(0)  # many short prompts are tokenized here: let other requests run in between
         if not isinstance(item, str | list):
             raise InvalidRequest(name, "must be a text or a list of token ids")
         if not isinstance(item, str):

@@ -11,7 +11,7 @@ from starlette.types import Message
 
 from frontends.common.event_loop import Coalescer
 from frontends.common.generation import Choice, Piece
-from frontends.http.respond import Relay
+from frontends.http.respond import KeepAlive, Relay
 from inferengine.client import Stream
 from inferengine.client.output import Finish, OutputCollector
 from inferengine.text import TextStream
@@ -177,5 +177,34 @@ def test_an_error_is_handed_to_whoever_answers() -> None:
         await broken.feed(ids("the fox"))
         with pytest.raises(RuntimeError, match="broken"):
             await broken.running
+
+    asyncio.run(run())
+
+
+def test_a_comment_is_written_again_and_again_until_the_stream_ends() -> None:
+    async def run() -> None:
+        socket = Socket()
+        with KeepAlive(socket.send, 0.001):
+            async with asyncio.timeout(60):
+                while len(socket.written) < 3:
+                    await asyncio.sleep(0.001)
+        before = len(socket.written)
+        assert set(socket.written) == {b": keep-alive\n\n"}
+        await asyncio.sleep(0.01)  # as long as several intervals
+        assert len(socket.written) == before
+
+    asyncio.run(run())
+
+
+def test_comments_do_not_pile_up_before_a_full_socket() -> None:
+    async def run() -> None:
+        socket = Socket(free=1)
+        with KeepAlive(socket.send, 0.001):
+            async with asyncio.timeout(60):
+                while socket.waiting is None:
+                    await asyncio.sleep(0.001)
+            blocked = socket.waiting
+            await asyncio.sleep(0.01)  # as long as several intervals
+            assert socket.waiting is blocked
 
     asyncio.run(run())
