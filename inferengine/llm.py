@@ -159,7 +159,7 @@ class LLM:
         card = read_model_card(self.config)
         self.tokenizer = Tokenizer.from_files(card.files)
         self.chat_template = ChatTemplate.from_files(card.files)
-        self._eos = frozenset(card.eos_token_ids)
+        self._eos, self._pooling = frozenset(card.eos_token_ids), card.pooling
         if self.config.engine.check_memory:
             wanted = executor_settings(self.config)
             require_fit(wanted, make_plan(wanted, device_memory(wanted.device)))
@@ -249,7 +249,7 @@ class LLM:
         Raises InvalidRequest naming the field of the first prompt that cannot run (then nothing has run), and
         InferEngineError when computing one fails.
         """
-        pooling = pooling or self.config.model.pooling
+        pooling = pooling or self._pooling
         if pooling not in POOLINGS:
             raise InvalidRequest("pooling", f"must be one of {', '.join(POOLINGS)}")
         listed = self._as_list(prompts)

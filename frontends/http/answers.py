@@ -172,6 +172,47 @@ class EmbeddingsAnswer(msgspec.Struct):
     usage: EmbeddingUsage
 
 
+class RerankDocument(msgspec.Struct):
+    """A text that was ranked."""
+
+    text: str
+
+
+class RerankResult(msgspec.Struct):
+    """A document, by its place in the request."""
+
+    index: int
+    relevance_score: float
+    document: RerankDocument | None = None
+
+
+class RerankAnswer(msgspec.Struct):
+    """Answer of /v1/rerank: the best first."""
+
+    id: str
+    model: str
+    results: list[RerankResult]
+    usage: EmbeddingUsage
+
+
+class ScoreEntry(msgspec.Struct):
+    """The score of a pair of texts."""
+
+    index: int
+    object: Literal["score"]
+    score: float
+
+
+class ScoreAnswer(msgspec.Struct):
+    """Answer of /v1/score."""
+
+    id: str
+    object: Literal["list"]
+    model: str
+    data: list[ScoreEntry]
+    usage: EmbeddingUsage
+
+
 class ModelAnswer(msgspec.Struct):
     """Answer of /v1/models/{model}."""
 
@@ -498,6 +539,8 @@ ANSWERS: dict[tuple[str, str], type[msgspec.Struct]] = {
     ("POST", "/v1/completions"): CompletionAnswer,
     ("POST", "/v1/chat/completions"): ChatCompletion,
     ("POST", "/v1/embeddings"): EmbeddingsAnswer,
+    ("POST", "/v1/rerank"): RerankAnswer,
+    ("POST", "/v1/score"): ScoreAnswer,
     ("POST", "/v1/responses"): ResponseAnswer,
     ("POST", "/v1/messages"): AnthropicMessage,
     ("POST", "/tokenize"): TokensAnswer,

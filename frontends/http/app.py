@@ -32,7 +32,7 @@ from frontends.http.openai.completions import completions
 from frontends.http.openai.embeddings import embeddings
 from frontends.http.openapi import openapi
 from frontends.http.respond import JsonBytes
-from frontends.http.routes import admin, api_pages, health
+from frontends.http.routes import admin, api_pages, health, rerank
 from frontends.http.routes.generate import generate, generate_text, infer
 from frontends.http.routes.index import index
 from frontends.http.routes.resume import cancel_stream, read_stream
@@ -73,6 +73,9 @@ ROUTES = (
     Route("/v1/messages", messages, methods=["POST"]),
     Route("/v1/messages/count_tokens", count_tokens, methods=["POST"]),
     Route("/v1/embeddings", embeddings, methods=["POST"]),
+    Route("/v1/rerank", rerank.rerank, methods=["POST"]),
+    Route("/v2/rerank", rerank.rerank, methods=["POST"], include_in_schema=False),
+    Route("/v1/score", rerank.score, methods=["POST"]),
     Route("/v1/generate", generate, methods=["POST"]),
     Route("/generate", generate_text, methods=["POST"]),
     Route("/infer/v1/completions", infer, methods=["POST"]),

@@ -344,6 +344,29 @@ class EmbeddingsFields(msgspec.Struct, frozen=True):
     user: Annotated[str | None, about("accepted and ignored")] = None
 
 
+_TEXTS = {"anyOf": [TEXT, array(TEXT, least=1)]}
+
+
+class RerankFields(msgspec.Struct, frozen=True):
+    """Of /v1/rerank alone."""
+
+    query: Annotated[str, about("what the documents are to answer")]
+    documents: Annotated[
+        list[Any], about("texts, or objects with a text", schema=array({"anyOf": [TEXT, OBJECT]}, least=1))
+    ]
+    top_n: Annotated[Positive | None, about("how many of the best are told; absent: all")] = None
+    return_documents: Annotated[bool, about("whether results have their texts")] = True
+    instruction: Annotated[str | None, about("what a reranker is to judge; absent: whether a passage answers")] = None
+
+
+class ScoreFields(msgspec.Struct, frozen=True):
+    """Of /v1/score alone."""
+
+    text_1: Annotated[Any, about("a text, or as many as text_2 has", schema=_TEXTS)]
+    text_2: Annotated[Any, about("a text or a list of texts", schema=_TEXTS)]
+    instruction: Annotated[str | None, about("what a reranker is to judge; absent: whether a passage answers")] = None
+
+
 class ResponsesFields(msgspec.Struct, frozen=True):
     """Of /v1/responses alone."""
 

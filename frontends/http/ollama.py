@@ -37,7 +37,7 @@ from frontends.http.anthropic import tool_input
 from frontends.http.bodies import read_json
 from frontends.http.openai.chat import read_chat
 from frontends.http.openai.completions import prompt_names
-from frontends.http.openai.embeddings import Embeddings
+from frontends.http.openai.embeddings import embedding_inputs
 from frontends.http.openai.format import as_chat
 from frontends.http.openai.request_fields import SAMPLING, read_options, read_params
 from frontends.http.respond import EventStream, JsonBytes
@@ -605,7 +605,7 @@ async def _embed(ask: _Ask, texts: Sequence[str], field: str, *, truncate: bool)
         most = MAX_TOKENS if truncate else None
         token_ids = await served.encode(text, config.limits, name=name, most=most)
         prompts.append(token_ids[: served.info.max_model_len] if truncate else token_ids)
-    call = Embeddings(engines, prompts, names, "", options)
+    call = embedding_inputs(engines, prompts, names, "", options)
     with ask.service.call(call, ask.request.receive):
         return await call.collect()
 

@@ -35,8 +35,10 @@ from frontends.http.bodies import (
     PromptLogprobsFields,
     PromptsFields,
     RecoveryFields,
+    RerankFields,
     ResponsesFields,
     SchedulingFields,
+    ScoreFields,
     StreamingFields,
     StructureFields,
     TokenizeFields,
@@ -90,6 +92,8 @@ COMMON = (
 )
 # The Structs of each route's body, by its path; with the fields that the route does not take.
 BODIES: dict[str, tuple[Any, ...]] = {
+    "/v1/rerank": (RerankFields, ModelFields, SchedulingFields),
+    "/v1/score": (ScoreFields, ModelFields, SchedulingFields),
     "/v1/embeddings": (EmbeddingsFields, ModelFields, TruncationFields, SchedulingFields, SpecialTokens),
     "/v1/completions": (PromptsFields, CompletionFields, *SAMPLING, *COMMON),
     "/v1/chat/completions": (Conversation, ChatFields, *SAMPLING, *COMMON),
@@ -127,6 +131,8 @@ _QUESTION = [{"role": "user", "content": "What is a KV cache?"}]
 # A body of each route that works as it stands: what the API pages send when a reader tries the route.
 EXAMPLES: dict[str, dict[str, Any]] = {
     "/v1/embeddings": {"input": ["What is a KV cache?"], "encoding_format": "float"},
+    "/v1/rerank": {"query": "What is a KV cache?", "documents": ["Keys and values of tokens.", "A small bird."]},
+    "/v1/score": {"text_1": "What is a KV cache?", "text_2": ["Keys and values of tokens.", "A small bird."]},
     "/v1/completions": {"prompt": "Once upon a time", "max_tokens": 40},
     "/v1/chat/completions": {"messages": _QUESTION, "max_completion_tokens": 60},
     "/v1/responses": {"input": "What is a KV cache?", "max_output_tokens": 60},

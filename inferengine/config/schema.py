@@ -58,9 +58,10 @@ class ModelConfig:
         ("none", "fp8", "fp8_tensor", "fp8_block", "int8", "int8_w8a8", "int4"),
     )
     pooling: str = _key(
-        "last",
-        "embeddings: the last token's final hidden state, or the mean over the prompt",
-        ("last", "mean"),
+        "auto",
+        "embeddings: the last token's final hidden state, or the mean over the prompt; auto: as the model's own "
+        "files for sentence-transformers say, else last",
+        ("auto", "last", "mean"),
     )
     adapters: str = _key(
         "", "folder of LoRA adapters, one sub-folder each; each is served as a model of its sub-folder's name"
@@ -270,6 +271,12 @@ class HttpConfig:
         "auto",
         "separate reasoning from the answer, by the marks of this format; auto: as the chat template has them",
         ("auto", "think", "mistral", "seed_oss", "granite", "kimi", "harmony", "off"),
+    )
+    rerank: str = _key(
+        "auto",
+        "how /v1/rerank and /v1/score judge: the model's yes against its no (Qwen3-Reranker), or the cosine of "
+        "embeddings; auto: yes_no where the model's name has rerank in it",
+        ("auto", "yes_no", "cosine"),
     )
     cors_origins: str = _key("", "web origins that may call this API, comma-separated; *: any; empty: none")
     max_header_bytes: int = _key(64 * 1024, "largest request line plus headers", minimum=1024)

@@ -202,7 +202,7 @@ class EngineService:
             limits.num_kv_tokens,
             str(getattr(executor, "dtype", self.config.model.dtype)).removeprefix("torch."),
             embedding_size=capacity.embedding_size,
-            pooling=self.config.model.pooling if capacity.embedding_size else "",
+            pooling=self._card.pooling if capacity.embedding_size else "",
             implementation=getattr(executor, "implementation", ""),
         )
         self.lifecycle.mark("measuring the device")

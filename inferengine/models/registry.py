@@ -44,6 +44,7 @@ def read_model_config(folder: Path) -> tuple[DecoderConfig, ModelFamily]:
 def config_of(values: dict[str, Any], module: ModelFamily) -> DecoderConfig:
     """Turn a decoded config.json into a DecoderConfig. Raises ConfigError naming a key that is not supported."""
     reader = ConfigReader(values)
+    reader.expect("is_causal", True)  # embedding models made of decoders may look at later tokens
     config = module.read_config(reader)
     reader.value("quantization_config"), reader.value("compression_config")  # read by quantization/checkpoints
     reader.finish()

@@ -16,7 +16,7 @@ import zmq
 
 from inferengine.config import Config
 from inferengine.core.executor import Capacity, Executor
-from inferengine.engine.model_info import ModelCard
+from inferengine.engine.model_info import ModelCard, pooling_of
 from inferengine.engine.service import EngineService
 from inferengine.observability.tracing import Tracing
 from inferengine.simulation.simulated_executor import SimulatedExecutor, make_capacity
@@ -41,10 +41,10 @@ TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
 _numbers = itertools.count()
 
 
-def make_card(name: str = "simulated") -> ModelCard:
+def make_card(name: str = "simulated", pooling: str = "last") -> ModelCard:
     config = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": TEMPLATE}
     files = {"tokenizer.json": byte_level().to_str().encode(), "tokenizer_config.json": json.dumps(config).encode()}
-    return ModelCard(name, Path("/nowhere"), files, fingerprint(files), ())
+    return ModelCard(name, Path("/nowhere"), files, fingerprint(files), (), pooling)
 
 
 def small_capacity(**sizes: int) -> Capacity:
@@ -65,7 +65,9 @@ def run_service(
     with tempfile.TemporaryDirectory(prefix="ie-") as folder:
         config = make_config(folder, **sections)
         make = build or (lambda: SimulatedExecutor(small_capacity(), step_s=step_s))
-        service = EngineService(config, card or make_card(), make, tracing=tracing)
+        service = EngineService(
+            config, card or make_card(pooling=pooling_of(config, Path("/nowhere"))), make, tracing=tracing
+        )
         service.start()
         try:
             wait_until(lambda: service.lifecycle.state == "READY" or service.wait(0.0) is not None)

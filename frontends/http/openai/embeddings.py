@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import base64
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
-from typing import Any
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import Any, Generic, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
@@ -62,7 +62,7 @@ async def embeddings(request: Request) -> Response:
     prompts = await read_prompts(body, served, config.limits, field="input", most=most, keep=keep)
     names = prompt_names(len(prompts), "input")
     engines = service.engines_for(request, served, detachable=False)
-    call = Embeddings(engines, prompts, names, pooling, options)
+    call = embedding_inputs(engines, prompts, names, pooling, options)
     with service.call(call, request.receive):
         found = await call.collect()
     describe_embeddings(request.scope, found, dimensions)
@@ -104,34 +104,37 @@ IN_FLIGHT = 256  # inputs of one call: a whole batch of an engine, and not a lon
 BUSY = ("overloaded", "rate_limited")
 
 
-class Embeddings:
-    """The inputs of one call: those that wait, those that run, and the vectors found. An engine without room for all of
+Answer = TypeVar("Answer")
+
+
+class Inputs(Generic[Answer]):
+    """The inputs of one call: those that wait, those that run, and the answers found. An engine without room for all of
     them at a time gets fewer: a worker whose input is refused gives it back and ends, and only a refusal of the last
     worker ends the call."""
 
     def __init__(
         self,
-        engine: Submitter,
+        ask: Callable[[Sequence[int], dict[str, Any]], Submission],
+        read: Callable[[Submission, Sequence[int], dict[str, Any]], Awaitable[Answer]],
         prompts: Sequence[Sequence[int]],
         names: Sequence[str],
-        pooling: str,
         options: Options,
     ) -> None:
-        """`names[i]` is what the request calls `prompts[i]`: an input that an engine refuses is refused under it.
-        `pooling` empty: the engine's own."""
-        self._engine = engine
+        """`ask` submits a prompt with further arguments, `read` waits for its answer. `names[i]` is what the request
+        calls `prompts[i]`: an input that an engine refuses is refused under it."""
+        self._ask = ask
+        self._read = read
         self._prompts = prompts
         self._names = names
-        self._pooling = pooling
         self._options = options
         self._waiting = deque(range(len(prompts)))
-        self._found: dict[int, Embedding] = {}
+        self._found: dict[int, Answer] = {}
         self._open: set[Submission] = set()
         self._num_workers = min(IN_FLIGHT, len(prompts))
         self._began_s = 0.0
         self._error: InferEngineError | None = None
 
-    async def collect(self) -> list[Embedding]:
+    async def collect(self) -> list[Answer]:
         """All of them. The failure of one is the call's; the others are cancelled then. Raises InferEngineError."""
         self._began_s = asyncio.get_running_loop().time()
         workers = [asyncio.create_task(self._work()) for _ in range(self._num_workers)]
@@ -162,7 +165,7 @@ class Embeddings:
         while self._waiting:
             index, alone = self._waiting.popleft(), self._num_workers == 1
             try:
-                self._found[index] = await self._embed(index)
+                self._found[index] = await self._answer(index)
             except InferEngineError as error:
                 if alone or error.code not in BUSY:
                     raise
@@ -171,30 +174,40 @@ class Embeddings:
                     break
         self._num_workers -= 1
 
-    async def _embed(self, index: int) -> Embedding:
+    async def _answer(self, index: int) -> Answer:
         if self._error is not None:
             raise self._error
         options, deadline_s = self._options, self._options.deadline_s
         if deadline_s is not None:
             deadline_s -= asyncio.get_running_loop().time() - self._began_s
-        submission = self._engine.submit(
-            self._prompts[index],
-            None,
-            reply="embedding",
-            pooling=self._pooling,
-            priority=options.priority,
-            tenant=options.tenant,
-            salt=options.salt,
-            deadline_s=deadline_s,
-            label=options.label,
-        )
+        arguments = {
+            "priority": options.priority,
+            "tenant": options.tenant,
+            "salt": options.salt,
+            "deadline_s": deadline_s,
+            "label": options.label,
+        }
+        submission = self._ask(self._prompts[index], arguments)
         self._open.add(submission)
         try:
-            embedding = await submission.embedding()
+            answer = await self._read(submission, self._prompts[index], arguments)
         except InferEngineError as error:
             if error.field == "prompt":
                 error.field = self._names[index]
             self._open.discard(submission)
             raise
         self._open.discard(submission)
-        return embedding
+        return answer
+
+
+def embedding_inputs(
+    engine: Submitter, prompts: Sequence[Sequence[int]], names: Sequence[str], pooling: str, options: Options
+) -> Inputs[Embedding]:
+    """Make a call for embeddings. `pooling` empty: the engine's own."""
+    return Inputs(
+        lambda prompt, arguments: engine.submit(prompt, None, reply="embedding", pooling=pooling, **arguments),
+        lambda submission, prompt, arguments: submission.embedding(),
+        prompts,
+        names,
+        options,
+    )

@@ -336,7 +336,7 @@ class Intake:
         self._counters = counters
         self._texts = texts
         self._adapters = adapters
-        self._eos = frozenset(card.eos_token_ids)
+        self._eos, self._pooling = frozenset(card.eos_token_ids), card.pooling
         self._seeds = random.Random(config.engine.seed or None)
         self._next_uid = 1
         self._pending = PendingSubmissions(
@@ -391,7 +391,7 @@ class Intake:
                 detached=message.detached,
                 label=message.label,
                 note=message.note,
-                pooling=(message.pooling or self._config.model.pooling) if message.reply == "embedding" else None,
+                pooling=(message.pooling or self._pooling) if message.reply == "embedding" else None,
                 traceparent=message.traceparent,
             )
             deadline_s = None if message.deadline_ms is None else now + message.deadline_ms / 1e3

@@ -30,6 +30,8 @@ PAGE = (ROOT / "docs" / "parameters.md").read_text(encoding="utf-8")
 TABLES = bodies(LimitsConfig())
 GOOD: dict[str, dict[str, Any]] = {
     "/v1/embeddings": {"input": "say"},
+    "/v1/rerank": {"query": "say", "documents": ["one", "two"]},
+    "/v1/score": {"text_1": "say", "text_2": ["one", "two"]},
     "/v1/completions": {"prompt": "say"},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "hi"}]},
     "/v1/responses": {"input": "hi"},

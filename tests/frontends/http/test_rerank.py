@@ -1,0 +1,136 @@
+"""POST /v1/rerank and /v1/score: cosines of embeddings, and the yes and no of a reranker."""
+
+from __future__ import annotations
+
+import json
+import math
+from array import array
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from inferengine.client.output import TokenLogprobs
+from inferengine.simulation.simulated_executor import simulated_embedding
+from inferengine.text import Tokenizer
+from inferengine.wire.messages import Submit
+from tests.frontends.http.builders import House, house, ids
+from tests.frontends.scripted_engine import EMBEDDING_SIZE, FILES, Script, ScriptedEngine, model_info
+
+TEXTS = ["The cat sat on the mat.", "one", "A queue of people."]
+
+
+def vector(text: str) -> list[float]:
+    return array("f", simulated_embedding(len(ids(text)), False, EMBEDDING_SIZE)).tolist()
+
+
+def cosine(one: str, other: str) -> float:
+    return sum(a * b for a, b in zip(vector(one), vector(other), strict=True))
+
+
+def ask(served: House, path: str, **body: Any) -> dict[str, Any]:
+    response = served.post(path, **body)
+    assert response.status_code == 200, response.text
+    return dict(response.json())
+
+
+def test_documents_are_sorted_by_the_cosine_of_their_embeddings(served: House) -> None:
+    answer = ask(served, "/v1/rerank", query="say", documents=[TEXTS[0], {"text": TEXTS[1]}, TEXTS[2]], model="tiny")
+    found = {result["index"]: result["relevance_score"] for result in answer["results"]}
+    assert found == pytest.approx({place: cosine("say", text) for place, text in enumerate(TEXTS)})
+    scores = [result["relevance_score"] for result in answer["results"]]
+    assert scores == sorted(scores, reverse=True)
+    assert all(result["document"]["text"] == TEXTS[result["index"]] for result in answer["results"])
+    assert answer["usage"]["total_tokens"] == sum(len(ids(text)) for text in ("say", *TEXTS))
+
+
+def test_the_best_may_be_told_without_their_texts(served: House) -> None:
+    whole = ask(served, "/v2/rerank", query="say", documents=TEXTS)["results"]
+    best = ask(served, "/v1/rerank", query="say", documents=TEXTS, top_n=2, return_documents=False)["results"]
+    assert best == [{key: result[key] for key in ("index", "relevance_score")} for result in whole[:2]]
+
+
+def test_one_text_or_pairs_of_texts_are_scored(served: House) -> None:
+    answer = ask(served, "/v1/score", text_1="say", text_2=TEXTS)
+    assert [one["score"] for one in answer["data"]] == pytest.approx([cosine("say", text) for text in TEXTS])
+    assert [(one["index"], one["object"]) for one in answer["data"]] == [(0, "score"), (1, "score"), (2, "score")]
+    pairs = ask(served, "/v1/score", text_1=TEXTS, text_2=TEXTS[::-1])
+    expected = [cosine(*both) for both in zip(TEXTS, TEXTS[::-1], strict=True)]
+    assert [one["score"] for one in pairs["data"]] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "field"),
+    [
+        ("/v1/rerank", {"documents": TEXTS}, "query"),
+        ("/v1/rerank", {"query": "say", "documents": []}, "documents"),
+        ("/v1/rerank", {"query": "say", "documents": ["one", ""]}, "documents[1]"),
+        ("/v1/rerank", {"query": "say", "documents": [{"image": "x"}]}, "documents[0]"),
+        ("/v1/rerank", {"query": "say", "documents": TEXTS, "top_n": 0}, "top_n"),
+        ("/v1/rerank", {"query": "say", "documents": TEXTS, "instruction": "judge"}, "instruction"),
+        ("/v1/score", {"text_1": TEXTS[:2], "text_2": TEXTS}, "text_1"),
+        ("/v1/score", {"text_1": "say"}, "text_2"),
+        ("/v1/score", {"text_1": "say", "text_2": ["one", 5]}, "text_2[1]"),
+        ("/v1/score", {"text_1": "say", "text_2": ["one", "the " * 3000]}, "text_2[1]"),
+    ],
+)
+def test_bad_input_is_named(served: House, path: str, body: dict[str, Any], field: str) -> None:
+    response = served.post(path, **body)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, field)
+
+
+# -- a reranker --------------------------------------------------------------------------------------------------------
+
+YES, NO = 302, 303  # added to the vocabulary
+
+
+def reranker_files() -> dict[str, bytes]:
+    tokenizer = json.loads(FILES["tokenizer.json"])
+    plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": False}
+    tokenizer["added_tokens"] += [{"id": YES, "content": "yes", **plain}, {"id": NO, "content": "no", **plain}]
+    return {**FILES, "tokenizer.json": json.dumps(tokenizer).encode()}
+
+
+def judge(submit: Submit, choice: int) -> Script:
+    """Says yes to what has a cat in it. To a mat it says no so surely that yes is not among the likeliest."""
+    prompt = Tokenizer.from_files(reranker_files()).decode(array("I", submit.prompt or b"").tolist())
+    allowed = dict(submit.params)["allowed_token_ids"]
+    if len(allowed) == 1:
+        return Script([allowed[0]], logprobs=[TokenLogprobs(-9.0, 40, [NO], [-0.5])])
+    if "mat" in prompt:
+        return Script([NO], logprobs=[TokenLogprobs(-0.5, 1, [NO], [-0.5])])
+    best, other = (YES, NO) if "cat" in prompt else (NO, YES)
+    return Script([best], logprobs=[TokenLogprobs(-0.1, 1, [best, other], [-0.1, -2.5])])
+
+
+@pytest.fixture
+def reranker() -> Iterator[House]:
+    files = reranker_files()
+    with house(running=False) as built:
+        built.engine = ScriptedEngine(
+            built.address, judge, files=files, info=model_info(files, name="my-Reranker-0.6B")
+        )
+        built.engine.start()
+        yield built
+
+
+def test_a_reranker_is_asked_for_yes_or_no(reranker: House) -> None:
+    texts = ["a dog", "a cat", "a mat"]
+    answer = ask(reranker, "/v1/rerank", query="pets", documents=texts, instruction="Is it a pet?")
+    found = {result["index"]: result["relevance_score"] for result in answer["results"]}
+    assert found == pytest.approx({0: sigmoid(-2.4), 1: sigmoid(2.4), 2: sigmoid(-8.5)})
+    assert [result["index"] for result in answer["results"]] == [1, 0, 2]
+    decode = Tokenizer.from_files(reranker_files()).decode
+    prompt = decode(array("I", reranker.engine.submits[0].prompt or b"").tolist())
+    assert "<Instruct>: Is it a pet?\n<Query>: pets\n<Document>: a dog" in prompt
+
+
+def sigmoid(value: float) -> float:
+    return 1 / (1 + math.exp(-value))
+
+
+def test_a_model_without_the_words_is_no_reranker() -> None:
+    with house(http={"rerank": "yes_no"}) as built:
+        response = built.post("/v1/score", text_1="a", text_2="b")
+        assert response.status_code == 400
+        assert "set http.rerank = cosine" in response.json()["error"]["message"]
