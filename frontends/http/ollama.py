@@ -638,9 +638,8 @@ class LineStream(EventStream):
         headers = [(b"content-type", b"application/x-ndjson"), (b"cache-control", b"no-store")]
         with self._resources:
             await send({"type": "http.response.start", "status": 200, "headers": headers})
-            async for last in self._relay(scope.get("plain_send", send), scope["request_id"]):
-                await send({"type": "http.response.body", "body": last, "more_body": True})
-            await send({"type": "http.response.body", "body": b""})
+            last = await self._relay(scope.get("plain_send", send), scope["request_id"])
+            await send({"type": "http.response.body", "body": last})
             if self._call.client_gone and not self._complete:
                 scope["status"] = 499
 

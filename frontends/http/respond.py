@@ -1,11 +1,11 @@
 """A generation as an HTTP answer: one document, or Server-Sent Events; cancelled when the client goes away.
 
-sse-starlette gives a stream its headers and its end. `RunningCall` watches for the client's leaving and ends the
-generation, which ends the stream; a timer writes keep-alive comments. So a stream needs no tasks beside the request's
-own: sse-starlette's four were a quarter of what a request costs. The events between go straight to the server: yielded
-by a task to sse-starlette one costs 14 us of CPU, written by `Relay` 5.5 us, reading the token included (measured with
-a server that takes everything at once). At the design figure, 30,000 events a second from one core, an event may cost
-33 us in all.
+sse-starlette gives a stream its headers. `RunningCall` watches for the client's leaving and ends the generation, which
+ends the stream; a timer writes keep-alive comments; the last event and the end are one write. So a stream needs no
+tasks beside the request's own: sse-starlette's four were a quarter of what a request costs. The events go straight to
+the server: yielded by a task to sse-starlette one costs 14 us of CPU, written by `Relay` 5.5 us, reading the token
+included (measured with a server that takes everything at once). At the design figure, 30,000 events a second from one
+core, an event may cost 33 us in all.
 
 `Relay` writes a single choice without a task: a reader that is a task costs a future, a wake-up and the walk through
 every coroutine between the server and the stream, per token. Streams that have news are noted while a message of the
@@ -19,7 +19,7 @@ import asyncio
 import contextlib
 import logging
 import types
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Sequence
 from typing import Any, Protocol
 
 from sse_starlette import EventSourceResponse, ServerSentEvent
@@ -104,6 +104,9 @@ async def answer(
         return JsonBytes(document)
 
 
+EVENT_HEADERS = EventSourceResponse(iter(())).raw_headers
+
+
 class EventStream(Response):
     """The ASGI application that relays a generation as events."""
 
@@ -130,15 +133,16 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the answer as Server-Sent Events."""
         with self._resources:
+            await send({"type": "http.response.start", "status": 200, "headers": list(EVENT_HEADERS)})
             plain_send = scope.get("plain_send", send)
-            response = EventResponse(self._relay(plain_send, scope["request_id"]), sep="\n")
             with KeepAlive(plain_send, self._service.config.http.keep_alive_s):
-                await response(scope, receive, send)
+                last = await self._relay(plain_send, scope["request_id"])
+            await plain_send({"type": "http.response.body", "body": last, "more_body": False})
             if self._call.client_gone and not self._complete:
                 scope["status"] = 499
 
-    async def _relay(self, send: Send, request_id: str) -> AsyncIterator[bytes]:
-        """Give sse-starlette the last event only; those before it are sent from here (see this module's docstring)."""
+    async def _relay(self, send: Send, request_id: str) -> bytes:
+        """Send the events as they come, and return the last one; none to a client that has left."""
         generation, format = self._generation, self._format
         try:
             source = generation.choices[0].source
@@ -159,11 +163,11 @@ class EventStream(Response):
             logger.exception("a stream failed")
             last = format.failure(unexpected())
         if self._call.client_gone:
-            return
+            return b""
         if self._before_end is not None:
             await self._before_end()
         self._complete = not self._call.client_gone
-        yield last
+        return last
 
     async def _send_merged(self, send: Send) -> InferEngineError | None:
         """All choices as they come; the error of one that failed ends it."""
@@ -178,15 +182,6 @@ class EventStream(Response):
             if (error := pieces[-1].error) is not None:
                 return error
         return None
-
-
-class EventResponse(EventSourceResponse):
-    """sse-starlette's response in the task of the request. Whoever makes its events ends them when the client leaves
-    and when the server stops."""
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the head, the events and the end."""
-        await self._stream_response(send)
 
 
 class KeepAlive:
