@@ -74,6 +74,11 @@ class EngineConfig:
     """The engine process: device, sizes of a step, watchdogs."""
 
     name: str = _key("engine", "name of this engine, part of the socket's file name")
+    executor: str = _key(
+        "torch",
+        "what computes: torch, upstream (another server, section upstream), or the name of an installed entry point of "
+        "the group inferengine.executors",
+    )
     device: str = _key("auto", "where the model runs", ("auto", "cpu", "cuda"))
     tensor_parallel: int = _key(
         1, "devices that share each layer of the model; on a CPU, processes (rank 0 and its workers)", (1, 2, 4, 8)
@@ -107,6 +112,24 @@ class EngineConfig:
     )
     check_memory: bool = _key(True, "refuse a model that does not fit into free memory; false: load it nevertheless")
     metrics_port: int = _key(0, "port on 127.0.0.1 for Prometheus metrics of the engine alone; 0: none", minimum=0)
+
+
+@dataclass(frozen=True)
+class UpstreamConfig:
+    """With engine.executor = upstream: the OpenAI-compatible servers that compute."""
+
+    url: str = _key("", "servers, comma-separated, such as http://127.0.0.1:8080; the least loaded gets a request")
+    command: str = _key("", "command line that starts the server at upstream.url; it is restarted when it ends")
+    model: str = _key("", "model's name at the servers; empty: the first that each lists")
+    api_key_file: str = _key("", "file with the API key for the servers; empty: none is sent")
+    fields: str = _key(
+        "auto",
+        "sampling fields beyond OpenAI's that the servers honour, comma-separated; auto: all (those of vLLM) where "
+        "they give token ids, else none",
+    )
+    start_timeout_s: float = _key(600.0, "how long the engine waits at its start for a server to answer", minimum=0.1)
+    wait_s: float = _key(30.0, "how long a request waits while no server is up", minimum=0)
+    read_timeout_s: float = _key(300.0, "longest silence of a server on an open request", minimum=0.1)
 
 
 @dataclass(frozen=True)
@@ -391,6 +414,7 @@ class Config:
 
     model: ModelConfig = field(default_factory=ModelConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
+    upstream: UpstreamConfig = field(default_factory=UpstreamConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)

@@ -7,13 +7,13 @@ the engine find the loop through an EngineRef, once the model is loaded.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from inferengine.core.constraints import Grammar
-from inferengine.core.executor import DeviceLost, is_fatal
+from inferengine.core.executor import Capacity, DeviceLost, Progress, is_fatal
 from inferengine.core.kv_cache.block_pool import KVEvent
 from inferengine.core.scheduler.admission import AdmissionLimits
 from inferengine.core.scheduler.scheduler import StepOutput
@@ -23,6 +23,8 @@ from inferengine.core.step_time import Roofline
 from inferengine.engine.core import EngineCore
 from inferengine.engine.lifecycle import Lifecycle
 from inferengine.errors import InferEngineError
+from inferengine.sampling_params import SamplingParams
+from inferengine.structured_output.spec import GrammarSpec
 
 logger = logging.getLogger(__name__)
 
@@ -95,6 +97,92 @@ class LoopOutput(NamedTuple):
     time_s: float
     kv_events: list[KVEvent]
     num_scheduled_tokens: int = 0
+
+
+class Loop(Protocol):
+    """What the other threads of the engine need of the loop: EngineLoop, or upstream/relay.py's. From any thread."""
+
+    @property
+    def most_running(self) -> int:
+        """How many requests can run at once."""
+        ...
+
+    @property
+    def stats(self) -> SchedulerStats:
+        """Totals since the start."""
+        ...
+
+    @property
+    def snapshot(self) -> SchedulerSnapshot:
+        """The latest gauges."""
+        ...
+
+    @property
+    def roofline(self) -> Roofline | None:
+        """The roofline of the device, where it has one."""
+        ...
+
+    @property
+    def prefill_tokens_per_s(self) -> float:
+        """Rate at which prompts are taken in; 0: not known."""
+        ...
+
+    @property
+    def num_failed_steps(self) -> int:
+        """Steps that raised."""
+        ...
+
+    @property
+    def last_error(self) -> str | None:
+        """Type and message of the latest error."""
+        ...
+
+    @property
+    def num_compilations(self) -> int:
+        """Kernels compiled while serving."""
+        ...
+
+    @property
+    def upstreams(self) -> Mapping[str, Mapping[str, float]]:
+        """Figures of the servers that requests are relayed to, by figure and server; empty where this engine
+        computes."""
+        ...
+
+    def submit(self, requests: list[Request], grammars: Sequence[Grammar] = ()) -> None:
+        """Take the choices of one accepted submission."""
+        ...
+
+    def cancel(self, uids: list[int], reason: str, detail: FinishDetail) -> None:
+        """End these if they have not ended."""
+        ...
+
+    def cancel_all(self, reason: str, detail: FinishDetail) -> None:
+        """End every request."""
+        ...
+
+    def flush(self, reply: Callable[[int], None]) -> None:
+        """Drop the prefix cache; `reply` gets the number of blocks."""
+        ...
+
+    def call(self, function: Callable[[], None]) -> None:
+        """Run something that must not raise in the loop's thread."""
+        ...
+
+    def observe_steps(self, observer: StepObserver | None) -> None:
+        """Have `observer` told of each step from now on. In the loop's thread."""
+        ...
+
+    def queued(self, tenant: str | None = None) -> tuple[int, int]:
+        """Requests and prompt tokens that wait."""
+        ...
+
+    def run(self) -> None:
+        """Turn until stopped. In the loop's thread."""
+        ...
+
+    def stop(self) -> None:
+        """Have `run` left."""
+        ...
 
 
 class EngineLoop:
@@ -199,6 +287,11 @@ class EngineLoop:
         """Kernels compiled since the executor was warm."""
         compilations = getattr(self._core.executor, "compilations", None)
         return 0 if compilations is None else int(compilations.count)
+
+    @property
+    def upstreams(self) -> Mapping[str, Mapping[str, float]]:
+        """None: this engine computes."""
+        return {}
 
     # -- in the loop's thread ----------------------------------------------------------------------------------------
 
@@ -310,15 +403,53 @@ class EngineLoop:
         self._snapshot_s = now
 
 
+def accept_any(params: SamplingParams, grammar: GrammarSpec | None, *, resumes: bool) -> None:
+    """Refuse nothing: this engine's executor takes every field."""
+
+
+class CheckRequest(Protocol):
+    """Refuses what the loop cannot do."""
+
+    def __call__(self, params: SamplingParams, grammar: GrammarSpec | None, *, resumes: bool) -> None:
+        """Raise InvalidRequest naming the field. `resumes`: the request goes on with output of an earlier engine."""
+        ...
+
+
+@runtime_checkable
+class Relay(Loop, Protocol):
+    """A loop without an executor: what computes is elsewhere. All four in the loop's thread, but `check`."""
+
+    implementation: str
+
+    def load(self, progress: Progress) -> Capacity:
+        """Wait until what computes is there."""
+        ...
+
+    def begin(
+        self, lifecycle: Lifecycle, post: Callable[[LoopOutput], None], on_turn: Callable[[], None] = lambda: None
+    ) -> None:
+        """Say where output goes, as EngineLoop's arguments do. Before `run`."""
+        ...
+
+    def check(self, params: SamplingParams, grammar: GrammarSpec | None, *, resumes: bool) -> None:
+        """As CheckRequest. In any thread."""
+        ...
+
+    def close(self) -> None:
+        """Free what it holds, after `run`."""
+        ...
+
+
 @dataclass(frozen=True)
 class LoadedEngine:
     """The running loop and the limits that requests are checked against."""
 
-    loop: EngineLoop
+    loop: Loop
     limits: AdmissionLimits
     vocab_size: int
     embedding_size: int = 0  # 0: the engine gives no embeddings
     speculation_method: str = "none"  # `speculation.method`, decided
+    check: CheckRequest = accept_any
 
 
 class EngineRef:

@@ -9,13 +9,15 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
+from importlib.metadata import entry_points
 from queue import SimpleQueue
 from types import FrameType
 from typing import Any, NoReturn
 
 from inferengine.config import Config, keep_compiled_kernels
 from inferengine.core.executor import Executor
-from inferengine.engine.model_info import read_model_card
+from inferengine.engine.model_info import ModelCard, read_model_card
 from inferengine.engine.service import EngineService
 from inferengine.errors import ConfigError, DoesNotFit, ExitCode, InferEngineError
 from inferengine.observability import logging as logs
@@ -28,6 +30,8 @@ logger = logging.getLogger(__name__)
 
 GARBAGE_OBJECTS = 50_000  # made before cycles are looked for; Python's 700 come and go in a step, freed without
 LEAVE_S = 8.0  # within which an engine that failed sends its last messages and exits, whatever still hangs
+EXECUTORS = ("torch", "upstream")
+EXECUTORS_GROUP = "inferengine.executors"  # entry points: each makes an Executor of a Config
 MEMORY_ERRORS = ("OutOfMemoryError", "MemoryError")
 
 
@@ -43,7 +47,7 @@ def run_engine(config: Config, reload: Reload | None = None) -> int:
         service = EngineService(
             config,
             card,
-            lambda: build_executor(config),
+            lambda: build_executor(config, card),
             notifier=notifier,
             watchdog=Watchdog.from_environment(notifier, time.monotonic),
             exit_code_of=exit_code_of,
@@ -70,9 +74,36 @@ def exit_code_of(error: BaseException) -> int:
     return ExitCode.CRASH
 
 
-def build_executor(config: Config) -> Executor:
-    """The executor of this configuration, its memory plan logged. Imports torch, which takes seconds: call it in the
-    loop's thread. Raises DoesNotFit before anything of the model is read, unless `engine.check_memory` is off."""
+def build_executor(config: Config, card: ModelCard | None = None) -> Any:
+    """What `engine.executor` names, not loaded yet: an Executor or a Relay. It may import what takes seconds: call it
+    in the loop's thread. Raises ConfigError where there is no executor of this name, or a package that it needs is
+    missing."""
+    name = config.engine.executor
+    if name == "torch":
+        return build_torch_executor(config)
+    if name == "upstream":
+        try:
+            from inferengine.engine.upstream.relay import UpstreamLoop
+        except ModuleNotFoundError as error:
+            raise _missing(name, error) from None
+        return UpstreamLoop(config, card or read_model_card(config))
+    found = [point for point in entry_points(group=EXECUTORS_GROUP) if point.name == name]
+    if not found:
+        others = sorted({point.name for point in entry_points(group=EXECUTORS_GROUP)})
+        names = ", ".join([*EXECUTORS, *others])
+        raise ConfigError("engine.executor", f"there is no executor {name!r}: one of {names}")
+    build: Callable[[Config], Executor] = found[0].load()
+    return build(config)
+
+
+def _missing(name: str, error: ModuleNotFoundError) -> ConfigError:
+    message = f"{name} needs the package {error.name}: pip install 'inferengine[{name}]'"
+    return ConfigError("engine.executor", message)
+
+
+def build_torch_executor(config: Config) -> Executor:
+    """The torch executor, its memory plan logged. Raises DoesNotFit before anything of the model is read, unless
+    `engine.check_memory` is off."""
     size = config.engine.tensor_parallel
     ranks: Any = None
     if size > 1:

@@ -26,7 +26,7 @@ from inferengine.core.step_time import Roofline
 from inferengine.engine.core import EngineCore
 from inferengine.engine.io.engine_io import EngineIO, Termination
 from inferengine.engine.lifecycle import CHECK_S, Lifecycle, Shutdown, all_tracebacks
-from inferengine.engine.loop import EngineLoop, EngineRef, LoadedEngine
+from inferengine.engine.loop import EngineLoop, EngineRef, LoadedEngine, Loop, Relay, accept_any
 from inferengine.engine.model_info import ModelCard
 from inferengine.engine.options import admission_limits, scheduler_options
 from inferengine.engine.services.profiler import MakeRecorder
@@ -49,7 +49,7 @@ STALL_LOG_S = 2.0  # for a stall to be in the log; writing there may block
 # plans and launches in Python makes every first token up to that much later.
 SWITCH_INTERVAL_S = 0.0002
 
-Build = Callable[[], Executor]
+Build = Callable[[], Executor | Relay]
 ExitCodeOf = Callable[[BaseException], int]
 OnLost = Callable[[Callable[[BaseException], None]], None]
 
@@ -147,19 +147,25 @@ class EngineService:
     # -- the loop's thread -------------------------------------------------------------------------------------------
 
     def _run_loop(self) -> None:
-        executor: Executor | None = None
+        executor: Executor | Relay | None = None
         try:
-            self.lifecycle.report("importing torch", 0.0)  # seconds, on a cold disk half a minute
+            self.lifecycle.report("importing", 0.0)  # torch: seconds, on a cold disk half a minute
             executor = self._build()
             on_lost: OnLost | None = getattr(executor, "on_lost", None)
             if on_lost is not None:
                 on_lost(self._on_device_lost)
-            self.lifecycle.mark("importing torch")
+            self.lifecycle.mark("importing")
             capacity = executor.load(self.lifecycle.report)
             self.lifecycle.mark("allocating the cache")
             self.io.prepare_grammars(capacity.vocab_size, sorted(self._card.eos_token_ids))
-            executor.warm_up(self.lifecycle.report)
-            loop = self._make_loop(executor, capacity)
+            loop: Loop
+            if isinstance(executor, Relay):
+                loop = executor
+                loop.begin(self.lifecycle, self.io.post, self._watchdog.feed)
+            else:
+                executor.warm_up(self.lifecycle.report)
+                loop = self._make_loop(executor, capacity)
+            self._announce(executor, loop, capacity)
             gc.collect()
             gc.freeze()
             gc.enable()  # `run_engine` has switched it off
@@ -190,6 +196,12 @@ class EngineService:
         )
         if watchdog is not None:
             threading.Thread(target=watchdog.run, name="inferengine-steps", daemon=True).start()
+        self.core = core
+        self._step_watchdog = watchdog
+        return loop
+
+    def _announce(self, executor: Executor | Relay, loop: Loop, capacity: Capacity) -> None:
+        """Have the loaded model announced: from now on requests are taken."""
         limits = admission_limits(self.config, capacity)
         self.io.wait_for_text()
         info = ModelInfo(
@@ -206,14 +218,12 @@ class EngineService:
             implementation=getattr(executor, "implementation", ""),
         )
         self.lifecycle.mark("measuring the device")
-        self.core = core
-        self._step_watchdog = watchdog
         method = speculation_method(self.config.speculation.method, capacity)
-        self._engine.set(LoadedEngine(loop, limits, capacity.vocab_size, capacity.embedding_size, method))
+        check = executor.check if isinstance(executor, Relay) else accept_any
+        self._engine.set(LoadedEngine(loop, limits, capacity.vocab_size, capacity.embedding_size, method, check))
         adapters: AdapterStore | None = getattr(executor, "adapters", None)
         make_recorder: MakeRecorder | None = getattr(executor, "recorder", None)
         self.io.call_loaded(info, loop, adapters, make_recorder, self._on_ready)
-        return loop
 
     def _make_step_watchdog(
         self, core: EngineCore, executor: Executor, is_profiled: Callable[[], bool]

@@ -78,6 +78,8 @@ LABELLED = (
         "phase",
         "Least time that the device's bandwidth and arithmetic allow those steps.",
     ),
+    ("inferengine_upstream_requests", "upstreams.requests", "upstream", "Requests sent to each upstream."),
+    ("inferengine_upstream_failures", "upstreams.failures", "upstream", "Requests that each upstream failed."),
     ("vllm:prompt_tokens_by_source", "prompt_tokens_by_source", "source", "Prompt tokens: computed, or found cached."),
     (
         "vllm:spec_decode_num_accepted_tokens_per_pos",
@@ -108,6 +110,8 @@ LABELLED_GAUGES = (
         "phase",
         "Least time that the device allows a step over the time it took, lately, 0 to 1.",
     ),
+    ("inferengine_upstream_up", "upstreams.up", "upstream", "1 where the upstream answers."),
+    ("inferengine_upstream_in_flight", "upstreams.in_flight", "upstream", "Requests under way at each upstream."),
     ("inferengine_gpu_utilization", "gpu.utilization", "gpu", "Share of time that the device was busy, 0 to 1."),
     ("inferengine_gpu_memory_used_bytes", "gpu.memory_used_bytes", "gpu", "Memory of the device in use by anybody."),
     ("inferengine_gpu_memory_total_bytes", "gpu.memory_total_bytes", "gpu", "Memory of the device."),

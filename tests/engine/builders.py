@@ -16,6 +16,7 @@ import zmq
 
 from inferengine.config import Config
 from inferengine.core.executor import Capacity, Executor
+from inferengine.engine.loop import Relay
 from inferengine.engine.model_info import ModelCard, pooling_of
 from inferengine.engine.service import EngineService
 from inferengine.observability.tracing import Tracing
@@ -54,7 +55,7 @@ def small_capacity(**sizes: int) -> Capacity:
 
 @contextmanager
 def run_service(
-    build: Callable[[], Executor] | None = None,
+    build: Callable[[], Executor | Relay] | None = None,
     *,
     step_s: float = 0.0,
     card: ModelCard | None = None,

@@ -37,7 +37,7 @@ from inferengine.engine.io.intake import Intake
 from inferengine.engine.io.lost_connections import LostConnections
 from inferengine.engine.io.publisher import Publisher
 from inferengine.engine.lifecycle import Lifecycle, Shutdown
-from inferengine.engine.loop import EngineLoop, EngineRef, LoopOutput
+from inferengine.engine.loop import EngineRef, Loop, LoopOutput
 from inferengine.engine.metrics.counters import Counters
 from inferengine.engine.metrics.kv_events import KVEventPublisher
 from inferengine.engine.metrics.spans import record_choice
@@ -342,7 +342,7 @@ class EngineIO:
     def call_loaded(
         self,
         info: ModelInfo,
-        loop: EngineLoop,
+        loop: Loop,
         adapters: AdapterStore | None,
         make_recorder: MakeRecorder | None,
         on_ready: Callable[[], None],

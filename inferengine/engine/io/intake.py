@@ -366,6 +366,8 @@ class Intake:
                 )
                 return
             self._publisher.forget(known)  # its reader is back with its output so far, perhaps none: it begins anew
+        elif known is not None and message.resume is not None and known.was_lost:
+            self._publisher.forget(known)  # it goes on from its output, elsewhere
         elif known is not None:
             self._attach(connection, message, known, now)
             return
@@ -382,6 +384,8 @@ class Intake:
             outputs = read_resume(
                 message, params, vocab_size=engine.vocab_size, max_model_len=engine.limits.max_model_len
             )
+            spec = None if message.grammar is None else grammar_from_list(message.grammar)
+            engine.check(params, spec, resumes=outputs is not None)
             self._check_streams(connection, message.stream, params.n)
             self._adapters.resolve(message.adapter)
             submission = Submission(

@@ -24,6 +24,8 @@ SUBMISSION_BYTES = 4096  # with its parameters and the records of its choices
 ROW_BYTES, ALTERNATIVE_BYTES = 256, 72  # of log-probabilities at one position, and of each alternative there
 UNKNOWN = TokenLogprobs(0.0, 0, [], [])  # in the place of what an engine before this one told; never sent
 
+LOST_CODES = ("engine_unavailable", "engine_restarted")  # after which clients send a request again, with its output
+
 PriorOutputs: TypeAlias = "Sequence[array[int] | None]"  # per choice, of an earlier engine; None: it had ended there
 MakeText = Callable[["Submission", bool], TextStream]  # of a submission; whether stop strings are to be looked for
 
@@ -89,6 +91,14 @@ class Submission:
     def was_cut(self) -> bool:
         """Whether it has ended before its output was complete."""
         return self.ended and any(log.ended is not None and log.ended.reason == "abort" for log in self.logs)
+
+    @property
+    def was_lost(self) -> bool:
+        """Whether it has ended because what computed it was lost, while this engine goes on: an upstream."""
+        return self.ended and any(
+            log.ended is not None and log.ended.reason == "error" and log.ended.detail[0] in LOST_CODES
+            for log in self.logs
+        )
 
     @property
     def num_bytes(self) -> int:

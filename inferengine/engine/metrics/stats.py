@@ -169,6 +169,7 @@ class StatsReporter:
                     str(place): count for place, count in enumerate(snapshot.drafts_accepted_by_position)
                 },
             },
+            "upstreams": loop.upstreams,
             "roofline": loop.roofline.to_map() if loop.roofline is not None else {},
             "prefix_cache_queries": snapshot.num_prefix_lookup_tokens,
             "prefix_cache_hits": snapshot.num_prefix_hit_tokens,

@@ -13,7 +13,7 @@ from typing import Any
 
 from inferengine.core.executor import AdapterStore
 from inferengine.engine.io.publisher import Publisher
-from inferengine.engine.loop import EngineLoop
+from inferengine.engine.loop import Loop
 from inferengine.errors import InferEngineError, InvalidRequest
 
 Reply = Callable[[Any], None]
@@ -26,11 +26,11 @@ class AdapterService:
         self.names: dict[str, int] = {}  # changed in place: others read it
         self._publisher, self._call = publisher, call
         self._store: AdapterStore | None = None
-        self._loop: EngineLoop | None = None
+        self._loop: Loop | None = None
         self._coming: set[str] = set()
         self._leaving: set[int] = set()
 
-    def begin(self, store: AdapterStore | None, loop: EngineLoop) -> None:
+    def begin(self, store: AdapterStore | None, loop: Loop) -> None:
         """The model is loaded, with what adapters there are."""
         self._store, self._loop = store, loop
         if store is not None:

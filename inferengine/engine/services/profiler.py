@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 from inferengine.core.executor import ProfileRecorder
-from inferengine.engine.loop import EngineLoop
+from inferengine.engine.loop import Loop
 from inferengine.errors import InferEngineError, InvalidRequest
 
 logger = logging.getLogger(__name__)
@@ -33,11 +33,11 @@ class Profiler:
 
     def __init__(self, clock: Callable[[], float], call: Callable[[Callable[[], None]], None]) -> None:
         self._clock, self._call = clock, call
-        self._loop: EngineLoop | None = None
+        self._loop: Loop | None = None
         self._make: MakeRecorder | None = None
         self._current: _Recording | None = None
 
-    def begin(self, make: MakeRecorder | None, loop: EngineLoop) -> None:
+    def begin(self, make: MakeRecorder | None, loop: Loop) -> None:
         """The model is loaded. `make`: what makes a recorder, None where the executor has none."""
         self._make, self._loop = make, loop
 
@@ -105,7 +105,7 @@ class _Recording:
 
     def __init__(
         self,
-        loop: EngineLoop,
+        loop: Loop,
         make: MakeRecorder,
         steps: int,
         clock: Callable[[], float],

@@ -1,0 +1,219 @@
+"""What relaying to another server costs: the latency that `engine.executor = upstream` adds to a token, and tokens per
+second beside those of the same server asked directly.
+
+python -m benchmarks.upstream [--streams 8] [--rate 40] [--events 200] [--rounds 3] [--json FILE]
+
+*Latency*: a server in a process of its own writes its clock into each event, at a steady rate; the client, which asks
+it directly and through the engine and its HTTP front end in turn, compares that with its own clock. What is added is
+all of it: the engine, the wire, the front end, their sockets.
+
+*Throughput*: our own HTTP front end with the embedded model computes, asked directly and through a second service in
+turn. On a machine whose cores the model fills, the relay takes its processor time from the model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+from aiohttp import web
+
+from inferengine.bench.environment import write_result
+from inferengine.text import Tokenizer
+
+EMBEDDED = Path(__file__).resolve().parents[1] / "inferengine/assets/embedded"
+START_S = 120.0
+PROMPTS = ["Once upon a time", "The little bird", "What is a KV cache?", "A story about rain"]
+
+
+async def serve_clock(port: int) -> None:
+    """The paced server: /v1/models, and completions whose text is the time at which each event was written."""
+    tokenizer = Tokenizer.from_files({"tokenizer.json": (EMBEDDED / "tokenizer.json").read_bytes()})
+
+    async def models(_: web.Request) -> web.Response:
+        return web.json_response({"data": [{"id": "clock", "max_model_len": 65536}]})
+
+    async def complete(request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        if not body.get("stream"):
+            return web.json_response({"choices": [{"text": "x", "token_ids": [5]}]})
+        answer = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await answer.prepare(request)
+        period_s, begin = 1.0 / float(request.app["rate"]), time.monotonic()
+        for number in range(request.app["events"]):
+            await asyncio.sleep(max(0.0, begin + (number + 1) * period_s - time.monotonic()))
+            text = f"{time.monotonic_ns() // 1000};"
+            choice = {"index": 0, "text": text, "token_ids": tokenizer.encode(text, False), "finish_reason": None}
+            await answer.write(b"data: " + json.dumps({"choices": [choice]}).encode() + b"\n\n")
+        end = {"choices": [{"index": 0, "text": "", "token_ids": [], "finish_reason": "stop"}]}
+        await answer.write(b"data: " + json.dumps(end).encode() + b"\n\ndata: [DONE]\n\n")
+        return answer
+
+    app = web.Application(client_max_size=2**24)
+    app["rate"], app["events"] = float(os.environ["CLOCK_RATE"]), int(os.environ["CLOCK_EVENTS"])
+    app.add_routes([web.get("/v1/models", models), web.post("/v1/completions", complete)])
+    runner = web.AppRunner(app, access_log=None)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", port).start()
+    await asyncio.Event().wait()
+
+
+@contextmanager
+def process(command: list[str], folder: str, name: str, **environment: str) -> Iterator[Path]:
+    """A child process with a log; ended by SIGTERM."""
+    log = Path(folder) / f"{name}.log"
+    runtime = Path(folder) / name
+    runtime.mkdir(mode=0o700)
+    with log.open("wb") as file:
+        child = subprocess.Popen(
+            [sys.executable, "-m", *command],
+            stdout=file,
+            stderr=file,
+            stdin=subprocess.DEVNULL,
+            env={**os.environ, "XDG_RUNTIME_DIR": str(runtime), **environment},
+        )
+    try:
+        yield log
+    finally:
+        child.terminate()
+        child.wait(60)
+
+
+@contextmanager
+def service(folder: str, name: str, *flags: str) -> Iterator[str]:
+    """`inferengine up`; its HTTP address."""
+    command = ["inferengine.cli", "up", "--http.port", "0", "--ws.port", "0", *flags]
+    with process(command, folder, name) as log:
+        end = time.monotonic() + START_S
+        while not ((text := log.read_text()) and "Ready after" in text and "curl" in text):
+            if time.monotonic() > end:
+                raise TimeoutError(text[-2000:])
+            time.sleep(0.1)
+        found = re.search(r"HTTP\s+(http://\S+)", text)
+        if found is None:
+            raise LookupError(text)
+        yield found.group(1)
+
+
+async def read(session: aiohttp.ClientSession, url: str, body: dict[str, Any]) -> list[tuple[float, str]]:
+    """A streamed completion: the time of each event's arrival in seconds, and its text."""
+    arrived: list[tuple[float, str]] = []
+    async with session.post(f"{url}/v1/completions", json={**body, "stream": True}) as answer:
+        if answer.status != 200:
+            raise RuntimeError(await answer.text())
+        async for line in answer.content:
+            now = time.monotonic()
+            if line.startswith(b"data: {"):
+                choices = json.loads(line[6:])["choices"]
+                arrived += [(now, choice["text"]) for choice in choices]
+    return arrived
+
+
+def latencies_ms(arrived: list[tuple[float, str]]) -> list[float]:
+    """From the time in each event, which tokens may have cut, to the arrival of its last character."""
+    found, pending = [], ""
+    for now, text in arrived:
+        pending += text
+        while ";" in pending:
+            stamp, _, pending = pending.partition(";")
+            found.append(now * 1e3 - int(stamp) / 1e3)
+    return found
+
+
+async def measure_latency(urls: dict[str, str], streams: int, rounds: int) -> dict[str, list[float]]:
+    """Every event's latency, by way, the ways in turn."""
+    found: dict[str, list[float]] = {name: [] for name in urls}
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+        for number in range(rounds + 1):
+            for name, url in urls.items():
+                model = "clock" if name == "direct" else None
+                body = {"prompt": "go", "max_tokens": 60_000, **({"model": model} if model else {})}
+                for arrived in await asyncio.gather(*(read(session, url, body) for _ in range(streams))):
+                    if number:  # the first round warms both
+                        found[name] += latencies_ms(arrived)
+    return found
+
+
+async def measure_throughput(urls: dict[str, str], streams: int, rounds: int) -> dict[str, list[float]]:
+    """Tokens per second of each round, by way, the ways in turn."""
+    found: dict[str, list[float]] = {name: [] for name in urls}
+    common = {"max_tokens": 128, "ignore_eos": True, "temperature": 0}
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+        for number in range(rounds + 1):
+            for name, url in urls.items():
+                begin = time.monotonic()
+                bodies = [{"prompt": PROMPTS[index % len(PROMPTS)], **common} for index in range(streams)]
+                await asyncio.gather(*(read(session, url, body) for body in bodies))
+                if number:  # the first round warms both
+                    found[name].append(streams * 128 / (time.monotonic() - begin))
+    return found
+
+
+def quantile(values: list[float], share: float) -> float:
+    """Nearest rank."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--streams", type=int, default=8)
+    parser.add_argument("--rate", type=float, default=40.0, help="events per second of each stream")
+    parser.add_argument("--events", type=int, default=200)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--serve-clock", type=int, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.serve_clock:
+        asyncio.run(serve_clock(arguments.serve_clock))
+        return
+    relaying = ("--engine.executor", "upstream", "--upstream.url")
+    with tempfile.TemporaryDirectory(prefix="ie-") as folder:
+        port = 20_000 + os.getpid() % 20_000
+        clock = {"CLOCK_RATE": str(arguments.rate), "CLOCK_EVENTS": str(arguments.events)}
+        command = ["benchmarks.upstream", "--serve-clock", str(port)]
+        direct = f"http://127.0.0.1:{port}"
+        with process(command, folder, "clock", **clock), service(folder, "relay", *relaying, direct) as relayed:
+            ways = {"direct": direct, "relayed": relayed}
+            latency = asyncio.run(measure_latency(ways, arguments.streams, arguments.rounds))
+        with service(folder, "model") as direct, service(folder, "relay2", *relaying, direct) as relayed:
+            ways = {"direct": direct, "relayed": relayed}
+            throughput = asyncio.run(measure_throughput(ways, arguments.streams, arguments.rounds))
+    result: dict[str, Any] = {
+        "streams": arguments.streams,
+        "events_per_s": arguments.rate,
+        "load_average": os.getloadavg(),
+        "latency_ms": {
+            name: {"count": len(values), "p50": quantile(values, 0.5), "p99": quantile(values, 0.99)}
+            for name, values in latency.items()
+        },
+        "tokens_per_s": {
+            name: {"rounds": rates, "median": statistics.median(rates)} for name, rates in throughput.items()
+        },
+    }
+    for share in ("p50", "p99"):
+        added = result["latency_ms"]["relayed"][share] - result["latency_ms"]["direct"][share]
+        result[f"added_{share}_ms"] = round(added, 3)
+    medians = [result["tokens_per_s"][name]["median"] for name in ("relayed", "direct")]
+    result["throughput_ratio"] = round(medians[0] / medians[1], 4)
+    print(json.dumps(result, indent=1))
+    if arguments.json is not None:
+        write_result(arguments.json, result)
+
+
+if __name__ == "__main__":
+    main()

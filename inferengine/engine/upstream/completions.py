@@ -1,0 +1,260 @@
+"""What travels to an upstream and back: OpenAI's /v1/completions with vLLM's fields, streamed.
+
+A request goes as token ids and comes back as token ids where the upstream can (vLLM, this engine, others with
+`return_token_ids`), so that front ends, stop strings and tool parsers work as with a model in this process. An upstream
+that answers with text alone is read through the tokenizer: only the ids differ then, the text is the same.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from collections.abc import Sequence as SequenceOf
+from typing import Any
+
+import msgspec
+
+from inferengine.core.sequence import Request
+from inferengine.core.step_plan import TokenLogprobs
+from inferengine.errors import KINDS, InferEngineError, InvalidRequest, bounded
+from inferengine.sampling_params import SamplingParams
+from inferengine.structured_output.spec import GrammarSpec
+from inferengine.text.token_bounds import BYTE_CHARACTERS
+from inferengine.text.tokenizer import Tokenizer
+
+# Sampling fields beyond OpenAI's that go to an upstream as they are.
+EXTENSIONS = (
+    "min_tokens",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "stop_token_ids",
+    "ignore_eos",
+    "allowed_token_ids",
+)
+STANDARD = ("temperature", "top_p", "presence_penalty", "frequency_penalty")
+REFUSED = ("prompt_logprobs", "bad_words_ids")  # for which there is no field that takes token ids
+OPENAI_GRAMMARS = ("json_schema", "json_object")
+MAX_EVENT_BYTES = 16 * 1024 * 1024
+ID_PREFIX = "token_id:"
+BYTE_TOKENS = {byte: character for character, byte in BYTE_CHARACTERS.items()}
+CODES_BY_STATUS = {
+    413: "request_too_large",
+    429: "rate_limited",
+    502: "engine_unavailable",
+    503: "engine_unavailable",
+    504: "engine_unavailable",
+}
+
+
+class PromptDetails(msgspec.Struct):
+    """`usage.prompt_tokens_details`."""
+
+    cached_tokens: int | None = None
+
+
+class Usage(msgspec.Struct):
+    """`usage` of the last event."""
+
+    prompt_tokens_details: PromptDetails | None = None
+
+
+class Logprobs(msgspec.Struct):
+    """`logprobs` of a choice, with tokens as token_id:N."""
+
+    tokens: list[str] = []
+    token_logprobs: list[float | None] = []
+    top_logprobs: list[dict[str, float] | None] | None = None
+
+
+class CompletionChoice(msgspec.Struct):
+    """One entry of `choices`."""
+
+    text: str = ""
+    token_ids: list[int] | None = None
+    logprobs: Logprobs | None = None
+    finish_reason: str | None = None
+
+
+class CompletionEvent(msgspec.Struct):
+    """One event of a streamed completion."""
+
+    choices: list[CompletionChoice] = []
+    usage: Usage | None = None
+    error: Any = None
+
+
+read_event = msgspec.json.Decoder(CompletionEvent).decode
+
+
+class Abilities(msgspec.Struct, frozen=True):
+    """What an upstream was found to do. `fields`: which of EXTENSIONS it honours."""
+
+    takes_ids: bool = True
+    gives_ids: bool = True
+    fields: frozenset[str] = frozenset(EXTENSIONS)
+
+
+def check_params(params: SamplingParams, grammar: GrammarSpec | None, abilities: Abilities) -> None:
+    """Raise InvalidRequest naming the first field that the upstream cannot honour."""
+    changed = params.to_map()
+    for name in REFUSED:
+        if name in changed:
+            raise InvalidRequest(f"params.{name}", "this engine's upstream has no such field", code="unsupported")
+    for name in EXTENSIONS:
+        if name in changed and name not in abilities.fields:
+            message = "this engine's upstream does not know it (upstream.fields names what it does)"
+            raise InvalidRequest(f"params.{name}", message, code="unsupported")
+    if params.logprobs is not None and not abilities.gives_ids:
+        message = "this engine's upstream does not tell the token ids that they belong to"
+        raise InvalidRequest("params.logprobs", message, code="unsupported")
+    if grammar is not None and not abilities.gives_ids and grammar.kind not in OPENAI_GRAMMARS:
+        raise InvalidRequest("grammar", "this engine's upstream takes JSON schemas only", code="unsupported")
+
+
+def completion_body(request: Request, model: str, abilities: Abilities, tokenizer: Tokenizer) -> dict[str, Any]:
+    """The JSON of a request. Output of an engine before this one is a part of the prompt."""
+    params, emitted = request.params, len(request.emitted_ids)
+    prompt_ids = [*request.prompt_ids, *request.emitted_ids]
+    changed = params.to_map()
+    body: dict[str, Any] = {
+        "model": model,
+        "prompt": prompt_ids if abilities.takes_ids else prompt_text(tokenizer, prompt_ids),
+        "max_tokens": request.max_tokens - emitted,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        **{name: changed[name] for name in (*STANDARD, *EXTENSIONS) if name in changed},
+    }
+    if params.is_greedy:
+        body["temperature"] = 0
+    if emitted and params.min_tokens:
+        body["min_tokens"] = max(0, params.min_tokens - emitted)
+    if params.seed is not None:
+        body["seed"] = request.seed
+    if params.logit_bias:
+        body["logit_bias"] = {str(token_id): bias for token_id, bias in params.logit_bias}
+    if params.logprobs is not None:
+        body["logprobs"] = params.logprobs
+    if abilities.gives_ids:
+        body["return_token_ids"] = body["return_tokens_as_token_ids"] = True
+    if request.grammar is not None:
+        body |= grammar_fields(request.grammar, extended=abilities.gives_ids)
+    return body
+
+
+def prompt_text(tokenizer: Tokenizer, token_ids: list[int]) -> str:
+    """A prompt as text, without the token that the upstream's own tokenizer puts first."""
+    first = tokenizer.encode("")
+    if first and token_ids[: len(first)] == first:
+        token_ids = token_ids[len(first) :]
+    return tokenizer.decode(token_ids, skip_special_tokens=False)
+
+
+def grammar_fields(grammar: GrammarSpec, *, extended: bool) -> dict[str, Any]:
+    """The fields that ask for a grammar: vLLM's `structured_outputs`, else OpenAI's `response_format`. `any` and
+    `compact` whitespace are this engine's own words and are left to the upstream."""
+    source: Any = grammar.source
+    if grammar.kind in ("json_schema", "choice", "structural_tag"):
+        source = json.loads(source)
+    if not extended:
+        if grammar.kind == "json_object":
+            return {"response_format": {"type": "json_object"}}
+        return {"response_format": {"type": "json_schema", "json_schema": {"name": "output", "schema": source}}}
+    name = {"json_schema": "json", "lark": "grammar"}.get(grammar.kind, grammar.kind)
+    asked = {name: True if grammar.kind == "json_object" else source}
+    if grammar.whitespace == "":
+        asked["disable_any_whitespace"] = True
+    elif grammar.whitespace not in (None, "any", "compact"):
+        asked["whitespace_pattern"] = grammar.whitespace
+    return {"structured_outputs": asked}
+
+
+class EventReader:
+    """Cuts a body of Server-Sent Events into the JSON of each. Comments and other fields are skipped."""
+
+    def __init__(self) -> None:
+        self._pending = b""
+        self.is_done = False  # the stream has ended as it should
+
+    def push(self, data: bytes) -> Iterator[CompletionEvent]:
+        """Yield the events that `data` completes. Raises InferEngineError for what is none."""
+        *lines, self._pending = (self._pending + data).split(b"\n")
+        if len(self._pending) > MAX_EVENT_BYTES:
+            raise InferEngineError("engine_error", "The upstream sent an event that is too large.")
+        for line in lines:
+            if not line.startswith(b"data:"):
+                continue
+            content = line[5:].strip()
+            if content == b"[DONE]":
+                self.is_done = True
+                return
+            try:
+                yield read_event(content)
+            except msgspec.DecodeError:
+                raise InferEngineError("engine_error", "The upstream sent what is no completion.") from None
+
+
+def read_logprobs(found: Logprobs | None, token_ids: SequenceOf[int], num_top: int) -> list[TokenLogprobs]:
+    """Log-probabilities of these tokens. An upstream tells no ranks: that of a token is its place among the
+    alternatives told. Raises InferEngineError where a token lacks them."""
+    if found is None or len(found.token_logprobs) < len(token_ids):
+        raise InferEngineError("engine_error", "The upstream left out log-probabilities that were asked for.")
+    rows: list[TokenLogprobs] = []
+    for place, token_id in enumerate(token_ids):
+        own = found.token_logprobs[place]
+        told = (found.top_logprobs or [])[place : place + 1]
+        others = sorted(
+            ((_token_id(token), value) for token, value in (told[0] if told and told[0] else {}).items()),
+            key=lambda item: (-item[1], item[0]),
+        )
+        logprob = -9999.0 if own is None else own
+        rank = 1 + sum(value > logprob for other, value in others if other != token_id)
+        rows.append(
+            TokenLogprobs(
+                logprob, rank, [each for each, _ in others[:num_top]], [value for _, value in others[:num_top]]
+            )
+        )
+    return rows
+
+
+def _token_id(token: str) -> int:
+    number = token.removeprefix(ID_PREFIX)
+    if not token.startswith(ID_PREFIX) or not number.isdigit():
+        raise InferEngineError("engine_error", "The upstream's log-probabilities do not name token ids.")
+    return int(number)
+
+
+def ids_of_text(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Token ids whose text is exactly `text`, with a byte-level vocabulary: none of them special."""
+    content = text.encode("utf-8", "replace")
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    if not any(map(tokenizer.is_special, ids)) and b"".join(map(tokenizer.token_bytes, ids)) == content:
+        return ids
+    return [_byte_id(tokenizer, byte) for byte in content]
+
+
+def _byte_id(tokenizer: Tokenizer, byte: int) -> int:
+    found = tokenizer.token_to_id(BYTE_TOKENS[byte])
+    if found is None:
+        raise InferEngineError("engine_error", "The tokenizer lacks a token for a byte of the upstream's text.")
+    return found
+
+
+def error_of_status(status: int, body: bytes) -> InferEngineError:
+    """The error of an upstream's refusal. What is wrong with the request is told in the upstream's words; what is wrong
+    with the upstream is for the log."""
+    try:
+        told = json.loads(body)
+    except ValueError:
+        told = {}
+    inner = told.get("error", told) if isinstance(told, Mapping) else {}
+    inner = inner if isinstance(inner, Mapping) else {}
+    code, message = inner.get("code"), inner.get("message")
+    text = bounded(message) if isinstance(message, str) and message else f"The upstream answered {status}."
+    if status in (401, 403, 404) or status < 400:
+        return InferEngineError("engine_error", "The upstream refuses this engine: its log has the cause.")
+    if status < 500:
+        if isinstance(code, str) and code in KINDS and KINDS[code].http_status == status:
+            return InferEngineError(code, text)
+        return InferEngineError(CODES_BY_STATUS.get(status, "invalid_request"), text)
+    return InferEngineError(CODES_BY_STATUS.get(status, "engine_error"), f"The upstream answered {status}.")

@@ -1,0 +1,360 @@
+"""The upstream servers: which are up, which gets a request, and the process that this engine runs where it is told to.
+
+Everything here belongs to the event loop of the loop's thread (relay.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Collection
+from typing import Any
+from urllib.parse import urlsplit
+
+import aiohttp
+import msgspec
+
+from inferengine.config import Config
+from inferengine.engine.upstream.completions import EXTENSIONS, Abilities, CompletionEvent, EventReader, error_of_status
+from inferengine.errors import ConfigError, InferEngineError
+from inferengine.text.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+LOOK_S = 0.5  # between two looks at an upstream that is down, and at the process of `upstream.command`
+LOOK_TIMEOUT_S = 5.0
+FIRST_RESTART_S, LONGEST_RESTART_S = 0.5, 30.0
+FAST_FAILURE_S = 10.0  # a process that ran longer is restarted at once
+STOP_S = 10.0  # for the process to end after SIGTERM
+PROBE = "Hello"
+# Has the kernel end the process when this engine is gone (PR_SET_PDEATHSIG), however that came, then becomes it.
+TIED = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 15, 0, 0, 0); os.execvp(sys.argv[1], sys.argv[1:])"
+
+
+class UpstreamFailed(Exception):
+    """A request failed at one upstream. `elsewhere`: another one may take it."""
+
+    def __init__(self, error: InferEngineError, *, elsewhere: bool) -> None:
+        super().__init__(str(error))
+        self.error = error
+        self.elsewhere = elsewhere
+
+
+class Server:
+    """One upstream."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url.rstrip("/").removesuffix("/v1")
+        self.name = urlsplit(self.url).netloc.rpartition("@")[2]  # for logs and metrics: without a password
+        self.is_up = False
+        self.num_in_flight = 0
+        self.num_requests = 0
+        self.num_failures = 0
+        self.model = ""
+        self.max_model_len: int | None = None
+        self.abilities: Abilities | None = None  # None until it was probed
+
+
+def read_urls(config: Config) -> list[str]:
+    """The URLs of `upstream.url`. Raises ConfigError."""
+    urls = [url.strip() for url in config.upstream.url.split(",") if url.strip()]
+    if not urls:
+        raise ConfigError("upstream.url", "name the server to relay to, such as http://127.0.0.1:8080")
+    for url in urls:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.netloc:
+            raise ConfigError("upstream.url", "must be http:// or https:// URLs, comma-separated")
+    return urls
+
+
+def read_fields(config: Config) -> frozenset[str] | None:
+    """The names of `upstream.fields`; None for `auto`. Raises ConfigError."""
+    text = config.upstream.fields
+    if text == "auto":
+        return None
+    names = frozenset(name.strip() for name in text.split(",") if name.strip())
+    if unknown := names - set(EXTENSIONS):
+        raise ConfigError("upstream.fields", f"{sorted(unknown)[0]!r} is none of {', '.join(EXTENSIONS)}")
+    return names
+
+
+class Servers:
+    """All upstreams of this engine."""
+
+    def __init__(self, config: Config, tokenizer: Tokenizer) -> None:
+        """Raises ConfigError."""
+        self.servers = [Server(url) for url in read_urls(config)]
+        self._fields = read_fields(config)
+        self._config = config.upstream
+        self._tokenizer = tokenizer
+        self._session: aiohttp.ClientSession | None = None
+        self._changed = asyncio.Event()  # one is up that was not
+        self._child = ChildProcess(self._config.command) if self._config.command else None
+        self._looker: asyncio.Task[None] | None = None
+        key_file = self._config.api_key_file
+        try:
+            key = open(key_file).read().strip() if key_file else ""  # noqa: SIM115  (closed at once)
+        except OSError as error:
+            raise ConfigError("upstream.api_key_file", f"cannot be read: {error.strerror}") from None
+        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
+
+    async def start(self, report: Callable[[str, float], None]) -> None:
+        """Wait until one is up and all that are have been probed. Raises InferEngineError."""
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=LOOK_TIMEOUT_S, sock_read=self._config.read_timeout_s)
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=30.0),
+            timeout=timeout,
+            headers=self._headers,
+            read_bufsize=256 * 1024,
+            auto_decompress=False,
+            skip_auto_headers=("Accept-Encoding",),
+        )
+        end = time.monotonic() + self._config.start_timeout_s
+        while True:
+            report("waiting for the upstream", 0.0)
+            await self._look()
+            if any(server.is_up for server in self.servers):
+                break
+            if time.monotonic() > end:
+                names = ", ".join(server.name for server in self.servers)
+                raise ConfigError("upstream.url", f"no answer from {names} in {self._config.start_timeout_s:g} s")
+            await asyncio.sleep(LOOK_S)
+        self._looker = asyncio.create_task(self._keep_looking())
+
+    @property
+    def abilities(self) -> Abilities:
+        """What every upstream that was probed can do: a request may go to any of them."""
+        known = [server.abilities for server in self.servers if server.abilities is not None]
+        return Abilities(
+            all(each.takes_ids for each in known),
+            all(each.gives_ids for each in known),
+            frozenset.intersection(*(each.fields for each in known)) if known else frozenset(),
+        )
+
+    async def choose(self, tried: Collection[Server], wait_s: float) -> Server:
+        """The upstream with the fewest requests under way, of those that are up and not in `tried`. Waits for one at
+        most `wait_s` where none was tried. Raises InferEngineError."""
+        end = time.monotonic() + wait_s
+        while True:
+            candidates = [server for server in self.servers if server.is_up and server not in tried]
+            if candidates:
+                return min(candidates, key=lambda server: (server.num_in_flight, server.num_requests))
+            left_s = end - time.monotonic()
+            if tried or left_s <= 0:
+                raise InferEngineError("engine_unavailable", "No upstream is up.", retry_after_s=1.0)
+            self._changed.clear()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._changed.wait(), left_s)
+
+    async def stream(self, server: Server, body: dict[str, Any]) -> AsyncIterator[list[CompletionEvent]]:
+        """Send a completion and yield its events, as many as have arrived. Raises UpstreamFailed; leaving it closes the
+        connection, by which the upstream learns that nobody reads on."""
+        server.num_in_flight += 1
+        server.num_requests += 1
+        try:
+            answer = await self._send(server, msgspec.json.encode(body))
+            try:
+                if answer.status != 200:
+                    raise self._refusal(server, answer.status, await answer.content.read(65536))
+                reader = EventReader()
+                async for data in answer.content.iter_any():
+                    if events := list(reader.push(data)):
+                        yield events
+                    if reader.is_done:
+                        break
+                if not reader.is_done:
+                    raise aiohttp.ClientPayloadError("the stream ended before its end")
+                await answer.read()  # nothing is left: the connection may serve the next request
+            finally:
+                answer.close()
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            server.num_failures += 1
+            if not isinstance(error, aiohttp.ClientPayloadError | TimeoutError):
+                server.is_up = False  # until it answers again
+            logger.warning("upstream %s: %s: %s", server.name, type(error).__name__, error)
+            refusal = InferEngineError("engine_unavailable", "The upstream's connection was lost.", retry_after_s=1.0)
+            raise UpstreamFailed(refusal, elsewhere=True) from None
+        finally:
+            server.num_in_flight -= 1
+
+    async def _send(self, server: Server, body: bytes) -> aiohttp.ClientResponse:
+        """Send a completion and wait for its status. A kept connection that the server has just closed is tried again:
+        nothing had come of the request."""
+        if self._session is None:
+            raise RuntimeError("not started")
+        headers = {"Content-Type": "application/json"}
+        url = f"{server.url}/v1/completions"
+        try:
+            return await self._session.post(url, data=body, headers=headers)
+        except (aiohttp.ServerDisconnectedError, ConnectionResetError):
+            return await self._session.post(url, data=body, headers=headers)
+
+    def stats(self) -> dict[str, dict[str, float]]:
+        """By figure, then by upstream."""
+        return {
+            "up": {server.name: int(server.is_up) for server in self.servers},
+            "in_flight": {server.name: server.num_in_flight for server in self.servers},
+            "requests": {server.name: server.num_requests for server in self.servers},
+            "failures": {server.name: server.num_failures for server in self.servers},
+        }
+
+    async def close(self) -> None:
+        """Close the connections and end the process."""
+        if self._looker is not None:
+            self._looker.cancel()
+        if self._session is not None:
+            await self._session.close()
+        if self._child is not None:
+            await asyncio.to_thread(self._child.stop)
+
+    def _refusal(self, server: Server, status: int, body: bytes) -> UpstreamFailed:
+        if status >= 500 or status in (401, 403, 404, 429):
+            server.num_failures += 1
+            logger.warning("upstream %s answered %d: %s", server.name, status, body[:500].decode("utf-8", "replace"))
+        return UpstreamFailed(error_of_status(status, body), elsewhere=status >= 500 or status in (401, 403, 404, 429))
+
+    async def _keep_looking(self) -> None:
+        while True:
+            await asyncio.sleep(LOOK_S)
+            try:
+                await self._look()
+            except InferEngineError as error:
+                logger.error("%s", error)
+            except Exception:
+                logger.exception("looking at the upstreams failed")
+
+    async def _look(self) -> None:
+        """Start the process where it has to run, and look at the upstreams that are down."""
+        if self._child is not None:
+            self._child.tend()
+        await asyncio.gather(*(self._greet(server) for server in self.servers if not server.is_up))
+
+    async def _greet(self, server: Server) -> None:
+        try:
+            await self._describe(server)
+            if server.abilities is None:
+                server.abilities = await self._probe(server)
+                logger.info("upstream %s: %s, %s", server.name, server.model, _sentence(server.abilities))
+        except (aiohttp.ClientError, TimeoutError, OSError, ValueError, LookupError, TypeError) as error:
+            logger.debug("upstream %s is down: %s", server.name, error)
+            return
+        server.is_up = True
+        self._changed.set()
+
+    async def _describe(self, server: Server) -> None:
+        """Read which model it serves: that of `upstream.model`, or its first."""
+        document = await self._get(f"{server.url}/v1/models")
+        cards = document["data"]
+        wanted = self._config.model
+        card = next((each for each in cards if each.get("id") == wanted), None) if wanted else cards[0]
+        if card is None:
+            logger.warning("upstream %s does not list the model %s", server.name, wanted)
+        server.model = wanted or str(cards[0]["id"])
+        length = card.get("max_model_len") if card is not None else None
+        server.max_model_len = length if type(length) is int and length > 0 else None
+
+    async def _probe(self, server: Server) -> Abilities:
+        """Find out, by one token, whether it takes and gives token ids. Raises ValueError where it takes neither."""
+        ids = self._tokenizer.encode(PROBE)
+        common = {"model": server.model, "max_tokens": 1, "temperature": 0}
+        asking = {"return_token_ids": True}
+        for takes_ids, extra in ((True, asking), (True, {}), (False, asking), (False, {})):
+            status, document = await self._post(server, {**common, "prompt": ids if takes_ids else PROBE, **extra})
+            if status in (401, 403):
+                raise ConfigError("upstream.api_key_file", f"{server.name} refuses the key ({status})")
+            if status != 200:
+                continue
+            choice = document["choices"][0]
+            gives_ids = isinstance(choice.get("token_ids"), list)
+            if not gives_ids and not self._tokenizer.is_byte_level:
+                raise ConfigError(
+                    "upstream.url",
+                    f"{server.name} gives text without token ids, from which only byte-level vocabularies can be read",
+                )
+            fields = self._fields if self._fields is not None else frozenset(EXTENSIONS if gives_ids else ())
+            return Abilities(takes_ids, gives_ids, fields)
+        raise ValueError(f"/v1/completions answers {status}")
+
+    async def _get(self, url: str) -> Any:
+        if self._session is None:
+            raise RuntimeError("not started")
+        async with self._session.get(url, timeout=aiohttp.ClientTimeout(total=LOOK_TIMEOUT_S)) as answer:
+            content = await answer.read()
+            if answer.status in (401, 403):
+                raise ConfigError("upstream.api_key_file", f"{urlsplit(url).hostname} refuses the key")
+            if answer.status != 200:
+                raise ValueError(f"{answer.status}")
+            return msgspec.json.decode(content)
+
+    async def _post(self, server: Server, body: dict[str, Any]) -> tuple[int, Any]:
+        if self._session is None:
+            raise RuntimeError("not started")
+        url = f"{server.url}/v1/completions"
+        async with self._session.post(url, json=body, timeout=aiohttp.ClientTimeout(total=60.0)) as answer:
+            content = await answer.read()
+            return answer.status, msgspec.json.decode(content) if answer.status == 200 else None
+
+
+def _sentence(abilities: Abilities) -> str:
+    prompts = "prompts as token ids" if abilities.takes_ids else "prompts as text"
+    answers = "answers with token ids" if abilities.gives_ids else "answers with text alone"
+    return f"{prompts}, {answers}, fields beyond OpenAI's: {', '.join(sorted(abilities.fields)) or 'none'}"
+
+
+class ChildProcess:
+    """The process of `upstream.command`, started again when it ends. Its output goes where the engine's goes."""
+
+    def __init__(self, command: str) -> None:
+        """Raises ConfigError."""
+        try:
+            self._words = shlex.split(command)
+        except ValueError as error:
+            raise ConfigError("upstream.command", str(error)) from None
+        if not self._words or shutil.which(self._words[0]) is None:
+            raise ConfigError("upstream.command", "its first word must be a program that can be run")
+        self._process: subprocess.Popen[bytes] | None = None
+        self._started_s = 0.0
+        self._start_at_s = 0.0
+        self._delay_s = FIRST_RESTART_S
+        self._stopping = False
+
+    def tend(self) -> None:
+        """Start it if it does not run and is due."""
+        now = time.monotonic()
+        if self._stopping:
+            return
+        if self._process is not None:
+            code = self._process.poll()
+            if code is None:
+                return
+            lasted_s = now - self._started_s
+            self._delay_s = FIRST_RESTART_S if lasted_s > FAST_FAILURE_S else min(2 * self._delay_s, LONGEST_RESTART_S)
+            logger.error("the upstream's process ended with %d: it is started again in %.1f s", code, self._delay_s)
+            self._process, self._start_at_s = None, now + self._delay_s
+        if now < self._start_at_s:
+            return
+        command = [sys.executable, "-c", TIED, *self._words]
+        self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
+        self._started_s = now
+        logger.info("the upstream's process %d is started: %s", self._process.pid, self._words[0])
+
+    def stop(self) -> None:
+        """End it, with all processes that it has started."""
+        self._stopping = True
+        process = self._process
+        if process is None:
+            return
+        for number, timeout_s in ((signal.SIGTERM, STOP_S), (signal.SIGKILL, STOP_S)):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, number)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(timeout_s)
+                return
