@@ -1,9 +1,9 @@
 """Compile kernels in parallel before anything is launched, and count those that are compiled while serving.
 
 Triton compiles a kernel when it is first launched, one after the other: half a minute for a model's decode steps on a
-machine that has never run them. Within `compiling_ahead` a launch only requests the compiled kernel, in a pool of
-threads (the compiler's passes release the interpreter's lock), and the block ends when all are there. What the model's
-torch operations compute meanwhile is meaningless and must be thrown away.
+machine that has never run them. Within `compiling_ahead` a launch only requests the compiled kernel, from a pool of
+threads whose work the processes of compile_workers.py do, and the block ends when all are there. What the model's torch
+operations compute meanwhile is meaningless and must be thrown away.
 
 `Compilations` counts kernels that are compiled, or read from Triton's disk cache, once an engine serves. Each delays
 the waiting requests by tenths of a second to tens of seconds. The number must stay 0: every kernel that a step can
@@ -14,20 +14,62 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
+
+from inferengine.kernels.cuda.compile_workers import CompileWorkers
 
 logger = logging.getLogger(__name__)
 
 MAX_THREADS = 16
 MOST_NAMES = 100  # of kernels that `Compilations` remembers
+_workers: CompileWorkers | None = None  # of the block `compile_workers` that is open
+
+
+class _Pool(ThreadPoolExecutor):
+    """Threads that have kernels compiled by `workers`, and then load them."""
+
+    def __init__(self, workers: CompileWorkers | None, *, ignore_errors: bool) -> None:
+        super().__init__(min(MAX_THREADS, os.cpu_count() or 1), thread_name_prefix="compile")
+        self._workers, self._ignore_errors = workers, ignore_errors
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        """Request a kernel. With `ignore_errors` one that cannot be compiled raises where it is launched."""
+
+        def compile_and_load() -> Any:
+            if self._workers is not None:
+                self._workers.compile(fn)
+            try:
+                return fn(*args, **kwargs)
+            except Exception:
+                if not self._ignore_errors:
+                    raise
+                return None
+
+        return super().submit(compile_and_load)
 
 
 @contextmanager
-def compiling_ahead() -> Iterator[None]:
-    """Make launches inside the block compile and do nothing else. Not for use by several threads."""
+def compile_workers() -> Iterator[None]:
+    """Inside, `compiling_ahead` compiles in processes, which start now. A block in a block uses the outer one's."""
+    global _workers
+    if _workers is not None:
+        yield
+        return
+    _workers = CompileWorkers()
+    try:
+        yield
+    finally:
+        _workers.close()
+        _workers = None
+
+
+@contextmanager
+def compiling_ahead(*, ignore_errors: bool = False) -> Iterator[None]:
+    """Make launches inside the block compile and do nothing else. Not for use by several threads. `ignore_errors`: a
+    kernel that cannot be compiled raises where it is launched."""
     from triton.runtime import _async_compile  # an engine on a CPU starts without triton
     from triton.runtime.jit import JITFunction
 
@@ -36,8 +78,8 @@ def compiling_ahead() -> Iterator[None]:
     def compile_only(self: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> Any:
         return launch(self, *arguments, grid=grid, warmup=True, **options)
 
-    threads = min(MAX_THREADS, os.cpu_count() or 1)
-    with ThreadPoolExecutor(threads, thread_name_prefix="compile") as pool, _async_compile.AsyncCompileMode(pool):
+    pool = _Pool(_workers, ignore_errors=ignore_errors)
+    with pool, _async_compile.AsyncCompileMode(pool):
         JITFunction.run = compile_only
         try:
             yield
