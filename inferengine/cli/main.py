@@ -53,6 +53,7 @@ COMMANDS = {
     "models": Entry(
         "the families of models that are served, and what fits on which card", "plan_memory", "models", ("engine",)
     ),
+    "tune": Entry("measure which kernels a model takes on this card, or show it", "tune", "run", ("engine",)),
     "keygen": Entry("make API keys for the front ends and CURVE keys for ZeroMQ over TCP", "keygen", "run"),
     "config": Entry("print the resolved configuration as TOML, with what each key takes", "serve", "config"),
     "completion": Entry("print the completion of commands, flags and values for a shell", "completion", "run"),

@@ -8,6 +8,7 @@ back. On a CPU the work is done when `execute` returns.
 from __future__ import annotations
 
 import time
+from contextlib import ExitStack
 
 import numpy as np
 import torch
@@ -34,10 +35,11 @@ from inferengine.executor.slots import Slots
 from inferengine.executor.speculation.draft_model import DraftModel
 from inferengine.executor.tools.roofline import roofline_of
 from inferengine.executor.tools.trace import StepRecorder
+from inferengine.executor.tune import TuneReport, tune
 from inferengine.kernels import ops as ops_table
 from inferengine.kernels.batch import StepColumns
 from inferengine.kernels.cpu.decode_kv_cache import DecodeKvCache
-from inferengine.kernels.cuda.compilation import Compilations
+from inferengine.kernels.cuda.compilation import Compilations, compile_workers
 from inferengine.layers.parallel import KEY, Communicator
 from inferengine.lora.folder import AdapterFolder
 from inferengine.models.hf_config import read_json
@@ -62,6 +64,9 @@ class TorchExecutor:
         self._prompt_shapes: list[MixedShape] = []  # of the steps with prompts to capture
         self.draft: DraftModel | None = None
         self.adapters: AdapterFolder | None = None
+        self.tuned: TuneReport | None = None  # which kernels were measured
+        self.slow_rows: frozenset[int] = frozenset()  # better padded to a larger number: as measured
+        self._helpers = ExitStack()
         self.compilations: Compilations | None = None  # counts since the end of warm-up
         self.implementation = ""  # whose layers compute the model, where they are not this engine's
 
@@ -70,12 +75,16 @@ class TorchExecutor:
     def load(self, progress: Progress) -> Capacity:
         """Read the checkpoint, measure what memory is left, allocate the cache. Returns what the device can hold."""
         settings = self.settings
+        self._start_compiling()
         loaded = load_model(settings, self.ops, progress, self.communicator)
         self.config, self.whole = loaded.config, loaded.whole
         self.model, self.dtype = loaded.model, loaded.dtype
         self.quantization, self.adapters = loaded.quantization, loaded.adapters
         self.implementation = "" if self.config.implementation == "native" else self.config.implementation
         self.threads = Threads(self.config, settings.threads) if self.device.type == "cpu" else None
+        self.tuned = tune(settings, self.model, self.dtype, progress)
+        if self.tuned is not None:
+            self.slow_rows = self.tuned.slow_rows
         max_model_len = context_length(settings, self.config)
         groups, self._prompt_shapes = size_cache(self, max_model_len)
         self.allocate(groups, max_model_len)
@@ -98,6 +107,11 @@ class TorchExecutor:
                 settings, settings.draft_folder, loaded, self.ops, self.slots, self.kv, max_model_len
             )
         return self.capacity
+
+    def _start_compiling(self) -> None:
+        """Start the processes that compile kernels, while the checkpoint is read; `warm_up` ends them."""
+        if self.device.type == "cuda":
+            self._helpers.enter_context(compile_workers())
 
     def allocate(self, groups: list[KVGroup], max_model_len: int, kv_dtype: torch.dtype | None = None) -> None:
         """Allocate the KV cache and the slots, and bind the cache to the model. `kv_dtype` replaces the configured
@@ -132,6 +146,7 @@ class TorchExecutor:
             if captured is not None:
                 self.graphs, self.mixed = captured
         run_warm_up_steps(self, progress)
+        self._helpers.close()
         self.compilations = Compilations(device_type=self.device.type)
 
     def flush(self) -> None:
@@ -151,6 +166,7 @@ class TorchExecutor:
 
     def close(self) -> None:
         """Free the device memory."""
+        self._helpers.close()
         if self.compilations is not None:
             self.compilations.close()
         self.draft = None

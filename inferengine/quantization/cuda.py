@@ -165,7 +165,9 @@ class CudaProducts:
         return self.base.rms_norm(x, gain, eps)
 
     def _candidates(self, x: torch.Tensor, packed: CudaWeight, product: Product) -> tuple[KernelChoice, ...]:
-        return candidates(operands_of(x.dtype, packed, self.deterministic), product, x.shape[0], *_shape(packed.weight))
+        return candidates(
+            operands_of(x.dtype, packed, self.deterministic), product, x.shape[0], *shape_of(packed.weight)
+        )
 
     def _quantizes(self, x: torch.Tensor, packed: CudaWeight) -> bool:
         """Whether a product quantizes its input."""
@@ -230,7 +232,8 @@ def operands_of(dtype: torch.dtype, packed: CudaWeight, deterministic: bool) -> 
     return {None: Operands.W8, torch.int8: Operands.W8A8, torch.float8_e4m3fn: Operands.FP8}[packed.inputs]
 
 
-def _shape(weight: ByteWeight | NibbleWeight) -> tuple[int, int]:
+def shape_of(weight: ByteWeight | NibbleWeight) -> tuple[int, int]:
+    """Return a packed weight's rows and columns, as `dispatch.candidates` is asked for them."""
     if isinstance(weight, NibbleWeight):
         return weight.rows, weight.columns
     return weight.codes.shape[0], weight.codes.shape[1]

@@ -94,6 +94,12 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "inferengine.models",
         "inferengine.executor",
     ),
+    "inferengine.cli.tune": (
+        *FOUNDATION,
+        "inferengine.cli",
+        "inferengine.kernels",
+        "inferengine.executor",
+    ),
     "inferengine.cli.check": (
         *FOUNDATION,
         "inferengine.cli",
@@ -138,4 +144,5 @@ RUNTIME_DOORS = (
     "inferengine.cli.plan_memory",
     "inferengine.cli.check",
     "inferengine.cli.models",
+    "inferengine.cli.tune",
 )

@@ -14,8 +14,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from inferengine.core.step_plan import StepPlan
 from inferengine.executor.batch import columns_of, make_batch
-from inferengine.executor.cuda_graphs.decode import SLOW_TOKENS, padded_sizes
-from inferengine.executor.cuda_graphs.mixed import MixedGraphs, MixedShape, shapes_to_capture
+from inferengine.executor.cuda_graphs.decode import SLOW_TOKENS, graphs_to_capture, padded_sizes
+from inferengine.executor.cuda_graphs.mixed import MixedGraphs, MixedShape, shapes_to_capture, without_slow
 from inferengine.executor.sampling.sampler import StepDraws
 from inferengine.kernels import ops
 from inferengine.kernels.cuda import table
@@ -160,3 +160,10 @@ def test_a_prompt_in_many_captured_chunks_alone_gives_the_tokens_of_the_whole(tm
         outputs.append(found)
         engine.executor.close()
     assert outputs[0] == outputs[1]
+
+
+def test_sizes_that_were_measured_to_be_slower_than_larger_ones_are_padded() -> None:
+    assert 320 not in {size for size, _ in graphs_to_capture(512, {320})}
+    assert 320 in {size for size, _ in graphs_to_capture(320, {320})}  # there must be room for all
+    shapes = [MixedShape(64, 256), MixedShape(64, 320), MixedShape(0, 128)]
+    assert without_slow(shapes, {320}) == [MixedShape(0, 128), MixedShape(64, 320)]

@@ -8,7 +8,7 @@ logits. Source: CUDA programming guide, "CUDA Graphs".
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -49,9 +49,11 @@ def captured_draws(size: int) -> tuple[int | None, ...]:
     return (*DRAWS, None) if size <= LARGEST_WITH_DRAWS else (None,)
 
 
-def graphs_to_capture(max_rows: int) -> list[tuple[int, int | None]]:
-    """Batch size and sampler features of each graph, largest first: the pool then has its full size from the start."""
-    return [(size, needs) for size in reversed(padded_sizes(max_rows)) for needs in captured_draws(size)]
+def graphs_to_capture(max_rows: int, slow_rows: Collection[int] = ()) -> list[tuple[int, int | None]]:
+    """Batch size and sampler features of each graph, largest first: the pool then has its full size from the start.
+    Sizes of `slow_rows` are left out: a larger step takes less time."""
+    sizes = [size for size in padded_sizes(max_rows) if size == max_rows or size not in slow_rows]
+    return [(size, needs) for size in reversed(sizes) for needs in captured_draws(size)]
 
 
 class DecodeGraphs:
@@ -59,10 +61,17 @@ class DecodeGraphs:
     with the logits."""
 
     def __init__(
-        self, model: DecoderModel, ops: Ops, slots: Slots, group_caches: list[GroupCache], max_rows: int
+        self,
+        model: DecoderModel,
+        ops: Ops,
+        slots: Slots,
+        group_caches: list[GroupCache],
+        max_rows: int,
+        slow_rows: Collection[int] = (),
     ) -> None:
-        self.model, self.ops, self.slots, self.group_caches, self.max_rows = model, ops, slots, group_caches, max_rows
-        self.sizes = padded_sizes(max_rows)
+        self.model, self.ops, self.slots, self.group_caches = model, ops, slots, group_caches
+        self._graphs = graphs_to_capture(max_rows, slow_rows)
+        self.sizes = sorted({size for size, _ in self._graphs})
         device = slots.device
         self._columns = torch.zeros(COLUMNS, max_rows, dtype=torch.int32, device=device)
         self._columns[0].fill_(slots.num_slots)
@@ -76,10 +85,9 @@ class DecodeGraphs:
 
     def capture_all(self, progress: Callable[[float], None]) -> None:
         """Capture every size, with each of its draws."""
-        graphs = graphs_to_capture(self.max_rows)
-        for index, (size, needs) in enumerate(graphs):
+        for index, (size, needs) in enumerate(self._graphs):
             self._capture(size, needs)
-            progress((index + 1) / len(graphs))
+            progress((index + 1) / len(self._graphs))
 
     def run_all_eagerly(self) -> None:
         """Run every step to capture once without a graph, to compile its kernels. The draw's kernels are the same for

@@ -10,7 +10,7 @@ executor/cuda_graphs/decode.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from typing import NamedTuple
 
 import numpy as np
@@ -27,6 +27,7 @@ from inferengine.models.decoder import DecoderModel
 PROMPT_ROWS = 16  # prompts in one captured step; a step with more runs without a graph
 DECODES = (0, 16, 64, 256)
 PROMPT_TOKENS = (32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
+STEP_TOKENS = 64  # by which a step of a slow number of tokens grows
 LAUNCHES_S = 6e-3  # about what launching a step kernel by kernel costs the host; longer steps need no graph
 ALIGNED = 4  # int32: columns begin at multiples of 16 bytes, as the kernels are compiled for
 
@@ -60,8 +61,20 @@ def shapes_to_capture(max_rows: int, max_tokens: int, token_s: float) -> list[Mi
     launching them kernel by kernel are left out."""
     decodes = sorted({min(count, max_rows) for count in DECODES})
     tokens = [count for count in PROMPT_TOKENS if count * token_s <= LAUNCHES_S]
-    shapes = {MixedShape(d, p if d + p != SLOW_TOKENS else p + 64) for d in decodes for p in tokens}
+    shapes = {MixedShape(d, p if d + p != SLOW_TOKENS else p + STEP_TOKENS) for d in decodes for p in tokens}
     return sorted(shape for shape in shapes if shape.num_tokens <= max_tokens)
+
+
+def without_slow(shapes: Iterable[MixedShape], slow_rows: Collection[int]) -> list[MixedShape]:
+    """Return the shapes, those of a number of tokens in `slow_rows` with more prompt tokens: a larger step takes less
+    time."""
+    found = set()
+    for shape in shapes:
+        tokens = shape.prompt_tokens
+        while shape.decodes + tokens in slow_rows:
+            tokens += STEP_TOKENS
+        found.add(MixedShape(shape.decodes, tokens))
+    return sorted(found)
 
 
 class MixedGraphs:

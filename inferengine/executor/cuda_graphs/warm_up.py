@@ -25,7 +25,7 @@ from torch import nn
 from inferengine.core.executor import Progress
 from inferengine.core.step_plan import BlockUpdates, PooledRow, SlotInit, StepPlan
 from inferengine.executor.cuda_graphs.decode import DecodeGraphs
-from inferengine.executor.cuda_graphs.mixed import MixedGraphs, MixedShape
+from inferengine.executor.cuda_graphs.mixed import MixedGraphs, MixedShape, without_slow
 from inferengine.executor.memory.kv_cache import KVCache
 from inferengine.executor.sampling.sampler import StepDraws
 from inferengine.executor.settings import ExecutorSettings
@@ -49,6 +49,7 @@ class StepRunner(Protocol):
     model: DecoderModel
     kv: KVCache
     slots: Slots
+    slow_rows: frozenset[int]  # numbers of rows whose steps take longer than larger ones
 
     def execute(self, plan: StepPlan) -> StepDraws:
         """Run one step."""
@@ -64,8 +65,9 @@ def capture_graphs(
     """Compile every kernel that a step can launch, then capture the CUDA graphs. `shapes` are those of the graphs with
     prompts, `compile_draft` runs the draft model's steps. Returns None where settings or model want no graphs."""
     settings = runner.settings
-    decode = DecodeGraphs(runner.model, runner.ops, runner.slots, runner.kv.group_caches, settings.max_num_seqs)
-    mixed = MixedGraphs(runner.model, runner.ops, runner.slots, runner.kv.group_caches, shapes)
+    parts = runner.model, runner.ops, runner.slots, runner.kv.group_caches
+    decode = DecodeGraphs(*parts, settings.max_num_seqs, runner.slow_rows)
+    mixed = MixedGraphs(*parts, [s for s in without_slow(shapes, runner.slow_rows) if _fits(s, settings)])
     steps: list[Callable[[], object]] = [decode.run_all_eagerly, mixed.run_all_eagerly]
     if compile_draft is not None:
         steps.append(compile_draft)
@@ -78,6 +80,10 @@ def capture_graphs(
     decode.capture_all(lambda share: progress("capturing decode graphs", share))
     mixed.capture_all(lambda share: progress("capturing prompt graphs", share), decode.pool)
     return decode, mixed
+
+
+def _fits(shape: MixedShape, settings: ExecutorSettings) -> bool:
+    return shape.num_tokens <= settings.max_num_batched_tokens
 
 
 def run_warm_up_steps(runner: StepRunner, progress: Progress) -> None:
@@ -210,6 +216,7 @@ def prompt_plan(runner: StepRunner, num_tokens: int, num_rows: int = 1) -> StepP
 def _kernel_class_plans(runner: StepRunner) -> Iterator[StepPlan]:
     """One step of every class of shapes that is computed without a graph."""
     from inferengine.kernels.cuda.attention.decode import row_classes  # an engine on a CPU starts without triton
+    from inferengine.kernels.cuda.dispatch import measured_rows
     from inferengine.kernels.cuda.moe.configurations import token_classes
 
     config, max_rows = runner.config, runner.settings.max_num_seqs
@@ -219,7 +226,10 @@ def _kernel_class_plans(runner: StepRunner) -> Iterator[StepPlan]:
         max_rows=max_rows,
         max_tokens=min(runner.settings.max_num_batched_tokens, runner.slots.tokens.shape[1] - 1),
         decode_rows=row_classes(config.num_heads, config.num_kv_heads, config.head_dim, max_rows),
-        more_chunks=() if config.moe is None else token_classes(config.moe.num_experts, config.moe.num_chosen),
+        more_chunks=(
+            *measured_rows(),
+            *(() if config.moe is None else token_classes(config.moe.num_experts, config.moe.num_chosen)),
+        ),
     )
 
 
@@ -233,9 +243,9 @@ def kernel_class_plans(
     more_chunks: Iterable[int] = (),
 ) -> Iterator[StepPlan]:
     """One step of every class of shapes. `decode_rows`: a number of decode rows for each decode attention kernel;
-    `more_chunks`: further classes by the number of tokens."""
-    for chunk in (*CHUNKS, *more_chunks, max_tokens):
-        if chunk <= max_tokens:
+    `more_chunks`: further classes by the number of tokens, such as those where a measured choice changes."""
+    for chunk in sorted({*CHUNKS, *more_chunks, max_tokens}):
+        if 1 < chunk <= max_tokens:
             yield scratch_plan(slot, num_groups, decodes=0, chunk=chunk)
     for decodes in decode_rows:
         if decodes < max_rows and decodes + 2 <= max_tokens:

@@ -6,9 +6,11 @@ returns the first rule of each kernel that holds, best kernel first; a launch si
 accepts its tensors (Hopper only, alignment, whole tiles). Where none is left, the launch site uses the library: cuBLAS,
 for quantized weights after they are dequantized.
 
-The figures were measured on an H200 with benchmarks/kernels.py and benchmarks/quantized.py, most of them with the
-shapes of an 8B model. Nothing is tuned at start-up: equal shapes take equal launches. A shape that was not measured
-takes the values of its class, which may be slow but never wrong.
+The rules' figures were measured on an H200 with benchmarks/kernels.py and benchmarks/quantized.py, most of them with
+the shapes of an 8B model. For another shape they may be slow but never wrong. What was measured for the very shape on
+the very card comes first, from the tables that tuning/ keeps (`use_measured`). The rules then say what is tried, and
+what holds where nothing was measured. A process reads its table before it compiles anything and keeps it: equal shapes
+take equal launches.
 
 Deterministic mode has operands of its own. Their configurations sum the inner dimension in an order that depends on the
 weight's shape only, never on the number of rows.
@@ -18,7 +20,9 @@ Every `width` counts all rows of the weight: of a gated product gate and up toge
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from enum import StrEnum
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -538,8 +542,87 @@ _MOST_ROWS = max(
 _BY_TILES = frozenset((Operands.DENSE_EXACT, Operands.DENSE_FP32_EXACT))
 
 
+class ProductKey(NamedTuple):
+    """What a measurement is of, but for the number of rows."""
+
+    operands: Operands
+    product: Product
+    width: int
+    columns: int
+
+
+class MeasuredRun(NamedTuple):
+    """The best kernel for `first` to `last` rows; None: the library, or for PARTS that the sum is not left in parts."""
+
+    first: int
+    last: int
+    choice: KernelChoice | None
+
+
+class _Runs(NamedTuple):
+    """Of one product, in order."""
+
+    lasts: tuple[int, ...]
+    runs: tuple[MeasuredRun, ...]
+    choices: tuple[tuple[KernelChoice, ...], ...]  # the measured one first, then those of the rules
+
+
+_measured: dict[ProductKey, _Runs] = {}
+
+
+def use_measured(table: Mapping[ProductKey, tuple[MeasuredRun, ...]]) -> None:
+    """Let these measurements decide, and the rules where there are none. They replace those of an earlier call."""
+    _measured.clear()
+    for key, runs in table.items():
+        _measured[key] = _runs_of(key, runs)
+
+
+def measured_rows() -> tuple[int, ...]:
+    """Return the last number of rows of every measured run, in order: at these the choice may change."""
+    return tuple(sorted({last for runs in _measured.values() for last in runs.lasts}))
+
+
+@contextmanager
+def forcing(choices: Mapping[ProductKey, KernelChoice | None]) -> Iterator[None]:
+    """Inside, these products take these kernels for any number of rows, where they accept the tensors."""
+    before = {key: _measured.get(key) for key in choices}
+    for key, choice in choices.items():
+        found = () if choice is None else (choice,)
+        _measured[key] = _Runs((MANY,), (MeasuredRun(0, MANY, choice),), (found,))
+    try:
+        yield
+    finally:
+        for key, runs in before.items():
+            if runs is None:
+                del _measured[key]
+            else:
+                _measured[key] = runs
+
+
+def _runs_of(key: ProductKey, runs: tuple[MeasuredRun, ...]) -> _Runs:
+    choices = []
+    for _, last, choice in runs:
+        others = rule_candidates(key.operands, key.product, last, key.width, key.columns)
+        found = () if choice is None else (choice, *(each for each in others if each.kernel is not choice.kernel))
+        choices.append(found)
+    return _Runs(tuple(run.last for run in runs), runs, tuple(choices))
+
+
 def candidates(operands: Operands, product: Product, rows: int, width: int, columns: int) -> tuple[KernelChoice, ...]:
     """Return the kernels for x [rows, columns] @ weight [width, columns]^T, best first; empty: the library is best."""
+    if _measured:
+        found = _measured.get(ProductKey(operands, product, width, columns))
+        if found is not None:
+            index = bisect_left(found.lasts, rows)
+            if index < len(found.lasts) and found.runs[index].first <= rows:
+                return found.choices[index]
+    return rule_candidates(operands, product, rows, width, columns)
+
+
+def rule_candidates(
+    operands: Operands, product: Product, rows: int, width: int, columns: int
+) -> tuple[KernelChoice, ...]:
+    """Return what the rules say of a product, whatever was measured; as `candidates`."""
     if rows > _MOST_ROWS and operands not in _BY_TILES:
         rows = _MOST_ROWS + 1
     return _candidates(operands, product, rows, width, columns)

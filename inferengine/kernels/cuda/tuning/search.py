@@ -1,0 +1,277 @@
+"""Finds the best kernel for each product and number of rows by measuring, within a budget of seconds.
+
+Each product is measured at a few numbers of rows first, with all that space.py proposes; then at the others, with what
+was best at the nearest larger of these. A candidate whose first measurement is much slower than the best so far is
+given up; those that remain are measured in turn, so that a card whose clock falls slows all of them, and medians are
+compared. What the rules prefer is always among them, and is kept where nothing is faster by more than the noise.
+"""
+
+from __future__ import annotations
+
+import logging
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple, Protocol
+
+from inferengine.kernels.cuda.dispatch import Kernel, KernelChoice, Operands, Product, ProductKey
+from inferengine.kernels.cuda.tuning.measured_table import ROWS, Entry, MeasuredTable
+from inferengine.kernels.cuda.tuning.space import configurations, preferred, takes
+
+logger = logging.getLogger(__name__)
+
+# Rows at which everything is tried, in the order of their importance to serving. A stage is compiled at once: its rows
+# are few, so that a budget that is too small for all is not spent on compiling what is never measured.
+STAGES = ((64,), (1, 128), (16, 32), (256, 1024))
+CLASSES = (  # first row, last row, its stage's row
+    *((1, 1, 1), (2, 16, 16), (17, 32, 32), (33, 64, 64), (65, 128, 128)),
+    *((129, 512, 256), (513, 1 << 62, 1024)),
+)
+HOPELESS = 1.2  # times the best: given up after one measurement
+NOISE = 0.99  # of the rules' time: a choice must be faster than that to replace theirs
+TAKEN_OVER = 4  # best candidates of a class that its other rows try
+FINALISTS = 3
+ROUNDS = 3
+
+
+class TunedProduct(NamedTuple):
+    """A product of a model. `kind` is how layers use it: LINEAR alone, GATED, or PARTS for a sum with the residual and
+    its norm, which may be one product in parts or a whole product and a norm. `one_row` and `more_rows` are the
+    operands that dispatch.py is asked for; `last_row` the most rows that it is ever computed for, and `uses` how often
+    a step does."""
+
+    kind: Product
+    one_row: Operands
+    more_rows: Operands
+    width: int
+    columns: int
+    last_row: int
+    uses: int = 1
+
+    def key(self, product: Product, rows: int) -> ProductKey:
+        """Return the key of a measurement."""
+        return ProductKey(self.one_row if rows == 1 else self.more_rows, product, self.width, self.columns)
+
+    def measured(self) -> set[Product]:
+        """Return the kinds of products that are measured for it: a sum with a norm may be a whole product."""
+        return {self.kind, Product.LINEAR} if self.kind is Product.PARTS else {self.kind}
+
+    def measured_keys(self) -> set[ProductKey]:
+        """Return all keys that are measured for it."""
+        return {self.key(product, rows) for product in self.measured() for rows in (1, 2)}
+
+
+Plan = tuple[tuple[ProductKey, KernelChoice | None], ...]  # what each product is to take, to be timed as a whole
+
+
+class Timer(Protocol):
+    """Runs products as the model runs them."""
+
+    def compile(self, work: Sequence[tuple[TunedProduct, int, Plan]]) -> None:
+        """Compile all kernels of these plans."""
+        ...
+
+    def prepare(self, product: TunedProduct, rows: int, plan: Plan) -> Callable[[], float]:
+        """Return a function that measures the seconds of one call. Raises where the plan cannot be launched."""
+        ...
+
+
+def plans(product: TunedProduct, rows: int) -> tuple[Plan, ...]:
+    """Return what to try for a product: first what the rules prefer."""
+    key = product.key(product.kind, rows)
+    if product.kind is not Product.PARTS:
+        return tuple(((key, choice),) for choice in configurations(key, rows))
+    linear = product.key(Product.LINEAR, rows)
+    in_parts = [((key, choice),) for choice in configurations(key, rows) if choice is not None]
+    whole = [((key, None), (linear, choice)) for choice in configurations(linear, rows)]
+    if rows == 1:  # the next product computes the norm itself
+        return tuple(whole)
+    if in_parts:  # the same tiles with a reduction of their own beside them gain little
+        whole = [plan for plan in whole if not _splits_tma_tiles(plan[1][1])]
+    found: list[Plan] = [*whole, *in_parts]
+    by_rules = preferred(key, rows)
+    if by_rules is not None:
+        found.sort(key=lambda plan: plan != ((key, by_rules),))
+    return tuple(found)
+
+
+def _splits_tma_tiles(choice: KernelChoice | None) -> bool:
+    return choice is not None and choice.kernel is Kernel.TMA_TILE and choice.config.splits > 1
+
+
+def search(
+    products: Sequence[TunedProduct],
+    timer: Timer,
+    *,
+    clock: Callable[[], float],
+    budget_s: float,
+    max_rows: int,
+    progress: Callable[[float], None] = lambda share: None,
+) -> MeasuredTable:
+    """Measure products, in order, until all is measured or `budget_s` is spent. `clock` returns seconds."""
+    table, begin = MeasuredTable(), clock()
+    ranked: dict[tuple[TunedProduct, int], list[Plan]] = {}
+    stage_s = 0.0  # of the latest
+    for stage in STAGES:
+        stage_begin = clock()
+        if stage_begin - begin + stage_s > budget_s:
+            break
+        work = [
+            (product, rows, plan)
+            for rows in stage
+            for product in products
+            if _reaches_class(product, rows, max_rows)
+            for plan in plans(product, rows)
+        ]
+        timer.compile(work)
+        for rows in stage:
+            for product in products:
+                tried = [plan for each, count, plan in work if each is product and count == rows]
+                if tried and (clock() - begin < budget_s or stage == STAGES[0]):
+                    ranked[product, rows] = _measure(product, rows, tried, timer, table)
+        stage_s = clock() - stage_begin
+        progress(min(1.0, (clock() - begin) / budget_s))
+    others = [rows for rows in _by_importance() if rows not in sum(STAGES, ())]
+    work = [
+        (product, rows, plan)
+        for rows in others
+        for product in products
+        if _reaches(product, rows, max_rows)
+        for plan in _taken_over(product, rows, ranked)
+    ]
+    if work and clock() - begin < budget_s:
+        timer.compile(work)
+    for rows in others:
+        for product in products:
+            tried = [plan for each, count, plan in work if each is product and count == rows]
+            if tried and clock() - begin < budget_s:
+                _measure(product, rows, tried, timer, table)
+        progress(min(1.0, (clock() - begin) / budget_s))
+    return table
+
+
+def _reaches(product: TunedProduct, rows: int, max_rows: int) -> bool:
+    """Return whether steps have so many rows, or fewer for which the measurement stands."""
+    return max((each for each in ROWS if each < rows), default=0) < min(max_rows, product.last_row)
+
+
+def _reaches_class(product: TunedProduct, stage: int, max_rows: int) -> bool:
+    """Return whether steps have rows of the class that is measured at `stage` rows."""
+    return any(first <= min(max_rows, product.last_row) for first, _, row in CLASSES if row == stage)
+
+
+def _by_importance() -> Iterable[int]:
+    """Decode sizes first."""
+    few = (8, 96, 48, 24, 4, 2, 192, 512, 384, 448, 320)
+    return (*few, *(rows for rows in ROWS if rows not in few))
+
+
+def _taken_over(
+    product: TunedProduct, rows: int, ranked: dict[tuple[TunedProduct, int], list[Plan]]
+) -> tuple[Plan, ...]:
+    """What to try at rows that are no stage's: the rules' choice, the library, and the best of the class."""
+    stage = next(stage for _, last, stage in CLASSES if rows <= last)
+    best = ranked.get((product, stage), [])
+    if not best:
+        return ()
+    allowed = plans(product, rows)
+    found = dict.fromkeys(allowed[:1])
+    found.update(dict.fromkeys(plan for plan in allowed if all(choice is None for _, choice in plan)))
+    for plan in best[:TAKEN_OVER]:
+        if all(choice is None or takes(choice, key.product, rows, key.width, key.columns) for key, choice in plan):
+            found[plan] = None
+    return tuple(found)
+
+
+def _measure(product: TunedProduct, rows: int, tried: Sequence[Plan], timer: Timer, table: MeasuredTable) -> list[Plan]:
+    """Measure plans, of which the first is the rules', and put the result into the table. Returns them best first."""
+    samples: dict[Plan, list[float]] = {}
+    again: dict[Plan, Callable[[], float]] = {}
+    best = float("inf")
+    for plan in tried:
+        try:
+            sample = timer.prepare(product, rows, plan)
+            samples[plan] = [sample()]
+        except Exception as error:  # what this card cannot launch is no candidate
+            logger.debug("%s of %d rows as %s: %s", product, rows, plan, error)
+            samples.pop(plan, None)
+            continue
+        if samples[plan][0] <= best * HOPELESS or plan == tried[0]:
+            again[plan] = sample
+        best = min(best, samples[plan][0])
+
+    def seconds(plan: Plan) -> float:
+        return statistics.median(samples[plan])
+
+    finalists = sorted(again, key=seconds)[:FINALISTS]
+    if tried[0] in again and tried[0] not in finalists:
+        finalists.append(tried[0])
+    for _ in range(ROUNDS):
+        for plan in finalists:
+            samples[plan].append(again[plan]())
+    if not samples:
+        logger.warning("no kernel for %s of %d rows could be measured; the rules decide", product, rows)
+    order = [*sorted(finalists, key=seconds), *sorted((p for p in samples if p not in finalists), key=seconds)]
+    if order:
+        _record(tried[0], {plan: seconds(plan) for plan in order}, finalists, rows, table)
+    return order
+
+
+def _record(
+    rules: Plan, seconds: dict[Plan, float], finalists: Sequence[Plan], rows: int, table: MeasuredTable
+) -> None:
+    """Put an entry for each key of the plans into the table. Only finalists, measured often enough, can be best."""
+    for key in dict.fromkeys(key for plan in seconds for key, _ in plan):
+        times: dict[KernelChoice | None, float] = {}
+        sure: dict[KernelChoice | None, float] = {}
+        for plan, value in seconds.items():
+            choices = dict(plan)
+            if key in choices:
+                choice = choices[key]
+                times[choice] = min(value, times.get(choice, value))
+                if plan in finalists:
+                    sure[choice] = min(value, sure.get(choice, value))
+        sure = sure or times
+        best = min(sure, key=lambda choice: sure[choice])
+        by_rules = dict(rules).get(key, preferred(key, rows))
+        rules_s = times.get(by_rules, times[best])
+        if by_rules in times and times[best] > rules_s * NOISE:
+            best = by_rules
+        second = min((each for each in times if each != best), key=lambda choice: times[choice], default=best)
+        table.put(key, rows, Entry(best, times[best] * 1e6, second, times[second] * 1e6, rules_s * 1e6))
+
+
+def slow_rows(products: Sequence[TunedProduct], table: MeasuredTable) -> frozenset[int]:
+    """Return the measured numbers of rows whose step takes longer than that of the next larger one: a step is better
+    padded to that one."""
+    slow: set[int] = set()
+    after = float("inf")
+    for rows in reversed(ROWS):
+        seconds = step_seconds(products, table, rows)[0] if _is_complete(products, table, rows) else float("nan")
+        if seconds * NOISE > after:
+            slow.add(rows)
+        else:
+            after = seconds
+    return frozenset(slow)
+
+
+def _is_complete(products: Sequence[TunedProduct], table: MeasuredTable, rows: int) -> bool:
+    """Return whether every product that is computed for so many rows was measured for them."""
+    return all(
+        rows > product.last_row or rows in table.entries.get(product.key(product.kind, rows), {})
+        for product in products
+    )
+
+
+def step_seconds(products: Sequence[TunedProduct], table: MeasuredTable, rows: int) -> tuple[float, float]:
+    """Return the seconds that all products of a step of `rows` rows take, as measured and as the rules would have
+    it. Products that are not computed for so many rows count as often as they can be."""
+    measured = by_rules = 0.0
+    for product in products:
+        count = min(rows, max((each for each in ROWS if each <= product.last_row), default=1))
+        entry = table.entries.get(product.key(product.kind, count), {}).get(count)
+        if entry is None and product.kind is Product.PARTS:
+            entry = table.entries.get(product.key(Product.LINEAR, count), {}).get(count)
+        if entry is not None:
+            measured += entry.best_us * product.uses * 1e-6
+            by_rules += entry.rules_us * product.uses * 1e-6
+    return measured, by_rules
